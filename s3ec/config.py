@@ -1,0 +1,348 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All settings, parsed once at start-up into frozen data that knows where each value came from.
+
+Precedence: the JSON of ``ec_connector_extra_config`` (or ``--config`` of the command line),
+then ``S3EC_NAME`` variables, then the file that ``S3EC_CONFIG`` names, then the default.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+from pydantic import ByteSize, Field, ValidationError, field_validator, model_validator
+from pydantic_settings import (
+    BaseSettings,
+    EnvSettingsSource,
+    JsonConfigSettingsSource,
+    SettingsConfigDict,
+    TomlConfigSettingsSource,
+)
+
+from s3ec.errors import ConfigError
+
+ENV_PREFIX = "S3EC_"
+CONFIG_FILE_VARIABLE = "S3EC_CONFIG"
+
+_CREDENTIAL_WORDS = (
+    "access_key",
+    "accesskey",
+    "secret",
+    "session_token",
+    "password",
+    "credential",
+)
+
+
+def _default_cache_dir() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(base):  # the XDG specification has others ignored
+        return Path(base) / "s3ec"
+    try:
+        return Path.home() / ".cache" / "s3ec"
+    except RuntimeError as exc:  # a container's user without a name
+        raise ValueError("this user has no home folder; set `cache_dir`") from exc
+
+
+class Settings(BaseSettings):
+    """Every setting of s3ec; frozen. Sizes are bytes, times are seconds."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=ENV_PREFIX, frozen=True, extra="forbid", env_ignore_empty=True
+    )
+
+    bucket: str = Field(description="Bucket that holds the corpus. Required.")
+    prefix: str = Field("", description="Folder inside the bucket; surrounding slashes are cut.")
+    endpoint_url: str | None = Field(
+        None, description="URL of an S3-compatible server; unset means AWS."
+    )
+    region: str | None = Field(None, description="Region to sign for; unset asks the SDK's chain.")
+    addressing_style: Literal["auto", "path", "virtual"] = Field(
+        "auto",
+        description="`path` puts the bucket into the path, `virtual` into the host name; `auto` "
+        "takes `path` where `endpoint_url` is not Amazon's.",
+    )
+    profile: str | None = Field(None, description="Profile of the SDK's shared configuration.")
+    role_arn: str | None = Field(None, description="Role to assume with the found credentials.")
+    ca_bundle: Path | None = Field(None, description="PEM file of the authorities to trust.")
+    sse: Literal["none", "AES256", "aws:kms"] = Field(
+        "none",
+        description="Server-side encryption asked for at each write; `none` leaves it to the "
+        "bucket's default.",
+    )
+    sse_kms_key_id: str | None = Field(None, description="KMS key, with `sse` = `aws:kms`.")
+    cache_dir: Path = Field(
+        default_factory=_default_cache_dir,
+        description="Folder of the node's disk tier. Default: `s3ec` in `XDG_CACHE_HOME` or "
+        "`~/.cache`.",
+    )
+    cache_bytes: ByteSize = Field(
+        ByteSize(50 * 2**30), gt=0, description="Size the tier is kept below, such as `50GiB`."
+    )
+    min_free_bytes: ByteSize = Field(
+        ByteSize(2**30), ge=0, description="Free disk space the tier leaves to others."
+    )
+    transport: Literal["auto", "aioboto3"] = Field(
+        "auto", description="S3 client; `auto` takes the fastest one that is installed."
+    )
+    max_concurrency: int = Field(
+        16, ge=1, le=256, description="Objects in flight at a time, per process."
+    )
+    defer_timeout_s: float = Field(
+        2.0,
+        ge=0,
+        le=60,
+        description="Longest that a request waits in all for embeddings to arrive before "
+        "its images are encoded; 0 never waits.",
+    )
+    connect_timeout_s: float = Field(
+        1.0, gt=0, le=60, description="Longest wait for a connection to the store."
+    )
+    read_timeout_s: float = Field(
+        5.0, gt=0, le=600, description="Longest silence of the store inside a reply."
+    )
+    index_refresh_s: float = Field(
+        10.0, ge=0.1, le=86400, description="Pause between two looks for news in the bucket."
+    )
+    model_identity: str | None = Field(
+        None,
+        min_length=1,
+        max_length=512,
+        description="Name of the model in the namespace, for fleets that mount one model at "
+        "different paths. Unset: vLLM's `--model`.",
+    )
+    save_overflow: Literal["block", "drop"] | None = Field(
+        None,
+        description="What a full save queue does. Unset: `block` for `ec_producer`, whose work "
+        "must be complete, `drop` for `ec_both`, which must not wait.",
+    )
+    save_queue_bytes: ByteSize = Field(
+        ByteSize(2**30), gt=0, description="Embeddings waiting to be written, at most."
+    )
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(
+        "INFO", description="Level of the `s3ec` loggers."
+    )
+
+    @field_validator("bucket")
+    @classmethod
+    def _check_bucket(cls, value: str) -> str:
+        if "://" in value or ("/" in value and not value.startswith("arn:")):
+            raise ValueError("give the bucket's name alone; a folder inside it goes into `prefix`")
+        if not value.startswith("arn:") and not re.fullmatch(r"[A-Za-z0-9._-]{3,255}", value):
+            raise ValueError("a bucket name has 3 or more of letters, digits, `.`, `-` and `_`")
+        return value
+
+    @field_validator("prefix")
+    @classmethod
+    def _check_prefix(cls, value: str) -> str:
+        value = value.strip("/")
+        if any(part in ("", ".", "..") for part in value.split("/") if value):
+            raise ValueError("no empty, `.` or `..` parts between the slashes")
+        if not value.isprintable():
+            raise ValueError("printable characters only")
+        if len(value.encode()) > 512:
+            raise ValueError("at most 512 bytes, so that object names fit S3's limit of 1024")
+        return value
+
+    @field_validator("endpoint_url")
+    @classmethod
+    def _check_endpoint(cls, value: str | None) -> str | None:
+        if value is None:
+            return None
+        # Anywhere, since a key with a slash in it would be taken for host and path.
+        if "@" in value:
+            raise ValueError("no credentials in the URL; they come from the SDK's chain")
+        url = urlsplit(value)
+        # urlsplit drops line breaks silently.
+        plain = value.isprintable() and " " not in value
+        if url.scheme not in ("http", "https") or not url.hostname or not plain:
+            raise ValueError("write it as http://host:port or https://host:port")
+        if url.path.strip("/") or url.query or url.fragment:
+            raise ValueError("host and port only; the bucket goes into `bucket`")
+        try:
+            _ = url.port
+        except ValueError:
+            # Without its text and trace: both repeat what was given.
+            raise ValueError("the port is not a number from 0 to 65535") from None
+        return value.rstrip("/")
+
+    @field_validator("ca_bundle")
+    @classmethod
+    def _check_ca_bundle(cls, value: Path | None) -> Path | None:
+        if value is not None and not value.is_file():
+            raise ValueError("no such file; give the path of a PEM file on this machine")
+        return value
+
+    @field_validator("cache_dir")
+    @classmethod
+    def _check_cache_dir(cls, value: Path) -> Path:
+        try:
+            value = value.expanduser()
+        except RuntimeError as exc:
+            raise ValueError(str(exc)) from exc
+        if not value.is_absolute():
+            raise ValueError("an absolute path, since vLLM's processes differ in their folder")
+        return value
+
+    @model_validator(mode="after")
+    def _check_combinations(self) -> Settings:
+        if self.sse_kms_key_id and self.sse != "aws:kms":
+            raise ValueError("`sse_kms_key_id` needs `sse` = `aws:kms`")
+        if self.addressing_style == "virtual" and self.bucket.startswith("arn:"):
+            raise ValueError("`addressing_style` = `virtual` does not go with an ARN in `bucket`")
+        return self
+
+    @property
+    def path_style(self) -> bool | None:
+        """True for path style, False for virtual-host style, None where the SDK decides."""
+        if self.addressing_style != "auto":
+            return self.addressing_style == "path"
+        host = urlsplit(self.endpoint_url).hostname if self.endpoint_url else None
+        if host is None or host.endswith((".amazonaws.com", ".amazonaws.com.cn")):
+            return None
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """Settings and, for each, where its value came from (such as ``env S3EC_BUCKET``)."""
+
+    settings: Settings
+    origins: Mapping[str, str]
+
+
+def load_settings(
+    extra: Mapping[str, Any] | None = None, *, origin: str = "ec_connector_extra_config"
+) -> Loaded:
+    """Read the settings of this process.
+
+    Args:
+        extra: The JSON that has the first word, or None.
+        origin: What to call it in messages.
+
+    Raises:
+        ConfigError: Unknown name, wrong type, impossible value or combination, or
+            credentials in a place that gets logged. Names the field, never its value.
+    """
+    given = dict(extra or {})
+    for name in given:
+        _refuse_credentials(str(name), origin)
+        _refuse_unknown(str(name), origin)
+    file, file_values = _read_file()
+    _refuse_misspelt_variables()
+    env_values = EnvSettingsSource(Settings, env_prefix=ENV_PREFIX, env_ignore_empty=True)()
+    sources = [(origin, given), ("env", env_values), (f"file {file}", file_values)]
+    merged: dict[str, Any] = {}
+    origins = dict.fromkeys(Settings.model_fields, "default")
+    for label, values in reversed(sources):
+        for name, value in values.items():
+            merged[name] = value
+            origins[name] = f"env {ENV_PREFIX}{name.upper()}" if label == "env" else label
+    try:
+        # Every source is in `merged`: BaseSettings must not look at the environment again.
+        settings = Settings.model_validate(merged)
+    except ValidationError as exc:
+        raise _readable(exc, origins) from exc.__cause__
+    return Loaded(settings, origins)
+
+
+def _read_file() -> tuple[str, dict[str, Any]]:
+    path = os.environ.get(CONFIG_FILE_VARIABLE, "")
+    if not path:
+        return "", {}
+    kind = TomlConfigSettingsSource if path.endswith(".toml") else JsonConfigSettingsSource
+    if not Path(path).is_file():
+        raise ConfigError(f"{CONFIG_FILE_VARIABLE} names {path}, which is not a file")
+    try:
+        values = dict(kind(Settings, Path(path))())
+    except (OSError, ValueError, TypeError, RecursionError) as exc:
+        raise ConfigError(
+            f"cannot read {path} ({CONFIG_FILE_VARIABLE}) as a table of settings: {exc}"
+        ) from exc
+    for name in values:
+        _refuse_credentials(name, f"file {path}")
+        _refuse_unknown(name, f"file {path}")
+    return path, values
+
+
+def _refuse_credentials(name: str, origin: str) -> None:
+    if any(word in name.lower() for word in _CREDENTIAL_WORDS):
+        raise ConfigError(
+            f"`{name}` in {origin}: credentials are not accepted here, because vLLM logs its "
+            "whole configuration. Use the SDK's chain: AWS_ACCESS_KEY_ID and "
+            "AWS_SECRET_ACCESS_KEY in the environment, a `profile`, web identity or an "
+            "instance role",
+            field=name,
+        )
+
+
+def _nearest(name: str, cutoff: float = 0.6) -> str | None:
+    found = difflib.get_close_matches(name.lower(), Settings.model_fields, n=1, cutoff=cutoff)
+    return found[0] if found else None
+
+
+def _refuse_unknown(name: str, origin: str) -> None:
+    if name in Settings.model_fields:
+        return
+    near = _nearest(name)
+    hint = f"did you mean `{near}`?" if near else f"known: {', '.join(Settings.model_fields)}"
+    raise ConfigError(f"unknown setting `{name}` in {origin}; {hint}", field=name)
+
+
+def _refuse_misspelt_variables() -> None:
+    """Refuse S3EC_ variables that are nearly a setting.
+
+    Others are let through: Kubernetes gives every pod S3EC_SERVICE_HOST and its like when a
+    service is called s3ec, and the tests have variables of their own.
+    """
+    for variable in os.environ:
+        name = variable.removeprefix(ENV_PREFIX).lower()
+        if not variable.startswith(ENV_PREFIX) or name == "config":
+            continue
+        _refuse_credentials(name, "the environment")
+        near = _nearest(name, cutoff=0.85)
+        if near is not None and name != near:
+            raise ConfigError(
+                f"unknown variable {variable}; did you mean {ENV_PREFIX}{near.upper()}?",
+                field=name,
+            )
+
+
+def _readable(exc: ValidationError, origins: Mapping[str, str]) -> ConfigError:
+    """One line per fault: field, type of the value and reason; never the value itself."""
+    lines = []
+    field = None
+    for error in exc.errors(include_url=False, include_context=False):
+        field = str(error["loc"][0]) if error["loc"] else None
+        reason = error["msg"].removeprefix("Value error, ")
+        if field is None:
+            lines.append(reason)
+        elif error["type"] == "missing":
+            lines.append(f"`{field}` is required: {Settings.model_fields[field].description}")
+        else:
+            kind = type(error["input"]).__name__
+            lines.append(f"`{field}` ({kind}, from {origins.get(field, '?')}): {reason}")
+    return ConfigError("bad settings: " + "; ".join(lines), field=field)
+
+
+def settings_table() -> str:
+    """The README's table of settings, Markdown."""
+    rows = ["| setting | default | meaning |", "|---|---|---|"]
+    for name, field in Settings.model_fields.items():
+        if field.is_required():
+            default = "required"
+        elif field.default_factory is not None:
+            default = "see right"
+        elif isinstance(field.default, ByteSize):
+            default = f"`{field.default.human_readable(separator='')}`"
+        else:
+            default = "unset" if field.default is None else f"`{field.default}`"
+            default = '`""`' if field.default == "" else default
+        rows.append(f"| `{name}` | {default} | {field.description} |")
+    return "\n".join(rows) + "\n"

@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Counts of what happened, cheap enough for a scheduler hook."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+
+
+class Counters:
+    """Named monotonic sums, safe to use from any thread.
+
+    A name may carry a label after a dot (``mismatch.width``); exporters split there.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._sums: defaultdict[str, float] = defaultdict(float)
+
+    def add(self, name: str, amount: float = 1) -> None:
+        """Add to a sum. One uncontended lock: about 0.1 us, no system call."""
+        with self._lock:
+            self._sums[name] += amount
+
+    def get(self, name: str) -> float:
+        """The sum so far, 0 if nothing was added."""
+        with self._lock:
+            return self._sums.get(name, 0)
+
+    def snapshot(self) -> dict[str, float]:
+        """A copy of all sums."""
+        with self._lock:
+            return dict(self._sums)

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every error s3ec raises, grouped by what the caller does next.
+
+Absence is None, never an exception. SDK and operating-system errors are mapped to
+these at one boundary per transport, so nothing above a transport imports an SDK.
+"""
+
+from __future__ import annotations
+
+
+class S3ECError(Exception):
+    """Base of every error that s3ec raises on purpose."""
+
+
+class ConfigError(S3ECError, ValueError):
+    """A setting is wrong; found at start-up.
+
+    The caller prints it and stops (exit status 2). The message names the field and the fix
+    and never repeats a value that could be a secret.
+
+    Attributes:
+        field: The setting at fault, or None where the whole configuration is.
+    """
+
+    def __init__(self, message: str, *, field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+class UnavailableError(S3ECError):
+    """The store did not answer well now: throttled, 409, 5xx, timed out, refused.
+
+    The caller backs off with jitter, bounded; meanwhile the entry is a miss.
+    """
+
+
+class AccessError(S3ECError):
+    """The store answered and refused: denied, expired, no such bucket, wrong region.
+
+    The caller logs it once and opens the breaker; meanwhile the entry is a miss.
+    Retrying without a change of credentials or policy is useless.
+
+    Attributes:
+        code: The store's own error code, such as ``AccessDenied``.
+    """
+
+    def __init__(self, message: str, *, code: str = "") -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class ConflictError(S3ECError):
+    """A conditional write found the name taken (HTTP 412).
+
+    For a content-addressed entry that means "already stored", perhaps by our own write
+    whose reply was lost: success.
+    """
+
+
+class CorruptEntryError(S3ECError):
+    """Bytes are there but unusable: short, flipped, foreign, oversized or hostile.
+
+    The caller drops the local copy, fetches once more past the tier, then counts a miss.
+
+    Attributes:
+        reason: One word for counters: ``length``, ``header``, ``checksum``, ``identifier``,
+            ``namespace``, ``size``, ``dtype``, ``shape``, ``version`` or ``nonfinite``.
+    """
+
+    def __init__(self, message: str, *, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class TierError(S3ECError):
+    """The node's disk did not do what was asked: full, read-only, I/O error.
+
+    The caller goes on without the tier for this entry and counts it.
+    """

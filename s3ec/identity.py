@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an embedding is called: identifier to key, and model configuration to namespace.
+
+Pure functions, no I/O. Identifiers come from vLLM's ``mm_feature.identifier`` and may be
+chosen by a client, so no byte of one ever reaches an object name: names are made of
+``[0-9a-z./-]`` only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cachetools import LRUCache
+
+from s3ec.errors import ConfigError
+
+FORMAT_VERSION = 1
+OBJECT_SUFFIX = ".safetensors"
+# The full identifier is stored in each object's header, which is capped (codec.HEADER_LIMIT);
+# 4 KiB leaves room for the rest. vLLM's own hashes have 64 characters.
+MAX_IDENTIFIER_BYTES = 4096
+MAX_PREFIX_BYTES = 512
+
+_CONTENT_HASH = re.compile(r"[0-9a-f]{64}")
+# Three characters at least: two could be taken for a fan-out folder.
+_LORA_FOLDER = re.compile(r"[a-z0-9][a-z0-9-]{1,61}[a-z0-9]")
+_CLIENT_NAME = re.compile(r"x-([0-9a-f]{64})")
+# vLLM numbers the items of a request instead of hashing them when both the processor cache and
+# prefix caching are off (renderers/base.py, _process_mm_uuids in 0.32): the same name means
+# another image after a restart or on another replica.
+_REQUEST_SCOPED = re.compile(r"(?:.+:)?renderer-?\d+-mm-\d+-[A-Za-z0-9_]+-\d+", re.DOTALL)
+_NAMESPACE = re.compile(r"[a-z0-9][a-z0-9.-]{0,62}-[0-9a-f]{16}")
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """Where one identifier lives.
+
+    Attributes:
+        identifier: The full identifier, compared with the stored one at every load.
+        name: Object name below ``objects/``, such as ``ab/abcd...safetensors``.
+        digest: First 16 bytes of SHA-256 of ``name``: the key of every in-memory index.
+    """
+
+    identifier: str
+    name: str
+    digest: bytes
+
+
+def is_content_hash(identifier: str) -> bool:
+    """Whether this is a 64-hex content hash, with or without a ``lora:`` prefix."""
+    return _CONTENT_HASH.fullmatch(identifier.rpartition(":")[2]) is not None
+
+
+def is_request_scoped(identifier: str) -> bool:
+    """Whether this identifier is a counter of one process and may never be shared."""
+    return _REQUEST_SCOPED.fullmatch(identifier) is not None
+
+
+def digest_of_name(name: str) -> bytes:
+    """Index digest of an object name below ``objects/``; 16 bytes."""
+    return hashlib.sha256(name.encode("ascii")).digest()[:16]
+
+
+def _sha256_hex(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8")).hexdigest()
+
+
+def _lora_folder(lora: str) -> str:
+    """Folder of one adapter. Readable names stay; others become a digest that cannot clash."""
+    if _LORA_FOLDER.fullmatch(lora):
+        return lora
+    return f"x-{_sha256_hex(lora)}"
+
+
+def make_key(identifier: str) -> Key | None:
+    """Derive the key of one identifier.
+
+    A 64-hex content hash keeps its name so that people can find it in the bucket; every
+    other string is hashed and marked with ``x-``, so that no client-chosen string can take
+    the name of a content hash. A ``lora:`` prefix in front of a content hash becomes a folder.
+
+    Returns:
+        None where the identifier must never be looked up or saved: empty, request-scoped,
+        not valid Unicode, or longer than MAX_IDENTIFIER_BYTES.
+    """
+    if not identifier or len(identifier) > MAX_IDENTIFIER_BYTES or is_request_scoped(identifier):
+        return None
+    try:
+        if len(identifier.encode("utf-8")) > MAX_IDENTIFIER_BYTES:
+            return None
+    except UnicodeEncodeError:  # a lone surrogate from a client's JSON
+        return None
+    lora, _, tail = identifier.rpartition(":")
+    if _CONTENT_HASH.fullmatch(tail):
+        folder = f"{_lora_folder(lora)}/" if ":" in identifier else ""
+        name = f"{folder}{tail[:2]}/{tail}{OBJECT_SUFFIX}"
+    else:
+        hashed = _sha256_hex(identifier)
+        name = f"{hashed[:2]}/x-{hashed}{OBJECT_SUFFIX}"
+    return Key(identifier, name, digest_of_name(name))
+
+
+def is_object_name(name: str) -> bool:
+    """Whether ``name`` (below ``objects/``) could have been made by make_key.
+
+    Listings contain junk: directory markers, foreign files, half-typed uploads.
+    """
+    parts = name.split("/")
+    with_lora = len(parts) == 3
+    if with_lora:
+        lora = parts.pop(0)
+        if not (_LORA_FOLDER.fullmatch(lora) or _CLIENT_NAME.fullmatch(lora)):
+            return False
+    if len(parts) != 2 or not parts[1].endswith(OBJECT_SUFFIX):
+        return False
+    stem = parts[1][: -len(OBJECT_SUFFIX)]
+    client = None if with_lora else _CLIENT_NAME.fullmatch(stem)
+    hashed = client.group(1) if client else stem
+    return _CONTENT_HASH.fullmatch(hashed) is not None and parts[0] == hashed[:2]
+
+
+class KeyMaker:
+    """make_key with a bounded memory of recent answers; not thread-safe, one per owner.
+
+    A scheduler asks for the same identifiers at every step; hashing them each time would be
+    most of the cost of a lookup.
+    """
+
+    def __init__(self, capacity: int = 65536) -> None:
+        self._known: LRUCache[str, Key | None] = LRUCache(capacity)
+
+    def __call__(self, identifier: str) -> Key | None:
+        try:
+            return self._known[identifier]
+        except KeyError:
+            key = make_key(identifier)
+            # What is refused can be huge; remembering it would let clients fill the memory.
+            if key is not None:
+                self._known[identifier] = key
+            return key
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """Everything an encoder output depends on beside the image itself.
+
+    Attributes:
+        name: Folder in the bucket: a readable slug, a dash and 16 hex digits.
+        descriptor: What the digits were computed from; stored as ``namespace.json`` so that
+            people can see why two fleets do not share.
+    """
+
+    name: str
+    descriptor: Mapping[str, Any]
+
+    @classmethod
+    def from_descriptor(cls, descriptor: Mapping[str, Any]) -> Namespace:
+        """Build the namespace of one descriptor.
+
+        Args:
+            descriptor: JSON-serialisable facts; must hold ``model`` (a string, the slug's
+                source). Order of keys does not matter; any difference in content does.
+
+        Raises:
+            ConfigError: The descriptor has no model, or is not plain JSON.
+        """
+        model = descriptor.get("model")
+        if not isinstance(model, str) or not model:
+            raise ConfigError(
+                "the namespace needs a model name; set `model_identity`", field="model_identity"
+            )
+        full = {"format": FORMAT_VERSION, **descriptor}
+        try:
+            canonical = canonical_json(full)
+        except (TypeError, ValueError) as exc:
+            raise ConfigError(f"the namespace descriptor is not plain JSON: {exc}") from exc
+        digest = hashlib.sha256(canonical.encode("utf-8")).hexdigest()[:16]
+        return cls(f"{_slug(model)}-{digest}", full)
+
+    def to_json(self) -> bytes:
+        """The content of ``namespace.json``."""
+        return (json.dumps(self.descriptor, indent=2, sort_keys=True) + "\n").encode()
+
+
+def canonical_json(value: object) -> str:
+    """One spelling per value: sorted keys, no spaces, no NaN."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def _slug(model: str) -> str:
+    """Readable part of a namespace name: at most 40 characters of ``[a-z0-9.-]``."""
+    tail = "-".join(model.rstrip("/").split("/")[-2:]).lower()
+    slug = re.sub(r"[^a-z0-9]+", "-", tail).strip("-")[-40:].strip("-")
+    return slug or "model"
+
+
+def is_namespace_name(name: str) -> bool:
+    """Whether a folder name in the bucket could be a namespace of ours."""
+    return _NAMESPACE.fullmatch(name) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Object names of one namespace, relative to the store's prefix."""
+
+    namespace: str
+
+    @property
+    def descriptor(self) -> str:
+        """The namespace's descriptor, JSON."""
+        return f"{self.namespace}/namespace.json"
+
+    @property
+    def objects(self) -> str:
+        """Prefix of all entries, with its trailing slash."""
+        return f"{self.namespace}/objects/"
+
+    def object(self, key: Key) -> str:
+        """Name of one entry."""
+        return f"{self.namespace}/objects/{key.name}"
+
+    def modality(self, modality: str) -> str:
+        """The record of one modality's width and dtype, JSON, written once by a producer."""
+        return f"{self.namespace}/modality/{modality_name(modality)}.json"
+
+
+def modality_name(modality: str) -> str:
+    """A modality (``image``, ``video``, ...) as a safe file name."""
+    return modality if re.fullmatch(r"[a-z][a-z0-9_]{0,31}", modality) else _sha256_hex(modality)

@@ -1,0 +1,525 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Entries: what goes in comes out, and nothing else is believed."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors
+import safetensors.torch
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from s3ec import codec
+from s3ec.codec import HEADER_LIMIT, MAX_TENSOR_BYTES, Header, Shape
+from s3ec.errors import CorruptEntryError
+from s3ec.identity import MAX_IDENTIFIER_BYTES, canonical_json, make_key
+
+NAMESPACE = "gemma-0123456789abcdef"
+IDENTIFIER = "ab" * 32
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+def tensor_of(rows: int = 3, width: int = 5, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.arange(rows * width, dtype=torch.float32).reshape(rows, width).sub(7).to(dtype)
+
+
+def entry_of(
+    tensor: torch.Tensor | None = None,
+    *,
+    identifier: str = IDENTIFIER,
+    namespace: str = NAMESPACE,
+    modality: str = "image",
+    placeholder: dict[str, Any] | None = None,
+) -> bytes:
+    tensor = tensor_of() if tensor is None else tensor
+    header = codec.describe(
+        tensor,
+        identifier=identifier,
+        namespace=namespace,
+        modality=modality,
+        placeholder={"image_grid_thw": [[1, 16, 16]]} if placeholder is None else placeholder,
+    )
+    return b"".join(codec.encode(header, tensor))
+
+
+def verify(blob: bytes | memoryview) -> Header:
+    return codec.verify(blob, namespace=NAMESPACE, identifier=IDENTIFIER)
+
+
+def header_json(blob: bytes) -> dict[str, Any]:
+    (length,) = struct.unpack_from("<Q", blob)
+    content: dict[str, Any] = json.loads(blob[8 : 8 + length])
+    return content
+
+
+def with_header(content: object, data: bytes = b"") -> bytes:
+    """An entry around any JSON, padded as ours are but not sealed."""
+    body = content if isinstance(content, bytes) else json.dumps(content).encode()
+    body += b" " * (-(8 + len(body)) % 64)
+    return struct.pack("<Q", len(body)) + body + data
+
+
+def sealed(content: dict[str, Any], data: bytes = b"") -> bytes:
+    """As a forger would do it who knows the format."""
+    metadata = content["__metadata__"]
+    metadata["header_xxh3"] = codec._seal(metadata, content["ec_cache"])
+    return with_header(content, data)
+
+
+def reason_of(blob: bytes | memoryview) -> str:
+    with pytest.raises(CorruptEntryError) as caught:
+        verify(blob)
+    return caught.value.reason
+
+
+# -- there and back ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 1), (3, 5), (256, 64), (1, 4096)])
+def test_an_entry_comes_back_bit_for_bit(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    tensor = torch.randn(shape).to(dtype)
+    blob = entry_of(tensor)
+    header = verify(blob)
+    assert header.identifier == IDENTIFIER
+    assert header.namespace == NAMESPACE
+    assert header.modality == "image"
+    assert header.placeholder == {"image_grid_thw": [[1, 16, 16]]}
+    assert header.shape == Shape(*shape, str(dtype).removeprefix("torch."))
+    assert header.total_bytes == len(blob)
+    assert header.data_start % 64 == 0
+    back = codec.to_tensor(header, bytearray(blob[header.data_start :]))
+    assert back.dtype is dtype
+    assert torch.equal(back.view(torch.uint8), tensor.view(torch.uint8))
+
+
+def test_special_but_finite_values_keep_their_bits() -> None:
+    tensor = torch.tensor([[0.0, -0.0, 1e-45, -1e-40, 3.4028234e38, -3.4028234e38]])
+    blob = entry_of(tensor)
+    back = codec.to_tensor(verify(blob), bytearray(blob[-24:]))
+    assert torch.equal(back.view(torch.int32), tensor.view(torch.int32))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_any_safetensors_reader_opens_an_entry(tmp_path: Path, dtype: torch.dtype) -> None:
+    tensor = tensor_of(dtype=dtype)
+    path = tmp_path / "entry.safetensors"
+    path.write_bytes(entry_of(tensor))
+    with safetensors.safe_open(path, "pt") as file:
+        assert list(file.keys()) == ["ec_cache"]
+        assert torch.equal(file.get_tensor("ec_cache"), tensor)
+        metadata = file.metadata()
+    assert metadata["identifier"] == IDENTIFIER
+    assert metadata["s3ec"] == "1"
+    assert json.loads(metadata["placeholder"]) == {"image_grid_thw": [[1, 16, 16]]}
+    # As vLLM's own ECExampleConnector does (0.32, ec_connector/example_connector.py).
+    assert torch.equal(safetensors.torch.load_file(path)["ec_cache"], tensor)
+
+
+def test_a_view_of_a_larger_tensor_is_stored_alone() -> None:
+    batch = torch.randn(6, 10)
+    for view in (batch[2:4], batch.t()[:3], batch[::2, 1:9:3]):
+        blob = entry_of(view)
+        header = verify(blob)
+        assert len(blob) == header.data_start + view.numel() * 4
+        assert torch.equal(codec.to_tensor(header, bytearray(blob[header.data_start :])), view)
+
+
+def test_a_tensor_that_needs_gradients_is_stored() -> None:
+    verify(entry_of(torch.randn(2, 3, requires_grad=True)))
+
+
+def test_encoding_does_not_copy_the_tensor() -> None:
+    tensor = torch.zeros(2, 4)
+    header = codec.describe(tensor, identifier=IDENTIFIER, namespace=NAMESPACE, modality="image")
+    _, data = codec.encode(header, tensor)
+    tensor[1, 3] = 1.0
+    assert bytes(data) == bytes(28) + struct.pack("<f", 1.0)
+
+
+json_values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text()
+    | st.text(alphabet=st.characters(categories=["Cs"]), max_size=2),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=10,
+)
+
+
+@given(st.dictionaries(st.text(max_size=8), json_values, max_size=4))
+def test_a_placeholder_comes_back_or_is_not_written(placeholder: dict[str, Any]) -> None:
+    try:
+        blob = entry_of(placeholder=placeholder)
+    except CorruptEntryError:
+        return
+    assert canonical_json(verify(blob).placeholder) == canonical_json(placeholder)
+
+
+@pytest.mark.parametrize(
+    "placeholder",
+    [{"a": math.nan}, {"a": math.inf}, {"a": 10**400}, {"a": b"x"}, {"a": torch.zeros(1)},
+     {1: 2, "1": 2, None: 3}, {"a": "x" * HEADER_LIMIT}],
+    ids=["nan", "inf", "huge", "bytes", "tensor", "mixed keys", "long"],
+)  # fmt: skip
+def test_a_placeholder_that_is_not_plain_json_is_refused(placeholder: dict[Any, Any]) -> None:
+    with pytest.raises(CorruptEntryError) as caught:
+        entry_of(placeholder=placeholder)
+    assert caught.value.reason == "header"
+
+
+@given(st.text(max_size=300), st.text(max_size=40), st.text(max_size=40))
+def test_any_text_comes_back(identifier: str, namespace: str, modality: str) -> None:
+    blob = entry_of(identifier=identifier, namespace=namespace, modality=modality)
+    header = codec.verify(blob, namespace=namespace, identifier=identifier)
+    assert header.modality == modality
+
+
+@pytest.mark.parametrize("character", ["x", "\u00e9", "\u20ac", "\U0001f600", '"', "\\"])
+def test_the_longest_identifiers_fit_the_header(character: str) -> None:
+    identifier = character * (MAX_IDENTIFIER_BYTES // len(character.encode()))
+    assert make_key(identifier) is not None
+    blob = entry_of(identifier=identifier)
+    assert codec.parse_header(blob[: 8 + HEADER_LIMIT]).identifier == identifier
+
+
+def test_an_identifier_that_json_makes_too_long_is_refused_when_written() -> None:
+    with pytest.raises(CorruptEntryError, match="limit") as caught:
+        entry_of(identifier="\x01" * MAX_IDENTIFIER_BYTES)
+    assert caught.value.reason == "header"
+
+
+# -- what is not stored ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("place", [0, 7, 14])
+def test_a_tensor_that_is_not_finite_is_refused(
+    dtype: torch.dtype, value: float, place: int
+) -> None:
+    tensor = tensor_of(dtype=dtype)
+    tensor.view(-1)[place] = value
+    with pytest.raises(CorruptEntryError) as caught:
+        entry_of(tensor)
+    assert caught.value.reason == "nonfinite"
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (1, 2, 3), (0, 5), (5, 0), (0, 0)])
+def test_a_tensor_of_another_form_is_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(CorruptEntryError) as caught:
+        entry_of(torch.zeros(shape))
+    assert caught.value.reason == "shape"
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.int8, torch.int64, torch.bool, torch.complex64]
+)
+def test_a_tensor_of_another_dtype_is_refused(dtype: torch.dtype) -> None:
+    with pytest.raises(CorruptEntryError) as caught:
+        entry_of(torch.zeros(2, 2, dtype=dtype))
+    assert caught.value.reason == "dtype"
+
+
+# -- damage ------------------------------------------------------------------------------------
+
+
+def test_every_flipped_bit_is_noticed() -> None:
+    blob = entry_of(tensor_of(2, 3))
+    missed = []
+    for bit in range(len(blob) * 8):
+        damaged = bytearray(blob)
+        damaged[bit // 8] ^= 1 << bit % 8
+        try:
+            verify(bytes(damaged))
+        except CorruptEntryError:
+            continue
+        missed.append(bit)
+    assert missed == []
+
+
+def test_every_truncation_and_appendix_is_noticed() -> None:
+    blob = entry_of(tensor_of(2, 3))
+    for length in range(len(blob)):
+        reason_of(blob[:length])
+    for extra in (b"\0", b" ", bytes(64), blob):
+        assert reason_of(blob + extra) == "length"
+
+
+@given(st.binary(max_size=300))
+def test_random_bytes_are_no_entry(blob: bytes) -> None:
+    reason_of(blob)
+
+
+@given(st.data())
+@settings(max_examples=300)
+def test_spliced_entries_are_noticed(data: st.DataObject) -> None:
+    blob, other = entry_of(tensor_of(2, 3)), entry_of(tensor_of(3, 2), modality="video")
+    start = data.draw(st.integers(0, len(blob)))
+    stop = data.draw(st.integers(0, len(blob)))
+    spliced = blob[: min(start, stop)] + other[min(start, stop) : max(start, stop)]
+    spliced += blob[max(start, stop) :]
+    if spliced in (blob, other):
+        return
+    reason_of(spliced)
+
+
+def test_zeros_of_the_right_length_are_noticed() -> None:
+    """What a file system leaves after a power cut."""
+    blob = entry_of()
+    data_start = verify(blob).data_start
+    assert reason_of(bytes(len(blob))) == "header"
+    assert reason_of(blob[:data_start] + bytes(len(blob) - data_start)) == "checksum"
+
+
+# -- forgery -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [0, HEADER_LIMIT + 1, 2**40, 2**63, 2**64 - 1])
+def test_an_impossible_header_length_is_refused_without_allocating(length: int) -> None:
+    blob = struct.pack("<Q", length) + bytes(2 * HEADER_LIMIT)
+    tracemalloc.start()
+    try:
+        assert reason_of(blob) == "header"
+        assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    finally:
+        tracemalloc.stop()
+
+
+def change(path: str, value: object) -> Callable[[dict[str, Any]], None]:
+    def apply(content: dict[str, Any]) -> None:
+        inner = content
+        *folders, last = path.split("/")
+        for folder in folders:
+            inner = inner[folder]
+        if value is None:
+            del inner[last]
+        else:
+            inner[last] = value
+
+    return apply
+
+
+@pytest.mark.parametrize(
+    ("forge", "reason"),
+    [
+        (change("ec_cache/shape", [0, 2**60]), "header"),
+        (change("ec_cache/shape", [5, 3]), "shape"),
+        (change("ec_cache/shape", [3.0, 5]), "shape"),
+        (change("ec_cache/shape", [True, 15]), "shape"),
+        (change("ec_cache/shape", [3, 5, 1]), "shape"),
+        (change("ec_cache/data_offsets", [0, 31]), "shape"),
+        (change("ec_cache/data_offsets", [1, 31]), "shape"),
+        (change("ec_cache/data_offsets", [False, 30]), "shape"),
+        (change("ec_cache/dtype", "F16"), "shape"),
+        (change("ec_cache/more", 1), "shape"),
+        (change("ec_cache/shape", None), "shape"),
+        (change("__metadata__/rows", "0"), "shape"),
+        (change("__metadata__/rows", "03"), "shape"),
+        (change("__metadata__/rows", "-3"), "shape"),
+        (change("__metadata__/rows", "3 "), "shape"),
+        (change("__metadata__/rows", "\u0663"), "shape"),  # a 3 to int()
+        (change("__metadata__/rows", "9" * 5000), "shape"),
+        (change("__metadata__/rows", "999999999999"), "size"),
+        (change("__metadata__/width", None), "shape"),
+        (change("__metadata__/dtype", "float64"), "dtype"),
+        (change("__metadata__/dtype", None), "dtype"),
+        (change("__metadata__/s3ec", "2"), "version"),
+        (change("__metadata__/s3ec", None), "version"),
+        (change("__metadata__/s3ec", "1" * 9000), "version"),
+        (change("__metadata__/xxh3", None), "checksum"),
+        (change("__metadata__/xxh3", "00" * 16), "checksum"),
+        (change("__metadata__/xxh3", "zz" * 16), "checksum"),
+        (change("__metadata__/identifier", "cd" * 32), "identifier"),
+        (change("__metadata__/identifier", None), "identifier"),
+        (change("__metadata__/identifier", IDENTIFIER.upper()), "identifier"),
+        (change("__metadata__/namespace", "gemma-fedcba9876543210"), "namespace"),
+        (change("__metadata__/namespace", None), "namespace"),
+        (change("__metadata__/placeholder", "[1]"), "header"),
+        (change("__metadata__/placeholder", "{"), "header"),
+        (change("__metadata__/placeholder", "[" * 5000), "header"),
+        (change("__metadata__/placeholder", '{"a": NaN}'), "header"),
+        (change("__metadata__/placeholder", '{"a": 1e999}'), "header"),
+        (change("__metadata__/placeholder", '{"a": 1, "a": 2}'), "header"),
+        (change("__metadata__/placeholder", '{"a": ' + "9" * 5000 + "}"), "header"),
+    ],
+)
+def test_a_sealed_lie_is_refused(forge: Callable[[dict[str, Any]], None], reason: str) -> None:
+    blob = entry_of()
+    content = header_json(blob)
+    forge(content)
+    assert reason_of(sealed(content, blob[verify(blob).data_start :])) == reason
+
+
+@pytest.mark.parametrize(
+    "forge",
+    [
+        change("__metadata__/modality", "video"),
+        change("__metadata__/modality", None),
+        change("__metadata__/placeholder", '{"image_grid_thw":[[1,16,18]]}'),
+        change("__metadata__/placeholder", None),
+        change("__metadata__/more", "x"),
+        change("__metadata__/header_xxh3", None),
+    ],
+)
+def test_a_change_that_is_compared_with_nothing_breaks_the_seal(
+    forge: Callable[[dict[str, Any]], None],
+) -> None:
+    blob = entry_of()
+    content = header_json(blob)
+    forge(content)
+    assert reason_of(with_header(content, blob[verify(blob).data_start :])) == "header"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"null",
+        b"[]",
+        b"{}",
+        b'"ec_cache"',
+        b"NaN",
+        b"{" * 8000,
+        b"[" * 16000,
+        b'{"a":' * 2700,
+        b'{"__metadata__":{},"ec_cache":{},"ec_cache":{}}',
+        b'{"__metadata__":{},"__metadata__":{},"ec_cache":{}}',
+        b'{"__metadata__":{"s3ec":"1","s3ec":"1"},"ec_cache":{}}',
+        b'{"__metadata__":{},"ec_cache":{},"other":{}}',
+        b'{"__metadata__":{},"other":{}}',
+        b'{"ec_cache":{}}',
+        b'{"__metadata__":[],"ec_cache":{}}',
+        b'{"__metadata__":{"s3ec":1},"ec_cache":{}}',
+        b'{"__metadata__":{"s3ec":"1"},"ec_cache":NaN}',
+        b'{"__metadata__":{"s3ec":"1"},"ec_cache":-Infinity}',
+        b'{"__metadata__":{"s3ec":"1"},"ec_cache":1e999}',
+        b'{"__metadata__":{"s3ec":"1"},"ec_cache":' + b"9" * 5000 + b"}",
+        b'{"__metadata__":{"s3ec":"1"},"ec_cache":' + b"[" * 400 + b"]" * 400 + b"}",
+        b'{"__metadata__":{"s3ec":"1"},"ec_cache":' + b"[" * 990 + b"]" * 990 + b"}",
+        b'{"__metadata__":{"s3ec":"1"},"ec_cache":null}',
+        b'{"__metadata__":{"s3ec":"\xff"},"ec_cache":null}',
+        b'{"__metadata__":{"s3ec":"1"},"ec_cache":null}\0',
+        b'{"__metadata__":{"s3ec":"1"},"ec_cache":null}{}',
+        b"<html><body>503 Service Unavailable</body></html>",
+    ],
+)
+def test_a_header_that_is_not_ours_is_refused(body: bytes) -> None:
+    assert reason_of(with_header(body)) in ("header", "version")
+
+
+def test_a_hundred_thousand_tensors_are_refused_by_the_length_alone() -> None:
+    body = json.dumps({f"tensor{number}": {} for number in range(100_000)}).encode()
+    assert reason_of(with_header(body)) == "header"
+
+
+def test_a_header_full_of_names_is_refused_cheaply() -> None:
+    names = {str(number): "" for number in range(1400)}
+    blob = with_header({"__metadata__": names, "ec_cache": {}})
+    assert len(blob) <= 8 + HEADER_LIMIT
+    tracemalloc.start()
+    try:
+        assert reason_of(blob) == "version"
+        assert tracemalloc.get_traced_memory()[1] < 4_000_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_forged_huge_tensor_allocates_nothing() -> None:
+    blob = entry_of()
+    content = header_json(blob)
+    rows = MAX_TENSOR_BYTES // 2
+    content["__metadata__"] |= {"rows": str(rows), "width": "1"}
+    content["ec_cache"] |= {"shape": [rows, 1], "data_offsets": [0, rows * 2]}
+    forged = sealed(content)
+    tracemalloc.start()
+    try:
+        assert reason_of(forged) == "length"
+        assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    finally:
+        tracemalloc.stop()
+
+
+@given(st.sampled_from(["__metadata__", "ec_cache", None]), st.text(max_size=8), json_values)
+@settings(max_examples=300)
+def test_any_mutation_of_the_header_is_corrupt_and_nothing_else(
+    part: str | None, name: str, value: Any
+) -> None:
+    blob = entry_of()
+    content = header_json(blob)
+    names = sorted(content["__metadata__"])
+    name = names[len(name) % len(names)] if part == "__metadata__" and len(name) < 5 else name
+    if part is None:
+        content[name] = value
+    else:
+        content[part][name] = value
+    if content == header_json(blob):
+        return
+    reason_of(with_header(content, blob[verify(blob).data_start :]))
+
+
+@given(st.sampled_from(["__metadata__", "ec_cache"]), st.data())
+@settings(max_examples=300)
+def test_any_sealed_mutation_is_corrupt_or_harmless(part: str, data: st.DataObject) -> None:
+    """A forger may say what nobody compares, but nothing may crash the reader."""
+    blob = entry_of()
+    content = header_json(blob)
+    name = data.draw(st.sampled_from(sorted(content[part])) | st.text(max_size=4))
+    content[part][name] = data.draw(st.text(max_size=20) if part == "__metadata__" else json_values)
+    try:
+        forged = sealed(content, blob[verify(blob).data_start :])
+    except (ValueError, TypeError):
+        return
+    try:
+        header = verify(forged)
+    except CorruptEntryError:
+        return
+    assert header.shape == verify(blob).shape
+    assert header.checksum == verify(blob).checksum
+
+
+# -- the rest ----------------------------------------------------------------------------------
+
+
+def test_a_header_can_be_parsed_from_the_front_of_an_object() -> None:
+    blob = entry_of(torch.randn(300, 64))
+    assert codec.parse_header(blob[: 8 + HEADER_LIMIT]) == codec.parse_header(memoryview(blob))
+
+
+def test_check_data_tells_length_from_content() -> None:
+    blob = entry_of()
+    header = verify(blob)
+    data = blob[header.data_start :]
+    codec.check_data(header, data)
+    with pytest.raises(CorruptEntryError) as caught:
+        codec.check_data(header, data[:-1])
+    assert caught.value.reason == "length"
+    with pytest.raises(CorruptEntryError) as caught:
+        codec.check_data(header, bytes(len(data)))
+    assert caught.value.reason == "checksum"
+
+
+def test_two_encodings_of_one_tensor_are_equal() -> None:
+    """Two producers of one image must not leave two different objects."""
+    one = entry_of(placeholder={"a": 1, "b": [2]})
+    other = entry_of(placeholder={"b": [2], "a": 1})
+    assert one == other
+
+
+def test_errors_never_repeat_long_foreign_text() -> None:
+    content = header_json(entry_of())
+    content["__metadata__"]["namespace"] = "n" * 5000
+    with pytest.raises(CorruptEntryError) as caught:
+        verify(sealed(content))
+    assert len(str(caught.value)) < 300

@@ -1,0 +1,518 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings: who wins, what is refused, and that nothing secret is repeated."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from s3ec.config import Settings, load_settings, settings_table
+from s3ec.errors import ConfigError
+
+SECRET = "wJalrXUtnFEMI/K7MDENG"  # never to be found in any message
+ORIGIN = "ec_connector_extra_config"
+
+
+@pytest.fixture(autouse=True)
+def no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.upper().startswith("S3EC_"):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """Write a settings file and name it in S3EC_CONFIG."""
+
+    def write(text: str | bytes, name: str = "s3ec.json") -> Path:
+        path = tmp_path / name
+        path.write_bytes(text.encode() if isinstance(text, str) else text)
+        monkeypatch.setenv("S3EC_CONFIG", str(path))
+        return path
+
+    return write
+
+
+def refusal(extra: dict[str, Any] | None = None, /, **values: Any) -> ConfigError:
+    given = {"bucket": "corpus", **values} if extra is None else extra
+    with pytest.raises(ConfigError) as caught:
+        load_settings(given)
+    everything = "".join(traceback.format_exception(caught.value))
+    assert SECRET not in everything
+    return caught.value
+
+
+def settings_of(**values: Any) -> Settings:
+    return load_settings({"bucket": "corpus", **values}).settings
+
+
+# -- where values come from --------------------------------------------------------------------
+
+
+def test_defaults_need_only_a_bucket() -> None:
+    loaded = load_settings({"bucket": "corpus"})
+    assert loaded.settings.bucket == "corpus"
+    assert loaded.settings.cache_bytes == 50 * 2**30
+    assert loaded.settings.defer_timeout_s == 2.0
+    assert loaded.origins.pop("bucket") == ORIGIN  # type: ignore[attr-defined]
+    assert set(loaded.origins.values()) == {"default"}
+
+
+def test_the_four_sources_win_in_order(
+    write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = {"bucket": "file", "prefix": "file", "region": "file", "max_concurrency": 3}
+    path = write(json.dumps(values))
+    monkeypatch.setenv("S3EC_BUCKET", "environment")
+    monkeypatch.setenv("S3EC_PREFIX", "environment")
+    loaded = load_settings({"bucket": "json"})
+    chosen = loaded.settings
+    assert (chosen.bucket, chosen.prefix, chosen.region) == ("json", "environment", "file")
+    assert chosen.max_concurrency == 3
+    assert chosen.read_timeout_s == 5.0
+    assert loaded.origins["bucket"] == ORIGIN
+    assert loaded.origins["prefix"] == "env S3EC_PREFIX"
+    assert loaded.origins["region"] == f"file {path}"
+    assert loaded.origins["read_timeout_s"] == "default"
+    assert set(loaded.origins) == set(Settings.model_fields)
+
+
+def test_every_setting_can_come_from_every_source(
+    write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    bundle = tmp_path / "ca.pem"
+    bundle.write_text("pem")
+    values = {
+        "bucket": "corpus",
+        "prefix": "a/b",
+        "endpoint_url": "http://127.0.0.1:8333",
+        "region": "eu-west-1",
+        "addressing_style": "path",
+        "profile": "p",
+        "role_arn": "arn:aws:iam::1:role/r",
+        "ca_bundle": str(bundle),
+        "sse": "aws:kms",
+        "sse_kms_key_id": "key",
+        "cache_dir": str(tmp_path),
+        "cache_bytes": "3MiB",
+        "min_free_bytes": "1KiB",
+        "transport": "aioboto3",
+        "max_concurrency": "7",
+        "defer_timeout_s": "0",
+        "connect_timeout_s": "1.5",
+        "read_timeout_s": "2.5",
+        "index_refresh_s": "3.5",
+        "model_identity": "m",
+        "save_overflow": "drop",
+        "save_queue_bytes": "1GB",
+        "log_level": "DEBUG",
+    }
+    assert set(values) == set(Settings.model_fields)
+    by_json = load_settings(values).settings
+    for name, value in values.items():
+        monkeypatch.setenv(f"S3EC_{name.upper()}", value)
+    by_environment = load_settings()
+    for name in values:
+        monkeypatch.delenv(f"S3EC_{name.upper()}")
+    write(json.dumps(values))
+    by_file = load_settings()
+    assert by_json == by_environment.settings == by_file.settings
+    assert by_json.cache_bytes == 3 * 2**20
+    assert by_json.save_queue_bytes == 10**9
+    assert {origin.split()[0] for origin in by_environment.origins.values()} == {"env"}
+    assert {origin.split()[0] for origin in by_file.origins.values()} == {"file"}
+
+
+def test_an_empty_variable_counts_as_unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("S3EC_REGION", "")
+    loaded = load_settings({"bucket": "corpus"})
+    assert loaded.settings.region is None
+    assert loaded.origins["region"] == "default"
+
+
+def test_an_explicit_null_beats_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("S3EC_REGION", "eu-west-1")
+    loaded = load_settings({"bucket": "corpus", "region": None})
+    assert loaded.settings.region is None
+    assert loaded.origins["region"] == ORIGIN
+
+
+def test_the_origin_is_called_as_asked() -> None:
+    assert load_settings({"bucket": "corpus"}, origin="--config").origins["bucket"] == "--config"
+    with pytest.raises(ConfigError, match="--config"):
+        load_settings({"bucket": "corpus", "nonsense": 1}, origin="--config")
+
+
+def test_a_toml_file_is_read(write: Callable[..., Path]) -> None:
+    write('bucket = "corpus"\ncache_bytes = "2MiB"\nmax_concurrency = 4\n', "s3ec.toml")
+    chosen = load_settings().settings
+    assert (chosen.bucket, chosen.cache_bytes, chosen.max_concurrency) == ("corpus", 2**21, 4)
+
+
+def test_a_missing_file_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("S3EC_CONFIG", str(tmp_path / "nowhere.json"))
+    assert "nowhere.json" in str(refusal())
+    monkeypatch.setenv("S3EC_CONFIG", str(tmp_path))
+    assert "not a file" in str(refusal())
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("{", "s3ec.json"),
+        ("[1, 2]", "s3ec.json"),
+        ('"bucket"', "s3ec.json"),
+        ("null", "s3ec.json"),
+        ("7", "s3ec.json"),
+        (b"\xff\xfe\x00", "s3ec.json"),
+        ("bucket", "s3ec.toml"),
+        ("bucket = ", "s3ec.toml"),
+        (b"\xff\xfe\x00", "s3ec.toml"),
+        ('{"bucket": "x"}', "s3ec.toml"),
+        ("[" * 100_000, "s3ec.json"),
+    ],
+)
+def test_a_file_that_is_no_table_of_settings_is_named(
+    write: Callable[..., Path], text: str | bytes, name: str
+) -> None:
+    path = write(text, name)
+    assert str(path) in str(refusal())
+
+
+def test_a_file_is_checked_as_the_json_is(write: Callable[..., Path]) -> None:
+    path = write('{"bucket": "corpus", "cache_byte": 1}')
+    message = str(refusal())
+    assert "cache_bytes" in message
+    assert str(path) in message
+    write(json.dumps({"bucket": "corpus", "aws_secret_access_key": SECRET}))
+    assert "credentials" in str(refusal())
+    write('[bucket]\nname = "corpus"\n', "s3ec.toml")
+    assert refusal({}).field == "bucket"
+
+
+# -- names -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("cache_byte", "cache_bytes"),
+        ("endpoint", "endpoint_url"),
+        ("Bucket", "bucket"),
+        ("bucket_name", "bucket"),
+        ("defer_timeout", "defer_timeout_s"),
+        ("concurrency", "max_concurrency"),
+    ],
+)
+def test_an_unknown_name_gets_the_nearest_one(name: str, near: str) -> None:
+    error = refusal(**{name: 1})
+    assert f"unknown setting `{name}`" in str(error)
+    assert f"did you mean `{near}`?" in str(error)
+    assert error.field == name
+
+
+def test_a_name_like_nothing_gets_the_list() -> None:
+    message = str(refusal(zzzzzz=1))
+    assert all(name in message for name in Settings.model_fields)
+
+
+@pytest.mark.parametrize("name", [1, None, "", "a" * 1000])
+def test_a_strange_name_is_refused(name: Any) -> None:
+    refusal({"bucket": "corpus", name: 1})
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "aws_access_key_id",
+        "AWS_SECRET_ACCESS_KEY",
+        "aws_session_token",
+        "access_key",
+        "secret_key",
+        "secretKey",
+        "accessKeyId",
+        "password",
+        "credentials",
+    ],
+)
+def test_credentials_are_refused_and_not_repeated(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = refusal(**{name: SECRET})
+    assert "credentials are not accepted" in str(error)
+    assert error.field == name
+    monkeypatch.setenv(f"S3EC_{name.upper()}", SECRET)
+    assert "credentials are not accepted" in str(refusal())
+
+
+@pytest.mark.parametrize(
+    ("variable", "near"),
+    [
+        ("S3EC_BUCKETS", "S3EC_BUCKET"),
+        ("S3EC_CACHE_BYTE", "S3EC_CACHE_BYTES"),
+        ("S3EC_ENDPOINTURL", "S3EC_ENDPOINT_URL"),
+        ("S3EC_DEFER_TIMEOUT", "S3EC_DEFER_TIMEOUT_S"),
+    ],
+)
+def test_a_misspelt_variable_is_refused(
+    variable: str, near: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, SECRET)
+    assert f"{variable}; did you mean {near}?" in str(refusal())
+
+
+def test_what_kubernetes_sets_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (
+        "S3EC_SERVICE_HOST",
+        "S3EC_SERVICE_PORT",
+        "S3EC_SERVICE_PORT_HTTP",
+        "S3EC_PORT",
+        "S3EC_PORT_8333_TCP",
+        "S3EC_PORT_8333_TCP_ADDR",
+        "S3EC_PORT_8333_TCP_PORT",
+        "S3EC_PORT_8333_TCP_PROTO",
+        "S3EC_TEST_WEED",
+    ):
+        monkeypatch.setenv(name, "tcp://10.0.0.1:8333")
+    assert settings_of().bucket == "corpus"
+
+
+# -- values ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("bucket", "", "3 or more"),
+        ("bucket", "ab", "3 or more"),
+        ("bucket", "s3://corpus", "name alone"),
+        ("bucket", "corpus/folder", "`prefix`"),
+        ("bucket", "cor pus", "letters"),
+        ("bucket", "corpus\n", "letters"),
+        ("bucket", 7, "(int, from"),
+        ("bucket", None, "(NoneType, from"),
+        ("prefix", "a//b", "`..` parts"),
+        ("prefix", "../b", "`..` parts"),
+        ("prefix", "a/./b", "`..` parts"),
+        ("prefix", "a\nb", "printable"),
+        ("prefix", "a\ud800", "printable"),
+        ("prefix", "\u00e9" * 300, "512 bytes"),
+        ("endpoint_url", "127.0.0.1:8333", "http://host:port"),
+        ("endpoint_url", "ftp://host", "http://host:port"),
+        ("endpoint_url", "http://", "http://host:port"),
+        ("endpoint_url", "http://:80", "http://host:port"),
+        ("endpoint_url", "", "http://host:port"),
+        ("endpoint_url", f"https://user:{SECRET}@host", "no credentials"),
+        ("endpoint_url", f"https://{SECRET}@host", "no credentials"),
+        ("endpoint_url", f"https://:{SECRET}@host", "no credentials"),
+        ("endpoint_url", "https://@host", "no credentials"),
+        ("endpoint_url", "http://host/bucket", "`bucket`"),
+        ("endpoint_url", "http://host?x=1", "host and port only"),
+        ("endpoint_url", "http://host#x", "host and port only"),
+        ("endpoint_url", "http://host:99999", "port"),
+        ("endpoint_url", "http://host:x", "port"),
+        ("endpoint_url", "http://[::1", "IPv6"),
+        ("endpoint_url", "http://ho st", "http://host:port"),
+        ("endpoint_url", "http://host\n", "http://host:port"),
+        ("endpoint_url", "http://host\r\nX-Header: 1", "http://host:port"),
+        ("addressing_style", "virtual-host", "'virtual'"),
+        ("ca_bundle", "/nowhere/ca.pem", "no such file"),
+        ("sse", "kms", "'aws:kms'"),
+        ("cache_dir", "relative/folder", "absolute"),
+        ("cache_dir", "", "absolute"),
+        ("cache_dir", "~nobody-of-this-name/x", "`cache_dir`"),
+        ("cache_bytes", 0, "greater than 0"),
+        ("cache_bytes", "-1", "byte"),
+        ("cache_bytes", "50 bananas", "byte"),
+        ("min_free_bytes", -1, "byte"),
+        ("transport", "obstor", "'aioboto3'"),
+        ("max_concurrency", 0, "greater than or equal to 1"),
+        ("max_concurrency", 257, "less than or equal to 256"),
+        ("max_concurrency", "many", "(str, from"),
+        ("max_concurrency", 1.5, "(float, from"),
+        ("max_concurrency", [1], "(list, from"),
+        ("defer_timeout_s", -0.1, "greater than or equal to 0"),
+        ("defer_timeout_s", 61, "less than or equal to 60"),
+        ("defer_timeout_s", float("nan"), "`defer_timeout_s`"),
+        ("connect_timeout_s", 0, "greater than 0"),
+        ("connect_timeout_s", float("nan"), "`connect_timeout_s`"),
+        ("read_timeout_s", 601, "less than or equal to 600"),
+        ("read_timeout_s", float("inf"), "`read_timeout_s`"),
+        ("index_refresh_s", 0, "greater than or equal to 0.1"),
+        ("index_refresh_s", float("nan"), "`index_refresh_s`"),
+        ("index_refresh_s", "NaN", "`index_refresh_s`"),
+        ("model_identity", "", "at least 1"),
+        ("model_identity", "m" * 513, "at most 512"),
+        ("save_overflow", "wait", "'block'"),
+        ("save_queue_bytes", 0, "greater than 0"),
+        ("log_level", "TRACE", "'DEBUG'"),
+        ("log_level", {"level": SECRET}, "(dict, from"),
+    ],
+)
+def test_an_impossible_value_is_refused_with_its_field(name: str, value: Any, says: str) -> None:
+    error = refusal(**{name: value})
+    assert error.field == name
+    assert f"`{name}`" in str(error)
+    assert says in str(error)
+
+
+def test_a_missing_bucket_is_said_in_words() -> None:
+    error = refusal({})
+    assert error.field == "bucket"
+    assert "`bucket` is required" in str(error)
+
+
+def test_all_faults_are_named_at_once() -> None:
+    message = str(refusal(max_concurrency=0, log_level="x", cache_bytes="y"))
+    assert all(name in message for name in ("max_concurrency", "log_level", "cache_bytes"))
+
+
+@pytest.mark.parametrize("name", [name for name in Settings.model_fields if name != "bucket"])
+def test_no_message_repeats_a_value(name: str) -> None:
+    """Somebody will paste a key into the wrong field."""
+    try:
+        load_settings({"bucket": "corpus", name: {"x": SECRET}})
+    except ConfigError as exc:
+        error = exc
+    assert SECRET not in "".join(traceback.format_exception(error))
+    assert "dict" in str(error)
+
+
+def test_the_environment_is_named_as_the_origin_of_a_bad_value(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("S3EC_CACHE_BYTES", "lots")
+    assert "`cache_bytes` (str, from env S3EC_CACHE_BYTES)" in str(refusal())
+
+
+def test_impossible_combinations_are_refused() -> None:
+    assert "`sse_kms_key_id` needs" in str(refusal(sse_kms_key_id="key"))
+    assert "`sse_kms_key_id` needs" in str(refusal(sse_kms_key_id="key", sse="AES256"))
+    arn = "arn:aws:s3:eu-west-1:1:accesspoint/corpus"
+    assert "virtual" in str(refusal(bucket=arn, addressing_style="virtual"))
+    assert settings_of(bucket=arn).bucket == arn
+    assert settings_of(sse="aws:kms", sse_kms_key_id="key").sse_kms_key_id == "key"
+
+
+@given(st.text(max_size=40))
+@example("/")
+@example("///")
+@example("/a/b/")
+def test_a_prefix_is_refused_or_made_of_plain_parts(prefix: str) -> None:
+    try:
+        chosen = settings_of(prefix=prefix)
+    except ConfigError:
+        return
+    assert not chosen.prefix.startswith("/")
+    assert not chosen.prefix.endswith("/")
+    assert not {"", ".", ".."} & set(chosen.prefix.split("/")) or chosen.prefix == ""
+
+
+@given(st.text(max_size=40) | st.text(alphabet="htps:/@[]a1.?#%\n ", max_size=30))
+def test_an_endpoint_is_refused_or_plain(url: str) -> None:
+    try:
+        chosen = settings_of(endpoint_url=url).endpoint_url
+    except ConfigError:
+        return
+    assert chosen is not None
+    assert chosen.startswith(("http://", "https://", "HTTP", "Http"))
+    assert chosen.isprintable()
+    assert " " not in chosen
+    assert "@" not in chosen
+
+
+def test_the_endpoint_loses_its_trailing_slash() -> None:
+    assert settings_of(endpoint_url="http://host:8333/").endpoint_url == "http://host:8333"
+
+
+# -- the cache folder --------------------------------------------------------------------------
+
+
+def test_the_cache_folder_is_below_the_users_cache(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "x"))
+    assert settings_of().cache_dir == tmp_path / "x" / "s3ec"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert settings_of().cache_dir == tmp_path / ".cache" / "s3ec"
+    assert settings_of(cache_dir="~/tier").cache_dir == tmp_path / "tier"
+
+
+def test_a_relative_xdg_cache_home_is_ignored_as_its_standard_says(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert settings_of().cache_dir == tmp_path / ".cache" / "s3ec"
+
+
+def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    assert "set `cache_dir`" in str(refusal())
+    assert settings_of(cache_dir="/tmp/s3ec").cache_dir == Path("/tmp/s3ec")
+
+
+# -- what settings give away -------------------------------------------------------------------
+
+
+def test_settings_are_frozen() -> None:
+    chosen = settings_of()
+    with pytest.raises(ValidationError):
+        chosen.bucket = "other"  # type: ignore[misc]
+
+
+def test_the_sdks_credentials_are_in_no_text(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
+        monkeypatch.setenv(name, SECRET)
+    with caplog.at_level(logging.DEBUG):
+        loaded = load_settings({"bucket": "corpus"})
+    texts = [repr(loaded), str(loaded.settings), loaded.settings.model_dump_json(), caplog.text]
+    assert not any(SECRET in text for text in texts)
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({}, None),
+        ({"endpoint_url": "https://s3.eu-west-1.amazonaws.com"}, None),
+        ({"endpoint_url": "https://S3.EU-WEST-1.AMAZONAWS.COM:443"}, None),
+        ({"endpoint_url": "https://s3.cn-north-1.amazonaws.com.cn"}, None),
+        ({"endpoint_url": "http://127.0.0.1:8333"}, True),
+        ({"endpoint_url": "http://minio"}, True),
+        ({"endpoint_url": "https://amazonaws.com.example.org"}, True),
+        ({"endpoint_url": "https://notamazonaws.com"}, True),
+        ({"addressing_style": "path"}, True),
+        ({"addressing_style": "virtual"}, False),
+        ({"endpoint_url": "http://minio", "addressing_style": "virtual"}, False),
+    ],
+)
+def test_path_style_is_taken_where_the_server_is_not_amazons(
+    values: dict[str, str], expected: bool | None
+) -> None:
+    assert settings_of(**values).path_style is expected
+
+
+def test_the_table_names_every_setting_once() -> None:
+    table = settings_table()
+    rows = [line.split("|")[1].strip() for line in table.splitlines()[2:]]
+    assert rows == [f"`{name}`" for name in Settings.model_fields]
+    assert all(line.count("|") - line.count("\\|") == 4 for line in table.splitlines())
+    assert "`50.0GiB`" in table
+    assert all(field.description for field in Settings.model_fields.values())

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sums that no thread loses."""
+
+from __future__ import annotations
+
+import threading
+
+from s3ec.counters import Counters
+
+
+def test_what_was_never_added_is_zero() -> None:
+    counters = Counters()
+    assert counters.get("hits") == 0
+    assert counters.snapshot() == {}  # and asking leaves no trace
+
+
+def test_sums_add_up_by_name() -> None:
+    counters = Counters()
+    counters.add("hits")
+    counters.add("hits", 2)
+    counters.add("load.seconds", 0.5)
+    assert counters.get("hits") == 3
+    assert counters.snapshot() == {"hits": 3, "load.seconds": 0.5}
+
+
+def test_a_snapshot_does_not_change_later() -> None:
+    counters = Counters()
+    counters.add("hits")
+    before = counters.snapshot()
+    counters.add("hits")
+    assert before == {"hits": 1}
+    before["hits"] = 99
+    assert counters.get("hits") == 2
+
+
+def test_no_addition_is_lost_between_threads() -> None:
+    counters = Counters()
+    start = threading.Barrier(8)
+
+    def work() -> None:
+        start.wait(10)
+        for _ in range(2000):
+            counters.add("hits")
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert counters.get("hits") == 16_000
