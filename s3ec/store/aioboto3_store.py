@@ -1,0 +1,357 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A bucket through aioboto3: one SDK client, bounded in time, size and concurrency.
+
+The SDK does less here than it could: no retries (time is ours, see resilience.py), no following
+of regions (a wrong region is an error that names the right one), no checksum of what is read
+(the object's own is checked by codec). What cannot be switched off: aiohttp sends a request once
+more when its connection breaks before a reply, so a PUT whose reply was lost can conflict with
+itself. Checked with aioboto3 15.5, aiobotocore 2.25 and aiohttp 3.14.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import io
+import zlib
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+from botocore.exceptions import ClientError, IncompleteReadError, NoCredentialsError
+
+from s3ec.config import Settings
+from s3ec.errors import CorruptEntryError, UnavailableError
+from s3ec.store.base import ObjectInfo
+from s3ec.store.sdk_client import check_settings, open_client
+from s3ec.store.sdk_errors import boundary, code_of, is_absent, status_of
+
+_CHUNK_BYTES = 256 * 1024
+# A page of a listing: 1000 entries of a name of up to 1 KiB each, in XML.
+_PAGE_BYTES = 2**21
+# Finding credentials can ask an instance's metadata, run a program or assume a role.
+_OPEN_TIMEOUT_S = 30.0
+# Where there are no credentials, nobody looks for some sooner than after this: to ask an instance
+# for its role takes seconds where there is none.
+_LOOK_AGAIN_S = 5.0
+_CHECKSUM_REFUSED = frozenset({"InvalidArgument", "InvalidRequest", "NotImplemented"})
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """One operation's hold on the store: the SDK client, and its deadline."""
+
+    store: Aioboto3Store
+    client: Any
+    deadline: asyncio.Timeout
+
+    def extend(self, nbytes: int) -> None:
+        """Grant the time that a body of this size may take."""
+        if not self.store.is_closed:  # close() has set the last deadline there is
+            when = asyncio.get_running_loop().time() + self.store.limit_s(nbytes)
+            self.deadline.reschedule(when)
+
+
+class Aioboto3Store:
+    """The bucket of ``settings``; names are relative to its prefix. See base.Store.
+
+    May be made before a loop exists; the SDK client is made once, in the loop of the first call,
+    and later calls must come from that loop. At most ``settings.max_concurrency`` requests are
+    out at a time, others wait their turn without a limit. From then on each is bounded by the
+    timeouts of ``settings`` and by the least throughput.
+
+    Args:
+        settings: Where the bucket is and how to reach it.
+        page_size: Entries asked for per page of a listing.
+        least_bytes_per_s: A body that comes or goes slower is a fault (UnavailableError): the
+            SDK's read timeout is not reached by a trickle, and does not guard an upload.
+
+    Raises:
+        ConfigError: Profile, region or CA file cannot be used.
+    """
+
+    def __init__(
+        self, settings: Settings, *, page_size: int = 1000, least_bytes_per_s: float = 65536.0
+    ) -> None:
+        check_settings(settings)
+        self._settings = settings
+        self._root = f"{settings.prefix}/" if settings.prefix else ""
+        self._page_size = page_size
+        self._bytes_per_s = least_bytes_per_s
+        # Connect, then the reply's head, then silence within the body: each may take its limit.
+        self._budget_s = settings.connect_timeout_s + 2 * settings.read_timeout_s
+        self._slots = asyncio.Semaphore(settings.max_concurrency)
+        self._opening = asyncio.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._resources = contextlib.AsyncExitStack()
+        self._client: Any = None
+        self._look_again_at_s = 0.0
+        self._under_way: set[asyncio.Timeout] = set()
+        self._send_checksum = True
+        self.is_closed = False
+
+    def __repr__(self) -> str:
+        endpoint = self._settings.endpoint_url or "AWS"
+        return f"Aioboto3Store(s3://{self._settings.bucket}/{self._root} at {endpoint})"
+
+    def limit_s(self, nbytes: int) -> float:
+        """Seconds that a request with a body of this size may take, from its turn on."""
+        return self._budget_s + nbytes / self._bytes_per_s
+
+    async def get(self, name: str, *, max_bytes: int) -> bytes | None:
+        key = self._key(name)
+        what = self._what("GET", key)
+        async with self._turn(what) as turn:
+            response = await self._get_object(turn, key)
+            return None if response is None else await _read(response, max_bytes, what, turn)
+
+    async def get_range(self, name: str, start: int, length: int) -> bytes | None:
+        if start < 0 or length < 1:
+            raise ValueError("a range starts at 0 or later and has 1 byte or more")
+        key = self._key(name)
+        what = self._what("GET", key)
+        wanted = f"bytes={start}-{start + length - 1}"
+        async with self._turn(what) as turn:
+            try:
+                response = await self._get_object(turn, key, Range=wanted)
+            except ClientError as exc:
+                if status_of(exc) == 416:  # the object ends before `start`
+                    return b""
+                raise
+            if response is None:
+                return None
+            if response["ResponseMetadata"]["HTTPStatusCode"] == 206:
+                return await _read(response, length, what, turn)
+            # The whole object, from a server that knows no ranges or has none of an empty body.
+            whole = await _read(response, start + length, what, turn)
+            return whole[start:]
+
+    async def put_if_absent(self, name: str, body: Sequence[bytes | memoryview]) -> None:
+        key = self._key(name)
+        # The SDK wants one buffer; an only piece of type bytes is not copied.
+        whole = body[0] if len(body) == 1 and isinstance(body[0], bytes) else b"".join(body)
+        what = self._what("PUT", key)
+        async with self._turn(what) as turn:
+            turn.extend(len(whole))
+            try:
+                await self._put_object(turn, key, whole, what, checksum=self._send_checksum)
+            except ClientError as exc:
+                refused = status_of(exc) == 501 or code_of(exc) in _CHECKSUM_REFUSED
+                if not (self._send_checksum and refused):
+                    raise
+            else:
+                return
+            turn.extend(len(whole))
+            await self._put_object(turn, key, whole, what, checksum=False)
+            # Only now is it known that the checksum was what the server did not like.
+            self._send_checksum = False
+
+    async def head(self, name: str) -> ObjectInfo | None:
+        key = self._key(name)
+        what = self._what("HEAD", key)
+        async with self._turn(what) as turn:
+            try:
+                response = await turn.client.head_object(Bucket=self._settings.bucket, Key=key)
+            except ClientError as exc:
+                if is_absent(exc):
+                    return None
+                raise
+            if "ETag" not in response:
+                raise UnavailableError(f"{what}: the answer is not an S3 server's")
+            modified = response.get("LastModified")
+            modified_s = modified.timestamp() if modified else 0.0
+            return ObjectInfo(name, int(response.get("ContentLength", 0)), modified_s)
+
+    async def list(self, prefix: str, *, start_after: str = "") -> AsyncIterator[ObjectInfo]:
+        after = {"StartAfter": self._root + start_after} if start_after else {}
+        async for page in self._pages(prefix, after):
+            for entry in page.get("Contents", ()):
+                key = str(entry["Key"])
+                # The root itself can be listed, as a folder marker made by a console.
+                if key.startswith(self._root) and key != self._root:
+                    modified = entry.get("LastModified")
+                    modified_s = modified.timestamp() if modified else 0.0
+                    yield ObjectInfo(key[len(self._root) :], int(entry["Size"]), modified_s)
+
+    async def list_folders(self, prefix: str) -> Sequence[str]:
+        if prefix and not prefix.endswith("/"):
+            raise ValueError("a folder's prefix is empty or ends with a slash")
+        above = self._root + prefix
+        folders: dict[str, None] = {}
+        async for page in self._pages(prefix, {"Delimiter": "/"}):
+            for entry in page.get("CommonPrefixes", ()):
+                folders[str(entry["Prefix"]).removeprefix(above)] = None
+        return tuple(folders)
+
+    async def delete(self, name: str) -> None:
+        key = self._key(name)
+        async with self._turn(self._what("DELETE", key)) as turn:
+            try:
+                await turn.client.delete_object(Bucket=self._settings.bucket, Key=key)
+            except ClientError as exc:
+                if not is_absent(exc):
+                    raise
+
+    async def close(self) -> None:
+        async with self._opening:
+            self.is_closed = True
+            self._client = None
+            # aiohttp's close does not wake a reader whose connection it closes.
+            for deadline in self._under_way:
+                if not deadline.expired():
+                    deadline.reschedule(0.0)
+            await self._resources.aclose()
+
+    def _key(self, name: str) -> str:
+        if not name or name.startswith("/"):
+            raise ValueError("an object's name is not empty and does not start with a slash")
+        return self._root + name
+
+    def _what(self, verb: str, key: str) -> str:
+        return f"{verb} s3://{self._settings.bucket}/{key}"
+
+    def _region(self) -> str:
+        client = self._client
+        return str(client.meta.region_name) if client else self._settings.region or "unset"
+
+    @contextlib.asynccontextmanager
+    async def _turn(self, what: str) -> AsyncIterator[_Turn]:
+        """The client, one of the slots, a deadline and the error boundary around one request."""
+        with boundary(what, self._region):
+            client = await self._open()
+            # The pool has as many connections as there are slots, so nothing waits behind the
+            # deadline for a connection.
+            async with self._slots, asyncio.timeout(self.limit_s(0)) as deadline:
+                if self.is_closed:  # while this one waited for its turn
+                    raise UnavailableError(f"{what}: the store was closed")
+                self._under_way.add(deadline)
+                try:
+                    yield _Turn(self, client, deadline)
+                except NoCredentialsError:
+                    await self._forget(client)
+                    raise
+                finally:
+                    self._under_way.discard(deadline)
+
+    async def _open(self) -> Any:
+        loop = asyncio.get_running_loop()
+        if self._loop is not None and self._loop is not loop:
+            raise RuntimeError("a store serves one event loop; make another one for this loop")
+        self._loop = loop
+        async with self._opening:
+            if self.is_closed:
+                raise RuntimeError("the store is closed")
+            if self._client is None:
+                if loop.time() < self._look_again_at_s:
+                    raise NoCredentialsError
+                try:
+                    async with asyncio.timeout(_OPEN_TIMEOUT_S):
+                        self._client = await open_client(self._settings, self._resources)
+                except NoCredentialsError:  # to assume a role with
+                    self._look_again_at_s = loop.time() + _LOOK_AGAIN_S
+                    raise
+            return self._client
+
+    async def _forget(self, client: Any) -> None:
+        """Drop a client without credentials: it never looks again, and there may be some later."""
+        async with self._opening:
+            if self._client is client:
+                self._look_again_at_s = asyncio.get_running_loop().time() + _LOOK_AGAIN_S
+                self._client = None
+                await self._resources.aclose()
+
+    async def _get_object(self, turn: _Turn, key: str, **extra: str) -> Any:
+        try:
+            return await turn.client.get_object(Bucket=self._settings.bucket, Key=key, **extra)
+        except ClientError as exc:
+            if is_absent(exc):
+                return None
+            raise
+
+    async def _put_object(
+        self, turn: _Turn, key: str, body: bytes, what: str, *, checksum: bool
+    ) -> None:
+        extra: dict[str, str] = {}
+        if checksum:
+            # As a header of our own: the SDK's would be a trailer over HTTPS, in a chunked
+            # encoding that several S3-compatible servers do not understand.
+            crc = await asyncio.to_thread(zlib.crc32, body)
+            extra["ChecksumCRC32"] = base64.b64encode(crc.to_bytes(4, "big")).decode()
+        if self._settings.sse != "none":
+            extra["ServerSideEncryption"] = self._settings.sse
+        if self._settings.sse_kms_key_id:
+            extra["SSEKMSKeyId"] = self._settings.sse_kms_key_id
+        response = await turn.client.put_object(
+            Bucket=self._settings.bucket,
+            Key=key,
+            # Shares the memory of `body`; as bare bytes aiohttp would write it in one go.
+            Body=io.BytesIO(body),
+            ContentType="application/json" if key.endswith(".json") else "binary/octet-stream",
+            IfNoneMatch="*",
+            **extra,
+        )
+        if "ETag" not in response:
+            raise UnavailableError(f"{what}: the answer is not an S3 server's")
+
+    async def _pages(self, prefix: str, extra: dict[str, str]) -> AsyncIterator[Any]:
+        what = self._what("LIST", self._root + prefix)
+        token = ""
+        while True:
+            resume = {"ContinuationToken": token} if token else {}
+            async with self._turn(what) as turn:
+                turn.extend(_PAGE_BYTES)
+                page = await turn.client.list_objects_v2(
+                    Bucket=self._settings.bucket,
+                    Prefix=self._root + prefix,
+                    MaxKeys=self._page_size,
+                    **extra,
+                    **resume,
+                )
+            # An empty page must be an S3 server's word: what is not listed may get deleted.
+            if "IsTruncated" not in page:
+                raise UnavailableError(f"{what}: the answer is not a listing")
+            yield page
+            if not page["IsTruncated"]:
+                return
+            last, token = token, page.get("NextContinuationToken", "")
+            if token in ("", last):
+                raise UnavailableError(f"{what}: the listing does not advance")
+
+
+async def _read(response: Any, max_bytes: int, what: str, turn: _Turn) -> bytes:
+    """The body of a GET; its connection is given back, or closed where it was not read whole."""
+    body = response["Body"]
+    nbytes: int | None = response.get("ContentLength")
+    try:
+        if nbytes is None:
+            return await _read_unannounced(body, max_bytes, what, turn)
+        if nbytes > max_bytes:
+            raise CorruptEntryError(
+                f"{what}: {nbytes} bytes, at most {max_bytes} expected", reason="size"
+            )
+        turn.extend(nbytes)
+        data = bytes(await body.read())
+    except (aiohttp.ClientPayloadError, IncompleteReadError) as exc:
+        if nbytes is None:
+            raise
+        raise CorruptEntryError(
+            f"{what}: the body ended before its {nbytes} bytes", reason="length"
+        ) from exc
+    finally:
+        body.close()
+    return data
+
+
+async def _read_unannounced(body: Any, max_bytes: int, what: str, turn: _Turn) -> bytes:
+    """A body sent in chunks, of a length nobody told."""
+    chunks: list[bytes] = []
+    nbytes = 0
+    while chunk := await body.read(_CHUNK_BYTES):
+        nbytes += len(chunk)
+        if nbytes > max_bytes:
+            raise CorruptEntryError(f"{what}: more than {max_bytes} bytes", reason="size")
+        chunks.append(chunk)
+        turn.extend(len(chunk))
+    return b"".join(chunks)

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What s3ec asks of a bucket: seven operations over names relative to a prefix.
+
+Every transport and wrapper implements Store and passes the suite in
+``s3ec.testing.contract``. Wrap, don't branch: retry, breaker, latency and faults are each a
+Store around a Store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectInfo:
+    """One listed object.
+
+    Attributes:
+        name: Relative to the store's prefix.
+        nbytes: Size.
+        modified_s: Last change, seconds since the epoch, 0 where the store does not say.
+    """
+
+    name: str
+    nbytes: int
+    modified_s: float = 0.0
+
+
+class Store(Protocol):
+    """An object store. Safe for use by many coroutines of one event loop.
+
+    Every method may raise UnavailableError (try later) or AccessError (refused); other errors
+    stand beside the method. Names never start with a slash. Absence is None.
+    """
+
+    async def get(self, name: str, *, max_bytes: int) -> bytes | None:
+        """The whole object, or None where absent.
+
+        Args:
+            max_bytes: Larger objects are refused before their body is read.
+
+        Raises:
+            CorruptEntryError: Larger than ``max_bytes`` (reason ``size``), or the body ended
+                before its announced length (reason ``length``).
+        """
+        ...
+
+    async def get_range(self, name: str, start: int, length: int) -> bytes | None:
+        """Bytes ``start`` to ``start + length``, fewer where the object ends; None if absent."""
+        ...
+
+    async def put_if_absent(self, name: str, body: Sequence[bytes | memoryview]) -> None:
+        """Create an object from pieces, whole or not at all; never replaces one.
+
+        Raises:
+            ConflictError: The name is taken.
+        """
+        ...
+
+    async def head(self, name: str) -> ObjectInfo | None:
+        """Size and time of an object, or None where absent."""
+        ...
+
+    def list(self, prefix: str, *, start_after: str = "") -> AsyncIterator[ObjectInfo]:
+        """All objects whose name starts with ``prefix``; pages are fetched as needed.
+
+        The order is the server's own; callers may not rely on it. ``start_after`` is sent to
+        the server, which lists what it considers later.
+        """
+        ...
+
+    async def list_folders(self, prefix: str) -> Sequence[str]:
+        """Names directly below ``prefix`` that hold objects, each with its trailing slash."""
+        ...
+
+    async def delete(self, name: str) -> None:
+        """Remove an object; absent is fine."""
+        ...
+
+    async def close(self) -> None:
+        """Let go of connections. Further calls are errors of the caller."""
+        ...

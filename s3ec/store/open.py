@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From settings to a store: pick the transport, and find out what the server promises."""
+
+from __future__ import annotations
+
+import enum
+import logging
+import secrets
+from collections.abc import AsyncIterator, Sequence
+
+from s3ec.config import Settings
+from s3ec.errors import AccessError, ConflictError, UnavailableError
+from s3ec.store.base import ObjectInfo, Store
+
+PROBE_PREFIX = ".s3ec-probe/"
+_PROBE_BODY = b"s3ec asked whether If-None-Match is honoured here; this can be deleted\n"
+log = logging.getLogger(__name__)
+
+
+def open_store(settings: Settings) -> Store:
+    """Make the transport that ``settings.transport`` names; no request goes out yet.
+
+    Raises:
+        ConfigError: Profile, region or CA file cannot be used.
+    """
+    # Here, because the SDK takes 0.3 s to import and not every command needs it.
+    from s3ec.store.aioboto3_store import Aioboto3Store
+
+    return Aioboto3Store(settings)
+
+
+class ConditionalPut(enum.Enum):
+    """What a server makes of ``If-None-Match: *``."""
+
+    ENFORCED = "enforced"
+    """The second writer of a name is refused."""
+    IGNORED = "ignored"
+    """The second writer overwrites silently: use HeadBeforePut."""
+    UNKNOWN = "unknown"
+    """This identity may not write, so it could not be tried; nor does it matter to it."""
+
+
+async def probe_conditional_put(store: Store) -> ConditionalPut:
+    """Find out whether the server honours ``If-None-Match: *``, by writing a name twice.
+
+    Three or four small requests. The name is random and deleted again. An identity that may
+    write but not delete uses one fixed name instead, so that one small object stays in the
+    bucket however many processes start.
+
+    Raises:
+        UnavailableError: The store does not answer now; ask again later.
+    """
+    name = PROBE_PREFIX + secrets.token_hex(8)
+    deletable = True
+    try:
+        await store.delete(name)
+    except AccessError:
+        name, deletable = PROBE_PREFIX + "kept", False
+    try:
+        return await _write_twice(store, name)
+    except AccessError as exc:
+        log.info("cannot tell whether conditional writes are honoured: %s", exc)
+        return ConditionalPut.UNKNOWN
+    finally:
+        if deletable:
+            await _clean_up(store, name)
+
+
+async def _write_twice(store: Store, name: str) -> ConditionalPut:
+    try:
+        await store.put_if_absent(name, [_PROBE_BODY])
+        await store.put_if_absent(name, [_PROBE_BODY])
+    except ConflictError:
+        # Also the first of the two may say so: a kept name, or a retry after a lost reply.
+        return ConditionalPut.ENFORCED
+    return ConditionalPut.IGNORED
+
+
+async def _clean_up(store: Store, name: str) -> None:
+    try:
+        await store.delete(name)
+    except (AccessError, UnavailableError) as exc:
+        log.warning("the probe object %s stays in the bucket: %s", name, exc)
+
+
+class HeadBeforePut:
+    """A Store for servers that ignore ``If-None-Match: *``: looks before it writes.
+
+    Two writers can still both pass the look; then the later one wins. Entries are
+    content-addressed, so that is a wasted upload and no more, but nothing that needs exactly one
+    winner may run on such a server.
+    """
+
+    def __init__(self, inner: Store) -> None:
+        self._inner = inner
+        log.warning(
+            "the server ignores If-None-Match: each write is preceded by a HEAD request, and "
+            "racing writers of one object overwrite each other (%r)",
+            inner,
+        )
+
+    def __repr__(self) -> str:
+        return f"HeadBeforePut({self._inner!r})"
+
+    async def get(self, name: str, *, max_bytes: int) -> bytes | None:
+        return await self._inner.get(name, max_bytes=max_bytes)
+
+    async def get_range(self, name: str, start: int, length: int) -> bytes | None:
+        return await self._inner.get_range(name, start, length)
+
+    async def put_if_absent(self, name: str, body: Sequence[bytes | memoryview]) -> None:
+        if await self._inner.head(name) is not None:
+            raise ConflictError(f"PUT {name}: it is there already")
+        await self._inner.put_if_absent(name, body)
+
+    async def head(self, name: str) -> ObjectInfo | None:
+        return await self._inner.head(name)
+
+    def list(self, prefix: str, *, start_after: str = "") -> AsyncIterator[ObjectInfo]:
+        return self._inner.list(prefix, start_after=start_after)
+
+    async def list_folders(self, prefix: str) -> Sequence[str]:
+        return await self._inner.list_folders(prefix)
+
+    async def delete(self, name: str) -> None:
+        await self._inner.delete(name)
+
+    async def close(self) -> None:
+        await self._inner.close()

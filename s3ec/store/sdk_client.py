@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the SDK's client is made from the settings: session, role, configuration, event hooks."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import ssl
+from typing import Any
+
+import aioboto3
+from aiobotocore.config import AioConfig
+from aiobotocore.credentials import (
+    AioAssumeRoleCredentialFetcher,
+    AioDeferredRefreshableCredentials,
+)
+from aiobotocore.session import AioSession, get_session
+from botocore.exceptions import (
+    BotoCoreError,
+    InvalidRegionError,
+    NoCredentialsError,
+    ProfileNotFound,
+)
+from botocore.utils import validate_region_name
+
+import s3ec
+from s3ec.config import Settings
+from s3ec.errors import ConfigError
+
+
+def check_settings(settings: Settings) -> None:
+    """Find at start-up what the SDK would find at the first request.
+
+    Raises:
+        ConfigError: No such profile, not a region's name, not a file of certificates.
+    """
+    quiet_sdk_logs()
+    try:
+        _session(settings).get_scoped_config()
+    except ProfileNotFound as exc:
+        raise ConfigError(
+            f"`profile` (or AWS_PROFILE): {exc}; see ~/.aws/config and ~/.aws/credentials",
+            field="profile",
+        ) from exc
+    except BotoCoreError as exc:
+        raise ConfigError(f"the SDK's shared configuration cannot be used: {exc}") from exc
+    try:
+        validate_region_name(settings.region)
+    except InvalidRegionError as exc:
+        raise ConfigError("`region` is not a region's name", field="region") from exc
+    if settings.ca_bundle is not None:
+        try:
+            ssl.create_default_context(cafile=settings.ca_bundle)
+        except (ssl.SSLError, OSError) as exc:
+            raise ConfigError(
+                "`ca_bundle` is not a file of PEM certificates", field="ca_bundle"
+            ) from exc
+
+
+def quiet_sdk_logs() -> None:
+    """Keep the SDK's debug lines out of a log whose root level is DEBUG.
+
+    They hold request headers, session tokens among them. A level that somebody set for these
+    loggers on purpose stays.
+    """
+    for name in ("aioboto3", "aiobotocore", "boto3", "botocore"):
+        logger = logging.getLogger(name)
+        if logger.level == logging.NOTSET:
+            logger.setLevel(logging.INFO)
+
+
+async def open_client(settings: Settings, resources: contextlib.AsyncExitStack) -> Any:
+    """Make the S3 client and hand its closing to ``resources``.
+
+    Looks for credentials. Takes about 0.1 s of CPU the first time: the SDK's service model.
+    """
+    core = _session(settings)
+    if settings.role_arn:
+        core = await _with_role(core, settings)
+    # Over HTTPS the checksum and TLS guard the body; hashing it for the signature as well would
+    # cost more than the transfer. Over HTTP the signature is all there is.
+    over_tls = settings.endpoint_url is None or settings.endpoint_url.startswith("https:")
+    s3_options: dict[str, Any] = {"addressing_style": _addressing_style(settings)}
+    if over_tls:
+        s3_options["payload_signing_enabled"] = False
+    client = await resources.enter_async_context(
+        aioboto3.Session(botocore_session=core).client(
+            "s3",
+            endpoint_url=settings.endpoint_url,
+            region_name=settings.region,
+            verify=str(settings.ca_bundle) if settings.ca_bundle else None,
+            config=_config(settings, s3=s3_options),
+        )
+    )
+    client.meta.events.register_last("before-call.s3", _drop_expect)
+    client.meta.events.register_last("before-parameter-build.s3", _stay_in_region)
+    return client
+
+
+@functools.cache
+def _loader() -> Any:
+    """The SDK's reader of its service models: parsed once for all sessions of this process."""
+    return get_session().get_component("data_loader")
+
+
+def _session(settings: Settings) -> AioSession:
+    core = get_session()
+    core.register_component("data_loader", _loader())
+    if settings.profile is not None:
+        core.set_config_variable("profile", settings.profile)
+    return core
+
+
+def _addressing_style(settings: Settings) -> str:
+    if settings.path_style is None:
+        return "auto"
+    return "path" if settings.path_style else "virtual"
+
+
+def _config(settings: Settings, **extra: Any) -> AioConfig:
+    return AioConfig(
+        connect_timeout=settings.connect_timeout_s,
+        read_timeout=settings.read_timeout_s,
+        max_pool_connections=settings.max_concurrency,
+        # One attempt in all, whatever AWS_MAX_ATTEMPTS says: retries are a wrapper of ours.
+        retries={"total_max_attempts": 1, "mode": "standard"},
+        # Checksums are ours on both ways, see Aioboto3Store.
+        request_checksum_calculation="when_required",
+        response_checksum_validation="when_required",
+        user_agent_extra=f"s3ec/{s3ec.__version__}",
+        **extra,
+    )
+
+
+async def _with_role(core: AioSession, settings: Settings) -> AioSession:
+    """A session whose credentials are those of the role, renewed as they expire."""
+    source = await core.get_credentials()
+    if source is None:
+        raise NoCredentialsError
+    fetcher = AioAssumeRoleCredentialFetcher(
+        client_creator=functools.partial(
+            core.create_client, region_name=settings.region, config=_config(settings)
+        ),
+        source_credentials=source,
+        role_arn=settings.role_arn,
+        extra_args={"RoleSessionName": "s3ec"},
+    )
+    assumed = _session(settings)
+    assumed.get_component("credential_provider").providers.insert(0, _RoleProvider(fetcher))
+    return assumed
+
+
+class _RoleProvider:
+    """What botocore calls a credential provider: the first one that loads something wins."""
+
+    METHOD = "s3ec-assume-role"
+    CANONICAL_NAME = None
+
+    def __init__(self, fetcher: AioAssumeRoleCredentialFetcher) -> None:
+        self._fetcher = fetcher
+
+    async def load(self) -> AioDeferredRefreshableCredentials:
+        return AioDeferredRefreshableCredentials(
+            refresh_using=self._fetcher.fetch_credentials, method=self.METHOD
+        )
+
+
+def _drop_expect(params: dict[str, Any], **_: Any) -> None:
+    """Send bodies at once: aiohttp waits for "100 Continue" without a limit."""
+    params["headers"].pop("Expect", None)
+
+
+def _stay_in_region(context: dict[str, Any], **_: Any) -> None:
+    """Mark the request as redirected already.
+
+    botocore would otherwise find the bucket's region and ask there: two more requests for each
+    of the first ones, and a silent trip to another region for the rest.
+    """
+    context.setdefault("s3_redirect", {})["redirected"] = True

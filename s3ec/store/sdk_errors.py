@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one place where errors of botocore and aiohttp become errors of s3ec.
+
+Mapped on the HTTP status first, because HEAD replies carry no error code and servers spell
+codes differently. Checked against botocore 1.40, aiobotocore 2.25 and aiohttp 3.14.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ssl
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import aiohttp
+from botocore import exceptions as sdk
+from botocore.parsers import ResponseParserError
+
+from s3ec.errors import AccessError, ConflictError, S3ECError, UnavailableError
+
+# Everything the SDK raises. OSError includes TimeoutError, refused connections and ssl.SSLError.
+SDK_ERRORS = (
+    sdk.BotoCoreError,
+    sdk.ClientError,
+    aiohttp.ClientError,
+    ResponseParserError,
+    OSError,
+)
+OPERATIONS = frozenset(
+    {"GetObject", "PutObject", "HeadObject", "DeleteObject", "ListObjectsV2", "HeadBucket"}
+)
+# "404" is how botocore spells a status without a code: a HEAD reply, or a page that is not XML.
+_ABSENT_CODES = frozenset({"NoSuchKey", "404", "NotFound"})
+# Status 400, but the fault lies in this transfer, not in the request.
+_TRANSIENT_CODES = frozenset(
+    {
+        "BadDigest",
+        "IncompleteBody",
+        "RequestTimeout",
+        "SlowDown",
+        "Throttling",
+        "XAmzContentChecksumMismatch",
+        "XAmzContentSHA256Mismatch",
+    }
+)
+_NO_CREDENTIALS = (
+    sdk.NoCredentialsError,
+    sdk.PartialCredentialsError,
+    sdk.CredentialRetrievalError,
+    sdk.NoAuthTokenError,
+    sdk.TokenRetrievalError,
+    sdk.SSOError,
+    sdk.InvalidConfigError,
+    sdk.RefreshWithMFAUnsupportedError,
+)
+_TRANSPORT = (
+    sdk.HTTPClientError,
+    sdk.ConnectionError,
+    sdk.IncompleteReadError,
+    sdk.MetadataRetrievalError,
+    aiohttp.ClientError,
+    ResponseParserError,
+    OSError,
+)
+_CREDENTIALS_FIX = (
+    "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or `profile`, or give this machine a role"
+)
+_FIXES = {
+    "NoSuchBucket": "create the bucket or correct `bucket` and `endpoint_url`",
+    "InvalidAccessKeyId": "the endpoint does not know these credentials",
+    "SignatureDoesNotMatch": "the secret key is wrong for this endpoint",
+    "ExpiredToken": "renew the credentials",
+    "ExpiredTokenException": "renew the credentials",
+    "InvalidToken": "renew the credentials",
+    "TokenRefreshRequired": "renew the credentials",
+    "RequestTimeTooSkewed": "set this machine's clock",
+    "KeyTooLongError": "shorten `prefix`",
+    "404": "nothing here answers as a bucket, correct `endpoint_url` or `bucket`",
+    "NotImplemented": "the server lacks a feature that the request asked for",
+}
+_REDIRECT_FIX = "the endpoint redirects, correct `endpoint_url` or `region`"
+_DENIED_FIX = (
+    "allow this identity s3:GetObject, s3:PutObject and s3:ListBucket here (without the last, "
+    "S3 answers 403 for missing objects too)"
+)
+
+
+@contextlib.contextmanager
+def boundary(what: str, region: Callable[[], str]) -> Iterator[None]:
+    """Let no SDK error out of this block.
+
+    Args:
+        what: What was tried, such as ``GET s3://bucket/name``; begins every message.
+        region: The region that was signed for, asked only when something failed.
+
+    Raises:
+        UnavailableError, AccessError, ConflictError: Instead of what the SDK raised.
+    """
+    try:
+        yield
+    except SDK_ERRORS as exc:
+        raise _translate(exc, what, region()) from exc
+
+
+def is_absent(exc: sdk.ClientError) -> bool:
+    """Whether the server says that this object does not exist (not: this bucket)."""
+    return status_of(exc) == 404 and code_of(exc) in _ABSENT_CODES
+
+
+def status_of(exc: sdk.ClientError) -> int:
+    """HTTP status of an answer, 0 where unknown."""
+    return int(exc.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+
+
+def code_of(exc: sdk.ClientError) -> str:
+    """The server's error code; the status as digits where it gave none."""
+    # An error body that is XML without a <Code> leaves None or an empty string here.
+    return str(exc.response.get("Error", {}).get("Code") or status_of(exc))
+
+
+def _translate(exc: Exception, what: str, region: str) -> S3ECError:
+    if isinstance(exc, sdk.ClientError):
+        if exc.operation_name in OPERATIONS:
+            return _from_answer(exc, what, region)
+        return _from_credential_service(exc, what)
+    if isinstance(exc, _NO_CREDENTIALS):
+        return AccessError(
+            f"{what}: no usable credentials ({exc}); {_CREDENTIALS_FIX}", code=type(exc).__name__
+        )
+    if _caused_by(exc, ssl.SSLCertVerificationError):  # retrying that is useless
+        return AccessError(
+            f"{what}: the server's certificate is not trusted; name its authority in `ca_bundle`",
+            code="CertificateNotTrusted",
+        )
+    if _caused_by(exc, aiohttp.TooManyRedirects):
+        return AccessError(f"{what}: {_REDIRECT_FIX} (now {region})", code="TooManyRedirects")
+    if isinstance(exc, TimeoutError):  # a deadline of ours says nothing more
+        return UnavailableError(f"{what}: timed out")
+    if isinstance(exc, _TRANSPORT):
+        return UnavailableError(f"{what}: {_one_line(exc) or type(exc).__name__}")
+    # What is left is botocore's own refusal: parameters, endpoint rules, region names.
+    return AccessError(f"{what}: {_one_line(exc)}", code=type(exc).__name__)
+
+
+def _from_answer(exc: sdk.ClientError, what: str, region: str) -> S3ECError:
+    status, code = status_of(exc), code_of(exc)
+    message = _one_line(exc.response.get("Error", {}).get("Message") or "")
+    said = (
+        f"{what}: {status}" + f" {code}" * (code != str(status)) + f" ({message})" * bool(message)
+    )
+    if status == 412:
+        return ConflictError(said)
+    if status == 501:
+        return AccessError(f"{said}; {_FIXES['NotImplemented']}", code=code)
+    if status < 300 or status in (408, 409, 425, 429) or status >= 500:
+        return UnavailableError(said)
+    if code in _TRANSIENT_CODES:
+        return UnavailableError(said)
+    right = _right_region(exc.response)
+    if right and right != region:
+        return AccessError(f"{said}; the bucket is in region {right}, set `region`", code=code)
+    if status < 400:
+        return AccessError(f"{said}; {_REDIRECT_FIX} (now {region})", code=code)
+    fix = _FIXES.get(code) or (_DENIED_FIX if status in (401, 403) else "")
+    return AccessError(f"{said}; {fix}" if fix else said, code=code)
+
+
+def _from_credential_service(exc: sdk.ClientError, what: str) -> S3ECError:
+    """STS or SSO answered, not the bucket: a 404 or 412 of theirs says nothing about an object."""
+    status, code = status_of(exc), code_of(exc)
+    message = _one_line(exc.response.get("Error", {}).get("Message") or "")
+    said = f"{what}: {exc.operation_name} for the credentials: {status} {code} ({message})"
+    if status == 429 or status >= 500 or code in _TRANSIENT_CODES:
+        return UnavailableError(said)
+    return AccessError(f"{said}; correct `role_arn` or the credentials it needs", code=code)
+
+
+def _right_region(response: Any) -> str:
+    headers = response.get("ResponseMetadata", {}).get("HTTPHeaders", {})
+    return str(headers.get("x-amz-bucket-region") or response.get("Error", {}).get("Region") or "")
+
+
+def _caused_by(exc: BaseException, kind: type[BaseException]) -> bool:
+    """Whether this error, or one that it was raised for, is of a kind."""
+    seen: BaseException | None = exc
+    while seen is not None:
+        if isinstance(seen, kind):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False
+
+
+def _one_line(value: object) -> str:
+    """At most 300 printable characters: the text is the server's and ends in our log."""
+    text = " ".join(str(value).split())
+    return "".join(c for c in text if c.isprintable())[:300]

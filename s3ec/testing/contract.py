@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The suite that every Store passes; subclass StoreContract and give it a factory.
+
+::
+
+    class TestMyStore(StoreContract):
+        @pytest.fixture
+        def make_store(self) -> MakeStore:
+            return lambda prefix: MyStore(bucket="b", prefix=prefix)
+"""
+
+# The checks are asserts, as in any test.
+# ruff: noqa: S101
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+import pytest_asyncio
+
+from s3ec.errors import ConflictError, CorruptEntryError, UnavailableError
+from s3ec.store.base import ObjectInfo, Store
+
+MakeStore = Callable[[str], Store]
+"""Prefix to a new store over one bucket; the suite closes what it makes."""
+
+_RACERS = 16
+_AMPLE = 2**26
+
+
+async def _names(store: Store, prefix: str, *, start_after: str = "") -> list[str]:
+    return [info.name async for info in store.list(prefix, start_after=start_after)]
+
+
+async def _put_all(store: Store, bodies: dict[str, bytes]) -> None:
+    limit = asyncio.Semaphore(32)
+
+    async def put(name: str, body: bytes) -> None:
+        async with limit:
+            await store.put_if_absent(name, [body])
+
+    await asyncio.gather(*(put(name, body) for name, body in bodies.items()))
+
+
+class StoreContract:
+    """What base.Store promises, as tests; each test has a prefix of its own.
+
+    Attributes:
+        list_count: Objects in the test of a long listing; more than one page of the store.
+    """
+
+    list_count = 1005
+
+    @pytest.fixture
+    def make_store(self) -> MakeStore:
+        """The only thing a subclass must give."""
+        raise NotImplementedError("override the make_store fixture")
+
+    @pytest_asyncio.fixture
+    async def store(self, make_store: MakeStore) -> AsyncIterator[Store]:
+        """A store over a prefix that nobody else uses."""
+        store = make_store(f"contract-{secrets.token_hex(6)}")
+        yield store
+        await store.close()
+
+    @pytest.mark.parametrize("nbytes", [0, 1, 65_537, 2_752_512])
+    async def test_get_returns_what_was_put(self, store: Store, nbytes: int) -> None:
+        body = os.urandom(nbytes)
+        await store.put_if_absent("aa/one", [body])
+        assert await store.get("aa/one", max_bytes=_AMPLE) == body
+
+    async def test_put_joins_pieces_of_every_kind_in_order(self, store: Store) -> None:
+        data = bytes(range(256)) * 8
+        words = memoryview(data).cast("H")
+        pieces: list[bytes | memoryview] = [
+            b"",
+            data[:3],
+            memoryview(data)[3:100],
+            memoryview(b""),
+            words[50:],
+            b"end",
+        ]
+        await store.put_if_absent("pieces", pieces)
+        assert await store.get("pieces", max_bytes=_AMPLE) == data + b"end"
+
+    async def test_put_of_one_memoryview_and_of_no_piece(self, store: Store) -> None:
+        await store.put_if_absent("view", [memoryview(b"abcdef")[2:4]])
+        await store.put_if_absent("nothing", [])
+        assert await store.get("view", max_bytes=10) == b"cd"
+        assert await store.get("nothing", max_bytes=10) == b""
+
+    async def test_absent_object_is_none(self, store: Store) -> None:
+        assert await store.get("absent", max_bytes=10) is None
+        assert await store.get_range("absent", 0, 10) is None
+        assert await store.head("absent") is None
+
+    async def test_get_refuses_objects_above_max_bytes(self, store: Store) -> None:
+        await store.put_if_absent("ten", [b"0123456789"])
+        assert await store.get("ten", max_bytes=10) == b"0123456789"
+        with pytest.raises(CorruptEntryError) as caught:
+            await store.get("ten", max_bytes=9)
+        assert caught.value.reason == "size"
+
+    @pytest.mark.parametrize(
+        ("start", "length", "expected"),
+        [
+            (0, 4, b"0123"),
+            (3, 4, b"3456"),
+            (8, 4, b"89"),
+            (0, 100, b"0123456789"),
+            (9, 1, b"9"),
+            (10, 4, b""),
+            (1000, 4, b""),
+        ],
+    )
+    async def test_get_range_ends_where_the_object_ends(
+        self, store: Store, start: int, length: int, expected: bytes
+    ) -> None:
+        await store.put_if_absent("ten", [b"0123456789"])
+        assert await store.get_range("ten", start, length) == expected
+
+    async def test_get_range_of_an_empty_object_is_empty(self, store: Store) -> None:
+        await store.put_if_absent("empty", [b""])
+        assert await store.get_range("empty", 0, 10) == b""
+
+    @pytest.mark.parametrize(("start", "length"), [(-1, 4), (0, 0), (0, -1)])
+    async def test_get_range_refuses_impossible_ranges(
+        self, store: Store, start: int, length: int
+    ) -> None:
+        with pytest.raises(ValueError, match="range"):
+            await store.get_range("ten", start, length)
+
+    async def test_head_tells_name_and_size(self, store: Store) -> None:
+        await store.put_if_absent("aa/ten", [b"0123456789"])
+        info = await store.head("aa/ten")
+        assert isinstance(info, ObjectInfo)
+        assert (info.name, info.nbytes) == ("aa/ten", 10)
+        assert info.modified_s >= 0
+
+    async def test_put_if_absent_keeps_first_writer(self, store: Store) -> None:
+        await store.put_if_absent("one", [b"first"])
+        with pytest.raises(ConflictError):
+            await store.put_if_absent("one", [b"second, and longer"])
+        assert await store.get("one", max_bytes=100) == b"first"
+
+    async def test_of_16_racing_writers_exactly_one_wins(self, store: Store) -> None:
+        bodies = [os.urandom(10_000) for _ in range(_RACERS)]
+        puts = (store.put_if_absent("race", [body]) for body in bodies)
+        results = await asyncio.gather(*puts, return_exceptions=True)
+        winners = [body for body, result in zip(bodies, results, strict=True) if result is None]
+        losers = [result for result in results if result is not None]
+        assert len(winners) == 1
+        assert await store.get("race", max_bytes=_AMPLE) == winners[0]
+        # 409 is a server's way to say that another write of this name is under way.
+        assert all(isinstance(loser, (ConflictError, UnavailableError)) for loser in losers)
+
+    async def test_list_returns_every_object_once_over_many_pages(self, store: Store) -> None:
+        bodies = {f"objects/{i:05d}": b"x" * (i % 7) for i in range(self.list_count)}
+        await _put_all(store, bodies)
+        listed = [info async for info in store.list("objects/")]
+        assert len(listed) == len(bodies)
+        assert {info.name: info.nbytes for info in listed} == {
+            name: len(body) for name, body in bodies.items()
+        }
+
+    async def test_list_start_after_returns_the_later_names(self, store: Store) -> None:
+        await _put_all(store, {f"objects/{i:03d}": b"x" for i in range(30)})
+        later = await _names(store, "objects/", start_after="objects/019")
+        assert sorted(later) == [f"objects/{i:03d}" for i in range(20, 30)]
+        assert await _names(store, "objects/", start_after="objects/029") == []
+
+    async def test_list_matches_a_prefix_inside_a_name(self, store: Store) -> None:
+        await _put_all(store, {"aa/1": b"", "aa/12": b"", "aa/2": b"", "ab/1": b""})
+        assert sorted(await _names(store, "aa/1")) == ["aa/1", "aa/12"]
+        assert sorted(await _names(store, "a")) == ["aa/1", "aa/12", "aa/2", "ab/1"]
+        assert sorted(await _names(store, "")) == ["aa/1", "aa/12", "aa/2", "ab/1"]
+
+    async def test_list_of_nothing_is_empty(self, store: Store) -> None:
+        assert await _names(store, "") == []
+        assert await _names(store, "no/such/folder/") == []
+        assert list(await store.list_folders("")) == []
+
+    async def test_list_returns_foreign_names_as_they_are(self, store: Store) -> None:
+        junk = {"x/a b.txt", "x/größe-日本", "x/1+1=2", "x/100%25", "x/q?a=b&c#d", "x/UP.~tmp'\"<>"}
+        await _put_all(store, dict.fromkeys(junk, b"junk"))
+        assert set(await _names(store, "x/")) == junk
+        for name in junk:
+            assert await store.get(name, max_bytes=10) == b"junk"
+
+    async def test_list_can_be_left_early(self, store: Store) -> None:
+        await _put_all(store, {f"objects/{i:03d}": b"x" for i in range(30)})
+        listing = store.list("objects/")
+        first = await anext(listing)
+        assert first.name.startswith("objects/")
+        # The store goes on working after a listing that nobody finished.
+        assert await store.get(first.name, max_bytes=1) == b"x"
+
+    async def test_list_folders_names_what_is_directly_below(self, store: Store) -> None:
+        await _put_all(store, {"a/b/1": b"", "a/b/2": b"", "a/c/d/3": b"", "a/4": b"", "e/5": b""})
+        assert sorted(await store.list_folders("")) == ["a/", "e/"]
+        assert sorted(await store.list_folders("a/")) == ["b/", "c/"]
+        assert list(await store.list_folders("a/b/")) == []
+        with pytest.raises(ValueError, match="slash"):
+            await store.list_folders("a")
+
+    async def test_list_folders_over_many_pages(self, store: Store) -> None:
+        await _put_all(store, {f"f{i:03d}/x": b"" for i in range(30)})
+        assert sorted(await store.list_folders("")) == [f"f{i:03d}/" for i in range(30)]
+
+    async def test_delete_is_idempotent_and_frees_the_name(self, store: Store) -> None:
+        await store.put_if_absent("one", [b"first"])
+        await store.delete("one")
+        await store.delete("one")
+        assert await store.get("one", max_bytes=10) is None
+        assert await _names(store, "") == []
+        await store.put_if_absent("one", [b"again"])
+        assert await store.get("one", max_bytes=10) == b"again"
+
+    async def test_concurrent_reads_return_their_own_objects(self, store: Store) -> None:
+        bodies = {f"n{i}": os.urandom(20_000 + i) for i in range(48)}
+        await _put_all(store, bodies)
+        read = await asyncio.gather(*(store.get(name, max_bytes=_AMPLE) for name in bodies))
+        assert read == list(bodies.values())
+
+    async def test_prefixes_keep_stores_apart(self, make_store: MakeStore) -> None:
+        token = secrets.token_hex(4)
+        one, longer = make_store(f"t-{token}"), make_store(f"t-{token}x")
+        try:
+            await one.put_if_absent("name", [b"1"])
+            await longer.put_if_absent("name", [b"22"])
+            assert await one.get("name", max_bytes=10) == b"1"
+            assert await longer.get("name", max_bytes=10) == b"22"
+            assert await _names(one, "") == ["name"]
+            await one.delete("name")
+            assert await longer.get("name", max_bytes=10) == b"22"
+        finally:
+            await one.close()
+            await longer.close()
+
+    @pytest.mark.parametrize("prefix", ["mit Leerzeichen", "corpus/größe/日本", "a+b%20&c=d/~#?"])
+    async def test_prefix_of_any_printable_characters(
+        self, make_store: MakeStore, prefix: str
+    ) -> None:
+        store = make_store(f"{secrets.token_hex(4)}/{prefix}")
+        try:
+            await store.put_if_absent("aa/x", [b"body"])
+            assert await store.get("aa/x", max_bytes=10) == b"body"
+            assert await store.get_range("aa/x", 1, 2) == b"od"
+            assert await store.head("aa/x") is not None
+            assert await _names(store, "aa/") == ["aa/x"]
+            assert await _names(store, "", start_after="aa/x") == []
+            assert list(await store.list_folders("")) == ["aa/"]
+            await store.delete("aa/x")
+            assert await store.head("aa/x") is None
+        finally:
+            await store.close()
+
+    async def test_without_a_prefix_names_are_keys(self, make_store: MakeStore) -> None:
+        store, folder = make_store(""), f"root-{secrets.token_hex(4)}"
+        try:
+            await store.put_if_absent(f"{folder}/x", [b"body"])
+            assert await store.get(f"{folder}/x", max_bytes=10) == b"body"
+            assert await _names(store, f"{folder}/") == [f"{folder}/x"]
+            assert f"{folder}/" in await store.list_folders("")
+        finally:
+            await store.delete(f"{folder}/x")
+            await store.close()
+
+    async def test_names_up_to_1024_bytes(self, make_store: MakeStore) -> None:
+        prefix = secrets.token_hex(4)
+        store = make_store(prefix)
+        # Parts of at most 255 bytes, which is where servers that keep files end.
+        name = "/".join(["n" * 200] * 6)[: 1024 - len(prefix) - 1]
+        try:
+            await store.put_if_absent(name, [b"far"])
+            assert await store.get(name, max_bytes=10) == b"far"
+            assert await _names(store, "") == [name]
+        finally:
+            await store.close()
+
+    @pytest.mark.parametrize("name", ["", "/absolute"])
+    async def test_names_that_leave_the_prefix_are_refused(self, store: Store, name: str) -> None:
+        with pytest.raises(ValueError, match="name"):
+            await store.put_if_absent(name, [b"x"])
+        with pytest.raises(ValueError, match="name"):
+            await store.get(name, max_bytes=10)
+        with pytest.raises(ValueError, match="name"):
+            await store.delete(name)
+
+    async def test_close_twice_is_fine(self, make_store: MakeStore) -> None:
+        store = make_store(f"contract-{secrets.token_hex(6)}")
+        await store.put_if_absent("one", [b"x"])
+        await store.close()
+        await store.close()

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The child of EngineProcess: one vLLM engine, one JSON line per request and per reply.
+
+The file descriptors of both pipes come as arguments, since vLLM writes to standard output.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+# Answers on a small shared machine matter more than speed: one sequence order, no compilation.
+_OPTIONS: dict[str, Any] = {
+    "enforce_eager": True,
+    "gpu_memory_utilization": 0.3,
+    "max_model_len": 4096,
+    "max_num_seqs": 8,
+    "seed": 0,
+    "disable_log_stats": False,
+    "limit_mm_per_prompt": {"image": 16},
+}
+_SHUTDOWN_TIMEOUT_S = 100
+_OUR_LABELS = ("source", "outcome", "reason", "field")
+
+
+class _Engine:
+    def __init__(self, spec: Mapping[str, Any]) -> None:
+        from vllm import LLM
+        from vllm.config import ECTransferConfig
+
+        options = {**_OPTIONS, **spec["options"]}
+        if spec["ec"] is not None:
+            options["ec_transfer_config"] = ECTransferConfig(**spec["ec"])
+        self._llm: Any = LLM(model=spec["model"], **options)
+
+    def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        if request["op"] == "chat":
+            return {"answers": self._chat(request)}
+        if request["op"] == "generate":
+            return {"answer": self._generate(request)}
+        return {"metrics": self._metrics()}
+
+    def _chat(self, request: Mapping[str, Any]) -> list[dict[str, Any]]:
+        from vllm import SamplingParams
+
+        messages = [[{"role": "user", "content": parts}] for parts in request["prompts"]]
+        sampling = SamplingParams(
+            temperature=0, max_tokens=request["max_tokens"], logprobs=request["logprobs"]
+        )
+        return [_plain(output) for output in self._llm.chat(messages, sampling, use_tqdm=False)]
+
+    def _generate(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        import torch
+        from vllm import SamplingParams
+
+        data = {
+            modality: {name: torch.tensor(value) for name, value in fields.items()}
+            for modality, fields in request["data"].items()
+        }
+        prompt = {
+            "prompt": request["prompt"],
+            "multi_modal_data": data,
+            "multi_modal_uuids": request["uuids"],
+        }
+        sampling = SamplingParams(temperature=0, max_tokens=8)
+        (output,) = self._llm.generate([prompt], sampling, use_tqdm=False)
+        return _plain(output)
+
+    def _metrics(self) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for metric in self._llm.get_metrics():
+            value = getattr(metric, "value", None)
+            if value is None:
+                continue
+            labels = [f"{k}={v}" for k, v in metric.labels.items() if k in _OUR_LABELS]
+            name = metric.name + (f"{{{','.join(labels)}}}" if labels else "")
+            found[name] = found.get(name, 0) + value
+        return found
+
+    def shutdown(self) -> None:
+        # In order and with time to finish saves; collecting the object would allow 5 seconds.
+        self._llm.llm_engine.engine_core.shutdown(timeout=_SHUTDOWN_TIMEOUT_S)
+
+
+def _plain(output: Any) -> dict[str, Any]:
+    (completion,) = output.outputs
+    logprobs = [
+        {str(token): value.logprob for token, value in position.items()}
+        for position in completion.logprobs or []
+    ]
+    return {
+        "token_ids": list(completion.token_ids),
+        "text": completion.text,
+        "finish_reason": completion.finish_reason,
+        "logprobs": logprobs,
+        "prompt_tokens": len(output.prompt_token_ids or []),
+        "cached_tokens": output.num_cached_tokens,
+    }
+
+
+def main() -> None:
+    """Serve requests until the request pipe ends."""
+    requests = os.fdopen(int(sys.argv[1]), "rb")
+    replies = os.fdopen(int(sys.argv[2]), "wb")
+    engine: _Engine | None = None
+    for line in requests:
+        request = json.loads(line)
+        try:
+            if engine is None:
+                engine = _Engine(request)
+                reply: dict[str, Any] = {"ready": True}
+            else:
+                reply = engine.answer(request)
+        except Exception as exc:
+            # The parent decides what an error means; the traceback is in the log.
+            import traceback
+
+            traceback.print_exc()
+            reply = {"error": f"{type(exc).__name__}: {exc}"}
+        replies.write(json.dumps(reply).encode() + b"\n")
+        replies.flush()
+        if engine is None:
+            break
+    if engine is not None:
+        engine.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A store around a store that fails as it is told to, and counts what it was asked."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+import threading
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
+
+from s3ec.errors import UnavailableError
+from s3ec.store.base import ObjectInfo, Store
+
+T = TypeVar("T")
+
+
+class Gate:
+    """Holds operations until a test lets them go; wait in any loop, release in any thread.
+
+    Attributes:
+        reached: Set once the first operation waits here; wait on it with a timeout.
+    """
+
+    def __init__(self) -> None:
+        self.reached = threading.Event()
+        self._lock = threading.Lock()
+        self._is_open = False
+        self._held: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
+
+    async def wait(self) -> None:
+        """Return once the gate is open."""
+        passed = asyncio.Event()
+        with self._lock:
+            if self._is_open:
+                return
+            self._held.append((asyncio.get_running_loop(), passed))
+        self.reached.set()
+        await passed.wait()
+
+    def release(self) -> None:
+        """Open the gate for good."""
+        with self._lock:
+            self._is_open = True
+            held, self._held = self._held, []
+        for loop, passed in held:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(passed.set)
+
+
+@dataclass(slots=True)
+class Fault:
+    """What goes wrong, with which operations.
+
+    Attributes:
+        op: Regular expression that the whole name of the method matches, such as
+            ``get|get_range``.
+        name: Regular expression searched in the object's name, or the listing's prefix.
+        latency_s: Seconds to sleep first.
+        gate: Wait here next.
+        error: Makes the exception to raise from a message, such as ``UnavailableError``.
+        lost_reply: Do what was asked, then raise ``error`` (UnavailableError if None).
+        change: What becomes of the bytes that get and get_range return; see cut, flip, replace.
+        skip: Matching calls let through first.
+        times: How often it strikes at most; None for ever.
+        struck: How often it struck.
+    """
+
+    op: str = ".*"
+    name: str = ""
+    latency_s: float = 0.0
+    gate: Gate | None = None
+    error: Callable[[str], Exception] | None = None
+    lost_reply: bool = False
+    change: Callable[[bytes], bytes] | None = None
+    skip: int = 0
+    times: int | None = None
+    struck: int = 0
+
+    def matches(self, op: str, name: str) -> bool:
+        """Whether this fault is about such a call."""
+        return re.fullmatch(self.op, op) is not None and re.search(self.name, name) is not None
+
+
+def cut(nbytes: int) -> Callable[[bytes], bytes]:
+    """Keep the first ``nbytes``."""
+    return lambda body: body[:nbytes]
+
+
+def flip(bit: int) -> Callable[[bytes], bytes]:
+    """Turn one bit over; counted from the front, from the back where negative."""
+
+    def change(body: bytes) -> bytes:
+        changed = bytearray(body)
+        changed[bit // 8] ^= 1 << bit % 8
+        return bytes(changed)
+
+    return change
+
+
+def replace(other: bytes) -> Callable[[bytes], bytes]:
+    """Another object's bytes altogether."""
+    return lambda _: other
+
+
+class Plan(Protocol):
+    """Decides, call by call."""
+
+    def next(self, op: str, name: str) -> Fault | None:
+        """The fault that strikes this call, or None."""
+        ...
+
+
+@dataclass(slots=True)
+class Script:
+    """Faults in order of precedence; the first that matches and is not used up strikes.
+
+    ``faults`` may be changed while the store is in use.
+    """
+
+    faults: list[Fault] = field(default_factory=list)
+
+    def next(self, op: str, name: str) -> Fault | None:
+        for fault in self.faults:
+            if not fault.matches(op, name) or fault.struck == fault.times:
+                continue
+            if fault.skip > 0:
+                fault.skip -= 1
+                continue
+            fault.struck += 1
+            return fault
+        return None
+
+
+class Dice:
+    """One of the faults that match, chosen at random, for a share of the calls.
+
+    Args:
+        seed: Equal seeds and equal calls give equal faults.
+        faults: To choose from; ``skip`` and ``times`` are not looked at.
+        share: Probability that a call is struck, 0 to 1.
+    """
+
+    def __init__(self, seed: int, faults: Sequence[Fault], *, share: float) -> None:
+        self._random = random.Random(seed)
+        self._faults = tuple(faults)
+        self._share = share
+
+    def next(self, op: str, name: str) -> Fault | None:
+        # Both are drawn for every call, so that one call's name does not shift the next one's.
+        struck, choice = self._random.random() < self._share, self._random.random()
+        fitting = [fault for fault in self._faults if fault.matches(op, name)]
+        if not struck or not fitting:
+            return None
+        fault = fitting[int(choice * len(fitting))]
+        fault.struck += 1
+        return fault
+
+
+class FaultStore:
+    """A Store that behaves as ``plan`` says.
+
+    Args:
+        inner: The store that does the work.
+        plan: A Script, Dice, or anything with their ``next``.
+        sleep: Injected, so that tests of latency need not wait.
+
+    Attributes:
+        plan: As given.
+        calls: How often each method was called, struck or not.
+        log: Method and name of every call, in order.
+    """
+
+    def __init__(
+        self,
+        inner: Store,
+        plan: Plan | None = None,
+        *,
+        sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
+    ) -> None:
+        self.plan: Plan = plan or Script()
+        self.calls: Counter[str] = Counter()
+        self.log: list[tuple[str, str]] = []
+        self._inner = inner
+        self._sleep = sleep
+
+    async def get(self, name: str, *, max_bytes: int) -> bytes | None:
+        return await self._read("get", name, lambda: self._inner.get(name, max_bytes=max_bytes))
+
+    async def get_range(self, name: str, start: int, length: int) -> bytes | None:
+        return await self._read(
+            "get_range", name, lambda: self._inner.get_range(name, start, length)
+        )
+
+    async def put_if_absent(self, name: str, body: Sequence[bytes | memoryview]) -> None:
+        fault = self._strike("put_if_absent", name)
+        await self._run(fault, name, lambda: self._inner.put_if_absent(name, body))
+
+    async def head(self, name: str) -> ObjectInfo | None:
+        return await self._run(self._strike("head", name), name, lambda: self._inner.head(name))
+
+    async def list(self, prefix: str, *, start_after: str = "") -> AsyncIterator[ObjectInfo]:
+        fault = self._strike("list", prefix)
+        pages = self._inner.list(prefix, start_after=start_after)
+        if fault is not None:
+            await self._before(fault, prefix)
+        async for info in pages:
+            yield info
+        if fault is not None and fault.lost_reply:
+            raise _error(fault, prefix)
+
+    async def list_folders(self, prefix: str) -> Sequence[str]:
+        fault = self._strike("list_folders", prefix)
+        return await self._run(fault, prefix, lambda: self._inner.list_folders(prefix))
+
+    async def delete(self, name: str) -> None:
+        await self._run(self._strike("delete", name), name, lambda: self._inner.delete(name))
+
+    async def close(self) -> None:
+        await self._inner.close()
+
+    def _strike(self, op: str, name: str) -> Fault | None:
+        self.calls[op] += 1
+        self.log.append((op, name))
+        return self.plan.next(op, name)
+
+    async def _read(
+        self, op: str, name: str, call: Callable[[], Awaitable[bytes | None]]
+    ) -> bytes | None:
+        fault = self._strike(op, name)
+        body = await self._run(fault, name, call)
+        if fault is None or fault.change is None or body is None:
+            return body
+        return fault.change(body)
+
+    async def _run(self, fault: Fault | None, name: str, call: Callable[[], Awaitable[T]]) -> T:
+        if fault is None:
+            return await call()
+        await self._before(fault, name)
+        result = await call()
+        if fault.lost_reply:
+            raise _error(fault, name)
+        return result
+
+    async def _before(self, fault: Fault, name: str) -> None:
+        if fault.latency_s > 0:
+            await self._sleep(fault.latency_s)
+        if fault.gate is not None:
+            await fault.gate.wait()
+        if fault.error is not None and not fault.lost_reply:
+            raise _error(fault, name)
+
+
+def _error(fault: Fault, name: str) -> Exception:
+    return (fault.error or UnavailableError)(f"a fault made for {name}")

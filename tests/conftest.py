@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Servers for every test, and an environment that holds nothing of the machine's owner."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import settings
+
+from s3ec.errors import ConfigError
+from s3ec.testing.server import LocalS3, MotoServer, find_weed
+from s3ec.testing.vllm_cpu import install_here
+
+# A deadline per example is a timed assertion: it fails on a busy machine, and on nothing else.
+settings.register_profile("s3ec", deadline=None)
+settings.load_profile("s3ec")
+
+# Tests that import vllm or transformers into this process.
+install_here()
+
+_numbers = itertools.count()
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m selects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the users of the real server."""
+    for item in items:
+        if "local_s3" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.s3)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _clean_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """No credentials, profile, proxy or s3ec setting of this machine reaches a test."""
+    nowhere = tmp_path_factory.mktemp("no-aws")
+    with pytest.MonkeyPatch.context() as patch:
+        for name in list(os.environ):
+            if name.startswith(("AWS_", "S3EC_")) or name.lower().endswith("_proxy"):
+                patch.delenv(name)
+        patch.setenv("AWS_CONFIG_FILE", str(nowhere / "config"))
+        patch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(nowhere / "credentials"))
+        patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+        yield
+
+
+@pytest.fixture(scope="session")
+def local_s3(_clean_environment: None) -> Iterator[LocalS3]:
+    """A running SeaweedFS for the whole session; break only a server of your own."""
+    try:
+        find_weed()
+    except ConfigError as exc:
+        if os.environ.get("CI"):
+            raise
+        pytest.skip(str(exc))
+    with LocalS3() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def moto_server(_clean_environment: None) -> Iterator[MotoServer]:
+    """A running moto for the whole session."""
+    with MotoServer() as server:
+        yield server
+
+
+@pytest.fixture
+def s3_bucket(local_s3: LocalS3) -> Iterator[str]:
+    """A new, empty bucket on the SeaweedFS of the session."""
+    name = local_s3.create_bucket(f"test-{next(_numbers)}")
+    yield name
+    local_s3.delete_bucket(name)

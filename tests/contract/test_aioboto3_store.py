@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The suite against real HTTP servers: moto, and SeaweedFS with its signatures."""
+
+from __future__ import annotations
+
+import pytest
+
+from s3ec.errors import AccessError, ConflictError
+from s3ec.store.aioboto3_store import Aioboto3Store
+from s3ec.store.base import Store
+from s3ec.store.open import ConditionalPut, probe_conditional_put
+from s3ec.testing.contract import MakeStore, StoreContract
+from s3ec.testing.server import Identity, LocalS3
+from tests.contract.conftest import BUCKET, READER, WRITER, Configure
+
+
+class TestOnMoto(StoreContract):
+    list_count = 120
+
+    @pytest.fixture
+    def make_store(self, on_moto: Configure) -> MakeStore:
+        return lambda prefix: Aioboto3Store(on_moto(prefix=prefix), page_size=7)
+
+
+class TestOnSeaweed(StoreContract):
+    # One more page than the largest that S3 gives.
+    list_count = 1005
+
+    @pytest.fixture
+    def make_store(self, on_seaweed: Configure) -> MakeStore:
+        # Writers that race for one name take turns of a second there.
+        return lambda prefix: Aioboto3Store(on_seaweed(prefix=prefix, read_timeout_s=30))
+
+
+async def test_small_pages_of_seaweed_hold_every_object(on_seaweed: Configure) -> None:
+    store = Aioboto3Store(on_seaweed(prefix="small-pages"), page_size=7)
+    names = {f"o/{i:02d}/x" for i in range(40)}
+    for name in names:
+        await store.put_if_absent(name, [b"x"])
+    assert {info.name async for info in store.list("o/")} == names
+    later = [info.name async for info in store.list("o/", start_after="o/30/x")]
+    assert sorted(later) == [f"o/{i}/x" for i in range(31, 40)]
+    assert len(await store.list_folders("o/")) == len(names)
+    await store.close()
+
+
+async def test_missing_bucket_is_an_access_error_that_names_it(on_moto: Configure) -> None:
+    store = Aioboto3Store(on_moto(bucket="no-such-bucket"))
+
+    async def listing() -> None:
+        async for _ in store.list(""):
+            pass
+
+    for call in (
+        lambda: store.get("x", max_bytes=10),
+        lambda: store.put_if_absent("x", [b"x"]),
+        lambda: store.delete("x"),
+        lambda: store.list_folders(""),
+        listing,
+    ):
+        with pytest.raises(AccessError, match=r"no-such-bucket.*create the bucket") as caught:
+            await call()
+        assert caught.value.code == "NoSuchBucket"
+    await store.close()
+
+
+def _store_as(
+    identity: Identity, server: LocalS3, monkeypatch: pytest.MonkeyPatch, on_seaweed: Configure
+) -> Store:
+    for name, value in server.env(identity).items():
+        monkeypatch.setenv(name, value)
+    return Aioboto3Store(on_seaweed(endpoint_url=server.endpoint_url, bucket=BUCKET))
+
+
+async def test_reader_is_refused_writes_and_its_probe_says_unknown(
+    guarded_s3: LocalS3, monkeypatch: pytest.MonkeyPatch, on_seaweed: Configure
+) -> None:
+    store = _store_as(READER, guarded_s3, monkeypatch, on_seaweed)
+    with pytest.raises(AccessError, match=r"403 AccessDenied.*s3:PutObject") as caught:
+        await store.put_if_absent("x", [b"x"])
+    assert caught.value.code == "AccessDenied"
+    with pytest.raises(AccessError):
+        await store.delete("x")
+    assert await probe_conditional_put(store) is ConditionalPut.UNKNOWN
+    await store.close()
+
+
+async def test_writer_is_refused_reads_and_its_probe_finds_the_condition_enforced(
+    guarded_s3: LocalS3, monkeypatch: pytest.MonkeyPatch, on_seaweed: Configure
+) -> None:
+    store = _store_as(WRITER, guarded_s3, monkeypatch, on_seaweed)
+    await store.put_if_absent("writer/x", [b"x"])
+    with pytest.raises(ConflictError):
+        await store.put_if_absent("writer/x", [b"x"])
+    for call in (lambda: store.get("writer/x", max_bytes=10), lambda: store.head("writer/x")):
+        with pytest.raises(AccessError, match="403"):
+            await call()
+    assert await probe_conditional_put(store) is ConditionalPut.ENFORCED
+    await store.close()
+    # Nothing of the probe is left.
+    listed = guarded_s3.client().list_objects_v2(Bucket=BUCKET, Prefix=".s3ec-probe/")
+    assert listed.get("Contents", []) == []
+
+
+@pytest.mark.parametrize("field", ["access_key", "secret_key"])
+async def test_wrong_keys_are_an_access_error_without_the_keys(
+    field: str, guarded_s3: LocalS3, monkeypatch: pytest.MonkeyPatch, on_seaweed: Configure
+) -> None:
+    wrong = Identity("nobody", **{"access_key": READER.access_key, field: "wr0ng-" + "k" * 30})
+    store = _store_as(wrong, guarded_s3, monkeypatch, on_seaweed)
+    with pytest.raises(AccessError) as caught:
+        await store.get("x", max_bytes=10)
+    assert caught.value.code in ("InvalidAccessKeyId", "SignatureDoesNotMatch")
+    assert wrong.secret_key not in f"{caught.value!r} {caught.value.__cause__!r} {store!r}"
+    await store.close()
+
+
+async def test_server_side_encryption_is_asked_for_at_each_put(on_moto: Configure) -> None:
+    key = "arn:aws:kms:us-east-1:123456789012:key/11111111-2222-3333-4444-555555555555"
+    for settings, expected in (
+        (on_moto(prefix="sse", sse="AES256"), {"ServerSideEncryption": "AES256"}),
+        (
+            on_moto(prefix="kms", sse="aws:kms", sse_kms_key_id=key),
+            {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": key},
+        ),
+    ):
+        store = Aioboto3Store(settings)
+        await store.put_if_absent("x", [b"x"])
+        client = await store._open()
+        stored = await client.head_object(Bucket=settings.bucket, Key=f"{settings.prefix}/x")
+        assert {name: stored.get(name) for name in expected} == expected
+        await store.close()
+
+
+async def test_stored_checksum_is_the_crc_of_the_body(on_seaweed: Configure) -> None:
+    settings = on_seaweed(prefix="checksum")
+    store = Aioboto3Store(settings)
+    await store.put_if_absent("x", [b"123456789"])
+    client = await store._open()
+    stored = await client.head_object(
+        Bucket=settings.bucket, Key="checksum/x", ChecksumMode="ENABLED"
+    )
+    assert stored["ChecksumCRC32"] == "y/Q5Jg=="  # 0xCBF43926, the check value of CRC-32
+    await store.close()

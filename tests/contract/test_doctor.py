@@ -1,0 +1,453 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``s3ec doctor --json`` against SeaweedFS, moto and nobody: the verdict of every check."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import socket
+import ssl
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from s3ec.cli.app import app
+from s3ec.identity import Layout, Namespace
+from s3ec.testing.endpoint import Endpoint, Identity
+from s3ec.testing.proxy import FaultProxy
+from s3ec.testing.server import LocalS3, MotoServer
+from s3ec.testing.vllm_cpu import engine_env
+from tests.contract.conftest import BUCKET, READER
+
+# Where vLLM is not installed and no model is named.
+WITHOUT_VLLM = {
+    "vllm": "warn",
+    "hooks": "skip",
+    "connector": "ok",
+    "model": "skip",
+    "identifiers": "skip",
+    "namespace": "skip",
+}
+NODE = {"cache_folder": "ok", "cache_links": "ok", "cache_space": "ok"}
+HEALTHY = {
+    "settings": "ok",
+    "credentials": "ok",
+    "endpoint": "ok",
+    "clock": "ok",
+    "bucket": "ok",
+    "addressing": "ok",
+    "read": "ok",
+    "write": "ok",
+    "sse": "ok",
+    "conditional_put": "ok",
+    "checksums": "ok",
+    **NODE,
+    **WITHOUT_VLLM,
+    "corpus": "ok",
+}
+NO_BUCKET = dict.fromkeys(
+    ("read", "write", "sse", "conditional_put", "checksums", "corpus"), "skip"
+)
+
+
+class Report:
+    """A parsed document of --json."""
+
+    def __init__(self, text: str, code: int) -> None:
+        self.document: dict[str, Any] = json.loads(text)
+        self.code = code
+        self.text = text
+        self._checks = {check["name"]: check for check in self.document["checks"]}
+
+    def verdicts(self) -> dict[str, str]:
+        """Verdicts by name; a tier on an overlay is the machine's choice, so it counts as well."""
+        found = {name: check["verdict"] for name, check in self._checks.items()}
+        if "(overlay)" in self._checks.get("cache_folder", {}).get("found", ""):
+            found["cache_folder"] = "ok"
+        return found
+
+    def __getitem__(self, name: str) -> dict[str, str]:
+        check: dict[str, str] = self._checks[name]
+        return check
+
+
+Doctor = Callable[..., Report]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Callable[..., str]:
+    """The JSON that vLLM would get, whole."""
+
+    def make(endpoint_url: str, role: str = "ec_both", **changes: Any) -> str:
+        extra = {
+            "bucket": BUCKET,
+            "endpoint_url": endpoint_url,
+            "region": "us-east-1",
+            "cache_dir": str(tmp_path / "cache"),
+            "cache_bytes": "1MiB",
+            "min_free_bytes": 0,
+        }
+        return json.dumps(
+            {
+                "ec_connector": "S3ECConnector",
+                "ec_connector_module_path": "s3ec.connector",
+                "ec_role": role,
+                "ec_connector_extra_config": {**extra, **changes},
+            }
+        )
+
+    return make
+
+
+@pytest.fixture
+def doctor(monkeypatch: pytest.MonkeyPatch) -> Doctor:
+    """Runs the command in this process, where vLLM counts as not installed."""
+    monkeypatch.setitem(sys.modules, "vllm", None)
+
+    def run(config: str, *args: str, env: Mapping[str, str] | None = None) -> Report:
+        command = ["doctor", "--json", "--config", config, *args]
+        result = CliRunner().invoke(app, command, env=env)
+        if result.exception is not None and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        return Report(result.stdout, result.exit_code)
+
+    return run
+
+
+def keys_of(server: Endpoint, identity: Identity | None = None) -> dict[str, str]:
+    return server.env(identity)
+
+
+def objects(server: Endpoint, bucket: str = BUCKET) -> list[str]:
+    """What lies below the doctor's folder of a bucket."""
+    page = server.client().list_objects_v2(Bucket=bucket, Prefix=".s3ec-probe/")
+    return [entry["Key"] for entry in page.get("Contents", [])]
+
+
+def test_seaweedfs_is_well(
+    doctor: Doctor, config: Callable[..., str], local_s3: LocalS3, seaweed_bucket: str
+) -> None:
+    report = doctor(config(local_s3.endpoint_url), env=keys_of(local_s3))
+    assert report.verdicts() == HEALTHY
+    assert report.document["ok"] is True
+    assert report.code == 0
+    assert "SeaweedFS" in report["endpoint"]["found"]
+    assert "a wrong one is refused" in report["checksums"]["found"]
+    assert "412" in report["conditional_put"]["found"]
+    assert local_s3.secret_key not in report.text
+    assert local_s3.access_key not in report.text
+    assert objects(local_s3) == []
+
+
+def test_seaweedfs_encrypts_when_asked(
+    doctor: Doctor, config: Callable[..., str], local_s3: LocalS3, seaweed_bucket: str
+) -> None:
+    report = doctor(config(local_s3.endpoint_url, sse="AES256"), env=keys_of(local_s3))
+    assert report.verdicts() == HEALTHY
+    assert "AES256 is accepted and confirmed" in report["sse"]["found"]
+
+
+def test_moto_is_well(
+    doctor: Doctor, config: Callable[..., str], moto_server: MotoServer, moto_bucket: str
+) -> None:
+    report = doctor(config(moto_server.endpoint_url), env=keys_of(moto_server))
+    assert report.verdicts() == HEALTHY
+    assert report.code == 0
+    assert "a wrong one is not noticed" in report["checksums"]["found"]
+    assert objects(moto_server) == []
+
+
+def test_dead_port_fails_at_the_endpoint_and_skips_the_rest(
+    doctor: Doctor, config: Callable[..., str], moto_server: MotoServer
+) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{probe.getsockname()[1]}"
+    report = doctor(config(url), env=keys_of(moto_server))
+    assert report.verdicts() == {
+        **HEALTHY,
+        **NO_BUCKET,
+        "endpoint": "fail",
+        "clock": "skip",
+        "bucket": "skip",
+        "addressing": "skip",
+    }
+    assert report.document["ok"] is False
+    assert report.code == 1
+    assert "refused" in report["endpoint"]["found"]
+    assert url in report["endpoint"]["mend"]
+
+
+def test_port_that_never_answers_fails_at_the_endpoint(
+    doctor: Doctor, config: Callable[..., str], moto_server: MotoServer
+) -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        report = doctor(config(url, read_timeout_s=0.5), env=keys_of(moto_server))
+    assert report["endpoint"]["verdict"] == "fail"
+    assert report["bucket"]["verdict"] == "skip"
+
+
+def test_missing_bucket_fails_and_says_to_create_it(
+    doctor: Doctor, config: Callable[..., str], local_s3: LocalS3
+) -> None:
+    report = doctor(config(local_s3.endpoint_url, bucket="nosuchbucket"), env=keys_of(local_s3))
+    assert report.verdicts() == {**HEALTHY, **NO_BUCKET, "bucket": "fail"}
+    assert "create the bucket" in report["bucket"]["mend"]
+    assert report.code == 1
+
+
+def test_wrong_secret_fails_at_the_bucket(
+    doctor: Doctor, config: Callable[..., str], local_s3: LocalS3, seaweed_bucket: str
+) -> None:
+    env = {**keys_of(local_s3), "AWS_SECRET_ACCESS_KEY": "wrong-hush-hush"}
+    report = doctor(config(local_s3.endpoint_url), env=env)
+    assert report.verdicts() == {**HEALTHY, **NO_BUCKET, "bucket": "fail"}
+    assert "SignatureDoesNotMatch" in report["bucket"]["found"]
+    assert "secret key" in report["bucket"]["mend"]
+    assert "wrong-hush-hush" not in report.text
+
+
+def test_unknown_access_key_fails_at_the_bucket(
+    doctor: Doctor, config: Callable[..., str], local_s3: LocalS3, seaweed_bucket: str
+) -> None:
+    env = {**keys_of(local_s3), "AWS_ACCESS_KEY_ID": "AKIANOBODY"}
+    report = doctor(config(local_s3.endpoint_url), env=env)
+    assert report.verdicts() == {**HEALTHY, **NO_BUCKET, "bucket": "fail"}
+    assert "InvalidAccessKeyId" in report["bucket"]["found"]
+
+
+def test_no_credentials_fail_and_the_endpoint_is_still_examined(
+    doctor: Doctor, config: Callable[..., str], local_s3: LocalS3
+) -> None:
+    report = doctor(config(local_s3.endpoint_url))
+    assert report.verdicts() == {
+        **HEALTHY,
+        **NO_BUCKET,
+        "credentials": "fail",
+        "bucket": "skip",
+        "addressing": "skip",
+    }
+
+
+def test_reader_without_list_is_told_which_right_is_missing(
+    doctor: Doctor, config: Callable[..., str], guarded_s3: LocalS3
+) -> None:
+    report = doctor(config(guarded_s3.endpoint_url), env=keys_of(guarded_s3, READER))
+    assert report["bucket"]["verdict"] == "fail"
+    assert "s3:ListBucket" in report["bucket"]["mend"]
+
+
+@pytest.fixture(scope="module")
+def read_only(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A server with an identity that may list and read, not write."""
+    viewer = Identity("viewer", actions=("Read", "List"))
+    with LocalS3(identities=[viewer]) as server:
+        server.create_bucket(BUCKET)
+        yield server, viewer
+
+
+def test_read_only_credentials_fail_for_a_producer_and_do_for_a_consumer(
+    doctor: Doctor, config: Callable[..., str], read_only: tuple[LocalS3, Identity]
+) -> None:
+    server, viewer = read_only
+    env = keys_of(server, viewer)
+    report = doctor(config(server.endpoint_url), env=env)
+    unknown = dict.fromkeys(("sse", "conditional_put", "checksums"), "skip")
+    assert report.verdicts() == {**HEALTHY, **unknown, "write": "fail"}
+    assert "s3:PutObject" in report["write"]["mend"]
+    report = doctor(config(server.endpoint_url, role="ec_consumer"), env=env)
+    assert report.verdicts() == {**HEALTHY, **unknown, "write": "skip"}
+    assert report.code == 0
+
+
+def test_untrusted_certificate_fails_until_its_authority_is_named(
+    doctor: Doctor,
+    config: Callable[..., str],
+    local_s3: LocalS3,
+    seaweed_bucket: str,
+    certificate: Path,
+) -> None:
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(certificate)
+    with FaultProxy(local_s3.endpoint_url, tls=context) as proxy:
+        env = keys_of(local_s3)
+        report = doctor(config(proxy.url), env=env)
+        assert report["endpoint"]["verdict"] == "fail"
+        assert "certificate" in report["endpoint"]["found"]
+        assert "ca_bundle" in report["endpoint"]["mend"]
+        report = doctor(config(proxy.url, ca_bundle=str(certificate)), env=env)
+        assert report.verdicts() == HEALTHY
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        ({"aws_secret_access_key": "hush-hush"}, "credentials are not accepted"),
+        ({"cache_byte": 1}, "did you mean `cache_bytes`"),
+        ({"max_concurrency": "hush-hush"}, "max_concurrency"),
+        ({"profile": "nobody"}, "nobody"),
+    ],
+)
+def test_unusable_settings_are_exit_code_2_and_one_document(
+    doctor: Doctor, config: Callable[..., str], change: dict[str, Any], part: str
+) -> None:
+    report = doctor(config("http://127.0.0.1:9", **change))
+    assert report.code == 2
+    assert report.document["ok"] is False
+    assert report.verdicts() == {"settings": "fail"}
+    assert part in report["settings"]["found"]
+    assert "hush-hush" not in report.text
+
+
+# CAP_DAC_OVERRIDE lets root write anywhere; dropped from the bounding set, it does not come
+# back at exec. Elsewhere than as root this does nothing and is not needed.
+AS_ORDINARY_USER = """
+import ctypes, os, sys
+PR_CAPBSET_DROP, CAP_DAC_OVERRIDE = 24, 1
+ctypes.CDLL(None).prctl(PR_CAPBSET_DROP, CAP_DAC_OVERRIDE, 0, 0, 0)
+os.execv(sys.executable, [sys.executable, "-m", "s3ec", *sys.argv[1:]])
+"""
+
+
+def run_process(
+    *command: str, env: Mapping[str, str], code: str | None = None
+) -> subprocess.CompletedProcess[str]:
+    start = ["-m", "s3ec"] if code is None else ["-c", code]
+    return subprocess.run(
+        [sys.executable, *start, *command],
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_read_only_cache_folder_fails(
+    config: Callable[..., str], local_s3: LocalS3, seaweed_bucket: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "cache"
+    folder.mkdir(mode=0o500)
+    # As if vLLM were not installed: its import takes longer than all the rest.
+    code = AS_ORDINARY_USER.replace('"-m", "s3ec"', '"-c", NO_VLLM')
+    code = f"NO_VLLM = {NO_VLLM!r}\n{code}"
+    command = ("doctor", "--json", "--config", config(local_s3.endpoint_url))
+    out = run_process(*command, env=keys_of(local_s3), code=code)
+    report = Report(out.stdout, out.returncode)
+    assert report.verdicts() == {
+        **HEALTHY,
+        "cache_folder": "fail",
+        "cache_links": "skip",
+        "cache_space": "skip",
+    }
+    assert "Permission denied" in report["cache_folder"]["found"]
+    assert report.code == 1
+
+
+NO_VLLM = """
+import sys
+sys.modules["vllm"] = None
+from s3ec.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "code"), [({}, 0), ({"bucket": "nosuchbucket"}, 1), ({"bucketss": "x"}, 2)]
+)
+def test_process_ends_with_the_documented_status(
+    config: Callable[..., str],
+    local_s3: LocalS3,
+    seaweed_bucket: str,
+    change: dict[str, Any],
+    code: int,
+) -> None:
+    command = ("doctor", "--config", config(local_s3.endpoint_url, **change))
+    out = run_process(*command, env=keys_of(local_s3), code=NO_VLLM)
+    assert out.returncode == code, out.stderr
+    assert "Traceback" not in out.stderr
+    if code == 2:
+        assert out.stdout == ""
+        assert out.stderr.startswith("error: ")
+    else:
+        assert f"{code} fail" in out.stdout
+        assert out.stderr == ""
+
+
+needs_vllm = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None and not os.environ.get("CI"),
+    reason="vllm is not installed",
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small vision-language model, made in a process of its own."""
+    out = tmp_path_factory.mktemp("model") / "tiny"
+    subprocess.run(
+        [sys.executable, "-m", "s3ec.testing.models", "gemma3", str(out), "--preset", "tiny"],
+        env=engine_env(),
+        capture_output=True,
+        check=True,
+    )
+    return out
+
+
+def examine_model(
+    config: str, server: Endpoint, vllm_args: Sequence[str]
+) -> tuple[Report, subprocess.CompletedProcess[str]]:
+    env = {**engine_env(), **keys_of(server)}
+    out = run_process("doctor", "--json", "--config", config, "--", *vllm_args, env=env)
+    return Report(out.stdout, out.returncode), out
+
+
+@needs_vllm
+@pytest.mark.slow
+def test_real_vllm_names_the_namespace_of_its_model(
+    config: Callable[..., str], local_s3: LocalS3, s3_bucket: str, model: Path
+) -> None:
+    transfer = config(local_s3.endpoint_url, bucket=s3_bucket, model_identity="acme/tiny")
+    served = ["vllm", "serve", str(model), "--port", "8000", "--api-key", "hush-hush"]
+    report, out = examine_model(transfer, local_s3, [*served, "--dtype", "bfloat16"])
+    with_model = dict.fromkeys(
+        ("vllm", "hooks", "connector", "model", "identifiers", "namespace"), "ok"
+    )
+    assert report.verdicts() == {**HEALTHY, **with_model}, out.stderr
+    assert report["namespace"]["found"].startswith("acme-tiny-")
+    assert "bfloat16" in report["namespace"]["found"]
+    assert "--port" in report["model"]["found"]
+    assert "hush-hush" not in out.stdout + out.stderr
+
+    # Another fleet with the same model and another dtype was here first.
+    other = Namespace.from_descriptor({"model": "acme/tiny", "dtype": "float32"})
+    key = Layout(other.name).descriptor
+    local_s3.client().put_object(Bucket=s3_bucket, Key=key, Body=other.to_json())
+    numbered = ["--mm-processor-cache-gb", "0", "--no-enable-prefix-caching"]
+    report, out = examine_model(transfer, local_s3, ["--model", str(model), *numbered])
+    assert report["identifiers"]["verdict"] == "fail", out.stderr
+    assert "--mm-processor-cache-gb" in report["identifiers"]["mend"]
+    assert report["corpus"]["verdict"] == "warn"
+    assert other.name in report["corpus"]["found"]
+    assert 'dtype: here "bfloat16", there "float32"' in report["corpus"]["found"]
+    assert report.code == 1
+
+
+@needs_vllm
+@pytest.mark.slow
+def test_arguments_that_vllm_refuses_fail_the_model(
+    config: Callable[..., str], local_s3: LocalS3, seaweed_bucket: str
+) -> None:
+    transfer = config(local_s3.endpoint_url)
+    report, out = examine_model(transfer, local_s3, ["--model", "/nowhere/model"])
+    assert report["vllm"]["verdict"] == "ok", out.stderr
+    assert report["model"]["verdict"] == "fail"
+    assert "no folder /nowhere/model" in report["model"]["found"]
+    assert report["namespace"]["verdict"] == "skip"

@@ -1,0 +1,521 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Aioboto3Store through a proxy that misbehaves, in front of a server that checks signatures.
+
+Each fault must become the right error, in bounded time, and leave a store that works.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import secrets
+import socket
+import ssl
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from s3ec.errors import AccessError, ConflictError, CorruptEntryError, S3ECError, UnavailableError
+from s3ec.store.aioboto3_store import Aioboto3Store
+from s3ec.testing import proxy_faults as faults
+from s3ec.testing.proxy import Exchange, Fault, FaultProxy, Reply, Rule
+from s3ec.testing.server import LocalS3
+from tests.contract.conftest import Configure
+
+BODY = os.urandom(300_000)
+AMPLE = 2**24
+Make = Callable[..., Aioboto3Store]
+# Far beyond what a test takes; a hang fails the test instead of the run.
+PATIENCE_S = 30.0
+
+
+@pytest.fixture
+def proxy(local_s3: LocalS3) -> Iterator[FaultProxy]:
+    with FaultProxy(local_s3.endpoint_url) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+async def make(proxy: FaultProxy, on_seaweed: Configure) -> AsyncIterator[Make]:
+    """Stores over one fresh prefix that reach the server through the proxy."""
+    stores = []
+    prefix = f"faults-{secrets.token_hex(6)}"
+
+    def make(*, least_bytes_per_s: float = 65536.0, **changes: Any) -> Aioboto3Store:
+        settings = on_seaweed(**{"endpoint_url": proxy.url, "prefix": prefix, **changes})
+        stores.append(Aioboto3Store(settings, page_size=2, least_bytes_per_s=least_bytes_per_s))
+        return stores[-1]
+
+    yield make
+    for store in stores:
+        await store.close()
+
+
+@pytest.fixture
+async def store(make: Make, proxy: FaultProxy) -> Aioboto3Store:
+    """A store with two objects, a and b, whose connection pool is warm."""
+    store = make()
+    await store.put_if_absent("a", [BODY])
+    await store.put_if_absent("b/b", [b"b"])
+    proxy.clear()
+    return store
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_heap() -> Iterator[None]:
+    """Spare the collection after each test what moto and hypothesis have imported."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture(autouse=True)
+async def no_stray_errors() -> AsyncIterator[None]:
+    """Nothing ends in the loop's exception handler, where a server would log it."""
+    stray: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: stray.append(context))
+    yield
+    gc.collect()
+    await asyncio.sleep(0)
+    assert stray == []
+
+
+async def _list(store: Aioboto3Store) -> list[str]:
+    return [info.name async for info in store.list("")]
+
+
+OPERATIONS: dict[str, Callable[[Aioboto3Store], Awaitable[object]]] = {
+    "get": lambda store: store.get("a", max_bytes=AMPLE),
+    "get_range": lambda store: store.get_range("a", 10, 100),
+    "head": lambda store: store.head("a"),
+    "put": lambda store: store.put_if_absent(f"new/{secrets.token_hex(4)}", [BODY]),
+    "delete": lambda store: store.delete("absent"),
+    "list": _list,
+    "list_folders": lambda store: store.list_folders(""),
+}
+
+
+async def _assert_works(store: Aioboto3Store) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        for operation in OPERATIONS.values():
+            await operation(store)
+        assert await store.get("a", max_bytes=AMPLE) == BODY
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110 -- the proxy's thread has no event of this loop
+        await asyncio.sleep(0.01)
+
+
+async def _fails(call: Awaitable[object], kind: type[S3ECError], match: str = ".") -> S3ECError:
+    with pytest.raises(kind, match=match) as caught:
+        async with asyncio.timeout(PATIENCE_S):
+            await call
+    return caught.value
+
+
+REGION = {"x-amz-bucket-region": "eu-north-1"}
+STATUS_FAULTS = {
+    "503": (faults.s3_error(503, "SlowDown"), UnavailableError, "503"),
+    "500 garbage": (faults.Answer(500, b"<a><b"), UnavailableError, "500"),
+    "502 page": (faults.html_page(502), UnavailableError, "502"),
+    "429": (faults.Answer(429), UnavailableError, "429"),
+    "409": (faults.s3_error(409, "OperationAborted"), UnavailableError, "409"),
+    "403": (faults.s3_error(403, "AccessDenied"), AccessError, "403.*s3:ListBucket"),
+    "401": (faults.Answer(401), AccessError, "401"),
+    "400": (faults.s3_error(400, "ExpiredToken"), AccessError, "400"),
+    "301": (faults.s3_error(301, "PermanentRedirect", headers=REGION), AccessError, "eu-north-1"),
+    "400 region": (
+        faults.s3_error(400, "AuthorizationHeaderMalformed", headers=REGION),
+        AccessError,
+        "region eu-north-1, set `region`",
+    ),
+}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+async def test_bad_status_maps_to_its_error_after_one_request(
+    operation: str, store: Aioboto3Store, proxy: FaultProxy
+) -> None:
+    for fault, kind, match in STATUS_FAULTS.values():
+        rule = proxy.add(Rule(fault))
+        await _fails(OPERATIONS[operation](store), kind, match)
+        # No retry of the SDK's, and no search for the right region.
+        assert rule.fired == len(proxy.requests) == 1
+        proxy.clear()
+    await _assert_works(store)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+async def test_broken_connection_is_unavailable(
+    operation: str, store: Aioboto3Store, proxy: FaultProxy
+) -> None:
+    for fault in (faults.Reset(), faults.LoseReply()):
+        rule = proxy.add(Rule(fault))
+        await _fails(OPERATIONS[operation](store), UnavailableError)
+        assert rule.fired >= 1  # aiohttp itself tries a reused connection's request once more
+        proxy.clear()
+    with proxy.refusing():
+        await _fails(OPERATIONS[operation](store), UnavailableError, "connect")
+    await _assert_works(store)
+
+
+@pytest.mark.parametrize("operation", ["get", "head", "put", "list"])
+async def test_silent_server_is_unavailable_after_the_read_timeout(
+    operation: str, store: Aioboto3Store, make: Make, proxy: FaultProxy
+) -> None:
+    hasty = make(read_timeout_s=0.5)
+    rule = proxy.add(Rule(faults.Stall()))
+    await _fails(OPERATIONS[operation](hasty), UnavailableError, r"[Tt]imeout|timed out")
+    assert rule.fired == 1
+    proxy.clear()
+    await _assert_works(store)
+
+
+@pytest.mark.parametrize("fault", [faults.html_page(), faults.Answer(200), faults.Answer(204)])
+@pytest.mark.parametrize("operation", ["head", "put", "list", "list_folders"])
+async def test_answer_of_something_that_is_not_s3_is_unavailable(
+    operation: str, fault: Fault, store: Aioboto3Store, proxy: FaultProxy
+) -> None:
+    proxy.add(Rule(fault))
+    await _fails(OPERATIONS[operation](store), UnavailableError, "answer is not")
+
+
+async def test_page_with_404_is_a_miss_for_reads_and_an_access_error_otherwise(
+    store: Aioboto3Store, proxy: FaultProxy
+) -> None:
+    proxy.add(Rule(faults.html_page(404)))
+    assert await store.get("a", max_bytes=AMPLE) is None
+    for operation in ("put", "list"):
+        await _fails(OPERATIONS[operation](store), AccessError, "nothing here answers as a bucket")
+
+
+async def test_endless_redirect_is_an_access_error(store: Aioboto3Store, proxy: FaultProxy) -> None:
+    proxy.add(Rule(faults.s3_error(307, "TemporaryRedirect", headers={"location": "/x"})))
+    await _fails(store.get("a", max_bytes=AMPLE), AccessError, "redirects, correct `endpoint_url`")
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [faults.Cut(0), faults.Cut(100_000), faults.Cut(100_000, reset=True), faults.Cut(299_999)],
+    ids=["nothing", "part", "part then reset", "all but one byte"],
+)
+async def test_body_that_ends_early_is_a_corrupt_entry(
+    fault: Fault, store: Aioboto3Store, proxy: FaultProxy
+) -> None:
+    for operation in (store.get("a", max_bytes=AMPLE), store.get_range("a", 0, 300_000)):
+        rule = proxy.add(Rule(fault, method="GET"))
+        error = await _fails(operation, CorruptEntryError, "ended before its 300000 bytes")
+        assert isinstance(error, CorruptEntryError)
+        assert error.reason == "length"
+        assert rule.fired == 1
+    proxy.clear()
+    await _assert_works(store)
+
+
+async def test_body_of_unknown_length_is_read_whole_or_unavailable(
+    store: Aioboto3Store, proxy: FaultProxy
+) -> None:
+    proxy.add(Rule(faults.Chunked(), times=2))
+    assert await store.get("a", max_bytes=len(BODY)) == BODY
+    error = await _fails(store.get("a", max_bytes=len(BODY) - 1), CorruptEntryError)
+    assert isinstance(error, CorruptEntryError)
+    assert error.reason == "size"
+    proxy.add(Rule(faults.Cut(100_000, chunked=True)))
+    await _fails(store.get("a", max_bytes=AMPLE), UnavailableError)
+    proxy.clear()
+    await _assert_works(store)
+
+
+async def test_announced_terabyte_is_refused_before_its_body(
+    store: Aioboto3Store, proxy: FaultProxy
+) -> None:
+    proxy.add(Rule(faults.Announce(10**12)))
+    error = await _fails(store.get("a", max_bytes=AMPLE), CorruptEntryError, "1000000000000")
+    assert isinstance(error, CorruptEntryError)
+    assert error.reason == "size"
+    proxy.clear()
+    await _assert_works(store)
+
+
+async def test_wrong_bytes_of_the_right_length_are_left_to_the_codec(
+    store: Aioboto3Store, proxy: FaultProxy
+) -> None:
+    proxy.add(Rule(faults.Flip(7), times=1))
+    flipped = await store.get("a", max_bytes=AMPLE)
+    assert flipped is not None
+    assert flipped != BODY
+    assert len(flipped) == len(BODY)
+
+
+async def test_silence_within_the_body_is_unavailable(
+    store: Aioboto3Store, make: Make, proxy: FaultProxy
+) -> None:
+    hasty = make(read_timeout_s=0.5)
+    rule = proxy.add(Rule(faults.Stall(upto=1000)))
+    await _fails(hasty.get("a", max_bytes=AMPLE), UnavailableError, "timed out")
+    assert rule.fired == 1
+    proxy.clear()
+    assert await hasty.get("b/b", max_bytes=10) == b"b"
+
+
+async def test_trickle_that_no_read_timeout_notices_meets_the_deadline(
+    store: Aioboto3Store, make: Make, proxy: FaultProxy
+) -> None:
+    hasty = make(read_timeout_s=0.5, least_bytes_per_s=1e6)
+    proxy.add(Rule(faults.Trickle(piece_bytes=100, pause_s=0.02)))  # 300 kB would take 60 s
+    await _fails(hasty.get("a", max_bytes=AMPLE), UnavailableError, "timed out")
+    proxy.clear()
+    assert await hasty.get("b/b", max_bytes=10) == b"b"
+
+
+async def test_upload_that_nobody_reads_meets_the_deadline(
+    store: Aioboto3Store, make: Make, proxy: FaultProxy
+) -> None:
+    hasty = make(read_timeout_s=0.5, least_bytes_per_s=1e9)
+    proxy.add(Rule(faults.StallUpload(), method="PUT"))
+    body = bytes(16_000_000)  # more than the sockets' buffers take
+    await _fails(hasty.put_if_absent("big", [body]), UnavailableError, "timed out")
+    proxy.clear()
+    assert await hasty.head("big") is None
+
+
+async def test_upload_that_is_slow_but_moves_gets_the_time_its_size_needs(
+    store: Aioboto3Store, make: Make, proxy: FaultProxy
+) -> None:
+    class Late:
+        async def apply(self, exchange: Exchange) -> None:
+            await asyncio.sleep(2.8)
+            await exchange.read_body()
+            await exchange.send(Reply(200, {"etag": '"x"'}))
+
+    proxy.add(Rule(Late(), method="PUT"))
+    hasty = make(connect_timeout_s=0.3, read_timeout_s=1)  # 2.3 s for a request without a body
+    await hasty.put_if_absent("big", [bytes(16_000_000)])
+
+
+async def test_uploads_do_not_wait_for_leave_to_send(
+    store: Aioboto3Store, proxy: FaultProxy
+) -> None:
+    await store.put_if_absent("c", [BODY])
+    assert "expect" not in proxy.requests[-1].headers
+
+
+async def test_cancelled_read_frees_its_slot_and_its_connection(
+    store: Aioboto3Store, make: Make, proxy: FaultProxy
+) -> None:
+    single = make(max_concurrency=1)
+    proxy.add(Rule(faults.Stall(upto=1000)))
+    reading = asyncio.create_task(single.get("a", max_bytes=AMPLE))
+    waiting = asyncio.create_task(single.get("b/b", max_bytes=10))
+    async with asyncio.timeout(PATIENCE_S):
+        await _until(lambda: bool(proxy.requests))
+    assert not waiting.done()
+    proxy.clear()
+    reading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+    assert await asyncio.wait_for(waiting, PATIENCE_S) == b"b"
+
+
+async def test_no_more_requests_are_out_than_max_concurrency(
+    store: Aioboto3Store, make: Make, proxy: FaultProxy
+) -> None:
+    class Watch:
+        now = most = 0
+
+        async def apply(self, exchange: Exchange) -> None:
+            self.now += 1
+            self.most = max(self.most, self.now)
+            reply = await exchange.forward()
+            await asyncio.sleep(0.02)  # long enough for the others to arrive, if they may
+            self.now -= 1
+            await exchange.send(reply)
+
+    watch = Watch()
+    proxy.add(Rule(watch))
+    narrow = make(max_concurrency=3)
+    await asyncio.gather(*(narrow.get("b/b", max_bytes=10) for _ in range(12)))
+    assert watch.most == 3
+
+
+async def test_put_whose_reply_was_lost_twice_is_stored_once(
+    store: Aioboto3Store, proxy: FaultProxy
+) -> None:
+    rule = proxy.add(Rule(faults.LoseReply(), method="PUT", times=2))
+    await _fails(store.put_if_absent("once", [BODY]), UnavailableError)
+    assert rule.fired == 2
+    await _fails(store.put_if_absent("once", [b"another"]), ConflictError)
+    assert await store.get("once", max_bytes=AMPLE) == BODY
+
+
+async def test_put_whose_reply_was_lost_once_meets_its_own_object(
+    store: Aioboto3Store, proxy: FaultProxy
+) -> None:
+    proxy.add(Rule(faults.LoseReply(), method="PUT", times=1))
+    # aiohttp sends it again by itself, and the server finds the name taken.
+    await _fails(store.put_if_absent("once", [BODY]), ConflictError)
+    assert await store.get("once", max_bytes=AMPLE) == BODY
+
+
+async def test_put_refused_for_its_checksum_is_sent_without_from_then_on(
+    store: Aioboto3Store, proxy: FaultProxy
+) -> None:
+    rule = proxy.add(Rule(faults.s3_error(501, "NotImplemented"), header="x-amz-checksum-crc32"))
+    await store.put_if_absent("c", [BODY])
+    await store.put_if_absent("d", [BODY])
+    assert rule.fired == 1
+    assert await store.get("c", max_bytes=AMPLE) == BODY
+
+
+async def test_put_refused_for_another_reason_keeps_the_checksum(
+    store: Aioboto3Store, proxy: FaultProxy
+) -> None:
+    proxy.add(Rule(faults.s3_error(501, "NotImplemented"), method="PUT"))
+    error = await _fails(store.put_if_absent("c", [BODY]), AccessError, "lacks a feature")
+    assert isinstance(error, AccessError)
+    assert error.code == "NotImplemented"
+    proxy.clear()
+    await store.put_if_absent("c", [BODY])
+    assert "x-amz-checksum-crc32" in proxy.requests[-1].headers
+
+
+async def test_listing_that_breaks_on_its_second_page_fails_after_the_first(
+    store: Aioboto3Store, proxy: FaultProxy
+) -> None:
+    await store.put_if_absent("c", [b"c"])
+    proxy.add(Rule(faults.s3_error(503, "SlowDown"), skip=1))
+    seen: list[str] = []
+
+    async def read_all() -> None:
+        async for info in store.list(""):
+            seen.append(info.name)  # noqa: PERF401 -- what came before the error counts
+
+    await _fails(read_all(), UnavailableError)
+    assert len(seen) == 2
+
+
+@pytest.mark.parametrize("token", ["", "<NextContinuationToken>t</NextContinuationToken>"])
+async def test_listing_that_never_advances_is_unavailable(
+    token: str, store: Aioboto3Store, proxy: FaultProxy
+) -> None:
+    page = f"<ListBucketResult><IsTruncated>true</IsTruncated>{token}</ListBucketResult>"
+    proxy.add(Rule(faults.Answer(200, page.encode(), {"content-type": "application/xml"})))
+    await _fails(_list(store), UnavailableError, "does not advance")
+
+
+async def test_range_from_a_server_without_ranges_is_cut_out_here(
+    store: Aioboto3Store, proxy: FaultProxy
+) -> None:
+    proxy.add(Rule(faults.Answer(200, b"0123456789", {"etag": '"x"'})))
+    assert await store.get_range("a", 4, 6) == b"456789"
+    await _fails(store.get_range("a", 4, 5), CorruptEntryError)
+
+
+async def test_bytes_that_are_not_http_are_unavailable(
+    store: Aioboto3Store, proxy: FaultProxy
+) -> None:
+    class Mail:
+        async def apply(self, exchange: Exchange) -> None:
+            await exchange.read_body()
+            await exchange.send_raw(b"220 mail.example ESMTP ready\r\n")
+            exchange.close()
+
+    proxy.add(Rule(Mail()))
+    for operation in OPERATIONS.values():
+        await _fails(operation(store), UnavailableError)
+    proxy.clear()
+    await _assert_works(store)
+
+
+async def test_host_that_swallows_connection_requests_is_unavailable(make: Make) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        # Fill the queue of connections that nobody accepts; Linux drops what comes after.
+        full = [socket.socket() for _ in range(4)]
+        try:
+            for client in full:
+                client.setblocking(False)
+                client.connect_ex(listener.getsockname())
+            store = make(
+                endpoint_url=f"http://127.0.0.1:{listener.getsockname()[1]}",
+                connect_timeout_s=0.3,
+            )
+            await _fails(store.get("a", max_bytes=10), UnavailableError, r"[Tt]imeout|timed out")
+        finally:
+            for client in full:
+                client.close()
+
+
+async def test_head_of_a_reply_that_trickles_meets_the_deadline(
+    store: Aioboto3Store, make: Make, proxy: FaultProxy
+) -> None:
+    class Dribble:
+        async def apply(self, exchange: Exchange) -> None:
+            await exchange.send_raw(b"HTTP/1.1 200 OK\r\nx-padding: ")
+            while not exchange.released.is_set():
+                await exchange.send_raw(b"x")
+                await asyncio.sleep(0.05)
+
+    hasty = make(read_timeout_s=0.5)
+    proxy.add(Rule(Dribble()))
+    for operation in (hasty.get("a", max_bytes=AMPLE), hasty.head("a")):
+        await _fails(operation, UnavailableError, "timed out")
+
+
+async def test_waiting_for_a_turn_does_not_count_against_the_deadline(
+    store: Aioboto3Store, make: Make, proxy: FaultProxy
+) -> None:
+    single = make(max_concurrency=1, connect_timeout_s=0.5, read_timeout_s=0.5)
+    rule = proxy.add(Rule(faults.Trickle(piece_bytes=20_000, pause_s=0.2)))  # 3 s in all
+    slow = asyncio.create_task(single.get("a", max_bytes=AMPLE))
+    await _until(lambda: rule.fired == 1)
+    proxy.clear()
+    assert await single.get("b/b", max_bytes=10) == b"b"  # alone it would have 1.5 s
+    assert await slow == BODY
+
+
+async def test_close_ends_what_is_under_way_and_what_waits(make: Make, proxy: FaultProxy) -> None:
+    store = make(max_concurrency=1, read_timeout_s=600)
+    await store.put_if_absent("a", [BODY])
+    proxy.clear()
+    proxy.add(Rule(faults.Stall(upto=1000)))
+    reading = asyncio.create_task(store.get("a", max_bytes=AMPLE))
+    waiting = asyncio.create_task(store.get("a", max_bytes=AMPLE))
+    async with asyncio.timeout(PATIENCE_S):
+        await _until(lambda: bool(proxy.requests))
+        await store.close()
+        for task in (reading, waiting):
+            with pytest.raises(UnavailableError):
+                await task
+    assert len(proxy.requests) == 1
+    with pytest.raises(RuntimeError, match="closed"):
+        await store.get("a", max_bytes=AMPLE)
+
+
+async def test_https_needs_the_authority_in_ca_bundle_and_sends_bodies_unsigned(
+    local_s3: LocalS3, on_seaweed: Configure, certificate: Path
+) -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate)
+    with FaultProxy(local_s3.endpoint_url, tls=context) as proxy:
+        untrusting = Aioboto3Store(on_seaweed(endpoint_url=proxy.url, prefix="tls"))
+        error = await _fails(untrusting.get("a", max_bytes=10), AccessError, "`ca_bundle`")
+        assert isinstance(error, AccessError)
+        assert error.code == "CertificateNotTrusted"
+        await untrusting.close()
+        store = Aioboto3Store(
+            on_seaweed(endpoint_url=proxy.url, prefix="tls", ca_bundle=certificate)
+        )
+        await store.put_if_absent("a", [BODY])
+        put = proxy.requests[-1]
+        assert put.headers["x-amz-content-sha256"] == "UNSIGNED-PAYLOAD"
+        assert "x-amz-checksum-crc32" in put.headers
+        assert await store.get("a", max_bytes=AMPLE) == BODY
+        await store.delete("a")
+        await store.close()

@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Set-up, credentials and life time of the transport; requests are in tests/contract."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import traceback
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from s3ec.config import Settings, load_settings
+from s3ec.errors import AccessError, ConfigError
+from s3ec.store import aioboto3_store
+from s3ec.store.aioboto3_store import Aioboto3Store
+from s3ec.store.open import open_store
+from s3ec.testing import proxy_faults as faults
+from s3ec.testing.proxy import FaultProxy, Rule
+from s3ec.testing.server import MotoServer
+
+KEY_ID = "AKIAUNITTESTUNITTEST"
+SECRET = "5ecret-unit-test-key-that-nobody-may-see"
+TOKEN = "t0ken-unit-test-that-nobody-may-see"
+ROLE = "arn:aws:iam::123456789012:role/corpus-reader"
+Make = Callable[..., Aioboto3Store]
+
+
+@pytest.fixture
+def keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY_ID)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+
+
+@pytest.fixture(scope="module")
+def bucket(moto_server: MotoServer) -> str:
+    return moto_server.create_bucket("unit-store")
+
+
+@pytest.fixture
+def configure(moto_server: MotoServer, bucket: str) -> Callable[..., Settings]:
+    defaults = {
+        "bucket": bucket,
+        "endpoint_url": moto_server.endpoint_url,
+        "region": "us-east-1",
+    }
+    return lambda **changes: load_settings({**defaults, **changes}).settings
+
+
+@pytest.fixture
+async def make(configure: Callable[..., Settings]) -> AsyncIterator[Make]:
+    stores = []
+
+    def make(**changes: Any) -> Aioboto3Store:
+        stores.append(Aioboto3Store(configure(**changes)))
+        return stores[-1]
+
+    yield make
+    for store in stores:
+        await store.close()
+
+
+@pytest.fixture
+def clients_made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One entry per SDK client that is made."""
+    made: list[int] = []
+    genuine = aioboto3_store.open_client
+
+    async def counting(*args: Any) -> Any:
+        made.append(1)
+        return await genuine(*args)
+
+    monkeypatch.setattr(aioboto3_store, "open_client", counting)
+    return made
+
+
+def offline(**changes: Any) -> Settings:
+    return load_settings({"bucket": "bucket", **changes}).settings
+
+
+@pytest.mark.parametrize("transport", ["auto", "aioboto3"])
+def test_open_store_makes_the_transport_without_a_loop(transport: str) -> None:
+    store = open_store(offline(transport=transport))
+    assert isinstance(store, Aioboto3Store)
+    asyncio.run(store.close())
+
+
+@pytest.mark.parametrize("place", ["setting", "environment"])
+def test_unknown_profile_is_a_config_error_of_that_field(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if place == "environment":
+        monkeypatch.setenv("AWS_PROFILE", "nobody")
+    with pytest.raises(ConfigError, match="nobody") as caught:
+        open_store(offline(profile="nobody") if place == "setting" else offline())
+    assert caught.value.field == "profile"
+
+
+def test_unreadable_shared_configuration_is_a_config_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config").write_text("[[[ no section\nx")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    with pytest.raises(ConfigError, match="shared configuration"):
+        open_store(offline())
+
+
+def test_impossible_region_is_a_config_error_of_that_field() -> None:
+    with pytest.raises(ConfigError) as caught:
+        open_store(offline(region="eu west/1"))
+    assert caught.value.field == "region"
+
+
+def test_ca_bundle_without_certificates_is_a_config_error_of_that_field(tmp_path: Path) -> None:
+    path = tmp_path / "ca.pem"
+    path.write_text("not a certificate")
+    with pytest.raises(ConfigError) as caught:
+        open_store(offline(ca_bundle=path))
+    assert caught.value.field == "ca_bundle"
+
+
+def test_repr_names_the_place_and_nothing_else(keys: None) -> None:
+    store = Aioboto3Store(offline(prefix="a b", endpoint_url="http://127.0.0.1:1"))
+    assert repr(store) == "Aioboto3Store(s3://bucket/a b/ at http://127.0.0.1:1)"
+
+
+async def test_profile_of_the_shared_configuration_is_used(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moto_server: MotoServer
+) -> None:
+    (tmp_path / "credentials").write_text(
+        f"[corpus]\naws_access_key_id = {KEY_ID}\naws_secret_access_key = {SECRET}\n"
+    )
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    # A named profile goes before keys in the environment.
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIASOMEBODYELSE")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
+    with FaultProxy(moto_server.endpoint_url) as proxy:
+        store = make(profile="corpus", endpoint_url=proxy.url)
+        assert await store.head("absent") is None
+        assert KEY_ID in proxy.requests[0].headers["authorization"]
+        await store.close()
+
+
+async def test_absent_credentials_are_an_access_error_that_heals(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(aioboto3_store, "_LOOK_AGAIN_S", 0.0)
+    store = make()
+    for _ in range(2):
+        with pytest.raises(AccessError, match=r"AWS_ACCESS_KEY_ID.*`profile`") as caught:
+            await store.get("x", max_bytes=1)
+        assert caught.value.code == "NoCredentialsError"
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY_ID)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    assert await store.get("x", max_bytes=1) is None
+
+
+async def test_many_calls_without_credentials_look_for_them_once(
+    make: Make, clients_made: list[int]
+) -> None:
+    store = make()
+    calls = (store.head("x") for _ in range(8))
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    assert all(isinstance(result, AccessError) for result in results)
+    assert clients_made == [1]
+
+
+async def test_half_of_the_credentials_is_an_access_error(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY_ID)
+    with pytest.raises(AccessError, match="AWS_SECRET_ACCESS_KEY"):
+        await make().head("x")
+
+
+async def test_client_is_made_once_for_many_first_calls(
+    make: Make, keys: None, clients_made: list[int]
+) -> None:
+    store = make()
+    assert clients_made == []
+    await asyncio.gather(*(store.head(f"n{i}") for i in range(20)))
+    assert clients_made == [1]
+
+
+def test_second_event_loop_is_refused(configure: Callable[..., Settings], keys: None) -> None:
+    store = Aioboto3Store(configure())
+
+    async def use() -> None:
+        await store.head("x")
+
+    async def use_and_close() -> None:
+        await store.head("x")
+        with pytest.raises(RuntimeError, match="one event loop"):
+            await asyncio.to_thread(asyncio.run, use())
+        await store.close()
+
+    asyncio.run(use_and_close())
+
+
+async def test_call_after_close_is_an_error_of_the_caller(make: Make, keys: None) -> None:
+    store = make()
+    await store.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        await store.head("x")
+
+
+async def test_role_is_assumed_and_its_session_signs(
+    make: Make, keys: None, moto_server: MotoServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with FaultProxy(moto_server.endpoint_url) as sts, FaultProxy(moto_server.endpoint_url) as s3:
+        monkeypatch.setenv("AWS_ENDPOINT_URL_STS", sts.url)
+        store = make(role_arn=ROLE, endpoint_url=s3.url)
+        for _ in range(3):
+            assert await store.head("absent") is None
+        assert len(sts.requests) == 1  # the session is kept until it expires
+        assert KEY_ID in sts.requests[0].headers["authorization"]
+        for request in s3.requests:
+            assert KEY_ID not in request.headers["authorization"]
+            assert "x-amz-security-token" in request.headers
+        await store.close()
+
+
+async def test_role_that_may_not_be_assumed_is_an_access_error_naming_the_setting(
+    make: Make, keys: None, moto_server: MotoServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with FaultProxy(moto_server.endpoint_url) as sts:
+        sts.add(Rule(faults.s3_error(403, "AccessDenied")))
+        monkeypatch.setenv("AWS_ENDPOINT_URL_STS", sts.url)
+        with pytest.raises(AccessError, match="`role_arn`"):
+            await make(role_arn=ROLE).head("x")
+
+
+async def test_role_without_credentials_to_assume_it_is_an_access_error(
+    make: Make, clients_made: list[int]
+) -> None:
+    store = make(role_arn=ROLE)
+    for _ in range(3):
+        with pytest.raises(AccessError, match="AWS_ACCESS_KEY_ID"):
+            await store.head("x")
+    assert clients_made == [1]
+
+
+async def test_no_log_and_no_traceback_holds_the_credentials(
+    make: Make,
+    keys: None,
+    moto_server: MotoServer,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv("AWS_SESSION_TOKEN", TOKEN)
+    for name in ("aioboto3", "aiobotocore", "boto3", "botocore"):
+        monkeypatch.setattr(logging.getLogger(name), "level", logging.NOTSET)
+        logging.getLogger(name).manager._clear_cache()  # type: ignore[attr-defined]
+    caplog.set_level(logging.DEBUG)
+    told = []
+    with FaultProxy(moto_server.endpoint_url) as proxy:
+        store = make(endpoint_url=proxy.url)
+        await store.put_if_absent("logged", [b"x"])
+        assert proxy.requests[0].headers["x-amz-security-token"] == TOKEN
+        for fault in (
+            faults.s3_error(403, "SignatureDoesNotMatch"),
+            faults.s3_error(503, "SlowDown"),
+            faults.s3_error(307, "TemporaryRedirect", headers={"location": "/x"}),
+            faults.Reset(),
+            faults.html_page(),
+        ):
+            proxy.add(Rule(fault))
+            try:
+                await store.put_if_absent("logged", [b"x"])
+            except Exception as exc:  # noqa: BLE001 -- whatever it is, its text counts
+                told.append("".join(traceback.format_exception(exc)) + repr(exc))
+        await store.close()
+    assert len(told) == 5
+    text = "\n".join([*told, caplog.text, repr(store)])
+    assert SECRET not in text
+    assert TOKEN not in text
+
+
+def test_log_level_that_somebody_chose_for_the_sdk_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logging.getLogger("botocore"), "level", logging.DEBUG)
+    Aioboto3Store(offline())
+    assert logging.getLogger("botocore").level == logging.DEBUG

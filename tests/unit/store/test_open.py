@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import pytest
+
+from s3ec.errors import AccessError, ConflictError, UnavailableError
+from s3ec.store.open import PROBE_PREFIX, ConditionalPut, HeadBeforePut, probe_conditional_put
+from s3ec.testing.fault_store import Fault, FaultStore, Script
+from s3ec.testing.memory_store import MemoryStore
+
+
+class OverwritingStore(MemoryStore):
+    """What rclone and s3rver do with If-None-Match: nothing."""
+
+    async def put_if_absent(self, name: str, body: Sequence[bytes | memoryview]) -> None:
+        self.bucket.objects.pop(self._key(name), None)
+        await super().put_if_absent(name, body)
+
+
+async def test_probe_finds_a_server_that_enforces_and_leaves_nothing() -> None:
+    store = MemoryStore()
+    assert await probe_conditional_put(store) is ConditionalPut.ENFORCED
+    assert store.bucket.objects == {}
+
+
+async def test_probe_finds_a_server_that_ignores_and_leaves_nothing() -> None:
+    store = OverwritingStore()
+    assert await probe_conditional_put(store) is ConditionalPut.IGNORED
+    assert store.bucket.objects == {}
+
+
+async def test_probe_of_a_reader_is_unknown() -> None:
+    denied = Script([Fault(op="put_if_absent|delete", error=AccessError)])
+    assert await probe_conditional_put(FaultStore(MemoryStore(), denied)) is ConditionalPut.UNKNOWN
+
+
+async def test_probe_of_a_writer_that_may_not_overwrite_is_unknown() -> None:
+    inner = MemoryStore()
+    denied = Script([Fault(op="put_if_absent", error=AccessError, skip=1)])
+    assert await probe_conditional_put(FaultStore(inner, denied)) is ConditionalPut.UNKNOWN
+    assert inner.bucket.objects == {}
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [(MemoryStore, ConditionalPut.ENFORCED), (OverwritingStore, ConditionalPut.IGNORED)],
+)
+async def test_probes_without_leave_to_delete_share_one_object(
+    kind: type[MemoryStore], expected: ConditionalPut
+) -> None:
+    inner = kind()
+    store = FaultStore(inner, Script([Fault(op="delete", error=AccessError)]))
+    assert [await probe_conditional_put(store) for _ in range(3)] == [expected] * 3
+    assert list(inner.bucket.objects) == [PROBE_PREFIX + "kept"]
+
+
+async def test_probe_whose_first_reply_was_lost_and_retried_finds_enforcement() -> None:
+    store = FaultStore(MemoryStore(), Script([Fault(op="put_if_absent", error=ConflictError)]))
+    assert await probe_conditional_put(store) is ConditionalPut.ENFORCED
+
+
+@pytest.mark.parametrize("skip", [0, 1])
+async def test_probe_of_a_sick_server_raises_and_leaves_nothing(skip: int) -> None:
+    inner = MemoryStore()
+    sick = Script([Fault(op="put_if_absent", error=UnavailableError, skip=skip)])
+    with pytest.raises(UnavailableError):
+        await probe_conditional_put(FaultStore(inner, sick))
+    assert inner.bucket.objects == {}
+
+
+async def test_probe_that_cannot_clean_up_says_what_stays(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    inner = MemoryStore()
+    store = FaultStore(inner, Script([Fault(op="delete", error=UnavailableError, skip=1)]))
+    assert await probe_conditional_put(store) is ConditionalPut.ENFORCED
+    (left,) = inner.bucket.objects
+    assert left in caplog.text
+
+
+async def test_head_before_put_keeps_the_first_writer_and_warns_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    store = HeadBeforePut(OverwritingStore())
+    await store.put_if_absent("one", [b"first"])
+    for _ in range(2):
+        with pytest.raises(ConflictError):
+            await store.put_if_absent("one", [b"second"])
+    assert await store.get("one", max_bytes=10) == b"first"
+    warnings = [r for r in caplog.records if r.levelno == logging.WARNING]
+    assert len(warnings) == 1
+    assert "ignores If-None-Match" in warnings[0].getMessage()
+
+
+async def test_head_before_put_stores_nothing_when_the_look_fails() -> None:
+    inner = MemoryStore()
+    store = HeadBeforePut(FaultStore(inner, Script([Fault(op="head", error=UnavailableError)])))
+    with pytest.raises(UnavailableError):
+        await store.put_if_absent("one", [b"x"])
+    assert inner.bucket.objects == {}

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import asyncio
+import ssl
+from typing import Any
+
+import aiohttp
+import pytest
+from botocore import exceptions as sdk
+from botocore.parsers import ResponseParserError
+
+from s3ec.errors import AccessError, ConflictError, S3ECError, UnavailableError
+from s3ec.store.sdk_errors import boundary, is_absent
+
+URL = {"endpoint_url": "http://127.0.0.1:1"}
+
+
+def answer(
+    status: int,
+    code: str = "",
+    *,
+    operation: str = "GetObject",
+    message: str = "",
+    headers: dict[str, str] | None = None,
+    **error: str,
+) -> sdk.ClientError:
+    response: dict[str, Any] = {
+        "Error": {"Code": code, "Message": message, **error},
+        "ResponseMetadata": {"HTTPStatusCode": status, "HTTPHeaders": headers or {}},
+    }
+    return sdk.ClientError(response, operation)
+
+
+def translated(exc: Exception) -> S3ECError:
+    with pytest.raises(S3ECError) as caught, boundary("GET s3://b/n", lambda: "us-east-1"):
+        raise exc
+    assert caught.value.__cause__ is exc
+    assert str(caught.value).startswith("GET s3://b/n")
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "kind"),
+    [
+        (412, "PreconditionFailed", ConflictError),
+        (412, "", ConflictError),
+        (409, "ConditionalRequestConflict", UnavailableError),
+        (408, "", UnavailableError),
+        (429, "TooManyRequests", UnavailableError),
+        (500, "InternalError", UnavailableError),
+        (503, "SlowDown", UnavailableError),
+        (200, "InternalError", UnavailableError),
+        (0, "", UnavailableError),
+        (501, "NotImplemented", AccessError),
+        (400, "RequestTimeout", UnavailableError),
+        (400, "BadDigest", UnavailableError),
+        (400, "IncompleteBody", UnavailableError),
+        (400, "XAmzContentSHA256Mismatch", UnavailableError),
+        (400, "ExpiredToken", AccessError),
+        (400, "KMS.DisabledException", AccessError),
+        (400, "KeyTooLongError", AccessError),
+        (401, "", AccessError),
+        (403, "AccessDenied", AccessError),
+        (403, "RequestTimeTooSkewed", AccessError),
+        (404, "NoSuchBucket", AccessError),
+        (405, "MethodNotAllowed", AccessError),
+        (301, "PermanentRedirect", AccessError),
+    ],
+)
+def test_answer_maps_by_status_then_code(status: int, code: str, kind: type[S3ECError]) -> None:
+    error = translated(answer(status, code))
+    assert type(error) is kind
+    assert str(status) in str(error)
+    if isinstance(error, AccessError):
+        assert error.code == (code or str(status))
+
+
+@pytest.mark.parametrize(
+    ("exc", "kind"),
+    [
+        (sdk.EndpointConnectionError(**URL, error="refused"), UnavailableError),
+        (sdk.ConnectTimeoutError(**URL, error="slow"), UnavailableError),
+        (sdk.ReadTimeoutError(**URL, error="slow"), UnavailableError),
+        (sdk.ConnectionClosedError(**URL, error="gone"), UnavailableError),
+        (sdk.ProxyConnectionError(proxy_url="http://p", error="gone"), UnavailableError),
+        (sdk.HTTPClientError(error="what"), UnavailableError),
+        (sdk.IncompleteReadError(actual_bytes=1, expected_bytes=2), UnavailableError),
+        (sdk.MetadataRetrievalError(error_msg="no answer"), UnavailableError),
+        (aiohttp.ClientPayloadError("cut"), UnavailableError),
+        (ResponseParserError("not XML"), UnavailableError),
+        (TimeoutError(), UnavailableError),
+        (ConnectionResetError(104, "reset"), UnavailableError),
+        (ssl.SSLError("handshake"), UnavailableError),
+        (ssl.SSLCertVerificationError("self-signed"), AccessError),
+        (sdk.NoCredentialsError(), AccessError),
+        (sdk.PartialCredentialsError(provider="env", cred_var="x"), AccessError),
+        (sdk.CredentialRetrievalError(provider="p", error_msg="e"), AccessError),
+        (sdk.TokenRetrievalError(provider="sso", error_msg="expired"), AccessError),
+        (sdk.UnauthorizedSSOTokenError(), AccessError),
+        (sdk.ParamValidationError(report="bad"), AccessError),
+        (sdk.InvalidRegionError(region_name="?"), AccessError),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
+)
+def test_what_the_sdk_raises_maps_by_what_helps(exc: Exception, kind: type[S3ECError]) -> None:
+    assert type(translated(exc)) is kind
+
+
+def test_missing_credentials_say_how_to_give_some() -> None:
+    error = translated(sdk.NoCredentialsError())
+    assert "AWS_ACCESS_KEY_ID" in str(error)
+    assert isinstance(error, AccessError)
+    assert error.code == "NoCredentialsError"
+
+
+@pytest.mark.parametrize(
+    "exc",
+    [
+        answer(400, "AuthorizationHeaderMalformed", Region="eu-north-1"),
+        answer(301, "PermanentRedirect", headers={"x-amz-bucket-region": "eu-north-1"}),
+        answer(400, "400", operation="HeadObject", headers={"x-amz-bucket-region": "eu-north-1"}),
+        answer(403, "AccessDenied", headers={"x-amz-bucket-region": "eu-north-1"}),
+    ],
+)
+def test_wrong_region_names_the_right_one(exc: sdk.ClientError) -> None:
+    assert "region eu-north-1, set `region`" in str(translated(exc))
+
+
+def test_denial_in_the_right_region_is_not_blamed_on_the_region() -> None:
+    error = translated(answer(403, "AccessDenied", headers={"x-amz-bucket-region": "us-east-1"}))
+    assert "set `region`" not in str(error)
+    assert "s3:ListBucket" in str(error)
+
+
+def test_credential_service_that_refuses_is_an_access_error_whatever_its_status() -> None:
+    for status in (400, 403, 404, 412):
+        error = translated(answer(status, "Nope", operation="AssumeRole"))
+        assert type(error) is AccessError
+        assert "`role_arn`" in str(error)
+    assert type(translated(answer(503, "Busy", operation="AssumeRole"))) is UnavailableError
+
+
+@pytest.mark.parametrize(
+    ("exc", "expected"),
+    [
+        (answer(404, "NoSuchKey"), True),
+        (answer(404, "404", operation="HeadObject"), True),
+        (answer(404, "NotFound"), True),
+        (answer(404, "NoSuchBucket"), False),
+        (answer(404, "NoSuchUpload"), False),
+        (answer(403, "AccessDenied"), False),
+        (answer(500, "NoSuchKey"), False),
+    ],
+)
+def test_absence_is_404_of_a_key_only(exc: sdk.ClientError, expected: bool) -> None:
+    assert is_absent(exc) is expected
+
+
+def test_hostile_message_becomes_one_short_printable_line() -> None:
+    error = translated(answer(500, "Oops", message="a\nb\x1b[31m\u202e" + "x" * 5000))
+    assert str(error).isprintable()
+    assert len(str(error)) < 400
+    assert "a b[31m" in str(error)
+
+
+@pytest.mark.parametrize("exc", [asyncio.CancelledError(), KeyError("ours"), ConflictError("x")])
+def test_what_is_not_the_sdks_passes_unchanged(exc: BaseException) -> None:
+    with pytest.raises(type(exc)) as caught, boundary("GET", str):
+        raise exc
+    assert caught.value is exc

@@ -1,0 +1,625 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Retries are few, and a sick endpoint is left alone until one probe says that it is well."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from s3ec.counters import Counters
+from s3ec.errors import (
+    AccessError,
+    ConflictError,
+    CorruptEntryError,
+    S3ECError,
+    TierError,
+    UnavailableError,
+)
+from s3ec.store.base import ObjectInfo, Store
+from s3ec.store.resilience import Breaker, BreakerStore, RetryStore
+from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
+from s3ec.testing.memory_store import MemoryStore
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def counters() -> Counters:
+    return Counters()
+
+
+@pytest.fixture
+def breaker(counters: Counters, clock: Clock) -> Breaker:
+    return Breaker(counters, clock=clock)
+
+
+@pytest.fixture
+def script() -> Script:
+    return Script()
+
+
+@pytest.fixture
+def inner(script: Script) -> FaultStore:
+    return FaultStore(MemoryStore(), script)
+
+
+@pytest.fixture
+def store(inner: FaultStore, breaker: Breaker) -> BreakerStore:
+    return BreakerStore(inner, breaker)
+
+
+def corrupt(message: str) -> CorruptEntryError:
+    return CorruptEntryError(message, reason="length")
+
+
+OPERATIONS: dict[str, Callable[[Store], Awaitable[object]]] = {
+    "get": lambda store: store.get("a", max_bytes=10),
+    "get_range": lambda store: store.get_range("a", 0, 10),
+    "put_if_absent": lambda store: store.put_if_absent("b", [b"b"]),
+    "head": lambda store: store.head("a"),
+    "list": lambda store: names(store),
+    "list_folders": lambda store: store.list_folders(""),
+    "delete": lambda store: store.delete("b"),
+}
+every_operation = pytest.mark.parametrize("operation", OPERATIONS)
+FAILURES = [UnavailableError, AccessError]
+
+
+async def names(store: Store, prefix: str = "") -> list[str]:
+    return [info.name async for info in store.list(prefix)]
+
+
+async def fail_once(store: Store, script: Script, error: type[Exception]) -> None:
+    script.faults = [Fault(error=error)]
+    with pytest.raises(error):
+        await store.get("a", max_bytes=10)
+    script.faults = []
+
+
+async def open_up(store: Store, script: Script, times: int = 3) -> None:
+    for _ in range(times):
+        await fail_once(store, script, UnavailableError)
+
+
+# -- the breaker -------------------------------------------------------------------------------
+
+
+@every_operation
+async def test_a_closed_breaker_passes_everything_on(
+    store: BreakerStore, inner: FaultStore, operation: str
+) -> None:
+    await OPERATIONS[operation](store)
+    assert inner.calls == {operation: 1}
+
+
+@every_operation
+@pytest.mark.parametrize("error", FAILURES)
+async def test_failures_in_a_row_open_it_and_then_nothing_is_asked(
+    store: BreakerStore,
+    inner: FaultStore,
+    breaker: Breaker,
+    counters: Counters,
+    script: Script,
+    operation: str,
+    error: type[Exception],
+) -> None:
+    script.faults = [Fault(error=error)]
+    for number in range(3):
+        assert breaker.is_open is False, number
+        with pytest.raises(error):
+            await OPERATIONS[operation](store)
+    assert breaker.is_open
+    assert counters.get("breaker.opened") == 1
+    asked = inner.calls.total()
+    for other in OPERATIONS.values():
+        with pytest.raises(UnavailableError, match="breaker is open"):
+            await other(store)
+    assert inner.calls.total() == asked
+
+
+async def test_a_success_between_failures_keeps_it_closed(
+    store: BreakerStore, breaker: Breaker, script: Script
+) -> None:
+    for _ in range(5):
+        await open_up(store, script, times=2)
+        await store.head("a")
+    assert not breaker.is_open
+
+
+@pytest.mark.parametrize("error", [ConflictError, corrupt])
+async def test_a_conflict_and_a_corrupt_body_are_answers(
+    store: BreakerStore,
+    breaker: Breaker,
+    script: Script,
+    clock: Clock,
+    error: Callable[[str], Exception],
+) -> None:
+    for _ in range(10):
+        await open_up(store, script, times=2)
+        script.faults = [Fault(error=error)]
+        with pytest.raises(S3ECError):
+            await store.get("a", max_bytes=10)
+    assert not breaker.is_open
+    await open_up(store, script)
+    clock.now_s += 1.0
+    script.faults = [Fault(error=error)]
+    with pytest.raises(S3ECError):
+        await store.get("a", max_bytes=10)
+    assert not breaker.is_open
+
+
+async def test_the_pause_doubles_with_each_failed_probe_up_to_a_limit_and_starts_over(
+    store: BreakerStore, breaker: Breaker, script: Script, clock: Clock, inner: FaultStore
+) -> None:
+    await open_up(store, script)
+    for pause_s in (1, 2, 4, 8, 16, 30, 30):
+        assert breaker.pause_s == pause_s
+        asked = inner.calls.total()
+        clock.now_s += pause_s - 0.001
+        with pytest.raises(UnavailableError, match="breaker is open"):
+            await store.head("a")
+        assert inner.calls.total() == asked
+        clock.now_s += 0.001
+        await fail_once(store, script, AccessError)
+        assert inner.calls.total() == asked + 1
+    clock.now_s += 30
+    await store.head("a")
+    assert not breaker.is_open
+    assert breaker.pause_s == 0
+    await open_up(store, script)
+    assert breaker.pause_s == 1
+
+
+async def test_one_probe_at_a_time(
+    store: BreakerStore, breaker: Breaker, script: Script, clock: Clock
+) -> None:
+    await open_up(store, script)
+    clock.now_s += 1
+    gate = Gate()
+    script.faults = [Fault(op="get", gate=gate)]
+    probe = asyncio.create_task(store.get("a", max_bytes=10))
+    await reached(gate)
+    clock.now_s += 1000
+    for _ in range(3):
+        with pytest.raises(UnavailableError, match="breaker is open"):
+            await store.head("a")
+    gate.release()
+    assert await probe is None
+    assert not breaker.is_open
+
+
+async def test_a_cancelled_probe_makes_room_for_the_next(
+    store: BreakerStore, breaker: Breaker, script: Script, clock: Clock
+) -> None:
+    await open_up(store, script)
+    clock.now_s += 1
+    gate = Gate()
+    script.faults = [Fault(op="get", gate=gate)]
+    probe = asyncio.create_task(store.get("a", max_bytes=10))
+    await reached(gate)
+    probe.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await probe
+    assert breaker.is_open
+    await store.head("a")
+    assert not breaker.is_open
+
+
+async def test_a_probe_that_is_a_fault_of_ours_says_nothing_and_makes_room(
+    store: BreakerStore, breaker: Breaker, script: Script, clock: Clock
+) -> None:
+    await open_up(store, script)
+    clock.now_s += 1
+    script.faults = [Fault(error=KeyError)]
+    with pytest.raises(KeyError):
+        await store.head("a")
+    assert breaker.is_open
+    script.faults = []
+    await store.head("a")
+    assert not breaker.is_open
+
+
+async def test_cancelling_a_request_from_before_does_not_let_a_second_probe_out(
+    store: BreakerStore, breaker: Breaker, script: Script, clock: Clock
+) -> None:
+    old_gate, probe_gate = Gate(), Gate()
+    script.faults = [Fault(op="get_range", gate=old_gate)]
+    old = asyncio.create_task(store.get_range("a", 0, 1))
+    await reached(old_gate)
+    await open_up(store, script)
+    clock.now_s += 1
+    script.faults = [Fault(op="get", gate=probe_gate)]
+    probe = asyncio.create_task(store.get("a", max_bytes=10))
+    await reached(probe_gate)
+    old.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await old
+    with pytest.raises(UnavailableError, match="breaker is open"):
+        await store.head("a")
+    probe_gate.release()
+    await probe
+
+
+async def test_a_late_failure_from_before_is_not_taken_for_the_probes(
+    store: BreakerStore, breaker: Breaker, script: Script, clock: Clock
+) -> None:
+    old_gate, probe_gate = Gate(), Gate()
+    script.faults = [Fault(op="get_range", gate=old_gate, error=UnavailableError)]
+    old = asyncio.create_task(store.get_range("a", 0, 1))
+    await reached(old_gate)
+    await open_up(store, script)
+    clock.now_s += 1
+    script.faults = [Fault(op="get", gate=probe_gate)]
+    probe = asyncio.create_task(store.get("a", max_bytes=10))
+    await reached(probe_gate)
+    old_gate.release()
+    with pytest.raises(UnavailableError, match="fault"):
+        await old
+    assert breaker.pause_s == 0  # still the probe's turn, not a doubled pause
+    with pytest.raises(UnavailableError, match="breaker is open"):
+        await store.head("a")
+    probe_gate.release()
+    await probe
+    assert not breaker.is_open
+
+
+async def test_a_late_success_from_before_closes_it(
+    store: BreakerStore, breaker: Breaker, script: Script
+) -> None:
+    gate = Gate()
+    script.faults = [Fault(op="get_range", gate=gate)]
+    old = asyncio.create_task(store.get_range("a", 0, 1))
+    await reached(gate)
+    await open_up(store, script)
+    gate.release()
+    await old
+    assert not breaker.is_open
+
+
+async def reached(gate: Gate) -> None:
+    """Return once an operation waits at the gate."""
+    assert await asyncio.to_thread(gate.reached.wait, 10)
+
+
+# -- the breaker and listings ------------------------------------------------------------------
+
+
+class Pages:
+    """A store whose listing yields what it is given and raises what it is given."""
+
+    def __init__(self, items: Sequence[str | Exception]) -> None:
+        self.items = items
+        self.closed = 0
+
+    async def list(self, prefix: str, *, start_after: str = "") -> AsyncIterator[ObjectInfo]:
+        try:
+            for item in self.items:
+                await asyncio.sleep(0)
+                if isinstance(item, Exception):
+                    raise item
+                yield ObjectInfo(item, 1)
+        finally:
+            self.closed += 1
+
+
+async def first_of(store: Store) -> str:
+    """Take one item and walk away, as careless callers do."""
+    async for info in store.list(""):
+        return info.name
+    raise AssertionError("empty")
+
+
+async def test_a_listing_that_is_left_early_is_an_answer_and_closes_its_request(
+    breaker: Breaker, script: Script, clock: Clock
+) -> None:
+    pages = Pages(["a", "b", "c"])
+    store = BreakerStore(pages, breaker)  # type: ignore[arg-type]
+    breaker.failed(UnavailableError(""), probe=False)
+    breaker.failed(UnavailableError(""), probe=False)
+    breaker.failed(UnavailableError(""), probe=False)
+    clock.now_s += 1
+    listing = store.list("")
+    assert (await anext(listing)).name == "a"
+    assert not breaker.is_open
+    await listing.aclose()  # type: ignore[attr-defined]
+    assert pages.closed == 1
+    assert breaker.admit()
+
+
+@pytest.mark.parametrize("error", [UnavailableError("x"), AccessError("x"), KeyError("x")])
+@pytest.mark.parametrize("before", [0, 2])
+async def test_a_probe_that_fails_while_listing_makes_room_for_the_next(
+    breaker: Breaker, clock: Clock, error: Exception, before: int
+) -> None:
+    for _ in range(3):
+        breaker.failed(UnavailableError(""), probe=False)
+    clock.now_s += 1
+    pages = Pages([*"abcd"[:before], error])
+    store = BreakerStore(pages, breaker)  # type: ignore[arg-type]
+    with pytest.raises(type(error)):
+        await names(store)
+    assert pages.closed == 1
+    clock.now_s += 100
+    assert breaker.admit()
+
+
+async def test_a_listing_cancelled_between_and_within_items_leaves_nothing_stuck(
+    breaker: Breaker, script: Script, inner: FaultStore, clock: Clock
+) -> None:
+    store = BreakerStore(inner, breaker)
+    await open_up(store, script)
+    clock.now_s += 1
+    gate = Gate()
+    script.faults = [Fault(op="list", gate=gate)]
+    listing = asyncio.create_task(names(store))
+    await reached(gate)
+    listing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await listing
+    assert breaker.is_open
+    script.faults = []
+    assert await names(store) == []
+    assert not breaker.is_open
+
+
+async def test_an_empty_listing_is_an_answer(
+    store: BreakerStore, breaker: Breaker, script: Script, clock: Clock
+) -> None:
+    await open_up(store, script)
+    clock.now_s += 1
+    assert await names(store) == []
+    assert not breaker.is_open
+
+
+async def test_a_listing_ends_when_the_breaker_opens_meanwhile(
+    breaker: Breaker,
+) -> None:
+    store = BreakerStore(Pages(["a", "b"]), breaker)  # type: ignore[arg-type]
+    listing = store.list("")
+    await anext(listing)
+    for _ in range(3):
+        breaker.failed(UnavailableError(""), probe=False)
+    with pytest.raises(UnavailableError, match="breaker is open"):
+        await anext(listing)
+
+
+# -- the breaker against a model ---------------------------------------------------------------
+
+
+class Held:
+    """A store whose every get waits for the test to say how it ends."""
+
+    def __init__(self) -> None:
+        self.waiting: list[asyncio.Future[None]] = []
+
+    async def get(self, name: str, *, max_bytes: int) -> bytes | None:
+        self.waiting.append(asyncio.get_running_loop().create_future())
+        await self.waiting[-1]
+        return None
+
+
+class BreakerMachine(RuleBasedStateMachine):
+    """Requests that start, end and are cancelled in any order."""
+
+    @initialize()
+    def begin(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.clock = Clock()
+        self.breaker = Breaker(Counters(), threshold=2, clock=self.clock)
+        self.held = Held()
+        self.store = BreakerStore(self.held, self.breaker)  # type: ignore[arg-type]
+        self.out: list[tuple[asyncio.Task[bytes | None], asyncio.Future[None], bool]] = []
+
+    def turn(self) -> None:
+        for _ in range(3):
+            self.loop.run_until_complete(asyncio.sleep(0))
+
+    @rule()
+    def start(self) -> None:
+        was_open = self.breaker.is_open
+        due = self.breaker.pause_s == 0
+        probing = any(probe for _, _, probe in self.out)
+        asked = len(self.held.waiting)
+        task = self.loop.create_task(self.store.get("a", max_bytes=1))
+        self.turn()
+        admitted = len(self.held.waiting) > asked
+        assert admitted == (not was_open or (due and not probing))
+        if admitted:
+            self.out.append((task, self.held.waiting[-1], was_open))
+        else:
+            assert isinstance(task.exception(), UnavailableError)
+
+    @precondition(lambda self: self.out)
+    @rule(
+        data=st.data(), how=st.sampled_from(["fine", "unavailable", "denied", "corrupt", "cancel"])
+    )
+    def end(self, data: st.DataObject, how: str) -> None:
+        at = data.draw(st.integers(0, len(self.out) - 1))
+        task, future, probe = self.out.pop(at)
+        was_open, pause_s = self.breaker.is_open, self.breaker.pause_s
+        if how == "cancel":
+            task.cancel()
+        elif how == "fine":
+            future.set_result(None)
+        else:
+            future.set_exception(
+                {
+                    "unavailable": UnavailableError("x"),
+                    "denied": AccessError("x"),
+                    "corrupt": corrupt("x"),
+                }[how]
+            )
+        self.turn()
+        assert task.done()
+        assert (
+            task.cancelled() or task.exception() is None or isinstance(task.exception(), S3ECError)
+        )
+        if how in ("fine", "corrupt"):
+            assert not self.breaker.is_open
+            # Whoever was probing is an ordinary request now.
+            self.out = [(task, future, False) for task, future, _ in self.out]
+        elif how == "cancel" or (was_open and not probe):
+            assert (self.breaker.is_open, self.breaker.pause_s) == (was_open, pause_s)
+        elif was_open:
+            assert self.breaker.is_open
+            assert self.breaker.pause_s > 0
+
+    @rule(seconds=st.sampled_from([0.1, 1.0, 40.0]))
+    def wait(self, seconds: float) -> None:
+        self.clock.now_s += seconds
+
+    @invariant()
+    def one_probe(self) -> None:
+        if hasattr(self, "out"):
+            assert sum(probe for _, _, probe in self.out) <= 1
+            assert self.breaker.pause_s <= 30
+
+    def teardown(self) -> None:
+        if hasattr(self, "loop"):
+            for task, _, _ in self.out:
+                task.cancel()
+            self.turn()
+            self.loop.close()
+
+
+BreakerMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestBreakerMachine = BreakerMachine.TestCase
+
+
+# -- retries -----------------------------------------------------------------------------------
+
+
+class Sleeps:
+    def __init__(self) -> None:
+        self.slept: list[float] = []
+
+    async def __call__(self, seconds: float) -> None:
+        self.slept.append(seconds)
+
+
+def retrying(inner: Store, counters: Counters, sleeps: Sleeps, attempts: int = 2) -> RetryStore:
+    return RetryStore(
+        inner, counters, attempts=attempts, sleep=sleeps, uniform=lambda low, high: high
+    )
+
+
+@pytest.mark.parametrize("operation", [name for name in OPERATIONS if name != "list"])
+async def test_an_unavailable_operation_is_tried_once_more(
+    inner: FaultStore, script: Script, counters: Counters, operation: str
+) -> None:
+    sleeps = Sleeps()
+    script.faults = [Fault(error=UnavailableError, times=1)]
+    await OPERATIONS[operation](retrying(inner, counters, sleeps))
+    assert inner.calls == {operation: 2}
+    assert counters.get("store.retries") == 1
+    assert len(sleeps.slept) == 1
+
+
+@every_operation
+@pytest.mark.parametrize("attempts", [1, 2, 5])
+async def test_attempts_are_bounded(
+    inner: FaultStore, script: Script, counters: Counters, operation: str, attempts: int
+) -> None:
+    sleeps = Sleeps()
+    script.faults = [Fault(error=UnavailableError)]
+    with pytest.raises(UnavailableError):
+        await OPERATIONS[operation](retrying(inner, counters, sleeps, attempts))
+    expected = 1 if operation == "list" else attempts
+    assert inner.calls[operation] == expected
+    assert len(sleeps.slept) == expected - 1
+    assert sleeps.slept == sorted(sleeps.slept)
+    assert all(seconds <= 0.05 * 2**attempts for seconds in sleeps.slept)
+
+
+@every_operation
+@pytest.mark.parametrize("error", [AccessError, ConflictError, corrupt, TierError, KeyError])
+async def test_an_answer_is_never_asked_for_again(
+    inner: FaultStore,
+    script: Script,
+    counters: Counters,
+    operation: str,
+    error: Callable[[str], Exception],
+) -> None:
+    sleeps = Sleeps()
+    script.faults = [Fault(error=error)]
+    with pytest.raises((S3ECError, KeyError)) as caught:
+        await OPERATIONS[operation](retrying(inner, counters, sleeps, 5))
+    assert type(caught.value) is type(error("x"))
+    assert inner.calls == {operation: 1}
+    assert sleeps.slept == []
+
+
+async def test_a_write_whose_reply_was_lost_ends_in_a_conflict(
+    inner: FaultStore, script: Script, counters: Counters
+) -> None:
+    """Which callers take for success: entries are content-addressed."""
+    script.faults = [Fault(op="put_if_absent", lost_reply=True, times=1)]
+    store = retrying(inner, counters, Sleeps())
+    with pytest.raises(ConflictError):
+        await store.put_if_absent("a", [b"x"])
+    assert await store.get("a", max_bytes=10) == b"x"
+
+
+async def test_the_delay_is_drawn_from_zero_up(
+    inner: FaultStore, script: Script, counters: Counters
+) -> None:
+    drawn: list[tuple[float, float]] = []
+
+    def uniform(low: float, high: float) -> float:
+        drawn.append((low, high))
+        return low
+
+    script.faults = [Fault(error=UnavailableError)]
+    store = RetryStore(inner, counters, attempts=4, sleep=Sleeps(), uniform=uniform)
+    with pytest.raises(UnavailableError):
+        await store.head("a")
+    assert [low for low, _ in drawn] == [0, 0, 0]
+    assert [high for _, high in drawn] == [0.1, 0.2, 0.4]
+
+
+async def test_a_listing_passes_through_with_its_arguments(
+    inner: FaultStore, counters: Counters
+) -> None:
+    for name in ("p/a", "p/b", "q/c"):
+        await inner.put_if_absent(name, [b"x"])
+    breaker = Breaker(counters)
+    store = RetryStore(BreakerStore(inner, breaker), counters)
+    assert sorted(await names(store, "p/")) == ["p/a", "p/b"]
+    assert [info.name async for info in store.list("p/", start_after="p/a")] == ["p/b"]
+    assert await store.list_folders("") == ("q/", "p/")
+
+
+async def test_close_reaches_the_innermost_store(inner: FaultStore, counters: Counters) -> None:
+    store = RetryStore(BreakerStore(inner, Breaker(counters)), counters)
+    await store.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        await inner.head("a")
+
+
+async def test_a_cancelled_operation_is_not_tried_again(
+    inner: FaultStore, script: Script, counters: Counters
+) -> None:
+    gate = Gate()
+    script.faults = [Fault(gate=gate)]
+    task = asyncio.create_task(retrying(inner, counters, Sleeps(), 5).head("a"))
+    await reached(gate)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert inner.calls == {"head": 1}

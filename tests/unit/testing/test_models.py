@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models are written once, and again only when they would differ. Engines run them in e2e."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+
+from s3ec.testing import models
+from s3ec.testing.vllm_cpu import engine_env
+
+
+def _write(*arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-m", "s3ec.testing.models", *arguments],
+        env=engine_env(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+def _contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "tensor"),
+    [
+        ("gemma3", "vision_tower.vision_model.embeddings.position_embedding.weight"),
+        ("qwen2-vl", "visual.patch_embed.proj.weight"),
+    ],
+)
+def test_model_is_quiet_repeatable_and_depends_on_the_seed(
+    tmp_path: Path, family: str, tensor: str
+) -> None:
+    folders = [tmp_path / name for name in ("one", "same", "other")]
+    for folder, seed in zip(folders, "112", strict=True):
+        assert _write(family, str(folder), "--seed", seed) == ""
+    one, same, other = map(_contents, folders)
+    assert one == same
+    assert one["model.safetensors"] != other["model.safetensors"]
+    assert {name for name in one if one[name] != other[name]} <= {
+        "model.safetensors",
+        models._MARKER,
+    }
+    with safe_open(folders[0] / "model.safetensors", framework="numpy") as file:
+        assert tensor in file.keys()  # noqa: SIM118 - not a dictionary
+    assert json.loads(one["preprocessor_config.json"])["image_mean"]
+
+
+def _count_builds(out: Path, recipe: dict[str, int], built: list[dict[str, int]]) -> None:
+    models._once(out, recipe, lambda: built.append(recipe))
+
+
+def test_second_call_builds_nothing_and_other_recipe_builds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[dict[str, int]] = []
+    for seed in (1, 1, 2, 2, 1):
+        _count_builds(tmp_path / "new" / "model", {"seed": seed}, built)
+    assert built == [{"seed": 1}, {"seed": 2}, {"seed": 1}]
+    monkeypatch.setattr(models, "version", lambda _name: "another release")
+    _count_builds(tmp_path / "new" / "model", {"seed": 1}, built)
+    assert len(built) == 4
+
+
+def test_broken_build_is_built_again(tmp_path: Path) -> None:
+    def fail() -> None:
+        raise OSError("disk full")
+
+    built: list[dict[str, int]] = []
+    _count_builds(tmp_path, {"seed": 1}, built)
+    with pytest.raises(OSError, match="disk full"):
+        models._once(tmp_path, {"seed": 2}, fail)
+    # Its files may be half the one model and half the other.
+    _count_builds(tmp_path, {"seed": 1}, built)
+    assert len(built) == 2
+
+
+def test_unknown_preset_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(KeyError, match="huge"):
+        models.write_gemma3(tmp_path, "huge")

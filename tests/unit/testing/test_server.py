@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The local S3 servers: up, down, up again, and never left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from botocore.exceptions import BotoCoreError, ClientError
+
+from s3ec.errors import ConfigError, UnavailableError
+from s3ec.testing import server as server_module
+from s3ec.testing.server import HOST, Identity, LocalS3, MotoServer, find_weed, free_port
+
+# Also those that start a server of their own.
+pytestmark = pytest.mark.s3
+
+_CHILD = """
+import sys
+from s3ec.testing.server import LocalS3
+server = LocalS3().start()
+print(server.pid, server.endpoint_url, server._run_dir, flush=True)
+sys.stdin.read()
+"""
+
+
+def _until(condition: Callable[[], bool], deadline_s: float = 30.0) -> bool:
+    end = time.monotonic() + deadline_s
+    while time.monotonic() < end:
+        if condition():
+            return True
+        time.sleep(0.02)
+    return condition()
+
+
+def _refuses(endpoint_url: str) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex((HOST, int(endpoint_url.rpartition(":")[2]))) != 0
+
+
+@contextmanager
+def _taken_port() -> Iterator[int]:
+    with socket.socket() as busy:
+        busy.bind((HOST, free_port()))
+        busy.listen()
+        yield busy.getsockname()[1]
+
+
+def test_second_conditional_put_is_refused(local_s3: LocalS3, s3_bucket: str) -> None:
+    client = local_s3.client()
+    client.put_object(Bucket=s3_bucket, Key="k", Body=b"1", IfNoneMatch="*")
+    with pytest.raises(ClientError, match="PreconditionFailed"):
+        client.put_object(Bucket=s3_bucket, Key="k", Body=b"2", IfNoneMatch="*")
+    assert client.get_object(Bucket=s3_bucket, Key="k")["Body"].read() == b"1"
+
+
+def test_wrong_secret_key_is_refused(local_s3: LocalS3) -> None:
+    forged = Identity("admin", access_key=local_s3.access_key, secret_key="guessed")
+    with pytest.raises(ClientError, match="SignatureDoesNotMatch"):
+        local_s3.client(forged).list_buckets()
+
+
+def test_identity_does_only_what_its_actions_say() -> None:
+    reader = Identity("reader", actions=("Read:pictures",))
+    with LocalS3(identities=[reader]) as server:
+        for name in ("pictures", "letters"):
+            server.create_bucket(name)
+            server.client().put_object(Bucket=name, Key="k", Body=b"1")
+        client = server.client(reader)
+        assert client.get_object(Bucket="pictures", Key="k")["Body"].read() == b"1"
+        with pytest.raises(ClientError, match="AccessDenied"):
+            client.get_object(Bucket="letters", Key="k")
+        with pytest.raises(ClientError, match="AccessDenied"):
+            client.put_object(Bucket="pictures", Key="k2", Body=b"1")
+
+
+@pytest.mark.parametrize("end", ["kill", "stop"])
+def test_restart_keeps_endpoint_keys_and_objects(end: str) -> None:
+    with LocalS3() as server:
+        endpoint, client = server.endpoint_url, server.client()
+        client.create_bucket(Bucket="kept")
+        client.put_object(Bucket="kept", Key="k", Body=b"x" * 100_000)
+        getattr(server, end)()
+        assert server.pid is None
+        with pytest.raises(BotoCoreError):
+            client.list_buckets()
+        server.restart()
+        assert server.endpoint_url == endpoint
+        assert client.get_object(Bucket="kept", Key="k")["Body"].read() == b"x" * 100_000
+
+
+def test_new_server_on_old_folder_has_its_objects(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    with LocalS3(folder) as server:
+        server.create_bucket("kept")
+        server.client().put_object(Bucket="kept", Key="k", Body=b"1")
+    with LocalS3(folder) as server:
+        assert server.client().get_object(Bucket="kept", Key="k")["Body"].read() == b"1"
+        server.client().put_object(Bucket="kept", Key="k2", Body=b"2")
+
+
+def test_server_killed_from_outside_can_be_restarted() -> None:
+    with LocalS3() as server:
+        server.create_bucket("kept")
+        assert server.pid is not None
+        os.kill(server.pid, signal.SIGKILL)
+        assert _until(lambda: server.pid is None)
+        server.restart()
+        assert [bucket["Name"] for bucket in server.client().list_buckets()["Buckets"]] == ["kept"]
+
+
+def test_sigkilled_parent_leaves_no_server_and_no_files() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", _CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as parent:
+        assert parent.stdout is not None
+        _, endpoint, run_dir = parent.stdout.readline().split()
+        assert not _refuses(endpoint)
+        parent.kill()
+    assert _until(lambda: _refuses(endpoint))
+    assert _until(lambda: not Path(run_dir).exists())
+
+
+def test_close_leaves_no_files_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module.tempfile, "tempdir", str(tmp_path))
+    with LocalS3() as server:
+        sockets = server._sockets()
+        assert list(tmp_path.iterdir())
+        assert any(path.exists() for path in sockets)
+    assert not list(tmp_path.iterdir())
+    assert not any(path.exists() for path in sockets)
+
+
+def test_keys_are_neither_in_a_repr_nor_readable_by_others() -> None:
+    with LocalS3() as server:
+        assert server._run_dir is not None
+        assert server._run_dir.stat().st_mode & 0o077 == 0
+        assert server.secret_key not in repr(server._admin)
+
+
+def test_environment_holds_the_keys_of_the_named_identity(local_s3: LocalS3) -> None:
+    reader = Identity("reader")
+    assert local_s3.env()["AWS_SECRET_ACCESS_KEY"] == local_s3.secret_key
+    assert local_s3.env(reader)["AWS_ACCESS_KEY_ID"] == reader.access_key
+
+
+def test_taken_side_port_is_replaced() -> None:
+    server = LocalS3()
+    with _taken_port() as busy:
+        server._side_ports = {name: free_port() for name in ("master", "filer", "admin")}
+        server._side_ports["volume"] = busy
+        try:
+            server.start()
+            assert busy not in server._side_ports.values()
+        finally:
+            server.close()
+
+
+def test_given_port_that_is_taken_is_refused() -> None:
+    with _taken_port() as busy, pytest.raises(ConfigError, match=f"port {busy} .* is taken"):
+        LocalS3(port=busy).start()
+
+
+@pytest.mark.parametrize("port", [-1, 0, 55_536])
+def test_port_without_room_for_its_twin_is_refused(port: int) -> None:
+    with pytest.raises(ConfigError, match="between 1 and 55535"):
+        LocalS3(port=port)
+
+
+def test_server_that_cannot_start_says_so_and_is_gone(tmp_path: Path) -> None:
+    (tmp_path / "filerldb2").write_text("a file where SeaweedFS wants its folder")
+    server = LocalS3(tmp_path)
+    try:
+        with pytest.raises(UnavailableError, match="did not start; its log ends with"):
+            server.start()
+        assert server.pid is None
+    finally:
+        server.close()
+
+
+def test_missing_binary_names_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(server_module.sysconfig, "get_path", lambda _name: str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"s3ec\[s3server\]"):
+        find_weed()
+
+
+@pytest.mark.slow
+def test_more_buckets_than_default_volumes_take_objects(local_s3: LocalS3) -> None:
+    # One more than a disk of 100 GB has volumes by default. Each takes 0.1 to 0.2 s.
+    client = local_s3.client()
+    names = [f"many-{number}" for number in range(101)]
+    for name in names:
+        client.create_bucket(Bucket=name)
+        client.put_object(Bucket=name, Key="k", Body=b"1")
+    for name in names:
+        local_s3.delete_bucket(name)
+
+
+def test_moto_takes_and_gives_objects(moto_server: MotoServer) -> None:
+    bucket = moto_server.create_bucket("moto-test")
+    client = moto_server.client()
+    client.put_object(Bucket=bucket, Key="k", Body=b"1")
+    assert client.get_object(Bucket=bucket, Key="k")["Body"].read() == b"1"
+    moto_server.delete_bucket(bucket)
+    assert bucket not in [entry["Name"] for entry in client.list_buckets()["Buckets"]]
