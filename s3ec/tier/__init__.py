@@ -1,0 +1,10 @@
+# SPDX-License-Identifier: Apache-2.0
+"""This node's disk: entries kept as files that all processes of the node share."""
+
+from __future__ import annotations
+
+from s3ec.tier.census import Usage
+from s3ec.tier.disk import Tier
+from s3ec.tier.pins import Pin
+
+__all__ = ["Pin", "Tier", "Usage"]

@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Private folders and files that appear whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import secrets
+import stat
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from s3ec.errors import CorruptEntryError, TierError
+from s3ec.tier.processes import seems_alive, try_lock
+
+FOLDER_MODE = 0o700
+FILE_MODE = 0o600
+# A temp file this old is swept even while its process lives: no publish takes an hour.
+TEMP_LIFETIME_S = 3600.0
+
+_TEMP = re.compile(r"\.tmp-([1-9][0-9]{0,9})-[0-9a-f]{16}")
+_OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
+_OPEN_ENTRY = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+_OPEN_TEMP = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_PIECES_PER_WRITE = 512  # Linux takes 1024 (IOV_MAX)
+
+
+@dataclass(frozen=True, slots=True)
+class Folders:
+    """Where things lie below one root, which is already free of symbolic links."""
+
+    root: Path
+
+    @property
+    def version(self) -> Path:
+        """Everything of this layout; a later layout gets another folder."""
+        return self.root / "v1"
+
+    @property
+    def objects(self) -> Path:
+        """Namespaces, each with the objects of the bucket's ``objects/``."""
+        return self.version / "objects"
+
+    @property
+    def pins(self) -> Path:
+        """One folder per process (and Tier) that holds pins."""
+        return self.version / "pins"
+
+    @property
+    def quarantine(self) -> Path:
+        """Bad entries, set aside for people to look at."""
+        return self.version / "quarantine"
+
+    @property
+    def evict_lock(self) -> Path:
+        """Locked by the one process that evicts."""
+        return self.version / "evict.lock"
+
+    def make(self) -> None:
+        """Create what is missing and check what is there.
+
+        Raises:
+            TierError: A folder is a symbolic link, another user's, or writable by others.
+            OSError: It could not be made.
+        """
+        for folder in reversed(self.root.parents):
+            if not folder.exists():
+                make_folder(folder)
+        for folder in (self.root, self.version, self.objects, self.pins, self.quarantine):
+            make_folder(folder)
+
+    def make_below(self, folder: Path) -> None:
+        """Create ``folder``, some levels below ``objects``, and all that is missing above it."""
+        self.make()
+        for parent in reversed(folder.relative_to(self.objects).parents[:-1]):
+            make_folder(self.objects / parent)
+        make_folder(folder)
+
+
+def make_folder(path: Path) -> None:
+    """Create one private folder whatever the umask, or check the one that is there."""
+    try:
+        os.mkdir(path, FOLDER_MODE)
+    except FileExistsError:
+        check_folder(path)
+        return
+    os.chmod(path, FOLDER_MODE)
+
+
+def check_folder(path: Path) -> None:
+    """Refuse a folder that somebody else could have filled.
+
+    Raises:
+        TierError: Names what is wrong and how to mend it.
+    """
+    found = os.lstat(path)
+    if not stat.S_ISDIR(found.st_mode):
+        kind = "a symbolic link" if stat.S_ISLNK(found.st_mode) else "not a folder"
+        raise TierError(f"{path} is {kind}; remove it, or set `cache_dir` to another folder")
+    if found.st_uid != os.geteuid():
+        raise TierError(
+            f"{path} belongs to uid {found.st_uid} and this process runs as uid {os.geteuid()}; "
+            f"`chown {os.geteuid()} {path}`, or set `cache_dir` to a folder of this user"
+        )
+    if found.st_mode & _OTHERS_MAY_WRITE:
+        raise TierError(
+            f"{path} is writable by other users (mode {stat.S_IMODE(found.st_mode):o}); "
+            f"`chmod 700 {path}`, or set `cache_dir` to a folder inside, such as {path}/s3ec"
+        )
+
+
+def require_real_folders(paths: Sequence[str]) -> None:
+    """One lstat each: the kernel would follow a symbolic link in the middle of a path.
+
+    Raises:
+        TierError: One is not a folder.
+        FileNotFoundError: One is missing.
+    """
+    for path in paths:
+        if not stat.S_ISDIR(os.lstat(path).st_mode):
+            raise TierError(f"{path} is not a folder (a symbolic link?); remove it")
+
+
+def free_bytes(folder: Path) -> int:
+    """Bytes an unprivileged process may still write to the disk of this folder."""
+    found = os.statvfs(folder)
+    return found.f_bavail * found.f_frsize
+
+
+def open_entry(path: str | Path) -> int:
+    """Open a regular file for reading; never follows a link, never waits for a pipe's writer.
+
+    Returns:
+        A descriptor; the caller closes it.
+
+    Raises:
+        CorruptEntryError: Something else stands under that name.
+        OSError: Absent, or it cannot be opened.
+    """
+    try:
+        fd = os.open(path, _OPEN_ENTRY)
+    except OSError as exc:
+        if exc.errno in (errno.ELOOP, errno.ENXIO):  # a symbolic link, a socket
+            raise CorruptEntryError(f"{path} is not a regular file", reason="header") from exc
+        raise
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise CorruptEntryError(f"{path} is not a regular file", reason="header")
+    return fd
+
+
+def write_atomic(target: str, pieces: Sequence[bytes | memoryview], *, mtime_ns: int) -> None:
+    """Put a file under its name whole, or not at all; a present one is replaced.
+
+    Not synced to the device: entries are copies of what the bucket keeps. After a power cut a
+    file may have its full size and hold zeros, so whoever reads an entry checks its checksum.
+
+    Raises:
+        OSError: Nothing is left behind. FileNotFoundError: the folder, or the temp file that
+            another container took for a dead process's, is gone.
+    """
+    folder = target.rpartition("/")[0]
+    temp = f"{folder}/.tmp-{os.getpid()}-{secrets.token_hex(8)}"
+    fd = os.open(temp, _OPEN_TEMP, FILE_MODE)
+    try:
+        try:
+            os.fchmod(fd, FILE_MODE)  # the umask may have taken bits from the mode above
+            try_lock(fd)  # tells other containers that this writer lives
+            write_all(fd, pieces)
+            os.utime(fd, ns=(mtime_ns, mtime_ns))
+        finally:
+            os.close(fd)  # before the rename, since network file systems fail here
+        os.replace(temp, target)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(temp)
+        raise
+
+
+def write_all(fd: int, pieces: Sequence[bytes | memoryview]) -> None:
+    """Write pieces one after the other, without joining them in memory."""
+    rest = [view for piece in pieces if (view := memoryview(piece).cast("B"))]
+    while rest:
+        written = os.writev(fd, rest[:_PIECES_PER_WRITE])
+        if written == 0:
+            raise OSError(errno.EIO, "the file system wrote nothing")
+        while rest and written >= len(rest[0]):
+            written -= len(rest.pop(0))
+        if written:
+            rest[0] = rest[0][written:]
+
+
+def is_temp_name(name: str) -> bool:
+    """Whether write_atomic could have made this file name."""
+    return _TEMP.fullmatch(name) is not None
+
+
+def is_stale_temp(path: str, *, now_s: float) -> bool:
+    """Whether nobody will finish this temp file."""
+    match = _TEMP.fullmatch(path.rpartition("/")[2])
+    if match is None:
+        return False
+    try:
+        if now_s - os.lstat(path).st_mtime > TEMP_LIFETIME_S:
+            return True
+        if seems_alive(int(match[1])):
+            return False
+        fd = open_entry(path)
+    except (OSError, CorruptEntryError):
+        return False
+    try:
+        return try_lock(fd)
+    except OSError:
+        return False
+    finally:
+        os.close(fd)

@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which entries this node's disk is believed to hold, answered from memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from s3ec.identity import Key, digest_of_name
+
+
+class LocalKeys:
+    """A set of digests; a hint, callable from any thread.
+
+    Other processes publish and evict in the same folder, so both answers can be stale: a
+    wrong True costs one look at the disk, a wrong False one download.
+    """
+
+    def __init__(self) -> None:
+        self._digests: set[bytes] = set()
+
+    def __call__(self, key: Key) -> bool:
+        return key.digest in self._digests
+
+    def add(self, key: Key) -> None:
+        """The entry was just published here."""
+        self._digests.add(key.digest)
+
+    def replace(self, names: Iterable[str]) -> None:
+        """Start over from a scan of the folder."""
+        self._digests = {digest_of_name(name) for name in names}

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The folders that processes keep their pins in, and sweeping those of dead ones.
+
+A folder is named ``<pid>-<start time>-<random>`` and holds a locked ``.lock``. The random part
+keeps two Tiers of one process apart, and processes of two containers that happen to have the
+same id and start.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import secrets
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from s3ec.identity import OBJECT_SUFFIX
+from s3ec.tier.files import FILE_MODE, make_folder
+from s3ec.tier.processes import own_start_time, seems_alive, try_lock
+
+LOCK_NAME = ".lock"
+
+_FOLDER = re.compile(r"([1-9][0-9]{0,9})-([0-9]{1,20})(?:-[0-9a-f]{8})?")
+_PIN = re.compile(r"[0-9]{1,19}-[0-9a-f]{32}" + re.escape(OBJECT_SUFFIX))
+
+
+@dataclass(frozen=True, slots=True)
+class PinFolder:
+    """The folder of one process; exists, locked, until remove or the process's end."""
+
+    path: str
+    lock_fd: int
+
+    @classmethod
+    def make(cls, pins: Path) -> PinFolder:
+        """Create a folder for this process.
+
+        Raises:
+            OSError: The file system refused, or has no locks.
+        """
+        for _ in range(3):
+            path = pins / f"{os.getpid()}-{own_start_time()}-{secrets.token_hex(4)}"
+            make_folder(path)
+            lock = path / LOCK_NAME
+            try:
+                fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
+            except FileNotFoundError:
+                continue  # swept by another container before it was locked
+            except OSError:
+                _empty(str(path))
+                raise
+            made = cls(str(path), fd)
+            try:
+                os.fchmod(fd, FILE_MODE)
+                if try_lock(fd) and os.path.samestat(os.fstat(fd), os.lstat(lock)):
+                    return made
+                os.close(fd)  # likewise; what stands under its name now is not ours
+            except FileNotFoundError:
+                os.close(fd)
+            except BaseException:
+                made.remove()
+                raise
+        raise OSError(errno.EAGAIN, "pin folders vanish as soon as they are made", str(pins))
+
+    def remove(self) -> None:
+        """Drop all pins in it; never raises."""
+        _empty(self.path)
+        with suppress(OSError):
+            os.close(self.lock_fd)
+
+
+def _empty(path: str) -> None:
+    """Remove a pin folder and what pins put there; anything else in it stays, and so does it."""
+    with suppress(OSError):
+        for name in os.listdir(path):
+            if _PIN.fullmatch(name):
+                with suppress(OSError):
+                    os.unlink(f"{path}/{name}")
+        # Last, because it is what tells others that somebody is at work here.
+        with suppress(FileNotFoundError):
+            os.unlink(f"{path}/{LOCK_NAME}")
+        os.rmdir(path)
+
+
+def is_pin_name(name: str) -> bool:
+    """Whether a file in a pin folder is a pin."""
+    return _PIN.fullmatch(name) is not None
+
+
+def is_pin_folder_name(name: str) -> bool:
+    """Whether an entry of ``pins/`` could be a process's folder."""
+    return _FOLDER.fullmatch(name) is not None
+
+
+def is_dead(folder: str) -> bool:
+    """Whether the process that made this pin folder is gone, by both witnesses."""
+    if not _looks_dead(folder):
+        return False
+    try:
+        fd = _take_lock(folder)
+    except OSError:
+        return False
+    if fd is not None:
+        os.close(fd)
+    return True
+
+
+def sweep_dead(pins: Path) -> int:
+    """Remove the pin folders of dead processes; never raises.
+
+    Returns:
+        How many were removed.
+    """
+    try:
+        folders = [f"{pins}/{name}" for name in os.listdir(pins)]
+    except OSError:
+        return 0
+    swept = 0
+    for folder in folders:
+        if _looks_dead(folder):
+            with suppress(OSError):
+                _sweep(folder)
+                swept += not os.path.lexists(folder)
+    return swept
+
+
+def _sweep(folder: str) -> None:
+    fd = _take_lock(folder)
+    if fd is None:
+        # Just made by another container and not locked yet? Then it is empty, and its maker
+        # starts again when it is gone. With pins in it, its lock was lost long ago.
+        try:
+            os.rmdir(folder)
+            return
+        except OSError as exc:
+            if exc.errno != errno.ENOTEMPTY:
+                raise
+        fd = _take_lock(folder)
+    _empty(folder)
+    if fd is not None:
+        os.close(fd)
+
+
+def _looks_dead(folder: str) -> bool:
+    match = _FOLDER.fullmatch(folder.rpartition("/")[2])
+    return match is not None and not seems_alive(int(match[1]), match[2])
+
+
+def _take_lock(folder: str) -> int | None:
+    """Lock a pin folder that is not ours.
+
+    Returns:
+        The lock's descriptor, None where the folder has no lock.
+
+    Raises:
+        OSError: Somebody holds it (BlockingIOError), or it cannot be opened.
+    """
+    try:
+        fd = os.open(f"{folder}/{LOCK_NAME}", os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    try:
+        if not try_lock(fd):
+            raise BlockingIOError(errno.EWOULDBLOCK, "in use", folder)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the tests of the tier share: small entries, a clock, and child processes."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from s3ec import codec
+from s3ec.codec import Header, Shape
+from s3ec.counters import Counters
+from s3ec.identity import Key, make_key
+from s3ec.tier import Pin, Tier
+
+NAMESPACE = "tiny-gemma3-0123456789abcdef"
+OTHER_NAMESPACE = "tiny-gemma3-fedcba9876543210"
+HOUR_S = 3600.0
+_DEADLINE_S = 30.0
+_REPOSITORY = Path(__file__).parents[3]
+
+
+def key_of(identifier: str) -> Key:
+    key = make_key(identifier)
+    assert key is not None
+    return key
+
+
+def key_at(number: int) -> Key:
+    """Content hashes, LoRA ones and strings of clients in turn."""
+    digest = hashlib.sha256(str(number).encode()).hexdigest()
+    return key_of((digest, f"adapter:{digest}", f"client {number}")[number % 3])
+
+
+def entry(
+    key: Key, *, rows: int = 4, seed: int = 0, namespace: str = NAMESPACE, width: int = 32
+) -> bytes:
+    """A good entry; its tensor depends on the key and the seed. 512 to 1024 bytes by default."""
+    shape = Shape(rows, width, "bfloat16")
+    start = hashlib.sha256(f"{key.identifier}/{seed}".encode()).digest()
+    data = (start * (shape.nbytes // len(start) + 1))[: shape.nbytes]
+    header = Header(
+        identifier=key.identifier,
+        namespace=namespace,
+        modality="image",
+        shape=shape,
+        checksum=codec.checksum(data),
+    )
+    return codec.encode_header(header) + data
+
+
+def read(pin: Pin, key: Key) -> bytes:
+    """The pinned bytes, checked as a worker would."""
+    blob = pin.path.read_bytes()
+    header = codec.verify(blob, namespace=NAMESPACE, identifier=key.identifier)
+    assert (header, len(blob)) == (pin.header, pin.nbytes)
+    return blob
+
+
+def file_of(tier_root: Path, key: Key, namespace: str = NAMESPACE) -> Path:
+    return tier_root / "v1" / "objects" / namespace / key.name
+
+
+def files_below(folder: Path) -> set[str]:
+    """Names of all files at any depth."""
+    return {path.name for path in folder.rglob("*") if not path.is_dir()}
+
+
+def temps_below(folder: Path) -> set[str]:
+    return {name for name in files_below(folder) if name.startswith(".tmp-")}
+
+
+def pin_folders(root: Path) -> list[Path]:
+    return sorted((root / "v1" / "pins").iterdir())
+
+
+class Clock:
+    """Seconds since the epoch, moved by hand; starts now, for files that the kernel stamps."""
+
+    def __init__(self) -> None:
+        self.now_s = float(int(time.time()))
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def new_tier(root: Path, *, budget_bytes: int = 1 << 30, min_free_bytes: int = 0) -> Tier:
+    """For child processes and threads; tests take the fixture ``make_tier``."""
+    return Tier(
+        root,
+        NAMESPACE,
+        budget_bytes=budget_bytes,
+        min_free_bytes=min_free_bytes,
+        counters=Counters(),
+    )
+
+
+class Child:
+    """A process that runs one command of child.py; talks in lines."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def hear(self) -> str:
+        """The next line; empty when it has ended."""
+        assert self._process.stdout is not None
+        return self._process.stdout.readline().strip()
+
+    def say(self, line: str = "go") -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{line}\n")
+        self._process.stdin.flush()
+
+    def kill(self) -> None:
+        """SIGKILL, and wait until it is gone, not even a zombie."""
+        self._process.kill()
+        self._process.wait()
+
+    def end(self) -> None:
+        """Wait for its own end, which must be a good one."""
+        assert self._process.wait(_DEADLINE_S) == 0
+
+
+@contextmanager
+def child(command: str, *arguments: object) -> Iterator[Child]:
+    """Start one; whatever happens it is gone afterwards."""
+    process = subprocess.Popen(
+        [sys.executable, str(Path(__file__).with_name("child.py")), command]
+        + [str(argument) for argument in arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(_REPOSITORY)},
+    )
+    # A child that hangs would hang its test in readline.
+    deadline = threading.Timer(_DEADLINE_S, process.kill)
+    deadline.start()
+    try:
+        yield Child(process)
+    finally:
+        deadline.cancel()
+        process.kill()
+        with process:
+            pass
+        deadline.join()

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiers for tests: closed at the end, and audited where nothing was broken on purpose."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+
+import pytest
+
+from s3ec.counters import Counters
+from s3ec.tier import Tier
+from tests.unit.tier.cases import NAMESPACE, Clock
+
+_NOBODY = 65534
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def counters() -> Counters:
+    return Counters()
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def make_tier(root: Path, counters: Counters, clock: Clock) -> Iterator[Callable[..., Tier]]:
+    """Make and open tiers, by default all on one folder."""
+    made: list[Tier] = []
+
+    def make(
+        folder: Path = root,
+        *,
+        namespace: str = NAMESPACE,
+        budget_bytes: int = 1 << 30,
+        min_free_bytes: int = 0,
+    ) -> Tier:
+        tier = Tier(
+            folder,
+            namespace,
+            budget_bytes=budget_bytes,
+            min_free_bytes=min_free_bytes,
+            counters=counters,
+            clock=clock,
+        )
+        made.append(tier)
+        tier.open()
+        return tier
+
+    yield make
+    for tier in made:
+        tier.close()
+
+
+@pytest.fixture
+def tier(make_tier: Callable[..., Tier]) -> Iterator[Tier]:
+    """One that must be in order at the end."""
+    tier = make_tier()
+    yield tier
+    assert tier.check() == []
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 1 MiB and 64 files of its own."""
+    folder = tmp_path / "disk"
+    folder.mkdir(mode=0o700)
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m,nr_inodes=64,mode=700", "tmpfs", str(folder)]
+    try:
+        done = subprocess.run(mount, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        pytest.skip("no mount command")
+    if done.returncode:
+        pytest.skip(f"mounting needs root: {done.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@pytest.fixture
+def frozen(small_disk: Path) -> Callable[[], AbstractContextManager[None]]:
+    """While entered, the small disk is read-only for whoever comes by its path."""
+
+    @contextmanager
+    def freeze() -> Iterator[None]:
+        # A second mount on top: the first one is busy, since a tier keeps a lock file open.
+        subprocess.run(["mount", "--bind", str(small_disk), str(small_disk)], check=True)
+        try:
+            subprocess.run(["mount", "-o", "remount,bind,ro", str(small_disk)], check=True)
+            yield
+        finally:
+            subprocess.run(["umount", str(small_disk)], check=True)
+
+    return freeze
+
+
+@pytest.fixture
+def plain_user(make_tier: Callable[..., Tier]) -> Iterator[Path]:
+    """Permissions that hold: a root user becomes nobody. Gives a folder of that user.
+
+    After make_tier, whose own folder belongs to root.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        if os.geteuid() != 0:
+            yield Path(folder)
+            return
+        os.chown(folder, _NOBODY, _NOBODY)
+        os.setegid(_NOBODY)
+        os.seteuid(_NOBODY)
+        try:
+            yield Path(folder)
+        finally:
+            os.seteuid(0)
+            os.setegid(0)

@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The byte budget: least recently used goes first, one evictor, pinned entries stay."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from s3ec.counters import Counters
+from s3ec.errors import TierError
+from s3ec.tier import Tier, evictor
+from s3ec.tier.files import free_bytes
+from tests.unit.tier.cases import (
+    OTHER_NAMESPACE,
+    child,
+    entry,
+    file_of,
+    key_at,
+    key_of,
+    read,
+)
+
+SIZE = len(entry(key_at(0)))
+
+
+def keys(count: int) -> list[str]:
+    """Identifiers of entries with equal sizes."""
+    return [f"{number:064x}" for number in range(count)]
+
+
+def fill(tier: Tier, count: int) -> None:
+    for identifier in keys(count):
+        tier.publish(key_of(identifier), [entry(key_of(identifier))])
+
+
+def present(tier: Tier, count: int) -> set[int]:
+    return {n for n, identifier in enumerate(keys(count)) if tier.contains(key_of(identifier))}
+
+
+def test_publish_past_the_budget_evicts_the_least_recently_used_to_the_low_mark(
+    make_tier: Callable[..., Tier], counters: Counters
+) -> None:
+    tier = make_tier(budget_bytes=10 * SIZE)
+    fill(tier, 10)
+    assert present(tier, 10) == set(range(10))
+    tier.pin(key_of(keys(1)[0]))  # used: no longer the oldest
+    pin = tier.pin(key_of(keys(2)[1]))
+    assert pin is not None
+    tier.unpin(pin)
+    tier.publish(key_of("f" * 64), [entry(key_of("f" * 64))])
+    assert present(tier, 10) == set(range(10)) - {2, 3}
+    assert tier.usage().nbytes == 9 * SIZE  # 90% of the budget
+    assert counters.get("tier.evicted") == 2
+    assert counters.get("tier.evicted_bytes") == 2 * SIZE
+    assert tier.check() == []
+
+
+def test_make_room_below_the_budget_does_nothing(make_tier: Callable[..., Tier]) -> None:
+    tier = make_tier(budget_bytes=10 * SIZE)
+    fill(tier, 10)
+    assert tier.make_room() == 0
+    assert tier.make_room(SIZE) == 2 * SIZE
+    assert present(tier, 10) == set(range(2, 10))
+
+
+def test_lowered_budget_is_kept_after_a_restart(make_tier: Callable[..., Tier]) -> None:
+    tier = make_tier()
+    fill(tier, 10)
+    tier.close()
+    tier = make_tier(budget_bytes=5 * SIZE)
+    tier.publish(key_of("f" * 64), [entry(key_of("f" * 64))])
+    assert tier.usage().nbytes <= 5 * SIZE
+    assert tier.contains(key_of("f" * 64))
+
+
+def test_budget_is_for_all_namespaces_together(make_tier: Callable[..., Tier]) -> None:
+    other = make_tier(namespace=OTHER_NAMESPACE)
+    for identifier in keys(6):
+        key = key_of(identifier)
+        other.publish(key, [entry(key, namespace=OTHER_NAMESPACE)])
+    tier = make_tier(budget_bytes=10 * SIZE)
+    fill(tier, 6)
+    assert present(tier, 6) == set(range(6))
+    assert 0 < len(present(other, 6)) < 6
+    assert tier.check() == []
+
+
+def test_pinned_entries_are_passed_over_and_read_well(make_tier: Callable[..., Tier]) -> None:
+    tier = make_tier(budget_bytes=10 * SIZE)
+    fill(tier, 10)
+    pins = {n: tier.pin(key_of(keys(10)[n])) for n in (0, 1, 2)}
+    for identifier in keys(10)[3:]:  # so that the pinned ones are the oldest
+        pin = tier.pin(key_of(identifier))
+        assert pin is not None
+        tier.unpin(pin)
+    assert tier.make_room(4 * SIZE) == 5 * SIZE
+    assert present(tier, 10) == {0, 1, 2, 8, 9}
+    for n, pin in pins.items():
+        assert pin is not None
+        assert read(pin, key_of(keys(10)[n])) == entry(key_of(keys(10)[n]))
+
+
+def test_pins_of_another_process_are_passed_over(
+    make_tier: Callable[..., Tier], root: Path
+) -> None:
+    tier = make_tier(budget_bytes=4 * SIZE)
+    tier.publish(key_at(0), [entry(key_at(0))])
+    with child("hold", root, 0) as other:
+        path = Path(other.hear())
+        fill(tier, 8)
+        assert tier.contains(key_at(0))
+        assert path.read_bytes() == entry(key_at(0))
+        other.say()
+        other.end()
+    fill(tier, 8)
+    assert not tier.contains(key_at(0))
+
+
+def test_budget_full_of_pins_still_takes_entries(make_tier: Callable[..., Tier]) -> None:
+    tier = make_tier(budget_bytes=3 * SIZE)
+    for identifier in keys(6):
+        key = key_of(identifier)
+        tier.publish(key, [entry(key)])
+        assert tier.pin(key) is not None
+    assert tier.make_room() == 0
+    assert tier.usage().nbytes == 6 * SIZE
+    assert tier.check() == []
+
+
+def test_held_bytes_count_against_the_budget(make_tier: Callable[..., Tier]) -> None:
+    tier = make_tier(budget_bytes=10 * SIZE)
+    fill(tier, 6)
+    for identifier in keys(6)[:4]:
+        tier.pin(key_of(identifier))
+        tier.evict(key_of(identifier))
+    assert tier.make_room(4 * SIZE) == 0
+    assert tier.make_room(5 * SIZE) == 2 * SIZE
+    assert tier.usage().held_nbytes == 4 * SIZE
+
+
+def test_full_disk_refuses_when_pins_hold_everything(make_tier: Callable[..., Tier]) -> None:
+    tier = make_tier()
+    fill(tier, 3)
+    tier.close()
+    tier = make_tier(min_free_bytes=1 << 60)
+    pins = [tier.pin(key_of(identifier)) for identifier in keys(3)]
+    with pytest.raises(TierError, match="min_free_bytes"):
+        tier.publish(key_at(0), [entry(key_at(0))])
+    assert present(tier, 3) == {0, 1, 2}
+    tier.unpin(pins[0])  # type: ignore[arg-type]
+    with pytest.raises(TierError, match="min_free_bytes"):
+        tier.publish(key_at(0), [entry(key_at(0))])
+    assert present(tier, 3) == {1, 2}
+
+
+def test_disk_short_of_free_space_evicts_only_what_is_missing(
+    make_tier: Callable[..., Tier], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = make_tier(budget_bytes=100 * SIZE, min_free_bytes=50 * SIZE)
+    fill(tier, 20)
+    gone = lambda: 20 - len(present(tier, 20))  # noqa: E731
+    monkeypatch.setattr(evictor, "free_bytes", lambda folder: (49 + gone()) * SIZE)
+    tier.publish(key_at(0), [entry(key_at(0))])
+    assert present(tier, 20) == set(range(4, 20))  # 1 + 1 and a hundredth of the budget or so
+
+
+def test_second_evictor_does_not_wait(make_tier: Callable[..., Tier], root: Path) -> None:
+    tier = make_tier(budget_bytes=3 * SIZE)
+    with child("occupy", root) as other:
+        assert other.hear() == "locked"
+        fill(tier, 6)
+        assert tier.make_room() == 0
+        assert present(tier, 6) == set(range(6))
+        other.say()
+        other.end()
+    assert tier.make_room() == 4 * SIZE
+
+
+def test_child_forked_during_a_round_does_not_keep_evictors_out(
+    make_tier: Callable[..., Tier], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = make_tier(budget_bytes=10 * SIZE)
+    fill(tier, 10)
+    take, children = evictor.take_census, []
+    wait, go = os.pipe()
+
+    def fork_after(folders: object) -> object:
+        pid = os.fork()
+        if pid == 0:
+            os.close(go)
+            os.read(wait, 1)
+            os._exit(0)
+        children.append(pid)
+        return take(folders)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(evictor, "take_census", fork_after)
+        assert tier.make_room(SIZE) == 2 * SIZE
+    assert tier.make_room(3 * SIZE) == 2 * SIZE
+    os.close(go)
+    for pid in children:
+        os.waitpid(pid, 0)
+    os.close(wait)
+
+
+def test_estimate_notices_what_other_processes_publish(make_tier: Callable[..., Tier]) -> None:
+    one, two = make_tier(budget_bytes=64 * SIZE), make_tier(budget_bytes=64 * SIZE)
+    for number in range(100):
+        for tier, name in ((one, f"a{number}"), (two, f"b{number}")):
+            tier.publish(key_of(name), [entry(key_of(name))])
+            # Each looks again after a sixteenth of the budget (4 entries and the one it is at).
+            assert tier.usage().nbytes <= (64 + 2 * 6) * SIZE
+
+
+def test_entry_used_during_the_round_is_spared(
+    make_tier: Callable[..., Tier], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = make_tier(budget_bytes=10 * SIZE)
+    fill(tier, 10)
+    take = evictor.take_census
+
+    def use_after(folders: object) -> object:
+        census = take(folders)  # type: ignore[arg-type]
+        pin = tier.pin(key_of(keys(1)[0]))
+        assert pin is not None
+        tier.unpin(pin)
+        return census
+
+    monkeypatch.setattr(evictor, "take_census", use_after)
+    tier.make_room(SIZE)
+    assert present(tier, 10) == {0, *range(3, 10)}
+
+
+def test_entry_that_somebody_else_removes_during_the_round_is_no_trouble(
+    make_tier: Callable[..., Tier], monkeypatch: pytest.MonkeyPatch, counters: Counters
+) -> None:
+    tier = make_tier(budget_bytes=10 * SIZE)
+    fill(tier, 10)
+    take = evictor.take_census
+
+    def remove_after(folders: object) -> object:
+        census = take(folders)  # type: ignore[arg-type]
+        tier.evict(key_of(keys(1)[0]))
+        return census
+
+    monkeypatch.setattr(evictor, "take_census", remove_after)
+    tier.make_room(SIZE)
+    assert tier.usage().nbytes <= 9 * SIZE
+    assert counters.get("tier.errors") == 0
+
+
+def test_foreign_files_are_complained_about_but_neither_counted_nor_deleted(
+    make_tier: Callable[..., Tier], root: Path
+) -> None:
+    tier = make_tier(budget_bytes=5 * SIZE)
+    fill(tier, 5)
+    objects = root / "v1" / "objects"
+    folder = file_of(root, key_of(keys(1)[0])).parent
+    foreign = [
+        root / "v1" / "README",
+        objects / "notes.txt",
+        folder / "upload.safetensors.part",
+        folder / f"{'f' * 64}.safetensors",  # a good name in the wrong folder
+        root / "v1" / "pins" / "stray",
+    ]
+    for path in foreign:
+        path.write_bytes(bytes(100 * SIZE))
+    link = folder / f"00{'a' * 62}.safetensors"
+    link.symlink_to(foreign[0])
+    assert tier.usage().nbytes == 5 * SIZE
+    assert tier.make_room() == 0
+    tier.make_room(5 * SIZE)
+    assert all(os.path.lexists(path) for path in [*foreign, link])
+    complaints = tier.check()
+    assert len(complaints) == 6
+    for path in [*foreign, link]:
+        assert any(str(path) in complaint for complaint in complaints)
+
+
+def test_free_bytes_is_what_a_plain_user_may_write(tmp_path: Path) -> None:
+    found = os.statvfs(tmp_path)
+    assert 0 < free_bytes(tmp_path) <= found.f_bfree * found.f_frsize
+
+
+def test_folders_that_lost_their_last_entry_go_too(
+    make_tier: Callable[..., Tier], root: Path
+) -> None:
+    tier = make_tier(budget_bytes=4 * SIZE)
+    for number in range(40):
+        tier.publish(key_at(number), [entry(key_at(number))])
+    folders = {path for path in (root / "v1" / "objects").rglob("*") if path.is_dir()}
+    assert len(folders) <= 1 + 4 * 2
+    assert tier.check() == []

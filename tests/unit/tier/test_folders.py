@@ -1,0 +1,311 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The folder itself: whose it may be, and what happens when it vanishes, fills or freezes."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import pytest
+
+from s3ec.counters import Counters
+from s3ec.errors import TierError
+from s3ec.tier import Tier
+from tests.unit.tier.cases import (
+    NAMESPACE,
+    entry,
+    file_of,
+    files_below,
+    key_at,
+    key_of,
+    new_tier,
+    pin_folders,
+    read,
+)
+
+KEY = key_at(1)  # with a LoRA folder
+
+
+def test_missing_root_is_made_with_its_parents(make_tier: Callable[..., Tier], root: Path) -> None:
+    tier = make_tier(root / "a" / "b")
+    assert (root / "a").stat().st_mode & 0o777 == 0o700
+    assert tier.check() == []
+
+
+def test_root_of_another_user_is_refused_with_the_fix(tmp_path: Path) -> None:
+    folder = Path("/usr")
+    if os.geteuid() == 0:
+        folder = tmp_path / "theirs"
+        folder.mkdir(mode=0o700)
+        os.chown(folder, 65534, 65534)
+    with pytest.raises(TierError, match=r"belongs to uid .* `chown .*cache_dir"):
+        new_tier(folder).open()
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o770, 0o702])
+def test_root_that_others_may_write_is_refused_with_the_fix(root: Path, mode: int) -> None:
+    root.mkdir()
+    root.chmod(mode)
+    with pytest.raises(TierError, match=rf"`chmod 700 {root}`.*{root}/s3ec"):
+        new_tier(root).open()
+    root.chmod(0o755)
+    tier = new_tier(root)
+    tier.open()
+    tier.close()
+
+
+@pytest.mark.parametrize("name", ["v1", "v1/objects", f"v1/objects/{NAMESPACE}", "v1/pins"])
+def test_inner_folder_that_is_a_link_a_file_or_open_to_others_is_refused(
+    make_tier: Callable[..., Tier], root: Path, tmp_path: Path, name: str
+) -> None:
+    make_tier().close()
+    inner, elsewhere = root / name, tmp_path / "elsewhere"
+    inner.chmod(0o777)
+    with pytest.raises(TierError, match="writable by other users"):
+        new_tier(root).open()
+    inner.chmod(0o700)
+    inner.rename(elsewhere)
+    inner.symlink_to(elsewhere)
+    with pytest.raises(TierError, match="symbolic link"):
+        new_tier(root).open()
+    inner.unlink()
+    inner.touch()
+    with pytest.raises(TierError, match="not a folder"):
+        new_tier(root).open()
+
+
+def test_root_may_be_a_link_and_is_resolved_once(
+    make_tier: Callable[..., Tier], root: Path, tmp_path: Path
+) -> None:
+    real, other, link = tmp_path / "real", tmp_path / "other", tmp_path / "link"
+    real.mkdir(mode=0o700)
+    link.symlink_to(real)
+    tier = make_tier(link)
+    link.unlink()
+    link.symlink_to(other)
+    tier.publish(KEY, [entry(KEY)])
+    assert file_of(real, KEY).exists()
+    assert not other.exists()
+    assert tier.check() == []
+
+
+def test_root_that_is_a_file_is_refused(root: Path) -> None:
+    root.touch()
+    with pytest.raises(TierError, match="not a folder"):
+        new_tier(root).open()
+    with pytest.raises(TierError, match="set `cache_dir`"):
+        new_tier(root / "below").open()
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_folder_replaced_by_a_link_is_not_followed(
+    make_tier: Callable[..., Tier], root: Path, tmp_path: Path, counters: Counters, depth: int
+) -> None:
+    tier = make_tier()
+    tier.publish(KEY, [entry(KEY)])
+    folder, elsewhere = file_of(root, KEY).parents[depth], tmp_path / "elsewhere"
+    folder.rename(elsewhere)
+    folder.symlink_to(elsewhere)
+    before = files_below(elsewhere)
+    assert tier.pin(KEY) is None
+    with pytest.raises(TierError, match="not a folder"):
+        tier.publish(KEY, [entry(KEY, seed=1)])
+    tier.evict(KEY)
+    tier.quarantine(KEY, "checksum")
+    assert tier.usage().entries == 0
+    assert tier.make_room(1 << 30) == 0
+    assert files_below(elsewhere) == before
+    # pin, evict, quarantine and the evict that quarantine falls back to
+    assert counters.get("tier.errors") == 4
+    assert str(folder) in "".join(tier.check())
+
+
+def test_vanished_folder_is_made_again(make_tier: Callable[..., Tier], root: Path) -> None:
+    tier = make_tier()
+    tier.publish(KEY, [entry(KEY)])
+    held = tier.pin(KEY)
+    assert held is not None
+    for again in range(2):
+        shutil.rmtree(root)
+        assert tier.pin(KEY) is None
+        assert not tier.contains(KEY)
+        assert tier.usage().entries == 0
+        tier.evict(KEY)
+        tier.quarantine(KEY, "checksum")
+        tier.unpin(held)
+        if again:
+            assert tier.make_room() == 0
+        tier.publish(KEY, [entry(KEY)])
+        held = tier.pin(KEY)
+        assert held is not None
+        assert read(held, KEY) == entry(KEY)
+        assert tier.check() == []
+    tier.close()
+    assert pin_folders(root) == []
+
+
+@pytest.mark.parametrize("name", ["v1/pins", "v1/quarantine", "v1/evict.lock"])
+def test_vanished_part_is_made_again(
+    make_tier: Callable[..., Tier], root: Path, counters: Counters, name: str
+) -> None:
+    tier = make_tier()
+    tier.publish(KEY, [entry(KEY)])
+    tier.make_room()
+    part = root / name
+    if part.is_dir():
+        shutil.rmtree(part)
+    else:
+        part.unlink()
+    assert tier.pin(KEY) is not None
+    tier.quarantine(KEY, "checksum")
+    tier.make_room()
+    assert part.exists()
+    assert counters.get("tier.quarantined") == 1
+    assert counters.get("tier.errors") == 0
+    assert tier.check() == []
+
+
+def test_full_disk_evicts_what_it_can_and_then_refuses(
+    make_tier: Callable[..., Tier], small_disk: Path, counters: Counters
+) -> None:
+    tier = make_tier(small_disk, budget_bytes=1 << 22)
+    blobs = [entry(key_at(number), rows=2000) for number in range(12)]  # 128 KB each
+    for number, blob in enumerate(blobs):
+        tier.publish(key_at(number), [blob])
+    assert counters.get("tier.evicted") > 0
+    assert tier.contains(key_at(11))
+    pins = [pin for number in range(12) if (pin := tier.pin(key_at(number)))]
+    found = os.statvfs(small_disk)
+    (small_disk / "somebody's").write_bytes(bytes(found.f_bavail * found.f_frsize))
+    before = tier.usage()
+    with pytest.raises(TierError, match="min_free_bytes"):
+        tier.publish(key_at(20), [entry(key_at(20), rows=2000)])
+    assert tier.usage() == before
+    for pin in pins:
+        read(pin, key_of(pin.header.identifier))
+        tier.unpin(pin)
+    tier.publish(key_at(30), [entry(key_at(30), rows=2000)])
+    assert tier.pin(key_at(30)) is not None
+    assert tier.check() == []
+
+
+def test_disk_out_of_inodes_evicts_and_goes_on(
+    make_tier: Callable[..., Tier], small_disk: Path, counters: Counters
+) -> None:
+    tier = make_tier(small_disk)
+    refused = []
+    for number in range(200):
+        try:
+            tier.publish(key_at(number), [entry(key_at(number))])
+        except TierError as exc:  # folders need inodes too, so one entry less may not do
+            refused.append(str(exc.__cause__))
+    assert all("No space" in reason for reason in refused)
+    assert len(refused) < 20
+    assert counters.get("tier.evicted") > 100
+    assert tier.check() == []
+
+
+def test_disk_that_is_full_at_the_start_loses_entries_not_the_tier(
+    make_tier: Callable[..., Tier], small_disk: Path
+) -> None:
+    tier = make_tier(small_disk)
+    for number in range(6):
+        tier.publish(key_at(number), [entry(key_at(number))])
+    tier.close()
+    for number in range(os.statvfs(small_disk).f_favail):
+        (small_disk / f"somebody's {number}").touch()
+    tier = make_tier(small_disk)
+    assert 0 < tier.usage().entries < 6
+    assert tier.check() == []
+
+
+def test_disk_that_is_full_of_other_things_is_refused_and_left_alone(
+    make_tier: Callable[..., Tier], small_disk: Path
+) -> None:
+    make_tier(small_disk).close()
+    for number in range(os.statvfs(small_disk).f_favail):
+        (small_disk / f"somebody's {number}").touch()
+    for spare in range(2):  # no room for the folder, then none for the lock in it
+        with pytest.raises(TierError, match="No space"):
+            new_tier(small_disk).open()
+        assert pin_folders(small_disk) == []
+        (small_disk / f"somebody's {spare}").unlink()
+    make_tier(small_disk)
+
+
+def test_read_only_disk_misses_and_refuses_and_recovers(
+    make_tier: Callable[..., Tier],
+    small_disk: Path,
+    frozen: Callable[[], AbstractContextManager[None]],
+    counters: Counters,
+) -> None:
+    tier = make_tier(small_disk)
+    tier.publish(KEY, [entry(KEY)])
+    held = tier.pin(KEY)
+    assert held is not None
+    with frozen():
+        with pytest.raises(TierError, match="Read-only"):
+            tier.publish(KEY, [entry(KEY)])
+        with pytest.raises(TierError, match=r"Read-only.*cache_dir"):
+            new_tier(small_disk).open()
+        assert tier.pin(KEY) is None
+        assert counters.get("tier.errors") == 1
+        assert tier.contains(KEY)
+        assert tier.make_room() == 0
+        tier.unpin(held)
+        tier.evict(KEY)
+        tier.quarantine(KEY, "checksum")
+        # make_room, unpin, evict, quarantine and the evict that quarantine falls back to
+        assert counters.get("tier.errors") == 6
+        assert counters.get("tier.quarantined") == 0
+        assert read(held, KEY) == entry(KEY)
+        assert tier.check() == []
+    tier.unpin(held)
+    assert tier.pin(KEY) is not None
+
+
+def test_folder_without_permission_is_refused_counted_and_bypassed(
+    plain_user: Path, make_tier: Callable[..., Tier], counters: Counters
+) -> None:
+    root = plain_user / "cache"
+    tier = make_tier(root)
+    tier.publish(KEY, [entry(KEY)])
+    folder = file_of(root, KEY).parent
+    folder.chmod(0)
+    assert tier.pin(KEY) is None
+    assert not tier.contains(KEY)
+    assert counters.get("tier.errors") == 2
+    with pytest.raises(TierError, match="Permission denied"):
+        tier.publish(KEY, [entry(KEY)])
+    assert tier.make_room() == 0
+    assert any(f"cannot read {folder}" in complaint for complaint in tier.check())
+    folder.chmod(0o700)
+    assert tier.pin(KEY) is not None
+    plain_user.chmod(0o500)
+    with pytest.raises(TierError, match=r"Permission denied.*set `cache_dir`"):
+        new_tier(plain_user / "new").open()
+    plain_user.chmod(0o700)
+    tier.close()
+
+
+def test_refusals_are_counted_each_time_and_logged_once(
+    make_tier: Callable[..., Tier], counters: Counters, caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    tier = make_tier()
+    tier.publish(KEY, [entry(KEY)])
+
+    def refuse(*arguments: object, **options: object) -> None:
+        raise OSError(errno.EIO, "disk gone")
+
+    monkeypatch.setattr(os, "link", refuse)
+    for _ in range(5):
+        assert tier.pin(KEY) is None
+    assert counters.get("tier.errors") == 5
+    assert [record.levelname for record in caplog.records if "disk gone" in record.message] == [
+        "WARNING"
+    ]

@@ -1,0 +1,293 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tier against a dict: a state machine that knows exactly what must be on the disk."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    invariant,
+    multiple,
+    precondition,
+    rule,
+)
+
+from s3ec import codec
+from s3ec.counters import Counters
+from s3ec.errors import CorruptEntryError
+from s3ec.identity import Key
+from s3ec.tier import Pin, Tier
+from tests.unit.tier.cases import NAMESPACE, Clock, entry, file_of, key_at
+
+KEYS = [key_at(number) for number in range(7)]
+UNIT = len(entry(KEYS[0], rows=4))
+BUDGET_BYTES = 7 * UNIT
+LOW_BYTES = int(BUDGET_BYTES * 0.9)
+
+keys = st.sampled_from(KEYS)
+DAMAGES = {
+    "flip": lambda blob: blob[:-1] + bytes([blob[-1] ^ 1]),
+    "cut": lambda blob: blob[:-1],
+    "cut short": lambda blob: blob[:50],
+    "grow": lambda blob: blob + b"\0",
+    "empty": lambda blob: b"",
+    "zeros": lambda blob: bytes(len(blob)),
+    "foreign": lambda blob: entry(key_at(99)),
+}
+
+
+@dataclass(eq=False)
+class File:
+    """One inode: what it holds, and how many pins it has."""
+
+    key: Key
+    blob: bytes
+    used: int
+    pins: int = 0
+
+    @property
+    def complaint(self) -> str | None:
+        """Why it is bad, as the codec says it."""
+        try:
+            codec.verify(self.blob, namespace=NAMESPACE, identifier=self.key.identifier)
+        except CorruptEntryError as exc:
+            return exc.reason
+        return None
+
+
+@dataclass(eq=False)
+class Held:
+    """A pin, and the file that it must go on showing."""
+
+    pin: Pin
+    file: File
+
+
+@dataclass
+class Model:
+    """What should be on the disk."""
+
+    entries: dict[Key, File] = field(default_factory=dict)
+    quarantined: dict[tuple[Key, str], File] = field(default_factory=dict)
+    held: list[Held] = field(default_factory=list)
+
+    def files(self) -> set[File]:
+        return {
+            *self.entries.values(),
+            *self.quarantined.values(),
+            *(held.file for held in self.held),
+        }
+
+    def total_bytes(self) -> int:
+        return sum(len(file.blob) for file in self.files())
+
+    def make_room(self, incoming_bytes: int) -> int:
+        """The rule of eviction, said once more."""
+        total, freed = self.total_bytes(), 0
+        if total + incoming_bytes <= BUDGET_BYTES:
+            return 0
+        for key, file in sorted(self.entries.items(), key=lambda item: item[1].used):
+            if total - freed + incoming_bytes <= LOW_BYTES:
+                break
+            if not file.pins:
+                del self.entries[key]
+                freed += len(file.blob)
+        return freed
+
+
+class TierMachine(RuleBasedStateMachine):
+    """Every rule does one thing to both, and compares what they answer."""
+
+    pins = Bundle("pins")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.root = Path(tempfile.mkdtemp(prefix="s3ec-tier-"))
+        self.clock = Clock()
+        self.counters = Counters()
+        self.model = Model()
+        self.uses = 0
+        self.quarantines = 0
+        self.tier = self.new_tier()
+
+    def new_tier(self) -> Tier:
+        tier = Tier(
+            self.root,
+            NAMESPACE,
+            budget_bytes=BUDGET_BYTES,
+            min_free_bytes=0,
+            counters=self.counters,
+            clock=self.clock,
+        )
+        tier.open()
+        return tier
+
+    def teardown(self) -> None:
+        self.tier.close()
+        left = os.listdir(self.root / "v1" / "pins")
+        shutil.rmtree(self.root)
+        assert left == []
+
+    def use(self) -> int:
+        self.uses += 1
+        return self.uses
+
+    def set_aside(self, key: Key, reason: str) -> None:
+        file = self.model.entries.pop(key, None)
+        if file is not None:
+            self.model.quarantined[key, reason] = file
+            self.quarantines += 1
+
+    @rule(key=keys, seed=st.integers(0, 2), rows=st.sampled_from([1, 4, 16]))
+    def publish(self, key: Key, seed: int, rows: int) -> None:
+        blob = entry(key, seed=seed, rows=rows)
+        # The estimate may make the tier look sooner than needed, but what it then finds decides.
+        self.model.make_room(len(blob))
+        self.tier.publish(key, [blob[:64], blob[64:]])
+        self.model.entries[key] = File(key, blob, self.use())
+        unpinned = self.model.total_bytes() - sum(
+            len(file.blob) for file in {held.file for held in self.model.held}
+        )
+        assert unpinned <= BUDGET_BYTES
+
+    @rule(target=pins, key=keys)
+    def pin(self, key: Key) -> object:
+        file = self.model.entries.get(key)
+        pin = self.tier.pin(key)
+        if file is None:
+            assert pin is None
+            return multiple()
+        if file.complaint not in (None, "checksum"):
+            assert pin is None
+            self.set_aside(key, file.complaint)
+            return multiple()
+        assert pin is not None
+        held = Held(pin, file)
+        self.model.held.append(held)
+        file.pins += 1
+        file.used = self.use()
+        if file.complaint:  # the reader's part
+            self.tier.quarantine(key, file.complaint)
+            self.set_aside(key, file.complaint)
+        return held
+
+    @rule(held=consumes(pins))
+    def unpin(self, held: Held) -> None:
+        self.tier.unpin(held.pin)
+        self.tier.unpin(held.pin)
+        if held in self.model.held:  # not after a restart
+            self.model.held.remove(held)
+            held.file.pins -= 1
+        assert not held.pin.path.exists()
+
+    @rule(key=keys)
+    def evict(self, key: Key) -> None:
+        self.tier.evict(key)
+        self.model.entries.pop(key, None)
+
+    @rule(incoming_bytes=st.integers(0, 2 * BUDGET_BYTES))
+    def make_room(self, incoming_bytes: int) -> None:
+        assert self.tier.make_room(incoming_bytes) == self.model.make_room(incoming_bytes)
+
+    @rule(key=keys)
+    def quarantine(self, key: Key) -> None:
+        self.tier.quarantine(key, "checksum")
+        self.set_aside(key, "checksum")
+
+    @rule()
+    def restart(self) -> None:
+        self.tier.close()
+        for held in self.model.held:
+            assert not held.pin.path.exists()
+            held.file.pins -= 1
+        self.model.held.clear()
+        self.tier = self.new_tier()
+        assert self.tier.estimated_bytes() == self.model.total_bytes()
+
+    @precondition(lambda self: self.model.entries)
+    @rule(data=st.data(), damage=st.sampled_from(sorted(DAMAGES)))
+    def corrupt(self, data: st.DataObject, damage: str) -> None:
+        """Bad bytes under a good name; pinned files keep theirs (the disk is not to blame)."""
+        key = data.draw(st.sampled_from(sorted(self.model.entries, key=lambda key: key.name)))
+        file, path = self.model.entries[key], file_of(self.root, key)
+        blob = DAMAGES[damage](file.blob) if file.blob else b"x"
+        before, other = path.stat(), path.with_name("damaged")
+        other.touch(mode=0o600)
+        other.write_bytes(blob)
+        os.utime(other, ns=(before.st_atime_ns, before.st_mtime_ns))
+        other.replace(path)
+        self.model.entries[key] = File(key, blob, file.used)
+        self.make_room(0)  # a walk: no estimate knows of bytes that others bring
+
+    @precondition(lambda self: self.model.entries)
+    @rule(data=st.data())
+    def vanish(self, data: st.DataObject) -> None:
+        key = data.draw(st.sampled_from(sorted(self.model.entries, key=lambda key: key.name)))
+        file_of(self.root, key).unlink()
+        del self.model.entries[key]
+
+    @rule()
+    def vanish_altogether(self) -> None:
+        """All but the pins: without them there would be nothing to compare."""
+        shutil.rmtree(self.root / "v1" / "objects", ignore_errors=True)
+        shutil.rmtree(self.root / "v1" / "quarantine", ignore_errors=True)
+        self.model.entries.clear()
+        self.model.quarantined.clear()
+
+    @rule(seconds=st.sampled_from([-86400.0, -1.0, 0.5, 86400.0]))
+    def clock_jumps(self, seconds: float) -> None:
+        self.clock.now_s += seconds
+
+    @invariant()
+    def pinned_bytes_are_readable_and_right(self) -> None:
+        for held in self.model.held:
+            assert held.pin.path.read_bytes() == held.file.blob
+            assert held.pin.nbytes == len(held.file.blob)
+
+    @invariant()
+    def what_is_there_is_what_should_be(self) -> None:
+        usage, model = self.tier.usage(), self.model
+        named = {*model.entries.values(), *model.quarantined.values()}
+        pinned = {held.file for held in model.held}
+        assert set(self.tier.names()) == {key.name for key in model.entries}
+        assert [self.tier.contains(key) for key in KEYS] == [key in model.entries for key in KEYS]
+        assert usage.entries == len(model.entries)
+        assert usage.nbytes == sum(len(file.blob) for file in model.entries.values())
+        assert usage.pinned_nbytes == sum(len(file.blob) for file in pinned)
+        assert usage.held_nbytes == sum(len(file.blob) for file in pinned - named)
+        assert usage.total_nbytes == model.total_bytes()
+
+    @invariant()
+    def estimate_is_never_too_low(self) -> None:
+        assert self.tier.estimated_bytes() >= self.tier.usage().total_nbytes
+
+    @invariant()
+    def check_complains_about_what_is_bad_and_nothing_else(self) -> None:
+        complaints = self.tier.check()
+        bad = [key for key, file in self.model.entries.items() if file.complaint]
+        assert len(complaints) == len(bad), complaints
+        for key in bad:
+            assert any(key.name in complaint for complaint in complaints)
+
+    @invariant()
+    def nothing_failed_in_secret(self) -> None:
+        assert self.counters.get("tier.errors") == 0
+        assert self.counters.get("tier.quarantined") == self.quarantines
+
+
+TestTierModel = TierMachine.TestCase
+TestTierModel.settings = settings(
+    max_examples=40,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)

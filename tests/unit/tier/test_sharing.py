@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Many processes and threads on one folder."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+from s3ec.counters import Counters
+from s3ec.errors import TierError
+from s3ec.tier import Tier
+from tests.unit.tier.cases import child, entry, key_at, pin_folders, read, temps_below
+
+
+def test_sixteen_processes_publish_and_pin_one_key(
+    make_tier: Callable[..., Tier], root: Path
+) -> None:
+    tier = make_tier()
+    with ExitStack() as stack:
+        others = [stack.enter_context(child("race", root, 12)) for _ in range(16)]
+        for other in others:
+            assert other.hear() == "ready"
+        for other in others:
+            other.say()
+        for other in others:
+            assert other.hear() == "done"
+            other.end()
+    assert tier.check() == []
+    assert tier.usage().entries == 1
+    assert tier.usage().held_nbytes == 0
+    assert temps_below(root) == set()
+    assert len(pin_folders(root)) == 1
+
+
+def test_evictors_of_other_processes_never_take_a_readers_bytes(
+    make_tier: Callable[..., Tier], root: Path
+) -> None:
+    tier = make_tier()
+    keys = [key_at(number) for number in range(8)]
+    budget_bytes = 4 * len(entry(keys[0]))
+    for key in keys:
+        tier.publish(key, [entry(key)])
+    held = {key: tier.pin(key) for key in keys[:4]}
+    with ExitStack() as stack:
+        others = [
+            stack.enter_context(child("churn", root, budget_bytes, first, 100))
+            for first in (1000, 2000)
+        ]
+        for other in others:
+            assert other.hear() == "ready"
+            other.say()
+        # Meanwhile: pins that come and go, of entries that the others evict.
+        for turn in range(400):
+            key = keys[turn % len(keys)]
+            if not tier.contains(key):
+                tier.publish(key, [entry(key)])
+            pin = tier.pin(key)
+            if pin is not None:
+                assert read(pin, key) == entry(key)
+                tier.unpin(pin)
+            for kept in held.values():
+                assert kept is not None
+                assert kept.path.stat().st_size == kept.nbytes
+        for other in others:
+            assert other.hear() == "done"
+            other.end()
+    for key, kept in held.items():
+        assert kept is not None
+        assert read(kept, key) == entry(key)
+    assert tier.check() == []
+
+
+def test_threads_share_one_tier(make_tier: Callable[..., Tier], counters: Counters) -> None:
+    size = len(entry(key_at(0)))
+    tier = make_tier(budget_bytes=12 * size)
+    start = threading.Barrier(8)
+
+    def work(worker: int) -> int:
+        start.wait()
+        seen = 0
+        for turn in range(60):
+            key = key_at((worker * 7 + turn) % 24)
+            tier.publish(key, [entry(key)])
+            pin = tier.pin(key)
+            if turn % 5 == worker % 5:
+                tier.make_room(size)
+            if turn % 11 == worker:
+                tier.evict(key)
+            if pin is not None:
+                assert read(pin, key) == entry(key)
+                tier.unpin(pin)
+                seen += 1
+        return seen
+
+    with ThreadPoolExecutor(8) as pool:
+        assert sum(pool.map(work, range(8))) > 240
+    tier.make_room()
+    assert tier.usage().total_nbytes <= 12 * size
+    assert tier.usage().pinned_nbytes == 0
+    assert tier.estimated_bytes() == tier.usage().total_nbytes
+    assert counters.get("tier.errors") == 0
+    assert tier.check() == []
+
+
+def test_threads_that_find_the_pin_folder_gone_agree_on_a_new_one(
+    make_tier: Callable[..., Tier], root: Path
+) -> None:
+    tier = make_tier()
+    tier.publish(key_at(0), [entry(key_at(0))])
+    start = threading.Barrier(8)
+    for folder in pin_folders(root):
+        (folder / ".lock").unlink()
+        folder.rmdir()
+
+    def work(_: int) -> Path:
+        start.wait()
+        pin = tier.pin(key_at(0))
+        assert pin is not None
+        return pin.path.parent
+
+    with ThreadPoolExecutor(8) as pool:
+        assert len(set(pool.map(work, range(8)))) == 1
+    assert len(pin_folders(root)) == 1
+    tier.close()
+    assert pin_folders(root) == []
+
+
+def test_publishing_while_another_thread_closes_ends_in_a_tier_error(
+    make_tier: Callable[..., Tier], root: Path
+) -> None:
+    tier = make_tier()
+    refused = threading.Event()
+
+    def work() -> None:
+        for number in range(100_000):
+            key = key_at(number % 10)
+            try:
+                tier.publish(key, [entry(key)])
+            except TierError:
+                refused.set()
+                return
+            pin = tier.pin(key)
+            if pin is not None:
+                tier.unpin(pin)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    tier.close()
+    thread.join()
+    assert refused.is_set()
+    assert pin_folders(root) == []
+    assert tier.check() == []
