@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The width and dtype of a namespace's embeddings, recorded once per modality by a producer.
+
+A consumer knows how many rows a request needs but not how wide they are: models that stack
+features are wider than their text model. Records are immutable objects, so that two first
+producers cannot disagree: the second one reads what the first wrote.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from s3ec.codec import DTYPES
+from s3ec.errors import ConflictError, CorruptEntryError, UnavailableError
+from s3ec.identity import Layout, canonical_json
+from s3ec.store.base import Store
+
+log = logging.getLogger(__name__)
+
+_RECORD_LIMIT = 4096
+_MAX_WIDTH = 1_000_000
+_DTYPE_NAMES = frozenset(name for name, _ in DTYPES.values())
+# How long "no record yet" is believed before the bucket is asked again.
+_ABSENT_TTL_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What all embeddings of one modality have in common.
+
+    Attributes:
+        width: Values per embedding.
+        dtype: torch name, such as ``bfloat16``.
+    """
+
+    width: int
+    dtype: str
+
+
+class ModalityRecords:
+    """Reads and writes the records of one namespace; used from one event loop."""
+
+    def __init__(
+        self, store: Store, layout: Layout, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._store = store
+        self._layout = layout
+        self._clock = clock
+        self._known: dict[str, Record] = {}
+        self._absent_until: dict[str, float] = {}
+
+    def known(self, modality: str) -> Record | None:
+        """The record if it was read before; no I/O."""
+        return self._known.get(modality)
+
+    async def get(self, modality: str) -> Record | None:
+        """The record, or None where no producer wrote a usable one yet.
+
+        Raises:
+            UnavailableError, AccessError: The bucket could not be asked.
+        """
+        record = self._known.get(modality)
+        if record is not None:
+            return record
+        if self._clock() < self._absent_until.get(modality, float("-inf")):
+            return None
+        body = await self._read(self._layout.modality(modality))
+        record = _parse(body) if body is not None else None
+        if record is None:
+            if body is not None:
+                log.error("%s is not a modality record", self._layout.modality(modality))
+            self._absent_until[modality] = self._clock() + _ABSENT_TTL_S
+            return None
+        self._known[modality] = record
+        return record
+
+    async def _read(self, name: str) -> bytes | None:
+        try:
+            return await self._store.get(name, max_bytes=_RECORD_LIMIT)
+        except CorruptEntryError as exc:
+            if exc.reason == "size":
+                return b""  # whatever it is, it is no record
+            raise UnavailableError(f"half a reply for {name}: {exc}") from exc
+
+    async def settle(self, modality: str, mine: Record) -> Record:
+        """The namespace's record: ``mine`` if none was written before.
+
+        Raises:
+            UnavailableError, AccessError: The bucket could not be asked.
+        """
+        known = self._known.get(modality)
+        if known is not None:
+            return known
+        body = canonical_json({"width": mine.width, "dtype": mine.dtype}).encode()
+        try:
+            await self._store.put_if_absent(self._layout.modality(modality), [body])
+        except ConflictError:
+            self._absent_until.pop(modality, None)
+            return await self.get(modality) or mine
+        self._known[modality] = mine
+        return mine
+
+
+def _parse(body: bytes) -> Record | None:
+    try:
+        content = json.loads(body)
+        width, dtype = content["width"], content["dtype"]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+    if type(width) is not int or not 0 < width <= _MAX_WIDTH:
+        return None
+    if not isinstance(dtype, str) or dtype not in _DTYPE_NAMES:
+        return None
+    return Record(width, dtype)

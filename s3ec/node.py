@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One process's share of the cache: store, tier, index and prefetcher, put together."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import random
+import threading
+import time
+from typing import ClassVar
+
+from s3ec.config import Settings
+from s3ec.counters import Counters
+from s3ec.errors import AccessError, CorruptEntryError, TierError, UnavailableError
+from s3ec.identity import Layout, Namespace
+from s3ec.index.listing import ListingIndex
+from s3ec.loop import LoopThread
+from s3ec.modality import ModalityRecords
+from s3ec.prefetch import Limits, Prefetcher
+from s3ec.store.base import Store
+from s3ec.store.open import open_store
+from s3ec.store.resilience import Breaker, BreakerStore, RetryStore
+from s3ec.tier.disk import Tier
+from s3ec.tier.local import LocalKeys
+
+log = logging.getLogger(__name__)
+
+# A listing that takes long is repeated rarely: at most this share of the time is spent on it.
+_LISTING_SHARE = 0.1
+# How often the set of entries on this node's disk is read again, since other processes evict.
+_RESCAN_S = 600.0
+
+
+class Node:
+    """Builds the parts of one process in the right order and ends them in the reverse one.
+
+    Construction touches the disk (the tier's folder) but never the network: an engine starts
+    the same whether the bucket answers or not.
+    """
+
+    _shared: ClassVar[dict[tuple[int, str, str], Node]] = {}
+    _sharing = threading.Lock()
+
+    @classmethod
+    def shared(cls, settings: Settings, namespace: Namespace) -> Node:
+        """This process's node for these settings; pair with release().
+
+        vLLM puts scheduler and worker into one process unless it runs tensor parallel: they
+        share one client, one index and one set of counters then.
+        """
+        with cls._sharing:
+            slot = (os.getpid(), namespace.name, settings.model_dump_json())
+            node = cls._shared.get(slot)
+            if node is None:
+                node = cls._shared[slot] = cls(settings, namespace)
+            node.users += 1
+            return node
+
+    def release(self, timeout_s: float) -> None:
+        """Give a shared node back; the last user closes it."""
+        with self._sharing:
+            self.users -= 1
+            if self.users > 0:
+                return
+            for slot, node in list(self._shared.items()):
+                if node is self:
+                    del self._shared[slot]
+        self.close(timeout_s)
+
+    def __init__(
+        self,
+        settings: Settings,
+        namespace: Namespace,
+        *,
+        store: Store | None = None,
+        name: str = "s3ec",
+    ) -> None:
+        """Set up.
+
+        Args:
+            settings: This process's settings.
+            namespace: What this engine reads and writes.
+            store: The bucket, without retries; opened from the settings if None.
+            name: The loop thread's.
+
+        Raises:
+            ConfigError: The settings cannot work, such as an unknown profile.
+            TierError: The cache folder cannot be used; the message says why.
+        """
+        self.users = 0
+        self.settings = settings
+        self.namespace = namespace
+        self.layout = Layout(namespace.name)
+        self.counters = Counters()
+        self.breaker = Breaker(self.counters)
+        self.loop = LoopThread(name)
+        self.store = RetryStore(
+            BreakerStore(store or open_store(settings), self.breaker), self.counters
+        )
+        self.tier = Tier(
+            settings.cache_dir,
+            namespace.name,
+            budget_bytes=int(settings.cache_bytes),
+            min_free_bytes=int(settings.min_free_bytes),
+            counters=self.counters,
+        )
+        self.tier.open()
+        self.local = LocalKeys()
+        self.records = ModalityRecords(self.store, self.layout)
+        self.index = ListingIndex(self.store, self.layout, self.counters)
+        self.prefetcher = Prefetcher(
+            self.loop,
+            store=self.store,
+            tier=self.tier,
+            layout=self.layout,
+            index=self.index,
+            records=self.records,
+            local=self.local,
+            counters=self.counters,
+            limits=Limits(max_concurrency=settings.max_concurrency),
+        )
+
+    def follow_the_bucket(self) -> None:
+        """Start reading the index, now and every ``index_refresh_s``; returns at once."""
+        self.loop.submit(self._refresh_forever())
+        self.loop.submit(self._rescan_forever())
+
+    async def _refresh_forever(self) -> None:
+        complained = False
+        while True:
+            started = time.monotonic()
+            try:
+                await self.index.refresh()
+                complained = False
+            except (UnavailableError, AccessError, CorruptEntryError) as exc:
+                if not complained:
+                    log.warning("cannot list the corpus, trying again later: %s", exc)
+                complained = True
+                self.counters.add("index.refresh_failed")
+            except Exception:
+                # The top of a task that nobody awaits.
+                self.counters.add("internal_errors")
+                log.exception("index refresh")
+            took = time.monotonic() - started
+            pause = max(self.settings.index_refresh_s, took / _LISTING_SHARE)
+            if self.breaker.is_open:  # the refresh is also the breaker's probe
+                pause = min(pause, self.breaker.pause_s + 0.05)
+            await asyncio.sleep(pause * random.uniform(0.9, 1.1))
+
+    async def _rescan_forever(self) -> None:
+        while True:
+            try:
+                self.local.replace(await self.loop.disk(self.tier.names))
+            except TierError as exc:
+                log.warning("cannot read the cache folder: %s", exc)
+            except Exception:
+                self.counters.add("internal_errors")
+                log.exception("tier scan")
+            await asyncio.sleep(_RESCAN_S)
+
+    def close(self, timeout_s: float) -> None:
+        """End everything within about ``timeout_s``. Idempotent."""
+        if self.loop.closed:
+            return
+        try:
+            self.loop.run(self.store.close(), timeout_s)
+        except (TimeoutError, UnavailableError) as exc:
+            log.debug("closing the store: %r", exc)
+        self.loop.stop(timeout_s)
+        self.tier.close()

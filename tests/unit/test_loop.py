@@ -1,0 +1,363 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loop thread: late to start, sure to end, and new in a forked child."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from s3ec.loop import LoopThread
+
+TIMEOUT_S = 20.0
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[[str], LoopThread]]:
+    made: list[LoopThread] = []
+
+    def make(name: str = "s3ec-test") -> LoopThread:
+        made.append(LoopThread(name, disk_threads=2))
+        return made[-1]
+
+    yield make
+    for loop in made:
+        loop.stop(TIMEOUT_S)
+
+
+@pytest.fixture
+def loop(make: Callable[[str], LoopThread]) -> LoopThread:
+    return make("s3ec-test")
+
+
+def thread_names() -> set[str]:
+    return {thread.name for thread in threading.enumerate()}
+
+
+async def current_thread() -> threading.Thread:
+    return threading.current_thread()
+
+
+# -- running -----------------------------------------------------------------------------------
+
+
+def test_the_thread_starts_with_the_first_use_and_is_a_daemon(
+    make: Callable[[str], LoopThread],
+) -> None:
+    loop = make("s3ec-lazy")
+    assert "s3ec-lazy" not in thread_names()
+    thread = loop.run(current_thread(), TIMEOUT_S)
+    assert thread.name == "s3ec-lazy"
+    assert thread.daemon
+    assert thread is not threading.current_thread()
+    assert loop.submit(current_thread()).result(TIMEOUT_S) is thread
+
+
+def test_many_first_users_start_one_thread(loop: LoopThread) -> None:
+    start = threading.Barrier(8)
+    seen: list[threading.Thread] = []
+
+    def use() -> None:
+        start.wait(TIMEOUT_S)
+        seen.append(loop.run(current_thread(), TIMEOUT_S))
+
+    threads = [threading.Thread(target=use) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(TIMEOUT_S)
+    assert len(seen) == 8
+    assert len(set(seen)) == 1
+
+
+def test_call_runs_a_function_in_the_loops_thread(loop: LoopThread) -> None:
+    called = threading.Event()
+    seen: list[object] = []
+
+    def function(*args: object) -> None:
+        seen.extend([threading.current_thread().name, args])
+        called.set()
+
+    loop.call(function, 1, 2)
+    assert called.wait(TIMEOUT_S)
+    assert seen == ["s3ec-test", (1, 2)]
+
+
+def test_run_passes_results_and_errors_on(loop: LoopThread) -> None:
+    async def fail() -> None:
+        raise KeyError("x")
+
+    async def answer() -> int:
+        return 42
+
+    assert loop.run(answer(), TIMEOUT_S) == 42
+    with pytest.raises(KeyError):
+        loop.run(fail(), TIMEOUT_S)
+
+
+def test_run_that_times_out_cancels_the_coroutine(loop: LoopThread) -> None:
+    cancelled = threading.Event()
+
+    async def forever() -> None:
+        try:
+            await asyncio.get_running_loop().create_future()
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
+    with pytest.raises(TimeoutError):
+        loop.run(forever(), 0.01)
+    assert cancelled.wait(TIMEOUT_S)
+
+
+def test_disk_runs_beside_the_loop(loop: LoopThread) -> None:
+    """A disk that hangs must not stop the network."""
+    release = threading.Event()
+    loop.run(current_thread(), TIMEOUT_S)
+
+    async def hang() -> str:
+        await loop.disk(release.wait, TIMEOUT_S)
+        return await loop.disk(lambda: threading.current_thread().name)
+
+    hanging = loop.submit(hang())
+    assert loop.run(current_thread(), TIMEOUT_S).name == "s3ec-test"
+    assert not hanging.done()
+    release.set()
+    assert hanging.result(TIMEOUT_S).startswith("s3ec-test-disk")
+
+
+def test_disk_passes_errors_on(loop: LoopThread) -> None:
+    def fail() -> None:
+        raise OSError(28, "No space left on device")
+
+    async def use() -> None:
+        await loop.disk(fail)
+
+    with pytest.raises(OSError, match="No space"):
+        loop.run(use(), TIMEOUT_S)
+
+
+# -- stopping ----------------------------------------------------------------------------------
+
+
+def test_stop_cancels_what_runs_and_ends_the_thread(loop: LoopThread) -> None:
+    running = threading.Event()
+    cleaned = threading.Event()
+
+    async def forever() -> None:
+        running.set()
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            await asyncio.sleep(0)  # cleaning up may take turns of the loop
+            cleaned.set()
+
+    future = loop.submit(forever())
+    assert running.wait(TIMEOUT_S)
+    assert not loop.closed
+    loop.stop(TIMEOUT_S)
+    assert loop.closed
+    assert cleaned.is_set()
+    assert future.cancelled()
+    assert "s3ec-test" not in thread_names()
+
+
+def test_stop_also_ends_what_is_started_while_stopping(
+    loop: LoopThread, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A queue starts the next job when one ends, cancelled or not."""
+    running = threading.Event()
+    ended: list[int] = []
+    tasks = []
+
+    async def job(number: int) -> None:
+        running.set()
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            ended.append(number)
+            if number < 5:
+                tasks.append(asyncio.get_running_loop().create_task(job(number + 1)))
+
+    loop.submit(job(0))
+    assert running.wait(TIMEOUT_S)
+    loop.stop(TIMEOUT_S)
+    assert all(task.done() for task in tasks)
+    tasks.clear()
+    gc.collect()
+    assert "destroyed" not in caplog.text
+
+
+def test_stop_is_idempotent_and_fine_before_the_first_use(
+    make: Callable[[str], LoopThread],
+) -> None:
+    unused = make("s3ec-unused")
+    unused.stop(TIMEOUT_S)
+    unused.stop(TIMEOUT_S)
+    assert unused.closed
+    used = make("s3ec-used")
+    used.run(current_thread(), TIMEOUT_S)
+    threads = [threading.Thread(target=used.stop, args=(TIMEOUT_S,)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(TIMEOUT_S)
+    used.stop(TIMEOUT_S)
+    assert "s3ec-used" not in thread_names()
+
+
+def test_use_after_stop_is_an_error_and_leaves_no_coroutine(
+    make: Callable[[str], LoopThread],
+) -> None:
+    for use_first in (False, True):
+        loop = make(f"s3ec-{use_first}")
+        if use_first:
+            loop.run(current_thread(), TIMEOUT_S)
+        loop.stop(TIMEOUT_S)
+        with pytest.raises(RuntimeError):
+            loop.submit(current_thread())
+        with pytest.raises(RuntimeError):
+            loop.run(current_thread(), TIMEOUT_S)
+        with pytest.raises(RuntimeError):
+            loop.call(print)
+        gc.collect()  # "never awaited" would be an error here
+
+
+def test_stop_gives_up_on_what_ignores_it(
+    loop: LoopThread, caplog: pytest.LogCaptureFixture
+) -> None:
+    running = threading.Event()
+    release = threading.Event()
+
+    async def stuck() -> None:
+        running.set()
+        release.wait(TIMEOUT_S)
+
+    loop.submit(stuck())
+    assert running.wait(TIMEOUT_S)
+    loop.stop(0.01)
+    assert "did not end within" in caplog.text
+    release.set()
+    for thread in threading.enumerate():
+        if thread.name == "s3ec-test":
+            thread.join(TIMEOUT_S)
+
+
+# -- forking -----------------------------------------------------------------------------------
+
+
+def run_child(code: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        cwd=REPOSITORY,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+PRELUDE = """
+import asyncio, os, signal, sys, threading
+from s3ec.loop import LoopThread
+signal.alarm(30)
+loop = LoopThread("s3ec-fork")
+
+async def where():
+    return os.getpid(), threading.get_native_id()
+
+def child_of(function):
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(20)
+        try:
+            function()
+        except BaseException as exc:
+            print("child:", repr(exc), file=sys.stderr, flush=True)
+            os._exit(1)
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+"""
+
+
+def test_a_forked_child_gets_a_loop_and_thread_of_its_own() -> None:
+    run_child(
+        PRELUDE
+        + """
+parent = loop.run(where(), 10)
+
+def child():
+    mine = loop.run(where(), 10)
+    assert mine[0] == os.getpid() != parent[0], (mine, parent)
+    assert mine[1] != parent[1]
+    async def disk():
+        return await loop.disk(os.getpid)
+    assert loop.run(disk(), 10) == os.getpid()
+    loop.stop(10)
+    assert loop.closed
+
+child_of(child)
+assert loop.run(where(), 10) == parent  # the parent's goes on
+child_of(child)
+assert loop.run(where(), 10) == parent
+loop.stop(10)
+"""
+    )
+
+
+def test_a_child_forked_while_another_thread_holds_the_lock_does_not_hang() -> None:
+    run_child(
+        PRELUDE
+        + """
+loop.run(where(), 10)
+held, release = threading.Event(), threading.Event()
+
+def hold():
+    with loop._lock:
+        held.set()
+        release.wait(20)
+
+holder = threading.Thread(target=hold)
+holder.start()
+held.wait(10)
+child_of(lambda: loop.run(where(), 10))
+release.set()
+holder.join()
+loop.stop(10)
+"""
+    )
+
+
+def test_stop_in_a_child_leaves_the_parents_thread_alone() -> None:
+    run_child(
+        PRELUDE
+        + """
+parent = loop.run(where(), 10)
+child_of(lambda: loop.stop(10))
+assert not loop.closed
+assert loop.run(where(), 10) == parent
+loop.stop(10)
+"""
+    )
+
+
+def test_the_process_ends_though_nobody_stopped_the_loop() -> None:
+    run_child(
+        PRELUDE
+        + """
+loop.run(where(), 10)
+loop.submit(asyncio.sleep(3600))
+"""
+    )

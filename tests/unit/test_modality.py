@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Records: written once, read by everybody, and never a crash."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from s3ec.errors import AccessError, CorruptEntryError, UnavailableError
+from s3ec.identity import Layout
+from s3ec.modality import ModalityRecords, Record
+from s3ec.testing.fault_store import Fault, FaultStore, Script, cut
+from s3ec.testing.memory_store import MemoryStore
+
+LAYOUT = Layout("gemma-0123456789abcdef")
+NAME = LAYOUT.modality("image")
+WIDE = Record(5376, "bfloat16")
+NARROW = Record(64, "float32")
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def memory() -> MemoryStore:
+    return MemoryStore()
+
+
+@pytest.fixture
+def store(memory: MemoryStore) -> FaultStore:
+    return FaultStore(memory)
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def records(store: FaultStore, clock: Clock) -> ModalityRecords:
+    return ModalityRecords(store, LAYOUT, clock=clock)
+
+
+def break_with(store: FaultStore, fault: Fault) -> None:
+    store.plan = Script([fault])
+
+
+async def test_what_one_settles_another_reads(store: FaultStore, records: ModalityRecords) -> None:
+    assert await records.settle("image", WIDE) == WIDE
+    other = ModalityRecords(store, LAYOUT)
+    assert other.known("image") is None
+    assert await other.get("image") == WIDE
+    assert other.known("image") == WIDE
+
+
+async def test_the_second_producer_takes_the_first_ones_record(store: FaultStore) -> None:
+    first, second = ModalityRecords(store, LAYOUT), ModalityRecords(store, LAYOUT)
+    assert await first.settle("image", WIDE) == WIDE
+    assert await second.settle("image", NARROW) == WIDE
+    assert await second.settle("video", NARROW) == NARROW
+
+
+async def test_of_racing_producers_one_wins(store: FaultStore) -> None:
+    producers = [ModalityRecords(store, LAYOUT) for _ in range(8)]
+    settled = await asyncio.gather(
+        *(each.settle("image", Record(64 + i, "float16")) for i, each in enumerate(producers))
+    )
+    assert len(set(settled)) == 1
+    assert await ModalityRecords(store, LAYOUT).get("image") == settled[0]
+
+
+async def test_a_known_record_is_not_asked_for_again(
+    store: FaultStore, records: ModalityRecords
+) -> None:
+    await records.settle("image", WIDE)
+    store.calls.clear()
+    assert await records.get("image") == WIDE
+    assert await records.settle("image", NARROW) == WIDE
+    assert not store.calls
+
+
+async def test_absence_is_believed_for_a_while(
+    store: FaultStore, memory: MemoryStore, records: ModalityRecords, clock: Clock
+) -> None:
+    assert await records.get("image") is None
+    await ModalityRecords(memory, LAYOUT).settle("image", WIDE)
+    assert await records.get("image") is None
+    assert store.calls["get"] == 1
+    clock.now_s += 5.0
+    assert await records.get("image") == WIDE
+
+
+async def test_a_producer_that_loses_the_race_forgets_the_absence(
+    memory: MemoryStore, records: ModalityRecords
+) -> None:
+    assert await records.get("image") is None
+    await ModalityRecords(memory, LAYOUT).settle("image", WIDE)
+    assert await records.settle("image", NARROW) == WIDE
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"null",
+        b"[]",
+        b"7",
+        b"{}",
+        b"\xff\xff",
+        b"<html></html>",
+        b"[" * 4000,
+        b'{"width": 64}',
+        b'{"dtype": "float16"}',
+        b'{"width": "64", "dtype": "float16"}',
+        b'{"width": 64.0, "dtype": "float16"}',
+        b'{"width": true, "dtype": "float16"}',
+        b'{"width": 0, "dtype": "float16"}',
+        b'{"width": -64, "dtype": "float16"}',
+        b'{"width": 1000001, "dtype": "float16"}',
+        b'{"width": 64, "dtype": "float64"}',
+        b'{"width": 64, "dtype": null}',
+        b'{"width": 64, "dtype": ["float16"]}',
+        b'{"width": 64, "dtype": {"a": 1}}',
+        b'{"width": ' + b"9" * 4000 + b', "dtype": "float16"}',
+        b'{"width": NaN, "dtype": "float16"}',
+        b'{"width": 64, "dtype": "float16"}' + b" " * 5000,  # larger than any record
+    ],
+)
+async def test_what_is_no_record_counts_as_none(
+    memory: MemoryStore, records: ModalityRecords, body: bytes
+) -> None:
+    await memory.put_if_absent(NAME, [body])
+    assert await records.get("image") is None
+    assert await records.settle("image", WIDE) == WIDE
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(["width", "dtype"]),
+        st.recursive(
+            st.none() | st.integers() | st.floats() | st.text(max_size=3) | st.just("float16"),
+            lambda inner: st.lists(inner, max_size=2),
+            max_leaves=3,
+        ),
+    )
+)
+def test_any_json_is_a_record_or_none(content: dict[str, object]) -> None:
+    async def read() -> Record | None:
+        memory = MemoryStore()
+        await memory.put_if_absent(NAME, [json.dumps(content).encode()])
+        return await ModalityRecords(memory, LAYOUT).get("image")
+
+    record = asyncio.run(read())
+    if record is not None:
+        assert {"width": record.width, "dtype": record.dtype} == content
+
+
+@pytest.mark.parametrize("error", [UnavailableError, AccessError])
+async def test_a_store_that_does_not_answer_is_not_an_absence(
+    store: FaultStore, records: ModalityRecords, error: type[Exception]
+) -> None:
+    await ModalityRecords(store, LAYOUT).settle("image", WIDE)
+    break_with(store, Fault(op="get", error=error, times=1))
+    with pytest.raises(error):
+        await records.get("image")
+    assert await records.get("image") == WIDE
+    break_with(store, Fault(op="put_if_absent", error=error, times=1))
+    with pytest.raises(error):
+        await records.settle("video", NARROW)
+    assert records.known("video") is None
+
+
+async def test_half_a_reply_is_asked_for_again_and_never_settles_a_race(
+    memory: MemoryStore,
+) -> None:
+    """Its own record would be wrong for a namespace that holds another one."""
+    await ModalityRecords(memory, LAYOUT).settle("image", WIDE)
+
+    class Short(FaultStore):
+        async def get(self, name: str, *, max_bytes: int) -> bytes | None:
+            raise CorruptEntryError("cut", reason="length")
+
+    records = ModalityRecords(Short(memory), LAYOUT)
+    with pytest.raises(UnavailableError):
+        await records.get("image")
+    with pytest.raises(UnavailableError):
+        await records.settle("image", NARROW)
+
+
+async def test_a_lost_reply_to_the_write_is_settled_at_the_next_try(
+    store: FaultStore, records: ModalityRecords
+) -> None:
+    break_with(store, Fault(op="put_if_absent", lost_reply=True, times=1))
+    with pytest.raises(UnavailableError):
+        await records.settle("image", WIDE)
+    assert await records.settle("image", WIDE) == WIDE
+
+
+async def test_a_record_cut_in_the_bucket_is_none(
+    store: FaultStore, records: ModalityRecords
+) -> None:
+    await ModalityRecords(store, LAYOUT).settle("image", WIDE)
+    break_with(store, Fault(op="get", change=cut(7), times=1))
+    assert await records.get("image") is None
+
+
+async def test_modalities_do_not_share_a_record(records: ModalityRecords) -> None:
+    await records.settle("image", WIDE)
+    assert await records.get("Image") is None
+    assert await records.get("../image") is None
+    assert await records.settle("../image", NARROW) == NARROW

@@ -1,0 +1,672 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fetches: each once, in order, within bounds, and none is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import hashlib
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from s3ec import codec
+from s3ec.codec import Header, Shape
+from s3ec.counters import Counters
+from s3ec.errors import AccessError, CorruptEntryError, UnavailableError
+from s3ec.identity import Key, Layout, make_key
+from s3ec.index.listing import ListingIndex
+from s3ec.loop import LoopThread
+from s3ec.modality import ModalityRecords
+from s3ec.prefetch import Fetched, Limits, Outcome, Prefetcher, Priority, Want
+from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script, cut, flip, replace
+from s3ec.testing.memory_store import MemoryStore
+from s3ec.tier import Pin, Tier
+from s3ec.tier.local import LocalKeys
+
+NAMESPACE = "gemma-0123456789abcdef"
+LAYOUT = Layout(NAMESPACE)
+ROWS, WIDTH, DTYPE = 4, 32, "bfloat16"
+ENTRY_LIMIT = ROWS * WIDTH * 2 + 8 + codec.HEADER_LIMIT  # most that one fetch asks for
+TIMEOUT_S = 20.0
+OBJECTS = "/objects/"
+REPOSITORY = Path(__file__).parents[2]
+
+
+def key_of(text: object) -> Key:
+    key = make_key(hashlib.sha256(str(text).encode()).hexdigest())
+    assert key is not None
+    return key
+
+
+def entry(
+    key: Key,
+    *,
+    rows: int = ROWS,
+    width: int = WIDTH,
+    dtype: str = DTYPE,
+    modality: str = "image",
+    namespace: str = NAMESPACE,
+) -> bytes:
+    shape = Shape(rows, width, dtype)
+    data = (hashlib.sha256(key.name.encode()).digest() * (shape.nbytes // 32 + 1))[: shape.nbytes]
+    header = Header(key.identifier, namespace, modality, shape, codec.checksum(data))
+    return codec.encode_header(header) + data
+
+
+def want(text: object, priority: Priority = Priority.DEMAND, **changes: object) -> Want:
+    values: dict[str, object] = {"modality": "image", "rows": ROWS, **changes}
+    return Want(key_of(text), priority=priority, **values)  # type: ignore[arg-type]
+
+
+def until(true: Callable[[], bool], what: str) -> None:
+    """Poll until something is true; fails after a generous deadline."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while not true():
+        assert time.monotonic() < deadline, f"still waiting: {what}"
+        time.sleep(0.001)
+
+
+class Watch(FaultStore):
+    """Knows how many entries are being fetched at a moment, and how large they may be."""
+
+    active = peak = 0
+
+    async def get(self, name: str, *, max_bytes: int) -> bytes | None:
+        if OBJECTS not in name:
+            return await super().get(name, max_bytes=max_bytes)
+        self.active += 1
+        self.peak = max(self.peak, self.active)
+        try:
+            return await super().get(name, max_bytes=max_bytes)
+        finally:
+            self.active -= 1
+
+    @property
+    def fetched(self) -> list[str]:
+        """Names of the entries that were asked for, in order."""
+        return [name for op, name in self.log if op == "get" and OBJECTS in name]
+
+
+class Bench:
+    """A prefetcher with everything around it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.memory = MemoryStore()
+        self.script = Script()
+        self.store = Watch(self.memory, self.script)
+        self.counters = Counters()
+        self.index = ListingIndex(self.store, LAYOUT, self.counters)
+        self.local = LocalKeys()
+        self.loop = LoopThread("s3ec-prefetch-test")
+        self.tier = self.make_tier()
+        self.records = ModalityRecords(self.store, LAYOUT)
+        self.bucket = self.memory.bucket.objects
+        self.bucket[LAYOUT.modality("image")] = b'{"dtype":"bfloat16","width":32}'
+        self.prefetcher = self.make()
+
+    def make_tier(self, *, min_free_bytes: int = 0) -> Tier:
+        tier = Tier(
+            self.folder,
+            NAMESPACE,
+            budget_bytes=1 << 30,
+            min_free_bytes=min_free_bytes,
+            counters=self.counters,
+        )
+        tier.open()
+        return tier
+
+    def make(self, **limits: float) -> Prefetcher:
+        self.prefetcher = Prefetcher(
+            self.loop,
+            store=self.store,
+            tier=self.tier,
+            layout=LAYOUT,
+            index=self.index,
+            records=self.records,
+            local=self.local,
+            counters=self.counters,
+            limits=Limits(**limits),  # type: ignore[arg-type]
+        )
+        return self.prefetcher
+
+    def stock(self, *texts: object) -> None:
+        for text in texts:
+            self.put(key_of(text), entry(key_of(text)))
+
+    def put(self, key: Key, body: bytes) -> None:
+        self.bucket[LAYOUT.object(key)] = body
+        self.index.add(key)
+
+    def hold(self, **where: str) -> Gate:
+        gate = Gate()
+        self.script.faults.insert(0, Fault(**{"op": "get", "name": OBJECTS} | where, gate=gate))  # type: ignore[arg-type]
+        return gate
+
+    def collect(self, count: int) -> list[Fetched]:
+        done: list[Fetched] = []
+
+        def enough() -> bool:
+            done.extend(self.prefetcher.drain())
+            return len(done) >= count
+
+        until(enough, f"{count} fetches, have {done}")
+        return done
+
+    def fetch(self, *wants: Want) -> list[Fetched]:
+        self.prefetcher.submit(wants)
+        return self.collect(len(wants))
+
+    def one(self, text: object = "a", **changes: object) -> Fetched:
+        return self.fetch(want(text, **changes))[0]
+
+    def fence(self) -> None:
+        """Return after everything that could be started by now was started."""
+
+        async def turn() -> None:
+            for _ in range(3):
+                await asyncio.gather(*(self.loop.disk(int) for _ in range(8)))
+
+        self.loop.run(turn(), TIMEOUT_S)
+
+    def pinned(self) -> int:
+        return self.tier.usage().pinned_nbytes
+
+    def end(self) -> None:
+        self.loop.stop(TIMEOUT_S)
+        self.tier.close()
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    bench = Bench(tmp_path / "cache")
+    yield bench
+    bench.end()
+    assert bench.counters.get("internal_errors") == 0
+    assert bench.tier.check() == []
+
+
+# -- outcomes ----------------------------------------------------------------------------------
+
+
+def test_an_entry_comes_from_the_bucket_once_and_from_the_tier_then(bench: Bench) -> None:
+    bench.stock("a")
+    first = bench.one()
+    assert (first.outcome, first.source) == (Outcome.READY, "bucket")
+    assert first.pin is not None
+    assert first.pin.path.read_bytes() == entry(key_of("a"))
+    assert bench.local(key_of("a"))
+    second = bench.one()
+    assert (second.outcome, second.source) == (Outcome.READY, "tier")
+    assert len(bench.store.fetched) == 1
+    assert bench.counters.get("fetch.ready") == 2
+    assert bench.counters.get("fetch_items.bucket") == bench.counters.get("fetch_items.tier") == 1
+    assert bench.counters.get("fetch_bytes.bucket") == len(entry(key_of("a")))
+
+
+def test_a_pin_is_held_until_it_is_released(bench: Bench) -> None:
+    bench.stock("a", "b")
+    pins = [done.pin for done in bench.fetch(want("a"), want("b")) if done.pin]
+    bench.tier.evict(key_of("a"))
+    assert pins[0].path.exists()
+    assert bench.pinned() > 0
+    bench.prefetcher.release(pins)
+    until(lambda: bench.pinned() == 0, "the pins' release")
+
+
+def test_releasing_nothing_or_after_the_end_is_fine(bench: Bench) -> None:
+    bench.stock("a")
+    pin = bench.one().pin
+    assert pin is not None
+    bench.prefetcher.release([])
+    bench.loop.stop(TIMEOUT_S)
+    bench.prefetcher.release([pin])
+    bench.prefetcher.submit([])
+    assert bench.prefetcher.drain() == []
+
+
+def test_absent_is_forgotten(bench: Bench) -> None:
+    bench.index.add(key_of("a"))
+    assert bench.one().outcome is Outcome.ABSENT
+    assert not bench.index.maybe_contains(key_of("a"))
+    assert len(bench.store.fetched) == 1
+    assert not bench.prefetcher.has_news
+
+
+def test_corrupt_once_is_fetched_again(bench: Bench) -> None:
+    bench.stock("a")
+    bench.script.faults = [Fault(op="get", name=OBJECTS, change=flip(-1), times=1)]
+    done = bench.one()
+    assert (done.outcome, done.source) == (Outcome.READY, "bucket")
+    assert bench.counters.get("corrupt.checksum") == 1
+    assert bench.index.maybe_contains(key_of("a"))
+
+
+def cut_off(body: bytes) -> bytes:
+    raise CorruptEntryError("the body ended early", reason="length")
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (flip(-1), "checksum"),
+        (flip(100), "header"),
+        (cut(100), "length"),
+        (cut(0), "length"),
+        (cut_off, "length"),
+        (replace(b"<html>503</html>" * 20), "header"),
+        (replace(entry(key_of("b"))), "identifier"),
+        (replace(entry(key_of("a"), namespace="gemma-fedcba9876543210")), "namespace"),
+        (lambda body: body + b"\0", "length"),
+    ],
+)
+def test_corrupt_twice_is_a_miss_and_forgotten(
+    bench: Bench, change: Callable[[bytes], bytes], reason: str
+) -> None:
+    bench.stock("a")
+    bench.script.faults = [Fault(op="get", name=OBJECTS, change=change)]
+    done = bench.one()
+    assert (done.outcome, done.pin) == (Outcome.CORRUPT, None)
+    assert bench.counters.get(f"corrupt.{reason}") == 2
+    assert len(bench.store.fetched) == 2
+    assert not bench.index.maybe_contains(key_of("a"))
+    assert not bench.tier.contains(key_of("a"))
+    assert bench.tier.usage().entries == 0
+
+
+def test_a_bad_file_in_the_tier_is_fetched_anew(bench: Bench) -> None:
+    bench.stock("a")
+    bench.tier.publish(key_of("a"), [entry(key_of("b"))])
+    done = bench.one()
+    assert (done.outcome, done.source) == (Outcome.READY, "bucket")
+    assert bench.counters.get("tier.quarantined") == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "counter"),
+    [
+        ({"rows": ROWS - 1}, "rows"),
+        ({"width": WIDTH - 1}, "width"),
+        ({"width": WIDTH // 2, "rows": ROWS * 2}, "rows"),
+        ({"dtype": "float16"}, "dtype"),
+        ({"modality": "video"}, "modality"),
+    ],
+)
+def test_an_entry_of_another_shape_is_a_mismatch(
+    bench: Bench, changes: dict[str, object], counter: str
+) -> None:
+    bench.put(key_of("a"), entry(key_of("a"), **changes))  # type: ignore[arg-type]
+    assert bench.one().outcome is Outcome.MISMATCH
+    assert bench.counters.get(f"mismatch.{counter}") == 1
+    assert bench.index.maybe_contains(key_of("a"))  # somebody else may need just this
+    assert bench.tier.usage().entries == 0
+
+
+@pytest.mark.parametrize("changes", [{"rows": 3}, {"width": 31}, {"dtype": "float16"}])
+def test_an_entry_of_another_shape_in_the_tier_is_a_mismatch_and_not_kept_pinned(
+    bench: Bench, changes: dict[str, object]
+) -> None:
+    bench.tier.publish(key_of("a"), [entry(key_of("a"), **changes)])  # type: ignore[arg-type]
+    assert bench.one().outcome is Outcome.MISMATCH
+    until(lambda: bench.pinned() == 0, "the pin's release")
+    assert bench.store.fetched == []
+
+
+def test_a_mismatch_is_logged_once_per_kind(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    for text in "abc":
+        bench.put(key_of(text), entry(key_of(text), rows=ROWS - 1))
+    bench.fetch(*(want(text) for text in "abc"))
+    assert caplog.text.count("counts as a miss") == 1
+    assert bench.counters.get("mismatch.rows") == 3
+
+
+def test_a_larger_object_is_refused_unread_and_stays_known(bench: Bench) -> None:
+    """A client may have made its row count up; others need the entry."""
+    bench.put(key_of("a"), entry(key_of("a"), rows=10_000))
+    assert bench.one().outcome is Outcome.MISMATCH
+    assert len(bench.store.fetched) == 1
+    assert bench.counters.get("mismatch.size") == 1
+    assert bench.index.maybe_contains(key_of("a"))
+
+
+def test_no_more_is_asked_for_than_the_request_needs(bench: Bench) -> None:
+    bench.stock("a")
+    asked: list[int] = []
+    get = bench.store.get
+
+    async def watched(name: str, *, max_bytes: int) -> bytes | None:
+        asked.append(max_bytes)
+        return await get(name, max_bytes=max_bytes)
+
+    bench.store.get = watched  # type: ignore[method-assign]
+    bench.one()
+    assert asked[-1] == ENTRY_LIMIT
+
+
+def test_without_a_record_nothing_is_fetched(bench: Bench) -> None:
+    bench.stock("a")
+    assert bench.one(modality="video").outcome is Outcome.MISMATCH
+    assert bench.counters.get("mismatch.no_record") == 1
+    assert bench.store.fetched == []
+
+
+def test_a_record_that_is_garbage_is_a_mismatch(bench: Bench) -> None:
+    bench.stock("a")
+    for body in (b'{"width": 32, "dtype": []}', b"x" * 10_000):
+        bench.bucket[LAYOUT.modality("image")] = body
+        bench.records = ModalityRecords(bench.store, LAYOUT)
+        bench.make()
+        assert bench.one().outcome is Outcome.MISMATCH
+
+
+# -- a store or disk that does not answer ------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [UnavailableError, AccessError])
+@pytest.mark.parametrize("where", [OBJECTS, "/modality/"])
+def test_a_store_that_fails_is_unavailable_and_nothing_is_forgotten(
+    bench: Bench, error: type[Exception], where: str
+) -> None:
+    bench.stock("a")
+    bench.script.faults = [Fault(op="get", name=where, error=error)]
+    assert bench.one().outcome is Outcome.UNAVAILABLE
+    assert bench.index.maybe_contains(key_of("a"))
+    assert bench.counters.get("fetch.denied") == (error is AccessError)
+    bench.script.faults = []
+    assert bench.one().outcome is Outcome.READY
+
+
+@pytest.mark.parametrize("error", [UnavailableError, AccessError])
+def test_the_tier_serves_though_the_bucket_is_down_since_the_start(
+    bench: Bench, error: type[Exception]
+) -> None:
+    bench.tier.publish(key_of("a"), [entry(key_of("a"))])
+    bench.script.faults = [Fault(error=error)]
+    done = bench.one()
+    assert (done.outcome, done.source) == (Outcome.READY, "tier")
+    assert bench.one("b").outcome is Outcome.UNAVAILABLE
+    assert bench.one("a", rows=ROWS + 1).outcome is Outcome.MISMATCH
+
+
+def test_a_full_disk_is_unavailable_and_the_next_want_is_served(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.stock("a")
+    full = bench.make_tier(min_free_bytes=1 << 60)
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.tier, "publish", full.publish)
+        assert bench.one().outcome is Outcome.UNAVAILABLE
+    assert bench.one().outcome is Outcome.READY
+    full.close()
+
+
+def test_an_entry_evicted_before_it_could_be_pinned_is_unavailable(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.stock("a")
+    monkeypatch.setattr(bench.tier, "publish", lambda *_: None)
+    assert bench.one().outcome is Outcome.UNAVAILABLE
+
+
+def test_an_error_of_ours_is_counted_and_the_want_is_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench = Bench(tmp_path)
+    bench.stock("a", "b")
+
+    def broken(key: Key) -> Pin | None:
+        raise KeyError("a fault of ours")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.tier, "pin", broken)
+        assert bench.one().outcome is Outcome.UNAVAILABLE
+    assert bench.counters.get("internal_errors") == 1
+    assert "a fault of ours" in caplog.text
+    assert bench.one().outcome is Outcome.READY
+    bench.end()
+
+
+def test_a_fetch_ends_at_its_deadline_and_makes_room(bench: Bench) -> None:
+    bench.stock("a", "b")
+    bench.make(max_concurrency=1, deadline_s=0.05)
+    bench.script.faults = [Fault(op="get", name=key_of("a").name, gate=Gate())]
+    done = {each.want.key: each.outcome for each in bench.fetch(want("a"), want("b"))}
+    assert done == {key_of("a"): Outcome.UNAVAILABLE, key_of("b"): Outcome.READY}
+    assert bench.store.active == 0
+
+
+def test_a_pin_made_after_the_deadline_is_given_back(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody would ever unpin it, and eviction could not free its bytes."""
+    bench.stock("a", "b")
+    bench.tier.publish(key_of("a"), [entry(key_of("a"))])
+    bench.make(deadline_s=0.05)
+    release = threading.Event()
+    made: list[Pin | None] = []
+    pin = bench.tier.pin
+
+    def slow(key: Key) -> Pin | None:
+        if key == key_of("a") or bench.tier.contains(key):
+            assert release.wait(TIMEOUT_S)
+        made.append(pin(key))
+        return made[-1]
+
+    monkeypatch.setattr(bench.tier, "pin", slow)
+    done = bench.fetch(want("a"), want("b"))
+    assert {each.outcome for each in done} == {Outcome.UNAVAILABLE}
+    release.set()
+    until(lambda: sum(each is not None for each in made) == 2, "both late pins")
+    until(lambda: bench.pinned() == 0, "their release")
+
+
+def test_a_pin_is_given_back_when_the_record_cannot_be_had_in_time(bench: Bench) -> None:
+    bench.tier.publish(key_of("a"), [entry(key_of("a"))])
+    bench.make(deadline_s=0.05)
+    bench.hold(name="/modality/")
+    assert bench.one().outcome is Outcome.UNAVAILABLE
+    until(lambda: bench.pinned() == 0, "the pin's release")
+
+
+# -- queueing ----------------------------------------------------------------------------------
+
+
+def test_many_wants_for_one_key_are_one_fetch(bench: Bench) -> None:
+    bench.stock("a")
+    gate = bench.hold()
+    for number in range(32):
+        bench.prefetcher.submit([want("a", Priority(number % 2)), want("a")])
+    assert gate.reached.wait(TIMEOUT_S)
+    bench.prefetcher.submit([want("a")])
+    bench.fence()
+    gate.release()
+    assert [done.outcome for done in bench.collect(1)] == [Outcome.READY]
+    bench.fence()
+    assert bench.prefetcher.drain() == []
+    assert len(bench.store.fetched) == 1
+
+
+def test_a_want_after_the_end_of_the_first_is_a_new_one(bench: Bench) -> None:
+    bench.stock("a")
+    assert [bench.one().outcome for _ in range(3)] == [Outcome.READY] * 3
+
+
+def order_of(bench: Bench) -> list[str]:
+    names = {LAYOUT.object(key_of(text)): text for text in "abcdefgh"}
+    return [names[name] for name in bench.store.fetched]
+
+
+def test_demand_overtakes_lookahead(bench: Bench) -> None:
+    bench.stock(*"abcdef")
+    bench.make(max_concurrency=1)
+    gate = bench.hold()
+    bench.prefetcher.submit([want(text, Priority.LOOKAHEAD) for text in "abcd"])
+    assert gate.reached.wait(TIMEOUT_S)
+    bench.prefetcher.submit([want("e"), want("f")])
+    bench.fence()
+    gate.release()
+    bench.collect(6)
+    assert order_of(bench) == list("aefbcd")
+
+
+def test_a_lookahead_that_is_needed_now_is_promoted_and_fetched_once(bench: Bench) -> None:
+    bench.stock(*"abcd")
+    bench.make(max_concurrency=1)
+    gate = bench.hold()
+    bench.prefetcher.submit([want(text, Priority.LOOKAHEAD) for text in "abcd"])
+    assert gate.reached.wait(TIMEOUT_S)
+    bench.prefetcher.submit([want("d")])
+    bench.prefetcher.submit([want("d", Priority.LOOKAHEAD)])  # never back
+    bench.fence()
+    gate.release()
+    bench.collect(4)
+    bench.fence()
+    assert order_of(bench) == list("adbc")
+    assert bench.prefetcher.drain() == []
+
+
+def test_no_more_than_the_allowed_number_runs_at_a_time(bench: Bench) -> None:
+    texts = [str(number) for number in range(12)]
+    bench.stock(*texts)
+    bench.make(max_concurrency=3)
+    gate = bench.hold()
+    bench.prefetcher.submit([want(text) for text in texts])
+    until(lambda: bench.store.active == 3, "three fetches")
+    bench.fence()
+    assert bench.store.active == 3
+    gate.release()
+    assert {done.outcome for done in bench.collect(12)} == {Outcome.READY}
+    assert bench.store.peak == 3
+
+
+@pytest.mark.parametrize(("limit", "at_once"), [(1, 1), (ENTRY_LIMIT, 1), (2 * ENTRY_LIMIT + 1, 2)])
+def test_no_more_than_the_allowed_bytes_are_in_flight(
+    bench: Bench, limit: int, at_once: int
+) -> None:
+    texts = [str(number) for number in range(6)]
+    bench.stock(*texts)
+    bench.make(max_concurrency=6, max_inflight_bytes=limit)
+    gate = bench.hold()
+    bench.prefetcher.submit([want(text) for text in texts])
+    until(lambda: bench.store.active == at_once, "the first fetches")
+    bench.fence()
+    assert bench.store.active == at_once
+    gate.release()
+    assert {done.outcome for done in bench.collect(6)} == {Outcome.READY}
+    assert bench.store.peak == at_once
+
+
+def test_a_fetch_that_waits_for_bytes_ends_at_its_deadline_too(bench: Bench) -> None:
+    bench.stock("a", "b")
+    bench.make(max_inflight_bytes=1, deadline_s=0.05)
+    bench.hold()
+    assert {done.outcome for done in bench.fetch(want("a"), want("b"))} == {Outcome.UNAVAILABLE}
+    bench.script.faults = []
+    assert bench.one("b").outcome is Outcome.READY
+
+
+def test_a_full_queue_answers_at_once(bench: Bench) -> None:
+    bench.stock(*"abcd")
+    bench.make(max_concurrency=1, max_queued=2)
+    gate = bench.hold()
+    bench.prefetcher.submit([want("a")])
+    assert gate.reached.wait(TIMEOUT_S)
+    bench.prefetcher.submit([want("b"), want("c"), want("d")])
+    assert [(each.want.key, each.outcome) for each in bench.collect(1)] == [
+        (key_of("d"), Outcome.UNAVAILABLE)
+    ]
+    assert bench.counters.get("prefetch.overflow") == 1
+    gate.release()
+    assert {each.outcome for each in bench.collect(3)} == {Outcome.READY}
+
+
+# -- the end -----------------------------------------------------------------------------------
+
+
+def test_stopping_ends_running_and_queued_fetches_and_frees_every_pin(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench.stock(*"abcdefgh")
+    bench.tier.publish(key_of("h"), [entry(key_of("h"))])
+    bench.make(max_concurrency=2)
+    assert bench.one("h").outcome is Outcome.READY
+    gate = bench.hold()
+    bench.prefetcher.submit([want(text) for text in "abcdefg"])
+    assert gate.reached.wait(TIMEOUT_S)
+    bench.fence()
+    started = len(bench.store.fetched)
+    bench.loop.stop(TIMEOUT_S)
+    assert "s3ec-prefetch-test" not in {thread.name for thread in threading.enumerate()}
+    assert len(bench.store.fetched) == started == 2
+    bench.tier.close()
+    assert bench.pinned() == 0
+    gc.collect()
+    assert "destroyed" not in caplog.text
+    assert "exception" not in caplog.text
+
+
+def test_stopping_with_a_hundred_thousand_queued_wants_is_quick(bench: Bench) -> None:
+    bench.stock("a")
+    bench.make(max_concurrency=1)
+    gate = bench.hold()
+    wants = [Want(Key(str(n), "x", n.to_bytes(16, "big")), "image", ROWS) for n in range(100_000)]
+    bench.prefetcher.submit([want("a")])
+    assert gate.reached.wait(TIMEOUT_S)
+    bench.prefetcher.submit(wants)
+    bench.fence()
+    bench.loop.stop(TIMEOUT_S)
+    assert bench.store.fetched == [LAYOUT.object(key_of("a"))]
+
+
+CHILD = """
+import os, signal, sys
+from pathlib import Path
+from tests.unit.test_prefetch import Bench, Outcome, want, key_of, TIMEOUT_S
+signal.alarm(40)
+bench = Bench(Path(sys.argv[1]))
+bench.stock("a", "b")
+parents = bench.one("b").pin
+gate = bench.hold()
+bench.prefetcher.submit([want("a")])
+assert gate.reached.wait(TIMEOUT_S)
+pid = os.fork()
+if pid == 0:
+    signal.alarm(30)
+    try:
+        bench.script.faults = []
+        mine = bench.one("a")
+        assert mine.outcome is Outcome.READY, mine
+        assert bench.one("b").pin.path != parents.path
+        bench.end()
+        assert parents.path.exists()
+    except BaseException as exc:
+        print("child:", repr(exc), file=sys.stderr, flush=True)
+        os._exit(1)
+    os._exit(0)
+status = os.waitpid(pid, 0)[1]
+gate.release()
+assert bench.collect(1)[0].outcome is Outcome.READY
+bench.end()
+assert status == 0
+"""
+
+
+def test_a_forked_child_fetches_for_itself(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(CHILD), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+        cwd=REPOSITORY,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+    )
+    assert done.returncode == 0, done.stderr
