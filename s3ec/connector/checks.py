@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What in a vLLM configuration keeps s3ec from working, found before the first request."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def identifier_problem(vllm_config: Any) -> str | None:
+    """Why this configuration gives images no content hash; None if it does.
+
+    Without a processor cache and without prefix caching vLLM counts images instead of hashing
+    them: the same name means another image after a restart.
+    """
+    multimodal = vllm_config.model_config.multimodal_config
+    if multimodal is None or getattr(multimodal, "mm_processor_cache_gb", 1) != 0:
+        return None
+    if vllm_config.cache_config.enable_prefix_caching:
+        return None
+    return (
+        "with --mm-processor-cache-gb 0 and prefix caching off vLLM numbers images instead of "
+        "hashing them, so nothing could be shared; set --mm-processor-cache-gb above 0 or "
+        "--enable-prefix-caching"
+    )
+
+
+def model_problem(vllm_config: Any) -> str | None:
+    """Why this model has no encoder cache to connect to; None if it has."""
+    model = vllm_config.model_config
+    if getattr(model, "is_encoder_decoder", False):
+        return "encoder-decoder models keep their encoder outputs elsewhere; s3ec stays inactive"
+    if model.multimodal_config is None:
+        return "the model takes no images, audio or video; s3ec stays inactive"
+    return None

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which vLLM this is and which connector hooks it has; looked up once, said in one line."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import re
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from vllm import __version__ as _vllm_version
+from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase
+
+OLDEST = (0, 24)
+NEWEST_TESTED = (0, 33)
+
+# Hooks that not every supported release has, and what is lost without them.
+OPTIONAL_HOOKS = {
+    "ensure_cache_available": "requests are not deferred: an image is loaded from its second use",
+    "build_connector_worker_meta": "pins are given back by time, not by the worker's report",
+    "take_unavailable_requests": "a request without pixels waits until its client gives up",
+    "get_ec_connector_stats": "no metrics in vLLM's log and /metrics",
+    "finish_load_caches": "loads complete inside start_load_caches",
+}
+
+
+def vllm_version() -> str:
+    """vLLM's own version string."""
+    return str(_vllm_version)
+
+
+def release(version: str) -> tuple[int, int] | None:
+    """Major and minor of a version string; None for one that does not start with them."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return (int(found.group(1)), int(found.group(2))) if found else None
+
+
+@functools.cache
+def installed_hooks() -> dict[str, bool]:
+    """Every hook s3ec can use and whether the installed vLLM's base class declares it."""
+    declared = {name for name, _ in inspect.getmembers(ECConnectorBase, inspect.isfunction)}
+    always = ("has_cache_item", "update_state_after_alloc", "build_connector_meta")
+    return {name: name in declared for name in (*always, *OPTIONAL_HOOKS)}
+
+
+def summary() -> str:
+    """One line for the log: version, and what the missing hooks cost."""
+    missing = [name for name, there in installed_hooks().items() if not there]
+    line = f"vLLM {vllm_version()}"
+    this = release(vllm_version())
+    if this is not None and not OLDEST <= this <= NEWEST_TESTED:
+        line += f" (tested with {OLDEST[0]}.{OLDEST[1]} to {NEWEST_TESTED[0]}.{NEWEST_TESTED[1]})"
+    costs = [f"no {name}: {OPTIONAL_HOOKS.get(name, 'required')}" for name in missing]
+    return "; ".join([line, *costs])
+
+
+def current_device() -> torch.device:
+    """The device of this worker's model."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        return torch.device("cpu")
+    index = getattr(torch, current_platform.device_type).current_device()
+    return torch.device(current_platform.device_type, index)
+
+
+@functools.cache
+def tensor_parallel_rank() -> int:
+    """This worker's rank; vLLM makes worker connectors after it set the ranks up."""
+    from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+
+    return int(get_tensor_model_parallel_rank())
+
+
+def sync_allowed() -> AbstractContextManager[Any]:
+    """Tells vLLM's sync checker (VLLM_GPU_SYNC_CHECK, 0.26 and newer) that a copy may wait."""
+    try:
+        from vllm.utils.gpu_sync_debug import gpu_sync_allowed
+    except ImportError:
+        return contextlib.nullcontext()
+    allowed: AbstractContextManager[Any] = gpu_sync_allowed()
+    return allowed

@@ -1,0 +1,318 @@
+# SPDX-License-Identifier: Apache-2.0
+"""S3ECConnector: a shell that routes vLLM's hooks to a scheduler half or a worker half.
+
+vLLM makes one instance per role and process. Signatures follow vLLM 0.24 to 0.33; hooks that
+a release lacks are simply never called.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+from vllm.distributed.ec_transfer.ec_connector.base import (
+    ECConnectorBase,
+    ECConnectorMetadata,
+    ECConnectorRole,
+)
+
+from s3ec.config import Loaded, load_settings
+from s3ec.connector import compat
+from s3ec.connector.checks import identifier_problem, model_problem
+from s3ec.connector.features import FeatureReader
+from s3ec.connector.namespace import namespace_of
+from s3ec.connector.plan import StepPlan, WorkerReport
+from s3ec.connector.saves import SaveQueue
+from s3ec.connector.scheduler import Role, SchedulerHalf
+from s3ec.connector.worker import WorkerHalf
+from s3ec.errors import ConfigError, TierError
+from s3ec.node import Node
+
+try:  # vLLM 0.28 and newer
+    from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorWorkerMetadata
+except ImportError:  # pragma: no cover
+    ECConnectorWorkerMetadata = object
+
+log = logging.getLogger(__name__)
+F = TypeVar("F", bound=Callable[..., Any])
+
+_SHUTDOWN_TIMEOUT_S = 1.0
+
+
+def guarded(default: Any) -> Callable[[F], F]:
+    """Let no exception of ours out of a hook: vLLM would end the engine.
+
+    The fault is logged with its traceback, counted, and answered with ``default``, which must
+    be what a miss would answer.
+    """
+
+    def wrap(hook: F) -> F:
+        @functools.wraps(hook)
+        def call(self: S3ECConnector, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return hook(self, *args, **kwargs)
+            except Exception:
+                if self._node is not None:
+                    self._node.counters.add("internal_errors")
+                log.exception("%s failed; the request is served without the cache", hook.__name__)
+                return default
+
+        return cast("F", call)
+
+    return wrap
+
+
+class S3ECMetadata(ECConnectorMetadata):
+    """One step's orders on their way to the workers."""
+
+    def __init__(self, plan: StepPlan) -> None:
+        self.plan = plan
+
+
+class S3ECWorkerMetadata(ECConnectorWorkerMetadata):
+    """The workers' reports on their way to the scheduler; always true, or vLLM drops it."""
+
+    def __init__(self, report: WorkerReport) -> None:
+        self.report = report
+
+    def aggregate(self, other: Any) -> S3ECWorkerMetadata:
+        """Merge another rank's report."""
+        return S3ECWorkerMetadata(WorkerReport().merge(self.report).merge(other.report))
+
+
+class S3ECConnector(ECConnectorBase):
+    """vLLM's encoder cache in an S3 bucket, with a disk tier on this node."""
+
+    def __init__(self, vllm_config: Any, role: ECConnectorRole) -> None:
+        """Read the settings and build one half.
+
+        Raises:
+            ConfigError: The settings or vLLM's configuration cannot work; names what to change.
+        """
+        super().__init__(vllm_config=vllm_config, role=role)
+        self._node: Node | None = None
+        self._scheduler: SchedulerHalf | None = None
+        self._worker: WorkerHalf | None = None
+        self._counted: dict[str, float] = {}
+        transfer = vllm_config.ec_transfer_config
+        loaded = load_settings(transfer.ec_connector_extra_config)
+        _set_up_logging(loaded.settings.log_level)
+        problem = model_problem(vllm_config)
+        if problem is not None:
+            log.warning("%s", problem)
+            return
+        problem = identifier_problem(vllm_config)
+        if problem is not None:
+            raise ConfigError(problem, field="mm_processor_cache_gb")
+        try:
+            self._node = Node.shared(loaded.settings, namespace_of(vllm_config, loaded.settings))
+        except TierError as exc:
+            raise ConfigError(f"`cache_dir`: {exc}", field="cache_dir") from exc
+        if role is ECConnectorRole.SCHEDULER:
+            self._scheduler = self._make_scheduler(self._node, loaded)
+        else:
+            self._worker = self._make_worker(self._node)
+
+    def _make_scheduler(self, node: Node, loaded: Loaded) -> SchedulerHalf:
+        config: Any = self._vllm_config
+        settings = loaded.settings
+        log.info(
+            "s3ec namespace %s in bucket %s, tier %s; %s",
+            node.namespace.name,
+            settings.bucket,
+            settings.cache_dir,
+            compat.summary(),
+        )
+        features = FeatureReader(config.model_config)
+        this = compat.release(compat.vllm_version())
+        role = Role(
+            producer=self.is_producer,
+            consumer=self.is_consumer,
+            # A drafter looks one token ahead; a few more cost nothing.
+            window_tokens=config.scheduler_config.max_num_batched_tokens + 16,
+            ranks=config.parallel_config.tensor_parallel_size,
+            steps_in_flight=config.max_concurrent_batches,
+            defer_timeout_s=settings.defer_timeout_s,
+            asked_every_pass=this is None or this >= (0, 30),
+        )
+        node.follow_the_bucket()
+        return SchedulerHalf(
+            role,
+            index=node.index,
+            local=node.local,
+            prefetcher=node.prefetcher,
+            store_is_down=lambda: node.breaker.is_open,
+            needs_embedding=features.needs_embedding,
+            placeholder_of=features.placeholder,
+            counters=node.counters,
+        )
+
+    def _make_worker(self, node: Node) -> WorkerHalf:
+        saves = None
+        if self.is_producer:
+            settings = node.settings
+            saves = SaveQueue(
+                node,
+                budget_bytes=int(settings.save_queue_bytes),
+                overflow=settings.save_overflow or ("drop" if self.is_consumer else "block"),
+            )
+        return WorkerHalf(
+            node,
+            saves=saves,
+            device=compat.current_device,
+            rank=compat.tensor_parallel_rank,
+            drain_timeout_s=4.0 if self.is_consumer else 30.0,
+        )
+
+    # -- scheduler side ----------------------------------------------------------------------
+
+    @guarded(default=True)
+    def ensure_cache_available(
+        self, request: Any, num_computed_tokens: int, *_: Any, **__: Any
+    ) -> bool:
+        """Whether the request can be scheduled; False while its embeddings are on their way."""
+        if self._scheduler is None:
+            return True
+        return self._scheduler.ensure_cache_available(request, num_computed_tokens)
+
+    @guarded(default=False)
+    def has_cache_item(self, identifier: str) -> bool:
+        """Whether this embedding is verified and pinned on this node."""
+        return self._scheduler is not None and self._scheduler.has_cache_item(identifier)
+
+    @guarded(default=None)
+    def update_state_after_alloc(self, request: Any, index: int) -> None:
+        """The item was given room in the device's encoder cache."""
+        if self._scheduler is not None:
+            self._scheduler.update_state_after_alloc(request, index)
+
+    def build_connector_meta(self, scheduler_output: Any) -> ECConnectorMetadata:
+        """The step's orders for the workers."""
+        if self._scheduler is None:
+            return S3ECMetadata(StepPlan())
+        return S3ECMetadata(self._build_plan(scheduler_output) or StepPlan())
+
+    @guarded(default=None)
+    def _build_plan(self, scheduler_output: Any) -> StepPlan | None:
+        assert self._scheduler is not None  # the caller's check, for the type checker
+        return self._scheduler.build_connector_meta(
+            scheduler_output.free_encoder_mm_hashes,
+            scheduled_tokens=scheduler_output.total_num_scheduled_tokens,
+        )
+
+    @guarded(default=None)
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Take the workers' report."""
+        metadata = getattr(connector_output, "ec_connector_worker_meta", None)
+        if self._scheduler is not None and isinstance(metadata, S3ECWorkerMetadata):
+            self._scheduler.update_connector_output(metadata.report)
+
+    def take_unavailable_requests(self) -> set[str]:
+        """Requests without pixels whose embedding cannot be had; vLLM fails them."""
+        return set() if self._scheduler is None else self._scheduler.take_unavailable_requests()
+
+    @guarded(default=(False, None))
+    def request_finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
+        """Forget the request; never delays the release of its blocks."""
+        if self._scheduler is not None:
+            self._scheduler.request_finished(request)
+        return False, None
+
+    @guarded(default=None)
+    def get_ec_connector_stats(self) -> Any:
+        """Counts since the last call; the workers' come with their reports."""
+        if self._scheduler is None or self._node is None:
+            return None
+        counts = self._node.counters.snapshot()
+        if counts == self._counted:
+            return None
+        from s3ec.connector.stats import S3ECStats
+
+        fresh = {
+            name: total - self._counted.get(name, 0)
+            for name, total in counts.items()
+            if total != self._counted.get(name, 0)
+        }
+        self._counted = counts
+        return S3ECStats(data=fresh)
+
+    @classmethod
+    def build_ec_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:
+        """vLLM's log line, from the data that crossed the processes."""
+        from s3ec.connector.stats import S3ECStats
+
+        return S3ECStats(data=dict(data or {}))
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> Any:
+        """The counters on /metrics."""
+        from s3ec.connector.stats import S3ECPromMetrics
+
+        return S3ECPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    # -- worker side -------------------------------------------------------------------------
+
+    def _plan(self) -> StepPlan | None:
+        metadata = self._connector_metadata
+        return metadata.plan if isinstance(metadata, S3ECMetadata) else None
+
+    def start_load_caches(self, encoder_cache: dict[str, Any], **kwargs: Any) -> None:
+        """Put the granted embeddings into the encoder cache.
+
+        Raises:
+            RuntimeError: One of them can be had neither from its file nor from the bucket; the
+                engine cannot go on without it.
+        """
+        plan = self._plan()
+        if self._worker is not None and plan is not None:
+            self._worker.start_load_caches(encoder_cache, plan)
+
+    @guarded(default=None)
+    def save_caches(self, encoder_cache: dict[str, Any], mm_hash: str, **kwargs: Any) -> None:
+        """Copy a fresh encoder output and queue it for tier and bucket."""
+        plan = self._plan()
+        if self._worker is not None and plan is not None:
+            self._worker.save_caches(encoder_cache, mm_hash, plan)
+
+    @guarded(default=None)
+    def build_connector_worker_meta(self) -> Any:
+        """What this worker did since its last report."""
+        report = self._worker.report() if self._worker is not None else None
+        return S3ECWorkerMetadata(report) if report is not None else None
+
+    # -- both --------------------------------------------------------------------------------
+
+    @guarded(default=None)
+    def shutdown(self) -> None:
+        """Drain saves within a deadline and end our threads. Safe to call twice."""
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.finish()
+        self._scheduler = None
+        node, self._node = self._node, None
+        if node is not None:
+            node.release(_SHUTDOWN_TIMEOUT_S)
+
+
+def _set_up_logging(level: str) -> None:
+    """Give the ``s3ec`` loggers a level and, where the application set none up, a handler.
+
+    vLLM configures its own logger only; without a handler our lines would be lost.
+    """
+    logger = logging.getLogger("s3ec")
+    logger.setLevel(level)
+    if not logger.hasHandlers():
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(
+            logging.Formatter("%(levelname)s %(asctime)s [%(name)s] %(message)s", "%m-%d %H:%M:%S")
+        )
+        logger.addHandler(handler)

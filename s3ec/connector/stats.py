@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""s3ec's counts in vLLM's log line and on /metrics (vLLM 0.31 and newer)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.distributed.ec_transfer.ec_connector import metrics as vllm_metrics
+
+# counter of ours -> (Prometheus name without _total, help, label value)
+_PLAIN = {
+    "hits": ("vllm:s3ec_hits", "Encoder inputs answered from the cache instead of encoded."),
+    "misses": ("vllm:s3ec_misses", "Encoder inputs that were encoded."),
+    "deferred_requests": ("vllm:s3ec_deferred_requests", "Requests that waited for embeddings."),
+    "deferred_seconds": ("vllm:s3ec_deferred_seconds", "Time that requests were deferred."),
+    "defer_timeouts": ("vllm:s3ec_defer_timeouts", "Deferrals that ended without the embedding."),
+    "load.items": ("vllm:s3ec_loads", "Embeddings read into the encoder cache."),
+    "load.bytes": ("vllm:s3ec_load_bytes", "Bytes of embeddings read into the encoder cache."),
+    "load.seconds": ("vllm:s3ec_load_seconds", "Time spent inside start_load_caches."),
+    "save.items": ("vllm:s3ec_saves", "Embeddings that the bucket confirmed."),
+    "save.bytes": ("vllm:s3ec_save_bytes", "Bytes of embeddings that the bucket confirmed."),
+    "save.seconds": ("vllm:s3ec_save_seconds", "Time uploads took, in sum."),
+    "refused_identifiers": (
+        "vllm:s3ec_refused_identifiers",
+        "Lookups of identifiers that may not be shared (request-scoped, too long).",
+    ),
+    "unavailable_requests": (
+        "vllm:s3ec_unavailable_requests",
+        "Requests without pixels whose embedding could not be had.",
+    ),
+    "breaker.opened": ("vllm:s3ec_breaker_opened", "Times that the store was given a rest."),
+    "internal_errors": ("vllm:s3ec_internal_errors", "Errors inside s3ec that were contained."),
+}
+# prefix of counters -> (Prometheus name, help, label name)
+_LABELLED = {
+    "fetch_items.": ("vllm:s3ec_fetches", "Embeddings brought to this node.", "source"),
+    "fetch_bytes.": ("vllm:s3ec_fetch_bytes", "Bytes brought to this node.", "source"),
+    "fetch_seconds.": ("vllm:s3ec_fetch_seconds", "Time fetches took, in sum.", "source"),
+    "fetch.": ("vllm:s3ec_fetch_outcomes", "How fetches ended.", "outcome"),
+    "corrupt.": ("vllm:s3ec_corrupt", "Stored entries that were unusable.", "reason"),
+    "mismatch.": ("vllm:s3ec_mismatches", "Entries that did not fit the request.", "field"),
+    "save_problem.": (
+        "vllm:s3ec_save_problems",
+        "Embeddings not stored, or not at the first try.",
+        "reason",
+    ),
+}
+
+
+@dataclass
+class S3ECStats(vllm_metrics.ECConnectorStats):
+    """Counter increments since the last report; ``data`` maps counter names to amounts."""
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.data.clear()
+
+    def aggregate(self, other: vllm_metrics.ECConnectorStats) -> S3ECStats:
+        """Add another report to this one."""
+        for name, amount in other.data.items():
+            self.data[name] = self.data.get(name, 0) + amount
+        return self
+
+    def is_empty(self) -> bool:
+        """Whether there is nothing to report."""
+        return not self.data
+
+    def reduce(self) -> dict[str, int | float]:
+        """The few figures of vLLM's log line."""
+        get = self.data.get
+        hits, misses = get("hits", 0), get("misses", 0)
+        loads, seconds = get("load.items", 0), get("load.seconds", 0.0)
+        line: dict[str, int | float] = {
+            "hits": int(hits),
+            "misses": int(misses),
+            "hit_rate": round(hits / (hits + misses), 3) if hits + misses else 0.0,
+            "load_ms": round(1000 * seconds / loads, 2) if loads else 0.0,
+            "fetched_mb": round(get("fetch_bytes.bucket", 0) / 1e6, 1),
+            "saved_mb": round(get("save.bytes", 0) / 1e6, 1),
+            "deferred": int(get("deferred_requests", 0)),
+        }
+        return line
+
+
+class S3ECPromMetrics(vllm_metrics.ECConnectorPromMetrics):
+    """One Prometheus counter per figure, with vLLM's own labels and at most one of ours."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._plain = {
+            ours: self._counter_cls(name=name, documentation=text, labelnames=labelnames)
+            for ours, (name, text) in _PLAIN.items()
+        }
+        self._by_prefix = {
+            prefix: self._counter_cls(
+                name=name, documentation=text, labelnames=[*labelnames, label]
+            )
+            for prefix, (name, text, label) in _LABELLED.items()
+        }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Add one report's increments."""
+        values = self.per_engine_labelvalues[engine_idx]
+        for name, amount in transfer_stats_data.items():
+            if name in self._plain:
+                self._plain[name].labels(*values).inc(amount)
+                continue
+            for prefix, counter in self._by_prefix.items():
+                if name.startswith(prefix):
+                    counter.labels(*values, name[len(prefix) :]).inc(amount)
+                    break

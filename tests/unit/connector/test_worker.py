@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The worker half: loads from pinned files, rescues, and what it hands to the save queue."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from s3ec import codec
+from s3ec.codec import Shape
+from s3ec.config import Settings
+from s3ec.connector.plan import Load, Save, StepPlan
+from s3ec.errors import UnavailableError
+from s3ec.identity import Namespace, make_key
+from s3ec.node import Node
+from s3ec.testing.fault_store import Fault, FaultStore, Script
+from s3ec.testing.memory_store import MemoryBucket, MemoryStore
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("vllm")
+WorkerHalf = pytest.importorskip("s3ec.connector.worker").WorkerHalf
+
+HASHES = [f"{n:064x}" for n in range(1, 9)]
+
+
+class Rig:
+    def __init__(self, folder: Path) -> None:
+        self.bucket = MemoryBucket()
+        self.faults: list[Fault] = []
+        settings = Settings.model_validate(
+            {"bucket": "corpus", "cache_dir": folder / "tier", "min_free_bytes": 0}
+        )
+        self.node = Node(
+            settings,
+            Namespace.from_descriptor({"model": "tiny"}),
+            store=FaultStore(MemoryStore(self.bucket), Script(self.faults)),
+        )
+        self.saved: list[tuple[str, Save, torch.Tensor]] = []
+        self.rank = 0
+        self.worker = WorkerHalf(
+            self.node,
+            saves=self,
+            device=lambda: torch.device("cpu"),
+            rank=lambda: self.rank,
+            drain_timeout_s=1,
+        )
+
+    # As a SaveQueue.
+    def put(self, identifier: str, save: Save, tensor: torch.Tensor) -> bool:
+        self.saved.append((identifier, save, tensor))
+        return True
+
+    def take_report(self) -> tuple[list[str], list[str]]:
+        return [], []
+
+    def drain(self, timeout_s: float) -> int:
+        return 0
+
+    def entry(self, identifier: str, tensor: torch.Tensor, **other: Any) -> bytes:
+        fields = {"identifier": identifier, "namespace": self.node.namespace.name, **other}
+        header = codec.describe(tensor, modality="image", **fields)
+        return b"".join(codec.encode(header, tensor))
+
+    def pinned(self, identifier: str, tensor: torch.Tensor) -> Load:
+        key = make_key(identifier)
+        assert key is not None
+        self.node.tier.publish(key, [self.entry(identifier, tensor)])
+        pin = self.node.tier.pin(key)
+        assert pin is not None
+        return Load(identifier, str(pin.path), pin.header.shape)
+
+    def store(self, identifier: str, blob: bytes) -> None:
+        key = make_key(identifier)
+        assert key is not None
+        self.bucket.objects[self.node.layout.object(key)] = blob
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[Rig]:
+    rig = Rig(tmp_path)
+    yield rig
+    rig.node.close(5)
+
+
+def tensor(seed: int = 0) -> torch.Tensor:
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
+
+
+def test_granted_embeddings_are_loaded_and_reported(rig: Rig) -> None:
+    loads = [rig.pinned(identifier, tensor(n)) for n, identifier in enumerate(HASHES)]
+    cache: dict[str, torch.Tensor] = {}
+    rig.worker.start_load_caches(cache, StepPlan(step=7, loads=loads))
+    for number, identifier in enumerate(HASHES):
+        assert torch.equal(cache[identifier], tensor(number))
+    report = rig.worker.report()
+    assert report is not None
+    assert report.loaded == {7: {0}}
+    assert report.counts["load.items"] == len(HASHES)
+    assert rig.worker.report() is None
+
+
+def test_loaded_tensors_share_no_memory(rig: Rig) -> None:
+    loads = [rig.pinned(identifier, tensor()) for identifier in HASHES[:2]]
+    cache: dict[str, torch.Tensor] = {}
+    rig.worker.start_load_caches(cache, StepPlan(step=1, loads=loads))
+    cache[HASHES[0]].zero_()
+    assert torch.equal(cache[HASHES[1]], tensor())
+
+
+def test_embedding_that_the_device_holds_is_left_alone(rig: Rig) -> None:
+    load = rig.pinned(HASHES[0], tensor(1))
+    mine = tensor(2)
+    cache = {HASHES[0]: mine}
+    rig.worker.start_load_caches(cache, StepPlan(step=1, loads=[load]))
+    assert cache[HASHES[0]] is mine
+
+
+@pytest.mark.parametrize("damage", ["missing", "cut", "flipped", "other", "grown"])
+def test_damaged_file_is_replaced_by_the_bucket_s_copy(rig: Rig, damage: str) -> None:
+    load = rig.pinned(HASHES[0], tensor(1))
+    rig.store(HASHES[0], rig.entry(HASHES[0], tensor(1)))
+    path = Path(load.path)
+    blob = bytearray(path.read_bytes())
+    if damage == "missing":
+        path.unlink()
+    elif damage == "cut":
+        path.write_bytes(blob[:-1])
+    elif damage == "flipped":
+        blob[-1] ^= 1
+        path.write_bytes(blob)
+    elif damage == "other":
+        path.write_bytes(rig.entry(HASHES[1], tensor(2)))
+    else:
+        path.write_bytes(blob + bytes(codec.HEADER_LIMIT + 9))
+    cache: dict[str, torch.Tensor] = {}
+    rig.worker.start_load_caches(cache, StepPlan(step=1, loads=[load]))
+    assert torch.equal(cache[HASHES[0]], tensor(1))
+    assert rig.node.counters.get("load.rescued") == 1
+    key = make_key(HASHES[0])
+    assert key is not None
+    if damage != "missing":  # the entry is the same file as the pin: nobody may pin it again
+        assert not rig.node.tier.contains(key)
+
+
+def test_load_that_cannot_be_had_anywhere_raises_with_the_file_and_fills_nothing_in(
+    rig: Rig,
+) -> None:
+    load = rig.pinned(HASHES[0], tensor())
+    Path(load.path).unlink()
+    cache: dict[str, torch.Tensor] = {}
+    with pytest.raises(RuntimeError, match=r"cannot be read from .*safetensors.*bucket"):
+        rig.worker.start_load_caches(cache, StepPlan(step=1, loads=[load]))
+    assert cache == {}
+    assert rig.worker.report() is None or not rig.worker.report()
+
+
+def test_load_with_a_dead_bucket_raises_in_time(rig: Rig) -> None:
+    load = rig.pinned(HASHES[0], tensor())
+    Path(load.path).unlink()
+    rig.faults.append(Fault(error=UnavailableError))
+    with pytest.raises(RuntimeError, match="bucket"):
+        rig.worker.start_load_caches({}, StepPlan(step=1, loads=[load]))
+    assert rig.faults[0].struck >= 1
+
+
+@pytest.mark.parametrize("shape", [Shape(5, 8, "bfloat16"), Shape(4, 8, "float16")])
+def test_entry_of_another_shape_than_granted_is_never_loaded(rig: Rig, shape: Shape) -> None:
+    good = rig.pinned(HASHES[0], tensor())
+    rig.store(HASHES[0], rig.entry(HASHES[0], tensor()))
+    cache: dict[str, torch.Tensor] = {}
+    with pytest.raises(RuntimeError):
+        rig.worker.start_load_caches(
+            cache, StepPlan(step=1, loads=[Load(good.identifier, good.path, shape)])
+        )
+    assert cache == {}
+
+
+def test_entry_of_another_namespace_is_never_loaded(rig: Rig) -> None:
+    load = rig.pinned(HASHES[0], tensor())
+    foreign = rig.entry(HASHES[0], tensor(5), namespace="other-0123456789abcdef")
+    Path(load.path).write_bytes(foreign)
+    cache: dict[str, torch.Tensor] = {}
+    with pytest.raises(RuntimeError):
+        rig.worker.start_load_caches(cache, StepPlan(step=1, loads=[load]))
+    assert cache == {}
+
+
+def test_save_copies_the_output_and_keeps_no_reference(rig: Rig) -> None:
+    batch = torch.arange(64, dtype=torch.float32).view(8, 8)
+    cache = {HASHES[0]: batch[2:6]}
+    plan = StepPlan(step=1, saves={HASHES[0]: Save("image", {})})
+    rig.worker.save_caches(cache, HASHES[0], plan)
+    ((identifier, save, saved),) = rig.saved
+    batch.zero_()
+    assert identifier == HASHES[0]
+    assert save.modality == "image"
+    assert torch.equal(saved, torch.arange(16, 48, dtype=torch.float32).view(4, 8))
+    assert saved.untyped_storage().nbytes() == saved.numel() * saved.element_size()
+
+
+def test_only_what_the_scheduler_named_is_saved_and_only_by_rank_0(rig: Rig) -> None:
+    cache = {HASHES[0]: tensor(), HASHES[1]: tensor()}
+    plan = StepPlan(step=1, saves={HASHES[0]: Save("image", {})})
+    rig.worker.save_caches(cache, HASHES[1], plan)
+    rig.rank = 1
+    rig.worker.save_caches(cache, HASHES[0], plan)
+    assert rig.saved == []
+
+
+def test_output_that_is_no_tensor_is_not_saved(rig: Rig) -> None:
+    plan = StepPlan(step=1, saves={HASHES[0]: Save("image", {})})
+    rig.worker.save_caches({HASHES[0]: (tensor(), tensor())}, HASHES[0], plan)
+    assert rig.saved == []
+    assert rig.node.counters.get("save_problem.shape") == 1
