@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the look-around commands ask of a corpus: which namespace, which entry, which bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import TypeVar
+
+from s3ec import codec
+from s3ec.config import Settings
+from s3ec.doctor.namespaces import list_namespaces
+from s3ec.errors import ConfigError, CorruptEntryError, S3ECError
+from s3ec.identity import OBJECT_SUFFIX, Layout, is_object_name, make_key
+from s3ec.store.base import ObjectInfo, Store
+
+T = TypeVar("T")
+
+# 8 hex digits tell four thousand million images apart, and name the fan-out folder.
+_PREFIX = re.compile(r"(?:(?P<lora>[a-z0-9-]+):)?(?P<mark>x-)?(?P<hex>[0-9a-f]{8,64})")
+_SHOWN_MATCHES = 5
+
+
+class NotFoundError(S3ECError):
+    """The namespace or entry that was asked for is not in the bucket."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One stored embedding, as listed; its content is not known yet.
+
+    Attributes:
+        namespace: Where it lies.
+        name: Below ``objects/``.
+        nbytes: Size of the object.
+        modified_s: Last change, seconds since the epoch, 0 where the store does not say.
+    """
+
+    namespace: str
+    name: str
+    nbytes: int
+    modified_s: float
+
+    @property
+    def object_name(self) -> str:
+        """Name relative to the store's prefix."""
+        return f"{Layout(self.namespace).objects}{self.name}"
+
+    @property
+    def label(self) -> str:
+        """What ``s3ec stat`` accepts: the content hash, or ``x-`` and a digest."""
+        path = PurePosixPath(self.name)
+        stem = path.name.removesuffix(OBJECT_SUFFIX)
+        return f"{path.parts[0]}:{stem}" if len(path.parts) == 3 else stem
+
+    def age_s(self, now_s: float) -> float | None:
+        """Seconds since the last change, None where the store does not say."""
+        return now_s - self.modified_s if self.modified_s else None
+
+
+def with_store(settings: Settings, call: Callable[[Store], Awaitable[T]]) -> T:
+    """Open the store, run one coroutine with it and close it again."""
+
+    async def run() -> T:
+        from s3ec.store.open import open_store
+
+        store = open_store(settings)
+        try:
+            return await call(store)
+        finally:
+            await store.close()
+
+    return asyncio.run(run())
+
+
+async def choose_namespace(store: Store, wanted: str | None) -> str:
+    """The namespace that was named in full or by its beginning, or the only one there is.
+
+    Raises:
+        NotFoundError: The bucket has none, or none of that name.
+        ConfigError: Several fit; the message lists them.
+    """
+    names = await list_namespaces(store)
+    if wanted in names:
+        return wanted
+    fitting = [name for name in names if name.startswith(wanted or "")]
+    if len(fitting) == 1:
+        return fitting[0]
+    listed = "".join(f"\n  {name}" for name in fitting or names)
+    if fitting:
+        raise ConfigError(f"{len(fitting)} namespaces fit; name one of them:{listed}")
+    if not names:
+        raise NotFoundError("no namespace here yet; check --bucket and --prefix")
+    raise NotFoundError(f"no namespace `{wanted}`; there are:{listed}")
+
+
+async def entries(store: Store, namespace: str, folder: str = "") -> AsyncIterator[Entry]:
+    """All entries below a folder of ``objects/``; foreign objects are left out."""
+    objects = Layout(namespace).objects
+    async for info in store.list(objects + folder):
+        name = info.name.removeprefix(objects)
+        if is_object_name(name):
+            yield Entry(namespace, name, info.nbytes, info.modified_s)
+
+
+async def find(store: Store, namespace: str, wanted: str) -> Entry:
+    """The entry of an identifier, or of the beginning of its hash.
+
+    Args:
+        wanted: An identifier as vLLM spells it, a name as ``s3ec ls`` prints it, or at least
+            8 hex digits of a content hash.
+
+    Raises:
+        NotFoundError: Nothing has that name.
+        ConfigError: Several entries begin so.
+    """
+    key = make_key(wanted)
+    if key is not None:
+        info = await store.head(Layout(namespace).object(key))
+        if info is not None:
+            return _entry(namespace, key.name, info)
+    shape = _PREFIX.fullmatch(wanted)
+    if shape is not None:
+        return await _find_by_prefix(store, namespace, wanted, shape)
+    raise NotFoundError(
+        f"no entry for this identifier in {namespace}; a hash may be cut to 8 or more hex digits"
+    )
+
+
+async def _find_by_prefix(store: Store, namespace: str, wanted: str, shape: re.Match[str]) -> Entry:
+    lora = f"{shape['lora']}/" if shape["lora"] else ""
+    folder = f"{lora}{shape['hex'][:2]}/{shape['mark'] or ''}{shape['hex']}"
+    found = []
+    async for entry in entries(store, namespace, folder):
+        found.append(entry)
+        if len(found) > _SHOWN_MATCHES:
+            break
+    if not found:
+        raise NotFoundError(f"no entry begins with `{wanted}` in {namespace}")
+    if len(found) > 1:
+        listed = "".join(f"\n  {entry.label}" for entry in found[:_SHOWN_MATCHES])
+        more = "\n  ..." if len(found) > _SHOWN_MATCHES else ""
+        raise ConfigError(f"several entries begin with `{wanted}`:{listed}{more}")
+    return found[0]
+
+
+def _entry(namespace: str, name: str, info: ObjectInfo) -> Entry:
+    return Entry(namespace, name, info.nbytes, info.modified_s)
+
+
+async def read_header(store: Store, entry: Entry) -> codec.Header:
+    """The checked header of an entry, by one range request.
+
+    Raises:
+        NotFoundError: Deleted meanwhile.
+        CorruptEntryError: Not an entry, of another length than it says, or a copy of another.
+    """
+    blob = await store.get_range(entry.object_name, 0, 8 + codec.HEADER_LIMIT)
+    if blob is None:
+        raise NotFoundError("the entry was deleted while we looked")
+    with _naming(entry):
+        header = codec.parse_header(blob)
+        _check_place(header, entry)
+        if header.total_bytes != entry.nbytes:
+            raise CorruptEntryError(
+                f"the object has {entry.nbytes} bytes, its header says {header.total_bytes}",
+                reason="length",
+            )
+    return header
+
+
+@contextmanager
+def _naming(entry: Entry) -> Iterator[None]:
+    """Put the object's name in front of what is wrong with it."""
+    try:
+        yield
+    except CorruptEntryError as exc:
+        raise CorruptEntryError(
+            f"corrupt entry {entry.object_name} ({exc.reason}): {exc}", reason=exc.reason
+        ) from exc
+
+
+def _check_place(header: codec.Header, entry: Entry) -> None:
+    """Refuse an entry that lies where its own identifier does not belong."""
+    key = make_key(header.identifier)
+    if key is None or key.name != entry.name:
+        raise CorruptEntryError("written for another identifier", reason="identifier")
+    codec.check_identity(header, namespace=entry.namespace, identifier=header.identifier)
+
+
+async def read_verified(store: Store, entry: Entry) -> tuple[codec.Header, bytes]:
+    """A whole entry, every byte of it checked.
+
+    Raises:
+        NotFoundError: Deleted meanwhile.
+        CorruptEntryError: ``reason`` says what is wrong.
+    """
+    with _naming(entry):
+        blob = await store.get(entry.object_name, max_bytes=entry.nbytes)
+        if blob is None:
+            raise NotFoundError("the entry was deleted while we looked")
+        header = codec.parse_header(blob)
+        _check_place(header, entry)
+        codec.check_data(header, memoryview(blob)[header.data_start :])
+    return header, blob

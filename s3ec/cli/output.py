@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How commands print: documents and tables on stdout, progress and errors on stderr."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+# Wide enough that nothing is cut where a program reads along; terminals have their own width.
+_PIPE_WIDTH = 240
+_SHOWN_CHARACTERS = 300
+
+
+def console() -> Console:
+    """A console on today's stdout; without colours where that is not a terminal."""
+    from rich.console import Console
+
+    width = None if sys.stdout.isatty() else _PIPE_WIDTH
+    return Console(file=sys.stdout, highlight=False, width=width)
+
+
+def print_json(document: object) -> None:
+    """Print one JSON document, indented for people at a terminal."""
+    indent = 2 if sys.stdout.isatty() else None
+    sys.stdout.write(json.dumps(document, indent=indent, ensure_ascii=False) + "\n")
+
+
+def print_error(message: str) -> None:
+    """Print an error on stderr, without markup and without a traceback.
+
+    One line, and further ones only where the message lists choices.
+    """
+    lines = [safe(line, limit=2000) for line in message.splitlines()]
+    sys.stderr.write("error: " + "\n".join(lines) + "\n")
+
+
+def print_note(message: str) -> None:
+    """Print one line for people on stderr."""
+    sys.stderr.write(f"{message}\n")
+
+
+@contextmanager
+def progress(message: str) -> Iterator[None]:
+    """A spinner on stderr while the block runs; nothing where stderr is not a terminal."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(message):
+        yield
+
+
+def safe(text: str, *, limit: int = _SHOWN_CHARACTERS) -> str:
+    """Text from a bucket as one harmless line.
+
+    Identifiers are chosen by clients: control characters could rewrite a terminal.
+    """
+    if not text.isprintable():
+        text = text.encode("unicode_escape").decode("ascii")
+    return text if len(text) <= limit else f"{text[:limit]}... ({len(text)} characters)"
+
+
+def human_bytes(nbytes: float) -> str:
+    """A size such as ``2.6 MiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.1f} TiB"
+
+
+def human_age(seconds: float | None) -> str:
+    """An age such as ``3 min`` or ``12 d``; ``?`` where the store does not say."""
+    if seconds is None:
+        return "?"
+    seconds = max(0.0, seconds)
+    for unit, length_s in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length_s:
+            return f"{seconds / length_s:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def facts(pairs: list[tuple[str, Any]]) -> None:
+    """Print names and values in two columns."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in pairs:
+        table.add_row(name, value if isinstance(value, Text) else Text(safe(str(value))))
+    console().print(table)

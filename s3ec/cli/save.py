@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Save downloaded bytes as a file that is whole or not there."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import tempfile
+from pathlib import Path
+
+from s3ec.errors import ConfigError, S3ECError
+
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
+
+
+class SaveError(S3ECError):
+    """The file could not be written here."""
+
+
+def check_target(output: str, default_name: str, *, force: bool) -> Path:
+    """Where to save, found out before anything is downloaded.
+
+    Args:
+        output: As given; a folder gets ``default_name`` inside it. ``-`` is not looked at.
+
+    Raises:
+        ConfigError: There is a file already and ``force`` is not set.
+    """
+    path = Path(output).expanduser()
+    if output == "-":
+        return path
+    if path.is_dir():
+        path /= default_name
+    if not force and path.exists():
+        raise ConfigError(f"{path} exists; --force replaces it")
+    return path
+
+
+def save(path: Path, blob: bytes, *, force: bool) -> None:
+    """Write a file by way of a temporary one beside it.
+
+    Raises:
+        ConfigError: Somebody made the file meanwhile and ``force`` is not set.
+        SaveError: The folder is absent, read-only or full.
+    """
+    try:
+        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        temporary = Path(name)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                os.fchmod(file.fileno(), 0o666 & ~_umask())
+                file.write(blob)
+                file.flush()
+                os.fsync(file.fileno())
+            _publish(temporary, path, force=force)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except FileExistsError as exc:
+        raise ConfigError(f"{path} exists; --force replaces it") from exc
+    except OSError as exc:
+        raise SaveError(f"cannot write {path}: {exc.strerror}") from exc
+
+
+def _publish(temporary: Path, path: Path, *, force: bool) -> None:
+    if not force:
+        try:
+            os.link(temporary, path)  # unlike a rename, this refuses an existing name
+            return
+        except OSError as exc:
+            if exc.errno not in _NO_LINKS:
+                raise
+        if path.exists():
+            raise FileExistsError
+    os.replace(temporary, path)
+
+
+def _umask() -> int:
+    """The process's umask; mkstemp ignores it, other programs' files follow it."""
+    mask = 0o077
+    with contextlib.suppress(OSError, ValueError), open("/proc/self/status") as status:
+        mask = next(int(line.split()[1], 8) for line in status if line.startswith("Umask:"))
+    return mask

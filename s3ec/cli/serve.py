@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``s3ec serve-s3``: a real S3 server on this machine, for trying things out."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import signal
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from s3ec.cli.help import epilog
+from s3ec.cli.options import JsonOption, reporting
+from s3ec.cli.output import print_json, print_note, progress
+from s3ec.errors import ConfigError, UnavailableError
+
+if TYPE_CHECKING:
+    from s3ec.testing.server import LocalS3
+
+_BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
+_POLL_S = 0.5
+
+
+def register(app: typer.Typer) -> None:
+    """Add ``serve-s3`` to the tree."""
+    app.command(
+        "serve-s3",
+        epilog=epilog(
+            ("s3ec serve-s3", "port 8333, bucket `embeddings`, gone at the end"),
+            ("s3ec serve-s3 --data ./s3 --bucket docs --bucket test", "keep the objects"),
+            ("s3ec serve-s3 --port 0 --json", "any free port, for scripts"),
+        ),
+    )(reporting(serve_s3))
+
+
+def serve_s3(
+    port: Annotated[
+        int, typer.Option(min=0, max=55535, help="Port on 127.0.0.1; 0 takes any free one.")
+    ] = 8333,
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            file_okay=False, help="Folder to keep objects in. Unset: a scratch folder, deleted."
+        ),
+    ] = None,
+    bucket: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Bucket to have; may be repeated. \\[embeddings]"),
+    ] = None,
+    access_key: Annotated[
+        str | None, typer.Option(envvar="AWS_ACCESS_KEY_ID", help="Random if unset.")
+    ] = None,
+    secret_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar="AWS_SECRET_ACCESS_KEY", help="Random if unset; better not typed here."
+        ),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Run a SeaweedFS server in the foreground, until Ctrl-C or SIGTERM.
+
+    It listens on 127.0.0.1 only and prints what to paste into a shell and into vLLM.
+    """
+    from s3ec.testing.server import Identity, LocalS3
+
+    buckets = bucket or ["embeddings"]
+    for name in buckets:
+        if not _BUCKET.fullmatch(name):
+            raise ConfigError(f"bucket `{name}`: 3 to 63 of lower-case letters, digits, `.`, `-`")
+    if (access_key is None) != (secret_key is None):
+        raise ConfigError("give both of --access-key and --secret-key, or neither")
+    admin = None
+    if access_key is not None and secret_key is not None:
+        admin = Identity("admin", access_key=access_key, secret_key=secret_key)
+    server = LocalS3(data, port=port or None, admin=admin)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        with progress("starting SeaweedFS"):
+            server.start()
+        _make_buckets(server, buckets)
+        _announce(server, buckets, data, own_keys=admin is not None, as_json=as_json)
+        _wait(server)
+    except KeyboardInterrupt:
+        print_note("stopping")
+    finally:
+        server.close()
+
+
+def _make_buckets(server: LocalS3, buckets: list[str]) -> None:
+    present = {entry["Name"] for entry in server.client().list_buckets()["Buckets"]}
+    for name in buckets:
+        if name not in present:
+            server.create_bucket(name)
+
+
+def _announce(
+    server: LocalS3, buckets: list[str], data: Path | None, *, own_keys: bool, as_json: bool
+) -> None:
+    transfer = {
+        "ec_connector": "S3ECConnector",
+        "ec_role": "ec_both",
+        "ec_connector_extra_config": {"bucket": buckets[0], "endpoint_url": server.endpoint_url},
+    }
+    environment = server.env()
+    if own_keys:  # the caller has them already, and they may be keys to more than this
+        environment = {
+            name: value
+            for name, value in environment.items()
+            if name not in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+        }
+    if as_json:
+        document: dict[str, Any] = {
+            "endpoint_url": server.endpoint_url,
+            "buckets": buckets,
+            "data": str(data) if data else None,
+            "env": environment,
+            "ec_transfer_config": transfer,
+        }
+        print_json(document)
+    else:
+        where = f"objects in {data}" if data else "objects gone at the end (--data keeps them)"
+        typer.echo(f"# SeaweedFS on {server.endpoint_url}, {where}")
+        _print_for_people(environment, transfer, own_keys=own_keys)
+    # Scripts read this through a pipe while we run on.
+    typer.get_text_stream("stdout").flush()
+
+
+def _print_for_people(
+    environment: dict[str, str], transfer: dict[str, Any], *, own_keys: bool
+) -> None:
+    typer.echo("# In the shell that runs vLLM or s3ec:")
+    if own_keys:
+        typer.echo("# (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY as you gave them)")
+    for name, value in environment.items():
+        typer.echo(f"export {name}={shlex.quote(value)}")
+    extra = transfer["ec_connector_extra_config"]
+    for name, value in extra.items():
+        typer.echo(f"export S3EC_{name.upper()}={shlex.quote(value)}")
+    typer.echo("\n# For vLLM:")
+    typer.echo(f"vllm serve MODEL --ec-transfer-config {shlex.quote(json.dumps(transfer))}")
+    print_note("\nCtrl-C ends the server.")
+
+
+def _wait(server: LocalS3) -> None:
+    while server.pid is not None:
+        time.sleep(_POLL_S)
+    raise UnavailableError("SeaweedFS ended by itself")

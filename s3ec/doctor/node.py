@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of this node's cache folder: writable, private, links, space, kind of file system."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from s3ec.doctor.patient import Patient
+from s3ec.doctor.report import Outcome, fail, ok, warn
+from s3ec.errors import TierError
+from s3ec.tier.files import Folders, check_folder, free_bytes, make_folder
+
+_MOUNTS = Path("/proc/self/mountinfo")
+_OCTAL = re.compile(r"\\([0-7]{3})")
+_MEMORY = ("tmpfs", "ramfs")
+_NETWORK = ("nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "glusterfs", "beegfs", "gpfs", "9p")
+_USEFUL_BYTES = 64 * 2**20  # below this a tier would hold a handful of images
+
+
+def cache_folder(patient: Patient) -> Outcome:
+    """Whether the tier can keep files there, safe from other users, and what kind of disk it is."""
+    root = patient.settings.cache_dir
+    try:
+        with _at(root) as folder:
+            check_folder(folder)
+            if (folder / "v1").exists():
+                check_folder(folder / "v1")
+            with _probe_file(folder):
+                pass
+    except TierError as exc:
+        found, _, mend = str(exc).partition("; ")
+        return fail(found, mend)
+    except OSError as exc:
+        return fail(f"{root}: {exc.strerror}", _mend_folder(exc))
+    return _by_file_system(root)
+
+
+def _mend_folder(exc: OSError) -> str:
+    if exc.errno == errno.EROFS:
+        return "mounted read-only: mount a writable volume, or set `cache_dir` to another folder"
+    if exc.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "free some space or inodes there, or set `cache_dir` to another disk"
+    if exc.errno in (errno.EACCES, errno.EPERM):
+        return f"give it to uid {os.geteuid()} (chown, chmod 700), or set `cache_dir` elsewhere"
+    return "set `cache_dir` to a folder on a local disk"
+
+
+def _by_file_system(root: Path) -> Outcome:
+    kind = file_system(_existing(root))
+    if kind == "overlay":
+        return warn(
+            f"{root} is writable, but lies in the container's own layer (overlay): slow to "
+            "write, gone with the container",
+            "mount a volume (emptyDir, hostPath, local disk) and set `cache_dir` to it",
+        )
+    if kind in _NETWORK or kind.startswith("fuse"):
+        return warn(
+            f"{root} is writable, but on a network file system ({kind}): every hit waits for it",
+            "set `cache_dir` to a local disk or /dev/shm; the bucket is the shared copy",
+        )
+    memory = ", which is memory: count `cache_bytes` to the pod's" if kind in _MEMORY else ""
+    return ok(f"{root} is writable and private, on {kind}{memory}")
+
+
+def cache_links(patient: Patient) -> Outcome:
+    """Whether pins can be hard links; otherwise each hit costs a copy."""
+    try:
+        with _at(patient.settings.cache_dir) as folder, _probe_file(folder) as path:
+            link = path.with_name(f"{path.name}-link")
+            os.link(path, link)
+            link.unlink()
+    except OSError as exc:
+        return warn(
+            f"no hard links there: {exc.strerror}",
+            "it works, but every hit copies its entry; a file system with hard links (ext4, "
+            "xfs, tmpfs) does without",
+        )
+    return ok("hard links work, so a pin costs no copy")
+
+
+def cache_space(patient: Patient) -> Outcome:
+    """Whether the disk has room for `cache_bytes` and `min_free_bytes`."""
+    settings = patient.settings
+    try:
+        used = _tier_bytes(settings.cache_dir)
+        free = free_bytes(_existing(settings.cache_dir))
+    except OSError as exc:
+        return fail(f"{settings.cache_dir}: {exc.strerror}", _mend_folder(exc))
+    room = free + used - int(settings.min_free_bytes)
+    budget = int(settings.cache_bytes)
+    found = f"{_gib(free)} free, {_gib(used)} in use by the tier"
+    if room < min(_USEFUL_BYTES, budget):
+        return fail(
+            f"{found}: nothing left beside min_free_bytes ({_gib(int(settings.min_free_bytes))})",
+            "free some space, set `cache_dir` to another disk, or lower `min_free_bytes`",
+        )
+    if room < budget:
+        return warn(
+            f"{found}: less than cache_bytes ({_gib(budget)}) and min_free_bytes "
+            f"({_gib(int(settings.min_free_bytes))}) ask for",
+            f"set `cache_bytes` to {_gib(room)} or less, or use a larger disk",
+        )
+    return ok(f"{found}; cache_bytes ({_gib(budget)}) fits")
+
+
+def _gib(nbytes: int) -> str:
+    if abs(nbytes) >= 2**30:
+        return f"{nbytes / 2**30:.1f}GiB"
+    return f"{nbytes / 2**20:.0f}MiB"
+
+
+def _tier_bytes(root: Path) -> int:
+    """Bytes of the entries below a cache folder."""
+    total = 0
+    for folder, _, names in os.walk(Folders(root).objects):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):  # evicted meanwhile
+                total += os.lstat(os.path.join(folder, name)).st_size
+    return total
+
+
+def _existing(path: Path) -> Path:
+    """The path itself, or the nearest folder above it that is there."""
+    while not path.exists():
+        path = path.parent
+    return path
+
+
+@contextmanager
+def _at(root: Path) -> Iterator[Path]:
+    """The cache folder, made as the tier would make it and taken away again if it was absent."""
+    made: list[Path] = []
+    try:
+        for folder in (*reversed(root.parents), root):
+            if not folder.exists():
+                make_folder(folder)
+                made.append(folder)
+        yield root.resolve()
+    finally:
+        for folder in reversed(made):
+            # Not empty: a tier has moved in meanwhile.
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+
+
+@contextmanager
+def _probe_file(folder: Path) -> Iterator[Path]:
+    path = folder / f".s3ec-probe-{secrets.token_hex(8)}"
+    try:
+        path.write_bytes(bytes(4096))
+        yield path
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def file_system(path: Path) -> str:
+    """The kind of file system that holds a path, ``unknown`` where Linux does not say."""
+    try:
+        lines = _MOUNTS.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    except OSError:
+        return "unknown"
+    real = path.resolve()
+    kind, depth = "unknown", -1
+    for line in lines:
+        before, _, after = line.partition(" - ")
+        mount = Path(_OCTAL.sub(lambda found: chr(int(found[1], 8)), before.split()[4]))
+        # The later of two mounts on one folder hides the earlier.
+        if real.is_relative_to(mount) and len(mount.parts) >= depth:
+            kind, depth = after.split()[0], len(mount.parts)
+    return kind

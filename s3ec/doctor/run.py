@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The checks in order; what needs a failed one is skipped."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from s3ec.config import Loaded
+from s3ec.doctor import bucket, node, serving, writing
+from s3ec.doctor.patient import Patient
+from s3ec.doctor.report import Check, Outcome, Verdict, ok, skip
+from s3ec.doctor.s3 import S3Probe
+from s3ec.doctor.vllm_child import VllmChild
+from s3ec.store.sdk_client import check_settings
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One check.
+
+    Attributes:
+        name: Of the check, for people and machines.
+        group: Heading for people.
+        run: The check.
+        needs: Checks without which this one would only repeat their failure.
+    """
+
+    name: str
+    group: str
+    run: Callable[[Patient], Outcome]
+    needs: tuple[str, ...] = ()
+
+
+def _settings(patient: Patient) -> Outcome:
+    origins = patient.loaded.origins
+    names: dict[str, list[str]] = {}
+    for name, origin in origins.items():
+        names.setdefault(origin, []).append(name)
+    defaults = names.pop("default", [])
+    told = [f"{', '.join(settings)} from {origin}" for origin, settings in names.items()]
+    return ok("; ".join([*told, f"{len(defaults)} others at their defaults"]))
+
+
+STEPS = (
+    Step("settings", "Settings", _settings),
+    Step("credentials", "Bucket", bucket.credentials),
+    Step("endpoint", "Bucket", bucket.endpoint),
+    Step("clock", "Bucket", bucket.clock, ("endpoint",)),
+    Step("bucket", "Bucket", bucket.bucket, ("credentials", "endpoint")),
+    Step("addressing", "Bucket", bucket.addressing, ("credentials", "endpoint")),
+    Step("read", "Bucket", bucket.read, ("bucket",)),
+    Step("write", "Bucket", writing.write, ("bucket",)),
+    Step("sse", "Bucket", writing.sse, ("write",)),
+    Step("conditional_put", "Bucket", writing.conditional_put, ("write", "sse")),
+    Step("checksums", "Bucket", writing.checksums, ("write",)),
+    Step("cache_folder", "This node", node.cache_folder),
+    Step("cache_links", "This node", node.cache_links, ("cache_folder",)),
+    Step("cache_space", "This node", node.cache_space, ("cache_folder",)),
+    Step("vllm", "vLLM", serving.vllm),
+    Step("hooks", "vLLM", serving.hooks, ("vllm",)),
+    Step("connector", "vLLM", serving.connector),
+    Step("model", "vLLM", serving.model),
+    Step("identifiers", "vLLM", serving.identifiers, ("model",)),
+    Step("namespace", "vLLM", serving.namespace, ("model",)),
+    Step("corpus", "vLLM", serving.corpus, ("bucket",)),
+)
+
+
+def examine(
+    loaded: Loaded,
+    transfer: Mapping[str, Any],
+    *,
+    vllm_args: Sequence[str] | None = None,
+    starting: Callable[[Step], None] = lambda step: None,
+) -> Iterator[Check]:
+    """Run every check, one after the other, and hand each out as it ends.
+
+    Writes and deletes a few throw-away objects and files; takes as long as vLLM takes to
+    import where that is installed, a few seconds otherwise.
+
+    Args:
+        loaded: Settings with their origins.
+        transfer: The --ec-transfer-config, empty where it is not known.
+        vllm_args: Arguments of ``vllm serve``, or None to leave the model out.
+        starting: Called before each check that runs.
+
+    Raises:
+        ConfigError: The SDK cannot use profile, region or CA file.
+    """
+    check_settings(loaded.settings)
+    patient = Patient(loaded, transfer, vllm_args, S3Probe(loaded.settings))
+    if _has_vllm():
+        patient.child = VllmChild(loaded.settings, vllm_args)
+    try:
+        verdicts: dict[str, Verdict] = {}
+        for step in STEPS:
+            blocked = [n for n in step.needs if verdicts[n] in (Verdict.FAIL, Verdict.SKIP)]
+            if blocked:
+                outcome = skip(f"needs {' and '.join(blocked)}")
+            else:
+                starting(step)
+                outcome = step.run(patient)
+            verdicts[step.name] = outcome.verdict
+            yield Check(step.name, outcome)
+    finally:
+        patient.s3.close()
+        if patient.child is not None:
+            patient.child.close()
+
+
+def _has_vllm() -> bool:
+    """Whether vLLM is installed, found out without importing it."""
+    try:
+        return importlib.util.find_spec("vllm") is not None
+    except ImportError:  # somebody's import hook forbids it
+        return False

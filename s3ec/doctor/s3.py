@@ -1,0 +1,313 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What only the SDK can tell about a bucket: credentials, style, encryption, server's clock.
+
+The doctor's one module that imports an SDK; its errors are mapped here.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, closing, contextmanager
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+from typing import Any
+from urllib.parse import urlsplit
+
+import boto3
+from botocore import UNSIGNED
+from botocore.config import Config
+from botocore.exceptions import BotoCoreError, ClientError, SSLError
+from botocore.exceptions import ConnectionError as SdkConnectionError
+from botocore.parsers import ResponseParserError
+
+from s3ec.config import Settings
+from s3ec.errors import UnavailableError
+from s3ec.store.sdk_client import quiet_sdk_logs
+from s3ec.store.sdk_errors import boundary
+
+# A CRC32 that no body of ours has.
+_WRONG_CRC = "AAAAAA=="
+_REASON = re.compile(r"\[Errno -?\d+\] ([^)'\"\]]+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """The answer to a request without credentials.
+
+    Attributes:
+        url: Where it was sent, scheme and host.
+        server: The server's name for itself, or empty.
+        virtual_host: Whether the bucket stood in the host name.
+        skew_s: The server's clock minus ours, None where it does not say.
+        is_s3: Whether the answer looks like S3's.
+    """
+
+    url: str
+    server: str
+    virtual_host: bool
+    skew_s: float | None
+    is_s3: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """The answer to a PUT.
+
+    Attributes:
+        sse: Encryption that the server says it used, or None.
+    """
+
+    sse: str | None
+
+
+class S3Probe:
+    """Single requests to one bucket, without retries. Blocking; one thread at a time."""
+
+    def __init__(self, settings: Settings) -> None:
+        quiet_sdk_logs()
+        self._settings = settings
+        self._base: Any = None
+        self._session: Any = None
+        self._clients: dict[tuple[str, bool, str], Any] = {}
+
+    def credentials_method(self) -> str | None:
+        """The SDK's name for where it found credentials, None if nowhere. Never their values.
+
+        Raises:
+            AccessError: A source is there but unusable: unknown profile, half a key pair, a
+                token that cannot be exchanged.
+            UnavailableError: A source did not answer.
+        """
+        with self._boundary("credentials"):
+            found = self._base_session().get_credentials()
+            if found is None:
+                return None
+            found.get_frozen_credentials()  # where they are fetched, if they have to be
+            return str(found.method)
+
+    def assume_role(self) -> None:
+        """Exchange the credentials for those of ``role_arn``, once.
+
+        Raises:
+            AccessError: Refused.
+            UnavailableError: STS did not answer.
+        """
+        with self._boundary("AssumeRole"):
+            self._role_session()
+
+    def hello(self) -> Hello:
+        """Ask without credentials; any answer, a refusal too, proves that somebody is there.
+
+        Raises:
+            UnavailableError: Nobody is.
+        """
+        sent: list[str] = []
+        client = self._client(unsigned=True)
+        client.meta.events.register("before-send.s3", lambda request, **_: sent.append(request.url))
+        before_s = time.time()
+        with self._boundary("GET"), _saying_why():
+            try:
+                reply = client.list_objects_v2(Bucket=self._settings.bucket, MaxKeys=1)
+            except ClientError as exc:
+                reply = exc.response
+            except ResponseParserError:
+                return self._hello(sent[0], {}, 0.0, is_s3=False)
+        now_s = (before_s + time.time()) / 2
+        headers = reply["ResponseMetadata"].get("HTTPHeaders", {})
+        is_s3 = "html" not in headers.get("content-type", "") or "x-amz-request-id" in headers
+        return self._hello(sent[0], headers, now_s, is_s3=is_s3)
+
+    def _hello(self, url: str, headers: Mapping[str, str], now_s: float, *, is_s3: bool) -> Hello:
+        parts = urlsplit(url)
+        virtual = (parts.hostname or "").startswith(f"{self._settings.bucket.lower()}.")
+        host = parts.netloc.partition(".")[2] if virtual else parts.netloc
+        skew_s = _date_s(headers.get("date", ""))
+        return Hello(
+            url=f"{parts.scheme}://{host}",
+            server=headers.get("server", ""),
+            virtual_host=virtual,
+            skew_s=None if skew_s is None else skew_s - now_s,
+            is_s3=is_s3,
+        )
+
+    def list_one(self, *, style: str) -> None:
+        """List one key with ``path`` or ``virtual`` style.
+
+        Raises:
+            AccessError: Refused, also where the style leads to another bucket.
+            UnavailableError: That host name leads nowhere.
+        """
+        with self._boundary(f"list in {style} style"):
+            self._client(style=style).list_objects_v2(
+                Bucket=self._settings.bucket, Prefix=self._key(""), MaxKeys=1
+            )
+
+    def put(self, name: str, *, encrypted: bool = False, wrong_crc: bool = False) -> Written:
+        """Write a small object, with the CRC that the SDK adds where supported.
+
+        Args:
+            encrypted: Ask for what ``sse`` says.
+            wrong_crc: Send a CRC that does not fit; a server that checks refuses it.
+
+        Raises:
+            AccessError: Refused.
+            UnavailableError: Not answered, or not implemented (501).
+        """
+        headers: dict[str, str] = {}
+        if encrypted:
+            headers["ServerSideEncryption"] = self._settings.sse
+            if self._settings.sse_kms_key_id:
+                headers["SSEKMSKeyId"] = self._settings.sse_kms_key_id
+        if wrong_crc:
+            headers["ChecksumCRC32"] = _WRONG_CRC
+        else:
+            headers["ChecksumAlgorithm"] = "CRC32"
+        with self._boundary("PUT"):
+            reply = self._client().put_object(
+                Bucket=self._settings.bucket, Key=self._key(name), Body=b"s3ec doctor", **headers
+            )
+        return Written(sse=reply.get("ServerSideEncryption"))
+
+    def put_bare(self, name: str) -> None:
+        """Write a small object without a CRC, for servers that refuse one.
+
+        Raises:
+            AccessError: Refused.
+            UnavailableError: Not answered.
+        """
+        with self._boundary("PUT"):
+            self._client(checksums="when_required").put_object(
+                Bucket=self._settings.bucket, Key=self._key(name), Body=b"s3ec doctor"
+            )
+
+    def stored_crc(self, name: str) -> str | None:
+        """The CRC that the server returns with an object, None if it kept none.
+
+        Raises:
+            AccessError: Refused.
+            UnavailableError: Not answered.
+        """
+        with self._boundary("GET"):
+            reply = self._client().get_object(
+                Bucket=self._settings.bucket, Key=self._key(name), ChecksumMode="ENABLED"
+            )
+            reply["Body"].read()
+        crc: str | None = reply.get("ChecksumCRC32")
+        return crc
+
+    def delete(self, name: str) -> None:
+        """Remove an object.
+
+        Raises:
+            AccessError: Refused.
+            UnavailableError: Not answered.
+        """
+        with self._boundary("DELETE"):
+            self._client().delete_object(Bucket=self._settings.bucket, Key=self._key(name))
+
+    def _boundary(self, what: str) -> AbstractContextManager[None]:
+        return boundary(what, lambda: self._settings.region or "")
+
+    def _key(self, name: str) -> str:
+        return f"{self._settings.prefix}/{name}" if self._settings.prefix else name
+
+    def _base_session(self) -> Any:
+        if self._base is None:
+            self._base = boto3.Session(
+                profile_name=self._settings.profile, region_name=self._settings.region
+            )
+        return self._base
+
+    def _role_session(self) -> Any:
+        if self._session is not None:
+            return self._session
+        base = self._base_session()
+        if self._settings.role_arn is None:
+            self._session = base
+            return base
+        # Not `ca_bundle`: that is the bucket's; STS is Amazon's or AWS_CA_BUNDLE's.
+        with closing(base.client("sts", config=self._config())) as sts:
+            reply = sts.assume_role(RoleArn=self._settings.role_arn, RoleSessionName="s3ec-doctor")
+        keys = reply["Credentials"]
+        self._session = boto3.Session(
+            aws_access_key_id=keys["AccessKeyId"],
+            aws_secret_access_key=keys["SecretAccessKey"],
+            aws_session_token=keys["SessionToken"],
+            region_name=base.region_name,
+        )
+        return self._session
+
+    def _verify(self) -> str | None:
+        return str(self._settings.ca_bundle) if self._settings.ca_bundle else None
+
+    def _client(
+        self, *, style: str | None = None, unsigned: bool = False, checksums: str = "when_supported"
+    ) -> Any:
+        if style is None:
+            chosen = self._settings.path_style
+            style = "auto" if chosen is None else "path" if chosen else "virtual"
+        kind = (style, unsigned, checksums)
+        if kind not in self._clients:
+            self._clients[kind] = self._new_client(*kind)
+        return self._clients[kind]
+
+    def _new_client(self, style: str, unsigned: bool, checksums: str) -> Any:
+        config = self._config(
+            s3={"addressing_style": style},
+            request_checksum_calculation=checksums,
+            response_checksum_validation=checksums,
+            **({"signature_version": UNSIGNED} if unsigned else {}),
+        )
+        session = self._base_session() if unsigned else self._role_session()
+        return session.client(
+            "s3",
+            endpoint_url=self._settings.endpoint_url,
+            config=config,
+            verify=self._verify(),
+        )
+
+    def close(self) -> None:
+        """Let go of connections."""
+        for client in self._clients.values():
+            client.close()
+        self._clients.clear()
+
+    def _config(self, **more: Any) -> Config:
+        return Config(
+            retries={"total_max_attempts": 1},
+            connect_timeout=self._settings.connect_timeout_s,
+            read_timeout=self._settings.read_timeout_s,
+            **more,
+        )
+
+
+def _date_s(header: str) -> float | None:
+    try:
+        return parsedate_to_datetime(header).timestamp()
+    except ValueError:
+        return None
+
+
+@contextmanager
+def _saying_why() -> Iterator[None]:
+    """Tell refused from unknown host and from timed out; the SDK's own text names only the URL.
+
+    Raises:
+        UnavailableError: With the operating system's word for it.
+    """
+    try:
+        yield
+    except SSLError:
+        raise  # the boundary tells an untrusted certificate from the rest
+    except (SdkConnectionError, OSError) as exc:
+        raise UnavailableError(_reason(exc)) from exc
+
+
+def _reason(exc: Exception) -> str:
+    text = str(exc.kwargs.get("error", exc)) if isinstance(exc, BotoCoreError) else str(exc)
+    found = _REASON.search(text)
+    if found:
+        return found[1].strip()
+    return "no connection in time" if "timed out" in text else " ".join(text.split())[:300]

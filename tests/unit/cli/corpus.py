@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Entries in a bucket, made without torch and put there past our own store."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+from s3ec import codec
+from s3ec.identity import Layout, Namespace, make_key
+
+MODEL = {"model": "acme/vision-9b", "dtype": "bfloat16", "revision": "r1"}
+OTHER = {"model": "acme/vision-9b", "dtype": "float16", "revision": "r1"}
+
+
+def content_hash(seed: str) -> str:
+    """A 64-hex identifier."""
+    return hashlib.sha256(seed.encode()).hexdigest()
+
+
+def entry_bytes(identifier: str, namespace: str, *, rows: int = 4, width: int = 8) -> bytes:
+    """One whole entry with a tensor of bytes that follow from the identifier."""
+    shape = codec.Shape(rows, width, "bfloat16")
+    data = (hashlib.sha256(identifier.encode()).digest() * shape.nbytes)[: shape.nbytes]
+    header = codec.Header(
+        identifier=identifier,
+        namespace=namespace,
+        modality="image",
+        shape=shape,
+        checksum=codec.checksum(data),
+        placeholder={"image_grid_thw": [1, 2, 2]},
+    )
+    return codec.encode_header(header) + data
+
+
+@dataclass
+class Corpus:
+    """A bucket with entries."""
+
+    client: Any
+    bucket: str
+    prefix: str = ""
+
+    def put(self, name: str, body: bytes) -> None:
+        """Put any object."""
+        key = f"{self.prefix}/{name}" if self.prefix else name
+        self.client.put_object(Bucket=self.bucket, Key=key, Body=body)
+
+    def namespace(self, descriptor: dict[str, Any]) -> str:
+        """Write the descriptor of a namespace and return the name."""
+        namespace = Namespace.from_descriptor(descriptor)
+        self.put(Layout(namespace.name).descriptor, namespace.to_json())
+        return namespace.name
+
+    def entry(self, namespace: str, identifier: str, body: bytes | None = None) -> bytes:
+        """Put the entry of one identifier; other bytes than its own where ``body`` is given."""
+        key = make_key(identifier)
+        assert key is not None
+        blob = entry_bytes(identifier, namespace) if body is None else body
+        self.put(Layout(namespace).object(key), blob)
+        return blob

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all commands share: help, start-up, lazy imports, output for people and pipes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from s3ec.cli import app as app_module
+from s3ec.cli.output import human_age, human_bytes, safe
+from tests.unit.cli.conftest import Cli
+
+COMMANDS = ["doctor", "ns", "ls", "stat", "get", "serve-s3", "config show", "config docs"]
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_help_has_examples_and_exit_codes(cli: Cli, command: str) -> None:
+    text = cli(*command.split(), "--help").stdout
+    assert "Examples" in text
+    assert f"s3ec {command}".strip() in text
+    assert "Exit status" in text
+
+
+def test_unknown_option_is_bad_usage(cli: Cli) -> None:
+    cli("ls", "--no-such-option", code=2)
+
+
+def test_version_is_printed(cli: Cli) -> None:
+    assert cli("--version").stdout.startswith("s3ec ")
+
+
+def test_starting_imports_no_sdk_no_torch_no_settings() -> None:
+    code = (
+        "import sys, s3ec.cli.app as a\n"
+        "heavy = {'boto3', 'botocore', 'aioboto3', 'torch', 'vllm', 'pydantic', 'rich.table'}\n"
+        "print(sorted(heavy & set(sys.modules)))"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"
+
+
+def test_lazy_command_is_imported_when_it_is_asked_for(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "s3ec_extra_command.py").write_text(
+        "import typer\n"
+        "app = typer.Typer()\n"
+        "@app.command('hello')\n"
+        "def hello() -> None:\n"
+        "    typer.echo('hello there')\n"
+        "@app.command('bye')\n"
+        "def bye() -> None: ...\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(app_module._LAZY, "extra", "s3ec_extra_command")
+    assert cli("extra", "hello").stdout == "hello there\n"
+    assert " extra " in cli("--help").stdout
+
+
+def test_absent_lazy_command_is_not_offered(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(app_module._LAZY, "extra", "s3ec_no_such_module")
+    assert " extra " not in cli("--help").stdout
+    cli("extra", code=2)
+
+
+def test_sizes_and_ages_are_short() -> None:
+    assert [human_bytes(n) for n in (0, 1023, 2_752_512, 5 * 2**40)] == [
+        "0 B",
+        "1023 B",
+        "2.6 MiB",
+        "5.0 TiB",
+    ]
+    ages = [human_age(s) for s in (None, -3, 59, 61, 7200, 1e6)]
+    assert ages == ["?", "0 s", "59 s", "1 min", "2 h", "12 d"]
+
+
+def test_safe_cuts_and_escapes() -> None:
+    assert safe("plain ä") == "plain ä"
+    assert safe("a\x1b[2J\n") == "a\\x1b[2J\\n"
+    assert safe("x" * 400) == "x" * 300 + "... (400 characters)"
+
+
+def test_closed_pipe_ends_without_a_traceback(tmp_path: Path) -> None:
+    command = f"{sys.executable} -m s3ec config docs | true"
+    out = subprocess.run(["/bin/sh", "-c", command], capture_output=True, text=True, check=False)
+    assert "Traceback" not in out.stderr

@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ns, ls and stat against moto."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.unit.cli.conftest import Cli
+from tests.unit.cli.corpus import MODEL, OTHER, Corpus, content_hash, entry_bytes
+
+
+def test_ns_lists_namespaces_with_their_descriptors(cli: Cli, corpus: Corpus) -> None:
+    names = sorted([corpus.namespace(MODEL), corpus.namespace(OTHER)])
+    corpus.put("not-ours/file.txt", b"x")
+    rows = cli.json("ns")["namespaces"]
+    assert [row["name"] for row in rows] == names
+    assert {row["dtype"] for row in rows} == {"bfloat16", "float16"}
+    assert {row["model"] for row in rows} == {"acme/vision-9b"}
+    assert "entries" not in rows[0]
+    text = cli("ns").stdout
+    assert all(name in text for name in names)
+    assert "float16" in text
+
+
+def test_ns_count_adds_entries_and_bytes(cli: Cli, corpus: Corpus) -> None:
+    name = corpus.namespace(MODEL)
+    blobs = [corpus.entry(name, content_hash(str(i))) for i in range(3)]
+    (row,) = cli.json("ns", "--count")["namespaces"]
+    assert row["entries"] == 3
+    assert row["bytes"] == sum(map(len, blobs))
+    assert " 3 " in cli("ns", "--count").stdout
+
+
+def test_ns_shows_a_namespace_whose_descriptor_is_unusable(cli: Cli, corpus: Corpus) -> None:
+    name = corpus.namespace(MODEL)
+    corpus.put(f"{name}/namespace.json", b"[1, 2")
+    (row,) = cli.json("ns")["namespaces"]
+    assert (row["name"], row["model"]) == (name, None)
+    assert "no namespace.json" in cli("ns").stdout
+
+
+def test_ns_of_an_empty_bucket_is_empty_and_well(cli: Cli, corpus: Corpus) -> None:
+    assert cli.json("ns") == {"namespaces": []}
+    assert "no namespace here yet" in cli("ns").stderr
+
+
+def test_ls_of_the_only_namespace_needs_no_name(cli: Cli, corpus: Corpus) -> None:
+    name = corpus.namespace(MODEL)
+    hashed, named = content_hash("a"), "page 1 of the report"
+    corpus.entry(name, hashed)
+    corpus.entry(name, named)
+    corpus.entry(name, f"adapter:{hashed}")
+    corpus.put(f"{name}/objects/junk.txt", b"x")
+    listed = cli.json("ls")
+    assert listed["namespace"] == name
+    assert not listed["more"]
+    ids = {entry["id"] for entry in listed["entries"]}
+    assert ids == {hashed, f"adapter:{hashed}", f"x-{content_hash(named)}"}
+    assert all(entry["bytes"] > 0 and entry["age_s"] >= -5 for entry in listed["entries"])
+    out = cli("ls")
+    assert len(out.stdout.splitlines()) == 3
+    assert "3 entries" in out.stderr
+
+
+@pytest.mark.parametrize("wanted", ["adapter:{hash}", "x-{named}", "x-{named8}", "adapter:{hash8}"])
+def test_every_name_that_ls_prints_is_accepted_by_stat(
+    cli: Cli, corpus: Corpus, wanted: str
+) -> None:
+    name = corpus.namespace(MODEL)
+    hashed, client = content_hash("a"), "page 1 of the report"
+    for identifier in (f"adapter:{hashed}", client):
+        corpus.entry(name, identifier)
+    digest = content_hash(client)
+    text = wanted.format(hash=hashed, hash8=hashed[:8], named=digest, named8=digest[:8])
+    expected = client if text.startswith("x-") else f"adapter:{hashed}"
+    assert cli.json("stat", text)["identifier"] == expected
+
+
+def test_lora_names_that_are_hashed_can_be_looked_up_as_listed(cli: Cli, corpus: Corpus) -> None:
+    name = corpus.namespace(MODEL)
+    identifier = f"My Adapter/v2:{content_hash('a')}"
+    corpus.entry(name, identifier)
+    (listed,) = cli.json("ls")["entries"]
+    assert cli.json("stat", listed["id"])["identifier"] == identifier
+
+
+def test_ls_stops_at_its_limit_and_says_so(cli: Cli, corpus: Corpus) -> None:
+    name = corpus.namespace(MODEL)
+    for i in range(5):
+        corpus.entry(name, content_hash(str(i)))
+    listed = cli.json("ls", "--limit", "2")
+    assert len(listed["entries"]) == 2
+    assert listed["more"]
+    assert "there are more" in cli("ls", "--limit", "2").stderr
+    assert len(cli.json("ls", "--limit", "0")["entries"]) == 5
+
+
+def test_ls_with_several_namespaces_names_them(cli: Cli, corpus: Corpus) -> None:
+    names = [corpus.namespace(MODEL), corpus.namespace(OTHER)]
+    error = cli("ls", code=2).stderr
+    assert all(name in error for name in names)
+    assert cli.json("ls", names[0])["namespace"] == names[0]
+
+
+def test_ls_of_an_unknown_namespace_is_not_found(cli: Cli, corpus: Corpus) -> None:
+    name = corpus.namespace(MODEL)
+    error = cli("ls", "nobody", code=1).stderr
+    assert name in error
+    assert error.startswith("error: ")
+
+
+def test_namespaces_below_a_prefix_are_found(cli: Cli, make_corpus: Callable[..., Corpus]) -> None:
+    corpus = make_corpus("team/a")
+    name = corpus.namespace(MODEL)
+    corpus.entry(name, content_hash("a"))
+    assert cli.json("ls")["namespace"] == name
+    assert cli.json("ns", "--prefix", "elsewhere")["namespaces"] == []
+
+
+def test_stat_shows_the_header(cli: Cli, corpus: Corpus) -> None:
+    name = corpus.namespace(MODEL)
+    identifier = content_hash("a")
+    blob = corpus.entry(name, identifier)
+    found = cli.json("stat", identifier[:8])
+    assert found["identifier"] == identifier
+    assert (found["rows"], found["width"], found["dtype"]) == (4, 8, "bfloat16")
+    assert found["modality"] == "image"
+    assert found["bytes"] == len(blob)
+    assert found["placeholder"] == {"image_grid_thw": [1, 2, 2]}
+    assert not found["verified"]
+    assert cli.json("stat", identifier, "--verify")["verified"]
+    assert "4 x 8 bfloat16" in cli("stat", identifier).stdout
+
+
+def test_stat_of_an_absent_identifier_is_not_found(cli: Cli, corpus: Corpus) -> None:
+    corpus.entry(corpus.namespace(MODEL), content_hash("a"))
+    for identifier in ("nobody", content_hash("b"), "0123456789", "ab:12345678"):
+        out = cli("stat", identifier, "--json", code=1)
+        assert out.stdout == ""
+        assert "no entry" in out.stderr
+
+
+def test_stat_of_an_ambiguous_prefix_lists_what_fits(cli: Cli, corpus: Corpus) -> None:
+    name = corpus.namespace(MODEL)
+    identifiers = ["ab" * 31 + tail for tail in ("00", "01")]
+    for identifier in identifiers:
+        corpus.entry(name, identifier)
+    error = cli("stat", "abababab", code=2).stderr
+    assert all(identifier in error for identifier in identifiers)
+    assert cli.json("stat", identifiers[0][:63] + "0")["identifier"] == identifiers[0]
+
+
+def test_prefix_shorter_than_eight_digits_is_no_prefix(cli: Cli, corpus: Corpus) -> None:
+    identifier = content_hash("a")
+    corpus.entry(corpus.namespace(MODEL), identifier)
+    assert "8 or more" in cli("stat", identifier[:7], code=1).stderr
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda blob: blob[:-1], "length"),
+        (lambda blob: b"\0" * 100, "header"),
+        (lambda blob: b"", "length"),
+        (lambda blob: b"<html></html>" * 10, "header"),
+        (lambda blob: entry_bytes(content_hash("b"), "ns-0123456789abcdef"), "identifier"),
+        (lambda blob: entry_bytes(content_hash("a"), "ns-0123456789abcdef"), "namespace"),
+    ],
+)
+def test_stat_says_what_is_wrong_with_a_bad_entry(
+    cli: Cli, corpus: Corpus, damage: Callable[[bytes], bytes], reason: str
+) -> None:
+    name = corpus.namespace(MODEL)
+    identifier = content_hash("a")
+    corpus.entry(name, identifier, damage(entry_bytes(identifier, name)))
+    error = cli("stat", identifier, code=1).stderr
+    assert f"({reason})" in error
+    assert identifier in error
+    assert "Traceback" not in error
+
+
+def test_only_verify_finds_a_flipped_bit_of_the_tensor(cli: Cli, corpus: Corpus) -> None:
+    name = corpus.namespace(MODEL)
+    identifier = content_hash("a")
+    blob = bytearray(entry_bytes(identifier, name))
+    blob[-1] ^= 1
+    corpus.entry(name, identifier, bytes(blob))
+    assert not cli.json("stat", identifier)["verified"]
+    assert "(checksum)" in cli("stat", identifier, "--verify", code=1).stderr
+
+
+def test_control_characters_of_an_identifier_do_not_reach_the_terminal(
+    cli: Cli, corpus: Corpus
+) -> None:
+    name = corpus.namespace(MODEL)
+    identifier = "\x1b]0;owned\x07[bold]hi[/bold]"
+    corpus.entry(name, identifier)
+    text = cli("stat", identifier).stdout
+    assert "\x1b" not in text
+    assert "[bold]hi[/bold]" in text
+    assert cli.json("stat", identifier)["identifier"] == identifier
+
+
+def test_missing_bucket_is_one_line_and_exit_code_1(cli: Cli, corpus: Corpus) -> None:
+    out = cli("ns", "--bucket", "nosuchbucket", code=1)
+    assert out.stderr.count("\n") == 1
+    assert "NoSuchBucket" in out.stderr

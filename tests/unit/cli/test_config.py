@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings on the command line: where they may come from, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from s3ec.config import Settings, settings_table
+from tests.unit.cli.conftest import Cli
+
+EXTRA = {"bucket": "embeddings", "cache_bytes": "1GiB"}
+TRANSFER = {
+    "ec_connector": "S3ECConnector",
+    "ec_role": "ec_both",
+    "ec_connector_extra_config": EXTRA,
+}
+
+
+def test_show_names_value_and_origin_of_every_setting(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "s3ec.toml"
+    file.write_text('region = "eu-north-1"\nbucket = "from-file"\n')
+    monkeypatch.setenv("S3EC_CONFIG", str(file))
+    monkeypatch.setenv("S3EC_PREFIX", "team")
+    config = json.dumps({"cache_bytes": "2GiB", "prefix": "json"})
+    found = cli.json("config", "show", "--config", config, "--bucket", "mine")
+    assert set(found) == set(Settings.model_fields)
+    assert found["bucket"] == {"value": "mine", "origin": "--bucket"}
+    assert found["prefix"] == {"value": "json", "origin": "--config"}
+    assert found["cache_bytes"] == {"value": 2 * 2**30, "origin": "--config"}
+    assert found["region"] == {"value": "eu-north-1", "origin": f"file {file}"}
+    assert found["transport"]["origin"] == "default"
+    text = cli("config", "show", "--bucket", "mine").stdout
+    assert "env S3EC_PREFIX" in text
+    assert "50.0GiB" in text
+
+
+@pytest.mark.parametrize("document", [EXTRA, TRANSFER])
+@pytest.mark.parametrize("form", ["text", "file", "@file"])
+def test_config_is_taken_as_text_or_file_in_both_shapes(
+    cli: Cli, tmp_path: Path, document: dict[str, object], form: str
+) -> None:
+    text = json.dumps(document)
+    (tmp_path / "ec.json").write_text(text)
+    value = {
+        "text": text,
+        "file": str(tmp_path / "ec.json"),
+        "@file": f"@{tmp_path / 'ec.json'}",
+    }[form]
+    found = cli.json("config", "show", "--config", value)
+    assert found["bucket"] == {"value": "embeddings", "origin": "--config"}
+    assert found["cache_bytes"]["value"] == 2**30
+
+
+def test_config_may_be_toml(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "ec.toml").write_text('bucket = "embeddings"\n')
+    found = cli.json("config", "show", "--config", str(tmp_path / "ec.toml"))
+    assert found["bucket"]["value"] == "embeddings"
+
+
+@pytest.mark.parametrize(
+    ("config", "part"),
+    [
+        ('{"bucket": ', "not JSON"),
+        ("[1]", "must be a JSON object"),
+        ("/nowhere/ec.json", "neither"),
+        ('{"bucket": "b1b", "cache_byte": 1}', "did you mean `cache_bytes`"),
+        ('{"ec_connector": "S3ECConnector"}', "`bucket` is required"),
+        ('{"ec_connector_extra_config": 7}', "must be a JSON object"),
+        ("{}", "`bucket` is required"),
+    ],
+)
+def test_bad_config_is_one_line_and_exit_code_2(cli: Cli, config: str, part: str) -> None:
+    out = cli("config", "show", "--config", config, code=2)
+    assert out.stdout == ""
+    assert out.stderr.startswith("error: ")
+    assert out.stderr.count("\n") == 1
+    assert part in out.stderr
+
+
+@pytest.mark.parametrize("name", ["aws_secret_access_key", "secret_key", "aws_session_token"])
+@pytest.mark.parametrize("whole", [True, False])
+def test_credentials_in_config_are_refused_and_not_repeated(
+    cli: Cli, name: str, whole: bool
+) -> None:
+    extra = {"bucket": "embeddings", name: "hush-hush"}
+    document = {"ec_connector": "S3ECConnector", "ec_connector_extra_config": extra}
+    out = cli("config", "show", "--config", json.dumps(document if whole else extra), code=2)
+    assert name in out.stderr
+    assert "hush-hush" not in out.output
+
+
+def test_broken_json_with_a_secret_is_not_repeated(cli: Cli) -> None:
+    out = cli("config", "show", "--config", '{"secret_key": "hush-hush",', code=2)
+    assert "hush-hush" not in out.output
+
+
+def test_docs_is_the_table_of_the_code(cli: Cli) -> None:
+    assert cli("config", "docs").stdout == settings_table()

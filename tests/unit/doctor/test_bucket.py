@@ -1,0 +1,313 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The way to the bucket, and what its faults are called."""
+
+from __future__ import annotations
+
+import email.utils
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from s3ec.doctor import bucket
+from s3ec.doctor.patient import Patient
+from s3ec.doctor.report import Outcome, Verdict
+from s3ec.errors import ConfigError
+from s3ec.store.sdk_client import check_settings
+from s3ec.testing.proxy import FaultProxy, Rule
+from s3ec.testing.proxy_faults import Stall, html_page, s3_error
+from s3ec.testing.server import MotoServer
+from tests.unit.doctor.conftest import MakePatient, ReplyHeaders
+
+
+def closed_port() -> int:
+    """A port of 127.0.0.1 where nothing listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def hidden(outcome: Outcome, *secrets: str) -> bool:
+    """Whether no secret stands in what a check says."""
+    return not any(secret in outcome.found + outcome.mend for secret in secrets)
+
+
+def test_credentials_of_the_environment_are_named_not_shown(
+    make_patient: MakePatient, moto_server: MotoServer
+) -> None:
+    outcome = bucket.credentials(make_patient())
+    assert outcome.verdict == Verdict.OK
+    assert outcome.found.startswith("env ")
+    assert hidden(outcome, moto_server.access_key, moto_server.secret_key)
+
+
+def test_credentials_of_a_profile_are_found_in_the_shared_file(
+    make_patient: MakePatient, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "shared"
+    file.write_text("[fleet]\naws_access_key_id = AKIA\naws_secret_access_key = hush\n")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
+    outcome = bucket.credentials(make_patient(profile="fleet"))
+    assert outcome.verdict == Verdict.OK
+    assert outcome.found.startswith("shared-credentials-file")
+    assert hidden(outcome, "hush", "AKIA")
+
+
+def test_no_credentials_fail_with_the_ways_to_give_some(
+    make_patient: MakePatient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    outcome = bucket.credentials(make_patient())
+    assert outcome.verdict == Verdict.FAIL
+    assert "AWS_ACCESS_KEY_ID" in outcome.mend
+
+
+def test_half_a_key_pair_fails(make_patient: MakePatient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    outcome = bucket.credentials(make_patient())
+    assert outcome.verdict == Verdict.FAIL
+    assert "AWS_SECRET_ACCESS_KEY" in outcome.found.upper()
+
+
+def test_unknown_profile_is_a_bad_setting(make_patient: MakePatient) -> None:
+    patient = make_patient(profile="nobody")
+    with pytest.raises(ConfigError, match="nobody"):
+        check_settings(patient.settings)
+
+
+def test_role_is_assumed_with_the_found_credentials(
+    make_patient: MakePatient, moto_server: MotoServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL_STS", moto_server.endpoint_url)
+    role = "arn:aws:iam::123456789012:role/reader"
+    patient = make_patient(role_arn=role, region="us-east-1")
+    outcome = bucket.credentials(patient)
+    assert outcome.verdict == Verdict.OK
+    assert role in outcome.found
+    assert bucket.bucket(patient).verdict == Verdict.OK
+
+
+def test_refused_role_fails_and_names_the_action(
+    make_patient: MakePatient, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL_STS", proxy.url)
+    proxy.add(Rule(s3_error(403, "AccessDenied"), method="POST"))
+    patient = make_patient(role_arn="arn:aws:iam::123456789012:role/reader", region="us-east-1")
+    outcome = bucket.credentials(patient)
+    assert outcome.verdict == Verdict.FAIL
+    assert "sts:AssumeRole" in outcome.mend
+
+
+def test_endpoint_that_answers_is_named_with_its_server(make_patient: MakePatient) -> None:
+    patient = make_patient()
+    outcome = bucket.endpoint(patient)
+    assert outcome.verdict == Verdict.OK
+    assert patient.settings.endpoint_url is not None
+    assert patient.settings.endpoint_url in outcome.found
+    assert patient.hello is not None
+    assert not patient.hello.virtual_host
+
+
+@pytest.mark.parametrize(
+    ("url", "found", "mend"),
+    [
+        ("http://127.0.0.1:{closed}", "refused", "nothing listens"),
+        ("https://127.0.0.1:{open}", "SSL", "http://"),
+        ("http://no-such-host.invalid", "", "host name is unknown"),
+    ],
+)
+def test_unreachable_endpoint_fails_with_the_reason(
+    make_patient: MakePatient, moto_server: MotoServer, url: str, found: str, mend: str
+) -> None:
+    port = moto_server.endpoint_url.rpartition(":")[2]
+    patient = make_patient(endpoint_url=url.format(closed=closed_port(), open=port))
+    outcome = bucket.endpoint(patient)
+    assert outcome.verdict == Verdict.FAIL
+    assert found in outcome.found
+    assert mend in outcome.mend
+
+
+def test_endpoint_that_never_replies_fails_in_the_end(
+    make_patient: MakePatient, proxy: FaultProxy
+) -> None:
+    proxy.add(Rule(Stall()))
+    outcome = bucket.endpoint(make_patient(read_timeout_s=0.3))
+    assert outcome.verdict == Verdict.FAIL
+
+
+@pytest.mark.parametrize("status", [200, 404, 503])
+def test_web_page_is_not_taken_for_s3(
+    make_patient: MakePatient, proxy: FaultProxy, status: int
+) -> None:
+    proxy.add(Rule(html_page(status)))
+    outcome = bucket.endpoint(make_patient())
+    assert outcome.verdict == Verdict.FAIL
+    assert "not as S3" in outcome.found
+
+
+@pytest.mark.parametrize(
+    ("skew_s", "verdict", "part"),
+    [
+        (0, Verdict.OK, "within"),
+        (120, Verdict.WARN, "behind"),
+        (-120, Verdict.WARN, "ahead of"),
+        (3600, Verdict.FAIL, "behind"),
+    ],
+)
+def test_clock_is_compared_with_the_servers(
+    make_patient: MakePatient, proxy: FaultProxy, skew_s: float, verdict: Verdict, part: str
+) -> None:
+    date = email.utils.formatdate(time.time() + skew_s, usegmt=True)
+    proxy.add(Rule(ReplyHeaders({"date": date})))
+    patient = make_patient()
+    bucket.endpoint(patient)
+    outcome = bucket.clock(patient)
+    assert outcome.verdict == verdict
+    assert part in outcome.found
+
+
+@pytest.mark.parametrize("date", [None, "yesterday"])
+def test_server_without_a_date_skips_the_clock(
+    make_patient: MakePatient, proxy: FaultProxy, date: str | None
+) -> None:
+    proxy.add(Rule(ReplyHeaders({"date": date})))
+    patient = make_patient()
+    bucket.endpoint(patient)
+    assert bucket.clock(patient).verdict == Verdict.SKIP
+
+
+def test_bucket_says_whether_it_holds_objects(
+    make_patient: MakePatient, moto_server: MotoServer, doctor_bucket: str, tmp_path: Path
+) -> None:
+    patient = make_patient()
+    assert "is empty" in bucket.bucket(patient).found
+    assert "404" in bucket.read(patient).found
+    key = f"{tmp_path.name}/x"
+    moto_server.client().put_object(Bucket=doctor_bucket, Key=key, Body=b"x")
+    assert "holds objects" in bucket.bucket(patient).found
+    assert "was read" in bucket.read(patient).found
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "part"),
+    [
+        (404, "NoSuchBucket", "create the bucket"),
+        (403, "AccessDenied", "s3:ListBucket"),
+        (403, "InvalidAccessKeyId", "does not know"),
+        (403, "SignatureDoesNotMatch", "secret key"),
+        (400, "ExpiredToken", "renew"),
+        (403, "RequestTimeTooSkewed", "clock"),
+        (503, "SlowDown", "try again"),
+    ],
+)
+def test_refused_listing_fails_with_a_remedy(
+    make_patient: MakePatient, proxy: FaultProxy, status: int, code: str, part: str
+) -> None:
+    proxy.add(Rule(s3_error(status, code)))
+    outcome = bucket.bucket(make_patient())
+    assert outcome.verdict == Verdict.FAIL
+    assert code in outcome.found
+    assert part in outcome.mend
+
+
+def test_bucket_of_another_region_is_named(make_patient: MakePatient, proxy: FaultProxy) -> None:
+    elsewhere = {"x-amz-bucket-region": "eu-north-1"}
+    proxy.add(Rule(s3_error(301, "PermanentRedirect", headers=elsewhere)))
+    outcome = bucket.bucket(make_patient())
+    assert outcome.verdict == Verdict.FAIL
+    assert "eu-north-1" in outcome.mend
+
+
+def test_denied_reading_names_the_action(make_patient: MakePatient, proxy: FaultProxy) -> None:
+    patient = make_patient()
+    bucket.bucket(patient)
+    proxy.add(Rule(s3_error(403, "AccessDenied")))
+    outcome = bucket.read(patient)
+    assert outcome.verdict == Verdict.FAIL
+    assert "s3:GetObject" in outcome.mend
+
+
+def listed(patient: Patient) -> Patient:
+    """The patient after the checks that `addressing` builds on."""
+    bucket.endpoint(patient)
+    bucket.bucket(patient)
+    return patient
+
+
+def test_path_style_on_an_address_has_no_alternative(make_patient: MakePatient) -> None:
+    outcome = bucket.addressing(listed(make_patient()))
+    assert outcome.verdict == Verdict.OK
+    assert "path style (auto)" in outcome.found
+    assert "not an address" in outcome.found
+
+
+@pytest.fixture
+def wildcard_dns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every name below `localhost` leads to this machine, as many resolvers have it."""
+    real = socket.getaddrinfo
+
+    def resolve(host: Any, *args: Any, **kwargs: Any) -> Any:
+        local = isinstance(host, str) and host.endswith("localhost")
+        return real("127.0.0.1" if local else host, *args, **kwargs)
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+
+
+@pytest.fixture
+def no_wildcard_dns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No name below `localhost` is known, as without a wildcard record."""
+    real = socket.getaddrinfo
+
+    def resolve(host: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(host, str) and host.endswith(".localhost"):
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return real(host, *args, **kwargs)
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+
+
+OnLocalhost = Callable[..., Patient]
+
+
+@pytest.fixture
+def on_localhost(make_patient: MakePatient, proxy: FaultProxy) -> OnLocalhost:
+    """Patients whose endpoint has a name."""
+    url = proxy.url.replace("127.0.0.1", "localhost")
+    return lambda **settings: make_patient(endpoint_url=url, **settings)
+
+
+@pytest.mark.usefixtures("no_wildcard_dns")
+def test_virtual_style_without_its_dns_does_not_work(on_localhost: OnLocalhost) -> None:
+    outcome = bucket.addressing(listed(on_localhost()))
+    assert outcome.verdict == Verdict.OK
+    assert "virtual style does not work" in outcome.found
+
+
+@pytest.mark.usefixtures("no_wildcard_dns")
+def test_unreachable_virtual_host_is_an_unreachable_endpoint(on_localhost: OnLocalhost) -> None:
+    outcome = bucket.endpoint(on_localhost(addressing_style="virtual"))
+    assert outcome.verdict == Verdict.FAIL
+    assert "addressing_style" in outcome.mend
+
+
+@pytest.mark.usefixtures("wildcard_dns")
+def test_server_that_knows_only_path_style_gets_that_remedy(
+    on_localhost: OnLocalhost, proxy: FaultProxy
+) -> None:
+    # In virtual style the bucket does not stand in the path.
+    proxy.add(Rule(s3_error(404, "NoSuchBucket"), target=r"^/\?"))
+    outcome = bucket.addressing(listed(on_localhost(addressing_style="virtual")))
+    assert outcome.verdict == Verdict.FAIL
+    assert outcome.mend == "set `addressing_style` = `path`"
+
+
+def test_neither_style_lists_is_left_to_the_bucket_check(
+    on_localhost: OnLocalhost, proxy: FaultProxy
+) -> None:
+    proxy.add(Rule(s3_error(403, "AccessDenied")))
+    assert bucket.addressing(listed(on_localhost())).verdict == Verdict.SKIP

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Namespaces of a bucket, and why two fleets do not share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from s3ec.doctor import serving
+from s3ec.doctor.namespaces import differences, read_namespaces, slug_of
+from s3ec.doctor.report import Verdict
+from s3ec.identity import Layout, Namespace
+from s3ec.testing.memory_store import MemoryStore
+from s3ec.testing.server import MotoServer
+from tests.unit.doctor.conftest import MakePatient
+
+OURS = Namespace.from_descriptor(
+    {"model": "acme/vision", "dtype": "bfloat16", "mm_processor_kwargs": {"max_pixels": 1}}
+)
+Store = Callable[[Namespace], None]
+
+
+@pytest.fixture
+def store(moto_server: MotoServer, doctor_bucket: str, tmp_path: Any) -> Store:
+    """Puts the descriptor of a namespace where the patients look."""
+
+    def put(namespace: Namespace) -> None:
+        key = f"{tmp_path.name}/{Layout(namespace.name).descriptor}"
+        moto_server.client().put_object(Bucket=doctor_bucket, Key=key, Body=namespace.to_json())
+
+    return put
+
+
+def test_namespace_of_this_model_is_found(make_patient: MakePatient, store: Store) -> None:
+    store(OURS)
+    patient = make_patient()
+    assert OURS.name in serving.corpus(patient).found
+    patient.namespace = OURS
+    outcome = serving.corpus(patient)
+    assert outcome.verdict == Verdict.OK
+    assert "this model's is there" in outcome.found
+
+
+def test_namespace_of_the_same_model_with_other_settings_is_explained(
+    make_patient: MakePatient, store: Store
+) -> None:
+    other = {**OURS.descriptor, "dtype": "float16", "mm_processor_kwargs": {"max_pixels": 2}}
+    store(Namespace.from_descriptor(other))
+    patient = make_patient()
+    patient.namespace = OURS
+    outcome = serving.corpus(patient)
+    assert outcome.verdict == Verdict.WARN
+    assert 'dtype: here "bfloat16", there "float16"' in outcome.found
+    assert "mm_processor_kwargs.max_pixels: here 1, there 2" in outcome.found
+
+
+@pytest.mark.parametrize(
+    ("role", "verdict"), [("ec_both", Verdict.OK), ("ec_consumer", Verdict.WARN)]
+)
+def test_empty_bucket_matters_to_a_consumer_only(
+    make_patient: MakePatient, role: str, verdict: Verdict
+) -> None:
+    patient = make_patient({"ec_role": role})
+    patient.namespace = OURS
+    assert serving.corpus(patient).verdict == verdict
+
+
+def test_differences_name_what_only_one_side_has() -> None:
+    told = differences({"a": 1, "b": {"c": 2}}, {"a": 1, "d": [1, 2]})
+    assert told == ["b.c: here 2, there (not there)", "d: here (not there), there [1,2]"]
+
+
+def test_long_values_are_cut() -> None:
+    (told,) = differences({"a": "x" * 500}, {})
+    assert len(told) < 120
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+DESCRIPTORS = st.dictionaries(st.text(max_size=3), JSON, max_size=4)
+
+
+@given(DESCRIPTORS)
+def test_equal_descriptors_have_no_differences(descriptor: dict[str, Any]) -> None:
+    assert differences(descriptor, dict(reversed(descriptor.items()))) == []
+
+
+def test_slug_is_the_readable_part() -> None:
+    assert slug_of(OURS.name) == "acme-vision"
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b"{", b"\xff", b"[" * 100_000, b"x" * 300_000])
+async def test_unusable_descriptor_reads_as_empty(body: bytes) -> None:
+    store = MemoryStore()
+    await store.put_if_absent(Layout(OURS.name).descriptor, [body])
+    (found,) = await read_namespaces(store, [OURS.name])
+    assert dict(found.descriptor) == {}

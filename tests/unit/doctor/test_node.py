@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cache folder of this node."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from s3ec.doctor import node
+from s3ec.doctor.report import Verdict
+from tests.unit.doctor.conftest import MakePatient
+
+
+def test_absent_folder_is_tried_and_taken_away_again(
+    make_patient: MakePatient, tmp_path: Path
+) -> None:
+    patient = make_patient(cache_dir=str(tmp_path / "a" / "b"))
+    for check in (node.cache_folder, node.cache_links, node.cache_space):
+        assert check(patient).verdict != Verdict.FAIL
+    assert os.listdir(tmp_path) == []
+
+
+def test_present_folder_is_left_as_it_was(make_patient: MakePatient, tmp_path: Path) -> None:
+    folder = tmp_path / "cache"
+    folder.mkdir(mode=0o700)
+    (folder / "other").write_text("mine")
+    patient = make_patient()
+    assert node.cache_folder(patient).verdict != Verdict.FAIL
+    assert node.cache_links(patient).verdict == Verdict.OK
+    assert os.listdir(folder) == ["other"]
+
+
+def test_folder_that_others_may_write_fails(make_patient: MakePatient, tmp_path: Path) -> None:
+    folder = tmp_path / "cache"
+    folder.mkdir()
+    folder.chmod(0o777)
+    outcome = node.cache_folder(make_patient())
+    assert outcome.verdict == Verdict.FAIL
+    assert "writable by other users" in outcome.found
+    assert "chmod 700" in outcome.mend
+
+
+def test_folder_of_another_user_fails(make_patient: MakePatient, tmp_path: Path) -> None:
+    folder = tmp_path / "cache"
+    folder.mkdir(mode=0o700)
+    if os.geteuid() == 0:
+        os.chown(folder, 65534, 65534)
+    else:
+        folder = Path("/usr")  # root's
+    outcome = node.cache_folder(make_patient(cache_dir=str(folder)))
+    assert outcome.verdict == Verdict.FAIL
+    assert "belongs to uid" in outcome.found
+
+
+def test_file_in_place_of_the_folder_fails(make_patient: MakePatient, tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("")
+    assert node.cache_folder(make_patient()).verdict == Verdict.FAIL
+
+
+def test_folder_that_cannot_be_made_fails(make_patient: MakePatient) -> None:
+    outcome = node.cache_folder(make_patient(cache_dir="/proc/s3ec-cache"))
+    assert outcome.verdict == Verdict.FAIL
+    assert "/proc/s3ec-cache" in outcome.found
+
+
+@pytest.mark.parametrize(
+    ("number", "part"),
+    [
+        (errno.EROFS, "read-only"),
+        (errno.ENOSPC, "free some space"),
+        (errno.EACCES, "chown"),
+        (errno.EIO, "local disk"),
+    ],
+)
+def test_refusals_of_the_disk_have_remedies(number: int, part: str) -> None:
+    assert part in node._mend_folder(OSError(number, os.strerror(number)))
+
+
+MOUNTS = """\
+22 1 0:21 / / rw - overlay overlay rw
+23 22 0:22 / /dev/shm rw - tmpfs tmpfs rw
+24 22 0:23 / /mnt/my\\040disk rw shared:1 - ext4 /dev/sda1 rw
+25 22 0:24 / /mnt/share rw - nfs4 server:/x rw
+26 22 0:25 / /mnt/remote rw - fuse.sshfs host:/ rw
+27 22 0:26 / /mnt/twice rw - ext4 /dev/sdb rw
+28 22 0:27 / /mnt/twice rw - xfs /dev/sdc rw
+29 22 0:28 / /mnt/share/local rw - xfs /dev/sdd rw
+"""
+
+
+@pytest.fixture
+def mounts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A node with many kinds of file systems."""
+    file = tmp_path / "mountinfo"
+    file.write_text(MOUNTS)
+    monkeypatch.setattr(node, "_MOUNTS", file)
+
+
+@pytest.mark.usefixtures("mounts")
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("/var/cache", "overlay"),
+        ("/dev/shm/s3ec", "tmpfs"),
+        ("/mnt/my disk/x", "ext4"),
+        ("/mnt/share/x", "nfs4"),
+        ("/mnt/share/local/x", "xfs"),
+        ("/mnt/sharedelse", "overlay"),
+        ("/mnt/remote", "fuse.sshfs"),
+        ("/mnt/twice", "xfs"),
+    ],
+)
+def test_file_system_is_that_of_the_nearest_mount(path: str, kind: str) -> None:
+    assert node.file_system(Path(path)) == kind
+
+
+@pytest.mark.parametrize(
+    ("kind", "verdict", "part"),
+    [
+        ("ext4", Verdict.OK, "on ext4"),
+        ("tmpfs", Verdict.OK, "memory"),
+        ("overlay", Verdict.WARN, "container"),
+        ("nfs4", Verdict.WARN, "network"),
+        ("fuse.sshfs", Verdict.WARN, "network"),
+    ],
+)
+def test_kind_of_file_system_is_judged(
+    make_patient: MakePatient,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    verdict: Verdict,
+    part: str,
+) -> None:
+    monkeypatch.setattr(node, "file_system", lambda path: kind)
+    outcome = node.cache_folder(make_patient())
+    assert outcome.verdict == verdict
+    assert part in outcome.found
+
+
+def test_no_hard_links_is_a_warning(
+    make_patient: MakePatient, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def link(*_: object) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "link", link)
+    outcome = node.cache_links(make_patient())
+    assert outcome.verdict == Verdict.WARN
+    assert "Operation not permitted" in outcome.found
+    assert os.listdir(tmp_path) == []
+
+
+def test_room_for_the_budget_is_well(make_patient: MakePatient) -> None:
+    outcome = node.cache_space(make_patient(cache_bytes="1MiB", min_free_bytes=0))
+    assert outcome.verdict == Verdict.OK
+
+
+def test_budget_larger_than_the_disk_is_a_warning(make_patient: MakePatient) -> None:
+    outcome = node.cache_space(make_patient(cache_bytes=10**18, min_free_bytes=0))
+    assert outcome.verdict == Verdict.WARN
+    assert "set `cache_bytes` to" in outcome.mend
+
+
+def test_disk_below_min_free_bytes_fails(make_patient: MakePatient) -> None:
+    outcome = node.cache_space(make_patient(cache_bytes="1GiB", min_free_bytes=10**18))
+    assert outcome.verdict == Verdict.FAIL
+
+
+def test_bytes_of_the_tier_count_as_room(
+    make_patient: MakePatient, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = tmp_path / "cache" / "v1" / "objects" / "ns" / "ab"
+    folder.mkdir(parents=True)
+    (folder / "x.safetensors").write_bytes(bytes(3 * 2**20))
+    monkeypatch.setattr(node, "free_bytes", lambda path: 2**20)
+    patient = make_patient(cache_bytes="4MiB", min_free_bytes=0)
+    outcome = node.cache_space(patient)
+    assert outcome.verdict == Verdict.OK
+    assert "3MiB in use" in outcome.found

@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM asked in a child process, with packages that play vLLM; the real one has its own test."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import EntryPoint, EntryPoints
+from pathlib import Path
+
+import pytest
+
+from s3ec.doctor import serving, vllm_child
+from s3ec.doctor.patient import Patient
+from s3ec.doctor.report import Verdict
+from s3ec.doctor.vllm_child import VllmChild
+from s3ec.doctor.vllm_probe import _without_command
+from tests.unit.doctor.conftest import MakePatient
+
+HOOKS = ("has_cache_item", "update_state_after_alloc", "build_connector_meta")
+LATER = ("ensure_cache_available", "build_connector_worker_meta")
+Install = Callable[..., None]
+Examine = Callable[..., Patient]
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Install:
+    """Puts a package that plays vLLM on the path of the child, and an empty torch beside it."""
+    root = tmp_path / "packages"
+
+    def write(module: str, text: str, package: str = "vllm") -> None:
+        file = root / package / module
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+
+    def install(init: str, hooks: Sequence[str] | None = None) -> None:
+        write("__init__.py", init)
+        write("__init__.py", "", "torch")
+        if hooks is not None:
+            methods = "".join(f"    def {name}(self): ...\n" for name in hooks) or "    pass\n"
+            for package in ("distributed", "distributed/ec_transfer"):
+                write(f"{package}/__init__.py", "")
+            connectors = "distributed/ec_transfer/ec_connector"
+            write(f"{connectors}/__init__.py", "")
+            write(f"{connectors}/base.py", f"class ECConnectorBase:\n{methods}")
+        monkeypatch.setenv("PYTHONPATH", f"{root}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+
+    return install
+
+
+@pytest.fixture
+def examine(make_patient: MakePatient) -> Iterator[Examine]:
+    """Starts the child of a patient."""
+    children = []
+
+    def start(vllm_args: list[str] | None = None) -> Patient:
+        patient = make_patient()
+        patient.vllm_args = vllm_args
+        patient.child = VllmChild(patient.settings, vllm_args)
+        children.append(patient.child)
+        return patient
+
+    yield start
+    for child in children:
+        child.close()
+
+
+@pytest.mark.parametrize(
+    ("version", "verdict", "part"),
+    [
+        ("0.24.0", Verdict.OK, "0.24 to"),
+        ("0.32.1rc2+cpu", Verdict.OK, "version 0.32.1rc2+cpu"),
+        ("0.23.1", Verdict.FAIL, "too old"),
+        ("7.1.0", Verdict.WARN, "newer"),
+        ("dev", Verdict.WARN, "a build of its own"),
+    ],
+)
+def test_version_is_compared_with_the_supported_range(
+    install: Install, examine: Examine, version: str, verdict: Verdict, part: str
+) -> None:
+    install(f"__version__ = {version!r}", (*HOOKS, *LATER))
+    outcome = serving.vllm(examine())
+    assert outcome.verdict == verdict
+    assert part in outcome.found
+
+
+@pytest.mark.parametrize(
+    ("hooks", "verdict", "part"),
+    [
+        ((*HOOKS, *LATER), Verdict.OK, "no take_unavailable_requests"),
+        (HOOKS, Verdict.WARN, "no ensure_cache_available: requests are not deferred"),
+        (HOOKS[1:], Verdict.FAIL, "no has_cache_item: required"),
+    ],
+)
+def test_missing_hooks_are_named_with_what_they_cost(
+    install: Install, examine: Examine, hooks: Sequence[str], verdict: Verdict, part: str
+) -> None:
+    install("__version__ = '0.24.0'", hooks)
+    outcome = serving.hooks(examine())
+    assert outcome.verdict == verdict
+    assert part in outcome.found
+
+
+@pytest.mark.parametrize(
+    ("init", "part"),
+    [
+        ("raise RuntimeError('no CUDA driver')", "RuntimeError: no CUDA driver"),
+        ("import s3ec_no_such_package", "s3ec_no_such_package"),
+        ("import os; os._exit(3)", "exit status 3 and no message"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGILL)", "killed by SIGILL"),
+        ("import sys; sys.exit('error: go away')", "go away"),
+        ("print('noise'); import sys; print('more', file=sys.stderr); 1/0", "ZeroDivisionError"),
+    ],
+)
+def test_vllm_that_does_not_import_fails_with_its_last_words(
+    install: Install, examine: Examine, init: str, part: str
+) -> None:
+    install(init)
+    patient = examine()
+    outcome = serving.vllm(patient)
+    assert outcome.verdict == Verdict.FAIL
+    assert part in outcome.found
+    assert "\n" not in outcome.found
+    assert serving.hooks(patient).verdict == Verdict.SKIP
+
+
+def test_vllm_without_encoder_cache_connectors_is_too_old(
+    install: Install, examine: Examine
+) -> None:
+    install("__version__ = '0.9.0'\ndef __getattr__(name): raise AttributeError(name)")
+    (Path(os.environ["PYTHONPATH"].partition(os.pathsep)[0]) / "vllm" / "distributed").mkdir()
+    outcome = serving.vllm(examine())
+    assert outcome.verdict == Verdict.FAIL
+    assert "no encoder-cache connectors" in outcome.found
+
+
+def test_vllm_that_hangs_is_given_up(
+    install: Install, examine: Examine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_child, "DEADLINE_S", 0.5)
+    install("import threading; threading.Event().wait()")
+    outcome = serving.vllm(examine())
+    assert outcome.verdict == Verdict.FAIL
+    assert "no answer within" in outcome.found
+
+
+def test_vllm_in_the_current_folder_is_not_the_installed_one(
+    install: Install, examine: Examine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    install("__version__ = '0.24.0'", HOOKS)
+    checkout = tmp_path / "checkout" / "vllm"
+    checkout.mkdir(parents=True)
+    (checkout / "__init__.py").write_text("raise RuntimeError('a checkout')")
+    monkeypatch.chdir(checkout.parent)
+    assert serving.vllm(examine()).verdict == Verdict.OK
+
+
+def test_model_that_was_not_named_is_skipped_with_how_to_ask(make_patient: MakePatient) -> None:
+    outcome = serving.model(make_patient())
+    assert outcome.verdict == Verdict.SKIP
+    assert "-- --model" in outcome.mend
+
+
+def test_refused_arguments_fail_without_their_secrets(install: Install, examine: Examine) -> None:
+    install(
+        "import sys\n__version__ = '0.24.0'\n"
+        "class Refusing:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'vllm.engine.arg_utils':\n"
+        "            raise ValueError('bad key hush-hush and hush-too and token-hush')\n"
+        "sys.meta_path.insert(0, Refusing())\n",
+        HOOKS,
+    )
+    engine = Path(os.environ["PYTHONPATH"].partition(os.pathsep)[0]) / "vllm" / "engine"
+    engine.mkdir()
+    (engine / "__init__.py").write_text("")
+    keys = ["--api-key", "hush-hush", "hush-too", "--hf_token=token-hush"]
+    outcome = serving.model(examine(["--model", "m", *keys]))
+    assert outcome.verdict == Verdict.FAIL
+    assert "ValueError: bad key *** and *** and ***" in outcome.found
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (["--model", "m", "--dtype", "half"], ["--model", "m", "--dtype", "half"]),
+        (["vllm", "serve", "m", "--port", "1"], ["--model", "m", "--port", "1"]),
+        (["/usr/bin/vllm", "serve", "--model", "m"], ["--model", "m"]),
+        (["serve", "m"], ["--model", "m"]),
+        (["m"], ["--model", "m"]),
+        ([], []),
+    ],
+)
+def test_pasted_command_lines_are_understood(args: list[str], expected: list[str]) -> None:
+    assert _without_command(args) == expected
+
+
+@pytest.fixture
+def entry_point(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+    """Installs the plugin's entry point, or takes it away."""
+
+    def set_installed(installed: bool) -> None:
+        points = [EntryPoint("s3ec", "s3ec.connector.plugin:register", "vllm.general_plugins")]
+        found = EntryPoints(points if installed else [])
+        monkeypatch.setattr(
+            serving.importlib.metadata, "entry_points", lambda **query: found.select(**query)
+        )
+
+    return set_installed
+
+
+@pytest.mark.parametrize(
+    ("installed", "plugins", "transfer", "verdict", "part"),
+    [
+        (True, None, {}, Verdict.OK, "by its name"),
+        (True, "other,s3ec", {}, Verdict.OK, "by its name"),
+        (True, "other", {}, Verdict.WARN, "VLLM_PLUGINS"),
+        (False, None, {}, Verdict.WARN, "no entry point"),
+        (False, None, {"ec_connector_module_path": "s3ec.connector"}, Verdict.OK, "module_path"),
+        (True, None, {"ec_connector": "S3EConnector"}, Verdict.FAIL, "S3EConnector"),
+        (True, None, {"ec_role": "consumer"}, Verdict.FAIL, "`consumer`"),
+    ],
+)
+def test_connector_is_found_by_name_or_path(
+    make_patient: MakePatient,
+    monkeypatch: pytest.MonkeyPatch,
+    entry_point: Callable[[bool], None],
+    installed: bool,
+    plugins: str | None,
+    transfer: dict[str, str],
+    verdict: Verdict,
+    part: str,
+) -> None:
+    entry_point(installed)
+    if plugins is None:
+        monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    else:
+        monkeypatch.setenv("VLLM_PLUGINS", plugins)
+    outcome = serving.connector(make_patient(transfer))
+    assert outcome.verdict == verdict
+    assert part in outcome.found
+
+
+def test_child_is_ended_when_nobody_waits_for_it(
+    install: Install, make_patient: MakePatient
+) -> None:
+    install("import threading; threading.Event().wait()")
+    child = VllmChild(make_patient().settings, None)
+    child.close()
+    assert child._process.poll() is not None
+    assert "vllm" not in sys.modules or sys.modules["vllm"] is None
