@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the documents say stands in the code."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from s3ec.config import Settings, settings_table
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = ["README.md", "ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"]
+
+
+def test_readme_settings_table_is_the_one_made_from_the_code() -> None:
+    readme = (ROOT / "README.md").read_text()
+    found = re.search(r"<!-- settings:.*?-->\n(.*?)<!-- /settings -->", readme, re.DOTALL)
+    assert found is not None
+    assert found.group(1) == settings_table()
+
+
+def test_readme_names_only_metrics_that_exist() -> None:
+    code = (ROOT / "s3ec/connector/stats.py").read_text()
+    defined = set(re.findall(r'"vllm:s3ec(_[a-z_]+)"', code))
+    paragraph = re.search(r"\* \*\*Metrics\*\*.*?(?=\n\* )", (ROOT / "README.md").read_text(), re.S)
+    assert paragraph is not None
+    named = set(re.findall(r"`(?:vllm:s3ec)?(_[a-z_]+)", paragraph.group()))
+    assert named
+    assert named <= defined
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_documents_link_only_to_files_that_exist(document: str) -> None:
+    text = (ROOT / document).read_text()
+    for target in re.findall(r"\]\((?!https?://|#)([^)#]+)", text):
+        assert (ROOT / target).exists(), target
+
+
+def test_documents_name_only_modules_that_exist() -> None:
+    text = "".join((ROOT / document).read_text() for document in DOCUMENTS)
+    for name in set(re.findall(r"`((?:s3ec|tests)/[\w/.]+\.py)`", text)):
+        assert (ROOT / name).is_file(), name
+
+
+def test_every_setting_has_a_description_that_ends_like_a_sentence() -> None:
+    for name, field in Settings.model_fields.items():
+        assert (field.description or "").endswith((".", "only.")), name
