@@ -52,7 +52,7 @@ setup:  ## make .venv with the pinned packages and this checkout (nothing to do 
 	$(PY) -m pip install -qq --no-deps --no-build-isolation --editable .
 	mend=$$($(PY) -c 'from s3ec.testing.vllm_cpu import install_for_environment as i; print(i() or "")')
 	if [ -n "$$mend" ]; then
-	    echo "setup: torchvision or torchaudio is a CUDA build, mended for CPU in $${mend##*/}"
+	    echo "setup: CUDA builds of torchvision and the like are mended for this CPU torch ($${mend##*/})"
 	fi
 	echo "$$fingerprint" > $(STAMP)
 	echo "setup: done"

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -139,8 +140,11 @@ def bench_all(
 
 def _check_file(path: str | Path | None, option: str) -> None:
     """Refuse a file that could not be written, before the measuring."""
-    if path is not None and (Path(path).is_dir() or not Path(path).parent.is_dir()):
-        raise ConfigError(f"{option}: {path} is a folder, or in none that exists")
+    if path is None:
+        return
+    folder = Path(path).parent
+    if Path(path).is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise ConfigError(f"{option}: {path} cannot be written")
 
 
 @contextmanager

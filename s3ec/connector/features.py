@@ -36,9 +36,14 @@ class FeatureReader:
     def needs_embedding(self, feature: Any) -> bool:
         """Whether this feature came without pixels, so that only a stored embedding can serve it."""
         fields = self._fields.get(feature.modality)
-        if not fields or not feature.data:
+        if not fields or feature.data is None:
             return False
-        return all(key in fields for key in feature.data)
+        empty = True
+        for key in feature.data:  # pixels show at the first name; asked at every pass
+            if key not in fields:
+                return False
+            empty = False
+        return not empty
 
     def placeholder(self, feature: Any) -> dict[str, Any]:
         """Placeholder metadata (grid, timestamps) of a feature, plain JSON; may be empty."""

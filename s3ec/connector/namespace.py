@@ -62,23 +62,27 @@ def _encoder_configs(hf_config: Any) -> dict[str, Any]:
     """The encoders' own settings, without what every Hugging Face configuration has.
 
     The base class's fields (label maps, generation defaults) come and go with releases of
-    transformers and say nothing about an encoder.
+    transformers and say nothing about an encoder. What stands beside the parts does: which layer
+    an image is taken from, how many tokens it becomes, how features are merged.
     """
     from transformers import PretrainedConfig
 
     common = set(PretrainedConfig().to_dict()) - {"model_type"}
-    result: dict[str, Any] = {"model_type": getattr(hf_config, "model_type", None)}
-    for part in _ENCODER_CONFIGS:
-        config = getattr(hf_config, part, None)
+
+    def own(config: Any) -> dict[str, Any]:
         values = config if isinstance(config, dict) else getattr(config, "to_dict", dict)()
-        kept = {
-            key: value
+        return {
+            key: _plain(value)
             for key, value in values.items()
             if key not in common and not key.startswith("_") and value is not None
         }
-        if kept:
-            result[part] = _plain(kept)
-    return result
+
+    result: dict[str, Any] = {"model_type": getattr(hf_config, "model_type", None)}
+    for part in _ENCODER_CONFIGS:
+        if kept := own(getattr(hf_config, part, None)):
+            result[part] = kept
+    beside = {key: value for key, value in own(hf_config).items() if not isinstance(value, dict)}
+    return {**beside, **result}
 
 
 def _plain(value: Any) -> Any:

@@ -32,7 +32,7 @@ RETRY_AFTER_S = 5.0
 LEASE_S = 30.0
 # vLLM hands a request's own embeddings through as a modality of this name; nothing to cache.
 _PASSED_THROUGH = "prompt_embeds"
-# vLLM 0.24 and 0.25 do not tell when a request ends.
+# vLLM 0.24 and 0.25 do not tell when a request ends; more than these do not wait at all.
 _MAX_WAITS = 10_000
 _SWEEP_EVERY_S = 1.0
 
@@ -77,6 +77,7 @@ class _Wait:
 
     spent_s: float = 0.0
     since_s: float | None = None
+    asked_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +231,7 @@ class SchedulerHalf:
             # One that asks for other rows has a chance: those may have been a client's invention.
             if item.rows == rows and now - item.touched_s < RETRY_AFTER_S:
                 return _FAILED
-            del self._items[identifier]
+            self._drop(identifier)
             return self._want(feature, rows, needed_now, now)
         if needed_now and item.priority is Priority.LOOKAHEAD:
             item.priority = Priority.DEMAND
@@ -264,10 +265,11 @@ class SchedulerHalf:
         now = self._clock()
         wait = self._waits.get(request.request_id)
         if wait is None:
-            if self._role.defer_timeout_s <= 0 or not self._may_wait(now):
+            if self._role.defer_timeout_s <= 0 or len(self._waits) >= _MAX_WAITS:
                 return True
             wait = self._waits[request.request_id] = _Wait()
             self._counters.add("deferred_requests")
+        wait.asked_s = now
         if wait.spent_s >= self._role.defer_timeout_s:
             return True
         if wait.since_s is None:
@@ -277,18 +279,6 @@ class SchedulerHalf:
         self._counters.add("defer_timeouts")
         self._end_wait(request.request_id)
         return True
-
-    def _may_wait(self, now: float) -> bool:
-        """Whether one request more can be remembered as waiting."""
-        if len(self._waits) >= _MAX_WAITS:
-            # Those that wait no more, or went away while they waited.
-            timeout_s = self._role.defer_timeout_s
-            self._waits = {
-                request_id: wait
-                for request_id, wait in self._waits.items()
-                if wait.since_s is not None and now - wait.since_s < timeout_s
-            }
-        return len(self._waits) < _MAX_WAITS
 
     def _end_wait(self, request_id: str) -> None:
         wait = self._waits.get(request_id)
@@ -396,6 +386,8 @@ class SchedulerHalf:
         self._on_device.update(self._allocated)
         self._allocated.clear()
         self._decisions.clear()
+        if self._role.asked_every_pass:
+            self._rows_asked.clear()
         if self._demand:
             wants = list(self._demand.values())
             self._demand.clear()
@@ -486,6 +478,10 @@ class SchedulerHalf:
             ):
                 pins += self._drop(identifier)
         self._prefetcher.release(pins)
+        if len(self._waits) > _MAX_WAITS // 2:
+            for request_id, wait in list(self._waits.items()):
+                if now - wait.asked_s > LEASE_S:
+                    del self._waits[request_id]
         # A save that was dropped or failed may be tried again at the next encode.
         for identifier, since_s in list(self._saving.items()):
             if now - since_s > LEASE_S:

@@ -4,10 +4,11 @@
 Loaded at the start of every Python process of such an engine (``site/sitecustomize.py``), so
 it imports nothing but the standard library.
 
-The torchvision and torchaudio of the package index are CUDA builds. Beside a CPU torch their
-C++ libraries cannot be loaded, and importing them fails (torchvision 0.28: ``operator
-torchvision::nms does not exist``; torchaudio 2.11: ``Could not load this library``), although
-image processing uses only the Python part of the first and nothing of the second.
+The torchvision, torchaudio and torchcodec of the package index are CUDA builds. Beside a CPU
+torch their C++ libraries cannot be loaded and importing them fails (torchvision 0.28: ``operator
+torchvision::nms does not exist``; torchaudio 2.11 and torchcodec 0.17: ``Could not load this
+library``), although image processing uses only the Python part of the first and nothing of the
+others. vLLM 0.32 imports all three at its start.
 """
 
 from __future__ import annotations
@@ -27,11 +28,15 @@ if TYPE_CHECKING:
 SITE_DIR = Path(__file__).with_name("site")
 
 _PROBE = """
-for name in ("torchvision", "torchaudio"):
+import sys
+known = {"torchvision": RuntimeError, "torchaudio": OSError, "torchcodec": OSError}
+for name, error in known.items():
     try:
         __import__(name)
-    except ModuleNotFoundError:
-        pass
+    except error:
+        sys.exit(1)
+    except Exception:
+        pass  # absent, or lacking what no CPU build mends, as torchcodec without FFmpeg
 """
 _FIXED = {
     "HF_HUB_OFFLINE": "1",  # models are folders; nothing may be looked up
@@ -63,10 +68,10 @@ def engine_env(base: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 def install_here() -> None:
-    """Mend torchvision and torchaudio in this process, as they are imported; free until then.
+    """Mend the three packages in this process, as they are imported; free until then.
 
-    Changes nothing where their libraries load. Call it before the first import of either, of
-    transformers' processors or of vllm. A second call does nothing.
+    Changes nothing where their libraries load. Call it before the first import of one of them,
+    of transformers' processors or of vllm. A second call does nothing.
     """
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
@@ -78,7 +83,7 @@ def install_for_environment() -> Path | None:
     For an environment of one's own only: it writes a ``.pth`` file into site-packages.
 
     Returns:
-        The file, or None where torchvision and torchaudio import (or are absent) as they are.
+        The file, or None where nothing needs mending.
     """
     import subprocess
 
@@ -118,12 +123,26 @@ def _tolerate_missing_library(utils: ModuleType) -> None:
     utils._load_lib = load_or_absent  # type: ignore[attr-defined]
 
 
+def _report_as_absent(utils: ModuleType) -> None:
+    """Have torchcodec fail with the ImportError that vLLM expects of it, not with an OSError."""
+    load: Callable[[], None] = utils.load_image_library
+
+    def load_or_absent() -> None:
+        try:
+            load()
+        except OSError as exc:
+            raise ImportError("torchcodec's libraries do not load beside this torch") from exc
+
+    utils.load_image_library = load_or_absent  # type: ignore[attr-defined]
+
+
 # What to do right after a module's own code ran. torchvision.extension is the first module of
 # its package to run, and the one that tries to load the operators; the modules after it fail
-# where that did not work. torchaudio loads its libraries through the function of this module.
+# where that did not work. torchaudio and torchcodec load theirs through functions of these.
 _MENDS: Mapping[str, Callable[[ModuleType], None]] = {
     "torchvision.extension": _declare_operators,
     "torchaudio._extension.utils": _tolerate_missing_library,
+    "torchcodec._internally_replaced_utils": _report_as_absent,
 }
 
 

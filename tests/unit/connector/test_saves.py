@@ -48,9 +48,7 @@ class Rig:
         settings = Settings.model_validate(
             {"bucket": "corpus", "cache_dir": folder / "tier", "min_free_bytes": min_free_bytes}
         )
-        self.node = Node(
-            settings, Namespace.from_descriptor({"model": "tiny"}), store=self.store
-        )
+        self.node = Node(settings, Namespace.from_descriptor({"model": "tiny"}), store=self.store)
         self.queues: list[SaveQueue] = []
 
     def queue(self, *, budget_bytes: int = 2**20, overflow: str = "block") -> SaveQueue:

@@ -74,6 +74,18 @@ def test_library_that_does_not_load_counts_as_absent(
     assert _python(_USE_AUDIO, tmp_path) == expected
 
 
+@pytest.mark.parametrize(("body", "expected"), [("raise OSError", "absent"), ("pass", "works")])
+def test_codec_whose_library_does_not_load_counts_as_absent(
+    tmp_path: Path, body: str, expected: str
+) -> None:
+    _package(tmp_path, "torchcodec._internally_replaced_utils", f"def load_image_library(): {body}")
+    (tmp_path / "torchcodec" / "__init__.py").write_text(
+        "from torchcodec._internally_replaced_utils import load_image_library as load\nload()\n"
+    )
+    code = "try:\n import torchcodec; print('works')\nexcept ImportError: print('absent')"
+    assert _python(code, tmp_path) == expected
+
+
 def test_operators_that_work_are_left_alone(tmp_path: Path) -> None:
     _package(tmp_path, "torchvision.extension", _EXTENSION.format(works=True))
     code = "import torchvision.extension as e; print(hasattr(e, 's3ec_operators'))"
@@ -92,6 +104,10 @@ def test_operators_that_are_missing_are_declared(tmp_path: Path) -> None:
 def test_installed_torchvision_imports_in_a_mended_python() -> None:
     code = "from torchvision.transforms import v2; import torchvision; print(v2.__name__)"
     assert _python(code) == "torchvision.transforms.v2"
+
+
+def test_installed_vllm_finds_its_media_loaders_in_a_mended_python() -> None:
+    assert _python("import vllm.multimodal.media as media; print(media.__name__)").endswith("media")
 
 
 def test_engine_environment_keeps_tunables_and_forbids_downloads() -> None:

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How to measure fairly: cases in turn, warmed up, without the garbage collector, in rounds."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def interleave(
+    cases: Mapping[str, Callable[[], T]],
+    *,
+    rounds: int,
+    warmup: int = 1,
+    between: Callable[[], object] | None = None,
+) -> dict[str, list[T]]:
+    """Run all cases in turn, round after round, so that a slow moment hits all alike.
+
+    The order turns with every round: no case always runs first, or behind the same other one.
+
+    Args:
+        cases: Name to one round of it. What a round returns is up to the caller; ``timed`` and
+            ``time_each`` give times.
+        rounds: How many are kept.
+        warmup: How many run before those and are thrown away: first touches of memory, files
+            and code paths are slow.
+        between: Called before every single case, untimed.
+
+    Returns:
+        Name to what each kept round returned.
+    """
+    kept: dict[str, list[T]] = {name: [] for name in cases}
+    order = list(cases)
+    with no_collection():
+        for number in range(warmup + rounds):
+            gc.collect()
+            turn = number % len(order)
+            turned = order[turn:] + order[:turn]
+            for name in turned if number % 2 == 0 else reversed(turned):
+                if between is not None:
+                    between()
+                outcome = cases[name]()
+                if number >= warmup:
+                    kept[name].append(outcome)
+    return kept
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Keep the cyclic garbage collector out of the way, as vLLM does with its start-up heap."""
+    was_on = gc.isenabled()
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        if was_on:
+            gc.enable()
+
+
+def timed(function: Callable[[], object]) -> Callable[[], int]:
+    """A round that calls ``function`` once and returns nanoseconds."""
+
+    def round_() -> int:
+        started = time.perf_counter_ns()
+        function()
+        return time.perf_counter_ns() - started
+
+    return round_
+
+
+def time_each(function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> list[int]:
+    """Nanoseconds of each call, the clock's own share included (about 0.1 us; see timer_ns)."""
+    clock = time.perf_counter_ns
+    out = [0] * len(arguments)
+    for number, args in enumerate(arguments):
+        started = clock()
+        function(*args)
+        out[number] = clock() - started
+    return out
+
+
+def timer_ns(calls: int = 20_000) -> float:
+    """What time_each reports for a call that does nothing; median in nanoseconds."""
+    return percentile(time_each(_nothing, [(None, 0)] * calls), 50)
+
+
+def _nothing(_first: object, _second: object) -> None:
+    """As cheap as a Python call with two arguments gets."""
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """Percentile with linear interpolation between neighbours.
+
+    Raises:
+        ValueError: There are no values.
+    """
+    if not values:
+        raise ValueError("no values")
+    ordered = sorted(values)
+    place = (len(ordered) - 1) * percent / 100
+    below = int(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median and how far the rounds lie apart, for a row's detail."""
+    return {
+        "median": statistics.median(values),
+        "min": min(values),
+        "max": max(values),
+        "p25": percentile(values, 25),
+        "p75": percentile(values, 75),
+        "rounds": len(values),
+    }

@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A scheduler half with vLLM's objects played by plain ones, a clock, and a prefetcher of ours."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from s3ec.codec import Header, Shape
+from s3ec.connector.plan import StepPlan, WorkerReport
+from s3ec.connector.scheduler import Role, SchedulerHalf
+from s3ec.counters import Counters
+from s3ec.identity import Key, Layout, make_key
+from s3ec.index.listing import ListingIndex
+from s3ec.prefetch import Fetched, Outcome, Want
+from s3ec.testing.memory_store import MemoryStore
+from s3ec.tier import Pin
+from s3ec.tier.local import LocalKeys
+
+LAYOUT = Layout("gemma-0123456789abcdef")
+ROWS = 4
+WINDOW = 100
+
+
+class Clock:
+    def __init__(self, *, tick_s: float = 0.0) -> None:
+        self.now_s = 1000.0
+        self.tick_s = tick_s
+
+    def __call__(self) -> float:
+        self.now_s += self.tick_s
+        return self.now_s
+
+
+def identifier_of(text: object) -> str:
+    return hashlib.sha256(str(text).encode()).hexdigest()
+
+
+def key_of(identifier: str) -> Key:
+    key = make_key(identifier)
+    assert key is not None
+    return key
+
+
+def feature(
+    text: object,
+    offset: int = 0,
+    *,
+    rows: int = ROWS,
+    length: int | None = None,
+    modality: str = "image",
+    pixels: bool = True,
+    raw: bool = False,
+) -> Any:
+    """One multimodal feature; ``raw`` takes the text itself for the identifier."""
+    return SimpleNamespace(
+        identifier=text if raw else identifier_of(text),
+        modality=modality,
+        data={"pixel_values": 1} if pixels else {"image_grid_thw": 1},
+        mm_position=SimpleNamespace(
+            offset=offset,
+            length=rows if length is None else length,
+            get_num_embeds=lambda: rows,
+        ),
+    )
+
+
+def request(name: str, *features: Any) -> Any:
+    return SimpleNamespace(request_id=name, mm_features=list(features))
+
+
+def has_no_pixels(feature: Any) -> bool:
+    return "pixel_values" not in feature.data
+
+
+class FakePrefetcher:
+    """Fetches end when the test says so, and every pin is accounted for."""
+
+    def __init__(self) -> None:
+        self.submitted: list[Want] = []
+        self.open: dict[str, Want] = {}
+        self.done: list[Fetched] = []
+        self.live: set[Path] = set()
+        self.released: list[Path] = []
+        self._pins = 0
+
+    def submit(self, wants: Sequence[Want]) -> None:
+        self.submitted += wants
+        for want in wants:
+            self.open.setdefault(want.key.identifier, want)
+
+    @property
+    def has_news(self) -> bool:
+        return bool(self.done)
+
+    def drain(self) -> list[Fetched]:
+        done, self.done = self.done, []
+        return done
+
+    def release(self, pins: Iterable[Pin]) -> None:
+        for pin in pins:
+            assert pin.path in self.live, f"{pin.path} released twice, or never made"
+            self.live.remove(pin.path)
+            self.released.append(pin.path)
+
+    def finish(
+        self, identifier: str, outcome: Outcome = Outcome.READY, *, holds: int | None = None
+    ) -> Pin | None:
+        """End one fetch as the real one would: rows that differ are a mismatch.
+
+        Args:
+            holds: Rows of the entry; what was asked for if None.
+        """
+        want = self.open.pop(identifier)
+        if outcome is Outcome.READY and holds is not None and holds != want.rows:
+            outcome = Outcome.MISMATCH
+        pin = None
+        if outcome is Outcome.READY:
+            self._pins += 1
+            shape = Shape(want.rows, 32, "bfloat16")
+            header = Header(identifier, LAYOUT.namespace, want.modality, shape, "0" * 32)
+            pin = Pin(Path(f"/pins/{self._pins}"), shape.nbytes, header)
+            self.live.add(pin.path)
+        self.done.append(Fetched(want, outcome, pin))
+        return pin
+
+
+class World:
+    """The half and what it talks to."""
+
+    def __init__(self, clock: Clock | None = None, **role: Any) -> None:
+        values = {
+            "producer": False,
+            "consumer": True,
+            "window_tokens": WINDOW,
+            "ranks": 1,
+            "steps_in_flight": 2,
+            "defer_timeout_s": 2.0,
+        }
+        self.role = Role(**(values | role))  # type: ignore[arg-type]
+        self.clock = clock or Clock()
+        self.counters = Counters()
+        self.index = ListingIndex(MemoryStore(), LAYOUT, self.counters, clock=self.clock)
+        self.local = LocalKeys()
+        self.prefetcher = FakePrefetcher()
+        self.down = False
+        self.placeholders: dict[str, Any] = {"image_grid_thw": [[1, 2, 2]]}
+        self.half = SchedulerHalf(
+            self.role,
+            index=self.index,
+            local=self.local,
+            prefetcher=self.prefetcher,
+            store_is_down=lambda: self.down,
+            needs_embedding=has_no_pixels,
+            placeholder_of=lambda _: self.placeholders,
+            counters=self.counters,
+            clock=self.clock,
+        )
+
+    def stock(self, *texts: object) -> None:
+        for text in texts:
+            self.index.add(key_of(identifier_of(text)))
+
+    def ask(self, request: Any, computed: int = 0) -> bool:
+        return self.half.ensure_cache_available(request, computed)
+
+    def has(self, text: object) -> bool:
+        return self.half.has_cache_item(identifier_of(text))
+
+    def schedule(self, request: Any, *indices: int) -> list[bool]:
+        """What vLLM does with a request that is scheduled: ask for each item and allocate it."""
+        granted = []
+        for index in indices or range(len(request.mm_features)):
+            granted.append(self.half.has_cache_item(request.mm_features[index].identifier))
+            self.half.update_state_after_alloc(request, index)
+        return granted
+
+    def step(self, freed: Iterable[object] = (), *, tokens: int = 10) -> StepPlan:
+        return self.half.build_connector_meta(map(identifier_of, freed), scheduled_tokens=tokens)
+
+    def report(self, step: int, *ranks: int, **more: Any) -> None:
+        loaded = {step: set(ranks or (0,))}
+        self.half.update_connector_output(WorkerReport(loaded=loaded, **more))
+
+    def finish(self, text: object, outcome: Outcome = Outcome.READY, **more: Any) -> Pin | None:
+        return self.prefetcher.finish(identifier_of(text), outcome, **more)
+
+    def bring(self, *texts: object) -> list[Path]:
+        """Stock, ask, step and fetch: afterwards the items are pinned and known to be."""
+        self.stock(*texts)
+        asker = request("bringer", *(feature(text, 10 * n) for n, text in enumerate(texts)))
+        self.ask(asker)
+        self.step()
+        pins = [self.finish(text) for text in texts]
+        assert self.ask(asker)
+        self.half.request_finished(asker)
+        return [pin.path for pin in pins if pin is not None]
+
+    @property
+    def wanted(self) -> list[str]:
+        """Identifiers submitted so far, in order."""
+        return [want.key.identifier for want in self.prefetcher.submitted]
+
+    def sizes(self) -> dict[str, int]:
+        """How much the half remembers."""
+        names = ("items", "waits", "unavailable", "on_device", "rows_asked", "decisions")
+        more = ("allocated", "demand", "loading", "saving")
+        return {name: len(getattr(self.half, f"_{name}")) for name in names + more}

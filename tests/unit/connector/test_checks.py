@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is found wrong with a vLLM configuration before the first request."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from s3ec.connector.checks import identifier_problem, model_problem
+
+HAS_NONE = SimpleNamespace()
+
+
+def engine(
+    *,
+    multimodal: Any = HAS_NONE,
+    prefix_caching: bool = False,
+    encoder_decoder: bool | None = False,
+) -> Any:
+    model = SimpleNamespace(multimodal_config=multimodal)
+    if encoder_decoder is not None:
+        model.is_encoder_decoder = encoder_decoder
+    cache = SimpleNamespace(enable_prefix_caching=prefix_caching)
+    return SimpleNamespace(model_config=model, cache_config=cache)
+
+
+def caching(gibibytes: float) -> Any:
+    return SimpleNamespace(mm_processor_cache_gb=gibibytes)
+
+
+@pytest.mark.parametrize("nothing", [0, 0.0])
+def test_images_that_are_numbered_are_a_problem_that_names_the_flags(nothing: float) -> None:
+    problem = identifier_problem(engine(multimodal=caching(nothing)))
+    assert problem is not None
+    assert "--mm-processor-cache-gb" in problem
+    assert "--enable-prefix-caching" in problem
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        engine(multimodal=caching(4)),
+        engine(multimodal=caching(0.001)),
+        engine(multimodal=caching(0), prefix_caching=True),
+        engine(multimodal=caching(4), prefix_caching=True),
+        engine(multimodal=HAS_NONE),  # a release without the setting hashes
+        engine(multimodal=None),
+    ],
+)
+def test_images_that_are_hashed_are_no_problem(config: Any) -> None:
+    assert identifier_problem(config) is None
+
+
+def test_models_without_an_encoder_cache_are_left_alone() -> None:
+    assert "no images" in (model_problem(engine(multimodal=None)) or "")
+    assert "encoder-decoder" in (model_problem(engine(encoder_decoder=True)) or "")
+
+
+@pytest.mark.parametrize("encoder_decoder", [False, None])
+def test_other_models_are_served(encoder_decoder: bool | None) -> None:
+    assert model_problem(engine(encoder_decoder=encoder_decoder)) is None

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Features with and without pixels."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import UserDict
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from s3ec.connector.features import FeatureReader
+
+UTILS = "vllm.distributed.ec_transfer.ec_connector.utils"
+FIELDS = {"image": {"image_grid_thw"}, "video": {"video_grid_thw", "timestamps"}, "audio": set()}
+
+
+class Resolver:
+    """vLLM's, which builds a processor to answer."""
+
+    asked: list[str] = []  # noqa: RUF012 - emptied by the fixture
+
+    def __init__(self, model_config: Any) -> None:
+        self.fields = model_config
+
+    def fields_for(self, modality: str) -> set[str]:
+        self.asked.append(modality)
+        fields: set[str] = self.fields.get(modality, set())
+        return fields
+
+
+class Data(UserDict[str, Any]):
+    """vLLM's MultiModalKwargsItem: a dictionary of elements."""
+
+    def get_data(self) -> dict[str, Any]:
+        return {name: element.data for name, element in self.items()}
+
+
+def feature(modality: str = "image", **values: Any) -> Any:
+    data = Data({name: SimpleNamespace(data=value) for name, value in values.items()})
+    return SimpleNamespace(modality=modality, data=data)
+
+
+@pytest.fixture
+def reader(monkeypatch: pytest.MonkeyPatch) -> FeatureReader:
+    module: Any = SimpleNamespace(PlaceholderMetadataResolver=Resolver)
+    monkeypatch.setitem(sys.modules, UTILS, module)
+    monkeypatch.setattr(Resolver, "asked", [])
+    return FeatureReader(FIELDS)
+
+
+GRID = torch.tensor([[1, 16, 16]])
+
+
+def test_a_grid_alone_needs_a_stored_embedding(reader: FeatureReader) -> None:
+    assert reader.needs_embedding(feature(image_grid_thw=GRID))
+    assert reader.needs_embedding(feature("video", video_grid_thw=GRID, timestamps=[0.5]))
+    assert reader.needs_embedding(feature("video", video_grid_thw=GRID))
+
+
+@pytest.mark.parametrize(
+    "with_pixels",
+    [
+        feature(image_grid_thw=GRID, pixel_values=torch.zeros(4)),
+        feature(pixel_values=torch.zeros(4)),
+        feature("audio", input_features=torch.zeros(4)),
+        feature("audio"),
+        feature("vision_chunk", image_grid_thw=GRID),
+        feature("prompt_embeds"),
+        feature(),
+        SimpleNamespace(modality="image", data=None),  # the engine's processor cache has them
+    ],
+)
+def test_everything_else_can_be_encoded(reader: FeatureReader, with_pixels: Any) -> None:
+    assert not reader.needs_embedding(with_pixels)
+
+
+def test_placeholders_are_plain_json(reader: FeatureReader) -> None:
+    found = reader.placeholder(
+        feature("video", video_grid_thw=GRID, timestamps=[0.5, 1.0], pixel_values=torch.zeros(4))
+    )
+    assert found == {"video_grid_thw": [[1, 16, 16]], "timestamps": [0.5, 1.0]}
+    assert json.loads(json.dumps(found)) == found
+
+
+@pytest.mark.parametrize(
+    "without",
+    [
+        feature(pixel_values=torch.zeros(4)),
+        feature("audio", input_features=torch.zeros(4)),
+        feature("vision_chunk", image_grid_thw=GRID),
+        SimpleNamespace(modality="image", data=None),
+    ],
+)
+def test_a_feature_without_such_fields_has_no_placeholder(
+    reader: FeatureReader, without: Any
+) -> None:
+    assert reader.placeholder(without) == {}
+
+
+def test_the_processor_is_built_at_the_start_and_never_again(reader: FeatureReader) -> None:
+    assert sorted(Resolver.asked) == ["audio", "image", "video"]
+    Resolver.asked.clear()
+    reader.needs_embedding(feature(image_grid_thw=GRID))
+    reader.placeholder(feature(image_grid_thw=GRID))
+    reader.needs_embedding(feature("vision_chunk"))
+    assert Resolver.asked == []
+    assert reader.metadata_modalities == ["image", "video"]
+
+
+@pytest.mark.parametrize("module", [None, SimpleNamespace()])
+def test_a_release_without_such_requests_always_encodes(
+    monkeypatch: pytest.MonkeyPatch, module: Any
+) -> None:
+    monkeypatch.setitem(sys.modules, UTILS, module)
+    reader = FeatureReader(FIELDS)
+    assert reader.metadata_modalities == []
+    assert not reader.needs_embedding(feature(image_grid_thw=GRID))
+    assert reader.placeholder(feature(image_grid_thw=GRID)) == {}

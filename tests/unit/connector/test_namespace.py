@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What shares a namespace, and what must not."""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from s3ec.config import Settings, load_settings
+from s3ec.identity import is_namespace_name
+
+# Every engine process has it loaded; reading one descriptor needs it too.
+pytest.importorskip("transformers")
+
+from s3ec.connector.namespace import describe, namespace_of
+
+
+class Config:
+    """As much of a Hugging Face configuration as is looked at."""
+
+    def __init__(self, **values: Any) -> None:
+        self.__dict__.update(values)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            name: value.to_dict() if isinstance(value, Config) else value
+            for name, value in self.__dict__.items()
+        }
+
+
+def engine() -> Any:
+    """A VllmConfig of vLLM 0.32, as far as the namespace goes."""
+    hf_config = Config(
+        model_type="gemma3",
+        mm_tokens_per_image=256,
+        image_token_index=262144,
+        vision_feature_layer=-2,
+        transformers_version="5.19.0",
+        id2label={0: "LABEL_0"},
+        architectures=["Gemma3ForConditionalGeneration"],
+        _name_or_path="/models/gemma",
+        text_config=Config(hidden_size=5376, rope_theta=1e6),
+        vision_config=Config(
+            model_type="siglip",
+            hidden_size=1152,
+            image_size=896,
+            layer_norm_eps=1e-06,
+            chunk_size_feed_forward=0,
+            problem_type=None,
+            _attn_implementation="sdpa",
+        ),
+    )
+    multimodal = SimpleNamespace(
+        mm_processor_kwargs=None,
+        media_io_kwargs={},
+        mm_hasher_algorithm="blake3",
+        video_pruning_rate=None,
+        video_pruning_method="evs",
+        mm_encoder_attn_dtype=None,
+        mm_processor_cache_gb=4,
+    )
+    return SimpleNamespace(
+        model_config=SimpleNamespace(
+            model="google/gemma-3-27b-it",
+            revision=None,
+            dtype="torch.bfloat16",
+            quantization=None,
+            hf_config=hf_config,
+            multimodal_config=multimodal,
+        )
+    )
+
+
+def settings_of(**values: Any) -> Settings:
+    return load_settings({"bucket": "corpus", **values}).settings
+
+
+def put(path: str, value: Any) -> Callable[[Any], None]:
+    def apply(config: Any) -> None:
+        *folders, last = path.split(".")
+        for folder in folders:
+            config = getattr(config, folder)
+        setattr(config, last, value)
+
+    return apply
+
+
+ENCODER = "model_config.hf_config.vision_config."
+MULTIMODAL = "model_config.multimodal_config."
+
+
+def test_the_descriptor_is_plain_json_and_the_name_readable() -> None:
+    namespace = namespace_of(engine(), settings_of())
+    assert namespace.name.startswith("google-gemma-3-27b-it-")
+    assert is_namespace_name(namespace.name)
+    content = json.loads(namespace.to_json())
+    assert content["model"] == "google/gemma-3-27b-it"
+    assert content["dtype"] == "bfloat16"
+    assert content["hasher"] == "blake3"
+    assert content["encoder"]["vision_config"]["image_size"] == 896
+    assert content["encoder"]["mm_tokens_per_image"] == 256
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        put("model_config.model", "google/gemma-3-12b-it"),
+        put("model_config.revision", "0123abc"),
+        put("model_config.dtype", "torch.float16"),
+        put("model_config.quantization", "fp8"),
+        put("model_config.hf_config.model_type", "gemma3n"),
+        # --hf-overrides can change these for one fleet; the embeddings keep their shape.
+        put("model_config.hf_config.vision_feature_layer", -1),
+        put("model_config.hf_config.vision_feature_select_strategy", "full"),
+        put("model_config.hf_config.mm_tokens_per_image", 64),
+        put("model_config.hf_config.audio_config", Config(sampling_rate=16000)),
+        put("model_config.hf_config.vision_config", None),
+        put(f"{ENCODER}image_size", 448),
+        put(f"{ENCODER}layer_norm_eps", 1e-05),
+        put(f"{ENCODER}more", [1, 2]),
+        put(f"{MULTIMODAL}mm_processor_kwargs", {"max_pixels": 50176}),
+        put(f"{MULTIMODAL}media_io_kwargs", {"video": {"num_frames": 40}}),
+        put(f"{MULTIMODAL}mm_hasher_algorithm", "sha256"),
+        put(f"{MULTIMODAL}video_pruning_rate", 0.5),
+        put(f"{MULTIMODAL}mm_encoder_attn_dtype", "fp8"),
+    ],
+)
+def test_what_changes_embeddings_changes_the_namespace(change: Callable[[Any], None]) -> None:
+    other = engine()
+    change(other)
+    assert namespace_of(other, settings_of()).name != namespace_of(engine(), settings_of()).name
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        put("model_config.hf_config.transformers_version", "5.20.0"),
+        put("model_config.hf_config.id2label", {0: "a", 1: "b"}),
+        put("model_config.hf_config.architectures", None),
+        put("model_config.hf_config._name_or_path", "/other/place"),
+        put("model_config.hf_config.text_config", Config(hidden_size=1, rope_theta=1)),
+        put(f"{ENCODER}chunk_size_feed_forward", 7),
+        put(f"{ENCODER}problem_type", "x"),
+        put(f"{ENCODER}_attn_implementation", "eager"),
+        put(f"{ENCODER}new_in_a_release", None),
+        put(f"{MULTIMODAL}mm_processor_kwargs", {}),
+        put(f"{MULTIMODAL}mm_processor_kwargs", {"device": "cuda"}),
+        put(f"{MULTIMODAL}media_io_kwargs", None),
+        put(f"{MULTIMODAL}video_pruning_method", "vidcom2"),
+        put(f"{MULTIMODAL}mm_processor_cache_gb", 0),
+    ],
+)
+def test_what_does_not_change_embeddings_keeps_the_namespace(
+    change: Callable[[Any], None],
+) -> None:
+    other = engine()
+    change(other)
+    assert namespace_of(other, settings_of()).name == namespace_of(engine(), settings_of()).name
+
+
+def test_pruning_settings_count_together() -> None:
+    one, other = engine(), engine()
+    put(f"{MULTIMODAL}video_pruning_rate", 0.5)(one)
+    put(f"{MULTIMODAL}video_pruning_rate", 0.5)(other)
+    put(f"{MULTIMODAL}video_pruning_method", "vidcom2")(other)
+    assert namespace_of(one, settings_of()).name != namespace_of(other, settings_of()).name
+
+
+def test_a_model_identity_stands_for_the_place_the_model_is_mounted_at() -> None:
+    one, other = engine(), engine()
+    one.model_config.model, other.model_config.model = "/mnt/a/gemma", "/srv/b/gemma"
+    apart = {namespace_of(each, settings_of()).name for each in (one, other)}
+    assert len(apart) == 2
+    same = {namespace_of(each, settings_of(model_identity="gemma")).name for each in (one, other)}
+    assert len(same) == 1
+    assert next(iter(same)).startswith("gemma-")
+
+
+def test_a_release_that_lacks_settings_counts_as_having_them_unset(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    old = engine()
+    envs = SimpleNamespace(VLLM_MM_HASHER_ALGORITHM="blake3")
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(envs=envs))  # type: ignore[arg-type]
+    old.model_config.multimodal_config = SimpleNamespace(mm_processor_kwargs=None)
+    assert namespace_of(old, settings_of()).name == namespace_of(engine(), settings_of()).name
+    envs.VLLM_MM_HASHER_ALGORITHM = "sha512"
+    assert namespace_of(old, settings_of()).name != namespace_of(engine(), settings_of()).name
+
+
+def test_encoders_described_by_a_dictionary_count_too() -> None:
+    one = engine()
+    as_dict = copy.deepcopy(one)
+    as_dict.model_config.hf_config.vision_config = (
+        one.model_config.hf_config.vision_config.to_dict()
+    )
+    assert describe(one, settings_of()) == describe(as_dict, settings_of())
+
+
+def test_values_that_json_lacks_are_spelt_out() -> None:
+    strange = engine()
+    put(
+        f"{MULTIMODAL}mm_processor_kwargs", {"size": (1, 2), "kind": complex(1, 2), 3: float("inf")}
+    )(strange)
+    content = json.loads(namespace_of(strange, settings_of()).to_json())
+    assert content["mm_processor_kwargs"] == {"size": [1, 2], "kind": "(1+2j)", "3": "inf"}
+
+
+def test_the_same_configuration_has_the_same_name_in_every_release_of_s3ec() -> None:
+    """A change here empties every corpus; say so in the changelog if it must be."""
+    assert namespace_of(engine(), settings_of()).name == "NAME"

@@ -1,0 +1,925 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler half: who waits, what is granted, and when a pin is given back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from s3ec.connector.plan import Save, WorkerReport
+from s3ec.connector.scheduler import LEASE_S, RETRY_AFTER_S
+from s3ec.prefetch import Outcome, Priority
+from tests.unit.connector.scheduling import (
+    ROWS,
+    WINDOW,
+    Clock,
+    World,
+    feature,
+    identifier_of,
+    key_of,
+    request,
+)
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+def both() -> World:
+    return World(producer=True)
+
+
+# -- deferral ----------------------------------------------------------------------------------
+
+
+def test_a_request_waits_until_its_embedding_is_here(world: World) -> None:
+    world.stock("a")
+    asker = request("r", feature("a"))
+    assert not world.ask(asker)
+    assert world.wanted == []  # nothing leaves the half before the end of the pass
+    world.step(tokens=0)
+    assert world.wanted == [identifier_of("a")]
+    for _ in range(5):
+        assert not world.ask(asker)
+        world.step(tokens=0)
+    assert len(world.wanted) == 1
+    world.clock.now_s += 0.3
+    pin = world.finish("a")
+    assert pin is not None
+    assert world.ask(asker)
+    assert world.schedule(asker) == [True]
+    plan = world.step()
+    assert [(load.identifier, load.path) for load in plan.loads] == [
+        (identifier_of("a"), str(pin.path))
+    ]
+    assert plan.loads[0].shape.rows == ROWS
+    assert world.counters.get("hits") == 1
+    assert world.counters.get("deferred_requests") == 1
+    assert world.counters.get("deferred_seconds") == pytest.approx(0.3)
+
+
+def test_a_miss_is_not_waited_for(world: World) -> None:
+    asker = request("r", feature("a"))
+    assert world.ask(asker)
+    assert world.schedule(asker) == [False]
+    assert world.step().loads == []
+    assert world.wanted == []
+    assert world.counters.get("misses") == 1
+
+
+def test_a_request_waits_for_all_of_its_images_and_no_longer(world: World) -> None:
+    world.stock("a", "b")
+    asker = request("r", feature("a"), feature("x", 10), feature("b", 20))
+    assert not world.ask(asker)
+    world.step()
+    world.finish("b")
+    assert not world.ask(asker)
+    world.finish("a")
+    assert world.ask(asker)
+    assert world.schedule(asker) == [True, False, True]
+    assert {load.identifier for load in world.step().loads} == {
+        identifier_of("a"),
+        identifier_of("b"),
+    }
+
+
+def test_others_are_scheduled_while_one_waits(world: World) -> None:
+    world.stock("a")
+    assert not world.ask(request("slow", feature("a")))
+    assert world.ask(request("fast", feature("b")))
+
+
+def test_two_requests_for_one_image_share_the_fetch(world: World) -> None:
+    world.stock("a")
+    first, second = request("1", feature("a")), request("2", feature("a", 50))
+    assert not world.ask(first)
+    assert not world.ask(second)
+    world.step()
+    assert not world.ask(second)
+    world.step()
+    assert len(world.wanted) == 1
+    world.finish("a")
+    assert world.ask(first)
+    assert world.schedule(first) == [True]
+    assert world.ask(second)
+
+
+@pytest.mark.parametrize(
+    "outcome", [Outcome.ABSENT, Outcome.MISMATCH, Outcome.CORRUPT, Outcome.UNAVAILABLE]
+)
+def test_a_failed_fetch_ends_the_wait_and_is_not_tried_again_for_a_while(
+    world: World, outcome: Outcome
+) -> None:
+    world.stock("a")
+    asker = request("r", feature("a"))
+    world.ask(asker)
+    world.step()
+    world.finish("a", outcome)
+    assert world.ask(asker)
+    assert world.schedule(asker) == [False]
+    world.clock.now_s += RETRY_AFTER_S - 0.01
+    assert world.ask(request("other", feature("a")))
+    world.step(freed="a")
+    assert len(world.wanted) == 1
+    world.clock.now_s += 0.01
+    assert not world.ask(request("later", feature("a")))
+    world.step()
+    assert len(world.wanted) == 2
+
+
+def test_the_wait_is_bounded_and_the_download_goes_on(world: World) -> None:
+    world.stock("a")
+    asker = request("r", feature("a"))
+    assert not world.ask(asker)
+    world.step()
+    world.clock.now_s += 1.99
+    assert not world.ask(asker)
+    world.clock.now_s += 0.01
+    assert world.ask(asker)
+    assert world.schedule(asker) == [False]
+    assert world.step().loads == []
+    assert world.counters.get("defer_timeouts") == 1
+    assert world.counters.get("deferred_seconds") == pytest.approx(2.0)
+    world.finish("a")
+    later = request("later", feature("a"))
+    world.step(freed="a")
+    assert world.ask(later)
+    assert world.schedule(later) == [True]
+
+
+def test_the_wait_is_bounded_in_all_across_the_chunks_of_a_prompt(world: World) -> None:
+    """A prompt of many images must not wait the whole time for each of them."""
+    texts = "abcde"
+    world.stock(*texts)
+    asker = request("r", *(feature(text, 200 * n) for n, text in enumerate(texts)))
+    waited_s = 0.0
+    for number, text in enumerate(texts):
+        while not world.ask(asker, 200 * number):
+            world.step()
+            world.clock.now_s += 0.1
+            waited_s += 0.1
+            if waited_s > 0.75 * (number + 1):
+                world.finish(text)
+        world.schedule(asker, number)
+        world.step()
+    assert waited_s == pytest.approx(2.0, abs=0.11)
+    assert world.counters.get("deferred_seconds") == pytest.approx(2.0, abs=0.11)
+    assert world.counters.get("deferred_requests") == 1
+
+
+def test_time_between_waits_does_not_count(world: World) -> None:
+    world.stock("a", "b")
+    asker = request("r", feature("a"), feature("b", 200))
+    assert not world.ask(asker)
+    world.step()
+    world.clock.now_s += 1.0
+    world.finish("a")
+    assert world.ask(asker)
+    world.schedule(asker, 0)
+    world.step()
+    world.clock.now_s += 100.0
+    assert not world.ask(asker, 150)
+    world.clock.now_s += 0.9
+    assert not world.ask(asker, 150)
+    world.clock.now_s += 0.1
+    assert world.ask(asker, 150)
+
+
+def test_a_timeout_of_zero_never_waits_and_still_fetches() -> None:
+    world = World(defer_timeout_s=0.0)
+    world.stock("a")
+    asker = request("r", feature("a"))
+    assert world.ask(asker)
+    assert world.schedule(asker) == [False]
+    world.step()
+    assert world.wanted == [identifier_of("a")]
+    assert world.counters.get("deferred_requests") == 0
+    assert world.sizes()["waits"] == 0
+
+
+def test_more_waiting_requests_than_can_be_remembered_still_time_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("s3ec.connector.scheduler._MAX_WAITS", 10)
+    world = World()
+    world.stock("a")
+    askers = [request(str(number), feature("a")) for number in range(15)]
+    for _ in range(20):
+        answers = [world.ask(asker) for asker in askers]
+        world.step()
+        world.clock.now_s += 0.1
+    world.clock.now_s += 0.1
+    assert sum(answers) == 5
+    assert all(world.ask(asker) for asker in askers)
+    assert world.sizes()["waits"] <= 10
+
+
+def test_requests_that_end_unseen_leave_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM 0.24 and 0.25 have no request_finished."""
+    monkeypatch.setattr("s3ec.connector.scheduler._MAX_WAITS", 10)
+    world = World()
+    world.stock("a")
+    for burst in range(5):
+        deferred = 0
+        for number in range(20):
+            deferred += not world.ask(request(f"gone {burst} {number}", feature("a")))
+            world.step()
+        assert deferred == 10
+        assert world.sizes()["waits"] == 10
+        world.clock.now_s += LEASE_S + 0.1
+        world.step()
+
+
+def test_a_finished_request_is_forgotten(world: World) -> None:
+    world.stock("a")
+    asker = request("r", feature("a"))
+    world.ask(asker)
+    assert world.sizes()["waits"] == 1
+    world.half.request_finished(asker)
+    assert world.sizes()["waits"] == 0
+    world.half.request_finished(asker)
+
+
+def test_a_pure_producer_never_waits() -> None:
+    world = World(producer=True, consumer=False)
+    world.stock("a")
+    assert world.ask(request("r", feature("a")))
+    assert world.step().loads == []
+    assert world.wanted == []
+
+
+# -- which features ----------------------------------------------------------------------------
+
+
+def test_what_the_kv_cache_covers_is_not_fetched(world: World) -> None:
+    world.stock("a", "b")
+    asker = request("r", feature("a", 0, length=10), feature("b", 10, length=10))
+    assert not world.ask(asker, 10)
+    world.step()
+    assert world.wanted == [identifier_of("b")]
+    assert world.ask(asker, 20)
+
+
+def test_a_feature_covered_in_part_is_fetched(world: World) -> None:
+    world.stock("a")
+    assert not world.ask(request("r", feature("a", 0, length=10)), 9)
+
+
+def test_what_lies_beyond_the_window_is_fetched_ahead_and_not_waited_for(world: World) -> None:
+    world.stock("a", "b")
+    asker = request("r", feature("a"), feature("b", WINDOW))
+    world.ask(asker)
+    world.step()
+    assert [want.priority for want in world.prefetcher.submitted] == [
+        Priority.DEMAND,
+        Priority.LOOKAHEAD,
+    ]
+    world.finish("a")
+    assert world.ask(asker)
+    world.schedule(asker, 0)
+    world.step()
+    assert not world.ask(asker, 1)  # now it is within the window
+    world.step()
+    assert [want.priority for want in world.prefetcher.submitted[2:]] == [Priority.DEMAND]
+    assert not world.ask(asker, 1)
+    world.step()
+    assert len(world.wanted) == 3
+    world.finish("b")
+    assert world.ask(asker, 1)
+    assert world.schedule(asker, 1) == [True]
+
+
+def test_where_vllm_asks_once_everything_is_waited_for() -> None:
+    world = World(asked_every_pass=False)
+    world.stock("a", "b")
+    asker = request("r", feature("a"), feature("b", 10 * WINDOW))
+    assert not world.ask(asker)
+    world.step()
+    world.finish("a")
+    assert not world.ask(asker)
+    world.finish("b")
+    assert world.ask(asker)
+    assert world.schedule(asker, 0) == [True]
+    world.report(world.step().step)
+    world.step()
+    assert world.schedule(asker, 1) == [True]
+    assert [load.identifier for load in world.step().loads] == [identifier_of("b")]
+
+
+def test_the_same_picture_twice_in_one_prompt_is_fetched_and_loaded_once(world: World) -> None:
+    world.stock("a")
+    asker = request("r", feature("a"), feature("a", 20))
+    assert not world.ask(asker)
+    world.step()
+    assert len(world.wanted) == 1
+    world.finish("a")
+    assert world.ask(asker)
+    assert world.schedule(asker, 0) == [True]  # vLLM does not ask for the second
+    assert len(world.step().loads) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "counted"),
+    [("renderer0-mm-1-image-0", 1), ("\ud800", 1), ("x" * 5000, 1), ("lora:renderer0-mm-1-a-0", 1)],
+)
+def test_a_refused_identifier_is_a_counted_miss(name: str, counted: int) -> None:
+    world = both()
+    asker = request("r", feature(name, raw=True))
+    assert world.ask(asker)
+    assert world.counters.get("refused_identifiers") == counted
+    assert not world.half.has_cache_item(name)
+    world.half.update_state_after_alloc(asker, 0)
+    plan = world.step()
+    assert (plan.loads, plan.saves, world.wanted) == ([], {}, [])
+
+
+def test_embeddings_that_the_request_brought_are_ignored() -> None:
+    world = both()
+    world.stock("a")
+    asker = request("r", feature("a", modality="prompt_embeds"))
+    assert world.ask(asker)
+    assert world.schedule(asker) == [False]
+    plan = world.step()
+    assert (plan.loads, plan.saves, world.wanted) == ([], {}, [])
+    assert world.counters.get("refused_identifiers") == 0
+    assert world.counters.get("misses") == 0
+
+
+# -- grants ------------------------------------------------------------------------------------
+
+
+def test_nothing_is_granted_that_was_not_asked_for_in_this_pass(world: World) -> None:
+    """Rows are compared with the request at hand; another one's do not count."""
+    world.bring("a")
+    assert world.ask(request("other", feature("z")))
+    assert not world.has("a")
+
+
+def test_a_grant_without_an_allocation_is_dropped(world: World) -> None:
+    world.bring("a")
+    asker = request("r", feature("a"))
+    assert world.ask(asker)
+    assert world.has("a")
+    assert world.step().loads == []
+    world.half.update_state_after_alloc(asker, 0)  # without a new grant it is a miss
+    assert world.step().loads == []
+    assert world.counters.get("hits") == 0
+
+
+def test_the_grant_of_this_pass_decides_and_not_what_is_known_later(world: World) -> None:
+    world.stock("a")
+    asker = request("r", feature("a"))
+    world.ask(asker)
+    world.step()
+    world.clock.now_s += 3.0
+    assert world.ask(asker)
+    assert not world.has("a")
+    world.finish("a")
+    world.ask(request("other", feature("b")))  # takes the news
+    world.half.update_state_after_alloc(asker, 0)
+    assert world.step().loads == []
+
+
+def test_a_step_without_tokens_carries_its_loads_over(world: World) -> None:
+    """The V1 runner does not call the worker half in such a step."""
+    (path,) = world.bring("a")
+    asker = request("r", feature("a"))
+    world.ask(asker)
+    world.schedule(asker)
+    for _ in range(10):
+        assert world.step(tokens=0).loads == []
+    assert path in world.prefetcher.live
+    plan = world.step(tokens=5)
+    assert [load.path for load in plan.loads] == [str(path)]
+    world.report(plan.step)
+    assert path not in world.prefetcher.live
+    assert world.step().loads == []
+
+
+def test_what_the_device_gave_up_before_it_was_loaded_is_not_loaded(world: World) -> None:
+    """The worker frees first and then loads: nobody would free it again."""
+    (path, _) = world.bring("a", "b")
+    asker = request("r", feature("a"), feature("b", 10))
+    world.ask(asker)
+    world.schedule(asker)
+    world.step(tokens=0)
+    plan = world.step(freed="a")
+    assert [load.identifier for load in plan.loads] == [identifier_of("b")]
+    again = request("again", feature("a"))
+    assert world.ask(again)
+    assert world.schedule(again) == [True]
+    plan = world.step()
+    assert [load.path for load in plan.loads] == [str(path)]
+    world.report(plan.step)
+    assert path not in world.prefetcher.live
+
+
+def test_an_item_freed_and_allocated_in_one_pass_is_loaded(world: World) -> None:
+    """Old releases name it among the freed ones all the same."""
+    world.bring("a")
+    asker = request("r", feature("a"))
+    world.ask(asker)
+    world.schedule(asker)
+    assert len(world.step(freed="a").loads) == 1
+
+
+def test_two_requests_with_other_rows_for_one_identifier_get_only_their_own(world: World) -> None:
+    world.bring("a")
+    liar = request("liar", feature("a", rows=ROWS + 1))
+    honest = request("honest", feature("a"))
+    assert world.ask(liar)
+    assert not world.has("a")
+    assert world.ask(honest)
+    assert world.has("a")
+    assert world.counters.get("mismatch.rows") == 1
+    assert world.ask(liar)
+    assert not world.has("a")
+
+
+def test_where_vllm_asks_once_disagreeing_requests_get_nothing() -> None:
+    world = World(asked_every_pass=False)
+    world.bring("a")
+    assert world.ask(request("honest", feature("a")))
+    assert world.has("a")
+    assert world.ask(request("liar", feature("a", rows=ROWS + 1)))
+    assert not world.has("a")
+
+
+def test_a_fetch_that_failed_for_made_up_rows_does_not_spoil_the_real_ones(world: World) -> None:
+    """Identifiers can be chosen by clients, and so can their rows."""
+    world.stock("a")
+    liar = request("liar", feature("a", rows=ROWS + 1))
+    honest = request("honest", feature("a"))
+    assert not world.ask(liar)
+    world.step()
+    world.finish("a", holds=ROWS)
+    assert world.ask(liar)
+    assert not world.ask(honest)
+    world.step()
+    world.finish("a", holds=ROWS)
+    assert world.ask(honest)
+    assert world.has("a")
+
+
+# -- pins --------------------------------------------------------------------------------------
+
+
+def load_one(world: World, text: str = "a") -> tuple[int, Any]:
+    (path,) = world.bring(text)
+    asker = request(f"load {text}", feature(text))
+    assert world.ask(asker)
+    assert world.schedule(asker) == [True]
+    return world.step().step, path
+
+
+def test_a_pin_is_released_by_the_workers_report(world: World) -> None:
+    step, path = load_one(world)
+    assert path in world.prefetcher.live
+    world.report(step)
+    assert world.prefetcher.released == [path]
+    assert world.sizes()["items"] == 0
+
+
+def test_a_pin_is_held_until_every_rank_has_reported() -> None:
+    world = World(ranks=4)
+    step, path = load_one(world)
+    world.report(step, 0, 1)
+    world.report(step, 1)
+    world.report(step, 3)
+    assert path in world.prefetcher.live
+    world.report(step, 2)
+    assert path not in world.prefetcher.live
+
+
+@pytest.mark.parametrize("steps", [1, 2, 4])
+def test_without_a_report_a_pin_outlives_the_steps_in_flight(steps: int) -> None:
+    """Old releases do not report; a step that reads the file can still be running."""
+    world = World(steps_in_flight=steps)
+    _, path = load_one(world)
+    for _ in range(steps):
+        world.step()
+        assert path in world.prefetcher.live
+    world.step()
+    assert path not in world.prefetcher.live
+
+
+def test_steps_without_tokens_are_steps_too(world: World) -> None:
+    _, path = load_one(world)
+    for _ in range(3):
+        world.step(tokens=0)
+    assert path not in world.prefetcher.live
+
+
+def test_late_double_and_unknown_reports_are_harmless(world: World) -> None:
+    step, path = load_one(world)
+    world.report(step)
+    world.report(step)
+    world.report(step + 100)
+    assert world.prefetcher.released == [path]
+
+
+def test_an_image_loaded_by_two_steps_is_pinned_until_both_are_done(world: World) -> None:
+    """Evicted on the device in between, as async scheduling allows."""
+    first, path = load_one(world)
+    again = request("again", feature("a"))
+    assert world.ask(again)  # while the device still holds it
+    assert world.has("a")  # and then no more
+    world.half.update_state_after_alloc(again, 0)
+    second = world.step(freed="a").step
+    world.report(first)
+    assert path in world.prefetcher.live
+    world.report(second)
+    assert world.prefetcher.released == [path]
+
+
+def test_evicted_on_the_device_and_wanted_again_is_fetched_again(world: World) -> None:
+    step, first = load_one(world)
+    world.report(step)
+    asker = request("r", feature("a"))
+    assert world.ask(asker)  # on the device: nothing to wait for
+    assert len(world.wanted) == 1
+    world.step(freed="a")
+    assert not world.ask(asker)
+    world.step()
+    second = world.finish("a")
+    assert second is not None
+    assert second.path != first
+    assert world.ask(asker)
+    assert world.schedule(asker) == [True]
+    assert [load.path for load in world.step().loads] == [str(second.path)]
+
+
+def test_evicted_before_the_report_is_kept_pinned_for_the_next_request(world: World) -> None:
+    step, path = load_one(world)
+    world.step(freed="a")
+    world.report(step)
+    assert path in world.prefetcher.live
+    asker = request("r", feature("a"))
+    assert world.ask(asker)
+    assert world.schedule(asker) == [True]
+
+
+def test_a_device_cache_that_was_reset_without_a_word_costs_one_encode(world: World) -> None:
+    step, _ = load_one(world)
+    world.report(step)
+    asker = request("r", feature("a"))
+    assert world.ask(asker)
+    assert not world.has("a")  # vLLM asks, so the device does not hold it
+    world.step()
+    assert not world.ask(asker)
+
+
+def test_what_nobody_asks_for_is_released_when_its_lease_ends(world: World) -> None:
+    (path,) = world.bring("a")
+    world.clock.now_s += LEASE_S
+    world.step()
+    assert path in world.prefetcher.live
+    world.clock.now_s += 1.1
+    world.step()
+    assert path not in world.prefetcher.live
+    assert world.sizes()["items"] == 0
+
+
+def test_asking_renews_the_lease(world: World) -> None:
+    (path,) = world.bring("a")
+    for _ in range(10):
+        world.clock.now_s += LEASE_S - 1
+        assert world.ask(request("r", feature("a")))
+        world.step()
+    assert path in world.prefetcher.live
+
+
+def test_a_lease_does_not_end_while_a_step_loads_the_file() -> None:
+    world = World(steps_in_flight=1000)
+    step, path = load_one(world)
+    world.step(freed="a")
+    for _ in range(5):
+        world.clock.now_s += LEASE_S
+        world.step()
+    assert path in world.prefetcher.live
+    world.report(step)
+    world.clock.now_s += LEASE_S
+    world.step()
+    assert path not in world.prefetcher.live
+
+
+def test_what_arrives_after_everybody_left_is_released(world: World) -> None:
+    world.stock("a")
+    asker = request("r", feature("a"))
+    world.ask(asker)
+    world.step()
+    world.half.request_finished(asker)
+    world.finish("a")
+    world.clock.now_s += 2
+    world.step()
+    world.clock.now_s += LEASE_S + 2
+    world.step()
+    assert not world.prefetcher.live
+    assert world.sizes()["items"] == 0
+
+
+def test_a_second_answer_for_one_item_is_released(world: World) -> None:
+    (path,) = world.bring("a")
+    world.prefetcher.open[identifier_of("a")] = world.prefetcher.submitted[0]
+    extra = world.finish("a")
+    world.ask(request("r", feature("b")))
+    assert extra is not None
+    assert world.prefetcher.live == {path}
+
+
+# -- a store that is down ----------------------------------------------------------------------
+
+
+def test_while_the_store_is_down_nobody_waits_for_it(world: World) -> None:
+    world.stock("a")
+    world.down = True
+    assert world.ask(request("r", feature("a")))
+    world.step()
+    assert world.wanted == []
+    world.down = False
+    assert not world.ask(request("r", feature("a")))
+
+
+def test_while_the_store_is_down_this_nodes_disk_still_serves(world: World) -> None:
+    world.local.add(key_of(identifier_of("a")))
+    world.down = True
+    asker = request("r", feature("a"))
+    assert not world.ask(asker)
+    world.step()
+    world.finish("a")
+    assert world.ask(asker)
+    assert world.schedule(asker) == [True]
+
+
+# -- features without pixels -------------------------------------------------------------------
+
+
+def bare(text: object, offset: int = 0, **more: Any) -> Any:
+    return feature(text, offset, pixels=False, **more)
+
+
+def test_a_feature_without_pixels_is_asked_for_even_when_the_index_says_no(world: World) -> None:
+    asker = request("r", bare("a"))
+    world.down = True
+    assert not world.ask(asker)
+    world.step()
+    assert world.wanted == [identifier_of("a")]
+    world.finish("a")
+    assert world.ask(asker)
+    assert world.schedule(asker) == [True]
+    assert world.half.take_unavailable_requests() == set()
+
+
+@pytest.mark.parametrize(
+    "outcome", [Outcome.ABSENT, Outcome.MISMATCH, Outcome.CORRUPT, Outcome.UNAVAILABLE]
+)
+def test_it_is_given_up_and_never_scheduled_when_its_embedding_cannot_be_had(
+    world: World, outcome: Outcome
+) -> None:
+    asker = request("r", feature("x"), bare("a", 10))
+    assert not world.ask(asker)
+    world.step()
+    world.finish("a", outcome)
+    assert not world.ask(asker)
+    assert not world.ask(asker)
+    assert world.half.take_unavailable_requests() == {"r"}
+    assert world.half.take_unavailable_requests() == set()
+    assert world.counters.get("unavailable_requests") == 1
+
+
+def test_it_is_given_up_when_it_has_waited_long_enough(world: World) -> None:
+    asker = request("r", bare("a"))
+    assert not world.ask(asker)
+    world.step()
+    world.clock.now_s += 1.9
+    assert not world.ask(asker)
+    assert world.half.take_unavailable_requests() == set()
+    world.clock.now_s += 0.2
+    assert not world.ask(asker)
+    assert world.half.take_unavailable_requests() == {"r"}
+
+
+def test_it_is_never_scheduled_however_the_clock_moves_within_a_call() -> None:
+    """The time can run out between two looks at the clock."""
+    world = World(Clock(tick_s=0.07))
+    world.stock("b")
+    asker = request("r", bare("a"), feature("b", 20))
+    world.ask(asker)
+    for _ in range(100):
+        world.step()
+        assert not world.ask(asker)
+    assert world.half.take_unavailable_requests() == {"r"}
+
+
+@pytest.mark.parametrize(
+    "impossible",
+    [
+        bare("renderer0-mm-1-image-0", raw=True),
+        bare("\ud800", raw=True),
+        bare("a", modality="prompt_embeds"),
+    ],
+)
+def test_it_is_given_up_at_once_where_it_can_never_be_had(world: World, impossible: Any) -> None:
+    assert not world.ask(request("r", impossible))
+    assert world.half.take_unavailable_requests() == {"r"}
+
+
+def test_it_is_given_up_when_the_entry_has_other_rows(world: World) -> None:
+    world.bring("a")
+    assert not world.ask(request("r", bare("a", rows=ROWS + 1)))
+    assert world.half.take_unavailable_requests() == {"r"}
+
+
+def test_it_is_pinned_though_the_device_holds_it(world: World) -> None:
+    """The device may evict it before vLLM asks."""
+    step, _ = load_one(world)
+    world.report(step)
+    asker = request("r", bare("a"))
+    assert not world.ask(asker)
+    world.step()
+    world.finish("a")
+    assert world.ask(asker)
+    assert world.has("a")
+
+
+def test_beyond_the_window_it_is_not_waited_for_yet(world: World) -> None:
+    asker = request("r", bare("a"), bare("b", WINDOW))
+    assert not world.ask(asker)
+    world.step()
+    world.finish("a")
+    world.finish("b", Outcome.ABSENT)
+    assert world.ask(asker)
+    world.schedule(asker, 0)
+    world.step()
+    assert not world.ask(asker, 1)
+    assert world.half.take_unavailable_requests() == {"r"}
+
+
+def test_a_later_feature_of_the_same_name_and_other_rows_does_not_spoil_its_grant(
+    world: World,
+) -> None:
+    """Else a hostile client could have vLLM encode nothing, which ends the engine."""
+    world.stock("a")
+    asker = request("r", bare("a"), bare("a", 10 * WINDOW, rows=ROWS + 1))
+    world.ask(asker)
+    world.step()
+    world.finish("a")
+    assert world.ask(asker)
+    assert world.has("a")
+
+
+def test_a_liars_failure_does_not_fail_the_honest_one(world: World) -> None:
+    world.stock("a")
+    liar, honest = request("liar", bare("a", rows=ROWS + 1)), request("honest", bare("a"))
+    assert not world.ask(liar)
+    world.step()
+    world.finish("a", holds=ROWS)
+    assert not world.ask(liar)
+    assert not world.ask(honest)
+    assert world.half.take_unavailable_requests() == {"liar"}
+    world.step()
+    world.finish("a", holds=ROWS)
+    assert world.ask(honest)
+    assert world.has("a")
+
+
+def test_a_request_that_ends_first_is_not_failed(world: World) -> None:
+    asker = request("r", bare("renderer0-mm-1-image-0", raw=True))
+    world.ask(asker)
+    world.half.request_finished(asker)
+    assert world.half.take_unavailable_requests() == set()
+
+
+# -- saves -------------------------------------------------------------------------------------
+
+
+def test_what_is_encoded_and_not_stored_is_saved_with_its_placeholder() -> None:
+    world = both()
+    asker = request("r", feature("a"))
+    assert world.ask(asker)
+    assert world.schedule(asker) == [False]
+    assert world.step().saves == {
+        identifier_of("a"): Save("image", {"image_grid_thw": [[1, 2, 2]]})
+    }
+    assert world.step().saves == {}
+
+
+def test_what_the_index_holds_is_not_saved_though_it_was_encoded() -> None:
+    world = both()
+    world.stock("a")
+    asker = request("r", feature("a"))
+    world.ask(asker)
+    world.step()
+    world.finish("a", Outcome.UNAVAILABLE)
+    assert world.ask(asker)
+    assert world.schedule(asker) == [False]
+    assert world.step().saves == {}
+
+
+def test_what_was_loaded_is_not_saved() -> None:
+    world = both()
+    world.bring("a")
+    asker = request("r", feature("a"))
+    world.ask(asker)
+    assert world.schedule(asker) == [True]
+    plan = world.step()
+    assert (len(plan.loads), plan.saves) == (1, {})
+
+
+def test_a_pure_consumer_saves_nothing(world: World) -> None:
+    asker = request("r", feature("a"))
+    world.ask(asker)
+    world.schedule(asker)
+    assert world.step().saves == {}
+
+
+def test_a_save_under_way_is_not_ordered_twice_and_again_after_a_while() -> None:
+    world = both()
+    asker = request("r", feature("a"))
+    world.schedule(asker)
+    assert len(world.step().saves) == 1
+    world.schedule(asker)
+    assert world.step(freed="a").saves == {}
+    world.clock.now_s += LEASE_S + 2
+    world.step(freed="a")
+    world.schedule(asker)  # the first was dropped, or failed
+    assert len(world.step().saves) == 1
+
+
+def test_a_reported_save_is_known_to_the_index_and_to_the_tier_at_once() -> None:
+    world = both()
+    asker = request("r", feature("a"))
+    world.schedule(asker)
+    world.step()
+    world.half.update_connector_output(
+        WorkerReport(
+            published=[identifier_of("a"), "\ud800"],
+            stored=[identifier_of("a"), "\ud800"],
+            counts={"save.items": 1},
+        )
+    )
+    assert world.index.maybe_contains(key_of(identifier_of("a")))
+    assert world.local(key_of(identifier_of("a")))
+    assert world.counters.get("save.items") == 1
+    assert world.sizes()["saving"] == 0
+    world.step(freed="a")
+    assert not world.ask(asker)  # it is worth fetching now
+
+
+def test_a_pure_producer_skips_what_the_index_holds_and_saves_the_rest() -> None:
+    world = World(producer=True, consumer=False)
+    world.stock("a")
+    asker = request("r", feature("a"), feature("b", 10))
+    assert world.ask(asker)
+    assert world.schedule(asker) == [True, False]
+    plan = world.step()
+    assert plan.loads == []
+    assert list(plan.saves) == [identifier_of("b")]
+    assert (world.counters.get("hits"), world.counters.get("misses")) == (1, 1)
+
+
+def test_a_pure_producer_never_skips_a_refused_identifier() -> None:
+    world = World(producer=True, consumer=False)
+    name = "renderer0-mm-1-image-0"
+    asker = request("r", feature(name, raw=True))
+    assert not world.half.has_cache_item(name)
+    world.half.update_state_after_alloc(asker, 0)
+    assert world.step().saves == {}
+    assert world.counters.get("refused_identifiers") == 1
+
+
+# -- memory ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("every_pass", [True, False])
+def test_a_hundred_thousand_absent_pictures_leave_nothing_behind(every_pass: bool) -> None:
+    world = World(producer=True, asked_every_pass=every_pass)
+    for number in range(100_000):
+        asker = request(str(number), feature(f"picture {number}", raw=True))
+        assert world.ask(asker)
+        assert not world.half.has_cache_item(f"picture {number}")
+        if number % 100 == 0:
+            world.step()
+    world.step()
+    assert set(world.sizes().values()) == {0}
+
+
+def test_what_requests_leave_behind_is_given_back_in_time(world: World) -> None:
+    for number in range(300):
+        world.stock(number)
+        asker = request(str(number), feature(number))
+        world.ask(asker)
+        world.step()
+        world.finish(number, Outcome.READY if number % 3 else Outcome.ABSENT)
+        world.ask(asker)
+        world.schedule(asker)
+        plan = world.step(freed=[number - 1])
+        world.report(plan.step)
+        world.half.request_finished(asker)
+        world.clock.now_s += 0.5
+    world.clock.now_s += LEASE_S + 2
+    world.step(freed=[299])
+    assert set(world.sizes().values()) == {0}
+    assert not world.prefetcher.live
