@@ -191,13 +191,12 @@ class S3ECConnector(ECConnectorBase):
 
     def build_connector_meta(self, scheduler_output: Any) -> ECConnectorMetadata:
         """The step's orders for the workers."""
-        if self._scheduler is None:
-            return S3ECMetadata(StepPlan())
         return S3ECMetadata(self._build_plan(scheduler_output) or StepPlan())
 
     @guarded(default=None)
     def _build_plan(self, scheduler_output: Any) -> StepPlan | None:
-        assert self._scheduler is not None  # the caller's check, for the type checker
+        if self._scheduler is None:
+            return None
         return self._scheduler.build_connector_meta(
             scheduler_output.free_encoder_mm_hashes,
             scheduled_tokens=scheduler_output.total_num_scheduled_tokens,

@@ -34,7 +34,7 @@ class FeatureReader:
         return [modality for modality, fields in self._fields.items() if fields]
 
     def needs_embedding(self, feature: Any) -> bool:
-        """Whether this feature came without pixels, so that only a stored embedding can serve it."""
+        """Whether this feature came without pixels: only a stored embedding can serve it."""
         fields = self._fields.get(feature.modality)
         if not fields or feature.data is None:
             return False

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import queue
 import threading
@@ -250,12 +251,10 @@ class SaveQueue:
                         "HEAD before each write, which two writers can still race"
                     )
                     store = HeadBeforePut(store)
-                try:
+                with contextlib.suppress(ConflictError):
                     await store.put_if_absent(
                         self._node.layout.descriptor, [self._node.namespace.to_json()]
                     )
-                except ConflictError:
-                    pass
                 self._store = store
             return self._store
 

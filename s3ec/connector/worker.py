@@ -106,7 +106,8 @@ class WorkerHalf:
             return self._rescue(load)
         except (UnavailableError, AccessError, CorruptEntryError, TimeoutError) as exc:
             raise RuntimeError(
-                f"embedding cannot be read from {load.path} ({failure}), nor from the bucket ({exc})"
+                f"embedding cannot be read from {load.path} ({failure}), nor had from the bucket "
+                f"({exc})"
             ) from exc
 
     def _rescue(self, load: Load) -> torch.Tensor:

@@ -17,7 +17,7 @@ import io
 import zlib
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import aiohttp
 from botocore.exceptions import ClientError, IncompleteReadError, NoCredentialsError
@@ -25,7 +25,7 @@ from botocore.exceptions import ClientError, IncompleteReadError, NoCredentialsE
 from s3ec.config import Settings
 from s3ec.errors import CorruptEntryError, UnavailableError
 from s3ec.store.base import ObjectInfo
-from s3ec.store.sdk_client import check_settings, open_client
+from s3ec.store.sdk_client import Opened, check_settings, open_client
 from s3ec.store.sdk_errors import boundary, code_of, is_absent, status_of
 
 _CHUNK_BYTES = 256 * 1024
@@ -40,7 +40,7 @@ _CHECKSUM_REFUSED = frozenset({"InvalidArgument", "InvalidRequest", "NotImplemen
 
 
 @dataclass(frozen=True, slots=True)
-class _Turn:
+class Turn:
     """One operation's hold on the store: the SDK client, and its deadline."""
 
     store: Aioboto3Store
@@ -52,6 +52,30 @@ class _Turn:
         if not self.store.is_closed:  # close() has set the last deadline there is
             when = asyncio.get_running_loop().time() + self.store.limit_s(nbytes)
             self.deadline.reschedule(when)
+
+
+class Reply(Protocol):
+    """A GET's answer whose body has not been read.
+
+    Attributes:
+        nbytes: Announced length of the body, None where nobody told.
+        is_part: Whether it holds the range that was asked for, or the whole object.
+    """
+
+    nbytes: int | None
+    is_part: bool
+
+    async def read(self, max_bytes: int, what: str, turn: Turn) -> bytes:
+        """The body; its announced length is within ``max_bytes``.
+
+        Raises:
+            CorruptEntryError: It ended before its length, or an unannounced one went beyond.
+        """
+        ...
+
+    def close(self) -> None:
+        """Give the connection back, or close it where the body was not read whole."""
+        ...
 
 
 class Aioboto3Store:
@@ -86,7 +110,7 @@ class Aioboto3Store:
         self._opening = asyncio.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._resources = contextlib.AsyncExitStack()
-        self._client: Any = None
+        self._opened: Opened | None = None
         self._look_again_at_s = 0.0
         self._under_way: set[asyncio.Timeout] = set()
         self._send_checksum = True
@@ -104,47 +128,45 @@ class Aioboto3Store:
         key = self._key(name)
         what = self._what("GET", key)
         async with self._turn(what) as turn:
-            response = await self._get_object(turn, key)
-            return None if response is None else await _read(response, max_bytes, what, turn)
+            reply = await self._get_object(turn, key)
+            return None if reply is None else await _read(reply, max_bytes, what, turn)
 
     async def get_range(self, name: str, start: int, length: int) -> bytes | None:
         if start < 0 or length < 1:
             raise ValueError("a range starts at 0 or later and has 1 byte or more")
         key = self._key(name)
         what = self._what("GET", key)
-        wanted = f"bytes={start}-{start + length - 1}"
         async with self._turn(what) as turn:
             try:
-                response = await self._get_object(turn, key, Range=wanted)
+                reply = await self._get_object(turn, key, range(start, start + length))
             except ClientError as exc:
                 if status_of(exc) == 416:  # the object ends before `start`
                     return b""
                 raise
-            if response is None:
+            if reply is None:
                 return None
-            if response["ResponseMetadata"]["HTTPStatusCode"] == 206:
-                return await _read(response, length, what, turn)
+            if reply.is_part:
+                return await _read(reply, length, what, turn)
             # The whole object, from a server that knows no ranges or has none of an empty body.
-            whole = await _read(response, start + length, what, turn)
+            whole = await _read(reply, start + length, what, turn)
             return whole[start:]
 
     async def put_if_absent(self, name: str, body: Sequence[bytes | memoryview]) -> None:
         key = self._key(name)
-        # The SDK wants one buffer; an only piece of type bytes is not copied.
-        whole = body[0] if len(body) == 1 and isinstance(body[0], bytes) else b"".join(body)
+        nbytes = sum(memoryview(piece).nbytes for piece in body)
         what = self._what("PUT", key)
         async with self._turn(what) as turn:
-            turn.extend(len(whole))
+            turn.extend(nbytes)
             try:
-                await self._put_object(turn, key, whole, what, checksum=self._send_checksum)
+                await self._put_object(turn, key, body, what, checksum=self._send_checksum)
             except ClientError as exc:
                 refused = status_of(exc) == 501 or code_of(exc) in _CHECKSUM_REFUSED
                 if not (self._send_checksum and refused):
                     raise
             else:
                 return
-            turn.extend(len(whole))
-            await self._put_object(turn, key, whole, what, checksum=False)
+            turn.extend(nbytes)
+            await self._put_object(turn, key, body, what, checksum=False)
             # Only now is it known that the checksum was what the server did not like.
             self._send_checksum = False
 
@@ -197,7 +219,7 @@ class Aioboto3Store:
     async def close(self) -> None:
         async with self._opening:
             self.is_closed = True
-            self._client = None
+            self._opened = None
             # aiohttp's close does not wake a reader whose connection it closes.
             for deadline in self._under_way:
                 if not deadline.expired():
@@ -213,11 +235,12 @@ class Aioboto3Store:
         return f"{verb} s3://{self._settings.bucket}/{key}"
 
     def _region(self) -> str:
-        client = self._client
-        return str(client.meta.region_name) if client else self._settings.region or "unset"
+        if self._opened is not None:
+            return str(self._opened.client.meta.region_name)
+        return self._settings.region or "unset"
 
     @contextlib.asynccontextmanager
-    async def _turn(self, what: str) -> AsyncIterator[_Turn]:
+    async def _turn(self, what: str) -> AsyncIterator[Turn]:
         """The client, one of the slots, a deadline and the error boundary around one request."""
         with boundary(what, self._region):
             client = await self._open()
@@ -228,10 +251,7 @@ class Aioboto3Store:
                     raise UnavailableError(f"{what}: the store was closed")
                 self._under_way.add(deadline)
                 try:
-                    yield _Turn(self, client, deadline)
-                except NoCredentialsError:
-                    await self._forget(client)
-                    raise
+                    yield Turn(self, client, deadline)
                 finally:
                     self._under_way.discard(deadline)
 
@@ -243,41 +263,58 @@ class Aioboto3Store:
         async with self._opening:
             if self.is_closed:
                 raise RuntimeError("the store is closed")
-            if self._client is None:
+            if self._opened is None:
                 if loop.time() < self._look_again_at_s:
                     raise NoCredentialsError
                 try:
                     async with asyncio.timeout(_OPEN_TIMEOUT_S):
-                        self._client = await open_client(self._settings, self._resources)
-                except NoCredentialsError:  # to assume a role with
+                        self._opened = await self._connect()
+                except NoCredentialsError:
                     self._look_again_at_s = loop.time() + _LOOK_AGAIN_S
                     raise
-            return self._client
+            return self._opened.client
 
-    async def _forget(self, client: Any) -> None:
-        """Drop a client without credentials: it never looks again, and there may be some later."""
-        async with self._opening:
-            if self._client is client:
-                self._look_again_at_s = asyncio.get_running_loop().time() + _LOOK_AGAIN_S
-                self._client = None
-                await self._resources.aclose()
+    async def _connect(self) -> Opened:
+        """Make what the first request needs; called under the lock of _open."""
+        return await open_client(self._settings, self._resources)
 
-    async def _get_object(self, turn: _Turn, key: str, **extra: str) -> Any:
+    async def _get_object(self, turn: Turn, key: str, wanted: range | None = None) -> Reply | None:
+        """Ask for an object or a range of its bytes; None where it is absent.
+
+        Raises:
+            ClientError: The SDK's, for any other refusal.
+        """
+        part = {"Range": f"bytes={wanted[0]}-{wanted[-1]}"} if wanted else {}
         try:
-            return await turn.client.get_object(Bucket=self._settings.bucket, Key=key, **extra)
+            return _SdkReply(
+                await turn.client.get_object(Bucket=self._settings.bucket, Key=key, **part)
+            )
         except ClientError as exc:
             if is_absent(exc):
                 return None
             raise
 
     async def _put_object(
-        self, turn: _Turn, key: str, body: bytes, what: str, *, checksum: bool
+        self,
+        turn: Turn,
+        key: str,
+        body: Sequence[bytes | memoryview],
+        what: str,
+        *,
+        checksum: bool,
     ) -> None:
+        """Send an object that may not exist yet.
+
+        Raises:
+            ClientError: The SDK's, for any refusal.
+        """
+        # The SDK wants one buffer; an only piece of type bytes is not copied.
+        whole = body[0] if len(body) == 1 and isinstance(body[0], bytes) else b"".join(body)
         extra: dict[str, str] = {}
         if checksum:
             # As a header of our own: the SDK's would be a trailer over HTTPS, in a chunked
             # encoding that several S3-compatible servers do not understand.
-            crc = await asyncio.to_thread(zlib.crc32, body)
+            crc = await asyncio.to_thread(zlib.crc32, whole)
             extra["ChecksumCRC32"] = base64.b64encode(crc.to_bytes(4, "big")).decode()
         if self._settings.sse != "none":
             extra["ServerSideEncryption"] = self._settings.sse
@@ -286,9 +323,9 @@ class Aioboto3Store:
         response = await turn.client.put_object(
             Bucket=self._settings.bucket,
             Key=key,
-            # Shares the memory of `body`; as bare bytes aiohttp would write it in one go.
-            Body=io.BytesIO(body),
-            ContentType="application/json" if key.endswith(".json") else "binary/octet-stream",
+            # Shares the memory of `whole`; as bare bytes aiohttp would write it in one go.
+            Body=io.BytesIO(whole),
+            ContentType=content_type_of(key),
             IfNoneMatch="*",
             **extra,
         )
@@ -320,38 +357,54 @@ class Aioboto3Store:
                 raise UnavailableError(f"{what}: the listing does not advance")
 
 
-async def _read(response: Any, max_bytes: int, what: str, turn: _Turn) -> bytes:
-    """The body of a GET; its connection is given back, or closed where it was not read whole."""
-    body = response["Body"]
-    nbytes: int | None = response.get("ContentLength")
+def content_type_of(key: str) -> str:
+    """What a browser or a console should make of an object."""
+    return "application/json" if key.endswith(".json") else "binary/octet-stream"
+
+
+async def _read(reply: Reply, max_bytes: int, what: str, turn: Turn) -> bytes:
+    """The body of a GET, refused by its announced length before any of it is read."""
     try:
-        if nbytes is None:
-            return await _read_unannounced(body, max_bytes, what, turn)
-        if nbytes > max_bytes:
-            raise CorruptEntryError(
-                f"{what}: {nbytes} bytes, at most {max_bytes} expected", reason="size"
-            )
-        turn.extend(nbytes)
-        data = bytes(await body.read())
-    except (aiohttp.ClientPayloadError, IncompleteReadError) as exc:
-        if nbytes is None:
-            raise
-        raise CorruptEntryError(
-            f"{what}: the body ended before its {nbytes} bytes", reason="length"
-        ) from exc
+        if reply.nbytes is not None:
+            if reply.nbytes > max_bytes:
+                raise CorruptEntryError(
+                    f"{what}: {reply.nbytes} bytes, at most {max_bytes} expected", reason="size"
+                )
+            turn.extend(reply.nbytes)
+        return await reply.read(max_bytes, what, turn)
     finally:
-        body.close()
-    return data
+        reply.close()
 
 
-async def _read_unannounced(body: Any, max_bytes: int, what: str, turn: _Turn) -> bytes:
-    """A body sent in chunks, of a length nobody told."""
-    chunks: list[bytes] = []
-    nbytes = 0
-    while chunk := await body.read(_CHUNK_BYTES):
-        nbytes += len(chunk)
-        if nbytes > max_bytes:
-            raise CorruptEntryError(f"{what}: more than {max_bytes} bytes", reason="size")
-        chunks.append(chunk)
-        turn.extend(len(chunk))
-    return b"".join(chunks)
+class _SdkReply:
+    """What get_object of the SDK returned."""
+
+    def __init__(self, response: Any) -> None:
+        self.nbytes: int | None = response.get("ContentLength")
+        self.is_part: bool = response["ResponseMetadata"]["HTTPStatusCode"] == 206
+        self._body = response["Body"]
+
+    async def read(self, max_bytes: int, what: str, turn: Turn) -> bytes:
+        if self.nbytes is None:
+            return await self._read_unannounced(max_bytes, what, turn)
+        try:
+            return bytes(await self._body.read())
+        except (aiohttp.ClientPayloadError, IncompleteReadError) as exc:
+            raise CorruptEntryError(
+                f"{what}: the body ended before its {self.nbytes} bytes", reason="length"
+            ) from exc
+
+    async def _read_unannounced(self, max_bytes: int, what: str, turn: Turn) -> bytes:
+        """A body sent in chunks, of a length nobody told."""
+        chunks: list[bytes] = []
+        nbytes = 0
+        while chunk := await self._body.read(_CHUNK_BYTES):
+            nbytes += len(chunk)
+            if nbytes > max_bytes:
+                raise CorruptEntryError(f"{what}: more than {max_bytes} bytes", reason="size")
+            chunks.append(chunk)
+            turn.extend(len(chunk))
+        return b"".join(chunks)
+
+    def close(self) -> None:
+        self._body.close()

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import logging
 import ssl
+from dataclasses import dataclass
 from typing import Any
 
 import aioboto3
@@ -16,17 +17,49 @@ from aiobotocore.credentials import (
     AioDeferredRefreshableCredentials,
 )
 from aiobotocore.session import AioSession, get_session
+from botocore.awsrequest import AWSResponse
 from botocore.exceptions import (
     BotoCoreError,
     InvalidRegionError,
     NoCredentialsError,
     ProfileNotFound,
 )
+from botocore.httpsession import get_cert_path
 from botocore.utils import validate_region_name
 
 import s3ec
 from s3ec.config import Settings
 from s3ec.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """An S3 client of the SDK, and what it works with.
+
+    Attributes:
+        client: The client.
+        credentials: The SDK's object that signs for it and renews itself as they expire.
+        roots: PEM file of the authorities it trusts.
+    """
+
+    client: Any
+    credentials: Any
+    roots: str
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where the SDK sends requests about the objects of one bucket.
+
+    Attributes:
+        url: Up to the slash before an object's key; the bucket stands in the host or in the path.
+        region: What is signed for.
+        service: What is signed for; ``s3`` for all but a few kinds of bucket.
+    """
+
+    url: str
+    region: str
+    service: str
 
 
 def check_settings(settings: Settings) -> None:
@@ -70,32 +103,63 @@ def quiet_sdk_logs() -> None:
             logger.setLevel(logging.INFO)
 
 
-async def open_client(settings: Settings, resources: contextlib.AsyncExitStack) -> Any:
+async def open_client(settings: Settings, resources: contextlib.AsyncExitStack) -> Opened:
     """Make the S3 client and hand its closing to ``resources``.
 
     Looks for credentials. Takes about 0.1 s of CPU the first time: the SDK's service model.
+
+    Raises:
+        NoCredentialsError: The SDK's; there are none.
     """
     core = _session(settings)
     if settings.role_arn:
         core = await _with_role(core, settings)
+    credentials = await core.get_credentials()
+    if credentials is None:
+        raise NoCredentialsError
     # Over HTTPS the checksum and TLS guard the body; hashing it for the signature as well would
     # cost more than the transfer. Over HTTP the signature is all there is.
     over_tls = settings.endpoint_url is None or settings.endpoint_url.startswith("https:")
     s3_options: dict[str, Any] = {"addressing_style": _addressing_style(settings)}
     if over_tls:
         s3_options["payload_signing_enabled"] = False
+    roots = str(settings.ca_bundle) if settings.ca_bundle else None
     client = await resources.enter_async_context(
         aioboto3.Session(botocore_session=core).client(
             "s3",
             endpoint_url=settings.endpoint_url,
             region_name=settings.region,
-            verify=str(settings.ca_bundle) if settings.ca_bundle else None,
+            verify=roots,
             config=_config(settings, s3=s3_options),
         )
     )
     client.meta.events.register_last("before-call.s3", _drop_expect)
     client.meta.events.register_last("before-parameter-build.s3", _stay_in_region)
-    return client
+    roots = roots or core.get_config_variable("ca_bundle") or get_cert_path(True)
+    return Opened(client, credentials, roots)
+
+
+async def address_of(client: Any, bucket: str) -> Address:
+    """Ask the SDK where it would send a request; none goes out.
+
+    That is the only place that knows partitions, dual-stack, FIPS, access points and the
+    endpoints of environment and profile.
+    """
+    found: list[Address] = []
+
+    def answer(params: dict[str, Any], **_: Any) -> tuple[AWSResponse, dict[str, Any]]:
+        signing = params["context"]["signing"]
+        url = params["url"].removesuffix("/key")
+        found.append(Address(url, signing["region"], signing["signing_name"]))
+        return AWSResponse(params["url"], 200, {}, None), {}
+
+    event = "before-call.s3.HeadObject"
+    client.meta.events.register_last(event, answer)
+    try:
+        await client.head_object(Bucket=bucket, Key="key")
+    finally:
+        client.meta.events.unregister(event, answer)
+    return found[0]
 
 
 @functools.cache

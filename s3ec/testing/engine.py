@@ -170,7 +170,7 @@ class EngineProcess:
         return answer
 
     def counters(self) -> dict[str, float]:
-        """vLLM's Prometheus counters, labels other than vLLM's own appended: ``name{source=tier}``."""
+        """Prometheus counters by name; labels of ours are appended: ``name{source=tier}``."""
         metrics: dict[str, float] = self._call({"op": "metrics"})["metrics"]
         return metrics
 

@@ -114,7 +114,7 @@ def main() -> None:
                 reply: dict[str, Any] = {"ready": True}
             else:
                 reply = engine.answer(request)
-        except Exception as exc:
+        except Exception as exc:  # noqa: BLE001
             # The parent decides what an error means; the traceback is in the log.
             import traceback
 

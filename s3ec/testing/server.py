@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import random
+import re
 import shutil
 import signal
 import socket
@@ -94,7 +95,7 @@ class LocalS3(Endpoint):
 
         Raises:
             ConfigError: The given port is taken.
-            UnavailableError: The server did not come up; the message ends with its log.
+            UnavailableError: The server did not come up; the message ends with what it logged.
         """
         if self.pid is not None:
             raise RuntimeError("this LocalS3 is already running")
@@ -122,9 +123,7 @@ class LocalS3(Endpoint):
             self._side_ports = {}
             if not self._fixed_port:
                 self._port = free_port()
-        raise UnavailableError(
-            f"SeaweedFS did not start; its log ends with\n{_tail(self._run_dir)}"
-        )
+        raise UnavailableError(f"SeaweedFS did not start; it said\n{_last_words(self._run_dir)}")
 
     def kill(self) -> None:
         """End the server with SIGKILL, as a crash would; what it acknowledged is kept."""
@@ -174,8 +173,8 @@ class LocalS3(Endpoint):
             self._process = subprocess.Popen(
                 [self._weed, "mini", f"-dir={data_dir}", *self._options(run_dir, users)],
                 # Nothing of this process's environment: AWS_* would add an identity, and a
-                # configuration in the home folder would be read.
-                env={"HOME": str(run_dir), "PATH": os.defpath},
+                # configuration in the home folder would be read. Its own logs go to TMPDIR.
+                env={"HOME": str(run_dir), "TMPDIR": str(run_dir), "PATH": os.defpath},
                 cwd=run_dir,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -342,8 +341,12 @@ def _identities_json(identities: Sequence[Identity]) -> dict[str, Any]:
     }
 
 
-def _tail(run_dir: Path, nbytes: int = 2000) -> str:
-    return (run_dir / "server.log").read_bytes()[-nbytes:].decode(errors="replace")
+def _last_words(run_dir: Path) -> str:
+    """What the server logged as an error, without Go's stacks; else the end of its output."""
+    errors = run_dir / "weed.ERROR"
+    text = errors.read_text(errors="replace") if errors.is_file() else ""
+    lines = [line for line in text.splitlines() if re.match(r"[EF]\d{4} ", line)]
+    return "\n".join(lines[-5:]) or (run_dir / "server.log").read_text(errors="replace")[-1500:]
 
 
 def _watch(pid: int, leftovers: Sequence[Path]) -> subprocess.Popen[bytes]:

@@ -13,7 +13,9 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -183,6 +185,37 @@ class Bench:
     def end(self) -> None:
         self.loop.stop(TIMEOUT_S)
         self.tier.close()
+
+
+class Deadlines:
+    """Deadlines that pass when the test says so, not after a time."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self._made: list[asyncio.Timeout] = []
+
+    def timeout(self, seconds: float) -> asyncio.Timeout:
+        self.seconds.append(seconds)
+        self._made.append(asyncio.timeout(None))
+        return self._made[-1]
+
+    def expire(self, loop: LoopThread) -> None:
+        """Let every deadline so far pass; later ones are not concerned."""
+
+        async def pass_all() -> None:
+            for made in self._made:
+                with suppress(RuntimeError):  # over already
+                    made.reschedule(0)
+
+        loop.run(pass_all(), TIMEOUT_S)
+
+
+@pytest.fixture
+def deadlines(monkeypatch: pytest.MonkeyPatch) -> Deadlines:
+    deadlines = Deadlines()
+    ours = SimpleNamespace(**vars(asyncio) | {"timeout": deadlines.timeout})
+    monkeypatch.setattr("s3ec.prefetch.asyncio", ours)
+    return deadlines
 
 
 @pytest.fixture
@@ -434,45 +467,56 @@ def test_an_error_of_ours_is_counted_and_the_want_is_answered(
     bench.end()
 
 
-def test_a_fetch_ends_at_its_deadline_and_makes_room(bench: Bench) -> None:
+def test_a_fetch_ends_at_its_deadline_and_makes_room(bench: Bench, deadlines: Deadlines) -> None:
     bench.stock("a", "b")
-    bench.make(max_concurrency=1, deadline_s=0.05)
-    bench.script.faults = [Fault(op="get", name=key_of("a").name, gate=Gate())]
-    done = {each.want.key: each.outcome for each in bench.fetch(want("a"), want("b"))}
+    bench.make(max_concurrency=1, deadline_s=7.0)
+    gate = bench.hold(name=key_of("a").name)
+    bench.prefetcher.submit([want("a"), want("b")])
+    assert gate.reached.wait(TIMEOUT_S)
+    assert deadlines.seconds == [7.0]
+    deadlines.expire(bench.loop)
+    done = {each.want.key: each.outcome for each in bench.collect(2)}
     assert done == {key_of("a"): Outcome.UNAVAILABLE, key_of("b"): Outcome.READY}
     assert bench.store.active == 0
 
 
 def test_a_pin_made_after_the_deadline_is_given_back(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+    bench: Bench, deadlines: Deadlines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody would ever unpin it, and eviction could not free its bytes."""
     bench.stock("a", "b")
     bench.tier.publish(key_of("a"), [entry(key_of("a"))])
-    bench.make(deadline_s=0.05)
-    release = threading.Event()
+    release, slow_ones = threading.Event(), threading.Semaphore(0)
     made: list[Pin | None] = []
     pin = bench.tier.pin
 
     def slow(key: Key) -> Pin | None:
         if key == key_of("a") or bench.tier.contains(key):
+            slow_ones.release()
             assert release.wait(TIMEOUT_S)
         made.append(pin(key))
         return made[-1]
 
     monkeypatch.setattr(bench.tier, "pin", slow)
-    done = bench.fetch(want("a"), want("b"))
-    assert {each.outcome for each in done} == {Outcome.UNAVAILABLE}
+    bench.prefetcher.submit([want("a"), want("b")])
+    assert slow_ones.acquire(timeout=TIMEOUT_S)
+    assert slow_ones.acquire(timeout=TIMEOUT_S)
+    deadlines.expire(bench.loop)
+    assert {each.outcome for each in bench.collect(2)} == {Outcome.UNAVAILABLE}
     release.set()
     until(lambda: sum(each is not None for each in made) == 2, "both late pins")
     until(lambda: bench.pinned() == 0, "their release")
 
 
-def test_a_pin_is_given_back_when_the_record_cannot_be_had_in_time(bench: Bench) -> None:
+def test_a_pin_is_given_back_when_the_record_cannot_be_had_in_time(
+    bench: Bench, deadlines: Deadlines
+) -> None:
     bench.tier.publish(key_of("a"), [entry(key_of("a"))])
-    bench.make(deadline_s=0.05)
-    bench.hold(name="/modality/")
-    assert bench.one().outcome is Outcome.UNAVAILABLE
+    gate = bench.hold(name="/modality/")
+    bench.prefetcher.submit([want("a")])
+    assert gate.reached.wait(TIMEOUT_S)
+    deadlines.expire(bench.loop)
+    assert bench.collect(1)[0].outcome is Outcome.UNAVAILABLE
     until(lambda: bench.pinned() == 0, "the pin's release")
 
 
@@ -564,11 +608,18 @@ def test_no_more_than_the_allowed_bytes_are_in_flight(
     assert bench.store.peak == at_once
 
 
-def test_a_fetch_that_waits_for_bytes_ends_at_its_deadline_too(bench: Bench) -> None:
+def test_a_fetch_that_waits_for_bytes_ends_at_its_deadline_too(
+    bench: Bench, deadlines: Deadlines
+) -> None:
     bench.stock("a", "b")
-    bench.make(max_inflight_bytes=1, deadline_s=0.05)
-    bench.hold()
-    assert {done.outcome for done in bench.fetch(want("a"), want("b"))} == {Outcome.UNAVAILABLE}
+    bench.make(max_inflight_bytes=1)
+    gate = bench.hold()
+    bench.prefetcher.submit([want("a"), want("b")])
+    assert gate.reached.wait(TIMEOUT_S)
+    bench.fence()
+    deadlines.expire(bench.loop)
+    assert {done.outcome for done in bench.collect(2)} == {Outcome.UNAVAILABLE}
+    assert len(bench.store.fetched) == 1
     bench.script.faults = []
     assert bench.one("b").outcome is Outcome.READY
 
@@ -611,6 +662,11 @@ def test_stopping_ends_running_and_queued_fetches_and_frees_every_pin(
     gc.collect()
     assert "destroyed" not in caplog.text
     assert "exception" not in caplog.text
+
+
+def test_a_want_after_the_end_is_answered(bench: Bench) -> None:
+    bench.loop.stop(TIMEOUT_S)
+    assert bench.one().outcome is Outcome.UNAVAILABLE
 
 
 def test_stopping_with_a_hundred_thousand_queued_wants_is_quick(bench: Bench) -> None:

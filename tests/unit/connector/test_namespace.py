@@ -214,4 +214,10 @@ def test_values_that_json_lacks_are_spelt_out() -> None:
 
 def test_the_same_configuration_has_the_same_name_in_every_release_of_s3ec() -> None:
     """A change here empties every corpus; say so in the changelog if it must be."""
-    assert namespace_of(engine(), settings_of()).name == "NAME"
+    plain = engine()
+    plain.model_config.hf_config = Config(
+        model_type="gemma3",
+        mm_tokens_per_image=256,
+        vision_config=Config(model_type="siglip", image_size=896, layer_norm_eps=1e-06),
+    )
+    assert namespace_of(plain, settings_of()).name == "google-gemma-3-27b-it-5f667cc268dab48d"

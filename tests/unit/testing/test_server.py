@@ -133,7 +133,7 @@ def test_close_leaves_no_files_behind(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(server_module.tempfile, "tempdir", str(tmp_path))
     with LocalS3() as server:
         sockets = server._sockets()
-        assert list(tmp_path.iterdir())
+        assert list(tmp_path.glob("*/weed.INFO")), "its own logs are elsewhere"
         assert any(path.exists() for path in sockets)
     assert not list(tmp_path.iterdir())
     assert not any(path.exists() for path in sockets)
@@ -179,7 +179,7 @@ def test_server_that_cannot_start_says_so_and_is_gone(tmp_path: Path) -> None:
     (tmp_path / "filerldb2").write_text("a file where SeaweedFS wants its folder")
     server = LocalS3(tmp_path)
     try:
-        with pytest.raises(UnavailableError, match="did not start; its log ends with"):
+        with pytest.raises(UnavailableError, match=r"(?s)did not start; it said.*filerldb2"):
             server.start()
         assert server.pid is None
     finally:

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The hooks that vLLM calls for every request in every pass make no system call."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[3]
+BEGIN, END = "/s3ec-hot-path-begins", "/s3ec-hot-path-ends"
+
+# Real parts all around: the index, the prefetcher with its running loop, a pinned file.
+CHILD = f"""
+import os, sys
+from pathlib import Path
+from s3ec.connector.scheduler import Role, SchedulerHalf
+from tests.unit.connector.scheduling import feature, has_no_pixels, identifier_of, key_of, request
+from tests.unit.test_prefetch import LAYOUT, Bench, entry, want
+
+bench = Bench(Path(sys.argv[1]))
+role = Role(producer=True, consumer=True, window_tokens=1000, ranks=1, steps_in_flight=2,
+            defer_timeout_s=60.0)
+half = SchedulerHalf(role, index=bench.index, local=bench.local, prefetcher=bench.prefetcher,
+                     store_is_down=lambda: False, needs_embedding=has_no_pixels,
+                     placeholder_of=lambda _: {{}}, counters=bench.counters)
+gate = bench.hold(name=key_of(identifier_of("slow")).name)
+bench.stock("ready", "slow")
+wanted = request("all", feature("ready"), feature("slow", 10), feature("absent", 20))
+half.ensure_cache_available(wanted, 0)
+half.build_connector_meta([], scheduled_tokens=1)
+assert gate.reached.wait(20)
+while not bench.prefetcher.has_news:
+    pass
+
+ready = request("ready", feature("ready"))
+slow = request("slow", feature("slow"))
+absent = request("absent", feature("absent"))
+old = request("decoding", feature("ready"))
+
+def hot(rounds):
+    for _ in range(rounds):
+        assert half.ensure_cache_available(ready, 0)
+        assert half.has_cache_item(ready.mm_features[0].identifier)
+        assert not half.ensure_cache_available(slow, 0)
+        assert half.ensure_cache_available(absent, 0)
+        assert not half.has_cache_item(absent.mm_features[0].identifier)
+        assert half.ensure_cache_available(old, 100)
+
+hot(1000)
+for _ in range(2):
+    try:
+        os.stat({BEGIN!r})
+    except FileNotFoundError:
+        pass
+    hot(10_000)
+    try:
+        os.stat({END!r})
+    except FileNotFoundError:
+        pass
+gate.release()
+bench.end()
+"""
+
+
+def test_ensure_and_has_make_no_system_call(tmp_path: Path) -> None:
+    strace = shutil.which("strace")
+    if strace is None:
+        pytest.skip("no strace here")
+    trace = tmp_path / "trace"
+    try:
+        subprocess.run(
+            [strace, "-f", "-o", tmp_path / "may-i", sys.executable, "-c", ""],
+            check=True,
+            capture_output=True,
+            timeout=60,
+        )
+    except subprocess.CalledProcessError as exc:
+        pytest.skip(f"strace may not trace here: {exc.stderr!r:.200}")
+    done = subprocess.run(
+        [strace, "-f", "-o", trace, sys.executable, "-c", CHILD, str(tmp_path / "cache")],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        cwd=REPOSITORY,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+    )
+    assert done.returncode == 0, done.stderr
+    between = re.findall(f"{BEGIN}.*?\n(.*?){END}", trace.read_text(), re.DOTALL)
+    assert len(between) == 2
+    calls = [part.splitlines()[:-1] for part in between]  # the last line is the end's own
+    assert calls == [[], []]

@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who may import whom: down only, and torch and vLLM only where tensors and engines are."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+PACKAGE = REPOSITORY / "s3ec"
+
+# From the bottom up. A part imports from lower layers and from itself, never from beside or above.
+LAYERS = [
+    {"errors", "counters", "__init__"},
+    {"identity", "config"},
+    {"codec"},
+    {"store", "loop"},
+    {"tier", "index", "modality"},
+    {"prefetch"},
+    {"node"},
+    {"connector", "corpus"},
+    {"testing"},
+    {"doctor", "bench"},
+    {"cli"},
+    {"demo", "__main__"},
+]
+LAYER_OF = {part: number for number, layer in enumerate(LAYERS) for part in layer}
+
+# Part: whether its import may run when the module is imported ("anywhere") or only inside of a
+# function that is called where the library is ("inside").
+MAY_IMPORT = {
+    "torch": {"codec": "inside", "connector": "anywhere", "corpus": "anywhere",
+              "bench": "anywhere", "testing": "inside", "demo": "inside"},
+    "vllm": {"connector": "anywhere", "bench": "anywhere", "testing": "inside", "demo": "inside",
+             "doctor": "inside"},
+    "transformers": {"connector": "inside", "testing": "inside", "bench": "inside",
+                     "demo": "inside"},
+    "aioboto3": {"store": "anywhere"},
+    "aiobotocore": {"store": "anywhere"},
+    "obstore": {"store": "inside"},
+}  # fmt: skip
+# Within these packages one module alone may import what the rest may not.
+SDK_MODULES = {"store", "doctor", "testing", "bench", "demo"}  # botocore and boto3
+
+
+@dataclass(frozen=True)
+class Import:
+    """One import statement."""
+
+    module: Path
+    line: int
+    target: str
+    inside: bool  # of a function
+    typing_only: bool
+
+    @property
+    def part(self) -> str:
+        return part_of(self.module.relative_to(PACKAGE).with_suffix("").parts)
+
+    def __str__(self) -> str:
+        return f"{self.module.relative_to(REPOSITORY)}:{self.line} imports {self.target}"
+
+
+def part_of(names: tuple[str, ...]) -> str:
+    return names[0] if names else "__init__"
+
+
+def is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+
+
+def walk(
+    node: ast.AST, module: Path, *, inside: bool = False, typing_only: bool = False
+) -> Iterator[Import]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import):
+            for alias in child.names:
+                yield Import(module, child.lineno, alias.name, inside, typing_only)
+        elif isinstance(child, ast.ImportFrom):
+            assert child.level == 0, f"{module}: a relative import"
+            for alias in child.names:
+                target = f"{child.module}.{alias.name}"
+                yield Import(module, child.lineno, target, inside, typing_only)
+        else:
+            yield from walk(
+                child,
+                module,
+                inside=inside or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef),
+                typing_only=typing_only or is_type_checking(child),
+            )
+
+
+IMPORTS = [
+    found
+    for module in sorted(PACKAGE.rglob("*.py"))
+    for found in walk(ast.parse(module.read_text()), module)
+]
+
+
+def test_every_part_has_its_layer() -> None:
+    parts = {
+        part_of(path.relative_to(PACKAGE).with_suffix("").parts) for path in PACKAGE.rglob("*.py")
+    }
+    assert parts - set(LAYER_OF) == set()
+    assert len(IMPORTS) > 300
+
+
+def test_imports_point_down() -> None:
+    wrong = []
+    for each in IMPORTS:
+        if each.target.split(".")[0] != "s3ec":
+            continue
+        below = part_of(tuple(each.target.split(".")[1:]))
+        below = below if below in LAYER_OF else "__init__"  # a name of the package itself
+        if below != each.part and LAYER_OF[below] >= LAYER_OF[each.part]:
+            wrong.append(str(each))
+    assert wrong == []
+
+
+@pytest.mark.parametrize("library", MAY_IMPORT)
+def test_heavy_libraries_stay_where_they_belong(library: str) -> None:
+    allowed = MAY_IMPORT[library]
+    wrong = [
+        str(each)
+        for each in IMPORTS
+        if each.target.split(".")[0] == library and not each.typing_only
+        if not (allowed.get(each.part) == "anywhere" or (each.part in allowed and each.inside))
+    ]
+    assert wrong == []
+
+
+def test_the_sdk_stays_behind_the_store_and_the_doctor() -> None:
+    wrong = [
+        str(each)
+        for each in IMPORTS
+        if each.target.split(".")[0] in ("boto3", "botocore") and each.part not in SDK_MODULES
+    ]
+    assert wrong == []
+
+
+def test_tests_are_not_imported() -> None:
+    assert [str(each) for each in IMPORTS if each.target.split(".")[0] == "tests"] == []
+
+
+def test_private_names_stay_in_their_part() -> None:
+    wrong = []
+    for each in IMPORTS:
+        names = each.target.split(".")
+        foreign = names[0] == "s3ec" and each.part not in names
+        if foreign and any(name.startswith("_") and name != "__version__" for name in names):
+            wrong.append(str(each))
+    assert wrong == []
+
+
+# -- really imported ---------------------------------------------------------------------------
+
+BLOCKED = """
+import importlib, sys
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("torch", "vllm", "transformers"):
+            raise AssertionError(f"imports {name}")
+
+sys.meta_path.insert(0, Blocked())
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+print(*sorted(sys.modules))
+"""
+
+
+def modules_after(*names: str) -> set[str]:
+    done = subprocess.run(
+        [sys.executable, "-c", BLOCKED, *names],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        cwd=REPOSITORY,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+    )
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.split())
+
+
+def test_everything_but_the_engine_side_works_without_torch_and_vllm() -> None:
+    modules_after(
+        "s3ec",
+        "s3ec.store.open",
+        "s3ec.tier.disk",
+        "s3ec.index.listing",
+        "s3ec.prefetch",
+        "s3ec.node",
+        "s3ec.cli",
+        "s3ec.doctor",
+        "s3ec.testing.memory_store",
+        "s3ec.testing.fault_store",
+        "s3ec.testing.server",
+        "s3ec.connector",
+        "s3ec.connector.plan",
+        "s3ec.connector.scheduler",
+        "s3ec.connector.checks",
+        "s3ec.connector.namespace",
+        "s3ec.connector.features",
+        "s3ec.connector.plugin",
+    )
+
+
+def test_every_module_of_the_command_line_works_without_torch_and_vllm() -> None:
+    packages = ("cli", "store", "tier", "index", "doctor")
+    names = [
+        ".".join(path.relative_to(REPOSITORY).with_suffix("").parts).removesuffix(".__init__")
+        for package in packages
+        for path in sorted((PACKAGE / package).rglob("*.py"))
+        if path.name != "vllm_child.py"  # the script that the doctor runs in an engine's place
+    ]
+    assert len(names) > 30
+    modules_after(*names)
+
+
+def test_importing_the_package_imports_nothing_else() -> None:
+    """torch and vLLM load it in every process."""
+    ours = {name for name in modules_after("s3ec") if name.split(".")[0] == "s3ec"}
+    assert ours == {"s3ec"}
+
+
+def test_the_plugin_is_light() -> None:
+    """vLLM calls it in every process, also in those that never see a bucket."""
+    loaded = modules_after("s3ec.connector.plugin")
+    assert {name for name in loaded if name.split(".")[0] == "s3ec"} == {
+        "s3ec",
+        "s3ec.connector",
+        "s3ec.connector.plugin",
+    }
+    assert not {"botocore", "pydantic", "aiohttp"} & loaded
