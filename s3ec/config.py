@@ -88,8 +88,10 @@ class Settings(BaseSettings):
     min_free_bytes: ByteSize = Field(
         ByteSize(2**30), ge=0, description="Free disk space the tier leaves to others."
     )
-    transport: Literal["auto", "aioboto3"] = Field(
-        "auto", description="S3 client; `auto` takes the fastest one that is installed."
+    transport: Literal["auto", "aioboto3", "obstore"] = Field(
+        "auto",
+        description="S3 client. `obstore` moves bodies outside the interpreter's lock and needs "
+        "`pip install 's3ec[fast]'`; `auto` lets s3ec choose.",
     )
     max_concurrency: int = Field(
         16, ge=1, le=256, description="Objects in flight at a time, per process."

@@ -278,6 +278,7 @@ class Prefetcher:
         pin = await self._pinning(self._tier.pin, want.key)
         if pin is not None:
             return await self._check_local(want, pin)
+        self._local.discard(want.key)
         record = await self._records.get(want.modality)
         if record is None:
             self._counters.add("mismatch.no_record")

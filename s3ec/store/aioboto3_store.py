@@ -17,18 +17,17 @@ import io
 import zlib
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-import aiohttp
-from botocore.exceptions import ClientError, IncompleteReadError, NoCredentialsError
+from botocore.exceptions import ClientError, NoCredentialsError
 
 from s3ec.config import Settings
-from s3ec.errors import CorruptEntryError, UnavailableError
+from s3ec.errors import UnavailableError
 from s3ec.store.base import ObjectInfo
+from s3ec.store.replies import Reply, SdkReply, read_body
 from s3ec.store.sdk_client import Opened, check_settings, open_client
 from s3ec.store.sdk_errors import boundary, code_of, is_absent, status_of
 
-_CHUNK_BYTES = 256 * 1024
 # A page of a listing: 1000 entries of a name of up to 1 KiB each, in XML.
 _PAGE_BYTES = 2**21
 # Finding credentials can ask an instance's metadata, run a program or assume a role.
@@ -52,30 +51,6 @@ class Turn:
         if not self.store.is_closed:  # close() has set the last deadline there is
             when = asyncio.get_running_loop().time() + self.store.limit_s(nbytes)
             self.deadline.reschedule(when)
-
-
-class Reply(Protocol):
-    """A GET's answer whose body has not been read.
-
-    Attributes:
-        nbytes: Announced length of the body, None where nobody told.
-        is_part: Whether it holds the range that was asked for, or the whole object.
-    """
-
-    nbytes: int | None
-    is_part: bool
-
-    async def read(self, max_bytes: int, what: str, turn: Turn) -> bytes:
-        """The body; its announced length is within ``max_bytes``.
-
-        Raises:
-            CorruptEntryError: It ended before its length, or an unannounced one went beyond.
-        """
-        ...
-
-    def close(self) -> None:
-        """Give the connection back, or close it where the body was not read whole."""
-        ...
 
 
 class Aioboto3Store:
@@ -129,7 +104,7 @@ class Aioboto3Store:
         what = self._what("GET", key)
         async with self._turn(what) as turn:
             reply = await self._get_object(turn, key)
-            return None if reply is None else await _read(reply, max_bytes, what, turn)
+            return None if reply is None else await read_body(reply, max_bytes, what, turn.extend)
 
     async def get_range(self, name: str, start: int, length: int) -> bytes | None:
         if start < 0 or length < 1:
@@ -146,9 +121,9 @@ class Aioboto3Store:
             if reply is None:
                 return None
             if reply.is_part:
-                return await _read(reply, length, what, turn)
+                return await read_body(reply, length, what, turn.extend)
             # The whole object, from a server that knows no ranges or has none of an empty body.
-            whole = await _read(reply, start + length, what, turn)
+            whole = await read_body(reply, start + length, what, turn.extend)
             return whole[start:]
 
     async def put_if_absent(self, name: str, body: Sequence[bytes | memoryview]) -> None:
@@ -284,9 +259,9 @@ class Aioboto3Store:
         Raises:
             ClientError: The SDK's, for any other refusal.
         """
-        part = {"Range": f"bytes={wanted[0]}-{wanted[-1]}"} if wanted else {}
+        part = {} if wanted is None else {"Range": f"bytes={wanted.start}-{wanted.stop - 1}"}
         try:
-            return _SdkReply(
+            return SdkReply(
                 await turn.client.get_object(Bucket=self._settings.bucket, Key=key, **part)
             )
         except ClientError as exc:
@@ -360,51 +335,3 @@ class Aioboto3Store:
 def content_type_of(key: str) -> str:
     """What a browser or a console should make of an object."""
     return "application/json" if key.endswith(".json") else "binary/octet-stream"
-
-
-async def _read(reply: Reply, max_bytes: int, what: str, turn: Turn) -> bytes:
-    """The body of a GET, refused by its announced length before any of it is read."""
-    try:
-        if reply.nbytes is not None:
-            if reply.nbytes > max_bytes:
-                raise CorruptEntryError(
-                    f"{what}: {reply.nbytes} bytes, at most {max_bytes} expected", reason="size"
-                )
-            turn.extend(reply.nbytes)
-        return await reply.read(max_bytes, what, turn)
-    finally:
-        reply.close()
-
-
-class _SdkReply:
-    """What get_object of the SDK returned."""
-
-    def __init__(self, response: Any) -> None:
-        self.nbytes: int | None = response.get("ContentLength")
-        self.is_part: bool = response["ResponseMetadata"]["HTTPStatusCode"] == 206
-        self._body = response["Body"]
-
-    async def read(self, max_bytes: int, what: str, turn: Turn) -> bytes:
-        if self.nbytes is None:
-            return await self._read_unannounced(max_bytes, what, turn)
-        try:
-            return bytes(await self._body.read())
-        except (aiohttp.ClientPayloadError, IncompleteReadError) as exc:
-            raise CorruptEntryError(
-                f"{what}: the body ended before its {self.nbytes} bytes", reason="length"
-            ) from exc
-
-    async def _read_unannounced(self, max_bytes: int, what: str, turn: Turn) -> bytes:
-        """A body sent in chunks, of a length nobody told."""
-        chunks: list[bytes] = []
-        nbytes = 0
-        while chunk := await self._body.read(_CHUNK_BYTES):
-            nbytes += len(chunk)
-            if nbytes > max_bytes:
-                raise CorruptEntryError(f"{what}: more than {max_bytes} bytes", reason="size")
-            chunks.append(chunk)
-            turn.extend(len(chunk))
-        return b"".join(chunks)
-
-    def close(self) -> None:
-        self._body.close()

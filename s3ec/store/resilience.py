@@ -18,6 +18,10 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
+class BreakerOpenError(UnavailableError):
+    """Nothing was asked: the endpoint failed lately, and the next probe is not due."""
+
+
 class Breaker:
     """Opens after failures in a row, lets one probe through after a pause, closes on success.
 
@@ -106,7 +110,7 @@ class BreakerStore:
     async def _guard(self, call: Callable[[], Awaitable[T]]) -> T:
         probe = self._breaker.is_open
         if not self._breaker.admit():
-            raise UnavailableError("the breaker is open")
+            raise BreakerOpenError("the breaker is open")
         try:
             result = await call()
         except (UnavailableError, AccessError) as exc:
@@ -186,6 +190,8 @@ class RetryStore:
         for attempt in range(1, self._attempts):
             try:
                 return await call()
+            except BreakerOpenError:
+                raise  # it will be open for longer than we would wait
             except UnavailableError:
                 self._counters.add("store.retries")
                 await self._sleep(self._uniform(0, self._base_delay_s * 2**attempt))

@@ -25,6 +25,10 @@ class LocalKeys:
         """The entry was just published here."""
         self._digests.add(key.digest)
 
+    def discard(self, key: Key) -> None:
+        """A look at the disk did not find it."""
+        self._digests.discard(key.digest)
+
     def replace(self, names: Iterable[str]) -> None:
         """Start over from a scan of the folder."""
         self._digests = {digest_of_name(name) for name in names}

@@ -520,6 +520,13 @@ def test_a_pin_is_given_back_when_the_record_cannot_be_had_in_time(
     until(lambda: bench.pinned() == 0, "the pin's release")
 
 
+def test_what_the_disk_no_longer_holds_is_not_believed_to_be_there(bench: Bench) -> None:
+    """Another process evicted it; while the store is down nobody shall wait for it again."""
+    bench.local.add(key_of("a"))
+    assert bench.one().outcome is Outcome.ABSENT
+    assert not bench.local(key_of("a"))
+
+
 # -- queueing ----------------------------------------------------------------------------------
 
 

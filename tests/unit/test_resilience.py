@@ -576,6 +576,22 @@ async def test_a_write_whose_reply_was_lost_ends_in_a_conflict(
     assert await store.get("a", max_bytes=10) == b"x"
 
 
+async def test_an_open_breaker_is_not_asked_twice(
+    inner: FaultStore, script: Script, counters: Counters, clock: Clock
+) -> None:
+    """A miss while the store is down must not cost a pause."""
+    sleeps = Sleeps()
+    breaker = Breaker(counters, clock=clock)
+    store = retrying(BreakerStore(inner, breaker), counters, sleeps, 5)
+    script.faults = [Fault(error=UnavailableError)]
+    with pytest.raises(UnavailableError, match="breaker is open"):
+        await store.head("a")  # the third attempt opened it
+    assert (inner.calls.total(), len(sleeps.slept)) == (3, 3)
+    with pytest.raises(UnavailableError, match="breaker is open"):
+        await store.head("a")
+    assert (inner.calls.total(), len(sleeps.slept)) == (3, 3)
+
+
 async def test_the_delay_is_drawn_from_zero_up(
     inner: FaultStore, script: Script, counters: Counters
 ) -> None:

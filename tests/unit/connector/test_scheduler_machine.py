@@ -296,5 +296,5 @@ class HalfMachine(RuleBasedStateMachine):
         assert set(self.world.sizes().values()) == {0}
 
 
-HalfMachine.TestCase.settings = settings(max_examples=400, stateful_step_count=30, deadline=None)
+HalfMachine.TestCase.settings = settings(max_examples=250, stateful_step_count=30, deadline=None)
 TestHalfMachine = HalfMachine.TestCase

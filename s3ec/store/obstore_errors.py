@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""obstore's errors in the words of the SDK, so that both transports map to the same errors.
+
+obstore 0.12 tells neither status nor code as data: its classes merge 409 with 412 and every 404,
+so both are read from the text, whose second half is Rust's debug form. There strings are escaped:
+no server and no name can forge the lines looked for. What is not found there is no answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import html
+import re
+from collections.abc import Iterator
+
+from botocore.exceptions import ClientError
+from obstore.exceptions import BaseError
+
+from s3ec.errors import AccessError, S3ECError, UnavailableError
+
+_STATUS = re.compile(r"^ *inner: Status \{\n *status: (\d{3}),$", re.MULTILINE)
+_ANSWER = re.compile(r'^ *body: Some\(\n *"(.*)",$', re.MULTILINE)
+_NO_ANSWER = re.compile(
+    r"^ *(?:source: |inner: Http\(\n *)HttpError \{\n *kind: (\w+),$", re.MULTILINE
+)
+_REASON = re.compile(r'^ *(?:message|error): "(.*)",$', re.MULTILINE)
+_ESCAPED = re.compile(r"\\(?:u\{[0-9a-f]+\}|.)")
+# Rust's panics: in a coroutine, and from a plain call, where it is a BaseException.
+_PANICS = frozenset({"RustPanic", "PanicException"})
+
+
+class BrokenConnectionError(UnavailableError):
+    """The connection ended before the reply did."""
+
+
+class NoPartError(UnavailableError):
+    """A range was asked for, and the whole object came."""
+
+
+@contextlib.contextmanager
+def sdk_errors(what: str, operation: str) -> Iterator[None]:
+    """Let no error of obstore out of this block.
+
+    Args:
+        what: Begins every message, such as ``GET s3://bucket/name``.
+        operation: The SDK's name of what is asked, such as ``GetObject``.
+
+    Raises:
+        ClientError: The SDK's, with status, code and message of a server that refused.
+        UnavailableError, AccessError: No answer, or none that obstore understands.
+    """
+    try:
+        yield
+    except (BaseError, OSError, NotImplementedError, ValueError) as exc:
+        # Not `from exc`: its text repeats the server's answer, and the one to a wrong signature
+        # repeats the request's headers, session token included.
+        raise _translate(str(exc), what, operation) from None
+    except BaseException as exc:
+        if type(exc).__name__ not in _PANICS:
+            raise
+        # The panic's own words went to stderr.
+        raise UnavailableError(f"{what}: obstore failed inside") from exc
+
+
+def _translate(text: str, what: str, operation: str) -> ClientError | S3ECError:
+    # From the right: the first half holds the server's answer as it came.
+    said, _, debug = text.rpartition("\n\nDebug source:\n")
+    if status := _STATUS.search(debug):
+        body = _ANSWER.search(debug)
+        return _answer(int(status[1]), _ESCAPED.sub(_unescape, body[1]) if body else "", operation)
+    if kind := _NO_ANSWER.search(debug):
+        return _no_answer(kind[1], debug, what, operation)
+    if "redirect without LOCATION" in said:
+        return _answer(301, "<Code>PermanentRedirect</Code>", operation)
+    if "non-partial response" in said:
+        return NoPartError(f"{what}: the whole object came instead of a range")
+    if "Content-Length Header missing" in said:
+        return UnavailableError(
+            f"{what}: the answer is without Content-Length, which obstore needs"
+        )
+    if "ETag Header missing" in said:
+        return UnavailableError(f"{what}: the answer is not an S3 server's")
+    # Up to where a server's words could begin.
+    reason = said.partition("Server returned")[0].partition("\n")[0]
+    return UnavailableError(f"{what}: {_printable(reason) or 'obstore failed without a reason'}")
+
+
+def _answer(status: int, body: str, operation: str) -> ClientError:
+    """What botocore makes of such an answer; it reads these elements of the XML and no other."""
+    error = {}
+    for name in ("Code", "Message", "Region"):
+        if found := re.search(f"<{name}>([^<]*)</{name}>", body):
+            error[name] = html.unescape(found[1])
+    response = {
+        # botocore's way with a page that is not XML, or none.
+        "Error": {"Code": str(status), "Message": "", **error},
+        "ResponseMetadata": {"HTTPStatusCode": status, "HTTPHeaders": {}},
+    }
+    return ClientError(response, operation)
+
+
+def _no_answer(kind: str, debug: str, what: str, operation: str) -> ClientError | S3ECError:
+    if "CaUsedAsEndEntity" in debug:
+        return AccessError(
+            f"{what}: obstore refuses a server's certificate that is an authority's at the same "
+            "time; give the server one of its own, or set `transport` = `aioboto3`",
+            code="CertificateNotTrusted",
+        )
+    if "InvalidCertificate" in debug:
+        return AccessError(
+            f"{what}: the server's certificate is not trusted; name its authority in `ca_bundle`",
+            code="CertificateNotTrusted",
+        )
+    if "TooManyRedirects" in debug:
+        return _answer(307, "<Code>TooManyRedirects</Code>", operation)
+    if kind == "Timeout":
+        return UnavailableError(f"{what}: timed out")
+    reason = _REASON.search(debug)
+    why = f" ({_printable(_ESCAPED.sub(_unescape, reason[1]))})" if reason else ""
+    if kind == "Connect":
+        return UnavailableError(f"{what}: cannot connect{why}")
+    if kind in ("Interrupted", "Request"):
+        return BrokenConnectionError(f"{what}: the connection broke{why}")
+    return UnavailableError(f"{what}: the answer is not HTTP or cannot be read{why}")
+
+
+def _unescape(found: re.Match[str]) -> str:
+    """Undo an escape of Rust's debug form; control characters become spaces."""
+    escape = found[0][1:]
+    if escape.startswith("u{"):
+        return chr(int(escape[2:-1], 16))
+    return " " if escape in ("n", "r", "t", "0") else escape
+
+
+def _printable(text: str) -> str:
+    return "".join(c for c in " ".join(text.split()) if c.isprintable())[:200]

@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A bucket whose bodies travel through obstore, in Rust and outside the interpreter's lock.
+
+Only GET and PUT are obstore's; the rest is the SDK's, see Aioboto3Store. obstore's listing takes
+a web page for an empty bucket, ends at the first foreign name with an empty part and matches
+whole parts of names only, and its errors for requests without a body hold no code. The SDK also
+says where the bucket is and holds the credentials. Checked with obstore 0.12.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import AsyncIterator, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import obstore
+from botocore.exceptions import ClientError
+from obstore.store import S3Store
+
+import s3ec
+from s3ec.config import Settings
+from s3ec.errors import CorruptEntryError, UnavailableError
+from s3ec.store.aioboto3_store import Aioboto3Store, Turn, content_type_of
+from s3ec.store.obstore_errors import BrokenConnectionError, NoPartError, sdk_errors
+from s3ec.store.replies import Extend, Reply
+from s3ec.store.sdk_client import Address, Opened, address_of
+from s3ec.store.sdk_errors import SDK_ERRORS, is_absent, status_of
+
+# What a server says to requests signed for another region, among others.
+_PERHAPS_WRONG_REGION = frozenset({301, 302, 307, 308, 400, 403})
+log = logging.getLogger(__name__)
+
+_runtime_pid: int | None = None
+"""The process that holds obstore's threads; None before its first request."""
+
+
+class ObstoreStore(Aioboto3Store):
+    """The bucket of ``settings``; names are relative to its prefix. See base.Store.
+
+    Limits, deadlines and errors are those of Aioboto3Store. What obstore cannot do goes the SDK's
+    way: names with empty, ``.`` or ``..`` parts or control characters, and with a warning all
+    names of a bucket that is signed for otherwise (a directory bucket), or in a child that was
+    forked after obstore had started its threads, which do not survive that.
+    """
+
+    def __init__(
+        self, settings: Settings, *, page_size: int = 1000, least_bytes_per_s: float = 65536.0
+    ) -> None:
+        super().__init__(settings, page_size=page_size, least_bytes_per_s=least_bytes_per_s)
+        self._address: Address | None = None
+        self._signed_by: Any = None
+        self._clients: dict[str, S3Store] = {}
+        self._bucket_region: str | None = None
+        self._warned = False
+
+    def __repr__(self) -> str:
+        return super().__repr__().replace("Aioboto3Store", "ObstoreStore", 1)
+
+    async def close(self) -> None:
+        await super().close()
+        # obstore closes a client's connections when nothing holds it any more.
+        self._clients.clear()
+
+    async def _connect(self) -> Opened:
+        opened = await super()._connect()
+        self._address = await address_of(opened.client, self._settings.bucket)
+        return opened
+
+    async def _get_object(self, turn: Turn, key: str, wanted: range | None = None) -> Reply | None:
+        if not self._can_take(key):
+            return await super()._get_object(turn, key, wanted)
+        part: Any = {} if wanted is None else {"range": (wanted.start, wanted.stop)}
+        what = self._what("GET", key)
+        try:
+            async with self._errors_of(turn, what, "GetObject"):
+                client = await self._client_for("reads")
+                result = await obstore.get_async(client, key, options=part)
+        except NoPartError:  # the server knows no ranges
+            return await self._get_object(turn, key)
+        except ClientError as exc:
+            if is_absent(exc):
+                return None
+            raise
+        return _ObstoreReply(result, is_part=wanted is not None)
+
+    async def _put_object(
+        self,
+        turn: Turn,
+        key: str,
+        body: Sequence[bytes | memoryview],
+        what: str,
+        *,
+        checksum: bool,
+    ) -> None:
+        if not self._can_take(key):
+            await super()._put_object(turn, key, body, what, checksum=checksum)
+            return
+        async with self._errors_of(turn, what, "PutObject"):
+            client = await self._client_for("writes" if checksum else "bare writes")
+            await obstore.put_async(
+                client,
+                key,
+                # obstore reads the pieces where they lie, but only as bytes.
+                [memoryview(piece).cast("B") for piece in body],
+                attributes={"Content-Type": content_type_of(key)},
+                mode="create",
+                use_multipart=False,
+            )
+
+    def _can_take(self, key: str) -> bool:
+        problem = ""
+        if _runtime_pid not in (None, os.getpid()):
+            problem = "this process was forked after obstore had started its threads; spawn it"
+        elif self._address is None or self._address.service != "s3":
+            problem = "obstore cannot sign for this kind of bucket"
+        if problem and not self._warned:
+            self._warned = True
+            log.warning("aioboto3 does the work of obstore here: %s", problem)
+        # obstore refuses some names and silently changes others, such as "a/" into "a".
+        parts = key.split("/")
+        plain = key.isprintable() and not any(part in ("", ".", "..") for part in parts)
+        return plain and not problem
+
+    async def _client_for(self, purpose: str) -> S3Store:
+        """A client of obstore that signs with the SDK's credentials of this moment.
+
+        Renewed credentials get new clients, which happens about once an hour: it takes 5 to 15 ms
+        and costs the open connections; a request under way keeps its own.
+        """
+        global _runtime_pid  # noqa: PLW0603 -- the runtime is one per process as well
+        opened, address = self._opened, self._address
+        if opened is None or address is None:
+            raise UnavailableError("the store was closed")
+        frozen = await opened.credentials.get_frozen_credentials()
+        if frozen != self._signed_by:
+            self._signed_by = frozen
+            self._clients.clear()
+        if purpose not in self._clients:
+            _runtime_pid = os.getpid()
+            self._clients[purpose] = S3Store(
+                self._settings.bucket,
+                client_options=self._http_options(purpose, address, opened.roots),
+                # Retries are a wrapper of ours.
+                retry_config={"max_retries": 0},
+                # Not as configuration, which obstore's object shows to everybody.
+                credential_provider=_provider(frozen),
+                **self._s3_options(purpose, address),
+            )
+        return self._clients[purpose]
+
+    def _http_options(self, purpose: str, address: Address, roots: str) -> Any:
+        over_tls = address.url.startswith("https:")
+        options: dict[str, Any] = {
+            "allow_http": not over_tls,
+            "connect_timeout": timedelta(seconds=self._settings.connect_timeout_s),
+            # Off, so to speak: the deadline of the turn ends a request.
+            "timeout": timedelta(days=1),
+            "user_agent": f"s3ec/{s3ec.__version__}",
+        }
+        if purpose == "reads":
+            # Over a write it would be the limit for sending the body as well.
+            options["read_timeout"] = timedelta(seconds=self._settings.read_timeout_s)
+        if over_tls:
+            # In addition to the system's, which a slim container has none of.
+            options["root_certificate"] = Path(roots).read_bytes()
+        return options
+
+    def _s3_options(self, purpose: str, address: Address) -> Any:
+        """obstore's own settings; all that stand in its environment too, so that none leaks in."""
+        over_tls = address.url.startswith("https:")
+        options: dict[str, Any] = {
+            # The URL holds the bucket already, be it in the host or in the path.
+            "virtual_hosted_style_request": True,
+            "endpoint": address.url,
+            "aws_endpoint_url_s3": address.url,
+            "region": address.region,
+            "conditional_put": "etag",
+            "request_payer": False,
+            "s3_express": False,
+            "skip_signature": False,
+            "unsigned_payload": over_tls,
+        }
+        if purpose == "writes":
+            # Over HTTP the signature needs the SHA-256 of the body anyway; over HTTPS the other
+            # one takes a tenth of its time.
+            options["checksum_algorithm"] = "CRC64NVME" if over_tls else "SHA256"
+        if purpose != "reads" and self._settings.sse != "none":
+            options["server_side_encryption"] = self._settings.sse
+            if self._settings.sse_kms_key_id:
+                options["sse_kms_key_id"] = self._settings.sse_kms_key_id
+        return options
+
+    @contextlib.asynccontextmanager
+    async def _errors_of(self, turn: Turn, what: str, operation: str) -> AsyncIterator[None]:
+        """obstore's errors as the SDK's, with the bucket's region where the SDK would know it."""
+        try:
+            with sdk_errors(what, operation):
+                yield
+        except ClientError as exc:
+            if status_of(exc) in _PERHAPS_WRONG_REGION:
+                headers = exc.response["ResponseMetadata"]["HTTPHeaders"]
+                headers["x-amz-bucket-region"] = await self._ask_region(turn)
+            raise
+
+    async def _ask_region(self, turn: Turn) -> str:
+        """The bucket's region as the server tells it, once; empty where it does not."""
+        if self._bucket_region is None:
+            try:
+                answer = await turn.client.head_bucket(Bucket=self._settings.bucket)
+            except ClientError as exc:  # the header comes with refusals too
+                answer = exc.response
+            except SDK_ERRORS:
+                return ""
+            headers = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {})
+            self._bucket_region = str(headers.get("x-amz-bucket-region", ""))
+        return self._bucket_region
+
+
+class _ObstoreReply:
+    """What obstore's get returned."""
+
+    def __init__(self, result: Any, *, is_part: bool) -> None:
+        start, stop = result.range
+        self.nbytes: int | None = stop - start
+        self.is_part = is_part
+        self._result = result
+
+    async def read(self, max_bytes: int, what: str, extend: Extend) -> bytes:
+        expected = stop = self.nbytes or 0
+        chunks: list[bytes] = []
+        nbytes = 0
+        try:
+            with sdk_errors(what, "GetObject"):
+                # One chunk in all, which becomes `bytes` in a thread of obstore. Not bytes(): that
+                # reserves what was announced, and ends the process where there is no such memory.
+                async for chunk in self._result.stream(min_chunk_size=max(expected, 1)):
+                    chunks.append(chunk)
+                    nbytes += len(chunk)
+                    if nbytes > stop:
+                        break
+        except BrokenConnectionError as exc:
+            raise CorruptEntryError(
+                f"{what}: the body ended before its {expected} bytes", reason="length"
+            ) from exc
+        if nbytes != expected:
+            raise CorruptEntryError(
+                f"{what}: {nbytes} bytes where {expected} were announced", reason="length"
+            )
+        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+    def close(self) -> None:
+        # Dropping it gives the connection back, or closes it where the body was not read whole.
+        self._result = None
+
+
+def _provider(frozen: Any) -> Any:
+    """What obstore calls for credentials; once, as these do not expire in its eyes."""
+
+    def credentials() -> dict[str, Any]:
+        return {
+            "access_key_id": frozen.access_key,
+            "secret_access_key": frozen.secret_key,
+            "token": frozen.token,
+            "expires_at": None,
+        }
+
+    return credentials
