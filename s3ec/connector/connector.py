@@ -96,6 +96,7 @@ class S3ECConnector(ECConnectorBase):
         self._node: Node | None = None
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
+        self._features: FeatureReader | None = None
         self._counted: dict[str, float] = {}
         transfer = vllm_config.ec_transfer_config
         loaded = load_settings(transfer.ec_connector_extra_config)
@@ -126,7 +127,7 @@ class S3ECConnector(ECConnectorBase):
             settings.cache_dir,
             compat.summary(),
         )
-        features = FeatureReader(config.model_config)
+        features = self._features = FeatureReader(config.model_config)
         this = compat.release(compat.vllm_version())
         role = Role(
             producer=self.is_producer,
@@ -169,14 +170,24 @@ class S3ECConnector(ECConnectorBase):
 
     # -- scheduler side ----------------------------------------------------------------------
 
-    @guarded(default=True)
     def ensure_cache_available(
         self, request: Any, num_computed_tokens: int, *_: Any, **__: Any
     ) -> bool:
         """Whether the request can be scheduled; False while its embeddings are on their way."""
+        answer = self._ensure(request, num_computed_tokens)
+        # After a fault of ours: encode, but never what came without pixels to encode.
+        return answer if answer is not None else not self._has_no_pixels(request)
+
+    @guarded(default=None)
+    def _ensure(self, request: Any, num_computed_tokens: int) -> bool | None:
         if self._scheduler is None:
             return True
         return self._scheduler.ensure_cache_available(request, num_computed_tokens)
+
+    @guarded(default=False)
+    def _has_no_pixels(self, request: Any) -> bool:
+        features = self._features
+        return features is not None and any(map(features.needs_embedding, request.mm_features))
 
     @guarded(default=False)
     def has_cache_item(self, identifier: str) -> bool:

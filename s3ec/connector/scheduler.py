@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from s3ec.connector.plan import Load, Save, StepPlan, WorkerReport
+from s3ec.connector.waits import Waits
 from s3ec.counters import Counters
 from s3ec.identity import Key, KeyMaker
 from s3ec.index.base import Index
@@ -32,8 +33,6 @@ RETRY_AFTER_S = 5.0
 LEASE_S = 30.0
 # vLLM hands a request's own embeddings through as a modality of this name; nothing to cache.
 _PASSED_THROUGH = "prompt_embeds"
-# vLLM 0.24 and 0.25 do not tell when a request ends; more than these do not wait at all.
-_MAX_WAITS = 10_000
 _SWEEP_EVERY_S = 1.0
 
 
@@ -69,15 +68,6 @@ class _Item:
     rows: int  # of the pinned entry; before that, what was asked for
     pin: Pin | None = None
     loads: int = 0  # steps that were told to load it and have not reported
-
-
-@dataclass(slots=True)
-class _Wait:
-    """How long one request has been deferred."""
-
-    spent_s: float = 0.0
-    since_s: float | None = None
-    asked_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +134,7 @@ class SchedulerHalf:
         self._clock = clock
         self._keys = KeyMaker()
         self._items: dict[str, _Item] = {}
-        self._waits: dict[str, _Wait] = {}
+        self._waits = Waits(role.defer_timeout_s, counters, clock)
         self._unavailable: set[str] = set()
         # What the device's encoder cache holds, as vLLM's manager told us.
         self._on_device: set[str] = set()
@@ -195,13 +185,12 @@ class SchedulerHalf:
             elif state is not _ABSENT and self._needs_embedding(feature):
                 return self._give_up(request)
         if pending:
-            if not self._wait_is_over(request):
+            if not self._waits.is_over(request.request_id):
                 return False
             if any(map(self._needs_embedding, pending)):
                 return self._give_up(request)
             return True
-        if request.request_id in self._waits:
-            self._end_wait(request.request_id)
+        self._waits.end(request.request_id)
         return True
 
     def _look(self, feature: Any, needed_now: bool, now: float) -> _State | None:
@@ -260,34 +249,6 @@ class SchedulerHalf:
         self._demand[identifier] = Want(key, feature.modality, rows, priority)
         return _FETCHING
 
-    def _wait_is_over(self, request: Any) -> bool:
-        """Start or continue this request's wait; True once it has waited long enough."""
-        now = self._clock()
-        wait = self._waits.get(request.request_id)
-        if wait is None:
-            if self._role.defer_timeout_s <= 0 or len(self._waits) >= _MAX_WAITS:
-                return True
-            wait = self._waits[request.request_id] = _Wait()
-            self._counters.add("deferred_requests")
-        wait.asked_s = now
-        if wait.spent_s >= self._role.defer_timeout_s:
-            return True
-        if wait.since_s is None:
-            wait.since_s = now
-        if wait.spent_s + now - wait.since_s < self._role.defer_timeout_s:
-            return False
-        self._counters.add("defer_timeouts")
-        self._end_wait(request.request_id)
-        return True
-
-    def _end_wait(self, request_id: str) -> None:
-        wait = self._waits.get(request_id)
-        if wait is not None and wait.since_s is not None:
-            waited = self._clock() - wait.since_s
-            wait.spent_s += waited
-            wait.since_s = None
-            self._counters.add("deferred_seconds", waited)
-
     def _give_up(self, request: Any) -> bool:
         """Fail a request that came without pixels and whose embedding cannot be had.
 
@@ -342,7 +303,7 @@ class SchedulerHalf:
         feature = request.mm_features[index]
         identifier = feature.identifier
         self._allocated.append(identifier)
-        self._end_wait(request.request_id)
+        self._waits.end(request.request_id)
         if feature.modality == _PASSED_THROUGH:
             return
         if self._decisions.pop(identifier, False):
@@ -478,10 +439,7 @@ class SchedulerHalf:
             ):
                 pins += self._drop(identifier)
         self._prefetcher.release(pins)
-        if len(self._waits) > _MAX_WAITS // 2:
-            for request_id, wait in list(self._waits.items()):
-                if now - wait.asked_s > LEASE_S:
-                    del self._waits[request_id]
+        self._waits.sweep(LEASE_S)
         # A save that was dropped or failed may be tried again at the next encode.
         for identifier, since_s in list(self._saving.items()):
             if now - since_s > LEASE_S:
@@ -496,5 +454,5 @@ class SchedulerHalf:
 
     def request_finished(self, request: Any) -> None:
         """Forget the request. Its items stay for others until their lease ends."""
-        self._waits.pop(request.request_id, None)
+        self._waits.forget(request.request_id)
         self._unavailable.discard(request.request_id)

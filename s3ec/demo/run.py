@@ -82,6 +82,8 @@ class _Stage:
             "cache_dir": str(self.scratch / f"tier-{name}"),
             "cache_bytes": "4GiB",
             "min_free_bytes": "64MiB",
+            # A machine that is busy with other things must not turn a slow fetch into a miss.
+            "defer_timeout_s": 20,
             "log_level": "DEBUG",  # the report's fetch and load times are in these lines
         }
         return EngineProcess(

@@ -202,7 +202,7 @@ def test_a_timeout_of_zero_never_waits_and_still_fetches() -> None:
 def test_more_waiting_requests_than_can_be_remembered_still_time_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("s3ec.connector.scheduler._MAX_WAITS", 10)
+    monkeypatch.setattr("s3ec.connector.waits.MAX_WAITS", 10)
     world = World()
     world.stock("a")
     askers = [request(str(number), feature("a")) for number in range(15)]
@@ -218,7 +218,7 @@ def test_more_waiting_requests_than_can_be_remembered_still_time_out(
 
 def test_requests_that_end_unseen_leave_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM 0.24 and 0.25 have no request_finished."""
-    monkeypatch.setattr("s3ec.connector.scheduler._MAX_WAITS", 10)
+    monkeypatch.setattr("s3ec.connector.waits.MAX_WAITS", 10)
     world = World()
     world.stock("a")
     for burst in range(5):

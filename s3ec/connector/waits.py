@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long each request has been deferred, in all; in memory, for the scheduler's thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from s3ec.counters import Counters
+
+# vLLM 0.24 and 0.25 do not tell when a request ends; more than these do not wait at all.
+MAX_WAITS = 10_000
+
+
+@dataclass(slots=True)
+class _Wait:
+    spent_s: float = 0.0
+    since_s: float | None = None
+    asked_s: float = 0.0
+
+
+class Waits:
+    """Adds up the deferrals of each request and says when they have lasted long enough."""
+
+    def __init__(self, limit_s: float, counters: Counters, clock: Callable[[], float]) -> None:
+        self._limit_s = limit_s
+        self._counters = counters
+        self._clock = clock
+        self._waits: dict[str, _Wait] = {}
+
+    def __len__(self) -> int:
+        return len(self._waits)
+
+    def is_over(self, request_id: str) -> bool:
+        """Start or continue this request's wait; True once it has waited long enough."""
+        now = self._clock()
+        wait = self._waits.get(request_id)
+        if wait is None:
+            if self._limit_s <= 0 or len(self._waits) >= MAX_WAITS:
+                return True
+            wait = self._waits[request_id] = _Wait()
+            self._counters.add("deferred_requests")
+        wait.asked_s = now
+        if wait.spent_s >= self._limit_s:
+            return True
+        if wait.since_s is None:
+            wait.since_s = now
+        if wait.spent_s + now - wait.since_s < self._limit_s:
+            return False
+        self._counters.add("defer_timeouts")
+        self.end(request_id)
+        return True
+
+    def end(self, request_id: str) -> None:
+        """The request need not wait now; what it has waited stays counted against it."""
+        wait = self._waits.get(request_id)
+        if wait is not None and wait.since_s is not None:
+            waited = self._clock() - wait.since_s
+            wait.spent_s += waited
+            wait.since_s = None
+            self._counters.add("deferred_seconds", waited)
+
+    def forget(self, request_id: str) -> None:
+        """The request has ended."""
+        self._waits.pop(request_id, None)
+
+    def sweep(self, idle_s: float) -> None:
+        """Forget requests that were not asked about for this long, once there are many."""
+        if len(self._waits) <= MAX_WAITS // 2:
+            return
+        now = self._clock()
+        for request_id, wait in list(self._waits.items()):
+            if now - wait.asked_s > idle_s:
+                del self._waits[request_id]
