@@ -7,6 +7,7 @@ import enum
 import importlib.util
 import json
 import os
+import shlex
 import signal
 import sys
 from pathlib import Path
@@ -99,6 +100,9 @@ def main(
     show(report, report_console())
     if json_file is not None:
         json_file.write_text(json.dumps(report.to_json(), indent=2) + "\n")
+    if demo.keep_bucket:
+        data = shlex.quote(str(demo.bucket_data))
+        _say(f"\nto look into the bucket: s3ec serve-s3 --data {data} --bucket {report.bucket}")
     if report.problems():
         _say(f"logs: {demo.logs}")
     raise typer.Exit(EXIT_WRONG if report.problems() else EXIT_OK)

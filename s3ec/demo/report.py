@@ -88,6 +88,7 @@ class Report:
     Attributes:
         preset: Of the model.
         vllm_version: That ran.
+        bucket: That held the embeddings.
         namespace: Folder of the embeddings in the bucket.
         pictures: In the order they were asked about.
         hits: Pictures that the consumer took from the cache, by vLLM's metrics.
@@ -97,6 +98,7 @@ class Report:
 
     preset: str
     vllm_version: str
+    bucket: str
     namespace: str
     pictures: tuple[Picture, ...]
     hits: int
@@ -165,6 +167,7 @@ class Report:
             "demo": "s3ec",
             "preset": self.preset,
             "vllm": self.vllm_version,
+            "bucket": self.bucket,
             "namespace": self.namespace,
             "ok": not self.problems(),
             "problems": self.problems(),

@@ -17,7 +17,7 @@ from s3ec.demo.bucket import Bucket
 from s3ec.demo.engines import DemoEngine, transfer_config
 from s3ec.demo.report import Asked, Encoded, Report, build_pictures
 from s3ec.demo.steps import Steps
-from s3ec.errors import UnavailableError
+from s3ec.errors import ConfigError, UnavailableError
 from s3ec.testing.engine import EngineProcess
 from s3ec.testing.pictures import write_pictures
 from s3ec.testing.server import LocalS3
@@ -43,6 +43,11 @@ class Demo:
     def logs(self) -> Path:
         """Folder of the engines' logs."""
         return self.work_dir / "logs"
+
+    @property
+    def bucket_data(self) -> Path:
+        """Folder of the server's data, where that is kept."""
+        return self.work_dir / "s3"
 
 
 @dataclass(slots=True)
@@ -107,14 +112,17 @@ def run(demo: Demo, steps: Steps) -> Report:
     """Run everything, one engine after another; leaves no process behind.
 
     Raises:
-        ConfigError: Something is not installed here.
+        ConfigError: Something is not installed here, or the folder cannot be made.
         EngineError: An engine did not start or died.
         UnavailableError: The server did not start, or an embedding did not reach the bucket.
     """
-    demo.work_dir.mkdir(parents=True, exist_ok=True)
+    try:
+        demo.work_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as exc:
+        raise ConfigError(f"cannot make {demo.work_dir}: {exc.strerror}; see --keep") from exc
     # On the same disk as the rest, and emptied whatever happens.
     with tempfile.TemporaryDirectory(prefix="run-", dir=demo.work_dir) as scratch:
-        s3 = LocalS3(demo.work_dir / "s3" if demo.keep_bucket else None)
+        s3 = LocalS3(demo.bucket_data if demo.keep_bucket else None)
         try:
             with steps.step("starting a SeaweedFS server"):
                 s3.start()
@@ -141,6 +149,7 @@ def _run(stage: _Stage) -> Report:
     return Report(
         preset=stage.demo.preset,
         vllm_version=_vllm_version(),
+        bucket=stage.bucket,
         namespace=encoded[0].entry.header.namespace,
         pictures=pictures,
         hits=hits,

@@ -94,6 +94,7 @@ def make_report(
     return Report(
         preset=preset,
         vllm_version="0.32.0",
+        bucket="demo-bucket",
         namespace=NAMESPACE,
         pictures=pictures,
         hits=count if hits is None else hits,

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's OpenAI-compatible server as a child process."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from s3ec.testing.engine import START_TIMEOUT_S, EngineError
+from s3ec.testing.server import free_port
+from s3ec.testing.vllm_cpu import engine_env
+
+_STOP_TIMEOUT_S = 60.0
+
+
+class ApiServer:
+    """``vllm serve`` on 127.0.0.1, usable as a context manager.
+
+    It is started as a module: the ``vllm`` command of the CPU package looks for a distribution
+    named vllm, and there is none.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        *,
+        ec: Mapping[str, Any],
+        log_path: Path,
+        env: Mapping[str, str],
+        flags: Mapping[str, str | int | None],
+    ) -> None:
+        """Describe the server.
+
+        Args:
+            model: Folder of the model.
+            ec: Content of ``--ec-transfer-config``.
+            log_path: Where its log goes.
+            env: Additions to the environment.
+            flags: More command-line flags; None for those without a value.
+        """
+        self.url = f"http://127.0.0.1:{(port := free_port())}"
+        self._command = [
+            *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+            *("--host", "127.0.0.1", "--port", str(port)),
+            *("--model", str(model), "--ec-transfer-config", json.dumps(ec)),
+        ]
+        for flag, value in flags.items():
+            self._command += [flag] if value is None else [flag, str(value)]
+        self._log_path = log_path
+        self._env = engine_env({**os.environ, **env})
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def get(self, path: str) -> str:
+        """The body of a GET."""
+        with urllib.request.urlopen(f"{self.url}{path}", timeout=30) as reply:
+            content: bytes = reply.read()
+        return content.decode()
+
+    def metrics(self) -> dict[str, float]:
+        """Samples of ``/metrics`` by name, summed over their labels."""
+        found: dict[str, float] = {}
+        for line in self.get("/metrics").splitlines():
+            if line and not line.startswith("#"):
+                sample, _, value = line.rpartition(" ")
+                name = sample.partition("{")[0]
+                found[name] = found.get(name, 0.0) + float(value)
+        return found
+
+    def __enter__(self) -> ApiServer:
+        with open(self._log_path, "ab") as log:
+            self._process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=self._env,
+                start_new_session=True,  # a group of its own, so that none of it is left behind
+            )
+        try:
+            self._wait_ready(self._process)
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def _wait_ready(self, process: subprocess.Popen[bytes]) -> None:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while process.poll() is None and time.monotonic() < deadline:
+            try:
+                self.get("/health")
+            except OSError:  # URLError and HTTPError are ones too
+                time.sleep(0.1)
+            else:
+                return
+        raise EngineError(
+            f"the server did not start ({process.poll()}): {self._log_path.read_text()[-4000:]}"
+        )
+
+    def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_STOP_TIMEOUT_S)
+        with contextlib.suppress(ProcessLookupError):  # the engine's process, if it is left
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._end()

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One ``ec_both`` engine with an empty bucket: encodes, saves, evicts, loads what it saved."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from s3ec import codec
+from s3ec.identity import Layout, is_namespace_name, make_key
+from s3ec.testing.engine import EngineProcess, ec_config
+from s3ec.testing.server import LocalS3
+from tests.e2e.rig import (
+    BOTH,
+    FROM_BUCKET,
+    FROM_TIER,
+    HITS,
+    LOADS,
+    MISSES,
+    ONE_PROCESS,
+    OPTIONS,
+    SAVES,
+    Answer,
+    Gallery,
+    Record,
+    Scenario,
+    body,
+    eventually,
+    keys,
+    moved,
+    record,
+    said,
+    settings,
+    tier_of,
+)
+
+_PURPOSES = [f"both-{number}" for number in range(BOTH)]
+_PREFIX = "fleet/a"
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Two rounds over the same pictures, and what the bucket held after the engine's end."""
+
+    first: Record
+    second: Record
+    saved: float
+    objects: dict[str, bytes]
+
+
+@pytest.fixture(scope="module")
+def run(workdir: Path, gallery: Gallery, gemma: Path, local_s3: LocalS3) -> Iterator[_Run]:
+    bucket = local_s3.create_bucket("both")
+    more = {"prefix": _PREFIX}
+    with EngineProcess(
+        gemma,
+        ec=ec_config("ec_both", settings(local_s3, bucket, workdir / "both-tier", **more)),
+        log_path=workdir / "both.log",
+        media=workdir,
+        env=local_s3.env() | ONE_PROCESS,
+        options=OPTIONS,
+    ) as engine:
+        before = engine.counters()
+        first = record(engine, Scenario("first", [gallery.solo(name) for name in _PURPOSES]))
+
+        def saved() -> float:
+            # Counts travel with a step's results, so there has to be a step.
+            engine.chat([[{"type": "text", "text": "tick"}]], max_tokens=2)
+            return moved(before, engine.counters()).get(SAVES, 0.0)
+
+        eventually(lambda: saved() >= BOTH, "all embeddings are confirmed by the bucket")
+        second = record(engine, Scenario("second", [gallery.again(name) for name in _PURPOSES]))
+        total = saved()
+    client = local_s3.client()
+    objects = {key: body(client, bucket, key) for key in keys(client, bucket)}
+    yield _Run(first, second, total, objects)
+    local_s3.delete_bucket(bucket)
+
+
+def test_first_round_encodes_everything_and_answers_as_without_the_connector(
+    run: _Run, reference: dict[str, list[Answer]]
+) -> None:
+    assert run.first[MISSES] == BOTH
+    assert run.first[HITS] == 0
+    expected = [said(reference[f"solo {name}"][0]) for name in _PURPOSES]
+    assert [said(answer) for answer in run.first.answers] == expected
+
+
+def test_second_round_reloads_what_was_evicted_and_encodes_nothing(run: _Run) -> None:
+    assert run.second[MISSES] == 0
+    # The encoder cache of this engine still held the last two.
+    assert run.second[HITS] == run.second[LOADS] >= BOTH - 2
+    assert run.second[FROM_TIER] >= BOTH - 2
+    assert run.second[FROM_BUCKET] == 0
+
+
+def test_reloaded_embeddings_give_the_answers_of_an_engine_without_the_connector(
+    run: _Run, reference: dict[str, list[Answer]]
+) -> None:
+    expected = [said(reference[f"again {name}"][0]) for name in _PURPOSES]
+    assert [said(answer) for answer in run.second.answers] == expected
+
+
+def test_nothing_is_saved_twice(run: _Run) -> None:
+    assert run.saved == BOTH
+
+
+def test_the_bucket_holds_a_verifiable_object_per_picture_after_the_engines_end(
+    run: _Run, gemma: Path, workdir: Path
+) -> None:
+    names = {key.removeprefix(f"{_PREFIX}/") for key in run.objects}
+    (namespace,) = {name.split("/")[0] for name in names}
+    assert is_namespace_name(namespace)
+    layout = Layout(namespace)
+    entries = {name for name in names if name.startswith(layout.objects)}
+    assert len(entries) == BOTH
+    assert names - entries == {layout.descriptor, layout.modality("image")}
+    for name in entries:
+        blob = run.objects[f"{_PREFIX}/{name}"]
+        identifier = codec.parse_header(blob).identifier
+        header = codec.verify(blob, namespace=namespace, identifier=identifier)
+        key = make_key(identifier)
+        assert key is not None
+        assert name == layout.object(key)
+        assert header.modality == "image"
+        assert header.shape == codec.Shape(64, 64, "bfloat16")
+    assert tier_of(workdir / "both-tier", namespace).check() == []
+    descriptor = json.loads(run.objects[f"{_PREFIX}/{layout.descriptor}"])
+    assert descriptor["model"] == str(gemma)
+    record = json.loads(run.objects[f"{_PREFIX}/{layout.modality('image')}"])
+    assert record == {"width": 64, "dtype": "bfloat16"}

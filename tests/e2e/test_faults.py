@@ -1,0 +1,344 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whatever happens to the bucket, the engine answers as it would without the connector.
+
+One consumer, started while the server was down, lives through all of it: the tests share it
+and a server of their own, and each has pictures of its own, so that no cache hides the fault.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from s3ec.testing.engine import EngineProcess, ec_config, text
+from s3ec.testing.server import LocalS3
+from tests.e2e import damage
+from tests.e2e.rig import (
+    DELETED,
+    FROM_BUCKET,
+    FROM_TIER,
+    HEALTHY_ROUNDS,
+    HITS,
+    LOADS,
+    MISSES,
+    OPTIONS,
+    STEADY,
+    Answer,
+    Corpus,
+    Gallery,
+    Prompt,
+    Record,
+    Scenario,
+    body,
+    eventually,
+    healthy,
+    moved,
+    record,
+    said,
+    settings,
+    tier_of,
+)
+
+_BUCKET = "corpus"
+# How the log tells of the breaker, whose state no counter shows.
+_OPEN, _CLOSED = "the breaker is open", "the breaker is closed"
+_OPENED = "vllm:s3ec_breaker_opened"
+_DEFER_TIMEOUTS = "vllm:s3ec_defer_timeouts"
+_ABSENT = "vllm:s3ec_fetch_outcomes{outcome=absent}"
+_UNAVAILABLE = "vllm:s3ec_fetch_outcomes{outcome=unavailable}"
+
+
+@dataclass
+class _Rig:
+    """The engine, its server, and what was seen while it started."""
+
+    engine: EngineProcess
+    server: LocalS3
+    gallery: Gallery
+    corpus: Corpus
+    reference: dict[str, list[Answer]]
+    tier: Path
+    started: dict[str, Record]
+    rounds: Iterator[int]
+
+    def ask(self, purpose: str) -> Record:
+        """One picture and the usual question."""
+        return self.put(self.gallery.solo(purpose))
+
+    def put(self, *prompts: Prompt, together: bool = False) -> Record:
+        """Some prompts."""
+        return record(self.engine, Scenario("", prompts, together))
+
+    def is_right(self, seen: Record, name: str) -> bool:
+        """Whether the answers are those of the engine without the connector."""
+        return [said(a) for a in seen.answers] == [said(a) for a in self.reference[name]]
+
+    def key(self, purpose: str) -> str:
+        """Where a picture's embedding lies in the bucket."""
+        return self.corpus.objects[purpose]
+
+    def overwrite(self, purpose: str, content: bytes) -> None:
+        """Replace an object, as only others than s3ec would."""
+        self.server.client().put_object(Bucket=_BUCKET, Key=self.key(purpose), Body=content)
+
+    def original(self, purpose: str) -> bytes:
+        """An object as it is in the bucket now."""
+        return body(self.server.client(), _BUCKET, self.key(purpose))
+
+    def on_disk(self, purpose: str) -> Path:
+        """Where a picture's embedding lies on this node once it was fetched."""
+        return _on_disk(self.tier, self.key(purpose))
+
+    def hits(self) -> bool:
+        """Ask about an undamaged picture; whether it came from the bucket to the right answer."""
+        number = next(self.rounds)
+        prompt, purpose = healthy(self.gallery, number)
+        self.on_disk(purpose).unlink(missing_ok=True)
+        seen = self.put(prompt)
+        assert self.is_right(seen, f"healthy {number}")
+        return seen[HITS] == seen[LOADS] == seen[FROM_BUCKET] == 1
+
+    def hits_come_back(self) -> None:
+        """Wait until the breaker is closed and embeddings come from the bucket."""
+        eventually(
+            lambda: (log := self.engine.log).rfind(_CLOSED) >= log.rfind(_OPEN), "breaker closes"
+        )
+        eventually(self.hits, "hits come from the bucket", pause_s=0.5)
+
+    def wait_for(self, before: dict[str, float], counter: str, amount: float = 1) -> None:
+        """Wait until a counter has moved; counts travel with a step's results, so make steps."""
+
+        def there() -> bool:
+            self.engine.chat([[text("tick")]], max_tokens=2)
+            return moved(before, self.engine.counters()).get(counter, 0) >= amount
+
+        eventually(there, f"{counter} has moved")
+
+
+@pytest.fixture(scope="module")
+def rig(
+    workdir: Path,
+    gallery: Gallery,
+    gemma: Path,
+    corpus: Corpus,
+    reference: dict[str, list[Answer]],
+    local_s3: LocalS3,
+) -> Iterator[_Rig]:
+    """The consumer, after the server was down, then up with an empty bucket, then filled."""
+    tier = workdir / "faults-tier"
+    with LocalS3() as server:
+        server.create_bucket(_BUCKET)
+        server.kill()
+        # One entry is on this node's disk from earlier.
+        warm = _on_disk(tier, corpus.objects["warm"])
+        shutil.copytree(
+            workdir / "producer-tier",
+            tier,
+            ignore=lambda folder, names: set(names) - set(warm.relative_to(tier).parts),
+        )
+        more = {"index_refresh_s": 2.0, "defer_timeout_s": 2.0}
+        with EngineProcess(
+            gemma,
+            ec=ec_config("ec_consumer", settings(server, _BUCKET, tier, **more)),
+            log_path=workdir / "faults.log",
+            media=workdir,
+            env=server.env() | STEADY,
+            options=OPTIONS,
+        ) as engine:
+            numbers = iter(range(HEALTHY_ROUNDS))
+            made = _Rig(engine, server, gallery, corpus, reference, tier, {}, numbers)
+            _start(made, local_s3)
+            yield made
+    assert tier_of(tier, corpus.namespace).check() == []
+
+
+def _on_disk(tier: Path, key: str) -> Path:
+    return tier / "v1" / "objects" / key.replace("/objects/", "/")
+
+
+def _start(rig: _Rig, source: LocalS3) -> None:
+    rig.started["down"] = rig.ask("down")
+    eventually(lambda: _OPEN in rig.engine.log, "the breaker opens")
+    rig.started["resting"] = rig.ask("resting")
+    rig.started["warm"] = rig.ask("warm")
+    rig.server.restart()
+    eventually(lambda: _CLOSED in rig.engine.log, "the bucket is listed")
+    rig.started["empty"] = rig.ask("empty")
+    origin, client = source.client(), rig.server.client()
+    for key in [*rig.corpus.others, *rig.corpus.objects.values()]:
+        content = body(origin, rig.corpus.bucket, key)
+        client.put_object(Bucket=_BUCKET, Key=key, Body=content)
+    rig.hits_come_back()
+
+
+@pytest.mark.parametrize("state", ["down", "resting", "empty"])
+def test_a_server_that_is_down_at_start_or_an_empty_bucket_changes_no_answer(
+    state: str, rig: _Rig
+) -> None:
+    seen = rig.started[state]
+    assert rig.is_right(seen, f"solo {state}")
+    assert seen[MISSES] == 1
+    assert seen[HITS] == 0
+
+
+def test_what_is_on_this_nodes_disk_is_served_while_the_server_is_down(rig: _Rig) -> None:
+    seen = rig.started["warm"]
+    assert rig.is_right(seen, "solo warm")
+    assert seen[HITS] == seen[LOADS] == seen[FROM_TIER] == 1
+
+
+def test_a_server_that_is_down_opens_the_breaker_and_the_engine_hits_once_it_is_up(
+    rig: _Rig,
+) -> None:
+    assert rig.engine.counters()[_OPENED] >= 1
+    assert rig.hits()
+
+
+@pytest.mark.parametrize(
+    ("purpose", "wound", "counter"),
+    [
+        ("cut-tensor", damage.cut_tensor, "vllm:s3ec_corrupt{reason=length}"),
+        ("cut-header", damage.cut_header, "vllm:s3ec_corrupt{reason=length}"),
+        ("flipped", damage.flipped, "vllm:s3ec_corrupt{reason=checksum}"),
+        ("other-width", damage.other_width, "vllm:s3ec_mismatches{field=width}"),
+        ("other-model", damage.other_model, "vllm:s3ec_corrupt{reason=namespace}"),
+        ("huge", damage.huge, "vllm:s3ec_mismatches{field=size}"),
+        ("oversized", damage.oversized, "vllm:s3ec_mismatches{field=size}"),
+        ("web-page", damage.web_page, "vllm:s3ec_corrupt{reason=header}"),
+    ],
+)
+def test_a_bad_object_is_counted_and_its_image_encoded(
+    purpose: str, wound: Callable[[bytes], bytes], counter: str, rig: _Rig
+) -> None:
+    before = rig.engine.counters()
+    rig.overwrite(purpose, wound(rig.original(purpose)))
+    seen = rig.ask(purpose)
+    assert rig.is_right(seen, f"solo {purpose}")
+    assert seen[MISSES] == 1
+    assert seen[HITS] == seen[LOADS] == 0
+    rig.wait_for(before, counter)
+    assert rig.hits()
+
+
+def test_another_images_object_under_this_images_key_is_not_used(rig: _Rig) -> None:
+    before = rig.engine.counters()
+    rig.overwrite("other-object", rig.original("healthy-0"))
+    seen = rig.ask("other-object")
+    assert rig.is_right(seen, "solo other-object")
+    assert seen[MISSES] == 1
+    rig.wait_for(before, "vllm:s3ec_corrupt{reason=identifier}")
+    assert rig.hits()
+
+
+def test_an_object_deleted_behind_the_engines_back_is_counted_and_its_image_encoded(
+    rig: _Rig,
+) -> None:
+    before = rig.engine.counters()
+    pictures = iter(range(DELETED))
+
+    def fetched_in_vain() -> bool:
+        # Not so if the index is read just between deletion and question; then once more.
+        purpose = f"deleted-{next(pictures)}"
+        rig.server.client().delete_object(Bucket=_BUCKET, Key=rig.key(purpose))
+        seen = rig.ask(purpose)
+        assert rig.is_right(seen, f"solo {purpose}")
+        assert seen[MISSES] == 1
+        return _ABSENT in moved(before, rig.engine.counters())
+
+    eventually(fetched_in_vain, "an object was asked for after its deletion")
+    assert rig.hits()
+
+
+def test_a_server_that_stops_answering_delays_a_request_but_not_its_answer(rig: _Rig) -> None:
+    before = rig.engine.counters()
+    assert rig.server.pid is not None
+    os.kill(rig.server.pid, signal.SIGSTOP)
+    try:
+        seen = rig.ask("stalled")
+    finally:
+        os.kill(rig.server.pid, signal.SIGCONT)
+    assert rig.is_right(seen, "solo stalled")
+    assert seen[MISSES] == 1
+    rig.wait_for(before, _DEFER_TIMEOUTS)
+    rig.hits_come_back()
+
+
+def test_a_server_killed_with_requests_in_flight_changes_no_answer_and_hits_come_back(
+    rig: _Rig,
+) -> None:
+    purposes = [f"flight-{number}" for number in range(6)]
+    before = rig.engine.counters()
+    answers: list[Answer] = []
+
+    def chat() -> None:
+        prompts = [rig.gallery.solo(purpose) for purpose in purposes]
+        answers.extend(rig.engine.chat(prompts, logprobs=2))
+
+    asking = threading.Thread(target=chat)
+    assert rig.server.pid is not None
+    os.kill(rig.server.pid, signal.SIGSTOP)  # so that no request can be over before the kill
+    try:
+        asking.start()
+        # The index has at most one request out; a second one is for an embedding.
+        eventually(lambda: _unread(rig.server) >= 2, "requests lie unread at the server")
+    finally:
+        rig.server.kill()
+        asking.join()
+    assert [answer["token_ids"] for answer in answers] == [
+        rig.reference[f"solo {purpose}"][0]["token_ids"] for purpose in purposes
+    ]
+    rig.server.restart()
+    rig.wait_for(before, _UNAVAILABLE)
+    assert moved(before, rig.engine.counters())[MISSES] == len(purposes)
+    rig.hits_come_back()
+
+
+def _unread(server: LocalS3) -> int:
+    """Connections to the server with bytes that it has not read."""
+    port = int(server.endpoint_url.rpartition(":")[2])
+    count = 0
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        _, local, _, _, queues, *_ = line.split()
+        count += int(local.partition(":")[2], 16) == port and int(queues.partition(":")[2], 16) > 0
+    return count
+
+
+def _flip(path: Path) -> None:
+    path.write_bytes(damage.flipped(path.read_bytes()))
+
+
+def _cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 100)
+
+
+@pytest.mark.parametrize(
+    ("purpose", "wound"),
+    [("tier-flipped", _flip), ("tier-cut", _cut), ("tier-gone", Path.unlink)],
+)
+def test_an_entry_damaged_on_this_nodes_disk_is_replaced_from_the_bucket(
+    purpose: str, wound: Callable[[Path], None], rig: _Rig
+) -> None:
+    first = rig.ask(purpose)
+    assert rig.is_right(first, f"solo {purpose}")
+    assert first[FROM_BUCKET] == 1
+    for _ in range(3):  # the encoder cache drops the picture
+        assert rig.hits()
+    wound(rig.on_disk(purpose))
+    second = rig.put(rig.gallery.again(purpose))
+    assert rig.is_right(second, f"again {purpose}")
+    assert second[MISSES] == 0
+    assert second[LOADS] == 1
+    assert second[FROM_BUCKET] + second[FROM_TIER] == 1
+
+
+def test_no_fault_ended_the_engine_or_raised_an_error_of_ours(rig: _Rig) -> None:
+    assert rig.hits()
+    assert "vllm:s3ec_internal_errors" not in rig.engine.counters()
+    assert "failed; the request is served without the cache" not in rig.engine.log

@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A configuration in which vLLM numbers images instead of hashing them is refused at start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from s3ec.testing.engine import EngineError, EngineProcess, ec_config
+from s3ec.testing.server import LocalS3
+from tests.e2e.rig import ONE_PROCESS, settings
+
+
+def test_an_engine_that_would_only_have_request_scoped_identifiers_names_the_flag_to_change(
+    workdir: Path, gemma: Path, local_s3: LocalS3
+) -> None:
+    engine = EngineProcess(
+        gemma,
+        ec=ec_config("ec_both", settings(local_s3, "unused", workdir / "scoped-tier")),
+        log_path=workdir / "scoped.log",
+        media=workdir,
+        env=local_s3.env() | ONE_PROCESS,
+        options={"mm_processor_cache_gb": 0, "enable_prefix_caching": False},
+    )
+    try:
+        with pytest.raises(EngineError):
+            engine.start()
+    finally:
+        engine.stop()
+    assert "ConfigError" in engine.log
+    assert "--mm-processor-cache-gb" in engine.log
+    assert "--enable-prefix-caching" in engine.log
