@@ -89,5 +89,5 @@ lock: setup  ## resolve requirements/test.in anew and pin it
 	rm -rf build/lock
 
 clean:  ## remove .venv and what tools leave behind
-	@rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	@rm -rf $(VENV) .demo build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -8,8 +8,10 @@ file.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -120,6 +122,8 @@ class EngineProcess:
                 stderr=log,
                 env=self._env,
                 pass_fds=(request_read, reply_write),
+                # A group of its own, so that its workers can be ended with it.
+                start_new_session=True,
             )
         os.close(request_read)
         os.close(reply_write)
@@ -174,18 +178,20 @@ class EngineProcess:
         metrics: dict[str, float] = self._call({"op": "metrics"})["metrics"]
         return metrics
 
-    def stop(self) -> None:
+    def stop(self, timeout_s: float = _STOP_TIMEOUT_S) -> None:
         """Shut the engine down in order, letting it finish its saves. Idempotent."""
         child, self._child = self._child, None
         if child is None:
             return
         try:
             os.close(self._request)  # end of requests: the child shuts its engine down
-            child.wait(_STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            child.kill()
-            child.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(timeout_s)
         finally:
+            # Nothing is left of an engine that has ended; one that hangs goes with its workers.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
             self._replies.close()
 
     def _running(self) -> subprocess.Popen[bytes]:
@@ -208,7 +214,11 @@ class EngineProcess:
         return reply
 
     def __enter__(self) -> EngineProcess:
-        return self.start()
+        try:
+            return self.start()
+        except BaseException:
+            self.stop(timeout_s=5)
+            raise
 
     def __exit__(
         self,
