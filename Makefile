@@ -9,6 +9,8 @@ SHELL := /bin/bash
 PRESET ?= tiny
 BENCH ?= all
 ARGS ?=
+# A test file stays in one process, with its servers.
+PARALLEL ?= --numprocesses auto --dist loadfile
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -61,10 +63,12 @@ demo: setup  ## encode real pictures into a bucket, answer from it; PRESET=tiny|
 	@$(PY) -m s3ec.demo --preset $(PRESET) $(ARGS)
 
 test: setup  ## all tests, with real vLLM engines; ARGS goes to pytest
-	@$(PY) -m pytest $(ARGS)
+	@$(PY) -m pytest $(PARALLEL) -m "not e2e" $(ARGS)
+	# One process: its engines are shared by all tests, and each wants the whole machine.
+	$(PY) -m pytest -m e2e $(ARGS)
 
 test-fast: setup  ## the tests without engines, under two minutes
-	@$(PY) -m pytest -m "not e2e and not slow" $(ARGS)
+	@$(PY) -m pytest $(PARALLEL) -m "not e2e and not slow" $(ARGS)
 
 lint: setup  ## ruff and mypy
 	@$(PY) -m ruff check .
