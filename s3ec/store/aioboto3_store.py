@@ -196,10 +196,13 @@ class Aioboto3Store:
             self.is_closed = True
             self._opened = None
             # aiohttp's close does not wake a reader whose connection it closes.
-            for deadline in self._under_way:
-                if not deadline.expired():
-                    deadline.reschedule(0.0)
+            self._end_requests()
             await self._resources.aclose()
+
+    def _end_requests(self) -> None:
+        for deadline in self._under_way:
+            if not deadline.expired():
+                deadline.reschedule(0.0)
 
     def _key(self, name: str) -> str:
         if not name or name.startswith("/"):

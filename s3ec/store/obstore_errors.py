@@ -3,7 +3,8 @@
 
 obstore 0.12 tells neither status nor code as data: its classes merge 409 with 412 and every 404,
 so both are read from the text, whose second half is Rust's debug form. There strings are escaped:
-no server and no name can forge the lines looked for. What is not found there is no answer.
+no server and no name can forge the lines looked for. What is not found there is no answer, and
+never absence.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ _ANSWER = re.compile(r'^ *body: Some\(\n *"(.*)",$', re.MULTILINE)
 _NO_ANSWER = re.compile(
     r"^ *(?:source: |inner: Http\(\n *)HttpError \{\n *kind: (\w+),$", re.MULTILINE
 )
+_WRONG_RANGE = re.compile(r"Requested \d+\.\.\d+, got \d+\.\.\d+")
 _REASON = re.compile(r'^ *(?:message|error): "(.*)",$', re.MULTILINE)
 _ESCAPED = re.compile(r"\\(?:u\{[0-9a-f]+\}|.)")
 # Rust's panics: in a coroutine, and from a plain call, where it is a BaseException.
@@ -33,8 +35,8 @@ class BrokenConnectionError(UnavailableError):
     """The connection ended before the reply did."""
 
 
-class NoPartError(UnavailableError):
-    """A range was asked for, and the whole object came."""
+class AskAgainError(UnavailableError):
+    """obstore cannot read the reply, or we cannot read obstore's words: the SDK may do better."""
 
 
 @contextlib.contextmanager
@@ -72,17 +74,15 @@ def _translate(text: str, what: str, operation: str) -> ClientError | S3ECError:
         return _no_answer(kind[1], debug, what, operation)
     if "redirect without LOCATION" in said:
         return _answer(301, "<Code>PermanentRedirect</Code>", operation)
-    if "non-partial response" in said:
-        return NoPartError(f"{what}: the whole object came instead of a range")
-    if "Content-Length Header missing" in said:
-        return UnavailableError(
-            f"{what}: the answer is without Content-Length, which obstore needs"
-        )
-    if "ETag Header missing" in said:
-        return UnavailableError(f"{what}: the answer is not an S3 server's")
     # Up to where a server's words could begin.
-    reason = said.partition("Server returned")[0].partition("\n")[0]
-    return UnavailableError(f"{what}: {_printable(reason) or 'obstore failed without a reason'}")
+    reason = _printable(said.partition("Server returned")[0].partition("\n")[0])
+    if "ETag Header missing" in reason:
+        return UnavailableError(f"{what}: the answer is not an S3 server's")
+    if _WRONG_RANGE.search(reason):
+        return UnavailableError(f"{what}: the answer holds another range ({reason})")
+    # The whole object where a range was asked for, a body in chunks, a range "of *"; or the text
+    # of a release that words the above differently.
+    return AskAgainError(f"{what}: {reason or 'obstore failed without a reason'}")
 
 
 def _answer(status: int, body: str, operation: str) -> ClientError:

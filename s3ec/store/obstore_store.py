@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 from collections.abc import AsyncIterator, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -24,8 +23,9 @@ from obstore.store import S3Store
 import s3ec
 from s3ec.config import Settings
 from s3ec.errors import CorruptEntryError, UnavailableError
+from s3ec.store import obstore_runtime
 from s3ec.store.aioboto3_store import Aioboto3Store, Turn, content_type_of
-from s3ec.store.obstore_errors import BrokenConnectionError, NoPartError, sdk_errors
+from s3ec.store.obstore_errors import AskAgainError, BrokenConnectionError, sdk_errors
 from s3ec.store.replies import Extend, Reply
 from s3ec.store.sdk_client import Address, Opened, address_of
 from s3ec.store.sdk_errors import SDK_ERRORS, is_absent, status_of
@@ -34,17 +34,17 @@ from s3ec.store.sdk_errors import SDK_ERRORS, is_absent, status_of
 _PERHAPS_WRONG_REGION = frozenset({301, 302, 307, 308, 400, 403})
 log = logging.getLogger(__name__)
 
-_runtime_pid: int | None = None
-"""The process that holds obstore's threads; None before its first request."""
-
 
 class ObstoreStore(Aioboto3Store):
     """The bucket of ``settings``; names are relative to its prefix. See base.Store.
 
     Limits, deadlines and errors are those of Aioboto3Store. What obstore cannot do goes the SDK's
-    way: names with empty, ``.`` or ``..`` parts or control characters, and with a warning all
-    names of a bucket that is signed for otherwise (a directory bucket), or in a child that was
-    forked after obstore had started its threads, which do not survive that.
+    way: names with empty, ``.`` or ``..`` parts or control characters, and with a warning
+
+    - requests whose reply it cannot read (no length, a range not honoured), a second time,
+    - all of a bucket that is signed for otherwise, such as a directory bucket,
+    - all in a child that was forked after obstore had started its threads, and in a process that
+      is ending, see obstore_runtime.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class ObstoreStore(Aioboto3Store):
         self._signed_by: Any = None
         self._clients: dict[str, S3Store] = {}
         self._bucket_region: str | None = None
-        self._warned = False
+        self._warned: set[str] = set()
 
     def __repr__(self) -> str:
         return super().__repr__().replace("Aioboto3Store", "ObstoreStore", 1)
@@ -64,6 +64,17 @@ class ObstoreStore(Aioboto3Store):
         await super().close()
         # obstore closes a client's connections when nothing holds it any more.
         self._clients.clear()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether requests are under way."""
+        return bool(self._under_way)
+
+    def abandon(self) -> None:
+        """End the requests that are under way soon; for another thread, when the process ends."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            if self._loop is not None:
+                self._loop.call_soon_threadsafe(self._end_requests)
 
     async def _connect(self) -> Opened:
         opened = await super()._connect()
@@ -76,11 +87,12 @@ class ObstoreStore(Aioboto3Store):
         part: Any = {} if wanted is None else {"range": (wanted.start, wanted.stop)}
         what = self._what("GET", key)
         try:
+            client = await self._client_for("reads", what)
             async with self._errors_of(turn, what, "GetObject"):
-                client = await self._client_for("reads")
                 result = await obstore.get_async(client, key, options=part)
-        except NoPartError:  # the server knows no ranges
-            return await self._get_object(turn, key)
+        except AskAgainError as exc:
+            self._warn_once("obstore cannot read a reply,", exc)
+            return await super()._get_object(turn, key, wanted)
         except ClientError as exc:
             if is_absent(exc):
                 return None
@@ -99,57 +111,63 @@ class ObstoreStore(Aioboto3Store):
         if not self._can_take(key):
             await super()._put_object(turn, key, body, what, checksum=checksum)
             return
-        async with self._errors_of(turn, what, "PutObject"):
-            client = await self._client_for("writes" if checksum else "bare writes")
-            await obstore.put_async(
-                client,
-                key,
-                # obstore reads the pieces where they lie, but only as bytes.
-                [memoryview(piece).cast("B") for piece in body],
-                attributes={"Content-Type": content_type_of(key)},
-                mode="create",
-                use_multipart=False,
-            )
+        try:
+            client = await self._client_for("writes" if checksum else "bare writes", what)
+            async with self._errors_of(turn, what, "PutObject"):
+                await obstore.put_async(
+                    client,
+                    key,
+                    # obstore reads the pieces where they lie, but only as bytes.
+                    [memoryview(piece).cast("B") for piece in body],
+                    attributes={"Content-Type": content_type_of(key)},
+                    mode="create",
+                    use_multipart=False,
+                )
+        except AskAgainError as exc:
+            self._warn_once("obstore cannot read a reply,", exc)
+            await super()._put_object(turn, key, body, what, checksum=checksum)
 
     def _can_take(self, key: str) -> bool:
-        problem = ""
-        if _runtime_pid not in (None, os.getpid()):
-            problem = "this process was forked after obstore had started its threads; spawn it"
-        elif self._address is None or self._address.service != "s3":
-            problem = "obstore cannot sign for this kind of bucket"
-        if problem and not self._warned:
-            self._warned = True
-            log.warning("aioboto3 does the work of obstore here: %s", problem)
+        problem = obstore_runtime.obstacle()
+        if self._address is None or self._address.service != "s3":
+            problem = problem or "obstore cannot sign for this kind of bucket"
+        if problem:
+            self._warn_once(problem)
         # obstore refuses some names and silently changes others, such as "a/" into "a".
         parts = key.split("/")
         plain = key.isprintable() and not any(part in ("", ".", "..") for part in parts)
         return plain and not problem
 
-    async def _client_for(self, purpose: str) -> S3Store:
+    def _warn_once(self, problem: str, detail: object = "") -> None:
+        if problem not in self._warned:
+            self._warned.add(problem)
+            log.warning("aioboto3 does the work of obstore here: %s %s", problem, detail)
+
+    async def _client_for(self, purpose: str, what: str) -> S3Store:
         """A client of obstore that signs with the SDK's credentials of this moment.
 
         Renewed credentials get new clients, which happens about once an hour: it takes 5 to 15 ms
         and costs the open connections; a request under way keeps its own.
         """
-        global _runtime_pid  # noqa: PLW0603 -- the runtime is one per process as well
         opened, address = self._opened, self._address
         if opened is None or address is None:
-            raise UnavailableError("the store was closed")
+            raise UnavailableError(f"{what}: the store was closed")
         frozen = await opened.credentials.get_frozen_credentials()
         if frozen != self._signed_by:
             self._signed_by = frozen
             self._clients.clear()
         if purpose not in self._clients:
-            _runtime_pid = os.getpid()
-            self._clients[purpose] = S3Store(
-                self._settings.bucket,
-                client_options=self._http_options(purpose, address, opened.roots),
-                # Retries are a wrapper of ours.
-                retry_config={"max_retries": 0},
-                # Not as configuration, which obstore's object shows to everybody.
-                credential_provider=_provider(frozen),
-                **self._s3_options(purpose, address),
-            )
+            obstore_runtime.start(self)
+            with sdk_errors(what, "HeadBucket"):
+                self._clients[purpose] = S3Store(
+                    self._settings.bucket,
+                    client_options=self._http_options(purpose, address, opened.roots),
+                    # Retries are a wrapper of ours.
+                    retry_config={"max_retries": 0},
+                    # Not as configuration, which obstore's object shows to everybody.
+                    credential_provider=_provider(frozen),
+                    **self._s3_options(purpose, address),
+                )
         return self._clients[purpose]
 
     def _http_options(self, purpose: str, address: Address, roots: str) -> Any:
@@ -170,7 +188,11 @@ class ObstoreStore(Aioboto3Store):
         return options
 
     def _s3_options(self, purpose: str, address: Address) -> Any:
-        """obstore's own settings; all that stand in its environment too, so that none leaks in."""
+        """obstore's own settings, also at their defaults: it reads AWS_ variables for the others.
+
+        Two of those cannot be undone here, AWS_SERVER_SIDE_ENCRYPTION with its kin and
+        AWS_CHECKSUM_ALGORITHM; both only add a header to a write.
+        """
         over_tls = address.url.startswith("https:")
         options: dict[str, Any] = {
             # The URL holds the bucket already, be it in the host or in the path.
@@ -201,14 +223,19 @@ class ObstoreStore(Aioboto3Store):
             with sdk_errors(what, operation):
                 yield
         except ClientError as exc:
-            if status_of(exc) in _PERHAPS_WRONG_REGION:
+            status = status_of(exc)
+            if status in _PERHAPS_WRONG_REGION:
                 headers = exc.response["ResponseMetadata"]["HTTPHeaders"]
-                headers["x-amz-bucket-region"] = await self._ask_region(turn)
+                headers["x-amz-bucket-region"] = await self._ask_region(turn, status)
             raise
 
-    async def _ask_region(self, turn: Turn) -> str:
-        """The bucket's region as the server tells it, once; empty where it does not."""
-        if self._bucket_region is None:
+    async def _ask_region(self, turn: Turn, status: int) -> str:
+        """The bucket's region as the server tells it; empty where it does not.
+
+        Asked once for refusals, which can be many and mostly have other reasons, and for
+        redirections until it is known.
+        """
+        if self._bucket_region is None or (status < 400 and not self._bucket_region):
             try:
                 answer = await turn.client.head_bucket(Bucket=self._settings.bucket)
             except ClientError as exc:  # the header comes with refusals too
@@ -230,7 +257,7 @@ class _ObstoreReply:
         self._result = result
 
     async def read(self, max_bytes: int, what: str, extend: Extend) -> bytes:
-        expected = stop = self.nbytes or 0
+        expected = self.nbytes or 0
         chunks: list[bytes] = []
         nbytes = 0
         try:
@@ -240,7 +267,7 @@ class _ObstoreReply:
                 async for chunk in self._result.stream(min_chunk_size=max(expected, 1)):
                     chunks.append(chunk)
                     nbytes += len(chunk)
-                    if nbytes > stop:
+                    if nbytes > expected:
                         break
         except BrokenConnectionError as exc:
             raise CorruptEntryError(

@@ -39,8 +39,7 @@ def open_store(settings: Settings) -> Store:
         if (exc.name or "").partition(".")[0] != "obstore":
             raise
         raise ConfigError(
-            "`transport` = `obstore` needs a package that is not installed here (or does not "
-            f"load: {exc}): pip install 's3ec[fast]'",
+            f"`transport` = `obstore`: {exc}; pip install 's3ec[fast]', or set `auto`",
             field="transport",
         ) from exc
     return ObstoreStore(settings)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import datetime
 import ipaddress
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from s3ec.config import Settings, load_settings
+from s3ec.store.aioboto3_store import Aioboto3Store
+from s3ec.store.obstore_store import ObstoreStore
 from s3ec.testing.server import Identity, LocalS3, MotoServer
 
 # Failing checks of the shipped suite show their values, as those of a test module do.
@@ -23,6 +26,14 @@ pytest.register_assert_rewrite("s3ec.testing.contract")
 
 BUCKET = "contract"
 Configure = Callable[..., Settings]
+Transport = type[Aioboto3Store]
+
+
+@pytest.fixture(params=[Aioboto3Store, ObstoreStore], ids=["aioboto3", "obstore"])
+def transport(request: pytest.FixtureRequest) -> Transport:
+    """Each S3 client in turn."""
+    kind: Transport = request.param
+    return kind
 
 
 @pytest.fixture(scope="session")
@@ -77,16 +88,47 @@ def guarded_s3() -> Iterator[LocalS3]:
         yield server
 
 
+@dataclass(frozen=True)
+class Issued:
+    """A server's certificate with its key, and that of the authority which issued it; PEM files."""
+
+    server: Path
+    authority: Path
+
+
 @pytest.fixture(scope="session")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A self-signed certificate for 127.0.0.1 with its key, one PEM file."""
+    """A self-signed certificate for 127.0.0.1, an authority's as well; with its key, one file."""
     key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "s3ec test")])
+    path = tmp_path_factory.mktemp("tls") / "certificate.pem"
+    path.write_bytes(_pem(_certificate("s3ec test", key), key))
+    return path
+
+
+@pytest.fixture(scope="session")
+def issued(tmp_path_factory: pytest.TempPathFactory) -> Issued:
+    """A certificate for 127.0.0.1 that an authority of these tests signed."""
+    folder = tmp_path_factory.mktemp("issued")
+    root_key, key = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
+    root = _certificate("s3ec test authority", root_key)
+    files = Issued(folder / "server.pem", folder / "authority.pem")
+    files.authority.write_bytes(root.public_bytes(serialization.Encoding.PEM))
+    files.server.write_bytes(_pem(_certificate("s3ec test", key, (root, root_key)), key))
+    return files
+
+
+def _certificate(
+    name: str,
+    key: ec.EllipticCurvePrivateKey,
+    issuer: tuple[x509.Certificate, ec.EllipticCurvePrivateKey] | None = None,
+) -> x509.Certificate:
+    """One for 127.0.0.1; without an issuer it signs itself and is an authority."""
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     now = datetime.datetime.now(datetime.UTC)
-    signed = (
+    return (
         x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
+        .subject_name(subject)
+        .issuer_name(issuer[0].subject if issuer else subject)
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - datetime.timedelta(days=1))
@@ -95,16 +137,14 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
             x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]),
             critical=False,
         )
-        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
-        .sign(key, hashes.SHA256())
+        .add_extension(x509.BasicConstraints(ca=issuer is None, path_length=None), critical=True)
+        .sign(issuer[1] if issuer else key, hashes.SHA256())
     )
-    path = tmp_path_factory.mktemp("tls") / "certificate.pem"
-    path.write_bytes(
-        signed.public_bytes(serialization.Encoding.PEM)
-        + key.private_bytes(
-            serialization.Encoding.PEM,
-            serialization.PrivateFormat.PKCS8,
-            serialization.NoEncryption(),
-        )
+
+
+def _pem(certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> bytes:
+    return certificate.public_bytes(serialization.Encoding.PEM) + key.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),
     )
-    return path

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The suite against real HTTP servers: moto, and SeaweedFS with its signatures."""
+"""Both transports against real HTTP servers: moto, and SeaweedFS with its signatures."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ import pytest
 from s3ec.errors import AccessError, ConflictError
 from s3ec.store.aioboto3_store import Aioboto3Store
 from s3ec.store.base import Store
+from s3ec.store.obstore_store import ObstoreStore
 from s3ec.store.open import ConditionalPut, probe_conditional_put
 from s3ec.testing.contract import MakeStore, StoreContract
 from s3ec.testing.server import Identity, LocalS3
-from tests.contract.conftest import BUCKET, READER, WRITER, Configure
+from tests.contract.conftest import BUCKET, READER, WRITER, Configure, Transport
 
 
 class TestOnMoto(StoreContract):
     list_count = 120
 
     @pytest.fixture
-    def make_store(self, on_moto: Configure) -> MakeStore:
-        return lambda prefix: Aioboto3Store(on_moto(prefix=prefix), page_size=7)
+    def make_store(self, on_moto: Configure, transport: Transport) -> MakeStore:
+        return lambda prefix: transport(on_moto(prefix=prefix), page_size=7)
 
 
 class TestOnSeaweed(StoreContract):
@@ -27,13 +28,15 @@ class TestOnSeaweed(StoreContract):
     list_count = 1005
 
     @pytest.fixture
-    def make_store(self, on_seaweed: Configure) -> MakeStore:
+    def make_store(self, on_seaweed: Configure, transport: Transport) -> MakeStore:
         # Writers that race for one name take turns of a second there.
-        return lambda prefix: Aioboto3Store(on_seaweed(prefix=prefix, read_timeout_s=30))
+        return lambda prefix: transport(on_seaweed(prefix=prefix, read_timeout_s=30))
 
 
-async def test_small_pages_of_seaweed_hold_every_object(on_seaweed: Configure) -> None:
-    store = Aioboto3Store(on_seaweed(prefix="small-pages"), page_size=7)
+async def test_small_pages_of_seaweed_hold_every_object(
+    on_seaweed: Configure, transport: Transport
+) -> None:
+    store = transport(on_seaweed(prefix=f"small-pages-{transport.__name__}"), page_size=7)
     names = {f"o/{i:02d}/x" for i in range(40)}
     for name in names:
         await store.put_if_absent(name, [b"x"])
@@ -44,8 +47,10 @@ async def test_small_pages_of_seaweed_hold_every_object(on_seaweed: Configure) -
     await store.close()
 
 
-async def test_missing_bucket_is_an_access_error_that_names_it(on_moto: Configure) -> None:
-    store = Aioboto3Store(on_moto(bucket="no-such-bucket"))
+async def test_missing_bucket_is_an_access_error_that_names_it(
+    on_moto: Configure, transport: Transport
+) -> None:
+    store = transport(on_moto(bucket="no-such-bucket"))
 
     async def listing() -> None:
         async for _ in store.list(""):
@@ -65,17 +70,24 @@ async def test_missing_bucket_is_an_access_error_that_names_it(on_moto: Configur
 
 
 def _store_as(
-    identity: Identity, server: LocalS3, monkeypatch: pytest.MonkeyPatch, on_seaweed: Configure
+    identity: Identity,
+    server: LocalS3,
+    monkeypatch: pytest.MonkeyPatch,
+    on_seaweed: Configure,
+    transport: Transport,
 ) -> Store:
     for name, value in server.env(identity).items():
         monkeypatch.setenv(name, value)
-    return Aioboto3Store(on_seaweed(endpoint_url=server.endpoint_url, bucket=BUCKET))
+    return transport(on_seaweed(endpoint_url=server.endpoint_url, bucket=BUCKET))
 
 
 async def test_reader_is_refused_writes_and_its_probe_says_unknown(
-    guarded_s3: LocalS3, monkeypatch: pytest.MonkeyPatch, on_seaweed: Configure
+    guarded_s3: LocalS3,
+    monkeypatch: pytest.MonkeyPatch,
+    on_seaweed: Configure,
+    transport: Transport,
 ) -> None:
-    store = _store_as(READER, guarded_s3, monkeypatch, on_seaweed)
+    store = _store_as(READER, guarded_s3, monkeypatch, on_seaweed, transport)
     with pytest.raises(AccessError, match=r"403 AccessDenied.*s3:PutObject") as caught:
         await store.put_if_absent("x", [b"x"])
     assert caught.value.code == "AccessDenied"
@@ -86,13 +98,17 @@ async def test_reader_is_refused_writes_and_its_probe_says_unknown(
 
 
 async def test_writer_is_refused_reads_and_its_probe_finds_the_condition_enforced(
-    guarded_s3: LocalS3, monkeypatch: pytest.MonkeyPatch, on_seaweed: Configure
+    guarded_s3: LocalS3,
+    monkeypatch: pytest.MonkeyPatch,
+    on_seaweed: Configure,
+    transport: Transport,
 ) -> None:
-    store = _store_as(WRITER, guarded_s3, monkeypatch, on_seaweed)
-    await store.put_if_absent("writer/x", [b"x"])
+    store = _store_as(WRITER, guarded_s3, monkeypatch, on_seaweed, transport)
+    name = f"writer/{transport.__name__}"
+    await store.put_if_absent(name, [b"x"])
     with pytest.raises(ConflictError):
-        await store.put_if_absent("writer/x", [b"x"])
-    for call in (lambda: store.get("writer/x", max_bytes=10), lambda: store.head("writer/x")):
+        await store.put_if_absent(name, [b"x"])
+    for call in (lambda: store.get(name, max_bytes=10), lambda: store.head(name)):
         with pytest.raises(AccessError, match="403"):
             await call()
     assert await probe_conditional_put(store) is ConditionalPut.ENFORCED
@@ -104,10 +120,14 @@ async def test_writer_is_refused_reads_and_its_probe_finds_the_condition_enforce
 
 @pytest.mark.parametrize("field", ["access_key", "secret_key"])
 async def test_wrong_keys_are_an_access_error_without_the_keys(
-    field: str, guarded_s3: LocalS3, monkeypatch: pytest.MonkeyPatch, on_seaweed: Configure
+    field: str,
+    guarded_s3: LocalS3,
+    monkeypatch: pytest.MonkeyPatch,
+    on_seaweed: Configure,
+    transport: Transport,
 ) -> None:
     wrong = Identity("nobody", **{"access_key": READER.access_key, field: "wr0ng-" + "k" * 30})
-    store = _store_as(wrong, guarded_s3, monkeypatch, on_seaweed)
+    store = _store_as(wrong, guarded_s3, monkeypatch, on_seaweed, transport)
     with pytest.raises(AccessError) as caught:
         await store.get("x", max_bytes=10)
     assert caught.value.code in ("InvalidAccessKeyId", "SignatureDoesNotMatch")
@@ -115,16 +135,21 @@ async def test_wrong_keys_are_an_access_error_without_the_keys(
     await store.close()
 
 
-async def test_server_side_encryption_is_asked_for_at_each_put(on_moto: Configure) -> None:
+async def test_server_side_encryption_is_asked_for_at_each_put(
+    on_moto: Configure, transport: Transport
+) -> None:
     key = "arn:aws:kms:us-east-1:123456789012:key/11111111-2222-3333-4444-555555555555"
     for settings, expected in (
-        (on_moto(prefix="sse", sse="AES256"), {"ServerSideEncryption": "AES256"}),
         (
-            on_moto(prefix="kms", sse="aws:kms", sse_kms_key_id=key),
+            on_moto(prefix=f"sse-{transport.__name__}", sse="AES256"),
+            {"ServerSideEncryption": "AES256"},
+        ),
+        (
+            on_moto(prefix=f"kms-{transport.__name__}", sse="aws:kms", sse_kms_key_id=key),
             {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": key},
         ),
     ):
-        store = Aioboto3Store(settings)
+        store = transport(settings)
         await store.put_if_absent("x", [b"x"])
         client = await store._open()
         stored = await client.head_object(Bucket=settings.bucket, Key=f"{settings.prefix}/x")
@@ -132,13 +157,23 @@ async def test_server_side_encryption_is_asked_for_at_each_put(on_moto: Configur
         await store.close()
 
 
-async def test_stored_checksum_is_the_crc_of_the_body(on_seaweed: Configure) -> None:
-    settings = on_seaweed(prefix="checksum")
-    store = Aioboto3Store(settings)
-    await store.put_if_absent("x", [b"123456789"])
+# Of the nine digits: the check value of CRC-32, 0xCBF43926, and their SHA-256.
+CHECKSUMS = {
+    Aioboto3Store: ("ChecksumCRC32", "y/Q5Jg=="),
+    ObstoreStore: ("ChecksumSHA256", "FeKw08M4keuw8e9gnsQZQgwg4yDOlMZfvIwzEkSOsiU="),
+}
+
+
+async def test_stored_checksum_is_that_of_the_body(
+    on_seaweed: Configure, transport: Transport
+) -> None:
+    settings = on_seaweed(prefix=f"checksum-{transport.__name__}")
+    store = transport(settings)
+    await store.put_if_absent("x", [b"1234", b"56789"])
     client = await store._open()
     stored = await client.head_object(
-        Bucket=settings.bucket, Key="checksum/x", ChecksumMode="ENABLED"
+        Bucket=settings.bucket, Key=f"{settings.prefix}/x", ChecksumMode="ENABLED"
     )
-    assert stored["ChecksumCRC32"] == "y/Q5Jg=="  # 0xCBF43926, the check value of CRC-32
+    name, expected = CHECKSUMS[transport]
+    assert stored[name] == expected
     await store.close()

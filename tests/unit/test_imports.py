@@ -44,7 +44,7 @@ MAY_IMPORT = {
                      "demo": "inside"},
     "aioboto3": {"store": "anywhere"},
     "aiobotocore": {"store": "anywhere"},
-    "obstore": {"store": "inside"},
+    "obstore": {"store": "anywhere"},
 }  # fmt: skip
 # Within these packages one module alone may import what the rest may not.
 SDK_MODULES = {"store", "doctor", "testing", "bench", "demo"}  # botocore and boto3
