@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import os
 import random
@@ -14,7 +15,7 @@ from typing import ClassVar
 from s3ec.config import Settings
 from s3ec.counters import Counters
 from s3ec.errors import AccessError, CorruptEntryError, TierError, UnavailableError
-from s3ec.identity import Layout, Namespace
+from s3ec.identity import Layout, Namespace, canonical_json
 from s3ec.index.listing import ListingIndex
 from s3ec.loop import LoopThread
 from s3ec.modality import ModalityRecords
@@ -107,6 +108,7 @@ class Node:
             counters=self.counters,
         )
         self.tier.open()
+        self.destination = _destination(settings)
         self.local = LocalKeys()
         self.records = ModalityRecords(self.store, self.layout)
         self.index = ListingIndex(self.store, self.layout, self.counters)
@@ -170,3 +172,9 @@ class Node:
             log.debug("closing the store: %r", exc)
         self.loop.stop(timeout_s)
         self.tier.close()
+
+
+def _destination(settings: Settings) -> str:
+    """16 hex digits for where saves go: namespaces are the same in every bucket, spools not."""
+    where = [settings.endpoint_url, settings.bucket, settings.prefix]
+    return hashlib.sha256(canonical_json(where).encode()).hexdigest()[:16]

@@ -1,35 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saves written behind: a bounded queue, a thread that writes the tier, a loop that uploads."""
+"""Saves written behind: a bounded queue, and a thread that writes them to tier and spool."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import logging
 import queue
 import threading
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from s3ec import codec
-from s3ec.codec import Header
 from s3ec.connector.plan import Save
-from s3ec.errors import AccessError, ConflictError, CorruptEntryError, TierError, UnavailableError
+from s3ec.connector.uploads import Upload, Uploader
+from s3ec.errors import CorruptEntryError, TierError
 from s3ec.identity import Key, make_key
-from s3ec.modality import Record
 from s3ec.node import Node
-from s3ec.store.base import Store
-from s3ec.store.open import ConditionalPut, HeadBeforePut, probe_conditional_put
+from s3ec.tier import Spool
 
 if TYPE_CHECKING:
     import torch
 
 log = logging.getLogger(__name__)
 
-_FIRST_PAUSE_S = 0.5
-_MAX_PAUSE_S = 15.0
+# One part in so many of `cache_bytes` may wait for the bucket, per process.
+_SPOOL_SHARE = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,36 +32,45 @@ class _Job:
     key: Key
     save: Save
     tensor: torch.Tensor
-    nbytes: int
 
 
 class SaveQueue:
     """Takes CPU tensors from a hook and sees them into tier and bucket.
 
     An entry counts as stored only after the bucket confirmed it (or said that it holds it
-    already). While the bucket is away uploads are tried again until the process ends; the queue's
-    byte budget bounds what that can cost.
+    already); until then the spool keeps it on the disk, past the end of this process if need be,
+    and the next process that makes a SaveQueue for the same namespace and bucket goes on.
+
+    Two bounds: ``budget_bytes`` for tensors in memory, which are let go of when they are on the
+    disk, and a quarter of ``cache_bytes`` for what waits there. Where the disk fails an
+    embedding is uploaded from memory, and lost if the process ends first.
     """
 
     def __init__(
         self, node: Node, *, budget_bytes: int, overflow: Literal["block", "drop"]
     ) -> None:
+        """Start looking for what dead processes left, in the background.
+
+        Args:
+            budget_bytes: Of tensors in memory; of files being uploaded as many again.
+            overflow: What put does when either bound is reached.
+        """
         self._node = node
         self._budget_bytes = budget_bytes
+        self._spool_bytes = int(node.settings.cache_bytes) // _SPOOL_SHARE
         self._overflow = overflow
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
-        self._pending: dict[str, int] = {}  # identifier -> bytes, until stored or given up
-        self._pending_bytes = 0
+        # Identifier -> bytes in memory (0: in the spool), until stored or given up.
+        self._pending: dict[str, int] = {}
+        self._memory_bytes = 0
         self._published: list[str] = []
         self._stored: list[str] = []
         self._stopping = False
         self._thread: threading.Thread | None = None
-        # The loop's thread only.
-        self._store: Store | None = None
-        self._ready: asyncio.Lock | None = None
-        self._uploads: asyncio.Semaphore | None = None
-        self._disagreed: set[str] = set()
+        self._spool: Spool = node.tier.open_spool(node.destination)
+        self._uploads = Uploader(node, self._spool, inflight_bytes=budget_bytes, ended=self._end)
+        self._uploads.start_adopting()
 
     # -- the hook's thread -------------------------------------------------------------------
 
@@ -85,7 +89,7 @@ class SaveQueue:
         with self._changed:
             if identifier in self._pending:
                 return False
-            while self._pending and self._pending_bytes + nbytes > self._budget_bytes:
+            while self._is_full(nbytes):
                 if self._overflow == "drop" or self._stopping:
                     self._node.counters.add("save_problem.dropped")
                     return False
@@ -94,12 +98,22 @@ class SaveQueue:
             if self._stopping:
                 return False
             self._pending[identifier] = nbytes
-            self._pending_bytes += nbytes
+            self._memory_bytes += nbytes
             if self._thread is None:
                 self._thread = threading.Thread(target=self._write, name="s3ec-save", daemon=True)
                 self._thread.start()
-        self._jobs.put(_Job(key, save, tensor, nbytes))
+        self._jobs.put(_Job(key, save, tensor))
         return True
+
+    def _is_full(self, nbytes: int) -> bool:
+        """Whether one more does not fit; anything may be alone. No system call."""
+        memory = self._memory_bytes
+        # What is in memory will be in the spool next.
+        spooled = memory + self._spool.nbytes
+        return bool(
+            (memory and memory + nbytes > self._budget_bytes)
+            or (spooled and spooled + nbytes > self._spool_bytes)
+        )
 
     def take_report(self) -> tuple[list[str], list[str]]:
         """Identifiers published on this node, and stored in the bucket, since the last call."""
@@ -111,36 +125,63 @@ class SaveQueue:
         return published, stored
 
     def drain(self, timeout_s: float) -> int:
-        """Take no more, wait for what is queued; returns how many are left unconfirmed."""
+        """Take no more, wait for the bucket to confirm what is queued or was adopted, and stop.
+
+        Returns:
+            How many are left unconfirmed. Nearly all of them wait in the spool; those that
+            do not are lost, and counted as ``save_problem.abandoned``.
+        """
         deadline = time.monotonic() + timeout_s
+        self._uploads.stop_adopting()
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
-            while self._pending:
+            while self._pending or self._uploads.adopted_left:
                 left_s = deadline - time.monotonic()
                 if left_s <= 0:
                     break
                 self._changed.wait(left_s)
-            left = len(self._pending)
+            lost = sum(nbytes > 0 for nbytes in self._pending.values())
+            spooled = len(self._pending) - lost + self._uploads.adopted_left
         self._jobs.put(None)
-        if left:
-            self._node.counters.add("save_problem.abandoned", left)
-            log.error("%d embeddings were not confirmed by the bucket before the end", left)
-        return left
+        self._uploads.stop()
+        if spooled:
+            self._node.counters.add("spool.left", spooled)
+            log.warning(
+                "the bucket has not confirmed %d embeddings; they stay in the spool, and the "
+                "next engine on this node that saves uploads them",
+                spooled,
+            )
+        if lost:
+            self._node.counters.add("save_problem.abandoned", lost)
+            log.error("%d embeddings are lost: neither bucket nor spool took them in time", lost)
+        return spooled + lost
 
     # -- the writer's thread -----------------------------------------------------------------
 
     def _write(self) -> None:
         while (job := self._jobs.get()) is not None:
+            upload = None
             try:
-                self._write_one(job)
+                upload = self._write_one(job)
             except Exception:
                 # The top of the thread: it must live on for the next job.
                 self._node.counters.add("internal_errors")
                 log.exception("save of %s", job.key.digest.hex())
-                self._end(job, stored=False)
+            self._hand_over(job.key, upload)
+            del job, upload  # a tensor, while we wait for the next one
 
-    def _write_one(self, job: _Job) -> None:
+    def _hand_over(self, key: Key, upload: Upload | None) -> None:
+        if upload is not None:
+            try:
+                self._uploads.submit(upload)
+                return
+            except RuntimeError as exc:  # the loop is stopped; what is spooled stays there
+                log.debug("save of %s: %s", key.digest.hex(), exc)
+        self._forget(key, stored=False)
+
+    def _write_one(self, job: _Job) -> Upload | None:
+        """Encode one embedding and put it on the disk; None where it is none to be kept."""
         try:
             header = codec.describe(
                 job.tensor,
@@ -153,114 +194,36 @@ class SaveQueue:
         except CorruptEntryError as exc:
             self._node.counters.add(f"save_problem.refused.{exc.reason}")
             log.warning("embedding %s is not saved: %s", job.key.digest.hex(), exc)
-            self._end(job, stored=False)
-            return
+            return None
         try:
-            self._node.tier.publish(job.key, pieces)
+            self._node.tier.publish(job.key, pieces, spool=self._spool)
         except TierError as exc:
             # The bucket's copy is the one that counts; go on to it.
+            self._node.counters.add("spool.refused")
             log.warning("embedding %s is not on this node's disk: %s", job.key.digest.hex(), exc)
-        else:
-            self._node.local.add(job.key)
-            with self._changed:
-                self._published.append(job.key.identifier)
-        self._node.loop.submit(self._upload(job, header, pieces))
+            return Upload(job.key.digest, 0, job.key, (header, pieces))
+        self._node.local.add(job.key)
+        with self._changed:
+            self._memory_bytes -= self._pending[job.key.identifier]
+            self._pending[job.key.identifier] = 0
+            self._published.append(job.key.identifier)
+            self._changed.notify_all()
+        nbytes = sum(memoryview(piece).nbytes for piece in pieces)
+        return Upload(job.key.digest, nbytes, job.key)
 
     # -- the loop's thread -------------------------------------------------------------------
 
-    async def _upload(
-        self, job: _Job, header: Header, pieces: Sequence[bytes | memoryview]
-    ) -> None:
-        stored = False
-        started = time.monotonic()
-        try:
-            if self._uploads is None:
-                self._uploads = asyncio.Semaphore(self._node.settings.max_concurrency)
-            async with self._uploads:
-                stored = await self._until_answered(job, header, pieces)
-            if stored:
-                seconds = time.monotonic() - started
-                self._node.counters.add("save.items")
-                self._node.counters.add("save.bytes", job.nbytes)
-                self._node.counters.add("save.seconds", seconds)
-                log.debug(
-                    "stored digest=%s nbytes=%d seconds=%.6f",
-                    job.key.digest.hex(),
-                    job.nbytes,
-                    seconds,
-                )
-        except Exception:
-            # The top of a task that nobody awaits.
-            self._node.counters.add("internal_errors")
-            log.exception("upload of %s", job.key.digest.hex())
-        finally:
-            self._end(job, stored=stored)
+    def _end(self, upload: Upload, stored: bool) -> None:
+        if upload.key is not None:
+            self._forget(upload.key, stored=stored, adopted=upload.adopted)
+        else:
+            with self._changed:
+                self._changed.notify_all()
 
-    async def _until_answered(
-        self, job: _Job, header: Header, pieces: Sequence[bytes | memoryview]
-    ) -> bool:
-        """Try until the bucket took it (True), or had it or may not take it (False)."""
-        pause_s = _FIRST_PAUSE_S
-        while True:
-            try:
-                return await self._put(job, header, pieces)
-            except (UnavailableError, AccessError) as exc:
-                kind = "denied" if isinstance(exc, AccessError) else "unavailable"
-                if self._node.counters.get(f"save_problem.{kind}") == 0:
-                    log.warning("uploads are failing and will be tried again: %s", exc)
-                self._node.counters.add(f"save_problem.{kind}")
-            await asyncio.sleep(pause_s)
-            pause_s = min(pause_s * 2, _MAX_PAUSE_S)
-
-    async def _put(self, job: _Job, header: Header, pieces: Sequence[bytes | memoryview]) -> bool:
-        store = await self._prepared()
-        mine = Record(header.shape.width, header.shape.dtype)
-        record = await self._node.records.settle(job.save.modality, mine)
-        if record != mine:
-            self._node.counters.add("save_problem.record")
-            if job.save.modality not in self._disagreed:
-                self._disagreed.add(job.save.modality)
-                log.error(
-                    "nothing of modality %s is saved: namespace %s holds %s, this model gives %s",
-                    job.save.modality,
-                    self._node.namespace.name,
-                    record,
-                    mine,
-                )
-            return False
-        try:
-            await store.put_if_absent(self._node.layout.object(job.key), pieces)
-        except ConflictError:
-            # Not announced: an entry that the index holds for gone or bad may be the very one
-            # that is in the way, and would be fetched in vain at every request.
-            self._node.counters.add("save.existed")
-            return False
-        self._node.index.add(job.key)
-        return True
-
-    async def _prepared(self) -> Store:
-        """The store for writing; the first call probes it and writes the descriptor."""
-        if self._ready is None:
-            self._ready = asyncio.Lock()
-        async with self._ready:
-            if self._store is None:
-                store: Store = self._node.store
-                if await probe_conditional_put(store) is ConditionalPut.IGNORED:
-                    log.warning(
-                        "this store ignores If-None-Match and would overwrite; s3ec asks with "
-                        "HEAD before each write, which two writers can still race"
-                    )
-                    store = HeadBeforePut(store)
-                with contextlib.suppress(ConflictError):
-                    await store.put_if_absent(
-                        self._node.layout.descriptor, [self._node.namespace.to_json()]
-                    )
-                self._store = store
-            return self._store
-
-    def _end(self, job: _Job, *, stored: bool) -> None:
+    def _forget(self, key: Key, *, stored: bool, adopted: bool = False) -> None:
         with self._changed:
-            self._pending_bytes -= self._pending.pop(job.key.identifier, 0)
+            if not adopted:
+                self._memory_bytes -= self._pending.pop(key.identifier, 0)
             if stored:
-                self._stored.append(job.key.identifier)
+                self._stored.append(key.identifier)
             self._changed.notify_all()

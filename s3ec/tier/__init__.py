@@ -6,5 +6,6 @@ from __future__ import annotations
 from s3ec.tier.census import Usage
 from s3ec.tier.disk import Tier
 from s3ec.tier.pins import Pin
+from s3ec.tier.spool import Loaded, Spool, Spooled
 
-__all__ = ["Pin", "Tier", "Usage"]
+__all__ = ["Loaded", "Pin", "Spool", "Spooled", "Tier", "Usage"]

@@ -5,16 +5,19 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 from s3ec import codec
+from s3ec.codec import Header
 from s3ec.errors import CorruptEntryError
 from s3ec.identity import make_key
 from s3ec.tier.census import Census, Entry, take_census
 from s3ec.tier.files import FILE_MODE, FOLDER_MODE, Folders, is_stale_temp, open_entry
+from s3ec.tier.headers import read_header
 from s3ec.tier.pin_folders import is_dead, is_pin_folder_name
 from s3ec.tier.quarantine import KEPT_FILES
+from s3ec.tier.spool_names import SpoolName
 
 
 def audit(folders: Folders, *, now_s: float) -> list[str]:
@@ -30,6 +33,8 @@ def audit(folders: Folders, *, now_s: float) -> list[str]:
     ]
     for entry in census.entries:
         complaints += _entry_complaints(entry)
+    for path in census.spooled:
+        complaints += _spool_complaints(path)
     complaints += [
         f"{path} was left by a writer that died"
         for path in census.temps
@@ -64,36 +69,51 @@ def _folders_below(top: str) -> Iterator[str]:
 
 
 def _entry_complaints(entry: Entry) -> Iterator[str]:
-    try:
-        fd = open_entry(entry.path)
-    except FileNotFoundError:
+    header = yield from _file_complaints(entry.path)
+    if header is None:
         return
-    except (OSError, CorruptEntryError) as exc:
-        yield f"{entry.path} cannot be read: {exc}"
-        return
-    with open(fd, "rb") as file:
-        found = os.fstat(file.fileno())
-        if stat.S_IMODE(found.st_mode) != FILE_MODE:
-            yield f"{entry.path} has mode {stat.S_IMODE(found.st_mode):o}, expected {FILE_MODE:o}"
-        if found.st_uid != os.geteuid():
-            yield f"{entry.path} belongs to uid {found.st_uid}, expected {os.geteuid()}"
-        try:
-            header = codec.parse_header(file.read(8 + codec.HEADER_LIMIT))
-            # Before the tensor is read: a forged size must not cost memory.
-            if found.st_size != header.total_bytes:
-                raise CorruptEntryError(
-                    f"{found.st_size} bytes, expected {header.total_bytes}", reason="length"
-                )
-            file.seek(header.data_start)
-            codec.check_data(header, file.read())
-        except (OSError, CorruptEntryError) as exc:
-            yield f"{entry.path} is bad: {exc}"
-            return
     key = make_key(header.identifier)
     if key is None or key.name != entry.name:
         yield f"{entry.path} is bad: written for another identifier"
     elif header.namespace != entry.namespace:
         yield f"{entry.path} is bad: written for namespace {header.namespace!r:.100}"
+
+
+def _spool_complaints(path: str) -> Iterator[str]:
+    name = SpoolName.parse(path.rpartition("/")[2])
+    header = yield from _file_complaints(path)
+    if header is None or name is None:
+        return
+    key = make_key(header.identifier)
+    if key is None or key.digest != name.digest:
+        yield f"{path} is bad: written for another identifier"
+    elif header.namespace != name.namespace:
+        yield f"{path} is bad: written for namespace {header.namespace!r:.100}"
+
+
+def _file_complaints(path: str) -> Generator[str, None, Header | None]:
+    """What is wrong with one file; gives its header where its bytes are good."""
+    try:
+        fd = open_entry(path)
+    except FileNotFoundError:
+        return None
+    except (OSError, CorruptEntryError) as exc:
+        yield f"{path} cannot be read: {exc}"
+        return None
+    with open(fd, "rb") as file:
+        found = os.fstat(file.fileno())
+        if stat.S_IMODE(found.st_mode) != FILE_MODE:
+            yield f"{path} has mode {stat.S_IMODE(found.st_mode):o}, expected {FILE_MODE:o}"
+        if found.st_uid != os.geteuid():
+            yield f"{path} belongs to uid {found.st_uid}, expected {os.geteuid()}"
+        try:
+            header = read_header(fd, found.st_size)
+            file.seek(header.data_start)
+            codec.check_data(header, file.read())
+        except (OSError, CorruptEntryError) as exc:
+            yield f"{path} is bad: {exc}"
+            return None
+    return header
 
 
 def _pin_complaints(folders: Folders) -> Iterator[str]:
@@ -116,7 +136,7 @@ def _accounting_complaints(folders: Folders, before: Census) -> Iterator[str]:
 
 def _plain_bytes(folders: Folders, *, skip: set[str]) -> int:
     sizes: dict[tuple[int, int], int] = {}
-    for top in (folders.objects, folders.pins, folders.quarantine):
+    for top in (folders.objects, folders.pins, folders.spool, folders.quarantine):
         for folder, below, names in os.walk(top, followlinks=False):
             below[:] = [name for name in below if f"{folder}/{name}" not in skip]
             for name in names:

@@ -12,10 +12,11 @@ from functools import cached_property
 from s3ec.identity import is_namespace_name, is_object_name
 from s3ec.tier.files import Folders, is_temp_name
 from s3ec.tier.pin_folders import LOCK_NAME, is_pin_folder_name, is_pin_name
+from s3ec.tier.spool_names import SpoolName
 
 # objects/NAMESPACE/[LORA/]aa/NAME: folders below a namespace.
 _LEVELS = 2
-_TOP_LEVEL = {"objects", "pins", "quarantine", "evict.lock"}
+_TOP_LEVEL = {"objects", "pins", "spool", "quarantine", "evict.lock"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +48,16 @@ class Usage:
         entries: Number of entries.
         nbytes: Bytes of entries.
         pinned_nbytes: Bytes that some process has pinned, entries or not.
-        held_nbytes: Of these, bytes that are no entry any more (evicted under a reader, or
-            copied for one) and leave the disk when they are unpinned.
+        spooled_nbytes: Bytes that the bucket has not confirmed, entries or not.
+        held_nbytes: Pinned or spooled bytes that are no entry any more (evicted, or copied for
+            their holder) and leave the disk when they are let go of.
         quarantined_nbytes: Bytes set aside.
     """
 
     entries: int
     nbytes: int
     pinned_nbytes: int
+    spooled_nbytes: int
     held_nbytes: int
     quarantined_nbytes: int
 
@@ -71,6 +74,7 @@ class Census:
     Attributes:
         entries: Of all namespaces, in no order.
         pinned: Inode to bytes of every file that a process holds, entries among them.
+        spooled: Path to inode and bytes of every file that waits for the bucket, likewise.
         quarantined: Inode to bytes of what was set aside.
         temps: Paths of files that are being written, or were when their writer died.
         foreign: Paths of what is not ours; never counted, never deleted.
@@ -79,6 +83,7 @@ class Census:
 
     entries: list[Entry] = field(default_factory=list)
     pinned: dict[int, int] = field(default_factory=dict)
+    spooled: dict[str, tuple[int, int]] = field(default_factory=dict)
     quarantined: dict[int, int] = field(default_factory=dict)
     temps: list[str] = field(default_factory=list)
     foreign: list[str] = field(default_factory=list)
@@ -90,10 +95,15 @@ class Census:
         return sum(entry.nbytes for entry in self.entries)
 
     @cached_property
+    def kept(self) -> dict[int, int]:
+        """Inode to bytes of what is pinned or spooled: evicting it would free nothing."""
+        return {**self.pinned, **dict(self.spooled.values())}
+
+    @cached_property
     def held_bytes(self) -> int:
-        """Bytes that only a pin keeps on the disk: evicted under a reader, or copied for one."""
+        """Bytes that only a pin or the spool keeps on the disk: evicted, or copied for it."""
         named = {entry.inode for entry in self.entries} | self.quarantined.keys()
-        return sum(nbytes for inode, nbytes in self.pinned.items() if inode not in named)
+        return sum(nbytes for inode, nbytes in self.kept.items() if inode not in named)
 
     @property
     def total_bytes(self) -> int:
@@ -106,6 +116,7 @@ class Census:
             entries=len(self.entries),
             nbytes=self.entry_bytes,
             pinned_nbytes=sum(self.pinned.values()),
+            spooled_nbytes=sum(dict(self.spooled.values()).values()),
             held_nbytes=self.held_bytes,
             quarantined_nbytes=sum(self.quarantined.values()),
         )
@@ -122,16 +133,14 @@ def take_census(folders: Folders) -> Census:
     for item in _items(str(folders.version), census):
         if item.name not in _TOP_LEVEL:
             census.foreign.append(item.path)
-    # Pins first: an entry that is evicted during the walk then still counts as held.
-    for folder in _items(str(folders.pins), census):
-        if is_pin_folder_name(folder.name) and folder.is_dir(follow_symlinks=False):
-            for item in _items(folder.path, census):
-                if is_pin_name(item.name):
-                    _count(item, census.pinned)
-                elif item.name != LOCK_NAME:
-                    census.foreign.append(item.path)
+    # Pins and spool first: an entry that is evicted during the walk then still counts as held.
+    for item in _owned(str(folders.pins), census):
+        if is_pin_name(item.name):
+            _count(item, census.pinned)
         else:
-            census.foreign.append(folder.path)
+            census.foreign.append(item.path)
+    for item in _owned(str(folders.spool), census):
+        _sort_spooled(item, census)
     for namespace in _items(str(folders.objects), census):
         if is_namespace_name(namespace.name) and namespace.is_dir(follow_symlinks=False):
             for item in _below(namespace.path, _LEVELS, census):
@@ -152,6 +161,17 @@ def _items(folder: str, census: Census) -> list[os.DirEntry[str]]:
     except OSError as exc:
         census.troubles.append(f"cannot read {folder}: {exc.strerror}")
         return []
+
+
+def _owned(above: str, census: Census) -> Iterator[os.DirEntry[str]]:
+    """What processes keep in their folders, without the locks."""
+    for folder in _items(above, census):
+        if is_pin_folder_name(folder.name) and folder.is_dir(follow_symlinks=False):
+            for item in _items(folder.path, census):
+                if item.name != LOCK_NAME:
+                    yield item
+        else:
+            census.foreign.append(folder.path)
 
 
 def _below(folder: str, levels: int, census: Census) -> Iterator[os.DirEntry[str]]:
@@ -177,6 +197,20 @@ def _sort(item: os.DirEntry[str], namespace: os.DirEntry[str], census: Census) -
     census.entries.append(
         Entry(item.path, namespace.name, name, found.st_size, found.st_mtime_ns, found.st_ino)
     )
+
+
+def _sort_spooled(item: os.DirEntry[str], census: Census) -> None:
+    if is_temp_name(item.name):
+        census.temps.append(item.path)
+        return
+    try:
+        found = item.stat(follow_symlinks=False)
+    except OSError:  # confirmed, or adopted, since it was listed
+        return
+    if SpoolName.parse(item.name) is None or not stat.S_ISREG(found.st_mode):
+        census.foreign.append(item.path)
+        return
+    census.spooled[item.path] = (found.st_ino, found.st_size)
 
 
 def _count(item: os.DirEntry[str], sizes: dict[int, int]) -> None:

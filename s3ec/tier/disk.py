@@ -8,8 +8,9 @@ can have its full size and hold zeros. ``pin`` checks header, identity and size;
 reads a pinned file checks its checksum** and calls ``quarantine`` when it differs.
 
 Counters: ``tier.published``, ``tier.published_bytes``, ``tier.evicted``,
-``tier.evicted_bytes``, ``tier.quarantined``, ``tier.pin_copies`` (no hard links here),
-``tier.swept`` (left-overs of dead processes) and ``tier.errors`` (what the disk refused).
+``tier.evicted_bytes``, ``tier.quarantined``, ``tier.pin_copies`` and ``tier.spool_copies`` (no
+hard links here), ``tier.swept`` (left-overs of dead processes) and ``tier.errors`` (what the disk
+refused).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from errno import EDQUOT, ENOSPC
+from functools import partial
 from pathlib import Path
 
 from s3ec import codec
@@ -30,10 +32,13 @@ from s3ec.identity import Key, is_namespace_name
 from s3ec.tier.audit import audit
 from s3ec.tier.census import Usage, take_census
 from s3ec.tier.evictor import Evictor
-from s3ec.tier.files import Folders, make_folder, require_real_folders, write_atomic
+from s3ec.tier.files import Folders, make_folder, note_use, require_real_folders, write_atomic
+from s3ec.tier.headers import read_header
 from s3ec.tier.ledger import Ledger
 from s3ec.tier.pins import Held, Pin, Pins
 from s3ec.tier.quarantine import Quarantine
+from s3ec.tier.refusals import Refusals
+from s3ec.tier.spool import Spool, SpoolParts
 
 _log = logging.getLogger(__name__)
 
@@ -80,16 +85,17 @@ class Tier:
         self._counters = counters
         self._ledger = Ledger(clock)
         self._opened = False
-        self._warned: set[tuple[str, int | None]] = set()
         self._settle(self._given_root)
         _TIERS.add(self)
 
     def _settle(self, root: Path) -> None:
         self._folders = Folders(root)
+        self._failed = Refusals(root, self._counters).note
         self._objects = str(self._folders.objects / self._namespace)
         self._above = (str(self._folders.version), str(self._folders.objects), self._objects)
         self._pins = Pins(self._folders, self._counters, min_free_bytes=self._min_free_bytes)
         self._quarantine = Quarantine(self._folders)
+        self._spools: list[Spool] = []
         self._evictor = Evictor(
             self._folders,
             self._ledger,
@@ -121,9 +127,34 @@ class Tier:
         self._opened = True
 
     def close(self) -> None:
-        """Drop our pins and their folder. Entries stay. Never raises; more than once is fine."""
+        """Drop our pins; entries and spool stay. Never raises; more than once is fine."""
         self._opened = False
         self._pins.close()
+        for spool in self._spools:
+            spool.close()
+
+    def open_spool(self, destination: str) -> Spool:
+        """A place to keep entries until the bucket has them; ends with this tier.
+
+        Args:
+            destination: 16 hex digits that stand for the bucket and the folder in it.
+
+        Raises:
+            TierError: The tier is not open.
+        """
+        if not self._opened:
+            raise TierError("the tier is not open")
+        parts = SpoolParts(
+            self._folders,
+            self._ledger,
+            self._quarantine,
+            self._counters,
+            self._min_free_bytes,
+            self._failed,
+        )
+        spool = Spool(parts, namespace=self._namespace, destination=destination)
+        self._spools.append(spool)
+        return spool
 
     def pin(self, key: Key) -> Pin | None:
         """Hold one entry: it can be read under ``Pin.path`` until unpin.
@@ -160,26 +191,32 @@ class Tier:
             except OSError as exc:
                 self._failed("unpin", exc)
 
-    def publish(self, key: Key, pieces: Sequence[bytes | memoryview]) -> None:
+    def publish(
+        self, key: Key, pieces: Sequence[bytes | memoryview], *, spool: Spool | None = None
+    ) -> None:
         """Write one entry, whole or not at all; a present one is replaced.
 
         May evict, which walks the folder (about 10 us per file there); most calls don't.
 
         Args:
             pieces: The verified bytes of the object, in order; not joined, not copied.
+            spool: Holds the entry from before it appears until the bucket has it, so that a
+                process killed at any point leaves no entry here that nobody uploads.
 
         Raises:
-            TierError: Closed, larger than the budget, or the disk is full or failing.
+            TierError: Closed, larger than the budget, or the disk is full or failing. The
+                spool may hold the entry nevertheless.
         """
         if not self._opened:
             raise TierError("the tier is not open")
         nbytes = sum(memoryview(piece).nbytes for piece in pieces)
         try:
             self._evictor.need_room(nbytes)
-            self._write(key, pieces, nbytes)
+            self._write(key, pieces, nbytes, spool)
         except OSError as exc:
             raise TierError(f"cannot write {self._path(key)}: {exc}") from exc
-        self._ledger.add(nbytes)
+        if spool is None:  # which has told the ledger
+            self._ledger.add(nbytes)
         self._counters.add("tier.published")
         self._counters.add("tier.published_bytes", nbytes)
 
@@ -295,14 +332,18 @@ class Tier:
         try:
             found = os.fstat(held.fd)
             try:
-                header = self._read_header(key, held.fd, found.st_size)
+                header = read_header(held.fd, found.st_size)
+                codec.check_identity(header, namespace=self._namespace, identifier=key.identifier)
             except CorruptEntryError as exc:
                 self._pins.drop(held.path)
                 # Unless somebody has just published a better one.
                 if os.lstat(self._path(key)).st_ino == found.st_ino:
                     self.quarantine(key, exc.reason)
                 return None
-            self._touch(held.fd, found)
+            try:
+                note_use(held.fd, found, self._ledger.use_ns(found.st_mtime_ns))
+            except OSError as exc:  # the entry is as good as before
+                self._failed("touch", exc)
         except BaseException:
             self._pins.drop(held.path)
             raise
@@ -310,27 +351,12 @@ class Tier:
             os.close(held.fd)
         return Pin(Path(held.path), found.st_size, header)
 
-    def _read_header(self, key: Key, fd: int, nbytes: int) -> codec.Header:
-        header = codec.parse_header(os.pread(fd, 8 + codec.HEADER_LIMIT, 0))
-        codec.check_identity(header, namespace=self._namespace, identifier=key.identifier)
-        if nbytes != header.total_bytes:
-            raise CorruptEntryError(
-                f"{nbytes} bytes, expected {header.total_bytes}", reason="length"
-            )
-        return header
-
-    def _touch(self, fd: int, found: os.stat_result) -> None:
-        """Note a use: one system call. Never sets a time before the present one."""
-        use_ns = self._ledger.use_ns(found.st_mtime_ns)
-        if use_ns > found.st_mtime_ns:
-            try:
-                os.utime(fd, ns=(found.st_atime_ns, use_ns))
-            except OSError as exc:  # the entry is as good as before
-                self._failed("touch", exc)
-
-    def _write(self, key: Key, pieces: Sequence[bytes | memoryview], nbytes: int) -> None:
+    def _write(
+        self, key: Key, pieces: Sequence[bytes | memoryview], nbytes: int, spool: Spool | None
+    ) -> None:
         """Write; again after a vanished folder and after a full disk, a few times at most."""
         path, parents = self._path(key), self._parents(key)
+        first = None if spool is None else partial(spool.add, key)
         missing = False
         for attempt in range(_ATTEMPTS):
             last = attempt == _ATTEMPTS - 1
@@ -338,7 +364,7 @@ class Tier:
                 if missing:
                     self._folders.make_below(Path(parents[-1]))
                 require_real_folders(parents)
-                write_atomic(path, pieces, mtime_ns=self._ledger.use_ns())
+                write_atomic(path, pieces, mtime_ns=self._ledger.use_ns(), first=first)
                 return
             except FileNotFoundError:
                 if last:
@@ -352,17 +378,11 @@ class Tier:
                 if not self._evictor.make_room(nbytes, at_least_bytes=nbytes):
                     raise
 
-    def _failed(self, what: str, exc: OSError | TierError) -> None:
-        """Count a refusal of the disk; logged once per kind, since it may come at each request."""
-        self._counters.add("tier.errors")
-        kind = (what, getattr(exc, "errno", None))
-        level = logging.DEBUG if kind in self._warned else logging.WARNING
-        self._warned.add(kind)
-        _log.log(level, "cache %s: cannot %s: %s", self._folders.root, what, exc)
-
     def _after_fork(self) -> None:
         self._ledger.after_fork()
         self._pins.after_fork()
+        for spool in self._spools:
+            spool.after_fork()
 
 
 _TIERS: weakref.WeakSet[Tier] = weakref.WeakSet()

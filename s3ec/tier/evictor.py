@@ -164,7 +164,7 @@ class Evictor:
     def _evict(self, census: Census, goal_bytes: int) -> int:
         """Remove entries, least recently used first, until ``goal_bytes`` are gone.
 
-        Pinned ones are passed over: it would free nothing now, and they are in use.
+        Pinned and spooled ones are passed over: it would free nothing now.
         """
         freed = removed = 0
         if goal_bytes <= 0:
@@ -172,7 +172,7 @@ class Evictor:
         for entry in sorted(census.entries, key=lambda entry: (entry.mtime_ns, entry.path)):
             if freed >= goal_bytes:
                 break
-            if entry.inode in census.pinned:
+            if entry.inode in census.kept:
                 continue
             with suppress(OSError):
                 found = os.lstat(entry.path)

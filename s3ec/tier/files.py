@@ -8,7 +8,7 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,10 @@ _OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _OPEN_ENTRY = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _OPEN_TEMP = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _PIECES_PER_WRITE = 512  # Linux takes 1024 (IOV_MAX)
+_COPY_BYTES = 1 << 24
+# What a file system says that has no hard links (FAT, some network and FUSE ones), where a
+# file has too many of them, or where the two folders are different mounts.
+NO_LINK = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,11 @@ class Folders:
         return self.version / "pins"
 
     @property
+    def spool(self) -> Path:
+        """One folder per process that holds entries which the bucket has not confirmed."""
+        return self.version / "spool"
+
+    @property
     def quarantine(self) -> Path:
         """Bad entries, set aside for people to look at."""
         return self.version / "quarantine"
@@ -69,7 +78,9 @@ class Folders:
         for folder in reversed(self.root.parents):
             if not folder.exists():
                 make_folder(folder)
-        for folder in (self.root, self.version, self.objects, self.pins, self.quarantine):
+        make_folder(self.root)
+        make_folder(self.version)
+        for folder in (self.objects, self.pins, self.spool, self.quarantine):
             make_folder(folder)
 
     def make_below(self, folder: Path) -> None:
@@ -152,18 +163,32 @@ def open_entry(path: str | Path) -> int:
     return fd
 
 
-def write_atomic(target: str, pieces: Sequence[bytes | memoryview], *, mtime_ns: int) -> None:
+def temp_name(folder: str) -> str:
+    """A path for a file in the making; sweepers know by it whose it is."""
+    return f"{folder}/.tmp-{os.getpid()}-{secrets.token_hex(8)}"
+
+
+def write_atomic(
+    target: str,
+    pieces: Sequence[bytes | memoryview],
+    *,
+    mtime_ns: int,
+    first: Callable[[str], None] | None = None,
+) -> None:
     """Put a file under its name whole, or not at all; a present one is replaced.
 
     Not synced to the device: entries are copies of what the bucket keeps. After a power cut a
     file may have its full size and hold zeros, so whoever reads an entry checks its checksum.
 
+    Args:
+        first: Called with the path of the finished file before it gets its name; what it raises
+            ends the write.
+
     Raises:
         OSError: Nothing is left behind. FileNotFoundError: the folder, or the temp file that
             another container took for a dead process's, is gone.
     """
-    folder = target.rpartition("/")[0]
-    temp = f"{folder}/.tmp-{os.getpid()}-{secrets.token_hex(8)}"
+    temp = temp_name(target.rpartition("/")[0])
     fd = os.open(temp, _OPEN_TEMP, FILE_MODE)
     try:
         try:
@@ -173,6 +198,8 @@ def write_atomic(target: str, pieces: Sequence[bytes | memoryview], *, mtime_ns:
             os.utime(fd, ns=(mtime_ns, mtime_ns))
         finally:
             os.close(fd)  # before the rename, since network file systems fail here
+        if first is not None:
+            first(temp)
         os.replace(temp, target)
     except BaseException:
         with suppress(OSError):
@@ -191,6 +218,36 @@ def write_all(fd: int, pieces: Sequence[bytes | memoryview]) -> None:
             written -= len(rest.pop(0))
         if written:
             rest[0] = rest[0][written:]
+
+
+def copy_file(source_fd: int, target: str, nbytes: int) -> None:
+    """Copy an open file to a new private one, where links are impossible.
+
+    Raises:
+        OSError: Nothing is left behind. EIO: the source does not have ``nbytes``.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    target_fd = os.open(target, flags, FILE_MODE)
+    try:
+        try:
+            os.fchmod(target_fd, FILE_MODE)
+            offset = 0
+            while sent := os.sendfile(target_fd, source_fd, offset, _COPY_BYTES):
+                offset += sent
+            if offset != nbytes:
+                raise OSError(errno.EIO, "the entry changed while it was copied", target)
+        finally:
+            os.close(target_fd)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(target)
+        raise
+
+
+def note_use(fd: int, found: os.stat_result, use_ns: int) -> None:
+    """Set an open file's time of use: one system call, none where it is not later."""
+    if use_ns > found.st_mtime_ns:
+        os.utime(fd, ns=(found.st_atime_ns, use_ns))
 
 
 def is_temp_name(name: str) -> bool:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The folders that processes keep their pins in, and sweeping those of dead ones.
+"""The folders that processes keep their pins (and their spool) in, and sweeping dead ones' pins.
 
 A folder is named ``<pid>-<start time>-<random>`` and holds a locked ``.lock``. The random part
 keeps two Tiers of one process apart, and processes of two containers that happen to have the
-same id and start.
+same id and start. A start time of 0 stands for nobody: the owner has let go of the folder.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ _PIN = re.compile(r"[0-9]{1,19}-[0-9a-f]{32}" + re.escape(OBJECT_SUFFIX))
 
 @dataclass(frozen=True, slots=True)
 class PinFolder:
-    """The folder of one process; exists, locked, until remove or the process's end."""
+    """The folder of one process; exists, locked, until remove, release or the process's end."""
 
     path: str
     lock_fd: int
 
     @classmethod
-    def make(cls, pins: Path) -> PinFolder:
-        """Create a folder for this process.
+    def make(cls, parent: Path) -> PinFolder:
+        """Create a folder for this process below ``pins/`` or ``spool/``.
 
         Raises:
             OSError: The file system refused, or has no locks.
         """
         for _ in range(3):
-            path = pins / f"{os.getpid()}-{own_start_time()}-{secrets.token_hex(4)}"
+            path = parent / f"{os.getpid()}-{own_start_time()}-{secrets.token_hex(4)}"
             make_folder(path)
             lock = path / LOCK_NAME
             try:
@@ -62,11 +62,23 @@ class PinFolder:
             except BaseException:
                 made.remove()
                 raise
-        raise OSError(errno.EAGAIN, "pin folders vanish as soon as they are made", str(pins))
+        raise OSError(errno.EAGAIN, "folders vanish as soon as they are made", str(parent))
 
     def remove(self) -> None:
         """Drop all pins in it; never raises."""
         _empty(self.path)
+        with suppress(OSError):
+            os.close(self.lock_fd)
+
+    def release(self) -> None:
+        """Leave what is in it to the next process, even while this one lives; never raises."""
+        above, _, name = self.path.rpartition("/")
+        pid, _, rest = name.split("-")
+        with suppress(OSError):
+            if os.listdir(self.path) == [LOCK_NAME]:
+                self.remove()
+                return
+            os.rename(self.path, f"{above}/{pid}-0-{rest}")
         with suppress(OSError):
             os.close(self.lock_fd)
 
@@ -90,16 +102,16 @@ def is_pin_name(name: str) -> bool:
 
 
 def is_pin_folder_name(name: str) -> bool:
-    """Whether an entry of ``pins/`` could be a process's folder."""
+    """Whether an entry of ``pins/`` or ``spool/`` could be a process's folder."""
     return _FOLDER.fullmatch(name) is not None
 
 
 def is_dead(folder: str) -> bool:
     """Whether the process that made this pin folder is gone, by both witnesses."""
-    if not _looks_dead(folder):
+    if not looks_dead(folder):
         return False
     try:
-        fd = _take_lock(folder)
+        fd = take_lock(folder)
     except OSError:
         return False
     if fd is not None:
@@ -119,7 +131,7 @@ def sweep_dead(pins: Path) -> int:
         return 0
     swept = 0
     for folder in folders:
-        if _looks_dead(folder):
+        if looks_dead(folder):
             with suppress(OSError):
                 _sweep(folder)
                 swept += not os.path.lexists(folder)
@@ -127,7 +139,7 @@ def sweep_dead(pins: Path) -> int:
 
 
 def _sweep(folder: str) -> None:
-    fd = _take_lock(folder)
+    fd = take_lock(folder)
     if fd is None:
         # Just made by another container and not locked yet? Then it is empty, and its maker
         # starts again when it is gone. With pins in it, its lock was lost long ago.
@@ -137,19 +149,20 @@ def _sweep(folder: str) -> None:
         except OSError as exc:
             if exc.errno != errno.ENOTEMPTY:
                 raise
-        fd = _take_lock(folder)
+        fd = take_lock(folder)
     _empty(folder)
     if fd is not None:
         os.close(fd)
 
 
-def _looks_dead(folder: str) -> bool:
+def looks_dead(folder: str) -> bool:
+    """Whether ``/proc`` knows no such owner; only the lock makes it sure."""
     match = _FOLDER.fullmatch(folder.rpartition("/")[2])
     return match is not None and not seems_alive(int(match[1]), match[2])
 
 
-def _take_lock(folder: str) -> int | None:
-    """Lock a pin folder that is not ours.
+def take_lock(folder: str) -> int | None:
+    """Lock a folder that is not ours.
 
     Returns:
         The lock's descriptor, None where the folder has no lock.

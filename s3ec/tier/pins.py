@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import errno
 import itertools
 import os
 from contextlib import suppress
@@ -14,13 +13,10 @@ from s3ec.codec import Header
 from s3ec.counters import Counters
 from s3ec.errors import TierError
 from s3ec.identity import OBJECT_SUFFIX
-from s3ec.tier.files import FILE_MODE, Folders, free_bytes, open_entry
+from s3ec.tier.files import NO_LINK, Folders, copy_file, free_bytes, open_entry
+from s3ec.tier.own_folder import OwnFolder
 from s3ec.tier.pin_folders import PinFolder
 
-# What a file system says that has no hard links (FAT, some network and FUSE ones), where a
-# file has too many of them, or where objects and pins are different mounts.
-_NO_LINK = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
-_COPY_BYTES = 1 << 24
 # Each fails only if another process replaces the entry within microseconds.
 _ATTEMPTS = 20
 
@@ -62,16 +58,11 @@ class Pins:
         self._counters = counters
         self._min_free_bytes = min_free_bytes
         self._numbers = itertools.count()
-        # By generation, so that threads which find the folder gone agree on its successor:
-        # dict.setdefault is atomic.
-        self._made: dict[int, PinFolder] = {}
-        self._generation = 0
-        self._closed = False
+        self._own = OwnFolder(folders, folders.pins, end=PinFolder.remove)
 
     def open(self) -> None:
         """Make the folder now, so that a file system that cannot do it is found at the start."""
-        self._closed = False
-        self._folder(self._generation)
+        self._own.reopen()
 
     def hold(self, source: str, digest: bytes) -> Held | None:
         """Link an entry into our folder.
@@ -85,31 +76,25 @@ class Pins:
             OSError, TierError: The file system refused.
         """
         for _ in range(_ATTEMPTS):
-            generation = self._generation
-            folder = self._folder(generation).path
+            folder = self._own.path()
             target = f"{folder}/{next(self._numbers)}-{digest.hex()}{OBJECT_SUFFIX}"
             try:
                 os.link(source, target, follow_symlinks=False)
                 return self._opened(target)
             except FileNotFoundError:
-                if not os.path.lexists(folder):
-                    # Vanished under us; another thread may have noticed first.
-                    self._generation = max(self._generation, generation + 1)
-                    self._folders.make()
-                elif not os.path.lexists(source):
+                if not self._own.has_vanished(folder) and not os.path.lexists(source):
                     return None
                 # Else the entry was replaced while we linked it: Linux found the file by its
                 # name, lost it, and does not link a file that has no name left.
             except OSError as exc:
-                if exc.errno not in _NO_LINK:
+                if exc.errno not in NO_LINK:
                     raise
                 return self._copy(source, target)
         return None
 
     def owns(self, path: str) -> bool:
         """Whether this process made that pin; a forked child does not own its parent's."""
-        folder = path.rpartition("/")[0]
-        return any(made.path == folder for made in list(self._made.values()))
+        return self._own.owns(path)
 
     def drop(self, path: str) -> None:
         """Remove one pin; absent is fine.
@@ -122,31 +107,11 @@ class Pins:
 
     def close(self) -> None:
         """Drop all pins of this process and its folders."""
-        self._closed = True
-        for generation in list(self._made):
-            folder = self._made.pop(generation, None)
-            if folder is not None:
-                folder.remove()
+        self._own.close()
 
     def after_fork(self) -> None:
-        """In the child: the folders are the parent's. Its locks must not live on in us."""
-        for folder in self._made.values():
-            with suppress(OSError):
-                os.close(folder.lock_fd)
-        self._made.clear()
-
-    def _folder(self, generation: int) -> PinFolder:
-        folder = self._made.get(generation)
-        if folder is not None:
-            return folder
-        made = PinFolder.make(self._folders.pins)
-        folder = self._made.setdefault(generation, made)
-        if folder is not made:
-            made.remove()
-        elif self._closed:  # meanwhile, or before
-            self.close()
-            raise TierError("the tier is closed")
-        return folder
+        """In the child: the pins are the parent's."""
+        self._own.after_fork()
 
     def _opened(self, target: str) -> Held:
         try:
@@ -165,28 +130,9 @@ class Pins:
             nbytes = os.fstat(fd).st_size
             if free_bytes(self._folders.pins) - nbytes < self._min_free_bytes:
                 raise TierError(f"no room to pin {nbytes} bytes by copying them")
-            _copy_file(fd, target, nbytes)
+            copy_file(fd, target, nbytes)
         except BaseException:
             os.close(fd)
             raise
         self._counters.add("tier.pin_copies")
         return Held(target, fd)
-
-
-def _copy_file(source_fd: int, target: str, nbytes: int) -> None:
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    target_fd = os.open(target, flags, FILE_MODE)
-    try:
-        try:
-            os.fchmod(target_fd, FILE_MODE)
-            offset = 0
-            while sent := os.sendfile(target_fd, source_fd, offset, _COPY_BYTES):
-                offset += sent
-            if offset != nbytes:
-                raise OSError(errno.EIO, "the entry changed while it was copied", target)
-        finally:
-            os.close(target_fd)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(target)
-        raise

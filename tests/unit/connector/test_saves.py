@@ -1,19 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The save queue: what reaches tier and bucket, and what happens when they do not answer."""
+"""The save queue: what reaches tier, spool and bucket, and what happens when they do not answer."""
 
 from __future__ import annotations
 
+import gc
+import os
+import shutil
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from s3ec import codec
 from s3ec.config import Settings
 from s3ec.connector.plan import Save
-from s3ec.errors import AccessError, UnavailableError
+from s3ec.errors import AccessError, TierError, UnavailableError
 from s3ec.identity import Namespace, make_key
 from s3ec.modality import Record
 from s3ec.node import Node
@@ -22,6 +27,7 @@ from s3ec.testing.memory_store import MemoryBucket, MemoryStore
 
 torch = pytest.importorskip("torch")
 SaveQueue = pytest.importorskip("s3ec.connector.saves").SaveQueue
+uploads = pytest.importorskip("s3ec.connector.uploads")
 
 IMAGE = Save("image", {"image_grid_thw": [1, 2, 2]})
 HASHES = [f"{n:064x}" for n in range(1, 40)]
@@ -40,15 +46,30 @@ def eventually(condition: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
+# A disk on which nothing may be written: embeddings go to the bucket from memory.
+NO_ROOM = "1EiB"
+
+
 class Rig:
-    def __init__(self, folder: Path, *, min_free_bytes: str = "0") -> None:
-        self.bucket = MemoryBucket()
+    """One process's save queues; a second Rig on the same folder is the next process."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        shared: MemoryBucket | None = None,
+        model: str = "tiny",
+        **settings: Any,
+    ) -> None:
+        self.bucket = shared or MemoryBucket()
         self.faults: list[Fault] = []
         self.store = FaultStore(MemoryStore(self.bucket), Script(self.faults))
-        settings = Settings.model_validate(
-            {"bucket": "corpus", "cache_dir": folder / "tier", "min_free_bytes": min_free_bytes}
+        given = {"bucket": "corpus", "cache_dir": folder / "tier", "min_free_bytes": "0"}
+        self.node = Node(
+            Settings.model_validate({**given, **settings}),
+            Namespace.from_descriptor({"model": model}),
+            store=self.store,
         )
-        self.node = Node(settings, Namespace.from_descriptor({"model": "tiny"}), store=self.store)
         self.queues: list[SaveQueue] = []
 
     def queue(self, *, budget_bytes: int = 2**20, overflow: str = "block") -> SaveQueue:
@@ -56,10 +77,24 @@ class Rig:
         self.queues.append(queue)
         return queue
 
+    def put_spooled(self, queue: SaveQueue, *identifiers: str) -> None:
+        """Queue some, and wait until they are on the disk."""
+        for identifier in identifiers:
+            assert queue.put(identifier, IMAGE, tensor())
+        eventually(lambda: self.spooled_files() >= len(identifiers))
+
+    def spooled_files(self) -> int:
+        # Not Path.rglob: it does not bear folders that vanish meanwhile.
+        walk = os.walk(self.node.settings.cache_dir / "v1" / "spool")
+        return sum(name.endswith(".safetensors") for _, _, names in walk for name in names)
+
     def stored(self, identifier: str) -> bytes | None:
         key = make_key(identifier)
         assert key is not None
         return self.bucket.objects.get(self.node.layout.object(key))
+
+    def counted(self, name: str) -> float:
+        return self.node.counters.get(name)
 
     def close(self) -> None:
         for queue in self.queues:
@@ -92,6 +127,7 @@ def test_saved_tensor_is_in_bucket_and_tier_and_reads_back(rig: Rig) -> None:
     assert rig.node.local(key)
     assert rig.node.index.maybe_contains(key)
     assert queue.take_report() == ([HASHES[0]], [HASHES[0]])
+    assert rig.spooled_files() == 0
     assert rig.node.tier.check() == []
 
 
@@ -114,6 +150,7 @@ def test_tensor_of_another_width_than_the_record_is_not_saved(rig: Rig) -> None:
     assert rig.stored(HASHES[1]) is None
     assert rig.node.counters.get("save_problem.record") == 1
     assert rig.node.records.known("image") == Record(8, "bfloat16")
+    assert rig.spooled_files() == 0  # refused for good
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
@@ -135,7 +172,7 @@ def test_refused_identifier_is_not_taken(rig: Rig) -> None:
 def test_upload_is_repeated_until_the_bucket_confirms(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("s3ec.connector.saves._FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(uploads, "_FIRST_PAUSE_S", 0.01)
     monkeypatch.setattr(rig.node.breaker, "_first_pause_s", 0.01)
     monkeypatch.setattr(rig.node.breaker, "_pause_s", 0.01)
     rig.faults += [
@@ -159,6 +196,7 @@ def test_lost_reply_of_a_stored_object_leaves_one_object_and_ends(rig: Rig) -> N
     assert rig.faults[0].struck == 1
     assert rig.stored(HASHES[0]) is not None
     assert rig.node.counters.get("save.existed") == 1
+    assert rig.spooled_files() == 0
 
 
 def test_entry_that_is_in_the_way_is_not_announced(rig: Rig) -> None:
@@ -174,26 +212,34 @@ def test_entry_that_is_in_the_way_is_not_announced(rig: Rig) -> None:
     assert queue.take_report() == ([HASHES[0]], [])
 
 
-def test_full_queue_drops_and_counts_where_it_may_not_wait(rig: Rig) -> None:
-    gate = Gate()
+@pytest.mark.parametrize("where", ["memory", "spool"])
+def test_full_queue_drops_and_counts_where_it_may_not_wait(tmp_path: Path, where: str) -> None:
+    """Memory fills where the disk takes nothing; the spool's share where it does."""
+    gate, one = Gate(), tensor()
+    disk = {"min_free_bytes": NO_ROOM} if where == "memory" else {"cache_bytes": 4 * 520}
+    rig = Rig(tmp_path, **disk)
     rig.faults.append(Fault(op="put_if_absent", name="objects/", gate=gate))
-    one = tensor()
-    queue = rig.queue(budget_bytes=one.numel() * 2, overflow="drop")
+    budget_bytes = one.numel() * 2 if where == "memory" else 2**20
+    queue = rig.queue(budget_bytes=budget_bytes, overflow="drop")
     assert queue.put(HASHES[0], IMAGE, one)
     assert gate.reached.wait(_DEADLINE_S)
     assert not queue.put(HASHES[1], IMAGE, tensor())
-    assert rig.node.counters.get("save_problem.dropped") == 1
+    assert rig.counted("save_problem.dropped") == 1
     gate.release()
     assert queue.drain(_DEADLINE_S) == 0
     assert rig.stored(HASHES[0]) is not None
     assert rig.stored(HASHES[1]) is None
+    rig.close()
 
 
-def test_full_queue_waits_where_the_work_must_be_complete(rig: Rig) -> None:
-    gate = Gate()
+@pytest.mark.parametrize("where", ["memory", "spool"])
+def test_full_queue_waits_where_the_work_must_be_complete(tmp_path: Path, where: str) -> None:
+    gate, one = Gate(), tensor()
+    disk = {"min_free_bytes": NO_ROOM} if where == "memory" else {"cache_bytes": 4 * 520}
+    rig = Rig(tmp_path, **disk)
     rig.faults.append(Fault(op="put_if_absent", name="objects/", gate=gate))
-    one = tensor()
-    queue = rig.queue(budget_bytes=one.numel() * 2, overflow="block")
+    budget_bytes = one.numel() * 2 if where == "memory" else 2**20
+    queue = rig.queue(budget_bytes=budget_bytes, overflow="block")
     queue.put(HASHES[0], IMAGE, one)
     assert gate.reached.wait(_DEADLINE_S)
     taken = threading.Event()
@@ -204,13 +250,14 @@ def test_full_queue_waits_where_the_work_must_be_complete(rig: Rig) -> None:
 
     thread = threading.Thread(target=second)
     thread.start()
-    eventually(lambda: rig.node.counters.get("save.blocked") > 0)
+    eventually(lambda: rig.counted("save.blocked") > 0)
     assert not taken.is_set()
     gate.release()
     assert taken.wait(_DEADLINE_S)
     thread.join()
     assert queue.drain(_DEADLINE_S) == 0
     assert rig.stored(HASHES[1]) is not None
+    rig.close()
 
 
 def test_one_tensor_larger_than_the_budget_is_taken_alone(rig: Rig) -> None:
@@ -220,22 +267,42 @@ def test_one_tensor_larger_than_the_budget_is_taken_alone(rig: Rig) -> None:
     assert rig.stored(HASHES[0]) is not None
 
 
-def test_drain_with_a_dead_bucket_ends_at_its_deadline_and_counts(rig: Rig) -> None:
+def test_drain_with_a_dead_bucket_ends_at_its_deadline_and_says_what_is_left(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig.faults.append(Fault(error=UnavailableError))
+    queue = rig.queue()
+    rig.put_spooled(queue, *HASHES[:3])
+    assert queue.drain(0.2) == 3
+    assert rig.counted("spool.left") == 3
+    assert rig.counted("save_problem.abandoned") == 0
+    assert "3 embeddings; they stay in the spool" in caplog.text
+    assert "lost" not in caplog.text
+    assert not queue.put(HASHES[5], IMAGE, tensor())
+
+
+def test_only_what_neither_disk_nor_bucket_took_is_lost(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = Rig(tmp_path, min_free_bytes=NO_ROOM)
     rig.faults.append(Fault(error=UnavailableError))
     queue = rig.queue()
     for identifier in HASHES[:3]:
         queue.put(identifier, IMAGE, tensor())
     assert queue.drain(0.2) == 3
-    assert rig.node.counters.get("save_problem.abandoned") == 3
-    assert not queue.put(HASHES[5], IMAGE, tensor())
+    assert rig.counted("save_problem.abandoned") == 3
+    assert rig.counted("spool.left") == 0
+    assert "3 embeddings are lost" in caplog.text
+    rig.close()
 
 
 def test_full_disk_does_not_keep_an_entry_from_the_bucket(tmp_path: Path) -> None:
-    rig = Rig(tmp_path, min_free_bytes="1EiB")
+    rig = Rig(tmp_path, min_free_bytes=NO_ROOM)
     queue = rig.queue()
     queue.put(HASHES[0], IMAGE, tensor())
     assert queue.drain(_DEADLINE_S) == 0
     assert rig.stored(HASHES[0]) is not None
+    assert rig.counted("spool.refused") == 1
     assert queue.take_report() == ([], [HASHES[0]])
     rig.close()
 
@@ -248,3 +315,268 @@ def test_many_saves_are_all_stored_once(rig: Rig) -> None:
     assert all(rig.stored(identifier) for identifier in HASHES)
     assert rig.node.counters.get("save.items") == len(HASHES)
     assert rig.node.counters.get("internal_errors") == 0
+    assert rig.spooled_files() == 0
+
+
+# The spool
+
+
+def test_tensor_leaves_memory_when_it_is_on_the_disk(rig: Rig) -> None:
+    gate = Gate()
+    rig.faults.append(Fault(op="put_if_absent", name="objects/", gate=gate))
+    queue = rig.queue(budget_bytes=64)
+    one = tensor()
+    kept = weakref.ref(one)
+    queue.put(HASHES[0], IMAGE, one)
+    del one
+    assert gate.reached.wait(_DEADLINE_S)
+
+    def is_gone() -> bool:
+        gc.collect()
+        return kept() is None
+
+    eventually(is_gone)
+    rig.put_spooled(queue, *HASHES[1:5])  # each fills the budget
+    gate.release()
+    assert queue.drain(_DEADLINE_S) == 0
+    assert all(rig.stored(identifier) for identifier in HASHES[:5])
+
+
+def test_next_process_uploads_what_the_last_one_could_not(tmp_path: Path) -> None:
+    first = Rig(tmp_path)
+    first.faults.append(Fault(error=UnavailableError))
+    queue = first.queue()
+    first.put_spooled(queue, *HASHES[:5])
+    assert queue.take_report() == (HASHES[:5], [])
+    first.close()
+    assert first.bucket.objects == {}
+
+    second = Rig(tmp_path, shared=first.bucket)
+    assert second.spooled_files() == 5
+    queue = second.queue(overflow="drop")
+    eventually(lambda: second.counted("spool.replayed") == 5)
+    assert queue.drain(_DEADLINE_S) == 0
+    for identifier in HASHES[:5]:
+        blob = second.stored(identifier)
+        assert blob is not None
+        codec.verify(blob, namespace=second.node.namespace.name, identifier=identifier)
+        key = make_key(identifier)
+        assert key is not None
+        assert second.node.index.maybe_contains(key)
+    published, stored = queue.take_report()
+    assert (published, sorted(stored)) == ([], HASHES[:5])
+    assert second.counted("save.items") == 5
+    assert second.spooled_files() == 0
+    assert second.node.tier.check() == []
+    second.close()
+    assert list((tmp_path / "tier" / "v1" / "spool").iterdir()) == []
+
+
+def test_adopted_entry_that_the_bucket_holds_already_is_done(tmp_path: Path) -> None:
+    first = Rig(tmp_path)
+    first.faults.append(
+        Fault(op="put_if_absent", name="objects/", lost_reply=True, error=UnavailableError, times=1)
+    )
+    first.faults.append(Fault(op="put_if_absent", name="objects/", error=UnavailableError))
+    first.put_spooled(first.queue(), HASHES[0])
+    eventually(lambda: first.stored(HASHES[0]) is not None)
+    first.close()
+
+    second = Rig(tmp_path, shared=first.bucket)
+    assert second.spooled_files() == 1
+    second.queue()
+    eventually(lambda: second.counted("save.existed") == 1)
+    eventually(lambda: second.spooled_files() == 0)
+    second.close()
+
+
+def test_spoiled_entry_is_set_aside_and_never_uploaded(tmp_path: Path) -> None:
+    first = Rig(tmp_path)
+    first.faults.append(Fault(error=UnavailableError))
+    first.put_spooled(first.queue(), *HASHES[:2])
+    first.close()
+    key = make_key(HASHES[0])
+    assert key is not None
+    (spoiled,) = (tmp_path / "tier").rglob(f"v1/spool/*/*{key.digest.hex()}*")
+    blob = bytearray(spoiled.read_bytes())
+    blob[-1] ^= 1
+    spoiled.write_bytes(blob)
+
+    second = Rig(tmp_path, shared=first.bucket)
+    queue = second.queue()
+    eventually(lambda: second.counted("tier.quarantined") == 1)
+    assert queue.drain(_DEADLINE_S) == 0
+    assert second.stored(HASHES[0]) is None
+    assert second.stored(HASHES[1]) is not None
+    assert second.spooled_files() == 0
+    assert second.node.tier.check() == []
+    second.close()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"model": "b"}, {"bucket": "another"}, {"prefix": "b"}, {"endpoint_url": "http://b:9000"}],
+)
+def test_entries_of_another_model_or_for_another_bucket_are_left_alone(
+    tmp_path: Path, other: dict[str, str]
+) -> None:
+    first = Rig(tmp_path)
+    first.faults.append(Fault(error=UnavailableError))
+    first.put_spooled(first.queue(), *HASHES[:2])
+    first.close()
+
+    stranger = Rig(tmp_path, **other)
+    queue = stranger.queue()
+    queue.put(HASHES[3], IMAGE, tensor())
+    eventually(lambda: stranger.stored(HASHES[3]) is not None)
+    assert queue.drain(_DEADLINE_S) == 0
+    assert stranger.counted("spool.adopted") == 0
+    assert stranger.spooled_files() == 2
+    assert stranger.node.tier.check() == []
+    stranger.close()
+
+    second = Rig(tmp_path, shared=first.bucket)
+    second.queue()
+    eventually(lambda: second.stored(HASHES[0]) is not None)
+    eventually(lambda: second.stored(HASHES[1]) is not None)
+    second.close()
+
+
+def test_dead_bucket_that_comes_back_gets_everything(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(uploads, "_FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(rig.node.breaker, "_first_pause_s", 0.01)
+    monkeypatch.setattr(rig.node.breaker, "_pause_s", 0.01)
+    dead = Fault(error=UnavailableError)
+    rig.faults.append(dead)
+    queue = rig.queue(budget_bytes=64)
+    rig.put_spooled(queue, *HASHES)
+    eventually(lambda: dead.struck > 5)
+    rig.faults.clear()
+    assert queue.drain(_DEADLINE_S) == 0
+    assert all(rig.stored(identifier) for identifier in HASHES)
+    assert rig.node.tier.check() == []
+
+
+def test_adopted_uploads_that_hang_leave_room_for_fresh_ones(tmp_path: Path) -> None:
+    first = Rig(tmp_path)
+    first.faults.append(Fault(error=UnavailableError))
+    first.put_spooled(first.queue(), *HASHES[:20])
+    first.close()
+
+    second = Rig(tmp_path, shared=first.bucket, max_concurrency=4)
+    hang = Gate()
+    names = "|".join(HASHES[:20])
+    second.faults.append(Fault(op="put_if_absent", name=names, gate=hang))
+    queue = second.queue()
+    assert hang.reached.wait(_DEADLINE_S)
+    for identifier in HASHES[20:30]:
+        queue.put(identifier, IMAGE, tensor())
+    eventually(lambda: all(second.stored(identifier) for identifier in HASHES[20:30]))
+    assert not any(second.stored(identifier) for identifier in HASHES[:20])
+    hang.release()
+    assert queue.drain(_DEADLINE_S) == 0
+    assert all(second.stored(identifier) for identifier in HASHES[:20])
+    assert second.spooled_files() == 0
+    second.close()
+
+
+def test_processes_that_die_later_are_found_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(uploads, "_ADOPT_EVERY_S", 0.02)
+    second = Rig(tmp_path)
+    second.queue()
+    first = Rig(tmp_path)
+    first.faults.append(Fault(error=UnavailableError))
+    first.put_spooled(first.queue(), *HASHES[:2])
+    assert second.counted("spool.adopted") == 0
+    first.close()
+    eventually(lambda: second.stored(HASHES[0]) is not None)
+    eventually(lambda: second.stored(HASHES[1]) is not None)
+    second.close()
+
+
+def test_fresh_save_of_an_adopted_entry_stores_it_once(tmp_path: Path) -> None:
+    first = Rig(tmp_path)
+    first.faults.append(Fault(error=UnavailableError))
+    first.put_spooled(first.queue(), HASHES[0])
+    first.close()
+
+    second = Rig(tmp_path, shared=first.bucket)
+    hang = Gate()
+    second.faults.append(Fault(op="put_if_absent", name=HASHES[0], gate=hang, times=1))
+    queue = second.queue()
+    assert hang.reached.wait(_DEADLINE_S)
+    assert queue.put(HASHES[0], IMAGE, tensor())
+    eventually(lambda: second.stored(HASHES[0]) is not None)
+    hang.release()
+    assert queue.drain(_DEADLINE_S) == 0
+    assert second.counted("save.items") == 1
+    assert second.spooled_files() == 0
+    assert second.counted("internal_errors") == 0
+    second.close()
+
+
+def test_upload_reads_the_tiers_entry_where_somebody_emptied_the_spool(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(uploads, "_FIRST_PAUSE_S", 0.001)
+    rig.faults.append(Fault(error=UnavailableError))
+    queue = rig.queue()
+    rig.put_spooled(queue, *HASHES[:2])
+    key = make_key(HASHES[1])
+    assert key is not None
+    rig.node.tier.evict(key)
+    shutil.rmtree(rig.node.settings.cache_dir / "v1" / "spool")
+    eventually(lambda: rig.counted("save_problem.vanished") == 1)
+    rig.faults.clear()
+    assert queue.drain(_DEADLINE_S) == 0
+    assert rig.stored(HASHES[0]) is not None
+    assert rig.stored(HASHES[1]) is None
+
+
+def test_adopted_uploads_that_never_end_are_left_at_the_end(tmp_path: Path) -> None:
+    first = Rig(tmp_path)
+    first.faults.append(Fault(error=UnavailableError))
+    first.put_spooled(first.queue(), *HASHES[:5])
+    first.close()
+    assert first.counted("spool.left") == 5
+
+    second = Rig(tmp_path)
+    gate = Gate()
+    second.faults.append(Fault(op="put_if_absent", name="objects/", gate=gate))
+    queue = second.queue()
+    assert gate.reached.wait(_DEADLINE_S)
+    assert queue.drain(0.1) == 5
+    assert second.counted("spool.left") == 5
+    second.close()
+    assert second.counted("internal_errors") == 0
+    assert second.spooled_files() == 5
+    assert second.node.tier.check() == []
+
+
+def test_spooled_file_that_cannot_be_read_is_tried_again_and_then_left_for_the_next_process(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(uploads, "_FIRST_PAUSE_S", 0.001)
+    queue = rig.queue()
+    load, refusals = type(queue._spool).load, [2, 10**6]
+
+    def refuse_some(spool: Any, digest: bytes) -> Any:
+        if refusals[0]:
+            refusals[0] -= 1
+            raise TierError("too many open files")
+        return load(spool, digest)
+
+    monkeypatch.setattr(type(queue._spool), "load", refuse_some)
+    queue.put(HASHES[0], IMAGE, tensor())
+    eventually(lambda: rig.stored(HASHES[0]) is not None)
+    eventually(lambda: rig.spooled_files() == 0)
+    refusals.pop(0)
+    queue.put(HASHES[1], IMAGE, tensor())
+    eventually(lambda: rig.counted("save_problem.unreadable") == 1)
+    assert queue.drain(_DEADLINE_S) == 0
+    assert rig.stored(HASHES[1]) is None
+    assert rig.spooled_files() == 1

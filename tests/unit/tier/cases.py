@@ -17,10 +17,11 @@ from s3ec import codec
 from s3ec.codec import Header, Shape
 from s3ec.counters import Counters
 from s3ec.identity import Key, make_key
-from s3ec.tier import Pin, Tier
+from s3ec.tier import Pin, Spool, Tier
 
 NAMESPACE = "tiny-gemma3-0123456789abcdef"
 OTHER_NAMESPACE = "tiny-gemma3-fedcba9876543210"
+DESTINATION = "0123456789abcdef"
 HOUR_S = 3600.0
 _DEADLINE_S = 30.0
 _REPOSITORY = Path(__file__).parents[3]
@@ -78,6 +79,20 @@ def temps_below(folder: Path) -> set[str]:
 
 def pin_folders(root: Path) -> list[Path]:
     return sorted((root / "v1" / "pins").iterdir())
+
+
+def spool_folders(root: Path) -> list[Path]:
+    return sorted((root / "v1" / "spool").iterdir())
+
+
+def spooled_below(root: Path) -> set[str]:
+    """Names of all files in the spool but the locks."""
+    return files_below(root / "v1" / "spool") - {".lock"}
+
+
+def publish_spooled(tier: Tier, spool: Spool, *numbers: int) -> None:
+    for number in numbers:
+        tier.publish(key_at(number), [entry(key_at(number))], spool=spool)
 
 
 class Clock:

@@ -11,12 +11,15 @@ from pathlib import Path
 
 from s3ec.errors import TierError
 from tests.unit.tier.cases import (
+    DESTINATION,
     entry,
     file_of,
     key_at,
     new_tier,
     pin_folders,
+    publish_spooled,
     read,
+    spool_folders,
     temps_below,
 )
 
@@ -121,6 +124,79 @@ def fork(root: Path) -> None:
     say(len(pin_folders(root)))
 
 
+def spool(root: Path, first: int, count: int) -> None:
+    """Spool some entries, say where, and keep them until told or killed."""
+    tier = new_tier(root)
+    tier.open()
+    publish_spooled(tier, tier.open_spool(DESTINATION), *range(first, first + count))
+    say(f"{os.getpid()}")
+    hear()
+    tier.close()
+
+
+def spool_before_rename(root: Path, number: int) -> None:
+    """Publish and spool as far as the rename, and wait there to be killed."""
+    tier = new_tier(root)
+    tier.open()
+
+    def stop(source: str, target: str) -> None:
+        say(source)
+        hear()
+
+    os.replace = stop  # type: ignore[assignment]
+    publish_spooled(tier, tier.open_spool(DESTINATION), number)
+
+
+def adopt(root: Path) -> None:
+    """Adopt until told to stop, and say what was got, and whether all of it can be read."""
+    tier = new_tier(root)
+    tier.open()
+    own = tier.open_spool(DESTINATION)
+    say("ready")
+    hear()
+    got = []
+    for _ in range(50):
+        got += own.adopt()
+    say(" ".join(one.digest.hex() for one in got))
+    say(all(own.load(one.digest) is not None for one in got))
+    hear()
+    for one in got:
+        own.remove(one.digest)
+    tier.close()
+
+
+def fork_spool(root: Path) -> None:
+    """Spool in a parent and its forked child; neither may touch the other's."""
+    tier = new_tier(root)
+    tier.open()
+    own = tier.open_spool(DESTINATION)
+    publish_spooled(tier, own, 0)
+    (parents,) = spool_folders(root)
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            assert own.nbytes == 0
+            own.remove(key_at(0).digest)
+            assert own.load(key_at(0).digest) is None
+            publish_spooled(tier, own, 1)
+            (childs,) = set(spool_folders(root)) - {parents}
+            assert childs.name.startswith(f"{os.getpid()}-")
+            own.remove(key_at(1).digest)
+            tier.close()
+            assert not childs.exists()
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    loaded = own.load(key_at(0).digest)
+    assert loaded is not None
+    assert loaded.blob == entry(key_at(0))
+    own.remove(key_at(0).digest)
+    tier.close()
+    say(len(spool_folders(root)))
+
+
 def orphan(root: Path) -> None:
     """Pin, then fork a child that does nothing; it says its parent's pin and outlives it."""
     tier, key = new_tier(root), key_at(0)
@@ -150,6 +226,9 @@ def limit(root: Path) -> None:
 if __name__ == "__main__":
     commands = {
         function.__name__: function
-        for function in (race, hold, stop_before_rename, churn, occupy, fork, orphan, limit)
+        for function in (
+            *(race, hold, stop_before_rename, churn, occupy, fork, orphan, limit),
+            *(spool, spool_before_rename, adopt, fork_spool),
+        )
     }
     commands[sys.argv[1]](Path(sys.argv[2]), *(int(argument) for argument in sys.argv[3:]))

@@ -26,7 +26,7 @@ from s3ec.counters import Counters
 from s3ec.errors import CorruptEntryError
 from s3ec.identity import Key
 from s3ec.tier import Pin, Tier
-from tests.unit.tier.cases import NAMESPACE, Clock, entry, file_of, key_at
+from tests.unit.tier.cases import DESTINATION, NAMESPACE, Clock, entry, file_of, key_at
 
 KEYS = [key_at(number) for number in range(7)]
 UNIT = len(entry(KEYS[0], rows=4))
@@ -79,13 +79,18 @@ class Model:
     entries: dict[Key, File] = field(default_factory=dict)
     quarantined: dict[tuple[Key, str], File] = field(default_factory=dict)
     held: list[Held] = field(default_factory=list)
+    spooled: dict[Key, File] = field(default_factory=dict)
 
     def files(self) -> set[File]:
         return {
             *self.entries.values(),
             *self.quarantined.values(),
-            *(held.file for held in self.held),
+            *self.kept(),
         }
+
+    def kept(self) -> set[File]:
+        """What eviction cannot free."""
+        return {*(held.file for held in self.held), *self.spooled.values()}
 
     def total_bytes(self) -> int:
         return sum(len(file.blob) for file in self.files())
@@ -98,7 +103,7 @@ class Model:
         for key, file in sorted(self.entries.items(), key=lambda item: item[1].used):
             if total - freed + incoming_bytes <= LOW_BYTES:
                 break
-            if not file.pins:
+            if file not in self.kept():
                 del self.entries[key]
                 freed += len(file.blob)
         return freed
@@ -118,6 +123,7 @@ class TierMachine(RuleBasedStateMachine):
         self.uses = 0
         self.quarantines = 0
         self.tier = self.new_tier()
+        self.spool = self.tier.open_spool(DESTINATION)
 
     def new_tier(self) -> Tier:
         tier = Tier(
@@ -134,6 +140,8 @@ class TierMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         self.tier.close()
         left = os.listdir(self.root / "v1" / "pins")
+        if not self.model.spooled:
+            left += os.listdir(self.root / "v1" / "spool")
         shutil.rmtree(self.root)
         assert left == []
 
@@ -147,17 +155,29 @@ class TierMachine(RuleBasedStateMachine):
             self.model.quarantined[key, reason] = file
             self.quarantines += 1
 
-    @rule(key=keys, seed=st.integers(0, 2), rows=st.sampled_from([1, 4, 16]))
-    def publish(self, key: Key, seed: int, rows: int) -> None:
+    @rule(key=keys, seed=st.integers(0, 2), rows=st.sampled_from([1, 4, 16]), spool=st.booleans())
+    def publish(self, key: Key, seed: int, rows: int, spool: bool) -> None:
         blob = entry(key, seed=seed, rows=rows)
         # The estimate may make the tier look sooner than needed, but what it then finds decides.
         self.model.make_room(len(blob))
-        self.tier.publish(key, [blob[:64], blob[64:]])
+        self.tier.publish(key, [blob[:64], blob[64:]], spool=self.spool if spool else None)
         self.model.entries[key] = File(key, blob, self.use())
-        unpinned = self.model.total_bytes() - sum(
-            len(file.blob) for file in {held.file for held in self.model.held}
-        )
-        assert unpinned <= BUDGET_BYTES
+        if spool:
+            self.model.spooled[key] = self.model.entries[key]
+        kept = sum(len(file.blob) for file in self.model.kept())
+        assert self.model.total_bytes() - kept <= BUDGET_BYTES
+
+    @rule(key=keys)
+    def confirm(self, key: Key) -> None:
+        self.spool.remove(key.digest)
+        self.model.spooled.pop(key, None)
+
+    @rule(key=keys)
+    def load(self, key: Key) -> None:
+        file, loaded = self.model.spooled.get(key), self.spool.load(key.digest)
+        assert (file is None) == (loaded is None)
+        if file is not None and loaded is not None:
+            assert (loaded.key, loaded.blob) == (key, file.blob)
 
     @rule(target=pins, key=keys)
     def pin(self, key: Key) -> object:
@@ -212,6 +232,9 @@ class TierMachine(RuleBasedStateMachine):
         self.model.held.clear()
         self.tier = self.new_tier()
         assert self.tier.estimated_bytes() == self.model.total_bytes()
+        self.spool = self.tier.open_spool(DESTINATION)
+        adopted = {one.digest for one in self.spool.adopt()}
+        assert adopted == {key.digest for key in self.model.spooled}
 
     @precondition(lambda self: self.model.entries)
     @rule(data=st.data(), damage=st.sampled_from(sorted(DAMAGES)))
@@ -237,7 +260,7 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule()
     def vanish_altogether(self) -> None:
-        """All but the pins: without them there would be nothing to compare."""
+        """All but pins and spool: without them there would be nothing to compare."""
         shutil.rmtree(self.root / "v1" / "objects", ignore_errors=True)
         shutil.rmtree(self.root / "v1" / "quarantine", ignore_errors=True)
         self.model.entries.clear()
@@ -258,12 +281,15 @@ class TierMachine(RuleBasedStateMachine):
         usage, model = self.tier.usage(), self.model
         named = {*model.entries.values(), *model.quarantined.values()}
         pinned = {held.file for held in model.held}
+        spooled = model.spooled.values()
         assert set(self.tier.names()) == {key.name for key in model.entries}
         assert [self.tier.contains(key) for key in KEYS] == [key in model.entries for key in KEYS]
         assert usage.entries == len(model.entries)
         assert usage.nbytes == sum(len(file.blob) for file in model.entries.values())
         assert usage.pinned_nbytes == sum(len(file.blob) for file in pinned)
-        assert usage.held_nbytes == sum(len(file.blob) for file in pinned - named)
+        assert usage.spooled_nbytes == sum(len(file.blob) for file in spooled)
+        assert self.spool.nbytes == usage.spooled_nbytes
+        assert usage.held_nbytes == sum(len(file.blob) for file in model.kept() - named)
         assert usage.total_nbytes == model.total_bytes()
 
     @invariant()

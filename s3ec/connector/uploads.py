@@ -1,0 +1,326 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sees spooled embeddings into the bucket: this process's own, and what dead ones left."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from s3ec import codec
+from s3ec.codec import Header
+from s3ec.errors import AccessError, ConflictError, CorruptEntryError, TierError, UnavailableError
+from s3ec.identity import Key
+from s3ec.modality import Record
+from s3ec.node import Node
+from s3ec.store.base import Store
+from s3ec.store.open import ConditionalPut, HeadBeforePut, probe_conditional_put
+from s3ec.tier import Loaded, Spool
+
+log = logging.getLogger(__name__)
+
+_FIRST_PAUSE_S = 0.5
+_MAX_PAUSE_S = 15.0
+# How often the spool is searched for what other processes of this node left when they died.
+_ADOPT_EVERY_S = 60.0
+# A spooled file that cannot be read so often stays for the next process.
+_DISK_ATTEMPTS = 5
+
+
+@dataclass(slots=True)
+class Upload:
+    """One embedding on its way to the bucket.
+
+    Attributes:
+        digest: Its name in the spool.
+        nbytes: Size of its file, which is read when its turn comes; 0 with ``pieces``.
+        key: None for what a dead process left, until its file was read.
+        pieces: Header and object where the disk did not take it; else None.
+        adopted: A dead process left it.
+    """
+
+    digest: bytes
+    nbytes: int
+    key: Key | None = None
+    pieces: tuple[Header, Sequence[bytes | memoryview]] | None = None
+    adopted: bool = False
+
+
+class Uploader:
+    """A queue, and a bounded number of uploads that are tried again until the bucket answers.
+
+    Fresh saves come before adopted ones, which never take more than a quarter of the places.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        spool: Spool,
+        *,
+        inflight_bytes: int,
+        ended: Callable[[Upload, bool], None],
+    ) -> None:
+        """Set up; nothing runs yet.
+
+        Args:
+            inflight_bytes: Of spooled files in memory at a time; a larger one goes alone.
+            ended: Called in the loop's thread once per upload, also when the loop ends; True
+                where the bucket took it. Must not wait.
+        """
+        self._node = node
+        self._spool = spool
+        self._inflight_limit_bytes = inflight_bytes
+        self._ended = ended
+        self._max_active = node.settings.max_concurrency
+        self._max_adopted = max(1, self._max_active // 4)
+        self._adopting = True
+        # The loop's thread only.
+        self._stopped = False
+        self._fresh: deque[Upload] = deque()
+        self._adopted: deque[Upload] = deque()
+        self._active: dict[asyncio.Task[None], Upload] = {}
+        self._store: Store | None = None
+        self._ready: asyncio.Lock | None = None
+        self._disagreed: set[str] = set()
+
+    # -- any thread --------------------------------------------------------------------------
+
+    def submit(self, upload: Upload) -> None:
+        """Queue one; never waits.
+
+        Raises:
+            RuntimeError: The loop is stopped.
+        """
+        self._node.loop.call(self._enqueue, upload)
+
+    def start_adopting(self) -> None:
+        """Look for what dead processes left, now and every minute; returns at once."""
+        self._node.loop.submit(self._adopt_forever())
+
+    def stop_adopting(self) -> None:
+        """Look no more; what was found is still uploaded."""
+        self._adopting = False
+
+    def stop(self) -> None:
+        """Break off what is under way; returns at once. What is spooled stays there."""
+        self._adopting = False
+        with suppress(RuntimeError):  # the loop has ended already
+            self._node.loop.call(self._cancel)
+
+    @property
+    def adopted_left(self) -> int:
+        """How many of those are not in the bucket yet; from another thread, about."""
+        return len(self._adopted) + sum(up.adopted for up in list(self._active.values()))
+
+    # -- the loop's thread -------------------------------------------------------------------
+
+    def _cancel(self) -> None:
+        self._stopped = True
+        self._fresh.clear()
+        self._adopted.clear()
+        for task in self._active:
+            task.cancel()
+
+    async def _adopt_forever(self) -> None:
+        while self._adopting:
+            try:
+                found = await self._node.loop.disk(self._spool.adopt)
+                for one in found:
+                    self._enqueue(Upload(one.digest, one.nbytes, adopted=True))
+                if found:
+                    log.info("uploading %d embeddings that a dead process left", len(found))
+            except Exception:
+                # The top of a task that nobody awaits.
+                self._node.counters.add("internal_errors")
+                log.exception("adopting the spool")
+            await asyncio.sleep(_ADOPT_EVERY_S)
+
+    def _enqueue(self, upload: Upload) -> None:
+        if self._stopped:
+            self._ended(upload, False)
+            return
+        (self._adopted if upload.adopted else self._fresh).append(upload)
+        self._start_some()
+
+    def _start_some(self) -> None:
+        while (upload := self._next()) is not None:
+            task = asyncio.get_running_loop().create_task(
+                self._run(upload), name=f"s3ec-upload-{upload.digest.hex()[:8]}"
+            )
+            self._active[task] = upload
+
+    def _next(self) -> Upload | None:
+        """Take the next one that may start now."""
+        active = self._active.values()
+        if len(active) >= self._max_active:
+            return None
+        if self._fresh:
+            waiting = self._fresh
+        elif self._adopted and sum(up.adopted for up in active) < self._max_adopted:
+            waiting = self._adopted
+        else:
+            return None
+        reading = sum(up.nbytes for up in active)
+        if reading and reading + waiting[0].nbytes > self._inflight_limit_bytes:
+            return None
+        return waiting.popleft()
+
+    async def _run(self, upload: Upload) -> None:
+        stored = False
+        started = time.monotonic()
+        try:
+            header = await self._until_answered(upload)
+            if header is not None:
+                stored = True
+                self._count(upload, header, time.monotonic() - started)
+        except Exception:
+            # The top of a task that nobody awaits.
+            self._node.counters.add("internal_errors")
+            log.exception("upload of %s", upload.digest.hex())
+        finally:
+            task = asyncio.current_task()
+            if task is not None:
+                self._active.pop(task, None)
+            self._ended(upload, stored)
+        # Not reached when the loop ends: then nothing more is to be started.
+        self._start_some()
+
+    def _count(self, upload: Upload, header: Header, seconds: float) -> None:
+        self._node.counters.add("save.items")
+        self._node.counters.add("save.bytes", header.shape.nbytes)
+        self._node.counters.add("save.seconds", seconds)
+        log.debug(
+            "stored digest=%s nbytes=%d seconds=%.6f",
+            upload.digest.hex(),
+            header.shape.nbytes,
+            seconds,
+        )
+
+    async def _until_answered(self, upload: Upload) -> Header | None:
+        """Try until the bucket took it (its header), or had it or may not take it (None).
+
+        None also for what cannot be read any more. Between two attempts a spooled embedding
+        is not in memory.
+        """
+        pause_s = _FIRST_PAUSE_S
+        unread = 0
+        while True:
+            try:
+                return await self._attempt(upload)
+            except TierError as exc:
+                unread += 1
+                if unread == _DISK_ATTEMPTS:
+                    self._node.counters.add("save_problem.unreadable")
+                    log.error("embedding %s stays in the spool: %s", upload.digest.hex(), exc)
+                    return None
+            except (UnavailableError, AccessError) as exc:
+                kind = "denied" if isinstance(exc, AccessError) else "unavailable"
+                if self._node.counters.get(f"save_problem.{kind}") == 0:
+                    log.warning("uploads are failing and will be tried again: %s", exc)
+                self._node.counters.add(f"save_problem.{kind}")
+            await asyncio.sleep(pause_s)
+            pause_s = min(pause_s * 2, _MAX_PAUSE_S)
+
+    async def _attempt(self, upload: Upload) -> Header | None:
+        if upload.pieces is not None:
+            header, pieces = upload.pieces
+        else:
+            loaded = await self._node.loop.disk(self._load, upload)
+            if loaded is None:
+                return None
+            upload.key, header, pieces = loaded.key, loaded.header, [loaded.blob]
+        if upload.key is None:  # a queued upload with pieces has one
+            raise ValueError("an upload without a key")
+        stored = await self._put(upload.key, header, pieces)
+        # Not before: a process killed here leaves an upload that will find its object there.
+        await self._node.loop.disk(self._spool.remove, upload.digest)
+        if upload.adopted:
+            self._node.counters.add("spool.replayed")
+        return header if stored else None
+
+    def _load(self, upload: Upload) -> Loaded | None:
+        """Read an embedding back from the disk; blocking.
+
+        Raises:
+            TierError: The disk did not answer.
+        """
+        loaded = self._spool.load(upload.digest)
+        if loaded is not None or upload.key is None:
+            return loaded
+        if self._node.loop.closed:  # and the tier, perhaps
+            raise TierError("the end")
+        loaded = self._load_entry(upload.key)
+        if loaded is None:
+            self._node.counters.add("save_problem.vanished")
+            log.error("embedding %s vanished from the disk", upload.digest.hex())
+        return loaded
+
+    def _load_entry(self, key: Key) -> Loaded | None:
+        """From the tier, where somebody emptied the spool."""
+        pin = self._node.tier.pin(key)
+        if pin is None:
+            return None
+        try:
+            blob = pin.path.read_bytes()
+            name = self._node.namespace.name
+            return Loaded(key, codec.verify(blob, namespace=name, identifier=key.identifier), blob)
+        except CorruptEntryError as exc:
+            self._node.tier.quarantine(key, exc.reason)
+            return None
+        except OSError as exc:
+            raise TierError(f"cannot read {pin.path}: {exc}") from exc
+        finally:
+            self._node.tier.unpin(pin)
+
+    async def _put(self, key: Key, header: Header, pieces: Sequence[bytes | memoryview]) -> bool:
+        store = await self._prepared()
+        mine = Record(header.shape.width, header.shape.dtype)
+        record = await self._node.records.settle(header.modality, mine)
+        if record != mine:
+            self._refuse(header.modality, record, mine)
+            return False
+        try:
+            await store.put_if_absent(self._node.layout.object(key), pieces)
+        except ConflictError:
+            # Not announced: an entry that the index holds for gone or bad may be the very one
+            # that is in the way, and would be fetched in vain at every request.
+            self._node.counters.add("save.existed")
+            return False
+        self._node.index.add(key)
+        return True
+
+    def _refuse(self, modality: str, record: Record, mine: Record) -> None:
+        self._node.counters.add("save_problem.record")
+        if modality not in self._disagreed:
+            self._disagreed.add(modality)
+            log.error(
+                "nothing of modality %s is saved: namespace %s holds %s, this model gives %s",
+                modality,
+                self._node.namespace.name,
+                record,
+                mine,
+            )
+
+    async def _prepared(self) -> Store:
+        """The store for writing; the first call probes it and writes the descriptor."""
+        if self._ready is None:
+            self._ready = asyncio.Lock()
+        async with self._ready:
+            if self._store is None:
+                store: Store = self._node.store
+                if await probe_conditional_put(store) is ConditionalPut.IGNORED:
+                    log.warning(
+                        "this store ignores If-None-Match and would overwrite; s3ec asks with "
+                        "HEAD before each write, which two writers can still race"
+                    )
+                    store = HeadBeforePut(store)
+                with suppress(ConflictError):
+                    await store.put_if_absent(
+                        self._node.layout.descriptor, [self._node.namespace.to_json()]
+                    )
+                self._store = store
+            return self._store

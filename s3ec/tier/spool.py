@@ -1,0 +1,383 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The spool: entries that the bucket has not confirmed, kept past the end of their process.
+
+Each is a hard link in a folder of the process that uploads it, made before the entry appears in
+the tier: whatever this node serves from a save of its own is in the bucket or on its way there.
+Eviction cannot take it, and the next process that writes to the same bucket takes over what a
+dead one left. Like everything here it is not synced to the device: it survives the end of a
+process, not a power cut.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from s3ec import codec
+from s3ec.codec import Header
+from s3ec.counters import Counters
+from s3ec.errors import CorruptEntryError, TierError
+from s3ec.identity import Key, make_key
+from s3ec.tier.census import take_census
+from s3ec.tier.files import (
+    NO_LINK,
+    Folders,
+    check_folder,
+    copy_file,
+    free_bytes,
+    is_temp_name,
+    open_entry,
+    require_real_folders,
+    temp_name,
+)
+from s3ec.tier.headers import read_header
+from s3ec.tier.ledger import Ledger
+from s3ec.tier.own_folder import OwnFolder
+from s3ec.tier.pin_folders import LOCK_NAME, PinFolder, looks_dead, take_lock
+from s3ec.tier.quarantine import Quarantine
+from s3ec.tier.spool_names import SpoolName
+
+_log = logging.getLogger(__name__)
+
+# Each fails only if the folder vanishes again while it is made.
+_ATTEMPTS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Spooled:
+    """One entry that waits for the bucket.
+
+    Attributes:
+        path: The file; nobody else's to touch while this process lives.
+        digest: ``Key.digest``.
+        nbytes: Size of the whole file.
+    """
+
+    path: str
+    digest: bytes
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """One entry as read back: every byte verified, written for this namespace.
+
+    Attributes:
+        key: From the identifier inside; its digest is the file name's.
+        header: The entry's facts.
+        blob: The whole object.
+    """
+
+    key: Key
+    header: Header
+    blob: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class SpoolParts:
+    """What a spool shares with its tier.
+
+    Attributes:
+        failed: Counts and logs what the disk refused.
+    """
+
+    folders: Folders
+    ledger: Ledger
+    quarantine: Quarantine
+    counters: Counters
+    min_free_bytes: int
+    failed: Callable[[str, OSError | TierError], None]
+
+
+class Spool:
+    """What one process holds for one namespace and one bucket. Blocking and thread-safe.
+
+    Made by ``Tier.open_spool``. The folder appears with the first entry.
+    """
+
+    def __init__(self, parts: SpoolParts, *, namespace: str, destination: str) -> None:
+        """Nothing is touched yet.
+
+        Raises:
+            ValueError: The destination is not 16 hex digits.
+        """
+        if SpoolName.parse(str(SpoolName(namespace, destination, bytes(16)))) is None:
+            raise ValueError(f"not a destination: {destination!r:.100}")
+        self._parts = parts
+        self._namespace = namespace
+        self._destination = destination
+        folders = parts.folders
+        self._above = (str(folders.version), str(folders.spool))
+        self._own = OwnFolder(folders, folders.spool, end=PinFolder.release)
+        self._lock = threading.Lock()  # never held across a system call
+        self._held: dict[bytes, Spooled] = {}
+        self._nbytes = 0
+        self._said_strangers = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held by this process; no system call."""
+        return self._nbytes
+
+    def holds(self, digest: bytes) -> bool:
+        """Whether this process answers for the entry; no system call."""
+        return digest in self._held
+
+    def add(self, key: Key, source: str) -> None:
+        """Hold a finished file, before or after it gets its name in the tier.
+
+        An entry of the same name (a dead process's, not looked at yet) is replaced. The ledger
+        is told of the bytes: they stay on the disk whatever becomes of ``source``.
+
+        Args:
+            source: A regular file of this tier whose bytes nobody changes any more.
+
+        Raises:
+            OSError: It cannot be held. FileNotFoundError: ``source`` is gone.
+            TierError: Closed, or no room for a copy.
+        """
+        name = str(SpoolName(self._namespace, self._destination, key.digest))
+        for _ in range(_ATTEMPTS):
+            folder = self._own.path()
+            target = f"{folder}/{name}"
+            try:
+                require_real_folders((*self._above, folder))
+                nbytes = self._link(source, target)
+            except FileNotFoundError:
+                if not self._own.has_vanished(folder):
+                    raise
+                continue
+            self._parts.ledger.add(nbytes)
+            self._note(Spooled(target, key.digest, nbytes))
+            return
+        raise TierError(f"{self._parts.folders.spool} vanishes as soon as it is made")
+
+    def remove(self, digest: bytes) -> None:
+        """Let go of an entry that the bucket holds, or refused for good; never raises."""
+        spooled = self._forget(digest)
+        if spooled is not None:
+            try:
+                os.unlink(spooled.path)
+            except FileNotFoundError:
+                pass
+            except OSError as exc:  # uploaded again by the next process, which changes nothing
+                self._parts.failed("unspool", exc)
+
+    def load(self, digest: bytes) -> Loaded | None:
+        """Read and verify one entry that is held.
+
+        Returns:
+            None where it is not held, has vanished, or was bad (then it is quarantined and
+            counted).
+
+        Raises:
+            TierError: The disk did not answer; the entry stays.
+        """
+        spooled = self._held.get(digest)
+        if spooled is None:
+            return None
+        try:
+            with open(open_entry(spooled.path), "rb") as file:
+                return self._checked(digest, file)
+        except FileNotFoundError:
+            self._forget(digest)
+            return None
+        except CorruptEntryError as exc:
+            self._set_aside(spooled, exc.reason)
+            return None
+        except OSError as exc:
+            raise TierError(f"cannot read {spooled.path}: {exc}") from exc
+
+    def adopt(self) -> list[Spooled]:
+        """Take over what dead processes left for this namespace and bucket; never raises.
+
+        Each entry is renamed into our folder, so of several processes that do this at once one
+        gets it. A second copy of what we hold is dropped, once ours was read and is good.
+        """
+        taken: list[Spooled] = []
+        try:
+            check_folder(self._parts.folders.spool)
+            folders = [f"{self._parts.folders.spool}/{name}" for name in os.listdir(self._above[1])]
+        except FileNotFoundError:
+            return taken
+        except (OSError, TierError) as exc:
+            self._parts.failed("adopt", exc)
+            return taken
+        for folder in folders:
+            if looks_dead(folder):
+                try:
+                    self._take_over(folder, taken)
+                except (FileNotFoundError, BlockingIOError):
+                    # Another adopter is at it, or was; or the owner lives in another container.
+                    continue
+                except (OSError, TierError) as exc:
+                    self._parts.failed("adopt", exc)
+        if taken:
+            self._parts.counters.add("spool.adopted", len(taken))
+        return taken
+
+    def close(self) -> None:
+        """Leave what is held to the next process; never raises."""
+        self._own.close()
+        self._forget_all()
+
+    def after_fork(self) -> None:
+        """In the child: the entries are the parent's."""
+        self._lock = threading.Lock()
+        self._own.after_fork()
+        self._forget_all()
+
+    def _link(self, source: str, target: str) -> int:
+        """Give a file its name in the spool, whole or not at all; returns its size."""
+        try:
+            os.link(source, target, follow_symlinks=False)
+        except OSError as exc:
+            if exc.errno not in NO_LINK and not isinstance(exc, FileExistsError):
+                raise
+            temp = temp_name(target.rpartition("/")[0])
+            try:
+                self._link_or_copy(source, temp)
+                os.replace(temp, target)
+            finally:
+                # Also after success: a rename between two names of one file does nothing.
+                with suppress(FileNotFoundError):
+                    os.unlink(temp)
+        found = os.lstat(target)
+        if not stat.S_ISREG(found.st_mode):
+            os.unlink(target)
+            raise TierError(f"{source} is not a regular file")
+        return found.st_size
+
+    def _link_or_copy(self, source: str, temp: str) -> None:
+        try:
+            os.link(source, temp, follow_symlinks=False)
+            return
+        except OSError as exc:
+            if exc.errno not in NO_LINK:
+                raise
+        fd = open_entry(source)
+        try:
+            nbytes = os.fstat(fd).st_size
+            if free_bytes(self._parts.folders.spool) - nbytes < self._parts.min_free_bytes:
+                raise TierError(f"no room to spool {nbytes} bytes by copying them")
+            copy_file(fd, temp, nbytes)
+        finally:
+            os.close(fd)
+        self._parts.ledger.add(nbytes)
+        self._parts.counters.add("tier.spool_copies")
+
+    def _checked(self, digest: bytes, file: BinaryIO) -> Loaded:
+        nbytes = os.fstat(file.fileno()).st_size
+        header = read_header(file.fileno(), nbytes)
+        key = make_key(header.identifier)
+        if key is None or key.digest != digest:
+            raise CorruptEntryError("written for another identifier", reason="identifier")
+        codec.check_identity(header, namespace=self._namespace, identifier=key.identifier)
+        blob = file.read(nbytes)
+        codec.check_data(header, memoryview(blob)[header.data_start :])
+        return Loaded(key, header, blob)
+
+    def _set_aside(self, spooled: Spooled, reason: str) -> None:
+        """Quarantine a bad entry; it is as bad under its other names."""
+        self._forget(spooled.digest)
+        label = f"{self._namespace}--{spooled.digest.hex()}"
+        try:
+            inode = os.lstat(spooled.path).st_ino
+            mtime_ns = self._parts.ledger.use_ns()
+            if not self._parts.quarantine.take(spooled.path, label, reason, mtime_ns=mtime_ns):
+                return
+            with suppress(FileNotFoundError):
+                # Still there if the quarantine holds the same file under this name already.
+                os.unlink(spooled.path)
+            for entry in take_census(self._parts.folders).entries:
+                if entry.inode == inode:
+                    with suppress(FileNotFoundError):
+                        os.unlink(entry.path)
+        except FileNotFoundError:
+            return
+        except OSError as exc:
+            self._parts.failed("quarantine", exc)
+        self._parts.counters.add("tier.quarantined")
+        _log.warning("spooled entry %s was bad (%s); set aside", label, reason)
+
+    def _take_over(self, folder: str, taken: list[Spooled]) -> None:
+        check_folder(Path(folder))
+        fd = take_lock(folder)
+        try:
+            strangers = 0
+            for name in os.listdir(folder):
+                if is_temp_name(name):  # of an add that was not finished
+                    with suppress(FileNotFoundError):
+                        os.unlink(f"{folder}/{name}")
+                    continue
+                parts = SpoolName.parse(name)
+                if parts is None:
+                    continue
+                if (parts.namespace, parts.destination) != (self._namespace, self._destination):
+                    strangers += 1
+                elif self.load(parts.digest) is None:
+                    self._move(f"{folder}/{name}", parts, taken)
+                else:
+                    with suppress(FileNotFoundError):
+                        os.unlink(f"{folder}/{name}")
+            self._mention(strangers)
+            self._remove_empty(folder)
+        finally:
+            if fd is not None:
+                os.close(fd)
+
+    def _move(self, source: str, parts: SpoolName, taken: list[Spooled]) -> None:
+        for _ in range(_ATTEMPTS):
+            folder = self._own.path()
+            target = f"{folder}/{parts}"
+            try:
+                os.rename(source, target)
+                nbytes = os.lstat(target).st_size
+            except FileNotFoundError:
+                if not self._own.has_vanished(folder):
+                    return  # another adopter was faster
+                continue
+            taken.append(Spooled(target, parts.digest, nbytes))
+            self._note(taken[-1])
+            return
+
+    def _remove_empty(self, folder: str) -> None:
+        left = set(os.listdir(folder))
+        if left <= {LOCK_NAME}:
+            for name in left:
+                os.unlink(f"{folder}/{name}")
+            os.rmdir(folder)
+
+    def _mention(self, strangers: int) -> None:
+        if strangers and not self._said_strangers:
+            self._said_strangers = True
+            _log.info(
+                "%s holds entries of another model or for another bucket; they wait for an "
+                "engine of theirs on this node",
+                self._parts.folders.spool,
+            )
+
+    def _note(self, spooled: Spooled) -> None:
+        with self._lock:
+            old = self._held.get(spooled.digest)
+            self._held[spooled.digest] = spooled
+            self._nbytes += spooled.nbytes - (old.nbytes if old is not None else 0)
+
+    def _forget(self, digest: bytes) -> Spooled | None:
+        with self._lock:
+            spooled = self._held.pop(digest, None)
+            if spooled is not None:
+                self._nbytes -= spooled.nbytes
+            return spooled
+
+    def _forget_all(self) -> None:
+        with self._lock:
+            self._held.clear()
+            self._nbytes = 0

@@ -1,0 +1,637 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The spool: entries that outlive eviction and their process, and end with exactly one owner."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from s3ec.counters import Counters
+from s3ec.errors import TierError
+from s3ec.tier import Spool, Tier, pin_folders, quarantine
+from s3ec.tier.processes import own_start_time, try_lock
+from s3ec.tier.spool_names import SpoolName
+from tests.unit.tier.cases import (
+    DESTINATION,
+    NAMESPACE,
+    OTHER_NAMESPACE,
+    child,
+    entry,
+    file_of,
+    files_below,
+    key_at,
+    publish_spooled,
+    spool_folders,
+    spooled_below,
+    temps_below,
+)
+from tests.unit.tier.test_bad_entries import BAD
+
+KEY = key_at(0)
+SIZE = len(entry(KEY))
+
+
+def name_of(number: int) -> str:
+    return f"{NAMESPACE}--{DESTINATION}--{key_at(number).digest.hex()}.safetensors"
+
+
+def no_links(*arguments: object, **options: object) -> None:
+    raise PermissionError(errno.EPERM, "no links here")
+
+
+@pytest.fixture
+def spool(tier: Tier) -> Spool:
+    return tier.open_spool(DESTINATION)
+
+
+def dead_folder(root: Path, *numbers: int, lock: bool = True) -> Path:
+    """What a process of long ago left."""
+    folder = root / "v1" / "spool" / f"{2**31 - 1}-1-01234567"
+    folder.mkdir(mode=0o700)
+    for number in numbers:
+        path = folder / name_of(number)
+        path.touch(mode=0o600)
+        path.write_bytes(entry(key_at(number)))
+    if lock:
+        (folder / pin_folders.LOCK_NAME).touch(mode=0o600)
+    return folder
+
+
+# One process
+
+
+def test_spooled_entry_is_one_file_with_two_names_in_a_private_folder_of_this_process(
+    tier: Tier, spool: Spool, root: Path, counters: Counters
+) -> None:
+    assert spool_folders(root) == []
+    publish_spooled(tier, spool, 0)
+    (folder,) = spool_folders(root)
+    assert folder.name.startswith(f"{os.getpid()}-{own_start_time()}-")
+    assert folder.stat().st_mode & 0o777 == 0o700
+    path = folder / name_of(0)
+    assert path.samefile(file_of(root, KEY))
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert spool.holds(KEY.digest)
+    assert spool.nbytes == SIZE
+    usage = tier.usage()
+    assert (usage.nbytes, usage.spooled_nbytes, usage.held_nbytes) == (SIZE, SIZE, 0)
+    assert usage.total_nbytes == SIZE
+    assert counters.get("tier.errors") == 0
+
+
+def test_spooled_entry_survives_evict_quarantine_and_republish(tier: Tier, spool: Spool) -> None:
+    drops = (tier.evict, lambda key: tier.quarantine(key, "checksum"))
+    for number, drop in enumerate((*drops, None)):
+        publish_spooled(tier, spool, number)
+        if drop is not None:
+            drop(key_at(number))
+        else:
+            tier.publish(key_at(number), [entry(key_at(number), seed=1)])
+    for number in range(3):
+        loaded = spool.load(key_at(number).digest)
+        assert loaded is not None
+        assert (loaded.key, loaded.blob) == (key_at(number), entry(key_at(number)))
+    assert tier.usage().spooled_nbytes == tier.usage().total_nbytes - len(entry(key_at(2), seed=1))
+
+
+def test_eviction_passes_over_what_the_spool_keeps_on_the_disk_anyway(
+    make_tier: Callable[..., Tier], counters: Counters
+) -> None:
+    tier = make_tier(budget_bytes=8 * SIZE)
+    spool = tier.open_spool(DESTINATION)
+    publish_spooled(tier, spool, 0, 3, 6)
+    for number in range(9, 60, 3):
+        tier.publish(key_at(number), [entry(key_at(number))])
+        assert tier.usage().total_nbytes <= 8 * SIZE
+    assert counters.get("tier.evicted") > 0
+    assert all(tier.contains(key_at(number)) for number in (0, 3, 6))
+    assert tier.estimated_bytes() >= tier.usage().total_nbytes
+    for number in (0, 3, 6):
+        spool.remove(key_at(number).digest)
+    tier.make_room(6 * SIZE)
+    assert not tier.contains(key_at(0))
+    assert tier.check() == []
+
+
+def test_removed_entry_stays_in_the_tier_and_remove_is_idempotent(
+    tier: Tier, spool: Spool, root: Path
+) -> None:
+    publish_spooled(tier, spool, 0)
+    for _ in range(2):
+        spool.remove(KEY.digest)
+    assert spooled_below(root) == set()
+    assert spool.nbytes == 0
+    assert spool.load(KEY.digest) is None
+    assert tier.contains(KEY)
+
+
+def test_second_save_of_an_entry_takes_the_place_of_the_first(
+    tier: Tier, spool: Spool, root: Path
+) -> None:
+    publish_spooled(tier, spool, 0)
+    tier.publish(KEY, [entry(KEY, seed=1, rows=8)], spool=spool)
+    loaded = spool.load(KEY.digest)
+    assert loaded is not None
+    assert loaded.blob == entry(KEY, seed=1, rows=8)
+    assert spool.nbytes == len(loaded.blob) == tier.usage().total_nbytes
+    spool.add(KEY, str(file_of(root, KEY)))  # the very same file
+    assert spooled_below(root) == {name_of(0)}
+    assert temps_below(root) == set()
+
+
+def test_entry_does_not_appear_where_the_spool_cannot_hold_it(
+    tier: Tier, spool: Spool, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: object, **options: object) -> None:
+        raise OSError(errno.EIO, "disk gone")
+
+    monkeypatch.setattr(os, "link", refuse)
+    with pytest.raises(TierError, match="disk gone"):
+        publish_spooled(tier, spool, 0)
+    assert not tier.contains(KEY)
+    assert not spool.holds(KEY.digest)
+    assert temps_below(root) == set()
+    assert spool.nbytes == 0
+
+
+def test_entry_that_cannot_appear_may_be_spooled_and_is_counted(
+    tier: Tier, spool: Spool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(source: str, target: str) -> None:
+        raise OSError(errno.EIO, "disk gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", refuse)
+        with pytest.raises(TierError, match="disk gone"):
+            publish_spooled(tier, spool, 0)
+    assert not tier.contains(KEY)
+    assert spool.load(KEY.digest) is not None
+    assert tier.estimated_bytes() >= tier.usage().total_nbytes == SIZE
+
+
+def test_without_hard_links_the_spool_holds_a_copy(
+    tier: Tier, spool: Spool, root: Path, counters: Counters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "link", no_links)
+    publish_spooled(tier, spool, 0)
+    publish_spooled(tier, spool, 0)
+    assert counters.get("tier.spool_copies") == 2
+    (folder,) = spool_folders(root)
+    assert not (folder / name_of(0)).samefile(file_of(root, KEY))
+    assert (folder / name_of(0)).stat().st_mode & 0o777 == 0o600
+    loaded = spool.load(KEY.digest)
+    assert loaded is not None
+    assert loaded.blob == entry(KEY)
+    usage = tier.usage()
+    assert (usage.nbytes, usage.held_nbytes, usage.spooled_nbytes) == (SIZE, SIZE, SIZE)
+    assert tier.estimated_bytes() >= usage.total_nbytes
+    assert temps_below(root) == set()
+
+
+def test_copy_that_leaves_no_free_space_is_refused(
+    make_tier: Callable[..., Tier], root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = make_tier()
+    tier.publish(KEY, [entry(KEY)])
+    tier.close()
+    monkeypatch.setattr(os, "link", no_links)
+    spool = make_tier(min_free_bytes=1 << 60).open_spool(DESTINATION)
+    with pytest.raises(TierError, match="no room to spool"):
+        spool.add(KEY, str(file_of(root, KEY)))
+    assert spooled_below(root) == set()
+
+
+def test_vanished_folder_is_made_again(
+    make_tier: Callable[..., Tier], root: Path, counters: Counters
+) -> None:
+    tier = make_tier()
+    spool = tier.open_spool(DESTINATION)
+    publish_spooled(tier, spool, 0)
+    for find in (lambda: root, lambda: root / "v1" / "spool", lambda: spool_folders(root)[0]):
+        shutil.rmtree(find())
+        assert spool.load(KEY.digest) is None
+        assert spool.nbytes == 0
+        publish_spooled(tier, spool, 0)
+        assert spool.load(KEY.digest) is not None
+    assert counters.get("tier.errors") == 0
+    assert tier.check() == []
+
+
+def test_spool_folder_replaced_by_a_link_is_not_followed(
+    make_tier: Callable[..., Tier], root: Path, tmp_path: Path, counters: Counters
+) -> None:
+    tier = make_tier()
+    spool = tier.open_spool(DESTINATION)
+    publish_spooled(tier, spool, 0)
+    for folder in (spool_folders(root)[0], root / "v1" / "spool"):
+        elsewhere = tmp_path / "elsewhere"
+        folder.rename(elsewhere)
+        folder.symlink_to(elsewhere)
+        before = files_below(elsewhere)
+        with pytest.raises(TierError, match="not a folder"):
+            publish_spooled(tier, spool, 3)
+        assert files_below(elsewhere) == before
+        folder.unlink()
+        elsewhere.rename(folder)
+    (root / "v1" / "spool").rename(tmp_path / "elsewhere")
+    (root / "v1" / "spool").symlink_to(tmp_path / "elsewhere")
+    assert spool.adopt() == []
+    assert counters.get("tier.errors") == 1
+
+
+def test_symlink_is_not_spooled(tier: Tier, spool: Spool, root: Path) -> None:
+    tier.publish(KEY, [entry(KEY)])
+    link = root / "link"
+    link.symlink_to(file_of(root, KEY))
+    with pytest.raises(TierError, match="not a regular file"):
+        spool.add(KEY, str(link))
+    assert spooled_below(root) == set()
+    link.unlink()
+
+
+def test_closed_spool_refuses(tier: Tier, root: Path) -> None:
+    spool = tier.open_spool(DESTINATION)
+    tier.publish(KEY, [entry(KEY)])
+    spool.close()
+    with pytest.raises(TierError, match="closed"):
+        spool.add(KEY, str(file_of(root, KEY)))
+    assert spool.adopt() == []
+    assert spool_folders(root) == []
+
+
+def test_spool_of_a_closed_tier_and_a_bad_destination_are_refused(tier: Tier) -> None:
+    for destination in ("", "../up", "0" * 15, "G" * 16):
+        with pytest.raises(ValueError, match="not a destination"):
+            tier.open_spool(destination)
+    tier.close()
+    with pytest.raises(TierError, match="not open"):
+        tier.open_spool(DESTINATION)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        "x",
+        f"{NAMESPACE}--{'0' * 32}.safetensors",
+        f"{NAMESPACE}--{DESTINATION}--{'0' * 31}.safetensors",
+        f"{NAMESPACE}--{DESTINATION}--{'0' * 32}.safetensors.bak",
+        f"nothing--{DESTINATION}--{'0' * 32}.safetensors",
+        f"../{NAMESPACE}--{DESTINATION}--{'0' * 32}.safetensors",
+    ],
+)
+def test_other_names_are_no_spool_names(name: str) -> None:
+    assert SpoolName.parse(name) is None
+
+
+def test_spool_name_of_a_namespace_with_dashes_reads_back() -> None:
+    name = SpoolName("a--b--0123456789abcdef-0123456789abcdef", DESTINATION, bytes(range(16)))
+    assert SpoolName.parse(str(name)) == name
+
+
+# Bad entries
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_bad_entry_is_not_loaded_but_set_aside_and_counted(
+    tier: Tier, spool: Spool, root: Path, counters: Counters, bad: str
+) -> None:
+    blob, reason = BAD[bad]
+    tier.publish(KEY, [blob], spool=spool)
+    assert len(tier.check()) == 2  # both names
+    assert spool.load(KEY.digest) is None
+    aside = root / "v1" / "quarantine" / f"{NAMESPACE}--{KEY.digest.hex()}-{reason}"
+    assert aside.read_bytes() == blob
+    assert spooled_below(root) == set()
+    assert spool.nbytes == 0
+    assert not tier.contains(KEY)  # the same bytes
+    assert counters.get("tier.quarantined") == 1
+    assert tier.usage().total_nbytes == len(blob)
+
+
+def test_flipped_bit_is_found(tier: Tier, spool: Spool, counters: Counters) -> None:
+    blob = bytearray(entry(KEY))
+    blob[-1] ^= 1
+    tier.publish(KEY, [bytes(blob)], spool=spool)
+    assert ["checksum" in complaint for complaint in tier.check()] == [True, True]
+    assert spool.load(KEY.digest) is None
+    assert counters.get("tier.quarantined") == 1
+
+
+def test_bad_entry_that_a_reader_set_aside_before_is_gone_from_the_spool_too(
+    tier: Tier, spool: Spool, root: Path
+) -> None:
+    blob = bytearray(entry(KEY))
+    blob[-1] ^= 1
+    tier.publish(KEY, [bytes(blob)], spool=spool)
+    tier.quarantine(KEY, "checksum")  # the file that the spool would set aside, by its name
+    assert spool.load(KEY.digest) is None
+    assert spooled_below(root) == set()
+    assert len(files_below(root / "v1" / "quarantine")) == 1
+
+
+def test_better_entry_of_the_tier_stays_when_the_spooled_one_is_bad(
+    tier: Tier, spool: Spool
+) -> None:
+    tier.publish(KEY, [b"rubbish"], spool=spool)
+    tier.publish(KEY, [entry(KEY)])
+    assert spool.load(KEY.digest) is None
+    assert tier.pin(KEY) is not None
+
+
+@pytest.mark.parametrize("kind", ["symlink", "pipe", "folder"])
+def test_what_is_not_a_file_is_set_aside_and_not_followed_or_waited_for(
+    tier: Tier, spool: Spool, root: Path, tmp_path: Path, kind: str
+) -> None:
+    path = dead_folder(root) / name_of(0)
+    (tmp_path / "outside").write_bytes(entry(KEY))
+    if kind == "symlink":
+        path.symlink_to(tmp_path / "outside")
+    elif kind == "pipe":
+        os.mkfifo(path, 0o600)
+    else:
+        path.mkdir(mode=0o700)
+    assert [one.digest for one in spool.adopt()] == [KEY.digest]
+    assert spool.load(KEY.digest) is None
+    assert spooled_below(root) == set()
+    assert (tmp_path / "outside").read_bytes() == entry(KEY)
+    shutil.rmtree(root / "v1" / "quarantine")
+
+
+def test_disk_that_does_not_answer_is_an_error_and_the_entry_stays(
+    tier: Tier, spool: Spool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish_spooled(tier, spool, 0)
+
+    def refuse(path: str) -> int:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("s3ec.tier.spool.open_entry", refuse)
+        with pytest.raises(TierError, match="too many"):
+            spool.load(KEY.digest)
+    assert spool.load(KEY.digest) is not None
+
+
+def test_bad_entry_that_cannot_be_set_aside_is_counted_and_no_longer_held(
+    tier: Tier, spool: Spool, root: Path, counters: Counters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier.publish(KEY, [b"rubbish"], spool=spool)
+
+    def refuse(source: str, target: str) -> None:
+        raise OSError(errno.EIO, "no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", refuse)
+        assert spool.load(KEY.digest) is None
+    assert counters.get("tier.errors") == 1
+    assert not spool.holds(KEY.digest)
+    (folder,) = spool_folders(root)
+    (folder / name_of(0)).unlink()
+    tier.evict(KEY)
+
+
+def test_check_finds_what_does_not_belong_into_the_spool(tier: Tier, root: Path) -> None:
+    folder = dead_folder(root, 0, 1)
+    assert tier.check() == []  # it waits for the next process that writes
+    (folder / "notes.txt").touch(mode=0o600)
+    (folder.parent / "stray").mkdir(mode=0o700)
+    (folder / name_of(0)).chmod(0o644)
+    (folder / name_of(1)).rename(folder / name_of(2))
+    complaints = tier.check()
+    assert len(complaints) == 4
+    for part in ("notes.txt", "stray", "mode 644", "another identifier"):
+        assert any(part in complaint for complaint in complaints)
+    shutil.rmtree(folder)
+    (folder.parent / "stray").rmdir()
+
+
+# Adoption
+
+
+def test_what_a_closed_tier_left_is_adopted_by_the_next_one(
+    make_tier: Callable[..., Tier], root: Path, counters: Counters
+) -> None:
+    one = make_tier()
+    publish_spooled(one, one.open_spool(DESTINATION), 0, 1, 2)
+    two = make_tier()
+    spool = two.open_spool(DESTINATION)
+    assert spool.adopt() == []  # its owner lives
+    one.close()
+    assert two.check() == []
+    assert {one.digest for one in spool.adopt()} == {key_at(n).digest for n in range(3)}
+    (folder,) = spool_folders(root)
+    assert spooled_below(root) == {name_of(number) for number in range(3)}
+    assert spool.nbytes == sum(len(entry(key_at(number))) for number in range(3))
+    assert spool.adopt() == []
+    assert counters.get("spool.adopted") == 3
+    for number in range(3):
+        loaded = spool.load(key_at(number).digest)
+        assert loaded is not None
+        assert loaded.blob == entry(key_at(number))
+        spool.remove(key_at(number).digest)
+    two.close()
+    assert not folder.exists()
+    assert two.check() == []
+
+
+def test_killed_process_leaves_its_spool_and_a_living_one_keeps_it(
+    make_tier: Callable[..., Tier], root: Path
+) -> None:
+    tier = make_tier()
+    spool = tier.open_spool(DESTINATION)
+    with child("spool", root, 0, 3) as other:
+        assert other.hear() == str(other.pid)
+        assert spool.adopt() == []
+        tier.make_room(1 << 40)
+        other.kill()
+    assert tier.usage().spooled_nbytes == tier.usage().nbytes
+    assert len(spool.adopt()) == 3
+    tier.make_room()  # which sweeps its pins
+    assert tier.check() == []
+
+
+def test_process_killed_before_the_entry_appears_has_spooled_it(
+    make_tier: Callable[..., Tier], root: Path
+) -> None:
+    tier = make_tier()
+    spool = tier.open_spool(DESTINATION)
+    with child("spool_before_rename", root, 0) as other:
+        assert "/.tmp-" in other.hear()
+        other.kill()
+    assert not tier.contains(KEY)
+    assert [one.digest for one in spool.adopt()] == [KEY.digest]
+    loaded = spool.load(KEY.digest)
+    assert loaded is not None
+    assert loaded.blob == entry(KEY)
+    tier.make_room()
+    assert tier.check() == []
+
+
+def test_entries_of_other_models_and_buckets_stay_for_processes_of_theirs(
+    make_tier: Callable[..., Tier], root: Path
+) -> None:
+    one = make_tier()
+    publish_spooled(one, one.open_spool(DESTINATION), 0)
+    one.close()
+    folders = spool_folders(root)
+    other_model = make_tier(namespace=OTHER_NAMESPACE)
+    assert other_model.open_spool(DESTINATION).adopt() == []
+    other_bucket = make_tier()
+    assert other_bucket.open_spool("f" * 16).adopt() == []
+    assert spool_folders(root) == folders
+    assert spooled_below(root) == {name_of(0)}
+    assert len(make_tier().open_spool(DESTINATION).adopt()) == 1
+    assert other_model.check() == []
+
+
+def test_reused_process_id_is_not_taken_for_the_old_process(tier: Tier, root: Path) -> None:
+    folder = dead_folder(root, 0)
+    old = folder.with_name(f"{os.getpid()}-{int(own_start_time()) - 1}-01234567")
+    folder.rename(old)
+    assert len(tier.open_spool(DESTINATION).adopt()) == 1
+    assert not old.exists()
+
+
+@pytest.mark.parametrize("lock", [True, False])
+def test_left_overs_of_the_dead_are_taken_with_or_without_their_lock(
+    tier: Tier, spool: Spool, root: Path, lock: bool
+) -> None:
+    folder = dead_folder(root, 0, 1, lock=lock)
+    (folder / ".tmp-1-0123456789abcdef").touch(mode=0o600)
+    assert len(spool.adopt()) == 2
+    assert not folder.exists()
+    assert temps_below(root) == set()
+
+
+def test_spool_of_another_containers_process_is_kept_while_its_lock_is_held(
+    tier: Tier, spool: Spool, root: Path, counters: Counters
+) -> None:
+    # Its own /proc would know this process; ours does not, as after `docker run` on one node.
+    folder = dead_folder(root, 0)
+    with (folder / pin_folders.LOCK_NAME).open("wb") as lock:
+        assert try_lock(lock.fileno())
+        assert spool.adopt() == []
+        assert tier.check() == []
+    assert counters.get("tier.errors") == 0
+    assert len(spool.adopt()) == 1
+
+
+def test_second_copy_of_what_we_hold_is_dropped(tier: Tier, spool: Spool, root: Path) -> None:
+    folder = dead_folder(root, 0, 1)
+    tier.publish(KEY, [entry(KEY, seed=1)], spool=spool)
+    assert [one.digest for one in spool.adopt()] == [key_at(1).digest]
+    assert not folder.exists()
+    loaded = spool.load(KEY.digest)
+    assert loaded is not None
+    assert loaded.blob == entry(KEY, seed=1)
+
+
+def test_second_copy_of_what_we_hold_takes_the_place_of_a_bad_one(
+    tier: Tier, spool: Spool, root: Path, counters: Counters
+) -> None:
+    folder = dead_folder(root, 0)
+    tier.publish(KEY, [b"rubbish"], spool=spool)
+    assert [one.digest for one in spool.adopt()] == [KEY.digest]
+    assert not folder.exists()
+    loaded = spool.load(KEY.digest)
+    assert loaded is not None
+    assert loaded.blob == entry(KEY)
+    assert counters.get("tier.quarantined") == 1
+
+
+def test_folder_of_the_dead_with_something_foreign_in_it_stays(
+    make_tier: Callable[..., Tier], root: Path
+) -> None:
+    tier = make_tier()
+    folder = dead_folder(root, 0)
+    (folder / "notes.txt").write_text("mine")
+    assert len(tier.open_spool(DESTINATION).adopt()) == 1
+    assert "notes.txt" in files_below(folder)
+    assert len(tier.check()) == 1
+
+
+def test_folder_that_others_may_write_is_not_adopted(
+    make_tier: Callable[..., Tier], root: Path, counters: Counters
+) -> None:
+    tier = make_tier()
+    folder = dead_folder(root, 0)
+    folder.chmod(0o777)
+    assert tier.open_spool(DESTINATION).adopt() == []
+    assert counters.get("tier.errors") == 1
+    folder.chmod(0o700)
+
+
+def test_own_folder_that_vanishes_during_adoption_is_made_again(
+    tier: Tier, spool: Spool, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dead_folder(root, 0)
+    rename, calls = os.rename, []
+
+    def vanish_first(source: str, target: str) -> None:
+        calls.append(target)
+        if len(calls) == 1:
+            shutil.rmtree(os.path.dirname(target))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", vanish_first)
+    assert len(spool.adopt()) == 1
+    assert len(calls) == 2
+    assert spool.load(KEY.digest) is not None
+
+
+def test_forked_child_leaves_its_parents_spool_alone(root: Path) -> None:
+    with child("fork_spool", root) as other:
+        assert other.hear() == "0"
+        other.end()
+
+
+def test_eight_adopters_at_once_share_the_entries_of_the_dead_and_none_has_two_owners(
+    make_tier: Callable[..., Tier], root: Path
+) -> None:
+    tier = make_tier()
+    count = 40
+    with ExitStack() as stack:
+        victims = [stack.enter_context(child("spool", root, n * count, count)) for n in range(3)]
+        adopters = [stack.enter_context(child("adopt", root)) for _ in range(8)]
+        for victim in victims:
+            assert victim.hear() == str(victim.pid)
+        # One without a lock, so that nothing but the rename decides.
+        folder = next(f for f in spool_folders(root) if f.name.startswith(f"{victims[0].pid}-"))
+        (folder / pin_folders.LOCK_NAME).unlink()
+        for adopter in adopters:
+            assert adopter.hear() == "ready"
+        for victim in victims:
+            victim.kill()
+        for adopter in adopters:
+            adopter.say()
+        got = [adopter.hear().split() for adopter in adopters]
+        assert [adopter.hear() for adopter in adopters] == ["True"] * len(adopters)
+        digests = [digest for share in got for digest in share]
+        assert len(digests) == len(set(digests)) == 3 * count
+        assert set(digests) == {key_at(number).digest.hex() for number in range(3 * count)}
+        assert spooled_below(root) == {name_of(number) for number in range(3 * count)}
+        tier.make_room()  # which sweeps the pins of the dead
+        assert tier.check() == []
+        for adopter in adopters:
+            adopter.say()
+        for adopter in adopters:
+            adopter.end()
+    assert spool_folders(root) == []
+    assert tier.check() == []
+
+
+def test_quarantine_of_the_spool_is_bounded_like_the_tiers(
+    tier: Tier, spool: Spool, root: Path
+) -> None:
+    count = quarantine.KEPT_FILES + 4
+    for number in range(count):
+        tier.publish(key_at(number), [b"rubbish"], spool=spool)
+        assert spool.load(key_at(number).digest) is None
+    assert len(files_below(root / "v1" / "quarantine")) == quarantine.KEPT_FILES
