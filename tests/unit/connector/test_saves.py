@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import shutil
@@ -78,10 +79,11 @@ class Rig:
         return queue
 
     def put_spooled(self, queue: SaveQueue, *identifiers: str) -> None:
-        """Queue some, and wait until they are on the disk."""
+        """Queue some, and wait until they are on the disk and none is in memory."""
         for identifier in identifiers:
             assert queue.put(identifier, IMAGE, tensor())
-        eventually(lambda: self.spooled_files() >= len(identifiers))
+        eventually(lambda: not any(queue._pending.values()))
+        assert self.spooled_files() >= len(identifiers)
 
     def spooled_files(self) -> int:
         # Not Path.rglob: it does not bear folders that vanish meanwhile.
@@ -279,6 +281,24 @@ def test_drain_with_a_dead_bucket_ends_at_its_deadline_and_says_what_is_left(
     assert "3 embeddings; they stay in the spool" in caplog.text
     assert "lost" not in caplog.text
     assert not queue.put(HASHES[5], IMAGE, tensor())
+
+
+def test_nothing_is_asked_of_the_bucket_after_a_drain(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(uploads, "_FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(uploads, "_MAX_PAUSE_S", 0.001)
+    monkeypatch.setattr(rig.node.breaker, "_threshold", 10**6)
+    dead = Fault(error=UnavailableError)
+    rig.faults.append(dead)
+    queue = rig.queue()
+    queue.put(HASHES[0], IMAGE, tensor())
+    eventually(lambda: dead.struck > 3)
+    assert queue.drain(0) == 1
+    rig.node.loop.run(asyncio.sleep(0), _DEADLINE_S)  # behind the end of the uploads
+    asked = dead.struck
+    rig.node.loop.run(asyncio.sleep(0.3), _DEADLINE_S)
+    assert dead.struck == asked
 
 
 def test_only_what_neither_disk_nor_bucket_took_is_lost(

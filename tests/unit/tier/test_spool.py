@@ -499,6 +499,15 @@ def test_reused_process_id_is_not_taken_for_the_old_process(tier: Tier, root: Pa
     assert not old.exists()
 
 
+def test_spool_of_a_living_process_is_kept_even_without_its_lock(
+    tier: Tier, spool: Spool, root: Path
+) -> None:
+    folder = dead_folder(root, 0, lock=False)
+    living = folder.rename(folder.with_name(f"{os.getpid()}-{own_start_time()}-01234567"))
+    assert spool.adopt() == []
+    assert files_below(living) == {name_of(0)}
+
+
 @pytest.mark.parametrize("lock", [True, False])
 def test_left_overs_of_the_dead_are_taken_with_or_without_their_lock(
     tier: Tier, spool: Spool, root: Path, lock: bool
