@@ -284,6 +284,55 @@ def verify(blob: memoryview | bytes, *, namespace: str, identifier: str) -> Head
     return header
 
 
+class Verifier:
+    """verify for an entry that comes in parts: each byte is looked at once, none is kept."""
+
+    def __init__(self, first: memoryview | bytes, *, namespace: str, identifier: str) -> None:
+        """Check the header and begin with the data.
+
+        Args:
+            first: The entry's front, with the whole header: ``8 + HEADER_LIMIT`` bytes or more,
+                or all of a shorter entry.
+            namespace: As for verify.
+            identifier: As for verify.
+
+        Raises:
+            CorruptEntryError: As for verify; what the data is will only be known in finish.
+        """
+        self.header = parse_header(first)
+        check_identity(self.header, namespace=namespace, identifier=identifier)
+        self._hash = xxhash.xxh3_128()
+        self._nbytes = 0
+        self.feed(memoryview(first)[self.header.data_start :])
+
+    def feed(self, part: memoryview | bytes) -> None:
+        """Take the next bytes of the entry; off the GIL for large parts.
+
+        Raises:
+            CorruptEntryError: More than the header announced (``reason`` is ``length``).
+        """
+        self._nbytes += len(part)
+        if self._nbytes > self.header.shape.nbytes:
+            raise CorruptEntryError(
+                f"goes on after {self.header.total_bytes} bytes", reason="length"
+            )
+        self._hash.update(part)
+
+    def finish(self) -> None:
+        """The entry has ended here.
+
+        Raises:
+            CorruptEntryError: ``reason`` is ``length`` or ``checksum``.
+        """
+        if self._nbytes != self.header.shape.nbytes:
+            raise CorruptEntryError(
+                f"{self._nbytes} bytes of tensor, expected {self.header.shape.nbytes}",
+                reason="length",
+            )
+        if self._hash.hexdigest() != self.header.checksum:
+            raise CorruptEntryError("checksum differs", reason="checksum")
+
+
 def check_identity(header: Header, *, namespace: str, identifier: str) -> None:
     """Refuse an entry that was written under another name, such as a copied object.
 

@@ -16,7 +16,7 @@ from s3ec.tier.spool_names import SpoolName
 
 # objects/NAMESPACE/[LORA/]aa/NAME: folders below a namespace.
 _LEVELS = 2
-_TOP_LEVEL = {"objects", "pins", "spool", "quarantine", "evict.lock"}
+_TOP_LEVEL = {"objects", "pins", "spool", "quarantine", "evict.lock", "fetch.lock"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,6 +64,11 @@ class Folders:
         return self.version / "quarantine"
 
     @property
+    def fetch_lock(self) -> Path:
+        """One byte per entry that some process fetches; see claims.py."""
+        return self.version / "fetch.lock"
+
+    @property
     def evict_lock(self) -> Path:
         """Locked by the one process that evicts."""
         return self.version / "evict.lock"
@@ -168,6 +173,83 @@ def temp_name(folder: str) -> str:
     return f"{folder}/.tmp-{os.getpid()}-{secrets.token_hex(8)}"
 
 
+class AtomicFile:
+    """A file that gets its name whole, or never; a present one is replaced.
+
+    Not synced to the device: entries are copies of what the bucket keeps. After a power cut a
+    file may have its full size and hold zeros, so whoever reads an entry checks its checksum.
+    Whoever makes one ends it by ``commit`` or ``discard``.
+    """
+
+    def __init__(self, target: str) -> None:
+        """Open a temp file beside the target, for writing.
+
+        Raises:
+            OSError: Nothing is left behind. FileNotFoundError: the folder is gone.
+        """
+        self._target = target
+        self._temp = temp_name(target.rpartition("/")[0])
+        self._fd = os.open(self._temp, _OPEN_TEMP, FILE_MODE)
+        self.nbytes = 0
+        try:
+            os.fchmod(self._fd, FILE_MODE)  # the umask may have taken bits from the mode above
+            try_lock(self._fd)  # tells other containers that this writer lives
+        except BaseException:
+            self.discard()
+            raise
+
+    def append(self, pieces: Sequence[bytes | memoryview]) -> None:
+        """Write pieces at the end, all or none of them.
+
+        Raises:
+            OSError: The file is as it was before.
+        """
+        try:
+            write_all(self._fd, pieces)
+        except BaseException:
+            with suppress(OSError):
+                os.ftruncate(self._fd, self.nbytes)
+                os.lseek(self._fd, self.nbytes, os.SEEK_SET)
+            raise
+        self.nbytes += sum(memoryview(piece).nbytes for piece in pieces)
+
+    def commit(self, *, mtime_ns: int, first: Callable[[str], None] | None = None) -> None:
+        """Give the file its name.
+
+        Args:
+            mtime_ns: Its time of use.
+            first: Called with the path of the finished file before it gets its name; what it
+                raises ends the file.
+
+        Raises:
+            OSError: Nothing is left behind. FileNotFoundError: the folder, or the temp file that
+                another container took for a dead process's, is gone.
+        """
+        try:
+            try:
+                os.utime(self._fd, ns=(mtime_ns, mtime_ns))
+            finally:
+                self._close()  # before the rename, since network file systems fail here
+            if first is not None:
+                first(self._temp)
+            os.replace(self._temp, self._target)
+        except BaseException:
+            self.discard()
+            raise
+
+    def discard(self) -> None:
+        """Leave nothing behind; fine after commit and more than once. Never raises."""
+        with suppress(OSError):
+            self._close()
+        with suppress(OSError):
+            os.unlink(self._temp)
+
+    def _close(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
 def write_atomic(
     target: str,
     pieces: Sequence[bytes | memoryview],
@@ -175,36 +257,18 @@ def write_atomic(
     mtime_ns: int,
     first: Callable[[str], None] | None = None,
 ) -> None:
-    """Put a file under its name whole, or not at all; a present one is replaced.
-
-    Not synced to the device: entries are copies of what the bucket keeps. After a power cut a
-    file may have its full size and hold zeros, so whoever reads an entry checks its checksum.
-
-    Args:
-        first: Called with the path of the finished file before it gets its name; what it raises
-            ends the write.
+    """Put a file under its name whole, or not at all; see AtomicFile.
 
     Raises:
-        OSError: Nothing is left behind. FileNotFoundError: the folder, or the temp file that
-            another container took for a dead process's, is gone.
+        OSError: Nothing is left behind.
     """
-    temp = temp_name(target.rpartition("/")[0])
-    fd = os.open(temp, _OPEN_TEMP, FILE_MODE)
+    file = AtomicFile(target)
     try:
-        try:
-            os.fchmod(fd, FILE_MODE)  # the umask may have taken bits from the mode above
-            try_lock(fd)  # tells other containers that this writer lives
-            write_all(fd, pieces)
-            os.utime(fd, ns=(mtime_ns, mtime_ns))
-        finally:
-            os.close(fd)  # before the rename, since network file systems fail here
-        if first is not None:
-            first(temp)
-        os.replace(temp, target)
+        file.append(pieces)
     except BaseException:
-        with suppress(OSError):
-            os.unlink(temp)
+        file.discard()
         raise
+    file.commit(mtime_ns=mtime_ns, first=first)
 
 
 def write_all(fd: int, pieces: Sequence[bytes | memoryview]) -> None:

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Single flight across processes: of all that want one entry, one fetches it.
+
+A claim is a lock on one byte of ``fetch.lock``, at a place that namespace and digest give. Such
+locks need no files of their own that could be left behind, and the kernel drops them when their
+process ends in any way, SIGKILL included: the next one takes over at once. They are bound to the
+open file (Linux: F_OFD_SETLK), so threads and Tiers of one process exclude each other too, and
+containers that share the folder do as well. Two keys at one place wait for each other in vain, once
+in 2**62; that is a wait and nothing else.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import struct
+import threading
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import xxhash
+
+from s3ec.errors import TierError
+from s3ec.tier.files import FILE_MODE, Folders
+from s3ec.tier.refusals import Refusals
+
+_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+# struct flock of 64-bit Linux: type, whence, start, length, pid (0 for this kind of lock).
+_FLOCK = struct.Struct("hhqqi4x")
+_PLACES = (1 << 62) - 1
+
+
+@dataclass(slots=True, eq=False)
+class _LockFile:
+    """An open ``fetch.lock``; one that was deleted under us serves what it has locked."""
+
+    fd: int
+    held: set[int] = field(default_factory=set)
+    retired: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Claim:
+    """The right to fetch one entry; give it back with ``Claims.release``.
+
+    Attributes:
+        place: The locked byte; None for a claim that excludes nobody.
+    """
+
+    place: int | None = None
+    _file: _LockFile | None = None
+
+
+class Claims:
+    """One Tier's claims. Thread-safe; its lock is held across calls that the kernel answers
+    from memory, and never across a wait.
+    """
+
+    def __init__(self, folders: Folders, namespace: str, refusals: Refusals) -> None:
+        self._folders = folders
+        self._seed = namespace.encode()
+        self._refused = refusals.note
+        self._lock = threading.Lock()
+        self._file: _LockFile | None = None
+
+    def take(self, digest: bytes) -> Claim | None:
+        """Claim an entry without waiting.
+
+        Returns:
+            None where somebody else has it. Where the file system has no such locks a claim
+            that excludes nobody: an entry may be fetched twice, which is a waste and no more.
+        """
+        place = self._place(digest)
+        try:
+            with self._lock:
+                file = self._opened()
+                if place in file.held or not _set_lock(file.fd, fcntl.F_WRLCK, place):
+                    return None
+                file.held.add(place)
+                return Claim(place, file)
+        except (OSError, TierError) as exc:
+            self._refused("claim", exc)
+            return Claim()
+
+    def is_taken(self, digest: bytes) -> bool:
+        """Whether take would answer None now; one system call on a file in memory."""
+        place = self._place(digest)
+        try:
+            with self._lock:
+                file = self._opened()
+                return place in file.held or _is_locked(file.fd, place)
+        except (OSError, TierError):
+            return False
+
+    def release(self, claim: Claim) -> None:
+        """Give a claim back; more than once is fine. Never raises."""
+        file, claim._file = claim._file, None
+        if file is None or claim.place is None:
+            return
+        with self._lock, suppress(OSError):
+            if claim.place not in file.held:  # of a parent process, or ended by close
+                return
+            file.held.discard(claim.place)
+            _set_lock(file.fd, fcntl.F_UNLCK, claim.place)
+            if file.retired and not file.held:
+                os.close(file.fd)
+
+    def close(self) -> None:
+        """Give all claims back."""
+        with self._lock:
+            self._drop()
+
+    def after_fork(self) -> None:
+        """In the child: the claims are the parent's, and end with its last copy of the file."""
+        self._lock = threading.Lock()
+        self._drop()
+
+    def _drop(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            file.held.clear()
+            with suppress(OSError):
+                os.close(file.fd)
+
+    def _place(self, digest: bytes) -> int:
+        return xxhash.xxh3_64_intdigest(self._seed + digest) & _PLACES
+
+    def _opened(self) -> _LockFile:
+        """The lock file that others would open now."""
+        file = self._file
+        if file is not None and os.fstat(file.fd).st_nlink:
+            return file
+        if file is not None:  # somebody emptied the cache under us
+            self._file = None
+            file.retired = True
+            if not file.held:
+                os.close(file.fd)
+        path = self._folders.fetch_lock
+        try:
+            fd = os.open(path, _FLAGS, FILE_MODE)
+        except FileNotFoundError:
+            self._folders.make()
+            fd = os.open(path, _FLAGS, FILE_MODE)
+        os.fchmod(fd, FILE_MODE)
+        self._file = _LockFile(fd)
+        return self._file
+
+
+def _set_lock(fd: int, kind: int, place: int) -> bool:
+    """Lock or unlock one byte without waiting; False where another has it."""
+    try:
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, place, 1, 0))
+    except OSError as exc:
+        if exc.errno in (errno.EACCES, errno.EAGAIN):
+            return False
+        raise
+    return True
+
+
+def _is_locked(fd: int, place: int) -> bool:
+    """Whether somebody else holds this byte."""
+    asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, place, 1, 0)
+    answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, asked)
+    return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
