@@ -19,7 +19,7 @@ from s3ec.identity import Layout, Namespace, canonical_json
 from s3ec.index.listing import ListingIndex
 from s3ec.loop import LoopThread
 from s3ec.modality import ModalityRecords
-from s3ec.prefetch import Limits, Prefetcher
+from s3ec.prefetch import Limits, Prefetcher, Sources
 from s3ec.store.base import Store
 from s3ec.store.open import open_store
 from s3ec.store.resilience import Breaker, BreakerStore, RetryStore
@@ -114,12 +114,7 @@ class Node:
         self.index = ListingIndex(self.store, self.layout, self.counters)
         self.prefetcher = Prefetcher(
             self.loop,
-            store=self.store,
-            tier=self.tier,
-            layout=self.layout,
-            index=self.index,
-            records=self.records,
-            local=self.local,
+            Sources(self.store, self.tier, self.layout, self.index, self.records, self.local),
             counters=self.counters,
             limits=Limits(max_concurrency=settings.max_concurrency),
         )

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Brings wanted embeddings to this node and pins them, off the scheduler's thread.
 
-``submit`` and ``drain`` are memory only and callable from any thread; everything else happens
-on a LoopThread and its disk pool.
+``submit``, ``forget`` and ``drain`` are memory only and callable from any thread; everything else
+happens on a LoopThread and its disk pool. What another process of the node fetches at the moment
+is parked: it takes no place among the fetches under way, and is looked at again every few
+milliseconds until its claim is gone.
 """
 
 from __future__ import annotations
 
 import asyncio
-import enum
 import heapq
+import itertools
 import logging
 import os
 import time
@@ -18,76 +20,54 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal
 
-from s3ec import codec
-from s3ec.codec import Header, Shape
 from s3ec.counters import Counters
-from s3ec.errors import AccessError, CorruptEntryError, TierError, UnavailableError
-from s3ec.identity import Key, Layout
-from s3ec.index.base import Index
+from s3ec.errors import AccessError, TierError, UnavailableError
+from s3ec.fetching import Fetched, Fetcher, Outcome, Priority, Sources, Want
+from s3ec.identity import Key
 from s3ec.loop import LoopThread
-from s3ec.modality import ModalityRecords, Record
-from s3ec.store.base import Store
-from s3ec.tier import Pin, Tier
-from s3ec.tier.local import LocalKeys
+from s3ec.tier import Pin
+
+__all__ = ["Fetched", "Limits", "Outcome", "Prefetcher", "Priority", "Sources", "Want"]
 
 log = logging.getLogger(__name__)
 
-
-class Priority(enum.IntEnum):
-    """Order of the queue: what a request waits for now comes before what it may need later."""
-
-    DEMAND = 0
-    LOOKAHEAD = 1
-
-
-class Outcome(enum.Enum):
-    """How a fetch ended."""
-
-    READY = "ready"
-    ABSENT = "absent"  # neither here nor in the bucket
-    MISMATCH = "mismatch"  # there, but not what this request needs
-    CORRUPT = "corrupt"  # there, but unusable, twice
-    UNAVAILABLE = "unavailable"  # the bucket or the disk did not answer in time
-
-
-@dataclass(frozen=True, slots=True)
-class Want:
-    """One embedding that somebody asks for.
-
-    Attributes:
-        key: What to bring.
-        modality: Selects the width and dtype that the entry must have.
-        rows: Rows that the request has room for; other entries are a mismatch.
-        priority: Place in the queue; a later want for the same key can only improve it.
-    """
-
-    key: Key
-    modality: str
-    rows: int
-    priority: Priority = Priority.DEMAND
-
-
-@dataclass(frozen=True, slots=True)
-class Fetched:
-    """The end of one want. Whoever drains it owns the pin and must release it."""
-
-    want: Want
-    outcome: Outcome
-    pin: Pin | None = None
-    source: Literal["tier", "bucket"] | None = None
-    seconds: float = 0.0
+# How soon a parked want is looked at again: at first, and at most while nothing changes.
+_FIRST_LOOK_S = 0.002
+_LAST_LOOK_S = 0.02
+# How many are looked at in one go; one takes about 2 us.
+_LOOKS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds of the prefetcher; bytes are of entries being downloaded at one moment."""
+    """Bounds of the prefetcher.
+
+    Attributes:
+        max_concurrency: Fetches under way at a time.
+        max_inflight_bytes: Of bodies in memory at a time.
+        max_queued: Wants that have not begun.
+        deadline_s: For one fetch from its start; a large object gets more.
+        claim_patience_s: How long a want waits for another process that fetches the same and may
+            hang, before it is fetched here too.
+    """
 
     max_concurrency: int = 16
     max_inflight_bytes: int = 2**30
     max_queued: int = 100_000
     deadline_s: float = 30.0
+    claim_patience_s: float = 5.0
+
+
+@dataclass(slots=True)
+class _Place:
+    """Where a want is: queued under ``turn``, parked, or under way (with a task)."""
+
+    want: Want
+    rank: Priority
+    turn: int
+    parked_s: float | None = None
+    task: asyncio.Task[None] | None = None
 
 
 class Prefetcher:
@@ -96,28 +76,17 @@ class Prefetcher:
     def __init__(
         self,
         loop: LoopThread,
+        sources: Sources,
         *,
-        store: Store,
-        tier: Tier,
-        layout: Layout,
-        index: Index,
-        records: ModalityRecords,
-        local: LocalKeys,
         counters: Counters,
         limits: Limits,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._loop = loop
-        self._store = store
-        self._tier = tier
-        self._layout = layout
-        self._index = index
-        self._records = records
-        self._local = local
+        self._sources = sources
         self._counters = counters
         self._limits = limits
         self._clock = clock
-        self._sequence = 0
         self._reset()
         _PREFETCHERS.add(self)
 
@@ -125,12 +94,19 @@ class Prefetcher:
         """Start empty; also in a forked child, where the parent's tasks and pins are not ours."""
         self._done: deque[Fetched] = deque()
         # The rest is touched by the loop's thread only.
-        self._heap: list[tuple[int, int, Want]] = []
-        self._waiting: dict[bytes, Priority] = {}
-        self._running: dict[bytes, asyncio.Task[None]] = {}
-        self._inflight_bytes = 0
-        self._room_wanted: list[asyncio.Future[None]] = []
-        self._unpinning: set[asyncio.Task[None]] = set()
+        self._fetcher = Fetcher(
+            self._loop,
+            self._sources,
+            self._counters,
+            max_inflight_bytes=self._limits.max_inflight_bytes,
+        )
+        self._turns = itertools.count()
+        self._places: dict[bytes, _Place] = {}
+        # Entries of places that have moved since are skipped when they surface.
+        self._heap: list[tuple[Priority, int, bytes]] = []
+        self._parked: dict[bytes, _Place] = {}
+        self._watch: asyncio.Task[None] | None = None
+        self._under_way = 0
 
     # -- any thread ------------------------------------------------------------------------
 
@@ -142,6 +118,16 @@ class Prefetcher:
             self._loop.call(self._enqueue, list(wants))
         except RuntimeError:  # stopped, or no thread to be had
             self._done.extend(Fetched(want, Outcome.UNAVAILABLE) for want in wants)
+
+    def forget(self, keys: Iterable[Key]) -> None:
+        """Nobody waits for these any more: those that have not begun go behind all others.
+
+        They are answered all the same, unless a later want is: see submit.
+        """
+        keys = list(keys)
+        if keys:
+            with suppress(RuntimeError):  # stopped
+                self._loop.call(self._demote, keys)
 
     @property
     def has_news(self) -> bool:
@@ -166,83 +152,61 @@ class Prefetcher:
 
     async def _unpin(self, pins: Sequence[Pin]) -> None:
         for pin in pins:
-            await self._loop.disk(self._tier.unpin, pin)
-
-    def _give_back(self, pin: Pin) -> None:
-        """Unpin what a fetch that was cancelled no longer hands out."""
-        task = asyncio.get_running_loop().create_task(self._unpin([pin]), name="s3ec-unpin")
-        self._unpinning.add(task)
-        task.add_done_callback(self._unpinning.discard)
-
-    async def _pinning(self, function: Callable[..., Pin | None], *args: object) -> Pin | None:
-        """Await a disk call that pins; its pin is given back if we are cancelled meanwhile."""
-
-        def too_late(call: asyncio.Future[Pin | None]) -> None:
-            if not call.cancelled() and call.exception() is None and (pin := call.result()):
-                self._give_back(pin)
-
-        call = asyncio.ensure_future(self._loop.disk(function, *args))
-        try:
-            return await asyncio.shield(call)
-        except asyncio.CancelledError:
-            call.add_done_callback(too_late)
-            raise
-
-    async def _reserve(self, nbytes: int) -> None:
-        """Wait until so many bytes more may be in flight; anything may be alone."""
-        while self._inflight_bytes and self._inflight_bytes + nbytes > (
-            self._limits.max_inflight_bytes
-        ):
-            room = asyncio.get_running_loop().create_future()
-            self._room_wanted.append(room)
-            await room
-        self._inflight_bytes += nbytes
-
-    def _free(self, nbytes: int) -> None:
-        self._inflight_bytes -= nbytes
-        wanted, self._room_wanted = self._room_wanted, []
-        for room in wanted:
-            if not room.done():
-                room.set_result(None)
+            await self._fetcher.unpin(pin)
 
     def _enqueue(self, wants: list[Want]) -> None:
         for want in wants:
             digest = want.key.digest
-            queued = self._waiting.get(digest)
-            if digest in self._running or (queued is not None and queued <= want.priority):
-                continue
-            if queued is None and len(self._waiting) >= self._limits.max_queued:
-                self._counters.add("prefetch.overflow")
-                self._done.append(Fetched(want, Outcome.UNAVAILABLE))
-                continue
-            # An improved want is pushed again; the worse entry is skipped when it surfaces.
-            self._waiting[digest] = want.priority
-            self._sequence += 1
-            heapq.heappush(self._heap, (want.priority, self._sequence, want))
+            place = self._places.get(digest)
+            if place is None:
+                if len(self._places) - self._under_way >= self._limits.max_queued:
+                    self._counters.add("prefetch.overflow")
+                    self._done.append(Fetched(want, Outcome.UNAVAILABLE))
+                    continue
+                place = self._places[digest] = _Place(want, want.priority, 0)
+                self._push(digest, place)
+            elif want.priority < place.rank and place.task is None:
+                place.want = want
+                self._move(digest, place, want.priority)
         self._start_some()
 
-    def _start_some(self) -> None:
-        while self._heap and len(self._running) < self._limits.max_concurrency:
-            priority, _, want = heapq.heappop(self._heap)
-            digest = want.key.digest
-            if self._waiting.get(digest) != priority:
-                continue
-            del self._waiting[digest]
-            task = asyncio.get_running_loop().create_task(
-                self._run(want), name=f"s3ec-fetch-{digest.hex()[:8]}"
-            )
-            self._running[digest] = task
+    def _demote(self, keys: list[Key]) -> None:
+        for key in keys:
+            place = self._places.get(key.digest)
+            if place is not None and place.task is None:
+                self._move(key.digest, place, Priority.FORGOTTEN)
 
-    async def _run(self, want: Want) -> None:
+    def _move(self, digest: bytes, place: _Place, rank: Priority) -> None:
+        place.rank = rank
+        if digest not in self._parked:
+            self._push(digest, place)
+
+    def _push(self, digest: bytes, place: _Place) -> None:
+        place.turn = next(self._turns)
+        heapq.heappush(self._heap, (place.rank, place.turn, digest))
+
+    def _start_some(self) -> None:
+        while self._heap and self._under_way < self._limits.max_concurrency:
+            _, turn, digest = heapq.heappop(self._heap)
+            place = self._places.get(digest)
+            if place is None or place.task is not None or place.turn != turn:
+                continue
+            self._under_way += 1
+            place.task = asyncio.get_running_loop().create_task(
+                self._run(place), name=f"s3ec-fetch-{digest.hex()[:8]}"
+            )
+
+    async def _run(self, place: _Place) -> None:
+        want = place.want
         started = self._clock()
-        result = Fetched(want, Outcome.UNAVAILABLE)
+        result: Fetched | None = Fetched(want, Outcome.UNAVAILABLE)
         try:
-            async with asyncio.timeout(self._limits.deadline_s):
-                result = await self._fetch(want)
+            async with asyncio.timeout(self._limits.deadline_s) as deadline:
+                result = await self._fetcher.fetch(want, deadline, at_any_rate=self._is_late(place))
         except asyncio.CancelledError:
             # Only the end of the loop does this: nothing more is to be started.
             self._heap.clear()
-            self._waiting.clear()
+            self._parked.clear()
             raise
         except (UnavailableError, TimeoutError, TierError) as exc:
             log.debug("fetch of %s: %s", want.key.digest.hex(), exc)
@@ -254,11 +218,19 @@ class Prefetcher:
             self._counters.add("internal_errors")
             log.exception("fetch of %s", want.key.digest.hex())
         finally:
-            seconds = self._clock() - started
-            self._count(result, seconds)
-            self._done.append(Fetched(want, result.outcome, result.pin, result.source, seconds))
-            self._running.pop(want.key.digest, None)
+            place.task = None
+            self._under_way -= 1
+            if result is None:
+                self._park(place)
+            else:
+                self._end(place, result, self._clock() - started)
             self._start_some()
+
+    def _end(self, place: _Place, result: Fetched, seconds: float) -> None:
+        want = place.want
+        self._count(result, seconds)
+        self._done.append(Fetched(want, result.outcome, result.pin, result.source, seconds))
+        del self._places[want.key.digest]
 
     def _count(self, result: Fetched, seconds: float) -> None:
         self._counters.add(f"fetch.{result.outcome.value}")
@@ -274,99 +246,46 @@ class Prefetcher:
                 seconds,
             )
 
-    async def _fetch(self, want: Want) -> Fetched:
-        pin = await self._pinning(self._tier.pin, want.key)
-        if pin is not None:
-            return await self._check_local(want, pin)
-        self._local.discard(want.key)
-        record = await self._records.get(want.modality)
-        if record is None:
-            self._counters.add("mismatch.no_record")
-            return Fetched(want, Outcome.MISMATCH)
-        return await self._download(want, Shape(want.rows, record.width, record.dtype))
+    # -- what another process fetches --------------------------------------------------------
 
-    async def _check_local(self, want: Want, pin: Pin) -> Fetched:
+    def _park(self, place: _Place) -> None:
+        if place.parked_s is None:
+            self._counters.add("fetch_parked")
+            place.parked_s = self._clock()
+        self._parked[place.want.key.digest] = place
+        if self._watch is None:
+            self._watch = asyncio.get_running_loop().create_task(
+                self._watch_parked(), name="s3ec-parked"
+            )
+
+    def _is_late(self, place: _Place) -> bool:
+        """Whether it was parked for so long that whoever fetches it may hang."""
+        waited = place.parked_s is not None
+        return waited and self._clock() - (place.parked_s or 0) >= self._limits.claim_patience_s
+
+    async def _watch_parked(self) -> None:
+        pause_s = _FIRST_LOOK_S
         try:
-            record = await self._records.get(want.modality)
-        except (UnavailableError, AccessError):
-            # The entry was compared with the record before it came to the tier; a restart while
-            # the bucket is down can still be served from here.
-            record = Record(pin.header.shape.width, pin.header.shape.dtype)
-        except BaseException:
-            self._give_back(pin)
-            raise
-        expected = None if record is None else Shape(want.rows, record.width, record.dtype)
-        if self._fits(pin.header, want, expected):
-            return Fetched(want, Outcome.READY, pin, "tier")
-        self._give_back(pin)
-        return Fetched(want, Outcome.MISMATCH)
-
-    def _fits(self, header: Header, want: Want, expected: Shape | None) -> bool:
-        """Whether this entry is what the request has room for; counts what differs."""
-        if expected is None:
-            self._counters.add("mismatch.no_record")
-            return False
-        for field in ("rows", "width", "dtype"):
-            if getattr(header.shape, field) != getattr(expected, field):
-                if self._counters.get(f"mismatch.{field}") == 0:
-                    log.warning(
-                        "an entry of %s has %s %s where the request needs %s; it counts as a "
-                        "miss (logged once per kind)",
-                        self._layout.namespace,
-                        field,
-                        getattr(header.shape, field),
-                        getattr(expected, field),
-                    )
-                self._counters.add(f"mismatch.{field}")
-                return False
-        if header.modality != want.modality:
-            self._counters.add("mismatch.modality")
-            return False
-        return True
-
-    async def _download(self, want: Want, expected: Shape) -> Fetched:
-        # An honest entry is the tensor and a header; anything larger is refused unread.
-        max_bytes = expected.nbytes + 8 + codec.HEADER_LIMIT
-        name = self._layout.object(want.key)
-        await self._reserve(max_bytes)
-        try:
-            for attempt in (1, 2):
-                try:
-                    body = await self._store.get(name, max_bytes=max_bytes)
-                    if body is None:
-                        self._index.forget(want.key)
-                        return Fetched(want, Outcome.ABSENT)
-                    header = await self._loop.disk(self._verify, body, want.key)
-                    break
-                except CorruptEntryError as exc:
-                    if exc.reason == "size":
-                        # Of no use to this request, whose rows a client may have made up; it
-                        # may be what the next one needs.
-                        self._counters.add("mismatch.size")
-                        return Fetched(want, Outcome.MISMATCH)
-                    self._counters.add(f"corrupt.{exc.reason}")
-                    log.warning(
-                        "entry %s is unusable (attempt %d): %s", want.key.digest.hex(), attempt, exc
-                    )
-            else:
-                self._index.forget(want.key)
-                return Fetched(want, Outcome.CORRUPT)
-            if not self._fits(header, want, expected):
-                return Fetched(want, Outcome.MISMATCH)
-            pin = await self._pinning(self._keep, want.key, body)
+            while self._parked:
+                await asyncio.sleep(pause_s)
+                moved = self._look_at_parked()
+                pause_s = _FIRST_LOOK_S if moved else min(pause_s * 1.5, _LAST_LOOK_S)
         finally:
-            self._free(max_bytes)
-        if pin is None:
-            return Fetched(want, Outcome.UNAVAILABLE)
-        return Fetched(want, Outcome.READY, pin, "bucket")
+            self._watch = None
 
-    def _verify(self, body: bytes, key: Key) -> Header:
-        return codec.verify(body, namespace=self._layout.namespace, identifier=key.identifier)
-
-    def _keep(self, key: Key, body: bytes) -> Pin | None:
-        self._tier.publish(key, [body])
-        self._local.add(key)
-        return self._tier.pin(key)
+    def _look_at_parked(self) -> bool:
+        """Queue those whose claim is gone again, at their old place; True if there were any."""
+        moved = False
+        for digest, place in list(itertools.islice(self._parked.items(), _LOOKS)):
+            del self._parked[digest]
+            if self._is_late(place) or not self._fetcher.is_claimed(place.want.key):
+                heapq.heappush(self._heap, (place.rank, place.turn, digest))
+                moved = True
+            else:
+                self._parked[digest] = place  # behind those that were not looked at yet
+        if moved:
+            self._start_some()
+        return moved
 
 
 _PREFETCHERS: weakref.WeakSet[Prefetcher] = weakref.WeakSet()

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 from s3ec.tier.census import Usage
+from s3ec.tier.claims import Claim
 from s3ec.tier.disk import Tier
+from s3ec.tier.incoming import Incoming
 from s3ec.tier.pins import Pin
 from s3ec.tier.spool import Loaded, Spool, Spooled
 
-__all__ = ["Loaded", "Pin", "Spool", "Spooled", "Tier", "Usage"]
+__all__ = ["Claim", "Incoming", "Loaded", "Pin", "Spool", "Spooled", "Tier", "Usage"]

@@ -31,9 +31,18 @@ from s3ec.errors import CorruptEntryError, TierError
 from s3ec.identity import Key, is_namespace_name
 from s3ec.tier.audit import audit
 from s3ec.tier.census import Usage, take_census
+from s3ec.tier.claims import Claim, Claims
 from s3ec.tier.evictor import Evictor
-from s3ec.tier.files import Folders, make_folder, note_use, require_real_folders, write_atomic
+from s3ec.tier.files import (
+    AtomicFile,
+    Folders,
+    make_folder,
+    note_use,
+    require_real_folders,
+    write_atomic,
+)
 from s3ec.tier.headers import read_header
+from s3ec.tier.incoming import Incoming
 from s3ec.tier.ledger import Ledger
 from s3ec.tier.pins import Held, Pin, Pins
 from s3ec.tier.quarantine import Quarantine
@@ -90,7 +99,9 @@ class Tier:
 
     def _settle(self, root: Path) -> None:
         self._folders = Folders(root)
-        self._failed = Refusals(root, self._counters).note
+        refusals = Refusals(root, self._counters)
+        self._failed = refusals.note
+        self._claims = Claims(self._folders, self._namespace, refusals)
         self._objects = str(self._folders.objects / self._namespace)
         self._above = (str(self._folders.version), str(self._folders.objects), self._objects)
         self._pins = Pins(self._folders, self._counters, min_free_bytes=self._min_free_bytes)
@@ -129,6 +140,7 @@ class Tier:
     def close(self) -> None:
         """Drop our pins; entries and spool stay. Never raises; more than once is fine."""
         self._opened = False
+        self._claims.close()
         self._pins.close()
         for spool in self._spools:
             spool.close()
@@ -219,6 +231,62 @@ class Tier:
             self._ledger.add(nbytes)
         self._counters.add("tier.published")
         self._counters.add("tier.published_bytes", nbytes)
+
+    def begin(self, key: Key, first: bytes | memoryview, verifier: codec.Verifier) -> Incoming:
+        """Receive one large entry part by part; it appears when the last one was good.
+
+        Args:
+            first: Its first bytes, which the verifier has been made from.
+
+        Raises:
+            TierError: As for publish.
+        """
+        if not self._opened:
+            raise TierError("the tier is not open")
+        nbytes = verifier.header.total_bytes
+        try:
+            self._evictor.need_room(nbytes)
+            file = self._open_file(key)
+        except OSError as exc:
+            raise TierError(f"cannot write {self._path(key)}: {exc}") from exc
+        return Incoming(
+            file,
+            first,
+            verifier,
+            make_room=lambda wanted: self._evictor.make_room(wanted, at_least_bytes=wanted),
+            commit=partial(self._commit, key),
+        )
+
+    def pin_or_claim(self, key: Key, *, at_any_rate: bool = False) -> Pin | Claim | None:
+        """Pin an entry that is here, or claim the right to fetch it; never waits.
+
+        Args:
+            at_any_rate: Claim it also while somebody else has it, who may hang.
+
+        Returns:
+            None while another process (or Tier) fetches it.
+        """
+        if not self._opened:
+            return Claim()
+        for _ in range(2):
+            pin = self.pin(key)
+            if pin is not None:
+                return pin
+            claim = self._claims.take(key.digest)
+            if claim is None:
+                return Claim() if at_any_rate else None
+            if not self.contains(key):
+                return claim
+            self._claims.release(claim)  # it came just before we had the claim
+        return Claim()  # here, and cannot be pinned: the disk refuses
+
+    def is_claimed(self, key: Key) -> bool:
+        """Whether somebody fetches this entry at the moment; one system call."""
+        return self._opened and self._claims.is_taken(key.digest)
+
+    def release(self, claim: Claim) -> None:
+        """Give a claim back, after the entry was published or was not to be had."""
+        self._claims.release(claim)
 
     def contains(self, key: Key) -> bool:
         """Whether a file stands under this name: one stat, nothing read, nothing promised."""
@@ -378,8 +446,24 @@ class Tier:
                 if not self._evictor.make_room(nbytes, at_least_bytes=nbytes):
                     raise
 
+    def _open_file(self, key: Key) -> AtomicFile:
+        parents = self._parents(key)
+        try:
+            require_real_folders(parents)
+        except FileNotFoundError:
+            self._folders.make_below(Path(parents[-1]))
+        return AtomicFile(self._path(key))
+
+    def _commit(self, key: Key, file: AtomicFile) -> None:
+        require_real_folders(self._parents(key))
+        file.commit(mtime_ns=self._ledger.use_ns())
+        self._ledger.add(file.nbytes)
+        self._counters.add("tier.published")
+        self._counters.add("tier.published_bytes", file.nbytes)
+
     def _after_fork(self) -> None:
         self._ledger.after_fork()
+        self._claims.after_fork()
         self._pins.after_fork()
         for spool in self._spools:
             spool.after_fork()

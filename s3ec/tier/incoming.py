@@ -5,19 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from errno import EDQUOT, ENOSPC
-from typing import Protocol
 
 from s3ec.codec import Header, Verifier
 from s3ec.errors import TierError
 from s3ec.tier.files import AtomicFile
-
-
-class Room(Protocol):
-    """What an Incoming needs of its Tier."""
-
-    def make_room(self, incoming_bytes: int = 0) -> int:
-        """Evict; returns the bytes freed."""
-        ...
 
 
 class Incoming:
@@ -33,15 +24,27 @@ class Incoming:
         first: memoryview | bytes,
         verifier: Verifier,
         *,
-        room: Room,
+        make_room: Callable[[int], int],
         commit: Callable[[AtomicFile], None],
     ) -> None:
-        """Take the first part; see Tier.begin."""
+        """Take the first part; see Tier.begin.
+
+        Args:
+            make_room: Frees at least so many bytes if it can, and returns how many.
+            commit: Gives the file its name.
+
+        Raises:
+            TierError: The disk is full or failing; nothing is left behind.
+        """
         self._file = file
         self._verifier = verifier
-        self._room = room
+        self._make_room = make_room
         self._commit = commit
-        self._write(first)
+        try:
+            self._write(first)
+        except BaseException:
+            file.discard()
+            raise
 
     @property
     def header(self) -> Header:
@@ -83,7 +86,7 @@ class Incoming:
                 self._file.append([part])
             except OSError as exc:
                 # statvfs shows neither quotas nor a lack of inodes.
-                if exc.errno not in (ENOSPC, EDQUOT) or not self._room.make_room(len(part)):
+                if exc.errno not in (ENOSPC, EDQUOT) or not self._make_room(len(part)):
                     raise
                 self._file.append([part])
         except OSError as exc:

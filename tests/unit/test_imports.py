@@ -23,6 +23,7 @@ LAYERS = [
     {"codec"},
     {"store", "loop"},
     {"tier", "index", "modality"},
+    {"fetching"},
     {"prefetch"},
     {"node"},
     {"connector", "corpus"},

@@ -23,14 +23,15 @@ from s3ec import codec
 from s3ec.codec import Header, Shape
 from s3ec.counters import Counters
 from s3ec.errors import AccessError, CorruptEntryError, UnavailableError
+from s3ec.fetching import PARTS_AT_A_TIME
 from s3ec.identity import Key, Layout, make_key
 from s3ec.index.listing import ListingIndex
 from s3ec.loop import LoopThread
 from s3ec.modality import ModalityRecords
-from s3ec.prefetch import Fetched, Limits, Outcome, Prefetcher, Priority, Want
+from s3ec.prefetch import Fetched, Limits, Outcome, Prefetcher, Priority, Sources, Want
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script, cut, flip, replace
 from s3ec.testing.memory_store import MemoryStore
-from s3ec.tier import Pin, Tier
+from s3ec.tier import Claim, Pin, Tier
 from s3ec.tier.local import LocalKeys
 
 NAMESPACE = "gemma-0123456789abcdef"
@@ -129,12 +130,7 @@ class Bench:
     def make(self, **limits: float) -> Prefetcher:
         self.prefetcher = Prefetcher(
             self.loop,
-            store=self.store,
-            tier=self.tier,
-            layout=LAYOUT,
-            index=self.index,
-            records=self.records,
-            local=self.local,
+            Sources(self.store, self.tier, LAYOUT, self.index, self.records, self.local),
             counters=self.counters,
             limits=Limits(**limits),  # type: ignore[arg-type]
         )
@@ -644,6 +640,191 @@ def test_a_full_queue_answers_at_once(bench: Bench) -> None:
     assert bench.counters.get("prefetch.overflow") == 1
     gate.release()
     assert {each.outcome for each in bench.collect(3)} == {Outcome.READY}
+
+
+# -- large objects -----------------------------------------------------------------------------
+
+LARGE_ROWS = 3000  # 192 kB: ten parts of PART_BYTES below
+PART_BYTES = 20_000
+
+
+@pytest.fixture
+def in_parts(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    """A bench where an entry comes in parts, and holds one such entry."""
+    monkeypatch.setattr("s3ec.fetching.PART_BYTES", PART_BYTES)
+    bench.put(key_of("a"), entry(key_of("a"), rows=LARGE_ROWS))
+    return bench
+
+
+def ranges(bench: Bench) -> int:
+    return sum(op == "get_range" for op, _ in bench.store.log)
+
+
+def test_a_large_object_comes_in_parts_and_is_whole(in_parts: Bench) -> None:
+    done = in_parts.one(rows=LARGE_ROWS)
+    assert (done.outcome, done.source) == (Outcome.READY, "bucket")
+    assert done.pin is not None
+    assert done.pin.path.read_bytes() == entry(key_of("a"), rows=LARGE_ROWS)
+    assert ranges(in_parts) == -(-done.pin.nbytes // PART_BYTES)
+    assert in_parts.store.fetched == []
+    assert not in_parts.tier.is_claimed(key_of("a"))
+
+
+def test_a_large_object_takes_the_memory_of_a_few_parts(in_parts: Bench) -> None:
+    in_parts.make(max_inflight_bytes=PARTS_AT_A_TIME * PART_BYTES)
+    gate = in_parts.hold(op="get_range", name=OBJECTS)
+    in_parts.script.faults[0].skip = 1
+    in_parts.prefetcher.submit([want("a", rows=LARGE_ROWS)])
+    assert gate.reached.wait(TIMEOUT_S)
+    in_parts.fence()
+    assert ranges(in_parts) == PARTS_AT_A_TIME  # the first, and all that may be out behind it
+    gate.release()
+    assert in_parts.collect(1)[0].outcome is Outcome.READY
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"), [(flip(-1), "checksum"), (cut(100), "length"), (cut(0), "length")]
+)
+def test_a_large_object_with_one_bad_part_is_fetched_again(
+    in_parts: Bench, change: Callable[[bytes], bytes], reason: str
+) -> None:
+    in_parts.script.faults = [Fault(op="get_range", name=OBJECTS, change=change, skip=4, times=1)]
+    assert in_parts.one(rows=LARGE_ROWS).outcome is Outcome.READY
+    assert in_parts.counters.get(f"corrupt.{reason}") == 1
+
+
+def test_a_large_object_that_stays_bad_is_a_miss_and_leaves_nothing(in_parts: Bench) -> None:
+    in_parts.script.faults = [Fault(op="get_range", name=OBJECTS, change=flip(-1))]
+    assert in_parts.one(rows=LARGE_ROWS).outcome is Outcome.CORRUPT
+    assert not in_parts.index.maybe_contains(key_of("a"))
+    assert in_parts.tier.usage().total_nbytes == 0
+
+
+def test_a_large_object_of_another_shape_is_not_read_to_its_end(in_parts: Bench) -> None:
+    assert in_parts.one(rows=LARGE_ROWS - 1).outcome is Outcome.MISMATCH
+    assert ranges(in_parts) == 1
+    assert in_parts.tier.usage().total_nbytes == 0
+
+
+def test_a_large_object_that_is_absent_or_vanishes_is_a_miss(in_parts: Bench) -> None:
+    in_parts.index.add(key_of("b"))
+    assert in_parts.one("b", rows=LARGE_ROWS).outcome is Outcome.ABSENT
+    gate = in_parts.hold(op="get_range", name=OBJECTS)
+    in_parts.script.faults[0].skip = 1
+    in_parts.prefetcher.submit([want("a", rows=LARGE_ROWS)])
+    assert gate.reached.wait(TIMEOUT_S)
+    del in_parts.bucket[LAYOUT.object(key_of("a"))]
+    gate.release()
+    assert in_parts.collect(1)[0].outcome is Outcome.ABSENT  # at the second attempt
+    assert in_parts.tier.usage().total_nbytes == 0
+
+
+def test_a_large_object_that_is_broken_off_leaves_nothing(
+    in_parts: Bench, deadlines: Deadlines
+) -> None:
+    gate = in_parts.hold(op="get_range", name=OBJECTS)
+    in_parts.script.faults[0].skip = 3
+    in_parts.prefetcher.submit([want("a", rows=LARGE_ROWS)])
+    assert gate.reached.wait(TIMEOUT_S)
+    deadlines.expire(in_parts.loop)
+    assert in_parts.collect(1)[0].outcome is Outcome.UNAVAILABLE
+    until(lambda: not list(in_parts.folder.rglob(".tmp-*")), "the temp file's end")
+    assert not in_parts.tier.is_claimed(key_of("a"))
+    in_parts.script.faults = []
+    assert in_parts.one(rows=LARGE_ROWS).outcome is Outcome.READY
+
+
+# -- what others want, and nobody any more -----------------------------------------------------
+
+
+def others_claim(bench: Bench, *texts: str) -> Callable[[], None]:
+    """Another process fetches these; gives what ends it."""
+    other = bench.make_tier()
+    for text in texts:
+        assert isinstance(other.pin_or_claim(key_of(text)), Claim)
+    return other.close
+
+
+def test_what_another_process_fetches_is_not_fetched_here_and_takes_no_place(
+    bench: Bench,
+) -> None:
+    bench.stock(*"abc")
+    bench.make(max_concurrency=1)
+    end = others_claim(bench, "a", "b")
+    bench.prefetcher.submit([want("a"), want("b"), want("c")])
+    assert [each.want.key for each in bench.collect(1)] == [key_of("c")]
+    assert order_of(bench) == ["c"]
+    bench.tier.publish(key_of("a"), [entry(key_of("a"))])  # as the other one would
+    end()
+    done = {each.want.key: each.source for each in bench.collect(2)}
+    assert done == {key_of("a"): "tier", key_of("b"): "bucket"}
+    assert order_of(bench) == ["c", "b"]
+    assert bench.counters.get("fetch_parked") == 2
+
+
+def test_many_parked_wants_are_all_looked_at(bench: Bench) -> None:
+    texts = [str(number) for number in range(150)]
+    bench.stock(*texts)
+    end = others_claim(bench, *texts)
+    bench.prefetcher.submit([want(text) for text in texts])
+    until(lambda: bench.counters.get("fetch_parked") == 150, "all parked")
+    end()
+    assert {each.outcome for each in bench.collect(150)} == {Outcome.READY}
+
+
+def test_a_process_that_hangs_with_its_claim_holds_nobody_up_for_ever(bench: Bench) -> None:
+    bench.stock("a")
+    bench.make(claim_patience_s=0.0)
+    end = others_claim(bench, "a")
+    assert bench.one().source == "bucket"
+    end()
+
+
+def test_parked_wants_end_with_the_loop(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    bench.stock("a")
+    end = others_claim(bench, "a")
+    bench.prefetcher.submit([want("a")])
+    until(lambda: bench.counters.get("fetch_parked") == 1, "the parking")
+    bench.loop.stop(TIMEOUT_S)
+    gc.collect()
+    assert "destroyed" not in caplog.text
+    end()
+
+
+def test_what_nobody_waits_for_goes_behind_all_others_and_comes_all_the_same(
+    bench: Bench,
+) -> None:
+    bench.stock(*"abcdef")
+    bench.make(max_concurrency=1)
+    gate = bench.hold()
+    bench.prefetcher.submit([want(text) for text in "abc"])
+    assert gate.reached.wait(TIMEOUT_S)
+    bench.prefetcher.forget([key_of("a"), key_of("b"), key_of("x")])  # a is half fetched
+    bench.prefetcher.submit([want("d", Priority.LOOKAHEAD)])
+    bench.fence()
+    gate.release()
+    assert {each.outcome for each in bench.collect(4)} == {Outcome.READY}
+    assert order_of(bench) == list("acdb")
+
+
+def test_what_was_forgotten_can_be_wanted_again(bench: Bench) -> None:
+    bench.stock(*"abc")
+    bench.make(max_concurrency=1)
+    gate = bench.hold()
+    bench.prefetcher.submit([want(text) for text in "abc"])
+    assert gate.reached.wait(TIMEOUT_S)
+    bench.prefetcher.forget([key_of("b"), key_of("c")])
+    bench.prefetcher.submit([want("c")])
+    bench.fence()
+    gate.release()
+    bench.collect(3)
+    assert order_of(bench) == list("acb")
+
+
+def test_forgetting_nothing_or_after_the_end_is_fine(bench: Bench) -> None:
+    bench.prefetcher.forget([])
+    bench.loop.stop(TIMEOUT_S)
+    bench.prefetcher.forget([key_of("a")])
 
 
 # -- the end -----------------------------------------------------------------------------------

@@ -1,0 +1,398 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One fetch: from this node's disk if it is there, else from the bucket, verified and pinned.
+
+Of all processes of the node that want one entry, one fetches it: the others find it claimed and
+come back later. An object of up to PART_BYTES is asked for at once; a larger one (video) comes in
+parts, some at a time, each verified and written as soon as those before it were, so that no more
+than a few parts are ever in memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import itertools
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+from s3ec import codec
+from s3ec.codec import Header, Shape
+from s3ec.counters import Counters
+from s3ec.errors import AccessError, CorruptEntryError, UnavailableError
+from s3ec.identity import Key, Layout
+from s3ec.index.base import Index
+from s3ec.loop import LoopThread
+from s3ec.modality import ModalityRecords, Record
+from s3ec.store.base import Store
+from s3ec.tier import Claim, Incoming, Pin, Tier
+from s3ec.tier.local import LocalKeys
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+PART_BYTES = 8 * 2**20
+# Parts of one object that are asked for, or wait to be written, at a time.
+PARTS_AT_A_TIME = 4
+# A large object may take as much longer than a small one as it would at this pace.
+_LEAST_BYTES_PER_S = 2**20
+
+
+class Priority(enum.IntEnum):
+    """Order of the queue: what a request waits for now comes before what it may need later."""
+
+    DEMAND = 0
+    LOOKAHEAD = 1
+    FORGOTTEN = 2  # nobody waits for it any more; it may still be of use
+
+
+class Outcome(enum.Enum):
+    """How a fetch ended."""
+
+    READY = "ready"
+    ABSENT = "absent"  # neither here nor in the bucket
+    MISMATCH = "mismatch"  # there, but not what this request needs
+    CORRUPT = "corrupt"  # there, but unusable, twice
+    UNAVAILABLE = "unavailable"  # the bucket or the disk did not answer in time
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """One embedding that somebody asks for.
+
+    Attributes:
+        key: What to bring.
+        modality: Selects the width and dtype that the entry must have.
+        rows: Rows that the request has room for; other entries are a mismatch.
+        priority: Place in the queue; a later want for the same key can only improve it.
+    """
+
+    key: Key
+    modality: str
+    rows: int
+    priority: Priority = Priority.DEMAND
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """The end of one want. Whoever drains it owns the pin and must release it."""
+
+    want: Want
+    outcome: Outcome
+    pin: Pin | None = None
+    source: Literal["tier", "bucket"] | None = None
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """Where entries come from and go to: one process's parts, see Node."""
+
+    store: Store
+    tier: Tier
+    layout: Layout
+    index: Index
+    records: ModalityRecords
+    local: LocalKeys
+
+
+class Fetcher:
+    """Fetches one want at a time per call; any number of calls at once. The loop's thread only.
+
+    ``max_inflight_bytes`` bounds the bytes of bodies in memory over all calls; one larger than
+    that goes alone.
+    """
+
+    def __init__(
+        self, loop: LoopThread, sources: Sources, counters: Counters, *, max_inflight_bytes: int
+    ) -> None:
+        self._loop = loop
+        self._store = sources.store
+        self._tier = sources.tier
+        self._layout = sources.layout
+        self._index = sources.index
+        self._records = sources.records
+        self._local = sources.local
+        self._counters = counters
+        self._max_inflight_bytes = max_inflight_bytes
+        self._inflight_bytes = 0
+        self._room_wanted: list[asyncio.Future[None]] = []
+        self._undoing: set[asyncio.Task[object]] = set()
+
+    async def fetch(
+        self, want: Want, deadline: asyncio.Timeout, *, at_any_rate: bool
+    ) -> Fetched | None:
+        """Bring one entry to this node.
+
+        Args:
+            deadline: Ends this call; moved for a large object.
+            at_any_rate: Fetch it also while somebody else does.
+
+        Returns:
+            None where somebody else fetches it.
+
+        Raises:
+            UnavailableError, AccessError, TierError: Bucket or disk did not do their part.
+        """
+        key = want.key
+        found = await self._held(self._pin_or_claim, key, at_any_rate, undo=self._let_go)
+        if found is None:
+            return None
+        if isinstance(found, Pin):
+            return await self._check_local(want, found)
+        try:
+            self._local.discard(key)
+            record = await self._records.get(want.modality)
+            if record is None:
+                self._counters.add("mismatch.no_record")
+                return Fetched(want, Outcome.MISMATCH)
+            expected = Shape(want.rows, record.width, record.dtype)
+            return await self._download(want, expected, deadline)
+        finally:
+            self._tier.release(found)
+
+    def is_claimed(self, key: Key) -> bool:
+        """Whether somebody fetches this entry; one system call that is answered from memory."""
+        return self._tier.is_claimed(key)
+
+    async def unpin(self, pin: Pin) -> None:
+        """Let go of a pin, in the disk pool."""
+        await self._loop.disk(self._tier.unpin, pin)
+
+    # -- calls of the disk pool that leave something behind ----------------------------------
+
+    async def _held(
+        self, function: Callable[..., T], *args: object, undo: Callable[[T], object]
+    ) -> T:
+        """Await a disk call; what it returns is undone if we are cancelled meanwhile."""
+
+        def too_late(call: asyncio.Future[T]) -> None:
+            if not call.cancelled() and call.exception() is None:
+                self._undo(undo, call.result())
+
+        call = asyncio.ensure_future(self._loop.disk(function, *args))
+        try:
+            return await asyncio.shield(call)
+        except asyncio.CancelledError:
+            call.add_done_callback(too_late)
+            raise
+
+    def _undo(self, undo: Callable[[T], object], result: T) -> None:
+        """Undo in the disk pool; nobody waits for it."""
+        task: asyncio.Task[object] = asyncio.get_running_loop().create_task(
+            self._loop.disk(undo, result), name="s3ec-undo"
+        )
+        self._undoing.add(task)
+        task.add_done_callback(self._undoing.discard)
+
+    async def _finished(
+        self,
+        function: Callable[..., T],
+        *args: object,
+        undo: Callable[[T], object] | None = None,
+    ) -> T:
+        """Like _held, but the call has ended when this has: what follows needs that."""
+        call = asyncio.ensure_future(self._loop.disk(function, *args))
+        try:
+            return await asyncio.shield(call)
+        except asyncio.CancelledError:
+            await asyncio.wait([call])
+            if undo is not None and not call.exception():
+                self._undo(undo, call.result())
+            raise
+
+    def _pin_or_claim(self, key: Key, at_any_rate: bool) -> Pin | Claim | None:
+        return self._tier.pin_or_claim(key, at_any_rate=at_any_rate)
+
+    def _let_go(self, held: Pin | Claim | None) -> None:
+        if isinstance(held, Pin):
+            self._tier.unpin(held)
+        elif held is not None:
+            self._tier.release(held)
+
+    # -- what this node has --------------------------------------------------------------------
+
+    async def _check_local(self, want: Want, pin: Pin) -> Fetched:
+        try:
+            record = await self._records.get(want.modality)
+        except (UnavailableError, AccessError):
+            # The entry was compared with the record before it came to the tier; a restart while
+            # the bucket is down can still be served from here.
+            record = Record(pin.header.shape.width, pin.header.shape.dtype)
+        except BaseException:
+            self._undo(self._let_go, pin)
+            raise
+        expected = None if record is None else Shape(want.rows, record.width, record.dtype)
+        misfit = _misfit(pin.header, want, expected)
+        if misfit is None:
+            return Fetched(want, Outcome.READY, pin, "tier")
+        self._undo(self._let_go, pin)
+        return self._mismatch(want, misfit, pin.header)
+
+    def _mismatch(self, want: Want, field: str, header: Header) -> Fetched:
+        """Count what differs; a request cannot use the entry, others may."""
+        if field in ("rows", "width", "dtype") and not self._counters.get(f"mismatch.{field}"):
+            log.warning(
+                "an entry of %s has %s %s, which is not what a request needs; it counts as a "
+                "miss (logged once per kind)",
+                self._layout.namespace,
+                field,
+                getattr(header.shape, field),
+            )
+        self._counters.add(f"mismatch.{field}")
+        return Fetched(want, Outcome.MISMATCH)
+
+    # -- what the bucket has -------------------------------------------------------------------
+
+    async def _download(self, want: Want, expected: Shape, deadline: asyncio.Timeout) -> Fetched:
+        # An honest entry is the tensor and a header; anything larger is refused unread.
+        max_bytes = expected.nbytes + 8 + codec.HEADER_LIMIT
+        whole = max_bytes <= PART_BYTES
+        held_bytes = min(max_bytes, PARTS_AT_A_TIME * PART_BYTES)
+        await self._reserve(held_bytes)
+        try:
+            if not whole:
+                _extend(deadline, max_bytes / _LEAST_BYTES_PER_S)
+            for attempt in (1, 2):
+                try:
+                    if whole:
+                        return await self._receive(want, expected, max_bytes)
+                    return await self._receive_parts(want, expected)
+                except CorruptEntryError as exc:
+                    if exc.reason == "size":
+                        # Of no use to this request, whose rows a client may have made up; it
+                        # may be what the next one needs.
+                        self._counters.add("mismatch.size")
+                        return Fetched(want, Outcome.MISMATCH)
+                    self._counters.add(f"corrupt.{exc.reason}")
+                    log.warning(
+                        "entry %s is unusable (attempt %d): %s", want.key.digest.hex(), attempt, exc
+                    )
+        finally:
+            self._free(held_bytes)
+        self._index.forget(want.key)
+        return Fetched(want, Outcome.CORRUPT)
+
+    async def _receive(self, want: Want, expected: Shape, max_bytes: int) -> Fetched:
+        body = await self._store.get(self._layout.object(want.key), max_bytes=max_bytes)
+        if body is None:
+            return self._absent(want)
+        kept = await self._held(self._keep, want, expected, body, undo=self._let_go_kept)
+        return self._ended(want, *kept)
+
+    def _keep(
+        self, want: Want, expected: Shape, body: bytes | memoryview
+    ) -> tuple[Header, str | None, Pin | None]:
+        """Verify a body, and publish and pin it where it is what the request needs; blocking."""
+        header = codec.verify(
+            body, namespace=self._layout.namespace, identifier=want.key.identifier
+        )
+        misfit = _misfit(header, want, expected)
+        if misfit is not None:
+            return header, misfit, None
+        self._tier.publish(want.key, [body])
+        return header, None, self._pinned(want.key)
+
+    def _let_go_kept(self, kept: tuple[Header, str | None, Pin | None]) -> None:
+        self._let_go(kept[2])
+
+    def _pinned(self, key: Key) -> Pin | None:
+        self._local.add(key)
+        return self._tier.pin(key)
+
+    async def _receive_parts(self, want: Want, expected: Shape) -> Fetched:
+        name = self._layout.object(want.key)
+        first = await self._store.get_range(name, 0, PART_BYTES)
+        if first is None:
+            return self._absent(want)
+        incoming = await self._held(self._begin, want, expected, first, undo=_discard)
+        if not isinstance(incoming, Incoming):
+            return self._mismatch(want, *incoming)
+        size, begun = incoming.header.total_bytes, len(first)
+        del first
+        parts = (
+            asyncio.ensure_future(self._store.get_range(name, start, min(PART_BYTES, size - start)))
+            for start in range(begun, size, PART_BYTES)
+        )
+        coming = deque(itertools.islice(parts, PARTS_AT_A_TIME - 1))
+        try:
+            while coming:
+                part = await coming[0]
+                if part is None:
+                    raise CorruptEntryError("it vanished while it was read", reason="length")
+                await self._finished(incoming.append, part)
+                del part
+                coming.popleft()
+                coming.extend(itertools.islice(parts, 1))
+            pin = await self._finished(self._commit, want.key, incoming, undo=self._let_go)
+        finally:
+            for request in coming:
+                request.cancel()
+            await asyncio.gather(*coming, return_exceptions=True)
+            self._undo(_discard, incoming)
+        return self._ended(want, incoming.header, None, pin)
+
+    def _begin(
+        self, want: Want, expected: Shape, first: bytes | memoryview
+    ) -> Incoming | tuple[str, Header]:
+        """Look at the front of an object, and make room for the rest; blocking."""
+        verifier = codec.Verifier(
+            first, namespace=self._layout.namespace, identifier=want.key.identifier
+        )
+        misfit = _misfit(verifier.header, want, expected)
+        if misfit is not None:
+            return misfit, verifier.header
+        return self._tier.begin(want.key, first, verifier)
+
+    def _commit(self, key: Key, incoming: Incoming) -> Pin | None:
+        incoming.commit()
+        return self._pinned(key)
+
+    def _absent(self, want: Want) -> Fetched:
+        self._index.forget(want.key)
+        return Fetched(want, Outcome.ABSENT)
+
+    def _ended(self, want: Want, header: Header, misfit: str | None, pin: Pin | None) -> Fetched:
+        if misfit is not None:
+            return self._mismatch(want, misfit, header)
+        if pin is None:  # evicted at once, or the disk refused
+            return Fetched(want, Outcome.UNAVAILABLE)
+        return Fetched(want, Outcome.READY, pin, "bucket")
+
+    async def _reserve(self, nbytes: int) -> None:
+        """Wait until so many bytes more may be in flight; anything may be alone."""
+        while self._inflight_bytes and self._inflight_bytes + nbytes > self._max_inflight_bytes:
+            room = asyncio.get_running_loop().create_future()
+            self._room_wanted.append(room)
+            await room
+        self._inflight_bytes += nbytes
+
+    def _free(self, nbytes: int) -> None:
+        self._inflight_bytes -= nbytes
+        wanted, self._room_wanted = self._room_wanted, []
+        for room in wanted:
+            if not room.done():
+                room.set_result(None)
+
+
+def _misfit(header: Header, want: Want, expected: Shape | None) -> str | None:
+    """What differs from what the request has room for; None where nothing does."""
+    if expected is None:
+        return "no_record"
+    for field in ("rows", "width", "dtype"):
+        if getattr(header.shape, field) != getattr(expected, field):
+            return field
+    return None if header.modality == want.modality else "modality"
+
+
+def _extend(deadline: asyncio.Timeout, seconds: float) -> None:
+    when = deadline.when()
+    if when is not None:
+        deadline.reschedule(when + seconds)
+
+
+def _discard(incoming: object) -> None:
+    if isinstance(incoming, Incoming):
+        incoming.discard()

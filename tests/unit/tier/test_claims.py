@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Claims: one holder per entry over all Tiers and processes, and none after its death."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from s3ec.counters import Counters
+from s3ec.tier import Claim, Pin, Tier
+from tests.unit.tier.cases import entry, key_at
+
+KEY, OTHER = key_at(0), key_at(1)
+REPOSITORY = Path(__file__).parents[3]
+HOLDER = """
+import sys
+from tests.unit.tier.cases import key_at, new_tier
+from pathlib import Path
+tier = new_tier(Path(sys.argv[1]))
+tier.open()
+print(type(tier.pin_or_claim(key_at(0))).__name__, flush=True)
+sys.stdin.readline()
+"""
+
+
+def claim(tier: Tier, key: object = KEY) -> Claim:
+    taken = tier.pin_or_claim(key)  # type: ignore[arg-type]
+    assert isinstance(taken, Claim)
+    return taken
+
+
+def holder(root: Path) -> subprocess.Popen[str]:
+    child = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(root)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=REPOSITORY,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+    )
+    assert child.stdout is not None
+    assert child.stdout.readline().strip() == "Claim"
+    return child
+
+
+def end(child: subprocess.Popen[str]) -> None:
+    if child.poll() is None:
+        child.kill()
+    child.communicate()
+
+
+def test_a_claimed_entry_is_refused_until_it_is_released(make_tier: Callable[..., Tier]) -> None:
+    one, two = make_tier(), make_tier()
+    taken = claim(one)
+    assert two.pin_or_claim(KEY) is None
+    assert one.pin_or_claim(KEY) is None  # also by the Tier that has it
+    assert two.is_claimed(KEY)
+    assert one.is_claimed(KEY)
+    claim(two, OTHER)
+    one.release(taken)
+    one.release(taken)
+    assert not two.is_claimed(KEY)
+    claim(two)
+
+
+def test_a_claim_of_one_namespace_does_not_hold_up_another(
+    make_tier: Callable[..., Tier],
+) -> None:
+    claim(make_tier())
+    claim(make_tier(namespace="gemma-fedcba9876543210"))
+
+
+def test_what_was_published_meanwhile_is_pinned_not_claimed(
+    make_tier: Callable[..., Tier], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the look for the file and the claim the one who had it published and let go."""
+    tier = make_tier()
+    pin = tier.pin
+    looks: list[object] = []
+
+    def late(key: object) -> Pin | None:
+        looks.append(key)
+        if len(looks) == 1:
+            tier.publish(KEY, [entry(KEY)])
+            return None
+        return pin(KEY)
+
+    monkeypatch.setattr(tier, "pin", late)
+    assert isinstance(tier.pin_or_claim(KEY), Pin)
+    assert not tier.is_claimed(KEY)
+
+
+def test_a_hanging_holder_can_be_passed_over(make_tier: Callable[..., Tier]) -> None:
+    one, two = make_tier(), make_tier()
+    taken = claim(one)
+    mine = two.pin_or_claim(KEY, at_any_rate=True)
+    assert isinstance(mine, Claim)
+    assert mine.place is None
+    two.release(mine)
+    assert two.is_claimed(KEY)  # still the other's
+    one.release(taken)
+
+
+def test_a_killed_process_leaves_no_claim(make_tier: Callable[..., Tier], root: Path) -> None:
+    tier = make_tier()
+    child = holder(root)
+    try:
+        assert tier.pin_or_claim(KEY) is None
+        child.send_signal(signal.SIGKILL)
+        child.wait()
+        claim(tier)
+    finally:
+        end(child)
+
+
+def test_a_closed_tier_leaves_no_claim_and_takes_none(make_tier: Callable[..., Tier]) -> None:
+    one, two = make_tier(), make_tier()
+    taken = claim(one)
+    one.close()
+    one.release(taken)
+    claim(two)
+    assert claim(one).place is None
+    assert not one.is_claimed(KEY)
+
+
+def test_a_forked_child_neither_holds_nor_releases_its_parents_claims(
+    make_tier: Callable[..., Tier],
+) -> None:
+    tier = make_tier()
+    taken = claim(tier)
+    pid = os.fork()
+    if pid == 0:
+        tier.release(taken)
+        os._exit(0 if tier.is_claimed(KEY) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert tier.is_claimed(KEY)
+    # And a child that lives on does not keep the claim.
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.read(read, 1)
+        os._exit(0)
+    tier.release(taken)
+    assert not make_tier().is_claimed(KEY)
+    os.write(write, b"x")
+    os.waitpid(pid, 0)
+    os.close(read)
+    os.close(write)
+
+
+def test_a_deleted_folder_does_not_part_those_who_come_later(
+    make_tier: Callable[..., Tier], root: Path
+) -> None:
+    one, two = make_tier(), make_tier()
+    old = claim(one)
+    shutil.rmtree(root)
+    fresh = claim(two)  # of the new file, which the first one finds too
+    assert one.pin_or_claim(KEY) is None
+    one.release(old)
+    two.release(fresh)
+    claim(one)
+
+
+def test_a_file_system_without_such_locks_shares_no_fetches(
+    make_tier: Callable[..., Tier], counters: Counters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    one, two = make_tier(), make_tier()
+    monkeypatch.setattr(fcntl, "fcntl", refuse)
+    for tier in (one, two):
+        taken = claim(tier)
+        assert taken.place is None
+        tier.release(taken)
+        assert not tier.is_claimed(KEY)
+    assert counters.get("tier.errors") == 2
