@@ -80,7 +80,8 @@ class ModalityRecords:
 
     async def _read(self, name: str) -> bytes | None:
         try:
-            return await self._store.get(name, max_bytes=_RECORD_LIMIT)
+            body = await self._store.get(name, max_bytes=_RECORD_LIMIT)
+            return None if body is None else bytes(body)
         except CorruptEntryError as exc:
             if exc.reason == "size":
                 return b""  # whatever it is, it is no record

@@ -42,6 +42,7 @@ from s3ec.connector.connector import S3ECConnector
 from s3ec.identity import Key, Layout, Namespace, make_key
 from s3ec.modality import Record
 from s3ec.node import Node
+from s3ec.store.base import Blob
 from s3ec.testing.memory_store import MemoryBucket, MemoryStore
 
 IMAGES = 4  # of the larger kind of request
@@ -85,7 +86,7 @@ class _GatedStore(MemoryStore):
         super().__init__(bucket)
         self._silent = silent
 
-    async def get(self, name: str, *, max_bytes: int) -> bytes | None:
+    async def get(self, name: str, *, max_bytes: int) -> Blob | None:
         if name in self._silent:
             await asyncio.Event().wait()
         return await super().get(name, max_bytes=max_bytes)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from s3ec.cli.corpus_view import Entry
     from s3ec.codec import Header
     from s3ec.doctor.namespaces import StoredNamespace
-    from s3ec.store.base import Store
+    from s3ec.store.base import Blob, Store
 
 IdArgument = Annotated[
     str,
@@ -254,7 +254,7 @@ def get(
     if output == "-" and (as_json or sys.stdout.isatty()):
         raise ConfigError("`-o -` writes the entry itself: send it into a pipe, without --json")
 
-    async def fetch(store: Store) -> tuple[Entry, Header, bytes, Path]:
+    async def fetch(store: Store) -> tuple[Entry, Header, Blob, Path]:
         entry = await find(store, await choose_namespace(store, namespace), identifier)
         path = check_target(output, Path(entry.name).name, force=force)
         header, blob = await read_verified(store, entry)

@@ -16,7 +16,7 @@ from s3ec.config import Settings
 from s3ec.doctor.namespaces import list_namespaces
 from s3ec.errors import ConfigError, CorruptEntryError, S3ECError
 from s3ec.identity import OBJECT_SUFFIX, Layout, is_object_name, make_key
-from s3ec.store.base import ObjectInfo, Store
+from s3ec.store.base import Blob, ObjectInfo, Store
 
 T = TypeVar("T")
 
@@ -192,7 +192,7 @@ def _check_place(header: codec.Header, entry: Entry) -> None:
     codec.check_identity(header, namespace=entry.namespace, identifier=header.identifier)
 
 
-async def read_verified(store: Store, entry: Entry) -> tuple[codec.Header, bytes]:
+async def read_verified(store: Store, entry: Entry) -> tuple[codec.Header, Blob]:
     """A whole entry, every byte of it checked.
 
     Raises:

@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 
 from s3ec.errors import ConfigError, S3ECError
+from s3ec.store.base import Blob
 
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
 
@@ -37,7 +38,7 @@ def check_target(output: str, default_name: str, *, force: bool) -> Path:
     return path
 
 
-def save(path: Path, blob: bytes, *, force: bool) -> None:
+def save(path: Path, blob: Blob, *, force: bool) -> None:
     """Write a file by way of a temporary one beside it.
 
     Raises:

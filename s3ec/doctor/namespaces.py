@@ -55,7 +55,7 @@ async def read_namespaces(store: Store, names: Sequence[str]) -> list[StoredName
 async def _read_descriptor(store: Store, name: str) -> dict[str, Any]:
     try:
         blob = await store.get(Layout(name).descriptor, max_bytes=_DESCRIPTOR_BYTES)
-        content = json.loads(blob) if blob else {}
+        content = json.loads(bytes(blob)) if blob else {}
     except (CorruptEntryError, ValueError, RecursionError):
         return {}  # anybody may have put anything there; the name still says what it is
     return content if isinstance(content, dict) else {}

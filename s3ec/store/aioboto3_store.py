@@ -23,7 +23,7 @@ from botocore.exceptions import ClientError, NoCredentialsError
 
 from s3ec.config import Settings
 from s3ec.errors import UnavailableError
-from s3ec.store.base import ObjectInfo
+from s3ec.store.base import Blob, ObjectInfo
 from s3ec.store.replies import Reply, SdkReply, read_body
 from s3ec.store.sdk_client import Opened, check_settings, open_client
 from s3ec.store.sdk_errors import boundary, code_of, is_absent, status_of
@@ -99,14 +99,14 @@ class Aioboto3Store:
         """Seconds that a request with a body of this size may take, from its turn on."""
         return self._budget_s + nbytes / self._bytes_per_s
 
-    async def get(self, name: str, *, max_bytes: int) -> bytes | None:
+    async def get(self, name: str, *, max_bytes: int) -> Blob | None:
         key = self._key(name)
         what = self._what("GET", key)
         async with self._turn(what) as turn:
             reply = await self._get_object(turn, key)
             return None if reply is None else await read_body(reply, max_bytes, what, turn.extend)
 
-    async def get_range(self, name: str, start: int, length: int) -> bytes | None:
+    async def get_range(self, name: str, start: int, length: int) -> Blob | None:
         if start < 0 or length < 1:
             raise ValueError("a range starts at 0 or later and has 1 byte or more")
         key = self._key(name)

@@ -10,7 +10,10 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
+
+Blob: TypeAlias = bytes | memoryview
+"""Bytes of an object, read-only, one byte an item; a view where the transport holds the memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +38,7 @@ class Store(Protocol):
     stand beside the method. Names never start with a slash. Absence is None.
     """
 
-    async def get(self, name: str, *, max_bytes: int) -> bytes | None:
+    async def get(self, name: str, *, max_bytes: int) -> Blob | None:
         """The whole object, or None where absent.
 
         Args:
@@ -47,7 +50,7 @@ class Store(Protocol):
         """
         ...
 
-    async def get_range(self, name: str, start: int, length: int) -> bytes | None:
+    async def get_range(self, name: str, start: int, length: int) -> Blob | None:
         """Bytes ``start`` to ``start + length``, fewer where the object ends; None if absent."""
         ...
 

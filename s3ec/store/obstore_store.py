@@ -9,6 +9,7 @@ says where the bucket is and holds the credentials. Checked with obstore 0.12.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Sequence
@@ -25,6 +26,7 @@ from s3ec.config import Settings
 from s3ec.errors import CorruptEntryError, UnavailableError
 from s3ec.store import obstore_runtime
 from s3ec.store.aioboto3_store import Aioboto3Store, Turn, content_type_of
+from s3ec.store.base import Blob
 from s3ec.store.obstore_errors import AskAgainError, BrokenConnectionError, sdk_errors
 from s3ec.store.replies import Extend, Reply
 from s3ec.store.sdk_client import Address, Opened, address_of
@@ -32,6 +34,10 @@ from s3ec.store.sdk_errors import SDK_ERRORS, is_absent, status_of
 
 # What a server says to requests signed for another region, among others.
 _PERHAPS_WRONG_REGION = frozenset({301, 302, 307, 308, 400, 403})
+# Up to here a body is collected in one buffer of the announced length; a server that announces
+# much and sends nothing then costs this much address space, and no process is ended for lack of it.
+_COLLECT_BYTES = 64 * 2**20
+_PIECE_BYTES = 8 * 2**20
 log = logging.getLogger(__name__)
 
 
@@ -256,28 +262,36 @@ class _ObstoreReply:
         self.is_part = is_part
         self._result = result
 
-    async def read(self, max_bytes: int, what: str, extend: Extend) -> bytes:
+    async def read(self, max_bytes: int, what: str, extend: Extend) -> Blob:
         expected = self.nbytes or 0
-        chunks: list[bytes] = []
-        nbytes = 0
         try:
             with sdk_errors(what, "GetObject"):
-                # One chunk in all, which becomes `bytes` in a thread of obstore. Not bytes(): that
-                # reserves what was announced, and ends the process where there is no such memory.
-                async for chunk in self._result.stream(min_chunk_size=max(expected, 1)):
-                    chunks.append(chunk)
-                    nbytes += len(chunk)
-                    if nbytes > expected:
-                        break
+                if expected <= _COLLECT_BYTES:
+                    # Collected in Rust; the view holds that memory, and nothing is copied here.
+                    body: Blob = memoryview(await self._result.bytes_async())
+                else:
+                    body = await self._read_piecewise(expected)
         except BrokenConnectionError as exc:
             raise CorruptEntryError(
                 f"{what}: the body ended before its {expected} bytes", reason="length"
             ) from exc
-        if nbytes != expected:
+        if len(body) != expected:
             raise CorruptEntryError(
-                f"{what}: {nbytes} bytes where {expected} were announced", reason="length"
+                f"{what}: {len(body)} bytes where {expected} were announced", reason="length"
             )
-        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+        return body
+
+    async def _read_piecewise(self, expected: int) -> bytes:
+        """A large body, whose announced length may be a lie: no more is reserved than has come."""
+        chunks: list[bytes] = []
+        nbytes = 0
+        async for chunk in self._result.stream(min_chunk_size=_PIECE_BYTES):
+            chunks.append(chunk)
+            nbytes += len(chunk)
+            if nbytes > expected:
+                break
+        # In a thread, where joining lets go of the interpreter's lock.
+        return await asyncio.to_thread(b"".join, chunks)
 
     def close(self) -> None:
         # Dropping it gives the connection back, or closes it where the body was not read whole.

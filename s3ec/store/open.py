@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Sequence
 
 from s3ec.config import Settings
 from s3ec.errors import AccessError, ConfigError, ConflictError, UnavailableError
-from s3ec.store.base import ObjectInfo, Store
+from s3ec.store.base import Blob, ObjectInfo, Store
 
 # obstore is meant to be what `auto` takes where it is installed, and becomes it once the
 # end-to-end tests have run with it:
@@ -118,10 +118,10 @@ class HeadBeforePut:
     def __repr__(self) -> str:
         return f"HeadBeforePut({self._inner!r})"
 
-    async def get(self, name: str, *, max_bytes: int) -> bytes | None:
+    async def get(self, name: str, *, max_bytes: int) -> Blob | None:
         return await self._inner.get(name, max_bytes=max_bytes)
 
-    async def get_range(self, name: str, start: int, length: int) -> bytes | None:
+    async def get_range(self, name: str, start: int, length: int) -> Blob | None:
         return await self._inner.get_range(name, start, length)
 
     async def put_if_absent(self, name: str, body: Sequence[bytes | memoryview]) -> None:

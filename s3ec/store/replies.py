@@ -10,6 +10,7 @@ import aiohttp
 from botocore.exceptions import IncompleteReadError
 
 from s3ec.errors import CorruptEntryError
+from s3ec.store.base import Blob
 
 Extend = Callable[[int], None]
 """Grants the time that so many bytes may take."""
@@ -28,7 +29,7 @@ class Reply(Protocol):
     nbytes: int | None
     is_part: bool
 
-    async def read(self, max_bytes: int, what: str, extend: Extend) -> bytes:
+    async def read(self, max_bytes: int, what: str, extend: Extend) -> Blob:
         """The body; its announced length is within ``max_bytes``.
 
         Raises:
@@ -42,7 +43,7 @@ class Reply(Protocol):
         ...
 
 
-async def read_body(reply: Reply, max_bytes: int, what: str, extend: Extend) -> bytes:
+async def read_body(reply: Reply, max_bytes: int, what: str, extend: Extend) -> Blob:
     """The body of a GET; the reply is closed in any case.
 
     Args:

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from s3ec.counters import Counters
 from s3ec.errors import AccessError, S3ECError, UnavailableError
-from s3ec.store.base import ObjectInfo, Store
+from s3ec.store.base import Blob, ObjectInfo, Store
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -127,10 +127,10 @@ class BreakerStore:
         self._breaker.succeeded()
         return result
 
-    async def get(self, name: str, *, max_bytes: int) -> bytes | None:
+    async def get(self, name: str, *, max_bytes: int) -> Blob | None:
         return await self._guard(lambda: self._inner.get(name, max_bytes=max_bytes))
 
-    async def get_range(self, name: str, start: int, length: int) -> bytes | None:
+    async def get_range(self, name: str, start: int, length: int) -> Blob | None:
         return await self._guard(lambda: self._inner.get_range(name, start, length))
 
     async def put_if_absent(self, name: str, body: Sequence[bytes | memoryview]) -> None:
@@ -197,10 +197,10 @@ class RetryStore:
                 await self._sleep(self._uniform(0, self._base_delay_s * 2**attempt))
         return await call()
 
-    async def get(self, name: str, *, max_bytes: int) -> bytes | None:
+    async def get(self, name: str, *, max_bytes: int) -> Blob | None:
         return await self._retry(lambda: self._inner.get(name, max_bytes=max_bytes))
 
-    async def get_range(self, name: str, start: int, length: int) -> bytes | None:
+    async def get_range(self, name: str, start: int, length: int) -> Blob | None:
         return await self._retry(lambda: self._inner.get_range(name, start, length))
 
     async def put_if_absent(self, name: str, body: Sequence[bytes | memoryview]) -> None:

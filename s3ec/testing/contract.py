@@ -73,6 +73,20 @@ class StoreContract:
         await store.put_if_absent("aa/one", [body])
         assert await store.get("aa/one", max_bytes=_AMPLE) == body
 
+    async def test_bodies_are_read_only_bytes_that_outlive_the_store(
+        self, make_store: MakeStore
+    ) -> None:
+        store, body = make_store(f"contract-{secrets.token_hex(6)}"), os.urandom(100_000)
+        await store.put_if_absent("one", [body])
+        whole = await store.get("one", max_bytes=_AMPLE)
+        part = await store.get_range("one", 10, 1000)
+        await store.close()
+        for blob, expected in ((whole, body), (part, body[10:1010])):
+            assert isinstance(blob, (bytes, memoryview))
+            view = memoryview(blob)
+            assert (view.readonly, view.format, view.nbytes) == (True, "B", len(expected))
+            assert bytes(view) == expected
+
     async def test_put_joins_pieces_of_every_kind_in_order(self, store: Store) -> None:
         data = bytes(range(256)) * 8
         words = memoryview(data).cast("H")

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from s3ec.errors import UnavailableError
-from s3ec.store.base import ObjectInfo, Store
+from s3ec.store.base import Blob, ObjectInfo, Store
 
 T = TypeVar("T")
 
@@ -187,10 +187,10 @@ class FaultStore:
         self._inner = inner
         self._sleep = sleep
 
-    async def get(self, name: str, *, max_bytes: int) -> bytes | None:
+    async def get(self, name: str, *, max_bytes: int) -> Blob | None:
         return await self._read("get", name, lambda: self._inner.get(name, max_bytes=max_bytes))
 
-    async def get_range(self, name: str, start: int, length: int) -> bytes | None:
+    async def get_range(self, name: str, start: int, length: int) -> Blob | None:
         return await self._read(
             "get_range", name, lambda: self._inner.get_range(name, start, length)
         )
@@ -228,13 +228,13 @@ class FaultStore:
         return self.plan.next(op, name)
 
     async def _read(
-        self, op: str, name: str, call: Callable[[], Awaitable[bytes | None]]
-    ) -> bytes | None:
+        self, op: str, name: str, call: Callable[[], Awaitable[Blob | None]]
+    ) -> Blob | None:
         fault = self._strike(op, name)
         body = await self._run(fault, name, call)
         if fault is None or fault.change is None or body is None:
             return body
-        return fault.change(body)
+        return fault.change(bytes(body))
 
     async def _run(self, fault: Fault | None, name: str, call: Callable[[], Awaitable[T]]) -> T:
         if fault is None:

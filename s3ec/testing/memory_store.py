@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
 from s3ec.errors import ConflictError, CorruptEntryError
-from s3ec.store.base import ObjectInfo
+from s3ec.store.base import Blob, ObjectInfo
 
 _MAX_KEY_BYTES = 1024  # S3's limit
 # Outside of the class, where `list` is a method.
@@ -61,7 +61,7 @@ class MemoryStore:
     def __repr__(self) -> str:
         return f"MemoryStore({self._root})"
 
-    async def get(self, name: str, *, max_bytes: int) -> bytes | None:
+    async def get(self, name: str, *, max_bytes: int) -> Blob | None:
         body = await self._body(name)
         if body is not None and len(body) > max_bytes:
             raise CorruptEntryError(
@@ -69,7 +69,7 @@ class MemoryStore:
             )
         return body
 
-    async def get_range(self, name: str, start: int, length: int) -> bytes | None:
+    async def get_range(self, name: str, start: int, length: int) -> Blob | None:
         if start < 0 or length < 1:
             raise ValueError("a range starts at 0 or later and has 1 byte or more")
         body = await self._body(name)

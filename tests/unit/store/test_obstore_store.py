@@ -13,7 +13,7 @@ import pytest
 
 from s3ec.config import Settings, load_settings
 from s3ec.errors import ConfigError, ConflictError, CorruptEntryError, UnavailableError
-from s3ec.store import obstore_errors
+from s3ec.store import obstore_errors, obstore_store
 from s3ec.store.obstore_store import ObstoreStore
 from s3ec.store.open import open_store
 from s3ec.testing import proxy_faults as faults
@@ -137,19 +137,41 @@ async def test_words_of_another_release_cost_a_second_request_and_change_no_answ
     await store.close()
 
 
-async def test_range_longer_than_it_says_is_stopped(
+class More:
+    """A range that says it has 10 bytes, with more of them."""
+
+    def __init__(self, announced: int) -> None:
+        self._announced = announced
+
+    async def apply(self, exchange: Exchange) -> None:
+        head = {"content-range": "bytes 0-9/10", "etag": '"x"'}
+        await exchange.read_body()
+        await exchange.send(Reply(206, head, bytes(200_000)), length=self._announced)
+        await exchange.released.wait()
+
+
+async def test_range_longer_than_it_says_is_corrupt(
     configure: Configure, proxy: FaultProxy
 ) -> None:
-    class More:
-        async def apply(self, exchange: Exchange) -> None:
-            head = {"content-range": "bytes 0-9/10", "etag": '"x"'}
-            await exchange.read_body()
-            await exchange.send(Reply(206, head, bytes(200_000)), length=10**12)
-            await exchange.released.wait()
-
     store = ObstoreStore(configure(prefix="more"))
     await store.put_if_absent("x", [bytes(10)])
-    proxy.add(Rule(More(), method="GET"))
+    proxy.add(Rule(More(200_000), method="GET"))
+    with pytest.raises(CorruptEntryError, match="200000 bytes where 10 were announced"):
+        await store.get_range("x", 0, 10)
+    proxy.clear()
+    await store.close()
+
+
+async def test_body_too_large_for_one_buffer_is_read_by_pieces_and_stopped_when_it_is_longer(
+    configure: Configure, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(obstore_store, "_COLLECT_BYTES", 9)
+    monkeypatch.setattr(obstore_store, "_PIECE_BYTES", 1000)
+    store, body = ObstoreStore(configure(prefix="pieces")), bytes(range(256)) * 2000
+    await store.put_if_absent("x", [body])
+    assert await store.get("x", max_bytes=len(body)) == body
+    assert await store.get_range("x", 5, 100_000) == body[5:100_005]
+    proxy.add(Rule(More(10**12), method="GET"))
     with pytest.raises(CorruptEntryError, match="10 were announced"):
         await store.get_range("x", 0, 10)
     proxy.clear()
