@@ -15,13 +15,13 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from s3ec.bench import measure
 from s3ec.bench.context import Bench, CannotMeasureError, Context
+from s3ec.bench.folders import memory_folder
 from s3ec.bench.hooks_rows import EXAMPLE, ROWS, SYSCALLS, Reporter, Samples
 from s3ec.bench.syscalls import count_syscalls
 
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from s3ec.bench.result import Result
 
 ROUNDS = 25
-_TMPFS = Path("/dev/shm")  # noqa: S108  only where it is a tmpfs; a folder of our own in it
 
 
 def run(context: Context) -> None:
@@ -78,19 +77,13 @@ def run(context: Context) -> None:
 @contextlib.contextmanager
 def _example_folder(context: Context) -> Iterator[tuple[Path, str]]:
     """A folder for the other connector, on the fastest file system there is."""
-    if not (_is_tmpfs(_TMPFS) and os.access(_TMPFS, os.W_OK)):
-        yield context.scratch / "example", "on disk, since /dev/shm is no tmpfs here"
-        return
-    with tempfile.TemporaryDirectory(prefix="s3ec-bench-", dir=_TMPFS) as folder:
-        yield Path(folder), "on tmpfs, which favours it: a shared file system is slower"
-
-
-def _is_tmpfs(path: Path) -> bool:
-    try:
-        mounts = Path("/proc/self/mounts").read_text(encoding="utf-8")
-    except OSError:
-        return False
-    return any(line.split()[1:3] == [str(path), "tmpfs"] for line in mounts.splitlines())
+    with memory_folder(context.scratch / "example") as (folder, on_tmpfs):
+        yield (
+            folder,
+            "on tmpfs, which favours it: a shared file system is slower"
+            if on_tmpfs
+            else "on disk, since /dev/shm is no tmpfs here",
+        )
 
 
 def _report_syscalls(context: Context, passes: Passes) -> None:

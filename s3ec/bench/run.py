@@ -141,7 +141,7 @@ def _fallen(name: str, bench: Bench, why: str) -> Result:
     return Result(name, machine.describe(), rows)
 
 
-def merged(results: Sequence[Result]) -> Result:
-    """All rows under the name ``all``; names begin with their benchmark, so they stay unique."""
+def merged(results: Sequence[Result], name: str = "all") -> Result:
+    """All rows under one name; those of rows begin with their benchmark, so they stay unique."""
     about = results[0].machine if results else machine.describe()
-    return Result("all", about, [row for result in results for row in result.rows])
+    return Result(name, about, [row for result in results for row in result.rows])

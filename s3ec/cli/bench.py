@@ -6,14 +6,15 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
-from s3ec.bench.registry import ENTRIES
+from s3ec.bench.registry import DATA, ENTRIES
 from s3ec.cli.help import EXIT_WRONG, epilog
 from s3ec.cli.options import JsonOption, reporting
 from s3ec.cli.output import console, print_json
@@ -30,15 +31,43 @@ app = typer.Typer(
     epilog=epilog(
         ("s3ec bench list", "what can be measured"),
         ("s3ec bench hooks", "one benchmark, as a table"),
+        ("s3ec bench data --json", "all about the data path, for machines"),
         ("s3ec bench all --html bench.html", "all of them, as one file to look at"),
     ),
 )
 
+_STDOUT = "-"
+
+
+class BenchCommand(TyperCommand):
+    """Takes ``--json`` without a value for ``--json -``, which Typer's options cannot."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Put in the value where it is left out."""
+        filled: list[str] = []
+        for argument in args:
+            if filled[-1:] == ["--json"] and argument[:1] == "-" and argument != _STDOUT:
+                filled.append(_STDOUT)
+            filled.append(argument)
+        if filled[-1:] == ["--json"]:
+            filled.append(_STDOUT)
+        return super().parse_args(ctx, filled)
+
+
 JsonFile = Annotated[
     str | None,
     typer.Option(
-        "--json", metavar="FILE|-", help="Write the result as JSON; `-` is stdout, and no table."
+        "--json",
+        metavar="[FILE|-]",
+        help="Write the result as JSON; without a file, or with `-`, to stdout, and no table.",
     ),
+]
+PlotFile = Annotated[
+    Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw the result.")
+]
+HtmlFile = Annotated[
+    Path | None,
+    typer.Option("--html", metavar="FILE", help="Write a self-contained report with plots."),
 ]
 Quick = Annotated[
     bool, typer.Option("--quick", help="A look with few rounds; no figures to quote.")
@@ -56,86 +85,133 @@ def list_benches(as_json: JsonOption = False) -> None:
         typer.echo(f"{name:<{width}}  {entry.summary}")
 
 
+def _one(name: str, json_file: str | None, plot: Path | None, quick: bool) -> None:
+    """Run one benchmark and publish it."""
+    from s3ec.bench import plot as drawing
+    from s3ec.bench import registry, run
+
+    _check_files(json_file, plot, None)
+    with _saying(name) as say:
+        result = run.run_here(name, quick=quick, say=say)
+    _publish([result], result, json_file)
+    if plot is not None:
+        plot.write_bytes(drawing.png(registry.load(name), result))
+    if result.failed:
+        raise typer.Exit(EXIT_WRONG)
+
+
 def _command(name: str) -> Callable[..., None]:
     """The command of one benchmark."""
 
-    def bench(
-        json_file: JsonFile = None,
-        plot: Annotated[
-            Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw the result.")
-        ] = None,
-        quick: Quick = False,
-    ) -> None:
-        from s3ec.bench import plot as drawing
-        from s3ec.bench import registry, run
-
-        _check_file(None if json_file == "-" else json_file, "--json")
-        if plot is not None:
-            _check_file(plot, "--plot")
-            if plot.suffix.lower() != ".png":
-                raise ConfigError("--plot: the file's name must end with .png")
-            drawing.need_matplotlib()
-        with _saying(name) as say:
-            result = run.run_here(name, quick=quick, say=say)
-        _publish([result], result, json_file)
-        if plot is not None:
-            plot.write_bytes(drawing.png(registry.load(name), result))
-        if result.failed:
-            raise typer.Exit(EXIT_WRONG)
+    def bench(json_file: JsonFile = None, plot: PlotFile = None, quick: Quick = False) -> None:
+        _one(name, json_file, plot, quick)
 
     bench.__doc__ = f"{ENTRIES[name].summary}\n\nExits with 1 where a row misses its reach."
     return bench
 
 
-for _name in ENTRIES:
-    app.command(
-        _name,
-        epilog=epilog(
-            (f"s3ec bench {_name}", "a table"),
-            (f"s3ec bench {_name} --json - | jq '.rows[] | select(.ok == false)'", "for machines"),
-            (f"s3ec bench {_name} --plot {_name}.png", "and a plot"),
+def _fetch(
+    latency_ms: Annotated[
+        int,
+        typer.Option(
+            "--latency-ms",
+            metavar="MS",
+            min=0,
+            max=1000,
+            help="Put the server so far away; the rows are then named `fetchMS`.",
         ),
-    )(reporting(_command(_name)))
-
-
-@app.command(
-    "all",
-    epilog=epilog(
-        ("s3ec bench all --html bench.html", "tables, and a report with plots"),
-        ("s3ec bench all --json bench.json --quick", "does everything still run?"),
-    ),
-)
-@reporting
-def bench_all(
+    ] = 0,
     json_file: JsonFile = None,
-    html: Annotated[
-        Path | None,
-        typer.Option("--html", metavar="FILE", help="Write a self-contained report with plots."),
-    ] = None,
+    plot: PlotFile = None,
     quick: Quick = False,
 ) -> None:
-    """Run all benchmarks within 20 minutes, each in a process of its own.
+    _one(f"fetch{latency_ms or ''}", json_file, plot, quick)
 
-    Exits with 1 where a row misses its reach or a benchmark does not get to its end.
+
+_fetch.__doc__ = f"{ENTRIES['fetch'].summary}\n\nExits with 1 where a row misses its reach."
+# Those with options of their own.
+_COMMANDS: dict[str, Callable[..., None]] = {"fetch": _fetch}
+
+
+def _examples(name: str) -> str:
+    own = {"fetch": [("s3ec bench fetch --latency-ms 80", "from a bucket that is far away")]}
+    return epilog(
+        (f"s3ec bench {name}", "a table"),
+        *own.get(name, []),
+        (f"s3ec bench {name} --json | jq '.rows[] | select(.ok == false)'", "for machines"),
+        (f"s3ec bench {name} --plot {name}.png", "and a plot"),
+    )
+
+
+for _name in ENTRIES:
+    app.command(_name, cls=BenchCommand, epilog=_examples(_name))(
+        reporting(_COMMANDS.get(_name) or _command(_name))
+    )
+
+
+def _group(label: str, names: Sequence[str], what: str) -> Callable[..., None]:
+    """The command that runs several benchmarks."""
+
+    def group(
+        json_file: JsonFile = None,
+        html: HtmlFile = None,
+        plot: PlotFile = None,
+        quick: Quick = False,
+    ) -> None:
+        from s3ec.bench import plot as drawing
+        from s3ec.bench import registry, report, run
+
+        _check_files(json_file, plot, html)
+        with _saying(label) as say:
+            results = run.run_all(quick=quick, say=say, names=names)
+        whole = run.merged(results, label)
+        _publish(results, whole, json_file)
+        if plot is not None:
+            plot.write_bytes(drawing.png(None, whole))
+        if html is not None:
+            plots = {
+                result.bench: drawing.png(registry.load(result.bench), result) for result in results
+            }
+            html.write_text(report.html(results, plots), encoding="utf-8")
+        if whole.failed:
+            raise typer.Exit(EXIT_WRONG)
+
+    group.__doc__ = (
+        f"Run {what} within 20 minutes, each in a process of its own.\n\n"
+        "Exits with 1 where a row misses its reach or a benchmark does not get to its end."
+    )
+    return group
+
+
+for _name, _names, _what in (
+    ("data", DATA, "all benchmarks of the data path"),
+    ("all", tuple(ENTRIES), "all benchmarks"),
+):
+    app.command(
+        _name,
+        cls=BenchCommand,
+        epilog=epilog(
+            (f"s3ec bench {_name} --html bench.html", "tables, and a report with plots"),
+            (f"s3ec bench {_name} --json --quick", "does everything still run?"),
+        ),
+    )(reporting(_group(_name, _names, _what)))
+
+
+def _check_files(json_file: str | None, plot: Path | None, html: Path | None) -> None:
+    """Refuse what could not be written or drawn, before the measuring.
+
+    Raises:
+        ConfigError: Names the option.
     """
     from s3ec.bench import plot as drawing
-    from s3ec.bench import registry, report, run
 
-    _check_file(None if json_file == "-" else json_file, "--json")
-    if html is not None:
-        _check_file(html, "--html")
+    _check_file(None if json_file == _STDOUT else json_file, "--json")
+    _check_file(plot, "--plot")
+    _check_file(html, "--html")
+    if plot is not None and plot.suffix.lower() != ".png":
+        raise ConfigError("--plot: the file's name must end with .png")
+    if plot is not None or html is not None:
         drawing.need_matplotlib()
-    with _saying("all") as say:
-        results = run.run_all(quick=quick, say=say)
-    whole = run.merged(results)
-    _publish(results, whole, json_file)
-    if html is not None:
-        plots = {
-            result.bench: drawing.png(registry.load(result.bench), result) for result in results
-        }
-        html.write_text(report.html(results, plots), encoding="utf-8")
-    if whole.failed:
-        raise typer.Exit(EXIT_WRONG)
 
 
 def _check_file(path: str | Path | None, option: str) -> None:
@@ -173,7 +249,7 @@ def _publish(results: list[Result], whole: Result, json_file: str | None) -> Non
 
     from s3ec.bench.table import machine_line, table
 
-    if json_file == "-":
+    if json_file == _STDOUT:
         print_json(whole.to_json())
         return
     if json_file is not None:

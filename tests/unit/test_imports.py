@@ -43,9 +43,10 @@ MAY_IMPORT = {
              "doctor": "inside"},
     "transformers": {"connector": "inside", "testing": "inside", "bench": "inside",
                      "demo": "inside"},
-    "aioboto3": {"store": "anywhere"},
+    "aioboto3": {"store": "anywhere", "bench": "inside"},
     "aiobotocore": {"store": "anywhere"},
-    "obstore": {"store": "anywhere"},
+    "obstore": {"store": "anywhere", "bench": "inside"},
+    "awscrt": {"bench": "inside"},
 }  # fmt: skip
 # Within these packages one module alone may import what the rest may not.
 SDK_MODULES = {"store", "doctor", "testing", "bench", "demo"}  # botocore and boto3

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from s3ec.bench import run
+from s3ec.bench import registry, run
 from s3ec.bench.result import Result
 from s3ec.cli.app import app
 from tests.unit.bench import fakes
@@ -32,13 +32,13 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[[Result], None]:
 
     def install(result: Result) -> None:
         monkeypatch.setattr(run, "run_here", lambda _name, quick, say: result)
-        monkeypatch.setattr(run, "run_all", lambda quick, say: [result])
+        monkeypatch.setattr(run, "run_all", lambda quick, say, names: [result])
 
     install(fakes.result(name="hooks"))
     return install
 
 
-@pytest.mark.parametrize("command", ["list", "all", "hooks"])
+@pytest.mark.parametrize("command", ["list", "all", "data", "hooks", "fetch"])
 def test_help_has_examples_and_exit_codes(command: str) -> None:
     text = invoke(command, "--help").stdout
     assert "Examples" in text
@@ -63,7 +63,7 @@ def test_table_shows_rows_cases_and_reasons() -> None:
 
 
 @pytest.mark.usefixtures("measured")
-@pytest.mark.parametrize("command", ["hooks", "all"])
+@pytest.mark.parametrize("command", ["hooks", "data", "all"])
 def test_json_on_stdout_is_one_document_and_nothing_else(command: str) -> None:
     document = json.loads(invoke(command, "--json", "-").stdout)
     assert document["bench"] == command
@@ -72,6 +72,40 @@ def test_json_on_stdout_is_one_document_and_nothing_else(command: str) -> None:
         assert set(row) == {"name", "value", "unit", "reach", "ok", "samples", "detail"}
         assert (row["value"] is None) == (row["ok"] is None)
         assert row["value"] is not None or row["detail"]["why"]
+
+
+@pytest.mark.usefixtures("measured")
+@pytest.mark.parametrize("args", [["--json"], ["--json", "--quick"], ["--quick", "--json", "-"]])
+def test_json_without_a_file_goes_to_stdout(args: list[str]) -> None:
+    assert json.loads(invoke("data", *args).stdout)["bench"] == "data"
+
+
+def test_data_runs_the_benchmarks_of_the_data_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+
+    def run_all(*, quick: bool, say: object, names: list[str]) -> list[Result]:
+        ran.extend(names)
+        return [fakes.result(name=name) for name in names]
+
+    monkeypatch.setattr(run, "run_all", run_all)
+    invoke("data", "--json")
+    assert ran == list(registry.DATA)
+    assert set(ran) < set(registry.ENTRIES)
+
+
+@pytest.mark.parametrize(("args", "name"), [([], "fetch"), (["--latency-ms", "80"], "fetch80")])
+def test_latency_is_part_of_the_name(
+    monkeypatch: pytest.MonkeyPatch, args: list[str], name: str
+) -> None:
+    ran: list[str] = []
+
+    def run_here(which: str, *, quick: bool, say: object) -> Result:
+        ran.append(which)
+        return fakes.result(name=which)
+
+    monkeypatch.setattr(run, "run_here", run_here)
+    invoke("fetch", *args)
+    assert ran == [name]
 
 
 @pytest.mark.usefixtures("measured")
@@ -95,8 +129,10 @@ def test_row_that_misses_its_reach_ends_with_one(
 def test_plot_and_report_are_written(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     picture, report = tmp_path / "out.png", tmp_path / "out.html"
-    invoke("hooks", "--plot", str(picture))
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    for command in ("hooks", "data"):
+        invoke(command, "--plot", str(picture))
+        assert picture.read_bytes().startswith(b"\x89PNG")
+        picture.unlink()
     invoke("all", "--html", str(report))
     assert "data:image/png;base64," in report.read_text()
 
