@@ -8,7 +8,7 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,6 +64,16 @@ class Folders:
         return self.version / "quarantine"
 
     @property
+    def incoming(self) -> Path:
+        """Entries that are being written; one folder, so that sweeping it needs no walk."""
+        return self.version / "incoming"
+
+    @property
+    def usage(self) -> Path:
+        """The running total of all that is here."""
+        return self.version / "usage"
+
+    @property
     def evict_lock(self) -> Path:
         """Locked by the one process that evicts."""
         return self.version / "evict.lock"
@@ -80,7 +90,7 @@ class Folders:
                 make_folder(folder)
         make_folder(self.root)
         make_folder(self.version)
-        for folder in (self.objects, self.pins, self.spool, self.quarantine):
+        for folder in (self.objects, self.incoming, self.pins, self.spool, self.quarantine):
             make_folder(folder)
 
     def make_below(self, folder: Path) -> None:
@@ -168,43 +178,32 @@ def temp_name(folder: str) -> str:
     return f"{folder}/.tmp-{os.getpid()}-{secrets.token_hex(8)}"
 
 
-def write_atomic(
-    target: str,
-    pieces: Sequence[bytes | memoryview],
-    *,
-    mtime_ns: int,
-    first: Callable[[str], None] | None = None,
-) -> None:
-    """Put a file under its name whole, or not at all; a present one is replaced.
+def write_temp(folder: str, pieces: Sequence[bytes | memoryview]) -> str:
+    """Write a file that has no name of its own yet.
 
     Not synced to the device: entries are copies of what the bucket keeps. After a power cut a
     file may have its full size and hold zeros, so whoever reads an entry checks its checksum.
 
-    Args:
-        first: Called with the path of the finished file before it gets its name; what it raises
-            ends the write.
+    Returns:
+        Its path, for the caller to rename or to remove.
 
     Raises:
-        OSError: Nothing is left behind. FileNotFoundError: the folder, or the temp file that
-            another container took for a dead process's, is gone.
+        OSError: Nothing is left behind.
     """
-    temp = temp_name(target.rpartition("/")[0])
+    temp = temp_name(folder)
     fd = os.open(temp, _OPEN_TEMP, FILE_MODE)
     try:
         try:
             os.fchmod(fd, FILE_MODE)  # the umask may have taken bits from the mode above
             try_lock(fd)  # tells other containers that this writer lives
             write_all(fd, pieces)
-            os.utime(fd, ns=(mtime_ns, mtime_ns))
         finally:
             os.close(fd)  # before the rename, since network file systems fail here
-        if first is not None:
-            first(temp)
-        os.replace(temp, target)
     except BaseException:
         with suppress(OSError):
             os.unlink(temp)
         raise
+    return temp
 
 
 def write_all(fd: int, pieces: Sequence[bytes | memoryview]) -> None:
@@ -250,8 +249,25 @@ def note_use(fd: int, found: os.stat_result, use_ns: int) -> None:
         os.utime(fd, ns=(found.st_atime_ns, use_ns))
 
 
+def sweep_temps(folder: Path, *, now_s: float) -> int:
+    """Remove what dead writers left in a folder; never raises.
+
+    Returns:
+        How many were removed.
+    """
+    swept = 0
+    with suppress(OSError):
+        for name in os.listdir(folder):
+            path = f"{folder}/{name}"
+            if is_stale_temp(path, now_s=now_s):
+                with suppress(OSError):
+                    os.unlink(path)
+                    swept += 1
+    return swept
+
+
 def is_temp_name(name: str) -> bool:
-    """Whether write_atomic could have made this file name."""
+    """Whether temp_name could have made this file name."""
     return _TEMP.fullmatch(name) is not None
 
 
