@@ -26,7 +26,7 @@ from s3ec.identity import Key, Layout
 from s3ec.index.base import Index
 from s3ec.loop import LoopThread
 from s3ec.modality import ModalityRecords, Record
-from s3ec.store.base import Store
+from s3ec.store.base import Blob, Store
 from s3ec.tier import Claim, Incoming, Pin, Tier
 from s3ec.tier.local import LocalKeys
 
@@ -206,10 +206,11 @@ class Fetcher:
     def _pin_or_claim(self, key: Key, at_any_rate: bool) -> Pin | Claim | None:
         return self._tier.pin_or_claim(key, at_any_rate=at_any_rate)
 
-    def _let_go(self, held: Pin | Claim | None) -> None:
+    def _let_go(self, held: object) -> None:
+        """Give back a pin or a claim; blocking. Anything else needs nothing."""
         if isinstance(held, Pin):
             self._tier.unpin(held)
-        elif held is not None:
+        elif isinstance(held, Claim):
             self._tier.release(held)
 
     # -- what this node has --------------------------------------------------------------------
@@ -279,28 +280,22 @@ class Fetcher:
         body = await self._store.get(self._layout.object(want.key), max_bytes=max_bytes)
         if body is None:
             return self._absent(want)
-        kept = await self._held(self._keep, want, expected, body, undo=self._let_go_kept)
-        return self._ended(want, *kept)
+        kept = await self._held(self._keep, want, expected, body, undo=self._let_go)
+        if not isinstance(kept, Pin):
+            return self._mismatch(want, *kept)
+        return Fetched(want, Outcome.READY, kept, "bucket")
 
-    def _keep(
-        self, want: Want, expected: Shape, body: bytes | memoryview
-    ) -> tuple[Header, str | None, Pin | None]:
-        """Verify a body, and publish and pin it where it is what the request needs; blocking."""
+    def _keep(self, want: Want, expected: Shape, body: Blob) -> tuple[str, Header] | Pin:
+        """Verify a body, and keep it where it is what the request needs; blocking."""
         header = codec.verify(
             body, namespace=self._layout.namespace, identifier=want.key.identifier
         )
         misfit = _misfit(header, want, expected)
         if misfit is not None:
-            return header, misfit, None
-        self._tier.publish(want.key, [body])
-        return header, None, self._pinned(want.key)
-
-    def _let_go_kept(self, kept: tuple[Header, str | None, Pin | None]) -> None:
-        self._let_go(kept[2])
-
-    def _pinned(self, key: Key) -> Pin | None:
-        self._local.add(key)
-        return self._tier.pin(key)
+            return misfit, header
+        pin = self._tier.receive(want.key, [body], header)
+        self._local.add(want.key)
+        return pin
 
     async def _receive_parts(self, want: Want, expected: Shape) -> Fetched:
         name = self._layout.object(want.key)
@@ -332,11 +327,9 @@ class Fetcher:
                 request.cancel()
             await asyncio.gather(*coming, return_exceptions=True)
             self._undo(_discard, incoming)
-        return self._ended(want, incoming.header, None, pin)
+        return Fetched(want, Outcome.READY, pin, "bucket")
 
-    def _begin(
-        self, want: Want, expected: Shape, first: bytes | memoryview
-    ) -> Incoming | tuple[str, Header]:
+    def _begin(self, want: Want, expected: Shape, first: Blob) -> Incoming | tuple[str, Header]:
         """Look at the front of an object, and make room for the rest; blocking."""
         verifier = codec.Verifier(
             first, namespace=self._layout.namespace, identifier=want.key.identifier
@@ -346,20 +339,14 @@ class Fetcher:
             return misfit, verifier.header
         return self._tier.begin(want.key, first, verifier)
 
-    def _commit(self, key: Key, incoming: Incoming) -> Pin | None:
-        incoming.commit()
-        return self._pinned(key)
+    def _commit(self, key: Key, incoming: Incoming) -> Pin:
+        pin = incoming.commit()
+        self._local.add(key)
+        return pin
 
     def _absent(self, want: Want) -> Fetched:
         self._index.forget(want.key)
         return Fetched(want, Outcome.ABSENT)
-
-    def _ended(self, want: Want, header: Header, misfit: str | None, pin: Pin | None) -> Fetched:
-        if misfit is not None:
-            return self._mismatch(want, misfit, header)
-        if pin is None:  # evicted at once, or the disk refused
-            return Fetched(want, Outcome.UNAVAILABLE)
-        return Fetched(want, Outcome.READY, pin, "bucket")
 
     async def _reserve(self, nbytes: int) -> None:
         """Wait until so many bytes more may be in flight; anything may be alone."""

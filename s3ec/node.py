@@ -149,7 +149,7 @@ class Node:
     async def _rescan_forever(self) -> None:
         while True:
             try:
-                self.local.replace(await self.loop.disk(self.tier.names))
+                await self.loop.disk(lambda: self.local.replace(self.tier.names()))
             except TierError as exc:
                 log.warning("cannot read the cache folder: %s", exc)
             except Exception:

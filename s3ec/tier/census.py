@@ -5,18 +5,25 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
 
 from s3ec.identity import is_namespace_name, is_object_name
 from s3ec.tier.files import Folders, is_temp_name
 from s3ec.tier.pin_folders import LOCK_NAME, is_pin_folder_name, is_pin_name
 from s3ec.tier.spool_names import SpoolName
+from s3ec.tier.use_clock import LATEST_NS, is_unused
 
 # objects/NAMESPACE/[LORA/]aa/NAME: folders below a namespace.
 _LEVELS = 2
-_TOP_LEVEL = {"objects", "pins", "spool", "quarantine", "evict.lock", "fetch.lock"}
+_TOP_LEVEL = {
+    *("objects", "incoming", "pins", "spool", "quarantine"),
+    *("evict.lock", "fetch.lock", "usage"),
+}
+# Between two breaths a walk keeps the interpreter for some milliseconds.
+_FILES_PER_BREATH = 512
+_BREATH_S = 0.001
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +54,8 @@ class Usage:
     Attributes:
         entries: Number of entries.
         nbytes: Bytes of entries.
+        unused_entries: How many of them were published for later and never pinned.
+        unused_nbytes: Their bytes.
         pinned_nbytes: Bytes that some process has pinned, entries or not.
         spooled_nbytes: Bytes that the bucket has not confirmed, entries or not.
         held_nbytes: Pinned or spooled bytes that are no entry any more (evicted, or copied for
@@ -56,6 +65,8 @@ class Usage:
 
     entries: int
     nbytes: int
+    unused_entries: int
+    unused_nbytes: int
     pinned_nbytes: int
     spooled_nbytes: int
     held_nbytes: int
@@ -71,38 +82,57 @@ class Usage:
 class Census:
     """What lies below the root. Built while others work: each figure was true at some moment.
 
+    Sums are made during the walk, where it breathes, and not after it.
+
     Attributes:
         entries: Of all namespaces, in no order.
+        entry_bytes: Bytes of all entries.
+        unused_entries: Number of those that nobody has pinned yet.
+        unused_bytes: Their bytes.
+        newest_ns: The latest use of any entry, 0 where there are none.
+        newest_unused_ns: The same on the scale of unused entries.
+        kept: Inode to bytes of what is pinned or spooled: evicting it would free nothing.
         pinned: Inode to bytes of every file that a process holds, entries among them.
         spooled: Path to inode and bytes of every file that waits for the bucket, likewise.
         quarantined: Inode to bytes of what was set aside.
+        named: Inodes of ``kept`` that have a name outside of pins and spool.
         temps: Paths of files that are being written, or were when their writer died.
         foreign: Paths of what is not ours; never counted, never deleted.
         troubles: Folders that could not be read, with the reason.
     """
 
     entries: list[Entry] = field(default_factory=list)
+    entry_bytes: int = 0
+    unused_entries: int = 0
+    unused_bytes: int = 0
+    newest_ns: int = 0
+    newest_unused_ns: int = 0
+    kept: dict[int, int] = field(default_factory=dict)
     pinned: dict[int, int] = field(default_factory=dict)
     spooled: dict[str, tuple[int, int]] = field(default_factory=dict)
     quarantined: dict[int, int] = field(default_factory=dict)
+    named: set[int] = field(default_factory=set)
     temps: list[str] = field(default_factory=list)
     foreign: list[str] = field(default_factory=list)
     troubles: list[str] = field(default_factory=list)
 
-    @cached_property
-    def entry_bytes(self) -> int:
-        """Bytes of all entries."""
-        return sum(entry.nbytes for entry in self.entries)
+    def add(self, entry: Entry) -> None:
+        """Count one entry; pins and spool must be known by then."""
+        self.entries.append(entry)
+        self.entry_bytes += entry.nbytes
+        if entry.inode in self.kept:
+            self.named.add(entry.inode)
+        if is_unused(entry.mtime_ns):
+            self.unused_entries += 1
+            self.unused_bytes += entry.nbytes
+            self.newest_unused_ns = max(self.newest_unused_ns, entry.mtime_ns)
+        elif entry.mtime_ns < LATEST_NS:
+            self.newest_ns = max(self.newest_ns, entry.mtime_ns)
 
-    @cached_property
-    def kept(self) -> dict[int, int]:
-        """Inode to bytes of what is pinned or spooled: evicting it would free nothing."""
-        return {**self.pinned, **dict(self.spooled.values())}
-
-    @cached_property
+    @property
     def held_bytes(self) -> int:
         """Bytes that only a pin or the spool keeps on the disk: evicted, or copied for it."""
-        named = {entry.inode for entry in self.entries} | self.quarantined.keys()
+        named = self.named | self.quarantined.keys()
         return sum(nbytes for inode, nbytes in self.kept.items() if inode not in named)
 
     @property
@@ -110,29 +140,43 @@ class Census:
         """All that the byte budget is about."""
         return self.usage().total_nbytes
 
+    @property
+    def newest(self) -> tuple[int, int]:
+        """The latest time on each scale, as UseClock and RunningTotal take it."""
+        return self.newest_ns, self.newest_unused_ns
+
     def usage(self) -> Usage:
         """The sums."""
         return Usage(
             entries=len(self.entries),
             nbytes=self.entry_bytes,
+            unused_entries=self.unused_entries,
+            unused_nbytes=self.unused_bytes,
             pinned_nbytes=sum(self.pinned.values()),
             spooled_nbytes=sum(dict(self.spooled.values()).values()),
             held_nbytes=self.held_bytes,
             quarantined_nbytes=sum(self.quarantined.values()),
         )
 
-    @property
-    def newest_ns(self) -> int:
-        """The latest use of any entry, 0 where there are none."""
-        return max((entry.mtime_ns for entry in self.entries), default=0)
+
+def breathe() -> None:
+    """Leave the interpreter to others for a moment; walks in the background call this."""
+    time.sleep(_BREATH_S)
 
 
-def take_census(folders: Folders) -> Census:
-    """Walk the whole folder; about 10 us per file. Never raises OSError: see ``troubles``."""
+def take_census(folders: Folders, pause: Callable[[], None] | None = None) -> Census:
+    """Walk the whole folder; about 10 us per file. Never raises OSError: see ``troubles``.
+
+    Args:
+        pause: Called after every few hundred entries: ``breathe`` where nobody waits for the
+            walk. What it raises ends the walk.
+    """
     census = Census()
     for item in _items(str(folders.version), census):
         if item.name not in _TOP_LEVEL:
             census.foreign.append(item.path)
+    for item in _items(str(folders.incoming), census):
+        (census.temps if is_temp_name(item.name) else census.foreign).append(item.path)
     # Pins and spool first: an entry that is evicted during the walk then still counts as held.
     for item in _owned(str(folders.pins), census):
         if is_pin_name(item.name):
@@ -141,15 +185,35 @@ def take_census(folders: Folders) -> Census:
             census.foreign.append(item.path)
     for item in _owned(str(folders.spool), census):
         _sort_spooled(item, census)
+    census.kept = {**census.pinned, **dict(census.spooled.values())}
+    seen = 0
     for namespace in _items(str(folders.objects), census):
-        if is_namespace_name(namespace.name) and namespace.is_dir(follow_symlinks=False):
-            for item in _below(namespace.path, _LEVELS, census):
-                _sort(item, namespace, census)
-        else:
+        if not is_namespace_name(namespace.name) or not namespace.is_dir(follow_symlinks=False):
             census.foreign.append(namespace.path)
+            continue
+        for item in _below(namespace.path, _LEVELS, census):
+            _sort(item, namespace, census)
+            seen += 1
+            if pause is not None and seen % _FILES_PER_BREATH == 0:
+                pause()
     for item in _items(str(folders.quarantine), census):
         _count(item, census.quarantined)
     return census
+
+
+def entry_names(objects: str, pause: Callable[[], None]) -> Iterator[str]:
+    """Object names below one namespace's folder, as they are found; looks at no file.
+
+    Args:
+        pause: Called after every few hundred names.
+    """
+    unread = Census()  # troubles are the audit's
+    for seen, item in enumerate(_below(objects, _LEVELS, unread), 1):
+        name = item.path[len(objects) + 1 :]
+        if is_object_name(name) and item.is_file(follow_symlinks=False):
+            yield name
+        if seen % _FILES_PER_BREATH == 0:
+            pause()
 
 
 def _items(folder: str, census: Census) -> list[os.DirEntry[str]]:
@@ -194,7 +258,7 @@ def _sort(item: os.DirEntry[str], namespace: os.DirEntry[str], census: Census) -
     if not is_object_name(name) or not stat.S_ISREG(found.st_mode):
         census.foreign.append(item.path)
         return
-    census.entries.append(
+    census.add(
         Entry(item.path, namespace.name, name, found.st_size, found.st_mtime_ns, found.st_ino)
     )
 

@@ -20,39 +20,33 @@ import os
 import stat
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from errno import EDQUOT, ENOSPC
 from functools import partial
 from pathlib import Path
 
 from s3ec import codec
+from s3ec.codec import Header
 from s3ec.counters import Counters
 from s3ec.errors import CorruptEntryError, TierError
 from s3ec.identity import Key, is_namespace_name
 from s3ec.tier.audit import audit
-from s3ec.tier.census import Usage, take_census
+from s3ec.tier.census import Usage, breathe, entry_names, take_census
 from s3ec.tier.claims import Claim, Claims
+from s3ec.tier.entry_paths import EntryPaths
 from s3ec.tier.evictor import Evictor
-from s3ec.tier.files import (
-    AtomicFile,
-    Folders,
-    make_folder,
-    note_use,
-    require_real_folders,
-    write_atomic,
-)
+from s3ec.tier.files import Folders, make_folder, note_use, require_real_folders
 from s3ec.tier.headers import read_header
 from s3ec.tier.incoming import Incoming
-from s3ec.tier.ledger import Ledger
+from s3ec.tier.intake import Intake
 from s3ec.tier.pins import Held, Pin, Pins
+from s3ec.tier.publisher import Publisher
 from s3ec.tier.quarantine import Quarantine
 from s3ec.tier.refusals import Refusals
 from s3ec.tier.spool import Spool, SpoolParts
+from s3ec.tier.use_clock import UseClock
 
 _log = logging.getLogger(__name__)
-
-# To write one entry: the folder may be missing, the disk full, the folder evicted meanwhile.
-_ATTEMPTS = 4
 
 
 class Tier:
@@ -92,7 +86,7 @@ class Tier:
         self._budget_bytes = budget_bytes
         self._min_free_bytes = min_free_bytes
         self._counters = counters
-        self._ledger = Ledger(clock)
+        self._clock = UseClock(clock)
         self._opened = False
         self._settle(self._given_root)
         _TIERS.add(self)
@@ -102,21 +96,29 @@ class Tier:
         refusals = Refusals(root, self._counters)
         self._failed = refusals.note
         self._claims = Claims(self._folders, self._namespace, refusals)
-        self._objects = str(self._folders.objects / self._namespace)
-        self._above = (str(self._folders.version), str(self._folders.objects), self._objects)
+        self._paths = EntryPaths(self._folders, self._namespace)
         self._pins = Pins(self._folders, self._counters, min_free_bytes=self._min_free_bytes)
         self._quarantine = Quarantine(self._folders)
         self._spools: list[Spool] = []
         self._evictor = Evictor(
             self._folders,
-            self._ledger,
+            self._clock,
             self._counters,
             budget_bytes=self._budget_bytes,
             min_free_bytes=self._min_free_bytes,
+            failed=self._failed,
         )
+        self._publisher = Publisher(
+            self._folders, self._paths, self._evictor, self._clock, self._counters
+        )
+        self._intake = Intake(self._publisher, self._pins)
 
     def open(self) -> None:
-        """Make and check the folders, sweep what dead processes left, count the bytes.
+        """Make and check the folders, and sweep what dead processes left.
+
+        Costs the same however many entries there are: the total is read from a file that all
+        processes keep. Where it is missing or in doubt (another boot), the first publish has
+        it counted in the background, and not more than 1/64 of the budget is published before.
 
         Raises:
             TierError: The folder is not ours alone, or cannot be written; names the fix.
@@ -125,9 +127,10 @@ class Tier:
             return
         try:
             self._settle(Path(os.path.realpath(self._given_root)))
+            fresh = not os.path.lexists(self._folders.version)
             self._folders.make()
-            make_folder(Path(self._objects))
-            self._evictor.open()
+            make_folder(Path(self._paths.objects))
+            self._evictor.open(fresh=fresh)
             self._open_pins()
         except OSError as exc:
             self._pins.close()
@@ -140,6 +143,7 @@ class Tier:
     def close(self) -> None:
         """Drop our pins; entries and spool stay. Never raises; more than once is fine."""
         self._opened = False
+        self._evictor.close()
         self._claims.close()
         self._pins.close()
         for spool in self._spools:
@@ -158,7 +162,8 @@ class Tier:
             raise TierError("the tier is not open")
         parts = SpoolParts(
             self._folders,
-            self._ledger,
+            self._clock,
+            self._evictor.account,
             self._quarantine,
             self._counters,
             self._min_free_bytes,
@@ -180,8 +185,8 @@ class Tier:
         if not self._opened:
             return None
         try:
-            require_real_folders(self._parents(key))
-            held = self._pins.hold(self._path(key), key.digest)
+            require_real_folders(self._paths.parents(key))
+            held = self._pins.hold(self._paths.path(key), key.digest)
             return None if held is None else self._checked(key, held)
         except FileNotFoundError:
             return None
@@ -204,16 +209,25 @@ class Tier:
                 self._failed("unpin", exc)
 
     def publish(
-        self, key: Key, pieces: Sequence[bytes | memoryview], *, spool: Spool | None = None
+        self,
+        key: Key,
+        pieces: Sequence[bytes | memoryview],
+        *,
+        spool: Spool | None = None,
+        used: bool = True,
     ) -> None:
-        """Write one entry, whole or not at all; a present one is replaced.
+        """Write one entry, whole or not at all; a present one is replaced, its use included.
 
-        May evict, which walks the folder (about 10 us per file there); most calls don't.
+        Eviction walks the folder (about 10 us per file there), in a thread that starts a
+        little before it is needed. This call waits for a walk only where it would break the
+        budget or the free-space floor otherwise.
 
         Args:
             pieces: The verified bytes of the object, in order; not joined, not copied.
             spool: Holds the entry from before it appears until the bucket has it, so that a
                 process killed at any point leaves no entry here that nobody uploads.
+            used: False where nobody has asked for the entry yet: until its first pin it is
+                evicted before all that were used.
 
         Raises:
             TierError: Closed, larger than the budget, or the disk is full or failing. The
@@ -221,16 +235,25 @@ class Tier:
         """
         if not self._opened:
             raise TierError("the tier is not open")
-        nbytes = sum(memoryview(piece).nbytes for piece in pieces)
-        try:
-            self._evictor.need_room(nbytes)
-            self._write(key, pieces, nbytes, spool)
-        except OSError as exc:
-            raise TierError(f"cannot write {self._path(key)}: {exc}") from exc
-        if spool is None:  # which has told the ledger
-            self._ledger.add(nbytes)
-        self._counters.add("tier.published")
-        self._counters.add("tier.published_bytes", nbytes)
+        hold = None if spool is None else partial(spool.add, key)
+        # The spool tells the running total.
+        self._publisher.publish(key, pieces, hold=hold, counted=spool is not None, used=used)
+
+    def receive(self, key: Key, pieces: Sequence[bytes | memoryview], header: Header) -> Pin:
+        """Publish an entry that came from the bucket, and pin it.
+
+        Cheaper than publish and pin, and nobody can evict it in between.
+
+        Args:
+            pieces: As in publish.
+            header: Theirs, verified and compared with the key.
+
+        Raises:
+            TierError: As in publish.
+        """
+        if not self._opened:
+            raise TierError("the tier is not open")
+        return self._intake.receive(key, pieces, header)
 
     def begin(self, key: Key, first: bytes | memoryview, verifier: codec.Verifier) -> Incoming:
         """Receive one large entry part by part; it appears when the last one was good.
@@ -239,23 +262,11 @@ class Tier:
             first: Its first bytes, which the verifier has been made from.
 
         Raises:
-            TierError: As for publish.
+            TierError: As in publish.
         """
         if not self._opened:
             raise TierError("the tier is not open")
-        nbytes = verifier.header.total_bytes
-        try:
-            self._evictor.need_room(nbytes)
-            file = self._open_file(key)
-        except OSError as exc:
-            raise TierError(f"cannot write {self._path(key)}: {exc}") from exc
-        return Incoming(
-            file,
-            first,
-            verifier,
-            make_room=lambda wanted: self._evictor.make_room(wanted, at_least_bytes=wanted),
-            commit=partial(self._commit, key),
-        )
+        return self._intake.begin(key, first, verifier)
 
     def pin_or_claim(self, key: Key, *, at_any_rate: bool = False) -> Pin | Claim | None:
         """Pin an entry that is here, or claim the right to fetch it; never waits.
@@ -293,7 +304,7 @@ class Tier:
         if not self._opened:
             return False
         try:
-            return stat.S_ISREG(os.lstat(self._path(key)).st_mode)
+            return stat.S_ISREG(os.lstat(self._paths.path(key)).st_mode)
         except (FileNotFoundError, NotADirectoryError):
             return False
         except OSError as exc:
@@ -305,8 +316,8 @@ class Tier:
         if not self._opened:
             return
         try:
-            require_real_folders(self._parents(key))
-            os.unlink(self._path(key))
+            require_real_folders(self._paths.parents(key))
+            os.unlink(self._paths.path(key))
         except (FileNotFoundError, NotADirectoryError):
             return
         except (OSError, TierError) as exc:
@@ -320,11 +331,11 @@ class Tier:
         """
         if not self._opened:
             return
-        path = self._path(key)
+        path = self._paths.path(key)
         label = f"{self._namespace}--{key.digest.hex()}"
         try:
-            require_real_folders(self._parents(key))
-            if not self._quarantine.take(path, label, reason, mtime_ns=self._ledger.use_ns()):
+            require_real_folders(self._paths.parents(key))
+            if not self._quarantine.take(path, label, reason, mtime_ns=self._clock.use_ns()):
                 return
         except FileNotFoundError:
             return
@@ -351,10 +362,12 @@ class Tier:
             self._failed("make_room", exc)
             return 0
 
-    def names(self) -> list[str]:
-        """Object names of this namespace's entries, in no order; walks the folder."""
-        entries = take_census(self._folders).entries
-        return [entry.name for entry in entries if entry.namespace == self._namespace]
+    def names(self) -> Iterator[str]:
+        """Object names of this namespace's entries, in no order, as a walk finds them.
+
+        About 3 us each; rests 1 ms after every few hundred, since it runs beside a scheduler.
+        """
+        return entry_names(self._paths.objects, breathe)
 
     def usage(self) -> Usage:
         """Count what the folder holds; walks it."""
@@ -366,15 +379,18 @@ class Tier:
         Returns:
             One line per complaint; empty when all is well. Nothing is changed.
         """
-        return audit(self._folders, now_s=self._ledger.now_s())
+        return audit(self._folders, now_s=self._clock.now_s())
 
     def estimated_bytes(self) -> int:
-        """The running total that decides when publish evicts; no system call.
+        """The running total of all processes, which decides when to evict; no walk.
 
-        Never below the truth as far as this Tier's own doing goes; what other processes
-        publish shows at the next walk.
+        Never below the truth unless a process was killed in the middle of a publish since
+        the last walk; above it by what was deleted since.
+
+        Raises:
+            OSError: The file system refused.
         """
-        return self._ledger.estimated_bytes()
+        return self._evictor.estimated_bytes()
 
     def _open_pins(self) -> None:
         try:
@@ -387,14 +403,6 @@ class Tier:
                 raise
             self._pins.open()
 
-    def _path(self, key: Key) -> str:
-        return f"{self._objects}/{key.name}"
-
-    def _parents(self, key: Key) -> Sequence[str]:
-        folder, _, fan_out = key.name.rpartition("/")[0].rpartition("/")
-        lora = (f"{self._objects}/{folder}",) if folder else ()
-        return (*self._above, *lora, f"{lora[0] if lora else self._objects}/{fan_out}")
-
     def _checked(self, key: Key, held: Held) -> Pin | None:
         """Look into what was linked, and touch it; a bad entry is quarantined."""
         try:
@@ -405,11 +413,11 @@ class Tier:
             except CorruptEntryError as exc:
                 self._pins.drop(held.path)
                 # Unless somebody has just published a better one.
-                if os.lstat(self._path(key)).st_ino == found.st_ino:
+                if os.lstat(self._paths.path(key)).st_ino == found.st_ino:
                     self.quarantine(key, exc.reason)
                 return None
             try:
-                note_use(held.fd, found, self._ledger.use_ns(found.st_mtime_ns))
+                note_use(held.fd, found, self._clock.use_ns(found.st_mtime_ns))
             except OSError as exc:  # the entry is as good as before
                 self._failed("touch", exc)
         except BaseException:
@@ -419,50 +427,9 @@ class Tier:
             os.close(held.fd)
         return Pin(Path(held.path), found.st_size, header)
 
-    def _write(
-        self, key: Key, pieces: Sequence[bytes | memoryview], nbytes: int, spool: Spool | None
-    ) -> None:
-        """Write; again after a vanished folder and after a full disk, a few times at most."""
-        path, parents = self._path(key), self._parents(key)
-        first = None if spool is None else partial(spool.add, key)
-        missing = False
-        for attempt in range(_ATTEMPTS):
-            last = attempt == _ATTEMPTS - 1
-            try:
-                if missing:
-                    self._folders.make_below(Path(parents[-1]))
-                require_real_folders(parents)
-                write_atomic(path, pieces, mtime_ns=self._ledger.use_ns(), first=first)
-                return
-            except FileNotFoundError:
-                if last:
-                    raise
-                missing = True
-            except OSError as exc:
-                # statvfs shows neither quotas nor a lack of inodes: without this a full one
-                # would stay full.
-                if last or exc.errno not in (ENOSPC, EDQUOT):
-                    raise
-                if not self._evictor.make_room(nbytes, at_least_bytes=nbytes):
-                    raise
-
-    def _open_file(self, key: Key) -> AtomicFile:
-        parents = self._parents(key)
-        try:
-            require_real_folders(parents)
-        except FileNotFoundError:
-            self._folders.make_below(Path(parents[-1]))
-        return AtomicFile(self._path(key))
-
-    def _commit(self, key: Key, file: AtomicFile) -> None:
-        require_real_folders(self._parents(key))
-        file.commit(mtime_ns=self._ledger.use_ns())
-        self._ledger.add(file.nbytes)
-        self._counters.add("tier.published")
-        self._counters.add("tier.published_bytes", file.nbytes)
-
     def _after_fork(self) -> None:
-        self._ledger.after_fork()
+        self._clock.after_fork()
+        self._evictor.after_fork()
         self._claims.after_fork()
         self._pins.after_fork()
         for spool in self._spools:

@@ -1,50 +1,113 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeping the folder below its budget: least recently used entries go first, pinned ones stay."""
+"""Keeping the folder below its budget: when to evict, who does it, and how the total is kept.
+
+A little ahead of the limits (the budget, the free-space floor) a thread evicts in the
+background, one per node at a time. A publish that would break a limit waits for that round to
+end, or does one itself.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+import time
+from collections.abc import Callable
+from contextlib import suppress
 
 from s3ec.counters import Counters
 from s3ec.errors import TierError
+from s3ec.tier.background import Background
 from s3ec.tier.census import Census, take_census
-from s3ec.tier.files import FILE_MODE, Folders, free_bytes, is_stale_temp
-from s3ec.tier.ledger import Ledger
+from s3ec.tier.evict_lock import EvictLock
+from s3ec.tier.eviction import evict, oldest_first
+from s3ec.tier.files import Folders, free_bytes, is_stale_temp, sweep_temps
 from s3ec.tier.pin_folders import sweep_dead
-from s3ec.tier.processes import try_lock, unlock
+from s3ec.tier.total import RunningTotal
+from s3ec.tier.use_clock import UseClock
 
 # Eviction goes on down to this share of the budget, so that it is not needed at every publish.
 LOW_WATER = 0.9
-# Other processes publish too, and only a walk shows it: after this share of the budget, look.
-_UNSEEN_SHARE = 16
+# The background evicts when less than this share of the budget is left.
+AHEAD = 0.05
+# It passes over what was used so recently: its publisher may be about to pin it.
+_GRACE_NS = 2 * 10**9
+_NO_LIMIT_NS = 1 << 63
+# Of the budget: evicted beyond what a short disk asks for, and published at most while nobody
+# has counted what lies here.
+_SLACK = 1 / 64
+# A walk over a million entries takes about this long.
+_ROUND_TIMEOUT_S = 15.0
+# A background round that could free nothing is not repeated at once: this many times as long as
+# it took, and never sooner than the other.
+_REST_SHARE = 10
+_REST_S = 1.0
 
 
 class Evictor:
-    """Decides when there is too much, and removes it; one round at a time per node.
-
-    The decision needs no walk: a ledger knows about how much is there.
-    """
+    """Decides when there is too much, and removes it. Thread-safe; survives a fork."""
 
     def __init__(
         self,
         folders: Folders,
-        ledger: Ledger,
+        clock: UseClock,
         counters: Counters,
         *,
         budget_bytes: int,
         min_free_bytes: int,
+        failed: Callable[[str, OSError | TierError], None],
     ) -> None:
+        """Nothing is touched, no thread started.
+
+        Args:
+            failed: Counts and logs what the disk refused.
+        """
         self._folders = folders
-        self._ledger = ledger
+        self._clock = clock
         self._counters = counters
         self._budget_bytes = budget_bytes
-        self._low_bytes = int(budget_bytes * LOW_WATER)
         self._min_free_bytes = min_free_bytes
+        self._low_bytes = int(budget_bytes * LOW_WATER)
+        self._ahead_bytes = int(budget_bytes * AHEAD)
+        self._slack_bytes = int(budget_bytes * _SLACK)
+        # Nobody's floor of 0 asks for space to be kept free.
+        self._ahead_of_floor_bytes = min(self._ahead_bytes, min_free_bytes) // 4
+        self._failed = failed
+        self._lock = EvictLock(folders)
+        self._total = RunningTotal(folders)
+        self._background = Background("s3ec-evictor", self._work_ahead)
+
+    def open(self, *, fresh: bool) -> None:
+        """Sweep what dead processes left, and read the total; no walk over the entries.
+
+        Args:
+            fresh: The folder was made just now, so there is nothing to count.
+
+        Raises:
+            OSError: The file system refused.
+        """
+        self._lock.make()
+        if fresh:
+            self._total.begin()
+        self._clock.learn(*self._total.read().newest)
+        self._sweep()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._background.stop()
+
+    def after_fork(self) -> None:
+        """In the child: the thread is the parent's."""
+        self._background.after_fork()
+
+    def estimated_bytes(self) -> int:
+        """What is here by the running total; a few system calls.
+
+        Raises:
+            OSError: The file system refused.
+        """
+        return self._total.read().total_bytes
 
     def need_room(self, nbytes: int) -> None:
-        """Evict before a publish, where that is needed.
+        """Make sure of room before a publish; a few system calls where there is.
 
         Raises:
             TierError: There will be no room. A budget full of pinned entries is no reason:
@@ -53,147 +116,146 @@ class Evictor:
         """
         if nbytes > self._budget_bytes:
             raise TierError(f"{nbytes} bytes are more than the budget of {self._budget_bytes}")
-        full = self._ledger.estimated_bytes() + nbytes > self._budget_bytes
-        unseen = self._ledger.unseen_bytes() > self._budget_bytes // _UNSEEN_SHARE
-        if not full and not unseen and self._disk_has(nbytes):
+        if self._has_room(nbytes):
             return
-        self.make_room(nbytes)
-        if not self._disk_has(nbytes):
+        with self._lock.hold(wait_s=_ROUND_TIMEOUT_S) as alone:
+            if not alone:
+                raise TierError(
+                    f"the budget is full, and another process has been evicting for "
+                    f"{_ROUND_TIMEOUT_S:.0f} s"
+                )
+            # Whoever evicted meanwhile may have made room enough.
+            if not self._has_room(nbytes):
+                self._round(nbytes)
+        if self._free_bytes() - nbytes < self._min_free_bytes:
             raise TierError(
                 f"{nbytes} bytes more would leave less than `min_free_bytes` "
                 f"({self._min_free_bytes}) free on the disk of {self._folders.root}"
             )
 
-    def make_room(self, incoming_bytes: int, *, at_least_bytes: int = 0) -> int:
+    def account(self, nbytes: int) -> None:
+        """Count what was published; a few system calls. Never raises: the bytes are there."""
+        try:
+            figures = self._total.add(nbytes, newest=self._clock.newest())
+        except OSError as exc:
+            self._failed("count", exc)
+            self._background.wake()
+            return
+        self._clock.learn(*figures.newest)
+        if not figures.counted or figures.total_bytes > self._budget_bytes - self._ahead_bytes:
+            self._background.wake()
+
+    def make_room(self, incoming_bytes: int, *, at_least_bytes: int = 0, wait: bool = False) -> int:
         """One round: sweep what dead processes left, count, and evict where it is needed.
 
         Args:
             incoming_bytes: What is about to be written.
             at_least_bytes: Free this much even if the figures say there is room (a quota that
                 the figures do not show).
+            wait: Whether to wait for a round that is under way, and then do one nevertheless.
 
         Returns:
-            Bytes of the entries removed; 0 where another round is under way, which this one
-            does not wait for.
+            Bytes of the entries removed; 0 where another round is under way.
 
         Raises:
-            OSError: The lock could not be opened.
+            OSError: The file system refused.
         """
-        with self._only_one() as alone:
-            if not alone:
-                return 0
-            mark = self._ledger.mark()
-            census = self._survey()
-            goal = max(self._excess(census, incoming_bytes), at_least_bytes)
-            freed = self._evict(census, goal)
-            self._ledger.recount(
-                mark, total_bytes=census.total_bytes - freed, newest_ns=census.newest_ns
-            )
-            return freed
+        with self._lock.hold(wait_s=_ROUND_TIMEOUT_S if wait else 0.0) as alone:
+            return self._round(incoming_bytes, at_least_bytes=at_least_bytes) if alone else 0
 
-    def open(self) -> None:
-        """Sweep and count, without evicting.
+    def _has_room(self, nbytes: int) -> bool:
+        """Whether a publish breaks no limit; wakes the background near the floor."""
+        figures, free = self._total.read(), self._free_bytes()
+        if free - nbytes < self._min_free_bytes + self._ahead_of_floor_bytes:
+            self._background.wake()
+        limit = self._budget_bytes if figures.counted else self._slack_bytes
+        return figures.total_bytes + nbytes <= limit and free - nbytes >= self._min_free_bytes
 
-        Raises:
-            OSError: The lock could not be made. That is found out now, because a full disk,
-                which needs the evictor most, has no room for it.
-        """
-        os.close(self._open_lock())
-        mark = self._ledger.mark()
-        census = self._survey()
-        self._ledger.recount(mark, total_bytes=census.total_bytes, newest_ns=census.newest_ns)
+    def _work_ahead(self, pause: Callable[[], None]) -> float:
+        """One round in the background; answers how long to rest after it."""
+        started_s = time.monotonic()
+        try:
+            with self._lock.hold() as alone:
+                if not alone:
+                    return _REST_S
+                freed = self._round(0, ahead=True, pause=pause)
+        except (OSError, TierError) as exc:
+            self._failed("evict", exc)
+            freed = 0
+        took_s = time.monotonic() - started_s
+        return 0.0 if freed else max(_REST_S, took_s * _REST_SHARE)
 
-    def _survey(self) -> Census:
+    def _round(
+        self,
+        incoming_bytes: int,
+        *,
+        at_least_bytes: int = 0,
+        ahead: bool = False,
+        pause: Callable[[], None] | None = None,
+    ) -> int:
+        """With the lock held; answers the bytes freed."""
+        mark = self._total.read()
+        self._sweep()
+        census = take_census(self._folders, pause)
+        self._sweep_temps(census)
+        goal_bytes = max(self._excess(census, incoming_bytes, ahead=ahead), at_least_bytes)
+        latest_ns = int(self._clock.now_s() * 1e9) - _GRACE_NS if ahead else _NO_LIMIT_NS
+        freed = self._evict(census, goal_bytes, latest_ns, pause) if goal_bytes > 0 else 0
+        figures = self._total.recount(mark, census.total_bytes - freed, newest=census.newest)
+        self._clock.learn(*figures.newest)
+        return freed
+
+    def _sweep(self) -> None:
         swept = sweep_dead(self._folders.pins)
-        census = take_census(self._folders)
-        for temp in census.temps:
-            if is_stale_temp(temp, now_s=self._ledger.now_s()):
-                with suppress(OSError):
-                    os.unlink(temp)
-                    swept += 1
+        swept += sweep_temps(self._folders.incoming, now_s=self._clock.now_s())
         if swept:
             self._counters.add("tier.swept", swept)
-        return census
 
-    def _disk_has(self, nbytes: int) -> bool:
+    def _sweep_temps(self, census: Census) -> None:
+        """Those in the spool, whose folders only a walk looks into."""
+        for temp in census.temps:
+            if is_stale_temp(temp, now_s=self._clock.now_s()):
+                with suppress(OSError):
+                    os.unlink(temp)
+                    self._counters.add("tier.swept")
+
+    def _free_bytes(self) -> int:
         try:
-            free = free_bytes(self._folders.version)
+            return free_bytes(self._folders.version)
         except FileNotFoundError:  # somebody emptied the cache under us
             self._folders.make()
-            free = free_bytes(self._folders.version)
-        return free - nbytes >= self._min_free_bytes
+            return free_bytes(self._folders.version)
 
-    def _open_lock(self) -> int:
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        try:
-            fd = os.open(self._folders.evict_lock, flags, FILE_MODE)
-        except FileNotFoundError:
-            self._folders.make()
-            fd = os.open(self._folders.evict_lock, flags, FILE_MODE)
-        try:
-            os.fchmod(fd, FILE_MODE)
-        except BaseException:
-            os.close(fd)
-            raise
-        return fd
-
-    @contextmanager
-    def _only_one(self) -> Iterator[bool]:
-        fd = self._open_lock()
-        try:
-            alone = try_lock(fd)
-            try:
-                yield alone
-            finally:
-                if alone:
-                    unlock(fd)  # a child forked meanwhile would keep it locked
-        finally:
-            os.close(fd)
-
-    def _excess(self, census: Census, incoming_bytes: int) -> int:
+    def _excess(self, census: Census, incoming_bytes: int, *, ahead: bool) -> int:
         """How many bytes have to go; 0 or less: none."""
+        limit = self._budget_bytes - (self._ahead_bytes if ahead else 0)
+        floor = self._min_free_bytes + (self._ahead_of_floor_bytes if ahead else 0)
         wanted = census.total_bytes + incoming_bytes
-        excess = wanted - self._low_bytes if wanted > self._budget_bytes else 0
-        short = self._min_free_bytes + incoming_bytes - free_bytes(self._folders.version)
+        excess = wanted - self._low_bytes if wanted > limit else 0
+        short = floor + incoming_bytes - self._free_bytes()
         if short > 0:
             # Somebody else fills the disk. A little more than needed, or every publish
             # would walk the folder again.
-            excess = max(excess, short + self._budget_bytes // 64)
+            excess = max(excess, short + self._slack_bytes)
         return excess
 
-    def _evict(self, census: Census, goal_bytes: int) -> int:
-        """Remove entries, least recently used first, until ``goal_bytes`` are gone.
-
-        Pinned and spooled ones are passed over: it would free nothing now.
-        """
-        freed = removed = 0
-        if goal_bytes <= 0:
-            return 0
-        for entry in sorted(census.entries, key=lambda entry: (entry.mtime_ns, entry.path)):
-            if freed >= goal_bytes:
-                break
-            if entry.inode in census.kept:
-                continue
-            with suppress(OSError):
-                found = os.lstat(entry.path)
-                if (found.st_mtime_ns, found.st_ino) != (entry.mtime_ns, entry.inode):
-                    continue  # used, or written anew, since the walk
-                os.unlink(entry.path)
-                freed += entry.nbytes
-                removed += 1
-                self._remove_empty(entry.path)
-        if removed:
-            self._counters.add("tier.evicted", removed)
-            self._counters.add("tier.evicted_bytes", freed)
-        return freed
-
-    def _remove_empty(self, path: str) -> None:
-        """Remove folders that lost their last entry; publishing makes them again.
-
-        Otherwise those of adapters and models long gone would pile up.
-        """
-        folder = os.path.dirname(path)
-        with suppress(OSError):
-            while folder != str(self._folders.objects):
-                os.rmdir(folder)
-                folder = os.path.dirname(folder)
+    def _evict(
+        self,
+        census: Census,
+        goal_bytes: int,
+        latest_ns: int,
+        pause: Callable[[], None] | None,
+    ) -> int:
+        """Pinned and spooled entries are passed over: it would free nothing now."""
+        free = [
+            entry
+            for entry in census.entries
+            if entry.inode not in census.kept and entry.mtime_ns < latest_ns
+        ]
+        gone = evict(
+            oldest_first(free, pause), goal_bytes, objects=self._folders.objects, pause=pause
+        )
+        if gone.entries:
+            self._counters.add("tier.evicted", gone.entries)
+            self._counters.add("tier.evicted_bytes", gone.nbytes)
+        return gone.nbytes

@@ -8,7 +8,7 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,9 +64,19 @@ class Folders:
         return self.version / "quarantine"
 
     @property
+    def incoming(self) -> Path:
+        """Entries that are being written; one folder, so that sweeping it needs no walk."""
+        return self.version / "incoming"
+
+    @property
     def fetch_lock(self) -> Path:
         """One byte per entry that some process fetches; see claims.py."""
         return self.version / "fetch.lock"
+
+    @property
+    def usage(self) -> Path:
+        """The running total of all that is here."""
+        return self.version / "usage"
 
     @property
     def evict_lock(self) -> Path:
@@ -85,7 +95,7 @@ class Folders:
                 make_folder(folder)
         make_folder(self.root)
         make_folder(self.version)
-        for folder in (self.objects, self.pins, self.spool, self.quarantine):
+        for folder in (self.objects, self.incoming, self.pins, self.spool, self.quarantine):
             make_folder(folder)
 
     def make_below(self, folder: Path) -> None:
@@ -173,24 +183,26 @@ def temp_name(folder: str) -> str:
     return f"{folder}/.tmp-{os.getpid()}-{secrets.token_hex(8)}"
 
 
-class AtomicFile:
-    """A file that gets its name whole, or never; a present one is replaced.
+class TempFile:
+    """A file in the making, without a name that anybody looks for.
 
     Not synced to the device: entries are copies of what the bucket keeps. After a power cut a
     file may have its full size and hold zeros, so whoever reads an entry checks its checksum.
-    Whoever makes one ends it by ``commit`` or ``discard``.
+
+    Attributes:
+        path: For the caller to rename, once ``close`` was called, or to remove.
+        nbytes: Written so far.
     """
 
-    def __init__(self, target: str) -> None:
-        """Open a temp file beside the target, for writing.
+    def __init__(self, folder: str) -> None:
+        """Make it, private whatever the umask.
 
         Raises:
-            OSError: Nothing is left behind. FileNotFoundError: the folder is gone.
+            OSError: Nothing is left behind.
         """
-        self._target = target
-        self._temp = temp_name(target.rpartition("/")[0])
-        self._fd = os.open(self._temp, _OPEN_TEMP, FILE_MODE)
+        self.path = temp_name(folder)
         self.nbytes = 0
+        self._fd = os.open(self.path, _OPEN_TEMP, FILE_MODE)
         try:
             os.fchmod(self._fd, FILE_MODE)  # the umask may have taken bits from the mode above
             try_lock(self._fd)  # tells other containers that this writer lives
@@ -213,62 +225,22 @@ class AtomicFile:
             raise
         self.nbytes += sum(memoryview(piece).nbytes for piece in pieces)
 
-    def commit(self, *, mtime_ns: int, first: Callable[[str], None] | None = None) -> None:
-        """Give the file its name.
-
-        Args:
-            mtime_ns: Its time of use.
-            first: Called with the path of the finished file before it gets its name; what it
-                raises ends the file.
+    def close(self) -> None:
+        """Nothing more is written; before a rename, since network file systems fail here.
 
         Raises:
-            OSError: Nothing is left behind. FileNotFoundError: the folder, or the temp file that
-                another container took for a dead process's, is gone.
+            OSError: The file may not be what was written.
         """
-        try:
-            try:
-                os.utime(self._fd, ns=(mtime_ns, mtime_ns))
-            finally:
-                self._close()  # before the rename, since network file systems fail here
-            if first is not None:
-                first(self._temp)
-            os.replace(self._temp, self._target)
-        except BaseException:
-            self.discard()
-            raise
-
-    def discard(self) -> None:
-        """Leave nothing behind; fine after commit and more than once. Never raises."""
-        with suppress(OSError):
-            self._close()
-        with suppress(OSError):
-            os.unlink(self._temp)
-
-    def _close(self) -> None:
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
 
-
-def write_atomic(
-    target: str,
-    pieces: Sequence[bytes | memoryview],
-    *,
-    mtime_ns: int,
-    first: Callable[[str], None] | None = None,
-) -> None:
-    """Put a file under its name whole, or not at all; see AtomicFile.
-
-    Raises:
-        OSError: Nothing is left behind.
-    """
-    file = AtomicFile(target)
-    try:
-        file.append(pieces)
-    except BaseException:
-        file.discard()
-        raise
-    file.commit(mtime_ns=mtime_ns, first=first)
+    def discard(self) -> None:
+        """Leave nothing under ``path``; fine after a rename and more than once. Never raises."""
+        with suppress(OSError):
+            self.close()
+        with suppress(OSError):
+            os.unlink(self.path)
 
 
 def write_all(fd: int, pieces: Sequence[bytes | memoryview]) -> None:
@@ -314,8 +286,25 @@ def note_use(fd: int, found: os.stat_result, use_ns: int) -> None:
         os.utime(fd, ns=(found.st_atime_ns, use_ns))
 
 
+def sweep_temps(folder: Path, *, now_s: float) -> int:
+    """Remove what dead writers left in a folder; never raises.
+
+    Returns:
+        How many were removed.
+    """
+    swept = 0
+    with suppress(OSError):
+        for name in os.listdir(folder):
+            path = f"{folder}/{name}"
+            if is_stale_temp(path, now_s=now_s):
+                with suppress(OSError):
+                    os.unlink(path)
+                    swept += 1
+    return swept
+
+
 def is_temp_name(name: str) -> bool:
-    """Whether write_atomic could have made this file name."""
+    """Whether temp_name could have made this file name."""
     return _TEMP.fullmatch(name) is not None
 
 

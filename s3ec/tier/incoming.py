@@ -8,7 +8,8 @@ from errno import EDQUOT, ENOSPC
 
 from s3ec.codec import Header, Verifier
 from s3ec.errors import TierError
-from s3ec.tier.files import AtomicFile
+from s3ec.tier.files import TempFile
+from s3ec.tier.pins import Pin
 
 
 class Incoming:
@@ -20,18 +21,18 @@ class Incoming:
 
     def __init__(
         self,
-        file: AtomicFile,
+        file: TempFile,
         first: memoryview | bytes,
         verifier: Verifier,
         *,
         make_room: Callable[[int], int],
-        commit: Callable[[AtomicFile], None],
+        commit: Callable[[], Pin],
     ) -> None:
         """Take the first part; see Tier.begin.
 
         Args:
             make_room: Frees at least so many bytes if it can, and returns how many.
-            commit: Gives the file its name.
+            commit: Gives the file its name and pins it.
 
         Raises:
             TierError: The disk is full or failing; nothing is left behind.
@@ -61,8 +62,8 @@ class Incoming:
         self._verifier.feed(part)
         self._write(part)
 
-    def commit(self) -> None:
-        """Publish the entry if it is whole and good.
+    def commit(self) -> Pin:
+        """Publish and pin the entry if it is whole and good.
 
         Raises:
             CorruptEntryError: It is not.
@@ -70,7 +71,7 @@ class Incoming:
         """
         try:
             self._verifier.finish()
-            self._commit(self._file)
+            return self._commit()
         except OSError as exc:
             raise TierError(f"cannot publish a received entry: {exc}") from exc
         finally:

@@ -17,6 +17,7 @@ class LocalKeys:
 
     def __init__(self) -> None:
         self._digests: set[bytes] = set()
+        self._next: set[bytes] | None = None  # while a scan is read
 
     def __call__(self, key: Key) -> bool:
         return key.digest in self._digests
@@ -24,11 +25,21 @@ class LocalKeys:
     def add(self, key: Key) -> None:
         """The entry was just published here."""
         self._digests.add(key.digest)
+        if (scanned := self._next) is not None:
+            scanned.add(key.digest)
 
     def discard(self, key: Key) -> None:
         """A look at the disk did not find it."""
         self._digests.discard(key.digest)
+        if (scanned := self._next) is not None:
+            scanned.discard(key.digest)
 
     def replace(self, names: Iterable[str]) -> None:
-        """Start over from a scan of the folder."""
-        self._digests = {digest_of_name(name) for name in names}
+        """Start over from a scan of the folder, which may take its time; one scan at a time."""
+        self._next = scanned = set()
+        try:
+            for name in names:
+                scanned.add(digest_of_name(name))
+            self._digests = scanned
+        finally:
+            self._next = None

@@ -38,11 +38,11 @@ from s3ec.tier.files import (
     temp_name,
 )
 from s3ec.tier.headers import read_header
-from s3ec.tier.ledger import Ledger
 from s3ec.tier.own_folder import OwnFolder
 from s3ec.tier.pin_folders import LOCK_NAME, PinFolder, looks_dead, take_lock
 from s3ec.tier.quarantine import Quarantine
 from s3ec.tier.spool_names import SpoolName
+from s3ec.tier.use_clock import UseClock
 
 _log = logging.getLogger(__name__)
 
@@ -85,11 +85,13 @@ class SpoolParts:
     """What a spool shares with its tier.
 
     Attributes:
+        account: Counts bytes that came onto the disk; never raises.
         failed: Counts and logs what the disk refused.
     """
 
     folders: Folders
-    ledger: Ledger
+    clock: UseClock
+    account: Callable[[int], None]
     quarantine: Quarantine
     counters: Counters
     min_free_bytes: int
@@ -133,8 +135,8 @@ class Spool:
     def add(self, key: Key, source: str) -> None:
         """Hold a finished file, before or after it gets its name in the tier.
 
-        An entry of the same name (a dead process's, not looked at yet) is replaced. The ledger
-        is told of the bytes: they stay on the disk whatever becomes of ``source``.
+        An entry of the same name (a dead process's, not looked at yet) is replaced. The
+        bytes are counted: they stay on the disk whatever becomes of ``source``.
 
         Args:
             source: A regular file of this tier whose bytes nobody changes any more.
@@ -154,7 +156,7 @@ class Spool:
                 if not self._own.has_vanished(folder):
                     raise
                 continue
-            self._parts.ledger.add(nbytes)
+            self._parts.account(nbytes)
             self._note(Spooled(target, key.digest, nbytes))
             return
         raise TierError(f"{self._parts.folders.spool} vanishes as soon as it is made")
@@ -270,7 +272,7 @@ class Spool:
             copy_file(fd, temp, nbytes)
         finally:
             os.close(fd)
-        self._parts.ledger.add(nbytes)
+        self._parts.account(nbytes)
         self._parts.counters.add("tier.spool_copies")
 
     def _checked(self, digest: bytes, file: BinaryIO) -> Loaded:
@@ -290,7 +292,7 @@ class Spool:
         label = f"{self._namespace}--{spooled.digest.hex()}"
         try:
             inode = os.lstat(spooled.path).st_ino
-            mtime_ns = self._parts.ledger.use_ns()
+            mtime_ns = self._parts.clock.use_ns()
             if not self._parts.quarantine.take(spooled.path, label, reason, mtime_ns=mtime_ns):
                 return
             with suppress(FileNotFoundError):

@@ -12,7 +12,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -431,18 +431,10 @@ def test_a_full_disk_is_unavailable_and_the_next_want_is_served(
     bench.stock("a")
     full = bench.make_tier(min_free_bytes=1 << 60)
     with monkeypatch.context() as patch:
-        patch.setattr(bench.tier, "publish", full.publish)
+        patch.setattr(bench.tier, "receive", full.receive)
         assert bench.one().outcome is Outcome.UNAVAILABLE
     assert bench.one().outcome is Outcome.READY
     full.close()
-
-
-def test_an_entry_evicted_before_it_could_be_pinned_is_unavailable(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bench.stock("a")
-    monkeypatch.setattr(bench.tier, "publish", lambda *_: None)
-    assert bench.one().outcome is Outcome.UNAVAILABLE
 
 
 def test_an_error_of_ours_is_counted_and_the_want_is_answered(
@@ -484,16 +476,23 @@ def test_a_pin_made_after_the_deadline_is_given_back(
     bench.tier.publish(key_of("a"), [entry(key_of("a"))])
     release, slow_ones = threading.Event(), threading.Semaphore(0)
     made: list[Pin | None] = []
-    pin = bench.tier.pin
+    pin, receive = bench.tier.pin, bench.tier.receive
 
     def slow(key: Key) -> Pin | None:
-        if key == key_of("a") or bench.tier.contains(key):
+        if key == key_of("a"):
             slow_ones.release()
             assert release.wait(TIMEOUT_S)
         made.append(pin(key))
         return made[-1]
 
+    def slowly(key: Key, pieces: Sequence[bytes], header: Header) -> Pin:
+        slow_ones.release()
+        assert release.wait(TIMEOUT_S)
+        made.append(receive(key, pieces, header))
+        return made[-1]
+
     monkeypatch.setattr(bench.tier, "pin", slow)
+    monkeypatch.setattr(bench.tier, "receive", slowly)
     bench.prefetcher.submit([want("a"), want("b")])
     assert slow_ones.acquire(timeout=TIMEOUT_S)
     assert slow_ones.acquire(timeout=TIMEOUT_S)

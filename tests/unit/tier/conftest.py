@@ -14,9 +14,25 @@ import pytest
 
 from s3ec.counters import Counters
 from s3ec.tier import Tier
+from s3ec.tier.background import Background
 from tests.unit.tier.cases import NAMESPACE, Clock
 
 _NOBODY = 65534
+
+
+@pytest.fixture(autouse=True)
+def quiet(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No background eviction in this process, so that tests can tell what is evicted when.
+
+    Children have theirs, and so have the tests that take the fixture ``background``.
+    """
+    if "background" not in request.fixturenames:
+        monkeypatch.setattr(Background, "wake", lambda self: None)
+
+
+@pytest.fixture
+def background() -> None:
+    """The eviction thread runs in this test."""
 
 
 @pytest.fixture

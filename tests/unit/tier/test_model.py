@@ -47,12 +47,18 @@ DAMAGES = {
 
 @dataclass(eq=False)
 class File:
-    """One inode: what it holds, and how many pins it has."""
+    """One inode: what it holds, how many pins it has, and when it was used if it ever was."""
 
     key: Key
     blob: bytes
-    used: int
+    published: int
+    used: int | None
     pins: int = 0
+
+    @property
+    def order(self) -> tuple[bool, int]:
+        """Never used ones go first."""
+        return (False, self.published) if self.used is None else (True, self.used)
 
     @property
     def complaint(self) -> str | None:
@@ -100,7 +106,7 @@ class Model:
         total, freed = self.total_bytes(), 0
         if total + incoming_bytes <= BUDGET_BYTES:
             return 0
-        for key, file in sorted(self.entries.items(), key=lambda item: item[1].used):
+        for key, file in sorted(self.entries.items(), key=lambda item: item[1].order):
             if total - freed + incoming_bytes <= LOW_BYTES:
                 break
             if file not in self.kept():
@@ -155,13 +161,22 @@ class TierMachine(RuleBasedStateMachine):
             self.model.quarantined[key, reason] = file
             self.quarantines += 1
 
-    @rule(key=keys, seed=st.integers(0, 2), rows=st.sampled_from([1, 4, 16]), spool=st.booleans())
-    def publish(self, key: Key, seed: int, rows: int, spool: bool) -> None:
+    @rule(
+        key=keys,
+        seed=st.integers(0, 2),
+        rows=st.sampled_from([1, 4, 16]),
+        spool=st.booleans(),
+        used=st.booleans(),
+    )
+    def publish(self, key: Key, seed: int, rows: int, spool: bool, used: bool) -> None:
         blob = entry(key, seed=seed, rows=rows)
         # The estimate may make the tier look sooner than needed, but what it then finds decides.
         self.model.make_room(len(blob))
-        self.tier.publish(key, [blob[:64], blob[64:]], spool=self.spool if spool else None)
-        self.model.entries[key] = File(key, blob, self.use())
+        self.tier.publish(
+            key, [blob[:64], blob[64:]], spool=self.spool if spool else None, used=used
+        )
+        now = self.use()
+        self.model.entries[key] = File(key, blob, now, now if used else None)
         if spool:
             self.model.spooled[key] = self.model.entries[key]
         kept = sum(len(file.blob) for file in self.model.kept())
@@ -218,6 +233,17 @@ class TierMachine(RuleBasedStateMachine):
     def make_room(self, incoming_bytes: int) -> None:
         assert self.tier.make_room(incoming_bytes) == self.model.make_room(incoming_bytes)
 
+    @rule()
+    def recount(self) -> None:
+        """After a walk the running total is exact."""
+        self.make_room(0)
+        assert self.tier.estimated_bytes() == self.model.total_bytes()
+
+    @rule()
+    def lose_the_total(self) -> None:
+        (self.root / "v1" / "usage").unlink(missing_ok=True)
+        self.recount()
+
     @rule(key=keys)
     def quarantine(self, key: Key) -> None:
         self.tier.quarantine(key, "checksum")
@@ -231,7 +257,6 @@ class TierMachine(RuleBasedStateMachine):
             held.file.pins -= 1
         self.model.held.clear()
         self.tier = self.new_tier()
-        assert self.tier.estimated_bytes() == self.model.total_bytes()
         self.spool = self.tier.open_spool(DESTINATION)
         adopted = {one.digest for one in self.spool.adopt()}
         assert adopted == {key.digest for key in self.model.spooled}
@@ -248,7 +273,7 @@ class TierMachine(RuleBasedStateMachine):
         other.write_bytes(blob)
         os.utime(other, ns=(before.st_atime_ns, before.st_mtime_ns))
         other.replace(path)
-        self.model.entries[key] = File(key, blob, file.used)
+        self.model.entries[key] = File(key, blob, file.published, file.used)
         self.make_room(0)  # a walk: no estimate knows of bytes that others bring
 
     @precondition(lambda self: self.model.entries)
@@ -286,6 +311,9 @@ class TierMachine(RuleBasedStateMachine):
         assert [self.tier.contains(key) for key in KEYS] == [key in model.entries for key in KEYS]
         assert usage.entries == len(model.entries)
         assert usage.nbytes == sum(len(file.blob) for file in model.entries.values())
+        unused = [file for file in model.entries.values() if file.used is None]
+        assert usage.unused_entries == len(unused)
+        assert usage.unused_nbytes == sum(len(file.blob) for file in unused)
         assert usage.pinned_nbytes == sum(len(file.blob) for file in pinned)
         assert usage.spooled_nbytes == sum(len(file.blob) for file in spooled)
         assert self.spool.nbytes == usage.spooled_nbytes

@@ -227,7 +227,7 @@ def test_namespaces_share_a_folder_and_not_their_entries(make_tier: Callable[...
     one.publish(key, [entry(key)])
     assert not two.contains(key)
     assert two.pin(key) is None
-    assert two.names() == []
+    assert list(two.names()) == []
     assert two.usage() == one.usage()
     two.publish(key, [entry(key, namespace=OTHER_NAMESPACE)])
     assert two.pin(key) is not None

@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The running total of a node's folder: one small file that every process adds to.
+
+Layout, little-endian, 80 bytes: magic and version (8), boot id (16), epoch (8), counted (8),
+total bytes (8), bytes ever added (8), newest time of use (8), newest unused time (8), xxh3-64 of
+all that (8). It is no truth: a process killed between publishing and adding makes it too low, a
+deleted entry makes it too high, and each walk over the folder puts it right. It is not synced to
+the device, so one of another boot is not believed.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import struct
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache
+
+import xxhash
+
+from s3ec.tier.files import FILE_MODE, Folders
+from s3ec.tier.processes import try_lock, unlock
+
+_MAGIC = b"s3ecuse\x01"
+_BODY = struct.Struct("<8s16sQQQQQQ")
+_CHECKSUM = struct.Struct("<Q")
+_NBYTES = _BODY.size + _CHECKSUM.size
+_BOOT_ID = "/proc/sys/kernel/random/boot_id"
+_FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+# The lock is held for two system calls. Whoever holds it longer was stopped in between.
+_LOCK_TIMEOUT_S = 2.0
+_LOCK_POLL_S = 0.0005
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What the file says.
+
+    Attributes:
+        epoch: Random; another one means that the file was begun anew. 0: there is none.
+        counted: Whether a walk stands behind the total. Else it is only what was added since
+            the epoch began, and more may be there.
+        total_bytes: What the byte budget is about. Never below the truth but for crashes.
+        added_bytes: All that was ever added in this epoch.
+        newest_ns: Latest time of use, as far as told.
+        newest_unused_ns: The same on the scale of unused entries.
+    """
+
+    epoch: int = 0
+    counted: bool = False
+    total_bytes: int = 0
+    added_bytes: int = 0
+    newest_ns: int = 0
+    newest_unused_ns: int = 0
+
+    @property
+    def newest(self) -> tuple[int, int]:
+        """Both of the latest times, as ``UseClock.learn`` takes them."""
+        return self.newest_ns, self.newest_unused_ns
+
+    def pack(self) -> bytes:
+        """The file's content."""
+        body = _BODY.pack(
+            _MAGIC,
+            _boot_id(),
+            self.epoch,
+            self.counted,
+            self.total_bytes,
+            self.added_bytes,
+            self.newest_ns,
+            self.newest_unused_ns,
+        )
+        return body + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(body))
+
+    @classmethod
+    def parse(cls, blob: bytes) -> Figures | None:
+        """The inverse; None where it is torn, of another version or of another boot."""
+        body = blob[: _BODY.size]
+        if len(blob) != _NBYTES or blob[_BODY.size :] != _CHECKSUM.pack(
+            xxhash.xxh3_64_intdigest(body)
+        ):
+            return None
+        magic, boot_id, epoch, counted, *rest = _BODY.unpack(body)
+        if magic != _MAGIC or boot_id != _boot_id() or not epoch:
+            return None
+        return cls(epoch, bool(counted), *rest)
+
+
+_NOTHING = Figures()
+
+
+@cache
+def _boot_id() -> bytes:
+    """16 bytes that change when the machine starts; zeros where the kernel does not tell."""
+    try:
+        with open(_BOOT_ID, encoding="ascii") as file:
+            return bytes.fromhex(file.read().strip().replace("-", "")).ljust(16, b"\0")[:16]
+    except (OSError, ValueError):
+        return bytes(16)
+
+
+class RunningTotal:
+    """Reads and changes the file under its lock: about six system calls each, no sync.
+
+    The file is opened each time, so nothing of it survives in a forked child, and one that was
+    deleted is not written to for long. All methods raise OSError where the file system refuses
+    or where another process was stopped while it held the lock.
+    """
+
+    def __init__(self, folders: Folders) -> None:
+        self._path = str(folders.usage)
+        self._folders = folders
+
+    def begin(self) -> None:
+        """Say that the folder is new and holds nothing, unless something is said already."""
+        self._update(lambda figures: figures if figures.epoch else _anew(counted=True))
+
+    def read(self) -> Figures:
+        """What is said now; without an epoch where the file is absent or in doubt."""
+        try:
+            fd = os.open(self._path, os.O_RDONLY | _FLAGS)
+        except FileNotFoundError:
+            return _NOTHING
+        with _locked(fd):
+            return Figures.parse(os.pread(fd, _NBYTES + 1, 0)) or _NOTHING
+
+    def add(self, nbytes: int, *, newest: tuple[int, int] = (0, 0)) -> Figures:
+        """Note what was published.
+
+        Args:
+            newest: ``UseClock.newest`` of whoever published.
+
+        Returns:
+            What is said from now on.
+        """
+
+        def change(figures: Figures) -> Figures:
+            return replace(
+                _latest(figures if figures.epoch else _anew(counted=False), newest),
+                total_bytes=figures.total_bytes + nbytes,
+                added_bytes=figures.added_bytes + nbytes,
+            )
+
+        return self._update(change)
+
+    def recount(
+        self, mark: Figures, total_bytes: int, *, newest: tuple[int, int] = (0, 0)
+    ) -> Figures:
+        """Take over what a walk found.
+
+        What any process published during the walk may be counted twice until the next one, but
+        never not at all.
+
+        Args:
+            mark: What ``read`` said before the walk.
+            total_bytes: What the walk found, less what was removed after it.
+            newest: The latest times of use that it found, used and unused.
+        """
+
+        def change(figures: Figures) -> Figures:
+            since = figures.added_bytes
+            if figures.epoch == mark.epoch:
+                since -= mark.added_bytes
+            return replace(
+                _latest(figures if figures.epoch else _anew(counted=True), newest),
+                counted=True,
+                total_bytes=total_bytes + since,
+            )
+
+        return self._update(change)
+
+    def _update(self, change: Callable[[Figures], Figures]) -> Figures:
+        fd = self._open()
+        with _locked(fd):
+            before = Figures.parse(os.pread(fd, _NBYTES + 1, 0)) or _NOTHING
+            after = change(before)
+            if after != before:
+                if os.pwrite(fd, after.pack(), 0) != _NBYTES:
+                    raise OSError(errno.EIO, "the file system wrote a part", self._path)
+                os.ftruncate(fd, _NBYTES)
+            return after
+
+    def _open(self) -> int:
+        try:
+            return os.open(self._path, os.O_RDWR | _FLAGS)
+        except FileNotFoundError:
+            pass
+        try:
+            fd = os.open(self._path, os.O_RDWR | os.O_CREAT | _FLAGS, FILE_MODE)
+        except FileNotFoundError:  # somebody emptied the cache under us
+            self._folders.make()
+            fd = os.open(self._path, os.O_RDWR | os.O_CREAT | _FLAGS, FILE_MODE)
+        try:
+            os.fchmod(fd, FILE_MODE)  # the umask may have taken bits from the mode above
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+
+def _anew(*, counted: bool) -> Figures:
+    return Figures(epoch=secrets.randbits(63) | 1, counted=counted)
+
+
+def _latest(figures: Figures, newest: tuple[int, int]) -> Figures:
+    return replace(
+        figures,
+        newest_ns=max(figures.newest_ns, newest[0]),
+        newest_unused_ns=max(figures.newest_unused_ns, newest[1]),
+    )
+
+
+@contextmanager
+def _locked(fd: int) -> Iterator[None]:
+    """Hold the file's lock while the block runs, and close ``fd`` after it.
+
+    Polled, since flock has no timeout: a process that is stopped (a debugger, a paused
+    container) while it holds the lock must not stop all others with it.
+    """
+    try:
+        deadline_s = time.monotonic() + _LOCK_TIMEOUT_S
+        while not try_lock(fd):
+            if time.monotonic() > deadline_s:
+                raise OSError(errno.EAGAIN, "the running total is locked by a stopped process")
+            time.sleep(_LOCK_POLL_S)
+        try:
+            yield
+        finally:
+            unlock(fd)  # a child forked meanwhile would keep it locked
+    finally:
+        os.close(fd)
