@@ -265,10 +265,15 @@ def _checked_shape(metadata: dict[str, str], tensor: object) -> Shape:
     shape = Shape(int(rows), int(width), dtype)
     if shape.nbytes > MAX_TENSOR_BYTES:
         raise CorruptEntryError(f"a tensor of {shape.nbytes} bytes is too large", reason="size")
-    # As text, since Python takes True and 1.0 for 1 and other readers don't.
-    if canonical_json(tensor) != canonical_json(_tensor_entry(shape)):
+    # By type as well, since Python takes True and 1.0 for 1 and other readers don't.
+    if tensor != _tensor_entry(shape) or not _is_plain(tensor):
         raise CorruptEntryError("tensor and metadata disagree", reason="shape")
     return shape
+
+
+def _is_plain(tensor: Any) -> bool:
+    """Whether the numbers that an equal dictionary holds are integers as well."""
+    return all(type(number) is int for number in (*tensor["shape"], *tensor["data_offsets"]))
 
 
 def verify(blob: memoryview | bytes, *, namespace: str, identifier: str) -> Header:

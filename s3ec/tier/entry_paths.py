@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from s3ec.identity import Key
 from s3ec.tier.files import Folders
@@ -27,7 +26,3 @@ class EntryPaths:
         folder, _, fan_out = key.name.rpartition("/")[0].rpartition("/")
         lora = (f"{self.objects}/{folder}",) if folder else ()
         return (*self._above, *lora, f"{lora[0] if lora else self.objects}/{fan_out}")
-
-    def parent(self, key: Key) -> Path:
-        """The folder that it lies in."""
-        return Path(self.path(key)).parent

@@ -98,15 +98,25 @@ class Folders:
         for folder in (self.objects, self.incoming, self.pins, self.spool, self.quarantine):
             make_folder(folder)
 
-    def make_below(self, folder: Path) -> None:
-        """Create ``folder``, some levels below ``objects``, and all that is missing above it."""
-        self.make()
-        for parent in reversed(folder.relative_to(self.objects).parents[:-1]):
-            make_folder(self.objects / parent)
-        make_folder(folder)
+    def make_below(self, parents: Sequence[str]) -> None:
+        """Create what is missing of some folders, each inside the one before it.
+
+        Args:
+            parents: From ``version`` and ``objects`` down.
+
+        Raises:
+            TierError, OSError: As for make.
+        """
+        try:
+            require_real_folders(parents[:-1])
+        except FileNotFoundError:
+            self.make()
+            for folder in parents[2:-1]:
+                make_folder(folder)
+        make_folder(parents[-1])
 
 
-def make_folder(path: Path) -> None:
+def make_folder(path: Path | str) -> None:
     """Create one private folder whatever the umask, or check the one that is there."""
     try:
         os.mkdir(path, FOLDER_MODE)
@@ -116,7 +126,7 @@ def make_folder(path: Path) -> None:
     os.chmod(path, FOLDER_MODE)
 
 
-def check_folder(path: Path) -> None:
+def check_folder(path: Path | str) -> None:
     """Refuse a folder that somebody else could have filled.
 
     Raises:

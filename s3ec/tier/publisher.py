@@ -169,4 +169,4 @@ class Publisher:
             except FileNotFoundError:
                 if attempt == _ATTEMPTS - 1 or not os.path.lexists(temp):
                     raise
-                self._folders.make_below(self._paths.parent(key))
+                self._folders.make_below(self._paths.parents(key))
