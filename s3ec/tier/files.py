@@ -11,6 +11,7 @@ import stat
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from s3ec.errors import CorruptEntryError, TierError
@@ -32,53 +33,53 @@ _COPY_BYTES = 1 << 24
 NO_LINK = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Folders:
     """Where things lie below one root, which is already free of symbolic links."""
 
     root: Path
 
-    @property
+    @cached_property
     def version(self) -> Path:
         """Everything of this layout; a later layout gets another folder."""
         return self.root / "v1"
 
-    @property
+    @cached_property
     def objects(self) -> Path:
         """Namespaces, each with the objects of the bucket's ``objects/``."""
         return self.version / "objects"
 
-    @property
+    @cached_property
     def pins(self) -> Path:
         """One folder per process (and Tier) that holds pins."""
         return self.version / "pins"
 
-    @property
+    @cached_property
     def spool(self) -> Path:
         """One folder per process that holds entries which the bucket has not confirmed."""
         return self.version / "spool"
 
-    @property
+    @cached_property
     def quarantine(self) -> Path:
         """Bad entries, set aside for people to look at."""
         return self.version / "quarantine"
 
-    @property
+    @cached_property
     def incoming(self) -> Path:
         """Entries that are being written; one folder, so that sweeping it needs no walk."""
         return self.version / "incoming"
 
-    @property
+    @cached_property
     def fetch_lock(self) -> Path:
         """One byte per entry that some process fetches; see claims.py."""
         return self.version / "fetch.lock"
 
-    @property
+    @cached_property
     def usage(self) -> Path:
         """The running total of all that is here."""
         return self.version / "usage"
 
-    @property
+    @cached_property
     def evict_lock(self) -> Path:
         """Locked by the one process that evicts."""
         return self.version / "evict.lock"
