@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tests.faults.site import eventually
@@ -28,6 +28,7 @@ class Herd:
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
         self.said: list[tuple[int, str]] = []
+        self._living: list[int] = []
         self._reader = threading.Thread(target=self._read, name="herd", daemon=True)
         self._reader.start()
         self._hear("ready", process.pid)
@@ -38,8 +39,9 @@ class Herd:
         before = len(self.said)
         self._process.stdin.write(json.dumps({"command": command, **arguments}) + "\n")
         self._process.stdin.flush()
-        line = self._hear("forked", self._process.pid, before)
-        return int(line.split()[1])
+        pid = int(self._hear("forked", self._process.pid, before).split()[1])
+        self._living.append(pid)
+        return pid
 
     def hear(self, pid: int, word: str) -> str:
         """Wait until this child has said something that starts so."""
@@ -53,6 +55,15 @@ class Herd:
     def wait(self, pid: int) -> None:
         """Wait for its end."""
         eventually(lambda: not Path(f"/proc/{pid}").exists())
+        self._living.remove(pid)
+
+    def kill_all(self) -> None:
+        """End what still lives, and forget what was said."""
+        for pid in list(self._living):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            self.wait(pid)
+        self.said.clear()
 
     def complaints(self) -> list[str]:
         """What they said that must not happen."""

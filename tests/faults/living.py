@@ -8,6 +8,7 @@ something that must not happen.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import random
@@ -139,7 +140,39 @@ def finish(*, settings: dict[str, str]) -> None:
     say(f"left {left}")
 
 
-COMMANDS = {function.__name__: function for function in (live, finish)}
+def want(*, settings: dict[str, str], numbers: list[int], patience_s: float) -> None:
+    """Want some entries, all at once, and say where each came from, or how it ended.
+
+    Args:
+        patience_s: How long to wait for another process that fetches the same.
+    """
+    from s3ec.prefetch import Outcome, Want
+
+    life = Life(settings, 0)
+    loop, prefetcher = life.node.loop, life.node.prefetcher
+    loop.run(life.node.records.get("image"), _FETCH_DEADLINE_S)  # the client is ready from here on
+    prefetcher.submit([Want(key_at(number), "image", ROWS) for number in numbers])
+
+    async def turns() -> None:
+        for _ in range(20):
+            await asyncio.gather(*(loop.disk(int) for _ in range(8)))
+
+    loop.run(turns(), _FETCH_DEADLINE_S)
+    say("asked")  # whoever would ask the bucket has done so, or is about to
+    by_digest = {key_at(number).digest: number for number in numbers}
+    while by_digest:
+        for one in prefetcher.drain():
+            number = by_digest.pop(one.want.key.digest)
+            if one.outcome is Outcome.READY:
+                life.compare(number, one)
+            say(f"got {number} {one.source or one.outcome.value}")
+        time.sleep(0.001)
+    life.complain()
+    life.node.close(5)
+    say("done")
+
+
+COMMANDS = {function.__name__: function for function in (live, finish, want)}
 
 
 def main() -> None:

@@ -7,13 +7,11 @@ import os
 import random
 import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from s3ec.testing.server import LocalS3
-from tests.faults.herd import Herd, herding
+from tests.faults.herd import Herd
 from tests.faults.living import object_at
 from tests.faults.saving import WIDTH, key_at
 from tests.faults.site import Site, eventually
@@ -27,12 +25,6 @@ _KILLS = 300
 _CACHE_BYTES = 6 * 2**20
 # What the next start sweeps.
 _SWEPT = ("was left by a writer that died", "holds the pins of a process that died")
-
-
-@pytest.fixture
-def herd(local_s3: LocalS3) -> Iterator[Herd]:
-    with herding(local_s3.env()) as herd:
-        yield herd
 
 
 def dead_spools(cache_dir: Path, living: list[int]) -> int:
