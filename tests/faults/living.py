@@ -146,8 +146,12 @@ def want(*, settings: dict[str, str], numbers: list[int], patience_s: float) -> 
     Args:
         patience_s: How long to wait for another process that fetches the same.
     """
-    from s3ec.prefetch import Outcome, Want
+    from functools import partial
 
+    import s3ec.node
+    from s3ec.prefetch import Limits, Outcome, Want
+
+    s3ec.node.Limits = partial(Limits, claim_patience_s=patience_s)  # type: ignore[misc,assignment]
     life = Life(settings, 0)
     loop, prefetcher = life.node.loop, life.node.prefetcher
     loop.run(life.node.records.get("image"), _FETCH_DEADLINE_S)  # the client is ready from here on

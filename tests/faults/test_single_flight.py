@@ -12,6 +12,7 @@ import pytest
 
 from s3ec.testing.fault_store import Gate
 from s3ec.testing.proxy import Exchange, Rule
+from s3ec.testing.proxy_faults import s3_error
 from tests.faults.herd import Herd
 from tests.faults.living import object_at
 from tests.faults.saving import WIDTH, key_at
@@ -36,12 +37,12 @@ class HeldBack:
         await exchange.send(reply)
 
 
-class FailsLater(HeldBack):
-    """The connection breaks when the gate opens."""
+class RefusedLater(HeldBack):
+    """An answer that is not asked for again, when the gate opens."""
 
     async def apply(self, exchange: Exchange) -> None:
         await self._gate.wait()
-        exchange.reset()
+        await s3_error(403, "AccessDenied").apply(exchange)
 
 
 @pytest.fixture
@@ -136,7 +137,7 @@ def test_fetch_that_fails_is_tried_by_the_next_that_waits(
     site: Site, herd: Herd, gate: Gate
 ) -> None:
     (number,) = stock(site, 1)
-    site.proxy.add(Rule(FailsLater(gate), method="GET", target=OBJECTS, times=2))
+    site.proxy.add(Rule(RefusedLater(gate), method="GET", target=OBJECTS, times=1))
     failing = start(herd, site, [number])
     assert gate.reached.wait(_DEADLINE_S)
     other = start(herd, site, [number])
