@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,6 +59,7 @@ class Pins:
         self._counters = counters
         self._min_free_bytes = min_free_bytes
         self._numbers = itertools.count()
+        self._undropped: deque[str] = deque()
         self._own = OwnFolder(folders, folders.pins, end=PinFolder.remove)
 
     def open(self) -> None:
@@ -100,10 +102,13 @@ class Pins:
         """Remove one pin; absent is fine.
 
         Raises:
-            OSError: The file system refused.
+            OSError: The file system refused. It is tried again after the next one that works:
+                until then eviction passes its bytes over.
         """
-        with suppress(FileNotFoundError):
-            os.unlink(path)
+        self._unlink(path)
+        with suppress(IndexError, OSError):
+            while True:
+                self._unlink(self._undropped.popleft())
 
     def close(self) -> None:
         """Drop all pins of this process and its folders."""
@@ -111,7 +116,17 @@ class Pins:
 
     def after_fork(self) -> None:
         """In the child: the pins are the parent's."""
+        self._undropped.clear()
         self._own.after_fork()
+
+    def _unlink(self, path: str) -> None:
+        try:
+            os.unlink(path)
+        except FileNotFoundError:
+            pass
+        except OSError:
+            self._undropped.append(path)
+            raise
 
     def _opened(self, target: str) -> Held:
         try:

@@ -32,9 +32,9 @@ def key_at(number: int) -> Key:
     return key
 
 
-def data_at(number: int) -> bytes:
+def data_at(number: int, rows: int = ROWS) -> bytes:
     """A bfloat16 tensor's bytes, all finite: every other byte holds most of the exponent."""
-    nbytes = ROWS * WIDTH * 2
+    nbytes = rows * WIDTH * 2
     start = hashlib.sha512(str(number).encode()).digest()
     data = bytearray(start * (nbytes // len(start)))
     data[1::2] = b"\x3f" * (nbytes // 2)

@@ -12,41 +12,22 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from s3ec.config import Settings
-from s3ec.counters import Counters
 from s3ec.identity import digest_of_name
 from s3ec.node import Node
 from s3ec.prefetch import Outcome, Want
-from s3ec.testing.proxy import Exchange, FaultProxy, Rule
-from s3ec.testing.proxy_faults import StallUpload
 from s3ec.testing.server import LocalS3
-from s3ec.tier import Tier
-from tests.faults.saving import NAMESPACE, ROWS, data_at, identifier_at, key_at, spooled_below
+from tests.faults.saving import NAMESPACE, ROWS, data_at, identifier_at, key_at
+from tests.faults.site import DEADLINE_S, Site, eventually
 
 pytest.importorskip("torch")
 
-_DEADLINE_S = 60.0
 _REPOSITORY = Path(__file__).parents[2]
-_OBJECTS = f"/{NAMESPACE.name}/objects/"
-
-
-class Created:
-    """Lets requests through, and remembers which PUT the server took."""
-
-    def __init__(self) -> None:
-        self.names: Counter[str] = Counter()
-
-    async def apply(self, exchange: Exchange) -> None:
-        reply = await exchange.forward()
-        _, _, name = exchange.request.target.partition(_OBJECTS)
-        if exchange.request.method == "PUT" and reply.status == 200 and name:
-            self.names[name.partition("?")[0]] += 1
-        await exchange.send(reply)
 
 
 class Saver:
@@ -101,75 +82,6 @@ class Saver:
         return self._process.stdout.readline().strip()
 
 
-class Site:
-    """A bucket behind a proxy, and one node's cache folder."""
-
-    def __init__(self, proxy: FaultProxy, bucket: str, server: LocalS3, cache_dir: Path) -> None:
-        self.proxy = proxy
-        self.bucket = bucket
-        self.cache_dir = cache_dir
-        self.created = Created()
-        self.proxy.add(Rule(self.created))
-        self._client = server.client()
-
-    def settings(self, **other: str) -> dict[str, str]:
-        return {
-            "bucket": self.bucket,
-            "endpoint_url": self.proxy.url,
-            "region": "us-east-1",
-            "cache_dir": str(self.cache_dir),
-            "min_free_bytes": "0",
-            "read_timeout_s": "60",
-            **other,
-        }
-
-    def stall(self, after: int) -> None:
-        """Let so many objects through, and no more."""
-        self.proxy.add(Rule(StallUpload(), method="PUT", target=_OBJECTS, skip=after))
-
-    def let_through(self) -> None:
-        self.proxy.clear()
-        self.proxy.add(Rule(self.created))
-
-    def objects(self) -> set[str]:
-        pages = self._client.get_paginator("list_objects_v2").paginate(
-            Bucket=self.bucket, Prefix=_OBJECTS[1:]
-        )
-        return {
-            entry["Key"][len(_OBJECTS) - 1 :]
-            for page in pages
-            for entry in page.get("Contents", ())
-        }
-
-    def spooled(self) -> set[str]:
-        return spooled_below(self.cache_dir)
-
-    def entries(self) -> set[str]:
-        folder = self.cache_dir / "v1" / "objects" / NAMESPACE.name
-        return {str(path.relative_to(folder)) for path in folder.rglob("*.safetensors")}
-
-    def tier_complaints(self) -> list[str]:
-        """The audit, after the sweep that every start of a process does."""
-        tier = Tier(
-            self.cache_dir,
-            NAMESPACE.name,
-            budget_bytes=2**30,
-            min_free_bytes=0,
-            counters=Counters(),
-        )
-        tier.open()
-        try:
-            return tier.check()
-        finally:
-            tier.close()
-
-
-@pytest.fixture
-def site(local_s3: LocalS3, s3_bucket: str, tmp_path: Path) -> Iterator[Site]:
-    with FaultProxy(local_s3.endpoint_url) as proxy:
-        yield Site(proxy, s3_bucket, local_s3, tmp_path / "cache")
-
-
 @pytest.fixture
 def saver(saver_process: Saver) -> Iterator[Saver]:
     yield saver_process
@@ -192,7 +104,7 @@ def saver_process(local_s3: LocalS3) -> Iterator[Saver]:
         os.killpg(group, signal.SIGKILL)
 
     # A process that hangs would hang its test in readline.
-    deadline = threading.Timer(3 * _DEADLINE_S, end)
+    deadline = threading.Timer(3 * DEADLINE_S, end)
     deadline.start()
     try:
         yield Saver(process)
@@ -202,13 +114,6 @@ def saver_process(local_s3: LocalS3) -> Iterator[Saver]:
         with process:
             pass
         deadline.join()
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + _DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.005)
 
 
 def assert_all_is_well(

@@ -16,7 +16,8 @@ import pytest
 
 from s3ec import codec
 from s3ec.counters import Counters
-from s3ec.tier import Tier, pins, quarantine
+from s3ec.tier import Tier, audit, pins, quarantine
+from s3ec.tier.files import Folders
 from tests.unit.tier.cases import (
     NAMESPACE,
     OTHER_NAMESPACE,
@@ -281,3 +282,37 @@ def test_check_bears_entries_that_vanish_meanwhile(
 
     monkeypatch.setattr("s3ec.tier.audit.open_entry", vanish_first)
     assert tier.check() == []
+
+
+def test_check_bears_entries_that_come_and_go_between_its_walks(
+    tier: Tier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = key_of("a" * 64), key_of("b" * 64)
+    tier.publish(one, [entry(one)])
+    plain_bytes = audit._plain_bytes
+
+    def busy(folders: Folders, *, skip: set[str]) -> int:
+        monkeypatch.setattr("s3ec.tier.audit._plain_bytes", plain_bytes)
+        tier.publish(two, [entry(two)])
+        found = plain_bytes(folders, skip=skip)
+        tier.evict(one)  # as large, so that both counts around the walk agree
+        return found
+
+    monkeypatch.setattr("s3ec.tier.audit._plain_bytes", busy)
+    assert tier.check() == []
+
+
+def test_check_bears_a_writer_that_begins_between_its_walks(
+    tier: Tier, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier.publish(KEY, [entry(KEY)])
+    plain_bytes = audit._plain_bytes
+
+    def busy(folders: Folders, *, skip: set[str]) -> int:
+        file_of(root, KEY).with_name(f".tmp-{os.getpid()}-{'0' * 16}").write_bytes(b"half")
+        return plain_bytes(folders, skip=skip)
+
+    monkeypatch.setattr("s3ec.tier.audit._plain_bytes", busy)
+    assert tier.check() == []
+    for temp in root.rglob(".tmp-*"):
+        temp.unlink()

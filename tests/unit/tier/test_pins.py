@@ -350,3 +350,23 @@ def test_zombie_counts_as_dead() -> None:
     assert not seems_alive(pid)
     assert seems_alive(os.getpid(), own_start_time())
     assert not seems_alive(os.getpid(), "1")
+
+
+def test_pin_that_could_not_be_dropped_is_dropped_after_the_next_one(
+    tier: Tier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier.publish(key_at(0), [entry(key_at(0))])
+    stuck, free = tier.pin(key_at(0)), tier.pin(key_at(0))
+    assert stuck is not None
+    assert free is not None
+
+    def refuse(path: str) -> None:
+        raise OSError(errno.EROFS, "read-only")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", refuse)
+        tier.unpin(stuck)
+        tier.unpin(stuck)
+    assert stuck.path.exists()
+    tier.unpin(free)
+    assert not stuck.path.exists()

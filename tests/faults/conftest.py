@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the tests of bad days share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from s3ec.testing.proxy import FaultProxy
+from s3ec.testing.server import LocalS3
+from tests.faults.herd import Herd, herding
+from tests.faults.site import Site
+
+
+@pytest.fixture
+def site(local_s3: LocalS3, s3_bucket: str, tmp_path: Path) -> Iterator[Site]:
+    with FaultProxy(local_s3.endpoint_url) as proxy:
+        yield Site(proxy, s3_bucket, local_s3, tmp_path / "cache")
+
+
+@pytest.fixture(scope="module")
+def herd_of_module(local_s3: LocalS3) -> Iterator[Herd]:
+    with herding(local_s3.env()) as herd:
+        yield herd
+
+
+@pytest.fixture
+def herd(herd_of_module: Herd) -> Iterator[Herd]:
+    """Processes to fork; those that a test left alive are killed after it."""
+    yield herd_of_module
+    herd_of_module.kill_all()

@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processes of one node that fetch and save, to be killed: one is forked per line of JSON read.
+
+This process imports torch and the SDK once, which takes seconds, and starts no thread, so a child
+begins within milliseconds. A child's own line is ``PID WORD ...``; what starts with ``PID bad`` is
+something that must not happen.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tests.faults.saving import NAMESPACE, WIDTH, data_at, identifier_at, key_at, spooled_below
+
+if TYPE_CHECKING:
+    from s3ec.connector.saves import SaveQueue
+    from s3ec.node import Node
+    from s3ec.prefetch import Fetched
+
+# 64 KiB each: large enough to be killed in the middle of one.
+ROWS = 256
+_FETCH_DEADLINE_S = 60.0
+
+
+def say(line: str) -> None:
+    os.write(1, f"{os.getpid()} {line}\n".encode())
+
+
+def object_at(number: int) -> list[bytes]:
+    """The pieces of the one object that may ever stand under this number's name."""
+    from s3ec import codec
+
+    header = codec.Header(
+        identifier=identifier_at(number),
+        namespace=NAMESPACE.name,
+        modality="image",
+        shape=codec.Shape(ROWS, WIDTH, "bfloat16"),
+        checksum=codec.checksum(data_at(number, ROWS)),
+    )
+    return [codec.encode_header(header), data_at(number, ROWS)]
+
+
+class Life:
+    """One child: a node with its save queue, at work on a moving part of the corpus."""
+
+    def __init__(self, settings: dict[str, str], seed: int) -> None:
+        from s3ec.config import Settings
+        from s3ec.connector.saves import SaveQueue
+        from s3ec.node import Node
+
+        self.chance = random.Random(seed)
+        self.node: Node = Node(Settings.model_validate(settings), NAMESPACE)
+        self.queue: SaveQueue = SaveQueue(self.node, budget_bytes=2**22, overflow="drop")
+        self.held: list[tuple[int, Fetched]] = []
+
+    def fetch(self, numbers: list[int], *, must: bool) -> None:
+        """Fetch, compare every byte, and keep some pins for later."""
+        from s3ec.prefetch import Outcome, Want
+
+        prefetcher = self.node.prefetcher
+        wanted = {key_at(number).digest: number for number in numbers}
+        prefetcher.submit([Want(key_at(number), "image", ROWS) for number in numbers])
+        deadline = time.monotonic() + _FETCH_DEADLINE_S
+        while wanted:
+            if time.monotonic() > deadline:
+                say(f"bad stuck {sorted(wanted.values())}")
+                return
+            for one in prefetcher.drain():
+                number = wanted.pop(one.want.key.digest)
+                if one.outcome is Outcome.READY:
+                    self.held.append((number, one))
+                    self.compare(number, one)
+                elif must or one.outcome is not Outcome.ABSENT:
+                    say(f"bad outcome {number} {one.outcome.value}")
+            time.sleep(0.001)
+        self.chance.shuffle(self.held)
+        while len(self.held) > 8:
+            number, one = self.held.pop()
+            self.compare(number, one)  # eviction has done nothing to it
+            assert one.pin is not None
+            prefetcher.release([one.pin])
+
+    def compare(self, number: int, one: Fetched) -> None:
+        if one.pin is None or one.pin.path.read_bytes() != b"".join(object_at(number)):
+            say(f"bad bytes {number} {one.source}")
+
+    def save(self, number: int) -> None:
+        """What a worker does after an encode, which the scheduler orders for what nobody holds."""
+        import torch
+
+        from s3ec.connector.plan import Save
+
+        key = key_at(number)
+        if self.node.tier.contains(key) or self.node.index.maybe_contains(key):
+            return
+        tensor = torch.frombuffer(bytearray(data_at(number, ROWS)), dtype=torch.bfloat16)
+        self.queue.put(identifier_at(number), Save("image", {}), tensor.view(ROWS, WIDTH))
+
+    def complain(self) -> None:
+        if self.node.counters.get("internal_errors"):
+            say(f"bad internal errors {self.node.counters.snapshot()}")
+
+
+def live(*, settings: dict[str, str], seed: int, stock: int, first: int) -> None:
+    """Fetch and save at random until killed.
+
+    Args:
+        stock: Numbers below it are in the bucket from the start.
+        first: Begins the part of the corpus that this child and its neighbours save.
+    """
+    life = Life(settings, seed)
+    life.node.follow_the_bucket()
+    say("up")
+    while True:
+        for _ in range(life.chance.randrange(6)):
+            life.save(first + life.chance.randrange(12))
+        life.fetch(life.chance.sample(range(stock), 4), must=True)
+        life.fetch([first + life.chance.randrange(12)], must=False)
+        life.complain()
+        time.sleep(life.chance.random() * 0.02)  # leave some of the machine to the others
+
+
+def finish(*, settings: dict[str, str]) -> None:
+    """See what everybody left into the bucket."""
+    life = Life(settings, 0)
+    while spooled_below(Path(settings["cache_dir"])):
+        time.sleep(0.01)
+    left = life.queue.drain(30)
+    life.complain()
+    life.node.close(5)
+    say(f"left {left}")
+
+
+def want(*, settings: dict[str, str], numbers: list[int], patience_s: float) -> None:
+    """Want some entries, all at once, and say where each came from, or how it ended.
+
+    Args:
+        patience_s: How long to wait for another process that fetches the same.
+    """
+    from functools import partial
+
+    import s3ec.node
+    from s3ec.prefetch import Limits, Outcome, Want
+
+    s3ec.node.Limits = partial(Limits, claim_patience_s=patience_s)  # type: ignore[misc,assignment]
+    life = Life(settings, 0)
+    loop, prefetcher = life.node.loop, life.node.prefetcher
+    loop.run(life.node.records.get("image"), _FETCH_DEADLINE_S)  # the client is ready from here on
+    prefetcher.submit([Want(key_at(number), "image", ROWS) for number in numbers])
+
+    async def turns() -> None:
+        for _ in range(20):
+            await asyncio.gather(*(loop.disk(int) for _ in range(8)))
+
+    loop.run(turns(), _FETCH_DEADLINE_S)
+    say("asked")  # whoever would ask the bucket has done so, or is about to
+    by_digest = {key_at(number).digest: number for number in numbers}
+    while by_digest:
+        for one in prefetcher.drain():
+            number = by_digest.pop(one.want.key.digest)
+            if one.outcome is Outcome.READY:
+                life.compare(number, one)
+            say(f"got {number} {one.source or one.outcome.value}")
+        time.sleep(0.001)
+    life.complain()
+    life.node.close(5)
+    say("done")
+
+
+COMMANDS = {function.__name__: function for function in (live, finish, want)}
+
+
+def main() -> None:
+    import torch
+
+    import s3ec.connector.saves
+    import s3ec.store.aioboto3_store  # noqa: F401
+
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps at once
+    say("ready")
+    for line in sys.stdin:
+        order = json.loads(line)
+        pid = os.fork()
+        if pid == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            status = 1
+            try:
+                COMMANDS[order.pop("command")](**order)
+                status = 0
+            except BaseException as exc:  # noqa: BLE001 - the top of a process
+                say(f"bad end {exc!r}")
+                traceback.print_exc()
+            finally:
+                os._exit(status)
+        say(f"forked {pid}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real bucket behind a proxy and the cache folder of one node, looked at from outside."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+from s3ec.counters import Counters
+from s3ec.identity import digest_of_name
+from s3ec.testing.proxy import Exchange, FaultProxy, Rule
+from s3ec.testing.proxy_faults import StallUpload
+from s3ec.testing.server import LocalS3
+from s3ec.tier import Tier
+from tests.faults.saving import NAMESPACE, spooled_below
+
+DEADLINE_S = 60.0
+OBJECTS = f"/{NAMESPACE.name}/objects/"
+
+
+class Created:
+    """Lets requests through, and remembers which PUT the server took."""
+
+    def __init__(self) -> None:
+        self.names: Counter[str] = Counter()
+
+    async def apply(self, exchange: Exchange) -> None:
+        reply = await exchange.forward()
+        _, _, name = exchange.request.target.partition(OBJECTS)
+        if exchange.request.method == "PUT" and reply.status == 200 and name:
+            self.names[name.partition("?")[0]] += 1
+        await exchange.send(reply)
+
+
+class Site:
+    """A bucket behind a proxy, and one node's cache folder."""
+
+    def __init__(self, proxy: FaultProxy, bucket: str, server: LocalS3, cache_dir: Path) -> None:
+        self.proxy = proxy
+        self.bucket = bucket
+        self.cache_dir = cache_dir
+        self.created = Created()
+        self.stocked: set[str] = set()  # names of objects that no client of the proxy put
+        self.proxy.add(Rule(self.created))
+        self.client = server.client()
+
+    def settings(self, **other: str) -> dict[str, str]:
+        return {
+            "bucket": self.bucket,
+            "endpoint_url": self.proxy.url,
+            "region": "us-east-1",
+            "cache_dir": str(self.cache_dir),
+            "min_free_bytes": "0",
+            "read_timeout_s": "60",
+            **other,
+        }
+
+    def stall(self, after: int) -> None:
+        """Let so many objects through, and no more."""
+        self.proxy.add(Rule(StallUpload(), method="PUT", target=OBJECTS, skip=after))
+
+    def let_through(self) -> None:
+        self.proxy.clear()
+        self.proxy.add(Rule(self.created))
+
+    def objects(self) -> set[str]:
+        """Names below ``objects/`` that the bucket holds."""
+        pages = self.client.get_paginator("list_objects_v2").paginate(
+            Bucket=self.bucket, Prefix=OBJECTS[1:]
+        )
+        return {
+            entry["Key"][len(OBJECTS) - 1 :] for page in pages for entry in page.get("Contents", ())
+        }
+
+    def body(self, name: str) -> bytes:
+        """One object as the bucket holds it."""
+        reply = self.client.get_object(Bucket=self.bucket, Key=OBJECTS[1:] + name)
+        body: bytes = reply["Body"].read()
+        return body
+
+    def stock(self, name: str, body: bytes) -> None:
+        """Put one object into the bucket, past the proxy."""
+        self.client.put_object(Bucket=self.bucket, Key=OBJECTS[1:] + name, Body=body)
+        self.stocked.add(name)
+
+    def stock_record(self, width: int) -> None:
+        """Put the modality's record, as the corpus's first producer did."""
+        name = f"{NAMESPACE.name}/modality/image.json"
+        body = b'{"dtype":"bfloat16","width":%d}' % width
+        self.client.put_object(Bucket=self.bucket, Key=name, Body=body)
+
+    def spooled(self) -> set[str]:
+        return spooled_below(self.cache_dir)
+
+    def entries(self) -> set[str]:
+        """Names of the tier's entries. Not Path.rglob: folders vanish meanwhile."""
+        top = str(self.cache_dir / "v1" / "objects" / NAMESPACE.name)
+        return {
+            f"{folder}/{name}"[len(top) + 1 :]
+            for folder, _, names in os.walk(top)
+            for name in names
+            if name.endswith(".safetensors")
+        }
+
+    def lost(self) -> set[str]:
+        """Entries that this node serves and that are neither in the bucket nor waiting for it.
+
+        An entry leaves the spool after the bucket has it, so the bucket comes last. Two looks:
+        an entry that is adopted moves from folder to folder, and a walk can miss it.
+        """
+        entries = self.entries()
+        spooled = self.spooled() | self.spooled()
+        in_bucket = self.stocked | set(self.created.names)
+        return {name for name in entries - in_bucket if digest_of_name(name).hex() not in spooled}
+
+    def complaints_unswept(self) -> list[str]:
+        """The audit, as the dead left it."""
+        return self._tier().check()
+
+    def tier_complaints(self) -> list[str]:
+        """The audit, after the sweep that every start of a process does."""
+        tier = self._tier()
+        tier.open()
+        try:
+            return tier.check()
+        finally:
+            tier.close()
+
+    def _tier(self) -> Tier:
+        return Tier(
+            self.cache_dir,
+            NAMESPACE.name,
+            budget_bytes=2**30,
+            min_free_bytes=0,
+            counters=Counters(),
+        )
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    """Poll until it is true; fails after a generous deadline."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.005)

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processes that share a cache folder, killed at any moment of fetches and saves."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.faults.herd import Herd
+from tests.faults.living import object_at
+from tests.faults.saving import WIDTH, key_at
+from tests.faults.site import Site, eventually
+
+pytest.importorskip("torch")
+
+_STOCK = 24
+_AT_ONCE = 4
+_KILLS = 300
+# About 90 entries: less than all that is fetched and saved, so that eviction takes part.
+_CACHE_BYTES = 6 * 2**20
+# What the next start sweeps.
+_SWEPT = ("was left by a writer that died", "holds the pins of a process that died")
+
+
+def dead_spools(cache_dir: Path, living: list[int]) -> int:
+    """How many entries wait in the spools of the dead."""
+    spool = cache_dir / "v1" / "spool"
+    names = (
+        name
+        for folder, _, names in os.walk(spool)
+        for name in names
+        if int(Path(folder).name.split("-")[0]) not in living
+    )
+    return sum("--" in name for name in names)
+
+
+def assert_bucket_is_right(site: Site, numbers: range) -> None:
+    """What the bucket confirmed is there, bit for bit; what it took, it took once."""
+    by_name = {key_at(number).name: number for number in numbers}
+    objects = site.objects()
+    assert objects == site.stocked | set(site.created.names)
+    assert set(site.created.names.values()) == {1}
+    assert site.entries() <= objects
+    for name in objects:
+        assert site.body(name) == b"".join(object_at(by_name[name]))
+
+
+class Killer:
+    """Keeps a few children at work and kills one after the other.
+
+    Attributes:
+        left: How often the dead left something, by kind.
+    """
+
+    def __init__(self, site: Site, herd: Herd, chance: random.Random) -> None:
+        self._site = site
+        self._herd = herd
+        self._chance = chance
+        self._living: list[int] = []
+        self.settings = site.settings(cache_bytes=str(_CACHE_BYTES))
+        self.first = _STOCK
+        self.left: Counter[str] = Counter()
+
+    def fill_up(self) -> None:
+        while len(self._living) < _AT_ONCE:
+            self.first += 2
+            pid = self._herd.start(
+                "live",
+                settings=self.settings,
+                seed=self._chance.randrange(2**32),
+                stock=_STOCK,
+                first=self.first,
+            )
+            self._living.append(pid)
+
+    def kill_one(self) -> None:
+        self._herd.kill(self._living.pop(self._chance.randrange(len(self._living))))
+        self.left["spooled"] += dead_spools(self._site.cache_dir, self._living)
+
+    def kill_the_rest(self) -> None:
+        while self._living:
+            self.kill_one()
+
+    def check(self) -> None:
+        """What must hold at any moment, while the others go on."""
+        complaints = self._site.complaints_unswept()
+        assert [line for line in complaints if not line.endswith(_SWEPT)] == []
+        self.left.update(kind for line in complaints for kind in _SWEPT if line.endswith(kind))
+        eventually(lambda: not self._site.lost())
+        assert self._herd.complaints() == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [None])
+def test_three_hundred_kills_at_random_lose_nothing_and_serve_no_wrong_byte(
+    site: Site, herd: Herd, seed: int | None
+) -> None:
+    seed = random.randrange(2**32) if seed is None else seed
+    print(f"seed {seed}")  # noqa: T201 - shown when it fails
+    chance = random.Random(seed)
+    site.stock_record(WIDTH)
+    for number in range(_STOCK):
+        site.stock(key_at(number).name, b"".join(object_at(number)))
+    killer = Killer(site, herd, chance)
+    for kill in range(_KILLS):
+        killer.fill_up()
+        time.sleep(chance.random() * 0.2)  # not to order anything: to hit any moment
+        killer.kill_one()
+        killer.check()
+        if kill % 10 == 0:
+            assert site.tier_complaints() == []
+    killer.kill_the_rest()
+    # The kills did hit something.
+    print(dict(killer.left))  # noqa: T201
+    assert killer.left["spooled"] > 0
+    assert killer.left[_SWEPT[1]] > 0
+
+    last = herd.start("finish", settings=killer.settings)
+    assert herd.hear(last, "left") == "left 0"
+    herd.wait(last)
+    assert herd.complaints() == []
+    assert site.tier_complaints() == []
+    assert list((site.cache_dir / "v1" / "spool").iterdir()) == []
+    assert_bucket_is_right(site, range(killer.first + 12))

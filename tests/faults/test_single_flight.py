@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processes that want the same entries at once: one fetches each, whatever becomes of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+
+from s3ec.testing.fault_store import Gate
+from s3ec.testing.proxy import Exchange, Rule
+from s3ec.testing.proxy_faults import s3_error
+from tests.faults.herd import Herd
+from tests.faults.living import object_at
+from tests.faults.saving import WIDTH, key_at
+from tests.faults.site import OBJECTS, Site
+
+pytest.importorskip("torch")
+
+_DEADLINE_S = 60.0
+# Longer than a test may take: whoever goes on before it was told to, not out of patience.
+_ENDLESS_S = 600.0
+
+
+class HeldBack:
+    """The upstream's reply, when the gate opens."""
+
+    def __init__(self, gate: Gate) -> None:
+        self._gate = gate
+
+    async def apply(self, exchange: Exchange) -> None:
+        reply = await exchange.forward()
+        await self._gate.wait()
+        await exchange.send(reply)
+
+
+class RefusedLater(HeldBack):
+    """An answer that is not asked for again, when the gate opens."""
+
+    async def apply(self, exchange: Exchange) -> None:
+        await self._gate.wait()
+        await s3_error(403, "AccessDenied").apply(exchange)
+
+
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    gate = Gate()
+    yield gate
+    gate.release()
+
+
+def gets(site: Site) -> Counter[str]:
+    """How often each object was asked for."""
+    return Counter(
+        request.target.partition(OBJECTS)[2].partition("?")[0]
+        for request in list(site.proxy.requests)
+        if request.method == "GET" and OBJECTS in request.target
+    )
+
+
+def stock(site: Site, count: int) -> list[int]:
+    site.stock_record(WIDTH)
+    for number in range(count):
+        site.stock(key_at(number).name, b"".join(object_at(number)))
+    return list(range(count))
+
+
+def hold_back(site: Site, gate: Gate, times: int | None = None) -> None:
+    site.proxy.add(Rule(HeldBack(gate), method="GET", target=OBJECTS, times=times))
+
+
+def start(herd: Herd, site: Site, numbers: list[int], *, patience_s: float = _ENDLESS_S) -> int:
+    return herd.start("want", settings=site.settings(), numbers=numbers, patience_s=patience_s)
+
+
+def test_entries_that_four_processes_want_at_once_are_fetched_once_each(
+    site: Site, herd: Herd, gate: Gate
+) -> None:
+    numbers = stock(site, 40)
+    hold_back(site, gate)
+    pids = [start(herd, site, numbers) for _ in range(4)]
+    for pid in pids:
+        herd.hear(pid, "asked")
+    gate.release()
+    for pid in pids:
+        herd.hear(pid, "done")
+    assert herd.complaints() == []
+    assert gets(site) == Counter(key_at(number).name for number in numbers)
+    from_bucket = [words for _, words in herd.said if words.endswith(" bucket")]
+    assert len(from_bucket) == len(numbers)
+    assert site.tier_complaints() == []
+
+
+def test_fetch_of_a_killed_process_is_taken_over_at_once_by_one_other(
+    site: Site, herd: Herd, gate: Gate
+) -> None:
+    (number,) = stock(site, 1)
+    hold_back(site, gate, times=1)
+    killed = start(herd, site, [number])
+    assert gate.reached.wait(_DEADLINE_S)
+    others = [start(herd, site, [number]) for _ in range(3)]
+    for pid in others:
+        herd.hear(pid, "asked")
+    assert gets(site).total() == 1  # they wait
+    herd.kill(killed)
+    for pid in others:
+        herd.hear(pid, "done")
+    assert herd.complaints() == []
+    assert gets(site).total() == 2
+    sources = Counter(words for _, words in herd.said if words.startswith("got"))
+    assert sources == {f"got {number} bucket": 1, f"got {number} tier": 2}
+    assert site.tier_complaints() == []
+
+
+def test_stopped_process_holds_up_the_others_for_their_patience_and_no_longer(
+    site: Site, herd: Herd, gate: Gate
+) -> None:
+    (number,) = stock(site, 1)
+    hold_back(site, gate, times=1)
+    stopped = start(herd, site, [number])
+    assert gate.reached.wait(_DEADLINE_S)
+    os.kill(stopped, signal.SIGSTOP)
+    other = start(herd, site, [number], patience_s=0.1)
+    herd.hear(other, "done")  # it went on without the claim
+    assert gets(site).total() == 2
+    gate.release()
+    os.kill(stopped, signal.SIGCONT)
+    herd.hear(stopped, "done")
+    assert herd.complaints() == []
+    assert site.tier_complaints() == []
+
+
+def test_fetch_that_fails_is_tried_by_the_next_that_waits(
+    site: Site, herd: Herd, gate: Gate
+) -> None:
+    (number,) = stock(site, 1)
+    site.proxy.add(Rule(RefusedLater(gate), method="GET", target=OBJECTS, times=1))
+    failing = start(herd, site, [number])
+    assert gate.reached.wait(_DEADLINE_S)
+    other = start(herd, site, [number])
+    herd.hear(other, "asked")
+    gate.release()
+    assert herd.hear(failing, "got") == f"got {number} unavailable"
+    assert herd.hear(other, "got") == f"got {number} bucket"
+    assert herd.complaints() == []
