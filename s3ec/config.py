@@ -29,6 +29,8 @@ from s3ec.errors import ConfigError
 
 ENV_PREFIX = "S3EC_"
 CONFIG_FILE_VARIABLE = "S3EC_CONFIG"
+# Stands where a bucket is required and none is needed.
+_NO_BUCKET = "no-bucket-given"
 
 _CREDENTIAL_WORDS = (
     "access_key",
@@ -220,13 +222,18 @@ class Loaded:
 
 
 def load_settings(
-    extra: Mapping[str, Any] | None = None, *, origin: str = "ec_connector_extra_config"
+    extra: Mapping[str, Any] | None = None,
+    *,
+    origin: str = "ec_connector_extra_config",
+    need_bucket: bool = True,
 ) -> Loaded:
     """Read the settings of this process.
 
     Args:
         extra: The JSON that has the first word, or None.
         origin: What to call it in messages.
+        need_bucket: False for what only looks at this node: then a bucket need not be set, and
+            the one in the settings must not be used.
 
     Raises:
         ConfigError: Unknown name, wrong type, impossible value or combination, or
@@ -246,6 +253,8 @@ def load_settings(
         for name, value in values.items():
             merged[name] = value
             origins[name] = f"env {ENV_PREFIX}{name.upper()}" if label == "env" else label
+    if not need_bucket:
+        merged.setdefault("bucket", _NO_BUCKET)
     try:
         # Every source is in `merged`: BaseSettings must not look at the environment again.
         settings = Settings.model_validate(merged)

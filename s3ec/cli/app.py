@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from s3ec.cli import browse, config, doctor, serve
+from s3ec.cli import browse, config, doctor, serve, tier
 from s3ec.cli.help import EXIT_CODES, epilog
 
 # Commands that are heavy to import, or not in every build; each module has a Typer `app`.
@@ -45,6 +45,7 @@ app = typer.Typer(
     epilog=epilog(
         ("s3ec doctor --config @ec.json", "is this node ready to serve?"),
         ("s3ec ls --bucket embeddings", "what is in the bucket?"),
+        ("s3ec tier", "how full is this node's disk tier?"),
         ("s3ec serve-s3", "a local S3 server for trying things out"),
     ),
 )
@@ -73,4 +74,5 @@ def _root(
 doctor.register(app)
 browse.register(app)
 config.register(app)
+tier.register(app)
 serve.register(app)

@@ -56,6 +56,12 @@ _SETTINGS_OPTIONS = {
     "region": _option("--region", "NAME", "Region to sign for."),
     "profile": _option("--profile", "NAME", "Profile of the SDK's shared configuration."),
 }
+# For commands that look at this node only.
+_CACHE_OPTIONS = {
+    "config": _SETTINGS_OPTIONS["config"],
+    "cache_dir": _option("--cache-dir", "FOLDER", "Folder of the node's disk tier."),
+    "cache_bytes": _option("--cache-bytes", "SIZE", "Size the tier is kept below."),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +78,11 @@ class Source:
     overrides: Mapping[str, str] = field(default_factory=dict)
     label: str = "--config"
 
-    def load(self) -> Loaded:
+    def load(self, *, need_bucket: bool = True) -> Loaded:
         """Read the settings; origins name the option that won.
+
+        Args:
+            need_bucket: As for load_settings.
 
         Raises:
             ConfigError: Not readable, or what load_settings refuses.
@@ -82,7 +91,9 @@ class Source:
 
         given = self.extra()
         # One name for both in messages; the origins below are exact.
-        loaded = load_settings({**given, **self.overrides}, origin="the command line")
+        loaded = load_settings(
+            {**given, **self.overrides}, origin="the command line", need_bucket=need_bucket
+        )
         origins = dict(loaded.origins)
         origins.update(dict.fromkeys(given, self.label))
         origins.update({name: f"--{name.replace('_', '-')}" for name in self.overrides})
@@ -163,17 +174,26 @@ def reporting(function: Callable[..., None]) -> Callable[..., None]:
 
 def with_settings(function: Callable[..., None]) -> Callable[..., None]:
     """Give a command the options for settings; they arrive as its first argument, a Source."""
+    return _with_options(function, _SETTINGS_OPTIONS)
+
+
+def with_cache_settings(function: Callable[..., None]) -> Callable[..., None]:
+    """The same for a command of this node's disk tier, which needs no bucket."""
+    return _with_options(function, _CACHE_OPTIONS)
+
+
+def _with_options(function: Callable[..., None], options: Mapping[str, Any]) -> Callable[..., None]:
     signature = inspect.signature(function, eval_str=True)
     own = list(signature.parameters.values())[1:]
     added = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
-        for name, kind in _SETTINGS_OPTIONS.items()
+        for name, kind in options.items()
     ]
 
     @functools.wraps(function)
     def wrapper(**kwargs: Any) -> None:
         config = kwargs.pop("config")
-        overrides = {name: kwargs.pop(name) for name in _SETTINGS_OPTIONS if name != "config"}
+        overrides = {name: kwargs.pop(name) for name in options if name != "config"}
         given = {name: value for name, value in overrides.items() if value is not None}
         function(Source(config, given), **kwargs)
 

@@ -13,6 +13,8 @@ _log = logging.getLogger(__name__)
 
 # Work ends at its next pause; a disk that does not answer is not waited for.
 _STOP_TIMEOUT_S = 5.0
+# After work that failed by a fault of ours.
+_REST_S = 1.0
 
 
 class StoppedError(Exception):
@@ -79,7 +81,7 @@ class Background:
                 return
             except Exception:  # noqa: BLE001 (the top of a thread)
                 _log.exception("%s", self._name)
-                rest_s = 1.0
+                rest_s = _REST_S
             if self._stopping.wait(rest_s):
                 return
 

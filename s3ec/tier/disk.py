@@ -15,9 +15,7 @@ refused).
 
 from __future__ import annotations
 
-import logging
 import os
-import stat
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -28,25 +26,23 @@ from pathlib import Path
 from s3ec import codec
 from s3ec.codec import Header
 from s3ec.counters import Counters
-from s3ec.errors import CorruptEntryError, TierError
+from s3ec.errors import TierError
 from s3ec.identity import Key, is_namespace_name
 from s3ec.tier.audit import audit
 from s3ec.tier.census import Usage, breathe, entry_names, take_census
 from s3ec.tier.claims import Claim, Claims
+from s3ec.tier.entries import Entries
 from s3ec.tier.entry_paths import EntryPaths
 from s3ec.tier.evictor import Evictor
-from s3ec.tier.files import Folders, make_folder, note_use, require_real_folders
-from s3ec.tier.headers import read_header
+from s3ec.tier.files import Folders, make_folder
 from s3ec.tier.incoming import Incoming
 from s3ec.tier.intake import Intake
-from s3ec.tier.pins import Held, Pin, Pins
+from s3ec.tier.pins import Pin, Pins
 from s3ec.tier.publisher import Publisher
 from s3ec.tier.quarantine import Quarantine
 from s3ec.tier.refusals import Refusals
 from s3ec.tier.spool import Spool, SpoolParts
 from s3ec.tier.use_clock import UseClock
-
-_log = logging.getLogger(__name__)
 
 
 class Tier:
@@ -112,6 +108,9 @@ class Tier:
             self._folders, self._paths, self._evictor, self._clock, self._counters
         )
         self._intake = Intake(self._publisher, self._pins)
+        self._entries = Entries(
+            self._paths, self._pins, self._quarantine, self._clock, self._counters, self._failed
+        )
 
     def open(self) -> None:
         """Make and check the folders, and sweep what dead processes left.
@@ -182,31 +181,14 @@ class Tier:
             None where the entry is absent, or was bad (then it is quarantined), or the disk
             refused (then it is counted). The checksum is for the reader to check.
         """
-        if not self._opened:
-            return None
-        try:
-            require_real_folders(self._paths.parents(key))
-            held = self._pins.hold(self._paths.path(key), key.digest)
-            return None if held is None else self._checked(key, held)
-        except FileNotFoundError:
-            return None
-        except CorruptEntryError as exc:  # not even a file
-            self.quarantine(key, exc.reason)
-        except (OSError, TierError) as exc:
-            self._failed("pin", exc)
-        return None
+        return self._entries.pin(key) if self._opened else None
 
     def unpin(self, pin: Pin) -> None:
         """Let go of a pin; never raises.
 
         More than once is fine. A pin of another process (a forked child's parent) is left alone.
         """
-        path = str(pin.path)
-        if self._pins.owns(path):
-            try:
-                self._pins.drop(path)
-            except OSError as exc:
-                self._failed("unpin", exc)
+        self._entries.unpin(pin)
 
     def publish(
         self,
@@ -301,27 +283,12 @@ class Tier:
 
     def contains(self, key: Key) -> bool:
         """Whether a file stands under this name: one stat, nothing read, nothing promised."""
-        if not self._opened:
-            return False
-        try:
-            return stat.S_ISREG(os.lstat(self._paths.path(key)).st_mode)
-        except (FileNotFoundError, NotADirectoryError):
-            return False
-        except OSError as exc:
-            self._failed("contains", exc)
-            return False
+        return self._opened and self._entries.contains(key)
 
     def evict(self, key: Key) -> None:
         """Drop the local copy (it can be fetched again); pins of it stay. Never raises."""
-        if not self._opened:
-            return
-        try:
-            require_real_folders(self._paths.parents(key))
-            os.unlink(self._paths.path(key))
-        except (FileNotFoundError, NotADirectoryError):
-            return
-        except (OSError, TierError) as exc:
-            self._failed("evict", exc)
+        if self._opened:
+            self._entries.evict(key)
 
     def quarantine(self, key: Key, reason: str) -> None:
         """Move the entry away so that nobody pins it again. Counted; never raises.
@@ -329,23 +296,8 @@ class Tier:
         Args:
             reason: One word, such as ``CorruptEntryError.reason``.
         """
-        if not self._opened:
-            return
-        path = self._paths.path(key)
-        label = f"{self._namespace}--{key.digest.hex()}"
-        try:
-            require_real_folders(self._paths.parents(key))
-            if not self._quarantine.take(path, label, reason, mtime_ns=self._clock.use_ns()):
-                return
-        except FileNotFoundError:
-            return
-        except (OSError, TierError) as exc:
-            self._failed("quarantine", exc)
-            self.evict(key)  # the evidence is worth less than the next reader's time
-            if os.path.lexists(path):
-                return
-        self._counters.add("tier.quarantined")
-        _log.warning("entry %s of %s was bad (%s); set aside", key.name, self._namespace, reason)
+        if self._opened:
+            self._entries.quarantine(key, reason)
 
     def make_room(self, incoming_bytes: int = 0) -> int:
         """Evict where the budget or the disk's free space asks for it; walks the folder.
@@ -402,30 +354,6 @@ class Tier:
             if not self._evictor.make_room(0, at_least_bytes=1):
                 raise
             self._pins.open()
-
-    def _checked(self, key: Key, held: Held) -> Pin | None:
-        """Look into what was linked, and touch it; a bad entry is quarantined."""
-        try:
-            found = os.fstat(held.fd)
-            try:
-                header = read_header(held.fd, found.st_size)
-                codec.check_identity(header, namespace=self._namespace, identifier=key.identifier)
-            except CorruptEntryError as exc:
-                self._pins.drop(held.path)
-                # Unless somebody has just published a better one.
-                if os.lstat(self._paths.path(key)).st_ino == found.st_ino:
-                    self.quarantine(key, exc.reason)
-                return None
-            try:
-                note_use(held.fd, found, self._clock.use_ns(found.st_mtime_ns))
-            except OSError as exc:  # the entry is as good as before
-                self._failed("touch", exc)
-        except BaseException:
-            self._pins.drop(held.path)
-            raise
-        finally:
-            os.close(held.fd)
-        return Pin(Path(held.path), found.st_size, header)
 
     def _after_fork(self) -> None:
         self._clock.after_fork()

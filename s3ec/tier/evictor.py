@@ -85,9 +85,7 @@ class Evictor:
             OSError: The file system refused.
         """
         self._lock.make()
-        if fresh:
-            self._total.begin()
-        self._clock.learn(*self._total.read().newest)
+        self._clock.learn(*self._total.open(fresh=fresh).newest)
         self._sweep()
 
     def close(self) -> None:

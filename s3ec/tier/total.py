@@ -5,7 +5,8 @@ Layout, little-endian, 80 bytes: magic and version (8), boot id (16), epoch (8),
 total bytes (8), bytes ever added (8), newest time of use (8), newest unused time (8), xxh3-64 of
 all that (8). It is no truth: a process killed between publishing and adding makes it too low, a
 deleted entry makes it too high, and each walk over the folder puts it right. It is not synced to
-the device, so one of another boot is not believed.
+the device, so one of another boot is not believed. The boot is looked at when a tier is opened
+and not later: of two kernels that share a folder each would doubt the other at every publish.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ class Figures:
         added_bytes: All that was ever added in this epoch.
         newest_ns: Latest time of use, as far as told.
         newest_unused_ns: The same on the scale of unused entries.
+        boot_id: Of the kernel that the epoch began under.
     """
 
     epoch: int = 0
@@ -56,6 +58,7 @@ class Figures:
     added_bytes: int = 0
     newest_ns: int = 0
     newest_unused_ns: int = 0
+    boot_id: bytes = bytes(16)
 
     @property
     def newest(self) -> tuple[int, int]:
@@ -66,7 +69,7 @@ class Figures:
         """The file's content."""
         body = _BODY.pack(
             _MAGIC,
-            _boot_id(),
+            self.boot_id,
             self.epoch,
             self.counted,
             self.total_bytes,
@@ -78,16 +81,16 @@ class Figures:
 
     @classmethod
     def parse(cls, blob: bytes) -> Figures | None:
-        """The inverse; None where it is torn, of another version or of another boot."""
+        """The inverse; None where it is torn or of another version."""
         body = blob[: _BODY.size]
         if len(blob) != _NBYTES or blob[_BODY.size :] != _CHECKSUM.pack(
             xxhash.xxh3_64_intdigest(body)
         ):
             return None
-        magic, boot_id, epoch, counted, *rest = _BODY.unpack(body)
-        if magic != _MAGIC or boot_id != _boot_id() or not epoch:
+        magic, boot_id, epoch, counted, total, added, used_ns, unused_ns = _BODY.unpack(body)
+        if magic != _MAGIC or not epoch:
             return None
-        return cls(epoch, bool(counted), *rest)
+        return cls(epoch, bool(counted), total, added, used_ns, unused_ns, boot_id)
 
 
 _NOTHING = Figures()
@@ -115,12 +118,21 @@ class RunningTotal:
         self._path = str(folders.usage)
         self._folders = folders
 
-    def begin(self) -> None:
-        """Say that the folder is new and holds nothing, unless something is said already."""
-        self._update(lambda figures: figures if figures.epoch else _anew(counted=True))
+    def open(self, *, fresh: bool) -> Figures:
+        """What is said now, unless that is in doubt.
+
+        Args:
+            fresh: The folder was just made and holds nothing.
+        """
+        found = self.read()
+        if not found.epoch and fresh:
+            return self._update(lambda figures: figures if figures.epoch else _anew(counted=True))
+        if found.epoch and found.boot_id != _boot_id():
+            return self._update(_doubted)
+        return found
 
     def read(self) -> Figures:
-        """What is said now; without an epoch where the file is absent or in doubt."""
+        """What is said now; without an epoch where the file is absent or bad."""
         try:
             fd = os.open(self._path, os.O_RDONLY | _FLAGS)
         except FileNotFoundError:
@@ -203,7 +215,14 @@ class RunningTotal:
 
 
 def _anew(*, counted: bool) -> Figures:
-    return Figures(epoch=secrets.randbits(63) | 1, counted=counted)
+    return Figures(epoch=secrets.randbits(63) | 1, counted=counted, boot_id=_boot_id())
+
+
+def _doubted(figures: Figures) -> Figures:
+    """Begun anew where another boot wrote it, unless somebody was faster."""
+    if figures.boot_id == _boot_id():
+        return figures
+    return _latest(_anew(counted=False), figures.newest)
 
 
 def _latest(figures: Figures, newest: tuple[int, int]) -> Figures:

@@ -13,7 +13,10 @@ from s3ec.cli import app as app_module
 from s3ec.cli.output import human_age, human_bytes, safe
 from tests.unit.cli.conftest import Cli
 
-COMMANDS = ["doctor", "ns", "ls", "stat", "get", "serve-s3", "config show", "config docs"]
+COMMANDS = [
+    *("doctor", "ns", "ls", "stat", "get", "serve-s3", "config show", "config docs"),
+    *("tier", "tier check", "tier evict"),
+]
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS])

@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import fcntl
+import itertools
 import os
 import resource
 import sys
+import time
 from pathlib import Path
 
 from s3ec.errors import TierError
@@ -15,6 +17,7 @@ from tests.unit.tier.cases import (
     entry,
     file_of,
     key_at,
+    key_of,
     new_tier,
     pin_folders,
     publish_spooled,
@@ -87,6 +90,24 @@ def churn(root: Path, budget_bytes: int, first: int, count: int) -> None:
     say("done")
 
 
+def flood(root: Path, budget_bytes: int, min_free_bytes: int, rows: int, number: int) -> None:
+    """Publish as fast as it goes; says how many were refused."""
+    tier = new_tier(root, budget_bytes=budget_bytes, min_free_bytes=min_free_bytes)
+    tier.open()
+    say("ready")
+    hear()
+    refused = 0
+    for turn in range(120):
+        key = key_at(1000 * number + turn)
+        try:
+            tier.publish(key, [entry(key, rows=rows)])
+        except TierError:
+            refused += 1
+    say(refused)
+    hear()
+    tier.close()
+
+
 def occupy(root: Path) -> None:
     """Be the evictor, for as long as wanted."""
     fd = os.open(root / "v1" / "evict.lock", os.O_RDWR | os.O_CREAT)
@@ -122,6 +143,33 @@ def fork(root: Path) -> None:
     assert read(parents, key) == entry(key)
     tier.close()
     say(len(pin_folders(root)))
+
+
+def fork_evicting(root: Path) -> None:
+    """Evict in the background in a parent, then in its forked child."""
+    count = 0
+    keys = (key_of(f"{number:064x}") for number in itertools.count())
+
+    def fill_up() -> int:
+        """Publish until the thread has evicted, and say what it left."""
+        nonlocal count
+        for key in itertools.islice(keys, 96 - count):
+            tier.publish(key, [entry(key)], used=False)
+        deadline_s = time.monotonic() + 20
+        while (count := tier.usage().entries) > 90 and time.monotonic() < deadline_s:
+            time.sleep(0.002)
+        return count
+
+    tier = new_tier(root, budget_bytes=100 * len(entry(key_of("0" * 64))))
+    tier.open()
+    in_parent = fill_up()
+    pid = os.fork()
+    if pid == 0:
+        say(f"parent: {in_parent} child: {fill_up()}")
+        tier.close()
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    tier.close()
 
 
 def spool(root: Path, first: int, count: int) -> None:
@@ -227,8 +275,8 @@ if __name__ == "__main__":
     commands = {
         function.__name__: function
         for function in (
-            *(race, hold, stop_before_rename, churn, occupy, fork, orphan, limit),
-            *(spool, spool_before_rename, adopt, fork_spool),
+            *(race, hold, stop_before_rename, churn, flood, occupy, fork, orphan, limit),
+            *(spool, spool_before_rename, adopt, fork_spool, fork_evicting),
         )
     }
     commands[sys.argv[1]](Path(sys.argv[2]), *(int(argument) for argument in sys.argv[3:]))

@@ -90,17 +90,32 @@ def tier(make_tier: Callable[..., Tier]) -> Iterator[Tier]:
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A disk of 1 MiB and 64 files of its own."""
-    folder = tmp_path / "disk"
+    with mounted(tmp_path / "disk", "size=1m,nr_inodes=64,mode=700") as folder:
+        yield folder
+
+
+@pytest.fixture
+def large_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 8 MiB of its own."""
+    with mounted(tmp_path / "disk", "size=8m,mode=700") as folder:
+        yield folder
+
+
+@contextmanager
+def mounted(folder: Path, options: str) -> Iterator[Path]:
+    """A tmpfs for as long as the block runs; skips where this user may not mount."""
     folder.mkdir(mode=0o700)
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m,nr_inodes=64,mode=700", "tmpfs", str(folder)]
+    mount = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
     try:
         done = subprocess.run(mount, capture_output=True, text=True, check=False)
     except FileNotFoundError:
         pytest.skip("no mount command")
     if done.returncode:
         pytest.skip(f"mounting needs root: {done.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from pathlib import Path
 from s3ec.counters import Counters
 from s3ec.errors import TierError
 from s3ec.tier import Tier
+from s3ec.tier.files import free_bytes
 from tests.unit.tier.cases import child, entry, key_at, pin_folders, read, temps_below
 
 
@@ -70,6 +71,60 @@ def test_evictors_of_other_processes_never_take_a_readers_bytes(
     for key, kept in held.items():
         assert kept is not None
         assert read(kept, key) == entry(key)
+    assert tier.check() == []
+
+
+ROWS = 1000
+LARGE = len(entry(key_at(0), rows=ROWS))  # 64 KB, and all about the same
+
+
+def flood(root: Path, budget_bytes: int, min_free_bytes: int, look: Callable[[], None]) -> int:
+    """Four processes publish at once while ``look`` looks on; answers how many were refused."""
+    with ExitStack() as stack:
+        others = [
+            stack.enter_context(child("flood", root, budget_bytes, min_free_bytes, ROWS, number))
+            for number in range(4)
+        ]
+        for other in others:
+            assert other.hear() == "ready"
+        for other in others:
+            other.say()
+        with ThreadPoolExecutor(1) as pool:
+            hearing = pool.submit(lambda: [int(other.hear()) for other in others])
+            while not hearing.done():
+                look()
+        for other in others:
+            other.say()
+            other.end()
+        return sum(hearing.result())
+
+
+def test_four_processes_that_publish_at_once_keep_the_budget(
+    make_tier: Callable[..., Tier], root: Path
+) -> None:
+    budget_bytes = 40 * LARGE
+    tier = make_tier(budget_bytes=budget_bytes)
+    seen: list[int] = []
+    # Four are in flight: each may have been let through before the others were counted.
+    refused = flood(root, budget_bytes, 0, lambda: seen.append(tier.usage().total_nbytes))
+    assert refused == 0
+    assert max(seen) <= budget_bytes + 4 * (LARGE + 128)
+    assert max(seen) > budget_bytes // 2
+    assert tier.make_room() >= 0
+    assert tier.estimated_bytes() == tier.usage().total_nbytes <= budget_bytes
+    assert tier.check() == []
+
+
+def test_four_processes_that_publish_at_once_keep_the_free_space_floor(
+    make_tier: Callable[..., Tier], large_disk: Path
+) -> None:
+    min_free_bytes = 20 * LARGE
+    tier = make_tier(large_disk, min_free_bytes=min_free_bytes)
+    seen: list[int] = []
+    flood(large_disk, 1 << 30, min_free_bytes, lambda: seen.append(free_bytes(large_disk)))
+    page = 4096  # files take whole ones, and folders one each
+    assert min(seen) >= min_free_bytes - 4 * (LARGE + 3 * page)
+    assert min(seen) < 2 * min_free_bytes
     assert tier.check() == []
 
 

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``s3ec tier``: no bucket, no network, beside engines that use the folder."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from s3ec.tier import Tier
+from tests.unit.cli.conftest import Cli
+from tests.unit.tier.cases import (
+    DESTINATION,
+    NAMESPACE,
+    OTHER_NAMESPACE,
+    Clock,
+    entry,
+    file_of,
+    key_of,
+    new_tier,
+)
+
+KEYS = [key_of(f"{number:064x}") for number in range(10)]
+SIZE = len(entry(KEYS[0]))
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "cache"
+    for name in list(os.environ):
+        if name.startswith("S3EC_"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("S3EC_CACHE_DIR", str(folder))
+    monkeypatch.setenv("S3EC_CACHE_BYTES", "1MiB")
+    return folder
+
+
+@pytest.fixture
+def engine(root: Path) -> Iterator[Tier]:
+    """A tier in use: ten entries, one of them pinned, one waiting for the bucket."""
+    tier = new_tier(root)
+    tier.open()
+    spool = tier.open_spool(DESTINATION)
+    for number, key in enumerate(KEYS):
+        tier.publish(key, [entry(key)], used=number < 7, spool=spool if number == 1 else None)
+    assert tier.pin(KEYS[0]) is not None
+    yield tier
+    tier.close()
+
+
+def age(root: Path, number: int, seconds: float) -> None:
+    then = time.time() - seconds
+    os.utime(file_of(root, KEYS[number]), (then, then))
+
+
+def present(tier: Tier) -> set[int]:
+    return {number for number, key in enumerate(KEYS) if tier.contains(key)}
+
+
+def test_tier_shows_size_ages_pins_and_spool(cli: Cli, engine: Tier, root: Path) -> None:
+    for number, seconds in ((2, 120), (3, 7200), (4, 3 * 86400), (5, 30 * 86400), (6, -1000)):
+        age(root, number, seconds)
+    engine.publish(KEYS[9], [b"not an entry"])
+    assert engine.pin(KEYS[9]) is None
+    found = cli.json("tier")
+    assert found["cache_dir"] == str(root)
+    assert found["bytes"] == 9 * SIZE + len(b"not an entry")
+    assert found["running_total_bytes"] >= found["bytes"]
+    assert found["budget_bytes"] == 1 << 20
+    assert found["entries"] == 9
+    assert found["entry_bytes"] == 9 * SIZE
+    assert found["never_used"] == {"entries": 2, "bytes": 2 * SIZE}
+    assert {label: total["entries"] for label, total in found["ages"].items()} == {
+        "< 1 min": 3,  # one of them in the future: somebody set a clock
+        "< 1 h": 1,
+        "< 1 day": 1,
+        "< 1 week": 1,
+        "older": 1,
+        "never used": 2,
+    }
+    assert found["namespaces"] == {NAMESPACE: {"entries": 9, "bytes": 9 * SIZE}}
+    assert found["pins"] == {"bytes": SIZE, "processes": 1}
+    assert found["spool"] == {"entries": 1, "bytes": SIZE}
+    assert found["quarantine"] == {"entries": 1, "bytes": 12}
+    text = cli("tier").stdout
+    for part in (str(root), "1.0 MiB", "never used", NAMESPACE, "by 1 processes"):
+        assert part in text
+
+
+def test_tier_changes_nothing(cli: Cli, engine: Tier, root: Path) -> None:
+    before = {path: path.lstat().st_mtime_ns for path in root.rglob("*")}
+    cli("tier")
+    cli("tier", "check")
+    cli("tier", "evict", "--to", "0", "--dry-run")
+    assert {path: path.lstat().st_mtime_ns for path in root.rglob("*")} == before
+
+
+def test_check_is_silent_about_a_folder_in_use(cli: Cli, engine: Tier) -> None:
+    out = cli("tier", "check")
+    assert out.stdout == ""
+    assert cli.json("tier", "check")["complaints"] == []
+
+
+def test_check_complains_and_ends_with_1(cli: Cli, engine: Tier, root: Path) -> None:
+    path = file_of(root, KEYS[3])
+    blob = path.read_bytes()
+    path.write_bytes(blob[:-1] + b"x")
+    assert str(path) in cli("tier", "check", code=1).stdout
+    (complaint,) = cli.json("tier", "check", code=1)["complaints"]
+    assert str(path) in complaint
+
+
+def test_evict_takes_never_used_entries_then_old_ones_and_no_held_one(
+    cli: Cli, engine: Tier
+) -> None:
+    found = cli.json("tier", "evict", "--to", str(6 * SIZE))
+    assert (found["freed_bytes"], found["evicted"], found["reached"]) == (4 * SIZE, 4, True)
+    assert present(engine) == {0, 1, 3, 4, 5, 6}
+    assert engine.estimated_bytes() == 6 * SIZE
+    found = cli.json("tier", "evict", "--to", "0")
+    assert (found["after_bytes"], found["held_bytes"], found["reached"]) == (
+        2 * SIZE,
+        2 * SIZE,
+        False,
+    )
+    assert present(engine) == {0, 1}
+    out = cli("tier", "evict", "--to", "0")
+    assert "freed 0 B" in out.stdout
+    assert "not reached" in out.stderr
+    assert engine.check() == []
+
+
+def test_evict_dry_run_says_what_would_go(cli: Cli, engine: Tier) -> None:
+    text = cli("tier", "evict", "--to", "0", "--dry-run").stdout
+    assert f"would free {8 * SIZE / 1024:.1f} KiB ({8 * SIZE} bytes, 8 entries)" in text
+    assert present(engine) == set(range(10))
+
+
+def test_evict_of_one_namespace_leaves_the_others(cli: Cli, engine: Tier, root: Path) -> None:
+    other = Tier(
+        root,
+        OTHER_NAMESPACE,
+        budget_bytes=1 << 20,
+        min_free_bytes=0,
+        counters=engine._counters,
+        clock=Clock(),
+    )
+    other.open()
+    for key in KEYS[:4]:
+        other.publish(key, [entry(key, namespace=OTHER_NAMESPACE)])
+    assert [*cli.json("tier")["namespaces"]] == [NAMESPACE, OTHER_NAMESPACE]
+    found = cli.json("tier", "evict", "--to", str(SIZE), "--namespace", OTHER_NAMESPACE[:14])
+    assert found["namespace"] == OTHER_NAMESPACE
+    assert (found["before_bytes"], found["after_bytes"]) == (4 * SIZE, SIZE)
+    assert present(engine) == set(range(10))
+    assert len(list(other.names())) == 1
+    other.close()
+    for begin, part in (("tiny-", "fits 2 namespaces"), ("x", "fits no namespace")):
+        out = cli("tier", "evict", "--to", "0", "--namespace", begin, code=2)
+        assert part in out.stderr
+        assert OTHER_NAMESPACE in out.stderr
+
+
+@pytest.mark.parametrize("size", ["ten", "-5", "10 parsecs", ""])
+def test_bad_size_is_named(cli: Cli, engine: Tier, size: str) -> None:
+    out = cli("tier", "evict", f"--to={size}", code=2)
+    assert "`--to`" in out.stderr
+    assert "10GiB" in out.stderr
+
+
+@pytest.mark.parametrize("command", [[], ["check"], ["evict", "--to", "0"]])
+def test_missing_folder_is_named_with_the_setting_and_where_it_came_from(
+    cli: Cli, root: Path, command: list[str]
+) -> None:
+    out = cli("tier", *command, code=2)
+    assert "env S3EC_CACHE_DIR" in out.stderr
+    assert "`cache_dir`" in out.stderr
+    assert not root.exists()
+    out = cli("tier", *command, "--cache-dir", str(root / "x"), code=2)
+    assert "--cache-dir" in out.stderr
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
+def test_folder_of_another_user_is_refused_with_the_way_to_look(
+    cli: Cli, engine: Tier, root: Path
+) -> None:
+    os.chown(root, 65534, 65534)
+    try:
+        out = cli("tier", code=2)
+    finally:
+        os.chown(root, 0, 0)
+    assert "sudo -u '#65534' s3ec tier" in out.stderr
+
+
+def test_options_before_the_command_are_not_dropped_in_silence(cli: Cli, engine: Tier) -> None:
+    for options in (["--cache-dir", "/elsewhere"], ["--json"]):
+        assert "after the command" in cli("tier", *options, "check", code=2).stderr
+
+
+def test_evict_waits_for_no_lock_it_cannot_get(
+    cli: Cli, engine: Tier, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from s3ec.tier import inspection
+    from s3ec.tier.evict_lock import EvictLock
+    from s3ec.tier.files import Folders
+
+    monkeypatch.setattr(inspection, "_LOCK_TIMEOUT_S", 0.02)
+    with EvictLock(Folders(root)).hold() as alone:
+        assert alone
+        assert "try later" in cli("tier", "evict", "--to", "0", code=1).stderr
+    assert present(engine) == set(range(10))

@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Eviction ahead of the limits: by a thread, started late and ended promptly."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from s3ec.counters import Counters
+from s3ec.tier import Tier, background, evictor
+from s3ec.tier.background import Background, StoppedError
+from tests.unit.tier.cases import HOUR_S, Clock, child, entry, key_of
+
+SIZE = len(entry(key_of("0" * 64)))
+DEADLINE_S = 30.0
+
+pytestmark = pytest.mark.usefixtures("background")
+
+
+def publish(tier: Tier, numbers: range, *, used: bool = True) -> None:
+    for number in numbers:
+        key = key_of(f"{number:064x}")
+        tier.publish(key, [entry(key)], used=used)
+
+
+def present(tier: Tier, count: int) -> set[int]:
+    return {number for number in range(count) if tier.contains(key_of(f"{number:064x}"))}
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.002)
+
+
+def evictor_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == "s3ec-evictor"}
+
+
+def test_thread_evicts_to_the_low_mark_before_the_budget_is_full(
+    make_tier: Callable[..., Tier], clock: Clock
+) -> None:
+    tier = make_tier(budget_bytes=100 * SIZE)
+    publish(tier, range(95))
+    clock.now_s += HOUR_S
+    assert present(tier, 95) == set(range(95))
+    publish(tier, range(95, 96))  # past 95%
+    wait_until(lambda: len(present(tier, 96)) == 90)
+    assert present(tier, 96) == set(range(6, 96))
+    assert tier.estimated_bytes() == tier.usage().total_nbytes
+    assert tier.check() == []
+
+
+def test_publish_walks_only_where_it_would_break_the_budget(
+    make_tier: Callable[..., Tier], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    walkers: list[str] = []
+    take = evictor.take_census
+
+    def note(*arguments: object) -> object:
+        walkers.append(threading.current_thread().name)
+        return take(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(evictor, "take_census", note)
+    tier = make_tier(budget_bytes=100 * SIZE)
+    publish(tier, range(95))
+    assert walkers == []
+    publish(tier, range(95, 100))  # the thread walks, and passes over what was just used
+    wait_until(lambda: "s3ec-evictor" in walkers)
+    assert threading.current_thread().name not in walkers
+    publish(tier, range(100, 101))
+    assert threading.current_thread().name in walkers
+    assert tier.usage().total_nbytes <= 100 * SIZE
+
+
+def test_never_used_entries_of_a_moment_ago_go_first(make_tier: Callable[..., Tier]) -> None:
+    tier = make_tier(budget_bytes=100 * SIZE)
+    publish(tier, range(40))
+    publish(tier, range(40, 96), used=False)
+    wait_until(lambda: len(present(tier, 96)) == 90)
+    assert present(tier, 96) == {*range(40), *range(46, 96)}
+
+
+def test_thread_keeps_ahead_of_the_free_space_floor(
+    make_tier: Callable[..., Tier], monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> None:
+    tier = make_tier(budget_bytes=1000 * SIZE, min_free_bytes=100 * SIZE)
+    free = [1000]
+    monkeypatch.setattr(
+        evictor, "free_bytes", lambda folder: (free[0] + 60 - len(present(tier, 60))) * SIZE
+    )
+    publish(tier, range(60))
+    clock.now_s += HOUR_S
+    assert present(tier, 60) == set(range(60))
+    free[0] = 110  # above the floor, so publishing itself has no reason to evict
+    publish(tier, range(60, 61))
+    # 12.5 ahead of the floor (a quarter of 5% of the budget), and a 64th of the budget
+    wait_until(lambda: len(present(tier, 60)) == 60 - 19)
+
+
+def test_tier_that_publishes_little_has_no_thread(make_tier: Callable[..., Tier]) -> None:
+    before = evictor_threads()
+    tier = make_tier()
+    publish(tier, range(20))
+    tier.pin(key_of("0" * 64))
+    tier.make_room()
+    assert evictor_threads() == before
+
+
+def test_folder_of_unknown_size_is_counted_by_the_thread_after_the_first_publish(
+    make_tier: Callable[..., Tier], root: Path
+) -> None:
+    tier = make_tier()
+    publish(tier, range(20))
+    tier.close()
+    (root / "v1" / "usage").unlink()
+    before = evictor_threads()
+    tier = make_tier()
+    assert evictor_threads() == before
+    publish(tier, range(20, 21))
+    wait_until(lambda: tier.estimated_bytes() >= 21 * SIZE)
+    # The newest may be counted by both, the walk and its publisher.
+    assert tier.estimated_bytes() <= 22 * SIZE
+
+
+def test_folder_of_unknown_size_takes_a_64th_of_the_budget_without_a_count(
+    make_tier: Callable[..., Tier], root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = make_tier(budget_bytes=640 * SIZE)
+    publish(tier, range(600))
+    tier.close()
+    (root / "v1" / "usage").unlink()
+    monkeypatch.setattr(Background, "wake", lambda self: None)  # the thread gets no turn
+    tier = make_tier(budget_bytes=640 * SIZE)
+    publish(tier, range(600, 610))
+    assert tier.estimated_bytes() == 10 * SIZE
+    publish(tier, range(610, 700))
+    assert tier.usage().total_nbytes <= 640 * SIZE
+    assert tier.estimated_bytes() == tier.usage().total_nbytes
+
+
+def test_close_ends_a_walk_in_the_middle(
+    make_tier: Callable[..., Tier], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered, ended = threading.Event(), threading.Event()
+
+    def endless(folders: object, pause: Callable[[], None]) -> object:
+        entered.set()
+        try:
+            while True:
+                pause()
+        finally:
+            ended.set()
+
+    tier = make_tier(budget_bytes=100 * SIZE)
+    before = evictor_threads()
+    monkeypatch.setattr(evictor, "take_census", endless)
+    publish(tier, range(96))
+    assert entered.wait(DEADLINE_S)
+    tier.close()
+    assert ended.is_set()
+    assert evictor_threads() == before
+    monkeypatch.undo()
+    assert make_tier().make_room() == 0  # the lock is free
+
+
+def test_round_that_fails_is_counted_and_the_thread_goes_on(
+    make_tier: Callable[..., Tier],
+    monkeypatch: pytest.MonkeyPatch,
+    counters: Counters,
+    clock: Clock,
+) -> None:
+    tier = make_tier(budget_bytes=100 * SIZE)
+    monkeypatch.setattr(evictor, "_REST_S", 0.0)
+
+    def fail(*arguments: object) -> object:
+        raise OSError("disk gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(evictor, "take_census", fail)
+        publish(tier, range(96))
+        wait_until(lambda: counters.get("tier.errors") > 0)
+    clock.now_s += HOUR_S
+    publish(tier, range(96, 97))
+    wait_until(lambda: len(present(tier, 97)) == 90)
+
+
+def test_forked_child_evicts_by_a_thread_of_its_own(root: Path) -> None:
+    with child("fork_evicting", root) as other:
+        assert other.hear() == "parent: 90 child: 90"
+        other.end()
+
+
+def test_work_that_raises_is_logged_and_done_again_at_the_next_wake(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls = threading.Semaphore(0)
+
+    def work(pause: Callable[[], None]) -> float:
+        calls.release()
+        raise RuntimeError("a fault of ours")
+
+    monkeypatch.setattr(background, "_REST_S", 0.0)
+    thread = Background("test-background", work)
+    for _ in range(2):
+        thread.wake()
+        assert calls.acquire(timeout=DEADLINE_S)
+    thread.stop()
+    assert "a fault of ours" in caplog.text
+    thread.wake()
+    assert not [each for each in threading.enumerate() if each.name == "test-background"]
+
+
+def test_pause_of_a_stopped_thread_raises(caplog: pytest.LogCaptureFixture) -> None:
+    entered, raised = threading.Event(), threading.Event()
+
+    def work(pause: Callable[[], None]) -> float:
+        entered.set()
+        try:
+            while True:
+                pause()
+        except StoppedError:
+            raised.set()
+            raise
+
+    thread = Background("test-background", work)
+    thread.wake()
+    assert entered.wait(DEADLINE_S)
+    thread.stop()
+    assert raised.is_set()
+    assert caplog.records == []
+
+
+def test_walks_in_the_background_leave_the_interpreter_now_and_then(
+    make_tier: Callable[..., Tier], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from s3ec.tier import census, disk
+
+    breaths: list[int] = []
+    tier = make_tier()
+    publish(tier, range(50))
+    monkeypatch.setattr(census, "_FILES_PER_BREATH", 10)
+    monkeypatch.setattr(disk, "breathe", lambda: breaths.append(os.getpid()))
+    assert len(list(tier.names())) == 50
+    assert len(breaths) == 5
