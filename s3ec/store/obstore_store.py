@@ -27,7 +27,7 @@ from s3ec.errors import CorruptEntryError, UnavailableError
 from s3ec.store import obstore_runtime
 from s3ec.store.aioboto3_store import Aioboto3Store, Turn, content_type_of
 from s3ec.store.base import Blob
-from s3ec.store.obstore_errors import AskAgainError, BrokenConnectionError, sdk_errors
+from s3ec.store.obstore_errors import AskAgainError, BrokenConnectionError, UnfitError, sdk_errors
 from s3ec.store.obstore_runtime import held
 from s3ec.store.replies import Extend, Reply
 from s3ec.store.sdk_client import Address, Opened, address_of
@@ -50,6 +50,7 @@ class ObstoreStore(Aioboto3Store):
 
     - requests whose reply it cannot read (no length, a range not honoured), a second time,
     - all of a bucket that is signed for otherwise, such as a directory bucket,
+    - all of a server whose certificate is an authority's as well, as self-signed ones are,
     - all in a child that was forked after obstore had started its threads, and in a process that
       is ending, see obstore_runtime.
     """
@@ -62,6 +63,7 @@ class ObstoreStore(Aioboto3Store):
         self._signed_by: Any = None
         self._clients: dict[str, S3Store] = {}
         self._bucket_region: str | None = None
+        self._unfit = ""
         self._warned: set[str] = set()
 
     def __repr__(self) -> str:
@@ -93,7 +95,7 @@ class ObstoreStore(Aioboto3Store):
             async with self._errors_of(turn, what, "GetObject"):
                 result = await held(obstore.get_async(client, key, options=part))
         except AskAgainError as exc:
-            self._warn_once("obstore cannot read a reply,", exc)
+            self._note(exc)
             return await super()._get_object(turn, key, wanted)
         except ClientError as exc:
             if is_absent(exc):
@@ -128,11 +130,17 @@ class ObstoreStore(Aioboto3Store):
                     )
                 )
         except AskAgainError as exc:
-            self._warn_once("obstore cannot read a reply,", exc)
+            self._note(exc)
             await super()._put_object(turn, key, body, what, checksum=checksum)
 
+    def _note(self, exc: AskAgainError) -> None:
+        if isinstance(exc, UnfitError):
+            self._unfit = f"obstore refuses this server ({exc})"
+        else:
+            self._warn_once("obstore cannot read a reply,", exc)
+
     def _can_take(self, key: str) -> bool:
-        problem = obstore_runtime.obstacle()
+        problem = obstore_runtime.obstacle() or self._unfit
         if self._address is None or self._address.service != "s3":
             problem = problem or "obstore cannot sign for this kind of bucket"
         if problem:
