@@ -93,7 +93,7 @@ class Settings(BaseSettings):
     transport: Literal["auto", "aioboto3", "obstore"] = Field(
         "auto",
         description="S3 client. `obstore` moves bodies outside the interpreter's lock and needs "
-        "`pip install 's3ec[fast]'`; `auto` lets s3ec choose.",
+        "`pip install 's3ec[fast]'`; `auto` takes it where it is installed, `aioboto3` elsewhere.",
     )
     max_concurrency: int = Field(
         16, ge=1, le=256, description="Objects in flight at a time, per process."

@@ -40,12 +40,14 @@ def register(app: typer.Typer) -> None:
 
 def show(source: Source, as_json: JsonOption = False) -> None:
     """Print the value and the origin of each setting. Credentials are not settings."""
+    from s3ec.store.open import choose_transport
+
     loaded = source.load()
     if as_json:
         values = loaded.settings.model_dump(mode="json")
-        print_json(
-            {name: {"value": values[name], "origin": loaded.origins[name]} for name in values}
-        )
+        shown = {name: {"value": values[name], "origin": loaded.origins[name]} for name in values}
+        shown["transport"]["chosen"] = choose_transport(loaded.settings).name
+        print_json(shown)
     else:
         _print_table(loaded)
 
@@ -54,12 +56,16 @@ def _print_table(loaded: Loaded) -> None:
     from rich.table import Table
     from rich.text import Text
 
+    from s3ec.store.open import choose_transport
+
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for title in ("setting", "value", "from"):
         table.add_column(title, overflow="fold")
     for name, origin in loaded.origins.items():
         style = "dim" if origin == "default" else ""
         value = _human(getattr(loaded.settings, name))
+        if value == "auto" and name == "transport":
+            value += f" ({choose_transport(loaded.settings).name})"
         table.add_row(*(Text(cell, style=style) for cell in (name, value, origin)))
     console().print(table)
 

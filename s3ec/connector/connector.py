@@ -30,6 +30,7 @@ from s3ec.connector.scheduler import Role, SchedulerHalf
 from s3ec.connector.worker import WorkerHalf
 from s3ec.errors import ConfigError, TierError
 from s3ec.node import Node
+from s3ec.store.open import choose_transport
 
 try:  # vLLM 0.28 and newer
     from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorWorkerMetadata
@@ -121,9 +122,10 @@ class S3ECConnector(ECConnectorBase):
         config: Any = self._vllm_config
         settings = loaded.settings
         log.info(
-            "s3ec namespace %s in bucket %s, tier %s; %s",
+            "s3ec namespace %s in bucket %s by %s, tier %s; %s",
             node.namespace.name,
             settings.bucket,
+            choose_transport(settings).name,
             settings.cache_dir,
             compat.summary(),
         )

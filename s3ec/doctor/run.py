@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any
 
 from s3ec.config import Loaded
@@ -14,6 +15,7 @@ from s3ec.doctor.patient import Patient
 from s3ec.doctor.report import Check, Outcome, Verdict, ok, skip
 from s3ec.doctor.s3 import S3Probe
 from s3ec.doctor.vllm_child import VllmChild
+from s3ec.store.open import choose_transport
 from s3ec.store.sdk_client import check_settings
 
 
@@ -44,8 +46,14 @@ def _settings(patient: Patient) -> Outcome:
     return ok("; ".join([*told, f"{len(defaults)} others at their defaults"]))
 
 
+def _transport(patient: Patient) -> Outcome:
+    chosen = choose_transport(patient.settings)
+    return ok(f"{chosen.name} {version(chosen.name)}; {chosen.reason}")
+
+
 STEPS = (
     Step("settings", "Settings", _settings),
+    Step("transport", "Settings", _transport),
     Step("credentials", "Bucket", bucket.credentials),
     Step("endpoint", "Bucket", bucket.endpoint),
     Step("clock", "Bucket", bucket.clock, ("endpoint",)),

@@ -39,6 +39,10 @@ class AskAgainError(UnavailableError):
     """obstore cannot read the reply, or we cannot read obstore's words: the SDK may do better."""
 
 
+class UnfitError(AskAgainError):
+    """obstore refuses this server whatever is asked, and the SDK does not."""
+
+
 @contextlib.contextmanager
 def sdk_errors(what: str, operation: str) -> Iterator[None]:
     """Let no error of obstore out of this block.
@@ -101,11 +105,7 @@ def _answer(status: int, body: str, operation: str) -> ClientError:
 
 def _no_answer(kind: str, debug: str, what: str, operation: str) -> ClientError | S3ECError:
     if "CaUsedAsEndEntity" in debug:
-        return AccessError(
-            f"{what}: obstore refuses a server's certificate that is an authority's at the same "
-            "time; give the server one of its own, or set `transport` = `aioboto3`",
-            code="CertificateNotTrusted",
-        )
+        return UnfitError(f"{what}: a server's certificate may not be an authority's as well")
     if "InvalidCertificate" in debug:
         return AccessError(
             f"{what}: the server's certificate is not trusted; name its authority in `ca_bundle`",

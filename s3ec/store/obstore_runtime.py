@@ -5,6 +5,10 @@ They start with the first request and never end. A child that was forked later w
 ever. And while they hand over a result they hold the interpreter's lock: CPython before 3.14 ends
 a thread that asks for it during its own shutdown, which Rust answers with abort(). Seen with
 obstore 0.12: one in six processes that made a request and then ended.
+
+A thread of obstore asks for the lock only on behalf of something of Python's that it holds: the
+future it will resolve, a buffer it sends. So each of these is noted, and the process ends once
+obstore has let go of all of them.
 """
 
 from __future__ import annotations
@@ -13,31 +17,39 @@ import atexit
 import os
 import time
 import weakref
-from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
-_THREAD_NAME = "tokio-rt-worker"
+import obstore
+
+T = TypeVar("T")
 _PAUSE_S = 0.005
-# A thread that waits for the lock gets it within one pause, but may have to wait for a core.
-_QUIET_ROUNDS = 3
 _PATIENCE_S = 2.0
 
 _pid: int | None = None
 _is_ending = False
-_users: weakref.WeakSet[User] = weakref.WeakSet()
+
+
+class _Ref(weakref.ref[Any]):
+    """Hashed by identity: a buffer would be by its content, if at all.
+
+    Both are C functions. Python code could be interrupted in the midst of letting go.
+    """
+
+    __slots__ = ()
+    __hash__ = object.__hash__
+    __eq__ = object.__eq__
 
 
 class User(Protocol):
     """Something with requests of obstore under way."""
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether there are any."""
-        ...
-
     def abandon(self) -> None:
         """End them soon; called from another thread."""
         ...
+
+
+_held: set[_Ref] = set()
+_users: weakref.WeakSet[User] = weakref.WeakSet()
 
 
 def obstacle() -> str:
@@ -58,29 +70,23 @@ def start(user: User) -> None:
     _users.add(user)
 
 
+def held(thing: T) -> T:
+    """Note what obstore holds from now on: every future of its own, every buffer it was given."""
+    _held.add(_Ref(thing, _held.discard))
+    return thing
+
+
 def _come_to_rest() -> None:
-    """Wait until no thread of obstore is inside the interpreter, nor will be."""
+    """Wait until obstore holds nothing of Python's, and thus has no use for the lock."""
     global _is_ending  # noqa: PLW0603
     if _pid != os.getpid():
         return
     _is_ending = True
-    users = list(_users)
-    for user in users:
+    for user in list(_users):
         user.abandon()
-    quiet, until = 0, time.monotonic() + _PATIENCE_S
-    while quiet < _QUIET_ROUNDS and time.monotonic() < until:
+    until = time.monotonic() + _PATIENCE_S
+    while _held and time.monotonic() < until:
         time.sleep(_PAUSE_S)  # without the lock
-        at_rest = not any(user.is_busy for user in users) and not _is_any_running()
-        quiet = quiet + 1 if at_rest else 0
-
-
-def _is_any_running() -> bool:
-    """Whether a thread of obstore has work; one that waits for the lock has, once it is free."""
-    for path in Path("/proc/self/task").glob("*/stat"):
-        try:
-            name, _, fields = path.read_text().partition("(")[2].rpartition(")")
-        except OSError:  # the thread has ended
-            continue
-        if name == _THREAD_NAME and fields.split()[0] == "R":
-            return True
-    return False
+        # What obstore let go of without the lock is really let go of at the next call.
+        obstore.Bytes()
+    time.sleep(_PAUSE_S)  # for who let go last to hand the lock back

@@ -27,7 +27,8 @@ from s3ec.errors import CorruptEntryError, UnavailableError
 from s3ec.store import obstore_runtime
 from s3ec.store.aioboto3_store import Aioboto3Store, Turn, content_type_of
 from s3ec.store.base import Blob
-from s3ec.store.obstore_errors import AskAgainError, BrokenConnectionError, sdk_errors
+from s3ec.store.obstore_errors import AskAgainError, BrokenConnectionError, UnfitError, sdk_errors
+from s3ec.store.obstore_runtime import held
 from s3ec.store.replies import Extend, Reply
 from s3ec.store.sdk_client import Address, Opened, address_of
 from s3ec.store.sdk_errors import SDK_ERRORS, is_absent, status_of
@@ -49,6 +50,7 @@ class ObstoreStore(Aioboto3Store):
 
     - requests whose reply it cannot read (no length, a range not honoured), a second time,
     - all of a bucket that is signed for otherwise, such as a directory bucket,
+    - all of a server whose certificate is an authority's as well, as self-signed ones are,
     - all in a child that was forked after obstore had started its threads, and in a process that
       is ending, see obstore_runtime.
     """
@@ -61,6 +63,7 @@ class ObstoreStore(Aioboto3Store):
         self._signed_by: Any = None
         self._clients: dict[str, S3Store] = {}
         self._bucket_region: str | None = None
+        self._unfit = ""
         self._warned: set[str] = set()
 
     def __repr__(self) -> str:
@@ -70,11 +73,6 @@ class ObstoreStore(Aioboto3Store):
         await super().close()
         # obstore closes a client's connections when nothing holds it any more.
         self._clients.clear()
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether requests are under way."""
-        return bool(self._under_way)
 
     def abandon(self) -> None:
         """End the requests that are under way soon; for another thread, when the process ends."""
@@ -95,9 +93,9 @@ class ObstoreStore(Aioboto3Store):
         try:
             client = await self._client_for("reads", what)
             async with self._errors_of(turn, what, "GetObject"):
-                result = await obstore.get_async(client, key, options=part)
+                result = await held(obstore.get_async(client, key, options=part))
         except AskAgainError as exc:
-            self._warn_once("obstore cannot read a reply,", exc)
+            self._note(exc)
             return await super()._get_object(turn, key, wanted)
         except ClientError as exc:
             if is_absent(exc):
@@ -120,21 +118,29 @@ class ObstoreStore(Aioboto3Store):
         try:
             client = await self._client_for("writes" if checksum else "bare writes", what)
             async with self._errors_of(turn, what, "PutObject"):
-                await obstore.put_async(
-                    client,
-                    key,
-                    # obstore reads the pieces where they lie, but only as bytes.
-                    [memoryview(piece).cast("B") for piece in body],
-                    attributes={"Content-Type": content_type_of(key)},
-                    mode="create",
-                    use_multipart=False,
+                await held(
+                    obstore.put_async(
+                        client,
+                        key,
+                        # obstore reads the pieces where they lie, but only as bytes.
+                        [held(memoryview(piece).cast("B")) for piece in body],
+                        attributes={"Content-Type": content_type_of(key)},
+                        mode="create",
+                        use_multipart=False,
+                    )
                 )
         except AskAgainError as exc:
-            self._warn_once("obstore cannot read a reply,", exc)
+            self._note(exc)
             await super()._put_object(turn, key, body, what, checksum=checksum)
 
+    def _note(self, exc: AskAgainError) -> None:
+        if isinstance(exc, UnfitError):
+            self._unfit = f"obstore refuses this server ({exc})"
+        else:
+            self._warn_once("obstore cannot read a reply,", exc)
+
     def _can_take(self, key: str) -> bool:
-        problem = obstore_runtime.obstacle()
+        problem = obstore_runtime.obstacle() or self._unfit
         if self._address is None or self._address.service != "s3":
             problem = problem or "obstore cannot sign for this kind of bucket"
         if problem:
@@ -268,7 +274,7 @@ class _ObstoreReply:
             with sdk_errors(what, "GetObject"):
                 if expected <= _COLLECT_BYTES:
                     # Collected in Rust; the view holds that memory, and nothing is copied here.
-                    body: Blob = memoryview(await self._result.bytes_async())
+                    body: Blob = memoryview(await held(self._result.bytes_async()))
                 else:
                     body = await self._read_piecewise(expected)
         except BrokenConnectionError as exc:
@@ -285,11 +291,12 @@ class _ObstoreReply:
         """A large body, whose announced length may be a lie: no more is reserved than has come."""
         chunks: list[bytes] = []
         nbytes = 0
-        async for chunk in self._result.stream(min_chunk_size=_PIECE_BYTES):
-            chunks.append(chunk)
-            nbytes += len(chunk)
-            if nbytes > expected:
-                break
+        stream = self._result.stream(min_chunk_size=_PIECE_BYTES)
+        with contextlib.suppress(StopAsyncIteration):
+            while nbytes <= expected:
+                chunk = await held(anext(stream))
+                chunks.append(chunk)
+                nbytes += len(chunk)
         # In a thread, where joining lets go of the interpreter's lock.
         return await asyncio.to_thread(b"".join, chunks)
 

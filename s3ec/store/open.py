@@ -4,18 +4,16 @@
 from __future__ import annotations
 
 import enum
+import importlib
 import logging
 import secrets
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 
 from s3ec.config import Settings
 from s3ec.errors import AccessError, ConfigError, ConflictError, UnavailableError
 from s3ec.store.base import Blob, ObjectInfo, Store
 
-# obstore is meant to be what `auto` takes where it is installed, and becomes it once the
-# end-to-end tests have run with it:
-#   _AUTO = "obstore" if importlib.util.find_spec("obstore") else "aioboto3"
-_AUTO = "aioboto3"
 PROBE_PREFIX = ".s3ec-probe/"
 _PROBE_BODY = b"s3ec asked whether If-None-Match is honoured here; this can be deleted\n"
 log = logging.getLogger(__name__)
@@ -27,22 +25,48 @@ def open_store(settings: Settings) -> Store:
     Raises:
         ConfigError: Profile, region or CA file cannot be used, or the transport is not installed.
     """
-    transport = _AUTO if settings.transport == "auto" else settings.transport
     # The imports are here, because the SDK takes 0.3 s and not every command needs it.
-    if transport == "aioboto3":
+    if choose_transport(settings).name == "aioboto3":
         from s3ec.store.aioboto3_store import Aioboto3Store
 
         return Aioboto3Store(settings)
-    try:
-        from s3ec.store.obstore_store import ObstoreStore
-    except ImportError as exc:
-        if (exc.name or "").partition(".")[0] != "obstore":
-            raise
-        raise ConfigError(
-            f"`transport` = `obstore`: {exc}; pip install 's3ec[fast]', or set `auto`",
-            field="transport",
-        ) from exc
+    from s3ec.store.obstore_store import ObstoreStore
+
     return ObstoreStore(settings)
+
+
+@dataclass(frozen=True, slots=True)
+class Transport:
+    """The S3 client that does the work.
+
+    Attributes:
+        name: ``aioboto3`` or ``obstore``.
+        reason: Why it is this one, for people.
+    """
+
+    name: str
+    reason: str
+
+
+def choose_transport(settings: Settings) -> Transport:
+    """What ``settings.transport`` comes to on this machine; imports obstore, not the SDK.
+
+    Raises:
+        ConfigError: ``obstore`` is asked for and cannot be imported.
+    """
+    if settings.transport == "aioboto3":
+        return Transport("aioboto3", "`transport` asks for it")
+    try:
+        importlib.import_module("obstore.store")
+    except ImportError as exc:
+        if settings.transport == "obstore":
+            raise ConfigError(
+                f"`transport` = `obstore`: {exc}; pip install 's3ec[fast]', or set `auto`",
+                field="transport",
+            ) from exc
+        return Transport("aioboto3", f"no obstore ({exc}); pip install 's3ec[fast]' brings it")
+    asked = settings.transport == "obstore"
+    return Transport("obstore", "`transport` asks for it" if asked else "`auto`: it is installed")
 
 
 class ConditionalPut(enum.Enum):

@@ -37,6 +37,7 @@ WITHOUT_VLLM = {
 NODE = {"cache_folder": "ok", "cache_links": "ok", "cache_space": "ok"}
 HEALTHY = {
     "settings": "ok",
+    "transport": "ok",
     "credentials": "ok",
     "endpoint": "ok",
     "clock": "ok",
@@ -138,6 +139,7 @@ def test_seaweedfs_is_well(
     assert report.document["ok"] is True
     assert report.code == 0
     assert "SeaweedFS" in report["endpoint"]["found"]
+    assert report["transport"]["found"].startswith("obstore ")
     assert "a wrong one is refused" in report["checksums"]["found"]
     assert "412" in report["conditional_put"]["found"]
     assert local_s3.secret_key not in report.text

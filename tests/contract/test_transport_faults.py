@@ -538,14 +538,20 @@ async def test_https_needs_the_authority_in_ca_bundle_and_sends_bodies_unsigned(
 
 
 @only_obstore
-async def test_self_signed_authority_as_server_is_an_access_error_that_says_what_to_do(
-    local_s3: LocalS3, on_seaweed: Configure, transport: Transport, certificate: Path
+async def test_self_signed_authority_as_server_is_left_to_the_sdk_with_a_warning(
+    local_s3: LocalS3,
+    on_seaweed: Configure,
+    transport: Transport,
+    certificate: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate)
     with FaultProxy(local_s3.endpoint_url, tls=context) as proxy:
-        store = transport(on_seaweed(endpoint_url=proxy.url, ca_bundle=certificate))
-        # For the SDK that certificate is good enough.
-        assert await store.head("absent") is None
-        await _fails(store.get("a", max_bytes=10), AccessError, "certificate.*`transport`")
+        settings = on_seaweed(endpoint_url=proxy.url, prefix="self-signed", ca_bundle=certificate)
+        store = transport(settings)
+        await store.put_if_absent("a", [BODY])
+        assert await store.get("a", max_bytes=AMPLE) == BODY
+        await store.delete("a")
         await store.close()
+    assert caplog.text.count("authority's as well") == 1

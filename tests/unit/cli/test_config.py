@@ -33,10 +33,11 @@ def test_show_names_value_and_origin_of_every_setting(
     assert found["prefix"] == {"value": "json", "origin": "--config"}
     assert found["cache_bytes"] == {"value": 2 * 2**30, "origin": "--config"}
     assert found["region"] == {"value": "eu-north-1", "origin": f"file {file}"}
-    assert found["transport"]["origin"] == "default"
+    assert found["transport"] == {"value": "auto", "origin": "default", "chosen": "obstore"}
     text = cli("config", "show", "--bucket", "mine").stdout
     assert "env S3EC_PREFIX" in text
     assert "50.0GiB" in text
+    assert "auto (obstore)" in text
 
 
 @pytest.mark.parametrize("document", [EXTRA, TRANSFER])

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from s3ec.config import Settings, load_settings
-from s3ec.errors import ConfigError, ConflictError, CorruptEntryError, UnavailableError
+from s3ec.errors import ConflictError, CorruptEntryError, UnavailableError
 from s3ec.store import obstore_errors, obstore_store
 from s3ec.store.obstore_store import ObstoreStore
 from s3ec.store.open import open_store
@@ -230,17 +230,6 @@ async def test_child_forked_after_obstore_started_reads_through_the_sdk_with_a_w
     assert result.returncode == 0, result.stderr
     assert "forked after obstore" in result.stderr
     assert senders(proxy) == ["obstore", "sdk"]
-
-
-def test_transport_that_is_not_installed_is_a_config_error_with_the_command(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setitem(sys.modules, "obstore", None)
-    for name in ("s3ec.store.obstore_store", "s3ec.store.obstore_errors"):
-        monkeypatch.delitem(sys.modules, name)
-    with pytest.raises(ConfigError, match=r"pip install 's3ec\[fast\]'") as caught:
-        open_store(load_settings({"bucket": "bucket", "transport": "obstore"}).settings)
-    assert caught.value.field == "transport"
 
 
 def test_fault_of_ours_is_not_taken_for_a_missing_package(

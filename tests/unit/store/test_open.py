@@ -2,12 +2,23 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Sequence
 
 import pytest
 
-from s3ec.errors import AccessError, ConflictError, UnavailableError
-from s3ec.store.open import PROBE_PREFIX, ConditionalPut, HeadBeforePut, probe_conditional_put
+from s3ec.config import load_settings
+from s3ec.errors import AccessError, ConfigError, ConflictError, UnavailableError
+from s3ec.store.aioboto3_store import Aioboto3Store
+from s3ec.store.obstore_store import ObstoreStore
+from s3ec.store.open import (
+    PROBE_PREFIX,
+    ConditionalPut,
+    HeadBeforePut,
+    choose_transport,
+    open_store,
+    probe_conditional_put,
+)
 from s3ec.testing.fault_store import Fault, FaultStore, Script
 from s3ec.testing.memory_store import MemoryStore
 
@@ -101,3 +112,32 @@ async def test_head_before_put_stores_nothing_when_the_look_fails() -> None:
     with pytest.raises(UnavailableError):
         await store.put_if_absent("one", [b"x"])
     assert inner.bucket.objects == {}
+
+
+@pytest.mark.parametrize(
+    ("asked", "name", "kind"),
+    [
+        ("auto", "obstore", ObstoreStore),
+        ("obstore", "obstore", ObstoreStore),
+        ("aioboto3", "aioboto3", Aioboto3Store),
+    ],
+)
+def test_transport_is_what_the_settings_say_and_auto_is_obstore(
+    asked: str, name: str, kind: type[Aioboto3Store]
+) -> None:
+    settings = load_settings({"bucket": "bucket", "transport": asked}).settings
+    assert choose_transport(settings).name == name
+    assert type(open_store(settings)) is kind
+
+
+def test_without_obstore_auto_is_aioboto3_and_asking_for_it_an_error_with_the_command(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    monkeypatch.delitem(sys.modules, "obstore.store", raising=False)
+    settings = load_settings({"bucket": "bucket"}).settings
+    assert type(open_store(settings)) is Aioboto3Store
+    assert "pip install 's3ec[fast]'" in choose_transport(settings).reason
+    with pytest.raises(ConfigError, match=r"pip install 's3ec\[fast\]'") as caught:
+        open_store(load_settings({"bucket": "bucket", "transport": "obstore"}).settings)
+    assert caught.value.field == "transport"

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How processes end that used obstore."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import obstore
+import pytest
+from obstore.store import MemoryStore
+
+from s3ec.store import obstore_runtime
+from s3ec.store.obstore_runtime import held
+from s3ec.testing.server import MotoServer
+
+# Ends in the middle of its requests, in a way that stops nothing: the loop's thread is a daemon.
+ENDING = """
+import asyncio, json, os, sys, threading
+from s3ec.config import load_settings
+from s3ec.store.obstore_store import ObstoreStore
+
+verb, settings = sys.argv[1], load_settings(json.loads(sys.argv[2])).settings
+warm, mine = threading.Event(), os.urandom(8).hex()
+
+async def repeat(store):
+    while True:
+        if verb == "GET":
+            assert await store.get(mine, max_bytes=100_000) is not None
+        else:
+            await store.put_if_absent(os.urandom(8).hex(), [memoryview(bytes(100_000))])
+        warm.set()
+
+async def use():
+    store = ObstoreStore(settings)
+    await store.put_if_absent(mine, [bytes(100_000)])
+    await asyncio.gather(*(repeat(store) for _ in range(16)), return_exceptions=True)
+
+threading.Thread(target=lambda: asyncio.run(use()), daemon=True).start()
+sys.exit(0 if warm.wait(60) else 3)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verb", ["GET", "PUT"])
+def test_processes_that_end_in_the_midst_of_requests_are_not_aborted(
+    verb: str, moto_server: MotoServer
+) -> None:
+    settings = {
+        "bucket": moto_server.create_bucket(f"ending-{verb.lower()}"),
+        "endpoint_url": moto_server.endpoint_url,
+        "region": "us-east-1",
+    }
+
+    def run(_: int) -> tuple[int, str]:
+        ended = subprocess.run(
+            [sys.executable, "-c", ENDING, verb, json.dumps(settings)],
+            check=False,
+            env={**os.environ, **moto_server.env()},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        return ended.returncode, ended.stderr if ended.returncode else ""
+
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(run, range(12))) == [(0, "")] * 12
+
+
+async def test_what_obstore_was_given_is_held_until_it_lets_go(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(obstore_runtime, "_held", set())
+    store, body = MemoryStore(), bytearray(100_000)  # a buffer that has no hash
+    await held(obstore.put_async(store, "x", [held(memoryview(body))]))
+    reading = held(obstore.get_async(store, "x"))
+    assert len(obstore_runtime._held) >= 1
+    await reading
+    del reading
+    until = time.monotonic() + 10
+    while obstore_runtime._held and time.monotonic() < until:
+        await asyncio.sleep(0.001)
+        obstore.Bytes()
+    assert obstore_runtime._held == set()
