@@ -7,6 +7,7 @@ import contextlib
 import functools
 import inspect
 import re
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -75,11 +76,25 @@ def tensor_parallel_rank() -> int:
     return int(get_tensor_model_parallel_rank())
 
 
+def can_pin_memory() -> bool:
+    """Whether pinned host memory is to be had here; WSL has none."""
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_pin_memory_available())
+
+
 def sync_allowed() -> AbstractContextManager[Any]:
     """Tells vLLM's sync checker (VLLM_GPU_SYNC_CHECK, 0.26 and newer) that a copy may wait."""
+    make = _sync_allowed()
+    allowed: AbstractContextManager[Any] = make() if make else contextlib.nullcontext()
+    return allowed
+
+
+@functools.cache
+def _sync_allowed() -> Callable[[], Any] | None:
     try:
         from vllm.utils.gpu_sync_debug import gpu_sync_allowed
     except ImportError:
-        return contextlib.nullcontext()
-    allowed: AbstractContextManager[Any] = gpu_sync_allowed()
-    return allowed
+        return None
+    found: Callable[[], Any] = gpu_sync_allowed
+    return found

@@ -168,6 +168,7 @@ class S3ECConnector(ECConnectorBase):
             device=compat.current_device,
             rank=compat.tensor_parallel_rank,
             drain_timeout_s=4.0 if self.is_consumer else 30.0,
+            finish_later=compat.installed_hooks()["finish_load_caches"],
         )
 
     # -- scheduler side ----------------------------------------------------------------------
@@ -278,7 +279,7 @@ class S3ECConnector(ECConnectorBase):
         return metadata.plan if isinstance(metadata, S3ECMetadata) else None
 
     def start_load_caches(self, encoder_cache: dict[str, Any], **kwargs: Any) -> None:
-        """Put the granted embeddings into the encoder cache.
+        """Put the granted embeddings into the encoder cache, or begin to (finish_load_caches).
 
         Raises:
             RuntimeError: One of them can be had neither from its file nor from the bucket; the
@@ -287,6 +288,22 @@ class S3ECConnector(ECConnectorBase):
         plan = self._plan()
         if self._worker is not None and plan is not None:
             self._worker.start_load_caches(encoder_cache, plan)
+
+    def finish_load_caches(self, encoder_cache: dict[str, Any], **kwargs: Any) -> None:
+        """What start_load_caches began must be in the encoder cache now (vLLM after 0.33).
+
+        Runners call it before the gather and once more when the step ends.
+
+        Raises:
+            RuntimeError: As for start_load_caches.
+        """
+        if self._worker is not None:
+            self._worker.finish_load_caches(encoder_cache)
+
+    def externally_loaded_hashes(self) -> list[str]:
+        """What this step loads: nothing that a producer has to save (vLLM after 0.33)."""
+        plan = self._plan()
+        return [load.identifier for load in plan.loads] if plan is not None else []
 
     @guarded(default=None)
     def save_caches(self, encoder_cache: dict[str, Any], mm_hash: str, **kwargs: Any) -> None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from s3ec.codec import Shape
+
+if TYPE_CHECKING:
+    from s3ec.tier import Pin
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,11 +21,21 @@ class Load:
         identifier: Its place in vLLM's encoder cache.
         path: Pinned file on this node.
         shape: Rows, width and dtype that were compared with the request.
+        checksum: xxh3-128 of the tensor's bytes, from the header that was checked.
+        data_start: Offset of the tensor in the file, bytes.
     """
 
     identifier: str
     path: str
     shape: Shape
+    checksum: str
+    data_start: int
+
+    @classmethod
+    def of(cls, identifier: str, pin: Pin) -> Load:
+        """The load of a pinned file."""
+        header = pin.header
+        return cls(identifier, str(pin.path), header.shape, header.checksum, header.data_start)
 
 
 @dataclass(frozen=True, slots=True)

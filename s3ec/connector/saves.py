@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from s3ec import codec
+from s3ec.connector import compat
 from s3ec.connector.plan import Save
+from s3ec.connector.staging import HostCopy, Staging, open_staging
 from s3ec.connector.uploads import Upload, Uploader
 from s3ec.errors import CorruptEntryError, TierError
 from s3ec.identity import Key, make_key
@@ -31,19 +33,20 @@ _SPOOL_SHARE = 4
 class _Job:
     key: Key
     save: Save
-    tensor: torch.Tensor
+    copy: HostCopy
 
 
 class SaveQueue:
-    """Takes CPU tensors from a hook and sees them into tier and bucket.
+    """Takes tensors from a hook and sees them into tier and bucket.
 
     An entry counts as stored only after the bucket confirmed it (or said that it holds it
     already); until then the spool keeps it on the disk, past the end of this process if need be,
     and the next process that makes a SaveQueue for the same namespace and bucket goes on.
 
-    Two bounds: ``budget_bytes`` for tensors in memory, which are let go of when they are on the
-    disk, and a quarter of ``cache_bytes`` for what waits there. Where the disk fails an
-    embedding is uploaded from memory, and lost if the process ends first.
+    Two bounds: ``budget_bytes`` for tensors in host memory, which are let go of when they are on
+    the disk (their buffers are powers of two, and 64 MiB of them are kept for the next ones), and
+    a quarter of ``cache_bytes`` for what waits there. Where the disk fails an embedding is
+    uploaded from memory, and lost if the process ends first.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class SaveQueue:
         self._stored: list[str] = []
         self._stopping = False
         self._thread: threading.Thread | None = None
+        self._stagings: dict[torch.device, Staging] = {}
         self._spool: Spool = node.tier.open_spool(node.destination)
         self._uploads = Uploader(node, self._spool, inflight_bytes=budget_bytes, ended=self._end)
         self._uploads.start_adopting()
@@ -75,9 +79,16 @@ class SaveQueue:
     # -- the hook's thread -------------------------------------------------------------------
 
     def put(self, identifier: str, save: Save, tensor: torch.Tensor) -> bool:
-        """Queue one embedding; the tensor must be this queue's own copy on the CPU.
+        """Begin to copy one embedding off its device, and queue it.
 
-        Waits for room only where ``overflow`` is ``block``.
+        Waits for room only where ``overflow`` is ``block``, and for the copy only where the
+        device is the CPU. The tensor may be changed by what its stream does later (on the
+        CPU: when this returns), and no reference to it is kept.
+
+        Args:
+            identifier: vLLM's.
+            save: Goes into the header.
+            tensor: On any device; may be a view of a larger one.
 
         Returns:
             False where it was not taken: refused identifier, already queued, full, or stopping.
@@ -102,8 +113,19 @@ class SaveQueue:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._write, name="s3ec-save", daemon=True)
                 self._thread.start()
-        self._jobs.put(_Job(key, save, tensor))
+        try:
+            copy = self._staging(tensor.device).to_host(tensor)
+        except BaseException:
+            self._forget(key, stored=False)
+            raise
+        self._jobs.put(_Job(key, save, copy))
         return True
+
+    def _staging(self, device: torch.device) -> Staging:
+        staging = self._stagings.get(device)
+        if staging is None:
+            staging = self._stagings[device] = open_staging(device, can_pin=compat.can_pin_memory)
+        return staging
 
     def _is_full(self, nbytes: int) -> bool:
         """Whether one more does not fit; anything may be alone. No system call."""
@@ -168,6 +190,7 @@ class SaveQueue:
                 # The top of the thread: it must live on for the next job.
                 self._node.counters.add("internal_errors")
                 log.exception("save of %s", job.key.digest.hex())
+                job.copy.disown()  # the device may still be writing to it
             self._hand_over(job.key, upload)
             del job, upload  # a tensor, while we wait for the next one
 
@@ -182,16 +205,18 @@ class SaveQueue:
 
     def _write_one(self, job: _Job) -> Upload | None:
         """Encode one embedding and put it on the disk; None where it is none to be kept."""
+        tensor = job.copy.wait()
         try:
             header = codec.describe(
-                job.tensor,
+                tensor,
                 identifier=job.key.identifier,
                 namespace=self._node.namespace.name,
                 modality=job.save.modality,
                 placeholder=job.save.placeholder,
             )
-            pieces = codec.encode(header, job.tensor)
+            pieces = codec.encode(header, tensor)
         except CorruptEntryError as exc:
+            job.copy.release()
             self._node.counters.add(f"save_problem.refused.{exc.reason}")
             log.warning("embedding %s is not saved: %s", job.key.digest.hex(), exc)
             return None
@@ -201,14 +226,16 @@ class SaveQueue:
             # The bucket's copy is the one that counts; go on to it.
             self._node.counters.add("spool.refused")
             log.warning("embedding %s is not on this node's disk: %s", job.key.digest.hex(), exc)
+            job.copy.disown()
             return Upload(job.key.digest, 0, job.key, (header, pieces))
+        nbytes = sum(memoryview(piece).nbytes for piece in pieces)
+        job.copy.release()
         self._node.local.add(job.key)
         with self._changed:
             self._memory_bytes -= self._pending[job.key.identifier]
             self._pending[job.key.identifier] = 0
             self._published.append(job.key.identifier)
             self._changed.notify_all()
-        nbytes = sum(memoryview(piece).nbytes for piece in pieces)
         return Upload(job.key.digest, nbytes, job.key)
 
     # -- the loop's thread -------------------------------------------------------------------

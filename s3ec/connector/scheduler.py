@@ -320,7 +320,7 @@ class SchedulerHalf:
         if item.pin is None:  # cannot be: granted items are READY, and READY items have a pin
             raise RuntimeError(f"granted item {item.key.digest.hex()} has no pin")
         item.loads += 1
-        self._plan.loads.append(Load(identifier, str(item.pin.path), item.pin.header.shape))
+        self._plan.loads.append(Load.of(identifier, item.pin))
 
     def _plan_save(self, feature: Any, identifier: str) -> None:
         key = self._keys(identifier)

@@ -1,31 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker half: reads granted files into the encoder cache, hands encoded tensors to saves."""
+"""The worker half: brings granted files into the encoder cache, hands encoded tensors to saves."""
 
 from __future__ import annotations
 
-import logging
-import os
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from s3ec import codec
-from s3ec.codec import Header
 from s3ec.connector import compat
+from s3ec.connector.loads import Batch, Loader
 from s3ec.connector.plan import Load, StepPlan, WorkerReport
 from s3ec.connector.saves import SaveQueue
-from s3ec.errors import AccessError, CorruptEntryError, UnavailableError
-from s3ec.identity import make_key
+from s3ec.connector.staging import open_staging
 from s3ec.node import Node
 
-log = logging.getLogger(__name__)
 
-# The last resort of a load whose pinned file failed: the engine waits for it, since without
-# the embedding it would end.
-_RESCUE_TIMEOUT_S = 20.0
+class _Started(NamedTuple):
+    """A step's loads that finish_load_caches has not put into the encoder cache yet."""
+
+    step: int
+    asked: int
+    loads: list[Load]
+    batch: Batch
 
 
 class WorkerHalf:
@@ -39,6 +37,7 @@ class WorkerHalf:
         device: Callable[[], torch.device],
         rank: Callable[[], int],
         drain_timeout_s: float,
+        finish_later: bool = False,
     ) -> None:
         """Wire the half up.
 
@@ -48,86 +47,75 @@ class WorkerHalf:
             device: The model's device, asked at the first load.
             rank: Tensor-parallel rank.
             drain_timeout_s: How long finish() waits for the bucket to confirm queued saves.
+            finish_later: The model runner calls finish_load_caches; else start_load_caches does.
         """
         self._node = node
         self._saves = saves
-        self._device = device
         self._rank = rank
         self._drain_timeout_s = drain_timeout_s
+        self._finish_later = finish_later
+        self._loader = Loader(node, lambda: open_staging(device(), can_pin=compat.can_pin_memory))
+        self._started: _Started | None = None
         self._loaded: dict[int, set[int]] = {}
         self._counted: dict[str, float] = {}
 
     def start_load_caches(self, encoder_cache: dict[str, torch.Tensor], plan: StepPlan) -> None:
-        """Put every granted embedding into the encoder cache.
+        """Begin to bring every granted embedding into the encoder cache.
+
+        Raises:
+            RuntimeError: As for finish_load_caches, where that is not called by the runner.
+        """
+        left, self._started = self._started, None
+        if left is not None:  # of a step that failed before it asked for its loads
+            left.batch.cancel()
+        if not plan.loads:
+            return
+        began = time.perf_counter()
+        wanted = {one.identifier: one for one in plan.loads if one.identifier not in encoder_cache}
+        loads = list(wanted.values())
+        with compat.sync_allowed():
+            batch = self._loader.start(loads, later=self._finish_later)
+        self._started = _Started(plan.step, len(plan.loads), loads, batch)
+        self._node.counters.add("load.seconds", time.perf_counter() - began)
+        if not self._finish_later:
+            self.finish_load_caches(encoder_cache)
+
+    def finish_load_caches(self, encoder_cache: dict[str, torch.Tensor]) -> None:
+        """Put what start_load_caches began into the encoder cache. More than once is fine.
+
+        The thread waits for files; the device waits for its copies by itself.
 
         Raises:
             RuntimeError: An embedding could be had neither from its pinned file nor from the
-                bucket. vLLM would end this engine anyway; a made-up tensor would be answered
-                from, and cached under the image's hash for later requests.
+                bucket; the others are in place. vLLM would end this engine anyway; a made-up
+                tensor would be answered from, and cached under the image's hash for later
+                requests.
         """
-        if not plan.loads:
+        started, self._started = self._started, None
+        if started is None:
             return
-        started = time.perf_counter()
-        nbytes = 0
-        for load in plan.loads:
-            if load.identifier in encoder_cache:
-                continue
-            one = time.perf_counter()
-            tensor = self._load(load)
-            with compat.sync_allowed():
-                encoder_cache[load.identifier] = tensor.to(self._device())
-            nbytes += load.shape.nbytes
-            if log.isEnabledFor(logging.DEBUG):
-                key = make_key(load.identifier)
-                log.debug(
-                    "loaded digest=%s nbytes=%d seconds=%.6f",
-                    key.digest.hex() if key else "?",
-                    load.shape.nbytes,
-                    time.perf_counter() - one,
-                )
-        self._loaded.setdefault(plan.step, set()).add(self._rank())
-        self._node.counters.add("load.items", len(plan.loads))
-        self._node.counters.add("load.bytes", nbytes)
-        self._node.counters.add("load.seconds", time.perf_counter() - started)
-
-    def _load(self, load: Load) -> torch.Tensor:
+        began = time.perf_counter()
         failure: Exception | None = None
-        for _ in range(2):
-            try:
-                return read_entry(Path(load.path), load, namespace=self._node.namespace.name)
-            except (OSError, CorruptEntryError) as exc:
-                failure = exc
-                self._node.counters.add("load.failed")
-                log.warning("pinned file %s cannot be loaded: %s", load.path, exc)
-        key = make_key(load.identifier)
-        if key is not None and isinstance(failure, CorruptEntryError):
-            self._node.tier.quarantine(key, failure.reason)  # nobody shall pin it again
-        try:
-            return self._rescue(load)
-        except (UnavailableError, AccessError, CorruptEntryError, TimeoutError) as exc:
-            raise RuntimeError(
-                f"embedding cannot be read from {load.path} ({failure}), nor had from the bucket "
-                f"({exc})"
-            ) from exc
-
-    def _rescue(self, load: Load) -> torch.Tensor:
-        key = make_key(load.identifier)
-        if key is None:
-            raise CorruptEntryError("not an identifier of ours", reason="identifier")
-        limit = load.shape.nbytes + 8 + codec.HEADER_LIMIT
-        fetch = self._node.store.get(self._node.layout.object(key), max_bytes=limit)
-        blob = self._node.loop.run(fetch, _RESCUE_TIMEOUT_S)
-        if blob is None:
-            raise CorruptEntryError("the bucket no longer holds it", reason="length")
-        header = codec.verify(blob, namespace=self._node.namespace.name, identifier=load.identifier)
-        _check_shape(header, load)
-        self._node.counters.add("load.rescued")
-        return codec.to_tensor(header, bytearray(memoryview(blob)[header.data_start :]))
+        nbytes = 0
+        with compat.sync_allowed():
+            outcomes = started.batch.finish()
+        for load, outcome in zip(started.loads, outcomes, strict=True):
+            if isinstance(outcome, Exception):
+                failure = failure or outcome
+            elif load.identifier not in encoder_cache:
+                encoder_cache[load.identifier] = outcome
+                nbytes += load.shape.nbytes
+        self._node.counters.add("load.seconds", time.perf_counter() - began)
+        if failure is not None:
+            raise failure
+        self._loaded.setdefault(started.step, set()).add(self._rank())
+        self._node.counters.add("load.items", started.asked)
+        self._node.counters.add("load.bytes", nbytes)
 
     def save_caches(
         self, encoder_cache: Mapping[str, Any], identifier: str, plan: StepPlan
     ) -> None:
-        """Copy one encoded tensor off the device and queue it; nothing else happens here."""
+        """Begin to copy one encoded tensor off the device and queue it; nothing else is done."""
         save = plan.saves.get(identifier)
         if save is None or self._saves is None or self._rank() != 0:
             return
@@ -135,11 +123,8 @@ class WorkerHalf:
         if not isinstance(output, torch.Tensor):
             self._node.counters.add("save_problem.shape")
             return
-        # The output can be a view of a whole batch's: copy now and keep no reference to it.
-        copy = torch.empty(output.shape, dtype=output.dtype, device="cpu")
         with compat.sync_allowed():
-            copy.copy_(output.detach())
-        self._saves.put(identifier, save, copy)
+            self._saves.put(identifier, save, output)
 
     def report(self) -> WorkerReport | None:
         """What happened since the last report; None if nothing did."""
@@ -160,41 +145,6 @@ class WorkerHalf:
 
     def finish(self) -> None:
         """Wait for queued saves within a deadline; what is left was logged and counted."""
+        self._loader.close()
         if self._saves is not None:
             self._saves.drain(self._drain_timeout_s)
-
-
-def read_entry(path: Path, load: Load, *, namespace: str) -> torch.Tensor:
-    """Read and verify one file; the tensor shares the buffer it was read into.
-
-    Returns:
-        CPU tensor of ``load.shape``.
-
-    Raises:
-        OSError: The file cannot be read.
-        CorruptEntryError: It is not what was granted.
-    """
-    with open(path, "rb", buffering=0) as file:
-        size = os.fstat(file.fileno()).st_size
-        if size > load.shape.nbytes + 8 + codec.HEADER_LIMIT:
-            raise CorruptEntryError(f"{size} bytes are too many", reason="size")
-        buffer = torch.empty(size, dtype=torch.uint8)
-        array: Any = buffer.numpy()
-        view = memoryview(array)
-        done = 0
-        while done < size:
-            count = file.readinto(view[done:])
-            if not count:
-                raise CorruptEntryError(f"ends after {done} of {size} bytes", reason="length")
-            done += count
-    header = codec.parse_header(view)
-    codec.check_identity(header, namespace=namespace, identifier=load.identifier)
-    _check_shape(header, load)
-    codec.check_data(header, view[header.data_start :])
-    values = buffer[header.data_start :].view(getattr(torch, header.shape.dtype))
-    return values.view(header.shape.rows, header.shape.width)
-
-
-def _check_shape(header: Header, load: Load) -> None:
-    if header.shape != load.shape:
-        raise CorruptEntryError(f"holds {header.shape}, granted was {load.shape}", reason="shape")

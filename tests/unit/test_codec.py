@@ -216,6 +216,20 @@ def test_a_tensor_that_is_not_finite_is_refused(
     assert caught.value.reason == "nonfinite"
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_one_value_that_is_not_finite_is_found_wherever_it_is(
+    dtype: torch.dtype, value: float
+) -> None:
+    """In every lane of the processor's vectors, in what is left over, in each thread's share."""
+    places = [*range(150), 40_000, 99_990, 99_999]
+    for place in places:
+        tensor = torch.ones(100, 1000, dtype=dtype)
+        tensor.view(-1)[place] = value
+        with pytest.raises(CorruptEntryError, match="NaN or infinity"):
+            codec.describe(tensor, identifier=IDENTIFIER, namespace=NAMESPACE, modality="image")
+
+
 @pytest.mark.parametrize("shape", [(), (5,), (1, 2, 3), (0, 5), (5, 0), (0, 0)])
 def test_a_tensor_of_another_form_is_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(CorruptEntryError) as caught:

@@ -28,7 +28,12 @@ from s3ec.testing.memory_store import MemoryBucket, MemoryStore
 
 torch = pytest.importorskip("torch")
 SaveQueue = pytest.importorskip("s3ec.connector.saves").SaveQueue
+saves = pytest.importorskip("s3ec.connector.saves")
 uploads = pytest.importorskip("s3ec.connector.uploads")
+AcceleratorStaging = pytest.importorskip("s3ec.connector.staging").AcceleratorStaging
+FakeAccelerator = pytest.importorskip("tests.unit.connector.accelerators").FakeAccelerator
+
+CPU = torch.device("cpu")
 
 IMAGE = Save("image", {"image_grid_thw": [1, 2, 2]})
 HASHES = [f"{n:064x}" for n in range(1, 40)]
@@ -341,6 +346,11 @@ def test_many_saves_are_all_stored_once(rig: Rig) -> None:
 # The spool
 
 
+def held_bytes(queue: SaveQueue) -> int:
+    """Of host buffers in use."""
+    return sum(staging._pool.taken_bytes for staging in queue._stagings.values())
+
+
 def test_tensor_leaves_memory_when_it_is_on_the_disk(rig: Rig) -> None:
     gate = Gate()
     rig.faults.append(Fault(op="put_if_absent", name="objects/", gate=gate))
@@ -349,17 +359,99 @@ def test_tensor_leaves_memory_when_it_is_on_the_disk(rig: Rig) -> None:
     kept = weakref.ref(one)
     queue.put(HASHES[0], IMAGE, one)
     del one
+    gc.collect()
+    assert kept() is None  # the queue has a copy
     assert gate.reached.wait(_DEADLINE_S)
-
-    def is_gone() -> bool:
-        gc.collect()
-        return kept() is None
-
-    eventually(is_gone)
+    eventually(lambda: held_bytes(queue) == 0)
     rig.put_spooled(queue, *HASHES[1:5])  # each fills the budget
     gate.release()
     assert queue.drain(_DEADLINE_S) == 0
     assert all(rig.stored(identifier) for identifier in HASHES[:5])
+
+
+def test_output_may_be_changed_when_put_returns(rig: Rig) -> None:
+    queue = rig.queue()
+    batch = torch.arange(64, dtype=torch.float32).view(8, 8)
+    queue.put(HASHES[0], IMAGE, batch[2:6])
+    batch.zero_()
+    assert queue.drain(_DEADLINE_S) == 0
+    blob = rig.stored(HASHES[0])
+    assert blob is not None
+    header = codec.verify(blob, namespace=rig.node.namespace.name, identifier=HASHES[0])
+    saved = codec.to_tensor(header, bytearray(blob[header.data_start :]))
+    assert torch.equal(saved, torch.arange(16, 48, dtype=torch.float32).view(4, 8))
+
+
+def test_buffer_is_not_reused_while_it_is_uploaded_from_memory(tmp_path: Path) -> None:
+    gate = Gate()
+    rig = Rig(tmp_path, min_free_bytes=NO_ROOM)
+    rig.faults.append(Fault(op="put_if_absent", name="objects/", gate=gate))
+    queue = rig.queue()
+    for number, identifier in enumerate(HASHES[:6]):
+        queue.put(identifier, IMAGE, tensor(number))
+    assert gate.reached.wait(_DEADLINE_S)
+    gate.release()
+    assert queue.drain(_DEADLINE_S) == 0
+    for number, identifier in enumerate(HASHES[:6]):
+        blob = rig.stored(identifier)
+        assert blob is not None
+        header = codec.verify(blob, namespace=rig.node.namespace.name, identifier=identifier)
+        saved = codec.to_tensor(header, bytearray(blob[header.data_start :]))
+        assert torch.equal(saved, tensor(number))
+    assert held_bytes(queue) == 0
+    rig.close()
+
+
+@pytest.mark.parametrize("problem", ["nonfinite", "copy"])
+def test_save_that_fails_gives_its_room_back(
+    rig: Rig, problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue = rig.queue(budget_bytes=64)
+    bad = torch.full((4, 8), float("nan"), dtype=torch.bfloat16)
+    if problem == "nonfinite":
+        queue.put(HASHES[0], IMAGE, bad)
+    else:
+        meta = torch.empty(4, 8, dtype=torch.bfloat16, device="meta")
+        monkeypatch.setattr(queue, "_staging", lambda _: saves.open_staging(CPU, can_pin=bool))
+        with pytest.raises(NotImplementedError):
+            queue.put(HASHES[0], IMAGE, meta)
+    eventually(lambda: not queue._pending)
+    assert held_bytes(queue) == 0
+    assert queue.put(HASHES[1], IMAGE, tensor())
+    assert queue.drain(_DEADLINE_S) == 0
+    assert rig.stored(HASHES[1]) is not None
+
+
+def test_hook_does_not_wait_for_the_device_and_the_writer_does(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = FakeAccelerator()
+    staging = AcceleratorStaging(device)
+    queue = rig.queue()
+    monkeypatch.setattr(queue, "_staging", lambda _: staging)
+    device.streams[1].held = True
+    output = tensor(1)
+    assert queue.put(HASHES[0], IMAGE, output)  # returns while nothing is copied yet
+    assert rig.stored(HASHES[0]) is None
+    device.release()
+    assert queue.drain(_DEADLINE_S) == 0
+    blob = rig.stored(HASHES[0])
+    assert blob is not None
+    header = codec.verify(blob, namespace=rig.node.namespace.name, identifier=HASHES[0])
+    saved = codec.to_tensor(header, bytearray(blob[header.data_start :]))
+    assert torch.equal(saved, tensor(1))
+    assert staging._saves.taken_bytes == 0
+
+
+def test_queue_drops_before_it_copies(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, cache_bytes=4 * 520)
+    rig.faults.append(Fault(op="put_if_absent", name="objects/", error=UnavailableError))
+    queue = rig.queue(overflow="drop")
+    rig.put_spooled(queue, HASHES[0])
+    meta = torch.empty(4, 8, dtype=torch.bfloat16, device="meta")  # would fail to be copied
+    assert not queue.put(HASHES[1], IMAGE, meta)
+    assert rig.counted("save_problem.dropped") == 1
+    rig.close()
 
 
 def test_next_process_uploads_what_the_last_one_could_not(tmp_path: Path) -> None:

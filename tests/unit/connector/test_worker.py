@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,6 @@ from typing import Any
 import pytest
 
 from s3ec import codec
-from s3ec.codec import Shape
 from s3ec.config import Settings
 from s3ec.connector.plan import Load, Save, StepPlan
 from s3ec.errors import UnavailableError
@@ -40,12 +40,16 @@ class Rig:
         )
         self.saved: list[tuple[str, Save, torch.Tensor]] = []
         self.rank = 0
-        self.worker = WorkerHalf(
+        self.worker = self.half()
+
+    def half(self, **other: Any) -> WorkerHalf:
+        return WorkerHalf(
             self.node,
             saves=self,
             device=lambda: torch.device("cpu"),
             rank=lambda: self.rank,
             drain_timeout_s=1,
+            **other,
         )
 
     # As a SaveQueue.
@@ -70,7 +74,7 @@ class Rig:
         self.node.tier.publish(key, [self.entry(identifier, tensor)])
         pin = self.node.tier.pin(key)
         assert pin is not None
-        return Load(identifier, str(pin.path), pin.header.shape)
+        return Load.of(identifier, pin)
 
     def store(self, identifier: str, blob: bytes) -> None:
         key = make_key(identifier)
@@ -166,15 +170,15 @@ def test_load_with_a_dead_bucket_raises_in_time(rig: Rig) -> None:
     assert rig.faults[0].struck >= 1
 
 
-@pytest.mark.parametrize("shape", [Shape(5, 8, "bfloat16"), Shape(4, 8, "float16")])
-def test_entry_of_another_shape_than_granted_is_never_loaded(rig: Rig, shape: Shape) -> None:
-    good = rig.pinned(HASHES[0], tensor())
-    rig.store(HASHES[0], rig.entry(HASHES[0], tensor()))
+@pytest.mark.parametrize("other", [tensor(1)[:3], tensor(1)[:, :7], tensor().to(torch.float16)])
+def test_entry_of_another_shape_than_granted_is_never_loaded(rig: Rig, other: torch.Tensor) -> None:
+    load = rig.pinned(HASHES[0], tensor())
+    changed = rig.entry(HASHES[0], other.contiguous())
+    Path(load.path).write_bytes(changed)
+    rig.store(HASHES[0], changed)
     cache: dict[str, torch.Tensor] = {}
     with pytest.raises(RuntimeError):
-        rig.worker.start_load_caches(
-            cache, StepPlan(step=1, loads=[Load(good.identifier, good.path, shape)])
-        )
+        rig.worker.start_load_caches(cache, StepPlan(step=1, loads=[load]))
     assert cache == {}
 
 
@@ -188,17 +192,89 @@ def test_entry_of_another_namespace_is_never_loaded(rig: Rig) -> None:
     assert cache == {}
 
 
-def test_save_copies_the_output_and_keeps_no_reference(rig: Rig) -> None:
-    batch = torch.arange(64, dtype=torch.float32).view(8, 8)
-    cache = {HASHES[0]: batch[2:6]}
+def test_fresh_output_is_handed_to_the_save_queue(rig: Rig) -> None:
+    output = tensor()
     plan = StepPlan(step=1, saves={HASHES[0]: Save("image", {})})
-    rig.worker.save_caches(cache, HASHES[0], plan)
-    ((identifier, save, saved),) = rig.saved
-    batch.zero_()
-    assert identifier == HASHES[0]
-    assert save.modality == "image"
-    assert torch.equal(saved, torch.arange(16, 48, dtype=torch.float32).view(4, 8))
-    assert saved.untyped_storage().nbytes() == saved.numel() * saved.element_size()
+    rig.worker.save_caches({HASHES[0]: output}, HASHES[0], plan)
+    assert rig.saved == [(HASHES[0], plan.saves[HASHES[0]], output)]
+
+
+# Several at a time, and the two halves of a load
+
+
+class Plain:
+    """An encoder cache that has nothing but what every runner's has."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, torch.Tensor] = {}
+
+    def __contains__(self, identifier: str) -> bool:
+        return identifier in self.held
+
+    def __setitem__(self, identifier: str, value: torch.Tensor) -> None:
+        self.held[identifier] = value
+
+
+@pytest.mark.parametrize("finish_later", [False, True])
+def test_encoder_cache_needs_only_to_be_asked_and_set(rig: Rig, finish_later: bool) -> None:
+    worker = rig.half(finish_later=finish_later)
+    loads = [rig.pinned(identifier, tensor(n)) for n, identifier in enumerate(HASHES)]
+    cache = Plain()
+    worker.start_load_caches(cache, StepPlan(step=1, loads=[*loads, loads[0]]))
+    worker.finish_load_caches(cache)
+    assert len(cache.held) == len(HASHES)
+    assert all(torch.equal(cache.held[each], tensor(n)) for n, each in enumerate(HASHES))
+
+
+def test_failed_load_leaves_the_others_in_place(rig: Rig) -> None:
+    loads = [rig.pinned(identifier, tensor(n)) for n, identifier in enumerate(HASHES)]
+    for number in (2, 5):
+        Path(loads[number].path).unlink()
+    cache: dict[str, torch.Tensor] = {}
+    with pytest.raises(RuntimeError, match=re.escape(loads[2].path)):
+        rig.worker.start_load_caches(cache, StepPlan(step=1, loads=loads))
+    assert set(cache) == set(HASHES) - {HASHES[2], HASHES[5]}
+    for number, identifier in enumerate(HASHES):
+        if identifier in cache:
+            assert torch.equal(cache[identifier], tensor(number))
+    report = rig.worker.report()
+    assert report is None or not report.loaded
+
+
+def test_started_loads_are_in_place_when_they_are_finished(rig: Rig) -> None:
+    worker = rig.half(finish_later=True)
+    loads = [rig.pinned(identifier, tensor(n)) for n, identifier in enumerate(HASHES)]
+    cache: dict[str, torch.Tensor] = {}
+    worker.start_load_caches(cache, StepPlan(step=3, loads=loads))
+    assert cache == {}
+    assert worker.report() is None or not worker.report()
+    worker.finish_load_caches(cache)
+    worker.finish_load_caches(cache)  # vLLM asks again when the step ends
+    assert set(cache) == set(HASHES)
+    report = worker.report()
+    assert report is not None
+    assert report.loaded == {3: {0}}
+    assert report.counts["load.items"] == len(HASHES)
+
+
+def test_loads_of_a_step_that_failed_are_forgotten_by_the_next(rig: Rig) -> None:
+    worker = rig.half(finish_later=True)
+    first = [rig.pinned(identifier, tensor()) for identifier in HASHES[:4]]
+    cache: dict[str, torch.Tensor] = {}
+    worker.start_load_caches(cache, StepPlan(step=1, loads=first))
+    worker.start_load_caches(cache, StepPlan(step=2))
+    worker.finish_load_caches(cache)
+    assert cache == {}
+
+
+def test_what_was_encoded_meanwhile_is_left_alone(rig: Rig) -> None:
+    worker = rig.half(finish_later=True)
+    load, mine = rig.pinned(HASHES[0], tensor(1)), tensor(2)
+    cache: dict[str, torch.Tensor] = {}
+    worker.start_load_caches(cache, StepPlan(step=1, loads=[load]))
+    cache[HASHES[0]] = mine
+    worker.finish_load_caches(cache)
+    assert cache[HASHES[0]] is mine
 
 
 def test_only_what_the_scheduler_named_is_saved_and_only_by_rank_0(rig: Rig) -> None:

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pool of host buffers: what is reused and when, and how much it holds."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+
+torch = pytest.importorskip("torch")
+accelerators = pytest.importorskip("tests.unit.connector.accelerators")
+HostPool = pytest.importorskip("s3ec.connector.host_pool").HostPool
+
+KIB = 1024
+SMALLEST = 64 * KIB
+
+
+def allocate(nbytes: int) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8)
+
+
+def in_a_thread(function: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=function)
+    thread.start()
+    return thread
+
+
+def test_buffer_given_back_is_taken_again() -> None:
+    pool = HostPool(allocate, idle_bytes=2**20)
+    first = pool.take(100_000)
+    assert first.numel() == 128 * KIB
+    pool.give(first)
+    assert pool.take(70_000) is first
+    assert pool.take(70_000) is not first
+
+
+def test_buffer_is_not_reused_before_the_event_behind_its_copy() -> None:
+    pool = HostPool(allocate, idle_bytes=2**20)
+    first, event = pool.take(1), accelerators.FakeEvent()
+    pool.give(first, after=event)
+    second = pool.take(1)
+    assert second is not first
+    event.happened.set()
+    assert pool.take(1) is first
+
+
+def test_take_at_the_limit_waits_for_a_copy_to_end() -> None:
+    pool = HostPool(allocate, idle_bytes=SMALLEST, limit_bytes=SMALLEST)
+    first, event = pool.take(1), accelerators.FakeEvent()
+    pool.give(first, after=event)
+    waits = threading.Event()
+    event.synchronize = lambda: (waits.set(), event.happened.wait(20))
+    taken: list[torch.Tensor] = []
+    thread = in_a_thread(lambda: taken.append(pool.take(1)))
+    assert waits.wait(20)
+    assert taken == []
+    event.happened.set()
+    thread.join(20)
+    assert taken[0] is first
+    assert pool.held_bytes == SMALLEST
+
+
+def test_take_at_the_limit_waits_for_another_taker() -> None:
+    pool = HostPool(allocate, idle_bytes=SMALLEST, limit_bytes=SMALLEST)
+    first = pool.take(1)
+    taken: list[torch.Tensor] = []
+    thread = in_a_thread(lambda: taken.append(pool.take(1)))
+    pool.give(first)
+    thread.join(20)
+    assert taken[0] is first
+
+
+def test_limit_holds_with_many_takers() -> None:
+    sizes = [64 * KIB, 128 * KIB, 256 * KIB]
+    pool = HostPool(allocate, idle_bytes=512 * KIB, limit_bytes=512 * KIB)
+    most = []
+
+    def work(seed: int) -> None:
+        for number in range(200):
+            buffer = pool.take(sizes[(seed + number) % 3])
+            most.append(pool.held_bytes)
+            event = accelerators.FakeEvent()
+            event.happened.set()
+            pool.give(buffer, after=event if number % 2 else None)
+
+    threads = [in_a_thread(lambda seed=seed: work(seed)) for seed in range(4)]
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert max(most) <= 512 * KIB
+    assert pool.taken_bytes == 0
+
+
+def test_one_buffer_above_the_limit_is_taken_alone() -> None:
+    pool = HostPool(allocate, idle_bytes=SMALLEST, limit_bytes=SMALLEST)
+    large = pool.take(10 * SMALLEST)
+    pool.give(large)
+    assert pool.held_bytes == 0  # more than may lie idle
+
+
+def test_idle_buffers_of_sizes_not_used_for_long_go_first() -> None:
+    pool = HostPool(allocate, idle_bytes=192 * KIB)
+    old, new = pool.take(64 * KIB), pool.take(128 * KIB)
+    pool.give(old)
+    pool.give(new)
+    assert pool.held_bytes == 192 * KIB
+    another = pool.take(64 * KIB)
+    assert another is old
+    more = pool.take(64 * KIB)
+    pool.give(another)
+    pool.give(more)
+    assert pool.held_bytes == 128 * KIB  # both small ones; the large one went
+
+
+def test_failed_allocation_takes_nothing() -> None:
+    def refuse(nbytes: int) -> torch.Tensor:
+        raise MemoryError
+
+    pool = HostPool(refuse, idle_bytes=0, limit_bytes=SMALLEST)
+    for _ in range(3):
+        with pytest.raises(MemoryError):
+            pool.take(1)
+    assert pool.held_bytes == 0
+
+
+def test_forgotten_buffer_is_never_handed_out_again() -> None:
+    pool = HostPool(allocate, idle_bytes=2**20, limit_bytes=SMALLEST)
+    mine = pool.take(1)
+    pool.forget(mine)
+    assert pool.held_bytes == 0
+    assert pool.take(1) is not mine
+
+
+def test_buffer_made_in_inference_mode_can_be_written_outside_of_it() -> None:
+    pool = HostPool(allocate, idle_bytes=2**20)
+    with torch.inference_mode():
+        buffer = pool.take(1)
+    buffer.zero_()
+    assert not buffer.is_inference()

@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Staging on the CPU and on a device whose copies the test holds back: one suite for both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+
+from s3ec.codec import Shape
+
+torch = pytest.importorskip("torch")
+FakeAccelerator = pytest.importorskip("tests.unit.connector.accelerators").FakeAccelerator
+staging = pytest.importorskip("s3ec.connector.staging")
+
+SHAPE = Shape(4, 8, "float32")
+
+
+def values(seed: int) -> torch.Tensor:
+    return torch.full((SHAPE.rows, SHAPE.width), float(seed))
+
+
+def fill(memory: torch.Tensor, seed: int) -> None:
+    memory[: SHAPE.nbytes] = values(seed).view(torch.uint8).view(-1)
+
+
+def load(device: staging.Staging, seed: int) -> torch.Tensor:
+    memory = device.take(SHAPE.nbytes)
+    fill(memory, seed)
+    return device.to_device(memory, SHAPE)
+
+
+def accelerated(fake: FakeAccelerator, **other: int) -> staging.AcceleratorStaging:
+    return staging.AcceleratorStaging(fake, **other)
+
+
+@pytest.fixture(params=["host", "accelerator"])
+def either(request: pytest.FixtureRequest) -> staging.Staging:
+    return staging.HostStaging() if request.param == "host" else accelerated(FakeAccelerator())
+
+
+def test_loaded_tensors_have_the_values_and_share_no_memory(either: staging.Staging) -> None:
+    loaded = [load(either, seed) for seed in range(6)]
+    either.finish_loads(loaded)
+    for seed, tensor in enumerate(loaded):
+        assert tensor.shape == (SHAPE.rows, SHAPE.width)
+        assert torch.equal(tensor, values(seed))
+    loaded[0].zero_()
+    assert torch.equal(loaded[1], values(1))
+
+
+def test_loaded_tensor_keeps_its_values_while_buffers_are_reused(either: staging.Staging) -> None:
+    first = load(either, 1)
+    either.finish_loads([first])
+    for seed in range(2, 6):
+        either.finish_loads([load(either, seed)])
+    assert torch.equal(first, values(1))
+
+
+def test_memory_is_aligned_for_vector_loads(either: staging.Staging) -> None:
+    assert either.take(SHAPE.nbytes).data_ptr() % 64 == 0
+
+
+def test_copy_to_the_host_survives_changes_of_the_output(either: staging.Staging) -> None:
+    batch = torch.arange(64, dtype=torch.float32).view(8, 8)
+    copy = either.to_host(batch[2:6])
+    batch.zero_()
+    host = copy.wait()
+    assert torch.equal(host, torch.arange(16, 48, dtype=torch.float32).view(4, 8))
+    assert host.is_contiguous()
+
+
+def test_copy_of_an_output_that_is_not_contiguous_is(either: staging.Staging) -> None:
+    output = torch.arange(32, dtype=torch.float32).view(8, 4).t()
+    host = either.to_host(output).wait()
+    assert torch.equal(host, output)
+    assert host.is_contiguous()
+
+
+def test_released_memory_is_reused_and_disowned_memory_is_not(either: staging.Staging) -> None:
+    first = either.to_host(values(1))
+    place = first.wait().data_ptr()
+    first.release()
+    second = either.to_host(values(2))
+    kept = second.wait()
+    assert kept.data_ptr() == place
+    second.disown()
+    second.release()  # nothing any more
+    for seed in range(3, 8):
+        either.to_host(values(seed)).release()
+    assert torch.equal(kept, values(2))
+
+
+def test_empty_output_is_copied(either: staging.Staging) -> None:
+    assert either.to_host(torch.empty(0, 8)).wait().shape == (0, 8)
+
+
+# A device with streams
+
+
+def test_buffer_of_a_load_is_not_reused_while_its_copy_is_held_back() -> None:
+    fake = FakeAccelerator()
+    device = accelerated(fake)
+    fake.streams[0].held = True
+    loaded = [load(device, seed) for seed in range(4)]
+    assert len(fake.allocated) == 4  # none could be reused
+    fake.release()
+    for seed, tensor in enumerate(loaded):
+        assert torch.equal(tensor, values(seed))
+    again = [load(device, seed) for seed in range(4)]
+    assert len(fake.allocated) == 4
+    assert all(torch.equal(tensor, values(seed)) for seed, tensor in enumerate(again))
+
+
+def test_computing_stream_waits_once_for_all_loads() -> None:
+    fake = FakeAccelerator()
+    device = accelerated(fake)
+    fake.streams[0].held = True
+    loaded = [load(device, seed) for seed in range(3)]
+    assert "computing waits" not in fake.log
+    device.finish_loads(loaded)
+    seen: list[bool] = []
+    fake.computing.queue(
+        lambda: seen.extend(torch.equal(one, values(seed)) for seed, one in enumerate(loaded))
+    )
+    assert seen == []  # the thread went on, the device did not
+    fake.release()
+    assert seen == [True] * 3
+    assert fake.log.count("computing waits") == 1
+    assert fake.protected == [(tensor.data_ptr(), "computing") for tensor in loaded]
+
+
+def test_load_buffers_are_bounded() -> None:
+    fake = FakeAccelerator()
+    device = accelerated(fake, load_buffer_bytes=2 * 64 * 1024)
+    tensors = [load(device, seed) for seed in range(20)]
+    assert len(fake.allocated) <= 2
+    assert all(torch.equal(tensor, values(seed)) for seed, tensor in enumerate(tensors))
+
+
+@pytest.mark.parametrize("what", ["copy", "record"])
+def test_failed_load_gives_its_bytes_back_and_never_reuses_what_may_be_read(what: str) -> None:
+    fake = FakeAccelerator()
+    device = accelerated(fake, load_buffer_bytes=64 * 1024)
+    fake.streams[0].held = True
+    fake.fail_next = what
+    with pytest.raises(RuntimeError, match=what):
+        load(device, 1)
+    assert device._loads.held_bytes == 0
+    tensor = load(device, 2)  # does not wait for room
+    fake.release()
+    assert torch.equal(tensor, values(2))
+    assert len(fake.allocated) == 2
+
+
+def test_memory_that_nothing_came_of_is_reused_at_once() -> None:
+    fake = FakeAccelerator()
+    device = accelerated(fake, load_buffer_bytes=64 * 1024)
+    for _ in range(3):
+        device.drop(device.take(SHAPE.nbytes))
+    assert len(fake.allocated) == 1
+
+
+def test_save_runs_behind_the_computation_and_keeps_the_output_s_memory() -> None:
+    fake = FakeAccelerator()
+    device = accelerated(fake)
+    output = torch.zeros(4, 8)
+    fake.computing.held = True
+    fake.computing.queue(lambda: output.fill_(7))
+    copy = device.to_host(output)  # returns at once
+    fake.computing.queue(lambda: None)
+    assert fake.streams[1].queued == 3  # wait, copy, event: none of them done
+    assert fake.protected == [(output.data_ptr(), "saves")]
+    fake.release()
+    assert torch.equal(copy.wait(), torch.full((4, 8), 7.0))
+
+
+def test_released_save_buffer_is_not_reused_while_its_copy_is_held_back() -> None:
+    fake = FakeAccelerator()
+    device = accelerated(fake)
+    fake.streams[1].held = True
+    first = device.to_host(values(1))
+    first.release()
+    second = device.to_host(values(2))
+    assert len(fake.allocated) == 2
+    fake.release()
+    assert torch.equal(second.wait(), values(2))
+
+
+@pytest.mark.parametrize("what", ["copy", "record"])
+def test_failed_save_gives_its_bytes_back(what: str) -> None:
+    fake = FakeAccelerator()
+    device = accelerated(fake)
+    fake.fail_next = what
+    with pytest.raises(RuntimeError, match=what):
+        device.to_host(values(1))
+    assert device._saves.taken_bytes == 0
+    assert torch.equal(device.to_host(values(2)).wait(), values(2))
+
+
+def test_cpu_is_staged_without_streams() -> None:
+    made = staging.open_staging(torch.device("cpu"), can_pin=lambda: True)
+    assert isinstance(made, staging.HostStaging)
+
+
+class Module:
+    """What torch.cuda and its like offer, as far as Accelerator uses it."""
+
+    def __init__(self) -> None:
+        self.inside: list[object] = []
+        self.recorded: list[tuple[dict[str, object], object]] = []
+
+    @contextmanager
+    def device(self, device: torch.device) -> Iterator[None]:
+        self.inside.append(device)
+        yield
+        self.inside.pop()
+
+    def Stream(self, *, device: torch.device) -> str:  # noqa: N802 - torch's name
+        return f"stream of {device}"
+
+    def Event(self, **kwargs: object) -> SimpleNamespace:  # noqa: N802
+        return SimpleNamespace(record=lambda stream: self.recorded.append((kwargs, stream)))
+
+    def current_stream(self, device: torch.device) -> str:
+        return f"current of {device}"
+
+
+@pytest.mark.parametrize(("kind", "blocking"), [("cuda", {"blocking": True}), ("xpu", {})])
+def test_device_modules_are_asked_for_the_model_s_device(
+    kind: str, blocking: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = Module()
+    monkeypatch.setattr(torch, "get_device_module", lambda _: module)
+    device = torch.device(kind, 1)
+    accelerator = staging.Accelerator(device, can_pin=False)
+    assert accelerator.allocate_host(10).numel() == 10
+    assert accelerator.make_stream() == f"stream of {kind}:1"
+    assert accelerator.current_stream() == f"current of {kind}:1"
+    accelerator.record("a stream")
+    assert module.recorded == [(blocking, "a stream")]
+    made = staging.open_staging(device, can_pin=lambda: False)
+    assert isinstance(made, staging.AcceleratorStaging)
