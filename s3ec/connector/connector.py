@@ -25,8 +25,9 @@ from s3ec.connector.checks import identifier_problem, model_problem
 from s3ec.connector.features import FeatureReader
 from s3ec.connector.namespace import namespace_of
 from s3ec.connector.plan import StepPlan, WorkerReport
+from s3ec.connector.role import Role
 from s3ec.connector.saves import SaveQueue
-from s3ec.connector.scheduler import Role, SchedulerHalf
+from s3ec.connector.scheduler import SchedulerHalf
 from s3ec.connector.worker import WorkerHalf
 from s3ec.errors import ConfigError, TierError
 from s3ec.node import Node
