@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import platform
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from s3ec.connector.plan import (
     TierMark,
     WorkerReport,
 )
+from s3ec.errors import TierError
 from s3ec.identity import Key, make_key
 from s3ec.node import Node
 from s3ec.prefetch import Fetched, Outcome, Want
@@ -87,16 +89,17 @@ class OwnPins:
             return plan
         if orders.tier != self._mark:
             self._mark = orders.tier
-            self._shares = _sees(orders.tier)
+            self._shares = _sees(orders.tier, self._node)
         if self._shares:
             return plan
         self._obey(orders)
         return replace(plan, loads=[replace(load, path=self._path(load)) for load in plan.loads])
 
-    def report(self, report: WorkerReport, rank: int) -> None:
+    def report(self, report: WorkerReport, rank_of: Callable[[], int]) -> None:
         """Add what the scheduler should know, once it has asked."""
         if self._mark is None:
             return
+        rank = rank_of()
         report.present[rank] = Presence(self._incarnation, self._shares)
         if self._shares:
             return
@@ -174,6 +177,13 @@ class OwnPins:
         return [] if pin is None else [pin]
 
 
-def _sees(mark: TierMark) -> bool:
-    """Whether the scheduler's pins can be read here by the paths that it names."""
-    return mark.host == _host() and os.access(mark.folder, os.R_OK | os.X_OK)
+def _sees(mark: TierMark, node: Node) -> bool:
+    """Whether the scheduler's pins lie in our own tier, under the paths that it names."""
+    try:
+        return (
+            mark.host == _host()
+            and os.access(mark.folder, os.R_OK | os.X_OK)
+            and os.path.samefile(Path(mark.folder).parent, node.tier.pin_folder().parent)
+        )
+    except (OSError, TierError):
+        return False
