@@ -1074,6 +1074,22 @@ def test_a_pure_producer_never_skips_a_refused_identifier() -> None:
     assert world.counters.get("refused_identifiers") == 1
 
 
+# -- ranks that cannot be told to load ---------------------------------------------------------
+
+
+def test_where_ranks_cannot_be_told_nothing_is_fetched_waited_for_or_granted() -> None:
+    world = World(producer=True, can_load=False)
+    world.stock("a")
+    asker = request("r", feature("a"), feature("b", 10))
+    assert world.ask(asker)
+    assert world.schedule(asker) == [False, False]
+    plan = world.step()
+    assert (plan.loads, world.wanted) == ([], [])
+    assert list(plan.saves) == [identifier_of("b")]
+    assert not world.ask(request("bare", bare("a")))
+    assert world.half.take_unavailable_requests() == {"bare"}
+
+
 # -- memory ------------------------------------------------------------------------------------
 
 
