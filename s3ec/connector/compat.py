@@ -69,11 +69,25 @@ def current_device() -> torch.device:
 
 
 @functools.cache
-def tensor_parallel_rank() -> int:
-    """This worker's rank; vLLM makes worker connectors after it set the ranks up."""
-    from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+def loading_rank() -> int:
+    """This worker's number among those that load; vLLM makes worker connectors after it set the
+    ranks up. 0 is the one that saves.
+    """
+    from vllm.distributed import parallel_state
 
-    return int(get_tensor_model_parallel_rank())
+    rank = int(parallel_state.get_tensor_model_parallel_rank())
+    group = getattr(parallel_state, "get_pcp_group", None)
+    if group is None:
+        return rank
+    size = int(parallel_state.get_tensor_model_parallel_world_size())
+    return int(group().rank_in_group) * size + rank
+
+
+def ray_passes_reports() -> bool:
+    """Whether vLLM's executor for Ray is the one that merges the reports of all workers."""
+    import vllm.envs
+
+    return bool(getattr(vllm.envs, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", False))
 
 
 def can_pin_memory() -> bool:

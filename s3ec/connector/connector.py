@@ -25,8 +25,12 @@ from s3ec.connector.checks import identifier_problem, model_problem
 from s3ec.connector.features import FeatureReader
 from s3ec.connector.namespace import namespace_of
 from s3ec.connector.plan import StepPlan, WorkerReport
+from s3ec.connector.ranks import Ranks
+from s3ec.connector.remote import tier_mark
+from s3ec.connector.role import Role
 from s3ec.connector.saves import SaveQueue
-from s3ec.connector.scheduler import Role, SchedulerHalf
+from s3ec.connector.scheduler import SchedulerHalf
+from s3ec.connector.topology import Topology, topology_of
 from s3ec.connector.worker import WorkerHalf
 from s3ec.errors import ConfigError, TierError
 from s3ec.node import Node
@@ -131,15 +135,22 @@ class S3ECConnector(ECConnectorBase):
         )
         features = self._features = FeatureReader(config.model_config)
         this = compat.release(compat.vllm_version())
+        topology = topology_of(config)
+        if topology.problem is not None and self.is_consumer:
+            log.warning(
+                "nothing will be loaded: ranks may run on other nodes than the scheduler, and %s",
+                topology.problem,
+            )
         role = Role(
             producer=self.is_producer,
             consumer=self.is_consumer,
             # A drafter looks one token ahead; a few more cost nothing.
             window_tokens=config.scheduler_config.max_num_batched_tokens + 16,
-            ranks=config.parallel_config.tensor_parallel_size,
+            ranks=topology.ranks,
             steps_in_flight=config.max_concurrent_batches,
             defer_timeout_s=settings.defer_timeout_s,
             asked_every_pass=this is None or this >= (0, 30),
+            can_load=topology.problem is None,
         )
         node.follow_the_bucket()
         return SchedulerHalf(
@@ -151,6 +162,7 @@ class S3ECConnector(ECConnectorBase):
             needs_embedding=features.needs_embedding,
             placeholder_of=features.placeholder,
             counters=node.counters,
+            ranks=_ranks_elsewhere(node, role, topology),
         )
 
     def _make_worker(self, node: Node) -> WorkerHalf:
@@ -166,7 +178,7 @@ class S3ECConnector(ECConnectorBase):
             node,
             saves=saves,
             device=compat.current_device,
-            rank=compat.tensor_parallel_rank,
+            rank=compat.loading_rank,
             drain_timeout_s=4.0 if self.is_consumer else 30.0,
             finish_later=compat.installed_hooks()["finish_load_caches"],
         )
@@ -287,7 +299,11 @@ class S3ECConnector(ECConnectorBase):
         """
         plan = self._plan()
         if self._worker is not None and plan is not None:
-            self._worker.start_load_caches(encoder_cache, plan)
+            self._worker.start_load_caches(encoder_cache, self._follow(plan) or plan)
+
+    @guarded(default=None)
+    def _follow(self, plan: StepPlan) -> StepPlan | None:
+        return None if self._worker is None else self._worker.follow(plan)
 
     def finish_load_caches(self, encoder_cache: dict[str, Any], **kwargs: Any) -> None:
         """What start_load_caches began must be in the encoder cache now (vLLM after 0.33).
@@ -330,6 +346,18 @@ class S3ECConnector(ECConnectorBase):
         node, self._node = self._node, None
         if node is not None:
             node.release(_SHUTDOWN_TIMEOUT_S)
+
+
+def _ranks_elsewhere(node: Node, role: Role, topology: Topology) -> Ranks | None:
+    """Bookkeeping for ranks that may not see this node's disk; None if there are none."""
+    if topology.beside_scheduler or not role.consumer or not role.can_load:
+        return None
+    return Ranks(
+        topology.ranks,
+        tier_mark(node),
+        steps_in_flight=role.steps_in_flight,
+        heard_without_tokens=topology.heard_without_tokens,
+    )
 
 
 def _set_up_logging(level: str) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from s3ec.codec import Shape
+from s3ec.prefetch import Priority
 
 if TYPE_CHECKING:
     from s3ec.tier import Pin
@@ -19,7 +20,7 @@ class Load:
 
     Attributes:
         identifier: Its place in vLLM's encoder cache.
-        path: Pinned file on this node.
+        path: Pinned file on the scheduler's node.
         shape: Rows, width and dtype that were compared with the request.
         checksum: xxh3-128 of the tensor's bytes, from the header that was checked.
         data_start: Offset of the tensor in the file, bytes.
@@ -51,13 +52,82 @@ class Save:
     placeholder: Mapping[str, Any]
 
 
+@dataclass(frozen=True, slots=True)
+class TierMark:
+    """How a rank finds out whether it sees the scheduler's pins.
+
+    Attributes:
+        host: The running kernel; a folder shared by network is not this node's disk.
+        folder: Where the scheduler's process keeps its pins. Its name is random, so a rank that
+            finds it sees the very same folder.
+    """
+
+    host: str
+    folder: str
+
+
+@dataclass(frozen=True, slots=True)
+class Prepare:
+    """One embedding that ranks with a tier of their own should fetch and pin.
+
+    Attributes:
+        ticket: Names this order in reports and in its release; never used twice, except to
+            improve the priority.
+        identifier: What to bring.
+        modality: Selects the width and dtype that the entry must have.
+        rows: Rows that the request has room for.
+        priority: Place in the rank's queue.
+    """
+
+    ticket: int
+    identifier: str
+    modality: str
+    rows: int
+    priority: Priority
+
+
+@dataclass(slots=True)
+class RankOrders:
+    """What ranks with a tier of their own should do; obeyed in the order of the fields.
+
+    Attributes:
+        tier: Who need not obey.
+        release: Tickets whose pins are no longer needed.
+        prepare: What to bring.
+        forget: Tickets that no request waits for at present.
+    """
+
+    tier: TierMark
+    release: list[int] = field(default_factory=list)
+    prepare: list[Prepare] = field(default_factory=list)
+    forget: list[int] = field(default_factory=list)
+
+
 @dataclass(slots=True)
 class StepPlan:
-    """The scheduler's orders for one engine step."""
+    """The scheduler's orders for one engine step.
+
+    Attributes:
+        ranks: None where all ranks are known to be on the scheduler's node.
+    """
 
     step: int = 0
     loads: list[Load] = field(default_factory=list)
     saves: dict[str, Save] = field(default_factory=dict)
+    ranks: RankOrders | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Presence:
+    """What a rank says about itself.
+
+    Attributes:
+        incarnation: Random; another one means another process, which holds nothing yet.
+        shares: Whether it sees the scheduler's pins.
+    """
+
+    incarnation: str
+    shares: bool
 
 
 @dataclass(slots=True)
@@ -69,22 +139,42 @@ class WorkerReport:
         published: Identifiers whose entries are on this node's disk now.
         stored: Identifiers that the bucket confirmed.
         counts: Counter increments.
+        present: Rank to what it says about itself, where it was asked.
+        ready: Ticket to the ranks that hold its pin.
+        failed: Ticket to the ranks that could not have it.
     """
 
     loaded: dict[int, set[int]] = field(default_factory=dict)
     published: list[str] = field(default_factory=list)
     stored: list[str] = field(default_factory=list)
     counts: dict[str, float] = field(default_factory=dict)
+    present: dict[int, Presence] = field(default_factory=dict)
+    ready: dict[int, set[int]] = field(default_factory=dict)
+    failed: dict[int, set[int]] = field(default_factory=dict)
 
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to send."""
-        return not (self.loaded or self.published or self.stored or self.counts)
+        return not (
+            self.loaded
+            or self.published
+            or self.stored
+            or self.counts
+            or self.present
+            or self.ready
+            or self.failed
+        )
 
     def merge(self, other: WorkerReport) -> WorkerReport:
         """Add another rank's report to this one."""
-        for step, ranks in other.loaded.items():
-            self.loaded.setdefault(step, set()).update(ranks)
+        for mine, others in (
+            (self.loaded, other.loaded),
+            (self.ready, other.ready),
+            (self.failed, other.failed),
+        ):
+            for number, ranks in others.items():
+                mine.setdefault(number, set()).update(ranks)
+        self.present.update(other.present)
         self.published += other.published
         self.stored += other.stored
         for name, amount in other.counts.items():

@@ -11,87 +11,26 @@ tests run without them.
 
 from __future__ import annotations
 
-import enum
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
+from s3ec.connector.items import ABSENT, FAILED, FETCHING, LEASE_S, READY, RETRY_AFTER_S, State
 from s3ec.connector.plan import Load, Save, StepPlan, WorkerReport
-from s3ec.connector.waits import Waits
+from s3ec.connector.ranks import Ranks
+from s3ec.connector.role import Role
+from s3ec.connector.steps import Steps
+from s3ec.connector.supply import PrefetchQueue, Supply
+from s3ec.connector.waits import NO_PIXELS_WAIT_S, Waits
 from s3ec.counters import Counters
-from s3ec.identity import Key, KeyMaker
+from s3ec.identity import KeyMaker
 from s3ec.index.base import Index
-from s3ec.prefetch import Fetched, Outcome, Priority, Want
-from s3ec.tier import Pin
+from s3ec.prefetch import Priority
 from s3ec.tier.local import LocalKeys
 
-# A failed fetch is not tried again for the same image within this time: the request that is
-# being deferred must go on, and the next one must not wait for the same failure.
-RETRY_AFTER_S = 5.0
-# A pin that no request asked about for this long is given back; the bytes stay on the tier.
-LEASE_S = 30.0
 # vLLM hands a request's own embeddings through as a modality of this name; nothing to cache.
 _PASSED_THROUGH = "prompt_embeds"
 _SWEEP_EVERY_S = 1.0
-
-
-class PrefetchQueue(Protocol):
-    """What this half needs of a Prefetcher."""
-
-    def submit(self, wants: list[Want]) -> None: ...
-    @property
-    def has_news(self) -> bool: ...
-    def drain(self) -> list[Fetched]: ...
-    def release(self, pins: Iterable[Pin]) -> None: ...
-
-
-class _State(enum.Enum):
-    FETCHING = enum.auto()
-    READY = enum.auto()
-    FAILED = enum.auto()
-    ABSENT = enum.auto()  # nothing to wait for, and the pixels came with the request
-
-
-# Looking a member up in its class costs 65 ns in Python 3.11, five times a global.
-_FETCHING, _READY, _FAILED, _ABSENT = _State
-
-
-@dataclass(slots=True)
-class _Item:
-    """One identifier that is being fetched, pinned, or known to have failed."""
-
-    key: Key
-    state: _State
-    priority: Priority
-    touched_s: float
-    rows: int  # of the pinned entry; before that, what was asked for
-    pin: Pin | None = None
-    loads: int = 0  # steps that were told to load it and have not reported
-
-
-@dataclass(frozen=True, slots=True)
-class Role:
-    """What this vLLM instance does.
-
-    Attributes:
-        producer: It may store embeddings.
-        consumer: It may load them. A producer that is no consumer runs no language model.
-        window_tokens: Most tokens that one step can schedule for a request.
-        ranks: Workers that load every granted item (tensor parallel size).
-        steps_in_flight: Steps that can be scheduled before the first of them has ended.
-        defer_timeout_s: Longest deferral of a request in all.
-        asked_every_pass: Whether vLLM calls ensure_cache_available for a request in every
-            pass that schedules it (0.30 and newer), or only before its first one.
-    """
-
-    producer: bool
-    consumer: bool
-    window_tokens: int
-    ranks: int
-    steps_in_flight: int
-    defer_timeout_s: float
-    asked_every_pass: bool = True
 
 
 class SchedulerHalf:
@@ -108,6 +47,7 @@ class SchedulerHalf:
         needs_embedding: Callable[[Any], bool],
         placeholder_of: Callable[[Any], dict[str, Any]],
         counters: Counters,
+        ranks: Ranks | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Wire the half up.
@@ -121,6 +61,7 @@ class SchedulerHalf:
             needs_embedding: Whether a feature came without pixels, so that a miss is fatal.
             placeholder_of: Placeholder metadata of a feature, to be stored with it.
             counters: Where to count.
+            ranks: Ranks that may not see this node's pins; None where all do for certain.
             clock: Monotonic seconds.
         """
         self._role = role
@@ -131,10 +72,15 @@ class SchedulerHalf:
         self._needs_embedding = needs_embedding
         self._placeholder_of = placeholder_of
         self._counters = counters
+        self._ranks = ranks
         self._clock = clock
         self._keys = KeyMaker()
-        self._items: dict[str, _Item] = {}
-        self._waits = Waits(role.defer_timeout_s, counters, clock)
+        self._waits = Waits(counters, clock)
+        self._supply = Supply(
+            prefetcher, ranks=ranks, requests_wait=role.defer_timeout_s > 0, clock=clock
+        )
+        self._items = self._supply.items
+        self._waiting = self._supply.interest.requests
         self._unavailable: set[str] = set()
         # What the device's encoder cache holds, as vLLM's manager told us.
         self._on_device: set[str] = set()
@@ -144,12 +90,9 @@ class SchedulerHalf:
         # This pass only.
         self._decisions: dict[str, bool] = {}
         self._allocated: list[str] = []
-        self._demand: dict[str, Want] = {}
         self._plan = StepPlan()
-        # Steps whose loads may still be read: identifiers, and the ranks that reported.
-        self._loading: dict[int, tuple[list[str], set[int]]] = {}
+        self._steps = Steps(ranks=role.ranks, in_flight=role.steps_in_flight)
         self._saving: dict[str, float] = {}
-        self._step = 0
         self._swept_s = clock()
 
     # -- before scheduling a request -------------------------------------------------------
@@ -163,9 +106,12 @@ class SchedulerHalf:
         features = request.mm_features
         last = features[-1].mm_position
         if last.offset + last.length <= num_computed_tokens:
-            return True  # decoding: everything is in the KV cache
+            # Decoding: everything is in the KV cache.
+            if self._waiting:
+                self._supply.leave_all(request.request_id)
+            return True
         if self._prefetcher.has_news:
-            self._take_news()
+            self._supply.take_news()
         window_end = num_computed_tokens + self._role.window_tokens
         if not self._role.asked_every_pass:
             window_end = last.offset + 1  # there will be no second question: wait for all
@@ -178,22 +124,23 @@ class SchedulerHalf:
                 continue
             needed_now = offset < window_end
             state = self._look(feature, needed_now, now)
-            if state is _READY or not needed_now:
+            if state is READY:
                 continue
-            if state is _FETCHING:
-                pending.append(feature)
-            elif state is not _ABSENT and self._needs_embedding(feature):
-                return self._give_up(request)
+            if state is FETCHING:
+                if needed_now:
+                    pending.append(feature)
+                else:
+                    self._supply.expect(request.request_id, feature.identifier, Priority.LOOKAHEAD)
+            elif needed_now and state is not ABSENT and self._needs_embedding(feature):
+                return self._give_up(request, pending)
         if pending:
-            if not self._waits.is_over(request.request_id):
-                return False
-            if any(map(self._needs_embedding, pending)):
-                return self._give_up(request)
-            return True
+            return self._wait_for(pending, request)
+        if request.request_id in self._waiting:
+            self._supply.leave_covered(request, num_computed_tokens)
         self._waits.end(request.request_id)
         return True
 
-    def _look(self, feature: Any, needed_now: bool, now: float) -> _State | None:
+    def _look(self, feature: Any, needed_now: bool, now: float) -> State | None:
         """State of one item, noting the demand if nobody did; None is a miss of another kind."""
         identifier = feature.identifier
         rows = feature.mm_position.get_num_embeds()
@@ -202,7 +149,7 @@ class SchedulerHalf:
             # What the device holds needs no fetch. A feature without pixels is pinned all the
             # same: the device may evict it between this call and the next.
             if identifier in self._on_device and not self._needs_embedding(feature):
-                return _ABSENT
+                return ABSENT
             return self._want(feature, rows, needed_now, now)
         # A request whose features disagree asks for the first of them first.
         asked = self._rows_asked.setdefault(identifier, rows)
@@ -210,24 +157,23 @@ class SchedulerHalf:
             # Two requests disagree and has_cache_item cannot tell which of them asks.
             self._rows_asked[identifier] = -1
         state = item.state
-        if state is _READY:
+        if state is READY:
             item.touched_s = now
             if item.rows == rows:
-                return _READY
+                return READY
             self._counters.add("mismatch.rows")
             return None
-        if state is _FAILED:
+        if state is FAILED:
             # One that asks for other rows has a chance: those may have been a client's invention.
             if item.rows == rows and now - item.touched_s < RETRY_AFTER_S:
-                return _FAILED
-            self._drop(identifier)
+                return FAILED
+            self._supply.drop(identifier)
             return self._want(feature, rows, needed_now, now)
-        if needed_now and item.priority is Priority.LOOKAHEAD:
-            item.priority = Priority.DEMAND
-            self._demand[identifier] = Want(item.key, feature.modality, rows, Priority.DEMAND)
-        return _FETCHING
+        if identifier in self._on_device and not self._needs_embedding(feature):
+            return ABSENT  # another request had it encoded while this one waited
+        return FETCHING
 
-    def _want(self, feature: Any, rows: int, needed_now: bool, now: float) -> _State | None:
+    def _want(self, feature: Any, rows: int, needed_now: bool, now: float) -> State | None:
         if feature.modality == _PASSED_THROUGH:
             return None
         identifier = feature.identifier
@@ -242,14 +188,36 @@ class SchedulerHalf:
             and (self._store_is_down() or not self._index.maybe_contains(key))
             and not self._needs_embedding(feature)
         ):
-            return _ABSENT
+            return ABSENT
+        if not self._role.can_load:
+            return None
         priority = Priority.DEMAND if needed_now else Priority.LOOKAHEAD
-        self._items[identifier] = _Item(key, _FETCHING, priority, now, rows)
         self._rows_asked[identifier] = rows
-        self._demand[identifier] = Want(key, feature.modality, rows, priority)
-        return _FETCHING
+        self._supply.want(key, feature.modality, rows, priority)
+        return FETCHING
 
-    def _give_up(self, request: Any) -> bool:
+    def _wait_for(self, pending: list[Any], request: Any) -> bool:
+        """Defer the request, unless it has waited long enough or would wait in vain."""
+        request_id = request.request_id
+        over = self._ranks is not None and self._ranks.cannot_answer
+        over = over or self._waits.is_over(request_id, self._role.defer_timeout_s)
+        if over and any(map(self._needs_embedding, pending)):
+            # Such a request has no other chance, so it is given more time.
+            limit_s = max(self._role.defer_timeout_s, NO_PIXELS_WAIT_S)
+            over = self._waits.is_over(request_id, limit_s)
+            if over:
+                self._waits.end(request_id, in_vain=True)
+                return self._give_up(request, pending)
+        if not over:
+            for feature in pending:
+                self._supply.expect(request_id, feature.identifier, Priority.DEMAND)
+            return False
+        self._waits.end(request_id, in_vain=True)
+        for feature in pending:
+            self._supply.leave(request_id, feature.identifier)
+        return True
+
+    def _give_up(self, request: Any, pending: list[Any]) -> bool:
         """Fail a request that came without pixels and whose embedding cannot be had.
 
         Scheduling it would run the encoder on nothing and end the engine.
@@ -257,26 +225,10 @@ class SchedulerHalf:
         if request.request_id not in self._unavailable:
             self._unavailable.add(request.request_id)
             self._counters.add("unavailable_requests")
+        for feature in pending:
+            self._supply.leave(request.request_id, feature.identifier)
+        self._supply.leave_all(request.request_id)
         return False
-
-    def _take_news(self) -> None:
-        now = self._clock()
-        unwanted = []
-        for fetched in self._prefetcher.drain():
-            identifier = fetched.want.key.identifier
-            item = self._items.get(identifier)
-            if item is None or item.state is _READY:
-                if fetched.pin is not None:
-                    unwanted.append(fetched.pin)
-                continue
-            item.touched_s = now
-            if fetched.outcome is Outcome.READY and fetched.pin is not None:
-                item.state = _READY
-                item.pin = fetched.pin
-                item.rows = fetched.pin.header.shape.rows
-            else:
-                item.state = _FAILED
-        self._prefetcher.release(unwanted)
 
     # -- while scheduling a request --------------------------------------------------------
 
@@ -290,7 +242,7 @@ class SchedulerHalf:
             item = self._items.get(identifier)
             granted = (
                 item is not None
-                and item.state is _READY
+                and item.state is READY
                 and item.rows == self._rows_asked.get(identifier)
             )
             # vLLM asks only for what its device cache lacks; it may have been reset.
@@ -306,14 +258,14 @@ class SchedulerHalf:
         self._waits.end(request.request_id)
         if feature.modality == _PASSED_THROUGH:
             return
-        if self._decisions.pop(identifier, False):
-            self._counters.add("hits")
-            if self._role.consumer:
-                self._plan_load(identifier)
-            return
-        self._counters.add("misses")
-        if self._role.producer:
+        granted = self._decisions.pop(identifier, False)
+        self._counters.add("hits" if granted else "misses")
+        if granted and self._role.consumer:
+            self._plan_load(identifier)
+        elif not granted and self._role.producer:
             self._plan_save(feature, identifier)
+        if request.request_id in self._waiting:
+            self._supply.leave(request.request_id, identifier)
 
     def _plan_load(self, identifier: str) -> None:
         item = self._items[identifier]
@@ -349,19 +301,19 @@ class SchedulerHalf:
         self._decisions.clear()
         if self._role.asked_every_pass:
             self._rows_asked.clear()
-        if self._demand:
-            wants = list(self._demand.values())
-            self._demand.clear()
-            self._prefetcher.submit(wants)
-        self._step += 1
-        self._finish_old_steps()
+        self._supply.loaded(self._steps.begin(), self._on_device)
         self._sweep()
+        self._supply.hand_over()
+        orders = None
+        if self._ranks is not None:
+            orders = self._ranks.take_orders(scheduled_tokens=scheduled_tokens)
         if not scheduled_tokens:
-            return StepPlan(self._step)
+            return StepPlan(self._steps.current, ranks=orders)
         plan, self._plan = self._plan, StepPlan()
-        plan.step = self._step
+        plan.step = self._steps.current
+        plan.ranks = orders
         if plan.loads:
-            self._loading[self._step] = ([load.identifier for load in plan.loads], set())
+            self._steps.load(load.identifier for load in plan.loads)
         return plan
 
     def _drop_loads(self, freed: set[str]) -> None:
@@ -374,25 +326,10 @@ class SchedulerHalf:
                 self._items[load.identifier].loads -= 1
         self._plan.loads = [load for load in self._plan.loads if load.identifier not in freed]
 
-    def _finish_old_steps(self) -> None:
-        """Unpin what steps loaded that must have ended by now, reported or not.
-
-        Steps end in order, and vLLM schedules at most ``steps_in_flight`` ahead; one more is
-        for tensor-parallel ranks behind the one that answers.
-        """
-        for step in list(self._loading):
-            if self._step - step <= self._role.steps_in_flight:
-                return
-            self._finish_step(step)
-
     def update_connector_output(self, report: WorkerReport) -> None:
         """Take the workers' report: unpin what was loaded, learn what was stored."""
-        for step, ranks in report.loaded.items():
-            entry = self._loading.get(step)
-            if entry is not None:
-                entry[1].update(ranks)
-                if len(entry[1]) >= self._role.ranks:
-                    self._finish_step(step)
+        self._supply.loaded(self._steps.reported(report.loaded), self._on_device)
+        self._supply.hear(report)
         for identifier in report.published:
             key = self._keys(identifier)
             if key is not None:
@@ -405,40 +342,16 @@ class SchedulerHalf:
         for name, amount in report.counts.items():
             self._counters.add(name, amount)
 
-    def _finish_step(self, step: int) -> None:
-        identifiers, _ = self._loading.pop(step)
-        pins = []
-        for identifier in identifiers:
-            item = self._items.get(identifier)
-            if item is None:
-                continue
-            item.loads -= 1
-            if item.loads == 0 and identifier in self._on_device:
-                pins += self._drop(identifier)
-        self._prefetcher.release(pins)
-
-    def _drop(self, identifier: str) -> list[Pin]:
-        item = self._items.pop(identifier)
-        if not self._role.asked_every_pass:
-            self._rows_asked.pop(identifier, None)
-        return [item.pin] if item.pin is not None else []
-
     def _sweep(self) -> None:
         """Give back what nobody asked for lately; at most once a second."""
         now = self._clock()
         if now - self._swept_s < _SWEEP_EVERY_S:
             return
         self._swept_s = now
-        if self._prefetcher.has_news:
-            self._take_news()
-        pins = []
-        for identifier, item in list(self._items.items()):
-            idle_s = now - item.touched_s
-            if (item.state is _READY and item.loads == 0 and idle_s > LEASE_S) or (
-                item.state is _FAILED and idle_s > RETRY_AFTER_S
-            ):
-                pins += self._drop(identifier)
-        self._prefetcher.release(pins)
+        self._supply.sweep(now)
+        if not self._role.asked_every_pass:
+            for identifier in self._rows_asked.keys() - self._items.keys():
+                del self._rows_asked[identifier]
         self._waits.sweep(LEASE_S)
         # A save that was dropped or failed may be tried again at the next encode.
         for identifier, since_s in list(self._saving.items()):
@@ -453,6 +366,7 @@ class SchedulerHalf:
         return taken
 
     def request_finished(self, request: Any) -> None:
-        """Forget the request. Its items stay for others until their lease ends."""
+        """Forget the request. What it waited for is for others, or for nobody."""
         self._waits.forget(request.request_id)
         self._unavailable.discard(request.request_id)
+        self._supply.leave_all(request.request_id)

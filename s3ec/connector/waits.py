@@ -10,6 +10,10 @@ from s3ec.counters import Counters
 
 # vLLM 0.24 and 0.25 do not tell when a request ends; more than these do not wait at all.
 MAX_WAITS = 10_000
+# A request that came without pixels waits at least this long, whatever `defer_timeout_s` says:
+# it cannot be encoded instead, and would fail. Longer than a fetch that is tried again after a
+# silence of the store (`read_timeout_s`).
+NO_PIXELS_WAIT_S = 10.0
 
 
 @dataclass(slots=True)
@@ -22,8 +26,7 @@ class _Wait:
 class Waits:
     """Adds up the deferrals of each request and says when they have lasted long enough."""
 
-    def __init__(self, limit_s: float, counters: Counters, clock: Callable[[], float]) -> None:
-        self._limit_s = limit_s
+    def __init__(self, counters: Counters, clock: Callable[[], float]) -> None:
         self._counters = counters
         self._clock = clock
         self._waits: dict[str, _Wait] = {}
@@ -31,34 +34,36 @@ class Waits:
     def __len__(self) -> int:
         return len(self._waits)
 
-    def is_over(self, request_id: str) -> bool:
+    def is_over(self, request_id: str, limit_s: float) -> bool:
         """Start or continue this request's wait; True once it has waited long enough."""
         now = self._clock()
         wait = self._waits.get(request_id)
         if wait is None:
-            if self._limit_s <= 0 or len(self._waits) >= MAX_WAITS:
+            if limit_s <= 0 or len(self._waits) >= MAX_WAITS:
                 return True
             wait = self._waits[request_id] = _Wait()
             self._counters.add("deferred_requests")
         wait.asked_s = now
-        if wait.spent_s >= self._limit_s:
+        if wait.spent_s >= limit_s:
             return True
         if wait.since_s is None:
             wait.since_s = now
-        if wait.spent_s + now - wait.since_s < self._limit_s:
-            return False
-        self._counters.add("defer_timeouts")
-        self.end(request_id)
-        return True
+        return wait.spent_s + now - wait.since_s >= limit_s
 
-    def end(self, request_id: str) -> None:
-        """The request need not wait now; what it has waited stays counted against it."""
+    def end(self, request_id: str, *, in_vain: bool = False) -> None:
+        """The request need not wait now; what it has waited stays counted against it.
+
+        Args:
+            in_vain: What it waited for has not come in time.
+        """
         wait = self._waits.get(request_id)
         if wait is not None and wait.since_s is not None:
             waited = self._clock() - wait.since_s
             wait.spent_s += waited
             wait.since_s = None
             self._counters.add("deferred_seconds", waited)
+            if in_vain:
+                self._counters.add("defer_timeouts")
 
     def forget(self, request_id: str) -> None:
         """The request has ended."""

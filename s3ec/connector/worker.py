@@ -12,6 +12,7 @@ import torch
 from s3ec.connector import compat
 from s3ec.connector.loads import Batch, Loader
 from s3ec.connector.plan import Load, StepPlan, WorkerReport
+from s3ec.connector.remote import OwnPins
 from s3ec.connector.saves import SaveQueue
 from s3ec.connector.staging import open_staging
 from s3ec.node import Node
@@ -45,7 +46,7 @@ class WorkerHalf:
             node: This process's parts.
             saves: Where encoded tensors go; None for a pure consumer.
             device: The model's device, asked at the first load.
-            rank: Tensor-parallel rank.
+            rank: Number of this worker among those that load.
             drain_timeout_s: How long finish() waits for the bucket to confirm queued saves.
             finish_later: The model runner calls finish_load_caches; else start_load_caches does.
         """
@@ -58,6 +59,11 @@ class WorkerHalf:
         self._started: _Started | None = None
         self._loaded: dict[int, set[int]] = {}
         self._counted: dict[str, float] = {}
+        self._own_pins = OwnPins(node)
+
+    def follow(self, plan: StepPlan) -> StepPlan:
+        """Obey orders to ranks on other nodes; the plan as this rank should execute it."""
+        return self._own_pins.follow(plan)
 
     def start_load_caches(self, encoder_cache: dict[str, torch.Tensor], plan: StepPlan) -> None:
         """Begin to bring every granted embedding into the encoder cache.
@@ -132,6 +138,7 @@ class WorkerHalf:
         self._loaded = {}
         if self._saves is not None:
             report.published, report.stored = self._saves.take_report()
+        self._own_pins.report(report, self._rank)
         # A scheduler half in this process reads the same counters itself.
         counts = {} if self._node.users > 1 else self._node.counters.snapshot()
         if counts and counts != self._counted:

@@ -172,6 +172,19 @@ class Tier:
         self._spools.append(spool)
         return spool
 
+    def pin_folder(self) -> Path:
+        """Where this process's pins lie now; its name is random, and no other process's.
+
+        Raises:
+            TierError: The tier is not open, or the folder cannot be made.
+        """
+        if not self._opened:
+            raise TierError("the tier is not open")
+        try:
+            return Path(self._pins.folder())
+        except OSError as exc:
+            raise TierError(f"cannot make a folder for pins: {exc}") from exc
+
     def pin(self, key: Key) -> Pin | None:
         """Hold one entry: it can be read under ``Pin.path`` until unpin.
 

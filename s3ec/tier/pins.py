@@ -66,6 +66,14 @@ class Pins:
         """Make the folder now, so that a file system that cannot do it is found at the start."""
         self._own.reopen()
 
+    def folder(self) -> str:
+        """Where this process's pins lie now.
+
+        Raises:
+            OSError, TierError: It could not be made, or the tier is closed.
+        """
+        return self._own.path()
+
     def hold(self, source: str, digest: bytes) -> Held | None:
         """Link an entry into our folder.
 

@@ -11,7 +11,9 @@ from typing import Any
 
 from s3ec.codec import Header, Shape
 from s3ec.connector.plan import StepPlan, WorkerReport
-from s3ec.connector.scheduler import Role, SchedulerHalf
+from s3ec.connector.ranks import Ranks
+from s3ec.connector.role import Role
+from s3ec.connector.scheduler import SchedulerHalf
 from s3ec.counters import Counters
 from s3ec.identity import Key, Layout, make_key
 from s3ec.index.listing import ListingIndex
@@ -81,6 +83,7 @@ class FakePrefetcher:
 
     def __init__(self) -> None:
         self.submitted: list[Want] = []
+        self.forgotten: list[str] = []
         self.open: dict[str, Want] = {}
         self.done: list[Fetched] = []
         self.live: set[Path] = set()
@@ -91,6 +94,9 @@ class FakePrefetcher:
         self.submitted += wants
         for want in wants:
             self.open.setdefault(want.key.identifier, want)
+
+    def forget(self, keys: Iterable[Key]) -> None:
+        self.forgotten += [key.identifier for key in keys]
 
     @property
     def has_news(self) -> bool:
@@ -131,7 +137,9 @@ class FakePrefetcher:
 class World:
     """The half and what it talks to."""
 
-    def __init__(self, clock: Clock | None = None, **role: Any) -> None:
+    def __init__(
+        self, clock: Clock | None = None, *, ranks_apart: Ranks | None = None, **role: Any
+    ) -> None:
         values = {
             "producer": False,
             "consumer": True,
@@ -146,6 +154,7 @@ class World:
         self.index = ListingIndex(MemoryStore(), LAYOUT, self.counters, clock=self.clock)
         self.local = LocalKeys()
         self.prefetcher = FakePrefetcher()
+        self.ranks = ranks_apart
         self.down = False
         self.placeholders: dict[str, Any] = {"image_grid_thw": [[1, 2, 2]]}
         self.half = SchedulerHalf(
@@ -157,6 +166,7 @@ class World:
             needs_embedding=has_no_pixels,
             placeholder_of=lambda _: self.placeholders,
             counters=self.counters,
+            ranks=ranks_apart,
             clock=self.clock,
         )
 
@@ -206,6 +216,15 @@ class World:
 
     def sizes(self) -> dict[str, int]:
         """How much the half remembers."""
-        names = ("items", "waits", "unavailable", "on_device", "rows_asked", "decisions")
-        more = ("allocated", "demand", "loading", "saving")
-        return {name: len(getattr(self.half, f"_{name}")) for name in names + more}
+        half = self.half
+        names = ("waits", "unavailable", "on_device", "rows_asked", "decisions", "allocated")
+        sizes = {name: len(getattr(half, f"_{name}")) for name in (*names, "saving")}
+        supply = half._supply
+        return sizes | {
+            "items": len(supply.items),
+            "loading": len(half._steps),
+            "demand": len(supply._demand),
+            "forgotten": len(supply._forgotten),
+            "interest": len(supply.interest) + len(supply.interest.requests),
+            "ranks": 0 if self.ranks is None else len(self.ranks),
+        }

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from s3ec.connector.items import LEASE_S, RETRY_AFTER_S, UNWANTED_LEASE_S
 from s3ec.connector.plan import Save, WorkerReport
-from s3ec.connector.scheduler import LEASE_S, RETRY_AFTER_S
+from s3ec.connector.waits import NO_PIXELS_WAIT_S
 from s3ec.prefetch import Outcome, Priority
 from tests.unit.connector.scheduling import (
     ROWS,
@@ -573,6 +574,7 @@ def test_a_device_cache_that_was_reset_without_a_word_costs_one_encode(world: Wo
 
 def test_what_nobody_asks_for_is_released_when_its_lease_ends(world: World) -> None:
     (path,) = world.bring("a")
+    world.ask(request("r", feature("a")))
     world.clock.now_s += LEASE_S
     world.step()
     assert path in world.prefetcher.live
@@ -627,6 +629,170 @@ def test_a_second_answer_for_one_item_is_released(world: World) -> None:
     world.ask(request("r", feature("b")))
     assert extra is not None
     assert world.prefetcher.live == {path}
+
+
+# -- who waits for what ------------------------------------------------------------------------
+
+
+def test_what_is_first_in_the_queue_is_submitted_first(world: World) -> None:
+    texts = [f"picture {number}" for number in range(6)]
+    world.stock(*texts)
+    for place in range(0, 6, 2):
+        asker = request(str(place), feature(texts[place]), feature(texts[place + 1], 10))
+        assert not world.ask(asker)
+    world.step(tokens=0)
+    assert world.wanted == [identifier_of(text) for text in texts]
+
+
+def test_a_wait_that_is_over_costs_the_item_its_place_and_a_new_one_gives_it_back(
+    world: World,
+) -> None:
+    world.stock("a")
+    first = request("first", feature("a"))
+    assert not world.ask(first)
+    world.step()
+    world.clock.now_s += 2.0
+    assert world.ask(first)
+    assert world.prefetcher.forgotten == []  # told at the end of the pass
+    world.step()
+    assert world.prefetcher.forgotten == [identifier_of("a")]
+    for _ in range(3):  # waits for room on the device
+        assert world.ask(first)
+        world.step()
+    assert len(world.prefetcher.forgotten) == len(world.wanted) == 1
+    assert not world.ask(request("second", feature("a")))
+    world.step()
+    assert [want.priority for want in world.prefetcher.submitted] == [Priority.DEMAND] * 2
+
+
+def test_a_client_that_leaves_takes_only_its_own_interest_along(world: World) -> None:
+    world.stock("a", "b")
+    first = request("first", feature("a"), feature("b", 10))
+    second = request("second", feature("b"))
+    world.ask(first)
+    world.ask(second)
+    world.step()
+    world.half.request_finished(first)
+    world.step(tokens=0)
+    assert world.prefetcher.forgotten == [identifier_of("a")]
+    world.half.request_finished(second)
+    world.step(tokens=0)
+    assert world.prefetcher.forgotten == [identifier_of("a"), identifier_of("b")]
+    assert world.sizes()["interest"] == 0
+
+
+def test_left_and_wanted_again_within_a_pass_keeps_its_place(world: World) -> None:
+    world.stock("a")
+    first = request("first", feature("a"))
+    world.ask(first)
+    world.step()
+    world.half.request_finished(first)
+    assert not world.ask(request("second", feature("a")))
+    world.step()
+    assert world.prefetcher.forgotten == []
+
+
+def test_fetched_ahead_is_waited_for_and_a_forgotten_one_is_ordered_ahead_again(
+    world: World,
+) -> None:
+    world.stock("a", "b")
+    first = request("first", feature("a"), feature("b", WINDOW))
+    world.ask(first)
+    world.step()
+    assert world.prefetcher.forgotten == []
+    world.half.request_finished(first)
+    world.step()
+    assert set(world.prefetcher.forgotten) == {identifier_of("a"), identifier_of("b")}
+    world.ask(request("second", feature("c"), feature("b", WINDOW)))
+    world.step()
+    assert world.prefetcher.submitted[-1].priority is Priority.LOOKAHEAD
+
+
+def test_an_image_that_another_request_had_encoded_is_not_waited_for(world: World) -> None:
+    world.stock("a")
+    first, second = request("first", feature("a")), request("second", feature("a"))
+    assert not world.ask(first)
+    world.step()
+    world.clock.now_s += 1.0
+    assert not world.ask(second)
+    world.clock.now_s += 1.0
+    assert world.ask(first)
+    assert world.schedule(first) == [False]
+    world.step()
+    assert world.ask(second)  # the device holds it
+
+
+def test_a_prefix_that_others_computed_ends_the_interest_in_its_images(world: World) -> None:
+    world.stock("a", "b")
+    asker = request("r", feature("a", 0, length=10), feature("b", 10, length=10))
+    world.ask(asker)
+    world.step()
+    world.finish("b")
+    assert world.ask(asker, 10)
+    world.step()
+    assert world.prefetcher.forgotten == [identifier_of("a")]
+    assert world.ask(asker, 20)
+    assert world.sizes()["interest"] == 0
+
+
+def test_what_arrives_for_nobody_is_released_soon(world: World) -> None:
+    world.stock("a")
+    asker = request("r", feature("a"))
+    world.ask(asker)
+    world.step()
+    world.half.request_finished(asker)
+    world.clock.now_s += 20
+    world.step()
+    pin = world.finish("a")
+    assert pin is not None
+    world.clock.now_s += 1
+    world.step()
+    assert pin.path in world.prefetcher.live
+    world.clock.now_s += UNWANTED_LEASE_S + 0.1
+    world.step()
+    assert pin.path not in world.prefetcher.live
+    assert world.sizes()["items"] == 0
+
+
+def test_what_has_arrived_is_released_soon_after_everybody_left(world: World) -> None:
+    (path,) = world.bring("a")
+    world.clock.now_s += UNWANTED_LEASE_S + 0.1
+    world.step()
+    assert path not in world.prefetcher.live
+
+
+def test_where_nobody_ever_waits_what_arrives_is_kept_for_the_next() -> None:
+    world = World(defer_timeout_s=0.0)
+    world.stock("a")
+    assert world.ask(request("first", feature("a")))
+    world.step()
+    assert world.prefetcher.forgotten == []
+    world.finish("a")
+    world.step()
+    world.clock.now_s += LEASE_S - 1
+    world.step()
+    second = request("second", feature("a"))
+    assert world.ask(second)
+    assert world.schedule(second) == [True]
+
+
+def test_interest_ends_with_the_item_where_vllm_does_not_tell_of_ended_requests(
+    world: World,
+) -> None:
+    """vLLM 0.24 and 0.25 have no request_finished."""
+    for number in range(100):
+        world.stock(number)
+        world.ask(request(str(number), feature(number)))
+        world.step()
+        world.finish(number)
+        world.step()
+    world.clock.now_s += LEASE_S + 1
+    world.step()
+    world.clock.now_s += LEASE_S + 1
+    world.step()
+    sizes = world.sizes()
+    assert (sizes["items"], sizes["interest"]) == (0, 0)
+    assert not world.prefetcher.live
 
 
 # -- a store that is down ----------------------------------------------------------------------
@@ -689,16 +855,34 @@ def test_it_is_given_up_and_never_scheduled_when_its_embedding_cannot_be_had(
     assert world.counters.get("unavailable_requests") == 1
 
 
-def test_it_is_given_up_when_it_has_waited_long_enough(world: World) -> None:
+@pytest.mark.parametrize("defer_timeout_s", [0.0, 2.0, 2 * NO_PIXELS_WAIT_S])
+def test_it_waits_longer_than_others_and_is_given_up_in_the_end(defer_timeout_s: float) -> None:
+    world = World(defer_timeout_s=defer_timeout_s)
     asker = request("r", bare("a"))
     assert not world.ask(asker)
     world.step()
-    world.clock.now_s += 1.9
-    assert not world.ask(asker)
+    world.clock.now_s += max(defer_timeout_s, NO_PIXELS_WAIT_S) - 0.1
+    for _ in range(3):
+        assert not world.ask(asker)
+        world.step()
     assert world.half.take_unavailable_requests() == set()
     world.clock.now_s += 0.2
     assert not world.ask(asker)
     assert world.half.take_unavailable_requests() == {"r"}
+    assert world.counters.get("deferred_requests") == world.counters.get("defer_timeouts") == 1
+
+
+def test_without_deferral_it_is_served_when_its_embedding_comes() -> None:
+    world = World(defer_timeout_s=0.0)
+    world.stock("b")
+    asker = request("r", bare("a"), feature("b", 10))
+    assert not world.ask(asker)
+    world.step()
+    world.clock.now_s += NO_PIXELS_WAIT_S / 2
+    world.finish("a")
+    assert world.ask(asker)  # pixels are not waited for
+    assert world.schedule(asker) == [True, False]
+    assert world.half.take_unavailable_requests() == set()
 
 
 def test_it_is_never_scheduled_however_the_clock_moves_within_a_call() -> None:
@@ -707,7 +891,7 @@ def test_it_is_never_scheduled_however_the_clock_moves_within_a_call() -> None:
     world.stock("b")
     asker = request("r", bare("a"), feature("b", 20))
     world.ask(asker)
-    for _ in range(100):
+    for _ in range(400):
         world.step()
         assert not world.ask(asker)
     assert world.half.take_unavailable_requests() == {"r"}
@@ -888,6 +1072,22 @@ def test_a_pure_producer_never_skips_a_refused_identifier() -> None:
     world.half.update_state_after_alloc(asker, 0)
     assert world.step().saves == {}
     assert world.counters.get("refused_identifiers") == 1
+
+
+# -- ranks that cannot be told to load ---------------------------------------------------------
+
+
+def test_where_ranks_cannot_be_told_nothing_is_fetched_waited_for_or_granted() -> None:
+    world = World(producer=True, can_load=False)
+    world.stock("a")
+    asker = request("r", feature("a"), feature("b", 10))
+    assert world.ask(asker)
+    assert world.schedule(asker) == [False, False]
+    plan = world.step()
+    assert (plan.loads, world.wanted) == ([], [])
+    assert list(plan.saves) == [identifier_of("b")]
+    assert not world.ask(request("bare", bare("a")))
+    assert world.half.take_unavailable_requests() == {"bare"}
 
 
 # -- memory ------------------------------------------------------------------------------------

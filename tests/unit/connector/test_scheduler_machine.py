@@ -22,8 +22,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from s3ec.connector.items import FETCHING, LEASE_S
 from s3ec.connector.plan import StepPlan
-from s3ec.connector.scheduler import LEASE_S
+from s3ec.connector.waits import NO_PIXELS_WAIT_S
 from s3ec.prefetch import Outcome
 from tests.unit.connector.scheduling import (
     ROWS,
@@ -185,7 +186,8 @@ class HalfMachine(RuleBasedStateMachine):
             running.since_s = None
             return True
         waited = running.spent_s + (0 if running.since_s is None else now - running.since_s)
-        assert running.is_bare or waited < 2.0, f"waits for {waited} s"
+        limit_s = NO_PIXELS_WAIT_S if running.is_bare else 2.0
+        assert waited < limit_s or running.it.request_id in self.half._unavailable
         if running.since_s is None:
             running.since_s = now
         return False
@@ -280,6 +282,24 @@ class HalfMachine(RuleBasedStateMachine):
         for plan, _ in getattr(self, "in_flight", ()):
             for load in plan.loads:
                 assert any(str(path) == load.path for path in self.live), load
+
+    @invariant()
+    def only_living_requests_wait_and_only_for_what_can_come(self) -> None:
+        if not hasattr(self, "world"):
+            return
+        names = {running.it.request_id for running in self.requests}
+        for name, identifiers in self.half._supply.interest.requests.items():
+            assert name in names
+            assert identifiers <= self.half._supply.items.keys()
+
+    @invariant()
+    def what_nobody_waits_for_has_no_place_in_the_queue(self) -> None:
+        if not hasattr(self, "world"):
+            return
+        supply = self.half._supply
+        for identifier, item in supply.items.items():
+            if item.state is FETCHING and not supply.interest.is_wanted(identifier):
+                assert item.priority is None
 
     def teardown(self) -> None:
         if not hasattr(self, "world"):

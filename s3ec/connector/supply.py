@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is on its way to this node or pinned here, for whom, and until when.
+
+In memory, for the scheduler's thread. The prefetcher is told once per step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, Protocol
+
+from s3ec.connector.interest import Interest
+from s3ec.connector.items import (
+    FAILED,
+    FETCHING,
+    LEASE_S,
+    READY,
+    UNWANTED_LEASE_S,
+    Item,
+)
+from s3ec.connector.plan import WorkerReport
+from s3ec.connector.ranks import Ranks
+from s3ec.identity import Key
+from s3ec.prefetch import Fetched, Outcome, Priority, Want
+from s3ec.tier import Pin
+
+
+class PrefetchQueue(Protocol):
+    """What the scheduler half needs of a Prefetcher."""
+
+    def submit(self, wants: list[Want]) -> None: ...
+    def forget(self, keys: Iterable[Key]) -> None: ...
+    @property
+    def has_news(self) -> bool: ...
+    def drain(self) -> list[Fetched]: ...
+    def release(self, pins: Iterable[Pin]) -> None: ...
+
+
+class Supply:
+    """Items, the requests that wait for them, and the pins that serve them.
+
+    Attributes:
+        items: By identifier. For reading.
+        interest: Which requests wait. For reading.
+    """
+
+    def __init__(
+        self,
+        prefetcher: PrefetchQueue,
+        *,
+        ranks: Ranks | None,
+        requests_wait: bool,
+        clock: Callable[[], float],
+    ) -> None:
+        """Start empty.
+
+        Args:
+            prefetcher: Brings and pins entries.
+            ranks: Ranks that may not see this node's pins; None where all do for certain.
+            requests_wait: Whether requests are deferred at all. Where they are not, everything
+                is fetched for a later request, so nothing is ever fetched for nobody.
+            clock: Monotonic seconds.
+        """
+        self._prefetcher = prefetcher
+        self._ranks = ranks
+        self._requests_wait = requests_wait
+        self._clock = clock
+        # Ranks elsewhere take some steps to get back what was released.
+        brief = requests_wait and ranks is None
+        self._unwanted_lease_s = UNWANTED_LEASE_S if brief else LEASE_S
+        self.items: dict[str, Item] = {}
+        self.interest = Interest()
+        # Since the prefetcher was last told.
+        self._demand: dict[str, Want] = {}
+        self._forgotten: dict[str, None] = {}
+
+    # -- requests come and go ----------------------------------------------------------------
+
+    def want(self, key: Key, modality: str, rows: int, priority: Priority) -> None:
+        """Begin with an item that is not known."""
+        item = Item(key, modality, FETCHING, priority, self._clock(), rows)
+        self.items[key.identifier] = item
+        self._order(item, priority)
+
+    def expect(self, request_id: str, identifier: str, priority: Priority) -> None:
+        """The request waits for an item that is being fetched, or will need it later."""
+        self.interest.note(request_id, identifier)
+        item = self.items[identifier]
+        if item.priority is None or item.priority > priority:
+            self._order(item, priority)
+
+    def leave(self, request_id: str, identifier: str) -> None:
+        """The request does not wait for this any more; perhaps nobody does now."""
+        self.interest.leave(request_id, identifier)
+        if not self.interest.is_wanted(identifier):
+            self._abandon(identifier)
+
+    def leave_all(self, request_id: str) -> None:
+        """The request waits for nothing any more."""
+        if request_id in self.interest.requests:
+            for identifier in self.interest.leave_all(request_id):
+                self._abandon(identifier)
+
+    def leave_covered(self, request: Any, num_computed_tokens: int) -> None:
+        """The KV cache holds what this request waited for: a prefix that others computed."""
+        for feature in request.mm_features:
+            position = feature.mm_position
+            if position.offset + position.length <= num_computed_tokens:
+                self.leave(request.request_id, feature.identifier)
+
+    def _order(self, item: Item, priority: Priority) -> None:
+        """Have an item fetched, or fetched sooner."""
+        identifier = item.key.identifier
+        item.priority = priority
+        if item.pin is None:
+            self._demand[identifier] = Want(item.key, item.modality, item.rows, priority)
+        if self._ranks is not None:
+            self._ranks.prepare(identifier, item.modality, item.rows, priority)
+
+    def _abandon(self, identifier: str) -> None:
+        """Nobody waits for it: it loses its place in the queue, or soon its pin."""
+        item = self.items.get(identifier)
+        if item is None or item.loads or item.state is FAILED:
+            return
+        if item.pin is not None:
+            soon_s = self._clock() - LEASE_S + self._unwanted_lease_s
+            item.touched_s = min(item.touched_s, soon_s)
+        elif item.priority is not None and self._requests_wait:
+            item.priority = None
+            self._forgotten[identifier] = None
+
+    # -- what arrives ------------------------------------------------------------------------
+
+    def take_news(self) -> None:
+        """Learn what the prefetcher has finished."""
+        now = self._clock()
+        unwanted = []
+        for fetched in self._prefetcher.drain():
+            identifier = fetched.want.key.identifier
+            item = self.items.get(identifier)
+            if item is None or item.state is not FETCHING or item.pin is not None:
+                if fetched.pin is not None:
+                    unwanted.append(fetched.pin)
+                continue
+            item.touched_s = now
+            if fetched.outcome is not Outcome.READY or fetched.pin is None:
+                self._fail(identifier)
+                continue
+            item.pin = fetched.pin
+            item.rows = fetched.pin.header.shape.rows
+            if self._ranks is None or self._ranks.is_ready(identifier):
+                item.state = READY
+            if not self.interest.is_wanted(identifier):
+                self._abandon(identifier)
+        self._release(unwanted)
+
+    def hear(self, report: WorkerReport) -> None:
+        """Learn what ranks elsewhere have finished."""
+        ranks = self._ranks
+        if ranks is None:
+            return
+        heard = ranks.hear(report)
+        if heard.moved:
+            for identifier, item in self.items.items():
+                if item.state is not FAILED:
+                    item.state = FETCHING
+                    priority = item.priority or Priority.LOOKAHEAD
+                    ranks.prepare(identifier, item.modality, item.rows, priority)
+        for identifier in heard.failed:
+            self._fail(identifier)
+        for identifier in list(self.items) if heard.moved else heard.ready:
+            item = self.items[identifier]
+            if item.state is FETCHING and item.pin is not None and ranks.is_ready(identifier):
+                item.state = READY
+                item.touched_s = self._clock()
+
+    def _fail(self, identifier: str) -> None:
+        item = self.items[identifier]
+        item.state = FAILED
+        item.touched_s = self._clock()
+        self.interest.drop(identifier)
+        pin, item.pin = item.pin, None
+        if pin is not None:
+            self._prefetcher.release([pin])
+        if self._ranks is not None:
+            self._ranks.release(identifier)
+
+    # -- once per step -----------------------------------------------------------------------
+
+    def hand_over(self) -> None:
+        """Tell the prefetcher what has changed since it was last told."""
+        if self._demand:
+            wants = list(self._demand.values())
+            self._demand.clear()
+            self._prefetcher.submit(wants)
+        if not self._forgotten:
+            return
+        keys = []
+        for identifier in self._forgotten:
+            item = self.items.get(identifier)
+            # Unless somebody wants it again.
+            if item is not None and item.state is FETCHING and item.priority is None:
+                keys.append(item.key)
+                if self._ranks is not None:
+                    self._ranks.forget(identifier)
+        self._forgotten.clear()
+        self._prefetcher.forget(keys)
+
+    def loaded(self, identifiers: list[str], on_device: Collection[str]) -> None:
+        """Steps that were told to load these have ended: unpin what the device holds now."""
+        pins = []
+        for identifier in identifiers:
+            item = self.items.get(identifier)
+            if item is None:
+                continue
+            item.loads -= 1
+            if item.loads == 0 and identifier in on_device:
+                pins += self._drop(identifier)
+        self._release(pins)
+
+    def sweep(self, now: float) -> None:
+        """Give back what nobody asked for lately."""
+        if self._prefetcher.has_news:
+            self.take_news()
+        pins = []
+        for identifier, item in list(self.items.items()):
+            if item.is_over(now):
+                pins += self._drop(identifier)
+        self._release(pins)
+
+    def drop(self, identifier: str) -> None:
+        """Forget an item; its pins are given back, the bytes stay on the tier."""
+        self._release(self._drop(identifier))
+
+    def _drop(self, identifier: str) -> list[Pin]:
+        item = self.items.pop(identifier)
+        self.interest.drop(identifier)
+        if self._ranks is not None:
+            self._ranks.release(identifier)
+        return [] if item.pin is None else [item.pin]
+
+    def _release(self, pins: list[Pin]) -> None:
+        if pins:
+            self._prefetcher.release(pins)
