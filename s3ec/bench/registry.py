@@ -41,10 +41,20 @@ ENTRIES: dict[str, Entry] = {
         "The same with 80 ms to the bucket: `bench fetch --latency-ms 80`.",
         90,
     ),
+    "load": Entry(
+        "s3ec.bench.load",
+        "Into the encoder cache, verified, beside os.preadv and ECExampleConnector.",
+        60,
+    ),
+    "save": Entry(
+        "s3ec.bench.save",
+        "Inside save_caches, beside tensor.clone() and ECExampleConnector.",
+        60,
+    ),
 }
 
 # `s3ec bench data`: how bytes move.
-DATA = ("fetch", "fetch80")
+DATA = ("fetch", "fetch80", "load", "save")
 _FAR = re.compile(r"fetch([1-9][0-9]{0,3})")
 
 
