@@ -27,12 +27,13 @@ class Bench:
 
     Attributes:
         rows: All its rows. Those it does not report are shown without a value, never left out.
-        run: Measures and reports; may raise CannotMeasureError for all that is left.
+        run: Measures and reports; may raise CannotMeasureError for all that is left. Takes the
+            Context, and options by name.
         plot: Draws the result; None takes the plot that works for any.
     """
 
     rows: Sequence[Spec]
-    run: Callable[[Context], None]
+    run: Callable[..., None]
     plot: Callable[[Figure, Result], None] | None = None
 
 
