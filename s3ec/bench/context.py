@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from s3ec.bench import measure
 from s3ec.bench.result import Row, Spec
 
 if TYPE_CHECKING:
@@ -26,12 +27,13 @@ class Bench:
 
     Attributes:
         rows: All its rows. Those it does not report are shown without a value, never left out.
-        run: Measures and reports; may raise CannotMeasureError for all that is left.
+        run: Measures and reports; may raise CannotMeasureError for all that is left. Takes the
+            Context, and options by name.
         plot: Draws the result; None takes the plot that works for any.
     """
 
     rows: Sequence[Spec]
-    run: Callable[[Context], None]
+    run: Callable[..., None]
     plot: Callable[[Figure, Result], None] | None = None
 
 
@@ -67,6 +69,33 @@ class Context:
             ValueError: The row has one already.
         """
         self._put(Row(self._specs[name], value, samples, self._marked(detail or {})))
+
+    def report_slowest(
+        self,
+        name: str,
+        cases: Mapping[str, Sequence[float]],
+        *,
+        samples: int,
+        others: Mapping[str, float] | None = None,
+        detail: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Give a row the median of its slowest case.
+
+        Args:
+            name: The row.
+            cases: Case to its value in each round.
+            samples: Measurements behind the value.
+            others: Shown beside the cases, never the value.
+            detail: More to tell.
+        """
+        shown = measure.medians(cases)
+        slowest = max(shown, key=lambda case: shown[case])
+        about = {
+            "spread": measure.spread(cases[slowest]),
+            "note": f"the slowest case: {slowest}",
+            "cases": shown | dict(others or {}),
+        }
+        self.report(name, shown[slowest], samples=samples, detail=about | dict(detail or {}))
 
     def cannot(self, name: str, why: str, **detail: Any) -> None:
         """Say that one row cannot be measured here."""

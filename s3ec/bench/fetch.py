@@ -187,20 +187,20 @@ def _report(
     def report(row: str, values: Mapping[str, Sequence[float]], note: str, **more: Any) -> None:
         detail = {
             "spread": measure.spread(values[clients.auto]),
-            "cases": _medians(values),
+            "cases": measure.medians(values),
             "note": note,
             **more,
         }
         value = statistics.median(values[clients.auto])
         context.report(f"{name}.{row}", value, samples=samples, detail=detail | about)
 
-    over_fastest = {case: _ratios(speed[case], speed[fastest]) for case in (*same, TO_FILE)}
+    over_fastest = {case: measure.ratios(speed[case], speed[fastest]) for case in (*same, TO_FILE)}
     report("ratio_to_raw", over_fastest, f"{clients.auto} over the fastest, {fastest}")
     report("gb_per_s", speed, _note(clients))
     if f"{name}.cpu_ms_per_object" in context.missing:
         # What is written to a file, at the least, is the floor of what a tier can cost.
-        against = {case: _ratios(cpu[case], cpu[other]) for case, other in same.items()}
-        against[TO_FILE] = _ratios(cpu[TO_FILE], cpu[f"{RAW}obstore"])
+        against = {case: measure.ratios(cpu[case], cpu[other]) for case, other in same.items()}
+        against[TO_FILE] = measure.ratios(cpu[TO_FILE], cpu[f"{RAW}obstore"])
         report("cpu_ratio_to_raw", against, f"{clients.auto} over {clients.raw}")
         report("cpu_ms_per_object", cpu, _note(clients))
 
@@ -208,14 +208,6 @@ def _report(
 def _note(clients: Clients) -> str:
     missing = [f"no {client}: {why}" for client, why in clients.missing.items()]
     return "; ".join([clients.auto, *missing])
-
-
-def _ratios(above: Sequence[float], below: Sequence[float]) -> list[float]:
-    return [a / b for a, b in zip(above, below, strict=True)]
-
-
-def _medians(values: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    return {case: statistics.median(rounds) for case, rounds in values.items()}
 
 
 def _busy(rounds: Sequence[Sample]) -> float:

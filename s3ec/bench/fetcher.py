@@ -37,14 +37,14 @@ class Fetcher:
     """A Node over the corpus; nothing of it but the prefetcher is at work."""
 
     def __init__(self, corpus: Corpus, cache_dir: Path, transport: str) -> None:
-        self._corpus = corpus
+        self.corpus = corpus
         settings = corpus.settings(cache_dir, transport)
         self.node = Node(settings, corpus.namespace, name=f"s3ec-bench-{transport}")
         self._pins: list[Pin] = []
 
     def submit(self) -> None:
         """Want every entry; returns at once."""
-        self.node.prefetcher.submit(self._corpus.wants())
+        self.node.prefetcher.submit(self.corpus.wants())
 
     def take(self) -> bool:
         """Collect what has come; whether that is all.
@@ -56,7 +56,7 @@ class Fetcher:
             if fetched.outcome is not Outcome.READY or fetched.pin is None:
                 raise RuntimeError(f"an entry ended as {fetched.outcome}")
             self._pins.append(fetched.pin)
-        return len(self._pins) == len(self._corpus.keys)
+        return len(self._pins) == len(self.corpus.keys)
 
     def fetch(self) -> None:
         """Bring every entry, verified, to the tier and pin it.
@@ -77,7 +77,7 @@ class Fetcher:
         for pin in self._pins:
             tier.unpin(pin)
         self._pins.clear()
-        for key in self._corpus.keys:
+        for key in self.corpus.keys:
             tier.evict(key)
             self.node.local.discard(key)
 

@@ -40,15 +40,7 @@ def run(context: Context) -> None:
     Raises:
         CannotMeasureError: vllm is not there, or has no such connectors.
     """
-    context.say("importing vLLM")
-    from s3ec.testing.vllm_cpu import install_here
-
-    install_here()
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    try:
-        importlib.import_module("vllm.distributed.ec_transfer.ec_connector.example_connector")
-    except ImportError as exc:
-        raise CannotMeasureError(f"no vLLM with such connectors here: {exc}") from exc
+    need_vllm(context)
     from s3ec.bench import hooks_passes, hooks_rig
 
     size = hooks_rig.Size(8, 2_000) if context.quick else hooks_rig.Size()
@@ -72,6 +64,23 @@ def run(context: Context) -> None:
         Reporter(context, Samples(rounds), about).all()
         context.say("system calls")
         _report_syscalls(context, passes)
+
+
+def need_vllm(context: Context) -> None:
+    """Import vllm, quiet and mended for a CPU.
+
+    Raises:
+        CannotMeasureError: vllm is not there, or has no such connectors.
+    """
+    context.say("importing vLLM")
+    from s3ec.testing.vllm_cpu import install_here
+
+    install_here()
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    try:
+        importlib.import_module("vllm.distributed.ec_transfer.ec_connector.example_connector")
+    except ImportError as exc:
+        raise CannotMeasureError(f"no vLLM with such connectors here: {exc}") from exc
 
 
 @contextlib.contextmanager

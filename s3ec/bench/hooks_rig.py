@@ -290,7 +290,7 @@ def _entry(identifier: str, namespace: str) -> bytes:
 def _shell(node: Node, loaded: Loaded) -> S3ECConnector:
     """S3ECConnector as its constructor leaves it, without the model that it would look into."""
     shell = S3ECConnector.__new__(S3ECConnector)
-    config = _config("S3ECConnector", {})
+    config = engine_config("S3ECConnector", {})
     ECConnectorBase.__init__(shell, vllm_config=config, role=ECConnectorRole.SCHEDULER)
     shell._node, shell._worker, shell._counted = node, None, {}
     with _as_for_qwen2_vl():
@@ -341,7 +341,7 @@ def example(folder: Path, hits: Sequence[str], misses: Sequence[str]) -> ECExamp
     for identifier in misses:
         (folder / identifier).mkdir(parents=True)
     connector = ECExampleConnector(
-        vllm_config=_config("ECExampleConnector", {"shared_storage_path": str(folder)}),
+        vllm_config=engine_config("ECExampleConnector", {"shared_storage_path": str(folder)}),
         role=ECConnectorRole.SCHEDULER,
     )
     if not all(map(connector.has_cache_item, hits)) or any(map(connector.has_cache_item, misses)):
@@ -349,11 +349,9 @@ def example(folder: Path, hits: Sequence[str], misses: Sequence[str]) -> ECExamp
     return connector
 
 
-def _config(name: str, extra: dict[str, Any]) -> Any:
+def engine_config(name: str, extra: dict[str, Any], *, role: str = "ec_both") -> Any:
     """As much of a VllmConfig as the connectors read."""
-    transfer = ECTransferConfig(
-        ec_connector=name, ec_role="ec_both", ec_connector_extra_config=extra
-    )
+    transfer = ECTransferConfig(ec_connector=name, ec_role=role, ec_connector_extra_config=extra)
     return SimpleNamespace(
         ec_transfer_config=transfer,
         model_config=None,

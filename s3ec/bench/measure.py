@@ -112,6 +112,16 @@ def percentile(values: Sequence[float], percent: float) -> float:
     return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
 
 
+def ratios(above: Sequence[float], below: Sequence[float]) -> list[float]:
+    """Quotients of the same round: what slows one round slows both halves of it."""
+    return [a / b for a, b in zip(above, below, strict=True)]
+
+
+def medians(values: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Case to the median of its rounds."""
+    return {case: statistics.median(rounds) for case, rounds in values.items()}
+
+
 def spread(values: Sequence[float]) -> dict[str, float]:
     """Median and how far the rounds lie apart, for a row's detail."""
     return {

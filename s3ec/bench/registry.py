@@ -41,10 +41,30 @@ ENTRIES: dict[str, Entry] = {
         "The same with 80 ms to the bucket: `bench fetch --latency-ms 80`.",
         90,
     ),
+    "interference": Entry(
+        "s3ec.bench.interference",
+        "How late a prefetch makes the scheduler's thread.",
+        60,
+    ),
+    "load": Entry(
+        "s3ec.bench.load",
+        "Into the encoder cache, verified, beside os.preadv and ECExampleConnector.",
+        60,
+    ),
+    "save": Entry(
+        "s3ec.bench.save",
+        "Inside save_caches, beside tensor.clone() and ECExampleConnector.",
+        60,
+    ),
+    "node": Entry(
+        "s3ec.bench.node",
+        "Processes of a node that want the same: requests to the server, speed of the tier.",
+        90,
+    ),
 }
 
 # `s3ec bench data`: how bytes move.
-DATA = ("fetch", "fetch80")
+DATA = ("fetch", "fetch80", "interference", "load", "save", "node")
 _FAR = re.compile(r"fetch([1-9][0-9]{0,3})")
 
 

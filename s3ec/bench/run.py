@@ -23,8 +23,14 @@ Say = Callable[[str], None]
 ALL_TIME_S = 20 * 60.0
 
 
-def run_here(name: str, *, quick: bool, say: Say) -> Result:
+def run_here(name: str, *, quick: bool, say: Say, **options: int) -> Result:
     """Run one benchmark in this process.
+
+    Args:
+        name: Which.
+        quick: A look with few rounds.
+        say: Shows progress.
+        options: For its ``run``, where that takes any.
 
     Raises:
         KeyError: There is none of this name.
@@ -39,7 +45,7 @@ def run_here(name: str, *, quick: bool, say: Say) -> Result:
         context = Context(bench, quick=quick, scratch=Path(scratch), say=say)
         why = ""
         try:
-            bench.run(context)
+            bench.run(context, **options)
         except CannotMeasureError as exc:
             why = str(exc)
     if context.missing and not why:

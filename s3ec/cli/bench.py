@@ -85,29 +85,19 @@ def list_benches(as_json: JsonOption = False) -> None:
         typer.echo(f"{name:<{width}}  {entry.summary}")
 
 
-def _one(name: str, json_file: str | None, plot: Path | None, quick: bool) -> None:
+def _one(name: str, json_file: str | None, plot: Path | None, quick: bool, **options: int) -> None:
     """Run one benchmark and publish it."""
     from s3ec.bench import plot as drawing
     from s3ec.bench import registry, run
 
     _check_files(json_file, plot, None)
     with _saying(name) as say:
-        result = run.run_here(name, quick=quick, say=say)
+        result = run.run_here(name, quick=quick, say=say, **options)
     _publish([result], result, json_file)
     if plot is not None:
         plot.write_bytes(drawing.png(registry.load(name), result))
     if result.failed:
         raise typer.Exit(EXIT_WRONG)
-
-
-def _command(name: str) -> Callable[..., None]:
-    """The command of one benchmark."""
-
-    def bench(json_file: JsonFile = None, plot: PlotFile = None, quick: Quick = False) -> None:
-        _one(name, json_file, plot, quick)
-
-    bench.__doc__ = f"{ENTRIES[name].summary}\n\nExits with 1 where a row misses its reach."
-    return bench
 
 
 def _fetch(
@@ -128,13 +118,37 @@ def _fetch(
     _one(f"fetch{latency_ms or ''}", json_file, plot, quick)
 
 
-_fetch.__doc__ = f"{ENTRIES['fetch'].summary}\n\nExits with 1 where a row misses its reach."
+def _node(
+    processes: Annotated[
+        int, typer.Option("--processes", metavar="N", min=2, max=32, help="How many share it.")
+    ] = 4,
+    json_file: JsonFile = None,
+    plot: PlotFile = None,
+    quick: Quick = False,
+) -> None:
+    _one("node", json_file, plot, quick, processes=processes)
+
+
 # Those with options of their own.
-_COMMANDS: dict[str, Callable[..., None]] = {"fetch": _fetch}
+_COMMANDS: dict[str, Callable[..., None]] = {"fetch": _fetch, "node": _node}
+
+
+def _command(name: str) -> Callable[..., None]:
+    """The command of one benchmark."""
+
+    def bench(json_file: JsonFile = None, plot: PlotFile = None, quick: Quick = False) -> None:
+        _one(name, json_file, plot, quick)
+
+    command = _COMMANDS.get(name, bench)
+    command.__doc__ = f"{ENTRIES[name].summary}\n\nExits with 1 where a row misses its reach."
+    return command
 
 
 def _examples(name: str) -> str:
-    own = {"fetch": [("s3ec bench fetch --latency-ms 80", "from a bucket that is far away")]}
+    own = {
+        "fetch": [("s3ec bench fetch --latency-ms 80", "from a bucket that is far away")],
+        "node": [("s3ec bench node --processes 8", "with more of them")],
+    }
     return epilog(
         (f"s3ec bench {name}", "a table"),
         *own.get(name, []),
@@ -144,9 +158,7 @@ def _examples(name: str) -> str:
 
 
 for _name in ENTRIES:
-    app.command(_name, cls=BenchCommand, epilog=_examples(_name))(
-        reporting(_COMMANDS.get(_name) or _command(_name))
-    )
+    app.command(_name, cls=BenchCommand, epilog=_examples(_name))(reporting(_command(_name)))
 
 
 def _group(label: str, names: Sequence[str], what: str) -> Callable[..., None]:

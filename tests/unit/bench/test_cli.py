@@ -108,6 +108,20 @@ def test_latency_is_part_of_the_name(
     assert ran == [name]
 
 
+def test_number_of_processes_reaches_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def run_here(which: str, *, quick: bool, say: object, processes: int) -> Result:
+        asked.append(processes)
+        return fakes.result(name=which)
+
+    monkeypatch.setattr(run, "run_here", run_here)
+    invoke("node")
+    invoke("node", "--processes", "8")
+    assert asked == [4, 8]
+    invoke("node", "--processes", "1", code=2)
+
+
 @pytest.mark.usefixtures("measured")
 def test_json_in_a_file_leaves_the_table(tmp_path: Path) -> None:
     file = tmp_path / "out.json"

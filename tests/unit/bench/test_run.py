@@ -45,6 +45,19 @@ def test_result_holds_what_was_reported(use: Callable[[Bench], None]) -> None:
     assert not result.failed
 
 
+def test_options_reach_the_benchmark(use: Callable[[Bench], None]) -> None:
+    seen: list[int] = []
+
+    def measure(context: Context, processes: int = 1) -> None:
+        seen.append(processes)
+        report_all(context)
+
+    use(fakes.bench(measure))
+    run.run_here("fake", quick=False, say=quiet)
+    run.run_here("fake", quick=False, say=quiet, processes=3)
+    assert seen == [1, 3]
+
+
 def test_what_cannot_be_measured_stays_in_the_result(use: Callable[[Bench], None]) -> None:
     def half(context: Context) -> None:
         context.report("fake.ratio", 0.5, samples=1)

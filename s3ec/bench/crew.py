@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fetchers in processes of their own, which do what they are told over a pipe."""
+
+from __future__ import annotations
+
+import multiprocessing
+import resource
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from s3ec.bench.corpus import SHAPE, Corpus
+
+_TIMEOUT_S = 180.0
+
+
+@dataclass(frozen=True, slots=True)
+class Hired:
+    """What a member of the crew is made of; picklable."""
+
+    corpus: Corpus
+    cache_dir: Path
+    transport: str
+
+
+class Member:
+    """One process with a Fetcher."""
+
+    def __init__(self, hired: Hired) -> None:
+        # Not forked: threads of the SDK and of torch do not survive that.
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_work, args=(theirs, hired), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def tell(self, order: str) -> None:
+        """Send an order: ``fetch``, ``read`` or ``empty``; ``answer`` tells what came of it."""
+        self._pipe.send(order)
+
+    @property
+    def has_answer(self) -> bool:
+        """Whether ``answer`` would return at once."""
+        return self._pipe.poll(0)
+
+    def answer(self) -> Any:
+        """What the last order returned.
+
+        Raises:
+            RuntimeError: The process ended, most likely of what it says on stderr, or hangs.
+        """
+        try:
+            if not self._pipe.poll(_TIMEOUT_S):
+                raise RuntimeError(f"a process of the crew said nothing for {_TIMEOUT_S:.0f} s")
+            return self._pipe.recv()
+        except EOFError as exc:
+            raise RuntimeError("a process of the crew ended; it says why on stderr") from exc
+
+    def close(self) -> None:
+        """End the process."""
+        self._pipe.close()  # which it takes for the end
+        self._process.join(20)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+
+
+@contextmanager
+def crew(hired: Sequence[Hired]) -> Iterator[list[Member]]:
+    """As many processes, started and ready, ended afterwards."""
+    members = [Member(one) for one in hired]
+    try:
+        for member in members:
+            member.answer()  # that it is ready
+        yield members
+    finally:
+        for member in members:
+            member.close()
+
+
+def together(members: Sequence[Member], order: str) -> list[Any]:
+    """Have all do the same at the same time; their answers."""
+    for member in members:
+        member.tell(order)
+    return [member.answer() for member in members]
+
+
+def _work(pipe: Connection, hired: Hired) -> None:
+    """A member's whole life."""
+    from s3ec.bench.fetcher import Fetcher
+
+    with hired.corpus.environment():
+        fetcher = Fetcher(hired.corpus, hired.cache_dir, hired.transport)
+        orders = {
+            "fetch": fetcher.fetch,
+            "read": lambda: _read_all(fetcher),
+            "empty": fetcher.empty,
+        }
+        try:
+            pipe.send(None)
+            while True:
+                # What an order raises ends the process with a traceback on stderr.
+                pipe.send(_timed(orders[pipe.recv()]))
+        except (EOFError, BrokenPipeError):
+            pass  # whoever gave the orders is done, or gone
+        finally:
+            fetcher.close()
+
+
+def _timed(order: Any) -> dict[str, float]:
+    """When it began and ended (of a clock that all processes share), and its processor time."""
+    before, started = resource.getrusage(resource.RUSAGE_SELF), time.monotonic()
+    order()
+    ended, after = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF)
+    cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return {"started": started, "ended": ended, "cpu_s": cpu_s}
+
+
+def _read_all(fetcher: Any) -> None:
+    """Pin, read, verify and let go of every entry, as the workers of a node do."""
+    from s3ec.connector.plan import Load
+    from s3ec.connector.worker import read_entry
+
+    tier, namespace = fetcher.node.tier, fetcher.node.namespace.name
+    for key in fetcher.corpus.keys:
+        pin = tier.pin(key)
+        if pin is None:
+            raise RuntimeError("an entry is not in the tier")
+        read_entry(pin.path, Load(key.identifier, str(pin.path), SHAPE), namespace=namespace)
+        tier.unpin(pin)

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``bench save``: what the engine's thread spends in ``save_caches``.
+
+Compared with ``tensor.clone()``, the least that a copy can cost, and with ECExampleConnector,
+which writes its file inside the hook. Tier and Example write to tmpfs where there is one, which
+favours the Example. What ours does later, in threads of its own, is waited for between steps and
+not timed; within a step of several items it goes on beside the hook.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from s3ec.bench import measure
+from s3ec.bench.context import Bench, Context
+from s3ec.bench.result import Spec
+
+if TYPE_CHECKING:
+    from s3ec.bench.worker_rig import WorkerRig
+
+ROUNDS = 25
+_ITEMS = 16
+_STEPS = (1, 8)  # items of one step
+# What the hook may take beside the copy: bookkeeping, and waking a thread.
+_ALLOWED_US = 50.0
+CLONE, EXAMPLE = "tensor.clone()", "ECExampleConnector"
+_US, _CLONE_RATIO, _EXAMPLE_RATIO = (
+    "save.us_per_item",
+    "save.ratio_to_clone",
+    "save.ratio_to_example",
+)
+ROWS = (
+    Spec(_CLONE_RATIO, "ratio", "<= 1.5"),
+    Spec(_EXAMPLE_RATIO, "ratio", "<= 0.2"),
+    Spec(_US, "us"),
+)
+
+
+def run(context: Context) -> None:
+    """Measure; needs vllm.
+
+    Raises:
+        CannotMeasureError: It is not there.
+    """
+    from s3ec.bench.folders import memory_folder
+    from s3ec.bench.hooks import need_vllm
+
+    need_vllm(context)
+    from s3ec.bench.worker_rig import worker_rig
+
+    items = max(_STEPS) if context.quick else _ITEMS
+    with (
+        memory_folder(context.scratch / "memory") as (folder, on_tmpfs),
+        worker_rig(folder / "rig", items) as rig,
+    ):
+        context.say(f"{context.rounds(ROUNDS)} rounds")
+        kept = measure.interleave(_cases(rig), rounds=context.rounds(ROUNDS), warmup=2)
+        rig.check()
+    _report(context, kept, {"tmpfs": on_tmpfs})
+
+
+def _cases(rig: WorkerRig) -> dict[str, Callable[[], list[float]]]:
+    """Name to a round, which returns microseconds per item of every step."""
+    names = list(rig.tensors)
+    cases: dict[str, Callable[[], list[float]]] = {}
+    for size in _STEPS:
+        steps = [names[start : start + size] for start in range(0, len(names), size)]
+        cases[_ours(size)] = lambda steps=steps: [_save(rig, step) for step in steps]  # type: ignore[misc]
+
+    def clone(name: str) -> float:
+        tensor = rig.tensors[name]
+        started = time.perf_counter_ns()
+        copy = tensor.clone()
+        ended = time.perf_counter_ns()
+        del copy
+        return (ended - started) / 1000
+
+    def example(name: str) -> float:
+        started = time.perf_counter_ns()
+        rig.example.save_caches(rig.tensors, name)
+        return (time.perf_counter_ns() - started) / 1000
+
+    return cases | {
+        CLONE: lambda: [clone(name) for name in names],
+        EXAMPLE: lambda: [example(name) for name in names],
+    }
+
+
+def _ours(size: int) -> str:
+    return f"s3ec, {size} a step"
+
+
+def _save(rig: WorkerRig, step: Sequence[str]) -> float:
+    shell = rig.shell
+    shell.bind_connector_metadata(rig.orders(saves=step))
+    started = time.perf_counter_ns()
+    for name in step:
+        shell.save_caches(rig.tensors, name)
+    ended = time.perf_counter_ns()
+    rig.settle(step)
+    return (ended - started) / 1000 / len(step)
+
+
+def _report(
+    context: Context, kept: Mapping[str, Sequence[Sequence[float]]], about: Mapping[str, Any]
+) -> None:
+    medians = {case: [statistics.median(times) for times in kept[case]] for case in kept}
+    ours = {case: rounds for case, rounds in medians.items() if case not in (CLONE, EXAMPLE)}
+
+    samples = sum(map(len, kept[_ours(1)]))
+    over_clone = {
+        case: measure.ratios([one - _ALLOWED_US for one in rounds], medians[CLONE])
+        for case, rounds in ours.items()
+    }
+    formula = "(save_caches - 50 us) / clone: 1.5 is 1.5 x clone + 50 us"
+    context.report_slowest(
+        _CLONE_RATIO, over_clone, samples=samples, detail={"formula": formula, **about}
+    )
+    over_example = {case: measure.ratios(rounds, medians[EXAMPLE]) for case, rounds in ours.items()}
+    context.report_slowest(_EXAMPLE_RATIO, over_example, samples=samples, detail=about)
+    others = measure.medians({case: medians[case] for case in (CLONE, EXAMPLE)})
+    context.report_slowest(_US, ours, samples=samples, others=others, detail=about)
+
+
+BENCH = Bench(ROWS, run)
