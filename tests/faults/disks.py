@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import struct
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +14,7 @@ from pathlib import Path
 import pytest
 
 _NOBODY = 65534
+_EXT4_IOC_SHUTDOWN = 0x8004587D  # _IOR('X', 125, __u32)
 
 
 def run_or_skip(*command: str) -> str:
@@ -63,3 +66,61 @@ def as_plain_user(folder: str) -> Iterator[None]:
     finally:
         os.seteuid(0)
         os.setegid(0)
+
+
+class FailingDisk:
+    """An ext4 file system on a loop device, at ``path``, that can be made to fail.
+
+    Shut down by the kernel (what it does itself after an error of the device), every call that
+    reads, writes or changes a folder ends in EIO.
+    """
+
+    def __init__(self, path: Path, image: Path) -> None:
+        self.path = path
+        self._image = image
+        self._loops: list[str] = []
+        path.mkdir(mode=0o700)
+        self._mount()
+        path.chmod(0o700)
+
+    def sync(self) -> None:
+        """Write everything to the device."""
+        os.sync()
+
+    def fail(self) -> None:
+        """From here on EIO."""
+        fd = os.open(self.path, os.O_RDONLY)
+        try:
+            fcntl.ioctl(fd, _EXT4_IOC_SHUTDOWN, struct.pack("I", 0))  # after writing the journal
+        finally:
+            os.close(fd)
+
+    def mend(self) -> None:
+        """Mount what the device has anew; who has files open keeps the failed one."""
+        self.close()
+        self._mount()
+
+    def close(self) -> None:
+        """Unmount it, though files may be open."""
+        subprocess.run(["umount", "--lazy", str(self.path)], check=True)
+        # Freed by the kernel when the last file is closed.
+        subprocess.run(["losetup", "--detach", self._loops[-1]], check=False)
+
+    def _mount(self) -> None:
+        # A device of its own each time: on the old one the kernel would find the failed one.
+        self._loops.append(run_or_skip("losetup", "--find", "--show", str(self._image)))
+        run_or_skip("mount", "-t", "ext4", self._loops[-1], str(self.path))
+
+
+@contextmanager
+def failing_disk(folder: Path) -> Iterator[FailingDisk]:
+    """A disk of 16 MiB; gone afterwards."""
+    image = folder / "image"
+    image.touch()
+    os.truncate(image, 2**24)
+    run_or_skip("mkfs.ext4", "-q", "-O", "^metadata_csum", str(image))
+    disk = FailingDisk(folder / "disk", image)
+    try:
+        yield disk
+    finally:
+        disk.close()

@@ -12,6 +12,7 @@ import pytest
 from s3ec.config import Settings
 from s3ec.connector.plan import Load, Save, StepPlan
 from s3ec.connector.saves import SaveQueue
+from s3ec.errors import UnavailableError
 from s3ec.identity import Layout, digest_of_name
 from s3ec.node import Node
 from s3ec.prefetch import Fetched, Outcome, Want
@@ -54,6 +55,10 @@ class Corpus:
         gate = Gate()
         self.script.faults.append(Fault(op="put_if_absent", name="/objects/", gate=gate))
         return gate
+
+    def break_reads(self) -> None:
+        """From here on the bucket gives nothing."""
+        self.script.faults.append(Fault(op="get|get_range", error=UnavailableError))
 
     def has(self, *numbers: int) -> bool:
         """Whether these are there; the bytes of all that is there are compared."""

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files cut, grown and changed by somebody else: never served, never uploaded, soon replaced."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.faults.machine import ENTRY_BYTES, Corpus, Machine
+from tests.faults.saving import spooled_below
+from tests.faults.site import eventually
+
+
+def flip(at: int) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        with open(path, "r+b") as file:
+            file.seek(at)
+            (byte,) = file.read(1)
+            file.seek(at)
+            file.write(bytes([byte ^ 1]))
+
+    return damage
+
+
+def grow(path: Path) -> None:
+    with open(path, "ab") as file:
+        file.write(b"and more")
+
+
+DAMAGES = {
+    "emptied": lambda path: os.truncate(path, 0),
+    "cut in the header": lambda path: os.truncate(path, 100),
+    "cut in the tensor": lambda path: os.truncate(path, ENTRY_BYTES // 2),
+    "grown": grow,
+    "grown by a hole": lambda path: os.truncate(path, 2**30),
+    "flipped in the length": flip(0),
+    "flipped in the header": flip(40),
+    "flipped in the tensor": flip(ENTRY_BYTES - 1),
+    "zeros": lambda path: path.write_bytes(bytes(ENTRY_BYTES)),
+}
+
+
+@pytest.fixture(params=DAMAGES)
+def damage(request: pytest.FixtureRequest) -> Callable[[Path], None]:
+    return DAMAGES[request.param]
+
+
+def spool_files(cache_dir: Path) -> list[Path]:
+    return sorted(path for path in (cache_dir / "v1" / "spool").rglob("*") if "--" in path.name)
+
+
+def test_damaged_entry_is_served_from_the_bucket_and_replaced(
+    tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    corpus = Corpus()
+    corpus.stock(0, 1)
+    with Machine(corpus, tmp_path / "cache") as machine:
+        assert machine.serve(0, 1) == {0, 1}
+        damage(machine.file(0))
+        assert machine.serve(0, 1) == {0, 1}
+        machine.assert_in_order()
+        assert machine.serve(0, 1) == {0, 1}
+        machine.assert_in_order()
+        assert machine.node.counters.get("tier.quarantined") == 1
+
+
+def test_file_damaged_between_grant_and_load_is_answered_from_the_bucket(
+    tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    corpus = Corpus()
+    corpus.stock(0, 1)
+    with Machine(corpus, tmp_path / "cache") as machine:
+        granted = machine.fetch(0, 1)
+        pin = granted[0].pin
+        assert pin is not None
+        damage(pin.path)
+        machine.load(granted)
+        assert machine.node.counters.get("load.rescued") == 1
+        assert machine.serve(0, 1) == {0, 1}
+        machine.assert_in_order()
+
+
+def test_damaged_entry_while_the_bucket_is_down_is_a_miss_for_the_scheduler(
+    tmp_path: Path,
+) -> None:
+    """Damage that the header shows; what only the checksum shows ends in the worker's rescue."""
+    corpus = Corpus()
+    corpus.stock(0, 1)
+    with Machine(corpus, tmp_path / "cache") as machine:
+        assert machine.serve(0, 1) == {0, 1}
+        os.truncate(machine.file(0), ENTRY_BYTES // 2)
+        corpus.break_reads()
+        assert machine.serve(0, 1) == {1}
+        machine.assert_in_order()
+
+
+def test_damaged_file_in_the_spool_is_not_uploaded_and_the_next_save_is(
+    tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    corpus = Corpus()
+    gate = corpus.hold_saves()
+    with Machine(corpus, tmp_path / "cache", max_concurrency="1") as machine:
+        machine.save(0)
+        assert gate.reached.wait(60)  # the one place is taken: the others are not read yet
+        machine.save(1, 2)
+        machine.wait_written(0, 1, 2)
+        damage(machine.file(1))  # which is the spool's file too
+        gate.release()
+        machine.wait_confirmed(0, 2)
+        assert not corpus.has(1)
+        machine.assert_in_order()
+        machine.save(1)
+        machine.wait_confirmed(0, 1, 2)
+        assert machine.serve(0, 1, 2) == {0, 1, 2}
+        machine.assert_in_order()
+
+
+def test_damaged_file_of_a_dead_process_is_set_aside_by_the_one_that_adopts_it(
+    tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    corpus = Corpus()
+    gate = corpus.hold_saves()
+    with Machine(corpus, tmp_path / "cache") as machine:
+        machine.save(0, 1)
+        machine.wait_written(0, 1)
+    bad = next(path for path in spool_files(tmp_path / "cache") if path.samefile(machine.file(0)))
+    damage(bad)
+    gate.release()
+    with Machine(corpus, tmp_path / "cache") as machine:
+        machine.wait_confirmed(1)
+        eventually(lambda: not spooled_below(machine.cache_dir))
+        machine.assert_in_order()
+        assert not corpus.has(0)
+        machine.save(0)
+        machine.wait_confirmed(0)
+        machine.assert_in_order()
+
+
+def test_spool_file_deleted_by_somebody_is_uploaded_from_the_tier(tmp_path: Path) -> None:
+    corpus = Corpus()
+    gate = corpus.hold_saves()
+    with Machine(corpus, tmp_path / "cache", max_concurrency="1") as machine:
+        machine.save(0)
+        assert gate.reached.wait(60)
+        machine.save(1)
+        machine.wait_written(0, 1)
+        for path in spool_files(machine.cache_dir):
+            path.unlink()
+        gate.release()
+        machine.wait_confirmed(0, 1)
+        machine.assert_in_order()
