@@ -311,7 +311,7 @@ class Verifier:
         """
         self.header = parse_header(first)
         check_identity(self.header, namespace=namespace, identifier=identifier)
-        self._hash = xxhash.xxh3_128()
+        self._hash = running_checksum()
         self._nbytes = 0
         self.feed(memoryview(first)[self.header.data_start :])
 

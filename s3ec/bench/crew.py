@@ -122,13 +122,16 @@ def _timed(order: Any) -> dict[str, float]:
 
 def _read_all(fetcher: Any) -> None:
     """Pin, read, verify and let go of every entry, as the workers of a node do."""
-    from s3ec.connector.plan import Load
-    from s3ec.connector.worker import read_entry
+    import torch
 
-    tier, namespace = fetcher.node.tier, fetcher.node.namespace.name
+    from s3ec.connector.loads import read_data
+    from s3ec.connector.plan import Load
+
+    tier = fetcher.node.tier
     for key in fetcher.corpus.keys:
         pin = tier.pin(key)
         if pin is None:
             raise RuntimeError("an entry is not in the tier")
-        read_entry(pin.path, Load(key.identifier, str(pin.path), SHAPE), namespace=namespace)
+        memory = torch.empty(SHAPE.nbytes, dtype=torch.uint8)
+        read_data(Load.of(key.identifier, pin), memory)
         tier.unpin(pin)

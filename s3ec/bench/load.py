@@ -23,6 +23,7 @@ from s3ec.bench.result import Spec
 
 if TYPE_CHECKING:
     from s3ec.bench.worker_rig import Cache, WorkerRig
+    from s3ec.connector.plan import Load
 
 ROUNDS = 25
 _ITEMS = 32
@@ -38,7 +39,7 @@ ROWS = (
     Spec(_EXAMPLE_RATIO, "ratio", "< 1"),
     Spec(_US, "us"),
 )
-_Step = Callable[[Sequence[tuple[str, str]], "Cache"], Callable[[], object]]
+_Step = Callable[[Sequence["Load"], "Cache"], Callable[[], object]]
 
 
 def run(context: Context) -> None:
@@ -72,7 +73,7 @@ def run(context: Context) -> None:
 
 def _cases(rig: WorkerRig, place: str) -> dict[str, Callable[[], list[float]]]:
     """Name to a round, which returns microseconds per item of every step."""
-    files = list(zip(rig.tensors, rig.fill(), strict=True))
+    files = rig.fill()
     steps: dict[str, _Step] = {
         "s3ec": _ours(rig),
         PREADV: lambda loads, cache: lambda: _preadv(loads, cache),
@@ -90,7 +91,7 @@ def _case(name: str, size: int, place: str) -> str:
     return f"{name}, {size} a step, {place}"
 
 
-def _round(step: _Step, files: Sequence[tuple[str, str]], size: int) -> Callable[[], list[float]]:
+def _round(step: _Step, files: Sequence[Load], size: int) -> Callable[[], list[float]]:
     def round_() -> list[float]:
         times = []
         for start in range(0, len(files), size):
@@ -105,7 +106,7 @@ def _round(step: _Step, files: Sequence[tuple[str, str]], size: int) -> Callable
 
 
 def _ours(rig: WorkerRig) -> _Step:
-    def step(loads: Sequence[tuple[str, str]], cache: Cache) -> Callable[[], object]:
+    def step(loads: Sequence[Load], cache: Cache) -> Callable[[], object]:
         rig.shell.bind_connector_metadata(rig.orders(loads))
         return lambda: rig.shell.start_load_caches(cache)
 
@@ -115,8 +116,8 @@ def _ours(rig: WorkerRig) -> _Step:
 def _example(rig: WorkerRig) -> _Step:
     from s3ec.bench.worker_rig import example_orders
 
-    def step(loads: Sequence[tuple[str, str]], cache: Cache) -> Callable[[], object]:
-        names = [name for name, _ in loads]
+    def step(loads: Sequence[Load], cache: Cache) -> Callable[[], object]:
+        names = [load.identifier for load in loads]
         rig.example.bind_connector_metadata(example_orders(names))
 
         def load() -> None:
@@ -129,24 +130,24 @@ def _example(rig: WorkerRig) -> _Step:
     return step
 
 
-def _preadv(loads: Sequence[tuple[str, str]], cache: Cache) -> None:
+def _preadv(loads: Sequence[Load], cache: Cache) -> None:
     import torch
 
     from s3ec.bench.corpus import SHAPE
 
-    for name, path in loads:
-        file = os.open(path, os.O_RDONLY)
+    for load in loads:
+        file = os.open(load.path, os.O_RDONLY)
         start = os.fstat(file).st_size - SHAPE.nbytes
         tensor = torch.empty(SHAPE.rows, SHAPE.width, dtype=torch.bfloat16)
         array: Any = tensor.view(torch.uint8).numpy()
         count = os.preadv(file, [array], start)
         os.close(file)
         if count != SHAPE.nbytes:
-            raise RuntimeError(f"{Path(path).name} ends after {count} bytes")
-        cache[name] = tensor
+            raise RuntimeError(f"{Path(load.path).name} ends after {count} bytes")
+        cache[load.identifier] = tensor
 
 
-def _check(rig: WorkerRig, step: _Step, files: Sequence[tuple[str, str]]) -> None:
+def _check(rig: WorkerRig, step: _Step, files: Sequence[Load]) -> None:
     """See that what is timed loads what was stored.
 
     Raises:
@@ -156,7 +157,7 @@ def _check(rig: WorkerRig, step: _Step, files: Sequence[tuple[str, str]]) -> Non
 
     cache: Cache = {}
     step(files, cache)()
-    if not all(torch.equal(cache[name], rig.tensors[name]) for name, _ in files):
+    if not all(torch.equal(cache[load.identifier], rig.tensors[load.identifier]) for load in files):
         raise RuntimeError("a loaded tensor is not what was stored")
 
 

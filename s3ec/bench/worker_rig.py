@@ -79,8 +79,8 @@ class WorkerRig:
         self._pins: list[Pin] = []
         self._step = 0
 
-    def fill(self) -> list[str]:
-        """Put every tensor into tier and folder; returns the pinned files, in their order."""
+    def fill(self) -> list[Load]:
+        """Put every tensor into tier and folder; returns the granted loads, in their order."""
         for name, tensor in self.tensors.items():
             key = _key(name)
             header = codec.describe(
@@ -92,22 +92,20 @@ class WorkerRig:
                 raise RuntimeError("an entry that was just published cannot be pinned")
             self._pins.append(pin)
             self.example.save_caches(self.tensors, name)
-        return [str(pin.path) for pin in self._pins]
+        return [Load.of(name, pin) for name, pin in zip(self.tensors, self._pins, strict=True)]
 
-    def orders(
-        self, loads: Sequence[tuple[str, str]] = (), saves: Sequence[str] = ()
-    ) -> S3ECMetadata:
+    def orders(self, loads: Sequence[Load] = (), saves: Sequence[str] = ()) -> S3ECMetadata:
         """One step's orders for ours.
 
         Args:
-            loads: Identifiers and pinned files.
+            loads: Of fill.
             saves: Identifiers.
         """
         self._step += 1
         return S3ECMetadata(
             StepPlan(
                 step=self._step,
-                loads=[Load(name, path, SHAPE) for name, path in loads],
+                loads=list(loads),
                 saves={name: Save(MODALITY, {}) for name in saves},
             )
         )
@@ -177,7 +175,7 @@ def _shell(node: Node) -> S3ECConnector:
     ECConnectorBase.__init__(shell, vllm_config=config, role=ECConnectorRole.WORKER)
     shell._node, shell._scheduler, shell._counted = node, None, {}
     # There are no ranks where no engine set them up.
-    with mock.patch("s3ec.connector.compat.tensor_parallel_rank", return_value=0):
+    with mock.patch("s3ec.connector.compat.loading_rank", return_value=0):
         shell._worker = shell._make_worker(node)
     return shell
 
