@@ -21,8 +21,8 @@ _TOP_LEVEL = {
     *("objects", "incoming", "pins", "spool", "quarantine"),
     *("evict.lock", "fetch.lock", "usage"),
 }
-# Between two breaths a walk keeps the interpreter for some milliseconds.
-_FILES_PER_BREATH = 512
+# Between two breaths a walk keeps the interpreter for a millisecond or two.
+_FILES_PER_BREATH = 128
 _BREATH_S = 0.001
 
 
@@ -168,7 +168,7 @@ def take_census(folders: Folders, pause: Callable[[], None] | None = None) -> Ce
     """Walk the whole folder; about 10 us per file. Never raises OSError: see ``troubles``.
 
     Args:
-        pause: Called after every few hundred entries: ``breathe`` where nobody waits for the
+        pause: Called after every hundred entries or so: ``breathe`` where nobody waits for the
             walk. What it raises ends the walk.
     """
     census = Census()
@@ -205,7 +205,7 @@ def entry_names(objects: str, pause: Callable[[], None]) -> Iterator[str]:
     """Object names below one namespace's folder, as they are found; looks at no file.
 
     Args:
-        pause: Called after every few hundred names.
+        pause: Called after every hundred names or so.
     """
     unread = Census()  # troubles are the audit's
     for seen, item in enumerate(_below(objects, _LEVELS, unread), 1):

@@ -330,7 +330,7 @@ class Tier:
     def names(self) -> Iterator[str]:
         """Object names of this namespace's entries, in no order, as a walk finds them.
 
-        About 3 us each; rests 1 ms after every few hundred, since it runs beside a scheduler.
+        About 3 us each; rests 1 ms after every hundred or so, since it runs beside a scheduler.
         """
         return entry_names(self._paths.objects, breathe)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from s3ec.tier.census import Entry
 
 # Sorted apart and merged as far as needed: one sort of all would keep the interpreter.
-_CHUNK = 4096
+_CHUNK = 1024
 _REMOVALS_PER_PAUSE = 64
 
 
@@ -30,7 +30,7 @@ def oldest_first(
     entries: Sequence[Entry], pause: Callable[[], None] | None = None
 ) -> Iterator[Entry]:
     """Entries by time of use; unused ones, whose times are below all others, come first."""
-    order = attrgetter("mtime_ns", "path")
+    order = attrgetter("mtime_ns")
     chunks = []
     for at in range(0, len(entries), _CHUNK):
         chunks.append(sorted(entries[at : at + _CHUNK], key=order))

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starting with a full folder: nothing is walked, and nothing is forgotten."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from s3ec.tier import Tier
+from s3ec.tier.local import LocalKeys
+from tests.unit.tier.cases import HOUR_S, NAMESPACE, Clock, child, entry, key_at, key_of
+
+
+class Walks:
+    """The folders that were listed, and how often the disk was asked for one thing or another."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.listed: list[str] = []
+        self.calls = 0
+        for name in ("scandir", "listdir"):
+            monkeypatch.setattr(os, name, self._noting(getattr(os, name), listing=True))
+        for name in ("open", "stat", "lstat", "statvfs", "mkdir", "link", "unlink", "rename"):
+            monkeypatch.setattr(os, name, self._noting(getattr(os, name)))
+
+    def _noting(self, call: Callable[..., object], *, listing: bool = False) -> object:
+        def noting(*arguments: object, **options: object) -> object:
+            self.calls += 1
+            if listing:
+                self.listed.append(str(arguments[0]))
+            return call(*arguments, **options)
+
+        return noting
+
+
+def start(make_tier: Callable[..., Tier]) -> Walks:
+    with pytest.MonkeyPatch.context() as patch:
+        walks = Walks(patch)
+        make_tier()
+    return walks
+
+
+def names_of(count: int) -> list[str]:
+    """Object names, evenly spread over the 256 folders."""
+    return [f"{n % 256:02x}/{n % 256:02x}{n:062x}.safetensors" for n in range(count)]
+
+
+def link_entries(objects: Path, names: list[str]) -> None:
+    """Many names for few files: cheap to make, and entries like others to every walk."""
+    for number, name in enumerate(names):
+        path = objects / name
+        if number % 30_000 == 0:  # file systems limit the names of one file
+            source = objects.parent.parent / "incoming" / f"source{number}"
+            source.write_bytes(entry(key_at(0)))
+        if number < 256:
+            path.parent.mkdir(mode=0o700)
+        os.link(source, path)
+
+
+@pytest.mark.parametrize("count", [300, pytest.param(200_000, marks=pytest.mark.slow)])
+def test_start_costs_the_same_however_many_entries_there_are(
+    make_tier: Callable[..., Tier], root: Path, count: int
+) -> None:
+    make_tier().close()
+    empty = start(make_tier)
+    link_entries(root / "v1" / "objects" / NAMESPACE, names_of(count))
+    full = start(make_tier)
+    assert not [folder for folder in full.listed if "/objects" in folder]
+    assert full.calls == empty.calls
+    tier = make_tier()
+    local = LocalKeys()
+    local.replace(tier.names())
+    assert len(local._digests) == count
+
+
+def test_start_after_a_restart_of_the_machine_walks_nothing_either(
+    make_tier: Callable[..., Tier], root: Path
+) -> None:
+    make_tier().publish(key_at(0), [entry(key_at(0))])
+    (root / "v1" / "usage").unlink()
+    assert not [folder for folder in start(make_tier).listed if "/objects" in folder]
+
+
+def test_total_survives_a_restart(make_tier: Callable[..., Tier]) -> None:
+    tier = make_tier()
+    for number in range(5):
+        tier.publish(key_at(number), [entry(key_at(number))])
+    tier.close()
+    again = make_tier()
+    assert again.estimated_bytes() == again.usage().total_nbytes
+
+
+def test_order_of_use_survives_a_restart_with_a_clock_that_was_set_back(
+    make_tier: Callable[..., Tier], clock: Clock
+) -> None:
+    size = len(entry(key_of("0" * 64)))
+    keys = [key_of(f"{number:064x}") for number in range(10)]
+    for used in (True, False):
+        tier = make_tier(budget_bytes=10 * size)
+        for key in keys[:5]:
+            tier.publish(key, [entry(key)], used=used)
+        tier.close()
+        clock.now_s -= HOUR_S
+        tier = make_tier(budget_bytes=10 * size)
+        for key in keys[5:]:
+            tier.publish(key, [entry(key)], used=used)
+        tier.make_room(size)
+        assert [tier.contains(key) for key in keys] == [False] * 2 + [True] * 8
+        for key in keys:
+            tier.evict(key)
+        tier.make_room()
+
+
+def test_temp_file_of_a_killed_writer_is_swept_at_the_start_without_a_walk(
+    make_tier: Callable[..., Tier], root: Path
+) -> None:
+    make_tier()
+    with child("stop_before_rename", root, 0) as other:
+        temp = Path(other.hear())
+        other.kill()
+    assert temp.exists()
+    walks = start(make_tier)
+    assert not temp.exists()
+    assert not [folder for folder in walks.listed if "/objects" in folder]
+
+
+def test_names_added_and_dropped_during_a_scan_are_kept_that_way(tier: Tier) -> None:
+    """A scan takes seconds, and entries come and go meanwhile."""
+    local, added, dropped = LocalKeys(), key_at(1), key_at(2)
+
+    def scan() -> Iterator[str]:
+        yield dropped.name
+        local.add(added)
+        local.discard(dropped)
+        yield key_at(3).name
+
+    local.replace(scan())
+    assert local(added)
+    assert not local(dropped)
+    assert local(key_at(3))
