@@ -118,14 +118,15 @@ class Supply:
             self._ranks.prepare(identifier, item.modality, item.rows, priority)
 
     def _abandon(self, identifier: str) -> None:
-        """Nobody waits for it: it loses its place in the queue, or soon its pin."""
+        """Nobody waits for it: it loses its place in the queue. A pin runs out as others do."""
         item = self.items.get(identifier)
-        if item is None or item.loads or item.state is FAILED:
-            return
-        if item.pin is not None:
-            soon_s = self._clock() - LEASE_S + self._unwanted_lease_s
-            item.touched_s = min(item.touched_s, soon_s)
-        elif item.priority is not None and self._requests_wait:
+        if (
+            item is not None
+            and item.state is FETCHING
+            and item.pin is None
+            and item.priority is not None
+            and self._requests_wait
+        ):
             item.priority = None
             self._forgotten[identifier] = None
 
@@ -151,7 +152,7 @@ class Supply:
             if self._ranks is None or self._ranks.is_ready(identifier):
                 item.state = READY
             if not self.interest.is_wanted(identifier):
-                self._abandon(identifier)
+                item.touched_s -= LEASE_S - self._unwanted_lease_s
         self._release(unwanted)
 
     def hear(self, report: WorkerReport) -> None:
