@@ -80,7 +80,11 @@ class SchedulerHalf:
         self._waits = Waits(counters, clock)
         self._have_waited = self._waits.requests
         self._supply = Supply(
-            prefetcher, ranks=ranks, requests_wait=role.defer_timeout_s > 0, clock=clock
+            prefetcher,
+            ranks=ranks,
+            requests_wait=role.defer_timeout_s > 0,
+            counters=counters,
+            clock=clock,
         )
         self._items = self._supply.items
         self._waiting = self._supply.interest.requests
