@@ -15,7 +15,7 @@ from s3ec.tier import Pin
 RETRY_AFTER_S = 5.0
 # A pin that no request asked about for this long is given back; the bytes stay on the tier.
 LEASE_S = 30.0
-# The same for a pin that nobody waits for: to pin it again takes about a millisecond.
+# The same for what arrives when nobody waits for it: to pin it again takes about a millisecond.
 UNWANTED_LEASE_S = 1.0
 
 

@@ -140,7 +140,7 @@ class WorkerReport:
         stored: Identifiers that the bucket confirmed.
         counts: Counter increments.
         present: Rank to what it says about itself, where it was asked.
-        ready: Ticket to the ranks that hold its pin.
+        ready: Ticket to the ranks that hold its pin, each with the checksum of its bytes.
         failed: Ticket to the ranks that could not have it.
     """
 
@@ -149,7 +149,7 @@ class WorkerReport:
     stored: list[str] = field(default_factory=list)
     counts: dict[str, float] = field(default_factory=dict)
     present: dict[int, Presence] = field(default_factory=dict)
-    ready: dict[int, set[int]] = field(default_factory=dict)
+    ready: dict[int, dict[int, str]] = field(default_factory=dict)
     failed: dict[int, set[int]] = field(default_factory=dict)
 
     @property
@@ -167,13 +167,11 @@ class WorkerReport:
 
     def merge(self, other: WorkerReport) -> WorkerReport:
         """Add another rank's report to this one."""
-        for mine, others in (
-            (self.loaded, other.loaded),
-            (self.ready, other.ready),
-            (self.failed, other.failed),
-        ):
+        for mine, others in ((self.loaded, other.loaded), (self.failed, other.failed)):
             for number, ranks in others.items():
                 mine.setdefault(number, set()).update(ranks)
+        for ticket, checksums in other.ready.items():
+            self.ready.setdefault(ticket, {}).update(checksums)
         self.present.update(other.present)
         self.published += other.published
         self.stored += other.stored

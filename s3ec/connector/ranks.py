@@ -25,7 +25,7 @@ class Heard:
     Attributes:
         moved: Other ranks than before hold pins of their own, or other processes do: what was
             ready is not, and everything has to be prepared again.
-        ready: Identifiers that every such rank holds now.
+        ready: Identifiers that one more rank holds now; see Ranks.verdict.
         failed: Identifiers that some rank cannot have.
     """
 
@@ -37,7 +37,7 @@ class Heard:
 @dataclass(slots=True)
 class _Order:
     identifier: str
-    ready: set[int] = field(default_factory=set)
+    ready: dict[int, str] = field(default_factory=dict)  # rank to checksum
 
 
 class Ranks:
@@ -82,14 +82,25 @@ class Ranks:
             return True
         return bool(self._remote) and self._silent_steps >= self._steps_in_flight
 
-    def is_ready(self, identifier: str) -> bool:
-        """Whether every rank can load it, given that it is pinned on the scheduler's node."""
+    def verdict(self, identifier: str, checksum: str) -> bool | None:
+        """Whether every rank can load what is pinned on the scheduler's node.
+
+        Encoders do not repeat their bits, and ranks must not compute from different ones.
+
+        Args:
+            checksum: Of the pinned bytes.
+
+        Returns:
+            None while a rank has not answered, False where one holds other bytes.
+        """
         if self._remote is None:
-            return False
+            return None
         if not self._remote:
             return True
         order = self._orders.get(self._tickets.get(identifier, 0))
-        return order is not None and order.ready >= self._remote
+        if order is None or not order.ready.keys() >= self._remote:
+            return None
+        return all(order.ready[rank] == checksum for rank in self._remote)
 
     def prepare(self, identifier: str, modality: str, rows: int, priority: Priority) -> None:
         """Have it fetched, or fetched sooner."""
@@ -134,12 +145,10 @@ class Ranks:
             order = self._orders.get(ticket)
             if order is not None and ranks & remote:
                 heard.failed.append(order.identifier)
-        for ticket, ranks in report.ready.items():
+        for ticket, checksums in report.ready.items():
             order = self._orders.get(ticket)
-            if order is None or order.ready >= remote:
-                continue
-            order.ready |= ranks
-            if order.ready >= remote:
+            if order is not None:
+                order.ready.update(checksums)
                 heard.ready.append(order.identifier)
         return heard
 

@@ -70,7 +70,7 @@ class OwnPins:
         self._shares = True
         self._held: dict[str, _Held] = {}  # by identifier
         self._identifiers: dict[int, str] = {}  # by ticket
-        self._ready: list[int] = []
+        self._ready: dict[int, str] = {}  # ticket to checksum
         self._failed: list[int] = []
 
     def __len__(self) -> int:
@@ -93,7 +93,7 @@ class OwnPins:
         if self._shares:
             return plan
         self._obey(orders)
-        return replace(plan, loads=[replace(load, path=self._path(load)) for load in plan.loads])
+        return replace(plan, loads=[self._own(load) for load in plan.loads])
 
     def report(self, report: WorkerReport, rank_of: Callable[[], int]) -> None:
         """Add what the scheduler should know, once it has asked."""
@@ -104,15 +104,18 @@ class OwnPins:
         if self._shares:
             return
         self._take_news()
-        for ticket in self._ready:
-            report.ready[ticket] = {rank}
+        for ticket, checksum in self._ready.items():
+            report.ready[ticket] = {rank: checksum}
         for ticket in self._failed:
             report.failed[ticket] = {rank}
-        self._ready, self._failed = [], []
+        self._ready, self._failed = {}, []
 
-    def _path(self, load: Load) -> str:
+    def _own(self, load: Load) -> Load:
+        """The same load from this rank's file, which may have another header."""
         held = self._held.get(load.identifier)
-        return load.path if held is None or held.pin is None else str(held.pin.path)
+        if held is None or held.pin is None or held.pin.header.checksum != load.checksum:
+            return load
+        return Load.of(load.identifier, held.pin)
 
     def _obey(self, orders: RankOrders) -> None:
         self._take_news()
@@ -146,7 +149,7 @@ class OwnPins:
             held.ticket, held.rows = order.ticket, order.rows
         self._identifiers[order.ticket] = order.identifier
         if held.pin is not None and held.pin.header.shape.rows == held.rows:
-            self._ready.append(order.ticket)
+            self._ready[order.ticket] = held.pin.header.checksum
             return None
         return Want(key, order.modality, order.rows, order.priority)
 
@@ -167,7 +170,7 @@ class OwnPins:
             return [] if pin is None else [pin]
         if fetched.outcome is Outcome.READY and pin is not None and fetched.want.rows == held.rows:
             held.pin = pin
-            self._ready.append(held.ticket)
+            self._ready[held.ticket] = pin.header.checksum
             return []
         # Also where an older order for other rows has just ended: the prefetcher did not start
         # another fetch of the same key meanwhile.

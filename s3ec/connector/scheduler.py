@@ -31,6 +31,8 @@ from s3ec.tier.local import LocalKeys
 # vLLM hands a request's own embeddings through as a modality of this name; nothing to cache.
 _PASSED_THROUGH = "prompt_embeds"
 _SWEEP_EVERY_S = 1.0
+# As for the states: a global is found faster than a member of a class.
+_DEMAND, _LOOKAHEAD = Priority.DEMAND, Priority.LOOKAHEAD
 
 
 class SchedulerHalf:
@@ -76,8 +78,13 @@ class SchedulerHalf:
         self._clock = clock
         self._keys = KeyMaker()
         self._waits = Waits(counters, clock)
+        self._have_waited = self._waits.requests
         self._supply = Supply(
-            prefetcher, ranks=ranks, requests_wait=role.defer_timeout_s > 0, clock=clock
+            prefetcher,
+            ranks=ranks,
+            requests_wait=role.defer_timeout_s > 0,
+            counters=counters,
+            clock=clock,
         )
         self._items = self._supply.items
         self._waiting = self._supply.interest.requests
@@ -107,7 +114,7 @@ class SchedulerHalf:
         last = features[-1].mm_position
         if last.offset + last.length <= num_computed_tokens:
             # Decoding: everything is in the KV cache.
-            if self._waiting:
+            if self._waiting and request.request_id in self._waiting:
                 self._supply.leave_all(request.request_id)
             return True
         if self._prefetcher.has_news:
@@ -130,14 +137,16 @@ class SchedulerHalf:
                 if needed_now:
                     pending.append(feature)
                 else:
-                    self._supply.expect(request.request_id, feature.identifier, Priority.LOOKAHEAD)
+                    self._supply.expect(request.request_id, feature.identifier, _LOOKAHEAD)
             elif needed_now and state is not ABSENT and self._needs_embedding(feature):
                 return self._give_up(request, pending)
         if pending:
             return self._wait_for(pending, request)
-        if request.request_id in self._waiting:
+        request_id = request.request_id
+        if request_id in self._waiting:
             self._supply.leave_covered(request, num_computed_tokens)
-        self._waits.end(request.request_id)
+        if request_id in self._have_waited:
+            self._waits.end(request_id)
         return True
 
     def _look(self, feature: Any, needed_now: bool, now: float) -> State | None:
@@ -191,7 +200,7 @@ class SchedulerHalf:
             return ABSENT
         if not self._role.can_load:
             return None
-        priority = Priority.DEMAND if needed_now else Priority.LOOKAHEAD
+        priority = _DEMAND if needed_now else _LOOKAHEAD
         self._rows_asked[identifier] = rows
         self._supply.want(key, feature.modality, rows, priority)
         return FETCHING
@@ -199,8 +208,9 @@ class SchedulerHalf:
     def _wait_for(self, pending: list[Any], request: Any) -> bool:
         """Defer the request, unless it has waited long enough or would wait in vain."""
         request_id = request.request_id
-        over = self._ranks is not None and self._ranks.cannot_answer
-        over = over or self._waits.is_over(request_id, self._role.defer_timeout_s)
+        over = self._waits.is_over(request_id, self._role.defer_timeout_s)
+        if self._ranks is not None and self._ranks.cannot_answer:
+            over = True
         if over and any(map(self._needs_embedding, pending)):
             # Such a request has no other chance, so it is given more time.
             limit_s = max(self._role.defer_timeout_s, NO_PIXELS_WAIT_S)
@@ -209,8 +219,11 @@ class SchedulerHalf:
                 self._waits.end(request_id, in_vain=True)
                 return self._give_up(request, pending)
         if not over:
+            noted = self._waiting.get(request_id, ())
             for feature in pending:
-                self._supply.expect(request_id, feature.identifier, Priority.DEMAND)
+                identifier = feature.identifier
+                if identifier not in noted or self._items[identifier].priority is not _DEMAND:
+                    self._supply.expect(request_id, identifier, _DEMAND)
             return False
         self._waits.end(request_id, in_vain=True)
         for feature in pending:
@@ -255,7 +268,9 @@ class SchedulerHalf:
         feature = request.mm_features[index]
         identifier = feature.identifier
         self._allocated.append(identifier)
-        self._waits.end(request.request_id)
+        request_id = request.request_id
+        if request_id in self._have_waited:
+            self._waits.end(request_id)
         if feature.modality == _PASSED_THROUGH:
             return
         granted = self._decisions.pop(identifier, False)
@@ -264,8 +279,8 @@ class SchedulerHalf:
             self._plan_load(identifier)
         elif not granted and self._role.producer:
             self._plan_save(feature, identifier)
-        if request.request_id in self._waiting:
-            self._supply.leave(request.request_id, identifier)
+        if request_id in self._waiting:
+            self._supply.leave(request_id, identifier)
 
     def _plan_load(self, identifier: str) -> None:
         item = self._items[identifier]

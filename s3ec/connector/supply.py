@@ -20,6 +20,7 @@ from s3ec.connector.items import (
 )
 from s3ec.connector.plan import WorkerReport
 from s3ec.connector.ranks import Ranks
+from s3ec.counters import Counters
 from s3ec.identity import Key
 from s3ec.prefetch import Fetched, Outcome, Priority, Want
 from s3ec.tier import Pin
@@ -50,6 +51,7 @@ class Supply:
         *,
         ranks: Ranks | None,
         requests_wait: bool,
+        counters: Counters,
         clock: Callable[[], float],
     ) -> None:
         """Start empty.
@@ -59,8 +61,10 @@ class Supply:
             ranks: Ranks that may not see this node's pins; None where all do for certain.
             requests_wait: Whether requests are deferred at all. Where they are not, everything
                 is fetched for a later request, so nothing is ever fetched for nobody.
+            counters: Where to count.
             clock: Monotonic seconds.
         """
+        self._counters = counters
         self._prefetcher = prefetcher
         self._ranks = ranks
         self._requests_wait = requests_wait
@@ -118,14 +122,15 @@ class Supply:
             self._ranks.prepare(identifier, item.modality, item.rows, priority)
 
     def _abandon(self, identifier: str) -> None:
-        """Nobody waits for it: it loses its place in the queue, or soon its pin."""
+        """Nobody waits for it: it loses its place in the queue. A pin runs out as others do."""
         item = self.items.get(identifier)
-        if item is None or item.loads or item.state is FAILED:
-            return
-        if item.pin is not None:
-            soon_s = self._clock() - LEASE_S + self._unwanted_lease_s
-            item.touched_s = min(item.touched_s, soon_s)
-        elif item.priority is not None and self._requests_wait:
+        if (
+            item is not None
+            and item.state is FETCHING
+            and item.pin is None
+            and item.priority is not None
+            and self._requests_wait
+        ):
             item.priority = None
             self._forgotten[identifier] = None
 
@@ -148,10 +153,9 @@ class Supply:
                 continue
             item.pin = fetched.pin
             item.rows = fetched.pin.header.shape.rows
-            if self._ranks is None or self._ranks.is_ready(identifier):
-                item.state = READY
-            if not self.interest.is_wanted(identifier):
-                self._abandon(identifier)
+            self._settle(identifier)
+            if item.pin is not None and not self.interest.is_wanted(identifier):
+                item.touched_s -= LEASE_S - self._unwanted_lease_s
         self._release(unwanted)
 
     def hear(self, report: WorkerReport) -> None:
@@ -169,10 +173,22 @@ class Supply:
         for identifier in heard.failed:
             self._fail(identifier)
         for identifier in list(self.items) if heard.moved else heard.ready:
-            item = self.items[identifier]
-            if item.state is FETCHING and item.pin is not None and ranks.is_ready(identifier):
-                item.state = READY
-                item.touched_s = self._clock()
+            self._settle(identifier)
+
+    def _settle(self, identifier: str) -> None:
+        """Decide whether what has a pin can be granted, as far as that is known."""
+        item = self.items[identifier]
+        if item.state is not FETCHING or item.pin is None:
+            return
+        ready: bool | None = True
+        if self._ranks is not None:
+            ready = self._ranks.verdict(identifier, item.pin.header.checksum)
+        if ready:
+            item.state = READY
+            item.touched_s = self._clock()
+        elif ready is False:
+            self._counters.add("mismatch.ranks")
+            self._fail(identifier)
 
     def _fail(self, identifier: str) -> None:
         item = self.items[identifier]

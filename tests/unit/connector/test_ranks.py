@@ -49,6 +49,13 @@ def tensor_of(text: str) -> Any:
     return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
+def entry(identifier: str, tensor: Any, **more: Any) -> bytes:
+    header = codec.describe(
+        tensor, modality="image", identifier=identifier, namespace=NAMESPACE.name, **more
+    )
+    return b"".join(codec.encode(header, tensor))
+
+
 class RankRig:
     """One rank's process: a node with a folder of its own choice, and the worker half."""
 
@@ -129,14 +136,9 @@ class Engine:
 
     def stock(self, *texts: str) -> None:
         for text in texts:
-            tensor = tensor_of(text)
-            header = codec.describe(
-                tensor, modality="image", identifier=identifier_of(text), namespace=NAMESPACE.name
-            )
             key = key_of(identifier_of(text))
-            self.bucket.objects[self.node.layout.object(key)] = b"".join(
-                codec.encode(header, tensor)
-            )
+            blob = entry(identifier_of(text), tensor_of(text))
+            self.bucket.objects[self.node.layout.object(key)] = blob
             self.node.index.add(key)
 
     def ask(self, asker: Any) -> bool:
@@ -265,6 +267,35 @@ def test_a_rank_that_cannot_have_it_ends_the_wait(engine: Engine) -> None:
     later = request("later", feature("a"))
     engine.half._on_device.clear()
     engine.load(later)
+
+
+def test_ranks_that_hold_other_bytes_of_one_image_do_not_compute_from_them(
+    engine: Engine,
+) -> None:
+    """Another engine of that node encoded it too, and encoders do not repeat their bits."""
+    engine.stock("a")
+    engine.step()
+    mine = entry(identifier_of("a"), tensor_of("something else"))
+    engine.ranks[1].node.tier.publish(key_of(identifier_of("a")), [mine])
+    asker = request("r", feature("a"))
+    assert not engine.ask(asker)
+    engine.step_until(lambda: engine.item_state("a") == "FAILED", "the difference is seen")
+    assert engine.ask(asker)
+    assert engine.schedule(asker) == [False]
+    assert engine.node.counters.get("mismatch.ranks") == 1
+    engine.step_until(engine.all_given_back, "all pins are given back")
+
+
+def test_the_same_bytes_behind_another_header_are_loaded(engine: Engine) -> None:
+    engine.stock("a")
+    engine.step()
+    mine = entry(identifier_of("a"), tensor_of("a"), placeholder={"grid": [[1] * 100]})
+    engine.ranks[1].node.tier.publish(key_of(identifier_of("a")), [mine])
+    asker = request("r", feature("a"))
+    assert not engine.ask(asker)
+    engine.load(asker)
+    assert torch.equal(engine.ranks[1].cache[identifier_of("a")], tensor_of("a"))
+    assert engine.ranks[1].node.counters.get("load.failed") == 0
 
 
 def test_on_an_idle_engine_nobody_waits_for_orders_that_do_not_go_out(engine: Engine) -> None:

@@ -574,7 +574,6 @@ def test_a_device_cache_that_was_reset_without_a_word_costs_one_encode(world: Wo
 
 def test_what_nobody_asks_for_is_released_when_its_lease_ends(world: World) -> None:
     (path,) = world.bring("a")
-    world.ask(request("r", feature("a")))
     world.clock.now_s += LEASE_S
     world.step()
     assert path in world.prefetcher.live
@@ -752,13 +751,6 @@ def test_what_arrives_for_nobody_is_released_soon(world: World) -> None:
     world.step()
     assert pin.path not in world.prefetcher.live
     assert world.sizes()["items"] == 0
-
-
-def test_what_has_arrived_is_released_soon_after_everybody_left(world: World) -> None:
-    (path,) = world.bring("a")
-    world.clock.now_s += UNWANTED_LEASE_S + 0.1
-    world.step()
-    assert path not in world.prefetcher.live
 
 
 def test_where_nobody_ever_waits_what_arrives_is_kept_for_the_next() -> None:

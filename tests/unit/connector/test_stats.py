@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What of our counts reaches vLLM's metrics."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+stats = pytest.importorskip("s3ec.connector.stats")
+
+PACKAGE = Path(__file__).parents[3] / "s3ec"
+# Of interest to a debugger only.
+NOT_EXPORTED = {
+    "fetch_parked",
+    "index.forgotten",
+    "index.junk",
+    "tier.pin_copies",
+    "tier.published",
+    "tier.published_bytes",
+    "tier.spool_copies",
+    "tier.swept",
+}
+
+
+class FakeCounter:
+    def __init__(self, name: str, documentation: str, labelnames: list[str]) -> None:
+        self.name = name
+        self.labelnames = labelnames
+        self.values: dict[tuple[str, ...], float] = {}
+
+    def labels(self, *values: str) -> Any:
+        assert len(values) == len(self.labelnames)
+
+        class Child:
+            @staticmethod
+            def inc(amount: float) -> None:
+                self.values[values] = self.values.get(values, 0) + amount
+
+        return Child
+
+
+@pytest.fixture
+def metrics() -> Any:
+    made = object.__new__(stats.S3ECPromMetrics)
+    made.per_engine_labelvalues = {0: ["model", "0"]}
+    labels = ["model_name", "engine"]
+    made._plain = {
+        ours: FakeCounter(name, text, labels) for ours, (name, text) in stats._PLAIN.items()
+    }
+    made._by_prefix = {
+        prefix: FakeCounter(name, text, [*labels, label])
+        for prefix, (name, text, label) in stats._LABELLED.items()
+    }
+    return made
+
+
+def counted_names() -> set[str]:
+    """Every counter that the package adds to, with labels cut where they are made up."""
+    names = set()
+    for file in PACKAGE.rglob("*.py"):
+        for name in re.findall(r'counters\.add\(\s*f?"([^"]+)"', file.read_text()):
+            names.add(name.split("{")[0])
+    return names
+
+
+def test_every_counter_is_exported_or_left_out_on_purpose() -> None:
+    names = counted_names()
+    assert "spool.adopted" in names
+    prefixes = tuple(stats._LABELLED)
+    missing = {
+        name
+        for name in names - NOT_EXPORTED
+        if name not in stats._PLAIN and not name.startswith(prefixes)
+    }
+    assert missing == set()
+
+
+def test_a_report_is_added_to_the_counters_by_name_and_by_label(metrics: Any) -> None:
+    for _ in range(2):
+        metrics.observe({"load.rescued": 1, "spool.adopted": 3, "fetch_parked": 1})
+    assert metrics._plain["load.rescued"].values == {("model", "0"): 2}
+    assert metrics._by_prefix["spool."].values == {("model", "0", "adopted"): 6}
+
+
+def test_metric_names_are_unique() -> None:
+    names = [entry[0] for entry in (*stats._PLAIN.values(), *stats._LABELLED.values())]
+    assert len(names) == len(set(names))
