@@ -3,7 +3,9 @@
 
 All clients ask one SeaweedFS on this machine for the same objects, in turn, with 16 in flight.
 The server takes its share of the same cores, so ``cores_busy`` stands in the details: near the
-number of cores nobody can be faster without using less of the processor.
+number of cores nobody can be faster without using less of the processor. ``raw obstore to file``
+and ``floor_cpu_ms`` say what the kernel takes for putting the bytes into files, which no tier
+can do without.
 """
 
 from __future__ import annotations
@@ -86,6 +88,7 @@ def run(context: Context, name: str = "fetch", latency_s: float = 0.0) -> None:
         CannotMeasureError: There is no server to be had.
     """
     from s3ec.bench.corpus import filled
+    from s3ec.bench.floor import floor_ms
     from s3ec.bench.folders import memory_folder
     from s3ec.testing.relay import Relay
 
@@ -99,7 +102,11 @@ def run(context: Context, name: str = "fetch", latency_s: float = 0.0) -> None:
             corpus = replace(corpus, endpoint_url=relay.url)
         folder, on_tmpfs = stack.enter_context(memory_folder(context.scratch / "tier"))
         clients = stack.enter_context(_clients(server, corpus, folder))
-        clients.about |= {"tier_on_tmpfs": on_tmpfs, "latency_ms": latency_s * 1000}
+        clients.about |= {
+            "tier_on_tmpfs": on_tmpfs,
+            "latency_ms": latency_s * 1000,
+            "floor_cpu_ms": floor_ms(folder, corpus.entry_bytes),
+        }
         context.say(f"{context.rounds(ROUNDS)} rounds")
         kept = measure.interleave(clients.cases, rounds=context.rounds(ROUNDS))
     _report(context, name, clients, kept, corpus)
@@ -198,7 +205,6 @@ def _report(
     report("ratio_to_raw", over_fastest, f"{clients.auto} over the fastest, {fastest}")
     report("gb_per_s", speed, _note(clients))
     if f"{name}.cpu_ms_per_object" in context.missing:
-        # What is written to a file, at the least, is the floor of what a tier can cost.
         against = {case: measure.ratios(cpu[case], cpu[other]) for case, other in same.items()}
         against[TO_FILE] = measure.ratios(cpu[TO_FILE], cpu[f"{RAW}obstore"])
         report("cpu_ratio_to_raw", against, f"{clients.auto} over {clients.raw}")

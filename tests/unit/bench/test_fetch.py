@@ -32,6 +32,7 @@ def test_fetch_is_measured_beside_raw_loops(name: str, args: tuple[str, ...]) ->
     assert {case for case in ratio["cases"] if case.startswith("s3ec ")} == {
         case for case in speed["cases"] if case.startswith("s3ec ")
     }
+    assert all(value >= 0 for value in ratio["floor_cpu_ms"].values())
     assert ratio["objects"] % ratio["in_flight"] == 0
 
 
