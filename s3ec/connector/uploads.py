@@ -53,7 +53,8 @@ class Upload:
 class Uploader:
     """A queue, and a bounded number of uploads that are tried again until the bucket answers.
 
-    Fresh saves come before adopted ones, which never take more than a quarter of the places.
+    Fresh saves come before adopted ones, which never take more than a quarter of the places; a
+    quarter stays free of uploads altogether.
     """
 
     def __init__(
@@ -75,8 +76,10 @@ class Uploader:
         self._spool = spool
         self._inflight_limit_bytes = inflight_bytes
         self._ended = ended
-        self._max_active = node.settings.max_concurrency
-        self._max_adopted = max(1, self._max_active // 4)
+        places = node.settings.max_concurrency
+        # The rest is the fetches': requests wait for those, and uploads may hang for long.
+        self._max_active = max(1, places - places // 4)
+        self._max_adopted = max(1, places // 4)
         self._adopting = True
         # The loop's thread only.
         self._stopped = False

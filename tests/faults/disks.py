@@ -83,15 +83,11 @@ class FailingDisk:
         self._mount()
         path.chmod(0o700)
 
-    def sync(self) -> None:
-        """Write everything to the device."""
-        os.sync()
-
     def fail(self) -> None:
-        """From here on EIO."""
+        """Write all there is to the device; from here on EIO."""
         fd = os.open(self.path, os.O_RDONLY)
         try:
-            fcntl.ioctl(fd, _EXT4_IOC_SHUTDOWN, struct.pack("I", 0))  # after writing the journal
+            fcntl.ioctl(fd, _EXT4_IOC_SHUTDOWN, struct.pack("I", 0))
         finally:
             os.close(fd)
 

@@ -19,7 +19,9 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from s3ec.errors import TierError
 from tests.faults.saving import NAMESPACE, WIDTH, data_at, identifier_at, key_at, spooled_below
+from tests.faults.seccomp import refuse_hard_links
 
 if TYPE_CHECKING:
     from s3ec.connector.saves import SaveQueue
@@ -176,7 +178,45 @@ def want(*, settings: dict[str, str], numbers: list[int], patience_s: float) -> 
     say("done")
 
 
-COMMANDS = {function.__name__: function for function in (live, finish, want)}
+def work(*, settings: dict[str, str], stock: int, first: int, **how: int | bool) -> None:
+    """Fetch, save and evict a little; when the spool is empty, end in order.
+
+    Args:
+        how: ``umask``, ``uid``, ``linkless``: what is special about this process.
+    """
+    os.umask(how.get("umask", 0o022))
+    if "uid" in how:
+        os.setgid(how["uid"])
+        os.setuid(how["uid"])
+    if how.get("linkless") and not refuse_hard_links():
+        say("unable")
+        return
+    try:
+        life = Life(settings, first)
+    except TierError as exc:
+        say(f"refused {exc}")
+        return
+    say("up")
+    for round_ in range(4):
+        numbers = range(first + round_ * 6, first + round_ * 6 + 6)
+        for number in numbers:
+            life.save(number)
+        life.fetch(life.chance.sample(range(stock), 6), must=True)
+        for number in life.chance.sample(range(stock), 3):
+            life.node.tier.evict(key_at(number))
+    say("worked")
+    spool = Path(settings["cache_dir"])
+    while spooled_below(spool):
+        time.sleep(0.01)
+    counters = life.node.counters
+    say(f"copies {counters.get('tier.pin_copies'):g} {counters.get('tier.spool_copies'):g}")
+    life.complain()
+    life.queue.drain(30)
+    life.node.close(5)
+    say("done")
+
+
+COMMANDS = {function.__name__: function for function in (live, finish, want, work)}
 
 
 def main() -> None:

@@ -594,6 +594,25 @@ def test_adopted_uploads_that_hang_leave_room_for_fresh_ones(tmp_path: Path) -> 
     second.close()
 
 
+def test_uploads_that_hang_leave_a_quarter_of_the_places_to_fetches(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, max_concurrency=8)
+    gate = Gate()
+    rig.faults.append(Fault(op="put_if_absent", name="objects/", gate=gate))
+    queue = rig.queue()
+    rig.put_spooled(queue, *HASHES[:12])
+
+    def hanging() -> int:
+        return sum(op == "put_if_absent" and "objects/" in name for op, name in rig.store.log)
+
+    eventually(lambda: hanging() >= 6)
+    for _ in range(20):  # so that whatever else may start has started
+        rig.node.loop.run(rig.node.loop.disk(int), _DEADLINE_S)
+    assert hanging() == 6
+    gate.release()
+    assert queue.drain(_DEADLINE_S) == 0
+    rig.close()
+
+
 def test_processes_that_die_later_are_found_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
