@@ -39,7 +39,7 @@ class Background:
         self.after_fork()
 
     def wake(self) -> None:
-        """Have the work done soon; no system call where it is due already."""
+        """Have the work done soon; no system call where it is due already. Never raises."""
         if self._wanted.is_set() and self._thread is not None:
             return
         with self._lock:
@@ -47,8 +47,13 @@ class Background:
                 return
             self._wanted.set()
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError as exc:  # the interpreter ends, or there are too many
+                    _log.debug("%s: %s", self._name, exc)
+                    return
+                self._thread = thread
 
     def stop(self) -> None:
         """End the thread, and wait for it; for good."""

@@ -34,8 +34,8 @@ _NO_LIMIT_NS = 1 << 63
 # Of the budget: evicted beyond what a short disk asks for, and published at most while nobody
 # has counted what lies here.
 _SLACK = 1 / 64
-# A walk over a million entries takes about this long.
-_ROUND_TIMEOUT_S = 15.0
+# A walk over a million entries in the background takes about this long.
+_ROUND_TIMEOUT_S = 30.0
 # A background round that could free nothing is not repeated at once: this many times as long as
 # it took, and never sooner than the other.
 _REST_SHARE = 10
@@ -119,7 +119,7 @@ class Evictor:
         with self._lock.hold(wait_s=_ROUND_TIMEOUT_S) as alone:
             if not alone:
                 raise TierError(
-                    f"the budget is full, and another process has been evicting for "
+                    "there is no room, and another process has been evicting for "
                     f"{_ROUND_TIMEOUT_S:.0f} s"
                 )
             # Whoever evicted meanwhile may have made room enough.

@@ -193,7 +193,8 @@ class RunningTotal:
             if after != before:
                 if os.pwrite(fd, after.pack(), 0) != _NBYTES:
                     raise OSError(errno.EIO, "the file system wrote a part", self._path)
-                os.ftruncate(fd, _NBYTES)
+                if not before.epoch:  # of whatever length
+                    os.ftruncate(fd, _NBYTES)
             return after
 
     def _open(self) -> int:

@@ -217,6 +217,19 @@ def test_work_that_raises_is_logged_and_done_again_at_the_next_wake(
     assert not [each for each in threading.enumerate() if each.name == "test-background"]
 
 
+def test_process_that_can_start_no_thread_publishes_and_evicts_nevertheless(
+    make_tier: Callable[..., Tier], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    tier = make_tier(budget_bytes=100 * SIZE)
+    publish(tier, range(120))
+    assert tier.usage().total_nbytes <= 100 * SIZE
+    tier.close()
+
+
 def test_pause_of_a_stopped_thread_raises(caplog: pytest.LogCaptureFixture) -> None:
     entered, raised = threading.Event(), threading.Event()
 

@@ -26,6 +26,7 @@ from s3ec.counters import Counters
 from s3ec.errors import CorruptEntryError
 from s3ec.identity import Key
 from s3ec.tier import Pin, Tier
+from s3ec.tier.inspection import Inspection
 from tests.unit.tier.cases import DESTINATION, NAMESPACE, Clock, entry, file_of, key_at
 
 KEYS = [key_at(number) for number in range(7)]
@@ -103,11 +104,15 @@ class Model:
 
     def make_room(self, incoming_bytes: int) -> int:
         """The rule of eviction, said once more."""
-        total, freed = self.total_bytes(), 0
-        if total + incoming_bytes <= BUDGET_BYTES:
+        if self.total_bytes() + incoming_bytes <= BUDGET_BYTES:
             return 0
+        return self.evict_to(LOW_BYTES - incoming_bytes)
+
+    def evict_to(self, target_bytes: int) -> int:
+        """Never used entries first, then by use; what is held stays."""
+        total, freed = self.total_bytes(), 0
         for key, file in sorted(self.entries.items(), key=lambda item: item[1].order):
-            if total - freed + incoming_bytes <= LOW_BYTES:
+            if total - freed <= target_bytes:
                 break
             if file not in self.kept():
                 del self.entries[key]
@@ -232,6 +237,13 @@ class TierMachine(RuleBasedStateMachine):
     @rule(incoming_bytes=st.integers(0, 2 * BUDGET_BYTES))
     def make_room(self, incoming_bytes: int) -> None:
         assert self.tier.make_room(incoming_bytes) == self.model.make_room(incoming_bytes)
+
+    @rule(target_bytes=st.integers(0, BUDGET_BYTES))
+    def evict_by_hand(self, target_bytes: int) -> None:
+        freed = Inspection.open(self.root).evict_to(target_bytes)
+        assert freed.before_bytes == self.model.total_bytes()
+        assert freed.gone.nbytes == self.model.evict_to(target_bytes)
+        assert self.tier.estimated_bytes() == freed.after_bytes == self.model.total_bytes()
 
     @rule()
     def recount(self) -> None:
