@@ -124,13 +124,9 @@ class Supply:
     def _abandon(self, identifier: str) -> None:
         """Nobody waits for it: it loses its place in the queue. A pin runs out as others do."""
         item = self.items.get(identifier)
-        if (
-            item is not None
-            and item.state is FETCHING
-            and item.pin is None
-            and item.priority is not None
-            and self._requests_wait
-        ):
+        if item is None or item.state is not FETCHING or item.priority is None:
+            return
+        if self._requests_wait:
             item.priority = None
             self._forgotten[identifier] = None
 
@@ -216,7 +212,8 @@ class Supply:
             item = self.items.get(identifier)
             # Unless somebody wants it again.
             if item is not None and item.state is FETCHING and item.priority is None:
-                keys.append(item.key)
+                if item.pin is None:
+                    keys.append(item.key)
                 if self._ranks is not None:
                     self._ranks.forget(identifier)
         self._forgotten.clear()

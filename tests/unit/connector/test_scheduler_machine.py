@@ -23,7 +23,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from s3ec.connector.items import FETCHING, LEASE_S
-from s3ec.connector.plan import StepPlan
+from s3ec.connector.plan import Presence, StepPlan, TierMark, WorkerReport
+from s3ec.connector.ranks import Ranks
 from s3ec.connector.waits import NO_PIXELS_WAIT_S
 from s3ec.prefetch import Outcome
 from tests.unit.connector.scheduling import (
@@ -38,6 +39,7 @@ from tests.unit.connector.scheduling import (
 )
 
 TEXTS = "abc"
+CHECKSUM = "0" * 32  # of every entry that FakePrefetcher makes
 SPACING = 60
 features = st.tuples(
     st.sampled_from(TEXTS), st.sampled_from([ROWS, ROWS, ROWS, ROWS + 1]), st.booleans()
@@ -65,10 +67,87 @@ class Running:
         return int(last.offset + last.length)
 
 
+class RemoteRank:
+    """A rank with a tier of its own. Plans reach it in order; its fetches end when told to."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.lives = 0
+        self.begin()
+
+    def begin(self) -> None:
+        """A new process."""
+        self.lives += 1
+        self.tickets: dict[int, str] = {}
+        self.open: dict[str, int] = {}
+        self.pinned: dict[str, int] = {}
+        self.report = WorkerReport()
+        # What was granted before the scheduler knows of this process is rescued from the bucket.
+        self.is_known = False
+        self.rescued: set[str] = set()
+
+    def execute(self, plan: StepPlan) -> None:
+        if plan.ranks is None:
+            return
+        for ticket in plan.ranks.release:
+            identifier = self.tickets.pop(ticket, None)
+            if identifier is not None:
+                for found in (self.open, self.pinned):
+                    if found.get(identifier) == ticket:
+                        del found[identifier]
+        for order in plan.ranks.prepare:
+            self.tickets[order.ticket] = order.identifier
+            if order.identifier in self.pinned:
+                self.pinned[order.identifier] = order.ticket
+                self.report.ready[order.ticket] = {self.rank: CHECKSUM}
+            else:
+                self.open[order.identifier] = order.ticket
+        for load in plan.loads:
+            assert load.identifier in self.pinned or load.identifier in self.rescued, (
+                f"rank {self.rank} was told to load what it does not hold"
+            )
+        for rank in range(self.rank + 1):
+            shares = rank != self.rank
+            self.report.present[rank] = Presence("0" if shares else str(self.lives), shares)
+
+    def fetched(self, identifier: str, fine: bool) -> None:
+        ticket = self.open.pop(identifier)
+        if fine:
+            self.pinned[identifier] = ticket
+            self.report.ready[ticket] = {self.rank: CHECKSUM}
+        else:
+            self.report.failed[ticket] = {self.rank}
+
+    def take_report(self) -> WorkerReport:
+        taken, self.report = self.report, WorkerReport()
+        return taken
+
+
 class HalfMachine(RuleBasedStateMachine):
-    @initialize(producer=st.booleans(), ranks=st.integers(1, 2), steps_in_flight=st.integers(1, 3))
-    def begin(self, producer: bool, ranks: int, steps_in_flight: int) -> None:
-        self.world = World(producer=producer, ranks=ranks, steps_in_flight=steps_in_flight)
+    @initialize(
+        producer=st.booleans(),
+        ranks=st.integers(1, 2),
+        steps_in_flight=st.integers(1, 3),
+        apart=st.booleans(),
+    )
+    def begin(self, producer: bool, ranks: int, steps_in_flight: int, apart: bool) -> None:
+        """``apart``: the last rank is on another node, and only what it says tells what it has."""
+        self.remote: RemoteRank | None = None
+        bookkeeping = None
+        if apart:
+            self.remote = RemoteRank(ranks - 1)
+            bookkeeping = Ranks(
+                ranks,
+                TierMark("host", "/pins"),
+                steps_in_flight=steps_in_flight,
+                heard_without_tokens=False,
+            )
+        self.world = World(
+            producer=producer,
+            ranks=ranks,
+            steps_in_flight=steps_in_flight,
+            ranks_apart=bookkeeping,
+        )
         self.half = self.world.half
         self.live = self.world.prefetcher.live
         self.requests: list[Running] = []
@@ -111,6 +190,46 @@ class HalfMachine(RuleBasedStateMachine):
     def all_fetches_end_well(self) -> None:
         for identifier in sorted(self.world.prefetcher.open):
             self.world.prefetcher.finish(identifier, holds=ROWS)
+        if self.remote is not None:
+            for identifier in sorted(self.remote.open):
+                self.remote.fetched(identifier, True)
+
+    # -- the rank on another node --------------------------------------------------------------
+
+    @precondition(lambda self: self.remote is not None and self.remote.open)
+    @rule(data=st.data(), fine=often)
+    def a_remote_fetch_ends(self, data: st.DataObject, fine: bool) -> None:
+        assert self.remote is not None
+        self.remote.fetched(data.draw(st.sampled_from(sorted(self.remote.open))), fine)
+
+    @precondition(lambda self: self.remote is not None)
+    @rule(lost=seldom)
+    def the_remote_rank_is_heard(self, lost: bool) -> None:
+        assert self.remote is not None
+        report = self.remote.take_report()
+        if lost:
+            return
+        self.half.update_connector_output(report)
+        if report.present and not self.remote.is_known:
+            self.remote.is_known = True
+            on_the_way = {load.identifier for plan, _ in self.in_flight for load in plan.loads}
+            self.remote.rescued &= on_the_way | self.carried.keys()
+
+    @precondition(lambda self: self.remote is not None)
+    @rule(really=seldom)
+    def the_remote_process_is_replaced(self, really: bool) -> None:
+        assert self.remote is not None
+        if really:
+            self.remote.begin()
+            self.remote.rescued = set(map(identifier_of, TEXTS))
+
+    def retire(self) -> None:
+        """The oldest step ends; the rank on the other node has executed it by then."""
+        plan, _ = self.in_flight.popleft()
+        if self.remote is not None:
+            self.remote.execute(plan)
+            if self.remote.is_known and not self.in_flight and not self.carried:
+                self.remote.rescued.clear()
 
     # -- requests ------------------------------------------------------------------------------
 
@@ -171,11 +290,14 @@ class HalfMachine(RuleBasedStateMachine):
             self.schedule(data)
         if data.draw(st.booleans()):
             self.a_rank_reports(0)
+        if self.remote is not None:
+            self.a_rank_reports(1)
+            self.the_remote_rank_is_heard(False)
 
     def make_room(self) -> None:
         """vLLM schedules the next step only when its queue of steps has room."""
         while len(self.in_flight) >= self.world.role.steps_in_flight:
-            self.in_flight.popleft()
+            self.retire()
 
     def ask(self, running: Running) -> bool:
         now = self.world.clock.now_s
@@ -266,14 +388,14 @@ class HalfMachine(RuleBasedStateMachine):
             return
         reported.add(rank)
         if len(reported) == self.world.role.ranks:
-            self.in_flight.popleft()
+            self.retire()
         if plan.loads:
             self.world.report(plan.step, rank)
 
     @precondition(lambda self: self.in_flight)
     @rule()
     def a_step_ends_unreported(self) -> None:
-        self.in_flight.popleft()
+        self.retire()
 
     # -- what must hold ------------------------------------------------------------------------
 
@@ -311,8 +433,12 @@ class HalfMachine(RuleBasedStateMachine):
             self.world.prefetcher.finish(identifier)
         for _ in range(6):
             self.world.clock.now_s += LEASE_S + 1
-            self.half.build_connector_meta(list(self.half._on_device), scheduled_tokens=1)
+            plan = self.half.build_connector_meta(list(self.half._on_device), scheduled_tokens=1)
+            self.in_flight.append((plan, set()))
+        while self.in_flight:
+            self.retire()
         assert not self.live
+        assert self.remote is None or not (self.remote.pinned or self.remote.open)
         assert set(self.world.sizes().values()) == {0}
 
 
