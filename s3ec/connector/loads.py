@@ -201,8 +201,8 @@ def _outcome(future: Future[torch.Tensor]) -> torch.Tensor | Exception:
 def read_data(load: Load, memory: torch.Tensor) -> None:
     """Read the values of one pinned file into memory, and verify them.
 
-    The header is not read again: the scheduler compared identifier, namespace and shape with
-    it when it pinned the file, and the checksum that it promised binds these bytes to it.
+    The header is compared, not parsed again: the scheduler's process did that, and compared
+    identifier, namespace and shape, when it pinned the file.
 
     Args:
         load: What was granted.
@@ -213,25 +213,31 @@ def read_data(load: Load, memory: torch.Tensor) -> None:
         CorruptEntryError: It is not what was granted.
     """
     nbytes = load.shape.nbytes
-    view = _bytes_of(memory)[:nbytes]
+    front, view = bytearray(load.data_start), _bytes_of(memory)[:nbytes]
     checksum = codec.running_checksum()
     fd = os.open(load.path, _OPEN)
     try:
         size = os.fstat(fd).st_size
-        if size != load.data_start + nbytes:
+        if size != len(front) + nbytes:
             raise CorruptEntryError(
-                f"{size} bytes, expected {load.data_start + nbytes}", reason="length"
+                f"{size} bytes, expected {len(front) + nbytes}", reason="length"
             )
-        done = 0
-        while done < nbytes:
+        done = os.preadv(fd, [front, view[:_PART_BYTES]], 0) - len(front)
+        if done > 0:
+            checksum.update(view[:done])
+        while 0 < done < nbytes:
             part = view[done : done + _PART_BYTES]
-            count = os.preadv(fd, [part], load.data_start + done)
+            count = os.preadv(fd, [part], len(front) + done)
             if count == 0:
-                raise CorruptEntryError(f"ends after {done} bytes of tensor", reason="length")
+                break
             checksum.update(part[:count])
             done += count
     finally:
         os.close(fd)
+    if done != nbytes:
+        raise CorruptEntryError(f"ends after {done} bytes of tensor", reason="length")
+    if codec.checksum(front) != load.front_digest:
+        raise CorruptEntryError("another header than was pinned", reason="header")
     if checksum.hexdigest() != load.checksum:
         raise CorruptEntryError("checksum differs", reason="checksum")
 

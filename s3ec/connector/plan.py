@@ -24,6 +24,7 @@ class Load:
         shape: Rows, width and dtype that were compared with the request.
         checksum: xxh3-128 of the tensor's bytes, from the header that was checked.
         data_start: Offset of the tensor in the file, bytes.
+        front_digest: xxh3-128 of the bytes in front of the tensor, as they were checked.
     """
 
     identifier: str
@@ -31,12 +32,20 @@ class Load:
     shape: Shape
     checksum: str
     data_start: int
+    front_digest: str
 
     @classmethod
     def of(cls, identifier: str, pin: Pin) -> Load:
         """The load of a pinned file."""
         header = pin.header
-        return cls(identifier, str(pin.path), header.shape, header.checksum, header.data_start)
+        return cls(
+            identifier,
+            str(pin.path),
+            header.shape,
+            header.checksum,
+            header.data_start,
+            header.front_digest,
+        )
 
 
 @dataclass(frozen=True, slots=True)

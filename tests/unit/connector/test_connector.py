@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -37,6 +38,7 @@ def test_finish_load_caches_goes_to_the_worker_half() -> None:
 
 
 def test_externally_loaded_hashes_are_the_step_s_loads() -> None:
-    loads = [Load(name, "/x", Shape(1, 1, "float32"), "0" * 32, 64) for name in ("a", "b")]
+    one = Load("a", "/x", Shape(1, 1, "float32"), "0" * 32, 64, "0" * 32)
+    loads = [one, replace(one, identifier="b")]
     assert connector(Worker(), StepPlan(loads=loads)).externally_loaded_hashes() == ["a", "b"]
     assert connector(Worker(), None).externally_loaded_hashes() == []

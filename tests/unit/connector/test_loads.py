@@ -253,6 +253,16 @@ def test_file_that_shrinks_while_it_is_read_is_refused(
         loading.read_data(load, torch.empty(load.shape.nbytes, dtype=torch.uint8))
 
 
+@pytest.mark.parametrize("at", [0, 40, 200])
+def test_header_that_was_changed_after_the_grant_is_refused(bench: Bench, at: int) -> None:
+    load = bench.load(1)
+    blob = bytearray(Path(load.path).read_bytes())
+    blob[at] ^= 1
+    Path(load.path).write_bytes(blob)
+    with pytest.raises(CorruptEntryError, match="another header"):
+        loading.read_data(load, torch.empty(load.shape.nbytes, dtype=torch.uint8))
+
+
 @pytest.mark.parametrize("kind", ["pipe", "folder", "link"])
 def test_what_is_no_file_is_refused_at_once(bench: Bench, kind: str, tmp_path: Path) -> None:
     load = bench.load(1)
