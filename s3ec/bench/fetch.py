@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import resource
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -146,15 +145,14 @@ def _clients(server: LocalS3, corpus: Corpus, folder: Path) -> Iterator[Clients]
 def _sample(
     server_pid: int | None, work: Callable[[], None], after: Callable[[], None] | None
 ) -> Sample:
-    server_before, before = _cpu_of(server_pid), resource.getrusage(resource.RUSAGE_SELF)
+    server_before, before = _cpu_of(server_pid), time.process_time()
     started = time.perf_counter()
     work()
     seconds = time.perf_counter() - started
-    end, server_end = resource.getrusage(resource.RUSAGE_SELF), _cpu_of(server_pid)
+    cpu_s, server_cpu_s = time.process_time() - before, _cpu_of(server_pid) - server_before
     if after is not None:
         after()
-    cpu_s = end.ru_utime + end.ru_stime - before.ru_utime - before.ru_stime
-    return Sample(seconds, cpu_s, server_end - server_before)
+    return Sample(seconds, cpu_s, server_cpu_s)
 
 
 def _cpu_of(pid: int | None) -> float:

@@ -60,7 +60,7 @@ def png(bench: Bench | None, result: Result) -> bytes:
 
 
 def draw(figure: Figure, result: Result) -> None:
-    """One panel per unit: a bar per row with its spread, and a mark at what it must reach."""
+    """One panel per unit: a bar per row with its spread and reach, and one per case of it."""
     panels: dict[str, list[Row]] = {}
     for row in result.rows:
         if row.value is not None:
@@ -70,26 +70,39 @@ def draw(figure: Figure, result: Result) -> None:
         figure.set_size_inches(_WIDTH_INCHES, 1.5)
         figure.text(0.5, 0.4, "nothing could be measured here", ha="center")
         return
-    heights = [len(rows) + 1 for rows in panels.values()]
-    figure.set_size_inches(_WIDTH_INCHES, 0.8 + 0.42 * sum(heights))
+    heights = [sum(1 + len(_cases(row)) for row in rows) + 1 for rows in panels.values()]
+    figure.set_size_inches(_WIDTH_INCHES, 0.8 + 0.34 * sum(heights))
     axes = figure.subplots(len(panels), 1, height_ratios=heights, squeeze=False)[:, 0]
     for panel, (unit, rows) in zip(axes, panels.items(), strict=True):
         _bars(panel, unit, rows)
 
 
+def _cases(row: Row) -> dict[str, float]:
+    return dict(row.detail.get("cases") or {})
+
+
 def _bars(axes: Axes, unit: str, rows: Sequence[Row]) -> None:
-    for place, row in enumerate(rows):
-        value = float(row.value or 0)
+    names: list[str] = []
+    values: list[float] = []
+    for row in rows:
+        place, value = len(names), float(row.value or 0)
         colour = BAD if row.ok is False else GOOD if row.spec.reach else PLAIN
-        axes.barh(place, value, color=colour, height=0.6)
+        axes.barh(place, value, color=colour, height=0.7)
         highest = max(value, whisker(axes, place, row.detail.get("spread")))
         if row.spec.reach is not None:
             limit = Reach.parse(row.spec.reach).limit
-            axes.plot([limit, limit], [place - 0.4, place + 0.4], color="black", linewidth=1.5)
+            axes.plot([limit, limit], [place - 0.45, place + 0.45], color="black", linewidth=1.5)
         axes.annotate(f" {value:.4g}", (highest, place), va="center", fontsize=8)
-    axes.set_yticks(range(len(rows)), [row.spec.name.partition(".")[2] for row in rows], fontsize=8)
-    axes.set_xlabel(f"{unit} (black mark: must reach)", fontsize=8)
-    settle(axes, [float(row.value or 0) for row in rows])
+        names.append(row.spec.name.partition(".")[2])
+        values.append(value)
+        for case, beside in _cases(row).items():
+            axes.barh(len(names), beside, color=OTHER, height=0.45)
+            axes.annotate(f" {beside:.4g}", (beside, len(names)), va="center", fontsize=7)
+            names.append(case)
+            values.append(beside)
+    axes.set_yticks(range(len(names)), names, fontsize=8)
+    axes.set_xlabel(f"{unit} (black mark: must reach; yellow: the cases of a row)", fontsize=8)
+    settle(axes, values)
 
 
 def whisker(axes: Axes, place: float, spread: Any) -> float:
