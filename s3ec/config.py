@@ -16,7 +16,14 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import ByteSize, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    ByteSize,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic_settings import (
     BaseSettings,
     EnvSettingsSource,
@@ -25,6 +32,7 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
+from s3ec.corpus_url import CorpusUrl, check_endpoint, check_prefix, parse_url
 from s3ec.errors import ConfigError
 
 ENV_PREFIX = "S3EC_"
@@ -32,6 +40,9 @@ CONFIG_FILE_VARIABLE = "S3EC_CONFIG"
 # Stands where a bucket is required and none is needed.
 _NO_BUCKET = "no-bucket-given"
 
+# What says nothing about a corpus that `url` names.
+_OF_S3 = ("bucket", "prefix", "endpoint_url", "region", "addressing_style", "profile", "role_arn",
+          "sse", "sse_kms_key_id")  # fmt: skip
 _CREDENTIAL_WORDS = (
     "access_key",
     "accesskey",
@@ -59,7 +70,16 @@ class Settings(BaseSettings):
         env_prefix=ENV_PREFIX, frozen=True, extra="forbid", env_ignore_empty=True
     )
 
-    bucket: str = Field(description="Bucket that holds the corpus. Required.")
+    url: str | None = Field(
+        None,
+        description="Corpus outside S3: `gs://BUCKET/PREFIX`, `az://CONTAINER/PREFIX` or "
+        "`file:///FOLDER`, instead of `bucket`; needs `pip install 's3ec[fast]'`.",
+    )
+    bucket: str = Field(
+        "",
+        validate_default=True,
+        description="Bucket that holds the corpus. Required where there is no `url`.",
+    )
     prefix: str = Field("", description="Folder inside the bucket; surrounding slashes are cut.")
     endpoint_url: str | None = Field(
         None, description="URL of an S3-compatible server; unset means AWS."
@@ -133,9 +153,31 @@ class Settings(BaseSettings):
         "INFO", description="Level of the `s3ec` loggers."
     )
 
+    @field_validator("url")
+    @classmethod
+    def _check_url(cls, value: str | None) -> str | None:
+        if value is None:
+            return None
+        url = parse_url(value)
+        if url.scheme == "s3":  # load_settings takes these apart before
+            raise ValueError("an s3:// URL is written as `bucket` and `prefix`")
+        return str(url)
+
+    @field_validator(*_OF_S3)
+    @classmethod
+    def _check_place(cls, value: Any, info: ValidationInfo) -> Any:
+        if info.data.get("url") and value not in (
+            None,
+            cls.model_fields[str(info.field_name)].default,
+        ):
+            raise ValueError("does not go together with `url`; remove one of the two")
+        return value
+
     @field_validator("bucket")
     @classmethod
-    def _check_bucket(cls, value: str) -> str:
+    def _check_bucket(cls, value: str, info: ValidationInfo) -> str:
+        if not value and info.data.get("url", "wrong"):
+            return value
         if "://" in value or ("/" in value and not value.startswith("arn:")):
             raise ValueError("give the bucket's name alone; a folder inside it goes into `prefix`")
         if not value.startswith("arn:") and not re.fullmatch(r"[A-Za-z0-9._-]{3,255}", value):
@@ -145,36 +187,12 @@ class Settings(BaseSettings):
     @field_validator("prefix")
     @classmethod
     def _check_prefix(cls, value: str) -> str:
-        value = value.strip("/")
-        if any(part in ("", ".", "..") for part in value.split("/") if value):
-            raise ValueError("no empty, `.` or `..` parts between the slashes")
-        if not value.isprintable():
-            raise ValueError("printable characters only")
-        if len(value.encode()) > 512:
-            raise ValueError("at most 512 bytes, so that object names fit S3's limit of 1024")
-        return value
+        return check_prefix(value)
 
     @field_validator("endpoint_url")
     @classmethod
     def _check_endpoint(cls, value: str | None) -> str | None:
-        if value is None:
-            return None
-        # Anywhere, since a key with a slash in it would be taken for host and path.
-        if "@" in value:
-            raise ValueError("no credentials in the URL; they come from the SDK's chain")
-        url = urlsplit(value)
-        # urlsplit drops line breaks silently.
-        plain = value.isprintable() and " " not in value
-        if url.scheme not in ("http", "https") or not url.hostname or not plain:
-            raise ValueError("write it as http://host:port or https://host:port")
-        if url.path.strip("/") or url.query or url.fragment:
-            raise ValueError("host and port only; the bucket goes into `bucket`")
-        try:
-            _ = url.port
-        except ValueError:
-            # Without its text and trace: both repeat what was given.
-            raise ValueError("the port is not a number from 0 to 65535") from None
-        return value.rstrip("/")
+        return None if value is None else check_endpoint(value)
 
     @field_validator("ca_bundle")
     @classmethod
@@ -200,7 +218,14 @@ class Settings(BaseSettings):
             raise ValueError("`sse_kms_key_id` needs `sse` = `aws:kms`")
         if self.addressing_style == "virtual" and self.bucket.startswith("arn:"):
             raise ValueError("`addressing_style` = `virtual` does not go with an ARN in `bucket`")
+        if self.url and self.transport == "aioboto3":
+            raise ValueError("`transport` = `aioboto3` knows S3 only; `url` needs `obstore`")
         return self
+
+    @property
+    def corpus(self) -> CorpusUrl:
+        """Where the corpus is; ``str`` of it is for people."""
+        return parse_url(self.url) if self.url else CorpusUrl("s3", self.bucket, self.prefix)
 
     @property
     def path_style(self) -> bool | None:
@@ -253,7 +278,8 @@ def load_settings(
         for name, value in values.items():
             merged[name] = value
             origins[name] = f"env {ENV_PREFIX}{name.upper()}" if label == "env" else label
-    if not need_bucket:
+    _take_apart(merged, origins)
+    if not need_bucket and not merged.get("url"):
         merged.setdefault("bucket", _NO_BUCKET)
     try:
         # Every source is in `merged`: BaseSettings must not look at the environment again.
@@ -261,6 +287,32 @@ def load_settings(
     except ValidationError as exc:
         raise _readable(exc, origins) from exc.__cause__
     return Loaded(settings, origins)
+
+
+def _take_apart(merged: dict[str, Any], origins: dict[str, str]) -> None:
+    """Make ``bucket`` and ``prefix`` of an ``s3://`` URL.
+
+    Raises:
+        ConfigError: They are set as well.
+    """
+    url = merged.get("url")
+    if not isinstance(url, str) or not url.startswith("s3://"):
+        return
+    for name in ("bucket", "prefix"):
+        if merged.get(name):
+            raise ConfigError(
+                f"`{name}` (from {origins[name]}) does not go together with `url` (from "
+                f"{origins['url']}); remove one of the two",
+                field=name,
+            )
+    try:
+        corpus = parse_url(url)
+    except ValueError as exc:
+        raise ConfigError(
+            f"bad settings: `url` (from {origins['url']}): {exc}", field="url"
+        ) from exc
+    merged.update(url=None, bucket=corpus.bucket, prefix=corpus.prefix)
+    origins.update(bucket=origins["url"], prefix=origins["url"])
 
 
 def _read_file() -> tuple[str, dict[str, Any]]:
@@ -334,26 +386,9 @@ def _readable(exc: ValidationError, origins: Mapping[str, str]) -> ConfigError:
         reason = error["msg"].removeprefix("Value error, ")
         if field is None:
             lines.append(reason)
-        elif error["type"] == "missing":
-            lines.append(f"`{field}` is required: {Settings.model_fields[field].description}")
+        elif field == "bucket" and origins[field] == "default":
+            lines.append(f"`bucket` is required: {Settings.model_fields[field].description}")
         else:
             kind = type(error["input"]).__name__
             lines.append(f"`{field}` ({kind}, from {origins.get(field, '?')}): {reason}")
     return ConfigError("bad settings: " + "; ".join(lines), field=field)
-
-
-def settings_table() -> str:
-    """The README's table of settings, Markdown."""
-    rows = ["| setting | default | meaning |", "|---|---|---|"]
-    for name, field in Settings.model_fields.items():
-        if field.is_required():
-            default = "required"
-        elif field.default_factory is not None:
-            default = "see right"
-        elif isinstance(field.default, ByteSize):
-            default = f"`{field.default.human_readable(separator='')}`"
-        else:
-            default = "unset" if field.default is None else f"`{field.default}`"
-            default = '`""`' if field.default == "" else default
-        rows.append(f"| `{name}` | {default} | {field.description} |")
-    return "\n".join(rows) + "\n"

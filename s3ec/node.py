@@ -172,4 +172,6 @@ class Node:
 def _destination(settings: Settings) -> str:
     """16 hex digits for where saves go: namespaces are the same in every bucket, spools not."""
     where = [settings.endpoint_url, settings.bucket, settings.prefix]
+    if settings.url:  # not always: entries of S3 that wait on disk keep their names
+        where = [settings.url]
     return hashlib.sha256(canonical_json(where).encode()).hexdigest()[:16]

@@ -80,6 +80,6 @@ def _human(value: Any) -> str:
 
 def docs() -> None:
     """Print the table of all settings as Markdown."""
-    from s3ec.config import settings_table
+    from s3ec.settings_table import settings_table
 
     typer.echo(settings_table(), nl=False)

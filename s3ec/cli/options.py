@@ -50,6 +50,7 @@ _SETTINGS_OPTIONS = {
         "The connector's JSON: `ec_connector_extra_config` alone, or the whole "
         "`--ec-transfer-config`; or a .json or .toml file (`FILE` or `@FILE`).",
     ),
+    "url": _option("--url", "URL", "Corpus outside S3, such as file:///FOLDER or gs://BUCKET."),
     "bucket": _option("--bucket", "NAME", "Bucket of the corpus."),
     "prefix": _option("--prefix", "FOLDER", "Folder inside the bucket."),
     "endpoint_url": _option("--endpoint-url", "URL", "URL of an S3-compatible server."),

@@ -126,9 +126,9 @@ class S3ECConnector(ECConnectorBase):
         config: Any = self._vllm_config
         settings = loaded.settings
         log.info(
-            "s3ec namespace %s in bucket %s by %s, tier %s; %s",
+            "s3ec namespace %s in %s by %s, tier %s; %s",
             node.namespace.name,
-            settings.bucket,
+            settings.corpus,
             choose_transport(settings).name,
             settings.cache_dir,
             compat.summary(),

@@ -124,10 +124,8 @@ def bucket(patient: Patient) -> Outcome:
     except S3ECError as exc:
         return outcome_of(exc, "s3:ListBucket")
     patient.listed = True
-    settings = patient.settings
-    folder = f", folder {settings.prefix}/" if settings.prefix else ""
     state = "holds objects" if patient.first_object else "is empty"
-    return ok(f"{settings.bucket}{folder} can be listed and {state}")
+    return ok(f"{patient.settings.corpus} can be listed and {state}")
 
 
 async def _first_object(store: Store) -> str | None:
@@ -172,5 +170,6 @@ def read(patient: Patient) -> Outcome:
     except S3ECError as exc:
         return outcome_of(exc, "s3:GetObject")
     if blob is None:
-        return ok("allowed; an absent object is answered with 404")
+        code = " with 404" if patient.settings.url is None else " as absent"
+        return ok(f"allowed; an absent object is answered{code}")
     return ok("allowed; an object was read")

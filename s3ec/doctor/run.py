@@ -7,7 +7,7 @@ import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Any
+from typing import Any, Literal
 
 from s3ec.config import Loaded
 from s3ec.doctor import bucket, node, serving, writing
@@ -15,7 +15,7 @@ from s3ec.doctor.patient import Patient
 from s3ec.doctor.report import Check, Outcome, Verdict, ok, skip
 from s3ec.doctor.s3 import S3Probe
 from s3ec.doctor.vllm_child import VllmChild
-from s3ec.store.open import choose_transport
+from s3ec.store.open import choose_transport, open_store
 from s3ec.store.sdk_client import check_settings
 
 
@@ -28,12 +28,14 @@ class Step:
         group: Heading for people.
         run: The check.
         needs: Checks without which this one would only repeat their failure.
+        where: Whether it is about corpora in ``s3``, about others (``url``), or ``both``.
     """
 
     name: str
     group: str
     run: Callable[[Patient], Outcome]
     needs: tuple[str, ...] = ()
+    where: Literal["s3", "url", "both"] = "both"
 
 
 def _settings(patient: Patient) -> Outcome:
@@ -54,16 +56,17 @@ def _transport(patient: Patient) -> Outcome:
 STEPS = (
     Step("settings", "Settings", _settings),
     Step("transport", "Settings", _transport),
-    Step("credentials", "Bucket", bucket.credentials),
-    Step("endpoint", "Bucket", bucket.endpoint),
-    Step("clock", "Bucket", bucket.clock, ("endpoint",)),
+    Step("credentials", "Bucket", bucket.credentials, where="s3"),
+    Step("endpoint", "Bucket", bucket.endpoint, where="s3"),
+    Step("clock", "Bucket", bucket.clock, ("endpoint",), where="s3"),
     Step("bucket", "Bucket", bucket.bucket, ("credentials", "endpoint")),
-    Step("addressing", "Bucket", bucket.addressing, ("credentials", "endpoint")),
+    Step("addressing", "Bucket", bucket.addressing, ("credentials", "endpoint"), where="s3"),
     Step("read", "Bucket", bucket.read, ("bucket",)),
-    Step("write", "Bucket", writing.write, ("bucket",)),
-    Step("sse", "Bucket", writing.sse, ("write",)),
+    Step("write", "Bucket", writing.write, ("bucket",), where="s3"),
+    Step("write", "Bucket", writing.write_by_store, ("bucket",), where="url"),
+    Step("sse", "Bucket", writing.sse, ("write",), where="s3"),
     Step("conditional_put", "Bucket", writing.conditional_put, ("write", "sse")),
-    Step("checksums", "Bucket", writing.checksums, ("write",)),
+    Step("checksums", "Bucket", writing.checksums, ("write",), where="s3"),
     Step("cache_folder", "This node", node.cache_folder),
     Step("cache_links", "This node", node.cache_links, ("cache_folder",)),
     Step("cache_space", "This node", node.cache_space, ("cache_folder",)),
@@ -96,16 +99,22 @@ def examine(
         starting: Called before each check that runs.
 
     Raises:
-        ConfigError: The SDK cannot use profile, region or CA file.
+        ConfigError: The transport cannot be used, or the SDK not use profile, region or CA file.
     """
-    check_settings(loaded.settings)
+    if loaded.settings.url is None:
+        check_settings(loaded.settings)
+    else:
+        open_store(loaded.settings)  # which sends nothing
+    where = {"both", "s3" if loaded.settings.url is None else "url"}
     patient = Patient(loaded, transfer, vllm_args, S3Probe(loaded.settings))
     if _has_vllm():
         patient.child = VllmChild(loaded.settings, vllm_args)
     try:
         verdicts: dict[str, Verdict] = {}
         for step in STEPS:
-            blocked = [n for n in step.needs if verdicts[n] in (Verdict.FAIL, Verdict.SKIP)]
+            if step.where not in where:
+                continue
+            blocked = [n for n in step.needs if verdicts.get(n) in (Verdict.FAIL, Verdict.SKIP)]
             if blocked:
                 outcome = skip(f"needs {' and '.join(blocked)}")
             else:

@@ -14,6 +14,7 @@ from s3ec.doctor.bucket import outcome_of
 from s3ec.doctor.patient import Patient
 from s3ec.doctor.report import Outcome, fail, ok, skip, warn
 from s3ec.errors import AccessError, S3ECError
+from s3ec.store.base import Store
 from s3ec.store.open import PROBE_PREFIX, ConditionalPut, probe_conditional_put
 
 
@@ -57,6 +58,24 @@ def write(patient: Patient) -> Outcome:
     return ok("allowed; a throw-away object was written and deleted")
 
 
+def write_by_store(patient: Patient) -> Outcome:
+    """Whether objects can be written where there is no S3 to ask for more."""
+    if patient.only_reads:
+        return skip("ec_role is ec_consumer, which never writes")
+    name = f"{PROBE_PREFIX}{secrets.token_hex(8)}"
+
+    async def put_and_delete(store: Store) -> None:
+        await store.put_if_absent(name, [b"s3ec doctor"])
+        await store.delete(name)
+
+    try:
+        patient.ask_store(put_and_delete)
+    except S3ECError as exc:
+        hint = "; a node that only reads takes ec_role `ec_consumer`"
+        return fail(str(exc), f"allow this user to create and delete objects there{hint}")
+    return ok("allowed; a throw-away object was written and deleted")
+
+
 def _put(patient: Patient, name: str, *, encrypted: bool) -> str | None:
     """Write with a CRC, or without one where the server refuses it."""
     try:
@@ -83,7 +102,8 @@ def conditional_put(patient: Patient) -> Outcome:
     except S3ECError as exc:
         return outcome_of(exc, "s3:PutObject")
     if answer is ConditionalPut.ENFORCED:
-        return ok("a second PUT of one name is refused (412)")
+        code = " (412)" if patient.settings.url is None else ""
+        return ok(f"a second PUT of one name is refused{code}")
     if answer is ConditionalPut.UNKNOWN:
         return warn(
             "a PUT with `If-None-Match: *` is refused, one without is not",

@@ -23,10 +23,11 @@ from botocore.exceptions import ClientError, NoCredentialsError
 
 from s3ec.config import Settings
 from s3ec.errors import UnavailableError
-from s3ec.store.base import Blob, ObjectInfo
-from s3ec.store.replies import Reply, SdkReply, read_body
+from s3ec.store.base import Blob, ObjectInfo, content_type_of
+from s3ec.store.replies import Extend, Reply, SdkReply, read_body
 from s3ec.store.sdk_client import Opened, check_settings, open_client
 from s3ec.store.sdk_errors import boundary, code_of, is_absent, status_of
+from s3ec.store.turns import Turns
 
 # A page of a listing: 1000 entries of a name of up to 1 KiB each, in XML.
 _PAGE_BYTES = 2**21
@@ -40,17 +41,15 @@ _CHECKSUM_REFUSED = frozenset({"InvalidArgument", "InvalidRequest", "NotImplemen
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One operation's hold on the store: the SDK client, and its deadline."""
+    """One operation's hold on the store.
 
-    store: Aioboto3Store
+    Attributes:
+        client: The SDK's.
+        extend: Grants the time that a body of so many bytes may take.
+    """
+
     client: Any
-    deadline: asyncio.Timeout
-
-    def extend(self, nbytes: int) -> None:
-        """Grant the time that a body of this size may take."""
-        if not self.store.is_closed:  # close() has set the last deadline there is
-            when = asyncio.get_running_loop().time() + self.store.limit_s(nbytes)
-            self.deadline.reschedule(when)
+    extend: Extend
 
 
 class Aioboto3Store:
@@ -78,26 +77,16 @@ class Aioboto3Store:
         self._settings = settings
         self._root = f"{settings.prefix}/" if settings.prefix else ""
         self._page_size = page_size
-        self._bytes_per_s = least_bytes_per_s
-        # Connect, then the reply's head, then silence within the body: each may take its limit.
-        self._budget_s = settings.connect_timeout_s + 2 * settings.read_timeout_s
-        self._slots = asyncio.Semaphore(settings.max_concurrency)
+        self._turns = Turns(settings, least_bytes_per_s)
         self._opening = asyncio.Lock()
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._resources = contextlib.AsyncExitStack()
         self._opened: Opened | None = None
         self._look_again_at_s = 0.0
-        self._under_way: set[asyncio.Timeout] = set()
         self._send_checksum = True
-        self.is_closed = False
 
     def __repr__(self) -> str:
         endpoint = self._settings.endpoint_url or "AWS"
         return f"Aioboto3Store(s3://{self._settings.bucket}/{self._root} at {endpoint})"
-
-    def limit_s(self, nbytes: int) -> float:
-        """Seconds that a request with a body of this size may take, from its turn on."""
-        return self._budget_s + nbytes / self._bytes_per_s
 
     async def get(self, name: str, *, max_bytes: int) -> Blob | None:
         key = self._key(name)
@@ -193,16 +182,10 @@ class Aioboto3Store:
 
     async def close(self) -> None:
         async with self._opening:
-            self.is_closed = True
             self._opened = None
             # aiohttp's close does not wake a reader whose connection it closes.
-            self._end_requests()
+            self._turns.close()
             await self._resources.aclose()
-
-    def _end_requests(self) -> None:
-        for deadline in self._under_way:
-            if not deadline.expired():
-                deadline.reschedule(0.0)
 
     def _key(self, name: str) -> str:
         if not name or name.startswith("/"):
@@ -219,29 +202,21 @@ class Aioboto3Store:
 
     @contextlib.asynccontextmanager
     async def _turn(self, what: str) -> AsyncIterator[Turn]:
-        """The client, one of the slots, a deadline and the error boundary around one request."""
+        """The client, one of the places, a deadline and the error boundary around one request."""
         with boundary(what, self._region):
             client = await self._open()
-            # The pool has as many connections as there are slots, so nothing waits behind the
+            # The pool has as many connections as there are places, so nothing waits behind the
             # deadline for a connection.
-            async with self._slots, asyncio.timeout(self.limit_s(0)) as deadline:
-                if self.is_closed:  # while this one waited for its turn
-                    raise UnavailableError(f"{what}: the store was closed")
-                self._under_way.add(deadline)
-                try:
-                    yield Turn(self, client, deadline)
-                finally:
-                    self._under_way.discard(deadline)
+            async with self._turns.take(what) as extend:
+                yield Turn(client, extend)
 
     async def _open(self) -> Any:
-        loop = asyncio.get_running_loop()
-        if self._loop is not None and self._loop is not loop:
-            raise RuntimeError("a store serves one event loop; make another one for this loop")
-        self._loop = loop
+        self._turns.check_loop()
         async with self._opening:
-            if self.is_closed:
+            if self._turns.is_closed:
                 raise RuntimeError("the store is closed")
             if self._opened is None:
+                loop = asyncio.get_running_loop()
                 if loop.time() < self._look_again_at_s:
                     raise NoCredentialsError
                 try:
@@ -333,8 +308,3 @@ class Aioboto3Store:
             last, token = token, page.get("NextContinuationToken", "")
             if token in ("", last):
                 raise UnavailableError(f"{what}: the listing does not advance")
-
-
-def content_type_of(key: str) -> str:
-    """What a browser or a console should make of an object."""
-    return "application/json" if key.endswith(".json") else "binary/octet-stream"

@@ -85,3 +85,8 @@ class Store(Protocol):
     async def close(self) -> None:
         """Let go of connections. Further calls are errors of the caller."""
         ...
+
+
+def content_type_of(key: str) -> str:
+    """What a browser or a console should make of an object."""
+    return "application/json" if key.endswith(".json") else "binary/octet-stream"

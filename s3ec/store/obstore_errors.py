@@ -13,6 +13,7 @@ import contextlib
 import html
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from botocore.exceptions import ClientError
 from obstore.exceptions import BaseError
@@ -62,24 +63,58 @@ def sdk_errors(what: str, operation: str) -> Iterator[None]:
         # repeats the request's headers, session token included.
         raise _translate(str(exc), what, operation) from None
     except BaseException as exc:
-        if type(exc).__name__ not in _PANICS:
+        if not is_panic(exc):
             raise
         # The panic's own words went to stderr.
         raise UnavailableError(f"{what}: obstore failed inside") from exc
 
 
-def _translate(text: str, what: str, operation: str) -> ClientError | S3ECError:
+def is_panic(exc: BaseException) -> bool:
+    """Whether Rust panicked inside of obstore."""
+    return type(exc).__name__ in _PANICS
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What the text of an error says.
+
+    Attributes:
+        said: The reason, up to where a server's words could begin.
+        status: HTTP status of a server that refused, None where none answered.
+        kind: Rust's word for why there is no answer, None where there is one.
+        debug: Rust's debug form, whose strings are escaped.
+    """
+
+    said: str
+    status: int | None
+    kind: str | None
+    debug: str
+
+
+def fault_of(text: str) -> Fault:
+    """Read the text of an error of obstore."""
     # From the right: the first half holds the server's answer as it came.
     said, _, debug = text.rpartition("\n\nDebug source:\n")
-    if status := _STATUS.search(debug):
-        body = _ANSWER.search(debug)
-        return _answer(int(status[1]), _ESCAPED.sub(_unescape, body[1]) if body else "", operation)
-    if kind := _NO_ANSWER.search(debug):
-        return _no_answer(kind[1], debug, what, operation)
-    if "redirect without LOCATION" in said:
+    status, kind = _STATUS.search(debug), _NO_ANSWER.search(debug)
+    return Fault(
+        said=_printable((said or text).partition("Server returned")[0].partition("\n")[0]),
+        status=int(status[1]) if status else None,
+        kind=kind[1] if kind else None,
+        debug=debug,
+    )
+
+
+def _translate(text: str, what: str, operation: str) -> ClientError | S3ECError:
+    fault = fault_of(text)
+    if fault.status is not None:
+        body = _ANSWER.search(fault.debug)
+        words = _ESCAPED.sub(_unescape, body[1]) if body else ""
+        return _answer(fault.status, words, operation)
+    if fault.kind is not None:
+        return _no_answer(fault.kind, fault.debug, what, operation)
+    reason = fault.said
+    if "redirect without LOCATION" in reason:
         return _answer(301, "<Code>PermanentRedirect</Code>", operation)
-    # Up to where a server's words could begin.
-    reason = _printable(said.partition("Server returned")[0].partition("\n")[0])
     if "ETag Header missing" in reason:
         return UnavailableError(f"{what}: the answer is not an S3 server's")
     if _WRONG_RANGE.search(reason):

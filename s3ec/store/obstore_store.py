@@ -9,8 +9,8 @@ says where the bucket is and holds the credentials. Checked with obstore 0.12.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
+import functools
 import logging
 from collections.abc import AsyncIterator, Sequence
 from datetime import timedelta
@@ -23,22 +23,19 @@ from obstore.store import S3Store
 
 import s3ec
 from s3ec.config import Settings
-from s3ec.errors import CorruptEntryError, UnavailableError
+from s3ec.errors import UnavailableError
 from s3ec.store import obstore_runtime
-from s3ec.store.aioboto3_store import Aioboto3Store, Turn, content_type_of
-from s3ec.store.base import Blob
-from s3ec.store.obstore_errors import AskAgainError, BrokenConnectionError, UnfitError, sdk_errors
+from s3ec.store.aioboto3_store import Aioboto3Store, Turn
+from s3ec.store.base import content_type_of
+from s3ec.store.obstore_errors import AskAgainError, UnfitError, sdk_errors
+from s3ec.store.obstore_reply import ObstoreReply
 from s3ec.store.obstore_runtime import held
-from s3ec.store.replies import Extend, Reply
+from s3ec.store.replies import Reply
 from s3ec.store.sdk_client import Address, Opened, address_of
 from s3ec.store.sdk_errors import SDK_ERRORS, is_absent, status_of
 
 # What a server says to requests signed for another region, among others.
 _PERHAPS_WRONG_REGION = frozenset({301, 302, 307, 308, 400, 403})
-# Up to here a body is collected in one buffer of the announced length; a server that announces
-# much and sends nothing then costs this much address space, and no process is ended for lack of it.
-_COLLECT_BYTES = 64 * 2**20
-_PIECE_BYTES = 8 * 2**20
 log = logging.getLogger(__name__)
 
 
@@ -76,9 +73,7 @@ class ObstoreStore(Aioboto3Store):
 
     def abandon(self) -> None:
         """End the requests that are under way soon; for another thread, when the process ends."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            if self._loop is not None:
-                self._loop.call_soon_threadsafe(self._end_requests)
+        self._turns.abandon()
 
     async def _connect(self) -> Opened:
         opened = await super()._connect()
@@ -101,7 +96,8 @@ class ObstoreStore(Aioboto3Store):
             if is_absent(exc):
                 return None
             raise
-        return _ObstoreReply(result, is_part=wanted is not None)
+        errors = functools.partial(sdk_errors, what, "GetObject")
+        return ObstoreReply(result, errors, is_part=wanted is not None)
 
     async def _put_object(
         self,
@@ -257,52 +253,6 @@ class ObstoreStore(Aioboto3Store):
             headers = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {})
             self._bucket_region = str(headers.get("x-amz-bucket-region", ""))
         return self._bucket_region
-
-
-class _ObstoreReply:
-    """What obstore's get returned."""
-
-    def __init__(self, result: Any, *, is_part: bool) -> None:
-        start, stop = result.range
-        self.nbytes: int | None = stop - start
-        self.is_part = is_part
-        self._result = result
-
-    async def read(self, max_bytes: int, what: str, extend: Extend) -> Blob:
-        expected = self.nbytes or 0
-        try:
-            with sdk_errors(what, "GetObject"):
-                if expected <= _COLLECT_BYTES:
-                    # Collected in Rust; the view holds that memory, and nothing is copied here.
-                    body: Blob = memoryview(await held(self._result.bytes_async()))
-                else:
-                    body = await self._read_piecewise(expected)
-        except BrokenConnectionError as exc:
-            raise CorruptEntryError(
-                f"{what}: the body ended before its {expected} bytes", reason="length"
-            ) from exc
-        if len(body) != expected:
-            raise CorruptEntryError(
-                f"{what}: {len(body)} bytes where {expected} were announced", reason="length"
-            )
-        return body
-
-    async def _read_piecewise(self, expected: int) -> bytes:
-        """A large body, whose announced length may be a lie: no more is reserved than has come."""
-        chunks: list[bytes] = []
-        nbytes = 0
-        stream = self._result.stream(min_chunk_size=_PIECE_BYTES)
-        with contextlib.suppress(StopAsyncIteration):
-            while nbytes <= expected:
-                chunk = await held(anext(stream))
-                chunks.append(chunk)
-                nbytes += len(chunk)
-        # In a thread, where joining lets go of the interpreter's lock.
-        return await asyncio.to_thread(b"".join, chunks)
-
-    def close(self) -> None:
-        # Dropping it gives the connection back, or closes it where the body was not read whole.
-        self._result = None
 
 
 def _provider(frozen: Any) -> Any:

@@ -20,13 +20,18 @@ log = logging.getLogger(__name__)
 
 
 def open_store(settings: Settings) -> Store:
-    """Make the transport that ``settings.transport`` names; no request goes out yet.
+    """Make the store that the settings ask for; no request goes out yet.
 
     Raises:
         ConfigError: Profile, region or CA file cannot be used, or the transport is not installed.
     """
     # The imports are here, because the SDK takes 0.3 s and not every command needs it.
-    if choose_transport(settings).name == "aioboto3":
+    transport = choose_transport(settings)
+    if settings.url:
+        from s3ec.store.url_store import UrlStore
+
+        return UrlStore(settings)
+    if transport.name == "aioboto3":
         from s3ec.store.aioboto3_store import Aioboto3Store
 
         return Aioboto3Store(settings)
@@ -52,19 +57,25 @@ def choose_transport(settings: Settings) -> Transport:
     """What ``settings.transport`` comes to on this machine; imports obstore, not the SDK.
 
     Raises:
-        ConfigError: ``obstore`` is asked for and cannot be imported.
+        ConfigError: ``obstore`` is asked for, or ``url`` needs it, and it cannot be imported.
     """
     if settings.transport == "aioboto3":
         return Transport("aioboto3", "`transport` asks for it")
     try:
         importlib.import_module("obstore.store")
     except ImportError as exc:
+        if settings.url:
+            raise ConfigError(
+                f"`url` needs obstore ({exc}): pip install 's3ec[fast]'", field="url"
+            ) from exc
         if settings.transport == "obstore":
             raise ConfigError(
                 f"`transport` = `obstore`: {exc}; pip install 's3ec[fast]', or set `auto`",
                 field="transport",
             ) from exc
         return Transport("aioboto3", f"no obstore ({exc}); pip install 's3ec[fast]' brings it")
+    if settings.url:
+        return Transport("obstore", "nothing else opens such a `url`")
     asked = settings.transport == "obstore"
     return Transport("obstore", "`transport` asks for it" if asked else "`auto`: it is installed")
 

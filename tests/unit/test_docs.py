@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from s3ec.config import Settings, settings_table
+from s3ec.config import Settings
+from s3ec.settings_table import settings_table
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = ["README.md", "ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"]

@@ -18,9 +18,9 @@ PACKAGE = REPOSITORY / "s3ec"
 
 # From the bottom up. A part imports from lower layers and from itself, never from beside or above.
 LAYERS = [
-    {"errors", "counters", "__init__"},
+    {"errors", "counters", "corpus_url", "__init__"},
     {"identity", "config"},
-    {"codec"},
+    {"codec", "settings_table"},
     {"store", "loop"},
     {"tier", "index", "modality"},
     {"fetching"},

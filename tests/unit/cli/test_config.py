@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from s3ec.config import Settings, settings_table
+from s3ec.config import Settings
+from s3ec.settings_table import settings_table
 from tests.unit.cli.conftest import Cli
 
 EXTRA = {"bucket": "embeddings", "cache_bytes": "1GiB"}

@@ -96,7 +96,7 @@ def offline(**changes: Any) -> Settings:
 
 @pytest.mark.parametrize(
     ("setting", "expected"),
-    [("auto", Aioboto3Store), ("aioboto3", Aioboto3Store), ("obstore", ObstoreStore)],
+    [("auto", ObstoreStore), ("aioboto3", Aioboto3Store), ("obstore", ObstoreStore)],
 )
 def test_open_store_makes_the_transport_without_a_loop(setting: str, expected: Transport) -> None:
     store = open_store(offline(transport=setting))

@@ -13,7 +13,7 @@ import pytest
 
 from s3ec.config import Settings, load_settings
 from s3ec.errors import ConflictError, CorruptEntryError, UnavailableError
-from s3ec.store import obstore_errors, obstore_store
+from s3ec.store import obstore_errors, obstore_reply
 from s3ec.store.obstore_store import ObstoreStore
 from s3ec.store.open import open_store
 from s3ec.testing import proxy_faults as faults
@@ -165,8 +165,8 @@ async def test_range_longer_than_it_says_is_corrupt(
 async def test_body_too_large_for_one_buffer_is_read_by_pieces_and_stopped_when_it_is_longer(
     configure: Configure, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(obstore_store, "_COLLECT_BYTES", 9)
-    monkeypatch.setattr(obstore_store, "_PIECE_BYTES", 1000)
+    monkeypatch.setattr(obstore_reply, "_COLLECT_BYTES", 9)
+    monkeypatch.setattr(obstore_reply, "_PIECE_BYTES", 1000)
     store, body = ObstoreStore(configure(prefix="pieces")), bytes(range(256)) * 2000
     await store.put_if_absent("x", [body])
     assert await store.get("x", max_bytes=len(body)) == body

@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A corpus outside S3: a bucket of Google or Azure, or a folder, all of it through obstore.
+
+Credentials are what obstore finds by itself: GOOGLE_ and AZURE_ variables, files of the clouds'
+own tools, an instance's identity. Checked with obstore 0.12.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import obstore
+from obstore.exceptions import BaseError, GenericError
+from obstore.store import AzureStore, GCSStore, LocalStore
+
+import s3ec
+from s3ec.config import Settings
+from s3ec.errors import AccessError, ConfigError, UnavailableError
+from s3ec.store import obstore_runtime
+from s3ec.store.base import Blob, ObjectInfo, content_type_of
+from s3ec.store.obstore_errors import fault_of
+from s3ec.store.obstore_reply import ObstoreReply
+from s3ec.store.obstore_runtime import held
+from s3ec.store.real_folder import RealFolder
+from s3ec.store.replies import Extend, read_body
+from s3ec.store.turns import Turns
+from s3ec.store.url_errors import AbsentError, WrongRangeError, plain_errors
+
+# A page of a listing: 1000 entries of a name of up to 1 KiB each.
+_PAGE_BYTES = 2**21
+
+
+class UrlStore:
+    """The corpus that ``settings.url`` names; names are relative to its prefix. See base.Store.
+
+    May be made before a loop exists; no request goes out before the first call. At most
+    ``settings.max_concurrency`` are out at a time, each bounded as Aioboto3Store's are. Names with
+    empty, ``.`` or ``..`` parts or control characters are refused, in a folder also those that
+    end with ``#`` and digits and those that lead over a symbolic link. The folder of a ``file``
+    URL must exist, as a bucket must.
+
+    Args:
+        settings: With a ``url``.
+        page_size: Entries asked for per page of a listing.
+        least_bytes_per_s: A body that comes or goes slower is a fault (UnavailableError).
+
+    Raises:
+        ConfigError: obstore refuses what the environment says about this cloud.
+    """
+
+    def __init__(
+        self, settings: Settings, *, page_size: int = 1000, least_bytes_per_s: float = 65536.0
+    ) -> None:
+        self._settings = settings
+        self._corpus = settings.corpus
+        self._folder: RealFolder | None = None
+        inside = self._corpus.prefix
+        if self._corpus.scheme == "file":
+            self._folder, inside = RealFolder(Path(inside)), ""
+        self._root = f"{inside}/" if inside else ""
+        self._page_size = page_size
+        self._turns = Turns(settings, least_bytes_per_s)
+        # A folder may appear later, so a missing one is an error of each request.
+        self._client: Any = None if self._folder else _cloud_client(settings)
+
+    def __repr__(self) -> str:
+        return f"UrlStore({self._corpus})"
+
+    async def get(self, name: str, *, max_bytes: int) -> Blob | None:
+        key = self._key(name)
+        what = self._what("GET", key)
+        async with self._turn(what) as turn:
+            try:
+                reply = await self._get_object(turn, key, what)
+                return await read_body(reply, max_bytes, what, turn.extend)
+            except AbsentError:
+                return None
+
+    async def get_range(self, name: str, start: int, length: int) -> Blob | None:
+        if start < 0 or length < 1:
+            raise ValueError("a range starts at 0 or later and has 1 byte or more")
+        key = self._key(name)
+        what = self._what("GET", key)
+        async with self._turn(what) as turn:
+            try:
+                reply = await self._get_object(turn, key, what, (start, start + length))
+                return await read_body(reply, length, what, turn.extend)
+            except AbsentError:
+                return None
+            except WrongRangeError:  # the object ends before `start`
+                return b""
+
+    async def put_if_absent(self, name: str, body: Sequence[bytes | memoryview]) -> None:
+        key = self._key(name)
+        pieces = [held(memoryview(piece).cast("B")) for piece in body]
+        what = self._what("PUT", key)
+        # A folder keeps no attributes.
+        about = None if self._folder else {"Content-Type": content_type_of(key)}
+        async with self._turn(what) as turn:
+            turn.extend(sum(piece.nbytes for piece in pieces))
+            await self._require(key, what)
+            await held(
+                obstore.put_async(
+                    turn.client, key, pieces, attributes=about, mode="create", use_multipart=False
+                )
+            )
+
+    async def head(self, name: str) -> ObjectInfo | None:
+        key = self._key(name)
+        what = self._what("HEAD", key)
+        async with self._turn(what) as turn:
+            await self._require(key, what)
+            try:
+                with plain_errors(what):
+                    return self._info(await held(obstore.head_async(turn.client, key)))
+            except AbsentError:
+                return None
+
+    async def list(self, prefix: str, *, start_after: str = "") -> AsyncIterator[ObjectInfo]:
+        wanted = self._root + prefix
+        what = self._what("LIST", wanted)
+        after = self._root + start_after if start_after else None
+        # obstore matches whole parts of names only.
+        above = wanted.rpartition("/")[0]
+        pages: Any = None
+        while True:
+            async with self._turn(what) as turn:
+                turn.extend(_PAGE_BYTES)
+                if pages is None:
+                    pages = obstore.list(
+                        turn.client, above or None, offset=after, chunk_size=self._page_size
+                    )
+                try:
+                    page = await held(anext(pages))
+                except StopAsyncIteration:
+                    return
+                found = [entry for entry in page if entry["path"].startswith(wanted)]
+                if self._folder is not None:
+                    names = [entry["path"] for entry in found]
+                    real = await asyncio.to_thread(self._folder.real, names)
+                    found = [entry for entry in found if entry["path"] in real]
+            for entry in found:
+                yield self._info(entry)
+
+    async def list_folders(self, prefix: str) -> Sequence[str]:
+        if prefix and not prefix.endswith("/"):
+            raise ValueError("a folder's prefix is empty or ends with a slash")
+        above = self._root + prefix
+        what = self._what("LIST", above)
+        async with self._turn(what) as turn:
+            turn.extend(_PAGE_BYTES)
+            listed = await held(
+                obstore.list_with_delimiter_async(turn.client, above.rstrip("/") or None)
+            )
+            folders = [str(folder) for folder in listed["common_prefixes"]]
+            if self._folder is not None:
+                folders = await asyncio.to_thread(self._folder.with_files, folders)
+        return tuple(f"{folder.removeprefix(above)}/" for folder in folders)
+
+    async def delete(self, name: str) -> None:
+        key = self._key(name)
+        what = self._what("DELETE", key)
+        async with self._turn(what) as turn:
+            await self._require(key, what)
+            with contextlib.suppress(AbsentError), plain_errors(what):
+                await held(obstore.delete_async(turn.client, key))
+
+    async def close(self) -> None:
+        self._turns.close()
+        # obstore closes a client's connections when nothing holds it any more.
+        self._client = None
+
+    def abandon(self) -> None:
+        """End the requests that are under way soon; for another thread, when the process ends."""
+        self._turns.abandon()
+
+    def _key(self, name: str) -> str:
+        # obstore silently changes such names, "a/" into "a".
+        if any(part in ("", ".", "..") for part in name.split("/")) or not name.isprintable():
+            raise ValueError(
+                "an object's name has no empty, `.` or `..` parts and only printable characters"
+            )
+        return self._root + name
+
+    def _what(self, verb: str, key: str) -> str:
+        return f"{verb} {self._corpus.scheme}://{self._corpus.bucket or self._corpus.prefix}/{key}"
+
+    def _info(self, entry: Any) -> ObjectInfo:
+        name = str(entry["path"])[len(self._root) :]
+        return ObjectInfo(name, int(entry["size"]), entry["last_modified"].timestamp())
+
+    @contextlib.asynccontextmanager
+    async def _turn(self, what: str) -> AsyncIterator[Turn]:
+        """The client, one of the places, a deadline and the error boundary around one request."""
+        self._turns.check_loop()
+        problem = obstore_runtime.obstacle()
+        if problem:
+            raise UnavailableError(f"{what}: {problem}")
+        obstore_runtime.start(self)
+        with plain_errors(what):
+            async with self._turns.take(what) as extend:
+                if self._client is None:
+                    self._client = await asyncio.to_thread(self._open_folder)
+                yield Turn(self._client, extend)
+
+    def _open_folder(self) -> LocalStore:
+        try:
+            return LocalStore(self._corpus.prefix)
+        except GenericError as exc:
+            raise AccessError(
+                f"{self._corpus}: no such folder; make it, or correct `url`", code="NoSuchFolder"
+            ) from exc
+
+    async def _require(self, key: str, what: str) -> None:
+        if self._folder is not None:
+            try:
+                await asyncio.to_thread(self._folder.require, key)
+            except AccessError as exc:
+                raise AccessError(f"{what}: {exc}", code=exc.code) from exc
+
+    async def _get_object(
+        self, turn: Turn, key: str, what: str, wanted: tuple[int, int] | None = None
+    ) -> ObstoreReply:
+        await self._require(key, what)
+        part: Any = {} if wanted is None else {"range": wanted}
+        errors = functools.partial(plain_errors, what)
+        with errors():
+            result = await held(obstore.get_async(turn.client, key, options=part))
+        return ObstoreReply(result, errors, is_part=wanted is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One operation's hold on the store.
+
+    Attributes:
+        client: obstore's.
+        extend: Grants the time that a body of so many bytes may take.
+    """
+
+    client: Any
+    extend: Extend
+
+
+def _cloud_client(settings: Settings) -> GCSStore | AzureStore:
+    options: Any = {
+        "connect_timeout": timedelta(seconds=settings.connect_timeout_s),
+        # Off, so to speak: the deadline of the turn ends a request.
+        "timeout": timedelta(days=1),
+        "user_agent": f"s3ec/{s3ec.__version__}",
+    }
+    if settings.ca_bundle is not None:
+        options["root_certificate"] = settings.ca_bundle.read_bytes()
+    # Retries are a wrapper of ours.
+    common: Any = {"client_options": options, "retry_config": {"max_retries": 0}}
+    corpus = settings.corpus
+    try:
+        if corpus.scheme == "gs":
+            return GCSStore(corpus.bucket, **common)
+        return AzureStore(corpus.bucket, **common)
+    except (BaseError, ValueError) as exc:
+        hint = "; set AZURE_STORAGE_ACCOUNT_NAME" if corpus.scheme == "az" else ""
+        reason = fault_of(str(exc)).said
+        raise ConfigError(f"`url` = `{corpus}`: {reason}{hint}", field="url") from exc

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How stores of URLs are made, and their errors' words; requests are in tests/contract."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from obstore import exceptions
+from obstore.store import AzureStore, GCSStore
+
+from s3ec.config import load_settings
+from s3ec.errors import AccessError, ConfigError, S3ECError, UnavailableError
+from s3ec.store.open import choose_transport, open_store
+from s3ec.store.url_errors import AbsentError, plain_errors
+from s3ec.store.url_store import UrlStore
+
+
+def opened(url: str, **changes: Any) -> UrlStore:
+    store = open_store(load_settings({"url": url, **changes}).settings)
+    assert isinstance(store, UrlStore)
+    return store
+
+
+@pytest.fixture(autouse=True)
+def account(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "account")
+
+
+@pytest.mark.parametrize(
+    ("url", "kind"), [("gs://corpus/a", GCSStore), ("az://corpus/a", AzureStore)]
+)
+def test_stores_of_clouds_are_made_without_a_loop_and_without_a_request(
+    url: str, kind: type[object]
+) -> None:
+    store = opened(url)
+    assert isinstance(store._client, kind)
+    assert repr(store) == f"UrlStore({url})"
+    asyncio.run(store.close())
+    assert store._client is None
+
+
+def test_azure_without_an_account_is_a_config_error_that_names_the_variable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME")
+    with pytest.raises(ConfigError, match="set AZURE_STORAGE_ACCOUNT_NAME") as caught:
+        opened("az://corpus")
+    assert caught.value.field == "url"
+
+
+def test_authorities_that_are_no_certificates_are_a_config_error(tmp_path: Path) -> None:
+    bundle = tmp_path / "ca.pem"
+    bundle.write_text("-----BEGIN CERTIFICATE-----\n!\n-----END CERTIFICATE-----\n")
+    with pytest.raises(ConfigError):
+        opened("gs://corpus", ca_bundle=str(bundle))
+
+
+def test_a_url_without_obstore_is_a_config_error_with_the_command(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    monkeypatch.delitem(sys.modules, "obstore.store", raising=False)
+    settings = load_settings({"url": "file:///corpus"}).settings
+    for call in (choose_transport, open_store):
+        with pytest.raises(ConfigError, match=r"pip install 's3ec\[fast\]'") as caught:
+            call(settings)
+        assert caught.value.field == "url"
+
+
+async def test_a_store_serves_one_loop(tmp_path: Path) -> None:
+    store = opened(tmp_path.as_uri())
+    assert await store.head("x") is None
+    with pytest.raises(RuntimeError, match="one event loop"):
+        await asyncio.to_thread(lambda: asyncio.run(store.head("x")))  # type: ignore[arg-type]
+    await store.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        await store.head("x")
+
+
+def os_error(code: int) -> Exception:
+    """What obstore says of an error of the file system."""
+    debug = f"Generic {{\n    source: UnableToOpenFile {{\n        code: {code},\n    }},\n}}"
+    return exceptions.GenericError(f"Generic LocalFileSystem error: no\n\nDebug source:\n{debug}")
+
+
+@pytest.mark.parametrize(
+    ("raised", "expected", "words"),
+    [
+        (os_error(28), UnavailableError, "ENOSPC"),
+        (os_error(5), UnavailableError, "EIO"),
+        (os_error(13), AccessError, "EACCES.*right"),
+        (os_error(30), AccessError, "EROFS"),
+        (os_error(20), AbsentError, "no such thing"),
+        (FileNotFoundError("gone"), AbsentError, "no such thing"),
+        (TimeoutError(), UnavailableError, "timed out"),
+        (exceptions.PermissionDeniedError("x"), AccessError, "refused"),
+        (exceptions.GenericError("in other words"), UnavailableError, "in other words"),
+        (NotImplementedError("append"), AccessError, "append; obstore cannot"),
+    ],
+)
+def test_errors_of_obstore_by_what_the_caller_does_next(
+    raised: Exception, expected: type[S3ECError], words: str
+) -> None:
+    with pytest.raises(expected, match=f"^GET x: .*{words}"), plain_errors("GET x"):
+        raise raised
