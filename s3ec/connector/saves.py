@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from s3ec import codec
-from s3ec.connector import compat
 from s3ec.connector.plan import Save
 from s3ec.connector.staging import HostCopy, Staging, open_staging
 from s3ec.connector.uploads import Upload, Uploader
@@ -124,7 +123,7 @@ class SaveQueue:
     def _staging(self, device: torch.device) -> Staging:
         staging = self._stagings.get(device)
         if staging is None:
-            staging = self._stagings[device] = open_staging(device, can_pin=compat.can_pin_memory)
+            staging = self._stagings[device] = open_staging(device, can_pin=_can_pin_memory)
         return staging
 
     def _is_full(self, nbytes: int) -> bool:
@@ -254,3 +253,10 @@ class SaveQueue:
             if stored:
                 self._stored.append(key.identifier)
             self._changed.notify_all()
+
+
+def _can_pin_memory() -> bool:
+    # Importing vllm takes many seconds, and what saves from the CPU need not have it.
+    from s3ec.connector import compat
+
+    return compat.can_pin_memory()

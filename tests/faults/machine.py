@@ -89,7 +89,7 @@ class Machine:
             saves=self.queue,
             device=lambda: torch.device("cpu"),
             rank=lambda: 0,
-            drain_timeout_s=5.0,
+            drain_timeout_s=0.0,
         )
 
     def __enter__(self) -> Machine:
@@ -105,7 +105,7 @@ class Machine:
 
     def stop(self) -> None:
         """End at once; what the bucket has not confirmed stays in the spool."""
-        self.queue.drain(0)
+        self.worker.finish()
         self.node.close(10)
         assert self.node.counters.get("internal_errors") == 0
 
@@ -129,10 +129,7 @@ class Machine:
     def load(self, fetched: dict[int, Fetched]) -> None:
         """As a worker half does, with what was granted; then the pins are released."""
         granted = {n: one.pin for n, one in fetched.items() if one.pin is not None}
-        loads = [
-            Load(identifier_at(number), str(pin.path), pin.header.shape)
-            for number, pin in granted.items()
-        ]
+        loads = [Load.of(identifier_at(number), pin) for number, pin in granted.items()]
         cache: dict[str, Any] = {}
         self.worker.start_load_caches(cache, StepPlan(loads=loads))
         for number in granted:

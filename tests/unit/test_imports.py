@@ -247,3 +247,10 @@ def test_the_plugin_is_light() -> None:
     }
     loaded = modules_after("s3ec.connector.plugin")
     assert not {"botocore", "pydantic", "aiohttp"} & loaded
+
+
+def test_the_save_queue_does_not_import_vllm() -> None:
+    """Which takes many seconds, starts threads, and is not needed to save from the CPU."""
+    pytest.importorskip("torch")
+    code = "import sys, s3ec.connector.saves; sys.exit('vllm' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
