@@ -151,10 +151,15 @@ class RunningTotal:
         """
 
         def change(figures: Figures) -> Figures:
-            return replace(
-                _latest(figures if figures.epoch else _anew(counted=False), newest),
-                total_bytes=figures.total_bytes + nbytes,
-                added_bytes=figures.added_bytes + nbytes,
+            base = figures if figures.epoch else _anew(counted=False)
+            return Figures(
+                base.epoch,
+                base.counted,
+                base.total_bytes + nbytes,
+                base.added_bytes + nbytes,
+                max(base.newest_ns, newest[0]),
+                max(base.newest_unused_ns, newest[1]),
+                base.boot_id,
             )
 
         return self._update(change)
@@ -177,10 +182,13 @@ class RunningTotal:
             since = figures.added_bytes
             if figures.epoch == mark.epoch:
                 since -= mark.added_bytes
+            base = figures if figures.epoch else _anew(counted=True)
             return replace(
-                _latest(figures if figures.epoch else _anew(counted=True), newest),
+                base,
                 counted=True,
                 total_bytes=total_bytes + since,
+                newest_ns=max(base.newest_ns, newest[0]),
+                newest_unused_ns=max(base.newest_unused_ns, newest[1]),
             )
 
         return self._update(change)
@@ -223,14 +231,10 @@ def _doubted(figures: Figures) -> Figures:
     """Begun anew where another boot wrote it, unless somebody was faster."""
     if figures.boot_id == _boot_id():
         return figures
-    return _latest(_anew(counted=False), figures.newest)
-
-
-def _latest(figures: Figures, newest: tuple[int, int]) -> Figures:
     return replace(
-        figures,
-        newest_ns=max(figures.newest_ns, newest[0]),
-        newest_unused_ns=max(figures.newest_unused_ns, newest[1]),
+        _anew(counted=False),
+        newest_ns=figures.newest_ns,
+        newest_unused_ns=figures.newest_unused_ns,
     )
 
 
