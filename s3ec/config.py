@@ -123,7 +123,7 @@ class Settings(BaseSettings):
         ge=0,
         le=60,
         description="Longest that a request waits in all for embeddings to arrive before "
-        "its images are encoded; 0 never waits.",
+        "its images are encoded; 0 never waits. A request without pixels waits 10 s or more.",
     )
     connect_timeout_s: float = Field(
         1.0, gt=0, le=60, description="Longest wait for a connection to the store."

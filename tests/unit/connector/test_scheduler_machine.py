@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from s3ec.connector.items import FETCHING, LEASE_S
-from s3ec.connector.plan import Presence, StepPlan, TierMark, WorkerReport
+from s3ec.connector.plan import Presence, RankOrders, StepPlan, TierMark, WorkerReport
 from s3ec.connector.ranks import Ranks
 from s3ec.connector.waits import NO_PIXELS_WAIT_S
 from s3ec.prefetch import Outcome
@@ -216,12 +216,14 @@ class HalfMachine(RuleBasedStateMachine):
             self.remote.rescued &= on_the_way | self.carried.keys()
 
     @precondition(lambda self: self.remote is not None)
-    @rule(really=seldom)
-    def the_remote_process_is_replaced(self, really: bool) -> None:
+    @rule(heard=st.booleans())
+    def the_remote_process_is_replaced(self, heard: bool) -> None:
         assert self.remote is not None
-        if really:
-            self.remote.begin()
-            self.remote.rescued = set(map(identifier_of, TEXTS))
+        self.remote.begin()
+        self.remote.rescued = set(map(identifier_of, TEXTS))
+        if heard:  # as it is once its first step has ended
+            self.remote.execute(StepPlan(ranks=RankOrders(TierMark("host", "/pins"))))
+            self.the_remote_rank_is_heard(False)
 
     def retire(self) -> None:
         """The oldest step ends; the rank on the other node has executed it by then."""
