@@ -5,32 +5,23 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Literal
 
 from s3ec.bench.corpus import Corpus
-from s3ec.errors import ConfigError
 from s3ec.node import Node
 from s3ec.prefetch import Outcome
-from s3ec.store.open import open_store
+from s3ec.store.open import choose_transport
 from s3ec.tier import Pin
 
-Transport = Literal["aioboto3", "obstore"]
-TRANSPORTS: tuple[Transport, ...] = ("aioboto3", "obstore")
 # How often the main thread looks for news, as a scheduler does at its steps.
 _LOOK_S = 0.002
 _TIMEOUT_S = 120.0
 
 
-def transports(corpus: Corpus, cache_dir: Path) -> tuple[list[Transport], Transport]:
+def transports(corpus: Corpus, cache_dir: Path) -> tuple[list[str], str]:
     """Those that are installed, and the one that ``auto`` takes."""
-    stores = {}
-    for name in TRANSPORTS:
-        try:
-            stores[name] = type(open_store(corpus.settings(cache_dir, name)))
-        except ConfigError:
-            continue
-    auto = type(open_store(corpus.settings(cache_dir, "auto")))
-    return list(stores), next(name for name, kind in stores.items() if kind is auto)
+    auto = choose_transport(corpus.settings(cache_dir, "auto")).name
+    # Without obstore it is the SDK; the other way round there is nothing to be missing.
+    return (["aioboto3", "obstore"] if auto == "obstore" else [auto]), auto
 
 
 class Fetcher:

@@ -108,7 +108,12 @@ def _round(step: _Step, files: Sequence[Load], size: int) -> Callable[[], list[f
 def _ours(rig: WorkerRig) -> _Step:
     def step(loads: Sequence[Load], cache: Cache) -> Callable[[], object]:
         rig.shell.bind_connector_metadata(rig.orders(loads))
-        return lambda: rig.shell.start_load_caches(cache)
+
+        def load() -> None:
+            rig.shell.start_load_caches(cache)
+            rig.shell.finish_load_caches(cache)  # nothing is left where vLLM has no such hook
+
+        return load
 
     return step
 
