@@ -128,7 +128,7 @@ def live(*, settings: dict[str, str], seed: int, stock: int, first: int) -> None
         life.fetch(life.chance.sample(range(stock), 4), must=True)
         life.fetch([first + life.chance.randrange(12)], must=False)
         life.complain()
-        time.sleep(life.chance.random() * 0.02)  # leave some of the machine to the others
+        time.sleep(life.chance.random() * 0.06)  # leave some of the machine to the others
 
 
 def finish(*, settings: dict[str, str]) -> None:
