@@ -184,6 +184,7 @@ def settings(server: Endpoint, bucket: str, cache_dir: Path, **more: Any) -> dic
     return {
         "bucket": bucket,
         "endpoint_url": server.endpoint_url,
+        "transport": "obstore",
         "cache_dir": str(cache_dir),
         "cache_bytes": "1GiB",
         "min_free_bytes": 0,
