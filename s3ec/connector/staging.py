@@ -267,8 +267,8 @@ def _array_of(tensor: torch.Tensor) -> Any:
 
 
 def _as_tensor(memory: torch.Tensor, shape: Shape) -> torch.Tensor:
-    values = memory[: shape.nbytes].view(getattr(torch, shape.dtype))
-    return values.view(shape.rows, shape.width)
+    values = memory if memory.numel() == shape.nbytes else memory[: shape.nbytes]
+    return values.view(getattr(torch, shape.dtype)).view(shape.rows, shape.width)
 
 
 def _like(buffer: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
