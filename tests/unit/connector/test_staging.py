@@ -79,6 +79,11 @@ def test_copy_of_an_output_that_is_not_contiguous_is(either: staging.Staging) ->
     assert host.is_contiguous()
 
 
+def test_copy_of_a_large_output(either: staging.Staging) -> None:
+    output = torch.arange(3 * 2**20, dtype=torch.float32).view(-1, 1024)
+    assert torch.equal(either.to_host(output).wait(), output)
+
+
 def test_released_memory_is_reused_and_disowned_memory_is_not(either: staging.Staging) -> None:
     first = either.to_host(values(1))
     place = first.wait().data_ptr()
