@@ -215,7 +215,7 @@ class HalfMachine(RuleBasedStateMachine):
             on_the_way = {load.identifier for plan, _ in self.in_flight for load in plan.loads}
             self.remote.rescued &= on_the_way | self.carried.keys()
 
-    @precondition(lambda self: self.remote is not None)
+    @precondition(lambda self: self.remote is not None and self.remote.pinned)
     @rule(heard=st.booleans())
     def the_remote_process_is_replaced(self, heard: bool) -> None:
         assert self.remote is not None
