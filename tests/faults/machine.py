@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import errno
+import shutil
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -182,3 +184,18 @@ class Machine:
         for name in names:
             if digest_of_name(name).hex() not in spooled:
                 assert self.corpus.has(known[name])
+
+
+def delete(folder: Path) -> None:
+    """Delete a folder that others may be making files in; they may make it again at once."""
+    for _ in range(100):
+        try:
+            shutil.rmtree(folder)
+        except FileNotFoundError:
+            return
+        except OSError as exc:
+            if exc.errno != errno.ENOTEMPTY:
+                raise
+        else:
+            return
+    raise TimeoutError(f"{folder} fills as fast as it is emptied")

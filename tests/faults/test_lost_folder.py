@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.disks import as_plain_user, read_only, small_tmpfs
-from tests.faults.machine import Corpus, Machine
+from tests.faults.machine import Corpus, Machine, delete
 from tests.faults.saving import spooled_below
 from tests.faults.site import eventually
 
@@ -25,10 +25,10 @@ def test_deleted_folder_is_made_again_by_fetches_and_saves(tmp_path: Path) -> No
     with Machine(corpus, tmp_path / "cache") as machine:
         assert machine.serve(*range(8)) == set(range(8))
         for round_ in range(3):
-            shutil.rmtree(machine.cache_dir)
+            delete(machine.cache_dir)
             assert machine.serve(*range(8)) == set(range(8))
             machine.assert_in_order()
-            shutil.rmtree(machine.cache_dir)
+            delete(machine.cache_dir)
             saved = range(10 * round_ + 10, 10 * round_ + 14)
             machine.save(*saved)
             machine.wait_confirmed(*saved)
@@ -43,7 +43,7 @@ def test_folder_deleted_between_grant_and_load_is_answered_from_the_bucket(
     corpus.stock(*range(4))
     with Machine(corpus, tmp_path / "cache") as machine:
         fetched = machine.fetch(*range(4))
-        shutil.rmtree(machine.cache_dir)
+        delete(machine.cache_dir)
         machine.load(fetched)
         assert machine.node.counters.get("load.rescued") == 4
         assert machine.serve(*range(4)) == set(range(4))
@@ -88,7 +88,7 @@ def test_deleted_spool_is_said_and_does_not_hold_up_the_queue(tmp_path: Path) ->
         machine.save(*range(4))
         machine.wait_written(*range(4))
         assert gate.reached.wait(60)
-        shutil.rmtree(machine.cache_dir)
+        delete(machine.cache_dir)
         gate.release()
         eventually(lambda: machine.node.counters.get("save_problem.vanished") == 3)
         assert corpus.has(0)  # whose bytes were in memory
