@@ -5,6 +5,7 @@ What a client sends arrives later by the whole latency; replies pass through the
 (``splice``), untouched and not delayed. For requests and replies over open connections that is
 a network with this round trip and no limit of bandwidth. Connections open at once.
 
+It can write down every request that passes, in front of a server that must not be slowed down.
 It runs in a process of its own: its threads would otherwise share the interpreter's lock with
 the client that is measured.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import re
 import select
 import socket
 import subprocess
@@ -35,13 +37,17 @@ _CHUNK_BYTES = 2**20  # the most that a pipe of an ordinary user holds
 class Relay:
     """The relay as a child process; a context manager. It ends with this process at the latest."""
 
-    def __init__(self, upstream_url: str, latency_s: float) -> None:
+    def __init__(
+        self, upstream_url: str, latency_s: float, *, request_log: Path | None = None
+    ) -> None:
         """Prepare it.
 
         Args:
             upstream_url: ``http://HOST:PORT`` of the server.
             latency_s: Round trip to add.
+            request_log: Gets the first line of every request, before the server sees the request.
         """
+        self._log = [] if request_log is None else [str(request_log)]
         parts = urlsplit(upstream_url)
         self._upstream = (parts.hostname or HOST, parts.port or 80)
         self._latency_s = latency_s
@@ -52,7 +58,11 @@ class Relay:
         host, port = self._upstream
         root = str(Path(s3ec.__file__).parents[1])
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "s3ec.testing.relay", host, str(port), str(self._latency_s)],
+            [
+                *(sys.executable, "-m", "s3ec.testing.relay"),
+                *(host, str(port), str(self._latency_s)),
+                *self._log,
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={"PYTHONPATH": root, "PATH": os.defpath},
@@ -87,16 +97,44 @@ def _read_port(process: subprocess.Popen[bytes]) -> int:
     raise UnavailableError("the relay did not start")
 
 
-def serve(upstream: tuple[str, int], latency_s: float) -> None:
+class RequestLog:
+    """The requests of one connection, out of its bytes, into a file that all connections share."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._head = b""
+        self._body_left = 0
+
+    def feed(self, piece: bytes) -> None:
+        """Look at the next bytes; bodies are passed over by their announced length."""
+        while piece:
+            skipped = min(self._body_left, len(piece))
+            self._body_left -= skipped
+            head, end, piece = (self._head + piece[skipped:]).partition(b"\r\n\r\n")
+            self._head = b"" if end else head
+            if not end:
+                return
+            length = re.search(rb"\r\ncontent-length: *(\d+)", head, re.IGNORECASE)
+            self._body_left = int(length.group(1)) if length else 0
+            # One write of a line to a file opened for appending is not torn apart.
+            os.write(self._fd, head.partition(b"\r\n")[0] + b"\n")
+
+
+def serve(upstream: tuple[str, int], latency_s: float, log_path: str | None = None) -> None:
     """Listen, say the port on stdout, and relay until stdin ends."""
+    log_fd = None if log_path is None else os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     listener = socket.create_server((HOST, 0), backlog=128)
     sys.stdout.write(f"{listener.getsockname()[1]}\n")
     sys.stdout.flush()
-    threading.Thread(target=_accept, args=(listener, upstream, latency_s), daemon=True).start()
+    threading.Thread(
+        target=_accept, args=(listener, upstream, latency_s, log_fd), daemon=True
+    ).start()
     sys.stdin.buffer.read()  # whoever started us is gone
 
 
-def _accept(listener: socket.socket, upstream: tuple[str, int], latency_s: float) -> None:
+def _accept(
+    listener: socket.socket, upstream: tuple[str, int], latency_s: float, log_fd: int | None
+) -> None:
     while True:
         client, _ = listener.accept()
         try:
@@ -107,8 +145,9 @@ def _accept(listener: socket.socket, upstream: tuple[str, int], latency_s: float
         for one in (client, server):
             one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         requests: queue.SimpleQueue[tuple[float, bytes]] = queue.SimpleQueue()
+        log = None if log_fd is None else RequestLog(log_fd)
         for target, args in (
-            (_take_requests, (client, requests, latency_s)),
+            (_take_requests, (client, requests, latency_s, log)),
             (_pass_requests, (server, requests)),
             (_pass_replies, (server, client)),
         ):
@@ -116,7 +155,10 @@ def _accept(listener: socket.socket, upstream: tuple[str, int], latency_s: float
 
 
 def _take_requests(
-    client: socket.socket, requests: queue.SimpleQueue[tuple[float, bytes]], latency_s: float
+    client: socket.socket,
+    requests: queue.SimpleQueue[tuple[float, bytes]],
+    latency_s: float,
+    log: RequestLog | None,
 ) -> None:
     """Note when each piece is due; an empty one is the end."""
     piece = b"-"
@@ -125,6 +167,8 @@ def _take_requests(
             piece = client.recv(_CHUNK_BYTES)
         except OSError:
             piece = b""
+        if log is not None:
+            log.feed(piece)
         requests.put((time.monotonic() + latency_s, piece))
 
 
@@ -156,4 +200,4 @@ def _pass_replies(server: socket.socket, client: socket.socket) -> None:
 
 
 if __name__ == "__main__":
-    serve((sys.argv[1], int(sys.argv[2])), float(sys.argv[3]))
+    serve((sys.argv[1], int(sys.argv[2])), float(sys.argv[3]), *sys.argv[4:])
