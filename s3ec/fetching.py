@@ -137,7 +137,11 @@ class Fetcher:
             UnavailableError, AccessError, TierError: Bucket or disk did not do their part.
         """
         key = want.key
-        found = await self._held(self._pin_or_claim, key, at_any_rate, undo=self._let_go)
+        found: Pin | Claim | None = None
+        if not self._local(key):
+            found = self._tier.try_claim(key)
+        if found is None:
+            found = await self._loop.disk(self._pin_or_claim, key, at_any_rate, undo=self._let_go)
         if found is None:
             return None
         if isinstance(found, Pin):
@@ -163,22 +167,6 @@ class Fetcher:
 
     # -- calls of the disk pool that leave something behind ----------------------------------
 
-    async def _held(
-        self, function: Callable[..., T], *args: object, undo: Callable[[T], object]
-    ) -> T:
-        """Await a disk call; what it returns is undone if we are cancelled meanwhile."""
-
-        def too_late(call: asyncio.Future[T]) -> None:
-            if not call.cancelled() and call.exception() is None:
-                self._undo(undo, call.result())
-
-        call = asyncio.ensure_future(self._loop.disk(function, *args))
-        try:
-            return await asyncio.shield(call)
-        except asyncio.CancelledError:
-            call.add_done_callback(too_late)
-            raise
-
     def _undo(self, undo: Callable[[T], object], result: T) -> None:
         """Undo in the disk pool; nobody waits for it."""
         task: asyncio.Task[object] = asyncio.get_running_loop().create_task(
@@ -193,7 +181,7 @@ class Fetcher:
         *args: object,
         undo: Callable[[T], object] | None = None,
     ) -> T:
-        """Like _held, but the call has ended when this has: what follows needs that."""
+        """A disk call that has ended when this has, cancelled or not: what follows needs that."""
         call = asyncio.ensure_future(self._loop.disk(function, *args))
         try:
             return await asyncio.shield(call)
@@ -280,7 +268,7 @@ class Fetcher:
         body = await self._store.get(self._layout.object(want.key), max_bytes=max_bytes)
         if body is None:
             return self._absent(want)
-        kept = await self._held(self._keep, want, expected, body, undo=self._let_go)
+        kept = await self._loop.disk(self._keep, want, expected, body, undo=self._let_go)
         if not isinstance(kept, Pin):
             return self._mismatch(want, *kept)
         return Fetched(want, Outcome.READY, kept, "bucket")
@@ -302,7 +290,7 @@ class Fetcher:
         first = await self._store.get_range(name, 0, PART_BYTES)
         if first is None:
             return self._absent(want)
-        incoming = await self._held(self._begin, want, expected, first, undo=_discard)
+        incoming = await self._loop.disk(self._begin, want, expected, first, undo=_discard)
         if not isinstance(incoming, Incoming):
             return self._mismatch(want, *incoming)
         size, begun = incoming.header.total_bytes, len(first)

@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -23,8 +24,17 @@ class LoopThread:
     do not survive one. ``disk`` runs blocking file calls, so that the loop never waits for a disk.
     """
 
-    def __init__(self, name: str, *, disk_threads: int = 4) -> None:
+    def __init__(self, name: str, *, disk_threads: int | None = None) -> None:
+        """Nothing runs yet.
+
+        Args:
+            name: The thread's.
+            disk_threads: None: half the processors, 2 to 4. Each of them takes turns at the
+                interpreter's lock with the scheduler.
+        """
         self._name = name
+        if disk_threads is None:
+            disk_threads = min(max(len(os.sched_getaffinity(0)) // 2, 2), 4)
         self._disk_threads = disk_threads
         self._closed = False
         self._left_behind: list[object] = []
@@ -99,9 +109,29 @@ class LoopThread:
             future.cancel()
             raise
 
-    async def disk(self, function: Callable[..., T], *args: object) -> T:
-        """Await a blocking call in the disk pool; only from coroutines of this loop."""
-        return await asyncio.get_running_loop().run_in_executor(self._pool, function, *args)
+    async def disk(
+        self,
+        function: Callable[..., T],
+        *args: object,
+        undo: Callable[[T], object] | None = None,
+    ) -> T:
+        """Await a blocking call in the disk pool; only from coroutines of this loop.
+
+        Args:
+            undo: Gets the result, in the pool, where we were cancelled meanwhile and nobody else
+                will have it.
+        """
+        pool = self._pool
+        if pool is None:
+            raise RuntimeError(f"{self._name} is not running")
+        call = pool.submit(function, *args)
+        try:
+            # Not shielded: that costs a turn of the loop for each call.
+            return await asyncio.wrap_future(call)
+        except asyncio.CancelledError:
+            if undo is not None and not call.cancel():
+                call.add_done_callback(lambda done: _undo(pool, undo, done))
+            raise
 
     def stop(self, timeout_s: float) -> None:
         """Cancel what runs, end the thread, wait for it up to ``timeout_s``. Idempotent."""
@@ -118,6 +148,12 @@ class LoopThread:
             )
         if pool is not None:
             pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _undo(pool: ThreadPoolExecutor, undo: Callable[[T], object], done: Future[T]) -> None:
+    if not done.cancelled() and done.exception() is None:
+        with suppress(RuntimeError):  # the pool has ended: so does what the call has left
+            pool.submit(undo, done.result())
 
 
 def _run_loop(loop: asyncio.AbstractEventLoop) -> None:

@@ -263,6 +263,21 @@ class Tier:
             raise TierError("the tier is not open")
         return self._intake.begin(key, first, verifier)
 
+    def try_claim(self, key: Key) -> Claim | None:
+        """Claim an entry that is not here. No disk has to answer, unless a folder is cold.
+
+        Returns:
+            None where it is here, or somebody else fetches it: ask pin_or_claim.
+        """
+        if not self._opened:
+            return None
+        claim = self._claims.take(key.digest)
+        # In this order: who had the claim before us has published by now.
+        if claim is not None and self.contains(key):
+            self._claims.release(claim)
+            return None
+        return claim
+
     def pin_or_claim(self, key: Key, *, at_any_rate: bool = False) -> Pin | Claim | None:
         """Pin an entry that is here, or claim the right to fetch it; never waits.
 

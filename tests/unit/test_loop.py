@@ -150,6 +150,57 @@ def test_disk_passes_errors_on(loop: LoopThread) -> None:
         loop.run(use(), TIMEOUT_S)
 
 
+def test_a_result_that_nobody_awaits_any_more_is_undone(loop: LoopThread) -> None:
+    begun, go_on, undone = threading.Event(), threading.Event(), threading.Event()
+    results: list[tuple[str, str]] = []
+
+    def make_something() -> str:
+        begun.set()
+        assert go_on.wait(TIMEOUT_S)
+        return "something"
+
+    def undo(result: str) -> None:
+        results.append((result, threading.current_thread().name))
+        undone.set()
+
+    async def broken_off() -> None:
+        await loop.disk(make_something, undo=undo)
+
+    call = loop.submit(broken_off())
+    assert begun.wait(TIMEOUT_S)
+    call.cancel()
+    go_on.set()
+    assert undone.wait(TIMEOUT_S)
+    assert results[0][0] == "something"
+    assert "-disk" in results[0][1]
+
+
+def test_a_call_that_never_began_or_failed_has_nothing_to_undo(loop: LoopThread) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+    undone: list[object] = []
+
+    def wait() -> None:
+        begun.set()
+        assert go_on.wait(TIMEOUT_S)
+        raise KeyError("nothing came of it")
+
+    async def broken_off(*functions: Callable[[], None]) -> None:
+        async with asyncio.TaskGroup() as group:
+            for function in functions:
+                group.create_task(loop.disk(function, undo=undone.append))
+
+    call = loop.submit(broken_off(wait, wait, wait, wait))  # two threads
+    assert begun.wait(TIMEOUT_S)
+    call.cancel()
+    go_on.set()
+
+    async def fence() -> None:
+        await asyncio.gather(*(loop.disk(int) for _ in range(8)))
+
+    loop.run(fence(), TIMEOUT_S)
+    assert undone == []
+
+
 # -- stopping ----------------------------------------------------------------------------------
 
 

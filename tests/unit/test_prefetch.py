@@ -447,7 +447,7 @@ def test_an_error_of_ours_is_counted_and_the_want_is_answered(
         raise KeyError("a fault of ours")
 
     with monkeypatch.context() as patch:
-        patch.setattr(bench.tier, "pin", broken)
+        patch.setattr(bench.tier, "try_claim", broken)
         assert bench.one().outcome is Outcome.UNAVAILABLE
     assert bench.counters.get("internal_errors") == 1
     assert "a fault of ours" in caplog.text

@@ -99,6 +99,19 @@ def test_what_was_published_meanwhile_is_pinned_not_claimed(
     assert not tier.is_claimed(KEY)
 
 
+def test_what_is_here_is_not_claimed_without_a_look_at_it(make_tier: Callable[..., Tier]) -> None:
+    one, two = make_tier(), make_tier()
+    taken = one.try_claim(KEY)
+    assert taken is not None
+    assert two.try_claim(KEY) is None
+    one.publish(KEY, [entry(KEY)])
+    one.release(taken)
+    assert two.try_claim(KEY) is None
+    assert not one.is_claimed(KEY)
+    one.close()
+    assert one.try_claim(OTHER) is None
+
+
 def test_a_hanging_holder_can_be_passed_over(make_tier: Callable[..., Tier]) -> None:
     one, two = make_tier(), make_tier()
     taken = claim(one)
