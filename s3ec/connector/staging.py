@@ -18,9 +18,6 @@ from s3ec.connector.host_pool import Event, HostPool
 
 # Pinned memory for loads: enough to keep a PCIe link busy while the next files are read.
 LOAD_BUFFER_BYTES = 128 * 2**20
-# Up to here one thread copies as fast as is needed. Above, torch's threads share the work, which
-# is faster where they are idle; where the processors are busy they wait for each other.
-_ALONE_BYTES = 8 * 2**20
 # Kept for the next saves; what is in use is bounded by the save queue.
 SAVE_IDLE_BYTES = 64 * 2**20
 
@@ -113,7 +110,7 @@ class HostStaging:
         buffer = self._pool.take(output.nbytes)
         try:
             values = _like(buffer, output)
-            _copy_on_host(values, output.detach())
+            values.copy_(output.detach())
         except BaseException:
             self._pool.give(buffer)
             raise
@@ -252,18 +249,6 @@ def open_staging(device: torch.device, *, can_pin: Callable[[], bool]) -> Stagin
 
 def _empty(nbytes: int) -> torch.Tensor:
     return torch.empty(nbytes, dtype=torch.uint8)
-
-
-def _copy_on_host(target: torch.Tensor, source: torch.Tensor) -> None:
-    if source.is_contiguous() and source.nbytes <= _ALONE_BYTES:
-        _array_of(target)[:] = _array_of(source)
-    else:
-        target.copy_(source)
-
-
-def _array_of(tensor: torch.Tensor) -> Any:
-    """A contiguous tensor's bytes as a numpy array, which copies off the GIL."""
-    return tensor.view(-1).view(torch.uint8).numpy()
 
 
 def _as_tensor(memory: torch.Tensor, shape: Shape) -> torch.Tensor:
