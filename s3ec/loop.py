@@ -29,12 +29,12 @@ class LoopThread:
 
         Args:
             name: The thread's.
-            disk_threads: None: half the processors, 2 to 4. Each of them takes turns at the
+            disk_threads: None: half the processors, 1 to 4. Each of them takes turns at the
                 interpreter's lock with the scheduler.
         """
         self._name = name
         if disk_threads is None:
-            disk_threads = min(max(len(os.sched_getaffinity(0)) // 2, 2), 4)
+            disk_threads = min(max(len(os.sched_getaffinity(0)) // 2, 1), 4)
         self._disk_threads = disk_threads
         self._closed = False
         self._left_behind: list[object] = []

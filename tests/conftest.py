@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -20,6 +21,11 @@ settings.load_profile("s3ec")
 
 # Tests that import vllm or transformers into this process.
 install_here()
+
+# A shell starts its background jobs with this signal ignored, and every child inherits that:
+# a server that a test interrupts would run on.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _numbers = itertools.count()
 

@@ -109,7 +109,7 @@ class Bench:
         self.counters = Counters()
         self.index = ListingIndex(self.store, LAYOUT, self.counters)
         self.local = LocalKeys()
-        self.loop = LoopThread("s3ec-prefetch-test")
+        self.loop = LoopThread("s3ec-prefetch-test", disk_threads=4)
         self.tier = self.make_tier()
         self.records = ModalityRecords(self.store, LAYOUT)
         self.bucket = self.memory.bucket.objects

@@ -70,7 +70,7 @@ def test_server_answers_until_a_signal_ends_it(
     assert cli.json("ns", "--config", config) == {"namespaces": []}
     assert cli.json("ns", "--config", config, "--bucket", "two") == {"namespaces": []}
     process.send_signal(number)
-    _, errors = process.communicate()
+    _, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors
     assert "Traceback" not in errors
     cli("ns", "--config", config, code=1)
