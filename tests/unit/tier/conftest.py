@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,9 +14,8 @@ import pytest
 from s3ec.counters import Counters
 from s3ec.tier import Tier
 from s3ec.tier.background import Background
+from tests.faults.disks import as_plain_user, read_only, small_tmpfs
 from tests.unit.tier.cases import NAMESPACE, Clock
-
-_NOBODY = 65534
 
 
 @pytest.fixture(autouse=True)
@@ -90,49 +88,14 @@ def tier(make_tier: Callable[..., Tier]) -> Iterator[Tier]:
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A disk of 1 MiB and 64 files of its own."""
-    with mounted(tmp_path / "disk", "size=1m,nr_inodes=64,mode=700") as folder:
+    with small_tmpfs(tmp_path / "disk", size=2**20, inodes=64) as folder:
         yield folder
-
-
-@pytest.fixture
-def large_disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of 8 MiB of its own."""
-    with mounted(tmp_path / "disk", "size=8m,mode=700") as folder:
-        yield folder
-
-
-@contextmanager
-def mounted(folder: Path, options: str) -> Iterator[Path]:
-    """A tmpfs for as long as the block runs; skips where this user may not mount."""
-    folder.mkdir(mode=0o700)
-    mount = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
-    try:
-        done = subprocess.run(mount, capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        pytest.skip("no mount command")
-    if done.returncode:
-        pytest.skip(f"mounting needs root: {done.stderr.strip()}")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 @pytest.fixture
 def frozen(small_disk: Path) -> Callable[[], AbstractContextManager[None]]:
     """While entered, the small disk is read-only for whoever comes by its path."""
-
-    @contextmanager
-    def freeze() -> Iterator[None]:
-        # A second mount on top: the first one is busy, since a tier keeps a lock file open.
-        subprocess.run(["mount", "--bind", str(small_disk), str(small_disk)], check=True)
-        try:
-            subprocess.run(["mount", "-o", "remount,bind,ro", str(small_disk)], check=True)
-            yield
-        finally:
-            subprocess.run(["umount", str(small_disk)], check=True)
-
-    return freeze
+    return partial(read_only, small_disk)
 
 
 @pytest.fixture
@@ -141,15 +104,5 @@ def plain_user(make_tier: Callable[..., Tier]) -> Iterator[Path]:
 
     After make_tier, whose own folder belongs to root.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        if os.geteuid() != 0:
-            yield Path(folder)
-            return
-        os.chown(folder, _NOBODY, _NOBODY)
-        os.setegid(_NOBODY)
-        os.seteuid(_NOBODY)
-        try:
-            yield Path(folder)
-        finally:
-            os.seteuid(0)
-            os.setegid(0)
+    with tempfile.TemporaryDirectory() as folder, as_plain_user(folder):
+        yield Path(folder)
