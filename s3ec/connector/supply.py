@@ -161,15 +161,24 @@ class Supply:
             return
         heard = ranks.hear(report)
         if heard.moved:
-            for identifier, item in self.items.items():
-                if item.state is not FAILED:
-                    item.state = FETCHING
-                    priority = item.priority or Priority.LOOKAHEAD
-                    ranks.prepare(identifier, item.modality, item.rows, priority)
+            self._prepare_again(ranks)
         for identifier in heard.failed:
             self._fail(identifier)
         for identifier in list(self.items) if heard.moved else heard.ready:
             self._settle(identifier)
+
+    def _prepare_again(self, ranks: Ranks) -> None:
+        """Other ranks than before fetch for themselves, and hold nothing yet."""
+        for identifier, item in self.items.items():
+            if item.state is FAILED:
+                continue
+            item.state = FETCHING
+            # Not `or`: the most urgent one is 0.
+            priority = Priority.LOOKAHEAD if item.priority is None else item.priority
+            ranks.prepare(identifier, item.modality, item.rows, priority)
+            if self._requests_wait and not self.interest.is_wanted(identifier):
+                item.priority = None
+                self._forgotten[identifier] = None
 
     def _settle(self, identifier: str) -> None:
         """Decide whether what has a pin can be granted, as far as that is known."""

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from s3ec.connector.items import LEASE_S, RETRY_AFTER_S, UNWANTED_LEASE_S
-from s3ec.connector.plan import Save, WorkerReport
+from s3ec.connector.plan import Presence, Save, TierMark, WorkerReport
+from s3ec.connector.ranks import Ranks
 from s3ec.connector.waits import NO_PIXELS_WAIT_S
 from s3ec.prefetch import Outcome, Priority
 from tests.unit.connector.scheduling import (
@@ -1115,3 +1116,28 @@ def test_what_requests_leave_behind_is_given_back_in_time(world: World) -> None:
     world.step(freed=[299])
     assert set(world.sizes().values()) == {0}
     assert not world.prefetcher.live
+
+
+def test_a_new_process_prepares_what_is_urgent_first_and_what_nobody_wants_last() -> None:
+    mark = TierMark("host", "folder")
+    ranks = Ranks(1, mark, steps_in_flight=2, heard_without_tokens=True)
+    world = World(ranks_apart=ranks, ranks=1)
+    world.stock("a", "b")
+    world.report(0, present={0: Presence("one", shares=False)})
+    world.step()  # orders go out with steps
+    leaving = request("leaving", feature("b"))
+    assert not world.ask(request("waiting", feature("a")))
+    assert not world.ask(leaving)
+    world.step()
+    world.finish("b")  # pinned here; the rank elsewhere has not answered
+    world.ask(leaving)
+    world.report(1, ready={2: {0: "0" * 32}})
+    assert world.ask(leaving)
+    world.half.request_finished(leaving)
+    world.step()
+    world.report(2, present={0: Presence("two", shares=False)})
+    orders = world.step().ranks
+    assert orders is not None
+    by_ticket = {order.ticket: (order.identifier, order.priority) for order in orders.prepare}
+    assert (identifier_of("a"), Priority.DEMAND) in by_ticket.values()
+    assert [by_ticket[ticket][0] for ticket in orders.forget] == [identifier_of("b")]
