@@ -30,7 +30,7 @@ def run_or_skip(*command: str) -> str:
 
 @contextmanager
 def small_tmpfs(folder: Path, *, size: int, inodes: int) -> Iterator[Path]:
-    """A file system of its own at ``folder``."""
+    """A file system of its own at ``folder``; 0 inodes are as many as it likes."""
     folder.mkdir(mode=0o700)
     options = f"size={size},nr_inodes={inodes},mode=700"
     run_or_skip("mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder))

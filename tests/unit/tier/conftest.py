@@ -93,6 +93,13 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.fixture
+def large_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 8 MiB of its own."""
+    with small_tmpfs(tmp_path / "disk", size=2**23, inodes=0) as folder:
+        yield folder
+
+
+@pytest.fixture
 def frozen(small_disk: Path) -> Callable[[], AbstractContextManager[None]]:
     """While entered, the small disk is read-only for whoever comes by its path."""
     return partial(read_only, small_disk)
