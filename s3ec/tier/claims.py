@@ -22,10 +22,9 @@ from dataclasses import dataclass, field
 import xxhash
 
 from s3ec.errors import TierError
-from s3ec.tier.files import FILE_MODE, Folders
+from s3ec.tier.files import Folders
 from s3ec.tier.refusals import Refusals
 
-_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 # struct flock of 64-bit Linux: type, whence, start, length, pid (0 for this kind of lock).
 _FLOCK = struct.Struct("hhqqi4x")
 _PLACES = (1 << 62) - 1
@@ -136,14 +135,7 @@ class Claims:
             file.retired = True
             if not file.held:
                 os.close(file.fd)
-        path = self._folders.fetch_lock
-        try:
-            fd = os.open(path, _FLAGS, FILE_MODE)
-        except FileNotFoundError:
-            self._folders.make()
-            fd = os.open(path, _FLAGS, FILE_MODE)
-        os.fchmod(fd, FILE_MODE)
-        self._file = _LockFile(fd)
+        self._file = _LockFile(self._folders.open_own(self._folders.fetch_lock))
         return self._file
 
 

@@ -157,8 +157,7 @@ class Tier:
         Raises:
             TierError: The tier is not open.
         """
-        if not self._opened:
-            raise TierError("the tier is not open")
+        self._require_open()
         parts = SpoolParts(
             self._folders,
             self._clock,
@@ -178,8 +177,7 @@ class Tier:
         Raises:
             TierError: The tier is not open, or the folder cannot be made.
         """
-        if not self._opened:
-            raise TierError("the tier is not open")
+        self._require_open()
         try:
             return Path(self._pins.folder())
         except OSError as exc:
@@ -228,8 +226,7 @@ class Tier:
             TierError: Closed, larger than the budget, or the disk is full or failing. The
                 spool may hold the entry nevertheless.
         """
-        if not self._opened:
-            raise TierError("the tier is not open")
+        self._require_open()
         hold = None if spool is None else partial(spool.add, key)
         # The spool tells the running total.
         self._publisher.publish(key, pieces, hold=hold, counted=spool is not None, used=used)
@@ -246,8 +243,7 @@ class Tier:
         Raises:
             TierError: As in publish.
         """
-        if not self._opened:
-            raise TierError("the tier is not open")
+        self._require_open()
         return self._intake.receive(key, pieces, header)
 
     def begin(self, key: Key, first: bytes | memoryview, verifier: codec.Verifier) -> Incoming:
@@ -259,8 +255,7 @@ class Tier:
         Raises:
             TierError: As in publish.
         """
-        if not self._opened:
-            raise TierError("the tier is not open")
+        self._require_open()
         return self._intake.begin(key, first, verifier)
 
     def try_claim(self, key: Key) -> Claim | None:
@@ -371,6 +366,10 @@ class Tier:
             OSError: The file system refused.
         """
         return self._evictor.estimated_bytes()
+
+    def _require_open(self) -> None:
+        if not self._opened:
+            raise TierError("the tier is not open")
 
     def _open_pins(self) -> None:
         try:

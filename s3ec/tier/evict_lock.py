@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from s3ec.tier.files import FILE_MODE, Folders
+from s3ec.tier.files import Folders
 from s3ec.tier.processes import try_lock, unlock
 
 _POLL_S = 0.01
@@ -26,7 +26,7 @@ class EvictLock:
         Raises:
             OSError: The file system refused.
         """
-        os.close(self._open())
+        os.close(self._folders.open_own(self._folders.evict_lock))
 
     @contextmanager
     def hold(self, *, wait_s: float = 0.0) -> Iterator[bool]:
@@ -41,7 +41,7 @@ class EvictLock:
         Raises:
             OSError: The file system refused.
         """
-        fd = self._open()
+        fd = self._folders.open_own(self._folders.evict_lock)
         try:
             deadline_s = time.monotonic() + wait_s
             while not (alone := try_lock(fd)) and time.monotonic() < deadline_s:
@@ -53,17 +53,3 @@ class EvictLock:
                     unlock(fd)  # a child forked meanwhile would keep it locked
         finally:
             os.close(fd)
-
-    def _open(self) -> int:
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        try:
-            fd = os.open(self._folders.evict_lock, flags, FILE_MODE)
-        except FileNotFoundError:
-            self._folders.make()
-            fd = os.open(self._folders.evict_lock, flags, FILE_MODE)
-        try:
-            os.fchmod(fd, FILE_MODE)
-        except BaseException:
-            os.close(fd)
-            raise
-        return fd

@@ -25,6 +25,7 @@ TEMP_LIFETIME_S = 3600.0
 _TEMP = re.compile(r"\.tmp-([1-9][0-9]{0,9})-[0-9a-f]{16}")
 _OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _OPEN_ENTRY = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+_OPEN_OWN = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _OPEN_TEMP = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _PIECES_PER_WRITE = 512  # Linux takes 1024 (IOV_MAX)
 _COPY_BYTES = 1 << 24
@@ -98,6 +99,31 @@ class Folders:
         make_folder(self.version)
         for folder in (self.objects, self.incoming, self.pins, self.spool, self.quarantine):
             make_folder(folder)
+
+    def open_own(self, path: Path) -> int:
+        """Open one of the few files below ``version`` that all processes share; made if missing.
+
+        Returns:
+            A descriptor for reading and writing; the caller closes it.
+
+        Raises:
+            OSError, TierError: As for make, or it cannot be opened.
+        """
+        try:
+            return os.open(path, _OPEN_OWN)
+        except FileNotFoundError:
+            pass
+        try:
+            fd = os.open(path, _OPEN_OWN | os.O_CREAT, FILE_MODE)
+        except FileNotFoundError:  # somebody emptied the cache under us
+            self.make()
+            fd = os.open(path, _OPEN_OWN | os.O_CREAT, FILE_MODE)
+        try:
+            os.fchmod(fd, FILE_MODE)  # the umask may have taken bits from the mode above
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
 
     def make_below(self, parents: Sequence[str]) -> None:
         """Create what is missing of some folders, each inside the one before it.

@@ -23,7 +23,7 @@ from functools import cache
 
 import xxhash
 
-from s3ec.tier.files import FILE_MODE, Folders
+from s3ec.tier.files import Folders
 from s3ec.tier.processes import try_lock, unlock
 
 _MAGIC = b"s3ecuse\x01"
@@ -194,7 +194,7 @@ class RunningTotal:
         return self._update(change)
 
     def _update(self, change: Callable[[Figures], Figures]) -> Figures:
-        fd = self._open()
+        fd = self._folders.open_own(self._folders.usage)
         with _locked(fd):
             before = Figures.parse(os.pread(fd, _NBYTES + 1, 0)) or _NOTHING
             after = change(before)
@@ -204,23 +204,6 @@ class RunningTotal:
                 if not before.epoch:  # of whatever length
                     os.ftruncate(fd, _NBYTES)
             return after
-
-    def _open(self) -> int:
-        try:
-            return os.open(self._path, os.O_RDWR | _FLAGS)
-        except FileNotFoundError:
-            pass
-        try:
-            fd = os.open(self._path, os.O_RDWR | os.O_CREAT | _FLAGS, FILE_MODE)
-        except FileNotFoundError:  # somebody emptied the cache under us
-            self._folders.make()
-            fd = os.open(self._path, os.O_RDWR | os.O_CREAT | _FLAGS, FILE_MODE)
-        try:
-            os.fchmod(fd, FILE_MODE)  # the umask may have taken bits from the mode above
-        except BaseException:
-            os.close(fd)
-            raise
-        return fd
 
 
 def _anew(*, counted: bool) -> Figures:
