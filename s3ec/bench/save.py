@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """``bench save``: what the engine's thread spends in ``save_caches``.
 
-Compared with ``tensor.clone()``, the least that a copy can cost, and with ECExampleConnector,
-which writes its file inside the hook. Tier and Example write to tmpfs where there is one, which
+Compared with ``tensor.clone()``, the least that a copy can cost, of as many items a step (all
+copies of a step are kept until its end, as a save must), and with ECExampleConnector, which writes
+its file inside the hook. Tier and Example write to tmpfs where there is one, which
 favours the Example. What ours does later, in threads of its own, is waited for between steps and
 not timed; within a step of several items it goes on beside the hook.
 """
@@ -68,18 +69,18 @@ def _cases(rig: WorkerRig) -> dict[str, Callable[[], list[float]]]:
     """Name to a round, which returns microseconds per item of every step."""
     names = list(rig.tensors)
     cases: dict[str, Callable[[], list[float]]] = {}
+
+    def clone(step: Sequence[str]) -> float:
+        _encode(rig, step)
+        started = time.perf_counter_ns()
+        copies = [rig.tensors[name].clone() for name in step]
+        ended = time.perf_counter_ns()
+        return (ended - started) / 1000 / len(copies)
+
     for size in _STEPS:
         steps = [names[start : start + size] for start in range(0, len(names), size)]
         cases[_ours(size)] = lambda steps=steps: [_save(rig, step) for step in steps]  # type: ignore[misc]
-
-    def clone(name: str) -> float:
-        tensor = rig.tensors[name]
-        _encode(rig, [name])
-        started = time.perf_counter_ns()
-        copy = tensor.clone()
-        ended = time.perf_counter_ns()
-        del copy
-        return (ended - started) / 1000
+        cases[_clone(size)] = lambda steps=steps: [clone(step) for step in steps]  # type: ignore[misc]
 
     def example(name: str) -> float:
         _encode(rig, [name])
@@ -88,13 +89,16 @@ def _cases(rig: WorkerRig) -> dict[str, Callable[[], list[float]]]:
         return (time.perf_counter_ns() - started) / 1000
 
     return cases | {
-        CLONE: lambda: [clone(name) for name in names],
         EXAMPLE: lambda: [example(name) for name in names],
     }
 
 
 def _ours(size: int) -> str:
     return f"s3ec, {size} a step"
+
+
+def _clone(size: int) -> str:
+    return f"{CLONE}, {size} a step"
 
 
 def _encode(rig: WorkerRig, step: Sequence[str]) -> None:
@@ -123,12 +127,14 @@ def _report(
     context: Context, kept: Mapping[str, Sequence[Sequence[float]]], about: Mapping[str, Any]
 ) -> None:
     medians = {case: [statistics.median(times) for times in kept[case]] for case in kept}
-    ours = {case: rounds for case, rounds in medians.items() if case not in (CLONE, EXAMPLE)}
+    ours = {_ours(size): medians[_ours(size)] for size in _STEPS}
 
     samples = sum(map(len, kept[_ours(1)]))
     over_clone = {
-        case: measure.ratios([one - _ALLOWED_US for one in rounds], medians[CLONE])
-        for case, rounds in ours.items()
+        _ours(size): measure.ratios(
+            [one - _ALLOWED_US for one in medians[_ours(size)]], medians[_clone(size)]
+        )
+        for size in _STEPS
     }
     formula = "(save_caches - 50 us) / clone: 1.5 is 1.5 x clone + 50 us"
     context.report_slowest(
@@ -136,7 +142,7 @@ def _report(
     )
     over_example = {case: measure.ratios(rounds, medians[EXAMPLE]) for case, rounds in ours.items()}
     context.report_slowest(_EXAMPLE_RATIO, over_example, samples=samples, detail=about)
-    others = measure.medians({case: medians[case] for case in (CLONE, EXAMPLE)})
+    others = measure.medians({case: medians[case] for case in medians if case not in ours})
     context.report_slowest(_US, ours, samples=samples, others=others, detail=about)
 
 

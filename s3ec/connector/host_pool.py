@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -21,6 +22,38 @@ class Event(Protocol):
 
     def synchronize(self) -> None:
         """Wait for that, off the GIL."""
+
+
+class Buffer:
+    """Host memory, and the last way that somebody looked at it.
+
+    Attributes:
+        memory: uint8 tensor on the CPU, aligned for any dtype.
+    """
+
+    __slots__ = ("_seen", "memory")
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory = memory
+        self._seen: torch.Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Its length."""
+        return self.memory.numel()
+
+    def values(self, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+        """Its beginning as a tensor.
+
+        Kept for the next user, who mostly has the same shape: cold, the views of a tensor take
+        longer than many a copy of one.
+        """
+        seen = self._seen
+        if seen is None or seen.dtype is not dtype or seen.shape != shape:
+            nbytes = math.prod(shape) * dtype.itemsize
+            with torch.inference_mode(False):  # as for the memory itself, see HostPool.take
+                seen = self._seen = self.memory[:nbytes].view(dtype).view(shape)
+        return seen
 
 
 class HostPool:
@@ -52,10 +85,10 @@ class HostPool:
         self._limit_bytes = limit_bytes
         self._changed = threading.Condition()
         self._taken_bytes = 0
-        self._flying: deque[tuple[Event, torch.Tensor]] = deque()
+        self._flying: deque[tuple[Event, Buffer]] = deque()
         self._flying_bytes = 0
         # Size -> buffers, the last used size last.
-        self._idle: OrderedDict[int, list[torch.Tensor]] = OrderedDict()
+        self._idle: OrderedDict[int, list[Buffer]] = OrderedDict()
         self._idle_bytes = 0
 
     @property
@@ -69,14 +102,14 @@ class HostPool:
         with self._changed:
             return self._taken_bytes + self._flying_bytes + self._idle_bytes
 
-    def take(self, nbytes: int) -> torch.Tensor:
+    def take(self, nbytes: int) -> Buffer:
         """A buffer of at least ``nbytes``, with what its last user left in it.
 
         Where the limit is reached this waits for a copy to end or for another taker to give
         back: a taker must not hold one buffer while it takes the next.
 
         Returns:
-            uint8 tensor, as long as the next power of two (64 KiB at least).
+            As long as the next power of two (64 KiB at least).
         """
         size = max(_SMALLEST_BYTES, 1 << (nbytes - 1).bit_length())
         while True:
@@ -95,12 +128,12 @@ class HostPool:
         try:
             # Hooks run in inference mode; a tensor made there could not be written elsewhere.
             with torch.inference_mode(False):
-                return self._allocate(size)
+                return Buffer(self._allocate(size))
         except BaseException:
             self._untake(size)
             raise
 
-    def give(self, buffer: torch.Tensor, *, after: Event | None = None) -> None:
+    def give(self, buffer: Buffer, *, after: Event | None = None) -> None:
         """Give a buffer back; nobody may use it, or a view of it, from here on.
 
         Args:
@@ -111,13 +144,13 @@ class HostPool:
                 self._rest_locked(buffer)
             else:
                 self._flying.append((after, buffer))
-                self._flying_bytes += buffer.numel()
-            self._taken_bytes -= buffer.numel()
+                self._flying_bytes += buffer.nbytes
+            self._taken_bytes -= buffer.nbytes
             self._changed.notify_all()
 
-    def forget(self, buffer: torch.Tensor) -> None:
+    def forget(self, buffer: Buffer) -> None:
         """Leave a buffer to whoever still uses it: it is never reused, and freed with them."""
-        self._untake(buffer.numel())
+        self._untake(buffer.nbytes)
 
     def _untake(self, nbytes: int) -> None:
         with self._changed:
@@ -128,16 +161,16 @@ class HostPool:
         """Take in the buffers whose copies have ended; copies of one stream end in order."""
         while self._flying and self._flying[0][0].query():
             buffer = self._flying.popleft()[1]
-            self._flying_bytes -= buffer.numel()
+            self._flying_bytes -= buffer.nbytes
             self._rest_locked(buffer)
 
-    def _rest_locked(self, buffer: torch.Tensor) -> None:
-        self._idle.setdefault(buffer.numel(), []).append(buffer)
-        self._idle.move_to_end(buffer.numel())
-        self._idle_bytes += buffer.numel()
+    def _rest_locked(self, buffer: Buffer) -> None:
+        self._idle.setdefault(buffer.nbytes, []).append(buffer)
+        self._idle.move_to_end(buffer.nbytes)
+        self._idle_bytes += buffer.nbytes
         self._shrink_locked(self._idle_limit_bytes)
 
-    def _pop_idle_locked(self, size: int) -> torch.Tensor:
+    def _pop_idle_locked(self, size: int) -> Buffer:
         """The last one given back: it is the likeliest to be in a processor's cache."""
         buffer = self._idle[size].pop()
         self._idle.move_to_end(size)

@@ -91,13 +91,13 @@ class Loader:
             RuntimeError: Neither the file nor the bucket has it.
         """
         started = time.perf_counter()
-        memory = self._staging.take(load.shape.nbytes)
+        buffer = self._staging.take(load.shape.nbytes)
         try:
-            self._fill(memory, load)
+            self._fill(buffer.memory, load)
         except BaseException:
-            self._staging.drop(memory)
+            self._staging.drop(buffer)
             raise
-        tensor = self._staging.to_device(memory, load.shape)
+        tensor = self._staging.to_device(buffer, load.shape)
         if log.isEnabledFor(logging.DEBUG):
             key = make_key(load.identifier)
             log.debug(

@@ -7,15 +7,15 @@ import logging
 import queue
 import threading
 import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from collections import deque
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from s3ec import codec
 from s3ec.connector.plan import Save
 from s3ec.connector.staging import HostCopy, Staging, open_staging
 from s3ec.connector.uploads import Upload, Uploader
 from s3ec.errors import CorruptEntryError, TierError
-from s3ec.identity import Key, make_key
+from s3ec.identity import make_key
 from s3ec.node import Node
 from s3ec.tier import Spool
 
@@ -27,10 +27,14 @@ log = logging.getLogger(__name__)
 # One part in so many of `cache_bytes` may wait for the bucket, per process.
 _SPOOL_SHARE = 4
 
+# The writer lets a step's saves come in before it begins: it would take the interpreter's lock
+# and the memory's bandwidth from the hook that makes the next copy.
+_LINGER_S = 0.002
+_MAX_LINGER_S = 0.02
 
-@dataclass(frozen=True, slots=True)
-class _Job:
-    key: Key
+
+class _Job(NamedTuple):
+    identifier: str
     save: Save
     copy: HostCopy
 
@@ -61,7 +65,11 @@ class SaveQueue:
         self._budget_bytes = budget_bytes
         self._spool_bytes = int(node.settings.cache_bytes) // _SPOOL_SHARE
         self._overflow = overflow
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._jobs: deque[_Job] = deque()
+        # Rung once for all that comes in before the writer looks: waking it costs the hook more
+        # than a job. False ends the writer.
+        self._bell: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._rung = False
         self._changed = threading.Condition()
         # Identifier -> bytes in memory (0: in the spool), until stored or given up.
         self._pending: dict[str, int] = {}
@@ -90,12 +98,9 @@ class SaveQueue:
             tensor: On any device; may be a view of a larger one.
 
         Returns:
-            False where it was not taken: refused identifier, already queued, full, or stopping.
+            False where it was not taken: already queued, full, or stopping.
         """
-        key = make_key(identifier)
-        if key is None:
-            return False
-        nbytes = tensor.numel() * tensor.element_size()
+        nbytes = tensor.nbytes
         with self._changed:
             if identifier in self._pending:
                 return False
@@ -115,9 +120,12 @@ class SaveQueue:
         try:
             copy = self._staging(tensor.device).to_host(tensor)
         except BaseException:
-            self._forget(key, stored=False)
+            self._forget(identifier, stored=False)
             raise
-        self._jobs.put(_Job(key, save, copy))
+        self._jobs.append(_Job(identifier, save, copy))
+        if not self._rung:
+            self._rung = True
+            self._bell.put(True)
         return True
 
     def _staging(self, device: torch.device) -> Staging:
@@ -164,7 +172,7 @@ class SaveQueue:
                 self._changed.wait(left_s)
             lost = sum(nbytes > 0 for nbytes in self._pending.values())
             spooled = len(self._pending) - lost + self._uploads.adopted_left
-        self._jobs.put(None)
+        self._bell.put(False)
         self._uploads.stop()
         if spooled:
             self._node.counters.add("spool.left", spooled)
@@ -181,34 +189,51 @@ class SaveQueue:
     # -- the writer's thread -----------------------------------------------------------------
 
     def _write(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            upload = None
-            try:
-                upload = self._write_one(job)
-            except Exception:
-                # The top of the thread: it must live on for the next job.
-                self._node.counters.add("internal_errors")
-                log.exception("save of %s", job.key.digest.hex())
-                job.copy.disown()  # the device may still be writing to it
-            self._hand_over(job.key, upload)
-            del job, upload  # a tensor, while we wait for the next one
+        while self._bell.get():
+            self._linger()
+            self._rung = False  # first: what comes in from here on rings again
+            while self._jobs:
+                self._write_next()
 
-    def _hand_over(self, key: Key, upload: Upload | None) -> None:
+    def _linger(self) -> None:
+        """Wait until the hook has been silent for a moment."""
+        deadline = time.monotonic() + _MAX_LINGER_S
+        seen = -1
+        while seen != len(self._jobs) and time.monotonic() < deadline:
+            seen = len(self._jobs)
+            time.sleep(_LINGER_S)
+
+    def _write_next(self) -> None:
+        """Take one job to its upload. A call of its own, so that no tensor outlives it."""
+        job = self._jobs.popleft()
+        upload = None
+        try:
+            upload = self._write_one(job)
+        except Exception:
+            # The top of the thread: it must live on for the next job.
+            self._node.counters.add("internal_errors")
+            log.exception("save of an embedding")
+            job.copy.disown()  # the device may still be writing to it
         if upload is not None:
             try:
                 self._uploads.submit(upload)
                 return
             except RuntimeError as exc:  # the loop is stopped; what is spooled stays there
-                log.debug("save of %s: %s", key.digest.hex(), exc)
-        self._forget(key, stored=False)
+                log.debug("save of %s: %s", upload.digest.hex(), exc)
+        self._forget(job.identifier, stored=False)
 
     def _write_one(self, job: _Job) -> Upload | None:
         """Encode one embedding and put it on the disk; None where it is none to be kept."""
         tensor = job.copy.wait()
+        key = make_key(job.identifier)
+        if key is None:
+            job.copy.release()
+            self._node.counters.add("save_problem.refused.identifier")
+            return None
         try:
             header = codec.describe(
                 tensor,
-                identifier=job.key.identifier,
+                identifier=job.identifier,
                 namespace=self._node.namespace.name,
                 modality=job.save.modality,
                 placeholder=job.save.placeholder,
@@ -217,41 +242,41 @@ class SaveQueue:
         except CorruptEntryError as exc:
             job.copy.release()
             self._node.counters.add(f"save_problem.refused.{exc.reason}")
-            log.warning("embedding %s is not saved: %s", job.key.digest.hex(), exc)
+            log.warning("embedding %s is not saved: %s", key.digest.hex(), exc)
             return None
         try:
-            self._node.tier.publish(job.key, pieces, spool=self._spool)
+            self._node.tier.publish(key, pieces, spool=self._spool)
         except TierError as exc:
             # The bucket's copy is the one that counts; go on to it.
             self._node.counters.add("spool.refused")
-            log.warning("embedding %s is not on this node's disk: %s", job.key.digest.hex(), exc)
+            log.warning("embedding %s is not on this node's disk: %s", key.digest.hex(), exc)
             job.copy.disown()
-            return Upload(job.key.digest, 0, job.key, (header, pieces))
+            return Upload(key.digest, 0, key, (header, pieces))
         nbytes = sum(memoryview(piece).nbytes for piece in pieces)
         job.copy.release()
-        self._node.local.add(job.key)
+        self._node.local.add(key)
         with self._changed:
-            self._memory_bytes -= self._pending[job.key.identifier]
-            self._pending[job.key.identifier] = 0
-            self._published.append(job.key.identifier)
+            self._memory_bytes -= self._pending[job.identifier]
+            self._pending[job.identifier] = 0
+            self._published.append(job.identifier)
             self._changed.notify_all()
-        return Upload(job.key.digest, nbytes, job.key)
+        return Upload(key.digest, nbytes, key)
 
     # -- the loop's thread -------------------------------------------------------------------
 
     def _end(self, upload: Upload, stored: bool) -> None:
         if upload.key is not None:
-            self._forget(upload.key, stored=stored, adopted=upload.adopted)
+            self._forget(upload.key.identifier, stored=stored, adopted=upload.adopted)
         else:
             with self._changed:
                 self._changed.notify_all()
 
-    def _forget(self, key: Key, *, stored: bool, adopted: bool = False) -> None:
+    def _forget(self, identifier: str, *, stored: bool, adopted: bool = False) -> None:
         with self._changed:
             if not adopted:
-                self._memory_bytes -= self._pending.pop(key.identifier, 0)
+                self._memory_bytes -= self._pending.pop(identifier, 0)
             if stored:
-                self._stored.append(key.identifier)
+                self._stored.append(identifier)
             self._changed.notify_all()
 
 

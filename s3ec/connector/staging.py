@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from s3ec.codec import Shape
-from s3ec.connector.host_pool import Event, HostPool
+from s3ec.connector.host_pool import Buffer, Event, HostPool
 
 # Pinned memory for loads: enough to keep a PCIe link busy while the next files are read.
 LOAD_BUFFER_BYTES = 128 * 2**20
@@ -26,10 +26,10 @@ class HostCopy:
     """A tensor on its way to the host. Not thread-safe: it wanders from thread to thread."""
 
     def __init__(
-        self, pool: HostPool, buffer: torch.Tensor, values: torch.Tensor, done: Event | None
+        self, pool: HostPool, buffer: Buffer, values: torch.Tensor, done: Event | None
     ) -> None:
         self._pool = pool
-        self._buffer: torch.Tensor | None = buffer
+        self._buffer: Buffer | None = buffer
         self._values = values
         self._done = done
 
@@ -58,17 +58,17 @@ class HostCopy:
 class Staging(Protocol):
     """Moves embeddings of one device. Thread-safe but for ``finish_loads``."""
 
-    def take(self, nbytes: int) -> torch.Tensor:
-        """Host memory to read one embedding into: uint8, at least ``nbytes`` long, aligned.
+    def take(self, nbytes: int) -> Buffer:
+        """Host memory to read one embedding into, at least ``nbytes`` long.
 
         May wait for copies to end: no thread may hold two. Ends with ``drop`` or ``to_device``.
         """
 
-    def drop(self, memory: torch.Tensor) -> None:
+    def drop(self, buffer: Buffer) -> None:
         """Give memory back that nothing came of."""
 
-    def to_device(self, memory: torch.Tensor, shape: Shape) -> torch.Tensor:
-        """Begin to bring ``shape.nbytes`` of taken memory to the device; takes the memory over.
+    def to_device(self, buffer: Buffer, shape: Shape) -> torch.Tensor:
+        """Begin to bring ``shape.nbytes`` of taken memory to the device; takes it over.
 
         Returns:
             Tensor of ``shape`` on the device, aliasing nothing that is reused. Not to be used
@@ -91,16 +91,16 @@ class HostStaging:
     def __init__(self) -> None:
         self._pool = HostPool(_empty, idle_bytes=SAVE_IDLE_BYTES)
 
-    def take(self, nbytes: int) -> torch.Tensor:
+    def take(self, nbytes: int) -> Buffer:
         """Fresh memory, since it becomes the result."""
-        return _empty(nbytes)
+        return Buffer(_empty(nbytes))
 
-    def drop(self, memory: torch.Tensor) -> None:
+    def drop(self, buffer: Buffer) -> None:
         """Nothing: it is freed with its last reference."""
 
-    def to_device(self, memory: torch.Tensor, shape: Shape) -> torch.Tensor:
+    def to_device(self, buffer: Buffer, shape: Shape) -> torch.Tensor:
         """The memory itself as a tensor."""
-        return _as_tensor(memory, shape)
+        return _values(buffer, shape)
 
     def finish_loads(self, loaded: Iterable[torch.Tensor]) -> None:
         """Nothing is under way."""
@@ -109,8 +109,8 @@ class HostStaging:
         """Copy into reused memory, now."""
         buffer = self._pool.take(output.nbytes)
         try:
-            values = _like(buffer, output)
-            values.copy_(output.detach())
+            values = buffer.values(output.dtype, output.shape)
+            values.copy_(output.detach() if output.requires_grad else output)
         except BaseException:
             self._pool.give(buffer)
             raise
@@ -189,19 +189,19 @@ class AcceleratorStaging:
         self._load_stream = accelerator.make_stream()
         self._save_stream = accelerator.make_stream()
 
-    def take(self, nbytes: int) -> torch.Tensor:
+    def take(self, nbytes: int) -> Buffer:
         """Pinned memory of the bounded pool."""
         return self._loads.take(nbytes)
 
-    def drop(self, memory: torch.Tensor) -> None:
+    def drop(self, buffer: Buffer) -> None:
         """Nothing was queued for it: the next may have it at once."""
-        self._loads.give(memory)
+        self._loads.give(buffer)
 
-    def to_device(self, memory: torch.Tensor, shape: Shape) -> torch.Tensor:
+    def to_device(self, buffer: Buffer, shape: Shape) -> torch.Tensor:
         """Queue the copy into new memory of the side stream; the buffer comes back by itself."""
         device = self._accelerator
         try:
-            values = _as_tensor(memory, shape)
+            values = _values(buffer, shape)
             with device.on(self._load_stream):
                 # Allocated here too: memory that the computing stream has just freed would have
                 # to be waited for.
@@ -209,9 +209,9 @@ class AcceleratorStaging:
                 device.copy(target, values)
                 copied = device.record(self._load_stream)
         except BaseException:
-            self._loads.forget(memory)  # a copy may be under way
+            self._loads.forget(buffer)  # a copy may be under way
             raise
-        self._loads.give(memory, after=copied)
+        self._loads.give(buffer, after=copied)
         return target
 
     def finish_loads(self, loaded: Iterable[torch.Tensor]) -> None:
@@ -228,7 +228,7 @@ class AcceleratorStaging:
         output = output.detach()
         buffer = self._saves.take(output.nbytes)
         try:
-            values = _like(buffer, output)
+            values = buffer.values(output.dtype, output.shape)
             self._save_stream.wait_event(device.record(device.current_stream()))
             with device.on(self._save_stream):
                 device.copy(values, output)
@@ -251,10 +251,5 @@ def _empty(nbytes: int) -> torch.Tensor:
     return torch.empty(nbytes, dtype=torch.uint8)
 
 
-def _as_tensor(memory: torch.Tensor, shape: Shape) -> torch.Tensor:
-    values = memory if memory.numel() == shape.nbytes else memory[: shape.nbytes]
-    return values.view(getattr(torch, shape.dtype)).view(shape.rows, shape.width)
-
-
-def _like(buffer: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-    return buffer[: output.nbytes].view(output.dtype).view(output.shape)
+def _values(buffer: Buffer, shape: Shape) -> torch.Tensor:
+    return buffer.values(getattr(torch, shape.dtype), (shape.rows, shape.width))

@@ -29,7 +29,7 @@ def in_a_thread(function: Callable[[], object]) -> threading.Thread:
 def test_buffer_given_back_is_taken_again() -> None:
     pool = HostPool(allocate, idle_bytes=2**20)
     first = pool.take(100_000)
-    assert first.numel() == 128 * KIB
+    assert first.nbytes == 128 * KIB
     pool.give(first)
     assert pool.take(70_000) is first
     assert pool.take(70_000) is not first
@@ -136,5 +136,19 @@ def test_buffer_made_in_inference_mode_can_be_written_outside_of_it() -> None:
     pool = HostPool(allocate, idle_bytes=2**20)
     with torch.inference_mode():
         buffer = pool.take(1)
-    buffer.zero_()
-    assert not buffer.is_inference()
+        values = buffer.values(torch.float16, (3, 4))
+    assert buffer.values(torch.float16, (3, 4)) is values
+    for one in (buffer.memory, values):
+        one.zero_()
+        assert not one.is_inference()
+
+
+def test_buffer_is_looked_at_as_each_user_needs_it() -> None:
+    pool = HostPool(allocate, idle_bytes=2**20)
+    buffer = pool.take(1)
+    first = buffer.values(torch.float32, (2, 3))
+    first.fill_(1.0)
+    second = buffer.values(torch.bfloat16, (3, 4))
+    assert (second.dtype, second.shape) == (torch.bfloat16, (3, 4))
+    assert second.data_ptr() == first.data_ptr() == buffer.memory.data_ptr()
+    assert buffer.values(torch.float32, (3, 2)).shape == (3, 2)

@@ -22,6 +22,7 @@ from s3ec.testing.memory_store import MemoryBucket, MemoryStore
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 loading = pytest.importorskip("s3ec.connector.loads")
+host_pool = pytest.importorskip("s3ec.connector.host_pool")
 staging = pytest.importorskip("s3ec.connector.staging")
 accelerators = pytest.importorskip("tests.unit.connector.accelerators")
 
@@ -85,7 +86,7 @@ class Watched(staging.HostStaging):
         self.threads: list[str] = []
         self.meeting = meeting
 
-    def take(self, nbytes: int) -> torch.Tensor:
+    def take(self, nbytes: int) -> host_pool.Buffer:
         self.threads.append(threading.current_thread().name)
         if self.meeting is not None:
             self.meeting.wait(DEADLINE_S)
@@ -129,7 +130,7 @@ def test_caller_reads_what_the_readers_have_not_begun(bench: Bench) -> None:
     mine: list[int] = []
 
     class Held(staging.HostStaging):
-        def take(self, nbytes: int) -> torch.Tensor:
+        def take(self, nbytes: int) -> host_pool.Buffer:
             if threading.current_thread() is me:
                 mine.append(nbytes)
                 if len(mine) == len(HASHES) - loader._readers._max_workers:

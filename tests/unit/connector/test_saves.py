@@ -171,9 +171,12 @@ def test_tensor_that_is_not_finite_is_not_saved(rig: Rig, bad: float) -> None:
     assert rig.node.counters.get("save_problem.refused.nonfinite") == 1
 
 
-def test_refused_identifier_is_not_taken(rig: Rig) -> None:
-    assert not rig.queue().put("renderer0-mm-1-image-0", IMAGE, tensor())
+def test_refused_identifier_is_not_stored(rig: Rig) -> None:
+    queue = rig.queue()
+    queue.put("renderer0-mm-1-image-0", IMAGE, tensor())
+    assert queue.drain(_DEADLINE_S) == 0
     assert rig.bucket.objects == {}
+    assert rig.node.counters.get("save_problem.refused.identifier") == 1
 
 
 def test_upload_is_repeated_until_the_bucket_confirms(

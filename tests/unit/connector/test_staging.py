@@ -27,9 +27,9 @@ def fill(memory: torch.Tensor, seed: int) -> None:
 
 
 def load(device: staging.Staging, seed: int) -> torch.Tensor:
-    memory = device.take(SHAPE.nbytes)
-    fill(memory, seed)
-    return device.to_device(memory, SHAPE)
+    buffer = device.take(SHAPE.nbytes)
+    fill(buffer.memory, seed)
+    return device.to_device(buffer, SHAPE)
 
 
 def accelerated(fake: FakeAccelerator, **other: int) -> staging.AcceleratorStaging:
@@ -60,7 +60,7 @@ def test_loaded_tensor_keeps_its_values_while_buffers_are_reused(either: staging
 
 
 def test_memory_is_aligned_for_vector_loads(either: staging.Staging) -> None:
-    assert either.take(SHAPE.nbytes).data_ptr() % 64 == 0
+    assert either.take(SHAPE.nbytes).memory.data_ptr() % 64 == 0
 
 
 def test_copy_to_the_host_survives_changes_of_the_output(either: staging.Staging) -> None:
