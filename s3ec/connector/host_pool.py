@@ -28,14 +28,19 @@ class Buffer:
     """Host memory, and the last way that somebody looked at it.
 
     Attributes:
-        memory: uint8 tensor on the CPU, aligned for any dtype.
+        memory: uint8 tensor on the CPU, contiguous, aligned for any dtype.
     """
 
     __slots__ = ("_seen", "memory")
 
-    def __init__(self, memory: torch.Tensor) -> None:
+    def __init__(self, memory: torch.Tensor, seen: torch.Tensor | None = None) -> None:
+        """Wrap some memory.
+
+        Args:
+            seen: What the next user is likely to ask ``values`` for.
+        """
         self.memory = memory
-        self._seen: torch.Tensor | None = None
+        self._seen = seen
 
     @property
     def nbytes(self) -> int:

@@ -91,7 +91,7 @@ class Loader:
             RuntimeError: Neither the file nor the bucket has it.
         """
         started = time.perf_counter()
-        buffer = self._staging.take(load.shape.nbytes)
+        buffer = self._staging.take(load.shape)
         try:
             self._fill(buffer.memory, load)
         except BaseException:
@@ -206,7 +206,7 @@ def read_data(load: Load, memory: torch.Tensor) -> None:
 
     Args:
         load: What was granted.
-        memory: uint8 tensor on the CPU, ``load.shape.nbytes`` or longer.
+        memory: uint8 tensor on the CPU, contiguous, ``load.shape.nbytes`` or longer.
 
     Raises:
         OSError: The file cannot be read.
@@ -244,4 +244,4 @@ def read_data(load: Load, memory: torch.Tensor) -> None:
 
 def _bytes_of(memory: torch.Tensor) -> memoryview:
     array: Any = memory.numpy()
-    return memoryview(array)
+    return memoryview(array).cast("B")

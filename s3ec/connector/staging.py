@@ -58,8 +58,8 @@ class HostCopy:
 class Staging(Protocol):
     """Moves embeddings of one device. Thread-safe but for ``finish_loads``."""
 
-    def take(self, nbytes: int) -> Buffer:
-        """Host memory to read one embedding into, at least ``nbytes`` long.
+    def take(self, shape: Shape) -> Buffer:
+        """Host memory to read one embedding into, at least ``shape.nbytes`` long.
 
         May wait for copies to end: no thread may hold two. Ends with ``drop`` or ``to_device``.
         """
@@ -91,9 +91,10 @@ class HostStaging:
     def __init__(self) -> None:
         self._pool = HostPool(_empty, idle_bytes=SAVE_IDLE_BYTES)
 
-    def take(self, nbytes: int) -> Buffer:
+    def take(self, shape: Shape) -> Buffer:
         """Fresh memory, since it becomes the result."""
-        return Buffer(_empty(nbytes))
+        values = torch.empty(shape.rows, shape.width, dtype=getattr(torch, shape.dtype))
+        return Buffer(values.view(torch.uint8), values)
 
     def drop(self, buffer: Buffer) -> None:
         """Nothing: it is freed with its last reference."""
@@ -189,9 +190,9 @@ class AcceleratorStaging:
         self._load_stream = accelerator.make_stream()
         self._save_stream = accelerator.make_stream()
 
-    def take(self, nbytes: int) -> Buffer:
+    def take(self, shape: Shape) -> Buffer:
         """Pinned memory of the bounded pool."""
-        return self._loads.take(nbytes)
+        return self._loads.take(shape.nbytes)
 
     def drop(self, buffer: Buffer) -> None:
         """Nothing was queued for it: the next may have it at once."""

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from s3ec import codec
+from s3ec.codec import Shape
 from s3ec.config import Settings
 from s3ec.connector.plan import Load
 from s3ec.errors import CorruptEntryError
@@ -86,11 +87,11 @@ class Watched(staging.HostStaging):
         self.threads: list[str] = []
         self.meeting = meeting
 
-    def take(self, nbytes: int) -> host_pool.Buffer:
+    def take(self, shape: Shape) -> host_pool.Buffer:
         self.threads.append(threading.current_thread().name)
         if self.meeting is not None:
             self.meeting.wait(DEADLINE_S)
-        return super().take(nbytes)
+        return super().take(shape)
 
 
 def check(outcomes: list[torch.Tensor | Exception], count: int) -> None:
@@ -130,14 +131,14 @@ def test_caller_reads_what_the_readers_have_not_begun(bench: Bench) -> None:
     mine: list[int] = []
 
     class Held(staging.HostStaging):
-        def take(self, nbytes: int) -> host_pool.Buffer:
+        def take(self, shape: Shape) -> host_pool.Buffer:
             if threading.current_thread() is me:
-                mine.append(nbytes)
+                mine.append(shape.nbytes)
                 if len(mine) == len(HASHES) - loader._readers._max_workers:
                     gate.set()
             else:
                 assert gate.wait(DEADLINE_S)
-            return super().take(nbytes)
+            return super().take(shape)
 
     loader = loading.Loader(bench.node, Held)
     check(loader.start(bench.loads(len(HASHES)), later=True).finish(), len(HASHES))

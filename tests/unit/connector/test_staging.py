@@ -27,7 +27,7 @@ def fill(memory: torch.Tensor, seed: int) -> None:
 
 
 def load(device: staging.Staging, seed: int) -> torch.Tensor:
-    buffer = device.take(SHAPE.nbytes)
+    buffer = device.take(SHAPE)
     fill(buffer.memory, seed)
     return device.to_device(buffer, SHAPE)
 
@@ -60,7 +60,7 @@ def test_loaded_tensor_keeps_its_values_while_buffers_are_reused(either: staging
 
 
 def test_memory_is_aligned_for_vector_loads(either: staging.Staging) -> None:
-    assert either.take(SHAPE.nbytes).memory.data_ptr() % 64 == 0
+    assert either.take(SHAPE).memory.data_ptr() % 64 == 0
 
 
 def test_copy_to_the_host_survives_changes_of_the_output(either: staging.Staging) -> None:
@@ -164,7 +164,7 @@ def test_memory_that_nothing_came_of_is_reused_at_once() -> None:
     fake = FakeAccelerator()
     device = accelerated(fake, load_buffer_bytes=64 * 1024)
     for _ in range(3):
-        device.drop(device.take(SHAPE.nbytes))
+        device.drop(device.take(SHAPE))
     assert len(fake.allocated) == 1
 
 
