@@ -23,7 +23,7 @@ def values(seed: int) -> torch.Tensor:
 
 
 def fill(memory: torch.Tensor, seed: int) -> None:
-    memory[: SHAPE.nbytes] = values(seed).view(torch.uint8).view(-1)
+    memory.view(-1)[: SHAPE.nbytes] = values(seed).view(torch.uint8).view(-1)
 
 
 def load(device: staging.Staging, seed: int) -> torch.Tensor:
