@@ -14,7 +14,7 @@ import enum
 import itertools
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
@@ -119,7 +119,6 @@ class Fetcher:
         self._max_inflight_bytes = max_inflight_bytes
         self._inflight_bytes = 0
         self._room_wanted: list[asyncio.Future[None]] = []
-        self._undoing: set[asyncio.Task[object]] = set()
 
     async def fetch(
         self, want: Want, deadline: asyncio.Timeout, *, at_any_rate: bool
@@ -161,19 +160,11 @@ class Fetcher:
         """Whether somebody fetches this entry; one system call that is answered from memory."""
         return self._tier.is_claimed(key)
 
-    async def unpin(self, pin: Pin) -> None:
-        """Let go of a pin, in the disk pool."""
-        await self._loop.disk(self._tier.unpin, pin)
+    def unpin(self, pins: Iterable[Pin]) -> None:
+        """Let go of some pins, in the disk pool; nobody waits for it."""
+        self._loop.disk_soon(self._unpin, list(pins))
 
     # -- calls of the disk pool that leave something behind ----------------------------------
-
-    def _undo(self, undo: Callable[[T], object], result: T) -> None:
-        """Undo in the disk pool; nobody waits for it."""
-        task: asyncio.Task[object] = asyncio.get_running_loop().create_task(
-            self._loop.disk(undo, result), name="s3ec-undo"
-        )
-        self._undoing.add(task)
-        task.add_done_callback(self._undoing.discard)
 
     async def _finished(
         self,
@@ -188,11 +179,15 @@ class Fetcher:
         except asyncio.CancelledError:
             await asyncio.wait([call])
             if undo is not None and not call.exception():
-                self._undo(undo, call.result())
+                self._loop.disk_soon(undo, call.result())
             raise
 
     def _pin_or_claim(self, key: Key, at_any_rate: bool) -> Pin | Claim | None:
         return self._tier.pin_or_claim(key, at_any_rate=at_any_rate)
+
+    def _unpin(self, pins: Sequence[Pin]) -> None:
+        for pin in pins:
+            self._tier.unpin(pin)
 
     def _let_go(self, held: object) -> None:
         """Give back a pin or a claim; blocking. Anything else needs nothing."""
@@ -211,13 +206,13 @@ class Fetcher:
             # the bucket is down can still be served from here.
             record = Record(pin.header.shape.width, pin.header.shape.dtype)
         except BaseException:
-            self._undo(self._let_go, pin)
+            self._loop.disk_soon(self._let_go, pin)
             raise
         expected = None if record is None else Shape(want.rows, record.width, record.dtype)
         misfit = _misfit(pin.header, want, expected)
         if misfit is None:
             return Fetched(want, Outcome.READY, pin, "tier")
-        self._undo(self._let_go, pin)
+        self._loop.disk_soon(self._let_go, pin)
         return self._mismatch(want, misfit, pin.header)
 
     def _mismatch(self, want: Want, field: str, header: Header) -> Fetched:
@@ -314,7 +309,7 @@ class Fetcher:
             for request in coming:
                 request.cancel()
             await asyncio.gather(*coming, return_exceptions=True)
-            self._undo(_discard, incoming)
+            self._loop.disk_soon(_discard, incoming)
         return Fetched(want, Outcome.READY, pin, "bucket")
 
     def _begin(self, want: Want, expected: Shape, first: Blob) -> Incoming | tuple[str, Header]:

@@ -130,8 +130,21 @@ class LoopThread:
             return await asyncio.wrap_future(call)
         except asyncio.CancelledError:
             if undo is not None and not call.cancel():
-                call.add_done_callback(lambda done: _undo(pool, undo, done))
+                call.add_done_callback(lambda done: self._undo(undo, done))
             raise
+
+    def disk_soon(self, function: Callable[..., object], *args: object) -> None:
+        """Have a blocking call made in the disk pool; nobody waits for it.
+
+        Only where the loop has run. What the pool has not begun when it ends is not done.
+        """
+        if self._pool is not None:
+            with suppress(RuntimeError):  # it has ended
+                self._pool.submit(_logged, function, *args)
+
+    def _undo(self, undo: Callable[[T], object], done: Future[T]) -> None:
+        if not done.cancelled() and done.exception() is None:
+            self.disk_soon(undo, done.result())
 
     def stop(self, timeout_s: float) -> None:
         """Cancel what runs, end the thread, wait for it up to ``timeout_s``. Idempotent."""
@@ -150,10 +163,12 @@ class LoopThread:
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _undo(pool: ThreadPoolExecutor, undo: Callable[[T], object], done: Future[T]) -> None:
-    if not done.cancelled() and done.exception() is None:
-        with suppress(RuntimeError):  # the pool has ended: so does what the call has left
-            pool.submit(undo, done.result())
+def _logged(function: Callable[..., object], *args: object) -> None:
+    try:
+        function(*args)
+    except Exception:
+        # The top of a call that nobody waits for.
+        log.exception("in the background")
 
 
 def _run_loop(loop: asyncio.AbstractEventLoop) -> None:

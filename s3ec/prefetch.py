@@ -122,7 +122,7 @@ class Prefetcher:
     def forget(self, keys: Iterable[Key]) -> None:
         """Nobody waits for these any more: those that have not begun go behind all others.
 
-        They are answered all the same, unless a later want is: see submit.
+        They are still fetched and answered, and a later want brings one forward again.
         """
         keys = list(keys)
         if keys:
@@ -146,13 +146,9 @@ class Prefetcher:
         pins = list(pins)
         if pins:
             with suppress(RuntimeError):  # stopped: closing the tier gives all pins back
-                self._loop.submit(self._unpin(pins))
+                self._loop.call(self._fetcher.unpin, pins)
 
     # -- the loop's thread -----------------------------------------------------------------
-
-    async def _unpin(self, pins: Sequence[Pin]) -> None:
-        for pin in pins:
-            await self._fetcher.unpin(pin)
 
     def _enqueue(self, wants: list[Want]) -> None:
         for want in wants:
