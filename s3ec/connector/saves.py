@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from s3ec import codec
+from s3ec import tensors
 from s3ec.connector.plan import Save
 from s3ec.connector.staging import HostCopy, Staging, open_staging
 from s3ec.connector.uploads import Upload, Uploader
@@ -206,14 +206,14 @@ class SaveQueue:
         """Encode one embedding and put it on the disk; None where it is none to be kept."""
         tensor = job.copy.wait()
         try:
-            header = codec.describe(
+            header = tensors.describe(
                 tensor,
                 identifier=job.key.identifier,
                 namespace=self._node.namespace.name,
                 modality=job.save.modality,
                 placeholder=job.save.placeholder,
             )
-            pieces = codec.encode(header, tensor)
+            pieces = tensors.encode(header, tensor)
         except CorruptEntryError as exc:
             job.copy.release()
             self._node.counters.add(f"save_problem.refused.{exc.reason}")
