@@ -3,8 +3,8 @@
 
 The file opens with any safetensors reader. Parsing does not use one: it must refuse hostile
 headers before anything is allocated, and safetensors accepts several (duplicate keys,
-shapes with zeros, unexpected names). torch is imported only by the functions that handle
-tensors, so that tier, store and command line work without it.
+shapes with zeros, unexpected names). What handles tensors is in ``tensors``, so that tier, store
+and command line work without torch.
 
 Layout (all integers little-endian)::
 
@@ -21,15 +21,12 @@ import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import xxhash
 
 from s3ec.errors import CorruptEntryError
 from s3ec.identity import FORMAT_VERSION, canonical_json
-
-if TYPE_CHECKING:
-    import torch
 
 TENSOR_NAME = "ec_cache"
 HEADER_LIMIT = 16 * 1024
@@ -41,13 +38,6 @@ MAX_TENSOR_BYTES = 8 * 2**30
 
 # safetensors spelling -> (torch attribute, bytes per value). Encoder outputs are floating point.
 DTYPES = {"BF16": ("bfloat16", 2), "F16": ("float16", 2), "F32": ("float32", 4)}
-# How their values are looked at as integers, and the exponent of NaN and infinity.
-_EXPONENTS = {
-    "bfloat16": ("u2", 0x7F80),
-    "float16": ("u2", 0x7C00),
-    "float32": ("u4", 0x7F800000),
-}
-_FINITE_PART = 1 << 16  # values whose intermediate result stays in a processor's cache
 _SPELLING = {torch_name: spelling for spelling, (torch_name, _) in DTYPES.items()}
 _CHECKSUM = re.compile(r"[0-9a-f]{32}")
 _COUNT = re.compile(r"[1-9][0-9]{0,11}")
@@ -345,13 +335,7 @@ class Verifier:
         Raises:
             CorruptEntryError: ``reason`` is ``length`` or ``checksum``.
         """
-        if self._nbytes != self.header.shape.nbytes:
-            raise CorruptEntryError(
-                f"{self._nbytes} bytes of tensor, expected {self.header.shape.nbytes}",
-                reason="length",
-            )
-        if self._hash.hexdigest() != self.header.checksum:
-            raise CorruptEntryError("checksum differs", reason="checksum")
+        _compare(self.header, self._nbytes, self._hash.hexdigest())
 
 
 def check_identity(header: Header, *, namespace: str, identifier: str) -> None:
@@ -374,92 +358,13 @@ def check_data(header: Header, data: memoryview | bytes) -> None:
     Raises:
         CorruptEntryError: ``reason`` is ``length`` or ``checksum``.
     """
-    if len(data) != header.shape.nbytes:
+    _compare(header, len(data), checksum(data))
+
+
+def _compare(header: Header, nbytes: int, digest: str) -> None:
+    if nbytes != header.shape.nbytes:
         raise CorruptEntryError(
-            f"{len(data)} bytes of tensor, expected {header.shape.nbytes}", reason="length"
+            f"{nbytes} bytes of tensor, expected {header.shape.nbytes}", reason="length"
         )
-    if checksum(data) != header.checksum:
+    if digest != header.checksum:
         raise CorruptEntryError("checksum differs", reason="checksum")
-
-
-def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """A contiguous CPU tensor's memory as bytes, without a copy; keeps the tensor alive."""
-    import torch
-
-    flat = tensor.detach().reshape(-1).view(torch.uint8)
-    array: Any = flat.numpy()
-    return memoryview(array).cast("B")
-
-
-def describe(
-    tensor: torch.Tensor,
-    *,
-    identifier: str,
-    namespace: str,
-    modality: str,
-    placeholder: Mapping[str, Any] | None = None,
-) -> Header:
-    """The header of a tensor that is about to be stored.
-
-    Args:
-        tensor: Contiguous, on the CPU, shape (rows, width), dtype of DTYPES.
-
-    Raises:
-        CorruptEntryError: Not two-dimensional, empty, a dtype we do not store, or not finite
-            (attention kernels have produced NaN; keeping it would spread it over a fleet).
-    """
-
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    if tensor.dim() != 2 or 0 in tensor.shape:
-        raise CorruptEntryError(f"shape {tuple(tensor.shape)} is not (rows, width)", reason="shape")
-    if dtype not in _SPELLING:
-        raise CorruptEntryError(f"dtype {dtype} is not one of {list(_SPELLING)}", reason="dtype")
-    if not _is_finite(tensor, dtype):
-        raise CorruptEntryError("the tensor holds NaN or infinity", reason="nonfinite")
-    rows, width = tensor.shape
-    return Header(
-        identifier=identifier,
-        namespace=namespace,
-        modality=modality,
-        shape=Shape(rows, width, dtype),
-        checksum=checksum(tensor_bytes(tensor)),
-        placeholder=dict(placeholder or {}),
-    )
-
-
-def _is_finite(tensor: torch.Tensor, dtype: str) -> bool:
-    """Whether no exponent has all its bits set; off the GIL, 0.2 ms per million values.
-
-    torch's reductions share the work out to the threads that compute: here, beside an engine,
-    they took 16 ms where the processors were busy (torch 2.13).
-    """
-    import numpy as np
-
-    kind, exponent = _EXPONENTS[dtype]
-    values = np.frombuffer(tensor_bytes(tensor), dtype=kind)
-    for start in range(0, len(values), _FINITE_PART):
-        if np.bitwise_and(values[start : start + _FINITE_PART], exponent).max() == exponent:
-            return False
-    return True
-
-
-def encode(header: Header, tensor: torch.Tensor) -> tuple[bytes, memoryview]:
-    """One entry as two pieces, header and tensor; the tensor is not copied."""
-    return encode_header(header), tensor_bytes(tensor)
-
-
-def to_tensor(header: Header, data: bytearray | memoryview) -> torch.Tensor:
-    """Bytes of a verified entry as a tensor that shares their memory.
-
-    Args:
-        header: From verify or parse_header.
-        data: The tensor's bytes, writable, ``header.shape.nbytes`` long.
-
-    Returns:
-        CPU tensor, shape (rows, width), dtype as stored, not pinned.
-    """
-    import torch
-
-    dtype = getattr(torch, header.shape.dtype)
-    flat = torch.frombuffer(data, dtype=dtype)
-    return flat.view(header.shape.rows, header.shape.width)

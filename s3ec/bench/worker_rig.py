@@ -23,7 +23,7 @@ from vllm.distributed.ec_transfer.ec_connector.example_connector import (
     MMMeta,
 )
 
-from s3ec import codec
+from s3ec import tensors
 from s3ec.bench.corpus import MODALITY, SHAPE
 from s3ec.bench.hooks_rig import Identifiers, engine_config
 from s3ec.config import load_settings
@@ -83,10 +83,10 @@ class WorkerRig:
         """Put every tensor into tier and folder; returns the granted loads, in their order."""
         for name, tensor in self.tensors.items():
             key = _key(name)
-            header = codec.describe(
+            header = tensors.describe(
                 tensor, identifier=name, namespace=self.node.namespace.name, modality=MODALITY
             )
-            self.node.tier.publish(key, codec.encode(header, tensor))
+            self.node.tier.publish(key, tensors.encode(header, tensor))
             pin = self.node.tier.pin(key)
             if pin is None:
                 raise RuntimeError("an entry that was just published cannot be pinned")

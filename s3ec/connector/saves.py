@@ -10,7 +10,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from s3ec import codec
+from s3ec import tensors
 from s3ec.connector.plan import Save
 from s3ec.connector.staging import HostCopy, Staging, open_staging
 from s3ec.connector.uploads import Upload, Uploader
@@ -231,14 +231,14 @@ class SaveQueue:
             self._node.counters.add("save_problem.refused.identifier")
             return None
         try:
-            header = codec.describe(
+            header = tensors.describe(
                 tensor,
                 identifier=job.identifier,
                 namespace=self._node.namespace.name,
                 modality=job.save.modality,
                 placeholder=job.save.placeholder,
             )
-            pieces = codec.encode(header, tensor)
+            pieces = tensors.encode(header, tensor)
         except CorruptEntryError as exc:
             job.copy.release()
             self._node.counters.add(f"save_problem.refused.{exc.reason}")

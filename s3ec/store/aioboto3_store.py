@@ -23,7 +23,7 @@ from botocore.exceptions import ClientError, NoCredentialsError
 
 from s3ec.config import Settings
 from s3ec.errors import UnavailableError
-from s3ec.store.base import Blob, ObjectInfo, content_type_of
+from s3ec.store.base import Blob, ObjectInfo, check_folder, check_name, check_range, content_type_of
 from s3ec.store.replies import Extend, Reply, SdkReply, read_body
 from s3ec.store.sdk_client import Opened, check_settings, open_client
 from s3ec.store.sdk_errors import boundary, code_of, is_absent, status_of
@@ -96,8 +96,7 @@ class Aioboto3Store:
             return None if reply is None else await read_body(reply, max_bytes, what, turn.extend)
 
     async def get_range(self, name: str, start: int, length: int) -> Blob | None:
-        if start < 0 or length < 1:
-            raise ValueError("a range starts at 0 or later and has 1 byte or more")
+        check_range(start, length)
         key = self._key(name)
         what = self._what("GET", key)
         async with self._turn(what) as turn:
@@ -162,8 +161,7 @@ class Aioboto3Store:
                     yield ObjectInfo(key[len(self._root) :], int(entry["Size"]), modified_s)
 
     async def list_folders(self, prefix: str) -> Sequence[str]:
-        if prefix and not prefix.endswith("/"):
-            raise ValueError("a folder's prefix is empty or ends with a slash")
+        check_folder(prefix)
         above = self._root + prefix
         folders: dict[str, None] = {}
         async for page in self._pages(prefix, {"Delimiter": "/"}):
@@ -188,8 +186,7 @@ class Aioboto3Store:
             await self._resources.aclose()
 
     def _key(self, name: str) -> str:
-        if not name or name.startswith("/"):
-            raise ValueError("an object's name is not empty and does not start with a slash")
+        check_name(name)
         return self._root + name
 
     def _what(self, verb: str, key: str) -> str:

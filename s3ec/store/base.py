@@ -87,6 +87,24 @@ class Store(Protocol):
         ...
 
 
+def check_name(name: str) -> None:
+    """Raise ValueError for what would not lie below the store's prefix."""
+    if not name or name.startswith("/"):
+        raise ValueError("an object's name is not empty and does not start with a slash")
+
+
+def check_range(start: int, length: int) -> None:
+    """Raise ValueError for a range that a header cannot say, or that servers read differently."""
+    if start < 0 or length < 1:
+        raise ValueError("a range starts at 0 or later and has 1 byte or more")
+
+
+def check_folder(prefix: str) -> None:
+    """Raise ValueError for a prefix below which no folder can be cut off at its slash."""
+    if prefix and not prefix.endswith("/"):
+        raise ValueError("a folder's prefix is empty or ends with a slash")
+
+
 def content_type_of(key: str) -> str:
     """What a browser or a console should make of an object."""
     return "application/json" if key.endswith(".json") else "binary/octet-stream"

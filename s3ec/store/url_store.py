@@ -24,7 +24,7 @@ import s3ec
 from s3ec.config import Settings
 from s3ec.errors import AccessError, ConfigError, UnavailableError
 from s3ec.store import obstore_runtime
-from s3ec.store.base import Blob, ObjectInfo, content_type_of
+from s3ec.store.base import Blob, ObjectInfo, check_folder, check_range, content_type_of
 from s3ec.store.obstore_errors import fault_of
 from s3ec.store.obstore_reply import ObstoreReply
 from s3ec.store.obstore_runtime import held
@@ -84,8 +84,7 @@ class UrlStore:
                 return None
 
     async def get_range(self, name: str, start: int, length: int) -> Blob | None:
-        if start < 0 or length < 1:
-            raise ValueError("a range starts at 0 or later and has 1 byte or more")
+        check_range(start, length)
         key = self._key(name)
         what = self._what("GET", key)
         async with self._turn(what) as turn:
@@ -150,8 +149,7 @@ class UrlStore:
                 yield self._info(entry)
 
     async def list_folders(self, prefix: str) -> Sequence[str]:
-        if prefix and not prefix.endswith("/"):
-            raise ValueError("a folder's prefix is empty or ends with a slash")
+        check_folder(prefix)
         above = self._root + prefix
         what = self._what("LIST", above)
         async with self._turn(what) as turn:

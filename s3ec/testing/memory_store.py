@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
 from s3ec.errors import ConflictError, CorruptEntryError
-from s3ec.store.base import Blob, ObjectInfo
+from s3ec.store.base import Blob, ObjectInfo, check_folder, check_name, check_range
 
 _MAX_KEY_BYTES = 1024  # S3's limit
 # Outside of the class, where `list` is a method.
@@ -70,8 +70,7 @@ class MemoryStore:
         return body
 
     async def get_range(self, name: str, start: int, length: int) -> Blob | None:
-        if start < 0 or length < 1:
-            raise ValueError("a range starts at 0 or later and has 1 byte or more")
+        check_range(start, length)
         body = await self._body(name)
         return None if body is None else body[start : start + length]
 
@@ -96,8 +95,7 @@ class MemoryStore:
                 yield self._info(key, body)
 
     async def list_folders(self, prefix: str) -> Sequence[str]:
-        if prefix and not prefix.endswith("/"):
-            raise ValueError("a folder's prefix is empty or ends with a slash")
+        check_folder(prefix)
         await self._turn()
         above = len(self._root + prefix)
         folders: dict[str, None] = {}
@@ -139,8 +137,7 @@ class MemoryStore:
         return self.bucket.objects.get(key)
 
     def _key(self, name: str) -> str:
-        if not name or name.startswith("/"):
-            raise ValueError("an object's name is not empty and does not start with a slash")
+        check_name(name)
         return self._root + name
 
     def _info(self, key: str, body: bytes) -> ObjectInfo:

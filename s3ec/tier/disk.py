@@ -284,16 +284,12 @@ class Tier:
         """
         if not self._opened:
             return Claim()
-        for _ in range(2):
-            pin = self.pin(key)
-            if pin is not None:
-                return pin
-            claim = self._claims.take(key.digest)
-            if claim is None:
-                return Claim() if at_any_rate else None
+        for _ in range(2):  # it may come between the look for it and the claim
+            found = self.pin(key) or self.try_claim(key)
+            if found is not None:
+                return found
             if not self.contains(key):
-                return claim
-            self._claims.release(claim)  # it came just before we had the claim
+                return Claim() if at_any_rate else None
         return Claim()  # here, and cannot be pinned: the disk refuses
 
     def is_claimed(self, key: Key) -> bool:

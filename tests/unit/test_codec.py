@@ -5,16 +5,13 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import struct
 import tracemalloc
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors
-import safetensors.torch
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,30 +22,27 @@ from s3ec.identity import MAX_IDENTIFIER_BYTES, canonical_json, make_key
 
 NAMESPACE = "gemma-0123456789abcdef"
 IDENTIFIER = "ab" * 32
-DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-
-
-def tensor_of(rows: int = 3, width: int = 5, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    return torch.arange(rows * width, dtype=torch.float32).reshape(rows, width).sub(7).to(dtype)
+SHAPE = Shape(3, 5, "bfloat16")
 
 
 def entry_of(
-    tensor: torch.Tensor | None = None,
+    shape: Shape = SHAPE,
     *,
     identifier: str = IDENTIFIER,
     namespace: str = NAMESPACE,
     modality: str = "image",
     placeholder: dict[str, Any] | None = None,
 ) -> bytes:
-    tensor = tensor_of() if tensor is None else tensor
-    header = codec.describe(
-        tensor,
+    data = random.Random(shape.rows).randbytes(shape.nbytes)
+    header = Header(
         identifier=identifier,
         namespace=namespace,
         modality=modality,
+        shape=shape,
+        checksum=codec.checksum(data),
         placeholder={"image_grid_thw": [[1, 16, 16]]} if placeholder is None else placeholder,
     )
-    return b"".join(codec.encode(header, tensor))
+    return codec.encode_header(header) + data
 
 
 def verify(blob: bytes | memoryview) -> Header:
@@ -84,66 +78,15 @@ def reason_of(blob: bytes | memoryview) -> str:
 # -- there and back ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(1, 1), (3, 5), (256, 64), (1, 4096)])
-def test_an_entry_comes_back_bit_for_bit(dtype: torch.dtype, shape: tuple[int, int]) -> None:
-    tensor = torch.randn(shape).to(dtype)
-    blob = entry_of(tensor)
+def test_an_entry_says_what_was_written() -> None:
+    blob = entry_of(Shape(256, 64, "float16"))
     header = verify(blob)
-    assert header.identifier == IDENTIFIER
-    assert header.namespace == NAMESPACE
+    assert (header.identifier, header.namespace) == (IDENTIFIER, NAMESPACE)
     assert header.modality == "image"
     assert header.placeholder == {"image_grid_thw": [[1, 16, 16]]}
-    assert header.shape == Shape(*shape, str(dtype).removeprefix("torch."))
+    assert header.shape == Shape(256, 64, "float16")
     assert header.total_bytes == len(blob)
     assert header.data_start % 64 == 0
-    back = codec.to_tensor(header, bytearray(blob[header.data_start :]))
-    assert back.dtype is dtype
-    assert torch.equal(back.view(torch.uint8), tensor.view(torch.uint8))
-
-
-def test_special_but_finite_values_keep_their_bits() -> None:
-    tensor = torch.tensor([[0.0, -0.0, 1e-45, -1e-40, 3.4028234e38, -3.4028234e38]])
-    blob = entry_of(tensor)
-    back = codec.to_tensor(verify(blob), bytearray(blob[-24:]))
-    assert torch.equal(back.view(torch.int32), tensor.view(torch.int32))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_any_safetensors_reader_opens_an_entry(tmp_path: Path, dtype: torch.dtype) -> None:
-    tensor = tensor_of(dtype=dtype)
-    path = tmp_path / "entry.safetensors"
-    path.write_bytes(entry_of(tensor))
-    with safetensors.safe_open(path, "pt") as file:
-        assert list(file.keys()) == ["ec_cache"]
-        assert torch.equal(file.get_tensor("ec_cache"), tensor)
-        metadata = file.metadata()
-    assert metadata["identifier"] == IDENTIFIER
-    assert metadata["s3ec"] == "1"
-    assert json.loads(metadata["placeholder"]) == {"image_grid_thw": [[1, 16, 16]]}
-    # As vLLM's own ECExampleConnector does (0.32, ec_connector/example_connector.py).
-    assert torch.equal(safetensors.torch.load_file(path)["ec_cache"], tensor)
-
-
-def test_a_view_of_a_larger_tensor_is_stored_alone() -> None:
-    batch = torch.randn(6, 10)
-    for view in (batch[2:4], batch.t()[:3], batch[::2, 1:9:3]):
-        blob = entry_of(view)
-        header = verify(blob)
-        assert len(blob) == header.data_start + view.numel() * 4
-        assert torch.equal(codec.to_tensor(header, bytearray(blob[header.data_start :])), view)
-
-
-def test_a_tensor_that_needs_gradients_is_stored() -> None:
-    verify(entry_of(torch.randn(2, 3, requires_grad=True)))
-
-
-def test_encoding_does_not_copy_the_tensor() -> None:
-    tensor = torch.zeros(2, 4)
-    header = codec.describe(tensor, identifier=IDENTIFIER, namespace=NAMESPACE, modality="image")
-    _, data = codec.encode(header, tensor)
-    tensor[1, 3] = 1.0
-    assert bytes(data) == bytes(28) + struct.pack("<f", 1.0)
 
 
 json_values = st.recursive(
@@ -169,9 +112,9 @@ def test_a_placeholder_comes_back_or_is_not_written(placeholder: dict[str, Any])
 
 @pytest.mark.parametrize(
     "placeholder",
-    [{"a": math.nan}, {"a": math.inf}, {"a": 10**400}, {"a": b"x"}, {"a": torch.zeros(1)},
+    [{"a": math.nan}, {"a": math.inf}, {"a": 10**400}, {"a": b"x"}, {"a": object()},
      {1: 2, "1": 2, None: 3}, {"a": "x" * HEADER_LIMIT}],
-    ids=["nan", "inf", "huge", "bytes", "tensor", "mixed keys", "long"],
+    ids=["nan", "inf", "huge", "bytes", "object", "mixed keys", "long"],
 )  # fmt: skip
 def test_a_placeholder_that_is_not_plain_json_is_refused(placeholder: dict[Any, Any]) -> None:
     with pytest.raises(CorruptEntryError) as caught:
@@ -200,57 +143,11 @@ def test_an_identifier_that_json_makes_too_long_is_refused_when_written() -> Non
     assert caught.value.reason == "header"
 
 
-# -- what is not stored ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("place", [0, 7, 14])
-def test_a_tensor_that_is_not_finite_is_refused(
-    dtype: torch.dtype, value: float, place: int
-) -> None:
-    tensor = tensor_of(dtype=dtype)
-    tensor.view(-1)[place] = value
-    with pytest.raises(CorruptEntryError) as caught:
-        entry_of(tensor)
-    assert caught.value.reason == "nonfinite"
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_one_value_that_is_not_finite_is_found_wherever_it_is(
-    dtype: torch.dtype, value: float
-) -> None:
-    """In every lane of the processor's vectors, at the end of a part, in what is left over."""
-    places = [*range(33), 65_535, 65_536, 99_999]
-    for place in places:
-        tensor = torch.ones(100, 1000, dtype=dtype)
-        tensor.view(-1)[place] = value
-        with pytest.raises(CorruptEntryError, match="NaN or infinity"):
-            codec.describe(tensor, identifier=IDENTIFIER, namespace=NAMESPACE, modality="image")
-
-
-@pytest.mark.parametrize("shape", [(), (5,), (1, 2, 3), (0, 5), (5, 0), (0, 0)])
-def test_a_tensor_of_another_form_is_refused(shape: tuple[int, ...]) -> None:
-    with pytest.raises(CorruptEntryError) as caught:
-        entry_of(torch.zeros(shape))
-    assert caught.value.reason == "shape"
-
-
-@pytest.mark.parametrize(
-    "dtype", [torch.float64, torch.int8, torch.int64, torch.bool, torch.complex64]
-)
-def test_a_tensor_of_another_dtype_is_refused(dtype: torch.dtype) -> None:
-    with pytest.raises(CorruptEntryError) as caught:
-        entry_of(torch.zeros(2, 2, dtype=dtype))
-    assert caught.value.reason == "dtype"
-
-
 # -- damage ------------------------------------------------------------------------------------
 
 
 def test_every_flipped_bit_is_noticed() -> None:
-    blob = entry_of(tensor_of(2, 3))
+    blob = entry_of(Shape(2, 3, "bfloat16"))
     missed = []
     for bit in range(len(blob) * 8):
         damaged = bytearray(blob)
@@ -264,7 +161,7 @@ def test_every_flipped_bit_is_noticed() -> None:
 
 
 def test_every_truncation_and_appendix_is_noticed() -> None:
-    blob = entry_of(tensor_of(2, 3))
+    blob = entry_of(Shape(2, 3, "bfloat16"))
     for length in range(len(blob)):
         reason_of(blob[:length])
     for extra in (b"\0", b" ", bytes(64), blob):
@@ -279,7 +176,8 @@ def test_random_bytes_are_no_entry(blob: bytes) -> None:
 @given(st.data())
 @settings(max_examples=300)
 def test_spliced_entries_are_noticed(data: st.DataObject) -> None:
-    blob, other = entry_of(tensor_of(2, 3)), entry_of(tensor_of(3, 2), modality="video")
+    blob = entry_of(Shape(2, 3, "bfloat16"))
+    other = entry_of(Shape(3, 2, "bfloat16"), modality="video")
     start = data.draw(st.integers(0, len(blob)))
     stop = data.draw(st.integers(0, len(blob)))
     spliced = blob[: min(start, stop)] + other[min(start, stop) : max(start, stop)]
@@ -507,7 +405,7 @@ def test_any_sealed_mutation_is_corrupt_or_harmless(part: str, data: st.DataObje
 
 
 def test_a_header_can_be_parsed_from_the_front_of_an_object() -> None:
-    blob = entry_of(torch.randn(300, 64))
+    blob = entry_of(Shape(300, 64, "bfloat16"))
     assert codec.parse_header(blob[: 8 + HEADER_LIMIT]) == codec.parse_header(memoryview(blob))
 
 
@@ -524,7 +422,7 @@ def test_check_data_tells_length_from_content() -> None:
     assert caught.value.reason == "checksum"
 
 
-def test_two_encodings_of_one_tensor_are_equal() -> None:
+def test_two_headers_of_one_tensor_are_equal() -> None:
     """Two producers of one image must not leave two different objects."""
     one = entry_of(placeholder={"a": 1, "b": [2]})
     other = entry_of(placeholder={"b": [2], "a": 1})

@@ -21,7 +21,7 @@ LAYERS = [
     {"errors", "counters", "corpus_url", "__init__"},
     {"identity", "config"},
     {"codec", "settings_table"},
-    {"store", "loop"},
+    {"tensors", "store", "loop"},
     {"tier", "index", "modality"},
     {"fetching"},
     {"prefetch"},
@@ -37,7 +37,7 @@ LAYER_OF = {part: number for number, layer in enumerate(LAYERS) for part in laye
 # Part: whether its import may run when the module is imported ("anywhere") or only inside of a
 # function that is called where the library is ("inside").
 MAY_IMPORT = {
-    "torch": {"codec": "inside", "connector": "anywhere", "corpus": "anywhere",
+    "torch": {"tensors": "inside", "connector": "anywhere", "corpus": "anywhere",
               "bench": "anywhere", "testing": "inside", "demo": "inside"},
     "vllm": {"connector": "anywhere", "bench": "anywhere", "testing": "inside", "demo": "inside",
              "doctor": "inside"},

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from s3ec import codec
+from s3ec import tensors
 from s3ec.codec import Shape
 from s3ec.config import Settings
 from s3ec.connector.plan import Load
@@ -46,13 +46,13 @@ class Bench:
         self.node = Node(settings, name, store=MemoryStore(self.bucket))
 
     def entry(self, number: int) -> bytes:
-        header = codec.describe(
+        header = tensors.describe(
             tensor(number),
             identifier=HASHES[number],
             namespace=self.node.namespace.name,
             modality="image",
         )
-        return b"".join(codec.encode(header, tensor(number)))
+        return b"".join(tensors.encode(header, tensor(number)))
 
     def load(self, number: int) -> Load:
         key = make_key(HASHES[number])

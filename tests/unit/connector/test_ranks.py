@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from s3ec import codec
+from s3ec import tensors
 from s3ec.config import Settings
 from s3ec.connector.items import LEASE_S, RETRY_AFTER_S
 from s3ec.connector.plan import StepPlan, WorkerReport
@@ -50,10 +50,10 @@ def tensor_of(text: str) -> Any:
 
 
 def entry(identifier: str, tensor: Any, **more: Any) -> bytes:
-    header = codec.describe(
+    header = tensors.describe(
         tensor, modality="image", identifier=identifier, namespace=NAMESPACE.name, **more
     )
-    return b"".join(codec.encode(header, tensor))
+    return b"".join(tensors.encode(header, tensor))
 
 
 class RankRig:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from s3ec import codec
+from s3ec import codec, tensors
 from s3ec.config import Settings
 from s3ec.connector.plan import Save
 from s3ec.errors import AccessError, TierError, UnavailableError
@@ -126,7 +126,7 @@ def test_saved_tensor_is_in_bucket_and_tier_and_reads_back(rig: Rig) -> None:
     header = codec.verify(blob, namespace=rig.node.namespace.name, identifier=HASHES[0])
     assert header.placeholder == {"image_grid_thw": [1, 2, 2]}
     assert header.modality == "image"
-    read = codec.to_tensor(header, bytearray(blob[header.data_start :]))
+    read = tensors.to_tensor(header, bytearray(blob[header.data_start :]))
     assert torch.equal(read, tensor(1))
     key = make_key(HASHES[0])
     assert key is not None
@@ -381,7 +381,7 @@ def test_output_may_be_changed_when_put_returns(rig: Rig) -> None:
     blob = rig.stored(HASHES[0])
     assert blob is not None
     header = codec.verify(blob, namespace=rig.node.namespace.name, identifier=HASHES[0])
-    saved = codec.to_tensor(header, bytearray(blob[header.data_start :]))
+    saved = tensors.to_tensor(header, bytearray(blob[header.data_start :]))
     assert torch.equal(saved, torch.arange(16, 48, dtype=torch.float32).view(4, 8))
 
 
@@ -399,7 +399,7 @@ def test_buffer_is_not_reused_while_it_is_uploaded_from_memory(tmp_path: Path) -
         blob = rig.stored(identifier)
         assert blob is not None
         header = codec.verify(blob, namespace=rig.node.namespace.name, identifier=identifier)
-        saved = codec.to_tensor(header, bytearray(blob[header.data_start :]))
+        saved = tensors.to_tensor(header, bytearray(blob[header.data_start :]))
         assert torch.equal(saved, tensor(number))
     assert held_bytes(queue) == 0
     rig.close()
@@ -441,7 +441,7 @@ def test_hook_does_not_wait_for_the_device_and_the_writer_does(
     blob = rig.stored(HASHES[0])
     assert blob is not None
     header = codec.verify(blob, namespace=rig.node.namespace.name, identifier=HASHES[0])
-    saved = codec.to_tensor(header, bytearray(blob[header.data_start :]))
+    saved = tensors.to_tensor(header, bytearray(blob[header.data_start :]))
     assert torch.equal(saved, tensor(1))
     assert staging._saves.taken_bytes == 0
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from s3ec import codec
+from s3ec import codec, tensors
 from s3ec.config import Settings
 from s3ec.connector.plan import Load, Save, StepPlan
 from s3ec.errors import UnavailableError
@@ -65,8 +65,8 @@ class Rig:
 
     def entry(self, identifier: str, tensor: torch.Tensor, **other: Any) -> bytes:
         fields = {"identifier": identifier, "namespace": self.node.namespace.name, **other}
-        header = codec.describe(tensor, modality="image", **fields)
-        return b"".join(codec.encode(header, tensor))
+        header = tensors.describe(tensor, modality="image", **fields)
+        return b"".join(tensors.encode(header, tensor))
 
     def pinned(self, identifier: str, tensor: torch.Tensor) -> Load:
         key = make_key(identifier)
