@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
+from collections.abc import Mapping
 
 
 class Counters:
@@ -21,6 +22,12 @@ class Counters:
         """Add to a sum. One uncontended lock: about 0.1 us, no system call."""
         with self._lock:
             self._sums[name] += amount
+
+    def add_all(self, amounts: Mapping[str, float]) -> None:
+        """Add to several sums under one lock."""
+        with self._lock:
+            for name, amount in amounts.items():
+                self._sums[name] += amount
 
     def get(self, name: str) -> float:
         """The sum so far, 0 if nothing was added."""

@@ -27,9 +27,9 @@ log = logging.getLogger(__name__)
 _RESCUE_TIMEOUT_S = 20.0
 # More do not help: a few fill the memory bus.
 _MAX_READERS = 4
-# Hashed while it is in the processor's cache: 10% of a 30 MB entry. Not smaller, since each part
-# costs two turns at the GIL.
-_PART_BYTES = 2**20
+# Hashed while it is in the processor's last cache: 10% of a 30 MB entry. Not smaller, since each
+# part costs two turns at the GIL.
+_PART_BYTES = 2**22
 # Follows no link and waits for no pipe's writer, should somebody have put one there.
 _OPEN = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 

@@ -81,10 +81,12 @@ class WorkerHalf:
         loads = list(wanted.values())
         with compat.sync_allowed():
             batch = self._loader.start(loads, later=self._finish_later)
-        self._started = _Started(plan.step, len(plan.loads), loads, batch)
+            started = _Started(plan.step, len(plan.loads), loads, batch)
+            if not self._finish_later:
+                self._finish(started, encoder_cache, began)
+                return
+        self._started = started
         self._node.counters.add("load.seconds", time.perf_counter() - began)
-        if not self._finish_later:
-            self.finish_load_caches(encoder_cache)
 
     def finish_load_caches(self, encoder_cache: dict[str, torch.Tensor]) -> None:
         """Put what start_load_caches began into the encoder cache. More than once is fine.
@@ -98,25 +100,28 @@ class WorkerHalf:
                 requests.
         """
         started, self._started = self._started, None
-        if started is None:
-            return
-        began = time.perf_counter()
+        if started is not None:
+            with compat.sync_allowed():
+                self._finish(started, encoder_cache, time.perf_counter())
+
+    def _finish(
+        self, started: _Started, encoder_cache: dict[str, torch.Tensor], began: float
+    ) -> None:
         failure: Exception | None = None
         nbytes = 0
-        with compat.sync_allowed():
-            outcomes = started.batch.finish()
-        for load, outcome in zip(started.loads, outcomes, strict=True):
+        for load, outcome in zip(started.loads, started.batch.finish(), strict=True):
             if isinstance(outcome, Exception):
                 failure = failure or outcome
             elif load.identifier not in encoder_cache:
                 encoder_cache[load.identifier] = outcome
                 nbytes += load.shape.nbytes
-        self._node.counters.add("load.seconds", time.perf_counter() - began)
+        sums = {"load.seconds": time.perf_counter() - began}
+        if failure is None:
+            self._loaded.setdefault(started.step, set()).add(self._rank())
+            sums |= {"load.items": started.asked, "load.bytes": nbytes}
+        self._node.counters.add_all(sums)
         if failure is not None:
             raise failure
-        self._loaded.setdefault(started.step, set()).add(self._rank())
-        self._node.counters.add("load.items", started.asked)
-        self._node.counters.add("load.bytes", nbytes)
 
     def save_caches(
         self, encoder_cache: Mapping[str, Any], identifier: str, plan: StepPlan
