@@ -15,8 +15,6 @@ Layout (all integers little-endian)::
 
 from __future__ import annotations
 
-import json
-import math
 import re
 import struct
 from collections.abc import Mapping
@@ -25,6 +23,7 @@ from typing import Any
 
 import xxhash
 
+from s3ec import plain_json
 from s3ec.errors import CorruptEntryError
 from s3ec.identity import FORMAT_VERSION, canonical_json
 
@@ -114,7 +113,7 @@ def encode_header(header: Header) -> bytes:
     """
     try:
         placeholder = canonical_json(dict(header.placeholder))
-        _loads(placeholder)  # what readers would refuse is not written
+        plain_json.loads(placeholder)  # what readers would refuse is not written
     except (TypeError, ValueError, RecursionError) as exc:
         raise CorruptEntryError(f"placeholder is not plain JSON: {exc}", reason="header") from exc
     metadata = {
@@ -158,7 +157,7 @@ def parse_header(blob: memoryview | bytes) -> Header:
     if len(blob) < 8 + length:
         raise CorruptEntryError("cut off inside the header", reason="length")
     try:
-        content = _loads(bytes(blob[8 : 8 + length]).decode("utf-8"))
+        content = plain_json.loads(bytes(blob[8 : 8 + length]).decode("utf-8"))
     except (ValueError, RecursionError) as exc:
         raise CorruptEntryError(f"header is not acceptable JSON: {exc}", reason="header") from exc
     if not isinstance(content, dict) or content.keys() != {"__metadata__", TENSOR_NAME}:
@@ -190,42 +189,6 @@ def _seal(metadata: Mapping[str, str], tensor: object) -> str:
     return checksum(canonical_json([rest, tensor]).encode())
 
 
-def _loads(text: str) -> Any:
-    """JSON as we write it, and nothing that readers take in different ways.
-
-    Raises:
-        ValueError, RecursionError: Something else.
-    """
-    return json.loads(
-        text,
-        object_pairs_hook=_unique,
-        parse_int=_small,
-        parse_float=_finite,
-        parse_constant=_finite,
-    )
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Refuse duplicate keys: readers differ in which one they believe."""
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        raise ValueError("duplicate key")
-    return result
-
-
-def _small(digits: str) -> int:
-    if len(digits) > 15:
-        raise ValueError("number too large")
-    return int(digits)
-
-
-def _finite(digits: str) -> float:
-    value = float(digits)
-    if not math.isfinite(value):
-        raise ValueError("not a finite number")
-    return value
-
-
 def _checked(metadata: dict[str, str], tensor: object, front: bytes) -> Header:
     if metadata.get("s3ec") != str(FORMAT_VERSION):
         raise CorruptEntryError(
@@ -242,7 +205,7 @@ def _checked(metadata: dict[str, str], tensor: object, front: bytes) -> Header:
     if not _CHECKSUM.fullmatch(metadata.get("xxh3", "")):
         raise CorruptEntryError("no checksum", reason="checksum")
     try:
-        placeholder = _loads(metadata.get("placeholder", "{}"))
+        placeholder = plain_json.loads(metadata.get("placeholder", "{}"))
     except (ValueError, RecursionError) as exc:
         raise CorruptEntryError("placeholder is not JSON", reason="header") from exc
     if not isinstance(placeholder, dict):

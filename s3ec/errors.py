@@ -64,7 +64,8 @@ class CorruptEntryError(S3ECError):
 
     Attributes:
         reason: One word for counters: ``length``, ``header``, ``checksum``, ``identifier``,
-            ``namespace``, ``size``, ``dtype``, ``shape``, ``version`` or ``nonfinite``.
+            ``namespace``, ``size``, ``dtype``, ``shape``, ``version``, ``nonfinite`` or
+            ``order`` (an index file that is not sorted).
     """
 
     def __init__(self, message: str, *, reason: str) -> None:

@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The commit of a base: one small JSON file that names its shards and the deltas inside it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from s3ec import codec, plain_json
+from s3ec.errors import CorruptEntryError
+from s3ec.identity import Layout, canonical_json, is_ulid
+
+FORMAT = 1
+# A hundred thousand merged deltas are 3 MB; a compaction takes far fewer.
+MAX_HEAD_BYTES = 8 * 2**20
+MAX_VERSION = 10**12 - 1
+_MAX_NUMBER = 10**15 - 1  # what plain_json reads
+_RUN = re.compile(r"[0-9a-f]{16}")
+_XXH3 = re.compile(r"[0-9a-f]{32}")
+_HEAD_FIELDS = {
+    *("format", "version", "run", "created_s", "entries", "bloom_fpr", "shards", "merged")
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Blob:
+    """One file of a base.
+
+    Attributes:
+        nbytes: Its size.
+        xxh3: xxh3-128 of all its bytes, 32 hex digits.
+    """
+
+    nbytes: int
+    xxh3: str
+
+    @classmethod
+    def of(cls, pieces: Iterable[bytes | memoryview]) -> Blob:
+        """Size and checksum of a file that consists of these pieces."""
+        nbytes, running = 0, codec.running_checksum()
+        for piece in pieces:
+            nbytes += memoryview(piece).nbytes
+            running.update(piece)
+        return cls(nbytes, running.hexdigest())
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The part of a base whose digests' leading byte is in ``first..last``.
+
+    Every shard has both files, also one without entries.
+
+    Attributes:
+        first: Lowest leading byte.
+        last: Highest leading byte.
+        entries: Rows.
+        segment: Its rows.
+        bloom: Its filter.
+    """
+
+    first: int
+    last: int
+    entries: int
+    segment: Blob
+    bloom: Blob
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What ``manifest/head/VERSION.json`` says.
+
+    Attributes:
+        version: Counts from 1.
+        run: 16 hex digits of the compaction that wrote the shards.
+        created_s: Unix seconds.
+        entries: Rows of all shards.
+        bloom_fpr: False positive rate that the filters were built for.
+        shards: Cover the leading bytes 0..255 in order, without gap or overlap.
+        merged: ULIDs of deltas that are contained in the base and may still be in the bucket.
+    """
+
+    version: int
+    run: str
+    created_s: int
+    entries: int
+    bloom_fpr: float
+    shards: tuple[Shard, ...]
+    merged: frozenset[str] = field(default_factory=frozenset)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all segments together, filters left out."""
+        return sum(shard.segment.nbytes for shard in self.shards)
+
+    @property
+    def bloom_nbytes(self) -> int:
+        """Bytes of all filters together."""
+        return sum(shard.bloom.nbytes for shard in self.shards)
+
+    def segment_name(self, layout: Layout, shard: Shard) -> str:
+        """Object name of one shard's rows."""
+        return layout.shard(self.version, self.run, shard.first, shard.last)
+
+    def bloom_name(self, layout: Layout, shard: Shard) -> str:
+        """Object name of one shard's filter."""
+        return layout.bloom(self.version, self.run, shard.first, shard.last)
+
+    def to_json(self) -> bytes:
+        """The file: canonical JSON, so equal heads are equal bytes."""
+        content = {
+            "format": FORMAT,
+            "version": self.version,
+            "run": self.run,
+            "created_s": self.created_s,
+            "entries": self.entries,
+            "bloom_fpr": self.bloom_fpr,
+            "shards": [
+                {
+                    "first": shard.first,
+                    "last": shard.last,
+                    "entries": shard.entries,
+                    "nbytes": shard.segment.nbytes,
+                    "xxh3": shard.segment.xxh3,
+                    "bloom": {"nbytes": shard.bloom.nbytes, "xxh3": shard.bloom.xxh3},
+                }
+                for shard in self.shards
+            ],
+            "merged": sorted(self.merged),
+        }
+        return canonical_json(content).encode()
+
+
+def parse_head(blob: bytes | memoryview, *, name: str = "head") -> Head:
+    """Read and check a head.
+
+    Args:
+        blob: The whole file.
+        name: What errors call it.
+
+    Raises:
+        CorruptEntryError: ``reason`` is ``version`` where another format wrote it: a newer
+            s3ec, so the base is of no use here; ``size`` or ``header`` where it is unusable.
+    """
+    if len(blob) > MAX_HEAD_BYTES:
+        raise CorruptEntryError(
+            f"{name}: {len(blob)} bytes are over the limit of {MAX_HEAD_BYTES}", reason="size"
+        )
+    try:
+        content = plain_json.loads(bytes(blob).decode("utf-8"))
+    except (ValueError, RecursionError) as exc:
+        raise CorruptEntryError(f"{name}: not acceptable JSON: {exc}", reason="header") from exc
+    if not isinstance(content, dict) or "format" not in content:
+        raise CorruptEntryError(f"{name}: not a head of an index", reason="header")
+    if content["format"] != FORMAT or type(content["format"]) is not int:
+        raise CorruptEntryError(
+            f"{name}: format {content['format']!r:.40}, expected {FORMAT}", reason="version"
+        )
+    try:
+        return _checked(content)
+    except _WrongError as exc:
+        raise CorruptEntryError(f"{name}: {exc}", reason="header") from exc
+
+
+class _WrongError(ValueError):
+    """What a head says cannot be true."""
+
+
+def _checked(content: dict[str, Any]) -> Head:
+    if content.keys() != _HEAD_FIELDS:
+        raise _WrongError("has other fields than a head")
+    if not isinstance(content["shards"], list) or not isinstance(content["merged"], list):
+        raise _WrongError("shards and merged must be lists")
+    merged = content["merged"]
+    if not all(isinstance(name, str) and is_ulid(name) for name in merged):
+        raise _WrongError("merged holds something else than ULIDs")
+    fpr = content["bloom_fpr"]
+    if not isinstance(fpr, float) or not 0 < fpr < 1:
+        raise _WrongError("bloom_fpr must be between 0 and 1")
+    shards = tuple(_checked_shard(shard) for shard in content["shards"])
+    _check_cover(shards)
+    head = Head(
+        version=_number(content, "version", 1, MAX_VERSION),
+        run=_text(content, "run", _RUN),
+        created_s=_number(content, "created_s", 0, _MAX_NUMBER),
+        entries=_number(content, "entries", 0, _MAX_NUMBER),
+        bloom_fpr=fpr,
+        shards=shards,
+        merged=frozenset(merged),
+    )
+    if head.entries != sum(shard.entries for shard in shards):
+        raise _WrongError("entries and shards disagree")
+    return head
+
+
+def _checked_shard(content: object) -> Shard:
+    if not isinstance(content, dict) or content.keys() != {
+        *("first", "last", "entries", "nbytes", "xxh3", "bloom")
+    }:
+        raise _WrongError("a shard has other fields")
+    first = _number(content, "first", 0, 255)
+    return Shard(
+        first=first,
+        last=_number(content, "last", first, 255),
+        entries=_number(content, "entries", 0, _MAX_NUMBER),
+        segment=_checked_blob({name: content[name] for name in ("nbytes", "xxh3")}),
+        bloom=_checked_blob(content["bloom"]),
+    )
+
+
+def _checked_blob(content: object) -> Blob:
+    if not isinstance(content, dict) or content.keys() != {"nbytes", "xxh3"}:
+        raise _WrongError("a file must have nbytes and xxh3")
+    return Blob(_number(content, "nbytes", 1, _MAX_NUMBER), _text(content, "xxh3", _XXH3))
+
+
+def _check_cover(shards: tuple[Shard, ...]) -> None:
+    expected = 0
+    for shard in shards:
+        if shard.first != expected:
+            raise _WrongError("shards overlap or leave a gap")
+        expected = shard.last + 1
+    if expected != 256:
+        raise _WrongError("shards do not cover all leading bytes")
+
+
+def _number(content: dict[str, Any], name: str, low: int, high: int) -> int:
+    value = content[name]
+    # By type, since Python takes True for 1 and other readers don't.
+    if type(value) is not int or not low <= value <= high:
+        raise _WrongError(f"{name} must be a number in {low}..{high}")
+    return value
+
+
+def _text(content: dict[str, Any], name: str, pattern: re.Pattern[str]) -> str:
+    value = content[name]
+    if not isinstance(value, str) or not pattern.fullmatch(value):
+        raise _WrongError(f"{name} is malformed")
+    return value
