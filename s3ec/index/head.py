@@ -16,6 +16,7 @@ FORMAT = 1
 # A hundred thousand merged deltas are 3 MB; a compaction takes far fewer.
 MAX_HEAD_BYTES = 8 * 2**20
 MAX_VERSION = 10**12 - 1
+MAX_SHARD_ROWS = 2**20
 _MAX_NUMBER = 10**15 - 1  # what plain_json reads
 _RUN = re.compile(r"[0-9a-f]{16}")
 _XXH3 = re.compile(r"[0-9a-f]{32}")
@@ -130,6 +131,19 @@ class Head:
             "merged": sorted(self.merged),
         }
         return canonical_json(content).encode()
+
+
+def shard_ranges(entries: int) -> list[tuple[int, int]]:
+    """Leading bytes (first, last) of each shard of a base of so many entries.
+
+    A power of two of them, at most 256, so that shards have at most about 2**20 rows. Digests
+    are spread evenly; a sixteenth is left free for chance.
+    """
+    shards = 1
+    while shards < 256 and entries > shards * (MAX_SHARD_ROWS - MAX_SHARD_ROWS // 16):
+        shards *= 2
+    step = 256 // shards
+    return [(first, first + step - 1) for first in range(0, 256, step)]
 
 
 def parse_head(blob: bytes | memoryview, *, name: str = "head") -> Head:

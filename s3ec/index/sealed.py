@@ -15,10 +15,15 @@ columns), and ``header_xxh3`` (of all else that the header says).
 from __future__ import annotations
 
 import math
+import mmap
+import os
 import re
+import stat
 import struct
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -215,3 +220,33 @@ def _place(tensor: dict[str, Any], start: int) -> Place:
     if place.nbytes > MAX_FILE_BYTES or start % np.dtype(kind).itemsize:
         raise ValueError("a column is too large or not aligned")
     return place
+
+
+def map_file(path: str | os.PathLike[str]) -> mmap.mmap:
+    """Map a whole file for reading; before Python 3.13 it keeps a descriptor.
+
+    Raises:
+        CorruptEntryError: Not a regular file, or empty.
+        OSError: It cannot be opened.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        about = os.fstat(fd)
+        if not stat.S_ISREG(about.st_mode) or not about.st_size:
+            raise CorruptEntryError(
+                f"{Path(path).name}: not a regular file, or empty", reason="length"
+            )
+        if sys.version_info >= (3, 13):
+            return mmap.mmap(fd, about.st_size, access=mmap.ACCESS_READ, trackfd=False)
+        return mmap.mmap(fd, about.st_size, access=mmap.ACCESS_READ)
+    finally:
+        os.close(fd)
+
+
+def advise(whole: mmap.mmap, soon: Iterable[Place]) -> None:
+    """Have some columns read ahead, and of the others only the pages that are touched."""
+    whole.madvise(mmap.MADV_RANDOM)
+    for place in soon:
+        start = place.start // mmap.PAGESIZE * mmap.PAGESIZE
+        if place.nbytes:
+            whole.madvise(mmap.MADV_WILLNEED, start, place.start + place.nbytes - start)

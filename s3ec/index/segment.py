@@ -11,10 +11,7 @@ size. Skewed digests cost more steps, never a wrong answer.
 
 from __future__ import annotations
 
-import mmap
 import os
-import stat
-import sys
 from bisect import bisect_left, bisect_right
 from pathlib import Path
 
@@ -111,9 +108,10 @@ class Segment:
             OSError: It cannot be opened.
         """
         name = Path(path).name
-        whole = _map(path, name)
+        whole = sealed.map_file(path)
         segment = cls.parse(memoryview(whole), namespace, name=name)
-        _advise(whole, segment._front)
+        if segment._front is not None:
+            sealed.advise(whole, [segment._front.places[at] for at in ("digest_hi", _FENCES)])
         return segment
 
     @classmethod
@@ -268,28 +266,3 @@ def _checked_entries(front: Front, name: str) -> int:
     if fences.kind != "<u4" or len(fences.shape) != 1 or slots < 1 or slots & (slots - 1):
         raise CorruptEntryError(f"{name}: {slots} slots", reason="shape")
     return entries
-
-
-def _map(path: str | os.PathLike[str], name: str) -> mmap.mmap:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    try:
-        about = os.fstat(fd)
-        if not stat.S_ISREG(about.st_mode) or not about.st_size:
-            raise CorruptEntryError(f"{name}: not a file, or empty", reason="length")
-        if sys.version_info >= (3, 13):
-            # No descriptor per shard.
-            return mmap.mmap(fd, about.st_size, access=mmap.ACCESS_READ, trackfd=False)
-        return mmap.mmap(fd, about.st_size, access=mmap.ACCESS_READ)
-    finally:
-        os.close(fd)
-
-
-def _advise(whole: mmap.mmap, front: Front | None) -> None:
-    """Lookups read one item here and there: first halves and fences soon, the rest rarely."""
-    if front is None:
-        return
-    whole.madvise(mmap.MADV_RANDOM)
-    for column in ("digest_hi", _FENCES):
-        place = front.places[column]
-        start = place.start // mmap.PAGESIZE * mmap.PAGESIZE
-        whole.madvise(mmap.MADV_WILLNEED, start, place.start + place.nbytes - start)
