@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 import os
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -57,14 +58,20 @@ def size_for(entries: int, fpr: float) -> tuple[int, int]:
     """
     if not entries:
         return 1, 1
-    best = min((_density(fpr * _AIM, probes), -probes) for probes in range(1, MAX_PROBES + 1))
-    blocks = max(1, math.ceil(entries * best[0]))
+    density, probes = _density(fpr)
+    blocks = max(1, math.ceil(entries * density))
     if blocks > MAX_BLOCKS:
         raise CorruptEntryError(f"a filter of {entries} keys is too large", reason="size")
-    return blocks, -best[1]
+    return blocks, probes
 
 
-def _density(fpr: float, probes: int) -> float:
+@lru_cache(maxsize=16)
+def _density(fpr: float) -> tuple[float, int]:
+    """The fewest blocks per key, and their probes; 50 ms, so once for all shards."""
+    return min((_density_of(fpr * _AIM, probes), probes) for probes in range(1, MAX_PROBES + 1))
+
+
+def _density_of(fpr: float, probes: int) -> float:
     """Blocks per key at which so many probes give this rate."""
     low, high = 1e-5, 1e3
     for _ in range(50):

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Heads: what was committed is read back, and nothing else is believed."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from s3ec.errors import CorruptEntryError
+from s3ec.identity import Layout
+from s3ec.index.head import (
+    MAX_HEAD_BYTES,
+    MAX_SHARD_ROWS,
+    Blob,
+    Head,
+    Shard,
+    parse_head,
+    shard_ranges,
+)
+
+ULID = "01ARZ3NDEKTSV4RRFFQ69G5FAV"
+BLOB = Blob(100, "0123456789abcdef" * 2)
+
+
+def head_of(*ranges: tuple[int, int, int]) -> Head:
+    shards = tuple(Shard(first, last, entries, BLOB, BLOB) for first, last, entries in ranges)
+    entries = sum(shard.entries for shard in shards)
+    return Head(7, "0123456789abcdef", 1_700_000_000, entries, 0.01, shards, frozenset({ULID}))
+
+
+HEAD = head_of((0, 127, 5), (128, 255, 0))
+CONTENT = json.loads(HEAD.to_json())
+
+
+def reason_of(blob: bytes) -> str:
+    with pytest.raises(CorruptEntryError, match=r"^000000000007\.json: ") as caught:
+        parse_head(blob, name="000000000007.json")
+    return caught.value.reason
+
+
+def changed(change: Callable[[dict[str, Any]], object]) -> bytes:
+    content = json.loads(HEAD.to_json())
+    change(content)
+    return json.dumps(content).encode()
+
+
+def test_what_was_committed_is_read_back() -> None:
+    assert parse_head(HEAD.to_json()) == HEAD
+    assert parse_head(memoryview(HEAD.to_json())) == HEAD
+    assert (HEAD.nbytes, HEAD.bloom_nbytes) == (200, 200)
+
+
+def test_the_file_is_as_documented() -> None:
+    blob = f'{{"nbytes":100,"xxh3":"{BLOB.xxh3}"}}'
+    one = f'"bloom":{blob},"entries":5,"first":0,"last":255,"nbytes":100,"xxh3":"{BLOB.xxh3}"'
+    assert head_of((0, 255, 5)).to_json().decode() == (
+        '{"bloom_fpr":0.01,"created_s":1700000000,"entries":5,"format":1,'
+        f'"merged":["{ULID}"],"run":"0123456789abcdef","shards":[{{{one}}}],"version":7}}'
+    )
+
+
+def test_names_of_shards_are_the_layouts() -> None:
+    layout = Layout("gemma-0123456789abcdef")
+    run = "gemma-0123456789abcdef/manifest/base/000000000007-0123456789abcdef/"
+    shard = HEAD.shards[1]
+    assert HEAD.segment_name(layout, shard) == f"{run}80-ff.safetensors"
+    assert HEAD.bloom_name(layout, shard) == f"{run}80-ff.bloom.safetensors"
+
+
+def test_another_format_is_told_apart_from_damage() -> None:
+    assert reason_of(b'{"format":2,"whatever":[]}') == "version"
+    assert reason_of(b'{"format":true}') == "version"
+    assert reason_of(b'{"version":1}') == "header"
+
+
+HOSTILE: dict[str, Callable[[dict[str, Any]], object]] = {
+    "a field more": lambda c: c.update(extra=1),
+    "a field less": lambda c: c.pop("merged"),
+    "version 0": lambda c: c.update(version=0),
+    "version too large": lambda c: c.update(version=10**12),
+    "version as text": lambda c: c.update(version="7"),
+    "version true": lambda c: c.update(version=True),
+    "a run that is a path": lambda c: c.update(run="../../../../etc/a"),
+    "run in upper case": lambda c: c.update(run="0123456789ABCDEF"),
+    "a negative time": lambda c: c.update(created_s=-1),
+    "entries that do not add up": lambda c: c.update(entries=6),
+    "2**60 entries": lambda c: c.update(entries=2**60),
+    "rate 0": lambda c: c.update(bloom_fpr=0.0),
+    "rate 1": lambda c: c.update(bloom_fpr=1.0),
+    "rate of a number": lambda c: c.update(bloom_fpr=1),
+    "no shards": lambda c: c.update(shards=[], entries=0),
+    "shards no list": lambda c: c.update(shards={}),
+    "merged no list": lambda c: c.update(merged="01ARZ"),
+    "merged a path": lambda c: c.update(merged=["../../objects/ab"]),
+    "merged a number": lambda c: c.update(merged=[1]),
+    "a gap": lambda c: c["shards"][1].update(first=129),
+    "an overlap": lambda c: c["shards"][1].update(first=127),
+    "ends early": lambda c: c["shards"][1].update(last=254),
+    "begins late": lambda c: c["shards"][0].update(first=1),
+    "ends before it begins": lambda c: c["shards"][1].update(last=100),
+    "twice the same": lambda c: c["shards"].append(copy.deepcopy(c["shards"][0])),
+    "in the wrong order": lambda c: c["shards"].reverse(),
+    "an empty file": lambda c: c["shards"][0].update(nbytes=0),
+    "no checksum": lambda c: c["shards"][0].update(xxh3=""),
+    "a shard that is none": lambda c: c.update(shards=[None]),
+    "no filter": lambda c: c["shards"][0].update(bloom=None),
+    "a filter without a size": lambda c: c["shards"][0].update(bloom={"xxh3": BLOB.xxh3}),
+}
+
+
+@pytest.mark.parametrize("change", HOSTILE.values(), ids=HOSTILE)
+def test_a_head_that_cannot_be_true_is_refused(change: Callable[[dict[str, Any]], object]) -> None:
+    assert reason_of(changed(change)) == "header"
+
+
+@pytest.mark.parametrize(
+    "blob",
+    [
+        b"",
+        b"[]",
+        b"null",
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b'{"format":1,"format":1}',
+        b'{"format":NaN}',
+        b'{"format":1' + b"0" * 5000 + b"}",
+    ],
+    ids=["empty", "list", "null", "not utf-8", "deep", "twice", "nan", "long number"],
+)
+def test_what_is_no_plain_json_is_refused(blob: bytes) -> None:
+    assert reason_of(blob) == "header"
+
+
+def test_a_head_over_the_limit_is_not_parsed() -> None:
+    assert reason_of(b" " * (MAX_HEAD_BYTES + 1)) == "size"
+
+
+@given(st.data())
+def test_a_damaged_head_is_refused_or_another_valid_head(data: st.DataObject) -> None:
+    blob = bytearray(HEAD.to_json())
+    if data.draw(st.booleans(), label="cut"):
+        del blob[data.draw(st.integers(0, len(blob) - 1)) :]
+    else:
+        blob[data.draw(st.integers(0, len(blob) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    try:
+        head = parse_head(bytes(blob))
+    except CorruptEntryError:
+        return
+    assert [shard.first for shard in head.shards] == [0, head.shards[0].last + 1]
+    assert parse_head(head.to_json()) == head
+
+
+@settings(max_examples=50)
+@given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(), st.lists))
+def test_any_json_in_any_field_is_refused_or_valid(value: object) -> None:
+    for field in CONTENT:
+        blob = json.dumps({**CONTENT, field: value}).encode()
+        with contextlib.suppress(CorruptEntryError):
+            parse_head(blob)
+
+
+@pytest.mark.parametrize(
+    ("entries", "shards"),
+    [(0, 1), (1, 1), (900_000, 1), (1_000_000, 2), (10**7, 16), (10**8, 128), (10**9, 256)],
+)
+def test_ranges_cover_everything_in_a_power_of_two_of_shards(entries: int, shards: int) -> None:
+    ranges = shard_ranges(entries)
+    assert len(ranges) == shards
+    assert parse_head(head_of(*((first, last, 1) for first, last in ranges)).to_json())
+    assert entries / shards <= MAX_SHARD_ROWS or shards == 256
+
+
+def test_size_and_checksum_of_pieces_are_those_of_the_file() -> None:
+    whole = Blob.of([b"one", memoryview(b"two"), b""])
+    assert whole == Blob.of([b"onetwo"])
+    assert whole.nbytes == 6
+    assert whole != Blob.of([b"onetwp"])
