@@ -111,7 +111,9 @@ class Segment:
         whole = sealed.map_file(path)
         segment = cls.parse(memoryview(whole), namespace, name=name)
         if segment._front is not None:
-            sealed.advise(whole, [segment._front.places[at] for at in ("digest_hi", _FENCES)])
+            # A lookup reads these; in the others it reads nothing.
+            lookup = ("digest_hi", "digest_lo", _FENCES)
+            sealed.advise(whole, [segment._front.places[column] for column in lookup])
         return segment
 
     @classmethod
