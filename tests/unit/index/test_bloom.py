@@ -75,7 +75,7 @@ def test_the_measured_rate_is_the_one_asked_for(fpr: float, first: int, last: in
     assert abs(measured - filtered.fpr) < 5 * spread
 
 
-@pytest.mark.parametrize(("fpr", "bytes_per_key"), [(0.1, 0.65), (0.01, 1.3), (0.001, 2.1)])
+@pytest.mark.parametrize(("fpr", "bytes_per_key"), [(0.1, 0.65), (0.01, 1.3), (0.001, 2.15)])
 def test_memory_per_key(fpr: float, bytes_per_key: float) -> None:
     for entries in (10**5, 10**7, 10**9):
         blocks, probes = size_for(entries, fpr)
@@ -151,20 +151,21 @@ def tensor(shape: list[int], nbytes: int) -> Callable[[dict[str, Any]], object]:
     return lambda content: content["bloom"].update(shape=shape, data_offsets=[0, nbytes])
 
 
+BLOCKS, _ = size_for(300, 0.01)
 LIES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "another format": (meta(s3ec="bloom-2"), "version"),
     "a segment": (meta(s3ec="index-1"), "version"),
     "another namespace": (meta(namespace=OTHER), "namespace"),
     "no probes": (meta(probes="0"), "shape"),
-    "many probes": (meta(probes="8"), "shape"),
-    "probes in words": (meta(probes="seven"), "shape"),
+    "many probes": (meta(probes="7"), "shape"),
+    "probes in words": (meta(probes="six"), "shape"),
     "minus one key": (meta(entries="-1"), "size"),
     "2**60 keys": (meta(entries=str(2**60)), "size"),
     "2**60 blocks": (tensor([2**60, 64], 2**66), "header"),
     "2**32 blocks": (tensor([2**32, 64], 2**38), "length"),
     "no blocks": (tensor([0, 64], 0), "length"),
-    "flat": (tensor([6 * 64], 6 * 64), "shape"),
-    "other blocks": (tensor([12, 32], 6 * 64), "shape"),
+    "flat": (tensor([BLOCKS * 64], BLOCKS * 64), "shape"),
+    "other blocks": (tensor([2 * BLOCKS, 32], BLOCKS * 64), "shape"),
     "another column": (lambda c: c.update(boom=c.pop("bloom")), "shape"),
 }
 
