@@ -45,11 +45,12 @@ def encode_segment(rows: Rows, namespace: str) -> list[bytes | memoryview]:
         raise CorruptEntryError("rows of a segment must be sorted", reason="order")
     columns = rows.columns()
     deleted = columns.pop("deleted")
+    hi = rows.digest_hi
     narrow = {"dtype": columns.pop("dtype")}
     if deleted.any():
         narrow["deleted"] = deleted
     metadata = {"s3ec": KIND, "namespace": namespace, "entries": str(len(rows))}
-    return sealed.encode(metadata, {**columns, _FENCES: _fences(rows.digest_hi), **narrow})
+    return sealed.encode(metadata, {**columns, _FENCES: _fences(hi, _slots(hi)), **narrow})
 
 
 def parse_segment(blob: bytes | memoryview, namespace: str, *, name: str = "segment") -> Rows:
@@ -146,7 +147,8 @@ class Segment:
         """
         if not rows.is_sorted():
             raise CorruptEntryError(f"{name}: rows are not sorted", reason="order")
-        return cls(rows, _fences(rows.digest_hi), name=name)
+        hi = rows.digest_hi
+        return cls(rows, _fences(hi, _slots(hi)), name=name)
 
     def __len__(self) -> int:
         return len(self._hi)
@@ -208,7 +210,10 @@ class Segment:
                 raise CorruptEntryError(f"{self.name}: rows are not sorted", reason="order")
             if part.dtype.max() >= len(DTYPES) or part.deleted.max() > 1:
                 raise CorruptEntryError(f"{self.name}: unknown dtype or mark", reason="dtype")
-        if not np.array_equal(np.asarray(self._fence), _fences(rows.digest_hi)):
+        # Any number of slots that tells rows apart: a later writer may choose another.
+        slots = len(self._fence) - 1
+        fits = slots <= 2 ** _differing_bits(rows.digest_hi)
+        if not fits or not np.array_equal(self._fence, _fences(rows.digest_hi, slots)):
             raise CorruptEntryError(f"{self.name}: fences do not fit the rows", reason="order")
 
     def close(self) -> None:
@@ -217,28 +222,28 @@ class Segment:
         self._use(Rows.empty(), np.zeros(2, "<u4"))
 
 
+def _differing_bits(hi: Array) -> int:
+    """How many low bits of sorted numbers are not the same in all of them."""
+    return (int(hi[0]) ^ int(hi[-1])).bit_length() if len(hi) else 0
+
+
 def _slotting(hi: Array, slots: int) -> tuple[int, int]:
     """How a digest's first half becomes a slot: shift and mask.
 
     The bits that all rows have in common say nothing, so the slot is what follows them. A digest
     without these bits lands in some slot too, and is not found there.
     """
-    common = 64 - (int(hi[0]) ^ int(hi[-1])).bit_length() if len(hi) else 0
-    return max(0, 64 - common - (slots.bit_length() - 1)), slots - 1
+    return max(0, _differing_bits(hi) - (slots.bit_length() - 1)), slots - 1
 
 
 def _slots(hi: Array) -> int:
     """How many slots rows get: a power of two, at least 1."""
-    if not len(hi):
-        return 1
-    differing = (int(hi[0]) ^ int(hi[-1])).bit_length()
     bits = max(0, (len(hi) // _ROWS_PER_SLOT).bit_length() - 1)
-    return int(2 ** min(bits, differing))
+    return 1 << min(bits, _differing_bits(hi))
 
 
-def _fences(hi: Array) -> Array:
+def _fences(hi: Array, slots: int) -> Array:
     """First row of each slot and, at the end, the number of rows; shape (slots + 1,)."""
-    slots = _slots(hi)
     shift, mask = _slotting(hi, slots)
     fences = np.zeros(slots + 1, "<u4")
     if len(hi) and slots > 1:

@@ -383,7 +383,9 @@ SORTED = rows_of(20, deleted=True)
     [
         ({"digest_hi": SORTED.digest_hi[::-1].copy()}, "order"),
         ({"digest_hi": np.zeros(20, "<u8"), "digest_lo": np.zeros(20, "<u8")}, "order"),
-        ({"fences": np.array([0, 20], "<u4")}, "order"),
+        ({"fences": np.array([0, 1, 20], "<u4")}, "order"),
+        ({"fences": np.array([1, 20], "<u4")}, "order"),
+        ({"fences": np.array([0, 19], "<u4")}, "order"),
         ({"fences": np.array([0, 2**32 - 1, 20], "<u4")}, "order"),
         ({"fences": np.array([0], "<u4")}, "shape"),
         ({"fences": np.array([0, 5, 9, 20], "<u4")}, "shape"),
@@ -392,7 +394,7 @@ SORTED = rows_of(20, deleted=True)
         ({"deleted": np.full(20, 2, "u1")}, "dtype"),
     ],
     ids=[
-        *("backwards", "all equal", "other fences", "fences outside", "one fence"),
+        *("backwards", "all equal", "other fences", "late", "early", "fences outside", "one fence"),
         *("three slots", "wide fences", "unknown dtype", "unknown mark"),
     ],
 )
@@ -403,6 +405,27 @@ def test_columns_that_no_writer_writes_are_refused(changed: dict[str, Any], reas
         opened = Segment.parse(blob, NAMESPACE)
         for half in [*halves_of(SORTED), *near(SORTED)]:
             assert -1 <= opened.find(*half) < 20
+
+
+@pytest.mark.parametrize("bits", [0, 1, 3, 8])
+def test_fences_of_any_number_of_slots_are_believed(bits: int) -> None:
+    """How many there are is the writer's choice."""
+    edges = np.arange(1, 2**bits, dtype="<u8") << np.uint64(64 - bits) if bits else []
+    inner = np.searchsorted(SORTED.digest_hi, edges)
+    assert SORTED.digest_hi[0] < 2**63 <= SORTED.digest_hi[-1]  # no bits in common
+    blob = with_columns(fences=np.array([0, *inner, 20], "<u4"))
+    parse_segment(blob, NAMESPACE)
+    opened = Segment.parse(blob, NAMESPACE)
+    assert [opened.find(*half) for half in halves_of(SORTED)] == list(range(20))
+    assert {opened.find(*half) for half in near(SORTED)} == {-1}
+
+
+def test_more_slots_than_digests_differ_in_are_refused() -> None:
+    hi = np.arange(0xAB00, 0xAB14, dtype="<u8")
+    parse_segment(with_columns(digest_hi=hi, fences=np.array([0, 16, 20], "<u4")), NAMESPACE)
+    fences = np.zeros(65, "<u4")
+    fences[21:] = 20
+    assert reason_of(with_columns(digest_hi=hi, fences=fences)) == "order"
 
 
 def test_unsorted_rows_are_seen_across_the_parts_of_the_check(
