@@ -11,7 +11,7 @@ from typing import Any
 def loads(text: str) -> Any:
     """JSON as we write it, and nothing that readers take in different ways.
 
-    Duplicate keys, numbers of more than 15 digits, NaN and infinity are refused.
+    Duplicate keys, integers of more than 15 characters, NaN and infinity are refused.
 
     Raises:
         ValueError, RecursionError: Something else.
