@@ -11,6 +11,8 @@ BENCH ?= all
 ARGS ?=
 # A test file stays in one process, with its servers.
 PARALLEL ?= --numprocesses auto --dist loadfile
+# Engines are shared by many tests, so these come in two parts (tests/e2e/conftest.py).
+ENGINES ?= --numprocesses 2
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -64,8 +66,8 @@ demo: setup  ## encode real pictures into a bucket, answer from it; PRESET=tiny|
 
 test: setup  ## all tests, with real vLLM engines; ARGS goes to pytest
 	@$(PY) -m pytest $(PARALLEL) -m "not e2e" $(ARGS)
-	# One process: its engines are shared by all tests, and each wants the whole machine.
-	$(PY) -m pytest -m e2e $(ARGS)
+	# By its folder: collecting the others would import vllm once more.
+	$(PY) -m pytest tests/e2e $(ENGINES) $(ARGS)
 
 test-fast: setup  ## the tests without engines, under two minutes
 	@$(PY) -m pytest $(PARALLEL) -m "not e2e and not slow" $(ARGS)

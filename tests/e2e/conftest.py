@@ -1,19 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines and recordings that several end-to-end modules share; made once per session."""
+"""Engines and recordings that several end-to-end modules share; made once per session.
+
+A start takes one core and nearly all of the time, so there are two at once: within this process
+(``at_once``), and by a second process for the modules that share nothing with the others.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from s3ec.testing.engine import EngineProcess, ec_config
-from s3ec.testing.models import write_gemma3
+from s3ec.testing.models import write_gemma3, write_qwen2_vl
 from s3ec.testing.pictures import write_pictures
 from s3ec.testing.server import LocalS3
+from tests.e2e.consumers import Exchange, Place, ask_engine, ask_server
 from tests.e2e.rig import (
     BOTH,
     HEALTHY_ROUNDS,
@@ -23,8 +30,10 @@ from tests.e2e.rig import (
     Answer,
     Corpus,
     Gallery,
+    Record,
     Scenario,
     ask,
+    at_once,
     eventually,
     healthy,
     keys,
@@ -34,6 +43,8 @@ from tests.e2e.rig import (
 )
 
 _HERE = Path(__file__).parent
+# They have a model and a corpus of their own; the others share theirs.
+_APART = ("test_no_pixels.py", "test_request_scoped.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -41,6 +52,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if _HERE in item.path.parents:
             item.add_marker(pytest.mark.e2e)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Tests that share engines stay in one process (xdist 3.8's groups need an older pytest)."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByEngines(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "apart" if any(name in nodeid for name in _APART) else "shared"
+
+    return ByEngines(config, log)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -69,12 +92,12 @@ def gemma(workdir: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def reference(workdir: Path, gallery: Gallery, gemma: Path) -> dict[str, list[Answer]]:
-    """The answers of an engine without the connector: scenario name -> answers.
+def qwen(workdir: Path) -> Path:
+    """A tiny Qwen2-VL, which knows an image's size from its grid alone."""
+    return write_qwen2_vl(workdir / "qwen2-vl")
 
-    Beside the scenarios: ``solo PURPOSE`` for each picture, ``again PURPOSE`` for those that
-    tests ask twice, and ``healthy N``.
-    """
+
+def _answers(workdir: Path, gallery: Gallery, gemma: Path) -> dict[str, list[Answer]]:
     with EngineProcess(
         gemma,
         ec=None,
@@ -94,18 +117,15 @@ def reference(workdir: Path, gallery: Gallery, gemma: Path) -> dict[str, list[An
     return answers
 
 
-@pytest.fixture(scope="session")
-def corpus(workdir: Path, gallery: Gallery, gemma: Path, local_s3: LocalS3) -> Iterator[Corpus]:
-    """A bucket that an ``ec_producer`` filled with the gallery's corpus."""
-    bucket = local_s3.create_bucket("corpus")
-    client = local_s3.client()
+def _produced(workdir: Path, gallery: Gallery, gemma: Path, server: LocalS3, bucket: str) -> Corpus:
+    client = server.client()
     objects: dict[str, str] = {}
     with EngineProcess(
         gemma,
-        ec=ec_config("ec_producer", settings(local_s3, bucket, workdir / "producer-tier")),
+        ec=ec_config("ec_producer", settings(server, bucket, workdir / "producer-tier")),
         log_path=workdir / "producer.log",
         media=workdir,
-        env=local_s3.env() | ONE_PROCESS,
+        env=server.env() | ONE_PROCESS,
     ) as engine:
         for purpose in gallery.corpus:
             engine.chat([gallery.solo(purpose)], max_tokens=1)
@@ -118,14 +138,43 @@ def corpus(workdir: Path, gallery: Gallery, gemma: Path, local_s3: LocalS3) -> I
             (objects[purpose],) = new_objects()
     names = keys(client, bucket)
     (namespace,) = {name.split("/")[0] for name in names}
-    yield Corpus(bucket, namespace, objects, sorted(names - set(objects.values())))
+    return Corpus(bucket, namespace, objects, sorted(names - set(objects.values())))
+
+
+@pytest.fixture(scope="session")
+def made(
+    workdir: Path, gallery: Gallery, gemma: Path, local_s3: LocalS3
+) -> Iterator[tuple[dict[str, list[Answer]], Corpus]]:
+    """``reference`` and ``corpus``."""
+    bucket = local_s3.create_bucket("corpus")
+    yield at_once(
+        partial(_answers, workdir, gallery, gemma),
+        partial(_produced, workdir, gallery, gemma, local_s3, bucket),
+    )
     local_s3.delete_bucket(bucket)
 
 
-@pytest.fixture(scope="module")
-def other_weights(
-    gemma: Path, reference: dict[str, list[Answer]], corpus: Corpus
-) -> Iterator[Path]:
-    """The model's folder, after reference and corpus were made, with another vision encoder."""
+@pytest.fixture(scope="session")
+def reference(made: tuple[dict[str, list[Answer]], Corpus]) -> dict[str, list[Answer]]:
+    """The answers of an engine without the connector: scenario name -> answers.
+
+    Beside the scenarios: ``solo PURPOSE`` for each picture, ``again PURPOSE`` for those that
+    tests ask twice, and ``healthy N``.
+    """
+    return made[0]
+
+
+@pytest.fixture(scope="session")
+def corpus(made: tuple[dict[str, list[Answer]], Corpus]) -> Corpus:
+    """A bucket that an ``ec_producer`` filled with the gallery's corpus."""
+    return made[1]
+
+
+@pytest.fixture(scope="session")
+def consumers(
+    workdir: Path, gallery: Gallery, gemma: Path, corpus: Corpus, local_s3: LocalS3
+) -> tuple[dict[str, Record], Exchange]:
+    """What two consumers say whose vision encoder has other weights than the corpus was made by."""
+    place = Place(gemma, workdir, gallery, corpus, local_s3)
     with other_vision_tower(gemma):
-        yield gemma
+        return at_once(partial(ask_engine, place), partial(ask_server, place))

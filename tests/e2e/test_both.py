@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One ``ec_both`` engine with an empty bucket: encodes, saves, evicts, loads what it saved."""
+"""One ``ec_both`` engine with an empty bucket: encodes, saves, evicts, loads what it saved.
+
+It saves through aioboto3; the others through obstore, which is what ``transport: auto`` comes to.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +58,7 @@ class _Run:
 @pytest.fixture(scope="module")
 def run(workdir: Path, gallery: Gallery, gemma: Path, local_s3: LocalS3) -> Iterator[_Run]:
     bucket = local_s3.create_bucket("both")
-    more = {"prefix": _PREFIX}
+    more = {"prefix": _PREFIX, "transport": "aioboto3"}
     with EngineProcess(
         gemma,
         ec=ec_config("ec_both", settings(local_s3, bucket, workdir / "both-tier", **more)),

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from s3ec.testing.engine import EngineProcess, ec_config
-from s3ec.testing.server import LocalS3
+from tests.e2e.consumers import Exchange
 from tests.e2e.rig import (
     FROM_BUCKET,
     FROM_TIER,
@@ -20,47 +19,22 @@ from tests.e2e.rig import (
     LOADS,
     MANY,
     MISSES,
-    OPTIONS,
     PURPOSES,
-    STEADY,
     Answer,
     Corpus,
     Gallery,
     Record,
-    Scenario,
-    record,
     said,
     scenarios,
-    settings,
     tier_of,
 )
 
 _NAMES = [scenario.name for scenario in scenarios(Gallery(dict.fromkeys(PURPOSES, Path("/"))))]
 
 
-@pytest.fixture(scope="module")
-def records(
-    workdir: Path,
-    gallery: Gallery,
-    other_weights: Path,
-    corpus: Corpus,
-    local_s3: LocalS3,
-) -> dict[str, Record]:
-    """Every scenario and the control, asked of one consumer with an empty tier."""
-    with EngineProcess(
-        other_weights,
-        ec=ec_config(
-            "ec_consumer",
-            settings(local_s3, corpus.bucket, workdir / "consumer-tier"),
-            ec_connector_module_path="s3ec.connector",
-        ),
-        log_path=workdir / "consumer.log",
-        media=workdir,
-        env=local_s3.env() | STEADY,
-        options=OPTIONS,
-    ) as engine:
-        asked = [*scenarios(gallery), Scenario("control", [gallery.solo("control")])]
-        return {scenario.name: record(engine, scenario) for scenario in asked}
+@pytest.fixture
+def records(consumers: tuple[dict[str, Record], Exchange]) -> dict[str, Record]:
+    return consumers[0]
 
 
 @pytest.mark.parametrize("name", [name for name in _NAMES if name != "together"])

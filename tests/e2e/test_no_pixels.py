@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that carry a uuid and a grid instead of pixels: served from the bucket or refused.
+"""Requests that carry a uuid and a grid instead of pixels: served from the corpus or refused.
 
 A miss would run the encoder on nothing and end the engine, so such a request ends alone, with
-an error.
+an error. The corpus is in a folder (``url: file://``), which the other modules don't use.
 """
 
 from __future__ import annotations
@@ -17,20 +17,16 @@ from PIL import Image
 
 from s3ec import codec
 from s3ec.testing.engine import EngineProcess, ec_config, image, text
-from s3ec.testing.models import write_qwen2_vl
-from s3ec.testing.server import LocalS3
 from tests.e2e.rig import (
+    FROM_BUCKET,
     HITS,
     LOADS,
     MISSES,
     ONE_PROCESS,
     STEADY,
     Gallery,
-    body,
     eventually,
-    keys,
     moved,
-    settings,
 )
 
 _PICTURES = ("single", "left", "middle")
@@ -64,41 +60,43 @@ class _Rig:
 
 
 @pytest.fixture(scope="module")
-def rig(workdir: Path, gallery: Gallery, local_s3: LocalS3) -> Iterator[_Rig]:
-    """A consumer of a bucket that a producer filled with pictures under uuids."""
-    model = write_qwen2_vl(workdir / "qwen2-vl")
+def rig(workdir: Path, gallery: Gallery, qwen: Path) -> Iterator[_Rig]:
+    """A consumer of a folder that a producer filled with pictures under uuids."""
     pictures = {}
     for name in _PICTURES:
         pictures[name] = workdir / f"square-{name}.png"
         with Image.open(gallery[name]) as picture:
             picture.convert("RGB").resize((_SIDE, _SIDE)).save(pictures[name])
-    bucket = local_s3.create_bucket("no-pixels")
-    client = local_s3.client()
+    folder = workdir / "folder corpus"
+    folder.mkdir()
 
-    def entries() -> set[str]:
-        return {key for key in keys(client, bucket) if "/objects/" in key}
+    def entries() -> list[Path]:
+        return list(folder.rglob("*.safetensors"))
+
+    def config(role: str) -> dict[str, Any]:
+        place = {"url": folder.as_uri(), "cache_dir": str(workdir / f"qwen-{role}-tier")}
+        return ec_config(role, {**place, "cache_bytes": "1GiB", "min_free_bytes": 0})
 
     with EngineProcess(
-        model,
-        ec=ec_config("ec_producer", settings(local_s3, bucket, workdir / "qwen-producer-tier")),
+        qwen,
+        ec=config("ec_producer"),
         log_path=workdir / "qwen-producer.log",
         media=workdir,
-        env=local_s3.env() | ONE_PROCESS,
+        env=ONE_PROCESS,
     ) as producer:
         prompts = [[image(pictures[name], f"doc-{name}"), text("?")] for name in _PICTURES]
         prompts.append([image(pictures["left"], _COUNTED), text("?")])
         producer.chat(prompts, max_tokens=1)
         eventually(lambda: len(entries()) >= len(_PICTURES), "all embeddings are stored")
-    stored = [body(client, bucket, key) for key in entries()]
+    stored = [path.read_bytes() for path in entries()]
     with EngineProcess(
-        model,
-        ec=ec_config("ec_consumer", settings(local_s3, bucket, workdir / "qwen-consumer-tier")),
+        qwen,
+        ec=config("ec_consumer"),
         log_path=workdir / "qwen-consumer.log",
         media=workdir,
-        env=local_s3.env() | STEADY,
+        env=STEADY,
     ) as engine:
         yield _Rig(engine, pictures, stored)
-    local_s3.delete_bucket(bucket)
 
 
 def test_a_uuid_and_a_grid_give_the_answer_that_the_pixels_give(rig: _Rig) -> None:
@@ -112,7 +110,7 @@ def test_a_uuid_and_a_grid_give_the_answer_that_the_pixels_give(rig: _Rig) -> No
         answer["token_ids"] for answer in encoded
     ]
     assert len({tuple(answer["token_ids"]) for answer in answers}) == len(_PICTURES)
-    assert loaded[HITS] == loaded[LOADS] == len(_PICTURES)
+    assert loaded[HITS] == loaded[LOADS] == loaded[FROM_BUCKET] == len(_PICTURES)
     assert MISSES not in loaded
     assert total[MISSES] == len(_PICTURES)
 

@@ -13,10 +13,10 @@ from tests.e2e.rig import ONE_PROCESS, settings
 
 
 def test_an_engine_that_would_only_have_request_scoped_identifiers_names_the_flag_to_change(
-    workdir: Path, gemma: Path, local_s3: LocalS3
+    workdir: Path, qwen: Path, local_s3: LocalS3
 ) -> None:
     engine = EngineProcess(
-        gemma,
+        qwen,
         ec=ec_config("ec_both", settings(local_s3, "unused", workdir / "scoped-tier")),
         log_path=workdir / "scoped.log",
         media=workdir,

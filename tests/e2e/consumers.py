@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two consumers of one corpus, and what they are asked: an engine in Python, and ``vllm serve``."""
+
+from __future__ import annotations
+
+import base64
+from dataclasses import dataclass
+from pathlib import Path
+
+import openai
+
+from s3ec.testing.engine import EngineProcess, ec_config
+from s3ec.testing.server import LocalS3
+from tests.e2e.api_server import ApiServer
+from tests.e2e.rig import (
+    OPTIONS,
+    QUESTION,
+    STEADY,
+    Corpus,
+    Gallery,
+    Record,
+    Scenario,
+    eventually,
+    record,
+    scenarios,
+    settings,
+)
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a consumer needs to be told.
+
+    Attributes:
+        model: Folder of the model.
+        workdir: Where its log and its tier go; pictures are below.
+    """
+
+    model: Path
+    workdir: Path
+    gallery: Gallery
+    corpus: Corpus
+    server: LocalS3
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """The server's answer to one picture, and its metrics afterwards."""
+
+    answer: str | None
+    metrics: dict[str, float]
+
+
+def ask_engine(place: Place) -> dict[str, Record]:
+    """Every scenario and the control, asked of one consumer with an empty tier."""
+    with EngineProcess(
+        place.model,
+        ec=ec_config(
+            "ec_consumer",
+            settings(place.server, place.corpus.bucket, place.workdir / "consumer-tier"),
+            ec_connector_module_path="s3ec.connector",
+        ),
+        log_path=place.workdir / "consumer.log",
+        media=place.workdir,
+        env=place.server.env() | STEADY,
+        options=OPTIONS,
+    ) as engine:
+        asked = [*scenarios(place.gallery), Scenario("control", [place.gallery.solo("control")])]
+        return {scenario.name: record(engine, scenario) for scenario in asked}
+
+
+def ask_server(place: Place) -> Exchange:
+    """One picture, posted as a data URL. The bucket is read through aioboto3."""
+    tier = place.workdir / "server-tier"
+    extra = settings(place.server, place.corpus.bucket, tier, transport="aioboto3")
+    with ApiServer(
+        place.model,
+        ec=ec_config("ec_consumer", extra),
+        log_path=place.workdir / "server.log",
+        env=place.server.env() | STEADY,
+        flags={
+            "--served-model-name": "tiny",
+            "--enforce-eager": None,
+            "--gpu-memory-utilization": "0.3",
+            "--max-model-len": 4096,
+            "--max-num-seqs": 8,
+            "--seed": 0,
+            "--max-num-batched-tokens": OPTIONS["max_num_batched_tokens"],
+            "--block-size": OPTIONS["block_size"],
+            "--enable-prefix-caching": None,
+        },
+    ) as server:
+        answer = _post(server.url, place.gallery["posted"])
+        # Metrics are published beside the answer, not before it.
+        eventually(lambda: "vllm:s3ec_loads_total" in server.metrics(), "the metrics are there")
+        return Exchange(answer, server.metrics())
+
+
+def _post(url: str, picture: Path) -> str | None:
+    kind = {".png": "image/png", ".jpg": "image/jpeg"}[picture.suffix]
+    data = f"data:{kind};base64,{base64.b64encode(picture.read_bytes()).decode()}"
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        reply = client.chat.completions.create(
+            model="tiny",
+            messages=[
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "image_url", "image_url": {"url": data}},
+                        {"type": "text", "text": QUESTION},
+                    ],
+                }
+            ],
+            max_tokens=8,
+            temperature=0,
+        )
+    return reply.choices[0].message.content
