@@ -47,10 +47,12 @@ class Herd:
         """Wait until this child has said something that starts so."""
         return self._hear(word, pid)
 
-    def kill(self, pid: int) -> None:
-        """SIGKILL, and wait until it is gone, not even a zombie."""
-        os.kill(pid, signal.SIGKILL)
-        self.wait(pid)
+    def kill(self, *pids: int) -> None:
+        """SIGKILL, and wait until they are gone, not even zombies."""
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        for pid in pids:
+            self.wait(pid)
 
     def wait(self, pid: int) -> None:
         """Wait for its end."""
