@@ -14,10 +14,19 @@ from safetensors import safe_open
 from s3ec.testing import models
 from s3ec.testing.vllm_cpu import engine_env
 
+# Importing what writes a model takes most of the time, so a process writes several.
+_WRITE = """
+import sys
+from s3ec.testing.models import main
+for arguments in sys.argv[1:]:
+    main(arguments.split())
+"""
 
-def _write(*arguments: str) -> str:
+
+def _write(*commands: str) -> str:
+    """Run ``python -m s3ec.testing.models`` with each of them; answers with what was complained."""
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-m", "s3ec.testing.models", *arguments],
+        [sys.executable, "-W", "error", "-c", _WRITE, *commands],
         env=engine_env(),
         capture_output=True,
         text=True,
@@ -25,6 +34,18 @@ def _write(*arguments: str) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stderr
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Both families by two processes, which also have other hashes of strings."""
+    root = tmp_path_factory.mktemp("models")
+    families = ("gemma3", "qwen2-vl")
+    first = [f"{family} {root}/{family}/one --seed 1" for family in families]
+    first += [f"{family} {root}/{family}/other --seed 2" for family in families]
+    assert _write(*first) == ""
+    assert _write(*(f"{family} {root}/{family}/same --seed 1" for family in families)) == ""
+    return root
 
 
 def _contents(folder: Path) -> dict[str, bytes]:
@@ -40,11 +61,9 @@ def _contents(folder: Path) -> dict[str, bytes]:
     ],
 )
 def test_model_is_quiet_repeatable_and_depends_on_the_seed(
-    tmp_path: Path, family: str, tensor: str
+    written: Path, family: str, tensor: str
 ) -> None:
-    folders = [tmp_path / name for name in ("one", "same", "other")]
-    for folder, seed in zip(folders, "112", strict=True):
-        assert _write(family, str(folder), "--seed", seed) == ""
+    folders = [written / family / name for name in ("one", "same", "other")]
     one, same, other = map(_contents, folders)
     assert one == same
     assert one["model.safetensors"] != other["model.safetensors"]

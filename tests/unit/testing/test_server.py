@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -198,12 +199,14 @@ def test_missing_binary_names_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_pat
 def test_more_buckets_than_default_volumes_take_objects(local_s3: LocalS3) -> None:
     # One more than a disk of 100 GB has volumes by default. Each takes 0.1 to 0.2 s.
     client = local_s3.client()
-    names = [f"many-{number}" for number in range(101)]
-    for name in names:
-        client.create_bucket(Bucket=name)
-        client.put_object(Bucket=name, Key="k", Body=b"1")
-    for name in names:
-        local_s3.delete_bucket(name)
+
+    def use(number: int) -> None:
+        client.create_bucket(Bucket=f"many-{number}")
+        client.put_object(Bucket=f"many-{number}", Key="k", Body=b"1")
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(use, range(101)))
+        list(pool.map(lambda number: local_s3.delete_bucket(f"many-{number}"), range(101)))
 
 
 def test_moto_takes_and_gives_objects(moto_server: MotoServer) -> None:
