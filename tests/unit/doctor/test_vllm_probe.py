@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the doctor's child says of a real vLLM, asked in this process, which has imported one."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from s3ec.config import Settings
+from s3ec.doctor import serving, vllm_probe
+from s3ec.doctor.report import Verdict
+from s3ec.testing.models import write_gemma3
+from tests.unit.doctor.conftest import MakePatient
+
+pytest.importorskip("vllm")
+# vLLM and torch import more of themselves as they are used, and warn; that is theirs.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(autouse=True)
+def _environment_of_its_own() -> Iterator[None]:
+    """vLLM sets variables when it makes a configuration."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_gemma3(tmp_path_factory.mktemp("model") / "tiny")
+
+
+def ask(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *vllm_args: str) -> dict[str, Any]:
+    """The stages of a child that was asked about these arguments."""
+    settings = Settings.model_validate({"bucket": "corpus", "cache_dir": tmp_path / "cache"})
+    request = {"settings": settings.model_dump(mode="json"), "args": vllm_args}
+    replies = tmp_path / "replies"
+    descriptor = os.open(replies, os.O_WRONLY | os.O_CREAT)  # the probe closes it
+    monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(request)))
+    monkeypatch.setattr(sys, "argv", ["vllm_probe", str(descriptor)])
+    vllm_probe.main()
+    stages: dict[str, Any] = {}
+    for line in replies.read_text().splitlines():
+        stages.update(json.loads(line))
+    return stages
+
+
+@pytest.mark.slow
+def test_arguments_that_have_images_numbered_are_found_with_the_flags(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, model: Path, make_patient: MakePatient
+) -> None:
+    numbered = ("--mm-processor-cache-gb", "0", "--no-enable-prefix-caching")
+    stages = ask(monkeypatch, tmp_path, "--model", str(model), *numbered)
+    patient = make_patient()
+    patient.child = SimpleNamespace(stage=stages.get)
+    outcome = serving.identifiers(patient)
+    assert outcome.verdict == Verdict.FAIL
+    assert "--mm-processor-cache-gb" in outcome.mend
+    assert stages["model"]["problem"] is None
+    assert stages["namespace"]["descriptor"]["dtype"] == "bfloat16"
+
+
+def test_folder_that_is_not_there_is_not_taken_for_a_name_on_a_hub(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with pytest.raises(FileNotFoundError, match="no folder /nowhere/model"):
+        ask(monkeypatch, tmp_path, "--model", "/nowhere/model")
+    told = (tmp_path / "replies").read_text().splitlines()
+    assert [list(json.loads(line)) for line in told] == [["version"], ["hooks"]]
