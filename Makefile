@@ -9,8 +9,9 @@ SHELL := /bin/bash
 PRESET ?= tiny
 BENCH ?= all
 ARGS ?=
-# A test file stays in one process, with its servers.
-PARALLEL ?= --numprocesses auto --dist loadfile
+# A test file stays in one process, with its servers. By itself xdist would begin with the files of
+# many tests, and those of few and long ones would come last.
+PARALLEL ?= --numprocesses auto --dist loadfile --no-loadscope-reorder
 # Engines are shared by many tests, so these come in two parts (tests/e2e/conftest.py).
 ENGINES ?= --numprocesses 2
 

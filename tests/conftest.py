@@ -32,10 +32,15 @@ _numbers = itertools.count()
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the users of the real server."""
+    """Mark the users of the real server; files with slow tests first.
+
+    Where processes share the files out, the others then wait for no long one at the end.
+    """
     for item in items:
         if "local_s3" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.s3)
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
 
 
 @pytest.fixture(scope="session", autouse=True)
