@@ -3,15 +3,12 @@
 
 from __future__ import annotations
 
-import re
 import secrets
 from collections.abc import Callable
 
 # Crockford's: no I, L, O or U. In ASCII's order, so that names sort as their numbers do.
 _DIGITS = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
 _VALUE = {digit: value for value, digit in enumerate(_DIGITS)}
-# 130 bits for 128: the first digit is at most 7. Upper case only, so a name has one spelling.
-_ULID = re.compile(rf"[0-7][{_DIGITS}]{{25}}")
 _LENGTH = 26
 _TIME_DIGITS = 10
 _MAX_MS = 2**48 - 1
@@ -21,16 +18,11 @@ _RANDOM_BITS = 80
 _STEP_BITS = 32
 
 
-def is_ulid(name: str) -> bool:
-    """Whether a string is a name of this kind."""
-    return _ULID.fullmatch(name) is not None
-
-
 def time_ms(name: str) -> int:
     """When its writer made it, by the writer's clock; milliseconds since the epoch.
 
     Args:
-        name: One for which is_ulid holds.
+        name: One for which identity.is_ulid holds.
     """
     value = 0
     for digit in name[:_TIME_DIGITS]:
