@@ -80,7 +80,13 @@ class SaveQueue:
         self._thread: threading.Thread | None = None
         self._stagings: dict[torch.device, Staging] = {}
         self._spool: Spool = node.tier.open_spool(node.destination)
-        self._uploads = Uploader(node, self._spool, inflight_bytes=budget_bytes, ended=self._end)
+        self._uploads = Uploader(
+            node,
+            self._spool,
+            inflight_bytes=budget_bytes,
+            ended=self._end,
+            announced=self._wake,
+        )
         self._uploads.start_adopting()
 
     # -- the hook's thread -------------------------------------------------------------------
@@ -156,35 +162,50 @@ class SaveQueue:
     def drain(self, timeout_s: float) -> int:
         """Take no more, wait for the bucket to confirm what is queued or was adopted, and stop.
 
+        What it confirms is announced too, or readers of the corpus would not find it.
+
         Returns:
             How many are left unconfirmed. Nearly all of them wait in the spool; those that
             do not are lost, and counted as ``save_problem.abandoned``.
         """
-        deadline = time.monotonic() + timeout_s
         self._uploads.stop_adopting()
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
-            while self._pending or self._uploads.adopted_left:
-                left_s = deadline - time.monotonic()
-                if left_s <= 0:
-                    break
-                self._changed.wait(left_s)
+            self._wait_for_bucket_locked(time.monotonic() + timeout_s)
             lost = sum(nbytes > 0 for nbytes in self._pending.values())
             spooled = len(self._pending) - lost + self._uploads.adopted_left
+        unannounced = self._uploads.unannounced
         self._bell.put(False)
         self._uploads.stop()
         if spooled:
-            self._node.counters.add("spool.left", spooled)
             log.warning(
                 "the bucket has not confirmed %d embeddings; they stay in the spool, and the "
                 "next engine on this node that saves uploads them",
                 spooled,
             )
+        if unannounced:
+            log.warning(
+                "%d embeddings are in the bucket and not in its index yet; the next engine on "
+                "this node that saves announces those that are spooled",
+                unannounced,
+            )
+        if spooled + unannounced:
+            self._node.counters.add("spool.left", spooled + unannounced)
         if lost:
             self._node.counters.add("save_problem.abandoned", lost)
             log.error("%d embeddings are lost: neither bucket nor spool took them in time", lost)
-        return spooled + lost
+        return spooled + unannounced + lost
+
+    def _wait_for_bucket_locked(self, deadline: float) -> None:
+        while True:
+            uploading = self._pending or self._uploads.adopted_left
+            left_s = deadline - time.monotonic()
+            if left_s <= 0 or not (uploading or self._uploads.unannounced):
+                return
+            if not uploading:
+                self._uploads.flush()
+            self._changed.wait(left_s)
 
     # -- the writer's thread -----------------------------------------------------------------
 
@@ -268,8 +289,11 @@ class SaveQueue:
         if upload.key is not None:
             self._forget(upload.key.identifier, stored=stored, adopted=upload.adopted)
         else:
-            with self._changed:
-                self._changed.notify_all()
+            self._wake()
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
 
     def _forget(self, identifier: str, *, stored: bool, adopted: bool = False) -> None:
         with self._changed:

@@ -25,6 +25,18 @@ _PLAIN = {
     "save.seconds": ("vllm:s3ec_save_seconds", "Time uploads took, in sum."),
     "save.existed": ("vllm:s3ec_saves_existing", "Uploads that found the object stored already."),
     "save.blocked": ("vllm:s3ec_save_blocked", "Times that a full save queue held the encoder up."),
+    "announced": (
+        "vllm:s3ec_announced",
+        "Stored embeddings whose entry in the corpus's index the bucket confirmed.",
+    ),
+    "announce_failed": (
+        "vllm:s3ec_announce_failures",
+        "Attempts to write such entries that failed and are repeated.",
+    ),
+    "announce_dropped": (
+        "vllm:s3ec_announce_dropped",
+        "Stored embeddings that no index knows until it is rebuilt.",
+    ),
     "tier.evicted": ("vllm:s3ec_evictions", "Entries that this process evicted from the tier."),
     "tier.evicted_bytes": ("vllm:s3ec_evicted_bytes", "Bytes that this process evicted."),
     "tier.quarantined": ("vllm:s3ec_quarantined", "Bad entries that were set aside."),

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import enum
 import logging
 import time
 from collections import deque
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 
 from s3ec import codec
 from s3ec.codec import Header
+from s3ec.connector.announcing import Announcing
 from s3ec.errors import AccessError, ConflictError, CorruptEntryError, TierError, UnavailableError
 from s3ec.identity import Key
 from s3ec.modality import Record
@@ -50,6 +52,15 @@ class Upload:
     adopted: bool = False
 
 
+class _Answer(enum.Enum):
+    """What the bucket made of an upload."""
+
+    STORED = enum.auto()
+    EXISTED = enum.auto()
+    REFUSED = enum.auto()
+    """It may never be stored."""
+
+
 class Uploader:
     """A queue, and a bounded number of uploads that are tried again until the bucket answers.
 
@@ -64,6 +75,7 @@ class Uploader:
         *,
         inflight_bytes: int,
         ended: Callable[[Upload, bool], None],
+        announced: Callable[[], None],
     ) -> None:
         """Set up; nothing runs yet.
 
@@ -71,11 +83,13 @@ class Uploader:
             inflight_bytes: Of spooled files in memory at a time; a larger one goes alone.
             ended: Called in the loop's thread once per upload, also when the loop ends; True
                 where the bucket took it. Must not wait.
+            announced: Called there when nothing is unannounced any more. Must not wait.
         """
         self._node = node
         self._spool = spool
         self._inflight_limit_bytes = inflight_bytes
         self._ended = ended
+        self._announcing = Announcing(node, spool, announced)
         places = node.settings.max_concurrency
         # The rest is the fetches': requests wait for those, and uploads may hang for long.
         self._max_active = max(1, places - places // 4)
@@ -108,6 +122,11 @@ class Uploader:
         """Look no more; what was found is still uploaded."""
         self._adopting = False
 
+    def flush(self) -> None:
+        """Announce what waits for that at once; never waits."""
+        with suppress(RuntimeError):  # the loop has ended already
+            self._node.loop.call(self._announcing.hurry)
+
     def stop(self) -> None:
         """Break off what is under way; returns at once. What is spooled stays there."""
         self._adopting = False
@@ -119,10 +138,16 @@ class Uploader:
         """How many of those are not in the bucket yet; from another thread, about."""
         return len(self._adopted) + sum(up.adopted for up in list(self._active.values()))
 
+    @property
+    def unannounced(self) -> int:
+        """How many are in the bucket and not announced yet; from another thread, about."""
+        return self._announcing.left
+
     # -- the loop's thread -------------------------------------------------------------------
 
     def _cancel(self) -> None:
         self._stopped = True
+        self._announcing.close()
         self._fresh.clear()
         self._adopted.clear()
         for task in self._active:
@@ -238,12 +263,17 @@ class Uploader:
             upload.key, header, pieces = loaded.key, loaded.header, [loaded.blob]
         if upload.key is None:  # a queued upload with pieces has one
             raise ValueError("an upload without a key")
-        stored = await self._put(upload.key, header, pieces)
-        # Not before: a process killed here leaves an upload that will find its object there.
-        await self._node.loop.disk(self._spool.remove, upload.digest)
+        answer = await self._put(upload.key, header, pieces)
         if upload.adopted:
             self._node.counters.add("spool.replayed")
-        return header if stored else None
+        if answer is _Answer.REFUSED:
+            await self._node.loop.disk(self._spool.remove, upload.digest)
+            return None
+        # Not removed yet: the next one of a process killed here finds its object there, and
+        # announces it.
+        nbytes = sum(memoryview(piece).nbytes for piece in pieces)
+        await self._announcing.add(upload.key, header, nbytes, mine=answer is _Answer.STORED)
+        return header if answer is _Answer.STORED else None
 
     def _load(self, upload: Upload) -> Loaded | None:
         """Read an embedding back from the disk; blocking.
@@ -279,22 +309,19 @@ class Uploader:
         finally:
             self._node.tier.unpin(pin)
 
-    async def _put(self, key: Key, header: Header, pieces: Sequence[bytes | memoryview]) -> bool:
+    async def _put(self, key: Key, header: Header, pieces: Sequence[bytes | memoryview]) -> _Answer:
         store = await self._prepared()
         mine = Record(header.shape.width, header.shape.dtype)
         record = await self._node.records.settle(header.modality, mine)
         if record != mine:
             self._refuse(header.modality, record, mine)
-            return False
+            return _Answer.REFUSED
         try:
             await store.put_if_absent(self._node.layout.object(key), pieces)
         except ConflictError:
-            # Not announced: an entry that the index holds for gone or bad may be the very one
-            # that is in the way, and would be fetched in vain at every request.
             self._node.counters.add("save.existed")
-            return False
-        self._node.index.add(key)
-        return True
+            return _Answer.EXISTED
+        return _Answer.STORED
 
     def _refuse(self, modality: str, record: Record, mine: Record) -> None:
         self._node.counters.add("save_problem.record")

@@ -209,7 +209,7 @@ def test_lost_reply_of_a_stored_object_leaves_one_object_and_ends(rig: Rig) -> N
     assert rig.spooled_files() == 0
 
 
-def test_entry_that_is_in_the_way_is_not_announced(rig: Rig) -> None:
+def test_entry_that_is_in_the_way_is_not_believed_to_be_good(rig: Rig) -> None:
     key = make_key(HASHES[0])
     assert key is not None
     rig.bucket.objects[rig.node.layout.object(key)] = b"rubbish"
