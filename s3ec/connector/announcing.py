@@ -9,7 +9,7 @@ from functools import partial
 
 from s3ec.codec import Header
 from s3ec.identity import Key
-from s3ec.index.announce import Announcer
+from s3ec.index.announce import ANNOUNCE_S, Announcer
 from s3ec.index.rows import Facts
 from s3ec.node import Node
 from s3ec.tier import Spool
@@ -37,7 +37,7 @@ class Announcing:
         self._node = node
         self._spool = spool
         self._ended = ended
-        self._announcer = Announcer(node.store, node.layout, node.counters)
+        self._announcer = Announcer(node.store, node.layout, node.counters, batch_s=ANNOUNCE_S)
         self._limit_bytes = int(node.settings.cache_bytes) // _KEPT_SHARE
         self._kept_bytes = 0
         self._removable: list[tuple[bytes, int]] = []

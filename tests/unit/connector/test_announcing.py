@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What stays in the spool until readers of the corpus can know of it, and what never waits."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from s3ec import codec
+from s3ec.codec import Header, Shape
+from s3ec.config import Settings
+from s3ec.connector import announcing
+from s3ec.connector.uploads import Upload, Uploader
+from s3ec.errors import AccessError, UnavailableError
+from s3ec.identity import Key, Namespace, make_key
+from s3ec.index.rows import Facts
+from s3ec.index.segment import parse_segment
+from s3ec.node import Node
+from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
+from s3ec.testing.memory_store import MemoryBucket, MemoryStore
+
+_DEADLINE_S = 20.0
+_NEVER_S = 3600.0
+ROWS, WIDTH = 4, 8
+DELTA = "manifest/delta/"
+
+
+@pytest.fixture(autouse=True)
+def _only_when_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No delta goes out because time has passed."""
+    monkeypatch.setattr(announcing, "ANNOUNCE_S", _NEVER_S)
+
+
+def key_at(number: int) -> Key:
+    key = make_key(f"{number:064x}")
+    assert key is not None
+    return key
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + _DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.005)
+
+
+class Rig:
+    """One process that uploads; a second Rig on the same folder is the next process."""
+
+    def __init__(
+        self, folder: Path, *faults: Fault, shared: MemoryBucket | None = None, **settings: Any
+    ) -> None:
+        self.bucket = shared or MemoryBucket()
+        self.faults = list(faults)
+        self.store = FaultStore(MemoryStore(self.bucket), Script(self.faults))
+        given = {"bucket": "corpus", "cache_dir": folder / "tier", "min_free_bytes": "0"}
+        self.node = Node(
+            Settings.model_validate({**given, **settings}),
+            Namespace.from_descriptor({"model": "tiny"}),
+            store=self.store,
+        )
+        self.spool = self.node.tier.open_spool(self.node.destination)
+        self.ended: dict[str, bool] = {}
+        self.announced = threading.Event()
+        self.uploader = Uploader(
+            self.node,
+            self.spool,
+            inflight_bytes=2**20,
+            ended=self._end,
+            announced=self.announced.set,
+        )
+
+    def _end(self, upload: Upload, stored: bool) -> None:
+        if upload.key is not None:
+            self.ended[upload.key.identifier] = stored
+
+    def save(self, *numbers: int, spooled: bool = True, width: int = WIDTH) -> None:
+        """Upload, and wait until the bucket has answered."""
+        for number in numbers:
+            key, header, pieces = self._entry(number, width)
+            if spooled:
+                self.node.tier.publish(key, pieces, spool=self.spool)
+                nbytes = sum(map(len, pieces))
+                self.uploader.submit(Upload(key.digest, nbytes, key))
+            else:
+                self.uploader.submit(Upload(key.digest, 0, key, (header, pieces)))
+        eventually(lambda: all(key_at(number).identifier in self.ended for number in numbers))
+
+    def _entry(self, number: int, width: int) -> tuple[Key, Header, list[bytes]]:
+        key = key_at(number)
+        data = bytes([number, 0x3F]) * (ROWS * width)
+        header = Header(
+            identifier=key.identifier,
+            namespace=self.node.namespace.name,
+            modality="image",
+            shape=Shape(ROWS, width, "bfloat16"),
+            checksum=codec.checksum(data),
+        )
+        return key, header, [codec.encode_header(header), data]
+
+    def flush(self) -> None:
+        """Announce what waits, and wait for it."""
+        self.uploader.flush()
+        eventually(lambda: self.uploader.unannounced == 0)
+
+    def told(self) -> dict[bytes, Facts]:
+        """What the deltas say, each key once."""
+        told: dict[bytes, Facts] = {}
+        layout = self.node.layout
+        for name, blob in list(self.bucket.objects.items()):
+            if layout.delta_of(name) is not None:
+                rows = parse_segment(blob, layout.namespace)
+                for row in range(len(rows)):
+                    assert rows.digest(row) not in told
+                    told[rows.digest(row)] = rows.facts(row)
+        return told
+
+    def spooled(self) -> int:
+        # Not Path.rglob: it does not bear folders that vanish meanwhile.
+        walk = os.walk(self.node.settings.cache_dir / "v1" / "spool")
+        return sum(name.endswith(".safetensors") for _, _, names in walk for name in names)
+
+    def counted(self, name: str) -> float:
+        return self.node.counters.get(name)
+
+    def close(self) -> None:
+        self.uploader.stop()
+        self.node.close(5)
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[Rig]:
+    rig = Rig(tmp_path)
+    yield rig
+    assert rig.node.tier.check() == []
+    assert rig.counted("internal_errors") == 0
+    rig.close()
+
+
+def digests(*numbers: int) -> set[bytes]:
+    return {key_at(number).digest for number in numbers}
+
+
+def test_entry_stays_in_the_spool_until_its_announcement_is_confirmed(rig: Rig) -> None:
+    gate = Gate()
+    rig.faults.append(Fault(op="put_if_absent", name=DELTA, gate=gate))
+    rig.save(1, 2)
+    assert rig.ended == {key_at(1).identifier: True, key_at(2).identifier: True}
+    assert rig.node.index.maybe_contains(key_at(1))  # this process need not wait
+    assert (rig.spooled(), rig.uploader.unannounced) == (2, 2)
+    rig.uploader.flush()
+    assert gate.reached.wait(_DEADLINE_S)
+    assert (rig.spooled(), rig.uploader.unannounced) == (2, 2)
+    assert not rig.announced.is_set()
+    gate.release()
+    assert rig.announced.wait(_DEADLINE_S)
+    assert (rig.spooled(), rig.uploader.unannounced) == (0, 0)
+    assert rig.told().keys() == digests(1, 2)
+    assert rig.counted("announced") == 2
+
+
+def test_announcement_says_what_was_stored(rig: Rig) -> None:
+    rig.save(1)
+    rig.flush()
+    blob = rig.bucket.objects[rig.node.layout.object(key_at(1))]
+    header = codec.verify(blob, namespace=rig.node.namespace.name, identifier=key_at(1).identifier)
+    (facts,) = rig.told().values()
+    assert facts._replace(time_s=0) == Facts(
+        len(blob), ROWS, WIDTH, "bfloat16", int(header.checksum[:8], 16)
+    )
+    assert abs(facts.time_s - time.time()) < 3600
+
+
+def test_what_the_disk_refused_is_announced_all_the_same(rig: Rig) -> None:
+    rig.save(1, spooled=False)
+    rig.flush()
+    assert rig.told().keys() == digests(1)
+
+
+def test_object_that_was_there_is_announced_without_a_checksum_of_ours(
+    rig: Rig, tmp_path: Path
+) -> None:
+    """Whoever stored it may have ended before its announcement."""
+    other = Rig(tmp_path / "other", shared=rig.bucket)
+    other.save(1)
+    other.close()
+    rig.node.index.forget(key_at(1))
+    rig.save(1)
+    assert rig.counted("save.existed") == 1
+    assert not rig.node.index.maybe_contains(key_at(1))  # it may be what was found bad
+    rig.flush()
+    (facts,) = rig.told().values()
+    assert (facts.rows, facts.width, facts.dtype, facts.checksum) == (ROWS, WIDTH, "bfloat16", 0)
+    assert rig.spooled() == 0
+
+
+def test_what_may_never_be_stored_is_not_announced(rig: Rig) -> None:
+    rig.save(1)
+    rig.save(2, width=2 * WIDTH)
+    assert rig.counted("save_problem.record") == 1
+    rig.flush()
+    assert rig.told().keys() == digests(1)
+    assert rig.spooled() == 0
+
+
+def test_next_process_announces_what_the_last_one_uploaded(tmp_path: Path) -> None:
+    first = Rig(tmp_path)
+    first.save(1, 2, 3)
+    first.close()
+    assert first.spooled() == 3
+    assert first.told() == {}
+
+    second = Rig(tmp_path, shared=first.bucket)
+    second.uploader.start_adopting()
+    eventually(lambda: second.uploader.unannounced == 3)
+    assert second.counted("save.existed") == 3
+    assert second.spooled() == 3
+    second.flush()
+    assert second.told().keys() == digests(1, 2, 3)
+    assert second.spooled() == 0
+    assert second.node.tier.check() == []
+    second.close()
+
+
+def test_announcements_that_fail_do_not_hold_uploads_up_nor_fill_the_disk(tmp_path: Path) -> None:
+    denied = Fault(op="put_if_absent", name=DELTA, error=AccessError)
+    nbytes = 512 + 2 * ROWS * WIDTH
+    rig = Rig(tmp_path, denied, cache_bytes=4 * nbytes * announcing._KEPT_SHARE)
+    rig.save(*range(40))
+    assert all(rig.ended.values())
+    eventually(lambda: rig.spooled() <= 4)  # the last ones are being unlinked
+    eventually(lambda: rig.counted("announce_failed") > 0)
+    assert rig.uploader.unannounced == 40
+    assert rig.spooled() > 0
+    rig.faults.clear()
+    rig.flush()
+    assert rig.told().keys() == digests(*range(40))
+    assert rig.spooled() == 0
+    assert rig.counted("announce_dropped") == 0
+    assert rig.node.tier.check() == []
+    rig.close()
+
+
+def test_spool_that_fills_with_what_waits_is_announced_early(tmp_path: Path) -> None:
+    nbytes = 512 + 2 * ROWS * WIDTH
+    rig = Rig(tmp_path, cache_bytes=4 * nbytes * announcing._KEPT_SHARE)
+    rig.save(1, 2)
+    assert rig.told() == {}
+    rig.save(3)
+    eventually(lambda: rig.uploader.unannounced == 0)
+    assert rig.told().keys() == digests(1, 2, 3)
+    rig.close()
+
+
+def test_what_is_given_up_stays_in_the_spool_or_is_counted(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, Fault(op="put_if_absent", name=DELTA, error=UnavailableError))
+    rig.save(1, 2)
+    rig.save(3, spooled=False)
+    rig.uploader.stop()
+    eventually(lambda: rig.uploader.unannounced == 0)
+    assert rig.spooled() == 2
+    assert rig.counted("announce_dropped") == 1
+    rig.close()
+    assert rig.told() == {}
+
+
+def test_many_confirmed_at_once_are_all_removed(rig: Rig) -> None:
+    rig.save(*range(2 * announcing._REMOVED_AT_ONCE + 1))
+    rig.flush()
+    assert rig.spooled() == 0
+    assert len(rig.told()) == 2 * announcing._REMOVED_AT_ONCE + 1
