@@ -68,7 +68,9 @@ def save(*, settings: dict[str, str], overflow: str, count: int, finish: bool) -
             taken = queue.put(identifier_at(number), Save("image", {}), tensor.view(ROWS, WIDTH))
             say(f"put {number}" if taken else f"refused {number}")
     say("all")
-    while not finish or spooled_below(Path(settings["cache_dir"])):
+    folder = Path(settings["cache_dir"])
+    # Two looks: an entry that is adopted moves from folder to folder, and a walk can miss it.
+    while not finish or spooled_below(folder) or spooled_below(folder):
         time.sleep(0.01)
     left = queue.drain(30)
     node.close(5)

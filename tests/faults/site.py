@@ -10,15 +10,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 from s3ec.counters import Counters
-from s3ec.identity import digest_of_name
+from s3ec.identity import Layout, digest_of_name
+from s3ec.index.segment import parse_segment
 from s3ec.testing.proxy import Exchange, FaultProxy, Rule
-from s3ec.testing.proxy_faults import StallUpload
+from s3ec.testing.proxy_faults import Stall, StallUpload
 from s3ec.testing.server import LocalS3
 from s3ec.tier import Tier
 from tests.faults.saving import NAMESPACE, spooled_below
 
 DEADLINE_S = 60.0
 OBJECTS = f"/{NAMESPACE.name}/objects/"
+LAYOUT = Layout(NAMESPACE.name)
 
 
 class Created:
@@ -62,6 +64,11 @@ class Site:
         """Let so many objects through, and no more."""
         self.proxy.add(Rule(StallUpload(), method="PUT", target=OBJECTS, skip=after))
 
+    def stall_announcements(self, *, reached: bool) -> None:
+        """No delta gets through, or it does and its reply does not."""
+        fault = Stall() if reached else StallUpload()
+        self.proxy.add(Rule(fault, method="PUT", target=f"/{LAYOUT.deltas}"))
+
     def let_through(self) -> None:
         self.proxy.clear()
         self.proxy.add(Rule(self.created))
@@ -74,6 +81,19 @@ class Site:
         return {
             entry["Key"][len(OBJECTS) - 1 :] for page in pages for entry in page.get("Contents", ())
         }
+
+    def announced(self) -> set[bytes]:
+        """Digests that the bucket's deltas tell of."""
+        pages = self.client.get_paginator("list_objects_v2").paginate(
+            Bucket=self.bucket, Prefix=LAYOUT.deltas
+        )
+        found = set()
+        for page in pages:
+            for entry in page.get("Contents", ()):
+                reply = self.client.get_object(Bucket=self.bucket, Key=entry["Key"])
+                rows = parse_segment(reply["Body"].read(), NAMESPACE.name)
+                found |= {rows.digest(row) for row in range(len(rows)) if not rows.deleted[row]}
+        return found
 
     def body(self, name: str) -> bytes:
         """One object as the bucket holds it."""

@@ -125,6 +125,7 @@ def assert_all_is_well(
     names = {key_at(number).name for number in range(count)}
     assert site.objects() == names
     assert site.created.names == Counter(names)
+    assert site.announced() == {digest_of_name(name) for name in names}
     assert list((site.cache_dir / "v1" / "spool").iterdir()) == []
     assert site.tier_complaints() == []
 
@@ -210,3 +211,31 @@ def test_fifteen_kills_at_random_lose_nothing_that_the_tier_shows(
     assert saver.hear_until("left") == "left 0 errors 0"
     saver.hear_until("gone")
     assert_all_is_well(site, count, local_s3, tmp_path / "empty", monkeypatch)
+
+
+@pytest.mark.parametrize("reached", [False, True])
+def test_process_killed_between_upload_and_announcement_is_announced_by_the_next_one(
+    site: Site,
+    saver: Saver,
+    local_s3: LocalS3,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    reached: bool,
+) -> None:
+    """The delta has not got to the bucket, or its reply not back to the process."""
+    site.stall_announcements(reached=reached)
+    saver.start(site, "block", 6)
+    saver.hear_until("all")
+    eventually(lambda: len(site.objects()) == 6)
+    if reached:
+        eventually(lambda: site.announced() != set())
+    saver.kill()
+    assert len(site.spooled()) == 6
+    assert reached or site.announced() == set()
+
+    site.let_through()
+    saver.start(site, "block", 6, finish=True)
+    assert saver.hear_until("left") == "left 0 errors 0"
+    assert saver.taken == 0  # nothing was encoded again
+    saver.hear_until("gone")
+    assert_all_is_well(site, 6, local_s3, tmp_path / "empty", monkeypatch)
