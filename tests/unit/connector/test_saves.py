@@ -30,6 +30,7 @@ torch = pytest.importorskip("torch")
 SaveQueue = pytest.importorskip("s3ec.connector.saves").SaveQueue
 saves = pytest.importorskip("s3ec.connector.saves")
 uploads = pytest.importorskip("s3ec.connector.uploads")
+announcing = pytest.importorskip("s3ec.connector.announcing")
 AcceleratorStaging = pytest.importorskip("s3ec.connector.staging").AcceleratorStaging
 FakeAccelerator = pytest.importorskip("tests.unit.connector.accelerators").FakeAccelerator
 
@@ -289,6 +290,33 @@ def test_drain_with_a_dead_bucket_ends_at_its_deadline_and_says_what_is_left(
     assert "3 embeddings; they stay in the spool" in caplog.text
     assert "lost" not in caplog.text
     assert not queue.put(HASHES[5], IMAGE, tensor())
+
+
+def test_drain_announces_what_the_bucket_took(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(announcing, "ANNOUNCE_S", 3600.0)
+    queue = rig.queue()
+    for identifier in HASHES[:5]:
+        queue.put(identifier, IMAGE, tensor())
+    assert queue.drain(_DEADLINE_S) == 0
+    assert rig.counted("announced") == 5
+    assert any(rig.node.layout.delta_of(name) for name in rig.bucket.objects)
+    assert rig.spooled_files() == 0
+
+
+def test_drain_that_cannot_announce_leaves_it_to_the_next_process(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig.faults.append(Fault(op="put_if_absent", name="manifest/", error=AccessError))
+    queue = rig.queue()
+    for identifier in HASHES[:3]:
+        queue.put(identifier, IMAGE, tensor())
+    eventually(lambda: rig.counted("save.items") == 3)
+    assert queue.drain(0.1) == 3
+    assert rig.counted("spool.left") == 3
+    assert rig.counted("save_problem.abandoned") == 0
+    assert rig.spooled_files() == 3
+    assert "3 embeddings are in the bucket and not in its index yet" in caplog.text
+    assert sorted(queue.take_report()[1]) == HASHES[:3]
 
 
 def test_nothing_is_asked_of_the_bucket_after_a_drain(
