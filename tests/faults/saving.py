@@ -46,7 +46,12 @@ def say(line: str) -> None:
 
 
 def spooled_below(cache_dir: Path) -> set[str]:
-    """Digests, as hex. Not Path.rglob: it does not bear folders that vanish meanwhile."""
+    """Digests, as hex. Two looks: an entry that is adopted moves, and a walk can miss it."""
+    return _look_below(cache_dir) | _look_below(cache_dir)
+
+
+def _look_below(cache_dir: Path) -> set[str]:
+    # Not Path.rglob: it does not bear folders that vanish meanwhile.
     names = (name for _, _, files in os.walk(cache_dir / "v1" / "spool") for name in files)
     return {name[: -len(OBJECT_SUFFIX)].rpartition("--")[2] for name in names if "--" in name}
 
@@ -68,9 +73,7 @@ def save(*, settings: dict[str, str], overflow: str, count: int, finish: bool) -
             taken = queue.put(identifier_at(number), Save("image", {}), tensor.view(ROWS, WIDTH))
             say(f"put {number}" if taken else f"refused {number}")
     say("all")
-    folder = Path(settings["cache_dir"])
-    # Two looks: an entry that is adopted moves from folder to folder, and a walk can miss it.
-    while not finish or spooled_below(folder) or spooled_below(folder):
+    while not finish or spooled_below(Path(settings["cache_dir"])):
         time.sleep(0.01)
     left = queue.drain(30)
     node.close(5)

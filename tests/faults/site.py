@@ -128,11 +128,10 @@ class Site:
     def lost(self) -> set[str]:
         """Entries that this node serves and that are neither in the bucket nor waiting for it.
 
-        An entry leaves the spool after the bucket has it, so the bucket comes last. Two looks:
-        an entry that is adopted moves from folder to folder, and a walk can miss it.
+        An entry leaves the spool after the bucket has it, so the bucket comes last.
         """
         entries = self.entries()
-        spooled = self.spooled() | self.spooled()
+        spooled = self.spooled()
         in_bucket = self.stocked | set(self.created.names)
         return {name for name in entries - in_bucket if digest_of_name(name).hex() not in spooled}
 
