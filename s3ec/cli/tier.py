@@ -213,6 +213,7 @@ def _document(settings: Settings, inspection: Inspection, report: Report) -> dic
         "spool": {"entries": report.spooled_files, "bytes": usage.spooled_nbytes},
         "held_bytes": usage.held_nbytes,
         "quarantine": {"entries": report.quarantined_files, "bytes": usage.quarantined_nbytes},
+        "index": {"files": report.index_files, "bytes": usage.index_nbytes},
     }
 
 
@@ -220,6 +221,7 @@ def _print_report(document: dict[str, Any]) -> None:
     budget = document["budget_bytes"]
     share = f"{100 * document['bytes'] / budget:.0f}% of {human_bytes(budget)}"
     pins, spool, quarantine = document["pins"], document["spool"], document["quarantine"]
+    index = document["index"]
     facts(
         [
             ("folder", document["cache_dir"]),
@@ -229,6 +231,7 @@ def _print_report(document: dict[str, Any]) -> None:
             ("pinned", f"{human_bytes(pins['bytes'])} by {pins['processes']} processes"),
             ("spooled", f"{human_bytes(spool['bytes'])} in {spool['entries']} entries"),
             ("quarantined", f"{human_bytes(quarantine['bytes'])}, {quarantine['entries']} files"),
+            ("index", f"{human_bytes(index['bytes'])} in {index['files']} files"),
         ]
     )
     _print_sums("last use", document["ages"])

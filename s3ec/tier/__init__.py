@@ -7,7 +7,19 @@ from s3ec.tier.census import Usage
 from s3ec.tier.claims import Claim
 from s3ec.tier.disk import Tier
 from s3ec.tier.incoming import Incoming
+from s3ec.tier.index_files import IndexFile, IndexFiles
 from s3ec.tier.pins import Pin
 from s3ec.tier.spool import Loaded, Spool, Spooled
 
-__all__ = ["Claim", "Incoming", "Loaded", "Pin", "Spool", "Spooled", "Tier", "Usage"]
+__all__ = [
+    "Claim",
+    "Incoming",
+    "IndexFile",
+    "IndexFiles",
+    "Loaded",
+    "Pin",
+    "Spool",
+    "Spooled",
+    "Tier",
+    "Usage",
+]

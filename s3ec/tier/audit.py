@@ -147,7 +147,9 @@ def _accounting_complaints(folders: Folders, before: Census) -> Iterator[str]:
 
 def _plain_bytes(folders: Folders, *, skip: set[str]) -> int:
     sizes: dict[tuple[int, int], int] = {}
-    for top in (folders.objects, folders.pins, folders.spool, folders.quarantine):
+    for top in (
+        *(folders.objects, folders.pins, folders.spool, folders.quarantine, folders.index),
+    ):
         for folder, below, names in os.walk(top, followlinks=False):
             below[:] = [name for name in below if f"{folder}/{name}" not in skip]
             for name in names:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from s3ec.identity import is_namespace_name, is_object_name
 from s3ec.tier.files import Folders, is_temp_name
+from s3ec.tier.index_names import is_index_name
 from s3ec.tier.pin_folders import LOCK_NAME, is_pin_folder_name, is_pin_name
 from s3ec.tier.spool_names import SpoolName
 from s3ec.tier.use_clock import LATEST_NS, is_unused
@@ -18,7 +19,7 @@ from s3ec.tier.use_clock import LATEST_NS, is_unused
 # objects/NAMESPACE/[LORA/]aa/NAME: folders below a namespace.
 _LEVELS = 2
 _TOP_LEVEL = {
-    *("objects", "incoming", "pins", "spool", "quarantine"),
+    *("objects", "incoming", "pins", "spool", "quarantine", "index"),
     *("evict.lock", "fetch.lock", "usage"),
 }
 # Between two breaths a walk keeps the interpreter for a millisecond or two.
@@ -61,6 +62,7 @@ class Usage:
         held_nbytes: Pinned or spooled bytes that are no entry any more (evicted, or copied for
             their holder) and leave the disk when they are let go of.
         quarantined_nbytes: Bytes set aside.
+        index_nbytes: Bytes of the index's files, which are never evicted.
     """
 
     entries: int
@@ -71,11 +73,12 @@ class Usage:
     spooled_nbytes: int
     held_nbytes: int
     quarantined_nbytes: int
+    index_nbytes: int
 
     @property
     def total_nbytes(self) -> int:
         """What the byte budget is about."""
-        return self.nbytes + self.held_nbytes + self.quarantined_nbytes
+        return self.nbytes + self.held_nbytes + self.quarantined_nbytes + self.index_nbytes
 
 
 @dataclass
@@ -95,6 +98,7 @@ class Census:
         pinned: Inode to bytes of every file that a process holds, entries among them.
         spooled: Path to inode and bytes of every file that waits for the bucket, likewise.
         quarantined: Inode to bytes of what was set aside.
+        index: Inode to bytes of the index's files.
         named: Inodes of ``kept`` that have a name outside of pins and spool.
         temps: Paths of files that are being written, or were when their writer died.
         foreign: Paths of what is not ours; never counted, never deleted.
@@ -111,6 +115,7 @@ class Census:
     pinned: dict[int, int] = field(default_factory=dict)
     spooled: dict[str, tuple[int, int]] = field(default_factory=dict)
     quarantined: dict[int, int] = field(default_factory=dict)
+    index: dict[int, int] = field(default_factory=dict)
     named: set[int] = field(default_factory=set)
     temps: list[str] = field(default_factory=list)
     foreign: list[str] = field(default_factory=list)
@@ -156,6 +161,7 @@ class Census:
             spooled_nbytes=sum(dict(self.spooled.values()).values()),
             held_nbytes=self.held_bytes,
             quarantined_nbytes=sum(self.quarantined.values()),
+            index_nbytes=sum(self.index.values()),
         )
 
 
@@ -198,6 +204,7 @@ def take_census(folders: Folders, pause: Callable[[], None] | None = None) -> Ce
                 pause()
     for item in _items(str(folders.quarantine), census):
         _count(item, census.quarantined)
+    _count_index(str(folders.index), census)
     return census
 
 
@@ -214,6 +221,18 @@ def entry_names(objects: str, pause: Callable[[], None]) -> Iterator[str]:
             yield name
         if seen % _FILES_PER_BREATH == 0:
             pause()
+
+
+def _count_index(above: str, census: Census) -> None:
+    for namespace in _items(above, census):
+        if not is_namespace_name(namespace.name) or not namespace.is_dir(follow_symlinks=False):
+            census.foreign.append(namespace.path)
+            continue
+        for item in _below(namespace.path, _LEVELS, census):
+            if is_index_name(item.path[len(namespace.path) + 1 :]):
+                _count(item, census.index)
+            else:
+                census.foreign.append(item.path)
 
 
 def _items(folder: str, census: Census) -> list[os.DirEntry[str]]:

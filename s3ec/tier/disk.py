@@ -36,6 +36,7 @@ from s3ec.tier.entry_paths import EntryPaths
 from s3ec.tier.evictor import Evictor
 from s3ec.tier.files import Folders, make_folder
 from s3ec.tier.incoming import Incoming
+from s3ec.tier.index_files import IndexFiles
 from s3ec.tier.intake import Intake
 from s3ec.tier.pins import Pin, Pins
 from s3ec.tier.publisher import Publisher
@@ -170,6 +171,15 @@ class Tier:
         spool = Spool(parts, namespace=self._namespace, destination=destination)
         self._spools.append(spool)
         return spool
+
+    def open_index(self) -> IndexFiles:
+        """Where this namespace's files of the index lie on this node.
+
+        Raises:
+            TierError: The tier is not open.
+        """
+        self._require_open()
+        return IndexFiles(self._folders, self._namespace, self._publisher, self._claims)
 
     def pin_folder(self) -> Path:
         """Where this process's pins lie now; its name is random, and no other process's.

@@ -71,6 +71,11 @@ class Folders:
         return self.version / "incoming"
 
     @cached_property
+    def index(self) -> Path:
+        """Namespaces, each with this node's copy of what the index needs."""
+        return self.version / "index"
+
+    @cached_property
     def fetch_lock(self) -> Path:
         """One byte per entry that some process fetches; see claims.py."""
         return self.version / "fetch.lock"
@@ -97,7 +102,9 @@ class Folders:
                 make_folder(folder)
         make_folder(self.root)
         make_folder(self.version)
-        for folder in (self.objects, self.incoming, self.pins, self.spool, self.quarantine):
+        for folder in (
+            *(self.objects, self.incoming, self.pins, self.spool, self.quarantine, self.index),
+        ):
             make_folder(folder)
 
     def open_own(self, path: Path) -> int:

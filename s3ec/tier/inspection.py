@@ -53,6 +53,7 @@ class Report:
         pinning_processes: How many processes hold pins.
         spooled_files: Entries that the bucket has not confirmed.
         quarantined_files: Bad entries that were set aside.
+        index_files: Files of the index, of all namespaces.
     """
 
     usage: Usage
@@ -63,6 +64,7 @@ class Report:
     pinning_processes: int
     spooled_files: int
     quarantined_files: int
+    index_files: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +146,7 @@ class Inspection:
             pinning_processes=self._pinning_processes(),
             spooled_files=len(census.spooled),
             quarantined_files=len(census.quarantined),
+            index_files=len(census.index),
         )
 
     def namespaces(self) -> list[str]:

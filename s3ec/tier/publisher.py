@@ -149,10 +149,27 @@ class Publisher:
             os.utime(file.path, ns=(mtime_ns, mtime_ns), follow_symlinks=False)
             if hold is not None:
                 hold(file.path)
-            self._rename(file.path, key)
+            self._rename(file.path, self._paths.path(key), self._paths.parents(key))
         except BaseException:
             file.discard()
             raise
+
+    def name_file(self, file: TempFile, path: str, parents: Sequence[str]) -> None:
+        """Give a file of ``begin`` that is no entry its name; a present one is replaced.
+
+        Args:
+            parents: Its folders from ``v1`` down; made if missing.
+
+        Raises:
+            OSError, TierError: It is gone.
+        """
+        try:
+            file.close()
+            self._rename(file.path, path, parents)
+        except BaseException:
+            file.discard()
+            raise
+        self._evictor.account(file.nbytes)
 
     def _count(self, nbytes: int, *, counted: bool) -> None:
         if not counted:
@@ -160,13 +177,13 @@ class Publisher:
         self._counters.add("tier.published")
         self._counters.add("tier.published_bytes", nbytes)
 
-    def _rename(self, temp: str, key: Key) -> None:
+    def _rename(self, temp: str, path: str, parents: Sequence[str]) -> None:
         for attempt in range(_ATTEMPTS):
             try:
-                require_real_folders(self._paths.parents(key))
-                os.replace(temp, self._paths.path(key))
+                require_real_folders(parents)
+                os.replace(temp, path)
                 return
             except FileNotFoundError:
                 if attempt == _ATTEMPTS - 1 or not os.path.lexists(temp):
                     raise
-                self._folders.make_below(self._paths.parents(key))
+                self._folders.make_below(parents)

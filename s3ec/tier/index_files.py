@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The index's files of one namespace on this node: whole or absent, counted, never evicted."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+
+from s3ec.errors import TierError
+from s3ec.tier.claims import Claim, Claims
+from s3ec.tier.files import Folders, TempFile
+from s3ec.tier.index_names import is_index_name
+from s3ec.tier.publisher import Publisher
+
+
+@dataclass(frozen=True, slots=True)
+class IndexFile:
+    """One file as a walk found it.
+
+    Attributes:
+        name: As in the bucket, below ``manifest/``.
+        nbytes: Size.
+        modified_s: When it came here, seconds since the epoch.
+    """
+
+    name: str
+    nbytes: int
+    modified_s: float
+
+
+class IndexFiles:
+    """Blocking and thread-safe; shared by all processes of the node. Made by ``Tier.open_index``.
+
+    Files are never changed once they have their name, so a mapping of one stays good, also after
+    ``remove``. They are not synced to the device: see ``Tier``.
+    """
+
+    def __init__(
+        self, folders: Folders, namespace: str, publisher: Publisher, claims: Claims
+    ) -> None:
+        self._top = str(folders.index / namespace)
+        self._above = (str(folders.version), str(folders.index), self._top)
+        self._publisher = publisher
+        self._claims = claims
+
+    def path(self, name: str) -> str:
+        """Where a file lies, or would.
+
+        Raises:
+            ValueError: No file of the index has such a name.
+        """
+        if not is_index_name(name):
+            raise ValueError(f"not a name of the index: {name!r:.100}")
+        return f"{self._top}/{name}"
+
+    def find(self, name: str) -> IndexFile | None:
+        """One stat; None where there is no regular file."""
+        try:
+            found = os.lstat(self.path(name))
+        except OSError:
+            return None
+        if not stat.S_ISREG(found.st_mode):
+            return None
+        return IndexFile(name, found.st_size, found.st_mtime)
+
+    def walk(self) -> Iterator[IndexFile]:
+        """All files that are here."""
+        for folder, _, names in os.walk(self._top, followlinks=False):
+            below = folder[len(self._top) + 1 :]
+            for each in names:
+                name = f"{below}/{each}"
+                file = self.find(name) if is_index_name(name) else None
+                if file is not None:
+                    yield file
+
+    def begin(self, nbytes: int) -> TempFile:
+        """A file in the making; entries are evicted where there is no room for it.
+
+        Args:
+            nbytes: What it will have in the end.
+
+        Raises:
+            TierError: There will be no room, or the disk refused.
+        """
+        try:
+            return self._publisher.begin(nbytes)
+        except OSError as exc:
+            raise TierError(f"cannot write a file of the index: {exc}") from exc
+
+    def finish(self, name: str, file: TempFile) -> str:
+        """Give a whole and verified file its name; answers its path.
+
+        Raises:
+            TierError: The disk refused; the file is gone.
+        """
+        path = self.path(name)
+        parents = [*self._above]
+        for part in name.split("/")[:-1]:
+            parents.append(f"{parents[-1]}/{part}")
+        try:
+            self._publisher.name_file(file, path, parents)
+        except OSError as exc:
+            raise TierError(f"cannot write {path}: {exc}") from exc
+        return path
+
+    def remove(self, name: str) -> None:
+        """Drop one file, and its folder with the last; absent is fine. Never raises.
+
+        The running total learns it from the next walk.
+        """
+        path = self.path(name)
+        with suppress(OSError):
+            os.unlink(path)
+        if name.count("/") > 1:
+            with suppress(OSError):
+                os.rmdir(path.rpartition("/")[0])
+
+    def try_claim(self, task: str) -> Claim | None:
+        """Claim a task, of any name, for this process; never waits.
+
+        Returns:
+            None where another process (or Tier) of the node has it. The kernel gives back what a
+            process that ended had.
+        """
+        return self._claims.take(_place(task))
+
+    def is_claimed(self, task: str) -> bool:
+        """Whether somebody has this task at the moment."""
+        return self._claims.is_taken(_place(task))
+
+    def release(self, claim: Claim) -> None:
+        """Give a claim back; more than once is fine."""
+        self._claims.release(claim)
+
+
+def _place(task: str) -> bytes:
+    """Like the digest of an entry, and of none: object names end in ``.safetensors`` only."""
+    return hashlib.sha256(f"index:{task}".encode()).digest()[:16]
