@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from s3ec.identity import Key
+from s3ec.index.rows import Facts
 
 
 class Index(Protocol):
@@ -18,12 +19,28 @@ class Index(Protocol):
         """Whether the corpus probably holds this key; no I/O, about a microsecond."""
         ...
 
-    def add(self, key: Key) -> None:
-        """The key was just confirmed stored."""
+    def holds(self, key: Key) -> bool:
+        """Whether the corpus was told to hold this key; never True by a filter's chance."""
         ...
 
-    def forget(self, key: Key) -> None:
-        """The bucket said 404, or its copy is bad: answer False for a while."""
+    def facts(self, key: Key) -> Facts | None:
+        """What is known of an entry; None where nothing is. No I/O, some microseconds."""
+        ...
+
+    def add(self, key: Key, facts: Facts | None = None) -> None:
+        """The key was just confirmed stored.
+
+        Args:
+            facts: What was stored, where the caller knows it; the time is not looked at.
+        """
+        ...
+
+    def forget(self, key: Key, *, absent: bool = False) -> None:
+        """The key is not to be had: answer False for a while.
+
+        Args:
+            absent: The bucket said 404. Otherwise its copy is bad.
+        """
         ...
 
     async def refresh(self) -> None:

@@ -11,10 +11,9 @@ from cachetools import TTLCache
 
 from s3ec.counters import Counters
 from s3ec.identity import Key, Layout, digest_of_name, is_object_name
+from s3ec.index.healing import NEGATIVE_ENTRIES, NEGATIVE_TTL_S
+from s3ec.index.rows import Facts
 from s3ec.store.base import Store
-
-NEGATIVE_TTL_S = 60.0
-NEGATIVE_ENTRIES = 100_000
 
 
 class ListingIndex:
@@ -53,7 +52,15 @@ class ListingIndex:
         with self._lock:
             return key.digest not in self._gone
 
-    def add(self, key: Key) -> None:
+    def holds(self, key: Key) -> bool:
+        """As maybe_contains: a listing is exact."""
+        return self.maybe_contains(key)
+
+    def facts(self, key: Key) -> Facts | None:
+        """A listing tells nothing of an entry but that it is there."""
+        return None
+
+    def add(self, key: Key, facts: Facts | None = None) -> None:
         """Remember a key that was just stored; ends its negative entry."""
         with self._lock:
             self._known.add(key.digest)
@@ -61,7 +68,7 @@ class ListingIndex:
             if self._added is not None:
                 self._added.add(key.digest)
 
-    def forget(self, key: Key) -> None:
+    def forget(self, key: Key, *, absent: bool = False) -> None:
         """Answer False for this key until the negative TTL has passed."""
         with self._lock:
             self._gone[key.digest] = True

@@ -1,0 +1,319 @@
+# SPDX-License-Identifier: Apache-2.0
+"""This node's copies of the index's files: each downloaded by one process, verified, then named."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import TypeVar
+
+from s3ec.counters import Counters
+from s3ec.errors import CorruptEntryError, TierError
+from s3ec.identity import Layout
+from s3ec.index import sealed
+from s3ec.index.base_index import Base
+from s3ec.index.bloom import Bloom
+from s3ec.index.download import Disk, download
+from s3ec.index.head import MAX_HEAD_BYTES, Blob, Head, parse_head
+from s3ec.index.rows import Rows
+from s3ec.index.segment import Segment, parse_segment
+from s3ec.store.base import Store
+from s3ec.tier import IndexFile, IndexFiles
+
+T = TypeVar("T")
+U = TypeVar("U")
+
+# A batch of a writer is some ten KiB; a million tombstones are 50 MB.
+MAX_DELTA_BYTES = 64 * 2**20
+# At a time. So, with what one download asks for ahead, 64 MiB of a base are in memory at most.
+_FILES = 4
+_DELTAS = 8
+# How soon a file that another process downloads is looked for again, at first and at most.
+_FIRST_LOOK_S = 0.005
+_LAST_LOOK_S = 0.1
+# A process that has a claim for so long may hang.
+_PATIENCE_S = 60.0
+# Deltas that the bucket has no more go from here an hour after they came: until then another
+# process, which has not seen the newest base yet, may need them.
+_LEFT_S = 3600.0
+
+
+class IndexCache:
+    """Of one namespace. For one event loop; any number of calls at once.
+
+    Files have the names that they have in the bucket below ``manifest/``, are never changed, and
+    stay mapped where they are in use when they are removed. What the disk does not take is an
+    error for a base, and kept in memory for a delta.
+
+    Counters: ``index.downloads``, ``index.downloaded_bytes`` and ``index.not_kept``.
+
+    Attributes:
+        store: The bucket.
+        layout: Of the namespace.
+        disk: Runs what blocks.
+        counters: Where to count.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        layout: Layout,
+        files: IndexFiles,
+        disk: Disk,
+        counters: Counters,
+        *,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Touches nothing.
+
+        Args:
+            disk: Runs what blocks.
+            clock: Seconds since the epoch, as the file system has them.
+        """
+        self.store = store
+        self.layout = layout
+        self.disk = disk
+        self.counters = counters
+        self._files = files
+        self._clock = clock
+        self._unkept: dict[str, Rows] = {}
+
+    async def head(self, version: int) -> Head | None:
+        """The head of one base, read from the bucket; None where it is gone.
+
+        Raises:
+            CorruptEntryError: It cannot be used (reason ``version``: by this version of s3ec).
+            UnavailableError, AccessError: The bucket did not answer.
+        """
+        name = self.layout.head(version)
+        body = await self.store.get(name, max_bytes=MAX_HEAD_BYTES)
+        if body is None:
+            return None
+        head = await self.disk(lambda: parse_head(body, name=name))
+        if head.version != version:
+            raise CorruptEntryError(f"{name}: says it is version {head.version}", reason="header")
+        return head
+
+    # -- deltas ------------------------------------------------------------------------------
+
+    async def deltas(self, ulids: Iterable[str]) -> dict[str, Rows | CorruptEntryError | None]:
+        """The rows of some deltas.
+
+        Returns:
+            For each its rows (views of a mapped file or of what was received), None where the
+            bucket has it no more, or why it is refused.
+
+        Raises:
+            UnavailableError, AccessError: The bucket did not answer.
+        """
+        wanted = list(ulids)
+        found: dict[str, Rows | CorruptEntryError | None] = {}
+        found.update(await self.disk(self._open_deltas, wanted))
+        missing = [ulid for ulid in wanted if ulid not in found]
+        fetched = await _in_parallel(self._delta, missing, width=_DELTAS)
+        return found | dict(zip(missing, fetched, strict=True))
+
+    def _open_deltas(self, ulids: Iterable[str]) -> dict[str, Rows]:
+        """Those that are on this node and good."""
+        found = {}
+        for ulid in ulids:
+            rows = self._unkept[ulid] if ulid in self._unkept else self._open_delta(ulid)
+            if rows is not None:
+                found[ulid] = rows
+        return found
+
+    def _open_delta(self, ulid: str) -> Rows | None:
+        name = self._local(self.layout.delta(ulid))
+        try:
+            return Segment.open(self._files.path(name), self.layout.namespace).rows()
+        except FileNotFoundError:
+            return None
+        except (OSError, CorruptEntryError):
+            self._files.remove(name)
+            return None
+
+    async def _delta(self, ulid: str) -> Rows | CorruptEntryError | None:
+        rows: Rows | None = None
+
+        async def fetch() -> None:
+            nonlocal rows
+            rows = await self._fetch_delta(ulid)
+
+        refused: CorruptEntryError | None = None
+        for _ in range(2):
+            try:
+                await self._alone(self._local(self.layout.delta(ulid)), fetch)
+            except CorruptEntryError as exc:
+                refused = exc
+                if exc.reason == "version":
+                    break
+                continue
+            # Another process may have brought it.
+            return rows if rows is not None else await self.disk(self._open_delta, ulid)
+        return refused
+
+    async def _fetch_delta(self, ulid: str) -> Rows | None:
+        name = self.layout.delta(ulid)
+        body = await self.store.get(name, max_bytes=MAX_DELTA_BYTES)
+        if body is None:
+            return None
+        self._count(len(body))
+        return await self.disk(self._keep_delta, ulid, name, body)
+
+    def _keep_delta(self, ulid: str, name: str, body: bytes | memoryview) -> Rows:
+        """Check what was received and write it, or hold it where the disk does not take it."""
+        rows = parse_segment(body, self.layout.namespace, name=name)
+        try:
+            file = self._files.begin(len(body))
+            try:
+                file.append([body])
+                self._files.finish(self._local(name), file)
+            finally:
+                file.discard()
+        except (OSError, TierError):
+            self.counters.add("index.not_kept")
+            self._unkept[ulid] = rows
+        return rows
+
+    # -- bases -------------------------------------------------------------------------------
+
+    async def base(self, head: Head, *, exact: bool) -> Base:
+        """Open a base, downloading what is not here.
+
+        Args:
+            exact: With all rows; else with the filters only.
+
+        Raises:
+            VanishedError: It was replaced.
+            CorruptEntryError: A file of it is refused, named in the message.
+            TierError: The disk refused.
+            UnavailableError, AccessError: The bucket did not answer.
+        """
+        if exact:
+            files = [(head.segment_name(self.layout, it), it.segment) for it in head.shards]
+        else:
+            files = [(head.bloom_name(self.layout, it), it.bloom) for it in head.shards]
+        await _in_parallel(lambda it: self._base_file(*it, exact=exact), files, width=_FILES)
+        paths = [self._files.path(self._local(name)) for name, _ in files]
+        try:
+            return await self.disk(
+                lambda: Base.open(head, paths, self.layout.namespace, exact=exact)
+            )
+        except CorruptEntryError:
+            for name, _ in files:  # the disk's fault or the bucket's: the next try will tell
+                await self.disk(self._files.remove, self._local(name))
+            raise
+        except OSError as exc:
+            raise TierError(f"cannot open the index on this node: {exc}") from exc
+
+    async def _base_file(self, name: str, blob: Blob, *, exact: bool) -> None:
+        local = self._local(name)
+
+        def check(path: str) -> None:
+            kind = Segment if exact else Bloom
+            whole = memoryview(sealed.map_file(path))
+            kind.parse(whole, self.layout.namespace, name=name).check()
+
+        async def fetch() -> None:
+            await download(
+                self.store, name, blob, files=self._files, local=local, disk=self.disk, check=check
+            )
+            self._count(blob.nbytes)
+
+        await self._alone(local, fetch, nbytes=blob.nbytes)
+
+    # -- what is not needed any more -----------------------------------------------------------
+
+    async def clean(self, head: Head) -> None:
+        """Remove the files that this base has replaced.
+
+        Those of newer bases stay: they are another process's, which is ahead of us.
+        """
+        merged = {self._local(self.layout.delta(ulid)) for ulid in head.merged}
+        keep = self._local(self.layout.run(head.version, head.run))
+        for ulid in head.merged & self._unkept.keys():
+            del self._unkept[ulid]
+
+        def is_replaced(file: IndexFile) -> bool:
+            run = self.layout.run_of(self.layout.manifest + file.name)
+            if run is None:
+                return file.name in merged
+            return run[0] <= head.version and not file.name.startswith(keep)
+
+        await self.disk(self._remove, is_replaced)
+
+    async def clean_deltas(self, needed: set[str]) -> None:
+        """Remove deltas that came here long ago and are neither in the bucket nor in use.
+
+        Args:
+            needed: ULIDs of those that are.
+        """
+        keep = {self._local(self.layout.delta(ulid)) for ulid in needed}
+        old_s = self._clock() - _LEFT_S
+
+        def is_left(file: IndexFile) -> bool:
+            is_delta = self.layout.delta_of(self.layout.manifest + file.name) is not None
+            return is_delta and file.name not in keep and file.modified_s < old_s
+
+        await self.disk(self._remove, is_left)
+
+    def _remove(self, which: Callable[[IndexFile], bool]) -> None:
+        for file in list(self._files.walk()):
+            if which(file):
+                self._files.remove(file.name)
+
+    # -- helpers -----------------------------------------------------------------------------
+
+    def _local(self, name: str) -> str:
+        """A name in the bucket as IndexFiles has it."""
+        return name.removeprefix(self.layout.manifest)
+
+    def _count(self, nbytes: int) -> None:
+        self.counters.add("index.downloads")
+        self.counters.add("index.downloaded_bytes", nbytes)
+
+    async def _alone(
+        self, name: str, fetch: Callable[[], Awaitable[None]], *, nbytes: int | None = None
+    ) -> None:
+        """Fetch a file that is not here, unless another process of the node does.
+
+        Args:
+            nbytes: One of another size is fetched again.
+        """
+        pause_s, waited_s = _FIRST_LOOK_S, 0.0
+        while True:
+            claim = self._files.try_claim(name)
+            if claim is None and waited_s < _PATIENCE_S:
+                await asyncio.sleep(pause_s)
+                waited_s += pause_s
+                pause_s = min(pause_s * 1.5, _LAST_LOOK_S)
+                continue
+            try:
+                # After the claim: who had it before us has finished by now. One stat.
+                found = self._files.find(name)
+                if found is None or nbytes not in (None, found.nbytes):
+                    await fetch()
+                return
+            finally:
+                if claim is not None:
+                    self._files.release(claim)
+
+
+async def _in_parallel(
+    work: Callable[[U], Awaitable[T]], items: Sequence[U], *, width: int
+) -> list[T]:
+    """Results in order, so many at a time; the first error ends all."""
+    slots = asyncio.Semaphore(width)
+
+    async def one(item: U) -> T:
+        async with slots:
+            return await work(item)
+
+    tasks = [asyncio.ensure_future(one(item)) for item in items]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,325 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keeps a View up to date: one listing per refresh, deltas at once, bases in the background."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from s3ec.errors import CorruptEntryError, TierError
+from s3ec.index.cache import IndexCache
+from s3ec.index.download import VanishedError
+from s3ec.index.head import Head
+from s3ec.index.listing import ListingIndex
+from s3ec.index.news import News, Watch
+from s3ec.index.rows import Rows, merge
+from s3ec.index.segment import Segment
+from s3ec.index.view import View
+
+log = logging.getLogger(__name__)
+
+# With `auto` the rows of a base may take this share of the tier.
+_EXACT_SHARE = 1 / 8
+# A base that is refused is tried again so late, unless a newer one comes.
+_RETRY_S = 600.0
+# Where there is no base the objects are listed; a listing that takes long is repeated rarely.
+_LISTING_EVERY_S = 600.0
+_LISTING_SHARE = 0.1
+# A base may vanish while it is downloaded; the next one may too.
+_CHASES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class FollowOptions:
+    """How a reader follows the corpus.
+
+    Attributes:
+        mode: Rows of the base (``exact``), its filters (``bloom``), or what fits (``auto``).
+        cache_bytes: Budget of the node's tier.
+        patience_s: How long a refresh waits for a base or a listing that it has begun; after
+            that it ends, and the next one goes on with deltas meanwhile.
+    """
+
+    mode: Literal["exact", "bloom", "auto"] = "auto"
+    cache_bytes: int = 50 * 2**30
+    patience_s: float = 5.0
+
+
+class Follower:
+    """One reader's eyes; the loop's thread only. Everything it shows goes through ``install``.
+
+    Deltas that are in no base yet are merged into one overlay. A base is opened, which may mean a
+    long download, beside the refreshes. Where the bucket has none that can be used, because
+    nobody compacted yet or because a newer s3ec did, the objects are listed.
+
+    Counters: ``index.refused`` (files), ``index.vanished_base``, ``index.bases`` (opened).
+    """
+
+    def __init__(
+        self,
+        cache: IndexCache,
+        *,
+        options: FollowOptions,
+        install: Callable[[View, Segment | None], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Nothing is read yet.
+
+        Args:
+            cache: This node's files, and the way to the bucket.
+            install: Takes each new view, and the rows of deltas that are new in it.
+            clock: Monotonic seconds.
+        """
+        self._cache = cache
+        self._layout = cache.layout
+        self._disk = cache.disk
+        self._counters = cache.counters
+        self._options = options
+        self._install = install
+        self._clock = clock
+        self._watch = Watch(cache.store, cache.layout)
+        self._view = View()
+        self._head: Head | None = None  # of the base in the view
+        self._applied: set[str] = set()  # deltas in the overlay
+        self._refused: dict[str, str] = {}  # name of what is in the bucket: reason
+        self._named: set[str] = set()  # of these: told in the log
+        self._not_before: dict[int, float] = {}  # bases that could not be opened
+        self._listing_due_s = clock()
+        self._changing = asyncio.Lock()  # who makes a new view from the old one
+        self._filling: asyncio.Task[None] | None = None
+        self.loaded = False
+
+    async def refresh(self) -> None:
+        """Look once; one request where nothing is new.
+
+        Raises:
+            UnavailableError, AccessError: The bucket did not answer; what is known stays.
+        """
+        news = await self._watch.look()
+        if news.complete:
+            self._forgive(news)
+        newest = await self._newest_head(news)
+        await self._apply(news, newest)
+        await self._fill_up(newest)
+        if news.complete:
+            await self._cache.clean_deltas(self._applied | news.deltas.keys())
+
+    async def close(self) -> None:
+        """End what runs in the background."""
+        task, self._filling = self._filling, None
+        if task is not None:
+            task.cancel()
+            await asyncio.wait({task})
+
+    # -- heads -------------------------------------------------------------------------------
+
+    async def _newest_head(self, news: News) -> Head | None:
+        """The newest head that can be read; the open base's where none is newer."""
+        for version in news.versions:
+            if self._head is not None and version <= self._head.version:
+                break
+            name = self._layout.head(version)
+            if name in self._refused:
+                continue
+            try:
+                head = await self._cache.head(version)
+            except CorruptEntryError as exc:
+                self._refuse(name, exc)
+                continue
+            if head is not None:
+                return head
+        return self._head
+
+    def _refuse(self, name: str, exc: CorruptEntryError) -> None:
+        """Note what cannot be used; in the log once, and one line for all of a newer format."""
+        self._counters.add("index.refused")
+        self._refused[name] = exc.reason
+        told = "a newer format" if exc.reason == "version" else name
+        if told in self._named:
+            return
+        self._named.add(told)
+        if exc.reason == "version":
+            log.warning(
+                "the index of %s was written by a newer s3ec (%s); until this one is updated the "
+                "objects are listed instead",
+                self._layout.namespace,
+                exc,
+            )
+        else:
+            log.warning("%s is refused, and the index goes without it: %s", name, exc)
+
+    def _forgive(self, news: News) -> None:
+        """Try what was damaged once more, and forget what is gone."""
+        there = {self._layout.delta(ulid) for ulid in news.deltas}
+        there |= {self._layout.head(version) for version in news.versions}
+        self._refused = {
+            name: reason
+            for name, reason in self._refused.items()
+            if reason == "version" and name in there
+        }
+        self._named &= there | {"a newer format"}
+        self._not_before = {v: at for v, at in self._not_before.items() if v in news.versions}
+
+    # -- deltas ------------------------------------------------------------------------------
+
+    async def _apply(self, news: News, newest: Head | None) -> None:
+        """Fetch what is new, and merge it into the overlay."""
+        # Before there is a base, the one to come will hold these.
+        head = self._head or newest
+        merged = head.merged if head is not None else frozenset()
+        fresh = [
+            ulid
+            for ulid in news.deltas.keys() - self._applied - merged
+            if self._layout.delta(ulid) not in self._refused
+        ]
+        if not fresh:
+            return
+        good: dict[str, Rows] = {}
+        for ulid, rows in (await self._cache.deltas(fresh)).items():
+            if isinstance(rows, CorruptEntryError):
+                self._refuse(self._layout.delta(ulid), rows)
+            elif rows is not None:
+                good[ulid] = rows
+        if not good:
+            return
+        async with self._changing:
+            parts = await self._parts_with(good)
+            overlay, new = (
+                await self._disk(_merged, parts),
+                await self._disk(_merged, [*good.values()]),
+            )
+            self._applied |= good.keys()
+            self._show(View(self._view.base, overlay, self._view.listing), new)
+
+    async def _parts_with(self, good: Mapping[str, Rows]) -> list[Rows]:
+        """What the overlay is made of, by rising ULID: of equals the later one counts."""
+        old = [] if self._view.overlay is None else [self._view.overlay.rows()]
+        new = [good[ulid] for ulid in sorted(good)]
+        if not self._applied or max(self._applied) < min(good):
+            return old + new
+        return await self._rows_of(self._applied | good.keys(), good) or old + new
+
+    async def _rows_of(self, ulids: set[str], known: Mapping[str, Rows]) -> list[Rows] | None:
+        """The rows of deltas in their order, from this node; None where some are gone."""
+        found: dict[str, object] = {**await self._cache.deltas(ulids - known.keys()), **known}
+        rows = [found[ulid] for ulid in sorted(ulids)]
+        return (
+            [each for each in rows if isinstance(each, Rows)]
+            if all(isinstance(each, Rows) for each in rows)
+            else None
+        )
+
+    def _show(self, view: View, new: Segment | None = None) -> None:
+        self._view = view
+        self._install(view, new)
+
+    # -- bases and listings ------------------------------------------------------------------
+
+    async def _fill_up(self, newest: Head | None) -> None:
+        """Begin to open a base or to list where it is time; wait for it, but not for long."""
+        if self._filling is None:
+            due = self._is_due(newest)
+            if not due and not self._is_listing_due():
+                self._drop_listing()
+                return
+            self._filling = asyncio.get_running_loop().create_task(
+                self._fill(newest if due else None), name="s3ec-index-fill"
+            )
+            # Nobody may be left to look at it.
+            self._filling.add_done_callback(lambda task: task.cancelled() or task.exception())
+        task = self._filling
+        await asyncio.wait({task}, timeout=self._options.patience_s)
+        if task.done():
+            self._filling = None
+            task.result()
+
+    def _is_due(self, newest: Head | None) -> bool:
+        if newest is None or (self._head is not None and newest.version <= self._head.version):
+            return False
+        return self._clock() >= self._not_before.get(newest.version, self._clock())
+
+    def _needs_listing(self) -> bool:
+        return self._head is None or "version" in self._refused.values()
+
+    def _is_listing_due(self) -> bool:
+        return self._needs_listing() and self._clock() >= self._listing_due_s
+
+    def _drop_listing(self) -> None:
+        if self._view.listing is not None and not self._needs_listing():
+            self._show(View(self._view.base, self._view.overlay))
+
+    async def _fill(self, newest: Head | None) -> None:
+        if newest is not None:
+            await self._open_base(newest)
+        if self._is_listing_due():
+            await self._list_objects()
+        self.loaded = True
+
+    async def _open_base(self, head: Head) -> None:
+        """Show a base and drop the deltas that are in it."""
+        for _ in range(_CHASES):
+            try:
+                await self._swap_in(head)
+                return
+            except VanishedError as exc:
+                # A newer one has replaced it, or somebody deleted it.
+                self._counters.add("index.vanished_base")
+                log.info("%s is gone, looking for a newer base", exc)
+                newer = await self._newest_head(await self._watch.look())
+                if newer is None or newer.version <= head.version:
+                    self._not_before[head.version] = self._clock() + _RETRY_S
+                    log.warning("the index of %s lacks %s", self._layout.namespace, exc)
+                    return
+                head = newer
+            except (CorruptEntryError, TierError) as exc:
+                self._not_before[head.version] = self._clock() + _RETRY_S
+                self._counters.add("index.refused")
+                log.warning("%s cannot be used: %s", self._layout.head(head.version), exc)
+                return
+
+    async def _swap_in(self, head: Head) -> None:
+        base = await self._cache.base(head, exact=self._is_exact(head))
+        async with self._changing:
+            left = self._applied - head.merged
+            rows = await self._rows_of(left, {})
+            # Where a file is gone from here and the bucket, what is merged stays in the overlay
+            # too: it is not wrong there.
+            overlay = self._view.overlay if rows is None else await self._disk(_merged, rows)
+            self._head, self._applied = head, left
+            listing = self._view.listing if self._needs_listing() else None
+            self._show(View(base, overlay, listing))
+        self._counters.add("index.bases")
+        log.info(
+            "index of %s: base %d with %d keys, %s",
+            self._layout.namespace,
+            head.version,
+            head.entries,
+            "exact" if base.exact else "by its filters",
+        )
+        await self._cache.clean(head)
+
+    def _is_exact(self, head: Head) -> bool:
+        if self._options.mode == "auto":
+            return head.nbytes <= self._options.cache_bytes * _EXACT_SHARE
+        return self._options.mode == "exact"
+
+    async def _list_objects(self) -> None:
+        started_s = self._clock()
+        listing = self._view.listing
+        if listing is None:
+            listing = ListingIndex(self._cache.store, self._layout, self._counters)
+            # What a listing shows before it fails is worth having.
+            self._show(View(self._view.base, self._view.overlay, listing))
+        await listing.refresh()
+        now_s = self._clock()
+        pause_s = max(_LISTING_EVERY_S, (now_s - started_s) / _LISTING_SHARE)
+        self._listing_due_s = now_s + pause_s
+
+
+def _merged(parts: list[Rows]) -> Segment | None:
+    rows = merge(parts, keep_tombstones=True)
+    return Segment.of(rows) if len(rows) else None

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The index made from the manifest: lookups from memory and mapped files, without a lock."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from s3ec.identity import Key
+from s3ec.index.cache import IndexCache
+from s3ec.index.follower import Follower, FollowOptions
+from s3ec.index.healing import NEGATIVE_TTL_S, Gone, VanishAlarm
+from s3ec.index.rows import Facts, split_digest
+from s3ec.index.segment import Segment
+from s3ec.index.view import View
+
+# Keys that this process stored and that no delta has told yet.
+_RECENT_ENTRIES = 1_000_000
+
+
+class ManifestIndex:
+    """What the corpus holds, as far as this process was told. Lookups from any thread.
+
+    First come keys that the bucket lacked a moment ago, then those that this process stored
+    itself, then the View, which a refresh replaces as a whole.
+
+    Counters: ``index.forgotten`` (keys that were not to be had), ``index.vanished`` (of these,
+    keys that the index held and the bucket did not), and those of Follower and IndexCache.
+    """
+
+    def __init__(
+        self,
+        cache: IndexCache,
+        *,
+        options: FollowOptions | None = None,
+        negative_ttl_s: float = NEGATIVE_TTL_S,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Nothing is read before the first refresh.
+
+        Args:
+            cache: This node's files of the index, and the way to the bucket.
+            options: How the bucket is followed; defaults if None.
+            negative_ttl_s: How long a key that was not to be had is not believed.
+            clock: Monotonic seconds.
+            wall_clock: Seconds since the epoch.
+        """
+        self._counters = cache.counters
+        self._wall_clock = wall_clock
+        self._lock = threading.Lock()  # held by writers of the two dictionaries, never by lookups
+        self._gone = Gone(negative_ttl_s, clock)
+        self._recent: dict[bytes, Facts] = {}
+        self._alarm = VanishAlarm(cache.layout.namespace, cache.counters, clock)
+        self._view = View()
+        self._version = 0
+        self._follower = Follower(
+            cache,
+            options=options or FollowOptions(),
+            install=self._show,
+            clock=clock,
+        )
+
+    @property
+    def loaded(self) -> bool:
+        """Whether the first base was opened, or the objects were listed."""
+        return self._follower.loaded
+
+    # -- lookups -----------------------------------------------------------------------------
+
+    def maybe_contains(self, key: Key) -> bool:
+        """Whether the corpus probably holds this key; about a microsecond, no lock."""
+        digest = key.digest
+        if digest in self._gone.until and self._gone.holds(digest):
+            return False
+        return digest in self._recent or self._view.maybe(key)
+
+    def holds(self, key: Key) -> bool:
+        """As maybe_contains, and False where only a filter says so."""
+        digest = key.digest
+        if self._gone.holds(digest):
+            return False
+        return digest in self._recent or self._view.holds(key)
+
+    def facts(self, key: Key) -> Facts | None:
+        """What is known of an entry that is probably there; some microseconds."""
+        digest = key.digest
+        if self._gone.holds(digest):
+            return None
+        recent = self._recent.get(digest)
+        if recent is not None:
+            return recent
+        latest = self._view.latest(digest)
+        return None if latest is None or latest[1] else latest[0]
+
+    def known_time_s(self, key: Key) -> int:
+        """Time of the latest row about this key, a tombstone's too; 0 where there is none."""
+        latest = self._view.latest(key.digest)
+        recent = self._recent.get(key.digest)
+        return max(latest[0].time_s if latest else 0, recent.time_s if recent else 0)
+
+    # -- what this process learns --------------------------------------------------------------
+
+    def add(self, key: Key, facts: Facts | None = None) -> None:
+        """The key was just confirmed stored: found from now on."""
+        # Later than what is known of it, a deletion by somebody whose clock is ahead above all.
+        time_s = max(int(self._wall_clock()), self.known_time_s(key) + 1)
+        with self._lock:
+            self._gone.discard_locked(key.digest)
+            self._recent[key.digest] = (facts or Facts())._replace(time_s=time_s)
+            while len(self._recent) > _RECENT_ENTRIES:
+                del self._recent[next(iter(self._recent))]
+
+    def forget(self, key: Key, *, absent: bool = False) -> None:
+        """The key is not to be had: answer False for a while.
+
+        Args:
+            absent: The bucket does not have it; otherwise what it has is bad.
+        """
+        vanished = absent and self.maybe_contains(key)
+        with self._lock:
+            self._gone.add_locked(key.digest)
+            self._recent.pop(key.digest, None)
+        self._counters.add("index.forgotten")
+        if vanished:
+            self._counters.add("index.vanished")
+            self._alarm.note(key)
+
+    # -- the loop's thread -----------------------------------------------------------------
+
+    async def refresh(self) -> None:
+        """Look for news in the bucket: one listing, and what is new.
+
+        Raises:
+            UnavailableError, AccessError: The bucket did not answer; what is known stays.
+        """
+        await self._follower.refresh()
+        with self._lock:
+            self._gone.sweep_locked()
+
+    async def close(self) -> None:
+        """End what runs in the background; lookups go on with what is known."""
+        await self._follower.close()
+
+    def _show(self, view: View, new: Segment | None) -> None:
+        """Take a new view, and settle what it says of keys that are looked up before it.
+
+        Args:
+            new: Rows of deltas that are in no earlier view.
+        """
+        self._view = view
+        if view.base is not None and view.base.version != self._version:
+            self._version = view.base.version
+            self._alarm.reset()
+        if new is not None:
+            self._heal(new)
+        settled = [
+            digest for digest, facts in list(self._recent.items()) if _told(view, digest, facts)
+        ]
+        with self._lock:
+            for digest in settled:
+                self._recent.pop(digest, None)
+
+    def _heal(self, new: Segment) -> None:
+        """What was written since is there again."""
+        healed = []
+        for digest in list(self._gone.until):
+            row = new.find(*split_digest(digest))
+            if row >= 0 and not new.deleted(row):
+                healed.append(digest)
+        with self._lock:
+            for digest in healed:
+                self._gone.discard_locked(digest)
+
+
+def _told(view: View, digest: bytes, facts: Facts) -> bool:
+    """Whether the view knows of this store, or of a later deletion."""
+    latest = view.latest(digest)
+    if latest is None:
+        return False
+    row, deleted = latest
+    return not deleted or row.time_s >= facts.time_s

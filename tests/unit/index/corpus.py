@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A bucket with an index in it, written by hand, and readers of it."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from s3ec.counters import Counters
+from s3ec.identity import Key, Layout, make_key
+from s3ec.index.bloom import build_bloom
+from s3ec.index.cache import IndexCache
+from s3ec.index.follower import FollowOptions
+from s3ec.index.head import Blob, Head, Shard
+from s3ec.index.reader import ManifestIndex
+from s3ec.index.rows import Facts, Rows, Tombstone
+from s3ec.index.segment import encode_segment
+from s3ec.index.ulid import Ulids
+from s3ec.testing.fault_store import FaultStore, Script
+from s3ec.testing.memory_store import MemoryStore
+from s3ec.tier import Tier
+
+T = TypeVar("T")
+
+NAMESPACE = "gemma-0123456789abcdef"
+LAYOUT = Layout(NAMESPACE)
+START_S = 1_800_000_000.0
+HOUR_S = 3600.0
+
+
+class Clock:
+    """Moved by hand."""
+
+    def __init__(self, now_s: float = START_S) -> None:
+        self.now_s = now_s
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def key_of(text: object) -> Key:
+    key = make_key(hashlib.sha256(str(text).encode()).hexdigest())
+    assert key is not None
+    return key
+
+
+def rows_of(*items: object, time_s: float = START_S) -> Rows:
+    """Rows of texts, keys, (key, Facts) or (key, Tombstone)."""
+    told: list[tuple[bytes, Facts | Tombstone]] = []
+    for item in items:
+        if isinstance(item, tuple):
+            told.append((_as_key(item[0]).digest, item[1]))
+        else:
+            told.append((_as_key(item).digest, Facts(time_s=int(time_s))))
+    return Rows.from_facts(told).sorted_unique()
+
+
+def _as_key(item: object) -> Key:
+    return item if isinstance(item, Key) else key_of(item)
+
+
+async def in_thread(function: Callable[..., T], *args: object) -> T:
+    return await asyncio.to_thread(function, *args)
+
+
+@dataclass
+class Corpus:
+    """The bucket's side: what writers and compactions have left there."""
+
+    clock: Clock = field(default_factory=Clock)
+    memory: MemoryStore = field(default_factory=MemoryStore)
+
+    @property
+    def objects(self) -> dict[str, bytes]:
+        return self.memory.bucket.objects
+
+    def put(self, name: str, body: bytes) -> None:
+        self.objects[name] = body
+        self.memory.bucket.modified_s[name] = self.clock.now_s
+
+    def delete(self, *names: str) -> None:
+        for name in names:
+            del self.objects[name]
+            del self.memory.bucket.modified_s[name]
+
+    def store(self, *items: object) -> None:
+        """Objects themselves."""
+        for item in items:
+            self.put(LAYOUT.object(_as_key(item)), b"entry")
+
+    def delta(self, *items: object, ahead_s: float = 0.0, time_s: float | None = None) -> str:
+        """Announce keys; answers the ULID.
+
+        Args:
+            ahead_s: How far the writer's clock is ahead of the bucket's.
+        """
+        writer_s = self.clock.now_s + ahead_s
+        rows = rows_of(*items, time_s=writer_s if time_s is None else time_s)
+        ulid = Ulids().next(writer_s)
+        self.put(LAYOUT.delta(ulid), b"".join(encode_segment(rows, NAMESPACE)))
+        return ulid
+
+    def base(
+        self, version: int, rows: Rows, *, merged: Iterable[str] = (), shards: int = 2
+    ) -> Head:
+        """Commit a base of so many shards; answers its head."""
+        run = secrets.token_hex(8)
+        made = []
+        for number in range(shards):
+            first, last = 256 // shards * number, 256 // shards * (number + 1) - 1
+            part = rows.between(first, last)
+            segment = encode_segment(part, NAMESPACE)
+            bloom = build_bloom(part.digest_hi, part.digest_lo, 0.01, NAMESPACE)
+            made.append(Shard(first, last, len(part), Blob.of(segment), Blob.of(bloom)))
+            self.put(LAYOUT.shard(version, run, first, last), b"".join(segment))
+            self.put(LAYOUT.bloom(version, run, first, last), b"".join(bloom))
+        head = Head(
+            version, run, int(self.clock.now_s), len(rows), 0.01, tuple(made), frozenset(merged)
+        )
+        self.put(LAYOUT.head(version), head.to_json())
+        return head
+
+    def drop_base(self, head: Head) -> None:
+        """What a later compaction does after the grace period."""
+        names = [name for name in self.objects if LAYOUT.run_of(name) == (head.version, head.run)]
+        self.delete(LAYOUT.head(head.version), *names)
+
+
+class Reader:
+    """One reader: an index over a tier of its own or a shared one."""
+
+    def __init__(
+        self,
+        corpus: Corpus,
+        folder: Path,
+        *,
+        script: Script | None = None,
+        budget_bytes: int = 1 << 30,
+        **options: Any,
+    ) -> None:
+        self.clock = Clock(0.0)
+        self.counters = Counters()
+        self.script = script or Script()
+        self.store = FaultStore(corpus.memory, self.script)
+        self.tier = Tier(
+            folder, NAMESPACE, budget_bytes=budget_bytes, min_free_bytes=0, counters=self.counters
+        )
+        self.tier.open()
+        self.files = self.tier.open_index()
+        self.cache = IndexCache(self.store, LAYOUT, self.files, in_thread, self.counters)
+        self.index = ManifestIndex(
+            self.cache,
+            options=FollowOptions(**{"patience_s": 30.0, "cache_bytes": budget_bytes} | options),
+            clock=self.clock,
+            wall_clock=corpus.clock,
+        )
+
+    async def refresh(self) -> None:
+        await self.index.refresh()
+
+    async def calls(self) -> dict[str, int]:
+        """What one refresh asks the bucket for."""
+        self.store.calls.clear()
+        self.store.log.clear()
+        await self.index.refresh()
+        return dict(self.store.calls)
+
+    def finds(self, *items: object) -> list[bool]:
+        return [self.index.maybe_contains(_as_key(item)) for item in items]
+
+    def here(self) -> set[str]:
+        """Names of the index's files on this node."""
+        return {file.name for file in self.files.walk()}
+
+    async def close(self) -> None:
+        await self.index.close()
+        self.tier.close()

@@ -1,0 +1,584 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a reader finds: bases, deltas, deletions, its own stores; and what a refresh asks for."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from s3ec.errors import AccessError, UnavailableError
+from s3ec.identity import Key, make_key
+from s3ec.index.rows import Facts, Tombstone
+from s3ec.testing.fault_store import Fault, Gate
+from tests.unit.index.corpus import HOUR_S, LAYOUT, START_S, Corpus, Reader, key_of, rows_of
+
+MakeReader = Callable[..., Reader]
+
+
+@pytest.fixture
+def corpus() -> Corpus:
+    return Corpus()
+
+
+@pytest.fixture
+async def make_reader(corpus: Corpus, tmp_path: Path) -> AsyncIterator[MakeReader]:
+    made: list[Reader] = []
+
+    def make(folder: str = "cache", **options: Any) -> Reader:
+        made.append(Reader(corpus, tmp_path / folder, **options))
+        return made[-1]
+
+    yield make
+    for reader in made:
+        await reader.close()
+        assert reader.tier.check() == []
+
+
+@pytest.fixture
+def reader(make_reader: MakeReader) -> Reader:
+    return make_reader()
+
+
+async def reached(gate: Gate) -> None:
+    assert await asyncio.to_thread(gate.reached.wait, 10)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110 (it comes about in other tasks and threads)
+            await asyncio.sleep(0.001)
+
+
+# -- what is found -----------------------------------------------------------------------------
+
+
+async def test_a_fresh_reader_holds_nothing(reader: Reader) -> None:
+    assert reader.finds("a") == [False]
+    assert not reader.index.loaded
+    assert reader.index.facts(key_of("a")) is None
+    assert reader.index.known_time_s(key_of("a")) == 0
+
+
+async def test_a_base_and_the_deltas_after_it_are_found(corpus: Corpus, reader: Reader) -> None:
+    corpus.base(1, rows_of("a", "b"))
+    corpus.delta("c")
+    await reader.refresh()
+    assert reader.finds("a", "b", "c", "d") == [True, True, True, False]
+    assert reader.index.loaded
+
+
+async def test_deltas_alone_are_found_beside_what_is_listed(corpus: Corpus, reader: Reader) -> None:
+    corpus.store("a")
+    corpus.delta("b")
+    await reader.refresh()
+    assert reader.finds("a", "b", "c") == [True, True, False]
+    assert reader.index.holds(key_of("a"))
+
+
+async def test_an_empty_bucket_is_fine(reader: Reader) -> None:
+    await reader.refresh()
+    assert reader.finds("a") == [False]
+    assert reader.index.loaded
+
+
+async def test_a_base_without_keys_is_fine(corpus: Corpus, reader: Reader) -> None:
+    corpus.base(1, rows_of())
+    await reader.refresh()
+    assert reader.finds("a") == [False]
+
+
+async def test_facts_come_from_the_latest_row(corpus: Corpus, reader: Reader) -> None:
+    old = Facts(1000, 4, 32, "bfloat16", 7, int(START_S))
+    new = old._replace(rows=8, time_s=int(START_S) + 5)
+    corpus.base(1, rows_of((key_of("a"), old), (key_of("b"), new)))
+    corpus.delta((key_of("a"), new), (key_of("b"), old))
+    await reader.refresh()
+    assert reader.index.facts(key_of("a")) == new
+    assert reader.index.facts(key_of("b")) == new
+    assert reader.index.known_time_s(key_of("a")) == new.time_s
+
+
+async def test_strange_identifiers_are_found(corpus: Corpus, reader: Reader) -> None:
+    keys = [make_key(text) for text in ("図.png", "a b", "x:y:z", "\u00e9" * 1000)]
+    known = [key for key in keys if key is not None]
+    assert len(known) == 4
+    corpus.base(1, rows_of(*known[:2]))
+    corpus.delta(*known[2:])
+    await reader.refresh()
+    assert reader.finds(*known) == [True] * 4
+
+
+# -- what a refresh asks for -------------------------------------------------------------------
+
+
+async def test_an_idle_refresh_is_one_listing_and_nothing_else(
+    corpus: Corpus, reader: Reader
+) -> None:
+    corpus.base(1, rows_of("a"))
+    corpus.delta("b")
+    await reader.refresh()
+    for _ in range(70):  # listings from the start are among them
+        assert await reader.calls() == {"list": 1}
+
+
+async def test_an_idle_refresh_without_a_base_lists_objects_rarely(
+    corpus: Corpus, reader: Reader
+) -> None:
+    corpus.store("a")
+    await reader.refresh()
+    assert await reader.calls() == {"list": 1}
+    assert reader.store.log == [("list", LAYOUT.manifest)]
+    reader.clock.now_s += 601
+    assert await reader.calls() == {"list": 2}
+
+
+async def test_merged_deltas_are_not_downloaded_by_a_fresh_reader(
+    corpus: Corpus, reader: Reader
+) -> None:
+    merged = [corpus.delta(number) for number in range(20)]
+    corpus.base(1, rows_of(*range(20)), merged=merged, shards=4)
+    corpus.delta("b")
+    assert await reader.calls() == {"list": 1, "get": 2, "get_range": 4}
+    assert reader.finds(*range(20), "b") == [True] * 21
+
+
+async def test_the_order_of_a_listing_at_the_page_boundary_does_not_matter(
+    corpus: Corpus, reader: Reader
+) -> None:
+    for number in range(1000):
+        corpus.delta(number)
+    await reader.refresh()
+    assert all(reader.finds(*range(1000)))
+    corpus.delta(1000)
+    corpus.delta(1001)
+    calls = await reader.calls()
+    assert calls == {"list": 1, "get": 2}
+    assert all(reader.finds(*range(1002)))
+
+
+async def test_a_failed_listing_is_raised_and_what_is_known_stays(
+    corpus: Corpus, reader: Reader
+) -> None:
+    corpus.base(1, rows_of("a"))
+    await reader.refresh()
+    for kind in (UnavailableError, AccessError):
+        reader.script.faults = [Fault(op="list", error=kind)]
+        with pytest.raises(kind):
+            await reader.refresh()
+    assert reader.finds("a") == [True]
+
+
+@pytest.mark.parametrize("what", ["delta", "head", "base"])
+async def test_a_failed_download_is_tried_again_by_the_next_refresh(
+    corpus: Corpus, reader: Reader, what: str
+) -> None:
+    corpus.base(1, rows_of("a"))
+    corpus.delta("b")
+    reader.script.faults = [Fault(op="get.*", name=f"/{what}/", error=UnavailableError, times=1)]
+    with pytest.raises(UnavailableError):
+        await reader.refresh()
+    await reader.refresh()
+    assert reader.finds("a", "b") == [True, True]
+
+
+# -- clocks ------------------------------------------------------------------------------------
+
+
+async def test_new_deltas_are_applied_by_the_next_refresh(corpus: Corpus, reader: Reader) -> None:
+    corpus.base(1, rows_of("a"))
+    await reader.refresh()
+    for number in range(5):
+        corpus.clock.now_s += 10
+        corpus.delta(number)
+        assert await reader.calls() == {"list": 1, "get": 1}
+        assert reader.finds("a", *range(number + 1)) == [True] * (number + 2)
+
+
+async def test_a_writer_an_hour_ahead_hides_nobody_elses_deltas(
+    corpus: Corpus, reader: Reader
+) -> None:
+    corpus.base(1, rows_of("a"))
+    corpus.delta("fast", ahead_s=HOUR_S)
+    await reader.refresh()
+    for number in range(60):
+        corpus.clock.now_s += 60
+        corpus.delta(number)
+        await reader.refresh()
+        assert reader.finds("fast", number) == [True, True]
+
+
+async def test_a_writer_an_hour_behind_is_found_by_a_listing_from_the_start(
+    corpus: Corpus, reader: Reader
+) -> None:
+    corpus.base(1, rows_of("a"))
+    for _ in range(3):
+        corpus.clock.now_s += 60
+        corpus.delta("usual")
+        await reader.refresh()
+    corpus.delta("slow", ahead_s=-HOUR_S)
+    for _ in range(30):
+        await reader.refresh()
+    assert reader.finds("slow") == [True]
+
+
+async def test_a_writer_some_minutes_behind_is_found_at_once(
+    corpus: Corpus, reader: Reader
+) -> None:
+    corpus.base(1, rows_of("a"))
+    corpus.delta("usual")
+    await reader.refresh()
+    corpus.delta("slow", ahead_s=-300)
+    await reader.refresh()
+    assert reader.finds("slow") == [True]
+
+
+async def test_a_store_without_times_goes_by_names(corpus: Corpus, reader: Reader) -> None:
+    corpus.base(1, rows_of("a"))
+    for number in range(5):
+        corpus.clock.now_s += 60
+        corpus.delta(number)
+        corpus.memory.bucket.modified_s.clear()
+        await reader.refresh()
+        assert reader.finds(number) == [True]
+
+
+# -- deletions and rewriting -------------------------------------------------------------------
+
+
+async def test_tombstones_are_honoured(corpus: Corpus, reader: Reader) -> None:
+    corpus.base(1, rows_of("a", "b"))
+    await reader.refresh()
+    corpus.delta((key_of("a"), Tombstone(int(START_S) + 1)))
+    await reader.refresh()
+    assert reader.finds("a", "b") == [False, True]
+    assert not reader.index.holds(key_of("a"))
+    assert reader.index.facts(key_of("a")) is None
+    assert reader.index.known_time_s(key_of("a")) == int(START_S) + 1
+
+
+async def test_a_tombstone_that_is_older_than_the_base_deletes_nothing(
+    corpus: Corpus, reader: Reader
+) -> None:
+    corpus.base(1, rows_of("a", time_s=START_S))
+    corpus.delta((key_of("a"), Tombstone(int(START_S) - 1)))
+    await reader.refresh()
+    assert reader.finds("a") == [True]
+    assert reader.index.holds(key_of("a"))
+    assert reader.index.facts(key_of("a")) is not None
+
+
+async def test_deleted_and_written_again_is_found_again(corpus: Corpus, reader: Reader) -> None:
+    corpus.base(1, rows_of("a"))
+    corpus.delta((key_of("a"), Tombstone(int(START_S) + 1)))
+    await reader.refresh()
+    corpus.delta("a", time_s=START_S + 2)
+    await reader.refresh()
+    assert reader.finds("a") == [True]
+
+
+async def test_rows_of_one_second_are_ordered_by_the_names_of_their_deltas(
+    corpus: Corpus, make_reader: MakeReader
+) -> None:
+    """Also where a reader hears of the earlier one later."""
+    early, late = make_reader("early"), make_reader("late")
+    corpus.base(1, rows_of("b"))
+    dead = (key_of("a"), Tombstone(int(START_S)))
+    corpus.delta("a", ahead_s=2, time_s=START_S)
+    await early.refresh()
+    corpus.delta(dead, ahead_s=1)
+    await early.refresh()
+    await late.refresh()
+    assert early.finds("a") == late.finds("a") == [True]
+
+
+async def test_own_stores_are_found_at_once_and_after_their_delta(
+    corpus: Corpus, reader: Reader
+) -> None:
+    corpus.base(1, rows_of("b"))
+    await reader.refresh()
+    facts = Facts(100, 4, 32, "bfloat16", 1)
+    reader.index.add(key_of("a"), facts)
+    assert reader.finds("a") == [True]
+    assert reader.index.holds(key_of("a"))
+    known = reader.index.facts(key_of("a"))
+    assert known == facts._replace(time_s=int(START_S))
+    corpus.delta((key_of("a"), facts._replace(time_s=int(START_S))))
+    await reader.refresh()
+    assert reader.finds("a") == [True]
+    assert reader.index.facts(key_of("a")) == known
+    # Told by the delta now: a deletion of it counts.
+    corpus.delta((key_of("a"), Tombstone(int(START_S) + 1)))
+    await reader.refresh()
+    assert reader.finds("a") == [False]
+
+
+async def test_an_own_store_is_later_than_a_deletion_by_a_clock_that_is_ahead(
+    corpus: Corpus, reader: Reader
+) -> None:
+    corpus.base(1, rows_of("b"))
+    corpus.delta((key_of("a"), Tombstone(int(START_S + HOUR_S))), ahead_s=HOUR_S)
+    await reader.refresh()
+    reader.index.add(key_of("a"))
+    await reader.refresh()
+    assert reader.finds("a") == [True]
+    assert reader.index.known_time_s(key_of("a")) == int(START_S + HOUR_S) + 1
+
+
+# -- new bases ---------------------------------------------------------------------------------
+
+
+async def test_a_new_base_replaces_the_old_one_and_its_deltas(
+    corpus: Corpus, reader: Reader
+) -> None:
+    old = corpus.base(1, rows_of("a"))
+    merged = corpus.delta("b")
+    await reader.refresh()
+    left = corpus.delta("c")
+    new = corpus.base(2, rows_of("a", "b"), merged=[merged])
+    await reader.refresh()
+    assert reader.finds("a", "b", "c", "d") == [True, True, True, False]
+    assert reader.here() == {
+        f"delta/{left}.safetensors",
+        *(new.segment_name(LAYOUT, shard).removeprefix(LAYOUT.manifest) for shard in new.shards),
+    }
+    corpus.drop_base(old)
+    assert await reader.calls() == {"list": 1}
+
+
+async def test_a_delta_of_any_age_that_is_not_merged_is_applied(
+    corpus: Corpus, reader: Reader
+) -> None:
+    late = corpus.delta("late", ahead_s=-24 * HOUR_S)
+    corpus.base(1, rows_of("a"))
+    await reader.refresh()
+    assert reader.finds("late") == [True]
+    corpus.base(2, rows_of("a", "late"), merged=[late])
+    await reader.refresh()
+    assert reader.finds("late") == [True]
+    assert f"delta/{late}.safetensors" not in reader.here()
+
+
+async def test_a_base_is_downloaded_beside_the_refreshes(
+    corpus: Corpus, make_reader: MakeReader
+) -> None:
+    reader = make_reader(patience_s=0.0)
+    corpus.base(1, rows_of("a"))
+    await reader.refresh()
+    await until(lambda: reader.index.loaded)
+    await reader.refresh()
+    gate = Gate()
+    reader.script.faults = [Fault(op="get_range", gate=gate, times=1)]
+    merged = corpus.delta("b")
+    corpus.base(2, rows_of("a", "b", "c"), merged=[merged])
+    await reader.refresh()
+    await reached(gate)
+    assert reader.finds("a", "b", "c") == [True, True, False]
+    corpus.delta("d")
+    await reader.refresh()
+    assert reader.finds("a", "b", "c", "d") == [True, True, False, True]
+    gate.release()
+    await until(lambda: reader.finds("c") == [True])
+    assert reader.finds("a", "b", "c", "d") == [True] * 4
+
+
+async def test_lookups_go_on_while_the_base_is_swapped(corpus: Corpus, reader: Reader) -> None:
+    """From another thread, without a moment in which a key is missing."""
+    keys = [key_of(number) for number in range(200)]
+    corpus.base(1, rows_of(*keys[:100]))
+    merged = [corpus.delta(*keys[100:])]
+    await reader.refresh()
+    stop, missing, looks = False, [], 0
+
+    def look() -> None:
+        nonlocal looks
+        while not stop:
+            missing.extend(key for key in keys if not reader.index.maybe_contains(key))
+            looks += 1
+
+    looking = asyncio.ensure_future(asyncio.to_thread(look))
+    try:
+        for version in range(2, 5):
+            corpus.base(version, rows_of(*keys), merged=merged)
+            seen = looks
+            await reader.refresh()
+            await until(lambda seen=seen: looks > seen)  # type: ignore[misc]
+    finally:
+        stop = True
+        await looking
+    assert missing == []
+
+
+async def test_a_base_that_vanishes_is_replaced_by_a_newer_one_in_the_same_refresh(
+    corpus: Corpus, reader: Reader
+) -> None:
+    old = corpus.base(1, rows_of("a"), shards=8)
+    gate = Gate()
+    reader.script.faults = [Fault(op="get_range", name="/base/", gate=gate)]
+    refresh = asyncio.ensure_future(reader.refresh())
+    await reached(gate)
+    corpus.base(2, rows_of("a", "b"))
+    corpus.drop_base(old)
+    gate.release()
+    await refresh
+    assert reader.finds("a", "b") == [True, True]
+    assert reader.counters.get("index.vanished_base") == 1
+
+
+async def test_a_vanished_shard_without_a_newer_base_leaves_the_listing(
+    corpus: Corpus, reader: Reader
+) -> None:
+    head = corpus.base(1, rows_of("a", "b"))
+    corpus.store("a")
+    corpus.delete(head.segment_name(LAYOUT, head.shards[0]))
+    await reader.refresh()
+    assert reader.finds("a", "b") == [True, False]
+    assert await reader.calls() == {"list": 1, "get": 1}
+
+
+async def test_the_newest_head_counts_whatever_the_order(corpus: Corpus, reader: Reader) -> None:
+    for version in (3, 12, 9):
+        corpus.base(version, rows_of(version))
+    await reader.refresh()
+    assert reader.finds(3, 9, 12) == [False, False, True]
+    assert sum(name.startswith("base/") for name in reader.here()) == 2
+
+
+# -- bloom -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "exact"),
+    [
+        ({"mode": "exact"}, True),
+        ({"mode": "bloom"}, False),
+        ({"mode": "auto"}, True),
+        ({"mode": "auto", "cache_bytes": 4096}, False),
+    ],
+)
+async def test_filters_are_taken_where_rows_are_too_much(
+    corpus: Corpus, make_reader: MakeReader, options: dict[str, Any], exact: bool
+) -> None:
+    reader = make_reader(**options)
+    corpus.base(1, rows_of(*range(100)))
+    corpus.delta("delta")
+    await reader.refresh()
+    assert all(reader.finds(*range(100), "delta"))
+    assert reader.index.holds(key_of(1)) is exact
+    assert reader.index.holds(key_of("delta"))  # deltas stay exact
+    assert (reader.index.facts(key_of(1)) is not None) is exact
+    assert any(".bloom." in name for name in reader.here()) is not exact
+    found = sum(reader.finds(*(f"other {number}" for number in range(1000))))
+    assert found == 0 if exact else found < 50
+
+
+async def test_a_tombstone_counts_over_a_filter(corpus: Corpus, make_reader: MakeReader) -> None:
+    reader = make_reader(mode="bloom")
+    corpus.base(1, rows_of("a"))
+    corpus.delta((key_of("a"), Tombstone(int(START_S) + 1)))
+    await reader.refresh()
+    assert reader.finds("a") == [False]
+
+
+# -- healing -----------------------------------------------------------------------------------
+
+
+async def test_a_key_that_the_bucket_lacks_is_not_believed_for_a_while(
+    corpus: Corpus, reader: Reader
+) -> None:
+    corpus.base(1, rows_of("a"))
+    await reader.refresh()
+    reader.index.forget(key_of("a"), absent=True)
+    assert reader.finds("a") == [False]
+    assert not reader.index.holds(key_of("a"))
+    assert reader.index.facts(key_of("a")) is None
+    assert reader.counters.get("index.vanished") == 1
+    await reader.refresh()
+    assert reader.finds("a") == [False]
+    reader.clock.now_s += 61
+    await reader.refresh()
+    assert reader.finds("a") == [True]
+
+
+async def test_a_key_that_was_forgotten_and_is_announced_again_is_found_at_once(
+    corpus: Corpus, reader: Reader
+) -> None:
+    corpus.base(1, rows_of("a", "b"))
+    await reader.refresh()
+    for text in "ab":
+        reader.index.forget(key_of(text), absent=True)
+    corpus.delta("a", (key_of("b"), Tombstone(int(START_S) + 5)))
+    await reader.refresh()
+    assert reader.finds("a", "b") == [True, False]
+
+
+async def test_a_key_that_was_forgotten_and_is_stored_here_is_found_at_once(
+    corpus: Corpus, reader: Reader
+) -> None:
+    corpus.base(1, rows_of("a"))
+    await reader.refresh()
+    reader.index.forget(key_of("a"), absent=True)
+    reader.index.add(key_of("a"))
+    assert reader.finds("a") == [True]
+
+
+async def test_what_the_index_never_held_does_not_count_as_vanished(reader: Reader) -> None:
+    reader.index.forget(key_of("a"), absent=True)
+    reader.index.add(key_of("b"))
+    reader.index.forget(key_of("b"))  # bad, not absent
+    assert reader.counters.get("index.vanished") == 0
+    assert reader.counters.get("index.forgotten") == 2
+
+
+def lora_key(number: int) -> Key:
+    key = make_key(f"adapter:{key_of(number).name[3:67]}")
+    assert key is not None
+    return key
+
+
+async def test_many_vanished_keys_are_one_line_in_the_log_for_each_folder(
+    corpus: Corpus, reader: Reader, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = [key_of(number) for number in range(100)]
+    others = [lora_key(number) for number in range(100)]
+    corpus.base(1, rows_of(*keys, *others))
+    await reader.refresh()
+    with caplog.at_level(logging.WARNING):
+        for key in keys:
+            reader.index.forget(key, absent=True)
+        assert len(caplog.records) == 1
+        assert "s3ec manifest rebuild" in caplog.text
+        for key in others:
+            reader.index.forget(key, absent=True)
+    assert len(caplog.records) == 2
+    assert "below adapter/" in caplog.records[1].getMessage()
+    assert reader.counters.get("index.rebuild_wanted") == 2
+
+
+async def test_single_deletions_over_a_long_time_ask_for_nothing(
+    corpus: Corpus, reader: Reader, caplog: pytest.LogCaptureFixture
+) -> None:
+    corpus.base(1, rows_of(*range(100)))
+    await reader.refresh()
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        for number in range(100):
+            reader.clock.now_s += 60
+            reader.index.forget(key_of(number), absent=True)
+    assert caplog.records == []
+
+
+async def test_after_a_rebuild_many_vanished_keys_are_told_again(
+    corpus: Corpus, reader: Reader, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        for version in (1, 2):
+            corpus.base(version, rows_of(*range(200)))
+            await reader.refresh()
+            for number in range(100):
+                reader.index.forget(key_of(100 * (version - 1) + number), absent=True)
+            assert len(caplog.records) == version
