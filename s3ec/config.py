@@ -134,6 +134,18 @@ class Settings(BaseSettings):
     index_refresh_s: float = Field(
         10.0, ge=0.1, le=86400, description="Pause between two looks for news in the bucket."
     )
+    index: Literal["exact", "bloom", "auto"] = Field(
+        "auto",
+        description="What a reader keeps of the manifest: `exact` all its columns (42 bytes a key, "
+        "mapped from disk), `bloom` its filters, which say yes to a few keys that are not there; "
+        "`auto` takes `bloom` where the columns are over 1/8 of `cache_bytes`.",
+    )
+    bloom_fpr: float = Field(
+        0.01,
+        ge=0.001,
+        le=0.1,
+        description="Share of wrong yes of the filters that a compaction by this process makes.",
+    )
     model_identity: str | None = Field(
         None,
         min_length=1,

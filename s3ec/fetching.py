@@ -152,6 +152,10 @@ class Fetcher:
                 self._counters.add("mismatch.no_record")
                 return Fetched(want, Outcome.MISMATCH)
             expected = Shape(want.rows, record.width, record.dtype)
+            facts = self._index.facts(key)
+            if facts is not None and facts.contradicts(expected):
+                self._counters.add("mismatch.index")
+                return Fetched(want, Outcome.MISMATCH)
             return await self._download(want, expected, deadline)
         finally:
             self._tier.release(found)
@@ -328,7 +332,7 @@ class Fetcher:
         return pin
 
     def _absent(self, want: Want) -> Fetched:
-        self._index.forget(want.key)
+        self._index.forget(want.key, absent=True)
         return Fetched(want, Outcome.ABSENT)
 
     async def _reserve(self, nbytes: int) -> None:

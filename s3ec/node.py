@@ -9,14 +9,15 @@ import logging
 import os
 import random
 import threading
-import time
 from typing import ClassVar
 
 from s3ec.config import Settings
 from s3ec.counters import Counters
 from s3ec.errors import AccessError, CorruptEntryError, TierError, UnavailableError
 from s3ec.identity import Layout, Namespace, canonical_json
-from s3ec.index.listing import ListingIndex
+from s3ec.index.cache import IndexCache
+from s3ec.index.follower import FollowOptions
+from s3ec.index.reader import ManifestIndex
 from s3ec.loop import LoopThread
 from s3ec.modality import ModalityRecords
 from s3ec.prefetch import Limits, Prefetcher, Sources
@@ -28,8 +29,6 @@ from s3ec.tier.local import LocalKeys
 
 log = logging.getLogger(__name__)
 
-# A listing that takes long is repeated rarely: at most this share of the time is spent on it.
-_LISTING_SHARE = 0.1
 # How often the set of entries on this node's disk is read again, since other processes evict.
 _RESCAN_S = 600.0
 
@@ -111,7 +110,11 @@ class Node:
         self.destination = _destination(settings)
         self.local = LocalKeys()
         self.records = ModalityRecords(self.store, self.layout)
-        self.index = ListingIndex(self.store, self.layout, self.counters)
+        files = self.tier.open_index()
+        self.index = ManifestIndex(
+            IndexCache(self.store, self.layout, files, self.loop.disk, self.counters),
+            options=FollowOptions(mode=settings.index, cache_bytes=int(settings.cache_bytes)),
+        )
         self.prefetcher = Prefetcher(
             self.loop,
             Sources(self.store, self.tier, self.layout, self.index, self.records, self.local),
@@ -127,21 +130,19 @@ class Node:
     async def _refresh_forever(self) -> None:
         complained = False
         while True:
-            started = time.monotonic()
             try:
                 await self.index.refresh()
                 complained = False
             except (UnavailableError, AccessError, CorruptEntryError) as exc:
                 if not complained:
-                    log.warning("cannot list the corpus, trying again later: %s", exc)
+                    log.warning("cannot read the index, trying again later: %s", exc)
                 complained = True
                 self.counters.add("index.refresh_failed")
             except Exception:
                 # The top of a task that nobody awaits.
                 self.counters.add("internal_errors")
                 log.exception("index refresh")
-            took = time.monotonic() - started
-            pause = max(self.settings.index_refresh_s, took / _LISTING_SHARE)
+            pause = self.settings.index_refresh_s
             if self.breaker.is_open:  # the refresh is also the breaker's probe
                 pause = min(pause, self.breaker.pause_s + 0.05)
             await asyncio.sleep(pause * random.uniform(0.9, 1.1))

@@ -250,7 +250,7 @@ class SchedulerHalf:
         if not self._role.consumer:
             # A pure producer loads nothing: True means "stored already, do not encode".
             key = self._keys(identifier)
-            granted = key is not None and self._index.maybe_contains(key)
+            granted = key is not None and self._index.holds(key)
         else:
             item = self._items.get(identifier)
             granted = (
@@ -293,7 +293,7 @@ class SchedulerHalf:
         key = self._keys(identifier)
         if key is None:
             self._counters.add("refused_identifiers")
-        elif identifier not in self._saving and not self._index.maybe_contains(key):
+        elif identifier not in self._saving and not self._index.holds(key):
             self._saving[identifier] = self._clock()
             self._plan.saves[identifier] = Save(feature.modality, self._placeholder_of(feature))
 

@@ -42,7 +42,20 @@ _PLAIN = {
     "tier.quarantined": ("vllm:s3ec_quarantined", "Bad entries that were set aside."),
     "tier.errors": ("vllm:s3ec_tier_errors", "Times that the disk refused."),
     "store.retries": ("vllm:s3ec_store_retries", "Requests to the store that were repeated."),
-    "index.refresh_failed": ("vllm:s3ec_index_failures", "Listings of the corpus that failed."),
+    "index.refresh_failed": (
+        "vllm:s3ec_index_failures",
+        "Looks for news of the corpus that failed.",
+    ),
+    "index.downloaded_bytes": ("vllm:s3ec_index_bytes", "Bytes of the index that were downloaded."),
+    "index.refused": ("vllm:s3ec_index_refused", "Files of the index that could not be used."),
+    "index.vanished": (
+        "vllm:s3ec_index_vanished",
+        "Embeddings that the index holds and the bucket does not.",
+    ),
+    "index.rebuild_wanted": (
+        "vllm:s3ec_index_rebuild_wanted",
+        "Times that so many vanished that the index should be rebuilt.",
+    ),
     "prefetch.overflow": ("vllm:s3ec_fetch_overflows", "Fetches that the full queue refused."),
     "refused_identifiers": (
         "vllm:s3ec_refused_identifiers",

@@ -16,8 +16,12 @@ PACKAGE = Path(__file__).parents[3] / "s3ec"
 # Of interest to a debugger only.
 NOT_EXPORTED = {
     "fetch_parked",
+    "index.bases",
+    "index.downloads",
     "index.forgotten",
     "index.junk",
+    "index.not_kept",
+    "index.vanished_base",
     "tier.pin_copies",
     "tier.published",
     "tier.published_bytes",
