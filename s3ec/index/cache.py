@@ -126,12 +126,21 @@ class IndexCache:
     def _open_delta(self, ulid: str) -> Rows | None:
         name = self._local(self.layout.delta(ulid))
         try:
-            return Segment.open(self._files.path(name), self.layout.namespace).rows()
+            segment = Segment.open(self._files.path(name), self.layout.namespace)
+            self._check_doubtful(name, segment.check)
         except FileNotFoundError:
             return None
         except (OSError, CorruptEntryError):
             self._files.remove(name)
             return None
+        return segment.rows()
+
+    def _check_doubtful(self, name: str, check: Callable[[], object]) -> None:
+        """Read a file that may not have survived a power cut as it was."""
+        file = self._files.find(name)
+        if file is not None and self._files.is_doubtful(file):
+            check()
+            self._files.trust(name)
 
     async def _delta(self, ulid: str) -> Rows | CorruptEntryError | None:
         rows: Rows | None = None
@@ -194,16 +203,22 @@ class IndexCache:
             files = [(head.segment_name(self.layout, it), it.segment) for it in head.shards]
         else:
             files = [(head.bloom_name(self.layout, it), it.bloom) for it in head.shards]
+        try:
+            return await self._open_base(head, files, exact=exact)
+        except CorruptEntryError:
+            for name, _ in files:  # this disk's fault or the bucket's: a second try will tell
+                await self.disk(self._files.remove, self._local(name))
+            return await self._open_base(head, files, exact=exact)
+
+    async def _open_base(
+        self, head: Head, files: Sequence[tuple[str, Blob]], *, exact: bool
+    ) -> Base:
         await _in_parallel(lambda it: self._base_file(*it, exact=exact), files, width=_FILES)
         paths = [self._files.path(self._local(name)) for name, _ in files]
         try:
             return await self.disk(
                 lambda: Base.open(head, paths, self.layout.namespace, exact=exact)
             )
-        except CorruptEntryError:
-            for name, _ in files:  # the disk's fault or the bucket's: the next try will tell
-                await self.disk(self._files.remove, self._local(name))
-            raise
         except OSError as exc:
             raise TierError(f"cannot open the index on this node: {exc}") from exc
 
@@ -222,6 +237,8 @@ class IndexCache:
             self._count(blob.nbytes)
 
         await self._alone(local, fetch, nbytes=blob.nbytes)
+        path = self._files.path(local)
+        await self.disk(self._check_doubtful, local, lambda: check(path))
 
     # -- what is not needed any more -----------------------------------------------------------
 

@@ -41,9 +41,10 @@ class _File:
     not another one under its descriptor.
     """
 
-    def __init__(self, files: IndexFiles, name: str, blob: Blob) -> None:
+    def __init__(self, files: IndexFiles, local: str, name: str, blob: Blob) -> None:
         self._lock = threading.Lock()
         self._files = files
+        self._local = local
         self._name = name
         self._blob = blob
         self._running = codec.running_checksum()
@@ -70,7 +71,7 @@ class _File:
                 raise CorruptEntryError(f"{self._name}: wrong checksum", reason="checksum")
             check(self._temp.path)
             self._over = True
-            self._files.finish(self._name, self._temp)
+            self._files.finish(self._local, self._temp)
 
     def discard(self) -> None:
         """Leave nothing behind; fine after finish."""
@@ -104,7 +105,7 @@ async def download(
         TierError: The disk refused.
         UnavailableError, AccessError: The store did not answer.
     """
-    file = await disk(_File, files, local, blob)
+    file = await disk(_File, files, local, name, blob)
     try:
         async with aclosing(_parts(store, name, blob.nbytes)) as parts:
             async for part in parts:

@@ -31,6 +31,7 @@ _LISTING_EVERY_S = 600.0
 _LISTING_SHARE = 0.1
 # A base may vanish while it is downloaded; the next one may too.
 _CHASES = 3
+_NEWER = "a newer format"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,13 +86,19 @@ class Follower:
         self._view = View()
         self._head: Head | None = None  # of the base in the view
         self._applied: set[str] = set()  # deltas in the overlay
+        self._pending: set[str] = set()  # seen and not applied: the bucket did not answer
         self._refused: dict[str, str] = {}  # name of what is in the bucket: reason
-        self._named: set[str] = set()  # of these: told in the log
+        self._told: set[str] = set()  # names of what the log has a line about
         self._not_before: dict[int, float] = {}  # bases that could not be opened
         self._listing_due_s = clock()
         self._changing = asyncio.Lock()  # who makes a new view from the old one
         self._filling: asyncio.Task[None] | None = None
         self.loaded = False
+
+    @property
+    def deltas(self) -> int:
+        """How many deltas are in the view."""
+        return len(self._applied)
 
     async def refresh(self) -> None:
         """Look once; one request where nothing is new.
@@ -138,19 +145,19 @@ class Follower:
         """Note what cannot be used; in the log once, and one line for all of a newer format."""
         self._counters.add("index.refused")
         self._refused[name] = exc.reason
-        told = "a newer format" if exc.reason == "version" else name
-        if told in self._named:
-            return
-        self._named.add(told)
         if exc.reason == "version":
-            log.warning(
-                "the index of %s was written by a newer s3ec (%s); until this one is updated the "
-                "objects are listed instead",
-                self._layout.namespace,
-                exc,
+            self._tell_once(
+                _NEWER,
+                f"the index of {self._layout.namespace} was written by a newer s3ec ({exc}); until "
+                "this one is updated the objects are listed instead",
             )
         else:
-            log.warning("%s is refused, and the index goes without it: %s", name, exc)
+            self._tell_once(name, f"{name} is refused, and the index goes without it: {exc}")
+
+    def _tell_once(self, what: str, message: str) -> None:
+        if what not in self._told:
+            self._told.add(what)
+            log.warning("%s", message)
 
     def _forgive(self, news: News) -> None:
         """Try what was damaged once more, and forget what is gone."""
@@ -161,57 +168,59 @@ class Follower:
             for name, reason in self._refused.items()
             if reason == "version" and name in there
         }
-        self._named &= there | {"a newer format"}
+        self._told &= there | {_NEWER}
         self._not_before = {v: at for v, at in self._not_before.items() if v in news.versions}
 
     # -- deltas ------------------------------------------------------------------------------
 
     async def _apply(self, news: News, newest: Head | None) -> None:
         """Fetch what is new, and merge it into the overlay."""
-        # Before there is a base, the one to come will hold these.
-        head = self._head or newest
-        merged = head.merged if head is not None else frozenset()
-        fresh = [
-            ulid
-            for ulid in news.deltas.keys() - self._applied - merged
-            if self._layout.delta(ulid) not in self._refused
-        ]
-        if not fresh:
+        self._pending |= news.deltas.keys()
+        # Before there is a base, the one to come will hold what is merged into it.
+        self._drop_pending(self._head or newest)
+        if not self._pending:
             return
-        good: dict[str, Rows] = {}
-        for ulid, rows in (await self._cache.deltas(fresh)).items():
-            if isinstance(rows, CorruptEntryError):
-                self._refuse(self._layout.delta(ulid), rows)
-            elif rows is not None:
-                good[ulid] = rows
-        if not good:
-            return
+        found = await self._cache.deltas(self._pending)
+        self._pending.clear()
+        self._refuse_deltas(found)
         async with self._changing:
+            good = {ulid: rows for ulid, rows in found.items() if isinstance(rows, Rows)}
+            if self._head is not None:  # it may have come meanwhile
+                good = {u: rows for u, rows in good.items() if u not in self._head.merged}
+            if not good:
+                return
             parts = await self._parts_with(good)
-            overlay, new = (
-                await self._disk(_merged, parts),
-                await self._disk(_merged, [*good.values()]),
-            )
+            overlay = await self._disk(_merged, parts)
+            new = await self._disk(_merged, list(good.values()))
             self._applied |= good.keys()
             self._show(View(self._view.base, overlay, self._view.listing), new)
 
-    async def _parts_with(self, good: Mapping[str, Rows]) -> list[Rows]:
-        """What the overlay is made of, by rising ULID: of equals the later one counts."""
-        old = [] if self._view.overlay is None else [self._view.overlay.rows()]
-        new = [good[ulid] for ulid in sorted(good)]
-        if not self._applied or max(self._applied) < min(good):
-            return old + new
-        return await self._rows_of(self._applied | good.keys(), good) or old + new
+    def _drop_pending(self, head: Head | None) -> None:
+        self._pending -= self._applied
+        if head is not None:
+            self._pending -= head.merged
+        self._pending = {u for u in self._pending if self._layout.delta(u) not in self._refused}
 
-    async def _rows_of(self, ulids: set[str], known: Mapping[str, Rows]) -> list[Rows] | None:
-        """The rows of deltas in their order, from this node; None where some are gone."""
-        found: dict[str, object] = {**await self._cache.deltas(ulids - known.keys()), **known}
-        rows = [found[ulid] for ulid in sorted(ulids)]
-        return (
-            [each for each in rows if isinstance(each, Rows)]
-            if all(isinstance(each, Rows) for each in rows)
-            else None
-        )
+    def _refuse_deltas(self, found: Mapping[str, object]) -> None:
+        for ulid, rows in found.items():
+            if isinstance(rows, CorruptEntryError):
+                self._refuse(self._layout.delta(ulid), rows)
+
+    async def _parts_with(self, good: Mapping[str, Rows]) -> list[Rows]:
+        """What the new overlay is made of. Of equals the later part counts: by rising ULID."""
+        old = [] if self._view.overlay is None else [self._view.overlay.rows()]
+        if not self._applied or max(self._applied) < min(good):
+            return old + [good[ulid] for ulid in sorted(good)]
+        every = {**await self._applied_rows(self._applied), **good}
+        return old + [every[ulid] for ulid in sorted(every)]
+
+    async def _applied_rows(self, ulids: set[str]) -> dict[str, Rows]:
+        """The rows of deltas that were applied before, as a rule from this node's disk.
+
+        Those that are gone from there and from the bucket were merged long ago.
+        """
+        found = await self._cache.deltas(ulids)
+        return {ulid: rows for ulid, rows in found.items() if isinstance(rows, Rows)}
 
     def _show(self, view: View, new: Segment | None = None) -> None:
         self._view = view
@@ -268,28 +277,29 @@ class Follower:
             except VanishedError as exc:
                 # A newer one has replaced it, or somebody deleted it.
                 self._counters.add("index.vanished_base")
-                log.info("%s is gone, looking for a newer base", exc)
-                newer = await self._newest_head(await self._watch.look())
+                news = await self._watch.look()
+                self._pending |= news.deltas.keys()
+                newer = await self._newest_head(news)
                 if newer is None or newer.version <= head.version:
-                    self._not_before[head.version] = self._clock() + _RETRY_S
-                    log.warning("the index of %s lacks %s", self._layout.namespace, exc)
+                    self._give_up(head, f"{exc} is gone")
                     return
                 head = newer
             except (CorruptEntryError, TierError) as exc:
-                self._not_before[head.version] = self._clock() + _RETRY_S
                 self._counters.add("index.refused")
-                log.warning("%s cannot be used: %s", self._layout.head(head.version), exc)
+                self._give_up(head, str(exc))
                 return
+
+    def _give_up(self, head: Head, why: str) -> None:
+        self._not_before[head.version] = self._clock() + _RETRY_S
+        name = self._layout.head(head.version)
+        self._tell_once(name, f"the base of {name} cannot be used: {why}")
 
     async def _swap_in(self, head: Head) -> None:
         base = await self._cache.base(head, exact=self._is_exact(head))
         async with self._changing:
-            left = self._applied - head.merged
-            rows = await self._rows_of(left, {})
-            # Where a file is gone from here and the bucket, what is merged stays in the overlay
-            # too: it is not wrong there.
-            overlay = self._view.overlay if rows is None else await self._disk(_merged, rows)
-            self._head, self._applied = head, left
+            rows = await self._applied_rows(self._applied - head.merged)
+            overlay = await self._disk(_merged, [rows[ulid] for ulid in sorted(rows)])
+            self._head, self._applied = head, set(rows)
             listing = self._view.listing if self._needs_listing() else None
             self._show(View(base, overlay, listing))
         self._counters.add("index.bases")

@@ -67,6 +67,10 @@ class ManifestIndex:
         """Whether the first base was opened, or the objects were listed."""
         return self._follower.loaded
 
+    def counts(self) -> tuple[int, int, int]:
+        """Deltas that are in no base, rows in them, and keys in the base. No I/O."""
+        return self._follower.deltas, *self._view.counts()
+
     # -- lookups -----------------------------------------------------------------------------
 
     def maybe_contains(self, key: Key) -> bool:

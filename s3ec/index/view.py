@@ -35,6 +35,10 @@ class View:
         # Items of a memoryview cost half of what numpy's do.
         self._marks = None if self.overlay is None else self.overlay.rows().deleted.data
 
+    def counts(self) -> tuple[int, int]:
+        """Rows of deltas, and keys in the base."""
+        return len(self.overlay or ()), 0 if self.base is None else self.base.entries
+
     def maybe(self, key: Key) -> bool:
         """Whether the corpus probably holds this key."""
         hi, lo = split_digest(key.digest)

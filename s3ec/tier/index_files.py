@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -36,7 +37,8 @@ class IndexFiles:
     """Blocking and thread-safe; shared by all processes of the node. Made by ``Tier.open_index``.
 
     Files are never changed once they have their name, so a mapping of one stays good, also after
-    ``remove``. They are not synced to the device: see ``Tier``.
+    ``remove``. They are not synced to the device, so one from before this boot may have its size
+    and hold zeros: see ``is_doubtful``.
     """
 
     def __init__(
@@ -66,6 +68,15 @@ class IndexFiles:
         if not stat.S_ISREG(found.st_mode):
             return None
         return IndexFile(name, found.st_size, found.st_mtime)
+
+    def is_doubtful(self, file: IndexFile) -> bool:
+        """Whether a file came before this machine was started: read it all before using it."""
+        return file.modified_s < time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+
+    def trust(self, name: str) -> None:
+        """Note that a doubtful file was good. Never raises."""
+        with suppress(OSError):
+            os.utime(self.path(name), follow_symlinks=False)
 
     def walk(self) -> Iterator[IndexFile]:
         """All files that are here."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,30 +17,6 @@ from s3ec.testing.fault_store import Fault, Gate
 from tests.unit.index.corpus import HOUR_S, LAYOUT, START_S, Corpus, Reader, key_of, rows_of
 
 MakeReader = Callable[..., Reader]
-
-
-@pytest.fixture
-def corpus() -> Corpus:
-    return Corpus()
-
-
-@pytest.fixture
-async def make_reader(corpus: Corpus, tmp_path: Path) -> AsyncIterator[MakeReader]:
-    made: list[Reader] = []
-
-    def make(folder: str = "cache", **options: Any) -> Reader:
-        made.append(Reader(corpus, tmp_path / folder, **options))
-        return made[-1]
-
-    yield make
-    for reader in made:
-        await reader.close()
-        assert reader.tier.check() == []
-
-
-@pytest.fixture
-def reader(make_reader: MakeReader) -> Reader:
-    return make_reader()
 
 
 async def reached(gate: Gate) -> None:

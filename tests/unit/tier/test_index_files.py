@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The index's files: whole or absent, counted, shown, and left alone by eviction."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from s3ec.errors import TierError
+from s3ec.tier import IndexFiles, Tier
+from tests.unit.tier.cases import NAMESPACE, OTHER_NAMESPACE, entry, key_at, temps_below
+
+SHARD = "base/000000000007-0123456789abcdef/00-ff.safetensors"
+DELTA = "delta/01ARZ3NDEKTSV4RRFFQ69G5FAV.safetensors"
+
+
+def write(files: IndexFiles, name: str, body: bytes = b"rows") -> str:
+    file = files.begin(len(body))
+    file.append([body])
+    return files.finish(name, file)
+
+
+@pytest.mark.parametrize("name", [SHARD, DELTA])
+def test_a_file_is_there_whole_under_its_name(tier: Tier, root: Path, name: str) -> None:
+    files = tier.open_index()
+    assert files.find(name) is None
+    path = write(files, name)
+    assert path == files.path(name) == str(root / "v1" / "index" / NAMESPACE / name)
+    assert Path(path).read_bytes() == b"rows"
+    found = files.find(name)
+    assert found is not None
+    assert (found.name, found.nbytes) == (name, 4)
+    assert list(files.walk()) == [found]
+    assert not files.is_doubtful(found)
+
+
+def test_a_file_that_is_not_finished_is_not_there(tier: Tier, root: Path) -> None:
+    files = tier.open_index()
+    file = files.begin(4)
+    file.append([b"ro"])
+    assert list(files.walk()) == []
+    file.discard()
+    assert temps_below(root) == set()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", "x", "delta/", "delta/../x.json", "../delta/x.json", "/delta/x.json", "head/1.json",
+     "base/7-0/x.json", "delta/a/b.json", "delta/.tmp-1-0123456789abcdef", "delta/x\n.json"],
+)  # fmt: skip
+def test_names_that_the_index_does_not_have_are_refused(tier: Tier, name: str) -> None:
+    files = tier.open_index()
+    with pytest.raises(ValueError, match="name of the index"):
+        files.path(name)
+
+
+def test_removed_files_take_their_folder_along(tier: Tier, root: Path) -> None:
+    files = tier.open_index()
+    other = SHARD.replace("00-ff", "00-7f")
+    write(files, SHARD)
+    write(files, other)
+    files.remove(SHARD)
+    assert [each.name for each in files.walk()] == [other]
+    files.remove(other)
+    files.remove(other)
+    assert list((root / "v1" / "index" / NAMESPACE / "base").iterdir()) == []
+
+
+def test_an_open_file_survives_its_removal(tier: Tier) -> None:
+    files = tier.open_index()
+    with open(write(files, SHARD), "rb") as file:
+        files.remove(SHARD)
+        assert file.read() == b"rows"
+
+
+def test_namespaces_have_files_of_their_own(make_tier: Callable[..., Tier], tier: Tier) -> None:
+    write(tier.open_index(), SHARD)
+    assert list(make_tier(namespace=OTHER_NAMESPACE).open_index().walk()) == []
+
+
+def test_files_count_for_the_budget_and_are_not_evicted(make_tier: Callable[..., Tier]) -> None:
+    nbytes = len(entry(key_at(0)))
+    tier = make_tier(budget_bytes=10 * nbytes)
+    for number in range(6):
+        tier.publish(key_at(number), [entry(key_at(0))])
+    write(tier.open_index(), SHARD, bytes(6 * nbytes))
+    usage = tier.usage()
+    assert usage.index_nbytes == 6 * nbytes
+    assert usage.total_nbytes == usage.nbytes + 6 * nbytes <= 10 * nbytes
+    assert tier.estimated_bytes() >= usage.total_nbytes
+    assert tier.open_index().find(SHARD) is not None
+    assert usage.entries < 6
+    for number in range(10, 20):
+        tier.publish(key_at(number), [entry(key_at(0))])
+    assert tier.usage().total_nbytes <= 10 * nbytes
+    assert tier.usage().index_nbytes == 6 * nbytes
+
+
+def test_a_file_larger_than_the_budget_is_refused(make_tier: Callable[..., Tier]) -> None:
+    files = make_tier(budget_bytes=1000).open_index()
+    with pytest.raises(TierError, match="1001"):
+        files.begin(1001)
+
+
+def test_a_full_disk_is_an_error_and_leaves_nothing(
+    make_tier: Callable[..., Tier], small_disk: Path
+) -> None:
+    tier = make_tier(small_disk)
+    files = tier.open_index()
+    with pytest.raises(TierError):
+        files.begin(2 << 20)
+    assert tier.check() == []
+
+
+def test_an_emptied_cache_is_made_anew(tier: Tier, root: Path) -> None:
+    files = tier.open_index()
+    write(files, SHARD)
+    files.remove(SHARD)
+    for folder in ("base", ""):
+        os.rmdir(root / "v1" / "index" / NAMESPACE / folder)
+    write(files, SHARD)
+    assert files.find(SHARD) is not None
+
+
+def test_a_link_in_the_way_is_not_followed(
+    make_tier: Callable[..., Tier], root: Path, tmp_path: Path
+) -> None:
+    files = make_tier().open_index()
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (root / "v1" / "index" / NAMESPACE).symlink_to(elsewhere)
+    with pytest.raises(TierError):
+        write(files, SHARD)
+    assert list(elsewhere.iterdir()) == []
+
+
+def test_foreign_files_are_complained_about(make_tier: Callable[..., Tier], root: Path) -> None:
+    tier = make_tier()
+    write(tier.open_index(), SHARD)
+    foreign = root / "v1" / "index" / NAMESPACE / "notes.txt"
+    foreign.write_text("mine")
+    assert [str(foreign) in complaint for complaint in tier.check()] == [True]
+
+
+def test_a_file_from_before_this_boot_is_doubtful_until_it_is_trusted(tier: Tier) -> None:
+    files = tier.open_index()
+    os.utime(write(files, SHARD), (1, 1))
+    found = files.find(SHARD)
+    assert found is not None
+    assert files.is_doubtful(found)
+    files.trust(SHARD)
+    found = files.find(SHARD)
+    assert found is not None
+    assert not files.is_doubtful(found)
+
+
+def test_a_task_is_claimed_by_one_at_a_time(make_tier: Callable[..., Tier]) -> None:
+    first, second = make_tier().open_index(), make_tier().open_index()
+    claim = first.try_claim("compact")
+    assert claim is not None
+    assert second.try_claim("compact") is None
+    assert second.is_claimed("compact")
+    other = second.try_claim(SHARD)
+    assert other is not None
+    first.release(claim)
+    assert not second.is_claimed("compact")
+    again = second.try_claim("compact")
+    assert again is not None
+    second.release(again)
+    second.release(other)
+
+
+def test_a_tier_that_is_not_open_has_no_index(make_tier: Callable[..., Tier]) -> None:
+    tier = make_tier()
+    tier.close()
+    with pytest.raises(TierError):
+        tier.open_index()
