@@ -9,6 +9,7 @@ import logging
 import os
 import random
 import threading
+from concurrent.futures import Future
 from typing import ClassVar
 
 from s3ec.config import Settings
@@ -90,6 +91,7 @@ class Node:
             TierError: The cache folder cannot be used; the message says why.
         """
         self.users = 0
+        self._following: list[Future[None]] = []
         self.settings = settings
         self.namespace = namespace
         self.layout = Layout(namespace.name)
@@ -124,8 +126,8 @@ class Node:
 
     def follow_the_bucket(self) -> None:
         """Start reading the index, now and every ``index_refresh_s``; returns at once."""
-        self.loop.submit(self._refresh_forever())
-        self.loop.submit(self._rescan_forever())
+        self._following.append(self.loop.submit(self._refresh_forever()))
+        self._following.append(self.loop.submit(self._rescan_forever()))
 
     async def _refresh_forever(self) -> None:
         complained = False
@@ -162,12 +164,18 @@ class Node:
         """End everything within about ``timeout_s``. Idempotent."""
         if self.loop.closed:
             return
+        for task in self._following:
+            task.cancel()
         try:
-            self.loop.run(self.store.close(), timeout_s)
+            self.loop.run(self._close(), timeout_s)
         except (TimeoutError, UnavailableError) as exc:
             log.debug("closing the store: %r", exc)
         self.loop.stop(timeout_s)
         self.tier.close()
+
+    async def _close(self) -> None:
+        await self.index.close()
+        await self.store.close()
 
 
 def _destination(settings: Settings) -> str:

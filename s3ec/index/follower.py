@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -118,7 +119,7 @@ class Follower:
     async def close(self) -> None:
         """End what runs in the background."""
         task, self._filling = self._filling, None
-        if task is not None:
+        if task is not None and task.get_loop() is asyncio.get_running_loop():  # no fork's parent
             task.cancel()
             await asyncio.wait({task})
 
@@ -249,7 +250,7 @@ class Follower:
     def _is_due(self, newest: Head | None) -> bool:
         if newest is None or (self._head is not None and newest.version <= self._head.version):
             return False
-        return self._clock() >= self._not_before.get(newest.version, self._clock())
+        return self._clock() >= self._not_before.get(newest.version, -math.inf)
 
     def _needs_listing(self) -> bool:
         return self._head is None or "version" in self._refused.values()

@@ -1,12 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from s3ec.config import load_settings
-from s3ec.node import _destination
+from s3ec.identity import Namespace
+from s3ec.node import Node, _destination
+from s3ec.testing.memory_store import MemoryStore
+from tests.unit.index.corpus import NAMESPACE, Corpus, key_of, rows_of
 
 
 def destination(**changes: Any) -> str:
@@ -35,3 +41,83 @@ def test_every_place_has_a_destination_of_its_own() -> None:
 @pytest.mark.parametrize("url", ["file:///a%20b", "file:///a b/"])
 def test_one_place_written_in_two_ways_has_one_destination(url: str) -> None:
     assert destination(url=url) == destination(url="file:///a%20b")
+
+
+# -- following the bucket ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def corpus() -> Corpus:
+    return Corpus()
+
+
+@pytest.fixture
+def make_node(corpus: Corpus, tmp_path: Path) -> Iterator[Callable[..., Node]]:
+    nodes: list[Node] = []
+
+    def make(**changes: Any) -> Node:
+        given = {"bucket": "corpus", "cache_dir": str(tmp_path), "index_refresh_s": 0.1}
+        settings = load_settings(given | changes).settings
+        store = MemoryStore(corpus.memory.bucket)
+        nodes.append(Node(settings, Namespace(NAMESPACE, {}), store=store))
+        return nodes[-1]
+
+    yield make
+    for node in nodes:
+        node.close(10)
+        assert node.counters.get("internal_errors") == 0
+
+
+def until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_a_node_follows_bases_and_deltas(corpus: Corpus, make_node: Callable[..., Node]) -> None:
+    corpus.base(1, rows_of("a"))
+    node = make_node()
+    node.follow_the_bucket()
+    until(lambda: node.index.loaded)
+    assert node.index.maybe_contains(key_of("a"))
+    corpus.delta("b")
+    until(lambda: node.index.maybe_contains(key_of("b")))
+    corpus.base(2, rows_of("a", "b", "c"))
+    until(lambda: node.index.maybe_contains(key_of("c")))
+    assert node.index.holds(key_of("a"))
+
+
+def test_a_node_lists_what_has_no_manifest(corpus: Corpus, make_node: Callable[..., Node]) -> None:
+    corpus.store("a")
+    node = make_node()
+    node.follow_the_bucket()
+    until(lambda: node.index.loaded)
+    assert node.index.maybe_contains(key_of("a"))
+
+
+@pytest.mark.parametrize("changes", [{"index": "bloom"}, {"index": "auto", "cache_bytes": "12KiB"}])
+def test_a_node_reads_filters_where_the_settings_say_so(
+    corpus: Corpus, make_node: Callable[..., Node], changes: dict[str, str]
+) -> None:
+    corpus.base(1, rows_of(*range(100)))
+    node = make_node(**changes)
+    node.follow_the_bucket()
+    until(lambda: node.index.loaded)
+    assert node.index.maybe_contains(key_of(1))
+    assert not node.index.holds(key_of(1))
+
+
+def test_a_node_that_ends_in_the_middle_of_a_refresh_leaves_no_file_half(
+    corpus: Corpus, make_node: Callable[..., Node]
+) -> None:
+    corpus.base(1, rows_of(*range(1000)), shards=64)
+    node = make_node()
+    node.follow_the_bucket()
+    until(lambda: node.counters.get("index.downloads") > 0)
+    node.close(10)
+    again = make_node()
+    assert again.tier.check() == []
+    again.follow_the_bucket()
+    until(lambda: again.index.loaded)
+    assert all(again.index.maybe_contains(key_of(number)) for number in range(1000))

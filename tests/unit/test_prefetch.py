@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -25,7 +26,11 @@ from s3ec.counters import Counters
 from s3ec.errors import AccessError, CorruptEntryError, UnavailableError
 from s3ec.fetching import PARTS_AT_A_TIME
 from s3ec.identity import Key, Layout, make_key
+from s3ec.index.base import Index
+from s3ec.index.cache import IndexCache
 from s3ec.index.listing import ListingIndex
+from s3ec.index.reader import ManifestIndex
+from s3ec.index.rows import Facts
 from s3ec.loop import LoopThread
 from s3ec.modality import ModalityRecords
 from s3ec.prefetch import Fetched, Limits, Outcome, Prefetcher, Priority, Sources, Want
@@ -107,7 +112,7 @@ class Bench:
         self.script = Script()
         self.store = Watch(self.memory, self.script)
         self.counters = Counters()
-        self.index = ListingIndex(self.store, LAYOUT, self.counters)
+        self.index: Index = ListingIndex(self.store, LAYOUT, self.counters)
         self.local = LocalKeys()
         self.loop = LoopThread("s3ec-prefetch-test", disk_threads=4)
         self.tier = self.make_tier()
@@ -135,6 +140,15 @@ class Bench:
             limits=Limits(**limits),  # type: ignore[arg-type]
         )
         return self.prefetcher
+
+    def read_the_manifest(self) -> ManifestIndex:
+        """Have another index, which knows what entries are like; answers it."""
+        cache = IndexCache(
+            self.store, LAYOUT, self.tier.open_index(), self.loop.disk, self.counters
+        )
+        self.index = ManifestIndex(cache)
+        self.make()
+        return self.index
 
     def stock(self, *texts: object) -> None:
         for text in texts:
@@ -337,6 +351,34 @@ def test_an_entry_of_another_shape_is_a_mismatch(
     assert bench.counters.get(f"mismatch.{counter}") == 1
     assert bench.index.maybe_contains(key_of("a"))  # somebody else may need just this
     assert bench.tier.usage().entries == 0
+
+
+@pytest.mark.parametrize("known", [{"rows": 3}, {"width": 31}, {"dtype": "float16"}])
+def test_what_the_index_knows_to_be_of_another_shape_is_not_asked_for(
+    bench: Bench, known: dict[str, Any]
+) -> None:
+    index = bench.read_the_manifest()
+    bench.bucket[LAYOUT.object(key_of("a"))] = entry(key_of("a"))
+    index.add(key_of("a"), Facts(**known))
+    assert bench.one().outcome is Outcome.MISMATCH
+    assert bench.counters.get("mismatch.index") == 1
+    assert bench.store.fetched == []
+    assert index.maybe_contains(key_of("a"))  # somebody else may need just this
+
+
+def test_what_the_index_knows_to_fit_or_does_not_know_is_fetched(bench: Bench) -> None:
+    index = bench.read_the_manifest()
+    for text, facts in (("a", Facts(rows=ROWS, width=WIDTH, dtype="bfloat16")), ("b", None)):
+        bench.bucket[LAYOUT.object(key_of(text))] = entry(key_of(text))
+        index.add(key_of(text), facts)
+        assert bench.one(text).outcome is Outcome.READY
+
+
+def test_absent_counts_as_vanished_where_the_index_held_it(bench: Bench) -> None:
+    index = bench.read_the_manifest()
+    index.add(key_of("a"))
+    assert bench.one().outcome is Outcome.ABSENT
+    assert bench.counters.get("index.vanished") == 1
 
 
 @pytest.mark.parametrize("changes", [{"rows": 3}, {"width": 31}, {"dtype": "float16"}])

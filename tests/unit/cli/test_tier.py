@@ -90,6 +90,18 @@ def test_tier_shows_size_ages_pins_and_spool(cli: Cli, engine: Tier, root: Path)
         assert part in text
 
 
+def test_tier_shows_the_files_of_the_index(cli: Cli, engine: Tier) -> None:
+    files = engine.open_index()
+    file = files.begin(2048)
+    file.append([bytes(2048)])
+    files.finish("delta/01ARZ3NDEKTSV4RRFFQ69G5FAV.safetensors", file)
+    found = cli.json("tier")
+    assert found["index"] == {"files": 1, "bytes": 2048}
+    assert found["bytes"] == 10 * SIZE + 2048
+    assert "2.0 KiB in 1 files" in cli("tier").stdout
+    assert cli.json("tier", "check")["complaints"] == []
+
+
 def test_tier_changes_nothing(cli: Cli, engine: Tier, root: Path) -> None:
     before = {path: path.lstat().st_mtime_ns for path in root.rglob("*")}
     cli("tier")

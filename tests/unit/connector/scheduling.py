@@ -16,6 +16,7 @@ from s3ec.connector.role import Role
 from s3ec.connector.scheduler import SchedulerHalf
 from s3ec.counters import Counters
 from s3ec.identity import Key, Layout, make_key
+from s3ec.index.base import Index
 from s3ec.index.listing import ListingIndex
 from s3ec.prefetch import Fetched, Outcome, Want
 from s3ec.testing.memory_store import MemoryStore
@@ -138,7 +139,12 @@ class World:
     """The half and what it talks to."""
 
     def __init__(
-        self, clock: Clock | None = None, *, ranks_apart: Ranks | None = None, **role: Any
+        self,
+        clock: Clock | None = None,
+        *,
+        ranks_apart: Ranks | None = None,
+        index: Index | None = None,
+        **role: Any,
     ) -> None:
         values = {
             "producer": False,
@@ -151,7 +157,9 @@ class World:
         self.role = Role(**(values | role))  # type: ignore[arg-type]
         self.clock = clock or Clock()
         self.counters = Counters()
-        self.index = ListingIndex(MemoryStore(), LAYOUT, self.counters, clock=self.clock)
+        self.index: Index = index or ListingIndex(
+            MemoryStore(), LAYOUT, self.counters, clock=self.clock
+        )
         self.local = LocalKeys()
         self.prefetcher = FakePrefetcher()
         self.ranks = ranks_apart

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ from tests.unit.connector.scheduling import (
     key_of,
     request,
 )
+from tests.unit.index.corpus import Corpus, Reader, rows_of
 
 
 @pytest.fixture
@@ -1055,6 +1058,22 @@ def test_a_pure_producer_skips_what_the_index_holds_and_saves_the_rest() -> None
     assert plan.loads == []
     assert list(plan.saves) == [identifier_of("b")]
     assert (world.counters.get("hits"), world.counters.get("misses")) == (1, 1)
+
+
+@pytest.mark.parametrize(("mode", "skips"), [("exact", True), ("bloom", False)])
+def test_a_pure_producer_skips_nothing_that_only_a_filter_says(
+    tmp_path: Path, mode: str, skips: bool
+) -> None:
+    """What a filter says by chance would never be stored."""
+    corpus = Corpus()
+    corpus.base(1, rows_of(key_of(identifier_of("a"))))
+    reader = Reader(corpus, tmp_path, mode=mode)
+    asyncio.run(reader.refresh())
+    world = World(producer=True, consumer=False, index=reader.index)
+    assert world.index.maybe_contains(key_of(identifier_of("a")))
+    assert world.schedule(request("r", feature("a"))) == [skips]
+    assert list(world.step().saves) == ([] if skips else [identifier_of("a")])
+    reader.tier.close()
 
 
 def test_a_pure_producer_never_skips_a_refused_identifier() -> None:

@@ -9,6 +9,7 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -314,6 +315,12 @@ async def test_files_of_this_node_that_were_harmed_are_fetched_again(
     assert other.finds("a", "b", "c") == [True] * 3
 
 
+def lose_the_end(path: Path) -> None:
+    """As a power cut does with what was not synced."""
+    path.write_bytes(path.read_bytes()[:-40] + bytes(40))
+    os.utime(path, (1, 1))
+
+
 async def test_files_from_before_a_power_cut_are_read_again(
     corpus: Corpus, make_reader: MakeReader
 ) -> None:
@@ -324,10 +331,7 @@ async def test_files_from_before_a_power_cut_are_read_again(
     other = make_reader()
     names = [first_shard(head).removeprefix(LAYOUT.manifest), f"delta/{delta}.safetensors"]
     for name in names:
-        with open(other.files.path(name), "r+b") as file:
-            file.seek(-40, 2)
-            file.write(bytes(40))
-        os.utime(other.files.path(name), (1, 1))
+        lose_the_end(Path(other.files.path(name)))
     await other.refresh()
     assert other.finds("a", "b", "c") == [True] * 3
     assert other.counters.get("index.downloads") == 2
