@@ -54,6 +54,9 @@ class ManifestIndex:
         self._recent: dict[bytes, Facts] = {}
         self._alarm = VanishAlarm(cache.layout.namespace, cache.counters, clock)
         self._view = View()
+        # Found faster than what they are attributes of.
+        self._gone_until = self._gone.until
+        self._maybe = self._view.maybe
         self._version = 0
         self._follower = Follower(
             cache,
@@ -76,9 +79,9 @@ class ManifestIndex:
     def maybe_contains(self, key: Key) -> bool:
         """Whether the corpus probably holds this key; about a microsecond, no lock."""
         digest = key.digest
-        if digest in self._gone.until and self._gone.holds(digest):
+        if digest in self._gone_until and self._gone.holds(digest):
             return False
-        return digest in self._recent or self._view.maybe(key)
+        return digest in self._recent or self._maybe(key)
 
     def holds(self, key: Key) -> bool:
         """As maybe_contains, and False where only a filter says so."""
@@ -154,6 +157,7 @@ class ManifestIndex:
             new: Rows of deltas that are in no earlier view.
         """
         self._view = view
+        self._maybe = view.maybe
         if view.base is not None and view.base.version != self._version:
             self._version = view.base.version
             self._alarm.reset()

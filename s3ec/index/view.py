@@ -23,7 +23,7 @@ class View:
         listing: What ``objects/`` holds, where no base says it (completely).
     """
 
-    __slots__ = ("_marks", "_mask", "_sieve", "base", "listing", "overlay")
+    __slots__ = ("_base_maybe", "_marks", "_mask", "_sieve", "base", "listing", "overlay")
 
     def __init__(
         self,
@@ -34,6 +34,8 @@ class View:
         self.base = base
         self.overlay = overlay if overlay is not None and len(overlay) else None
         self.listing = listing
+        # What is bound once is not looked up a million times a second.
+        self._base_maybe = None if base is None else base.maybe
         rows = Rows.empty() if self.overlay is None else self.overlay.rows()
         # Items of a memoryview cost half of what numpy's do.
         self._marks = rows.deleted.data
@@ -52,7 +54,8 @@ class View:
             row = self.overlay.find(hi, lo)
             if row >= 0:
                 return not self._marks[row] or self._outlived(hi, lo, row)
-        if self.base is not None and self.base.maybe(hi, lo):
+        maybe = self._base_maybe
+        if maybe is not None and maybe(hi, lo):
             return True
         return self.listing is not None and self.listing.maybe_contains(key)
 
