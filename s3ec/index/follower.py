@@ -298,7 +298,7 @@ class Follower:
     async def _swap_in(self, head: Head) -> None:
         base = await self._cache.base(head, exact=self._is_exact(head))
         async with self._changing:
-            rows = await self._applied_rows(self._applied - head.merged)
+            rows = await self._applied_rows(await self._left_by(head))
             overlay = await self._disk(_merged, [rows[ulid] for ulid in sorted(rows)])
             self._head, self._applied = head, set(rows)
             listing = self._view.listing if self._needs_listing() else None
@@ -312,6 +312,19 @@ class Follower:
             "exact" if base.exact else "by its filters",
         )
         await self._cache.clean(head)
+
+    async def _left_by(self, head: Head) -> set[str]:
+        """Deltas that the overlay needs beside this base.
+
+        A head does not name what an earlier base has merged and the bucket has no more. For a
+        reader that passed over that base they are the past.
+        """
+        left = self._applied - head.merged
+        if left:
+            news = await self._watch.look(complete=True)
+            self._pending |= news.deltas.keys()
+            left &= news.deltas.keys()
+        return left
 
     def _is_exact(self, head: Head) -> bool:
         if self._options.mode == "auto":

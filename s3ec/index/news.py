@@ -44,13 +44,16 @@ class Watch:
         self._newest_ms = 0.0
         self._looks = 0
 
-    async def look(self) -> News:
+    async def look(self, *, complete: bool = False) -> News:
         """List once.
+
+        Args:
+            complete: From the first delta, which otherwise only each thirtieth look does.
 
         Raises:
             UnavailableError, AccessError: Nothing is taken note of.
         """
-        complete = self._looks % _FULL_EVERY == 0
+        complete = complete or self._looks % _FULL_EVERY == 0
         deltas: dict[str, ObjectInfo] = {}
         versions: set[int] = set()
         async for info in self._store.list(

@@ -118,7 +118,7 @@ async def test_merged_deltas_are_not_downloaded_by_a_fresh_reader(
     merged = [corpus.delta(number) for number in range(20)]
     corpus.base(1, rows_of(*range(20)), merged=merged, shards=4)
     corpus.delta("b")
-    assert await reader.calls() == {"list": 1, "get": 2, "get_range": 4}
+    assert await reader.calls() == {"list": 2, "get": 2, "get_range": 4}
     assert reader.finds(*range(20), "b") == [True] * 21
 
 
@@ -336,6 +336,23 @@ async def test_a_delta_of_any_age_that_is_not_merged_is_applied(
     await reader.refresh()
     assert reader.finds("late") == [True]
     assert f"delta/{late}.safetensors" not in reader.here()
+
+
+@pytest.mark.parametrize("mode", ["exact", "bloom"])
+async def test_deltas_of_a_base_that_a_reader_passed_over_are_dropped(
+    corpus: Corpus, make_reader: MakeReader, mode: str
+) -> None:
+    """The newest head does not name them any more; an old tombstone would hide a new key."""
+    reader = make_reader(mode=mode)
+    corpus.base(1, rows_of("b"))
+    dead = corpus.delta((key_of("a"), Tombstone(int(START_S))))
+    await reader.refresh()
+    corpus.base(2, rows_of("b"), merged=[dead])
+    corpus.delete(LAYOUT.delta(dead))
+    corpus.base(3, rows_of("b", (key_of("a"), Facts(time_s=int(START_S) + 1))))
+    await reader.refresh()
+    assert reader.finds("a", "b") == [True, True]
+    assert reader.index.counts() == (0, 0, 2)
 
 
 async def test_a_base_is_downloaded_beside_the_refreshes(
