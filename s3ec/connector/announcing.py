@@ -37,7 +37,13 @@ class Announcing:
         self._node = node
         self._spool = spool
         self._ended = ended
-        self._announcer = Announcer(node.store, node.layout, node.counters, batch_s=ANNOUNCE_S)
+        self._announcer = Announcer(
+            node.store,
+            node.layout,
+            node.counters,
+            known_time_s=node.index.known_time_s,
+            batch_s=ANNOUNCE_S,
+        )
         self._limit_bytes = int(node.settings.cache_bytes) // _KEPT_SHARE
         self._kept_bytes = 0
         self._removable: list[tuple[bytes, int]] = []
@@ -60,6 +66,9 @@ class Announcing:
             mine: This upload put it there. Otherwise it is somebody's of the same name: of the
                 same shape, but perhaps of other last digits.
         """
+        if not mine and self._node.index.is_announced(key):
+            await self._node.loop.disk(self._spool.remove, key.digest)
+            return
         shape = header.shape
         checksum = int(header.checksum[:8], 16) if mine else 0
         facts = Facts(nbytes, shape.rows, shape.width, shape.dtype, checksum)
@@ -67,11 +76,12 @@ class Announcing:
         kept_bytes = nbytes if spooled and self._kept_bytes + nbytes <= self._limit_bytes else 0
         self.left += 1
         self._kept_bytes += kept_bytes
+        # Before the index hears of it otherwise: the row must be later than what is known.
         self._announcer.add(key, facts, partial(self._done, key.digest, kept_bytes))
         if mine:
             # Not where it was there before: an entry that this process holds for gone or bad may
             # be the very one, and would be fetched in vain at every request.
-            self._node.index.add(key)
+            self._node.index.add(key, facts)
         if self._kept_bytes > self._limit_bytes // 2:
             self._announcer.hurry()
         if spooled and not kept_bytes:

@@ -14,6 +14,7 @@ from itertools import islice
 from s3ec.counters import Counters
 from s3ec.errors import AccessError, ConflictError, UnavailableError
 from s3ec.identity import Key, Layout
+from s3ec.index.news import OVERLAP_S
 from s3ec.index.rows import Facts, Rows, Tombstone
 from s3ec.index.segment import encode_segment
 from s3ec.index.ulid import Ulids
@@ -25,9 +26,6 @@ ANNOUNCE_S = 2.0
 """How long the first item of a batch waits for others."""
 BATCH_ITEMS = 1000
 """A batch of so many waits for no more."""
-OVERLAP_S = 600.0
-"""How far back a reader looks for names that it has not seen: what a writer may be late or its
-clock behind. Readers and writers must agree on it."""
 
 # About 600 bytes each.
 _MAX_WAITING = 100_000

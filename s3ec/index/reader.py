@@ -101,6 +101,14 @@ class ManifestIndex:
         latest = self._view.latest(digest)
         return None if latest is None or latest[1] else latest[0]
 
+    def is_announced(self, key: Key) -> bool:
+        """Whether all readers are told that the entry is there; never True by a filter's chance.
+
+        Whatever this process found or stored since does not count.
+        """
+        latest = self._view.latest(key.digest)
+        return latest is not None and not latest[1]
+
     def known_time_s(self, key: Key) -> int:
         """Time of the latest row about this key, a tombstone's too; 0 where there is none."""
         latest = self._view.latest(key.digest)

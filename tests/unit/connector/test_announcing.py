@@ -19,8 +19,9 @@ from s3ec.connector import announcing
 from s3ec.connector.uploads import Upload, Uploader
 from s3ec.errors import AccessError, UnavailableError
 from s3ec.identity import Key, Namespace, make_key
-from s3ec.index.rows import Facts
-from s3ec.index.segment import parse_segment
+from s3ec.index.rows import Facts, Rows, Tombstone
+from s3ec.index.segment import encode_segment, parse_segment
+from s3ec.index.ulid import Ulids
 from s3ec.node import Node
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
 from s3ec.testing.memory_store import MemoryBucket, MemoryStore
@@ -198,6 +199,73 @@ def test_object_that_was_there_is_announced_without_a_checksum_of_ours(
     (facts,) = rig.told().values()
     assert (facts.rows, facts.width, facts.dtype, facts.checksum) == (ROWS, WIDTH, "bfloat16", 0)
     assert rig.spooled() == 0
+
+
+def test_another_process_finds_what_was_announced(rig: Rig, tmp_path: Path) -> None:
+    other = Rig(tmp_path / "other", shared=rig.bucket)
+    other.node.loop.run(other.node.index.refresh(), _DEADLINE_S)
+    rig.save(1, 2)
+    rig.flush()
+    other.node.loop.run(other.node.index.refresh(), _DEADLINE_S)
+    assert [other.node.index.holds(key_at(number)) for number in (1, 2, 3)] == [True, True, False]
+    assert other.node.index.facts(key_at(1)) == rig.told()[key_at(1).digest]
+    other.close()
+
+
+def test_object_that_the_index_holds_already_is_not_announced_again(
+    rig: Rig, tmp_path: Path
+) -> None:
+    """Also where it was found bad: told anew, every reader would believe in it again."""
+    other = Rig(tmp_path / "other", shared=rig.bucket)
+    other.save(1)
+    other.flush()
+    other.close()
+    rig.node.loop.run(rig.node.index.refresh(), _DEADLINE_S)
+    rig.node.index.forget(key_at(1))
+    rig.save(1)
+    assert rig.counted("save.existed") == 1
+    assert rig.uploader.unannounced == 0
+    assert rig.spooled() == 0
+    rig.flush()
+    assert rig.told().keys() == digests(1)
+
+
+def test_key_whose_first_announcement_is_under_way_stays_in_the_spool(rig: Rig) -> None:
+    """This process's own index knows of it, and other readers do not."""
+    rig.save(1)
+    rig.ended.clear()
+    rig.save(1)
+    assert rig.counted("save.existed") == 1
+    assert rig.spooled() == 1
+    rig.flush()
+    assert rig.told().keys() == digests(1)
+    assert rig.spooled() == 0
+
+
+def test_what_was_deleted_and_saved_again_is_told_later_than_its_deletion(
+    rig: Rig, tmp_path: Path
+) -> None:
+    rig.save(1)
+    rig.flush()
+    ahead_s = int(time.time()) + 1000
+    tombstone = Rows.from_facts([(key_at(1).digest, Tombstone(ahead_s))])
+    layout = rig.node.layout
+    body = b"".join(map(bytes, encode_segment(tombstone, layout.namespace)))
+    del rig.bucket.objects[layout.object(key_at(1))]
+    del rig.bucket.modified_s[layout.object(key_at(1))]
+    rig.bucket.objects[layout.delta(Ulids().next(time.time() + 1))] = body
+    rig.node.loop.run(rig.node.index.refresh(), _DEADLINE_S)
+    assert not rig.node.index.maybe_contains(key_at(1))
+
+    rig.ended.clear()
+    rig.save(1)
+    rig.flush()
+    other = Rig(tmp_path / "other", shared=rig.bucket)
+    other.node.loop.run(other.node.index.refresh(), _DEADLINE_S)
+    facts = other.node.index.facts(key_at(1))
+    assert facts is not None
+    assert facts.time_s == ahead_s + 1
+    other.close()
 
 
 def test_what_may_never_be_stored_is_not_announced(rig: Rig) -> None:
