@@ -6,12 +6,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from s3ec.identity import Layout
-from s3ec.index.announce import OVERLAP_S
 from s3ec.index.ulid import first_ulid, time_ms
 from s3ec.store.base import ObjectInfo, Store
 
-# A delta is named by its writer's clock and a little before it appears. Those of writers that
-# are behind by more than OVERLAP_S are found by the listings from the start.
+# A delta is named by its writer's clock and a little before it appears: so far before the newest
+# one a look begins. Those of writers that are further behind are found by the looks from the start.
+OVERLAP_S = 600.0
 _FULL_EVERY = 30
 
 
