@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The authoritative listing of ``objects/``: what is really there, in parallel by prefix."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from s3ec.errors import UnavailableError
+from s3ec.identity import Layout, digest_of_name, is_object_name
+from s3ec.index.parallel import in_parallel
+from s3ec.index.rows import Rows
+from s3ec.index.sorted_runs import SortedRuns
+from s3ec.store.base import ObjectInfo, Store
+
+# Objects that are handed on at a time.
+_BATCH = 4096
+# Of one prefix: a hundred thousand requests are sent, and some will fail.
+_ATTEMPTS = 4
+_PAUSE_S = 1.0
+_FAN_OUT = re.compile(r"[0-9a-f]{2}/")
+_MAX_TIME_S = 2**32 - 1
+
+Take = Callable[[Sequence[ObjectInfo]], Awaitable[None]]
+
+
+async def list_objects(store: Store, layout: Layout, take: Take) -> None:
+    """List every entry; what make_key could not have named, and empty objects, are left out.
+
+    One request per 1000 objects and prefix, 16 at a time.
+
+    Args:
+        take: Gets some objects at a time, from several coroutines.
+
+    Raises:
+        UnavailableError: The store does not answer now; part of the listing is missing.
+        AccessError: Listing is refused.
+    """
+    objects = layout.objects
+
+    async def read(prefix: str) -> None:
+        batch: list[ObjectInfo] = []
+        async for info in _listed(store, objects + prefix):
+            name = info.name.removeprefix(objects)
+            if info.nbytes > 0 and name.isascii() and is_object_name(name):
+                batch.append(info)
+            if len(batch) == _BATCH:
+                await take(batch)
+                batch = []
+        if batch:
+            await take(batch)
+
+    await in_parallel(await _prefixes(store, objects), read)
+
+
+async def _listed(store: Store, prefix: str) -> AsyncIterator[ObjectInfo]:
+    """A listing that goes on where it broke off, if the server lists in the order of names."""
+    last, in_order, failures = "", True, 0
+    while True:
+        try:
+            async for info in store.list(prefix, start_after=last):
+                in_order = in_order and info.name > last
+                last = info.name
+                yield info
+            return
+        except UnavailableError:
+            failures += 1
+            if failures == _ATTEMPTS or not in_order:
+                raise
+            await asyncio.sleep(_PAUSE_S * failures)
+
+
+async def _prefixes(store: Store, objects: str) -> list[str]:
+    """Folders by the first two digits of a hash, those of adapters included."""
+    top = await store.list_folders(objects)
+    adapters = [folder for folder in top if not _FAN_OUT.fullmatch(folder)]
+
+    async def below(folder: str) -> list[str]:
+        return [folder + inner for inner in await store.list_folders(objects + folder)]
+
+    nested = await in_parallel(adapters, below)
+    direct = [folder for folder in top if _FAN_OUT.fullmatch(folder)]
+    return [*direct, *(prefix for prefixes in nested for prefix in prefixes)]
+
+
+async def read_listing(store: Store, layout: Layout, folder: Path) -> SortedRuns:
+    """List every entry and keep digests, sizes and times.
+
+    Args:
+        folder: For files, see SortedRuns.
+
+    Raises:
+        UnavailableError, AccessError: As list_objects.
+        TierError: The folder is full.
+    """
+    listed = SortedRuns(folder, layout.namespace)
+    turn = asyncio.Lock()
+
+    async def take(infos: Sequence[ObjectInfo]) -> None:
+        rows = await asyncio.to_thread(rows_of, layout, infos)
+        # The others may well wait: this bounds what is in memory, too.
+        async with turn:
+            await asyncio.to_thread(listed.add, rows)
+
+    await list_objects(store, layout, take)
+    return listed
+
+
+def rows_of(layout: Layout, infos: Sequence[ObjectInfo]) -> Rows:
+    """What a listing says of entries: digest, size and time; about 2 us each."""
+    start = len(layout.objects)
+    digests = b"".join(digest_of_name(info.name[start:]) for info in infos)
+    halves = np.frombuffer(digests, ">u8").reshape(-1, 2)
+    times = [min(max(int(info.modified_s), 0), _MAX_TIME_S) for info in infos]
+    return Rows.of_digests(
+        halves[:, 0],
+        halves[:, 1],
+        nbytes=np.array([info.nbytes for info in infos], np.uint64),
+        time_s=np.array(times, np.uint32),
+    )

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Manifests for tests: deltas in a bucket, the plainest of readers, a store that is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
+
+from s3ec.identity import Key, Layout, make_key
+from s3ec.index.rows import Facts, Rows, Tombstone
+from s3ec.index.segment import encode_segment, parse_segment
+from s3ec.store.base import Blob, ObjectInfo, Store
+from s3ec.testing.memory_store import MemoryBucket, MemoryStore
+
+LAYOUT = Layout("gemma-0123456789abcdef")
+START_S = 1_800_000_000.0
+T = TypeVar("T")
+
+View = dict[bytes, Facts]
+
+
+class Clock:
+    """Seconds since the epoch, moved by hand."""
+
+    def __init__(self) -> None:
+        self.now_s = START_S
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def key_of(text: object) -> Key:
+    key = make_key(hashlib.sha256(str(text).encode()).hexdigest())
+    assert key is not None
+    return key
+
+
+def ulid_of(number: int) -> str:
+    """Names of deltas, rising with their numbers."""
+    return f"{number:026}"
+
+
+def facts_of(number: int, time_s: int = 0) -> Facts:
+    return Facts(1000 + number, number, 8, "bfloat16", number, time_s)
+
+
+def delta_bytes(items: Iterable[tuple[bytes, Facts | Tombstone]], layout: Layout = LAYOUT) -> bytes:
+    rows = Rows.from_facts(list(items)).sorted_unique()
+    return b"".join(encode_segment(rows, layout.namespace))
+
+
+async def put_delta(
+    store: Store,
+    number: int,
+    items: Mapping[Key, Facts | Tombstone],
+    layout: Layout = LAYOUT,
+) -> str:
+    """Announce some keys; the delta's ULID."""
+    ulid = ulid_of(number)
+    body = delta_bytes(((key.digest, what) for key, what in items.items()), layout)
+    await store.put_if_absent(layout.delta(ulid), [body])
+    return ulid
+
+
+async def put_object(store: Store, key: Key, nbytes: int, layout: Layout = LAYOUT) -> None:
+    await store.put_if_absent(layout.object(key), [bytes(nbytes)])
+
+
+async def view(store: Store, layout: Layout = LAYOUT) -> View:
+    """What a reader that starts now holds: head, shards, then deltas one after the other."""
+    names = [info.name async for info in store.list(layout.manifest)]
+    heads = sorted(name for name in names if layout.version_of(name))
+    state: dict[bytes, tuple[Facts, bool]] = {}
+    merged: set[str] = set()
+    if heads:
+        head = json.loads(await read(store, heads[-1]))
+        merged = set(head["merged"])
+        folder = layout.run(head["version"], head["run"])
+        for shard in head["shards"]:
+            name = f"{folder}{shard['first']:02x}-{shard['last']:02x}.safetensors"
+            await read(store, name.replace(".safe", ".bloom.safe"))
+            apply(state, parse_segment(await read(store, name), layout.namespace))
+    for name in sorted(names):
+        ulid = layout.delta_of(name)
+        if ulid is not None and ulid not in merged:
+            apply(state, parse_segment(await read(store, name), layout.namespace))
+    return {digest: facts for digest, (facts, deleted) in state.items() if not deleted}
+
+
+def apply(state: dict[bytes, tuple[Facts, bool]], rows: Rows) -> None:
+    for row in range(len(rows)):
+        digest, facts = rows.digest(row), rows.facts(row)
+        if digest not in state or facts.time_s >= state[digest][0].time_s:
+            state[digest] = (facts, bool(rows.deleted[row]))
+
+
+async def read(store: Store, name: str) -> bytes:
+    blob = await store.get(name, max_bytes=2**40)
+    assert blob is not None, name
+    return bytes(blob)
+
+
+def names(bucket: MemoryBucket, layout: Layout = LAYOUT) -> list[str]:
+    """Everything in the manifest."""
+    return sorted(
+        name.removeprefix(layout.manifest)
+        for name in bucket.objects
+        if name.startswith(layout.manifest)
+    )
+
+
+class Killed(BaseException):
+    """The end of a process; nothing of ours catches it."""
+
+
+class MortalStore:
+    """A store whose process is killed in its n-th request: before it got through, or after.
+
+    Args:
+        inner: The bucket, which lives on.
+        dies_at: Number of the request, from 0; None for a long life.
+        after: The request was still carried out.
+
+    Attributes:
+        requests: Counted so far.
+        died: Set at the end, for those who wait for a task of the dead process.
+    """
+
+    def __init__(self, inner: MemoryStore, dies_at: int | None = None, *, after: bool) -> None:
+        self.requests = 0
+        self.died = asyncio.Event()
+        self._inner = inner
+        self._dies_at = dies_at
+        self._after = after
+
+    async def _run(self, call: Callable[[], Awaitable[T]]) -> T:
+        number = self.requests
+        self.requests += 1
+        if self._dies_at is None or number < self._dies_at:
+            return await call()
+        if number == self._dies_at and self._after:
+            await call()
+        self.died.set()
+        raise Killed
+
+    async def get(self, name: str, *, max_bytes: int) -> Blob | None:
+        return await self._run(lambda: self._inner.get(name, max_bytes=max_bytes))
+
+    async def get_range(self, name: str, start: int, length: int) -> Blob | None:
+        return await self._run(lambda: self._inner.get_range(name, start, length))
+
+    async def put_if_absent(self, name: str, body: Sequence[bytes | memoryview]) -> None:
+        await self._run(lambda: self._inner.put_if_absent(name, body))
+
+    async def head(self, name: str) -> ObjectInfo | None:
+        return await self._run(lambda: self._inner.head(name))
+
+    async def list(self, prefix: str, *, start_after: str = "") -> AsyncIterator[ObjectInfo]:
+        async def whole() -> tuple[ObjectInfo, ...]:
+            pages = self._inner.list(prefix, start_after=start_after)
+            return tuple([info async for info in pages])
+
+        for info in await self._run(whole):
+            yield info
+
+    async def list_folders(self, prefix: str) -> Sequence[str]:
+        return await self._run(lambda: self._inner.list_folders(prefix))
+
+    async def delete(self, name: str) -> None:
+        await self._run(lambda: self._inner.delete(name))
+
+    async def close(self) -> None:
+        await self._inner.close()
