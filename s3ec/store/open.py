@@ -117,6 +117,16 @@ async def probe_conditional_put(store: Store) -> ConditionalPut:
             await _clean_up(store, name)
 
 
+async def with_conditional_put(store: Store) -> Store:
+    """The store, or HeadBeforePut around it where the server ignores ``If-None-Match: *``.
+
+    Costs what probe_conditional_put costs, and raises what it raises.
+    """
+    if await probe_conditional_put(store) is ConditionalPut.IGNORED:
+        return HeadBeforePut(store)
+    return store
+
+
 async def _write_twice(store: Store, name: str) -> ConditionalPut:
     try:
         await store.put_if_absent(name, [_PROBE_BODY])

@@ -18,6 +18,7 @@ from s3ec.store.open import (
     choose_transport,
     open_store,
     probe_conditional_put,
+    with_conditional_put,
 )
 from s3ec.testing.fault_store import Fault, FaultStore, Script
 from s3ec.testing.memory_store import MemoryStore
@@ -141,3 +142,12 @@ def test_without_obstore_auto_is_aioboto3_and_asking_for_it_an_error_with_the_co
     with pytest.raises(ConfigError, match=r"pip install 's3ec\[fast\]'") as caught:
         open_store(load_settings({"bucket": "bucket", "transport": "obstore"}).settings)
     assert caught.value.field == "transport"
+
+
+async def test_a_head_comes_before_each_write_only_where_the_server_overwrites() -> None:
+    good, bad = MemoryStore(), OverwritingStore()
+    assert await with_conditional_put(good) is good
+    wrapped = await with_conditional_put(bad)
+    await wrapped.put_if_absent("a", [b"1"])
+    with pytest.raises(ConflictError):
+        await wrapped.put_if_absent("a", [b"2"])

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compaction by the writers themselves: of all that see deltas pile up, mostly one does it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from s3ec.counters import Counters
+from s3ec.errors import AccessError, CorruptEntryError, S3ECError, TierError, UnavailableError
+from s3ec.identity import Layout
+from s3ec.index.compact import compact
+from s3ec.index.making import Making
+from s3ec.index.snapshot import newest_head, take_snapshot
+from s3ec.store.base import Store
+from s3ec.store.open import with_conditional_put
+
+log = logging.getLogger(__name__)
+
+MAX_DELTAS = 128
+"""Unmerged deltas that readers are left with; each costs a reader that starts a request."""
+MIN_ROWS = 65536
+"""Rows in unmerged deltas that are never too many: 3 MB of every reader's memory."""
+# Or this share of the base: so a base is written again for each eighth that it grows.
+_ROWS_SHARE = 1 / 8
+# What a row takes in a delta; what the bucket lists is sizes.
+_ROW_BYTES = 42
+
+_LOOK_EVERY_S = 10.0
+# Writers of other nodes see the same pile at the same time.
+_SPREAD_S = 30.0
+_FIRST_PAUSE_S = 60.0
+_MAX_PAUSE_S = 1800.0
+_TASK = "compact"
+
+
+@dataclass(frozen=True, slots=True)
+class Backlog:
+    """What a compaction would merge.
+
+    Attributes:
+        deltas: That are in no base.
+        rows: In them.
+        entries: In the base.
+    """
+
+    deltas: int
+    rows: int
+    entries: int
+
+    @property
+    def is_large(self) -> bool:
+        """Whether a compaction pays."""
+        return self.deltas > MAX_DELTAS or self.rows > max(MIN_ROWS, self.entries * _ROWS_SHARE)
+
+
+class Claims(Protocol):
+    """One of a node's processes at a time; IndexFiles is one."""
+
+    def try_claim(self, task: str) -> object | None:
+        """Without waiting; None where another process has it."""
+        ...
+
+    def release(self, claim: object) -> None:
+        """Give a claim back."""
+        ...
+
+
+class ElectedCompactor:
+    """Looks at what its process knows of the backlog, and compacts where nobody else does.
+
+    Costs no request while the backlog is small. Two nodes may compact at once: one of them has
+    worked in vain then. In the loop's thread; sorting and hashing happen in other threads.
+
+    Counters: ``compact.bases``, ``compact.merged`` (deltas), ``compact.in_vain`` and
+    ``compact.failed``.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        layout: Layout,
+        *,
+        backlog: Callable[[], Backlog],
+        claims: Claims,
+        counters: Counters,
+        making: Making | None = None,
+    ) -> None:
+        """Nothing runs before ``run_forever``.
+
+        Args:
+            backlog: As far as this process knows; no I/O.
+            claims: Of this node.
+            making: How to compact; None for the defaults.
+        """
+        self._store = store
+        self._layout = layout
+        self._backlog = backlog
+        self._claims = claims
+        self._counters = counters
+        self._making = making or Making()
+        self._writable: Store | None = None
+
+    async def run_forever(self) -> None:
+        """Compact whenever it pays, until cancelled."""
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            await asyncio.sleep(_LOOK_EVERY_S * random.uniform(0.9, 1.1))
+            if not self._backlog().is_large:
+                continue
+            await asyncio.sleep(random.uniform(0, _SPREAD_S))
+            try:
+                if await self.compact_if_needed():
+                    pause_s = _FIRST_PAUSE_S
+                    continue
+            except (UnavailableError, AccessError, CorruptEntryError, TierError) as exc:
+                self._note(exc)
+            except Exception:
+                # The top of a task that nobody awaits.
+                self._counters.add("internal_errors")
+                log.exception("compacting the index of %s", self._layout.namespace)
+            await asyncio.sleep(pause_s * random.uniform(0.5, 1))
+            pause_s = min(2 * pause_s, _MAX_PAUSE_S)
+
+    async def compact_if_needed(self) -> bool:
+        """Look at the bucket, and compact where the backlog is still large and nobody is at it.
+
+        Returns:
+            Whether a base was made.
+
+        Raises:
+            UnavailableError, AccessError, CorruptEntryError, TierError: As compact.
+        """
+        if not self._backlog().is_large:
+            return False
+        claim = self._claims.try_claim(_TASK)
+        if claim is None:
+            return False
+        try:
+            if not (await self._real_backlog()).is_large:
+                return False
+            if self._writable is None:
+                self._writable = await with_conditional_put(self._store)
+            made = await compact(self._writable, self._layout, self._making)
+        finally:
+            self._claims.release(claim)
+        if made is None or not made.merged:
+            self._counters.add("compact.in_vain")
+            return False
+        for problem in made.corrupt.values():
+            log.warning("a delta stays out of the index: %s", problem)
+        self._counters.add("compact.bases")
+        self._counters.add("compact.merged", made.merged)
+        log.info(
+            "index of %s: %d deltas merged, base %d has %d keys",
+            self._layout.namespace,
+            made.merged,
+            made.head.version,
+            made.head.entries,
+        )
+        return True
+
+    async def _real_backlog(self) -> Backlog:
+        """The bucket's, by sizes: somebody else may have been faster."""
+        snapshot = await take_snapshot(self._store, self._layout)
+        head = await newest_head(self._store, self._layout, snapshot)
+        merged = head.merged if head else frozenset()
+        sizes = [info.nbytes for ulid, info in snapshot.deltas.items() if ulid not in merged]
+        return Backlog(len(sizes), sum(sizes) // _ROW_BYTES, head.entries if head else 0)
+
+    def _note(self, exc: S3ECError) -> None:
+        if not self._counters.get("compact.failed"):
+            log.warning("the index cannot be compacted now and will be later: %s", exc)
+        self._counters.add("compact.failed")

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The elected compactor: seldom, by one process of a node, and never louder than needed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import pytest
+
+from s3ec.counters import Counters
+from s3ec.errors import AccessError, UnavailableError
+from s3ec.index import elected
+from s3ec.index.compact import compact
+from s3ec.index.elected import MAX_DELTAS, MIN_ROWS, Backlog, ElectedCompactor
+from s3ec.index.rows import Facts
+from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
+from s3ec.testing.memory_store import MemoryStore
+from tests.unit.index.manifests import LAYOUT, key_of, names, put_delta, view
+
+
+class OneClaim:
+    """The claims of a node."""
+
+    def __init__(self) -> None:
+        self.taken = False
+
+    def try_claim(self, task: str) -> object | None:
+        if self.taken:
+            return None
+        self.taken = True
+        return self
+
+    def release(self, claim: object) -> None:
+        assert claim is self
+        self.taken = False
+
+
+@pytest.fixture
+def memory() -> MemoryStore:
+    return MemoryStore()
+
+
+@pytest.fixture
+def script() -> Script:
+    return Script()
+
+
+@pytest.fixture
+def store(memory: MemoryStore, script: Script) -> FaultStore:
+    return FaultStore(memory, script)
+
+
+@pytest.fixture
+def claims() -> OneClaim:
+    return OneClaim()
+
+
+@pytest.fixture
+def counters() -> Counters:
+    return Counters()
+
+
+@pytest.fixture
+def backlog() -> list[Backlog]:
+    return [Backlog(MAX_DELTAS + 1, 0, 0)]
+
+
+@pytest.fixture
+def compactor(
+    store: FaultStore, claims: OneClaim, counters: Counters, backlog: list[Backlog]
+) -> ElectedCompactor:
+    return ElectedCompactor(
+        store, LAYOUT, backlog=lambda: backlog[0], claims=claims, counters=counters
+    )
+
+
+async def pile_up(memory: MemoryStore, count: int = MAX_DELTAS + 1) -> None:
+    await compact(memory, LAYOUT)
+    for number in range(count):
+        await put_delta(memory, number, {key_of(number): Facts(9, time_s=1)})
+
+
+@pytest.mark.parametrize(
+    ("backlog", "large"),
+    [
+        (Backlog(0, 0, 0), False),
+        (Backlog(MAX_DELTAS, MIN_ROWS, 0), False),
+        (Backlog(MAX_DELTAS + 1, 1, 10**8), True),
+        (Backlog(1, MIN_ROWS + 1, 0), True),
+        (Backlog(1, 10**6, 8 * 10**6), False),
+        (Backlog(1, 10**6 + 1, 8 * 10**6), True),
+    ],
+)
+def test_a_backlog_is_large_by_deltas_or_by_its_share_of_rows(
+    backlog: Backlog, large: bool
+) -> None:
+    assert backlog.is_large is large
+
+
+async def test_a_large_backlog_is_compacted(
+    memory: MemoryStore, compactor: ElectedCompactor, counters: Counters, claims: OneClaim
+) -> None:
+    await pile_up(memory)
+    assert await compactor.compact_if_needed()
+    assert counters.get("compact.bases") == 1
+    assert counters.get("compact.merged") == MAX_DELTAS + 1
+    assert len(await view(memory)) == MAX_DELTAS + 1
+    assert not claims.taken
+
+
+async def test_a_small_backlog_costs_no_request(
+    store: FaultStore, compactor: ElectedCompactor, backlog: list[Backlog]
+) -> None:
+    backlog[0] = Backlog(MAX_DELTAS, MIN_ROWS, 0)
+    assert not await compactor.compact_if_needed()
+    assert store.log == []
+
+
+async def test_what_somebody_else_compacted_meanwhile_is_left_alone(
+    memory: MemoryStore, compactor: ElectedCompactor
+) -> None:
+    await pile_up(memory)
+    await compact(memory, LAYOUT)
+    before = names(memory.bucket)
+    assert not await compactor.compact_if_needed()
+    assert names(memory.bucket) == before
+
+
+async def test_while_another_process_of_the_node_is_at_it_nothing_is_asked(
+    memory: MemoryStore, store: FaultStore, script: Script, compactor: ElectedCompactor
+) -> None:
+    await pile_up(memory)
+    gate = Gate()
+    script.faults.append(Fault("put_if_absent", "/base/", gate=gate))
+    first = asyncio.create_task(compactor.compact_if_needed())
+    assert await asyncio.to_thread(gate.reached.wait, 10)
+    asked = len(store.log)
+    assert not await compactor.compact_if_needed()
+    assert len(store.log) == asked
+    gate.release()
+    assert await first
+
+
+async def test_the_claim_is_given_back_when_the_bucket_fails(
+    memory: MemoryStore, script: Script, compactor: ElectedCompactor, claims: OneClaim
+) -> None:
+    await pile_up(memory)
+    script.faults.append(Fault("put_if_absent", "/head/", error=UnavailableError))
+    with pytest.raises(UnavailableError):
+        await compactor.compact_if_needed()
+    assert not claims.taken
+
+
+@contextlib.asynccontextmanager
+async def running(compactor: ElectedCompactor) -> AsyncIterator[None]:
+    task = asyncio.create_task(compactor.run_forever())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def until(counters: Counters, name: str, count: int) -> None:
+    async with asyncio.timeout(20):
+        while counters.get(name) < count:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_LOOK_EVERY_S", "_SPREAD_S", "_FIRST_PAUSE_S", "_MAX_PAUSE_S"):
+        monkeypatch.setattr(elected, name, 0.001)
+
+
+@pytest.mark.usefixtures("hasty")
+async def test_it_goes_on_after_every_kind_of_failure(
+    memory: MemoryStore,
+    script: Script,
+    compactor: ElectedCompactor,
+    counters: Counters,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    await pile_up(memory)
+    script.faults += [
+        Fault("list", error=UnavailableError, times=2),
+        Fault("put_if_absent", error=AccessError, times=2),
+        Fault("list", error=ValueError, times=1),
+    ]
+    async with running(compactor):
+        await until(counters, "compact.bases", 1)
+    assert counters.get("compact.failed") >= 3
+    assert counters.get("internal_errors") == 1
+    assert caplog.text.count("cannot be compacted now") == 1
+    assert len(await view(memory)) == MAX_DELTAS + 1
