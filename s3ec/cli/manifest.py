@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``s3ec manifest``: what the index in the bucket holds, whether that is true, making it anew."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import typer
+
+from s3ec.cli.help import EXIT_WRONG, epilog
+from s3ec.cli.options import JsonOption, NamespaceOption, Source, with_settings
+from s3ec.cli.output import facts, human_age, human_bytes, print_json, print_note, progress, safe
+
+if TYPE_CHECKING:
+    from s3ec.config import Settings
+    from s3ec.identity import Layout
+    from s3ec.index.making import Made, Making
+    from s3ec.index.verify import Verified
+    from s3ec.store.base import Store
+
+T = TypeVar("T")
+
+
+def register(app: typer.Typer) -> None:
+    """Add ``manifest`` to the tree."""
+    group = typer.Typer(
+        help="The index in the bucket: what it holds, whether that is true, making it anew.",
+        no_args_is_help=True,
+        epilog=epilog(
+            ("s3ec manifest show", "how large is the index, and what waits for compaction?"),
+            ("s3ec manifest verify", "does it hold what the bucket holds?"),
+            ("s3ec manifest rebuild", "make it from what the bucket holds"),
+        ),
+    )
+    group.command(
+        "show",
+        epilog=epilog(
+            ("s3ec manifest show --bucket embeddings", "of the only namespace"),
+            ("s3ec manifest show --json | jq .deltas.waiting", "for machines"),
+        ),
+    )(with_settings(show))
+    group.command(
+        "compact",
+        epilog=epilog(
+            ("s3ec manifest compact", "merge what writers announced, delete what is superseded"),
+            ("s3ec manifest compact --namespace google-gemma --json", "one model's, for machines"),
+        ),
+    )(with_settings(compact))
+    group.command(
+        "verify",
+        epilog=epilog(
+            ("s3ec manifest verify", "exit status 1 where it differs from the bucket"),
+            ("s3ec manifest verify --json | jq '{missing, extra}'", "for machines"),
+        ),
+    )(with_settings(verify))
+    group.command(
+        "rebuild",
+        epilog=epilog(
+            ("s3ec manifest rebuild", "after objects were deleted or copied by other means"),
+            ("s3ec manifest rebuild --json", "for machines"),
+        ),
+    )(with_settings(rebuild))
+    app.add_typer(group, name="manifest")
+
+
+def show(source: Source, namespace: NamespaceOption = None, as_json: JsonOption = False) -> None:
+    """Show the newest base, what waits to be merged into the next, and what is left over.
+
+    Reads one small object and lists the index; downloads none of it.
+    """
+
+    async def look(store: Store, layout: Layout) -> dict[str, Any]:
+        from s3ec.index.snapshot import newest_head, take_snapshot
+
+        snapshot = await take_snapshot(store, layout)
+        head = await newest_head(store, layout, snapshot)
+        merged = head.merged if head else frozenset()
+        waiting = [info for ulid, info in snapshot.deltas.items() if ulid not in merged]
+        used = (head.version, head.run) if head else None
+        old = [info for run, infos in snapshot.runs.items() if run != used for info in infos]
+        base = None
+        if head is not None:
+            base = {
+                "version": head.version,
+                "run": head.run,
+                "created_s": head.created_s,
+                "entries": head.entries,
+                "shards": len(head.shards),
+                "bytes": head.nbytes,
+                "bloom_bytes": head.bloom_nbytes,
+                "bloom_fpr": head.bloom_fpr,
+            }
+        return {
+            "namespace": layout.namespace,
+            "base": base,
+            "deltas": {
+                "waiting": len(waiting),
+                "waiting_bytes": sum(info.nbytes for info in waiting),
+                "merged": len(snapshot.deltas) - len(waiting),
+            },
+            "superseded": {"objects": len(old), "bytes": sum(info.nbytes for info in old)},
+        }
+
+    with progress("looking"):
+        document = _with_manifest(source.load().settings, namespace, look)
+    if as_json:
+        print_json(document)
+    else:
+        _print_show(document)
+
+
+def _print_show(document: dict[str, Any]) -> None:
+    base, deltas, superseded = (document[name] for name in ("base", "deltas", "superseded"))
+    rows: list[tuple[str, Any]] = [("namespace", document["namespace"])]
+    if base is None:
+        rows.append(("base", "none yet: readers list the objects"))
+    else:
+        age = human_age(time.time() - base["created_s"])
+        size = f"{human_bytes(base['bytes'])} in {base['shards']} shards"
+        bloom = f"{human_bytes(base['bloom_bytes'])} for {100 * base['bloom_fpr']:g}% false hits"
+        rows += [
+            ("base", f"version {base['version']}, {age} old"),
+            ("entries", base["entries"]),
+            ("size", size),
+            ("filters", bloom),
+        ]
+    waiting = f"{deltas['waiting']} deltas, {human_bytes(deltas['waiting_bytes'])}"
+    rows += [
+        ("to be merged", waiting),
+        ("merged", f"{deltas['merged']} deltas, kept for slow readers"),
+        ("other bases", f"{superseded['objects']} objects, {human_bytes(superseded['bytes'])}"),
+    ]
+    facts(rows)
+
+
+def compact(source: Source, namespace: NamespaceOption = None, as_json: JsonOption = False) -> None:
+    """Merge all deltas into a new base, and delete what has been superseded for an hour.
+
+    Writers do this by themselves when deltas pile up. Safe at any time, also while they do.
+    """
+
+    async def work(store: Store, layout: Layout) -> Made | None:
+        from s3ec.index.compact import compact as make
+
+        return await make(store, layout, _making(source))
+
+    with progress("compacting"):
+        made = _with_manifest(source.load().settings, namespace, work, write=True)
+    if made is None:
+        if as_json:
+            print_json({"beaten": True})
+        print_note("another compaction was faster; nothing was changed")
+        return
+    _report(made, as_json=as_json)
+
+
+def rebuild(source: Source, namespace: NamespaceOption = None, as_json: JsonOption = False) -> None:
+    """Make a new base from a listing of all objects, 1000 per request, 16 requests at a time.
+
+    For after objects were deleted, or put there, by other means than s3ec. Safe at any time,
+    also while engines write and read.
+    """
+
+    async def work(store: Store, layout: Layout) -> Made:
+        from s3ec.index.rebuild import rebuild as make
+
+        return await make(store, layout, _making(source))
+
+    with progress("listing all objects"):
+        made = _with_manifest(source.load().settings, namespace, work, write=True)
+    _report(made, as_json=as_json)
+
+
+def _report(made: Made, *, as_json: bool) -> None:
+    head = made.head
+    if as_json:
+        print_json(
+            {
+                "beaten": False,
+                "version": head.version,
+                "entries": head.entries,
+                "shards": len(head.shards),
+                "bytes": head.nbytes,
+                "bloom_bytes": head.bloom_nbytes,
+                "merged": made.merged,
+                "removed": made.removed,
+                "corrupt": dict(made.corrupt),
+            }
+        )
+    else:
+        typer.echo(
+            f"base {head.version}: {head.entries} entries in {human_bytes(head.nbytes)}; "
+            f"{made.merged} deltas merged, {made.removed} old objects deleted"
+        )
+        for problem in made.corrupt.values():
+            print_note(f"left out: {safe(problem)}")
+    if made.corrupt:
+        raise typer.Exit(EXIT_WRONG)
+
+
+def verify(source: Source, namespace: NamespaceOption = None, as_json: JsonOption = False) -> None:
+    """Compare the index with a listing of all objects; changes nothing.
+
+    Exit status 1 where objects are missing in it, where it holds what is not there, or where
+    sizes differ. What is stored or deleted meanwhile is not complained about.
+    """
+
+    async def work(store: Store, layout: Layout) -> Verified:
+        from s3ec.index.verify import verify as compare
+
+        return await compare(store, layout)
+
+    with progress("reading the index and listing all objects"):
+        found = _with_manifest(source.load().settings, namespace, work)
+    if as_json:
+        print_json(
+            {
+                "agrees": found.agrees,
+                "version": found.version,
+                "entries": found.entries,
+                "objects": found.objects,
+                "missing": found.missing,
+                "extra": found.extra,
+                "differing": found.differing,
+                "unannounced": found.unannounced,
+                "examples": found.examples,
+                "corrupt": found.corrupt,
+            }
+        )
+    else:
+        _print_verified(found)
+    if not found.agrees:
+        raise typer.Exit(EXIT_WRONG)
+
+
+def _print_verified(found: Verified) -> None:
+    facts(
+        [
+            ("entries", f"{found.entries} in the index, base {found.version}"),
+            ("objects", f"{found.objects} in the bucket"),
+            ("missing", f"{found.missing} objects are not in the index"),
+            ("extra", f"{found.extra} entries have no object"),
+            ("differing", f"{found.differing} have another size"),
+            ("unannounced", f"{found.unannounced} of the last minute are not in the index yet"),
+        ]
+    )
+    for problem in found.corrupt.values():
+        print_note(f"unusable: {safe(problem)}")
+    if not found.agrees:
+        print_note("`s3ec manifest rebuild` makes the index say what the bucket holds")
+
+
+def _making(source: Source) -> Making:
+    from s3ec.index.making import Making
+
+    return Making()
+
+
+def _with_manifest(
+    settings: Settings,
+    namespace: str | None,
+    call: Callable[[Store, Layout], Awaitable[T]],
+    *,
+    write: bool = False,
+) -> T:
+    """Run one coroutine with a store that retries, and writes conditionally where it writes."""
+    from s3ec.cli.corpus_view import choose_namespace, with_store
+    from s3ec.counters import Counters
+    from s3ec.identity import Layout
+    from s3ec.store.open import with_conditional_put
+    from s3ec.store.resilience import RetryStore
+
+    async def run(bare: Store) -> T:
+        store: Store = RetryStore(bare, Counters())
+        layout = Layout(await choose_namespace(store, namespace))
+        return await call(await with_conditional_put(store) if write else store, layout)
+
+    return with_store(settings, run)
