@@ -13,16 +13,21 @@ from typing import TypeVar
 
 from s3ec import codec
 from s3ec.config import Settings
+from s3ec.counters import Counters
 from s3ec.doctor.namespaces import list_namespaces
 from s3ec.errors import ConfigError, CorruptEntryError, S3ECError
 from s3ec.identity import OBJECT_SUFFIX, Layout, is_object_name, make_key
 from s3ec.store.base import Blob, ObjectInfo, Store
+from s3ec.store.open import with_conditional_put
+from s3ec.store.resilience import RetryStore
 
 T = TypeVar("T")
 
 # 8 hex digits tell four thousand million images apart, and name the fan-out folder.
 _PREFIX = re.compile(r"(?:(?P<lora>[a-z0-9-]+):)?(?P<mark>x-)?(?P<hex>[0-9a-f]{8,64})")
 _SHOWN_MATCHES = 5
+# Of each request: commands that send thousands should not end with the first that fails.
+_ATTEMPTS = 5
 
 
 class NotFoundError(S3ECError):
@@ -75,6 +80,31 @@ def with_store(settings: Settings, call: Callable[[Store], Awaitable[T]]) -> T:
             await store.close()
 
     return asyncio.run(run())
+
+
+def with_manifest(
+    settings: Settings,
+    namespace: str | None,
+    call: Callable[[Store, Layout], Awaitable[T]],
+    *,
+    write: bool = False,
+) -> T:
+    """Run one coroutine on a namespace, with a store that asks again where one answer fails.
+
+    Args:
+        namespace: As for choose_namespace.
+        write: Find out first whether the server honours conditional writes.
+
+    Raises:
+        NotFoundError, ConfigError: As choose_namespace.
+    """
+
+    async def run(bare: Store) -> T:
+        store: Store = RetryStore(bare, Counters(), attempts=_ATTEMPTS)
+        layout = Layout(await choose_namespace(store, namespace))
+        return await call(await with_conditional_put(store) if write else store, layout)
+
+    return with_store(settings, run)
 
 
 async def choose_namespace(store: Store, wanted: str | None) -> str:

@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -19,8 +18,6 @@ if TYPE_CHECKING:
     from s3ec.index.making import Made, Making
     from s3ec.index.verify import Verified
     from s3ec.store.base import Store
-
-T = TypeVar("T")
 
 
 def register(app: typer.Typer) -> None:
@@ -103,8 +100,10 @@ def show(source: Source, namespace: NamespaceOption = None, as_json: JsonOption 
             "superseded": {"objects": len(old), "bytes": sum(info.nbytes for info in old)},
         }
 
+    from s3ec.cli.corpus_view import with_manifest
+
     with progress("looking"):
-        document = _with_manifest(source.load().settings, namespace, look)
+        document = with_manifest(source.load().settings, namespace, look)
     if as_json:
         print_json(document)
     else:
@@ -141,13 +140,17 @@ def compact(source: Source, namespace: NamespaceOption = None, as_json: JsonOpti
     Writers do this by themselves when deltas pile up. Safe at any time, also while they do.
     """
 
+    settings = source.load().settings
+
     async def work(store: Store, layout: Layout) -> Made | None:
         from s3ec.index.compact import compact as make
 
-        return await make(store, layout, _making(source))
+        return await make(store, layout, _making(settings))
+
+    from s3ec.cli.corpus_view import with_manifest
 
     with progress("compacting"):
-        made = _with_manifest(source.load().settings, namespace, work, write=True)
+        made = with_manifest(settings, namespace, work, write=True)
     if made is None:
         if as_json:
             print_json({"beaten": True})
@@ -163,13 +166,17 @@ def rebuild(source: Source, namespace: NamespaceOption = None, as_json: JsonOpti
     also while engines write and read.
     """
 
+    settings = source.load().settings
+
     async def work(store: Store, layout: Layout) -> Made:
         from s3ec.index.rebuild import rebuild as make
 
-        return await make(store, layout, _making(source))
+        return await make(store, layout, _making(settings))
+
+    from s3ec.cli.corpus_view import with_manifest
 
     with progress("listing all objects"):
-        made = _with_manifest(source.load().settings, namespace, work, write=True)
+        made = with_manifest(settings, namespace, work, write=True)
     _report(made, as_json=as_json)
 
 
@@ -212,8 +219,10 @@ def verify(source: Source, namespace: NamespaceOption = None, as_json: JsonOptio
 
         return await compare(store, layout)
 
+    from s3ec.cli.corpus_view import with_manifest
+
     with progress("reading the index and listing all objects"):
-        found = _with_manifest(source.load().settings, namespace, work)
+        found = with_manifest(source.load().settings, namespace, work)
     if as_json:
         print_json(
             {
@@ -252,29 +261,7 @@ def _print_verified(found: Verified) -> None:
         print_note("`s3ec manifest rebuild` makes the index say what the bucket holds")
 
 
-def _making(source: Source) -> Making:
+def _making(settings: Settings) -> Making:
     from s3ec.index.making import Making
 
     return Making()
-
-
-def _with_manifest(
-    settings: Settings,
-    namespace: str | None,
-    call: Callable[[Store, Layout], Awaitable[T]],
-    *,
-    write: bool = False,
-) -> T:
-    """Run one coroutine with a store that retries, and writes conditionally where it writes."""
-    from s3ec.cli.corpus_view import choose_namespace, with_store
-    from s3ec.counters import Counters
-    from s3ec.identity import Layout
-    from s3ec.store.open import with_conditional_put
-    from s3ec.store.resilience import RetryStore
-
-    async def run(bare: Store) -> T:
-        store: Store = RetryStore(bare, Counters())
-        layout = Layout(await choose_namespace(store, namespace))
-        return await call(await with_conditional_put(store) if write else store, layout)
-
-    return with_store(settings, run)

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Deletes entries: first their objects, then, in the index, what says that they are there."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from s3ec.counters import Counters
+from s3ec.errors import S3ECError, UnavailableError
+from s3ec.identity import Key, Layout, digest_of_name
+from s3ec.index.announce import BATCH_ITEMS, Announcer
+from s3ec.index.known_times import KnownTimes
+from s3ec.index.making import temporary_folder
+from s3ec.index.object_listing import list_objects
+from s3ec.index.parallel import in_parallel
+from s3ec.store.base import ObjectInfo, Store
+
+# Writing a few kilobytes takes no longer where the bucket answers at all.
+_TELL_S = 60.0
+
+
+class Deleter:
+    """Deletes entries in batches; made by ``deleting``."""
+
+    def __init__(
+        self, store: Store, layout: Layout, announcer: Announcer, times: KnownTimes
+    ) -> None:
+        self._store = store
+        self._layout = layout
+        self._announcer = announcer
+        self._times = times
+
+    async def delete(self, keys: Sequence[Key]) -> None:
+        """Delete some entries and announce that; those that are absent are announced too.
+
+        Killed in between, the index holds entries without an object: each costs readers one
+        request, and ``s3ec manifest rebuild`` mends it.
+
+        Raises:
+            UnavailableError: The store does not answer now. What was deleted was announced,
+                unless the message says otherwise.
+            AccessError: It refuses.
+        """
+        for start in range(0, len(keys), BATCH_ITEMS):
+            await self._delete_batch(keys[start : start + BATCH_ITEMS])
+
+    async def _delete_batch(self, keys: Sequence[Key]) -> None:
+        await self._times.prepare(keys)
+        gone: list[Key] = []
+
+        async def delete(key: Key) -> None:
+            await self._store.delete(self._layout.object(key))
+            gone.append(key)
+
+        try:
+            await in_parallel(keys, delete)
+        except S3ECError:
+            await self._tell(gone)
+            raise
+        await self._tell(gone)
+
+    async def _tell(self, keys: Sequence[Key]) -> None:
+        confirmed: list[bool] = []
+        for key in keys:
+            self._announcer.add(key, None, confirmed.append)
+        try:
+            async with asyncio.timeout(_TELL_S):
+                await self._announcer.flush()
+        except TimeoutError as exc:
+            raise UnavailableError(
+                f"{len(keys)} objects are deleted, and readers could not be told: they find out "
+                "by asking for them; `s3ec manifest rebuild` tells them"
+            ) from exc
+        if not all(confirmed):
+            raise UnavailableError("the deletion could not be announced")
+
+
+@asynccontextmanager
+async def deleting(
+    store: Store, layout: Layout, *, clock: Callable[[], float] = time.time
+) -> AsyncIterator[Deleter]:
+    """Reads what the index holds, for as long as entries are deleted.
+
+    Args:
+        clock: Seconds since the epoch.
+
+    Raises:
+        UnavailableError: The store does not answer now.
+        AccessError: It refuses.
+        TierError: The folder for temporary files is full: 42 bytes for each entry of the index.
+    """
+    with temporary_folder(None) as folder:
+        times = KnownTimes(store, layout, Path(folder))
+        await times.open()
+        announcer = Announcer(store, layout, Counters(), known_time_s=times, clock=clock)
+        try:
+            yield Deleter(store, layout, announcer, times)
+        finally:
+            announcer.close()
+
+
+def key_of_object(layout: Layout, name: str) -> Key:
+    """The key of a listed entry, whose identifier only the object knows: empty here."""
+    below = name.removeprefix(layout.objects)
+    return Key("", below, digest_of_name(below))
+
+
+@dataclass(slots=True)
+class Older:
+    """Entries that were last changed before some time.
+
+    Attributes:
+        entries: How many.
+        nbytes: Their size.
+    """
+
+    entries: int = 0
+    nbytes: int = 0
+
+    def take(self, infos: Sequence[ObjectInfo], before_s: float) -> list[ObjectInfo]:
+        """Count those that are older; one whose time the store does not say is not."""
+        old = [info for info in infos if 0 < info.modified_s < before_s]
+        self.entries += len(old)
+        self.nbytes += sum(info.nbytes for info in old)
+        return old
+
+
+async def count_older(store: Store, layout: Layout, before_s: float) -> Older:
+    """What delete_older would delete, by an authoritative listing; raises what it raises."""
+    older = Older()
+
+    async def take(infos: Sequence[ObjectInfo]) -> None:
+        older.take(infos, before_s)
+
+    await list_objects(store, layout, take)
+    return older
+
+
+async def delete_older(store: Store, layout: Layout, before_s: float) -> Older:
+    """Delete all entries that were last changed before a time, by an authoritative listing.
+
+    Args:
+        before_s: Seconds since the epoch, by the server's clock.
+
+    Raises:
+        UnavailableError: The store does not answer now; some may be deleted and announced.
+        AccessError: It refuses.
+        TierError: As deleting.
+    """
+    older = Older()
+    turn = asyncio.Lock()  # a delta after the other
+    async with deleting(store, layout) as deleter:
+
+        async def take(infos: Sequence[ObjectInfo]) -> None:
+            async with turn:
+                old = older.take(infos, before_s)
+                await deleter.delete([key_of_object(layout, info.name) for info in old])
+
+        await list_objects(store, layout, take)
+    return older

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Deleting entries: objects first, then tombstones that win over what the index knew."""
+
+from __future__ import annotations
+
+import pytest
+
+from s3ec.errors import AccessError, UnavailableError
+from s3ec.index import base_writer, deletion
+from s3ec.index.compact import compact
+from s3ec.index.deletion import count_older, delete_older, deleting
+from s3ec.index.rows import Facts
+from s3ec.index.verify import verify
+from s3ec.store.base import Store
+from s3ec.testing.fault_store import Fault, FaultStore, Script
+from s3ec.testing.memory_store import MemoryStore
+from tests.unit.index.manifests import LAYOUT, Clock, key_of, names, put_delta, put_object, view
+
+KEYS = [key_of(number) for number in range(8)]
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def memory(clock: Clock) -> MemoryStore:
+    return MemoryStore(clock=clock)
+
+
+async def put_entry(store: MemoryStore, number: int, *, time_s: int = 1) -> None:
+    await put_object(store, KEYS[number], 100 + number)
+    await put_delta(store, number, {KEYS[number]: Facts(100 + number, time_s=time_s)})
+
+
+async def delete(store: Store, *numbers: int) -> None:
+    async with deleting(store, LAYOUT) as deleter:
+        await deleter.delete([KEYS[number] for number in numbers])
+
+
+@pytest.mark.parametrize("in_base", [False, True])
+async def test_what_is_deleted_is_gone_for_readers_and_from_the_next_base(
+    memory: MemoryStore, in_base: bool
+) -> None:
+    for number in range(4):
+        await put_entry(memory, number)
+    if in_base:
+        await compact(memory, LAYOUT)
+    await delete(memory, 1, 2)
+    left = {KEYS[0].digest, KEYS[3].digest}
+    assert set(await view(memory)) == left
+    assert LAYOUT.object(KEYS[1]) not in memory.bucket.objects
+    made = await compact(memory, LAYOUT)
+    assert made is not None
+    assert made.head.entries == 2
+    assert set(await view(memory)) == left
+    assert (await verify(memory, LAYOUT)).agrees
+
+
+async def test_a_tombstone_is_later_than_what_a_fast_clock_announced(
+    memory: MemoryStore, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(base_writer, "SHARD_ROWS", 2)
+    future_s = int(clock.now_s) + 10**6
+    for number in range(6):
+        await put_entry(memory, number, time_s=future_s)
+    made = await compact(memory, LAYOUT)
+    assert made is not None
+    assert len(made.head.shards) > 1
+    await put_delta(memory, 90, {KEYS[5]: Facts(105, time_s=future_s + 5)})
+    await delete(memory, 0, 3, 5)
+    assert set(await view(memory)) == {KEYS[number].digest for number in (1, 2, 4)}
+
+
+async def test_with_an_unusable_base_entries_can_still_be_deleted(
+    memory: MemoryStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    await put_entry(memory, 1)
+    made = await compact(memory, LAYOUT)
+    assert made is not None
+    await memory.delete(made.head.segment_name(LAYOUT, made.head.shards[0]))
+    await delete(memory, 1)
+    assert LAYOUT.object(KEYS[1]) not in memory.bucket.objects
+    assert "unusable" in caplog.text
+
+
+async def test_what_was_deleted_before_a_failure_is_announced(memory: MemoryStore) -> None:
+    for number in range(3):
+        await put_entry(memory, number)
+    fault = Fault("delete", LAYOUT.object(KEYS[1]), error=AccessError)
+    with pytest.raises(AccessError):
+        await delete(FaultStore(memory, Script([fault])), 0, 1)
+    there = {name for name in memory.bucket.objects if "/objects/" in name}
+    assert LAYOUT.object(KEYS[1]) in there
+    held = await view(memory)
+    assert {key.digest for key in KEYS[:3]} & set(held) == {
+        key.digest for key in KEYS[:3] if LAYOUT.object(key) in there
+    }
+
+
+async def test_readers_that_could_not_be_told_are_an_error(
+    memory: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deletion, "_TELL_S", 0.01)
+    await put_entry(memory, 1)
+    fault = Fault("put_if_absent", "/delta/", error=UnavailableError)
+    with pytest.raises(UnavailableError, match="could not be told"):
+        await delete(FaultStore(memory, Script([fault])), 1)
+
+
+async def test_many_are_deleted_in_deltas_of_a_thousand(memory: MemoryStore) -> None:
+    keys = [key_of(("many", number)) for number in range(2500)]
+    async with deleting(memory, LAYOUT) as deleter:
+        await deleter.delete(keys)
+    # The first one twice: once more with what it taught about the clock.
+    assert len(names(memory.bucket)) in (3, 4)
+
+
+async def test_only_what_is_older_is_deleted(memory: MemoryStore, clock: Clock) -> None:
+    for number in range(4):
+        await put_entry(memory, number)
+        clock.now_s += 1000
+    timeless = MemoryStore(memory.bucket, clock=lambda: 0.0)
+    await put_object(timeless, KEYS[6], 9)
+    before_s = clock.now_s - 2500
+    older = await count_older(memory, LAYOUT, before_s)
+    assert (older.entries, older.nbytes) == (2, 201)
+    assert len(await view(memory)) == 4
+    assert await delete_older(memory, LAYOUT, before_s) == older
+    assert set(await view(memory)) == {KEYS[2].digest, KEYS[3].digest}
+    assert LAYOUT.object(KEYS[6]) in memory.bucket.objects
