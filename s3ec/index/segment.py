@@ -93,8 +93,12 @@ class Segment:
 
     def _use(self, rows: Rows, fences: Array) -> None:
         self._rows = rows
-        # Items of memoryviews cost half of what numpy's do.
-        self._hi, self._lo, self._fence = rows.digest_hi.data, rows.digest_lo.data, fences.data
+        # Items of memoryviews cost half of what numpy's do. A blob from the network may lie at any
+        # address, and where numbers are not aligned memoryviews give none: those are copied.
+        self._hi, self._lo, self._fence = (
+            np.require(column, requirements="A").data
+            for column in (rows.digest_hi, rows.digest_lo, fences)
+        )
         self._shift, self._mask = _slotting(rows.digest_hi, len(fences) - 1)
 
     @classmethod

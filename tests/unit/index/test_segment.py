@@ -190,6 +190,17 @@ def test_slots_hold_few_rows_each() -> None:
 # -- files -------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("offset", range(1, 8))
+def test_a_blob_at_any_address_can_be_looked_up(offset: int) -> None:
+    rows = Rows.from_facts([(bytes([n]) * 16, Facts(n)) for n in range(1, 100)])
+    blob = memoryview(bytes(offset) + file_of(rows))[offset:]
+    parsed = parse_segment(blob, NAMESPACE)
+    for segment_ in (Segment.parse(blob, NAMESPACE), Segment.of(parsed)):
+        for n in range(1, 100):
+            row = segment_.find(*split_digest(bytes([n]) * 16))
+            assert segment_.facts(row) == Facts(n)
+
+
 def test_an_opened_file_outlives_its_name(tmp_path: Path) -> None:
     rows = rows_of(1000)
     path = written(tmp_path, file_of(rows))
