@@ -17,7 +17,9 @@ from s3ec.counters import Counters
 from s3ec.errors import AccessError, CorruptEntryError, TierError, UnavailableError
 from s3ec.identity import Layout, Namespace, canonical_json
 from s3ec.index.cache import IndexCache
+from s3ec.index.elected import Backlog, ElectedCompactor
 from s3ec.index.follower import FollowOptions
+from s3ec.index.making import Making
 from s3ec.index.reader import ManifestIndex
 from s3ec.loop import LoopThread
 from s3ec.modality import ModalityRecords
@@ -128,6 +130,18 @@ class Node:
         """Start reading the index, now and every ``index_refresh_s``; returns at once."""
         self._following.append(self.loop.submit(self._refresh_forever()))
         self._following.append(self.loop.submit(self._rescan_forever()))
+
+    def compact_the_index(self) -> None:
+        """Start merging what writers announce when it piles up; for who follows and may write."""
+        compactor = ElectedCompactor(
+            self.store,
+            self.layout,
+            backlog=lambda: Backlog(*self.index.counts()),
+            files=self.tier.open_index(),
+            counters=self.counters,
+            making=Making(bloom_fpr=self.settings.bloom_fpr),
+        )
+        self.loop.submit(compactor.run_forever())
 
     async def _refresh_forever(self) -> None:
         complained = False

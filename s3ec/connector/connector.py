@@ -153,6 +153,8 @@ class S3ECConnector(ECConnectorBase):
             can_load=topology.problem is None,
         )
         node.follow_the_bucket()
+        if self.is_producer:
+            node.compact_the_index()
         return SchedulerHalf(
             role,
             index=node.index,

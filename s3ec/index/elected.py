@@ -8,7 +8,6 @@ import logging
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from s3ec.counters import Counters
 from s3ec.errors import AccessError, CorruptEntryError, S3ECError, TierError, UnavailableError
@@ -18,6 +17,7 @@ from s3ec.index.making import Making
 from s3ec.index.snapshot import newest_head, take_snapshot
 from s3ec.store.base import Store
 from s3ec.store.open import with_conditional_put
+from s3ec.tier import IndexFiles
 
 log = logging.getLogger(__name__)
 
@@ -58,18 +58,6 @@ class Backlog:
         return self.deltas > MAX_DELTAS or self.rows > max(MIN_ROWS, self.entries * _ROWS_SHARE)
 
 
-class Claims(Protocol):
-    """One of a node's processes at a time; IndexFiles is one."""
-
-    def try_claim(self, task: str) -> object | None:
-        """Without waiting; None where another process has it."""
-        ...
-
-    def release(self, claim: object) -> None:
-        """Give a claim back."""
-        ...
-
-
 class ElectedCompactor:
     """Looks at what its process knows of the backlog, and compacts where nobody else does.
 
@@ -86,7 +74,7 @@ class ElectedCompactor:
         layout: Layout,
         *,
         backlog: Callable[[], Backlog],
-        claims: Claims,
+        files: IndexFiles,
         counters: Counters,
         making: Making | None = None,
     ) -> None:
@@ -94,13 +82,13 @@ class ElectedCompactor:
 
         Args:
             backlog: As far as this process knows; no I/O.
-            claims: Of this node.
+            files: This node's, for their claims: one of its processes compacts at a time.
             making: How to compact; None for the defaults.
         """
         self._store = store
         self._layout = layout
         self._backlog = backlog
-        self._claims = claims
+        self._files = files
         self._counters = counters
         self._making = making or Making()
         self._writable: Store | None = None
@@ -137,7 +125,7 @@ class ElectedCompactor:
         """
         if not self._backlog().is_large:
             return False
-        claim = self._claims.try_claim(_TASK)
+        claim = self._files.try_claim(_TASK)
         if claim is None:
             return False
         try:
@@ -147,7 +135,7 @@ class ElectedCompactor:
                 self._writable = await with_conditional_put(self._store)
             made = await compact(self._writable, self._layout, self._making)
         finally:
-            self._claims.release(claim)
+            self._files.release(claim)
         if made is None or not made.merged:
             self._counters.add("compact.in_vain")
             return False

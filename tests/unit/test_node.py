@@ -10,6 +10,7 @@ import pytest
 
 from s3ec.config import load_settings
 from s3ec.identity import Namespace
+from s3ec.index import elected
 from s3ec.node import Node, _destination
 from s3ec.testing.memory_store import MemoryStore
 from tests.unit.index.corpus import NAMESPACE, Corpus, key_of, rows_of
@@ -121,3 +122,19 @@ def test_a_node_that_ends_in_the_middle_of_a_refresh_leaves_no_file_half(
     again.follow_the_bucket()
     until(lambda: again.index.loaded)
     assert all(again.index.maybe_contains(key_of(number)) for number in range(1000))
+
+
+def test_a_node_compacts_what_piles_up(
+    corpus: Corpus, make_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("_LOOK_EVERY_S", "_SPREAD_S"):
+        monkeypatch.setattr(elected, name, 0.01)
+    corpus.store(*range(elected.MAX_DELTAS + 1))
+    for number in range(elected.MAX_DELTAS + 1):
+        corpus.delta(number)
+    node = make_node()
+    node.follow_the_bucket()
+    node.compact_the_index()
+    until(lambda: node.index.counts() == (0, 0, elected.MAX_DELTAS + 1))
+    assert all(node.index.holds(key_of(number)) for number in range(elected.MAX_DELTAS + 1))
+    assert node.counters.get("compact.bases") == 1

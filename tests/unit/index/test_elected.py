@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -17,24 +18,8 @@ from s3ec.index.elected import MAX_DELTAS, MIN_ROWS, Backlog, ElectedCompactor
 from s3ec.index.rows import Facts
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
 from s3ec.testing.memory_store import MemoryStore
+from s3ec.tier import IndexFiles, Tier
 from tests.unit.index.manifests import LAYOUT, key_of, names, put_delta, view
-
-
-class OneClaim:
-    """The claims of a node."""
-
-    def __init__(self) -> None:
-        self.taken = False
-
-    def try_claim(self, task: str) -> object | None:
-        if self.taken:
-            return None
-        self.taken = True
-        return self
-
-    def release(self, claim: object) -> None:
-        assert claim is self
-        self.taken = False
 
 
 @pytest.fixture
@@ -53,8 +38,13 @@ def store(memory: MemoryStore, script: Script) -> FaultStore:
 
 
 @pytest.fixture
-def claims() -> OneClaim:
-    return OneClaim()
+def files(tmp_path: Path, counters: Counters) -> Iterator[IndexFiles]:
+    tier = Tier(
+        tmp_path, LAYOUT.namespace, budget_bytes=1 << 20, min_free_bytes=0, counters=counters
+    )
+    tier.open()
+    yield tier.open_index()
+    tier.close()
 
 
 @pytest.fixture
@@ -69,10 +59,10 @@ def backlog() -> list[Backlog]:
 
 @pytest.fixture
 def compactor(
-    store: FaultStore, claims: OneClaim, counters: Counters, backlog: list[Backlog]
+    store: FaultStore, files: IndexFiles, counters: Counters, backlog: list[Backlog]
 ) -> ElectedCompactor:
     return ElectedCompactor(
-        store, LAYOUT, backlog=lambda: backlog[0], claims=claims, counters=counters
+        store, LAYOUT, backlog=lambda: backlog[0], files=files, counters=counters
     )
 
 
@@ -100,14 +90,14 @@ def test_a_backlog_is_large_by_deltas_or_by_its_share_of_rows(
 
 
 async def test_a_large_backlog_is_compacted(
-    memory: MemoryStore, compactor: ElectedCompactor, counters: Counters, claims: OneClaim
+    memory: MemoryStore, compactor: ElectedCompactor, counters: Counters, files: IndexFiles
 ) -> None:
     await pile_up(memory)
     assert await compactor.compact_if_needed()
     assert counters.get("compact.bases") == 1
     assert counters.get("compact.merged") == MAX_DELTAS + 1
     assert len(await view(memory)) == MAX_DELTAS + 1
-    assert not claims.taken
+    assert not files.is_claimed("compact")
 
 
 async def test_a_small_backlog_costs_no_request(
@@ -144,13 +134,13 @@ async def test_while_another_process_of_the_node_is_at_it_nothing_is_asked(
 
 
 async def test_the_claim_is_given_back_when_the_bucket_fails(
-    memory: MemoryStore, script: Script, compactor: ElectedCompactor, claims: OneClaim
+    memory: MemoryStore, script: Script, compactor: ElectedCompactor, files: IndexFiles
 ) -> None:
     await pile_up(memory)
     script.faults.append(Fault("put_if_absent", "/head/", error=UnavailableError))
     with pytest.raises(UnavailableError):
         await compactor.compact_if_needed()
-    assert not claims.taken
+    assert not files.is_claimed("compact")
 
 
 @contextlib.asynccontextmanager
