@@ -264,4 +264,4 @@ def _print_verified(found: Verified) -> None:
 def _making(settings: Settings) -> Making:
     from s3ec.index.making import Making
 
-    return Making()
+    return Making(bloom_fpr=settings.bloom_fpr)
