@@ -22,7 +22,10 @@ from s3ec.tier import IndexFiles
 log = logging.getLogger(__name__)
 
 MAX_DELTAS = 128
-"""Unmerged deltas that readers are left with; each costs a reader that starts a request."""
+"""Unmerged deltas that are never too many; each costs a reader that starts a request."""
+# A large base may have more of them, one for so many keys: each compaction writes it anew, and
+# every reader downloads it.
+_KEYS_PER_DELTA = 10_000
 MIN_ROWS = 65536
 """Rows in unmerged deltas that are never too many: 3 MB of every reader's memory."""
 # Or this share of the base: so a base is written again for each eighth that it grows.
@@ -55,7 +58,9 @@ class Backlog:
     @property
     def is_large(self) -> bool:
         """Whether a compaction pays."""
-        return self.deltas > MAX_DELTAS or self.rows > max(MIN_ROWS, self.entries * _ROWS_SHARE)
+        return self.deltas > max(MAX_DELTAS, self.entries // _KEYS_PER_DELTA) or self.rows > max(
+            MIN_ROWS, self.entries * _ROWS_SHARE
+        )
 
 
 class ElectedCompactor:

@@ -77,7 +77,9 @@ async def pile_up(memory: MemoryStore, count: int = MAX_DELTAS + 1) -> None:
     [
         (Backlog(0, 0, 0), False),
         (Backlog(MAX_DELTAS, MIN_ROWS, 0), False),
-        (Backlog(MAX_DELTAS + 1, 1, 10**8), True),
+        (Backlog(MAX_DELTAS + 1, 1, 10**6), True),
+        (Backlog(MAX_DELTAS + 1, 1, 10**8), False),
+        (Backlog(10_001, 1, 10**8), True),
         (Backlog(1, MIN_ROWS + 1, 0), True),
         (Backlog(1, 10**6, 8 * 10**6), False),
         (Backlog(1, 10**6 + 1, 8 * 10**6), True),
