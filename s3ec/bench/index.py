@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from s3ec.bench.index_made import Made
     from s3ec.testing.server import LocalS3
 
-KEYS = 3_000_000
+KEYS = 10_000_000
 _KEYS_QUICK = 100_000
 # Where lookups have their reach; the largest is compared with it.
 _SMALL = 1_000_000

@@ -147,7 +147,7 @@ def _index(
             "--keys",
             metavar="N",
             parser=_number_of_keys,
-            help="Keys in the largest index, such as 1e7; 1e8 take 7 GB of scratch space.",
+            help="Keys in the largest index, such as 1e8, which take 7 GB of scratch space; 1e7 if left out.",
         ),
     ] = None,
     json_file: JsonFile = None,
@@ -176,7 +176,7 @@ def _examples(name: str) -> str:
     own = {
         "fetch": [("s3ec bench fetch --latency-ms 80", "from a bucket that is far away")],
         "node": [("s3ec bench node --processes 8", "with more of them")],
-        "index": [("s3ec bench index --keys 1e7", "of a larger corpus")],
+        "index": [("s3ec bench index --keys 1e8", "of a larger corpus; 7 GB of scratch space")],
     }
     return epilog(
         (f"s3ec bench {name}", "a table"),
