@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,9 +11,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from s3ec.bench.children import Child
 from s3ec.bench.corpus import SHAPE, Corpus
-
-_TIMEOUT_S = 180.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,46 +24,11 @@ class Hired:
     transport: str
 
 
-class Member:
-    """One process with a Fetcher."""
+class Member(Child):
+    """One process with a Fetcher, which takes the orders ``fetch``, ``read`` and ``empty``."""
 
     def __init__(self, hired: Hired) -> None:
-        # Not forked: threads of the SDK and of torch do not survive that.
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_work, args=(theirs, hired), daemon=True)
-        self._process.start()
-        theirs.close()
-
-    def tell(self, order: str) -> None:
-        """Send an order: ``fetch``, ``read`` or ``empty``; ``answer`` tells what came of it."""
-        self._pipe.send(order)
-
-    @property
-    def has_answer(self) -> bool:
-        """Whether ``answer`` would return at once."""
-        return self._pipe.poll(0)
-
-    def answer(self) -> Any:
-        """What the last order returned.
-
-        Raises:
-            RuntimeError: The process ended, most likely of what it says on stderr, or hangs.
-        """
-        try:
-            if not self._pipe.poll(_TIMEOUT_S):
-                raise RuntimeError(f"a process of the crew said nothing for {_TIMEOUT_S:.0f} s")
-            return self._pipe.recv()
-        except EOFError as exc:
-            raise RuntimeError("a process of the crew ended; it says why on stderr") from exc
-
-    def close(self) -> None:
-        """End the process."""
-        self._pipe.close()  # which it takes for the end
-        self._process.join(20)
-        if self._process.is_alive():
-            self._process.kill()
-            self._process.join()
+        super().__init__(_work, hired)
 
 
 @contextmanager

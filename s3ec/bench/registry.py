@@ -61,6 +61,11 @@ ENTRIES: dict[str, Entry] = {
         "Processes of a node that want the same: requests to the server, speed of the tier.",
         90,
     ),
+    "index": Entry(
+        "s3ec.bench.index",
+        "The index: lookups, memory, opening, compaction, and how soon a save is found.",
+        240,
+    ),
 }
 
 # `s3ec bench data`: how bytes move.

@@ -129,8 +129,36 @@ def _node(
     _one("node", json_file, plot, quick, processes=processes)
 
 
+def _number_of_keys(text: str) -> int:
+    """A whole number, also as 1e7 or 10_000_000."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not (1e4 <= number <= 1e9 and number.is_integer()):
+        raise typer.BadParameter(f"{text!r} is not a whole number from 1e4 to 1e9")
+    return int(number)
+
+
+def _index(
+    keys: Annotated[
+        int | None,
+        typer.Option(
+            "--keys",
+            metavar="N",
+            parser=_number_of_keys,
+            help="Keys in the largest index, such as 1e8, which take 7 GB of scratch space; 1e7 if left out.",
+        ),
+    ] = None,
+    json_file: JsonFile = None,
+    plot: PlotFile = None,
+    quick: Quick = False,
+) -> None:
+    _one("index", json_file, plot, quick, **({} if keys is None else {"keys": keys}))
+
+
 # Those with options of their own.
-_COMMANDS: dict[str, Callable[..., None]] = {"fetch": _fetch, "node": _node}
+_COMMANDS: dict[str, Callable[..., None]] = {"fetch": _fetch, "node": _node, "index": _index}
 
 
 def _command(name: str) -> Callable[..., None]:
@@ -148,6 +176,7 @@ def _examples(name: str) -> str:
     own = {
         "fetch": [("s3ec bench fetch --latency-ms 80", "from a bucket that is far away")],
         "node": [("s3ec bench node --processes 8", "with more of them")],
+        "index": [("s3ec bench index --keys 1e8", "of a larger corpus; 7 GB of scratch space")],
     }
     return epilog(
         (f"s3ec bench {name}", "a table"),

@@ -38,7 +38,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[[Result], None]:
     return install
 
 
-@pytest.mark.parametrize("command", ["list", "all", "data", "hooks", "fetch"])
+@pytest.mark.parametrize("command", ["list", "all", "data", "hooks", "fetch", "index"])
 def test_help_has_examples_and_exit_codes(command: str) -> None:
     text = invoke(command, "--help").stdout
     assert "Examples" in text
@@ -120,6 +120,37 @@ def test_number_of_processes_reaches_the_benchmark(monkeypatch: pytest.MonkeyPat
     invoke("node", "--processes", "8")
     assert asked == [4, 8]
     invoke("node", "--processes", "1", code=2)
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        ([], {}),
+        (["--keys", "1e7"], {"keys": 10_000_000}),
+        (["--keys", "2_000_000"], {"keys": 2_000_000}),
+        (["--keys", "10000"], {"keys": 10_000}),
+    ],
+)
+def test_number_of_keys_reaches_the_benchmark(
+    monkeypatch: pytest.MonkeyPatch, args: list[str], expected: dict[str, int]
+) -> None:
+    asked: list[dict[str, int]] = []
+
+    def run_here(which: str, *, quick: bool, say: object, **options: int) -> Result:
+        asked.append(options)
+        return fakes.result(name=which)
+
+    monkeypatch.setattr(run, "run_here", run_here)
+    invoke("index", *args)
+    assert asked == [expected]
+
+
+@pytest.mark.parametrize("keys", ["many", "0", "-1e6", "9999", "1e10", "12345.6", "nan", "inf", ""])
+def test_keys_that_are_no_number_of_keys_are_refused(
+    monkeypatch: pytest.MonkeyPatch, keys: str
+) -> None:
+    monkeypatch.setattr(run, "run_here", lambda *_, **__: pytest.fail("it measured"))
+    assert "1e4 to 1e9" in invoke("index", "--keys", keys, code=2).stderr
 
 
 @pytest.mark.usefixtures("measured")
