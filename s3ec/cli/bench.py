@@ -147,7 +147,7 @@ def _index(
             "--keys",
             metavar="N",
             parser=_number_of_keys,
-            help="Keys in the largest index, such as 1e8, which take 7 GB of scratch space; 1e7 if left out.",
+            help="Keys in the largest index, 1e7 if left out; 1e8 take 7 GB of scratch space.",
         ),
     ] = None,
     json_file: JsonFile = None,

@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 
 from s3ec import codec
-from s3ec.identity import Layout, is_namespace_name, make_key
+from s3ec.identity import Layout, digest_of_name, is_namespace_name, make_key
+from s3ec.index.rows import merge
+from s3ec.index.segment import parse_segment
 from s3ec.testing.engine import EngineProcess, ec_config
 from s3ec.testing.server import LocalS3
 from tests.e2e.rig import (
@@ -121,7 +123,17 @@ def test_the_bucket_holds_a_verifiable_object_per_picture_after_the_engines_end(
     layout = Layout(namespace)
     entries = {name for name in names if name.startswith(layout.objects)}
     assert len(entries) == BOTH
-    assert names - entries == {layout.descriptor, layout.modality("image")}
+    deltas = {name for name in names if layout.delta_of(name) is not None}
+    assert names - entries - deltas == {layout.descriptor, layout.modality("image")}
+    announced = merge(
+        [parse_segment(run.objects[f"{_PREFIX}/{name}"], namespace) for name in deltas],
+        keep_tombstones=True,
+    )
+    known = {announced.digest(row): announced.facts(row).nbytes for row in range(len(announced))}
+    assert known == {
+        digest_of_name(name.removeprefix(layout.objects)): len(run.objects[f"{_PREFIX}/{name}"])
+        for name in entries
+    }
     for name in entries:
         blob = run.objects[f"{_PREFIX}/{name}"]
         identifier = codec.parse_header(blob).identifier

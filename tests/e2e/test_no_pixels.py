@@ -71,7 +71,7 @@ def rig(workdir: Path, gallery: Gallery, qwen: Path) -> Iterator[_Rig]:
     folder.mkdir()
 
     def entries() -> list[Path]:
-        return list(folder.rglob("*.safetensors"))
+        return list(folder.rglob("objects/**/*.safetensors"))
 
     def config(role: str) -> dict[str, Any]:
         place = {"url": folder.as_uri(), "cache_dir": str(workdir / f"qwen-{role}-tier")}
