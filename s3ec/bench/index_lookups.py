@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from s3ec.bench import measure
 from s3ec.bench.context import CannotMeasureError, Context
 from s3ec.bench.folders import memory_folder
-from s3ec.bench.index_made import Keys, Made, check_answers
+from s3ec.bench.index_made import Keys, Made, check_answers, keys_of
 
 if TYPE_CHECKING:
     from s3ec.identity import Key
@@ -30,6 +30,8 @@ _IN_A_ROW = 100
 _EXAMPLE_KEYS = 256
 _HEADS = 16
 HIT, MISS = "hit", "miss"
+# How fast the interpreter is at the moment: on a shared machine that changes by a factor of two.
+NOTHING = "a call that does nothing"
 P50, TO_EXAMPLE, TO_HEAD, GROWTH = (
     "index.lookup_p50_us",
     "index.lookup_ratio_to_example",
@@ -79,7 +81,8 @@ def measure_lookups(
         heads: Microseconds of so many HEADs, of an object that is there or of none; None where
             there is no server.
     """
-    cases: dict[str, Round] = {}
+    some = keys_of([number.to_bytes(16, "big") for number in range(_KEYS)])
+    cases: dict[str, Round] = {NOTHING: lambda: time_lookups(_nothing, some)}
     for label, (made, node) in readers.items():
         keys = Keys(made.base())
         cases[f"{HIT}, {label}"] = _ours(node, keys.hits, expected=True)
@@ -112,6 +115,10 @@ def time_lookups(contains: Callable[[Key], object], keys: Sequence[Key]) -> Time
             contains(key)
         rows.append((clock() - started) / 1000 / len(row))
     return Times([(ns - own_ns) / 1000 for ns in out], statistics.median(rows))
+
+
+def _nothing(_key: Key) -> None:
+    pass
 
 
 def _ours(node: Node, fresh: Callable[[int], list[Key]], *, expected: bool) -> Round:
