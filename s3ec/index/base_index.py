@@ -14,7 +14,7 @@ from s3ec.errors import CorruptEntryError
 from s3ec.index.bloom import Bloom
 from s3ec.index.head import Head, Shard
 from s3ec.index.rows import Facts
-from s3ec.index.segment import Segment
+from s3ec.index.segment import LookupParts, Segment
 
 
 class Unknown(Enum):
@@ -119,6 +119,10 @@ class Base:
             row = segment.find(hi, lo)
             return None if row < 0 else segment.facts(row)
         return UNKNOWN if self.maybe(hi, lo) else None
+
+    def lookup_parts(self) -> list[LookupParts]:
+        """Segment.lookup_parts for each leading byte; none where it is not exact."""
+        return [segment.lookup_parts() for segment in self._segments]
 
     def segments(self) -> list[Segment]:
         """All shards in order; none where it is not exact."""

@@ -27,6 +27,10 @@ class ManifestIndex:
 
     Counters: ``index.forgotten`` (keys that were not to be had), ``index.vanished`` (of these,
     keys that the index held and the bucket did not), and those of Follower and IndexCache.
+
+    Attributes:
+        maybe_contains: Whether the corpus probably holds a key; about a microsecond, no lock.
+            Replaced with the View: not to be kept.
     """
 
     def __init__(
@@ -54,9 +58,7 @@ class ManifestIndex:
         self._recent: dict[bytes, Facts] = {}
         self._alarm = VanishAlarm(cache.layout.namespace, cache.counters, clock)
         self._view = View()
-        # Found faster than what they are attributes of.
-        self._gone_until = self._gone.until
-        self._maybe = self._view.maybe
+        self.maybe_contains: Callable[[Key], bool] = self._maybe_contains
         self._version = 0
         self._follower = Follower(
             cache,
@@ -76,12 +78,11 @@ class ManifestIndex:
 
     # -- lookups -----------------------------------------------------------------------------
 
-    def maybe_contains(self, key: Key) -> bool:
-        """Whether the corpus probably holds this key; about a microsecond, no lock."""
+    def _maybe_contains(self, key: Key) -> bool:
         digest = key.digest
-        if digest in self._gone_until and self._gone.holds(digest):
+        if self._gone.holds(digest):
             return False
-        return digest in self._recent or self._maybe(key)
+        return digest in self._recent or self._view.maybe(key)
 
     def holds(self, key: Key) -> bool:
         """As maybe_contains, and False where only a filter says so."""
@@ -165,7 +166,7 @@ class ManifestIndex:
             new: Rows of deltas that are in no earlier view.
         """
         self._view = view
-        self._maybe = view.maybe
+        self.maybe_contains = view.lookup(self._gone.until, self._recent, self._maybe_contains)
         if view.base is not None and view.base.version != self._version:
             self._version = view.base.version
             self._alarm.reset()

@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 from bisect import bisect_left, bisect_right
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 
@@ -28,6 +29,9 @@ _ROWS_PER_SLOT = 8  # at least, on average; up to twice as many
 _FENCES = "fences"
 _REQUIRED = {*COLUMNS, _FENCES} - {"deleted"}
 _CHECK_ROWS = 2**18  # rows looked at together when all are checked: a few MiB of temporaries
+
+# Shift and mask that give a slot, then fences, first and second halves of the digests.
+LookupParts: TypeAlias = "tuple[int, int, memoryview[int], memoryview[int], memoryview[int]]"
 
 
 def encode_segment(rows: Rows, namespace: str) -> list[bytes | memoryview]:
@@ -180,6 +184,10 @@ class Segment:
         except IndexError:  # behind the last row; fences of a broken file may point anywhere
             return -1
         return self._find_lo(hi, lo, row)
+
+    def lookup_parts(self) -> LookupParts:
+        """What ``find`` uses, for a caller that does its work inline."""
+        return self._shift, self._mask, self._fence, self._hi, self._lo
 
     def _find_lo(self, hi: int, lo: int, row: int) -> int:
         """Several digests share their first half, which nobody meets by chance."""

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Callable, Container
+
 import numpy as np
 
 from s3ec.identity import Key
@@ -58,6 +61,44 @@ class View:
         if maybe is not None and maybe(hi, lo):
             return True
         return self.listing is not None and self.listing.maybe_contains(key)
+
+    def lookup(
+        self,
+        gone: Container[bytes],
+        recent: Container[bytes],
+        otherwise: Callable[[Key], bool],
+    ) -> Callable[[Key], bool]:
+        """``otherwise``, or what answers as it does and takes half of the time for most keys.
+
+        A lookup is a dozen small steps, and each call in Python would cost as much as two.
+
+        Args:
+            gone: Digests about which ``otherwise`` knows more.
+            recent: Likewise.
+            otherwise: Answers for all keys.
+        """
+        base = self.base
+        if base is None or not base.exact or self.listing is not None:
+            return otherwise
+        shards, sieve, mask = base.lookup_parts(), self._sieve, self._mask
+
+        def lookup(key: Key) -> bool:
+            digest = key.digest
+            hi, lo = split_digest(digest)
+            if sieve[hi & mask] or digest in gone or digest in recent:
+                return otherwise(key)
+            # Segment.find, inline.
+            shift, slots, fences, his, los = shards[hi >> 56]
+            slot = hi >> shift & slots
+            try:
+                row = bisect_left(his, hi, fences[slot], fences[slot + 1])
+                if his[row] != hi:
+                    return False
+                return los[row] == lo or otherwise(key)
+            except IndexError:  # behind the last row
+                return False
+
+        return lookup
 
     def holds(self, key: Key) -> bool:
         """As maybe, without what only a filter says."""
