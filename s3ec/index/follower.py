@@ -107,7 +107,12 @@ class Follower:
         Raises:
             UnavailableError, AccessError: The bucket did not answer; what is known stays.
         """
+        known = self._head
         news = await self._watch.look()
+        if known is not None and news.versions and news.versions[0] < known.version:
+            # A head is deleted after a newer one only, unless somebody deleted the manifest by
+            # hand and had it made anew.
+            self._head = None
         if news.complete:
             self._forgive(news)
         newest = await self._newest_head(news)
@@ -181,8 +186,9 @@ class Follower:
         self._drop_pending(self._head or newest)
         if not self._pending:
             return
-        found = await self._cache.deltas(self._pending)
-        self._pending.clear()
+        wanted = set(self._pending)
+        found = await self._cache.deltas(wanted)
+        self._pending -= wanted  # others may have come from a look for a new base
         self._refuse_deltas(found)
         async with self._changing:
             good = {ulid: rows for ulid, rows in found.items() if isinstance(rows, Rows)}

@@ -378,6 +378,55 @@ async def test_a_base_is_downloaded_beside_the_refreshes(
     assert reader.finds("a", "b", "c", "d") == [True] * 4
 
 
+async def test_deltas_that_are_listed_while_others_are_downloaded_are_not_lost(
+    corpus: Corpus, make_reader: MakeReader
+) -> None:
+    """A look from the start, for a new base, finds one that no usual look shows."""
+    reader = make_reader(patience_s=0.0)
+    corpus.base(1, rows_of("a"))
+    corpus.delta("b")
+    await reader.refresh()
+    await until(lambda: reader.index.loaded)
+    await reader.refresh()
+    base_gate, delta_gate = Gate(), Gate()
+    reader.script.faults = [
+        Fault(op="get_range", gate=base_gate),
+        Fault(op="get", name="/delta/", gate=delta_gate, times=1),
+    ]
+    corpus.base(2, rows_of("a"))
+    await reader.refresh()
+    await reached(base_gate)
+    corpus.delta("c")
+    refresh = asyncio.ensure_future(reader.refresh())
+    await reached(delta_gate)
+    corpus.delta("slow", ahead_s=-HOUR_S)
+    base_gate.release()
+    await until(lambda: reader.counters.get("index.bases") == 2)
+    delta_gate.release()
+    await refresh
+    await reader.refresh()
+    assert reader.finds("a", "b", "c", "slow") == [True] * 4
+
+
+async def test_a_corpus_whose_index_started_over_is_followed(
+    corpus: Corpus, reader: Reader
+) -> None:
+    """Somebody deleted the manifest, and had it made anew: versions begin at 1 again."""
+    old = corpus.base(7, rows_of("a", "gone"))
+    corpus.delta("b")
+    await reader.refresh()
+    corpus.drop_base(old)
+    await reader.refresh()
+    assert reader.finds("a", "b", "gone") == [True] * 3
+    corpus.base(1, rows_of("a", "new"))
+    await reader.refresh()
+    assert reader.finds("a", "b", "gone", "new") == [True, True, False, True]
+    assert await reader.calls() == {"list": 1}
+    corpus.base(2, rows_of("a", "newer"))
+    await reader.refresh()
+    assert reader.finds("new", "newer") == [False, True]
+
+
 async def test_lookups_go_on_while_the_base_is_swapped(corpus: Corpus, reader: Reader) -> None:
     """From another thread, without a moment in which a key is missing."""
     keys = [key_of(number) for number in range(200)]
