@@ -206,8 +206,10 @@ class IndexCache:
         try:
             return await self._open_base(head, files, exact=exact)
         except CorruptEntryError:
-            for name, _ in files:  # this disk's fault or the bucket's: a second try will tell
-                await self.disk(self._files.remove, self._local(name))
+            # This disk's fault or the bucket's: a second try will tell. What is as the bucket has
+            # it stays, or one bad file would have the whole base downloaded again and again.
+            for name, blob in files:
+                await self.disk(self._remove_other, self._local(name), blob)
             return await self._open_base(head, files, exact=exact)
 
     async def _open_base(
@@ -221,6 +223,17 @@ class IndexCache:
             )
         except OSError as exc:
             raise TierError(f"cannot open the index on this node: {exc}") from exc
+
+    def _remove_other(self, local: str, blob: Blob) -> None:
+        """Remove a file that is not the one that the head names."""
+        try:
+            if Blob.of([memoryview(sealed.map_file(self._files.path(local)))]) == blob:
+                return
+        except FileNotFoundError:
+            return
+        except (OSError, CorruptEntryError):
+            pass
+        self._files.remove(local)
 
     async def _base_file(self, name: str, blob: Blob, *, exact: bool) -> None:
         local = self._local(name)

@@ -112,6 +112,20 @@ async def test_a_damaged_file_of_a_base_is_refused_by_name_and_the_old_base_stay
     assert reader.finds("a", "b") == [True, True]
 
 
+async def test_good_files_of_a_damaged_base_are_downloaded_once(
+    corpus: Corpus, reader: Reader
+) -> None:
+    corpus.base(1, rows_of("a"))
+    await reader.refresh()
+    head = corpus.base(2, rows_of(*range(100)), shards=8)
+    name = first_shard(head)
+    corpus.put(name, flip(-9)(corpus.objects[name]))
+    for _ in range(8):  # the first error ends the downloads beside it
+        await reader.refresh()
+        reader.clock.now_s += 601
+    assert await reader.calls() == {"list": 1, "get": 1, "get_range": 2}
+
+
 async def test_a_shard_whose_head_lies_about_its_content_is_refused(
     corpus: Corpus, reader: Reader, caplog: pytest.LogCaptureFixture
 ) -> None:
