@@ -101,8 +101,8 @@ class IndexCache:
         """The rows of some deltas.
 
         Returns:
-            For each its rows (views of a mapped file or of what was received), None where the
-            bucket has it no more, or why it is refused.
+            For each its rows (views of its bytes), None where the bucket has it no more, or why
+            it is refused.
 
         Raises:
             UnavailableError, AccessError: The bucket did not answer.
@@ -126,14 +126,12 @@ class IndexCache:
     def _open_delta(self, ulid: str) -> Rows | None:
         name = self._local(self.layout.delta(ulid))
         try:
-            segment = Segment.open(self._files.path(name), self.layout.namespace)
-            self._check_doubtful(name, segment.check)
-        except FileNotFoundError:
-            return None
+            body = self._files.read(name, max_bytes=MAX_DELTA_BYTES)
+            # All of it, since it may not have survived a power cut as it was.
+            return None if body is None else parse_segment(body, self.layout.namespace, name=name)
         except (OSError, CorruptEntryError):
             self._files.remove(name)
             return None
-        return segment.rows()
 
     def _check_doubtful(self, name: str, check: Callable[[], object]) -> None:
         """Read a file that may not have survived a power cut as it was."""
