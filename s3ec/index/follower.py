@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 
 # With `auto` the rows of a base may take this share of the tier.
 _EXACT_SHARE = 1 / 8
+# More of it than this share, which `exact` may ask for, would leave too little to the entries.
+_LARGEST_SHARE = 1 / 2
 # A base that is refused is tried again so late, unless a newer one comes.
 _RETRY_S = 600.0
 # Where there is no base the objects are listed; a listing that takes long is repeated rarely.
@@ -302,7 +304,14 @@ class Follower:
         self._tell_once(name, f"the base of {name} cannot be used: {why}")
 
     async def _swap_in(self, head: Head) -> None:
-        base = await self._cache.base(head, exact=self._is_exact(head))
+        exact = self._is_exact(head)
+        nbytes = head.nbytes if exact else head.bloom_nbytes
+        if nbytes > self._options.cache_bytes * _LARGEST_SHARE:
+            raise TierError(
+                f"its {'rows' if exact else 'filters'} are {nbytes} bytes, over half of "
+                f"`cache_bytes` ({self._options.cache_bytes})"
+            )
+        base = await self._cache.base(head, exact=exact)
         async with self._changing:
             rows = await self._applied_rows(await self._left_by(head))
             overlay = await self._disk(_merged, [rows[ulid] for ulid in sorted(rows)])

@@ -309,6 +309,21 @@ async def test_a_base_that_does_not_fit_is_told_once_and_the_objects_are_listed(
     assert "2000" in messages(caplog)[0]
 
 
+@pytest.mark.parametrize("mode", ["exact", "bloom"])
+async def test_a_base_that_would_crowd_out_the_entries_is_not_downloaded(
+    corpus: Corpus, make_reader: MakeReader, caplog: pytest.LogCaptureFixture, mode: str
+) -> None:
+    head = corpus.base(1, rows_of(*range(200)), shards=4)
+    nbytes = head.nbytes if mode == "exact" else head.bloom_nbytes
+    small = make_reader(folder="small", budget_bytes=2 * nbytes - 1, mode=mode)
+    assert "get_range" not in await small.calls()
+    assert small.finds(1) == [False]
+    assert "cache_bytes" in messages(caplog)[0]
+    large = make_reader(folder="large", budget_bytes=2 * nbytes, mode=mode)
+    await large.refresh()
+    assert large.finds(1) == [True]
+
+
 async def test_more_deltas_than_the_process_may_open_files_are_applied(
     corpus: Corpus, make_reader: MakeReader
 ) -> None:
