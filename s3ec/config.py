@@ -13,10 +13,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import (
+    AfterValidator,
     ByteSize,
     Field,
     ValidationError,
@@ -80,8 +81,10 @@ class Settings(BaseSettings):
         validate_default=True,
         description="Bucket that holds the corpus. Required where there is no `url`.",
     )
-    prefix: str = Field("", description="Folder inside the bucket; surrounding slashes are cut.")
-    endpoint_url: str | None = Field(
+    prefix: Annotated[str, AfterValidator(check_prefix)] = Field(
+        "", description="Folder inside the bucket; surrounding slashes are cut."
+    )
+    endpoint_url: Annotated[str, AfterValidator(check_endpoint)] | None = Field(
         None, description="URL of an S3-compatible server; unset means AWS."
     )
     region: str | None = Field(None, description="Region to sign for; unset asks the SDK's chain.")
@@ -195,16 +198,6 @@ class Settings(BaseSettings):
         if not value.startswith("arn:") and not re.fullmatch(r"[A-Za-z0-9._-]{3,255}", value):
             raise ValueError("a bucket name has 3 or more of letters, digits, `.`, `-` and `_`")
         return value
-
-    @field_validator("prefix")
-    @classmethod
-    def _check_prefix(cls, value: str) -> str:
-        return check_prefix(value)
-
-    @field_validator("endpoint_url")
-    @classmethod
-    def _check_endpoint(cls, value: str | None) -> str | None:
-        return None if value is None else check_endpoint(value)
 
     @field_validator("ca_bundle")
     @classmethod

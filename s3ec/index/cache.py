@@ -101,8 +101,8 @@ class IndexCache:
         """The rows of some deltas.
 
         Returns:
-            For each its rows (views of a mapped file or of what was received), None where the
-            bucket has it no more, or why it is refused.
+            For each its rows (views of its bytes), None where the bucket has it no more, or why
+            it is refused.
 
         Raises:
             UnavailableError, AccessError: The bucket did not answer.
@@ -126,14 +126,12 @@ class IndexCache:
     def _open_delta(self, ulid: str) -> Rows | None:
         name = self._local(self.layout.delta(ulid))
         try:
-            segment = Segment.open(self._files.path(name), self.layout.namespace)
-            self._check_doubtful(name, segment.check)
-        except FileNotFoundError:
-            return None
+            body = self._files.read(name, max_bytes=MAX_DELTA_BYTES)
+            # All of it, since it may not have survived a power cut as it was.
+            return None if body is None else parse_segment(body, self.layout.namespace, name=name)
         except (OSError, CorruptEntryError):
             self._files.remove(name)
             return None
-        return segment.rows()
 
     def _check_doubtful(self, name: str, check: Callable[[], object]) -> None:
         """Read a file that may not have survived a power cut as it was."""
@@ -206,8 +204,10 @@ class IndexCache:
         try:
             return await self._open_base(head, files, exact=exact)
         except CorruptEntryError:
-            for name, _ in files:  # this disk's fault or the bucket's: a second try will tell
-                await self.disk(self._files.remove, self._local(name))
+            # This disk's fault or the bucket's: a second try will tell. What is as the bucket has
+            # it stays, or one bad file would have the whole base downloaded again and again.
+            for name, blob in files:
+                await self.disk(self._remove_other, self._local(name), blob)
             return await self._open_base(head, files, exact=exact)
 
     async def _open_base(
@@ -221,6 +221,17 @@ class IndexCache:
             )
         except OSError as exc:
             raise TierError(f"cannot open the index on this node: {exc}") from exc
+
+    def _remove_other(self, local: str, blob: Blob) -> None:
+        """Remove a file that is not the one that the head names."""
+        try:
+            if Blob.of([memoryview(sealed.map_file(self._files.path(local)))]) == blob:
+                return
+        except FileNotFoundError:
+            return
+        except (OSError, CorruptEntryError):
+            pass
+        self._files.remove(local)
 
     async def _base_file(self, name: str, blob: Blob, *, exact: bool) -> None:
         local = self._local(name)

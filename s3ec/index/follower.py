@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 
 # With `auto` the rows of a base may take this share of the tier.
 _EXACT_SHARE = 1 / 8
+# More of it than this share, which `exact` may ask for, would leave too little to the entries.
+_LARGEST_SHARE = 1 / 2
 # A base that is refused is tried again so late, unless a newer one comes.
 _RETRY_S = 600.0
 # Where there is no base the objects are listed; a listing that takes long is repeated rarely.
@@ -107,7 +109,12 @@ class Follower:
         Raises:
             UnavailableError, AccessError: The bucket did not answer; what is known stays.
         """
+        known = self._head
         news = await self._watch.look()
+        if known is not None and news.versions and news.versions[0] < known.version:
+            # A head is deleted after a newer one only, unless somebody deleted the manifest by
+            # hand and had it made anew.
+            self._head = None
         if news.complete:
             self._forgive(news)
         newest = await self._newest_head(news)
@@ -181,8 +188,9 @@ class Follower:
         self._drop_pending(self._head or newest)
         if not self._pending:
             return
-        found = await self._cache.deltas(self._pending)
-        self._pending.clear()
+        wanted = set(self._pending)
+        found = await self._cache.deltas(wanted)
+        self._pending -= wanted  # others may have come from a look for a new base
         self._refuse_deltas(found)
         async with self._changing:
             good = {ulid: rows for ulid, rows in found.items() if isinstance(rows, Rows)}
@@ -296,7 +304,14 @@ class Follower:
         self._tell_once(name, f"the base of {name} cannot be used: {why}")
 
     async def _swap_in(self, head: Head) -> None:
-        base = await self._cache.base(head, exact=self._is_exact(head))
+        exact = self._is_exact(head)
+        nbytes = head.nbytes if exact else head.bloom_nbytes
+        if nbytes > self._options.cache_bytes * _LARGEST_SHARE:
+            raise TierError(
+                f"its {'rows' if exact else 'filters'} are {nbytes} bytes, over half of "
+                f"`cache_bytes` ({self._options.cache_bytes})"
+            )
+        base = await self._cache.base(head, exact=exact)
         async with self._changing:
             rows = await self._applied_rows(await self._left_by(head))
             overlay = await self._disk(_merged, [rows[ulid] for ulid in sorted(rows)])

@@ -6,17 +6,26 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 from s3ec.identity import Key
 from s3ec.index.cache import IndexCache
 from s3ec.index.follower import Follower, FollowOptions
 from s3ec.index.healing import NEGATIVE_TTL_S, Gone, VanishAlarm
+from s3ec.index.news import OVERLAP_S
 from s3ec.index.rows import Facts, split_digest
 from s3ec.index.segment import Segment
 from s3ec.index.view import View
 
 # Keys that this process stored and that no delta has told yet.
 _RECENT_ENTRIES = 1_000_000
+
+
+class _Stored(NamedTuple):
+    """What this process stored itself, and until when it is believed without being told."""
+
+    facts: Facts
+    until_s: float
 
 
 class ManifestIndex:
@@ -52,10 +61,11 @@ class ManifestIndex:
             wall_clock: Seconds since the epoch.
         """
         self._counters = cache.counters
+        self._clock = clock
         self._wall_clock = wall_clock
         self._lock = threading.Lock()  # held by writers of the two dictionaries, never by lookups
         self._gone = Gone(negative_ttl_s, clock)
-        self._recent: dict[bytes, Facts] = {}
+        self._recent: dict[bytes, _Stored] = {}  # the oldest first
         self._alarm = VanishAlarm(cache.layout.namespace, cache.counters, clock)
         self._view = View()
         self.maybe_contains: Callable[[Key], bool] = self._maybe_contains
@@ -98,7 +108,7 @@ class ManifestIndex:
             return None
         recent = self._recent.get(digest)
         if recent is not None:
-            return recent
+            return recent.facts
         latest = self._view.latest(digest)
         return None if latest is None or latest[1] else latest[0]
 
@@ -114,7 +124,7 @@ class ManifestIndex:
         """Time of the latest row about this key, a tombstone's too; 0 where there is none."""
         latest = self._view.latest(key.digest)
         recent = self._recent.get(key.digest)
-        return max(latest[0].time_s if latest else 0, recent.time_s if recent else 0)
+        return max(latest[0].time_s if latest else 0, recent.facts.time_s if recent else 0)
 
     # -- what this process learns --------------------------------------------------------------
 
@@ -122,9 +132,11 @@ class ManifestIndex:
         """The key was just confirmed stored: found from now on."""
         # Later than what is known of it, a deletion by somebody whose clock is ahead above all.
         time_s = max(int(self._wall_clock()), self.known_time_s(key) + 1)
+        stored = _Stored((facts or Facts())._replace(time_s=time_s), self._clock() + OVERLAP_S)
         with self._lock:
             self._gone.discard_locked(key.digest)
-            self._recent[key.digest] = (facts or Facts())._replace(time_s=time_s)
+            self._recent.pop(key.digest, None)
+            self._recent[key.digest] = stored
             while len(self._recent) > _RECENT_ENTRIES:
                 del self._recent[next(iter(self._recent))]
 
@@ -154,10 +166,24 @@ class ManifestIndex:
         await self._follower.refresh()
         with self._lock:
             self._gone.sweep_locked()
+            self._sweep_recent_locked()
 
     async def close(self) -> None:
         """End what runs in the background; lookups go on with what is known."""
         await self._follower.close()
+
+    def _sweep_recent_locked(self) -> None:
+        """Have what was stored long ago be answered by the base, as everything else is.
+
+        It may have been announced, deleted by others and merged between two refreshes: then no
+        row ever says so. A listing does not see deletions as fast, so without a base it stays.
+        """
+        now_s = self._clock()
+        while self._recent and self._view.base is not None:
+            oldest = next(iter(self._recent))
+            if self._recent[oldest].until_s > now_s:
+                return
+            del self._recent[oldest]
 
     def _show(self, view: View, new: Segment | None) -> None:
         """Take a new view, and settle what it says of keys that are looked up before it.
@@ -172,12 +198,15 @@ class ManifestIndex:
             self._alarm.reset()
         if new is not None:
             self._heal(new)
-        settled = [
-            digest for digest, facts in list(self._recent.items()) if _told(view, digest, facts)
-        ]
+        settled = {
+            digest: stored
+            for digest, stored in list(self._recent.items())
+            if _told(view, digest, stored.facts)
+        }
         with self._lock:
-            for digest in settled:
-                self._recent.pop(digest, None)
+            for digest, stored in settled.items():
+                if self._recent.get(digest) is stored:  # and was not stored once more meanwhile
+                    del self._recent[digest]
 
     def _heal(self, new: Segment) -> None:
         """What was written since is there again."""

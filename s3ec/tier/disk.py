@@ -7,10 +7,9 @@ Entries are not synced to the device, since the bucket keeps them: after a power
 can have its full size and hold zeros. ``pin`` checks header, identity and size; **whoever
 reads a pinned file checks its checksum** and calls ``quarantine`` when it differs.
 
-Counters: ``tier.published``, ``tier.published_bytes``, ``tier.evicted``,
-``tier.evicted_bytes``, ``tier.quarantined``, ``tier.pin_copies`` and ``tier.spool_copies`` (no
-hard links here), ``tier.swept`` (left-overs of dead processes) and ``tier.errors`` (what the disk
-refused).
+Counters: ``tier.published``, ``tier.published_bytes``, ``tier.evicted``, ``tier.evicted_bytes``,
+``tier.quarantined``, ``tier.pin_copies`` and ``tier.spool_copies`` (no hard links here),
+``tier.swept`` (left-overs of dead processes) and ``tier.errors`` (what the disk refused).
 """
 
 from __future__ import annotations
@@ -108,10 +107,10 @@ class Tier:
         self._publisher = Publisher(
             self._folders, self._paths, self._evictor, self._clock, self._counters
         )
-        self._intake = Intake(self._publisher, self._pins)
         self._entries = Entries(
             self._paths, self._pins, self._quarantine, self._clock, self._counters, self._failed
         )
+        self._intake = Intake(self._publisher, self._pins, self._entries, self._claims)
 
     def open(self) -> None:
         """Make and check the folders, and sweep what dead processes left.
@@ -274,14 +273,7 @@ class Tier:
         Returns:
             None where it is here, or somebody else fetches it: ask pin_or_claim.
         """
-        if not self._opened:
-            return None
-        claim = self._claims.take(key.digest)
-        # In this order: who had the claim before us has published by now.
-        if claim is not None and self.contains(key):
-            self._claims.release(claim)
-            return None
-        return claim
+        return self._intake.try_claim(key) if self._opened else None
 
     def pin_or_claim(self, key: Key, *, at_any_rate: bool = False) -> Pin | Claim | None:
         """Pin an entry that is here, or claim the right to fetch it; never waits.
@@ -382,9 +374,8 @@ class Tier:
             self._pins.open()
         except OSError as exc:
             # A disk that filled up while nobody evicted must not keep the next one out.
-            if exc.errno not in (ENOSPC, EDQUOT):
-                raise
-            if not self._evictor.make_room(0, at_least_bytes=1):
+            full = exc.errno in (ENOSPC, EDQUOT)
+            if not full or not self._evictor.make_room(0, at_least_bytes=1):
                 raise
             self._pins.open()
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import stat
@@ -68,6 +69,29 @@ class IndexFiles:
         if not stat.S_ISREG(found.st_mode):
             return None
         return IndexFile(name, found.st_size, found.st_mtime)
+
+    def read(self, name: str, *, max_bytes: int) -> bytes | None:
+        """All bytes of a file; None where it is absent.
+
+        For small files, of which there may be more than a process may have open or mapped.
+
+        Raises:
+            OSError: Not a regular file, larger than ``max_bytes``, or the disk refused.
+        """
+        try:
+            fd = os.open(
+                self.path(name), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+            )
+        except FileNotFoundError:
+            return None
+        try:
+            found = os.fstat(fd)
+            if not stat.S_ISREG(found.st_mode) or found.st_size > max_bytes:
+                raise OSError(errno.EFBIG, "not a regular file, or too large", name)
+            with open(fd, "rb", closefd=False) as file:
+                return file.read(found.st_size)
+        finally:
+            os.close(fd)
 
     def is_doubtful(self, file: IndexFile) -> bool:
         """Whether a file came before this machine was started: read it all before using it."""

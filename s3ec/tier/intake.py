@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entries that come from the bucket: published and pinned in one go, whole or part by part."""
+"""Entries that come from the bucket: claimed, then published and pinned in one go."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from pathlib import Path
 from s3ec.codec import Header, Verifier
 from s3ec.errors import TierError
 from s3ec.identity import Key
+from s3ec.tier.claims import Claim, Claims
+from s3ec.tier.entries import Entries
 from s3ec.tier.incoming import Incoming
 from s3ec.tier.pins import Pin, Pins
 from s3ec.tier.publisher import Publisher
@@ -23,9 +25,20 @@ class Intake:
     nobody can evict the entry in between.
     """
 
-    def __init__(self, publisher: Publisher, pins: Pins) -> None:
+    def __init__(self, publisher: Publisher, pins: Pins, entries: Entries, claims: Claims) -> None:
         self._publisher = publisher
         self._pins = pins
+        self._entries = entries
+        self._claims = claims
+
+    def try_claim(self, key: Key) -> Claim | None:
+        """See ``Tier.try_claim``."""
+        claim = self._claims.take(key.digest)
+        # In this order: who had the claim before us has published by now.
+        if claim is not None and self._entries.contains(key):
+            self._claims.release(claim)
+            return None
+        return claim
 
     def receive(self, key: Key, pieces: Sequence[bytes | memoryview], header: Header) -> Pin:
         """See ``Tier.receive``."""

@@ -12,6 +12,8 @@ import pytest
 
 from s3ec.errors import AccessError, UnavailableError
 from s3ec.identity import Key, make_key
+from s3ec.index import reader as reader_module
+from s3ec.index.news import OVERLAP_S
 from s3ec.index.rows import Facts, Tombstone
 from s3ec.testing.fault_store import Fault, Gate
 from tests.unit.index.corpus import HOUR_S, LAYOUT, START_S, Corpus, Reader, key_of, rows_of
@@ -304,6 +306,58 @@ async def test_an_own_store_is_later_than_a_deletion_by_a_clock_that_is_ahead(
     assert reader.index.known_time_s(key_of("a")) == int(START_S + HOUR_S) + 1
 
 
+@pytest.mark.parametrize("mode", ["exact", "bloom"])
+async def test_an_own_store_that_others_deleted_and_a_base_has_merged_is_not_found_for_ever(
+    corpus: Corpus, make_reader: MakeReader, mode: str
+) -> None:
+    reader = make_reader(mode=mode)
+    corpus.base(1, rows_of("b"))
+    await reader.refresh()
+    reader.index.add(key_of("a"))
+    # Announced, deleted and merged between two refreshes: nothing names the key any more.
+    corpus.base(2, rows_of("b"))
+    await reader.refresh()
+    assert reader.finds("a", "b") == [True, True]  # its delta may be on its way
+    reader.index.add(key_of("later"))
+    reader.clock.now_s += OVERLAP_S - 1
+    reader.index.add(key_of("later"))
+    reader.clock.now_s += 2
+    await reader.refresh()
+    assert reader.finds("a", "b", "later") == [False, True, True]
+    assert reader.index.facts(key_of("a")) is None
+
+
+async def test_an_own_store_of_the_moment_in_which_an_older_one_is_settled_is_found(
+    corpus: Corpus, reader: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    corpus.base(1, rows_of("b"))
+    await reader.refresh()
+    reader.index.add(key_of("a"))
+    corpus.delta((key_of("a"), Tombstone(int(START_S) + 1)))
+
+    def told(*args: Any) -> bool:
+        monkeypatch.undo()
+        found = reader_module._told(*args)
+        reader.index.add(key_of("a"))  # as the scheduler's thread may
+        return found
+
+    monkeypatch.setattr(reader_module, "_told", told)
+    await reader.refresh()
+    assert reader.finds("a") == [True]
+
+
+async def test_an_own_store_is_found_as_long_as_there_is_no_base(
+    corpus: Corpus, reader: Reader
+) -> None:
+    await reader.refresh()
+    reader.index.add(key_of("a"))
+    reader.clock.now_s += OVERLAP_S - 1
+    await reader.refresh()
+    reader.clock.now_s += 2
+    await reader.refresh()
+    assert reader.finds("a") == [True]
+
+
 # -- new bases ---------------------------------------------------------------------------------
 
 
@@ -376,6 +430,55 @@ async def test_a_base_is_downloaded_beside_the_refreshes(
     gate.release()
     await until(lambda: reader.finds("c") == [True])
     assert reader.finds("a", "b", "c", "d") == [True] * 4
+
+
+async def test_deltas_that_are_listed_while_others_are_downloaded_are_not_lost(
+    corpus: Corpus, make_reader: MakeReader
+) -> None:
+    """A look from the start, for a new base, finds one that no usual look shows."""
+    reader = make_reader(patience_s=0.0)
+    corpus.base(1, rows_of("a"))
+    corpus.delta("b")
+    await reader.refresh()
+    await until(lambda: reader.index.loaded)
+    await reader.refresh()
+    base_gate, delta_gate = Gate(), Gate()
+    reader.script.faults = [
+        Fault(op="get_range", gate=base_gate),
+        Fault(op="get", name="/delta/", gate=delta_gate, times=1),
+    ]
+    corpus.base(2, rows_of("a"))
+    await reader.refresh()
+    await reached(base_gate)
+    corpus.delta("c")
+    refresh = asyncio.ensure_future(reader.refresh())
+    await reached(delta_gate)
+    corpus.delta("slow", ahead_s=-HOUR_S)
+    base_gate.release()
+    await until(lambda: reader.counters.get("index.bases") == 2)
+    delta_gate.release()
+    await refresh
+    await reader.refresh()
+    assert reader.finds("a", "b", "c", "slow") == [True] * 4
+
+
+async def test_a_corpus_whose_index_started_over_is_followed(
+    corpus: Corpus, reader: Reader
+) -> None:
+    """Somebody deleted the manifest, and had it made anew: versions begin at 1 again."""
+    old = corpus.base(7, rows_of("a", "gone"))
+    corpus.delta("b")
+    await reader.refresh()
+    corpus.drop_base(old)
+    await reader.refresh()
+    assert reader.finds("a", "b", "gone") == [True] * 3
+    corpus.base(1, rows_of("a", "new"))
+    await reader.refresh()
+    assert reader.finds("a", "b", "gone", "new") == [True, True, False, True]
+    assert await reader.calls() == {"list": 1}
+    corpus.base(2, rows_of("a", "newer"))
+    await reader.refresh()
+    assert reader.finds("new", "newer") == [False, True]
 
 
 async def test_lookups_go_on_while_the_base_is_swapped(corpus: Corpus, reader: Reader) -> None:

@@ -37,6 +37,27 @@ def test_a_file_is_there_whole_under_its_name(tier: Tier, root: Path, name: str)
     assert not files.is_doubtful(found)
 
 
+def test_small_files_are_read_whole_and_nothing_else_is(tier: Tier, tmp_path: Path) -> None:
+    files = tier.open_index()
+    assert files.read(DELTA, max_bytes=4) is None
+    path = Path(write(files, DELTA))
+    assert files.read(DELTA, max_bytes=4) == b"rows"
+    with pytest.raises(OSError, match="too large"):
+        files.read(DELTA, max_bytes=3)
+    used = len(os.listdir("/proc/self/fd"))
+    path.unlink()
+    path.symlink_to(tmp_path / "else")
+    (tmp_path / "else").write_bytes(b"else")
+    with pytest.raises(OSError, match="symbolic"):
+        files.read(DELTA, max_bytes=4)
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(OSError, match="regular"):
+        files.read(DELTA, max_bytes=1 << 20)
+    path.rmdir()
+    assert len(os.listdir("/proc/self/fd")) == used
+
+
 def test_a_file_that_is_not_finished_is_not_there(tier: Tier, root: Path) -> None:
     files = tier.open_index()
     file = files.begin(4)
