@@ -47,6 +47,11 @@ _PLAIN = {
         "Looks for news of the corpus that failed.",
     ),
     "index.downloaded_bytes": ("vllm:s3ec_index_bytes", "Bytes of the index that were downloaded."),
+    "compact.bases": ("vllm:s3ec_index_compactions", "Bases of the index that this engine made."),
+    "compact.failed": (
+        "vllm:s3ec_index_compaction_failures",
+        "Compactions of the index that failed and will be tried again.",
+    ),
     "index.refused": ("vllm:s3ec_index_refused", "Files of the index that could not be used."),
     "index.vanished": (
         "vllm:s3ec_index_vanished",

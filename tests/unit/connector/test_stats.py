@@ -15,6 +15,8 @@ stats = pytest.importorskip("s3ec.connector.stats")
 PACKAGE = Path(__file__).parents[3] / "s3ec"
 # Of interest to a debugger only.
 NOT_EXPORTED = {
+    "compact.in_vain",
+    "compact.merged",
     "fetch_parked",
     "index.bases",
     "index.downloads",
