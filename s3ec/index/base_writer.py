@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Awaitable, Callable, Collection, Iterator
 from contextlib import suppress
 
-from s3ec.errors import AccessError, ConflictError, UnavailableError
+from s3ec.errors import AccessError, ConflictError, S3ECError, UnavailableError
 from s3ec.identity import Layout
 from s3ec.index.bloom import build_bloom
 from s3ec.index.head import Blob, Head, Shard
@@ -46,9 +46,16 @@ async def write_base(
         writer: A fresh one.
         between: Gives the rows of a range of leading bytes; asked in rising order.
         max_entries: At least as many as there are.
+
+    Raises:
+        S3ECError: That of the writer or of ``between``; what was written is deleted then.
     """
-    for first, last in shard_ranges(max_entries):
-        await writer.add(first, last, await between(first, last))
+    try:
+        for first, last in shard_ranges(max_entries):
+            await writer.add(first, last, await between(first, last))
+    except S3ECError:  # or each of an elected writer's attempts would stay for a day
+        await writer.discard()
+        raise
 
 
 class BaseWriter:
@@ -112,7 +119,8 @@ class BaseWriter:
             merged: ULIDs of the deltas that are in it and may still be in the bucket.
 
         Returns:
-            None where another one was first; what this one wrote is deleted then.
+            None where another one was first; what this one wrote is deleted then, or by the next
+            clean-up.
 
         Raises:
             UnavailableError: The store does not answer, or this took so long that the shards may
@@ -129,6 +137,7 @@ class BaseWriter:
             merged=frozenset(merged),
         )
         if self._clock() - self._started_s > _LONGEST_S:
+            await self.discard()
             raise UnavailableError("writing the base took half a day; start again")
         try:
             await self._store.put_if_absent(self._layout.head(self._version), [head.to_json()])
@@ -136,7 +145,8 @@ class BaseWriter:
             if not await self._is_committed():
                 await self.discard()
                 return None
-        return head
+        # Heads that were superseded for long are deleted, and the name of one is free again.
+        return None if await self._is_behind() else head
 
     async def _is_committed(self) -> bool:
         """Whether the head that is in the way is ours: the reply to it may have been lost."""
@@ -144,6 +154,13 @@ class BaseWriter:
         if found is None:
             raise UnavailableError(f"{self._layout.head(self._version)} is there and is not")
         return found.run == self._run
+
+    async def _is_behind(self) -> bool:
+        """Whether there is a newer head; a clean-up deletes ours then."""
+        async for info in self._store.list(self._layout.heads):
+            if (self._layout.version_of(info.name) or 0) > self._version:
+                return True
+        return False
 
     async def discard(self) -> None:
         """Delete what was written; what cannot be deleted now is left to a later clean-up."""

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from s3ec.errors import AccessError, CorruptEntryError, UnavailableError
 from s3ec.index import base_writer, sorted_runs
+from s3ec.index.cleaning import server_time
 from s3ec.index.compact import compact
 from s3ec.index.making import GRACE_S, Made, Making
 from s3ec.index.rows import Facts, Tombstone
@@ -230,6 +231,31 @@ class Twice(FaultStore):
         await super().put_if_absent(name, body)
 
 
+async def test_a_compactor_that_finds_a_deleted_heads_name_free_is_beaten(
+    memory: MemoryStore, clock: Clock
+) -> None:
+    """Its base would be older than the newest, and no reader would ever open it."""
+    await compacted(memory)
+    await put_delta(memory, 1, {KEYS[1]: facts_of(1)})
+    gate = Gate()
+    plan = Script([Fault("put_if_absent", "/head/", gate=gate)])
+    slow = asyncio.create_task(compact(FaultStore(memory, plan), LAYOUT))
+    await reached(gate)
+    for number in (2, 3):
+        await put_delta(memory, number, {KEYS[number]: facts_of(number)})
+        await compacted(memory)
+        clock.now_s += 2 * GRACE_S
+    await compacted(memory)
+    assert "head/000000000002.json" not in names(memory.bucket)
+    gate.release()
+    assert await slow is None
+    await compacted(memory)
+    assert [name for name in names(memory.bucket) if not name.startswith("base/")] == [
+        "head/000000000003.json"
+    ]
+    assert set(await view(memory)) == {KEYS[number].digest for number in (1, 2, 3)}
+
+
 # -- killed ------------------------------------------------------------------------------------
 
 
@@ -311,6 +337,19 @@ async def test_a_run_that_never_got_its_head_goes_after_a_day(
     assert names(memory.bucket) == clean
 
 
+@pytest.mark.parametrize("error", [UnavailableError, AccessError])
+async def test_a_compactor_that_fails_before_its_head_leaves_nothing(
+    memory: MemoryStore, error: type[Exception]
+) -> None:
+    await compacted(memory)
+    await put_delta(memory, 1, {KEYS[1]: facts_of(1)})
+    before = names(memory.bucket)
+    fault = Fault("put_if_absent", "bloom", error=error)
+    with pytest.raises(error):
+        await compact(FaultStore(memory, Script([fault])), LAYOUT)
+    assert names(memory.bucket) == before
+
+
 async def test_a_compactor_that_took_half_a_day_does_not_commit(
     memory: MemoryStore, clock: Clock
 ) -> None:
@@ -355,6 +394,13 @@ async def test_ages_are_by_the_clock_of_the_server(memory: MemoryStore, clock: C
     await compacted(memory)
     ahead = Making(clock=lambda: clock.now_s + 1000 * GRACE_S)
     assert (await compacted(memory, ahead)).removed == 0
+
+
+async def test_a_question_for_the_time_that_fails_leaves_nothing(memory: MemoryStore) -> None:
+    script = Script([Fault("head", error=UnavailableError, times=1)])
+    with pytest.raises(UnavailableError):
+        await server_time(FaultStore(memory, script))
+    assert not memory.bucket.objects
 
 
 async def test_where_the_server_says_no_times_nothing_is_deleted(memory: MemoryStore) -> None:
