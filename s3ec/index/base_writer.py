@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Callable, Collection, Iterator
+from collections.abc import Awaitable, Callable, Collection
 from contextlib import suppress
 
 from s3ec.errors import AccessError, ConflictError, S3ECError, UnavailableError
 from s3ec.identity import Layout
 from s3ec.index.bloom import build_bloom
-from s3ec.index.head import Blob, Head, Shard
+from s3ec.index.head import Blob, Head, Shard, shard_ranges
 from s3ec.index.making import Making
 from s3ec.index.parallel import in_parallel
 from s3ec.index.rows import Rows
@@ -19,22 +19,10 @@ from s3ec.index.segment import encode_segment
 from s3ec.index.snapshot import read_head
 from s3ec.store.base import Store
 
-SHARD_ROWS = 2**20
-# Digests are hashes, so shards differ: by a thousandth at this size, as a standard deviation.
-_ROOM = 0.99
 # A run without a head may be one that is being written. So long after its last file it is taken
 # for a dead compaction's, and a live one has given up long before.
 ABANDONED_S = 86400.0
 _LONGEST_S = ABANDONED_S / 2
-
-
-def shard_ranges(entries: int) -> Iterator[tuple[int, int]]:
-    """Leading bytes of the shards for so many entries: equal ranges, 1 to 256 of them."""
-    count = 1
-    while count < 256 and entries > count * SHARD_ROWS * _ROOM:
-        count *= 2
-    width = 256 // count
-    return ((first, first + width - 1) for first in range(0, 256, width))
 
 
 async def write_base(
@@ -140,7 +128,9 @@ class BaseWriter:
             await self.discard()
             raise UnavailableError("writing the base took half a day; start again")
         try:
-            await self._store.put_if_absent(self._layout.head(self._version), [head.to_json()])
+            await self._store.put_if_absent(
+                self._layout.head(self._version), [await asyncio.to_thread(head.to_json)]
+            )
         except ConflictError:
             if not await self._is_committed():
                 await self.discard()

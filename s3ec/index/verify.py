@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from s3ec.identity import Layout
-from s3ec.index.base_writer import shard_ranges
 from s3ec.index.content import Content, Deltas
+from s3ec.index.head import shard_ranges
 from s3ec.index.making import Making, temporary_folder
 from s3ec.index.matching import find_in
 from s3ec.index.object_listing import read_listing

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from s3ec.errors import AccessError, CorruptEntryError, UnavailableError
-from s3ec.index import base_writer, sorted_runs
+from s3ec.index import base_writer, head, sorted_runs
 from s3ec.index.cleaning import server_time
 from s3ec.index.compact import compact
 from s3ec.index.making import GRACE_S, Made, Making
@@ -73,7 +73,7 @@ def test_compaction_equals_a_merge_of_dictionaries(
     steps: list[object], shard_rows: int, rows_per_run: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(base_writer, "SHARD_ROWS", shard_rows)
+        patch.setattr(head, "MAX_SHARD_ROWS", shard_rows)
         patch.setattr(sorted_runs, "ROWS_PER_RUN", rows_per_run)
         asyncio.run(_merges_as_dictionaries_do(steps))
 
@@ -125,7 +125,7 @@ async def test_compacting_a_compacted_index_writes_nothing(memory: MemoryStore) 
 async def test_large_bases_have_several_shards(
     memory: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(base_writer, "SHARD_ROWS", 16)
+    monkeypatch.setattr(head, "MAX_SHARD_ROWS", 16)
     await compacted(memory)
     model: View = {}
     for number in range(10):
@@ -495,7 +495,7 @@ class Forgetful(MortalStore):
 async def test_memory_is_bounded_by_a_shard_and_not_by_the_base(
     memory: MemoryStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(base_writer, "SHARD_ROWS", 2**12)
+    monkeypatch.setattr(head, "MAX_SHARD_ROWS", 2**12)
     monkeypatch.setattr(sorted_runs, "ROWS_PER_RUN", 2**12)
     await compacted(memory)
     for number in range(64):

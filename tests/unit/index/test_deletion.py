@@ -8,7 +8,7 @@ import asyncio
 import pytest
 
 from s3ec.errors import AccessError, UnavailableError
-from s3ec.index import base_writer, deletion, object_listing
+from s3ec.index import deletion, head, object_listing
 from s3ec.index.compact import compact
 from s3ec.index.deletion import count_older, delete_older, deleting
 from s3ec.index.rows import Facts
@@ -63,7 +63,7 @@ async def test_what_is_deleted_is_gone_for_readers_and_from_the_next_base(
 async def test_a_tombstone_is_later_than_what_a_fast_clock_announced(
     memory: MemoryStore, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(base_writer, "SHARD_ROWS", 2)
+    monkeypatch.setattr(head, "MAX_SHARD_ROWS", 2)
     future_s = int(clock.now_s) + 10**6
     for number in range(6):
         await put_entry(memory, number, time_s=future_s)
