@@ -8,13 +8,12 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 from s3ec.counters import Counters
 from s3ec.errors import UnavailableError
 from s3ec.identity import Key, Layout, digest_of_name
 from s3ec.index.announce import BATCH_ITEMS, Announcer
-from s3ec.index.known_times import KnownTimes
+from s3ec.index.known_times import DELTAS, KnownTimes
 from s3ec.index.making import temporary_folder
 from s3ec.index.object_listing import list_objects
 from s3ec.index.parallel import in_parallel
@@ -98,8 +97,8 @@ async def deleting(
         AccessError: It refuses.
         TierError: The folder for temporary files is full: 42 bytes for each entry of the index.
     """
-    with temporary_folder(None) as folder:
-        times = KnownTimes(store, layout, Path(folder))
+    with temporary_folder(None, DELTAS) as folder:
+        times = KnownTimes(store, layout, folder)
         await times.open()
         announcer = Announcer(store, layout, Counters(), known_time_s=times, clock=clock)
         try:

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from s3ec.errors import AccessError, CorruptEntryError, UnavailableError
+from s3ec.errors import AccessError, CorruptEntryError, TierError, UnavailableError
 from s3ec.index import base_writer, head, sorted_runs
 from s3ec.index.cleaning import server_time
 from s3ec.index.compact import compact
@@ -167,6 +167,15 @@ async def test_more_deltas_than_a_head_names_wait_until_others_are_deleted(
     assert len(await view(memory)) == 3
     assert (await compacted(memory)).head.merged == {ulid_of(2)}
     assert len(await view(memory)) == 3
+
+
+async def test_where_no_temporary_folder_can_be_made_that_is_said(
+    memory: MemoryStore, tmp_path: Path
+) -> None:
+    await compacted(memory)
+    await put_delta(memory, 1, {KEYS[1]: facts_of(1)})
+    with pytest.raises(TierError, match="temporary"):
+        await compact(memory, LAYOUT, Making(folder=tmp_path / "gone"))
 
 
 # -- racing ------------------------------------------------------------------------------------
