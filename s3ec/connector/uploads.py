@@ -20,7 +20,7 @@ from s3ec.identity import Key
 from s3ec.modality import Record
 from s3ec.node import Node
 from s3ec.store.base import Store
-from s3ec.store.open import ConditionalPut, HeadBeforePut, probe_conditional_put
+from s3ec.store.open import with_conditional_put
 from s3ec.tier import Loaded, Spool
 
 log = logging.getLogger(__name__)
@@ -341,13 +341,7 @@ class Uploader:
             self._ready = asyncio.Lock()
         async with self._ready:
             if self._store is None:
-                store: Store = self._node.store
-                if await probe_conditional_put(store) is ConditionalPut.IGNORED:
-                    log.warning(
-                        "this store ignores If-None-Match and would overwrite; s3ec asks with "
-                        "HEAD before each write, which two writers can still race"
-                    )
-                    store = HeadBeforePut(store)
+                store = await with_conditional_put(self._node.store)
                 with suppress(ConflictError):
                     await store.put_if_absent(
                         self._node.layout.descriptor, [self._node.namespace.to_json()]

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Callable, Collection, Iterator
+from collections.abc import Awaitable, Callable, Collection
 from contextlib import suppress
 
-from s3ec.errors import AccessError, ConflictError, UnavailableError
+from s3ec.errors import AccessError, ConflictError, S3ECError, UnavailableError
 from s3ec.identity import Layout
 from s3ec.index.bloom import build_bloom
-from s3ec.index.head import Blob, Head, Shard
+from s3ec.index.head import Blob, Head, Shard, shard_ranges
 from s3ec.index.making import Making
 from s3ec.index.parallel import in_parallel
 from s3ec.index.rows import Rows
@@ -19,22 +19,10 @@ from s3ec.index.segment import encode_segment
 from s3ec.index.snapshot import read_head
 from s3ec.store.base import Store
 
-SHARD_ROWS = 2**20
-# Digests are hashes, so shards differ: by a thousandth at this size, as a standard deviation.
-_ROOM = 0.99
 # A run without a head may be one that is being written. So long after its last file it is taken
 # for a dead compaction's, and a live one has given up long before.
 ABANDONED_S = 86400.0
 _LONGEST_S = ABANDONED_S / 2
-
-
-def shard_ranges(entries: int) -> Iterator[tuple[int, int]]:
-    """Leading bytes of the shards for so many entries: equal ranges, 1 to 256 of them."""
-    count = 1
-    while count < 256 and entries > count * SHARD_ROWS * _ROOM:
-        count *= 2
-    width = 256 // count
-    return ((first, first + width - 1) for first in range(0, 256, width))
 
 
 async def write_base(
@@ -46,9 +34,16 @@ async def write_base(
         writer: A fresh one.
         between: Gives the rows of a range of leading bytes; asked in rising order.
         max_entries: At least as many as there are.
+
+    Raises:
+        S3ECError: That of the writer or of ``between``; what was written is deleted then.
     """
-    for first, last in shard_ranges(max_entries):
-        await writer.add(first, last, await between(first, last))
+    try:
+        for first, last in shard_ranges(max_entries):
+            await writer.add(first, last, await between(first, last))
+    except S3ECError:  # or each of an elected writer's attempts would stay for a day
+        await writer.discard()
+        raise
 
 
 class BaseWriter:
@@ -112,7 +107,8 @@ class BaseWriter:
             merged: ULIDs of the deltas that are in it and may still be in the bucket.
 
         Returns:
-            None where another one was first; what this one wrote is deleted then.
+            None where another one was first; what this one wrote is deleted then, or by the next
+            clean-up.
 
         Raises:
             UnavailableError: The store does not answer, or this took so long that the shards may
@@ -129,14 +125,18 @@ class BaseWriter:
             merged=frozenset(merged),
         )
         if self._clock() - self._started_s > _LONGEST_S:
+            await self.discard()
             raise UnavailableError("writing the base took half a day; start again")
         try:
-            await self._store.put_if_absent(self._layout.head(self._version), [head.to_json()])
+            await self._store.put_if_absent(
+                self._layout.head(self._version), [await asyncio.to_thread(head.to_json)]
+            )
         except ConflictError:
             if not await self._is_committed():
                 await self.discard()
                 return None
-        return head
+        # Heads that were superseded for long are deleted, and the name of one is free again.
+        return None if await self._is_behind() else head
 
     async def _is_committed(self) -> bool:
         """Whether the head that is in the way is ours: the reply to it may have been lost."""
@@ -144,6 +144,13 @@ class BaseWriter:
         if found is None:
             raise UnavailableError(f"{self._layout.head(self._version)} is there and is not")
         return found.run == self._run
+
+    async def _is_behind(self) -> bool:
+        """Whether there is a newer head; a clean-up deletes ours then."""
+        async for info in self._store.list(self._layout.heads):
+            if (self._layout.version_of(info.name) or 0) > self._version:
+                return True
+        return False
 
     async def discard(self) -> None:
         """Delete what was written; what cannot be deleted now is left to a later clean-up."""

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import TypeVar
 
 from s3ec.counters import Counters
 from s3ec.errors import CorruptEntryError, TierError
@@ -15,17 +14,13 @@ from s3ec.index import sealed
 from s3ec.index.base_index import Base
 from s3ec.index.bloom import Bloom
 from s3ec.index.download import Disk, download
-from s3ec.index.head import MAX_HEAD_BYTES, Blob, Head, parse_head
+from s3ec.index.head import Blob, Head
+from s3ec.index.parallel import in_parallel
 from s3ec.index.rows import Rows
-from s3ec.index.segment import Segment, parse_segment
+from s3ec.index.segment import MAX_DELTA_BYTES, Segment, parse_segment
 from s3ec.store.base import Store
 from s3ec.tier import IndexFile, IndexFiles
 
-T = TypeVar("T")
-U = TypeVar("U")
-
-# A batch of a writer is some ten KiB; a million tombstones are 50 MB.
-MAX_DELTA_BYTES = 64 * 2**20
 # At a time. So, with what one download asks for ahead, 64 MiB of a base are in memory at most.
 _FILES = 4
 _DELTAS = 8
@@ -79,22 +74,6 @@ class IndexCache:
         self._clock = clock
         self._unkept: dict[str, Rows] = {}
 
-    async def head(self, version: int) -> Head | None:
-        """The head of one base, read from the bucket; None where it is gone.
-
-        Raises:
-            CorruptEntryError: It cannot be used (reason ``version``: by this version of s3ec).
-            UnavailableError, AccessError: The bucket did not answer.
-        """
-        name = self.layout.head(version)
-        body = await self.store.get(name, max_bytes=MAX_HEAD_BYTES)
-        if body is None:
-            return None
-        head = await self.disk(lambda: parse_head(body, name=name))
-        if head.version != version:
-            raise CorruptEntryError(f"{name}: says it is version {head.version}", reason="header")
-        return head
-
     # -- deltas ------------------------------------------------------------------------------
 
     async def deltas(self, ulids: Iterable[str]) -> dict[str, Rows | CorruptEntryError | None]:
@@ -111,7 +90,7 @@ class IndexCache:
         found: dict[str, Rows | CorruptEntryError | None] = {}
         found.update(await self.disk(self._open_deltas, wanted))
         missing = [ulid for ulid in wanted if ulid not in found]
-        fetched = await _in_parallel(self._delta, missing, width=_DELTAS)
+        fetched = await in_parallel(missing, self._delta, width=_DELTAS)
         return found | dict(zip(missing, fetched, strict=True))
 
     def _open_deltas(self, ulids: Iterable[str]) -> dict[str, Rows]:
@@ -213,7 +192,7 @@ class IndexCache:
     async def _open_base(
         self, head: Head, files: Sequence[tuple[str, Blob]], *, exact: bool
     ) -> Base:
-        await _in_parallel(lambda it: self._base_file(*it, exact=exact), files, width=_FILES)
+        await in_parallel(files, lambda it: self._base_file(*it, exact=exact), width=_FILES)
         paths = [self._files.path(self._local(name)) for name, _ in files]
         try:
             return await self.disk(
@@ -326,22 +305,3 @@ class IndexCache:
             finally:
                 if claim is not None:
                     self._files.release(claim)
-
-
-async def _in_parallel(
-    work: Callable[[U], Awaitable[T]], items: Sequence[U], *, width: int
-) -> list[T]:
-    """Results in order, so many at a time; the first error ends all."""
-    slots = asyncio.Semaphore(width)
-
-    async def one(item: U) -> T:
-        async with slots:
-            return await work(item)
-
-    tasks = [asyncio.ensure_future(one(item)) for item in items]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

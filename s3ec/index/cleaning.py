@@ -43,7 +43,7 @@ async def clean(store: Store, layout: Layout, *, grace_s: float = GRACE_S) -> in
     # Listed after what was committed last, so that the head that counts is among it.
     snapshot = await take_snapshot(store, layout)
     heads = await _read_heads(store, layout, snapshot)
-    if not _due(snapshot, heads, math.inf, grace_s):
+    if not _due(snapshot, heads, math.inf, grace_s) and len(snapshot.heads) < 2:
         return 0
     try:
         now_s = await server_time(store)
@@ -122,8 +122,10 @@ async def server_time(store: Store) -> float:
     """
     name = PROBE_PREFIX + secrets.token_hex(8)
     await store.delete(name)  # whoever may not delete leaves nothing behind
-    with suppress(ConflictError):  # our own first attempt, whose reply was lost
-        await store.put_if_absent(name, [b"s3ec asked what time it is here; can be deleted\n"])
-    info = await store.head(name)
-    await store.delete(name)
+    try:
+        with suppress(ConflictError):  # our own first attempt, whose reply was lost
+            await store.put_if_absent(name, [b"s3ec asked what time it is here; can be deleted\n"])
+        info = await store.head(name)
+    finally:
+        await store.delete(name)
     return info.modified_s if info else 0.0

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from s3ec.errors import CorruptEntryError
 from s3ec.identity import Layout
@@ -81,7 +80,7 @@ class _Work:
         room = max(0, _MAX_DELTAS - len(head.merged & listed))
         pending = sorted(listed - head.merged)[:room]
         with temporary_folder(self.making.folder) as folder:
-            content = Content(self.store, self.layout, head, Path(folder))
+            content = Content(self.store, self.layout, head, folder)
             await content.add_deltas(pending, deltas)
             if not deltas.read:
                 return head

@@ -14,12 +14,10 @@ from s3ec.identity import Layout
 from s3ec.index.head import Blob, Head, Shard
 from s3ec.index.parallel import in_parallel
 from s3ec.index.rows import Rows, merge
-from s3ec.index.segment import parse_segment
+from s3ec.index.segment import MAX_DELTA_BYTES, parse_segment
 from s3ec.index.sorted_runs import SortedRuns
 from s3ec.store.base import Store
 
-# A writer announces a thousand entries at a time; what is far larger was not written by one.
-MAX_DELTA_BYTES = 64 * 2**20
 # A hundred times a shard as they are written; nothing larger is taken into memory.
 MAX_SHARD_BYTES = 4 * 2**30
 _DELTAS_AT_A_TIME = 16

@@ -8,13 +8,12 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 from s3ec.counters import Counters
-from s3ec.errors import S3ECError, UnavailableError
+from s3ec.errors import UnavailableError
 from s3ec.identity import Key, Layout, digest_of_name
 from s3ec.index.announce import BATCH_ITEMS, Announcer
-from s3ec.index.known_times import KnownTimes
+from s3ec.index.known_times import DELTAS, KnownTimes
 from s3ec.index.making import temporary_folder
 from s3ec.index.object_listing import list_objects
 from s3ec.index.parallel import in_parallel
@@ -42,8 +41,8 @@ class Deleter:
         request, and ``s3ec manifest rebuild`` mends it.
 
         Raises:
-            UnavailableError: The store does not answer now. What was deleted was announced,
-                unless the message says otherwise.
+            UnavailableError: The store does not answer now. What is known to be deleted was
+                announced, unless the message says otherwise.
             AccessError: It refuses.
         """
         for start in range(0, len(keys), BATCH_ITEMS):
@@ -51,33 +50,37 @@ class Deleter:
 
     async def _delete_batch(self, keys: Sequence[Key]) -> None:
         await self._times.prepare(keys)
-        gone: list[Key] = []
+        confirmed: list[bool] = []
 
         async def delete(key: Key) -> None:
             await self._store.delete(self._layout.object(key))
-            gone.append(key)
+            # At once, so that its time is before that of whoever stores the entry again.
+            self._announcer.add(key, None, confirmed.append)
 
         try:
             await in_parallel(keys, delete)
-        except S3ECError:
-            await self._tell(gone)
-            raise
-        await self._tell(gone)
-
-    async def _tell(self, keys: Sequence[Key]) -> None:
-        confirmed: list[bool] = []
-        for key in keys:
-            self._announcer.add(key, None, confirmed.append)
-        try:
-            async with asyncio.timeout(_TELL_S):
-                await self._announcer.flush()
-        except TimeoutError as exc:
-            raise UnavailableError(
-                f"{len(keys)} objects are deleted, and readers could not be told: they find out "
-                "by asking for them; `s3ec manifest rebuild` tells them"
-            ) from exc
+        finally:
+            await _tell(self._announcer)
         if not all(confirmed):
             raise UnavailableError("the deletion could not be announced")
+
+
+async def _tell(announcer: Announcer) -> None:
+    """Wait until readers are told, and give up where the bucket does not take it.
+
+    Raises:
+        UnavailableError: It was given up.
+    """
+    count = len(announcer)
+    try:
+        async with asyncio.timeout(_TELL_S):
+            await announcer.flush()
+    except TimeoutError as exc:
+        announcer.close()
+        raise UnavailableError(
+            f"{count} objects are deleted, and readers could not be told: they find out "
+            "by asking for them; `s3ec manifest rebuild` tells them"
+        ) from exc
 
 
 @asynccontextmanager
@@ -94,14 +97,18 @@ async def deleting(
         AccessError: It refuses.
         TierError: The folder for temporary files is full: 42 bytes for each entry of the index.
     """
-    with temporary_folder(None) as folder:
-        times = KnownTimes(store, layout, Path(folder))
+    with temporary_folder(None, DELTAS) as folder:
+        times = KnownTimes(store, layout, folder)
         await times.open()
         announcer = Announcer(store, layout, Counters(), known_time_s=times, clock=clock)
         try:
             yield Deleter(store, layout, announcer, times)
         finally:
-            announcer.close()
+            try:
+                if len(announcer):  # broken off while it was told
+                    await _tell(announcer)
+            finally:
+                announcer.close()
 
 
 def key_of_object(layout: Layout, name: str) -> Key:

@@ -19,6 +19,7 @@ from s3ec.index.listing import ListingIndex
 from s3ec.index.news import News, Watch
 from s3ec.index.rows import Rows, merge
 from s3ec.index.segment import Segment
+from s3ec.index.snapshot import read_head
 from s3ec.index.view import View
 
 log = logging.getLogger(__name__)
@@ -141,7 +142,7 @@ class Follower:
             if name in self._refused:
                 continue
             try:
-                head = await self._cache.head(version)
+                head = await read_head(self._cache.store, self._layout, version)
             except CorruptEntryError as exc:
                 self._refuse(name, exc)
                 continue

@@ -17,6 +17,8 @@ FORMAT = 1
 MAX_HEAD_BYTES = 8 * 2**20
 MAX_VERSION = 10**12 - 1
 MAX_SHARD_ROWS = 2**20
+# Digests are hashes, so shards differ: by a thousandth at this size, as a standard deviation.
+_ROOM = 0.99
 _MAX_NUMBER = 10**15 - 1  # what plain_json reads
 _RUN = re.compile(r"[0-9a-f]{16}")
 _XXH3 = re.compile(r"[0-9a-f]{32}")
@@ -136,11 +138,10 @@ class Head:
 def shard_ranges(entries: int) -> list[tuple[int, int]]:
     """Leading bytes (first, last) of each shard of a base of so many entries.
 
-    A power of two of them, at most 256, so that shards have at most about 2**20 rows. Digests
-    are spread evenly; a sixteenth is left free for chance.
+    A power of two of them, at most 256, so that shards have at most about 2**20 rows.
     """
     shards = 1
-    while shards < 256 and entries > shards * (MAX_SHARD_ROWS - MAX_SHARD_ROWS // 16):
+    while shards < 256 and entries > shards * MAX_SHARD_ROWS * _ROOM:
         shards *= 2
     step = 256 // shards
     return [(first, first + step - 1) for first in range(0, 256, step)]

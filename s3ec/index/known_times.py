@@ -19,6 +19,8 @@ from s3ec.store.base import Store
 
 log = logging.getLogger(__name__)
 
+DELTAS = "deltas"
+
 
 class KnownTimes:
     """One look at the index, with the shards that are needed in a folder.
@@ -27,7 +29,7 @@ class KnownTimes:
     of now is later than what any writer with a good clock wrote.
 
     Args:
-        folder: Of its own; whoever made it deletes it.
+        folder: Of its own, with a folder DELTAS in it; whoever made it deletes it.
     """
 
     def __init__(self, store: Store, layout: Layout, folder: Path) -> None:
@@ -53,9 +55,7 @@ class KnownTimes:
         except CorruptEntryError as exc:
             log.warning("the base of the index is unusable: %s", exc)
         merged = self._head.merged if self._head else frozenset()
-        place = self._folder / "deltas"
-        place.mkdir()
-        content = Content(self._store, self._layout, None, place)
+        content = Content(self._store, self._layout, None, self._folder / DELTAS)
         await content.add_deltas(sorted(snapshot.deltas.keys() - merged), Deltas())
         self._deltas = Segment.of(await content.between(0, 255, keep_tombstones=True))
         for shard in self._head.shards if self._head else ():

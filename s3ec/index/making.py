@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from s3ec.errors import TierError
 from s3ec.index.head import Head
 
 GRACE_S = 3600.0
@@ -50,11 +52,26 @@ class Made:
     corrupt: Mapping[str, str] = field(default_factory=dict)
 
 
-def temporary_folder(parent: Path | None) -> tempfile.TemporaryDirectory[str]:
-    """A folder for one piece of work, as a context manager.
+@contextmanager
+def temporary_folder(parent: Path | None, *names: str) -> Iterator[Path]:
+    """A folder for one piece of work.
 
     Args:
         parent: Where; None for the system's place.
+        names: Of folders to make in it.
+
+    Raises:
+        TierError: It cannot be made.
     """
-    # A thread of a cancelled piece of work may still be writing there.
-    return tempfile.TemporaryDirectory(prefix="s3ec-", dir=parent, ignore_cleanup_errors=True)
+    with ExitStack() as stack:
+        try:
+            # A thread of a cancelled piece of work may still be writing there.
+            made = tempfile.TemporaryDirectory(
+                prefix="s3ec-", dir=parent, ignore_cleanup_errors=True
+            )
+            folder = Path(stack.enter_context(made))
+            for name in names:
+                (folder / name).mkdir()
+        except OSError as exc:
+            raise TierError(f"cannot make a folder for temporary files: {exc}") from exc
+        yield folder

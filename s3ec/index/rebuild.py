@@ -31,6 +31,7 @@ _ATTEMPTS = 3
 _SKEW_S = 600
 # As in compact.py; further ones are simply applied again.
 _MAX_DELTAS = 100_000
+_FOLDERS = ("known", "listed")
 
 
 async def rebuild(store: Store, layout: Layout, making: Making | None = None) -> Made:
@@ -66,8 +67,8 @@ async def _attempt(store: Store, layout: Layout, making: Making) -> Head | None:
     started_s = making.clock()
     # First the deltas, then the objects: what is announced after this stays unmerged.
     snapshot = await take_snapshot(store, layout)
-    with temporary_folder(making.folder) as folder:
-        source = await _Source.read(store, layout, snapshot, Path(folder))
+    with temporary_folder(making.folder, *_FOLDERS) as folder:
+        source = await _Source.read(store, layout, snapshot, folder)
         version = snapshot.version + 1
         while True:
             writer = BaseWriter(store, layout, version, making)
@@ -93,13 +94,11 @@ class _Source:
     @classmethod
     async def read(cls, store: Store, layout: Layout, snapshot: Snapshot, folder: Path) -> _Source:
         """Read the deltas, then list the objects."""
-        for name in ("known", "listed"):
-            (folder / name).mkdir()
         head = await _usable_head(store, layout, snapshot)
-        known = Content(store, layout, head, folder / "known")
+        known = Content(store, layout, head, folder / _FOLDERS[0])
         pending = snapshot.deltas.keys() - (head.merged if head else frozenset())
         await known.add_deltas(sorted(pending), Deltas())
-        return cls(await read_listing(store, layout, folder / "listed"), known)
+        return cls(await read_listing(store, layout, folder / _FOLDERS[1]), known)
 
     @property
     def entries(self) -> int:

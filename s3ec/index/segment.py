@@ -25,6 +25,8 @@ from s3ec.index.sealed import Front
 
 KIND = "index-1"
 MAX_ROWS = 2**28
+# A writer announces a thousand entries at a time, some ten KiB; a million tombstones are 50 MB.
+MAX_DELTA_BYTES = 64 * 2**20
 _ROWS_PER_SLOT = 8  # at least, on average; up to twice as many
 _FENCES = "fences"
 _REQUIRED = {*COLUMNS, _FENCES} - {"deleted"}

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -66,7 +67,8 @@ async def read_head(store: Store, layout: Layout, version: int) -> Head | None:
     blob = await store.get(name, max_bytes=MAX_HEAD_BYTES)
     if blob is None:
         return None
-    head = parse_head(blob, name=name)
+    # It may name a hundred thousand deltas.
+    head = await asyncio.to_thread(parse_head, blob, name=name)
     if head.version != version:
         raise CorruptEntryError(f"{name}: says it is version {head.version}", reason="header")
     return head

@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from s3ec.identity import Layout
-from s3ec.index.base_writer import shard_ranges
 from s3ec.index.content import Content, Deltas
+from s3ec.index.head import shard_ranges
 from s3ec.index.making import Making, temporary_folder
 from s3ec.index.matching import find_in
 from s3ec.index.object_listing import read_listing
@@ -69,10 +68,9 @@ async def verify(store: Store, layout: Layout, making: Making | None = None) -> 
         TierError: The folder for temporary files is full.
     """
     making = making or Making()
-    with temporary_folder(making.folder) as folder:
-        places = [Path(folder) / name for name in ("known", "listed", "news")]
-        for place in places:
-            place.mkdir()
+    names = ("known", "listed", "news")
+    with temporary_folder(making.folder, *names) as folder:
+        places = [folder / name for name in names]
         before = await take_snapshot(store, layout)
         head = await newest_head(store, layout, before)
         found = Verified(version=before.version)

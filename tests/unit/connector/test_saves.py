@@ -10,7 +10,7 @@ import shutil
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +137,23 @@ def test_saved_tensor_is_in_bucket_and_tier_and_reads_back(rig: Rig) -> None:
     assert queue.take_report() == ([HASHES[0]], [HASHES[0]])
     assert rig.spooled_files() == 0
     assert rig.node.tier.check() == []
+
+
+def test_a_store_that_overwrites_is_warned_about_once(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    put_if_absent = MemoryStore.put_if_absent
+
+    async def overwrite(self: MemoryStore, name: str, body: Sequence[bytes | memoryview]) -> None:
+        await self.delete(name)
+        await put_if_absent(self, name, body)
+
+    monkeypatch.setattr(MemoryStore, "put_if_absent", overwrite)
+    queue = rig.queue()
+    queue.put(HASHES[0], IMAGE, tensor())
+    assert queue.drain(_DEADLINE_S) == 0
+    assert rig.stored(HASHES[0]) is not None
+    assert sum("If-None-Match" in record.getMessage() for record in caplog.records) == 1
 
 
 def test_first_save_writes_descriptor_and_modality_record(rig: Rig) -> None:

@@ -13,8 +13,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from s3ec.errors import AccessError, CorruptEntryError, UnavailableError
-from s3ec.index import base_writer, sorted_runs
+from s3ec.errors import AccessError, CorruptEntryError, TierError, UnavailableError
+from s3ec.index import base_writer, head, sorted_runs
+from s3ec.index.cleaning import server_time
 from s3ec.index.compact import compact
 from s3ec.index.making import GRACE_S, Made, Making
 from s3ec.index.rows import Facts, Tombstone
@@ -72,7 +73,7 @@ def test_compaction_equals_a_merge_of_dictionaries(
     steps: list[object], shard_rows: int, rows_per_run: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(base_writer, "SHARD_ROWS", shard_rows)
+        patch.setattr(head, "MAX_SHARD_ROWS", shard_rows)
         patch.setattr(sorted_runs, "ROWS_PER_RUN", rows_per_run)
         asyncio.run(_merges_as_dictionaries_do(steps))
 
@@ -124,7 +125,7 @@ async def test_compacting_a_compacted_index_writes_nothing(memory: MemoryStore) 
 async def test_large_bases_have_several_shards(
     memory: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(base_writer, "SHARD_ROWS", 16)
+    monkeypatch.setattr(head, "MAX_SHARD_ROWS", 16)
     await compacted(memory)
     model: View = {}
     for number in range(10):
@@ -166,6 +167,15 @@ async def test_more_deltas_than_a_head_names_wait_until_others_are_deleted(
     assert len(await view(memory)) == 3
     assert (await compacted(memory)).head.merged == {ulid_of(2)}
     assert len(await view(memory)) == 3
+
+
+async def test_where_no_temporary_folder_can_be_made_that_is_said(
+    memory: MemoryStore, tmp_path: Path
+) -> None:
+    await compacted(memory)
+    await put_delta(memory, 1, {KEYS[1]: facts_of(1)})
+    with pytest.raises(TierError, match="temporary"):
+        await compact(memory, LAYOUT, Making(folder=tmp_path / "gone"))
 
 
 # -- racing ------------------------------------------------------------------------------------
@@ -228,6 +238,31 @@ class Twice(FaultStore):
     async def put_if_absent(self, name: str, body: Sequence[bytes | memoryview]) -> None:
         await super().put_if_absent(name, body)
         await super().put_if_absent(name, body)
+
+
+async def test_a_compactor_that_finds_a_deleted_heads_name_free_is_beaten(
+    memory: MemoryStore, clock: Clock
+) -> None:
+    """Its base would be older than the newest, and no reader would ever open it."""
+    await compacted(memory)
+    await put_delta(memory, 1, {KEYS[1]: facts_of(1)})
+    gate = Gate()
+    plan = Script([Fault("put_if_absent", "/head/", gate=gate)])
+    slow = asyncio.create_task(compact(FaultStore(memory, plan), LAYOUT))
+    await reached(gate)
+    for number in (2, 3):
+        await put_delta(memory, number, {KEYS[number]: facts_of(number)})
+        await compacted(memory)
+        clock.now_s += 2 * GRACE_S
+    await compacted(memory)
+    assert "head/000000000002.json" not in names(memory.bucket)
+    gate.release()
+    assert await slow is None
+    await compacted(memory)
+    assert [name for name in names(memory.bucket) if not name.startswith("base/")] == [
+        "head/000000000003.json"
+    ]
+    assert set(await view(memory)) == {KEYS[number].digest for number in (1, 2, 3)}
 
 
 # -- killed ------------------------------------------------------------------------------------
@@ -311,6 +346,19 @@ async def test_a_run_that_never_got_its_head_goes_after_a_day(
     assert names(memory.bucket) == clean
 
 
+@pytest.mark.parametrize("error", [UnavailableError, AccessError])
+async def test_a_compactor_that_fails_before_its_head_leaves_nothing(
+    memory: MemoryStore, error: type[Exception]
+) -> None:
+    await compacted(memory)
+    await put_delta(memory, 1, {KEYS[1]: facts_of(1)})
+    before = names(memory.bucket)
+    fault = Fault("put_if_absent", "bloom", error=error)
+    with pytest.raises(error):
+        await compact(FaultStore(memory, Script([fault])), LAYOUT)
+    assert names(memory.bucket) == before
+
+
 async def test_a_compactor_that_took_half_a_day_does_not_commit(
     memory: MemoryStore, clock: Clock
 ) -> None:
@@ -355,6 +403,13 @@ async def test_ages_are_by_the_clock_of_the_server(memory: MemoryStore, clock: C
     await compacted(memory)
     ahead = Making(clock=lambda: clock.now_s + 1000 * GRACE_S)
     assert (await compacted(memory, ahead)).removed == 0
+
+
+async def test_a_question_for_the_time_that_fails_leaves_nothing(memory: MemoryStore) -> None:
+    script = Script([Fault("head", error=UnavailableError, times=1)])
+    with pytest.raises(UnavailableError):
+        await server_time(FaultStore(memory, script))
+    assert not memory.bucket.objects
 
 
 async def test_where_the_server_says_no_times_nothing_is_deleted(memory: MemoryStore) -> None:
@@ -449,7 +504,7 @@ class Forgetful(MortalStore):
 async def test_memory_is_bounded_by_a_shard_and_not_by_the_base(
     memory: MemoryStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(base_writer, "SHARD_ROWS", 2**12)
+    monkeypatch.setattr(head, "MAX_SHARD_ROWS", 2**12)
     monkeypatch.setattr(sorted_runs, "ROWS_PER_RUN", 2**12)
     await compacted(memory)
     for number in range(64):

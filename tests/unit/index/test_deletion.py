@@ -3,16 +3,18 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from s3ec.errors import AccessError, UnavailableError
-from s3ec.index import base_writer, deletion
+from s3ec.index import deletion, head, object_listing
 from s3ec.index.compact import compact
 from s3ec.index.deletion import count_older, delete_older, deleting
 from s3ec.index.rows import Facts
 from s3ec.index.verify import verify
 from s3ec.store.base import Store
-from s3ec.testing.fault_store import Fault, FaultStore, Script
+from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
 from s3ec.testing.memory_store import MemoryStore
 from tests.unit.index.manifests import LAYOUT, Clock, key_of, names, put_delta, put_object, view
 
@@ -31,7 +33,7 @@ def memory(clock: Clock) -> MemoryStore:
 
 async def put_entry(store: MemoryStore, number: int, *, time_s: int = 1) -> None:
     await put_object(store, KEYS[number], 100 + number)
-    await put_delta(store, number, {KEYS[number]: Facts(100 + number, time_s=time_s)})
+    await put_delta(store, time_s * 10 + number, {KEYS[number]: Facts(100 + number, time_s=time_s)})
 
 
 async def delete(store: Store, *numbers: int) -> None:
@@ -61,7 +63,7 @@ async def test_what_is_deleted_is_gone_for_readers_and_from_the_next_base(
 async def test_a_tombstone_is_later_than_what_a_fast_clock_announced(
     memory: MemoryStore, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(base_writer, "SHARD_ROWS", 2)
+    monkeypatch.setattr(head, "MAX_SHARD_ROWS", 2)
     future_s = int(clock.now_s) + 10**6
     for number in range(6):
         await put_entry(memory, number, time_s=future_s)
@@ -130,3 +132,64 @@ async def test_only_what_is_older_is_deleted(memory: MemoryStore, clock: Clock) 
     assert await delete_older(memory, LAYOUT, before_s) == older
     assert set(await view(memory)) == {KEYS[2].digest, KEYS[3].digest}
     assert LAYOUT.object(KEYS[6]) in memory.bucket.objects
+
+
+async def gone(memory: MemoryStore, number: int) -> None:
+    async with asyncio.timeout(10):
+        while LAYOUT.object(KEYS[number]) in memory.bucket.objects:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+
+
+async def test_what_was_deleted_before_it_was_broken_off_is_announced(memory: MemoryStore) -> None:
+    for number in range(2):
+        await put_entry(memory, number)
+    hung = Fault("delete", LAYOUT.object(KEYS[1]), gate=Gate())
+    task = asyncio.create_task(delete(FaultStore(memory, Script([hung])), 0, 1))
+    await gone(memory, 0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert set(await view(memory)) == {KEYS[1].digest}
+
+
+async def test_a_listing_that_fails_half_way_leaves_no_deletion_untold(
+    memory: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One prefix cannot be listed while the entry of another one is being announced."""
+    monkeypatch.setattr(object_listing, "_ATTEMPTS", 1)
+    for number in range(2):
+        await put_entry(memory, number)
+    listing, told = Gate(), Gate()
+    prefix = f"{LAYOUT.objects}{KEYS[1].name[:2]}/"
+    faults = [
+        Fault("list", prefix, gate=listing, error=UnavailableError),
+        Fault("put_if_absent", "/delta/", gate=told),
+    ]
+    task = asyncio.create_task(delete_older(FaultStore(memory, Script(faults)), LAYOUT, 2.0**40))
+    await gone(memory, 0)
+    assert await asyncio.to_thread(told.reached.wait, 10)
+    listing.release()
+    for _ in range(100):  # turns of the loop, in which everything else has ended
+        await asyncio.sleep(0)
+    told.release()
+    with pytest.raises(UnavailableError):
+        await task
+    assert set(await view(memory)) == {KEYS[1].digest}
+
+
+async def test_an_entry_that_is_stored_again_outlives_its_deletion(
+    memory: MemoryStore, clock: Clock
+) -> None:
+    """Others of the batch may take long to go."""
+    for number in range(2):
+        await put_entry(memory, number)
+    gate = Gate()
+    store = FaultStore(memory, Script([Fault("delete", LAYOUT.object(KEYS[1]), gate=gate)]))
+    async with deleting(store, LAYOUT, clock=clock) as deleter:
+        task = asyncio.create_task(deleter.delete(KEYS[:2]))
+        await gone(memory, 0)
+        clock.now_s += 10
+        await put_entry(memory, 0, time_s=int(clock.now_s))
+        gate.release()
+        await task
+    assert set(await view(memory)) == {KEYS[0].digest}

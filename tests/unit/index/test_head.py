@@ -168,7 +168,16 @@ def test_any_json_in_any_field_is_refused_or_valid(value: object) -> None:
 
 @pytest.mark.parametrize(
     ("entries", "shards"),
-    [(0, 1), (1, 1), (900_000, 1), (1_000_000, 2), (10**7, 16), (10**8, 128), (10**9, 256)],
+    [
+        (0, 1),
+        (1, 1),
+        (900_000, 1),
+        (1_000_000, 1),
+        (1_050_000, 2),
+        (10**7, 16),
+        (10**8, 128),
+        (10**9, 256),
+    ],
 )
 def test_ranges_cover_everything_in_a_power_of_two_of_shards(entries: int, shards: int) -> None:
     ranges = shard_ranges(entries)
