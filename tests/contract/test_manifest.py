@@ -14,7 +14,8 @@ from s3ec.index.snapshot import take_snapshot
 from s3ec.index.verify import verify
 from s3ec.store.obstore_store import ObstoreStore
 from tests.contract.conftest import Configure, Transport
-from tests.unit.index.manifests import LAYOUT, key_of, put_delta, put_object, ulid_of, view
+from tests.unit.index.basics import LAYOUT, key_of
+from tests.unit.index.manifests import put_delta, put_object, ulid_of, view
 
 PAGE = 1000
 

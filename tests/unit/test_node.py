@@ -13,7 +13,8 @@ from s3ec.identity import Namespace
 from s3ec.index import elected
 from s3ec.node import Node, _destination
 from s3ec.testing.memory_store import MemoryStore
-from tests.unit.index.corpus import NAMESPACE, Corpus, key_of, rows_of
+from tests.unit.index.basics import NAMESPACE, key_of
+from tests.unit.index.corpus import Corpus, rows_of
 
 
 def destination(**changes: Any) -> str:

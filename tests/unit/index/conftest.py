@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Readers that are closed and audited at the end."""
+"""A bucket with a clock of its own, and readers that are closed and audited at the end."""
 
 from __future__ import annotations
 
@@ -9,7 +9,31 @@ from typing import Any
 
 import pytest
 
+from s3ec.counters import Counters
+from s3ec.testing.fault_store import Script
+from s3ec.testing.memory_store import MemoryStore
+from tests.unit.index.basics import Clock
 from tests.unit.index.corpus import Corpus, Reader
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def memory(clock: Clock) -> MemoryStore:
+    return MemoryStore(clock=clock)
+
+
+@pytest.fixture
+def script() -> Script:
+    return Script()
+
+
+@pytest.fixture
+def counters() -> Counters:
+    return Counters()
 
 
 @pytest.fixture

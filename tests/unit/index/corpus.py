@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import secrets
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from s3ec.counters import Counters
-from s3ec.identity import Key, Layout, make_key
+from s3ec.identity import Key
 from s3ec.index.bloom import build_bloom
 from s3ec.index.cache import IndexCache
 from s3ec.index.follower import FollowOptions
@@ -24,29 +23,11 @@ from s3ec.index.ulid import Ulids
 from s3ec.testing.fault_store import FaultStore, Script
 from s3ec.testing.memory_store import MemoryStore
 from s3ec.tier import Tier
+from tests.unit.index.basics import LAYOUT, NAMESPACE, START_S, Clock, key_of
 
 T = TypeVar("T")
 
-NAMESPACE = "gemma-0123456789abcdef"
-LAYOUT = Layout(NAMESPACE)
-START_S = 1_800_000_000.0
 HOUR_S = 3600.0
-
-
-class Clock:
-    """Moved by hand."""
-
-    def __init__(self, now_s: float = START_S) -> None:
-        self.now_s = now_s
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
-def key_of(text: object) -> Key:
-    key = make_key(hashlib.sha256(str(text).encode()).hexdigest())
-    assert key is not None
-    return key
 
 
 def rows_of(*items: object, time_s: float = START_S) -> Rows:

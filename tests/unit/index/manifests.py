@@ -4,38 +4,20 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
-from s3ec.identity import Key, Layout, make_key
+from s3ec.identity import Key, Layout
 from s3ec.index.rows import Facts, Rows, Tombstone
 from s3ec.index.segment import encode_segment, parse_segment
 from s3ec.store.base import Blob, ObjectInfo, Store
 from s3ec.testing.memory_store import MemoryBucket, MemoryStore
+from tests.unit.index.basics import LAYOUT
 
-LAYOUT = Layout("gemma-0123456789abcdef")
-START_S = 1_800_000_000.0
 T = TypeVar("T")
 
 View = dict[bytes, Facts]
-
-
-class Clock:
-    """Seconds since the epoch, moved by hand."""
-
-    def __init__(self) -> None:
-        self.now_s = START_S
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
-def key_of(text: object) -> Key:
-    key = make_key(hashlib.sha256(str(text).encode()).hexdigest())
-    assert key is not None
-    return key
 
 
 def ulid_of(number: int) -> str:

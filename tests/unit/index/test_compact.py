@@ -21,15 +21,12 @@ from s3ec.index.making import GRACE_S, Made, Making
 from s3ec.index.rows import Facts, Tombstone
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script, flip
 from s3ec.testing.memory_store import MemoryStore
+from tests.unit.index.basics import LAYOUT, START_S, Clock, key_of
 from tests.unit.index.manifests import (
-    LAYOUT,
-    START_S,
-    Clock,
     Killed,
     MortalStore,
     View,
     facts_of,
-    key_of,
     names,
     put_delta,
     put_object,
@@ -38,16 +35,6 @@ from tests.unit.index.manifests import (
 )
 
 KEYS = [key_of(number) for number in range(12)]
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def memory(clock: Clock) -> MemoryStore:
-    return MemoryStore(clock=clock)
 
 
 async def compacted(store: MemoryStore | FaultStore, making: Making | None = None) -> Made:

@@ -16,19 +16,10 @@ from s3ec.index.verify import verify
 from s3ec.store.base import Store
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
 from s3ec.testing.memory_store import MemoryStore
-from tests.unit.index.manifests import LAYOUT, Clock, key_of, names, put_delta, put_object, view
+from tests.unit.index.basics import LAYOUT, Clock, key_of
+from tests.unit.index.manifests import names, put_delta, put_object, view
 
 KEYS = [key_of(number) for number in range(8)]
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def memory(clock: Clock) -> MemoryStore:
-    return MemoryStore(clock=clock)
 
 
 async def put_entry(store: MemoryStore, number: int, *, time_s: int = 1) -> None:

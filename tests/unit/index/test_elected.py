@@ -19,17 +19,8 @@ from s3ec.index.rows import Facts
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
 from s3ec.testing.memory_store import MemoryStore
 from s3ec.tier import IndexFiles, Tier
-from tests.unit.index.manifests import LAYOUT, key_of, names, put_delta, view
-
-
-@pytest.fixture
-def memory() -> MemoryStore:
-    return MemoryStore()
-
-
-@pytest.fixture
-def script() -> Script:
-    return Script()
+from tests.unit.index.basics import LAYOUT, key_of
+from tests.unit.index.manifests import names, put_delta, view
 
 
 @pytest.fixture
@@ -45,11 +36,6 @@ def files(tmp_path: Path, counters: Counters) -> Iterator[IndexFiles]:
     tier.open()
     yield tier.open_index()
     tier.close()
-
-
-@pytest.fixture
-def counters() -> Counters:
-    return Counters()
 
 
 @pytest.fixture

@@ -20,43 +20,14 @@ from s3ec.index.listing import ListingIndex
 from s3ec.store.base import ObjectInfo
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
 from s3ec.testing.memory_store import MemoryStore
+from tests.unit.index.basics import LAYOUT, Clock, key_of
 
-LAYOUT = Layout("gemma-0123456789abcdef")
 OTHER = Layout("gemma-fedcba9876543210")
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
-def key_of(text: object) -> Key:
-    key = make_key(hashlib.sha256(str(text).encode()).hexdigest())
-    assert key is not None
-    return key
 
 
 @pytest.fixture
 def memory() -> MemoryStore:
     return MemoryStore()
-
-
-@pytest.fixture
-def script() -> Script:
-    return Script()
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def counters() -> Counters:
-    return Counters()
 
 
 @pytest.fixture

@@ -26,7 +26,8 @@ from s3ec.index.rebuild import rebuild
 from s3ec.index.rows import Facts
 from s3ec.index.verify import verify
 from s3ec.testing.memory_store import MemoryStore
-from tests.unit.index.corpus import LAYOUT, Clock, Corpus, Reader, key_of
+from tests.unit.index.basics import LAYOUT, Clock, key_of
+from tests.unit.index.corpus import Corpus, Reader
 from tests.unit.index.manifests import Killed, MortalStore
 
 T = TypeVar("T")

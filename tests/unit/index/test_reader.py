@@ -16,7 +16,8 @@ from s3ec.index import reader as reader_module
 from s3ec.index.news import OVERLAP_S
 from s3ec.index.rows import Facts, Tombstone
 from s3ec.testing.fault_store import Fault, Gate
-from tests.unit.index.corpus import HOUR_S, LAYOUT, START_S, Corpus, Reader, key_of, rows_of
+from tests.unit.index.basics import LAYOUT, START_S, key_of
+from tests.unit.index.corpus import HOUR_S, Corpus, Reader, rows_of
 
 MakeReader = Callable[..., Reader]
 

@@ -23,7 +23,8 @@ from s3ec.index.head import Head
 from s3ec.index.rows import Rows
 from s3ec.index.segment import encode_segment
 from s3ec.testing.fault_store import Fault, cut, flip
-from tests.unit.index.corpus import LAYOUT, NAMESPACE, Corpus, Reader, key_of, rows_of
+from tests.unit.index.basics import LAYOUT, NAMESPACE, key_of
+from tests.unit.index.corpus import Corpus, Reader, rows_of
 
 MakeReader = Callable[..., Reader]
 

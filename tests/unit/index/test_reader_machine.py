@@ -18,7 +18,8 @@ from s3ec.identity import Key
 from s3ec.index.head import Head
 from s3ec.index.rows import Facts, Rows, Tombstone, merge
 from s3ec.index.segment import parse_segment
-from tests.unit.index.corpus import LAYOUT, NAMESPACE, Corpus, Reader, key_of
+from tests.unit.index.basics import LAYOUT, NAMESPACE, key_of
+from tests.unit.index.corpus import Corpus, Reader
 
 T = TypeVar("T")
 

@@ -20,14 +20,11 @@ from s3ec.index.verify import verify
 from s3ec.store.base import ObjectInfo
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
 from s3ec.testing.memory_store import MemoryStore
+from tests.unit.index.basics import LAYOUT, START_S, Clock, key_of
 from tests.unit.index.manifests import (
-    LAYOUT,
-    START_S,
-    Clock,
     Killed,
     MortalStore,
     facts_of,
-    key_of,
     names,
     put_delta,
     put_object,
@@ -37,16 +34,6 @@ from tests.unit.index.manifests import (
 
 KEYS = [key_of(number) for number in range(8)]
 NOW_S = int(START_S)
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def memory(clock: Clock) -> MemoryStore:
-    return MemoryStore(clock=clock)
 
 
 def known_of(number: int) -> Facts:
