@@ -8,10 +8,16 @@ import secrets
 from collections.abc import Awaitable, Callable, Collection
 from contextlib import suppress
 
-from s3ec.errors import AccessError, ConflictError, S3ECError, UnavailableError
+from s3ec.errors import (
+    AccessError,
+    ConflictError,
+    CorruptEntryError,
+    S3ECError,
+    UnavailableError,
+)
 from s3ec.identity import Layout
 from s3ec.index.bloom import build_bloom
-from s3ec.index.head import Blob, Head, Shard, shard_ranges
+from s3ec.index.head import MAX_VERSION, Blob, Head, Shard, shard_ranges
 from s3ec.index.making import Making
 from s3ec.index.parallel import in_parallel
 from s3ec.index.rows import Rows
@@ -60,9 +66,18 @@ class BaseWriter:
 
     Attributes:
         nbytes: Bytes of all files written so far.
+
+    Raises:
+        CorruptEntryError: There is no such version (``reason`` is ``version``).
     """
 
     def __init__(self, store: Store, layout: Layout, version: int, making: Making) -> None:
+        if version > MAX_VERSION:  # its name would sort before, and no reader know it
+            raise CorruptEntryError(
+                f"{layout.head(MAX_VERSION)} leaves no version for another base, so somebody made "
+                "it up; delete it, and run `s3ec manifest rebuild`",
+                reason="version",
+            )
         self.nbytes = 0
         self._store = store
         self._layout = layout

@@ -13,6 +13,7 @@ from s3ec.errors import CorruptEntryError, UnavailableError
 from s3ec.identity import Key, make_key
 from s3ec.index import object_listing, sorted_runs
 from s3ec.index.compact import compact
+from s3ec.index.head import MAX_VERSION
 from s3ec.index.making import GRACE_S, Making
 from s3ec.index.rebuild import rebuild
 from s3ec.index.rows import Facts, Tombstone
@@ -70,6 +71,19 @@ async def test_rebuild_adds_what_is_missing_and_drops_what_is_gone(memory: Memor
         KEYS[5].digest: Facts(known_of(5).nbytes, time_s=NOW_S),
     }
     assert (await verify(memory, LAYOUT)).agrees
+
+
+async def test_a_made_up_last_version_is_named_and_nothing_is_written(memory: MemoryStore) -> None:
+    await put_entry(memory, 0, 0)
+    last = LAYOUT.head(MAX_VERSION)
+    await memory.put_if_absent(last, [b"{}"])
+    before = names(memory.bucket)
+    for work in (rebuild, compact):
+        with pytest.raises(CorruptEntryError, match=last):
+            await work(memory, LAYOUT)
+        assert names(memory.bucket) == before
+    await memory.delete(last)
+    assert (await rebuild(memory, LAYOUT)).head.version == 1
 
 
 async def test_rebuild_finds_every_kind_of_name(
