@@ -166,13 +166,7 @@ class Bloom:
             CorruptEntryError: As for open.
         """
         whole = memoryview(blob)
-        front = sealed.parse_front(
-            whole[: 8 + sealed.HEADER_LIMIT],
-            whole.nbytes,
-            kind=KIND,
-            namespace=namespace,
-            name=name,
-        )
+        front = sealed.parse_front(whole, kind=KIND, namespace=namespace, name=name)
         _check_shape(front, name)
         return cls(front, whole, name=name)
 

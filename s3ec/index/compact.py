@@ -10,15 +10,11 @@ from s3ec.identity import Layout
 from s3ec.index.base_writer import BaseWriter, write_base
 from s3ec.index.cleaning import clean
 from s3ec.index.content import Content, Deltas
-from s3ec.index.head import Head
+from s3ec.index.head import MAX_MERGED, Head
 from s3ec.index.making import Made, Making, temporary_folder
 from s3ec.index.rebuild import rebuild
 from s3ec.index.snapshot import Snapshot, newest_head, take_snapshot
 from s3ec.store.base import Store
-
-# A head names the deltas that are in its base, and its size is bounded. Further ones wait until
-# some of these are deleted, and are applied by readers meanwhile.
-_MAX_DELTAS = 100_000
 
 
 async def compact(store: Store, layout: Layout, making: Making | None = None) -> Made | None:
@@ -77,7 +73,7 @@ class _Work:
     async def merge(self, head: Head, deltas: Deltas) -> Head | None:
         """Make the base after ``head``; the same one where no delta was of use, None if beaten."""
         listed = self.snapshot.deltas.keys()
-        room = max(0, _MAX_DELTAS - len(head.merged & listed))
+        room = max(0, MAX_MERGED - len(head.merged & listed))
         pending = sorted(listed - head.merged)[:room]
         with temporary_folder(self.making.folder) as folder:
             content = Content(self.store, self.layout, head, folder)

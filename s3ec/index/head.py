@@ -15,6 +15,9 @@ from s3ec.identity import Layout, canonical_json, is_ulid
 FORMAT = 1
 # A hundred thousand merged deltas are 3 MB; a compaction takes far fewer.
 MAX_HEAD_BYTES = 8 * 2**20
+# Named by one head, as its size is bounded. Further deltas wait until some of these are deleted,
+# and are applied by readers meanwhile.
+MAX_MERGED = 100_000
 MAX_VERSION = 10**12 - 1
 MAX_SHARD_ROWS = 2**20
 # Digests are hashes, so shards differ: by a thousandth at this size, as a standard deviation.

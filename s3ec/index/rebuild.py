@@ -14,7 +14,7 @@ from s3ec.identity import Layout
 from s3ec.index.base_writer import BaseWriter, write_base
 from s3ec.index.cleaning import clean
 from s3ec.index.content import Content, Deltas
-from s3ec.index.head import Head
+from s3ec.index.head import MAX_MERGED, Head
 from s3ec.index.making import Made, Making, temporary_folder
 from s3ec.index.matching import find_in
 from s3ec.index.object_listing import read_listing
@@ -29,8 +29,6 @@ _ATTEMPTS = 3
 # An object that is so much newer than what the index knows was written again since. Clocks of
 # writers are within this of the server's, see announce.py.
 _SKEW_S = 600
-# As in compact.py; further ones are simply applied again.
-_MAX_DELTAS = 100_000
 _FOLDERS = ("known", "listed")
 
 
@@ -74,7 +72,7 @@ async def _attempt(store: Store, layout: Layout, making: Making) -> Head | None:
             writer = BaseWriter(store, layout, version, making)
             await write_base(writer, source.between, source.entries)
             # Not only those that could be read: the listing says what they say, and more.
-            head = await writer.commit(sorted(snapshot.deltas)[:_MAX_DELTAS])
+            head = await writer.commit(sorted(snapshot.deltas)[:MAX_MERGED])
             if head is not None:
                 return head
             # Another base came first. All that it merged is still there as deltas, and those

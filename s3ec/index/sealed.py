@@ -127,14 +127,11 @@ def encode(metadata: Mapping[str, str], columns: Mapping[str, Array]) -> list[by
     return [struct.pack("<Q", len(body)) + body, *pieces]
 
 
-def parse_front(
-    blob: bytes | memoryview, nbytes: int, *, kind: str, namespace: str, name: str
-) -> Front:
+def parse_front(whole: memoryview, *, kind: str, namespace: str, name: str) -> Front:
     """Read and check a header against the size of its file; allocates at most HEADER_LIMIT.
 
     Args:
-        blob: The first ``8 + HEADER_LIMIT`` bytes of the file, or all of a shorter one.
-        nbytes: Size of the whole file.
+        whole: The file; of a mapped one only the header is read.
         kind: What ``s3ec`` must say.
         namespace: Which one it must have been written for.
         name: What errors call the file.
@@ -142,7 +139,7 @@ def parse_front(
     Raises:
         CorruptEntryError: ``reason`` is ``version`` where the file is of another format.
     """
-    content, length = _read_json(blob, name)
+    content, length = _read_json(whole, name)
     metadata = content.pop("__metadata__", None)
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise CorruptEntryError(f"{name}: metadata must be strings", reason="header")
@@ -162,12 +159,12 @@ def parse_front(
             reason="namespace",
         )
     places, total = _places(content, 8 + length, name)
-    if nbytes != total:
-        raise CorruptEntryError(f"{name}: {nbytes} bytes, expected {total}", reason="length")
+    if whole.nbytes != total:
+        raise CorruptEntryError(f"{name}: {whole.nbytes} bytes, expected {total}", reason="length")
     return Front(metadata, places, 8 + length, total)
 
 
-def _read_json(blob: bytes | memoryview, name: str) -> tuple[dict[str, Any], int]:
+def _read_json(blob: memoryview, name: str) -> tuple[dict[str, Any], int]:
     if len(blob) < 8:
         raise CorruptEntryError(f"{name}: {len(blob)} bytes are no file of ours", reason="length")
     (length,) = struct.unpack_from("<Q", blob)

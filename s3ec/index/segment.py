@@ -135,13 +135,7 @@ class Segment:
             CorruptEntryError: As for open.
         """
         whole = memoryview(blob)
-        front = sealed.parse_front(
-            whole[: 8 + sealed.HEADER_LIMIT],
-            whole.nbytes,
-            kind=KIND,
-            namespace=namespace,
-            name=name,
-        )
+        front = sealed.parse_front(whole, kind=KIND, namespace=namespace, name=name)
         entries = _checked_entries(front, name)
         columns = {column: place.of(whole) for column, place in front.places.items()}
         fences = columns.pop(_FENCES)

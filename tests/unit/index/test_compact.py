@@ -145,7 +145,7 @@ async def test_more_deltas_than_a_head_names_wait_until_others_are_deleted(
     memory: MemoryStore, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await compacted(memory)
-    monkeypatch.setattr("s3ec.index.compact._MAX_DELTAS", 2)
+    monkeypatch.setattr("s3ec.index.compact.MAX_MERGED", 2)
     for number in range(3):
         await put_delta(memory, number, {KEYS[number]: facts_of(number + 1)})
     assert (await compacted(memory)).head.merged == {ulid_of(0), ulid_of(1)}
