@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import enum
-import itertools
 import logging
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
@@ -27,6 +26,7 @@ from s3ec.index.base import Index
 from s3ec.loop import LoopThread
 from s3ec.modality import ModalityRecords, Record
 from s3ec.store.base import Blob, Store
+from s3ec.store.parts import parts_in_order
 from s3ec.tier import Claim, Incoming, Pin, Tier
 from s3ec.tier.local import LocalKeys
 
@@ -294,25 +294,17 @@ class Fetcher:
             return self._mismatch(want, *incoming)
         size, begun = incoming.header.total_bytes, len(first)
         del first
-        parts = (
-            asyncio.ensure_future(self._store.get_range(name, start, min(PART_BYTES, size - start)))
-            for start in range(begun, size, PART_BYTES)
-        )
-        coming = deque(itertools.islice(parts, PARTS_AT_A_TIME - 1))
+        rest = range(begun, size, PART_BYTES)
+        coming = parts_in_order(self._store, name, rest, at_a_time=PARTS_AT_A_TIME - 1)
         try:
-            while coming:
-                part = await coming[0]
-                if part is None:
-                    raise CorruptEntryError("it vanished while it was read", reason="length")
-                await self._finished(incoming.append, part)
-                del part
-                coming.popleft()
-                coming.extend(itertools.islice(parts, 1))
+            async with aclosing(coming) as parts:
+                async for part in parts:
+                    if part is None:
+                        raise CorruptEntryError("it vanished while it was read", reason="length")
+                    await self._finished(incoming.append, part)
+                    del part  # not one more in memory while the next is waited for
             pin = await self._finished(self._commit, want.key, incoming, undo=self._let_go)
         finally:
-            for request in coming:
-                request.cancel()
-            await asyncio.gather(*coming, return_exceptions=True)
             self._loop.disk_soon(_discard, incoming)
         return Fetched(want, Outcome.READY, pin, "bucket")
 

@@ -3,11 +3,8 @@
 
 from __future__ import annotations
 
-import asyncio
-import itertools
 import threading
-from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from typing import Protocol, TypeVar
 
@@ -15,6 +12,7 @@ from s3ec import codec
 from s3ec.errors import CorruptEntryError, TierError
 from s3ec.index.head import Blob
 from s3ec.store.base import Store
+from s3ec.store.parts import parts_in_order
 from s3ec.tier import IndexFiles
 
 T = TypeVar("T")
@@ -107,36 +105,19 @@ async def download(
     """
     file = await disk(_File, files, local, name, blob)
     try:
-        async with aclosing(_parts(store, name, blob.nbytes)) as parts:
+        done, starts = 0, range(0, blob.nbytes, PART_BYTES)
+        async with aclosing(parts_in_order(store, name, starts, at_a_time=_PARTS)) as parts:
             async for part in parts:
+                if part is None:
+                    raise VanishedError(name)
+                if len(part) != min(PART_BYTES, blob.nbytes - done):
+                    raise CorruptEntryError(
+                        f"{name}: ends at {done + len(part)} of {blob.nbytes} bytes",
+                        reason="length",
+                    )
                 await disk(file.append, part)
+                done += len(part)
+                del part  # not one more in memory while the next is waited for
         await disk(file.finish, check)
     finally:
         file.discard()  # an unlink where something went wrong; nothing that waits for a disk else
-
-
-async def _parts(store: Store, name: str, nbytes: int) -> AsyncGenerator[bytes | memoryview, None]:
-    """The bytes of an object in order."""
-
-    async def part(start: int) -> bytes | memoryview:
-        length = min(PART_BYTES, nbytes - start)
-        body = await store.get_range(name, start, length)
-        if body is None:
-            raise VanishedError(name)
-        if len(body) != length:
-            raise CorruptEntryError(
-                f"{name}: ends at {start + len(body)} of {nbytes} bytes", reason="length"
-            )
-        return body
-
-    requests = (asyncio.ensure_future(part(start)) for start in range(0, nbytes, PART_BYTES))
-    coming = deque(itertools.islice(requests, _PARTS))
-    try:
-        while coming:
-            yield await coming[0]
-            coming.popleft()
-            coming.extend(itertools.islice(requests, 1))
-    finally:
-        for request in coming:
-            request.cancel()
-        await asyncio.gather(*coming, return_exceptions=True)
