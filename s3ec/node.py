@@ -12,7 +12,6 @@ import threading
 from concurrent.futures import Future
 from typing import ClassVar
 
-from s3ec.config import Settings
 from s3ec.counters import Counters
 from s3ec.errors import AccessError, CorruptEntryError, TierError, UnavailableError
 from s3ec.identity import Layout, Namespace, canonical_json
@@ -24,6 +23,7 @@ from s3ec.index.reader import ManifestIndex
 from s3ec.loop import LoopThread
 from s3ec.modality import ModalityRecords
 from s3ec.prefetch import Limits, Prefetcher, Sources
+from s3ec.settings import Settings
 from s3ec.store.base import Store
 from s3ec.store.open import open_store
 from s3ec.store.resilience import Breaker, BreakerStore, RetryStore

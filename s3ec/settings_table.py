@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pydantic import ByteSize
 
-from s3ec.config import Settings
+from s3ec.settings import Settings
 
 
 def settings_table() -> str:

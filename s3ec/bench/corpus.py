@@ -15,10 +15,11 @@ from unittest import mock
 from s3ec import codec
 from s3ec.bench.context import CannotMeasureError, Context
 from s3ec.codec import Header, Shape
-from s3ec.config import Settings, load_settings
+from s3ec.config import load_settings
 from s3ec.errors import ConfigError
 from s3ec.identity import Key, Layout, Namespace, canonical_json, make_key
 from s3ec.prefetch import Want
+from s3ec.settings import Settings
 from s3ec.testing.server import LocalS3
 
 # One image of Gemma3-27B.

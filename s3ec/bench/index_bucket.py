@@ -19,9 +19,9 @@ from s3ec.bench import measure
 from s3ec.bench.context import Context
 from s3ec.bench.corpus import Corpus
 from s3ec.bench.index_made import LAYOUT, NAMESPACE, Keys, Made, load
-from s3ec.config import Settings
 from s3ec.index import cache, download
 from s3ec.node import Node
+from s3ec.settings import Settings
 from s3ec.store.open import choose_transport, open_store
 from s3ec.testing.proxy import Exchange, FaultProxy, Rule
 

@@ -12,11 +12,11 @@ from pathlib import PurePosixPath
 from typing import TypeVar
 
 from s3ec import codec
-from s3ec.config import Settings
 from s3ec.counters import Counters
 from s3ec.doctor.namespaces import list_namespaces
 from s3ec.errors import ConfigError, CorruptEntryError, S3ECError
 from s3ec.identity import OBJECT_SUFFIX, Layout, is_object_name, make_key
+from s3ec.settings import Settings
 from s3ec.store.base import Blob, ObjectInfo, Store
 from s3ec.store.open import with_conditional_put
 from s3ec.store.resilience import RetryStore

@@ -13,10 +13,10 @@ from s3ec.cli.options import JsonOption, NamespaceOption, Source, with_settings
 from s3ec.cli.output import facts, human_age, human_bytes, print_json, print_note, progress, safe
 
 if TYPE_CHECKING:
-    from s3ec.config import Settings
     from s3ec.identity import Layout
     from s3ec.index.making import Made, Making
     from s3ec.index.verify import Verified
+    from s3ec.settings import Settings
     from s3ec.store.base import Store
 
 

@@ -22,7 +22,7 @@ from s3ec.cli.output import (
 from s3ec.errors import ConfigError, TierError
 
 if TYPE_CHECKING:
-    from s3ec.config import Settings
+    from s3ec.settings import Settings
     from s3ec.tier.inspection import Inspection, Report, Sum
 
 

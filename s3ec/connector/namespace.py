@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from s3ec.config import Settings
 from s3ec.identity import Namespace
+from s3ec.settings import Settings
 
 # Settings of the multimodal configuration that change an encoder's output but not vLLM's hash
 # of the image. A release that lacks one counts as having it unset.

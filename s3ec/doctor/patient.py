@@ -7,8 +7,9 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from s3ec.config import Loaded, Settings
+from s3ec.config import Loaded
 from s3ec.doctor.deadline import run_within, within
+from s3ec.settings import Settings
 from s3ec.store.base import Store
 
 if TYPE_CHECKING:

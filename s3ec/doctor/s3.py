@@ -22,8 +22,8 @@ from botocore.exceptions import BotoCoreError, ClientError, SSLError
 from botocore.exceptions import ConnectionError as SdkConnectionError
 from botocore.parsers import ResponseParserError
 
-from s3ec.config import Settings
 from s3ec.errors import UnavailableError
+from s3ec.settings import Settings
 from s3ec.store.sdk_client import quiet_sdk_logs
 from s3ec.store.sdk_errors import boundary
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from s3ec.config import Settings
+from s3ec.settings import Settings
 
 # Importing vLLM takes 5 to 20 s, and describing a model may fetch its configuration.
 DEADLINE_S = 180.0

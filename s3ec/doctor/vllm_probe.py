@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from s3ec.config import Settings
+from s3ec.settings import Settings
 
 
 def main() -> None:

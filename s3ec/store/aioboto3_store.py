@@ -21,8 +21,8 @@ from typing import Any
 
 from botocore.exceptions import ClientError, NoCredentialsError
 
-from s3ec.config import Settings
 from s3ec.errors import UnavailableError
+from s3ec.settings import Settings
 from s3ec.store.base import Blob, ObjectInfo, check_folder, check_name, check_range, content_type_of
 from s3ec.store.replies import Extend, Reply, SdkReply, read_body
 from s3ec.store.sdk_client import Opened, check_settings, open_client

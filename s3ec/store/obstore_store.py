@@ -22,8 +22,8 @@ from botocore.exceptions import ClientError
 from obstore.store import S3Store
 
 import s3ec
-from s3ec.config import Settings
 from s3ec.errors import UnavailableError
+from s3ec.settings import Settings
 from s3ec.store import obstore_runtime
 from s3ec.store.aioboto3_store import Aioboto3Store, Turn
 from s3ec.store.base import content_type_of

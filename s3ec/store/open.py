@@ -10,8 +10,8 @@ import secrets
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
-from s3ec.config import Settings
 from s3ec.errors import AccessError, ConfigError, ConflictError, UnavailableError
+from s3ec.settings import Settings
 from s3ec.store.base import Blob, ObjectInfo, Store
 
 PROBE_PREFIX = ".s3ec-probe/"

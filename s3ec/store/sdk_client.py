@@ -28,8 +28,8 @@ from botocore.httpsession import get_cert_path
 from botocore.utils import validate_region_name
 
 import s3ec
-from s3ec.config import Settings
 from s3ec.errors import ConfigError
+from s3ec.settings import Settings
 
 
 @dataclass(frozen=True, slots=True)

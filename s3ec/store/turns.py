@@ -7,8 +7,8 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
-from s3ec.config import Settings
 from s3ec.errors import UnavailableError
+from s3ec.settings import Settings
 from s3ec.store.replies import Extend
 
 

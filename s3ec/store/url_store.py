@@ -21,8 +21,8 @@ from obstore.exceptions import BaseError, GenericError
 from obstore.store import AzureStore, GCSStore, LocalStore
 
 import s3ec
-from s3ec.config import Settings
 from s3ec.errors import AccessError, ConfigError, UnavailableError
+from s3ec.settings import Settings
 from s3ec.store import obstore_runtime
 from s3ec.store.base import Blob, ObjectInfo, check_folder, check_range, content_type_of
 from s3ec.store.obstore_errors import fault_of

@@ -16,7 +16,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from s3ec.config import Settings, load_settings
+from s3ec.config import load_settings
+from s3ec.settings import Settings
 from s3ec.store.aioboto3_store import Aioboto3Store
 from s3ec.store.obstore_store import ObstoreStore
 from s3ec.testing.server import Identity, LocalS3, MotoServer

@@ -57,9 +57,9 @@ class Life:
     """One child: a node with its save queue, at work on a moving part of the corpus."""
 
     def __init__(self, settings: dict[str, str], seed: int) -> None:
-        from s3ec.config import Settings
         from s3ec.connector.saves import SaveQueue
         from s3ec.node import Node
+        from s3ec.settings import Settings
 
         self.chance = random.Random(seed)
         self.node: Node = Node(Settings.model_validate(settings), NAMESPACE)

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from s3ec.config import Settings
 from s3ec.connector.plan import Load, Save, StepPlan
 from s3ec.connector.saves import SaveQueue
 from s3ec.errors import UnavailableError
 from s3ec.identity import Layout, digest_of_name
 from s3ec.node import Node
 from s3ec.prefetch import Fetched, Outcome, Want
+from s3ec.settings import Settings
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
 from s3ec.testing.memory_store import MemoryBucket, MemoryStore
 from tests.faults.living import ROWS, object_at

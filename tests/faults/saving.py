@@ -60,10 +60,10 @@ def save(*, settings: dict[str, str], overflow: str, count: int, finish: bool) -
     """Save what the tier does not hold; then wait to be killed, or see it into the bucket."""
     import torch
 
-    from s3ec.config import Settings
     from s3ec.connector.plan import Save
     from s3ec.connector.saves import SaveQueue
     from s3ec.node import Node
+    from s3ec.settings import Settings
 
     node = Node(Settings.model_validate(settings), NAMESPACE)
     queue = SaveQueue(node, budget_bytes=2**20, overflow=overflow)  # type: ignore[arg-type]

@@ -18,10 +18,10 @@ from pathlib import Path
 
 import pytest
 
-from s3ec.config import Settings
 from s3ec.identity import digest_of_name
 from s3ec.node import Node
 from s3ec.prefetch import Outcome, Want
+from s3ec.settings import Settings
 from s3ec.testing.server import LocalS3
 from tests.faults.saving import NAMESPACE, ROWS, data_at, identifier_at, key_at
 from tests.faults.site import DEADLINE_S, Site, eventually

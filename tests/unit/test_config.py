@@ -16,8 +16,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from s3ec.config import Settings, load_settings
+from s3ec.config import load_settings
 from s3ec.errors import ConfigError
+from s3ec.settings import Settings
 from s3ec.settings_table import settings_table
 
 SECRET = "wJalrXUtnFEMI/K7MDENG"  # never to be found in any message

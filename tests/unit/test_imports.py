@@ -19,6 +19,7 @@ PACKAGE = REPOSITORY / "s3ec"
 # From the bottom up. A part imports from lower layers and from itself, never from beside or above.
 LAYERS = [
     {"errors", "counters", "corpus_url", "plain_json", "__init__"},
+    {"settings"},
     {"identity", "config"},
     {"codec", "settings_table"},
     {"tensors", "store", "loop"},

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from s3ec.config import Settings
+from s3ec.settings import Settings
 from s3ec.settings_table import settings_table
 from tests.unit.cli.conftest import Cli
 

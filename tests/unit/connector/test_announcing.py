@@ -14,7 +14,6 @@ import pytest
 
 from s3ec import codec
 from s3ec.codec import Header, Shape
-from s3ec.config import Settings
 from s3ec.connector import announcing
 from s3ec.connector.uploads import Upload, Uploader
 from s3ec.errors import AccessError, UnavailableError
@@ -23,6 +22,7 @@ from s3ec.index.rows import Facts, Rows, Tombstone
 from s3ec.index.segment import encode_segment, parse_segment
 from s3ec.index.ulid import Ulids
 from s3ec.node import Node
+from s3ec.settings import Settings
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
 from s3ec.testing.memory_store import MemoryBucket, MemoryStore
 

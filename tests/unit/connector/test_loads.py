@@ -13,11 +13,11 @@ import pytest
 
 from s3ec import tensors
 from s3ec.codec import Shape
-from s3ec.config import Settings
 from s3ec.connector.plan import Load
 from s3ec.errors import CorruptEntryError
 from s3ec.identity import Namespace, make_key
 from s3ec.node import Node
+from s3ec.settings import Settings
 from s3ec.testing.memory_store import MemoryBucket, MemoryStore
 
 torch = pytest.importorskip("torch")

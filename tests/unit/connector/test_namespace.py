@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from s3ec.config import Settings, load_settings
+from s3ec.config import load_settings
 from s3ec.identity import is_namespace_name
+from s3ec.settings import Settings
 
 # Every engine process has it loaded; reading one descriptor needs it too.
 pytest.importorskip("transformers")

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from s3ec import tensors
-from s3ec.config import Settings
 from s3ec.connector.items import LEASE_S, RETRY_AFTER_S
 from s3ec.connector.plan import StepPlan, WorkerReport
 from s3ec.connector.ranks import Ranks
@@ -23,6 +22,7 @@ from s3ec.errors import UnavailableError
 from s3ec.identity import Namespace
 from s3ec.modality import Record
 from s3ec.node import Node
+from s3ec.settings import Settings
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
 from s3ec.testing.memory_store import MemoryBucket, MemoryStore
 from tests.unit.connector.scheduling import (

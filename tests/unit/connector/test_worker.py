@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from s3ec import codec, tensors
-from s3ec.config import Settings
 from s3ec.connector.plan import Load, Save, StepPlan
 from s3ec.errors import UnavailableError
 from s3ec.identity import Namespace, make_key
 from s3ec.node import Node
+from s3ec.settings import Settings
 from s3ec.testing.fault_store import Fault, FaultStore, Script
 from s3ec.testing.memory_store import MemoryBucket, MemoryStore
 

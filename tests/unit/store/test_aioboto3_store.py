@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from s3ec.config import Settings, load_settings
+from s3ec.config import load_settings
 from s3ec.errors import AccessError, ConfigError
+from s3ec.settings import Settings
 from s3ec.store import aioboto3_store
 from s3ec.store.aioboto3_store import Aioboto3Store
 from s3ec.store.obstore_store import ObstoreStore

@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from s3ec.config import Settings, load_settings
+from s3ec.config import load_settings
 from s3ec.errors import ConflictError, CorruptEntryError, UnavailableError
+from s3ec.settings import Settings
 from s3ec.store import obstore_errors, obstore_reply
 from s3ec.store.obstore_store import ObstoreStore
 from s3ec.store.open import open_store

@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All settings: names, types, defaults, and which go together; ``config.py`` reads them."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
+
+from pydantic import (
+    AfterValidator,
+    ByteSize,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+from pydantic_settings import (
+    BaseSettings,
+    SettingsConfigDict,
+)
+
+from s3ec.corpus_url import CorpusUrl, check_endpoint, check_prefix, parse_url
+
+ENV_PREFIX = "S3EC_"
+
+# What says nothing about a corpus that `url` names.
+_OF_S3 = ("bucket", "prefix", "endpoint_url", "region", "addressing_style", "profile", "role_arn",
+          "sse", "sse_kms_key_id")  # fmt: skip
+
+
+def _default_cache_dir() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(base):  # the XDG specification has others ignored
+        return Path(base) / "s3ec"
+    try:
+        return Path.home() / ".cache" / "s3ec"
+    except RuntimeError as exc:  # a container's user without a name
+        raise ValueError("this user has no home folder; set `cache_dir`") from exc
+
+
+class Settings(BaseSettings):
+    """Every setting of s3ec; frozen. Sizes are bytes, times are seconds."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=ENV_PREFIX, frozen=True, extra="forbid", env_ignore_empty=True
+    )
+
+    url: str | None = Field(
+        None,
+        description="Corpus outside S3: `gs://BUCKET/PREFIX`, `az://CONTAINER/PREFIX` or "
+        "`file:///FOLDER`, instead of `bucket`; needs `pip install 's3ec[fast]'`.",
+    )
+    bucket: str = Field(
+        "",
+        validate_default=True,
+        description="Bucket that holds the corpus. Required where there is no `url`.",
+    )
+    prefix: Annotated[str, AfterValidator(check_prefix)] = Field(
+        "", description="Folder inside the bucket; surrounding slashes are cut."
+    )
+    endpoint_url: Annotated[str, AfterValidator(check_endpoint)] | None = Field(
+        None, description="URL of an S3-compatible server; unset means AWS."
+    )
+    region: str | None = Field(None, description="Region to sign for; unset asks the SDK's chain.")
+    addressing_style: Literal["auto", "path", "virtual"] = Field(
+        "auto",
+        description="`path` puts the bucket into the path, `virtual` into the host name; `auto` "
+        "takes `path` where `endpoint_url` is not Amazon's.",
+    )
+    profile: str | None = Field(None, description="Profile of the SDK's shared configuration.")
+    role_arn: str | None = Field(None, description="Role to assume with the found credentials.")
+    ca_bundle: Path | None = Field(None, description="PEM file of the authorities to trust.")
+    sse: Literal["none", "AES256", "aws:kms"] = Field(
+        "none",
+        description="Server-side encryption asked for at each write; `none` leaves it to the "
+        "bucket's default.",
+    )
+    sse_kms_key_id: str | None = Field(None, description="KMS key, with `sse` = `aws:kms`.")
+    cache_dir: Path = Field(
+        default_factory=_default_cache_dir,
+        description="Folder of the node's disk tier. Default: `s3ec` in `XDG_CACHE_HOME` or "
+        "`~/.cache`.",
+    )
+    cache_bytes: ByteSize = Field(
+        ByteSize(50 * 2**30), gt=0, description="Size the tier is kept below, such as `50GiB`."
+    )
+    min_free_bytes: ByteSize = Field(
+        ByteSize(2**30), ge=0, description="Free disk space the tier leaves to others."
+    )
+    transport: Literal["auto", "aioboto3", "obstore"] = Field(
+        "auto",
+        description="S3 client. `obstore` moves bodies outside the interpreter's lock and needs "
+        "`pip install 's3ec[fast]'`; `auto` takes it where it is installed, `aioboto3` elsewhere.",
+    )
+    max_concurrency: int = Field(
+        16, ge=1, le=256, description="Objects in flight at a time, per process."
+    )
+    defer_timeout_s: float = Field(
+        2.0,
+        ge=0,
+        le=60,
+        description="Longest that a request waits in all for embeddings to arrive before "
+        "its images are encoded; 0 never waits. A request without pixels waits 10 s or more.",
+    )
+    connect_timeout_s: float = Field(
+        1.0, gt=0, le=60, description="Longest wait for a connection to the store."
+    )
+    read_timeout_s: float = Field(
+        5.0, gt=0, le=600, description="Longest silence of the store inside a reply."
+    )
+    index_refresh_s: float = Field(
+        10.0, ge=0.1, le=86400, description="Pause between two looks for news in the bucket."
+    )
+    index: Literal["exact", "bloom", "auto"] = Field(
+        "auto",
+        description="What a reader keeps of the manifest: `exact` all its columns (42 bytes a key, "
+        "mapped from disk), `bloom` its filters, which say yes to a few keys that are not there; "
+        "`auto` takes `bloom` where the columns are over 1/8 of `cache_bytes`.",
+    )
+    bloom_fpr: float = Field(
+        0.01,
+        ge=0.001,
+        le=0.1,
+        description="Share of wrong yes of the filters that a compaction by this process makes.",
+    )
+    model_identity: str | None = Field(
+        None,
+        min_length=1,
+        max_length=512,
+        description="Name of the model in the namespace, for fleets that mount one model at "
+        "different paths. Unset: vLLM's `--model`.",
+    )
+    save_overflow: Literal["block", "drop"] | None = Field(
+        None,
+        description="What a full save queue does. Unset: `block` for `ec_producer`, whose work "
+        "must be complete, `drop` for `ec_both`, which must not wait.",
+    )
+    save_queue_bytes: ByteSize = Field(
+        ByteSize(2**30), gt=0, description="Embeddings waiting to be written, at most."
+    )
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(
+        "INFO", description="Level of the `s3ec` loggers."
+    )
+
+    @field_validator("url")
+    @classmethod
+    def _check_url(cls, value: str | None) -> str | None:
+        if value is None:
+            return None
+        url = parse_url(value)
+        if url.scheme == "s3":  # load_settings takes these apart before
+            raise ValueError("an s3:// URL is written as `bucket` and `prefix`")
+        return str(url)
+
+    @field_validator(*_OF_S3)
+    @classmethod
+    def _check_place(cls, value: Any, info: ValidationInfo) -> Any:
+        if info.data.get("url") and value not in (
+            None,
+            cls.model_fields[str(info.field_name)].default,
+        ):
+            raise ValueError("does not go together with `url`; remove one of the two")
+        return value
+
+    @field_validator("bucket")
+    @classmethod
+    def _check_bucket(cls, value: str, info: ValidationInfo) -> str:
+        if not value and info.data.get("url", "wrong"):
+            return value
+        if "://" in value or ("/" in value and not value.startswith("arn:")):
+            raise ValueError("give the bucket's name alone; a folder inside it goes into `prefix`")
+        if not value.startswith("arn:") and not re.fullmatch(r"[A-Za-z0-9._-]{3,255}", value):
+            raise ValueError("a bucket name has 3 or more of letters, digits, `.`, `-` and `_`")
+        return value
+
+    @field_validator("ca_bundle")
+    @classmethod
+    def _check_ca_bundle(cls, value: Path | None) -> Path | None:
+        if value is not None and not value.is_file():
+            raise ValueError("no such file; give the path of a PEM file on this machine")
+        return value
+
+    @field_validator("cache_dir")
+    @classmethod
+    def _check_cache_dir(cls, value: Path) -> Path:
+        try:
+            value = value.expanduser()
+        except RuntimeError as exc:
+            raise ValueError(str(exc)) from exc
+        if not value.is_absolute():
+            raise ValueError("an absolute path, since vLLM's processes differ in their folder")
+        return value
+
+    @model_validator(mode="after")
+    def _check_combinations(self) -> Settings:
+        if self.sse_kms_key_id and self.sse != "aws:kms":
+            raise ValueError("`sse_kms_key_id` needs `sse` = `aws:kms`")
+        if self.addressing_style == "virtual" and self.bucket.startswith("arn:"):
+            raise ValueError("`addressing_style` = `virtual` does not go with an ARN in `bucket`")
+        if self.url and self.transport == "aioboto3":
+            raise ValueError("`transport` = `aioboto3` knows S3 only; `url` needs `obstore`")
+        return self
+
+    @property
+    def corpus(self) -> CorpusUrl:
+        """Where the corpus is; ``str`` of it is for people."""
+        return parse_url(self.url) if self.url else CorpusUrl("s3", self.bucket, self.prefix)
+
+    @property
+    def path_style(self) -> bool | None:
+        """True for path style, False for virtual-host style, None where the SDK decides."""
+        if self.addressing_style != "auto":
+            return self.addressing_style == "path"
+        host = urlsplit(self.endpoint_url).hostname if self.endpoint_url else None
+        if host is None or host.endswith((".amazonaws.com", ".amazonaws.com.cn")):
+            return None
+        return True
