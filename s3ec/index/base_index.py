@@ -103,7 +103,7 @@ class Base:
         return cls(head, [Bloom.open(path, namespace) for path in paths])
 
     def maybe(self, hi: int, lo: int) -> bool:
-        """Whether the base holds this digest, given as rows.split_digest does; no I/O."""
+        """Whether the base holds this digest, given as identity.split_digest does; no I/O."""
         finds = self._finds
         if finds:
             return finds[hi >> 56](hi, lo) >= 0

@@ -12,7 +12,7 @@ from s3ec.errors import CorruptEntryError, TierError
 from s3ec.identity import Key, Layout
 from s3ec.index.content import Content, Deltas, read_shard
 from s3ec.index.head import Head, Shard
-from s3ec.index.rows import Rows, split_digest
+from s3ec.index.rows import Rows
 from s3ec.index.segment import Segment, encode_segment
 from s3ec.index.snapshot import newest_head, take_snapshot
 from s3ec.store.base import Store
@@ -94,7 +94,7 @@ class KnownTimes:
 
     def __call__(self, key: Key) -> int:
         """Time of the latest row of a prepared key, a tombstone's too; 0 where there is none."""
-        hi, lo = split_digest(key.digest)
+        hi, lo = key.digest_hi, key.digest_lo
         shard = self._of_byte[key.digest[0]]
         base = self._shards[shard] if shard else None
         times = []

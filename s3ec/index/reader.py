@@ -8,17 +8,23 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from s3ec.identity import Key
+import numpy as np
+
+from s3ec.identity import Key, split_digest
 from s3ec.index.cache import IndexCache
 from s3ec.index.follower import Follower, FollowOptions
 from s3ec.index.healing import NEGATIVE_TTL_S, Gone, VanishAlarm
 from s3ec.index.news import OVERLAP_S
-from s3ec.index.rows import Facts, split_digest
+from s3ec.index.rows import Array, Facts
 from s3ec.index.segment import Segment
+from s3ec.index.sieve import Sieve
 from s3ec.index.view import View
 
 # Keys that this process stored and that no delta has told yet.
 _RECENT_ENTRIES = 1_000_000
+# Keys that may be stored or lost before the next View without making other lookups slower. Small:
+# the bytes should stay in the processor's nearest cache.
+_ROOM = 256
 
 
 class _Stored(NamedTuple):
@@ -63,11 +69,14 @@ class ManifestIndex:
         self._counters = cache.counters
         self._clock = clock
         self._wall_clock = wall_clock
-        self._lock = threading.Lock()  # held by writers of the two dictionaries, never by lookups
+        # Held by writers of the two dictionaries and the sieve, never by lookups.
+        self._lock = threading.Lock()
         self._gone = Gone(negative_ttl_s, clock)
         self._recent: dict[bytes, _Stored] = {}  # the oldest first
         self._alarm = VanishAlarm(cache.layout.namespace, cache.counters, clock)
         self._view = View()
+        # Of what is in either dictionary or in the View's overlay.
+        self._apart = Sieve(np.empty(0, "<u8"), room=_ROOM)
         self.maybe_contains: Callable[[Key], bool] = self._maybe_contains
         self._version = 0
         self._follower = Follower(
@@ -134,6 +143,7 @@ class ManifestIndex:
         time_s = max(int(self._wall_clock()), self.known_time_s(key) + 1)
         stored = _Stored((facts or Facts())._replace(time_s=time_s), self._clock() + OVERLAP_S)
         with self._lock:
+            self._apart.add(key.digest_hi)  # first: a lookup that finds no mark asks nothing else
             self._gone.discard_locked(key.digest)
             self._recent.pop(key.digest, None)
             self._recent[key.digest] = stored
@@ -148,6 +158,7 @@ class ManifestIndex:
         """
         vanished = absent and self.maybe_contains(key)
         with self._lock:
+            self._apart.add(key.digest_hi)
             self._gone.add_locked(key.digest)
             self._recent.pop(key.digest, None)
         self._counters.add("index.forgotten")
@@ -191,8 +202,10 @@ class ManifestIndex:
         Args:
             new: Rows of deltas that are in no earlier view.
         """
-        self._view = view
-        self.maybe_contains = view.lookup(self._gone.until, self._recent, self._maybe_contains)
+        with self._lock:
+            self._apart = self._sieve_locked(view)
+            self._view = view
+            self.maybe_contains = view.lookup(self._apart, self._maybe_contains)
         if view.base is not None and view.base.version != self._version:
             self._version = view.base.version
             self._alarm.reset()
@@ -207,6 +220,15 @@ class ManifestIndex:
             for digest, stored in settled.items():
                 if self._recent.get(digest) is stored:  # and was not stored once more meanwhile
                     del self._recent[digest]
+
+    def _sieve_locked(self, view: View) -> Sieve:
+        """Of all digests that the base alone does not answer for."""
+        halves: list[Array] = [] if view.overlay is None else [view.overlay.rows().digest_hi]
+        halves += [
+            np.frombuffer(b"".join(digests), ">u8")[::2].astype("<u8")
+            for digests in (self._gone.until, self._recent)
+        ]
+        return Sieve(np.concatenate(halves), room=_ROOM)
 
     def _heal(self, new: Segment) -> None:
         """What was written since is there again."""

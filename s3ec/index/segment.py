@@ -3,8 +3,8 @@
 
 A file holds the columns of rows.COLUMNS (``deleted`` only where something is), and ``fences``:
 the digests' first half, taken relative to what all of them have in common, selects one of 2**b
-slots, and slot i is the rows ``fences[i] .. fences[i + 1]``. Slots have 8 to 16 rows on average,
-so a lookup is a shift, two numbers of ``fences`` and three or four steps of bisection: half of
+slots, and slot i is the rows ``fences[i] .. fences[i + 1]``. Slots have 2 to 4 rows on average,
+so a lookup is a shift, two numbers of ``fences`` and one or two steps of bisection: half of
 the time that interpolating and searching its window takes in Python, whatever the segment's
 size. Skewed digests cost more steps, never a wrong answer.
 """
@@ -27,7 +27,7 @@ KIND = "index-1"
 MAX_ROWS = 2**28
 # A writer announces a thousand entries at a time, some ten KiB; a million tombstones are 50 MB.
 MAX_DELTA_BYTES = 64 * 2**20
-_ROWS_PER_SLOT = 8  # at least, on average; up to twice as many
+_ROWS_PER_SLOT = 2  # at least, on average; up to twice as many
 _FENCES = "fences"
 _REQUIRED = {*COLUMNS, _FENCES} - {"deleted"}
 _CHECK_ROWS = 2**18  # rows looked at together when all are checked: a few MiB of temporaries

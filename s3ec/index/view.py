@@ -4,15 +4,14 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Container
+from collections.abc import Callable
 
-import numpy as np
-
-from s3ec.identity import Key
+from s3ec.identity import Key, split_digest
 from s3ec.index.base_index import UNKNOWN, Base
 from s3ec.index.listing import ListingIndex
-from s3ec.index.rows import Facts, Rows, split_digest
+from s3ec.index.rows import Facts, Rows
 from s3ec.index.segment import Segment
+from s3ec.index.sieve import Sieve
 
 
 class View:
@@ -26,7 +25,7 @@ class View:
         listing: What ``objects/`` holds, where no base says it (completely).
     """
 
-    __slots__ = ("_base_maybe", "_marks", "_mask", "_sieve", "base", "listing", "overlay")
+    __slots__ = ("_base_maybe", "_marks", "_mask", "_overlaid", "base", "listing", "overlay")
 
     def __init__(
         self,
@@ -43,8 +42,8 @@ class View:
         # Items of a memoryview cost half of what numpy's do.
         self._marks = rows.deleted.data
         # Most keys are not in the overlay; a look at one byte says so in a tenth of a search.
-        self._sieve = _sieve(rows)
-        self._mask = len(self._sieve) - 1
+        sieve = Sieve(rows.digest_hi)
+        self._overlaid, self._mask = sieve.marks, sieve.mask
 
     def counts(self) -> tuple[int, int]:
         """Rows of deltas, and keys in the base."""
@@ -52,8 +51,8 @@ class View:
 
     def maybe(self, key: Key) -> bool:
         """Whether the corpus probably holds this key."""
-        hi, lo = split_digest(key.digest)
-        if self._sieve[hi & self._mask] and self.overlay is not None:
+        hi, lo = key.digest_hi, key.digest_lo
+        if self._overlaid[hi & self._mask] and self.overlay is not None:
             row = self.overlay.find(hi, lo)
             if row >= 0:
                 return not self._marks[row] or self._outlived(hi, lo, row)
@@ -62,30 +61,23 @@ class View:
             return True
         return self.listing is not None and self.listing.maybe_contains(key)
 
-    def lookup(
-        self,
-        gone: Container[bytes],
-        recent: Container[bytes],
-        otherwise: Callable[[Key], bool],
-    ) -> Callable[[Key], bool]:
+    def lookup(self, apart: Sieve, otherwise: Callable[[Key], bool]) -> Callable[[Key], bool]:
         """``otherwise``, or what answers as it does and takes half of the time for most keys.
 
         A lookup is a dozen small steps, and each call in Python would cost as much as two.
 
         Args:
-            gone: Digests about which ``otherwise`` knows more.
-            recent: Likewise.
+            apart: Lets through the digests about which ``otherwise`` knows more than the base.
             otherwise: Answers for all keys.
         """
         base = self.base
         if base is None or not base.exact or self.listing is not None:
             return otherwise
-        shards, sieve, mask = base.lookup_parts(), self._sieve, self._mask
+        shards, marks, mask = base.lookup_parts(), apart.marks, apart.mask
 
         def lookup(key: Key) -> bool:
-            digest = key.digest
-            hi, lo = split_digest(digest)
-            if sieve[hi & mask] or digest in gone or digest in recent:
+            hi = key.digest_hi
+            if marks[hi & mask]:
                 return otherwise(key)
             # Segment.find, inline.
             shift, slots, fences, his, los = shards[hi >> 56]
@@ -94,7 +86,7 @@ class View:
                 row = bisect_left(his, hi, fences[slot], fences[slot + 1])
                 if his[row] != hi:
                     return False
-                return los[row] == lo or otherwise(key)
+                return los[row] == key.digest_lo or otherwise(key)
             except IndexError:  # behind the last row
                 return False
 
@@ -104,7 +96,7 @@ class View:
         """As maybe, without what only a filter says."""
         if self.base is None or self.base.exact:
             return self.maybe(key)
-        hi, lo = split_digest(key.digest)
+        hi, lo = key.digest_hi, key.digest_lo
         row = -1 if self.overlay is None else self.overlay.find(hi, lo)
         if row >= 0:
             return not self._marks[row]
@@ -135,13 +127,3 @@ class View:
         if in_base is None or self.overlay is None:
             return False
         return in_base.time_s > self.overlay.facts(row).time_s
-
-
-def _sieve(rows: Rows) -> bytes:
-    """A byte for each value of the first halves' low bits: 1 where a row has it.
-
-    A power of two of bytes, 8 to 16 a row, so one key in ten that has no row finds a 1.
-    """
-    found = np.zeros(8 << len(rows).bit_length() if len(rows) else 1, "u1")
-    found[(rows.digest_hi & np.uint64(len(found) - 1)).astype(np.intp)] = 1
-    return found.tobytes()

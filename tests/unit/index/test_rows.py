@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from s3ec.codec import Shape
-from s3ec.index.rows import COLUMNS, Facts, Rows, Tombstone, concat, merge, split_digest
+from s3ec.identity import split_digest
+from s3ec.index.rows import COLUMNS, Facts, Rows, Tombstone, concat, merge
 from tests.unit.index import columns
 from tests.unit.index.columns import Items, as_items, halves_of, rows_of, winners
 

@@ -15,8 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from s3ec.errors import CorruptEntryError
+from s3ec.identity import split_digest
 from s3ec.index import sealed, segment
-from s3ec.index.rows import Facts, Rows, Tombstone, split_digest
+from s3ec.index.rows import Facts, Rows, Tombstone
 from s3ec.index.segment import Segment, encode_segment, parse_segment
 from tests.unit.index import columns
 from tests.unit.index.columns import (
@@ -183,8 +184,8 @@ def test_slots_hold_few_rows_each() -> None:
         hi = random.integers(first << 56, (last + 1 << 56) - 1, 100_000, "<u8")
         rows = Rows.of_digests(np.sort(hi), np.arange(len(hi)))
         fences = safetensors.numpy.load(file_of(rows))["fences"]
-        assert np.diff(fences).max() < 50
-        assert len(fences) * 4 <= len(rows)  # bytes
+        assert np.diff(fences).max() < 25
+        assert len(fences) * 4 <= 2 * len(rows)  # bytes
 
 
 # -- files -------------------------------------------------------------------------------------
