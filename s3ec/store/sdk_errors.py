@@ -43,6 +43,26 @@ _TRANSIENT_CODES = frozenset(
         "XAmzContentSHA256Mismatch",
     }
 )
+# Refusals of the one who asks, whatever is asked for; a status below 400 is one as well.
+_GENERAL_CODES = frozenset(
+    {
+        "404",
+        "AccountProblem",
+        "AllAccessDisabled",
+        "AuthorizationHeaderMalformed",
+        "ExpiredToken",
+        "ExpiredTokenException",
+        "InvalidAccessKeyId",
+        "InvalidSecurity",
+        "InvalidToken",
+        "NoSuchBucket",
+        "NotSignedUp",
+        "RequestExpired",
+        "RequestTimeTooSkewed",
+        "SignatureDoesNotMatch",
+        "TokenRefreshRequired",
+    }
+)
 _NO_CREDENTIALS = (
     sdk.NoCredentialsError,
     sdk.PartialCredentialsError,
@@ -151,7 +171,7 @@ def _from_answer(exc: sdk.ClientError, what: str, region: str) -> S3ECError:
     if status == 412:
         return ConflictError(said)
     if status == 501:
-        return AccessError(f"{said}; {_FIXES['NotImplemented']}", code=code)
+        return AccessError(f"{said}; {_FIXES['NotImplemented']}", code=code, is_general=False)
     if status < 300 or status in (408, 409, 425, 429) or status >= 500:
         return UnavailableError(said)
     if code in _TRANSIENT_CODES:
@@ -162,7 +182,9 @@ def _from_answer(exc: sdk.ClientError, what: str, region: str) -> S3ECError:
     if status < 400:
         return AccessError(f"{said}; {_REDIRECT_FIX} (now {region})", code=code)
     fix = _FIXES.get(code) or (_DENIED_FIX if status in (401, 403) else "")
-    return AccessError(f"{said}; {fix}" if fix else said, code=code)
+    return AccessError(
+        f"{said}; {fix}" if fix else said, code=code, is_general=code in _GENERAL_CODES
+    )
 
 
 def _from_credential_service(exc: sdk.ClientError, what: str) -> S3ECError:
