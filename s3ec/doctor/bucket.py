@@ -91,7 +91,7 @@ def _mend_endpoint(patient: Patient, reason: str, where: str) -> str:
     if "certificate" in reason:
         return "name the authority's PEM file in `ca_bundle`"
     if "SSL" in reason or "WRONG_VERSION" in reason:
-        return "does the server speak TLS there? try http:// in `endpoint_url`"
+        return "does the server speak TLS there? if not, http:// in `endpoint_url` and `allow_http`"
     if "refused" in reason:
         return f"nothing listens at {where}: start the server, or correct `endpoint_url`"
     if "Name" in reason or "resolution" in reason:

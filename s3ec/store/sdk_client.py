@@ -6,7 +6,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import os
 import ssl
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,8 +30,9 @@ from botocore.httpsession import get_cert_path
 from botocore.utils import validate_region_name
 
 import s3ec
-from s3ec.errors import ConfigError
-from s3ec.settings import Settings
+from s3ec.corpus_url import is_plain_http_elsewhere
+from s3ec.errors import AccessError, ConfigError
+from s3ec.settings import PLAIN_HTTP, Settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +69,12 @@ def check_settings(settings: Settings) -> None:
     """Find at start-up what the SDK would find at the first request.
 
     Raises:
-        ConfigError: No such profile, not a region's name, not a file of certificates.
+        ConfigError: No such profile, not a region's name, not a file of certificates, plain http
+            to another machine.
     """
     quiet_sdk_logs()
     try:
-        _session(settings).get_scoped_config()
+        endpoint_url = _endpoint_url(settings, _session(settings).get_scoped_config())
     except ProfileNotFound as exc:
         raise ConfigError(
             f"`profile` (or AWS_PROFILE): {exc}; see ~/.aws/config and ~/.aws/credentials",
@@ -78,6 +82,8 @@ def check_settings(settings: Settings) -> None:
         ) from exc
     except BotoCoreError as exc:
         raise ConfigError(f"the SDK's shared configuration cannot be used: {exc}") from exc
+    if not settings.allow_http and is_plain_http_elsewhere(endpoint_url):
+        raise ConfigError(f"`allow_http`: {_not_encrypted(settings)}", field="allow_http")
     try:
         validate_region_name(settings.region)
     except InvalidRegionError as exc:
@@ -89,6 +95,19 @@ def check_settings(settings: Settings) -> None:
             raise ConfigError(
                 "`ca_bundle` is not a file of PEM certificates", field="ca_bundle"
             ) from exc
+
+
+def _endpoint_url(settings: Settings, profile: Mapping[str, Any]) -> str:
+    """The server that settings, environment or profile name, empty where none does."""
+    if settings.endpoint_url is not None:
+        return settings.endpoint_url
+    named = (os.environ.get(name) for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"))
+    return str(next(filter(None, named), None) or profile.get("endpoint_url") or "")
+
+
+def _not_encrypted(settings: Settings) -> str:
+    source = "the SDK's endpoint (AWS_ENDPOINT_URL, or of the profile)"
+    return PLAIN_HTTP.format("`endpoint_url`" if settings.endpoint_url else source)
 
 
 def quiet_sdk_logs() -> None:
@@ -110,6 +129,7 @@ async def open_client(settings: Settings, resources: contextlib.AsyncExitStack) 
 
     Raises:
         NoCredentialsError: The SDK's; there are none.
+        AccessError: Plain http to another machine that nobody has allowed.
     """
     core = _session(settings)
     if settings.role_arn:
@@ -119,7 +139,7 @@ async def open_client(settings: Settings, resources: contextlib.AsyncExitStack) 
         raise NoCredentialsError
     # Over HTTPS the checksum and TLS guard the body; hashing it for the signature as well would
     # cost more than the transfer. Over HTTP the signature is all there is.
-    over_tls = settings.endpoint_url is None or settings.endpoint_url.startswith("https:")
+    over_tls = not _endpoint_url(settings, core.get_scoped_config()).lower().startswith("http:")
     s3_options: dict[str, Any] = {"addressing_style": _addressing_style(settings)}
     if over_tls:
         s3_options["payload_signing_enabled"] = False
@@ -133,6 +153,9 @@ async def open_client(settings: Settings, resources: contextlib.AsyncExitStack) 
             config=_config(settings, s3=s3_options),
         )
     )
+    # Once more, where a section of services in the profile names the server.
+    if not settings.allow_http and is_plain_http_elsewhere(client.meta.endpoint_url):
+        raise AccessError(_not_encrypted(settings), code="PlainHttp")
     client.meta.events.register_last("before-call.s3", _drop_expect)
     client.meta.events.register_last("before-parameter-build.s3", _stay_in_region)
     roots = roots or core.get_config_variable("ca_bundle") or get_cert_path(True)
