@@ -33,6 +33,7 @@ import s3ec
 from s3ec.corpus_url import is_plain_http_elsewhere
 from s3ec.errors import AccessError, ConfigError
 from s3ec.settings import PLAIN_HTTP, Settings
+from s3ec.store.credentials import ChainCredentials
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +42,12 @@ class Opened:
 
     Attributes:
         client: The client.
-        credentials: The SDK's object that signs for it and renews itself as they expire.
+        credentials: What signs for it, and changes as they expire or are refused.
         roots: PEM file of the authorities it trusts.
     """
 
     client: Any
-    credentials: Any
+    credentials: ChainCredentials
     roots: str
 
 
@@ -125,18 +126,16 @@ def quiet_sdk_logs() -> None:
 async def open_client(settings: Settings, resources: contextlib.AsyncExitStack) -> Opened:
     """Make the S3 client and hand its closing to ``resources``.
 
-    Looks for credentials. Takes about 0.1 s of CPU the first time: the SDK's service model.
+    The first request looks for credentials. Takes about 0.1 s of CPU the first time: the SDK's
+    service model.
 
     Raises:
-        NoCredentialsError: The SDK's; there are none.
         AccessError: Plain http to another machine that nobody has allowed.
     """
     core = _session(settings)
-    if settings.role_arn:
-        core = await _with_role(core, settings)
-    credentials = await core.get_credentials()
-    if credentials is None:
-        raise NoCredentialsError
+    credentials = ChainCredentials(functools.partial(_find_credentials, settings))
+    resources.push_async_callback(credentials.close)
+    core.get_component("credential_provider").providers.insert(0, _Provider(credentials))
     # Over HTTPS the checksum and TLS guard the body; hashing it for the signature as well would
     # cost more than the transfer. Over HTTP the signature is all there is.
     over_tls = not _endpoint_url(settings, core.get_scoped_config()).lower().startswith("http:")
@@ -220,11 +219,18 @@ def _config(settings: Settings, **extra: Any) -> AioConfig:
     )
 
 
-async def _with_role(core: AioSession, settings: Settings) -> AioSession:
-    """A session whose credentials are those of the role, renewed as they expire."""
+async def _find_credentials(settings: Settings) -> Any:
+    """Walk the SDK's chain from its beginning; those of the role where one is set.
+
+    Raises:
+        NoCredentialsError: The SDK's; there are none.
+    """
+    core = _session(settings)
     source = await core.get_credentials()
     if source is None:
         raise NoCredentialsError
+    if not settings.role_arn:
+        return source
     fetcher = AioAssumeRoleCredentialFetcher(
         client_creator=functools.partial(
             core.create_client, region_name=settings.region, config=_config(settings)
@@ -233,24 +239,22 @@ async def _with_role(core: AioSession, settings: Settings) -> AioSession:
         role_arn=settings.role_arn,
         extra_args={"RoleSessionName": "s3ec"},
     )
-    assumed = _session(settings)
-    assumed.get_component("credential_provider").providers.insert(0, _RoleProvider(fetcher))
-    return assumed
+    return AioDeferredRefreshableCredentials(
+        refresh_using=fetcher.fetch_credentials, method="s3ec-assume-role"
+    )
 
 
-class _RoleProvider:
+class _Provider:
     """What botocore calls a credential provider: the first one that loads something wins."""
 
-    METHOD = "s3ec-assume-role"
+    METHOD = ChainCredentials.method
     CANONICAL_NAME = None
 
-    def __init__(self, fetcher: AioAssumeRoleCredentialFetcher) -> None:
-        self._fetcher = fetcher
+    def __init__(self, credentials: ChainCredentials) -> None:
+        self._credentials = credentials
 
-    async def load(self) -> AioDeferredRefreshableCredentials:
-        return AioDeferredRefreshableCredentials(
-            refresh_using=self._fetcher.fetch_credentials, method=self.METHOD
-        )
+    async def load(self) -> ChainCredentials:
+        return self._credentials
 
 
 def _drop_expect(params: dict[str, Any], **_: Any) -> None:

@@ -43,26 +43,29 @@ _TRANSIENT_CODES = frozenset(
         "XAmzContentSHA256Mismatch",
     }
 )
-# Refusals of the one who asks, whatever is asked for; a status below 400 is one as well.
-_GENERAL_CODES = frozenset(
+# Refusals that other credentials would end.
+CREDENTIAL_CODES = frozenset(
     {
-        "404",
-        "AccountProblem",
-        "AllAccessDisabled",
-        "AuthorizationHeaderMalformed",
         "ExpiredToken",
         "ExpiredTokenException",
         "InvalidAccessKeyId",
         "InvalidSecurity",
         "InvalidToken",
-        "NoSuchBucket",
-        "NotSignedUp",
-        "RequestExpired",
-        "RequestTimeTooSkewed",
         "SignatureDoesNotMatch",
         "TokenRefreshRequired",
     }
 )
+# Refusals of the one who asks, whatever is asked for; a status below 400 is one as well.
+_GENERAL_CODES = CREDENTIAL_CODES | {
+    "404",
+    "AccountProblem",
+    "AllAccessDisabled",
+    "AuthorizationHeaderMalformed",
+    "NoSuchBucket",
+    "NotSignedUp",
+    "RequestExpired",
+    "RequestTimeTooSkewed",
+}
 _NO_CREDENTIALS = (
     sdk.NoCredentialsError,
     sdk.PartialCredentialsError,
