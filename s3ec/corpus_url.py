@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from dataclasses import dataclass
 from typing import Literal, cast
@@ -98,3 +99,18 @@ def check_endpoint(value: str) -> str:
         # Without its text and trace: both repeat what was given.
         raise ValueError("the port is not a number from 0 to 65535") from None
     return value.rstrip("/")
+
+
+def is_plain_http_elsewhere(url: str) -> bool:
+    """Whether this is ``http://`` to what may be another machine.
+
+    Only addresses of loopback and the name ``localhost`` are this one for sure: what else a name
+    resolves to is for others to say, and can change.
+    """
+    parts = urlsplit(url)
+    if parts.scheme != "http" or parts.hostname == "localhost":
+        return False
+    try:
+        return not ipaddress.ip_address(parts.hostname or "").is_loopback
+    except ValueError:
+        return True

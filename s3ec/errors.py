@@ -37,16 +37,21 @@ class UnavailableError(S3ECError):
 class AccessError(S3ECError):
     """The store answered and refused: denied, expired, no such bucket, wrong region.
 
-    The caller logs it once and opens the breaker; meanwhile the entry is a miss.
-    Retrying without a change of credentials or policy is useless.
+    The caller logs it once; meanwhile the entry is a miss. Retrying without a change of
+    credentials or policy is useless.
 
     Attributes:
         code: The store's own error code, such as ``AccessDenied``.
+        is_general: Whether every other request would be refused too, whatever it asks for:
+            credentials, clock, certificate, region, no such bucket. The breaker opens for that.
+            Otherwise it was this request, its key or its kind: S3 denies an absent key to who
+            may not list, and a write to who may only read, and all else goes on.
     """
 
-    def __init__(self, message: str, *, code: str = "") -> None:
+    def __init__(self, message: str, *, code: str = "", is_general: bool = True) -> None:
         super().__init__(message)
         self.code = code
+        self.is_general = is_general
 
 
 class ConflictError(S3ECError):

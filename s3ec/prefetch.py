@@ -207,8 +207,7 @@ class Prefetcher:
         except (UnavailableError, TimeoutError, TierError) as exc:
             log.debug("fetch of %s: %s", want.key.digest.hex(), exc)
         except AccessError as exc:
-            self._counters.add("fetch.denied")
-            log.debug("fetch of %s: %s", want.key.digest.hex(), exc)
+            result = self._denied(want, exc)
         except Exception:
             # The top of a task: nothing above would report it, and a request waits for it.
             self._counters.add("internal_errors")
@@ -221,6 +220,19 @@ class Prefetcher:
             else:
                 self._end(place, result, self._clock() - started)
             self._start_some()
+
+    def _denied(self, want: Want, exc: AccessError) -> Fetched:
+        """A refusal of this key alone says no more than that it is not to be had.
+
+        To who may not list, S3 denies what is absent. Other keys may be there.
+        """
+        if not self._counters.get("fetch.denied"):
+            log.warning("an entry is denied and counts as a miss (logged once): %s", exc)
+        self._counters.add("fetch.denied")
+        if exc.is_general:
+            return Fetched(want, Outcome.UNAVAILABLE)
+        self._sources.index.forget(want.key)
+        return Fetched(want, Outcome.ABSENT)
 
     def _end(self, place: _Place, result: Fetched, seconds: float) -> None:
         want = place.want

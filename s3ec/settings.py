@@ -22,13 +22,24 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
-from s3ec.corpus_url import CorpusUrl, check_endpoint, check_prefix, parse_url
+from s3ec.corpus_url import (
+    CorpusUrl,
+    check_endpoint,
+    check_prefix,
+    is_plain_http_elsewhere,
+    parse_url,
+)
 
 ENV_PREFIX = "S3EC_"
 
+PLAIN_HTTP = (
+    "{} is http:// to another machine; take https://, or set `allow_http` to true on a network "
+    "that you trust"
+)
+
 # What says nothing about a corpus that `url` names.
-_OF_S3 = ("bucket", "prefix", "endpoint_url", "region", "addressing_style", "profile", "role_arn",
-          "sse", "sse_kms_key_id")  # fmt: skip
+_OF_S3 = ("bucket", "prefix", "endpoint_url", "region", "addressing_style", "allow_http", "profile",
+          "role_arn", "sse", "sse_kms_key_id")  # fmt: skip
 
 
 def _default_cache_dir() -> Path:
@@ -69,6 +80,12 @@ class Settings(BaseSettings):
         "auto",
         description="`path` puts the bucket into the path, `virtual` into the host name; `auto` "
         "takes `path` where `endpoint_url` is not Amazon's.",
+    )
+    allow_http: bool = Field(
+        False,
+        validate_default=True,
+        description="Take an `endpoint_url` of `http://` to another machine: whoever is on the way "
+        "can read and change what is sent. `127.0.0.1`, `::1` and `localhost` need no leave.",
     )
     profile: str | None = Field(None, description="Profile of the SDK's shared configuration.")
     role_arn: str | None = Field(None, description="Role to assume with the found credentials.")
@@ -174,6 +191,13 @@ class Settings(BaseSettings):
             raise ValueError("give the bucket's name alone; a folder inside it goes into `prefix`")
         if not value.startswith("arn:") and not re.fullmatch(r"[A-Za-z0-9._-]{3,255}", value):
             raise ValueError("a bucket name has 3 or more of letters, digits, `.`, `-` and `_`")
+        return value
+
+    @field_validator("allow_http")
+    @classmethod
+    def _check_plain_http(cls, value: bool, info: ValidationInfo) -> bool:
+        if not value and is_plain_http_elsewhere(info.data.get("endpoint_url") or ""):
+            raise ValueError(PLAIN_HTTP.format("`endpoint_url`"))
         return value
 
     @field_validator("ca_bundle")

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from s3ec.doctor.patient import Patient
 from s3ec.doctor.report import Outcome, fail, ok, skip, warn
 from s3ec.errors import AccessError, S3ECError
-from s3ec.store.base import Store
+from s3ec.store.base import Blob, Store
 from s3ec.store.open import PROBE_PREFIX
 
 WARN_SKEW_S = 60.0
@@ -91,7 +91,7 @@ def _mend_endpoint(patient: Patient, reason: str, where: str) -> str:
     if "certificate" in reason:
         return "name the authority's PEM file in `ca_bundle`"
     if "SSL" in reason or "WRONG_VERSION" in reason:
-        return "does the server speak TLS there? try http:// in `endpoint_url`"
+        return "does the server speak TLS there? if not, http:// in `endpoint_url` and `allow_http`"
     if "refused" in reason:
         return f"nothing listens at {where}: start the server, or correct `endpoint_url`"
     if "Name" in reason or "resolution" in reason:
@@ -163,13 +163,41 @@ def _is_address(host: str) -> bool:
 
 
 def read(patient: Patient) -> Outcome:
-    """Whether objects can be read."""
-    name = patient.first_object or f"{PROBE_PREFIX}absent"
+    """Whether objects can be read, and how an absent one is answered."""
+    if patient.first_object is not None:
+        try:
+            _read(patient, patient.first_object)
+        except S3ECError as exc:
+            return outcome_of(exc, "s3:GetObject")
     try:
-        blob = patient.ask_store(lambda store: store.get_range(name, 0, 1))
+        blob = _read(patient, f"{PROBE_PREFIX}absent")
     except S3ECError as exc:
-        return outcome_of(exc, "s3:GetObject")
+        if not isinstance(exc, AccessError) or exc.is_general:
+            return outcome_of(exc, "s3:GetObject")
+        return _denied_if_absent(patient)
+    if patient.first_object is not None:
+        return ok("allowed; an object was read")
     if blob is None:
         code = " with 404" if patient.settings.url is None else " as absent"
         return ok(f"allowed; an absent object is answered{code}")
     return ok("allowed; an object was read")
+
+
+def _read(patient: Patient, name: str) -> Blob | None:
+    return patient.ask_store(lambda store: store.get_range(name, 0, 1))
+
+
+def _denied_if_absent(patient: Patient) -> Outcome:
+    """S3 says whether an object is absent to those only who may list the bucket."""
+    listing = (
+        "allow s3:ListBucket on the bucket itself (without a condition on `s3:prefix`), so that "
+        "an absent object is answered with 404"
+    )
+    if patient.first_object is None:
+        return fail(
+            "an object that is not there is denied (403); so may be those that will be",
+            f"allow s3:GetObject on the objects for these credentials; and {listing}",
+        )
+    return warn(
+        "an object was read, but an absent one is denied (403): missing s3:ListBucket", listing
+    )

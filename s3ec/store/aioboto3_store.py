@@ -14,28 +14,24 @@ import asyncio
 import base64
 import contextlib
 import io
+import time
 import zlib
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from botocore.exceptions import ClientError, NoCredentialsError
+from botocore.exceptions import ClientError
 
-from s3ec.errors import UnavailableError
+from s3ec.errors import AccessError, UnavailableError
 from s3ec.settings import Settings
 from s3ec.store.base import Blob, ObjectInfo, check_folder, check_name, check_range, content_type_of
 from s3ec.store.replies import Extend, Reply, SdkReply, read_body
 from s3ec.store.sdk_client import Opened, check_settings, open_client
-from s3ec.store.sdk_errors import boundary, code_of, is_absent, status_of
+from s3ec.store.sdk_errors import CREDENTIAL_CODES, boundary, code_of, is_absent, status_of
 from s3ec.store.turns import Turns
 
 # A page of a listing: 1000 entries of a name of up to 1 KiB each, in XML.
 _PAGE_BYTES = 2**21
-# Finding credentials can ask an instance's metadata, run a program or assume a role.
-_OPEN_TIMEOUT_S = 30.0
-# Where there are no credentials, nobody looks for some sooner than after this: to ask an instance
-# for its role takes seconds where there is none.
-_LOOK_AGAIN_S = 5.0
 _CHECKSUM_REFUSED = frozenset({"InvalidArgument", "InvalidRequest", "NotImplemented"})
 
 
@@ -81,7 +77,6 @@ class Aioboto3Store:
         self._opening = asyncio.Lock()
         self._resources = contextlib.AsyncExitStack()
         self._opened: Opened | None = None
-        self._look_again_at_s = 0.0
         self._send_checksum = True
 
     def __repr__(self) -> str:
@@ -200,12 +195,19 @@ class Aioboto3Store:
     @contextlib.asynccontextmanager
     async def _turn(self, what: str) -> AsyncIterator[Turn]:
         """The client, one of the places, a deadline and the error boundary around one request."""
-        with boundary(what, self._region):
-            client = await self._open()
-            # The pool has as many connections as there are places, so nothing waits behind the
-            # deadline for a connection.
-            async with self._turns.take(what) as extend:
-                yield Turn(client, extend)
+        asked_s = time.monotonic()
+        try:
+            with boundary(what, self._region):
+                client = await self._open()
+                # The pool has as many connections as there are places, so nothing waits behind
+                # the deadline for a connection.
+                async with self._turns.take(what) as extend:
+                    asked_s = time.monotonic()
+                    yield Turn(client, extend)
+        except AccessError as exc:
+            if exc.code in CREDENTIAL_CODES and self._opened is not None:
+                self._opened.credentials.refused(exc.code, asked_s)
+            raise
 
     async def _open(self) -> Any:
         self._turns.check_loop()
@@ -213,15 +215,7 @@ class Aioboto3Store:
             if self._turns.is_closed:
                 raise RuntimeError("the store is closed")
             if self._opened is None:
-                loop = asyncio.get_running_loop()
-                if loop.time() < self._look_again_at_s:
-                    raise NoCredentialsError
-                try:
-                    async with asyncio.timeout(_OPEN_TIMEOUT_S):
-                        self._opened = await self._connect()
-                except NoCredentialsError:
-                    self._look_again_at_s = loop.time() + _LOOK_AGAIN_S
-                    raise
+                self._opened = await self._connect()
             return self._opened.client
 
     async def _connect(self) -> Opened:

@@ -125,9 +125,9 @@ def _translate(text: str, what: str, operation: str) -> ClientError | S3ECError:
 
 
 def _answer(status: int, body: str, operation: str) -> ClientError:
-    """What botocore makes of such an answer; it reads these elements of the XML and no other."""
+    """What botocore makes of such an answer; these elements of the XML are used, and no other."""
     error = {}
-    for name in ("Code", "Message", "Region"):
+    for name in ("Code", "Message", "Region", "ServerTime"):
         if found := re.search(f"<{name}>([^<]*)</{name}>", body):
             error[name] = html.unescape(found[1])
     response = {

@@ -33,10 +33,14 @@ class RealFolder:
         """
         if _UNFINISHED.search(key):
             raise AccessError(
-                "a file's name may not end with `#` and digits", code="NameNotSupported"
+                "a file's name may not end with `#` and digits",
+                code="NameNotSupported",
+                is_general=False,
             )
         if self._leads_over_link(key.split("/"), {}):
-            raise AccessError("symbolic links are not followed", code="SymbolicLink")
+            raise AccessError(
+                "symbolic links are not followed", code="SymbolicLink", is_general=False
+            )
 
     def real(self, keys: Iterable[str]) -> set[str]:
         """Those of some names that lead over no link."""

@@ -6,7 +6,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import os
 import ssl
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,8 +30,10 @@ from botocore.httpsession import get_cert_path
 from botocore.utils import validate_region_name
 
 import s3ec
-from s3ec.errors import ConfigError
-from s3ec.settings import Settings
+from s3ec.corpus_url import is_plain_http_elsewhere
+from s3ec.errors import AccessError, ConfigError
+from s3ec.settings import PLAIN_HTTP, Settings
+from s3ec.store.credentials import ChainCredentials
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +42,12 @@ class Opened:
 
     Attributes:
         client: The client.
-        credentials: The SDK's object that signs for it and renews itself as they expire.
+        credentials: What signs for it, and changes as they expire or are refused.
         roots: PEM file of the authorities it trusts.
     """
 
     client: Any
-    credentials: Any
+    credentials: ChainCredentials
     roots: str
 
 
@@ -66,11 +70,12 @@ def check_settings(settings: Settings) -> None:
     """Find at start-up what the SDK would find at the first request.
 
     Raises:
-        ConfigError: No such profile, not a region's name, not a file of certificates.
+        ConfigError: No such profile, not a region's name, not a file of certificates, plain http
+            to another machine.
     """
     quiet_sdk_logs()
     try:
-        _session(settings).get_scoped_config()
+        endpoint_url = _endpoint_url(settings, _session(settings).get_scoped_config())
     except ProfileNotFound as exc:
         raise ConfigError(
             f"`profile` (or AWS_PROFILE): {exc}; see ~/.aws/config and ~/.aws/credentials",
@@ -78,6 +83,8 @@ def check_settings(settings: Settings) -> None:
         ) from exc
     except BotoCoreError as exc:
         raise ConfigError(f"the SDK's shared configuration cannot be used: {exc}") from exc
+    if not settings.allow_http and is_plain_http_elsewhere(endpoint_url):
+        raise ConfigError(f"`allow_http`: {_not_encrypted(settings)}", field="allow_http")
     try:
         validate_region_name(settings.region)
     except InvalidRegionError as exc:
@@ -89,6 +96,19 @@ def check_settings(settings: Settings) -> None:
             raise ConfigError(
                 "`ca_bundle` is not a file of PEM certificates", field="ca_bundle"
             ) from exc
+
+
+def _endpoint_url(settings: Settings, profile: Mapping[str, Any]) -> str:
+    """The server that settings, environment or profile name, empty where none does."""
+    if settings.endpoint_url is not None:
+        return settings.endpoint_url
+    named = (os.environ.get(name) for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"))
+    return str(next(filter(None, named), None) or profile.get("endpoint_url") or "")
+
+
+def _not_encrypted(settings: Settings) -> str:
+    source = "the SDK's endpoint (AWS_ENDPOINT_URL, or of the profile)"
+    return PLAIN_HTTP.format("`endpoint_url`" if settings.endpoint_url else source)
 
 
 def quiet_sdk_logs() -> None:
@@ -106,20 +126,19 @@ def quiet_sdk_logs() -> None:
 async def open_client(settings: Settings, resources: contextlib.AsyncExitStack) -> Opened:
     """Make the S3 client and hand its closing to ``resources``.
 
-    Looks for credentials. Takes about 0.1 s of CPU the first time: the SDK's service model.
+    The first request looks for credentials. Takes about 0.1 s of CPU the first time: the SDK's
+    service model.
 
     Raises:
-        NoCredentialsError: The SDK's; there are none.
+        AccessError: Plain http to another machine that nobody has allowed.
     """
     core = _session(settings)
-    if settings.role_arn:
-        core = await _with_role(core, settings)
-    credentials = await core.get_credentials()
-    if credentials is None:
-        raise NoCredentialsError
+    credentials = ChainCredentials(functools.partial(_find_credentials, settings))
+    resources.push_async_callback(credentials.close)
+    core.get_component("credential_provider").providers.insert(0, _Provider(credentials))
     # Over HTTPS the checksum and TLS guard the body; hashing it for the signature as well would
     # cost more than the transfer. Over HTTP the signature is all there is.
-    over_tls = settings.endpoint_url is None or settings.endpoint_url.startswith("https:")
+    over_tls = not _endpoint_url(settings, core.get_scoped_config()).lower().startswith("http:")
     s3_options: dict[str, Any] = {"addressing_style": _addressing_style(settings)}
     if over_tls:
         s3_options["payload_signing_enabled"] = False
@@ -133,6 +152,9 @@ async def open_client(settings: Settings, resources: contextlib.AsyncExitStack) 
             config=_config(settings, s3=s3_options),
         )
     )
+    # Once more, where a section of services in the profile names the server.
+    if not settings.allow_http and is_plain_http_elsewhere(client.meta.endpoint_url):
+        raise AccessError(_not_encrypted(settings), code="PlainHttp")
     client.meta.events.register_last("before-call.s3", _drop_expect)
     client.meta.events.register_last("before-parameter-build.s3", _stay_in_region)
     roots = roots or core.get_config_variable("ca_bundle") or get_cert_path(True)
@@ -197,11 +219,18 @@ def _config(settings: Settings, **extra: Any) -> AioConfig:
     )
 
 
-async def _with_role(core: AioSession, settings: Settings) -> AioSession:
-    """A session whose credentials are those of the role, renewed as they expire."""
+async def _find_credentials(settings: Settings) -> Any:
+    """Walk the SDK's chain from its beginning; those of the role where one is set.
+
+    Raises:
+        NoCredentialsError: The SDK's; there are none.
+    """
+    core = _session(settings)
     source = await core.get_credentials()
     if source is None:
         raise NoCredentialsError
+    if not settings.role_arn:
+        return source
     fetcher = AioAssumeRoleCredentialFetcher(
         client_creator=functools.partial(
             core.create_client, region_name=settings.region, config=_config(settings)
@@ -210,24 +239,22 @@ async def _with_role(core: AioSession, settings: Settings) -> AioSession:
         role_arn=settings.role_arn,
         extra_args={"RoleSessionName": "s3ec"},
     )
-    assumed = _session(settings)
-    assumed.get_component("credential_provider").providers.insert(0, _RoleProvider(fetcher))
-    return assumed
+    return AioDeferredRefreshableCredentials(
+        refresh_using=fetcher.fetch_credentials, method="s3ec-assume-role"
+    )
 
 
-class _RoleProvider:
+class _Provider:
     """What botocore calls a credential provider: the first one that loads something wins."""
 
-    METHOD = "s3ec-assume-role"
+    METHOD = ChainCredentials.method
     CANONICAL_NAME = None
 
-    def __init__(self, fetcher: AioAssumeRoleCredentialFetcher) -> None:
-        self._fetcher = fetcher
+    def __init__(self, credentials: ChainCredentials) -> None:
+        self._credentials = credentials
 
-    async def load(self) -> AioDeferredRefreshableCredentials:
-        return AioDeferredRefreshableCredentials(
-            refresh_using=self._fetcher.fetch_credentials, method=self.METHOD
-        )
+    async def load(self) -> ChainCredentials:
+        return self._credentials
 
 
 def _drop_expect(params: dict[str, Any], **_: Any) -> None:

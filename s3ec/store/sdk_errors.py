@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import ssl
+import time
 from collections.abc import Callable, Iterator
+from datetime import datetime
+from email.utils import parsedate_to_datetime
 from typing import Any
 
 import aiohttp
@@ -43,6 +46,29 @@ _TRANSIENT_CODES = frozenset(
         "XAmzContentSHA256Mismatch",
     }
 )
+# Refusals that other credentials would end.
+CREDENTIAL_CODES = frozenset(
+    {
+        "ExpiredToken",
+        "ExpiredTokenException",
+        "InvalidAccessKeyId",
+        "InvalidSecurity",
+        "InvalidToken",
+        "SignatureDoesNotMatch",
+        "TokenRefreshRequired",
+    }
+)
+# Refusals of the one who asks, whatever is asked for; a status below 400 is one as well.
+_GENERAL_CODES = CREDENTIAL_CODES | {
+    "404",
+    "AccountProblem",
+    "AllAccessDisabled",
+    "AuthorizationHeaderMalformed",
+    "NoSuchBucket",
+    "NotSignedUp",
+    "RequestExpired",
+    "RequestTimeTooSkewed",
+}
 _NO_CREDENTIALS = (
     sdk.NoCredentialsError,
     sdk.PartialCredentialsError,
@@ -79,10 +105,15 @@ _FIXES = {
     "NotImplemented": "the server lacks a feature that the request asked for",
 }
 _REDIRECT_FIX = "the endpoint redirects, correct `endpoint_url` or `region`"
-_DENIED_FIX = (
-    "allow this identity s3:GetObject, s3:PutObject and s3:ListBucket here (without the last, "
-    "S3 answers 403 for missing objects too)"
-)
+_READ = "s3:GetObject, and s3:ListBucket without which S3 answers 403 for an absent object too"
+# What an operation needs; named alone where it is known what was denied.
+_ACTIONS = {
+    "GetObject": _READ,
+    "HeadObject": _READ,
+    "PutObject": "s3:PutObject",
+    "DeleteObject": "s3:DeleteObject",
+    "ListObjectsV2": "s3:ListBucket",
+}
 
 
 @contextlib.contextmanager
@@ -151,7 +182,7 @@ def _from_answer(exc: sdk.ClientError, what: str, region: str) -> S3ECError:
     if status == 412:
         return ConflictError(said)
     if status == 501:
-        return AccessError(f"{said}; {_FIXES['NotImplemented']}", code=code)
+        return AccessError(f"{said}; {_FIXES['NotImplemented']}", code=code, is_general=False)
     if status < 300 or status in (408, 409, 425, 429) or status >= 500:
         return UnavailableError(said)
     if code in _TRANSIENT_CODES:
@@ -161,8 +192,14 @@ def _from_answer(exc: sdk.ClientError, what: str, region: str) -> S3ECError:
         return AccessError(f"{said}; the bucket is in region {right}, set `region`", code=code)
     if status < 400:
         return AccessError(f"{said}; {_REDIRECT_FIX} (now {region})", code=code)
-    fix = _FIXES.get(code) or (_DENIED_FIX if status in (401, 403) else "")
-    return AccessError(f"{said}; {fix}" if fix else said, code=code)
+    fix = _FIXES.get(code, "")
+    if code == "RequestTimeTooSkewed":
+        fix += _skew(exc.response)
+    elif not fix and status in (401, 403):
+        fix = f"allow this identity {_ACTIONS.get(exc.operation_name, 's3:ListBucket')}"
+    return AccessError(
+        f"{said}; {fix}" if fix else said, code=code, is_general=code in _GENERAL_CODES
+    )
 
 
 def _from_credential_service(exc: sdk.ClientError, what: str) -> S3ECError:
@@ -173,6 +210,29 @@ def _from_credential_service(exc: sdk.ClientError, what: str) -> S3ECError:
     if status == 429 or status >= 500 or code in _TRANSIENT_CODES:
         return UnavailableError(said)
     return AccessError(f"{said}; correct `role_arn` or the credentials it needs", code=code)
+
+
+def _skew(response: Any) -> str:
+    """How far this machine's clock is off by the refusal's own words; empty where it has none.
+
+    S3 names its time in the body. The SDK does not correct signatures by it, nor does obstore.
+    """
+    told = response.get("Error", {}).get("ServerTime", "")
+    told_s = _unix_s(told) or _unix_s(
+        response.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("date", "")
+    )
+    if told_s is None:
+        return ""
+    ahead_s = time.time() - told_s
+    side = "ahead of" if ahead_s > 0 else "behind"
+    return f", it is {abs(ahead_s):.0f} s {side} the server's"
+
+
+def _unix_s(text: str) -> float | None:
+    for read in (datetime.fromisoformat, parsedate_to_datetime):
+        with contextlib.suppress(ValueError):
+            return read(text).timestamp()
+    return None
 
 
 def _right_region(response: Any) -> str:

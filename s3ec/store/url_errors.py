@@ -79,7 +79,9 @@ def _translate(exc: Exception, what: str) -> S3ECError:
         said = f"{what}: {errno.errorcode.get(number, number)} ({fault.said})"
         if number in _REFUSED:
             return AccessError(
-                f"{said}; give this user the right to do that", code=errno.errorcode[number]
+                f"{said}; give this user the right to do that",
+                code=errno.errorcode[number],
+                is_general=False,
             )
         return UnavailableError(said)
     if fault.status is not None:
@@ -92,6 +94,7 @@ def _denied(fault: Fault, what: str) -> AccessError:
     return AccessError(
         f"{what}: refused{status}; allow these credentials to read, list and create objects here",
         code=str(fault.status or "PermissionDenied"),
+        is_general=fault.status == 401,
     )
 
 
@@ -115,5 +118,7 @@ def _no_answer(exc: Exception, fault: Fault, what: str) -> S3ECError:
     if fault.kind is not None:
         return UnavailableError(f"{what}: no answer ({fault.kind.lower()})")
     if isinstance(exc, (ValueError, NotImplementedError, obs.NotSupportedError)):
-        return AccessError(f"{what}: {fault.said}; obstore cannot do that", code="NotSupported")
+        return AccessError(
+            f"{what}: {fault.said}; obstore cannot do that", code="NotSupported", is_general=False
+        )
     return UnavailableError(f"{what}: {fault.said or 'obstore failed without a reason'}")

@@ -221,7 +221,9 @@ class UrlStore:
             try:
                 await asyncio.to_thread(self._folder.require, key)
             except AccessError as exc:
-                raise AccessError(f"{what}: {exc}", code=exc.code) from exc
+                raise AccessError(
+                    f"{what}: {exc}", code=exc.code, is_general=exc.is_general
+                ) from exc
 
     async def _get_object(
         self, turn: Turn, key: str, what: str, wanted: tuple[int, int] | None = None

@@ -21,14 +21,17 @@ class Identity:
 
     Attributes:
         name: Unique in the server.
-        actions: SeaweedFS actions, ``Read`` or ``Read:bucket`` for one bucket only; a reader
-            without ``List`` gets 403, not 404, for a missing key.
+        actions: SeaweedFS actions, ``Read`` or ``Read:bucket`` for one bucket only. ``Write``
+            deletes as well. A reader without ``List`` gets 404 for a missing key, and not the
+            403 of S3.
+        may: IAM actions such as ``s3:PutObject``, on all buckets; in place of ``actions``.
         access_key: Random unless given.
         secret_key: Random unless given; never in a repr.
     """
 
     name: str
     actions: tuple[str, ...] = ALL_ACTIONS
+    may: tuple[str, ...] = field(default=(), kw_only=True)
     access_key: str = field(default_factory=lambda: "S3EC" + secrets.token_hex(8).upper())
     secret_key: str = field(default_factory=lambda: secrets.token_urlsafe(30), repr=False)
 

@@ -331,14 +331,25 @@ def _identities_json(identities: Sequence[Identity]) -> dict[str, Any]:
         "identities": [
             {
                 "name": identity.name,
-                "actions": list(identity.actions),
+                "actions": [] if identity.may else list(identity.actions),
+                "policyNames": [identity.name] if identity.may else [],
                 "credentials": [
                     {"accessKey": identity.access_key, "secretKey": identity.secret_key}
                 ],
             }
             for identity in identities
-        ]
+        ],
+        "policies": [
+            {"name": identity.name, "content": _policy_json(identity.may)}
+            for identity in identities
+            if identity.may
+        ],
     }
+
+
+def _policy_json(actions: Sequence[str]) -> str:
+    statement = {"Effect": "Allow", "Action": list(actions), "Resource": "arn:aws:s3:::*"}
+    return json.dumps({"Version": "2012-10-17", "Statement": [statement]})
 
 
 def _last_words(run_dir: Path) -> str:

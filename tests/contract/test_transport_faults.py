@@ -136,7 +136,7 @@ STATUS_FAULTS = {
     "502 page": (faults.html_page(502), UnavailableError, "502"),
     "429": (faults.Answer(429), UnavailableError, "429"),
     "409": (faults.s3_error(409, "OperationAborted"), UnavailableError, "409"),
-    "403": (faults.s3_error(403, "AccessDenied"), AccessError, "403.*s3:ListBucket"),
+    "403": (faults.s3_error(403, "AccessDenied"), AccessError, "403.*allow this identity s3:"),
     "401": (faults.Answer(401), AccessError, "401"),
     "400": (faults.s3_error(400, "ExpiredToken"), AccessError, "400"),
     "301": (faults.s3_error(301, "PermanentRedirect", headers=REGION), AccessError, "eu-north-1"),

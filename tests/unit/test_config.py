@@ -97,9 +97,10 @@ def test_every_setting_can_come_from_every_source(
     values = {
         "bucket": "corpus",
         "prefix": "a/b",
-        "endpoint_url": "http://127.0.0.1:8333",
+        "endpoint_url": "http://10.0.0.7:8333",
         "region": "eu-west-1",
         "addressing_style": "path",
+        "allow_http": "true",
         "profile": "p",
         "role_arn": "arn:aws:iam::1:role/r",
         "ca_bundle": str(bundle),
@@ -524,7 +525,38 @@ def test_an_endpoint_is_refused_or_plain(url: str) -> None:
 
 
 def test_the_endpoint_loses_its_trailing_slash() -> None:
-    assert settings_of(endpoint_url="http://host:8333/").endpoint_url == "http://host:8333"
+    assert settings_of(endpoint_url="https://host:8333/").endpoint_url == "https://host:8333"
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://minio:9000",
+        "http://10.0.0.7:9000",
+        "http://0.0.0.0:9000",
+        "http://[fd00::7]:9000",
+        # Names and spellings that lead to this machine at most for some resolvers.
+        "HTTP://localhost.example.org",
+        "http://minio.localhost:9000",
+        "http://127.0.0.1.example.org",
+        "http://127.1:9000",
+        "http://2130706433",
+    ],
+)
+def test_plain_http_to_another_machine_needs_leave(url: str) -> None:
+    exc = refusal(endpoint_url=url)
+    assert exc.field == "allow_http"
+    assert "`endpoint_url` is http://" in str(exc)
+    assert "https://" in str(exc)
+    assert settings_of(endpoint_url=url, allow_http=True).endpoint_url == url
+    assert settings_of(endpoint_url=url.lower().replace("http:", "https:")).allow_http is False
+
+
+@pytest.mark.parametrize(
+    "url", ["http://127.0.0.1:8333", "http://127.8.9.1", "http://[::1]:9000", "http://LOCALHOST:9"]
+)
+def test_plain_http_to_this_machine_needs_no_leave(url: str) -> None:
+    assert settings_of(endpoint_url=url).endpoint_url == url
 
 
 # -- the cache folder --------------------------------------------------------------------------
@@ -587,12 +619,12 @@ def test_the_sdks_credentials_are_in_no_text(
         ({"endpoint_url": "https://S3.EU-WEST-1.AMAZONAWS.COM:443"}, None),
         ({"endpoint_url": "https://s3.cn-north-1.amazonaws.com.cn"}, None),
         ({"endpoint_url": "http://127.0.0.1:8333"}, True),
-        ({"endpoint_url": "http://minio"}, True),
+        ({"endpoint_url": "https://minio"}, True),
         ({"endpoint_url": "https://amazonaws.com.example.org"}, True),
         ({"endpoint_url": "https://notamazonaws.com"}, True),
         ({"addressing_style": "path"}, True),
         ({"addressing_style": "virtual"}, False),
-        ({"endpoint_url": "http://minio", "addressing_style": "virtual"}, False),
+        ({"endpoint_url": "https://minio", "addressing_style": "virtual"}, False),
     ],
 )
 def test_path_style_is_taken_where_the_server_is_not_amazons(

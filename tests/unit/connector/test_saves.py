@@ -575,7 +575,7 @@ def test_spoiled_entry_is_set_aside_and_never_uploaded(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "other",
-    [{"model": "b"}, {"bucket": "another"}, {"prefix": "b"}, {"endpoint_url": "http://b:9000"}],
+    [{"model": "b"}, {"bucket": "another"}, {"prefix": "b"}, {"endpoint_url": "https://b:9000"}],
 )
 def test_entries_of_another_model_or_for_another_bucket_are_left_alone(
     tmp_path: Path, other: dict[str, str]

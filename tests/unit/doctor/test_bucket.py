@@ -118,7 +118,7 @@ def test_endpoint_that_answers_is_named_with_its_server(make_patient: MakePatien
     [
         ("http://127.0.0.1:{closed}", "refused", "nothing listens"),
         ("https://127.0.0.1:{open}", "SSL", "http://"),
-        ("http://no-such-host.invalid", "", "host name is unknown"),
+        ("https://no-such-host.invalid", "", "host name is unknown"),
     ],
 )
 def test_unreachable_endpoint_fails_with_the_reason(

@@ -2,12 +2,14 @@
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from s3ec.config import load_settings
-from s3ec.store.sdk_client import Address, address_of, open_client
+from s3ec.errors import AccessError, ConfigError
+from s3ec.store.sdk_client import Address, address_of, check_settings, open_client
 
 BUCKET = "my-corpus"
 
@@ -32,14 +34,19 @@ BUCKET = "my-corpus"
             "https://my-corpus.s3.dualstack.eu-west-1.amazonaws.com",
         ),
         (
-            {"region": "r", "endpoint_url": "http://minio:9000"},
+            {"region": "r", "endpoint_url": "https://minio:9000"},
             {},
-            "http://minio:9000/my-corpus",
+            "https://minio:9000/my-corpus",
         ),
         (
-            {"region": "r", "endpoint_url": "http://minio:9000", "addressing_style": "virtual"},
+            {"region": "r", "endpoint_url": "https://minio:9000", "addressing_style": "virtual"},
             {},
-            "http://my-corpus.minio:9000",
+            "https://my-corpus.minio:9000",
+        ),
+        (
+            {"region": "r", "allow_http": "true"},
+            {"AWS_ENDPOINT_URL": "http://minio:9000"},
+            "http://minio:9000/my-corpus",
         ),
         (
             {"region": "r"},
@@ -64,11 +71,47 @@ async def test_address_is_where_the_sdk_sends_and_nothing_is_sent(
     assert address == Address(expected, settings["region"], "s3")
 
 
-async def test_address_of_an_access_point_has_the_region_of_its_name(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.fixture
+def keys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "k")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "s")
+
+
+PROFILE = "[profile plain]\nendpoint_url = http://minio:9000\n"
+SERVICES = (
+    "[profile plain]\naws_access_key_id = k\naws_secret_access_key = s\nservices = s\n"
+    "[services s]\ns3 =\n  endpoint_url = http://minio:9000\n"
+)
+
+
+@pytest.mark.parametrize("name", ["AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_CONFIG_FILE"])
+def test_plain_http_of_the_sdks_own_configuration_needs_leave_too(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "config").write_text(PROFILE)
+    monkeypatch.setenv(
+        name, str(tmp_path / "config") if name == "AWS_CONFIG_FILE" else "http://minio:9000"
+    )
+    asked = {"bucket": BUCKET, "region": "r", "profile": "plain"}
+    if name != "AWS_CONFIG_FILE":
+        del asked["profile"]
+    with pytest.raises(ConfigError, match=r"AWS_ENDPOINT_URL.*https://") as caught:
+        check_settings(load_settings(asked).settings)
+    assert caught.value.field == "allow_http"
+    check_settings(load_settings({**asked, "allow_http": True}).settings)
+
+
+async def test_plain_http_of_a_profiles_services_is_found_before_the_first_request(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "config").write_text(SERVICES)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    with pytest.raises(AccessError, match="allow_http") as caught:
+        await _address(bucket=BUCKET, region="r", profile="plain")
+    assert caught.value.is_general
+
+
+async def test_address_of_an_access_point_has_the_region_of_its_name(keys: None) -> None:
     name = "arn:aws:s3:eu-west-1:123456789012:accesspoint/corpus"
     assert await _address(bucket=name, region="us-east-1") == Address(
         "https://corpus-123456789012.s3-accesspoint.eu-west-1.amazonaws.com", "eu-west-1", "s3"

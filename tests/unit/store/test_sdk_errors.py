@@ -77,6 +77,37 @@ def test_answer_maps_by_status_then_code(status: int, code: str, kind: type[S3EC
 
 
 @pytest.mark.parametrize(
+    ("exc", "is_general"),
+    [
+        (answer(403, "AccessDenied"), False),
+        (answer(403, "403", operation="HeadObject"), False),
+        (answer(400, "KeyTooLongError"), False),
+        (answer(400, "InvalidRequest", operation="PutObject"), False),
+        (answer(400, "KMS.DisabledException", operation="PutObject"), False),
+        (answer(501, "NotImplemented"), False),
+        (answer(403, "InvalidAccessKeyId"), True),
+        (answer(403, "SignatureDoesNotMatch"), True),
+        (answer(403, "RequestTimeTooSkewed"), True),
+        (answer(400, "ExpiredToken"), True),
+        (answer(404, "NoSuchBucket"), True),
+        (answer(404, "404", operation="ListObjectsV2"), True),
+        (answer(301, "PermanentRedirect"), True),
+        (answer(403, "AccessDenied", headers={"x-amz-bucket-region": "eu-west-1"}), True),
+        (answer(403, "AccessDenied", operation="AssumeRole"), True),
+        (sdk.NoCredentialsError(), True),
+        (ssl.SSLCertVerificationError("self-signed"), True),
+    ],
+    ids=str,
+)
+def test_a_refusal_tells_whether_others_would_be_refused_too(
+    exc: Exception, is_general: bool
+) -> None:
+    error = translated(exc)
+    assert isinstance(error, AccessError)
+    assert error.is_general is is_general
+
+
+@pytest.mark.parametrize(
     ("exc", "kind"),
     [
         (sdk.EndpointConnectionError(**URL, error="refused"), UnavailableError),

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Credentials that change under a running engine: looked for again when a server refuses them.
+
+The SDK renews what comes with an expiry, and nothing else: a shared credentials file, a rotated
+key, a session that was revoked are read once per process. It also asks a credential service that
+does not answer once per request, and each request waits for that. Here the chain is asked by one
+task at a time, seldom, and who needs what it is about to say waits for a bounded time.
+Checked with aiobotocore 2.25.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from botocore.exceptions import CredentialRetrievalError
+
+from s3ec.errors import UnavailableError
+
+log = logging.getLogger(__name__)
+
+# The chain is asked at most so often: to ask an instance for its role takes seconds where there
+# is none, and what is refused stays so until somebody does something.
+_LOOK_EVERY_S = 5.0
+# A request waits so long for credentials that are being looked for, and the look itself so long.
+_PATIENCE_S = 5.0
+_LONGEST_LOOK_S = 30.0
+# Sooner before their end than this, what is there is not used without asking.
+_LAST_S = 60
+
+
+class ChainCredentials:
+    """What signs all requests of one store; stands where the SDK wants credentials.
+
+    One event loop's. Of the SDK's own objects it needs ``get_frozen_credentials``, and
+    ``refresh_needed`` where they expire.
+
+    Args:
+        find: Walks the SDK's chain; raises what the SDK raises, NoCredentialsError where there
+            are none.
+        clock: Monotonic seconds.
+    """
+
+    method = "s3ec"
+
+    def __init__(
+        self, find: Callable[[], Awaitable[Any]], *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._find = find
+        self._clock = clock
+        self._found: Any = None
+        self._frozen: Any = None
+        self._since_s = 0.0  # when those came into use
+        self._refused = ""  # the server's code; empty while they are good
+        self._told: Any = None  # those of which the log says that there are no others
+        self._problem: Exception | None = None
+        self._asked_s = float("-inf")
+        self._asking: asyncio.Task[None] | None = None
+
+    def __repr__(self) -> str:
+        return f"ChainCredentials({getattr(self._found, 'method', None)})"
+
+    async def get_account_id(self) -> None:
+        """What the SDK asks for endpoints that are made of an account's id; S3 has none."""
+
+    def get_deferred_property(self, name: str) -> Callable[[], None]:
+        """As get_account_id, at set-up."""
+        return lambda: None
+
+    async def get_frozen_credentials(self) -> Any:
+        """Access key, secret key and token of this moment, the SDK's tuple.
+
+        Raises:
+            BotoCoreError, ClientError: The SDK's: the chain has none, or its source refuses.
+            UnavailableError: The chain takes longer than a request waits; the look goes on.
+        """
+        waited_s = self._clock() - self._asked_s
+        if self._is_usable():
+            if waited_s >= _LOOK_EVERY_S:
+                self._ask()
+            return self._frozen
+        if self._asking is None:
+            if waited_s < _LOOK_EVERY_S:
+                return self._last_answer()
+            self._ask()
+        elif waited_s >= _PATIENCE_S:
+            raise UnavailableError("the credentials are still being looked for")
+        await self._wait()
+        return self._last_answer()
+
+    def refused(self, code: str, asked_s: float) -> None:
+        """A server refused a request that they signed; the next request looks for others.
+
+        Args:
+            code: The server's word for it.
+            asked_s: When that request began, by the clock of this object.
+        """
+        if asked_s >= self._since_s:  # others may have come since
+            self._refused = code
+
+    async def close(self) -> None:
+        """End a look that is under way."""
+        task, self._asking = self._asking, None
+        if task is not None and task.get_loop() is asyncio.get_running_loop():  # no fork's parent
+            task.cancel()
+            await asyncio.wait({task})
+
+    def _is_usable(self) -> bool:
+        if self._frozen is None or self._refused:
+            return False
+        needed = getattr(self._found, "refresh_needed", None)
+        return needed is None or not needed(_LAST_S)
+
+    def _last_answer(self) -> Any:
+        if self._problem is not None:
+            raise self._problem.with_traceback(None)
+        return self._frozen
+
+    def _ask(self) -> None:
+        self._asked_s = self._clock()
+        self._asking = asyncio.get_running_loop().create_task(self._look(), name="s3ec-credentials")
+
+    async def _wait(self) -> None:
+        if self._asking is None:
+            return
+        await asyncio.wait({self._asking}, timeout=_PATIENCE_S)
+        if self._asking is not None:
+            raise UnavailableError("the credentials are still being looked for")
+
+    async def _look(self) -> None:
+        try:
+            async with asyncio.timeout(_LONGEST_LOOK_S):
+                found = self._found
+                if found is None or self._refused:
+                    found = await self._find()
+                self._take(found, await found.get_frozen_credentials())
+        except TimeoutError:
+            self._problem = UnavailableError("the credentials were looked for in vain: timed out")
+        except RuntimeError as exc:  # the SDK's word for renewed ones that have expired already
+            self._problem = CredentialRetrievalError(provider=self.method, error_msg=str(exc))
+        except Exception as exc:  # noqa: BLE001 - the top of a task; raised again by who waits
+            self._problem = exc
+        finally:
+            self._asking = None
+
+    def _take(self, found: Any, frozen: Any) -> None:
+        self._problem = None
+        self._found = found
+        if frozen != self._frozen:
+            if self._refused:
+                log.warning(
+                    "the credentials were refused (%s); others are used now (%s)",
+                    self._refused,
+                    getattr(found, "method", "unknown source"),
+                )
+            self._frozen, self._refused = frozen, ""
+            self._since_s = self._clock()
+        elif self._refused and frozen != self._told:
+            self._told = frozen
+            log.warning(
+                "the credentials are refused (%s), and there are no others yet (%s)",
+                self._refused,
+                getattr(found, "method", "unknown source"),
+            )
