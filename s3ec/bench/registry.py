@@ -18,11 +18,13 @@ class Entry:
         module: Where its BENCH is.
         summary: What it measures.
         typical_s: How long it takes on two cores; ``all`` keeps this much time for it.
+        alone: Only by its name; ``all`` would be too long with it.
     """
 
     module: str
     summary: str
     typical_s: float
+    alone: bool = False
 
 
 ENTRIES: dict[str, Entry] = {
@@ -66,7 +68,16 @@ ENTRIES: dict[str, Entry] = {
         "The index: lookups, memory, opening, compaction, and how soon a save is found.",
         240,
     ),
+    "soak": Entry(
+        "s3ec.bench.soak",
+        "An hour of faults around real engines: wrong answers, deaths, losses, memory.",
+        3900,
+        alone=True,
+    ),
 }
+
+# `s3ec bench all`.
+ALL = tuple(name for name, entry in ENTRIES.items() if not entry.alone)
 
 # `s3ec bench data`: how bytes move.
 DATA = ("fetch", "fetch80", "interference", "load", "save", "node")

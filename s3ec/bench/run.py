@@ -23,7 +23,7 @@ Say = Callable[[str], None]
 ALL_TIME_S = 20 * 60.0
 
 
-def run_here(name: str, *, quick: bool, say: Say, **options: int) -> Result:
+def run_here(name: str, *, quick: bool, say: Say, **options: float) -> Result:
     """Run one benchmark in this process.
 
     Args:
@@ -85,7 +85,7 @@ def run_all(
     and none inherits threads or memory from another.
     """
     started = clock()
-    names = list(registry.ENTRIES) if names is None else list(names)
+    names = list(registry.ALL) if names is None else list(names)
     results = []
     for position, name in enumerate(names):
         later_s = sum(registry.ENTRIES[other].typical_s for other in names[position + 1 :])

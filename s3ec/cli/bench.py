@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from s3ec.bench.registry import DATA, ENTRIES
+from s3ec.bench.registry import ALL, DATA, ENTRIES
 from s3ec.cli.help import EXIT_WRONG, epilog
 from s3ec.cli.options import JsonOption, reporting
 from s3ec.cli.output import console, print_json
@@ -85,7 +85,9 @@ def list_benches(as_json: JsonOption = False) -> None:
         typer.echo(f"{name:<{width}}  {entry.summary}")
 
 
-def _one(name: str, json_file: str | None, plot: Path | None, quick: bool, **options: int) -> None:
+def _one(
+    name: str, json_file: str | None, plot: Path | None, quick: bool, **options: float
+) -> None:
     """Run one benchmark and publish it."""
     from s3ec.bench import plot as drawing
     from s3ec.bench import registry, run
@@ -157,8 +159,29 @@ def _index(
     _one("index", json_file, plot, quick, **({} if keys is None else {"keys": keys}))
 
 
+def _soak(
+    minutes: Annotated[
+        float,
+        typer.Option("--minutes", metavar="N", min=0.1, max=10_000, help="Of faults."),
+    ] = 60,
+    seed: Annotated[
+        int,
+        typer.Option("--seed", metavar="S", min=0, help="The same one gives the same faults."),
+    ] = 0,
+    json_file: JsonFile = None,
+    plot: PlotFile = None,
+    quick: Quick = False,
+) -> None:
+    _one("soak", json_file, plot, quick, minutes=minutes, seed=seed)
+
+
 # Those with options of their own.
-_COMMANDS: dict[str, Callable[..., None]] = {"fetch": _fetch, "node": _node, "index": _index}
+_COMMANDS: dict[str, Callable[..., None]] = {
+    "fetch": _fetch,
+    "node": _node,
+    "index": _index,
+    "soak": _soak,
+}
 
 
 def _command(name: str) -> Callable[..., None]:
@@ -176,6 +199,7 @@ def _examples(name: str) -> str:
     own = {
         "fetch": [("s3ec bench fetch --latency-ms 80", "from a bucket that is far away")],
         "node": [("s3ec bench node --processes 8", "with more of them")],
+        "soak": [("s3ec bench soak --minutes 5 --seed 7", "shorter, with other faults")],
         "index": [("s3ec bench index --keys 1e8", "of a larger corpus; 7 GB of scratch space")],
     }
     return epilog(
@@ -226,7 +250,7 @@ def _group(label: str, names: Sequence[str], what: str) -> Callable[..., None]:
 
 for _name, _names, _what in (
     ("data", DATA, "all benchmarks of the data path"),
-    ("all", tuple(ENTRIES), "all benchmarks"),
+    ("all", ALL, "all benchmarks"),
 ):
     app.command(
         _name,

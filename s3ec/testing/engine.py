@@ -194,6 +194,15 @@ class EngineProcess:
             child.wait()
             self._replies.close()
 
+    def kill(self) -> None:
+        """End the engine and its workers with SIGKILL, as a crash would.
+
+        From any thread: a call that waits for an answer ends in an EngineError, and stop() or
+        start() is for its thread.
+        """
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._running().pid, signal.SIGKILL)
+
     def _running(self) -> subprocess.Popen[bytes]:
         if self._child is None:
             raise EngineError("the engine is not running")

@@ -225,6 +225,11 @@ class FaultProxy:
         self._rules.insert(0, rule)
         return rule
 
+    def remove(self, rule: Rule) -> None:
+        """Forget one rule, and let stalled exchanges end."""
+        self._rules = [other for other in self._rules if other is not rule]
+        self.release()
+
     def clear(self) -> None:
         """Forget rules and requests, and let stalled exchanges end."""
         self._rules.clear()
