@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from s3ec.identity import Key
@@ -66,6 +66,7 @@ class ManifestIndex:
         self._lock = threading.Lock()  # held by writers of the two dictionaries, never by lookups
         self._gone = Gone(negative_ttl_s, clock)
         self._recent: dict[bytes, _Stored] = {}  # the oldest first
+        self._distrusted: frozenset[bytes] = frozenset()
         self._alarm = VanishAlarm(cache.layout.namespace, cache.counters, clock)
         self._view = View()
         self.maybe_contains: Callable[[Key], bool] = self._maybe_contains
@@ -95,9 +96,9 @@ class ManifestIndex:
         return digest in self._recent or self._view.maybe(key)
 
     def holds(self, key: Key) -> bool:
-        """As maybe_contains, and False where only a filter says so."""
+        """As maybe_contains, and False where only a filter says so, or what is held is bad."""
         digest = key.digest
-        if self._gone.holds(digest):
+        if digest in self._distrusted or self._gone.holds(digest):
             return False
         return digest in self._recent or self._view.holds(key)
 
@@ -135,10 +136,25 @@ class ManifestIndex:
         stored = _Stored((facts or Facts())._replace(time_s=time_s), self._clock() + OVERLAP_S)
         with self._lock:
             self._gone.discard_locked(key.digest)
+            self._distrusted -= {key.digest}
             self._recent.pop(key.digest, None)
             self._recent[key.digest] = stored
             while len(self._recent) > _RECENT_ENTRIES:
                 del self._recent[next(iter(self._recent))]
+
+    def distrust(self, known: Mapping[Key, int]) -> None:
+        """Have ``holds`` deny these, and no others, so that producers store them once more.
+
+        Lookups say what they said: what is to be fetched instead is for fetches to know.
+
+        Args:
+            known: Entries whose object is bad, with the time of the row about it. One with a
+                later row is believed: somebody has stored it since.
+        """
+        with self._lock:
+            self._distrusted = frozenset(
+                key.digest for key, time_s in known.items() if self.known_time_s(key) <= time_s
+            )
 
     def forget(self, key: Key, *, absent: bool = False) -> None:
         """The key is not to be had: answer False for a while.
