@@ -15,19 +15,23 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, TypeVar
 
 from s3ec import codec
 from s3ec.codec import Header, Shape
 from s3ec.counters import Counters
 from s3ec.errors import AccessError, CorruptEntryError, UnavailableError
-from s3ec.identity import Key, Layout
+from s3ec.identity import MAX_REVISION, Key, Layout
 from s3ec.index.base import Index
+from s3ec.index.rows import Facts
+from s3ec.inflight import ByteBudget
 from s3ec.loop import LoopThread
 from s3ec.modality import ModalityRecords, Record
 from s3ec.store.base import Blob, Store
 from s3ec.store.parts import parts_in_order
 from s3ec.tier import Claim, Incoming, Pin, Tier
+from s3ec.tier.bad_objects import BadObjects
 from s3ec.tier.local import LocalKeys
 
 T = TypeVar("T")
@@ -38,6 +42,8 @@ PART_BYTES = 8 * 2**20
 PARTS_AT_A_TIME = 4
 # A large object may take as much longer than a small one as it would at this pace.
 _LEAST_BYTES_PER_S = 2**20
+# Reasons of a bad entry that say it was made for something else: mismatches, too.
+_FOREIGN = frozenset({"namespace", "version", "dtype", "nonfinite"})
 
 
 class Priority(enum.IntEnum):
@@ -96,6 +102,7 @@ class Sources:
     index: Index
     records: ModalityRecords
     local: LocalKeys
+    bad_objects: BadObjects
 
 
 class Fetcher:
@@ -115,10 +122,9 @@ class Fetcher:
         self._index = sources.index
         self._records = sources.records
         self._local = sources.local
+        self._bad_objects = sources.bad_objects
         self._counters = counters
-        self._max_inflight_bytes = max_inflight_bytes
-        self._inflight_bytes = 0
-        self._room_wanted: list[asyncio.Future[None]] = []
+        self._budget = ByteBudget(max_inflight_bytes)
 
     async def fetch(
         self, want: Want, deadline: asyncio.Timeout, *, at_any_rate: bool
@@ -239,34 +245,83 @@ class Fetcher:
         max_bytes = expected.nbytes + 8 + codec.HEADER_LIMIT
         whole = max_bytes <= PART_BYTES
         held_bytes = min(max_bytes, PARTS_AT_A_TIME * PART_BYTES)
-        await self._reserve(held_bytes)
+        await self._budget.take(held_bytes)
         try:
             if not whole:
                 _extend(deadline, max_bytes / _LEAST_BYTES_PER_S)
-            for attempt in (1, 2):
-                try:
-                    if whole:
-                        return await self._receive(want, expected, max_bytes)
-                    return await self._receive_parts(want, expected)
-                except CorruptEntryError as exc:
-                    if exc.reason == "size":
-                        # Of no use to this request, whose rows a client may have made up; it
-                        # may be what the next one needs.
-                        self._counters.add("mismatch.size")
-                        return Fetched(want, Outcome.MISMATCH)
-                    self._counters.add(f"corrupt.{exc.reason}")
-                    log.warning(
-                        "entry %s is unusable (attempt %d): %s", want.key.digest.hex(), attempt, exc
-                    )
+            return await self._first_good(want, expected, max_bytes if whole else None)
         finally:
-            self._free(held_bytes)
-        self._index.forget(want.key)
-        return Fetched(want, Outcome.CORRUPT)
+            self._budget.free(held_bytes)
 
-    async def _receive(self, want: Want, expected: Shape, max_bytes: int) -> Fetched:
-        body = await self._store.get(self._layout.object(want.key), max_bytes=max_bytes)
+    async def _first_good(self, want: Want, expected: Shape, max_bytes: int | None) -> Fetched:
+        """Go through the entry's revisions until one is good, or there is none.
+
+        Args:
+            max_bytes: None for an object that comes in parts.
+        """
+        key, bad = want.key, self._bad_objects
+        if bad.is_stale():
+            await self._loop.disk(bad.refresh)
+        facts = self._index.facts(key)
+        revision = bad.revision(key)
+        while revision <= MAX_REVISION:
+            answer = await self._twice(want, expected, max_bytes, revision, facts)
+            if isinstance(answer, str):
+                row_time_s = facts.time_s if facts else 0
+                note = partial(bad.note, key, answer, revision, row_time_s=row_time_s)
+                following = await self._loop.disk(note)
+                if following is None:
+                    self._index.forget(key)
+                    return Fetched(want, Outcome.CORRUPT)
+                revision = following
+            elif answer is not None:
+                if revision and answer.outcome is Outcome.READY:
+                    self._loop.disk_soon(bad.heal, key, revision)
+                return answer
+            elif revision or not self._index.holds(key):
+                break
+            else:  # somebody deleted the first one, which may have been a bad one
+                revision = 1
+        absent = not bad.revision(key)
+        self._index.forget(key, absent=absent)
+        return Fetched(want, Outcome.ABSENT if absent else Outcome.CORRUPT)
+
+    async def _twice(
+        self,
+        want: Want,
+        expected: Shape,
+        max_bytes: int | None,
+        revision: int,
+        facts: Facts | None,
+    ) -> Fetched | str | None:
+        """Fetch one object, once more if it is bad; None if absent, if bad twice the reason."""
+        name, reason = self._layout.object(want.key, revision), ""
+        for attempt in (1, 2):
+            try:
+                if max_bytes is not None:
+                    return await self._receive(want, expected, name, max_bytes)
+                return await self._receive_parts(want, expected, name)
+            except CorruptEntryError as exc:
+                reason = exc.reason
+                if reason == "size" and not (facts and facts.confirms(expected)):
+                    # Of no use to this request, whose rows a client may have made up; it
+                    # may be what the next one needs.
+                    self._counters.add("mismatch.size")
+                    return Fetched(want, Outcome.MISMATCH)
+                self._counters.add(f"corrupt.{reason}")
+                if reason in _FOREIGN:
+                    self._counters.add(f"mismatch.{reason}")
+                log.warning(
+                    "entry %s is unusable (attempt %d): %s", want.key.digest.hex(), attempt, exc
+                )
+        return reason
+
+    async def _receive(
+        self, want: Want, expected: Shape, name: str, max_bytes: int
+    ) -> Fetched | None:
+        body = await self._store.get(name, max_bytes=max_bytes)
         if body is None:
-            return self._absent(want)
+            return None
         kept = await self._loop.disk(self._keep, want, expected, body, undo=self._let_go)
         if not isinstance(kept, Pin):
             return self._mismatch(want, *kept)
@@ -284,11 +339,10 @@ class Fetcher:
         self._local.add(want.key)
         return pin
 
-    async def _receive_parts(self, want: Want, expected: Shape) -> Fetched:
-        name = self._layout.object(want.key)
+    async def _receive_parts(self, want: Want, expected: Shape, name: str) -> Fetched | None:
         first = await self._store.get_range(name, 0, PART_BYTES)
         if first is None:
-            return self._absent(want)
+            return None
         incoming = await self._loop.disk(self._begin, want, expected, first, undo=_discard)
         if not isinstance(incoming, Incoming):
             return self._mismatch(want, *incoming)
@@ -322,25 +376,6 @@ class Fetcher:
         pin = incoming.commit()
         self._local.add(key)
         return pin
-
-    def _absent(self, want: Want) -> Fetched:
-        self._index.forget(want.key, absent=True)
-        return Fetched(want, Outcome.ABSENT)
-
-    async def _reserve(self, nbytes: int) -> None:
-        """Wait until so many bytes more may be in flight; anything may be alone."""
-        while self._inflight_bytes and self._inflight_bytes + nbytes > self._max_inflight_bytes:
-            room = asyncio.get_running_loop().create_future()
-            self._room_wanted.append(room)
-            await room
-        self._inflight_bytes += nbytes
-
-    def _free(self, nbytes: int) -> None:
-        self._inflight_bytes -= nbytes
-        wanted, self._room_wanted = self._room_wanted, []
-        for room in wanted:
-            if not room.done():
-                room.set_result(None)
 
 
 def _misfit(header: Header, want: Want, expected: Shape | None) -> str | None:

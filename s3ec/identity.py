@@ -26,11 +26,15 @@ OBJECT_SUFFIX = ".safetensors"
 # 4 KiB leaves room for the rest. vLLM's own hashes have 64 characters.
 MAX_IDENTIFIER_BYTES = 4096
 MAX_PREFIX_BYTES = 512
+# Objects are never replaced: where one turns out to be bad the entry is written once more beside
+# it, as a revision. So many times at most, since each costs every reader two requests.
+MAX_REVISION = 9
 
 _CONTENT_HASH = re.compile(r"[0-9a-f]{64}")
 # Three characters at least: two could be taken for a fan-out folder.
 _LORA_FOLDER = re.compile(r"[a-z0-9][a-z0-9-]{1,61}[a-z0-9]")
 _CLIENT_NAME = re.compile(r"x-([0-9a-f]{64})")
+_REVISION = re.compile(r"\.r([1-9])" + re.escape(OBJECT_SUFFIX))
 # vLLM numbers the items of a request instead of hashing them when both the processor cache and
 # prefix caching are off (renderers/base.py, _process_mm_uuids in 0.32): the same name means
 # another image after a restart or on another replica.
@@ -125,7 +129,8 @@ def make_key(identifier: str) -> Key | None:
 
 
 def is_object_name(name: str) -> bool:
-    """Whether ``name`` (below ``objects/``) could have been made by make_key.
+    """Whether ``name`` could have been made by make_key: the tier's names, and the bucket's of
+    what was never revised.
 
     Listings contain junk: directory markers, foreign files, half-typed uploads.
     """
@@ -141,6 +146,26 @@ def is_object_name(name: str) -> bool:
     client = None if with_lora else _CLIENT_NAME.fullmatch(stem)
     hashed = client.group(1) if client else stem
     return _CONTENT_HASH.fullmatch(hashed) is not None and parts[0] == hashed[:2]
+
+
+def revised_name(name: str, revision: int) -> str:
+    """Object name below ``objects/`` of one revision of an entry; 0 is the name itself."""
+    if not revision:
+        return name
+    return f"{name.removesuffix(OBJECT_SUFFIX)}.r{revision}{OBJECT_SUFFIX}"
+
+
+def entry_name(name: str) -> tuple[str, int] | None:
+    """Which entry, and which revision of it, an object name below ``objects/`` belongs to.
+
+    Returns:
+        The name that make_key gives the entry, and the revision; None for any other object.
+    """
+    plain, revision = name, 0
+    match = _REVISION.fullmatch(name[-len(".r0" + OBJECT_SUFFIX) :])
+    if match is not None:
+        plain, revision = name[: -len(match[0])] + OBJECT_SUFFIX, int(match[1])
+    return (plain, revision) if name.isascii() and is_object_name(plain) else None
 
 
 class KeyMaker:
@@ -239,9 +264,13 @@ class Layout:
         """Prefix of all entries, with its trailing slash."""
         return f"{self.namespace}/objects/"
 
-    def object(self, key: Key) -> str:
-        """Name of one entry."""
-        return f"{self.namespace}/objects/{key.name}"
+    def object(self, key: Key, revision: int = 0) -> str:
+        """Name of one entry, or of a later revision of it."""
+        return f"{self.namespace}/objects/{revised_name(key.name, revision)}"
+
+    def revisions(self, key: Key) -> str:
+        """What the names of all revisions of one entry begin with."""
+        return f"{self.namespace}/objects/{key.name.removesuffix(OBJECT_SUFFIX)}."
 
     def modality(self, modality: str) -> str:
         """The record of one modality's width and dtype, JSON, written once by a producer."""

@@ -27,6 +27,7 @@ from s3ec.settings import Settings
 from s3ec.store.base import Store
 from s3ec.store.open import open_store
 from s3ec.store.resilience import Breaker, BreakerStore, RetryStore
+from s3ec.tier.bad_objects import BadObjects
 from s3ec.tier.disk import Tier
 from s3ec.tier.local import LocalKeys
 
@@ -113,6 +114,13 @@ class Node:
         self.tier.open()
         self.destination = _destination(settings)
         self.local = LocalKeys()
+        self.bad_objects = BadObjects(
+            settings.cache_dir,
+            namespace.name,
+            self.destination,
+            ttl_s=settings.quarantine_s,
+            counters=self.counters,
+        )
         self.records = ModalityRecords(self.store, self.layout)
         files = self.tier.open_index()
         self.index = ManifestIndex(
@@ -121,7 +129,15 @@ class Node:
         )
         self.prefetcher = Prefetcher(
             self.loop,
-            Sources(self.store, self.tier, self.layout, self.index, self.records, self.local),
+            Sources(
+                self.store,
+                self.tier,
+                self.layout,
+                self.index,
+                self.records,
+                self.local,
+                self.bad_objects,
+            ),
             counters=self.counters,
             limits=Limits(max_concurrency=settings.max_concurrency),
         )
@@ -158,10 +174,21 @@ class Node:
                 # The top of a task that nobody awaits.
                 self.counters.add("internal_errors")
                 log.exception("index refresh")
+            await self._heed_bad_objects()
             pause = self.settings.index_refresh_s
             if self.breaker.is_open:  # the refresh is also the breaker's probe
                 pause = min(pause, self.breaker.pause_s + 0.05)
             await asyncio.sleep(pause * random.uniform(0.9, 1.1))
+
+    async def _heed_bad_objects(self) -> None:
+        """Have producers store again what any process of this node found bad."""
+        try:
+            await self.loop.disk(self.bad_objects.refresh)
+            self.index.distrust({note.key: note.row_time_s for note in self.bad_objects.unhealed()})
+        except Exception:
+            # Likewise.
+            self.counters.add("internal_errors")
+            log.exception("notes of bad objects")
 
     async def _rescan_forever(self) -> None:
         while True:

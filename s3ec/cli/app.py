@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from s3ec.cli import browse, config, doctor, manifest, remove, serve, tier
+from s3ec.cli import browse, config, doctor, manifest, quarantine, remove, serve, tier
 from s3ec.cli.help import EXIT_CODES, epilog
 
 # Commands that are heavy to import, or not in every build; each module has a Typer `app`.
@@ -77,4 +77,5 @@ remove.register(app)
 config.register(app)
 manifest.register(app)
 tier.register(app)
+quarantine.register(app)
 serve.register(app)

@@ -15,16 +15,18 @@ from s3ec import codec
 from s3ec.counters import Counters
 from s3ec.doctor.namespaces import list_namespaces
 from s3ec.errors import ConfigError, CorruptEntryError, S3ECError
-from s3ec.identity import OBJECT_SUFFIX, Layout, is_object_name, make_key
+from s3ec.identity import OBJECT_SUFFIX, Layout, entry_name, make_key
 from s3ec.settings import Settings
-from s3ec.store.base import Blob, ObjectInfo, Store
+from s3ec.store.base import Blob, Store
 from s3ec.store.open import with_conditional_put
 from s3ec.store.resilience import RetryStore
 
 T = TypeVar("T")
 
 # 8 hex digits tell four thousand million images apart, and name the fan-out folder.
-_PREFIX = re.compile(r"(?:(?P<lora>[a-z0-9-]+):)?(?P<mark>x-)?(?P<hex>[0-9a-f]{8,64})")
+_PREFIX = re.compile(
+    r"(?:(?P<lora>[a-z0-9-]+):)?(?P<mark>x-)?(?P<hex>[0-9a-f]{8,64})(?P<revision>\.r[1-9])?"
+)
 _SHOWN_MATCHES = 5
 # Of each request: commands that send thousands should not end with the first that fails.
 _ATTEMPTS = 5
@@ -57,7 +59,9 @@ class Entry:
 
     @property
     def label(self) -> str:
-        """What ``s3ec stat`` accepts: the content hash, or ``x-`` and a digest."""
+        """What ``s3ec stat`` accepts: the content hash, or ``x-`` and a digest; ``.r1`` behind
+        it is the first revision.
+        """
         path = PurePosixPath(self.name)
         stem = path.name.removesuffix(OBJECT_SUFFIX)
         return f"{path.parts[0]}:{stem}" if len(path.parts) == 3 else stem
@@ -133,12 +137,12 @@ async def entries(store: Store, namespace: str, folder: str = "") -> AsyncIterat
     objects = Layout(namespace).objects
     async for info in store.list(objects + folder):
         name = info.name.removeprefix(objects)
-        if is_object_name(name):
+        if entry_name(name) is not None:
             yield Entry(namespace, name, info.nbytes, info.modified_s)
 
 
 async def find(store: Store, namespace: str, wanted: str) -> Entry:
-    """The entry of an identifier, or of the beginning of its hash.
+    """The entry of an identifier, or of the beginning of its hash; of several revisions the last.
 
     Args:
         wanted: An identifier as vLLM spells it, a name as ``s3ec ls`` prints it, or at least
@@ -150,9 +154,9 @@ async def find(store: Store, namespace: str, wanted: str) -> Entry:
     """
     key = make_key(wanted)
     if key is not None:
-        info = await store.head(Layout(namespace).object(key))
-        if info is not None:
-            return _entry(namespace, key.name, info)
+        found = [each async for each in entries(store, namespace, _stem(key.name) + ".")]
+        if found:
+            return max(found, key=_place)
     shape = _PREFIX.fullmatch(wanted)
     if shape is not None:
         return await _find_by_prefix(store, namespace, wanted, shape)
@@ -163,12 +167,14 @@ async def find(store: Store, namespace: str, wanted: str) -> Entry:
 
 async def _find_by_prefix(store: Store, namespace: str, wanted: str, shape: re.Match[str]) -> Entry:
     lora = f"{shape['lora']}/" if shape["lora"] else ""
-    folder = f"{lora}{shape['hex'][:2]}/{shape['mark'] or ''}{shape['hex']}"
-    found = []
-    async for entry in entries(store, namespace, folder):
-        found.append(entry)
-        if len(found) > _SHOWN_MATCHES:
+    stem = f"{shape['mark'] or ''}{shape['hex']}{shape['revision'] or ''}"
+    last: dict[str, Entry] = {}
+    async for entry in entries(store, namespace, f"{lora}{shape['hex'][:2]}/{stem}"):
+        name, _ = _place(entry)
+        last[name] = max(last.get(name, entry), entry, key=_place)
+        if len(last) > _SHOWN_MATCHES:
             break
+    found = list(last.values())
     if not found:
         raise NotFoundError(f"no entry begins with `{wanted}` in {namespace}")
     if len(found) > 1:
@@ -178,8 +184,13 @@ async def _find_by_prefix(store: Store, namespace: str, wanted: str, shape: re.M
     return found[0]
 
 
-def _entry(namespace: str, name: str, info: ObjectInfo) -> Entry:
-    return Entry(namespace, name, info.nbytes, info.modified_s)
+def _stem(name: str) -> str:
+    return name.removesuffix(OBJECT_SUFFIX)
+
+
+def _place(entry: Entry) -> tuple[str, int]:
+    """Name of the entry without its revision, and the revision."""
+    return entry_name(entry.name) or (entry.name, 0)
 
 
 async def read_header(store: Store, entry: Entry) -> codec.Header:
@@ -217,7 +228,7 @@ def _naming(entry: Entry) -> Iterator[None]:
 def _check_place(header: codec.Header, entry: Entry) -> None:
     """Refuse an entry that lies where its own identifier does not belong."""
     key = make_key(header.identifier)
-    if key is None or key.name != entry.name:
+    if key is None or key.name != _place(entry)[0]:
         raise CorruptEntryError("written for another identifier", reason="identifier")
     codec.check_identity(header, namespace=entry.namespace, identifier=header.identifier)
 

@@ -65,11 +65,11 @@ def rm(
     keys = [_key_of_name(text) if by_name else _key_of(text) for text in identifiers]
 
     async def work(store: Store, layout: Layout) -> tuple[str, list[bool]]:
-        from s3ec.index.deletion import deleting
+        from s3ec.index.deletion import deleting, object_names
         from s3ec.index.parallel import in_parallel
 
         async def is_there(key: Key) -> bool:
-            return await store.head(layout.object(key)) is not None
+            return bool(await object_names(store, layout, key))
 
         there = await in_parallel(keys, is_there)
         # Also those that are not there: the index may hold them.
@@ -101,16 +101,17 @@ def _key_of(identifier: str) -> Key:
 
 def _key_of_name(text: str) -> Key:
     """The key of an object name below ``objects/``, or of a label that ``s3ec ls`` prints."""
-    from s3ec.identity import OBJECT_SUFFIX, Key, digest_of_name, is_object_name
+    from s3ec.identity import OBJECT_SUFFIX, Key, digest_of_name, entry_name
 
     name = text
     if not text.endswith(OBJECT_SUFFIX):
         lora, _, stem = text.rpartition(":")
         folder = f"{lora}/" if lora else ""
         name = f"{folder}{stem.removeprefix('x-')[:2]}/{stem}{OBJECT_SUFFIX}"
-    if not name.isascii() or not is_object_name(name):
+    found = entry_name(name)
+    if found is None:
         raise ConfigError(f"{text!r:.100} is no name of an entry; `s3ec ls` prints them")
-    return Key("", name, digest_of_name(name))
+    return Key("", found[0], digest_of_name(found[0]))
 
 
 def gc(

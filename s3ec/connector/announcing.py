@@ -58,15 +58,18 @@ class Announcing:
         """Announce no more; what is spooled stays there."""
         self._announcer.close()
 
-    async def add(self, key: Key, header: Header, nbytes: int, *, mine: bool) -> None:
+    async def add(
+        self, key: Key, header: Header, nbytes: int, *, mine: bool, news: bool = False
+    ) -> None:
         """Take one embedding that is in the bucket; waits at most for a file to be unlinked.
 
         Args:
             nbytes: Of the whole object.
             mine: This upload put it there. Otherwise it is somebody's of the same name: of the
                 same shape, but perhaps of other last digits.
+            news: It is a revision: what the index has about the entry is about a bad object.
         """
-        if not mine and self._node.index.is_announced(key):
+        if not (mine or news) and self._node.index.is_announced(key):
             await self._node.loop.disk(self._spool.remove, key.digest)
             return
         shape = header.shape
@@ -78,7 +81,7 @@ class Announcing:
         self._kept_bytes += kept_bytes
         # Before the index hears of it otherwise: the row must be later than what is known.
         self._announcer.add(key, facts, partial(self._done, key.digest, kept_bytes))
-        if mine:
+        if mine or news:
             # Not where it was there before: an entry that this process holds for gone or bad may
             # be the very one, and would be fetched in vain at every request.
             self._node.index.add(key, facts)

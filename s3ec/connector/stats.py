@@ -40,6 +40,10 @@ _PLAIN = {
     "tier.evicted": ("vllm:s3ec_evictions", "Entries that this process evicted from the tier."),
     "tier.evicted_bytes": ("vllm:s3ec_evicted_bytes", "Bytes that this process evicted."),
     "tier.quarantined": ("vllm:s3ec_quarantined", "Bad entries that were set aside."),
+    "quarantined_objects": (
+        "vllm:s3ec_quarantined_objects",
+        "Objects of the bucket that came bad twice and are not asked for again for a while.",
+    ),
     "tier.errors": ("vllm:s3ec_tier_errors", "Times that the disk refused."),
     "store.retries": ("vllm:s3ec_store_retries", "Requests to the store that were repeated."),
     "index.refresh_failed": (

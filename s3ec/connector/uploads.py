@@ -16,7 +16,7 @@ from s3ec import codec
 from s3ec.codec import Header
 from s3ec.connector.announcing import Announcing
 from s3ec.errors import AccessError, ConflictError, CorruptEntryError, TierError, UnavailableError
-from s3ec.identity import Key
+from s3ec.identity import MAX_REVISION, Key
 from s3ec.modality import Record
 from s3ec.node import Node
 from s3ec.store.base import Store
@@ -263,7 +263,8 @@ class Uploader:
             upload.key, header, pieces = loaded.key, loaded.header, [loaded.blob]
         if upload.key is None:  # a queued upload with pieces has one
             raise ValueError("an upload without a key")
-        answer = await self._put(upload.key, header, pieces)
+        revision = self._node.bad_objects.revision(upload.key)
+        answer = await self._put(upload.key, revision, header, pieces)
         if upload.adopted:
             self._node.counters.add("spool.replayed")
         if answer is _Answer.REFUSED:
@@ -272,7 +273,12 @@ class Uploader:
         # Not removed yet: the next one of a process killed here finds its object there, and
         # announces it.
         nbytes = sum(memoryview(piece).nbytes for piece in pieces)
-        await self._announcing.add(upload.key, header, nbytes, mine=answer is _Answer.STORED)
+        if revision:
+            await self._node.loop.disk(self._node.bad_objects.heal, upload.key, revision)
+        # A revision is announced whoever wrote it: what readers know is the row of a bad object.
+        await self._announcing.add(
+            upload.key, header, nbytes, mine=answer is _Answer.STORED, news=revision > 0
+        )
         return header if answer is _Answer.STORED else None
 
     def _load(self, upload: Upload) -> Loaded | None:
@@ -309,7 +315,13 @@ class Uploader:
         finally:
             self._node.tier.unpin(pin)
 
-    async def _put(self, key: Key, header: Header, pieces: Sequence[bytes | memoryview]) -> _Answer:
+    async def _put(
+        self, key: Key, revision: int, header: Header, pieces: Sequence[bytes | memoryview]
+    ) -> _Answer:
+        """Write one revision: the first that this node does not know to be bad."""
+        if revision > MAX_REVISION:
+            self._node.counters.add("save_problem.revisions")
+            return _Answer.REFUSED
         store = await self._prepared()
         mine = Record(header.shape.width, header.shape.dtype)
         record = await self._node.records.settle(header.modality, mine)
@@ -317,7 +329,7 @@ class Uploader:
             self._refuse(header.modality, record, mine)
             return _Answer.REFUSED
         try:
-            await store.put_if_absent(self._node.layout.object(key), pieces)
+            await store.put_if_absent(self._node.layout.object(key, revision), pieces)
         except ConflictError:
             self._node.counters.add("save.existed")
             return _Answer.EXISTED

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Container, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from s3ec.counters import Counters
 from s3ec.errors import UnavailableError
-from s3ec.identity import Key, Layout, digest_of_name
+from s3ec.identity import Key, Layout, digest_of_name, entry_name
 from s3ec.index.announce import BATCH_ITEMS, Announcer
 from s3ec.index.known_times import DELTAS, KnownTimes
 from s3ec.index.making import temporary_folder
@@ -35,7 +35,7 @@ class Deleter:
         self._times = times
 
     async def delete(self, keys: Sequence[Key]) -> None:
-        """Delete some entries and announce that; those that are absent are announced too.
+        """Delete some entries with all revisions, and announce that; those that are absent too.
 
         Killed in between, the index holds entries without an object: each costs readers one
         request, and ``s3ec manifest rebuild`` mends it.
@@ -45,17 +45,33 @@ class Deleter:
                 announced, unless the message says otherwise.
             AccessError: It refuses.
         """
-        for start in range(0, len(keys), BATCH_ITEMS):
-            await self._delete_batch(keys[start : start + BATCH_ITEMS])
+        names = {key: await object_names(self._store, self._layout, key) for key in keys}
+        await self.delete_objects({key: names[key] or [self._layout.object(key)] for key in keys})
 
-    async def _delete_batch(self, keys: Sequence[Key]) -> None:
+    async def delete_objects(
+        self, objects: Mapping[Key, Sequence[str]], *, kept: Container[Key] = ()
+    ) -> None:
+        """Delete the named objects of some entries; raises what delete raises.
+
+        Args:
+            kept: Entries that have other objects, so that readers are told nothing.
+        """
+        keys = list(objects)
+        for start in range(0, len(keys), BATCH_ITEMS):
+            await self._delete_batch(keys[start : start + BATCH_ITEMS], objects, kept)
+
+    async def _delete_batch(
+        self, keys: Sequence[Key], objects: Mapping[Key, Sequence[str]], kept: Container[Key]
+    ) -> None:
         await self._times.prepare(keys)
         confirmed: list[bool] = []
 
         async def delete(key: Key) -> None:
-            await self._store.delete(self._layout.object(key))
-            # At once, so that its time is before that of whoever stores the entry again.
-            self._announcer.add(key, None, confirmed.append)
+            for name in objects[key]:
+                await self._store.delete(name)
+            if key not in kept:
+                # At once, so that its time is before that of whoever stores the entry again.
+                self._announcer.add(key, None, confirmed.append)
 
         try:
             await in_parallel(keys, delete)
@@ -111,10 +127,18 @@ async def deleting(
                 announcer.close()
 
 
-def key_of_object(layout: Layout, name: str) -> Key:
-    """The key of a listed entry, whose identifier only the object knows: empty here."""
+async def object_names(store: Store, layout: Layout, key: Key) -> list[str]:
+    """Names of an entry's objects that are there, revisions included; one listing."""
+    listed = [info.name async for info in store.list(layout.revisions(key))]
+    found = {name: entry_name(name.removeprefix(layout.objects)) for name in listed}
+    return [name for name, entry in found.items() if entry and entry[0] == key.name]
+
+
+def key_of_object(layout: Layout, name: str) -> tuple[Key, int]:
+    """Key and revision of a listed object; the identifier, which it alone knows, is empty."""
     below = name.removeprefix(layout.objects)
-    return Key("", below, digest_of_name(below))
+    plain, revision = entry_name(below) or (below, 0)
+    return Key("", plain, digest_of_name(plain)), revision
 
 
 @dataclass(slots=True)
@@ -161,12 +185,22 @@ async def delete_older(store: Store, layout: Layout, before_s: float) -> Older:
     """
     older = Older()
     turn = asyncio.Lock()  # a delta after the other
+    kept: set[Key] = set()  # entries of several objects, of which one is young
     async with deleting(store, layout) as deleter:
 
         async def take(infos: Sequence[ObjectInfo]) -> None:
             async with turn:
                 old = older.take(infos, before_s)
-                await deleter.delete([key_of_object(layout, info.name) for info in old])
+                objects: dict[Key, list[str]] = {}
+                for info in old:
+                    objects.setdefault(key_of_object(layout, info.name)[0], []).append(info.name)
+                # A server that lists by name has the revisions before the first object.
+                gone = {info.name for info in old}
+                for info in infos:
+                    key, revision = key_of_object(layout, info.name)
+                    if info.name not in gone and (revision or key in objects):
+                        kept.add(key)
+                await deleter.delete_objects(objects, kept=kept)
 
         await list_objects(store, layout, take)
     return older

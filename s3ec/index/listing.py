@@ -10,7 +10,7 @@ from collections.abc import Callable
 from cachetools import TTLCache
 
 from s3ec.counters import Counters
-from s3ec.identity import Key, Layout, digest_of_name, is_object_name
+from s3ec.identity import Key, Layout, digest_of_name, entry_name
 from s3ec.index.healing import NEGATIVE_ENTRIES, NEGATIVE_TTL_S
 from s3ec.index.rows import Facts
 from s3ec.store.base import Store
@@ -93,9 +93,9 @@ class ListingIndex:
         try:
             prefix = self._layout.objects
             async for info in self._store.list(prefix):
-                name = info.name[len(prefix) :]
-                if info.nbytes > 0 and name.isascii() and is_object_name(name):
-                    seen.add(digest_of_name(name))
+                found = entry_name(info.name[len(prefix) :])
+                if info.nbytes > 0 and found is not None:
+                    seen.add(digest_of_name(found[0]))
                 else:
                     junk += 1
             complete = True

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from s3ec.errors import UnavailableError
-from s3ec.identity import Layout, digest_of_name, is_object_name
+from s3ec.identity import Layout, digest_of_name, entry_name
 from s3ec.index.parallel import in_parallel
 from s3ec.index.rows import Rows
 from s3ec.index.sorted_runs import SortedRuns
@@ -45,8 +45,7 @@ async def list_objects(store: Store, layout: Layout, take: Take) -> None:
     async def read(prefix: str) -> None:
         batch: list[ObjectInfo] = []
         async for info in _listed(store, objects + prefix):
-            name = info.name.removeprefix(objects)
-            if info.nbytes > 0 and name.isascii() and is_object_name(name):
+            if info.nbytes > 0 and entry_name(info.name.removeprefix(objects)) is not None:
                 batch.append(info)
             if len(batch) == _BATCH:
                 await take(batch)
@@ -111,11 +110,19 @@ async def read_listing(store: Store, layout: Layout, folder: Path) -> SortedRuns
 
 
 def rows_of(layout: Layout, infos: Sequence[ObjectInfo]) -> Rows:
-    """What a listing says of entries: digest, size and time; about 2 us each."""
+    """What a listing says of entries: digest, size and time; about 3 us each.
+
+    All revisions of an entry have its digest. The latest is what readers end with, and its row
+    counts: also where all of them were stored within one second, so each is that much later.
+    """
     start = len(layout.objects)
-    digests = b"".join(digest_of_name(info.name[start:]) for info in infos)
+    found = [entry_name(info.name[start:]) or (info.name[start:], 0) for info in infos]
+    digests = b"".join(digest_of_name(name) for name, _ in found)
     halves = np.frombuffer(digests, ">u8").reshape(-1, 2)
-    times = [min(max(int(info.modified_s), 0), _MAX_TIME_S) for info in infos]
+    times = [
+        min(max(int(info.modified_s), 0) + revision, _MAX_TIME_S)
+        for info, (_, revision) in zip(infos, found, strict=True)
+    ]
     return Rows.of_digests(
         halves[:, 0],
         halves[:, 1],

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -73,6 +73,7 @@ class ManifestIndex:
         self._lock = threading.Lock()
         self._gone = Gone(negative_ttl_s, clock)
         self._recent: dict[bytes, _Stored] = {}  # the oldest first
+        self._distrusted: frozenset[bytes] = frozenset()
         self._alarm = VanishAlarm(cache.layout.namespace, cache.counters, clock)
         self._view = View()
         # Of what is in either dictionary or in the View's overlay.
@@ -104,9 +105,9 @@ class ManifestIndex:
         return digest in self._recent or self._view.maybe(key)
 
     def holds(self, key: Key) -> bool:
-        """As maybe_contains, and False where only a filter says so."""
+        """As maybe_contains, and False where only a filter says so, or what is held is bad."""
         digest = key.digest
-        if self._gone.holds(digest):
+        if digest in self._distrusted or self._gone.holds(digest):
             return False
         return digest in self._recent or self._view.holds(key)
 
@@ -145,10 +146,25 @@ class ManifestIndex:
         with self._lock:
             self._apart.add(key.digest_hi)  # first: a lookup that finds no mark asks nothing else
             self._gone.discard_locked(key.digest)
+            self._distrusted -= {key.digest}
             self._recent.pop(key.digest, None)
             self._recent[key.digest] = stored
             while len(self._recent) > _RECENT_ENTRIES:
                 del self._recent[next(iter(self._recent))]
+
+    def distrust(self, known: Mapping[Key, int]) -> None:
+        """Have ``holds`` deny these, and no others, so that producers store them once more.
+
+        Lookups say what they said: what is to be fetched instead is for fetches to know.
+
+        Args:
+            known: Entries whose object is bad, with the time of the row about it. One with a
+                later row is believed: somebody has stored it since.
+        """
+        with self._lock:
+            self._distrusted = frozenset(
+                key.digest for key, time_s in known.items() if self.known_time_s(key) <= time_s
+            )
 
     def forget(self, key: Key, *, absent: bool = False) -> None:
         """The key is not to be had: answer False for a while.

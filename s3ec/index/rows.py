@@ -57,6 +57,10 @@ class Facts(NamedTuple):
     checksum: int = 0
     time_s: int = 0
 
+    def confirms(self, shape: Shape) -> bool:
+        """Whether exactly this shape is known here."""
+        return (self.rows, self.width, self.dtype) == (shape.rows, shape.width, shape.dtype)
+
     def contradicts(self, shape: Shape) -> bool:
         """Whether what is known here rules this shape out."""
         return (

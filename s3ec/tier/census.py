@@ -19,7 +19,7 @@ from s3ec.tier.use_clock import LATEST_NS, is_unused
 # objects/NAMESPACE/[LORA/]aa/NAME: folders below a namespace.
 _LEVELS = 2
 _TOP_LEVEL = {
-    *("objects", "incoming", "pins", "spool", "quarantine", "index"),
+    *("objects", "incoming", "pins", "spool", "quarantine", "index", "bad-objects"),
     *("evict.lock", "fetch.lock", "usage"),
 }
 # Between two breaths a walk keeps the interpreter for a millisecond or two.

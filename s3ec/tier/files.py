@@ -66,6 +66,11 @@ class Folders:
         return self.version / "quarantine"
 
     @cached_property
+    def bad_objects(self) -> Path:
+        """What this node knows of objects in the bucket that are bad; see bad_objects.py."""
+        return self.version / "bad-objects"
+
+    @cached_property
     def incoming(self) -> Path:
         """Entries that are being written; one folder, so that sweeping it needs no walk."""
         return self.version / "incoming"
@@ -104,6 +109,7 @@ class Folders:
         make_folder(self.version)
         for folder in (
             *(self.objects, self.incoming, self.pins, self.spool, self.quarantine, self.index),
+            self.bad_objects,
         ):
             make_folder(folder)
 

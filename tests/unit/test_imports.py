@@ -22,7 +22,7 @@ LAYERS = [
     {"settings"},
     {"identity", "config"},
     {"codec", "settings_table"},
-    {"tensors", "store", "loop"},
+    {"tensors", "store", "loop", "inflight"},
     {"tier", "modality"},
     {"index"},
     {"fetching"},

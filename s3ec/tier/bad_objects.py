@@ -1,0 +1,381 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which objects of the bucket are bad, known to all processes of the node for a while.
+
+An object is never replaced, so a bad one would be fetched in vain for ever. Who gets two bad
+copies notes it here: nobody on this node asks for that object again until the note runs out, and
+whoever encodes the image again writes it as the next revision. One small file per entry::
+
+    v1/bad-objects/NAMESPACE--DESTINATION--DIGEST.json
+
+It is read as anything from a disk is: whole, bounded, and refused where it is odd.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import stat
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from s3ec import plain_json
+from s3ec.counters import Counters
+from s3ec.errors import CorruptEntryError, TierError
+from s3ec.identity import (
+    MAX_REVISION,
+    Key,
+    digest_of_name,
+    is_namespace_name,
+    is_object_name,
+    revised_name,
+)
+from s3ec.tier.files import Folders, TempFile, open_entry, require_real_folders
+from s3ec.tier.refusals import Refusals
+
+log = logging.getLogger(__name__)
+
+KEPT_NOTES = 1024
+"""Of all namespaces together; the oldest go first."""
+MANY = 16
+"""Objects found bad by one process within a minute that are no coincidence any more."""
+_WINDOW_S = 60.0
+_NOTE_LIMIT = 4096
+_NAME = re.compile(r"(.+)--([0-9a-f]{16})--([0-9a-f]{32})\.json")
+_REASON = re.compile(r"[a-z]{1,32}")
+# A clock that was set back by more makes a note of the future, which is not believed.
+_SKEW_S = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class BadObject:
+    """What is known of one entry.
+
+    Attributes:
+        namespace: Where it belongs.
+        destination: 16 hex digits that stand for a bucket and a folder in it, see Spool.
+        name: The entry's object name below ``objects/``, that of revision 0.
+        reason: What was wrong with the last bad copy; a word, see CorruptEntryError.
+        since_s: When the first was found, seconds since the epoch.
+        until_s: When the note runs out.
+        revision: The first revision that is not known to be bad; one past MAX_REVISION where
+            none is left.
+        row_time_s: Time of the row that the index held then; 0 where it held none. A later row
+            tells of a later revision.
+        good: ``revision`` was fetched, or written, by this node.
+    """
+
+    namespace: str
+    destination: str
+    name: str
+    reason: str
+    since_s: float
+    until_s: float
+    revision: int
+    row_time_s: int = 0
+    good: bool = False
+
+    @property
+    def key(self) -> Key:
+        """Its key, without the identifier, which only objects know."""
+        return Key("", self.name, digest_of_name(self.name))
+
+    @property
+    def file_name(self) -> str:
+        """Of its note."""
+        return f"{self.namespace}--{self.destination}--{self.key.digest.hex()}.json"
+
+
+class BadObjects:
+    """The notes of one namespace and bucket, for one process; thread-safe.
+
+    Questions are answered from memory. Where the disk refuses a note this process knows it all
+    the same.
+
+    Counters: ``quarantined_objects`` (objects found bad by this process).
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        namespace: str,
+        destination: str,
+        *,
+        ttl_s: float,
+        counters: Counters,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Nothing is read before ``refresh``.
+
+        Args:
+            root: The tier's.
+            namespace: ``Namespace.name``.
+            destination: As for ``Tier.open_spool``.
+            ttl_s: How long a note counts.
+            clock: Seconds since the epoch.
+        """
+        self._folders = Folders(Path(os.path.realpath(root)))
+        self._refused = Refusals(root, counters).note
+        self._counters = counters
+        self._place = (namespace, destination)
+        self._ttl_s = ttl_s
+        self._clock = clock
+        self._lock = threading.Lock()  # held while notes are written, never by questions
+        self._notes: dict[bytes, BadObject] = {}
+        self._unwritten: set[bytes] = set()
+        self._seen_ns = -1
+        self._said_spent = False
+        self._recent_s: deque[float] = deque()
+        self._said_many = False
+
+    # -- from memory ---------------------------------------------------------------------------
+
+    def revision(self, key: Key) -> int:
+        """The first revision that is worth asking for, or writing; past MAX_REVISION: none."""
+        note = self._notes.get(key.digest)
+        return 0 if note is None or self._clock() >= note.until_s else note.revision
+
+    def unhealed(self) -> Sequence[BadObject]:
+        """Notes about entries of which this node knows no good revision."""
+        now_s = self._clock()
+        return [note for note in self._notes.values() if not note.good and now_s < note.until_s]
+
+    def is_stale(self) -> bool:
+        """Whether another process has noted something: one stat of a folder, nothing is read."""
+        try:
+            return os.stat(self._folders.bad_objects).st_mtime_ns != self._seen_ns
+        except OSError:
+            return False
+
+    # -- blocking ------------------------------------------------------------------------------
+
+    def refresh(self) -> None:
+        """Read what all processes have noted, and delete what has run out. Never raises."""
+        with self._lock:
+            try:
+                seen_ns = os.stat(self._folders.bad_objects).st_mtime_ns
+                found = {note.key.digest: note for note in self._read_mine()}
+            except FileNotFoundError:  # somebody emptied the cache; it is made by the next note
+                seen_ns, found = -1, {}
+            except (OSError, TierError) as exc:
+                self._refused("read the notes of bad objects", exc)
+                return
+            kept = {digest: self._notes[digest] for digest in self._unwritten}
+            self._notes = {**kept, **found}
+            self._seen_ns = seen_ns
+
+    def note(self, key: Key, reason: str, revision: int, *, row_time_s: int = 0) -> int | None:
+        """Two copies of a revision were bad. Never raises.
+
+        Where many objects come bad at once it is not the objects, but something on the way that
+        answers for the bucket or damages what passes: then nothing is noted.
+
+        Args:
+            reason: A word, see CorruptEntryError.
+            revision: Which one.
+            row_time_s: See BadObject.
+
+        Returns:
+            The next revision to ask for; None where nothing was noted.
+        """
+        now_s = self._clock()
+        with self._lock:
+            if self._are_many_locked(now_s):
+                return None
+            old = self._notes.get(key.digest)
+            if old is not None and revision < old.revision and now_s < old.until_s:
+                return old.revision  # another thread was faster
+            since_s = old.since_s if old is not None and now_s < old.until_s else now_s
+            note = BadObject(
+                *self._place,
+                name=key.name,
+                reason=reason if _REASON.fullmatch(reason) else "unknown",
+                since_s=float(since_s),
+                until_s=float(now_s + self._ttl_s),
+                revision=revision + 1,
+                row_time_s=row_time_s,
+            )
+            self._write_locked(note)
+        self._counters.add("quarantined_objects")
+        log.warning(
+            "object %s of %s is bad (%s); nobody on this node asks for it for %.0f s. `s3ec "
+            "quarantine ls` shows such objects; the image's next encode is stored beside it",
+            revised_name(key.name, revision),
+            note.namespace,
+            note.reason,
+            self._ttl_s,
+        )
+        if note.revision > MAX_REVISION:
+            self._say_spent(note)
+        return note.revision
+
+    def heal(self, key: Key, revision: int) -> None:
+        """This revision is good, or was written just now. Never raises."""
+        with self._lock:
+            note = self._notes.get(key.digest)
+            if note is not None and not note.good and note.revision == revision:
+                self._write_locked(replace(note, good=True))
+
+    def _are_many_locked(self, now_s: float) -> bool:
+        """Whether this one would be one too many; else it is counted."""
+        while self._recent_s and not 0 <= now_s - self._recent_s[0] < _WINDOW_S:
+            self._recent_s.popleft()
+        if len(self._recent_s) < MANY:
+            self._recent_s.append(now_s)
+            self._said_many = False
+            return False
+        if not self._said_many:
+            self._said_many = True
+            log.error(
+                "%d objects of %s came bad from the bucket within %.0f s: look for what answers "
+                "in its place, or damages what passes; further ones are not quarantined",
+                MANY,
+                self._place[0],
+                _WINDOW_S,
+            )
+        return True
+
+    def _say_spent(self, note: BadObject) -> None:
+        if not self._said_spent:
+            self._said_spent = True
+            log.error(
+                "all %d revisions of entry %s of %s are bad; its image is encoded each time "
+                "until `s3ec rm` deletes them (said for the first such entry only)",
+                MAX_REVISION + 1,
+                note.name,
+                note.namespace,
+            )
+
+    def _write_locked(self, note: BadObject) -> None:
+        digest = note.key.digest
+        self._notes[digest] = note
+        self._unwritten.add(digest)
+        try:
+            write_note(self._folders, note)
+            self._unwritten.discard(digest)
+            prune(self._folders, self._clock())
+        except (OSError, TierError) as exc:
+            self._refused("note a bad object", exc)
+
+    def _read_mine(self) -> list[BadObject]:
+        notes = prune(self._folders, self._clock())
+        return [note for note in notes if (note.namespace, note.destination) == self._place]
+
+
+def read_notes(folders: Folders) -> list[BadObject]:
+    """All notes of the node that can be read, also those that have run out.
+
+    Raises:
+        OSError: The folder cannot be read; FileNotFoundError where it was never made.
+        TierError: It is a symbolic link.
+    """
+    return [note for _, note in _walk(folders) if note is not None]
+
+
+def _walk(folders: Folders) -> Iterator[tuple[str, BadObject | None]]:
+    top = str(folders.bad_objects)
+    require_real_folders((str(folders.version), top))
+    for name in os.listdir(top):
+        yield name, _read(f"{top}/{name}")
+
+
+def write_note(folders: Folders, note: BadObject) -> None:
+    """Put a note in its place, whole or not at all; replaces an older one.
+
+    Raises:
+        OSError, TierError: The disk refused.
+    """
+    try:
+        require_real_folders(
+            (str(folders.version), str(folders.incoming), str(folders.bad_objects))
+        )
+    except FileNotFoundError:
+        folders.make()
+    file = TempFile(str(folders.incoming))
+    try:
+        file.append([_encode(note)])
+        file.close()
+        os.replace(file.path, f"{folders.bad_objects}/{note.file_name}")
+    finally:
+        file.discard()
+
+
+def remove_note(folders: Folders, note: BadObject) -> bool:
+    """Forget one; False where it was gone.
+
+    Raises:
+        OSError: The disk refused.
+    """
+    try:
+        os.unlink(f"{folders.bad_objects}/{note.file_name}")
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def prune(folders: Folders, now_s: float) -> list[BadObject]:
+    """Delete what has run out, and the oldest where there are too many; answers what is left.
+
+    Raises:
+        OSError, TierError: As read_notes.
+    """
+    left = []
+    for name, note in _walk(folders):
+        if note is None:
+            if _NAME.fullmatch(name):  # torn, or of no version that we know
+                with suppress(FileNotFoundError):
+                    os.unlink(f"{folders.bad_objects}/{name}")
+        elif note.since_s - _SKEW_S <= now_s < note.until_s:
+            left.append(note)
+        else:
+            remove_note(folders, note)
+    left.sort(key=lambda note: note.until_s)
+    for note in left[:-KEPT_NOTES]:
+        remove_note(folders, note)
+    return left[-KEPT_NOTES:]
+
+
+def _encode(note: BadObject) -> bytes:
+    fields = {"name": note.name, "reason": note.reason, "since_s": note.since_s,
+              "until_s": note.until_s, "revision": note.revision,
+              "row_time_s": note.row_time_s, "good": note.good}  # fmt: skip
+    return (json.dumps(fields) + "\n").encode()
+
+
+def _read(path: str) -> BadObject | None:
+    """One note; None for what is none of ours, or gone."""
+    match = _NAME.fullmatch(path.rpartition("/")[2])
+    if match is None or not is_namespace_name(match[1]):
+        return None
+    text = ""
+    with suppress(OSError, CorruptEntryError, UnicodeDecodeError):
+        fd = open_entry(path)
+        with open(fd, "rb") as file:
+            found = os.fstat(fd)
+            if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid():
+                text = file.read(_NOTE_LIMIT).decode()
+    note = _parse(match[1], match[2], text)
+    return note if note is not None and note.key.digest.hex() == match[3] else None
+
+
+def _parse(namespace: str, destination: str, text: str) -> BadObject | None:
+    try:
+        fields: Any = plain_json.loads(text)
+        note = BadObject(namespace, destination, **fields)
+    except (ValueError, TypeError, RecursionError):
+        return None
+    kinds = {"name": str, "reason": str, "since_s": float, "until_s": float, "revision": int,
+             "row_time_s": int, "good": bool}  # fmt: skip
+    if any(type(getattr(note, name)) is not kind for name, kind in kinds.items()):
+        return None
+    if not note.name.isascii() or not is_object_name(note.name):
+        return None
+    good = _REASON.fullmatch(note.reason) and 1 <= note.revision <= MAX_REVISION + 1
+    return note if good else None
