@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+# One region writes, two read their own copy. Everything is encrypted with a key of its region.
+
+provider "aws" {
+  region = var.writer_region
+}
+
+provider "aws" {
+  alias  = "us"
+  region = var.reader_regions.us
+}
+
+provider "aws" {
+  alias  = "ap"
+  region = var.reader_regions.ap
+}
+
+data "aws_caller_identity" "current" {}
+
+data "aws_partition" "current" {}
+
+locals {
+  # In a key's own policy the resource * is that key. Who may use it stands in IAM policies, which
+  # this statement lets count: without it nobody but the key's maker could.
+  key_policy = jsonencode({
+    Version = "2012-10-17"
+    Statement = [{
+      Sid       = "IamPoliciesCount"
+      Effect    = "Allow"
+      Principal = { AWS = "arn:${data.aws_partition.current.partition}:iam::${data.aws_caller_identity.current.account_id}:root" }
+      Action = [
+        "kms:CancelKeyDeletion",
+        "kms:CreateAlias",
+        "kms:Decrypt",
+        "kms:DeleteAlias",
+        "kms:DescribeKey",
+        "kms:DisableKey",
+        "kms:EnableKey",
+        "kms:EnableKeyRotation",
+        "kms:Encrypt",
+        "kms:GenerateDataKey",
+        "kms:GetKeyPolicy",
+        "kms:GetKeyRotationStatus",
+        "kms:ListAliases",
+        "kms:ListResourceTags",
+        "kms:PutKeyPolicy",
+        "kms:ScheduleKeyDeletion",
+        "kms:TagResource",
+        "kms:UntagResource",
+        "kms:UpdateKeyDescription",
+      ]
+      Resource = "*"
+    }]
+  })
+}
+
+resource "aws_kms_key" "writer" {
+  description         = "Embeddings of ${var.name} in ${var.writer_region}"
+  enable_key_rotation = true
+  policy              = local.key_policy
+}
+
+resource "aws_kms_key" "us" {
+  provider = aws.us
+
+  description         = "Embeddings of ${var.name} in ${var.reader_regions.us}"
+  enable_key_rotation = true
+  policy              = local.key_policy
+}
+
+resource "aws_kms_key" "ap" {
+  provider = aws.ap
+
+  description         = "Embeddings of ${var.name} in ${var.reader_regions.ap}"
+  enable_key_rotation = true
+  policy              = local.key_policy
+}
+
+module "writer" {
+  source = "../../modules/corpus-bucket"
+
+  name        = var.name
+  prefix      = var.prefix
+  kms_key_arn = aws_kms_key.writer.arn
+}
+
+module "us" {
+  source    = "../../modules/corpus-bucket"
+  providers = { aws = aws.us }
+
+  name        = "${var.name}-us"
+  prefix      = var.prefix
+  kms_key_arn = aws_kms_key.us.arn
+}
+
+module "ap" {
+  source    = "../../modules/corpus-bucket"
+  providers = { aws = aws.ap }
+
+  name        = "${var.name}-ap"
+  prefix      = var.prefix
+  kms_key_arn = aws_kms_key.ap.arn
+}
+
+module "replication" {
+  source = "../../modules/replication"
+
+  name          = "${var.name}-replication"
+  source_corpus = module.writer.corpus
+  destinations  = { us = module.us.corpus, ap = module.ap.corpus }
+}
+
+module "producer" {
+  source = "../../modules/access"
+
+  name         = "${var.name}-producer"
+  role         = "producer"
+  corpora      = [module.writer.corpus]
+  pod_identity = true
+}
+
+module "consumer" {
+  source   = "../../modules/access"
+  for_each = { writer = module.writer.corpus, us = module.us.corpus, ap = module.ap.corpus }
+
+  # IAM is global: one role per region, each for the bucket of that region.
+  name         = "${var.name}-consumer-${each.key}"
+  role         = "consumer"
+  corpora      = [each.value]
+  pod_identity = true
+}
+
+module "observability" {
+  source = "../../modules/observability"
+
+  name          = var.name
+  corpus        = module.writer.corpus
+  destinations  = { us = module.us.corpus.name, ap = module.ap.corpus.name }
+  alarm_actions = var.alarm_actions
+}

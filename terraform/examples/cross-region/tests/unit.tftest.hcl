@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+
+mock_provider "aws" {
+  mock_data "aws_partition" {
+    defaults = { partition = "aws", dns_suffix = "amazonaws.com" }
+  }
+
+  mock_data "aws_caller_identity" {
+    defaults = { account_id = "123456789012" }
+  }
+
+  mock_data "aws_region" {
+    defaults = { name = "eu-central-1" }
+  }
+
+  mock_resource "aws_kms_key" {
+    override_during = plan
+    defaults        = { arn = "arn:aws:kms:eu-central-1:123456789012:key/writer" }
+  }
+
+  mock_resource "aws_iam_role" {
+    override_during = plan
+    defaults        = { arn = "arn:aws:iam::123456789012:role/one" }
+  }
+}
+
+mock_provider "aws" {
+  alias = "us"
+
+  mock_data "aws_partition" {
+    defaults = { partition = "aws", dns_suffix = "amazonaws.com" }
+  }
+
+  mock_data "aws_region" {
+    defaults = { name = "us-east-1" }
+  }
+
+  mock_resource "aws_kms_key" {
+    override_during = plan
+    defaults        = { arn = "arn:aws:kms:us-east-1:123456789012:key/us" }
+  }
+}
+
+mock_provider "aws" {
+  alias = "ap"
+
+  mock_data "aws_partition" {
+    defaults = { partition = "aws", dns_suffix = "amazonaws.com" }
+  }
+
+  mock_data "aws_region" {
+    defaults = { name = "ap-southeast-1" }
+  }
+
+  mock_resource "aws_kms_key" {
+    override_during = plan
+    defaults        = { arn = "arn:aws:kms:ap-southeast-1:123456789012:key/ap" }
+  }
+}
+
+variables {
+  name = "embeddings"
+}
+
+run "one_writer_and_two_readers_each_with_the_key_of_its_region" {
+  command = plan
+
+  assert {
+    condition = { for name, corpus in output.corpora : name => [corpus.name, corpus.region, corpus.kms_key_arn] } == {
+      writer = ["embeddings", "eu-central-1", "arn:aws:kms:eu-central-1:123456789012:key/writer"]
+      us     = ["embeddings-us", "us-east-1", "arn:aws:kms:us-east-1:123456789012:key/us"]
+      ap     = ["embeddings-ap", "ap-southeast-1", "arn:aws:kms:ap-southeast-1:123456789012:key/ap"]
+    }
+    error_message = "the buckets are other ones"
+  }
+  assert {
+    condition     = output.ec_transfer_config["us"] != output.ec_transfer_config["ap"] && jsondecode(output.ec_transfer_config["us"]).ec_role == "ec_consumer"
+    error_message = "a reader reads elsewhere, or writes"
+  }
+}
+
+run "keys_name_each_action" {
+  command = plan
+
+  assert {
+    condition = alltrue([
+      for action in jsondecode(aws_kms_key.writer.policy).Statement[0].Action : !strcontains(action, "*")
+    ])
+    error_message = "a wildcard action in a key's policy"
+  }
+  assert {
+    condition     = aws_kms_key.writer.enable_key_rotation && aws_kms_key.us.enable_key_rotation && aws_kms_key.ap.enable_key_rotation
+    error_message = "a key does not rotate"
+  }
+}
+
+run "reader_in_the_region_of_the_writer_is_refused" {
+  command = plan
+
+  variables {
+    reader_regions = { us = "us-east-1", ap = "us-east-1" }
+  }
+
+  expect_failures = [var.reader_regions]
+}

@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+
+variable "region" {
+  description = "Region of the bucket."
+  type        = string
+  default     = "eu-central-1"
+}
+
+variable "bucket" {
+  description = "Name of the bucket, unique in its partition."
+  type        = string
+}
+
+variable "prefix" {
+  description = "Folder of the corpus, with its trailing slash; empty for the whole bucket."
+  type        = string
+  default     = "corpus/"
+}
+
+variable "force_destroy" {
+  description = "Let `terraform destroy` delete a bucket that still holds a corpus."
+  type        = bool
+  default     = false
+}

@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+
+output "policy_arn" {
+  description = "ARN of the policy, for roles that exist already."
+  value       = aws_iam_policy.this.arn
+}
+
+output "policy_json" {
+  description = "The policy itself."
+  value       = aws_iam_policy.this.policy
+}
+
+output "role_arn" {
+  description = "ARN of the role; null where nobody was named who may take it."
+  value       = one(aws_iam_role.this[*].arn)
+}
+
+output "trust_json" {
+  description = "Who may take the role; null where there is none."
+  value       = one(aws_iam_role.this[*].assume_role_policy)
+}
+
+output "instance_profile_name" {
+  description = "Name of the instance profile; null where none was asked for."
+  value       = one(aws_iam_instance_profile.this[*].name)
+}

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+
+mock_provider "aws" {
+  mock_data "aws_partition" {
+    defaults = { partition = "aws", dns_suffix = "amazonaws.com" }
+  }
+
+  mock_data "aws_region" {
+    defaults = { name = "eu-central-1" }
+  }
+}
+
+variables {
+  name = "s3ec"
+  role = "consumer"
+  corpora = [{
+    name        = "embeddings"
+    arn         = "arn:aws:s3:::embeddings"
+    region      = "eu-central-1"
+    prefix      = "team-a/"
+    kms_key_arn = "arn:aws:kms:eu-central-1:123456789012:key/11111111-2222-3333-4444-555555555555"
+  }]
+}
+
+run "consumer_may_read_below_its_prefix_and_nothing_else" {
+  command = plan
+
+  assert {
+    condition = jsondecode(aws_iam_policy.this.policy).Statement == [
+      {
+        Sid       = "List0"
+        Effect    = "Allow"
+        Action    = ["s3:ListBucket"]
+        Resource  = ["arn:aws:s3:::embeddings"]
+        Condition = { StringLike = { "s3:prefix" = ["team-a/*"] } }
+      },
+      {
+        Sid      = "Objects0"
+        Effect   = "Allow"
+        Action   = ["s3:GetObject"]
+        Resource = ["arn:aws:s3:::embeddings/team-a/*"]
+      },
+      {
+        Sid      = "Key0"
+        Effect   = "Allow"
+        Action   = ["kms:Decrypt"]
+        Resource = ["arn:aws:kms:eu-central-1:123456789012:key/11111111-2222-3333-4444-555555555555"]
+        Condition = {
+          StringEquals = { "kms:ViaService" = "s3.eu-central-1.amazonaws.com" }
+          StringLike   = { "kms:EncryptionContext:aws:s3:arn" = ["arn:aws:s3:::embeddings", "arn:aws:s3:::embeddings/*"] }
+        }
+      },
+    ]
+    error_message = "the policy is another one"
+  }
+  assert {
+    condition     = length(aws_iam_role.this) == 0
+    error_message = "a role that nobody may take"
+  }
+}
+
+run "producer_may_add_and_not_delete" {
+  command = plan
+
+  variables {
+    role = "producer"
+  }
+
+  assert {
+    condition     = jsondecode(aws_iam_policy.this.policy).Statement[1].Action == ["s3:GetObject", "s3:PutObject", "s3:AbortMultipartUpload"]
+    error_message = "a producer may do other things"
+  }
+  assert {
+    condition     = jsondecode(aws_iam_policy.this.policy).Statement[2].Action == ["kms:Decrypt", "kms:GenerateDataKey"]
+    error_message = "a producer uses the key for other things"
+  }
+}
+
+run "maintainer_may_delete_below_the_prefix" {
+  command = plan
+
+  variables {
+    role = "maintainer"
+  }
+
+  assert {
+    condition     = contains(jsondecode(aws_iam_policy.this.policy).Statement[1].Action, "s3:DeleteObject")
+    error_message = "gc could not delete"
+  }
+  assert {
+    condition     = jsondecode(aws_iam_policy.this.policy).Statement[1].Resource == ["arn:aws:s3:::embeddings/team-a/*"]
+    error_message = "and elsewhere"
+  }
+}
+
+run "no_role_has_a_wildcard_action_or_the_resource_of_everything" {
+  command = plan
+
+  variables {
+    role             = "maintainer"
+    pod_identity     = true
+    instance_profile = true
+  }
+
+  assert {
+    condition = alltrue(flatten([
+      for one in concat(jsondecode(aws_iam_policy.this.policy).Statement, jsondecode(aws_iam_role.this[0].assume_role_policy).Statement) : [
+        [for action in one.Action : !strcontains(action, "*")],
+        [for resource in try(one.Resource, []) : resource != "*"],
+      ]
+    ]))
+    error_message = "a wildcard"
+  }
+}
+
+run "service_account_takes_the_role_by_its_full_name" {
+  command = plan
+
+  variables {
+    irsa = [{
+      provider_arn    = "arn:aws:iam::123456789012:oidc-provider/oidc.example/id/ABC"
+      issuer          = "oidc.example/id/ABC"
+      namespace       = "serving"
+      service_account = "vllm"
+    }]
+  }
+
+  assert {
+    condition = jsondecode(aws_iam_role.this[0].assume_role_policy).Statement[0].Condition.StringEquals == {
+      "oidc.example/id/ABC:aud" = "sts.amazonaws.com"
+      "oidc.example/id/ABC:sub" = "system:serviceaccount:serving:vllm"
+    }
+    error_message = "other accounts could take it"
+  }
+}
+
+run "pods_and_instances_take_the_role" {
+  command = plan
+
+  variables {
+    pod_identity     = true
+    instance_profile = true
+  }
+
+  assert {
+    condition = [for one in jsondecode(aws_iam_role.this[0].assume_role_policy).Statement : one.Principal.Service] == [
+      "pods.eks.amazonaws.com", "ec2.amazonaws.com",
+    ]
+    error_message = "not the services that were asked for"
+  }
+  assert {
+    condition     = length(aws_iam_instance_profile.this) == 1
+    error_message = "no instance profile"
+  }
+}
+
+run "account_with_a_star_is_refused" {
+  command = plan
+
+  variables {
+    irsa = [{ provider_arn = "arn:aws:iam::123456789012:oidc-provider/x", issuer = "x", namespace = "serving", service_account = "*" }]
+  }
+
+  expect_failures = [var.irsa]
+}
+
+run "issuer_with_a_scheme_is_refused" {
+  command = plan
+
+  variables {
+    irsa = [{ provider_arn = "arn:aws:iam::123456789012:oidc-provider/x", issuer = "https://x", namespace = "serving", service_account = "vllm" }]
+  }
+
+  expect_failures = [var.irsa]
+}
+
+run "prefix_without_a_slash_is_refused" {
+  command = plan
+
+  variables {
+    corpora = [{ name = "e", arn = "arn:aws:s3:::e", region = "eu-central-1", prefix = "team-a", kms_key_arn = null }]
+  }
+
+  expect_failures = [var.corpora]
+}
+
+run "unknown_role_is_refused" {
+  command = plan
+
+  variables {
+    role = "admin"
+  }
+
+  expect_failures = [var.role]
+}

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+
+variable "name" {
+  description = "Name of the policy and of the role."
+  type        = string
+
+  validation {
+    condition     = can(regex("^[A-Za-z0-9+=,.@_-]{1,64}$", var.name))
+    error_message = "`name` has 1 to 64 of letters, digits and +=,.@_-, as IAM wants it."
+  }
+}
+
+variable "role" {
+  description = "`consumer` reads. `producer` reads and adds, and deletes nothing. `maintainer` also deletes, for `s3ec rm`, `gc` and `manifest compact`; give it to people and jobs, not to engines."
+  type        = string
+
+  validation {
+    condition     = contains(["consumer", "producer", "maintainer"], var.role)
+    error_message = "`role` is consumer, producer or maintainer."
+  }
+}
+
+variable "corpora" {
+  description = "The `corpus` outputs of the buckets that the role may use."
+  type = list(object({
+    name        = string
+    arn         = string
+    region      = string
+    prefix      = string
+    kms_key_arn = string
+  }))
+
+  validation {
+    condition     = length(var.corpora) > 0
+    error_message = "`corpora` names one bucket or more."
+  }
+
+  validation {
+    condition     = alltrue([for corpus in var.corpora : corpus.prefix == "" || endswith(corpus.prefix, "/")])
+    error_message = "Each `prefix` is empty or ends with a slash: without it `team-a` would also cover `team-ab`."
+  }
+}
+
+variable "irsa" {
+  description = "Kubernetes service accounts that take the role through the cluster's OIDC provider. `issuer` is the provider's URL without https://."
+  type = list(object({
+    provider_arn    = string
+    issuer          = string
+    namespace       = string
+    service_account = string
+  }))
+  default = []
+
+  validation {
+    condition     = alltrue([for one in var.irsa : !startswith(one.issuer, "https://")])
+    error_message = "`issuer` is written without https://, as IAM's condition keys are."
+  }
+
+  validation {
+    condition     = alltrue([for one in var.irsa : !strcontains("${one.namespace}${one.service_account}", "*")])
+    error_message = "`namespace` and `service_account` name one account; a * would let every pod in."
+  }
+}
+
+variable "pod_identity" {
+  description = "Let EKS Pod Identity hand the role to pods; the association is made beside the cluster."
+  type        = bool
+  default     = false
+}
+
+variable "instance_profile" {
+  description = "Let EC2 instances take the role, and make an instance profile."
+  type        = bool
+  default     = false
+}
+
+variable "permissions_boundary" {
+  description = "ARN of the policy that bounds the role. Null: none."
+  type        = string
+  default     = null
+}
+
+variable "tags" {
+  description = "Tags of everything that can have them."
+  type        = map(string)
+  default     = {}
+}

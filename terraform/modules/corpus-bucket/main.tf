@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+# A bucket for one corpus: private, TLS only, versioned, encrypted, write-once.
+
+data "aws_partition" "current" {}
+
+data "aws_region" "current" {}
+
+locals {
+  # Written out, so that policies are known when they are planned.
+  arn = "arn:${data.aws_partition.current.partition}:s3:::${var.name}"
+
+  # All that s3ec writes is put-if-absent: embeddings, records of widths, the manifest's files.
+  immutable = [
+    for below in ["objects/*", "modality/*", "manifest/*", "namespace.json"] :
+    "${local.arn}/${var.prefix}*/${below}"
+  ]
+
+  policy_statements = concat(
+    [
+      {
+        Sid       = "DenyPlainHttp"
+        Effect    = "Deny"
+        Principal = "*"
+        Action    = "s3:*"
+        Resource  = [local.arn, "${local.arn}/*"]
+        Condition = { Bool = { "aws:SecureTransport" = "false" } }
+      },
+      {
+        Sid       = "DenyOldTls"
+        Effect    = "Deny"
+        Principal = "*"
+        Action    = "s3:*"
+        Resource  = [local.arn, "${local.arn}/*"]
+        Condition = { NumericLessThan = { "s3:TlsVersion" = "1.2" } }
+      },
+    ],
+    [
+      for statement in [{
+        Sid       = "DenyReplacing"
+        Effect    = "Deny"
+        Principal = "*"
+        Action    = "s3:PutObject"
+        Resource  = local.immutable
+        Condition = {
+          Null = { "s3:if-none-match" = "true" }
+          # Parts of a multipart upload cannot carry the header; what completes the upload can.
+          Bool = { "s3:ObjectCreationOperation" = "true" }
+        }
+      }] : statement if var.write_once
+    ],
+  )
+}
+
+resource "aws_s3_bucket" "this" {
+  bucket        = var.name
+  force_destroy = var.force_destroy
+  tags          = var.tags
+}
+
+resource "aws_s3_bucket_ownership_controls" "this" {
+  bucket = aws_s3_bucket.this.id
+
+  rule {
+    object_ownership = "BucketOwnerEnforced"
+  }
+}
+
+resource "aws_s3_bucket_public_access_block" "this" {
+  bucket                  = aws_s3_bucket.this.id
+  block_public_acls       = true
+  block_public_policy     = true
+  ignore_public_acls      = true
+  restrict_public_buckets = true
+}
+
+resource "aws_s3_bucket_versioning" "this" {
+  bucket = aws_s3_bucket.this.id
+
+  versioning_configuration {
+    status = "Enabled"
+  }
+}
+
+resource "aws_s3_bucket_server_side_encryption_configuration" "this" {
+  bucket = aws_s3_bucket.this.id
+
+  rule {
+    # One call of KMS per bucket key instead of one per object.
+    bucket_key_enabled = var.kms_key_arn != null
+
+    apply_server_side_encryption_by_default {
+      sse_algorithm     = var.kms_key_arn == null ? "AES256" : "aws:kms"
+      kms_master_key_id = var.kms_key_arn
+    }
+  }
+}
+
+resource "aws_s3_bucket_policy" "this" {
+  bucket = aws_s3_bucket.this.id
+  policy = jsonencode({ Version = "2012-10-17", Statement = local.policy_statements })
+
+  # A policy that S3 takes for public is refused while the block is being set.
+  depends_on = [aws_s3_bucket_public_access_block.this]
+}
+
+resource "aws_s3_bucket_lifecycle_configuration" "this" {
+  count = var.lifecycle_rules == null ? 0 : 1
+
+  bucket = aws_s3_bucket.this.id
+
+  rule {
+    id     = "tidy"
+    status = "Enabled"
+
+    filter {
+      prefix = var.prefix
+    }
+
+    abort_incomplete_multipart_upload {
+      days_after_initiation = var.lifecycle_rules.abort_uploads_days
+    }
+
+    noncurrent_version_expiration {
+      noncurrent_days = var.lifecycle_rules.noncurrent_days
+    }
+
+    dynamic "expiration" {
+      for_each = var.lifecycle_rules.expire_days == null ? [true] : []
+
+      content {
+        expired_object_delete_marker = true
+      }
+    }
+  }
+
+  dynamic "rule" {
+    for_each = var.lifecycle_rules.expire_days == null ? [] : [var.lifecycle_rules.expire_days]
+
+    content {
+      id     = "expire"
+      status = "Enabled"
+
+      filter {
+        prefix = var.prefix
+      }
+
+      expiration {
+        days = rule.value
+      }
+    }
+  }
+
+  dynamic "rule" {
+    for_each = var.lifecycle_rules.intelligent_tiering_days == null ? [] : [var.lifecycle_rules.intelligent_tiering_days]
+
+    content {
+      id     = "intelligent-tiering"
+      status = "Enabled"
+
+      filter {
+        prefix = var.prefix
+      }
+
+      transition {
+        days          = rule.value
+        storage_class = "INTELLIGENT_TIERING"
+      }
+    }
+  }
+
+  # Without versions there is nothing noncurrent to expire.
+  depends_on = [aws_s3_bucket_versioning.this]
+}
+
+resource "aws_s3_bucket_logging" "this" {
+  count = var.access_log == null ? 0 : 1
+
+  bucket        = aws_s3_bucket.this.id
+  target_bucket = var.access_log.bucket
+  target_prefix = var.access_log.prefix
+}

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+
+variable "name" {
+  description = "Name of the bucket, unique in its partition."
+  type        = string
+
+  validation {
+    condition     = can(regex("^[a-z0-9][a-z0-9-]{1,61}[a-z0-9]$", var.name))
+    error_message = "`name` has 3 to 63 of a-z, 0-9 and '-'. A dot would break TLS host names, so it is refused."
+  }
+}
+
+variable "prefix" {
+  description = "Folder of the corpus inside the bucket, with its trailing slash; empty for the whole bucket."
+  type        = string
+  default     = ""
+
+  validation {
+    condition     = var.prefix == "" || can(regex("^([A-Za-z0-9._-]+/)+$", var.prefix))
+    error_message = "`prefix` is empty, or folders that each end with a slash, such as \"team-a/corpus/\": without the slash `team-a` would also cover `team-ab`."
+  }
+}
+
+variable "kms_key_arn" {
+  description = "ARN of the KMS key that encrypts new objects, with a bucket key. Null: SSE-S3."
+  type        = string
+  default     = null
+
+  validation {
+    condition     = var.kms_key_arn == null || can(regex("^arn:[a-z-]+:kms:[a-z0-9-]+:[0-9]{12}:key/", var.kms_key_arn))
+    error_message = "`kms_key_arn` is the full ARN of a key, not an alias: replication and policies need the key itself."
+  }
+}
+
+variable "write_once" {
+  description = "Refuse writes of embeddings, records and manifest files without If-None-Match, so that who may write can add but not replace."
+  type        = bool
+  default     = true
+}
+
+variable "lifecycle_rules" {
+  description = <<-EOT
+    What S3 removes or moves by itself; null leaves the bucket without a lifecycle configuration.
+    `expire_days` (unset: never) counts from an object's creation, not from its last use, and covers
+    the manifest below `prefix` too: readers notice within a minute and list the bucket instead.
+    `abort_uploads_days`: incomplete multipart uploads. `noncurrent_days`: versions that were deleted
+    or replaced. `intelligent_tiering_days` (unset: never): move to INTELLIGENT_TIERING.
+  EOT
+  type = object({
+    expire_days              = optional(number)
+    abort_uploads_days       = optional(number, 7)
+    noncurrent_days          = optional(number, 30)
+    intelligent_tiering_days = optional(number)
+  })
+  default = {}
+
+  validation {
+    condition = var.lifecycle_rules == null || alltrue([
+      for days in values(var.lifecycle_rules == null ? {} : var.lifecycle_rules) :
+      days == null || (try(days >= 0, false) && try(floor(days) == days, false))
+    ])
+    error_message = "`lifecycle_rules` counts whole days, 0 or more."
+  }
+}
+
+variable "access_log" {
+  description = "Bucket and prefix that S3 writes access logs to; the target's policy must allow logging.s3.amazonaws.com. Null: no access log."
+  type = object({
+    bucket = string
+    prefix = optional(string, "")
+  })
+  default = null
+}
+
+variable "force_destroy" {
+  description = "Let `terraform destroy` delete a bucket that still holds a corpus."
+  type        = bool
+  default     = false
+}
+
+variable "tags" {
+  description = "Tags of everything that can have them."
+  type        = map(string)
+  default     = {}
+}

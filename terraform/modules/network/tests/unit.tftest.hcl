@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+
+mock_provider "aws" {
+  mock_data "aws_partition" {
+    defaults = { partition = "aws", dns_suffix = "amazonaws.com" }
+  }
+
+  mock_data "aws_region" {
+    defaults = { name = "eu-central-1" }
+  }
+}
+
+variables {
+  vpc_id          = "vpc-0123456789abcdef0"
+  route_table_ids = ["rtb-0123456789abcdef0"]
+  corpora         = [{ name = "embeddings", arn = "arn:aws:s3:::embeddings", region = "eu-central-1", prefix = "team-a/", kms_key_arn = null }]
+}
+
+run "endpoint_lets_through_the_corpus_and_nothing_else" {
+  command = plan
+
+  assert {
+    condition     = aws_vpc_endpoint.s3.service_name == "com.amazonaws.eu-central-1.s3" && aws_vpc_endpoint.s3.vpc_endpoint_type == "Gateway"
+    error_message = "another endpoint"
+  }
+  assert {
+    condition = flatten([for one in jsondecode(aws_vpc_endpoint.s3.policy).Statement : one.Resource]) == [
+      "arn:aws:s3:::embeddings", "arn:aws:s3:::embeddings/team-a/*",
+    ]
+    error_message = "another bucket can be reached"
+  }
+}
+
+run "other_buckets_can_be_read_where_they_are_named" {
+  command = plan
+
+  variables {
+    other_bucket_arns = ["arn:aws:s3:::layers"]
+  }
+
+  assert {
+    condition     = jsondecode(aws_vpc_endpoint.s3.policy).Statement[2].Resource == ["arn:aws:s3:::layers", "arn:aws:s3:::layers/*"]
+    error_message = "the other bucket cannot be read"
+  }
+  assert {
+    condition     = jsondecode(aws_vpc_endpoint.s3.policy).Statement[2].Action == ["s3:GetObject", "s3:ListBucket"]
+    error_message = "the other bucket can be written to"
+  }
+}
+
+run "bucket_of_another_region_is_refused" {
+  command = plan
+
+  variables {
+    corpora = [{ name = "e", arn = "arn:aws:s3:::e", region = "us-east-1", prefix = "", kms_key_arn = null }]
+  }
+
+  expect_failures = [aws_vpc_endpoint.s3]
+}
+
+run "star_among_the_other_buckets_is_refused" {
+  command = plan
+
+  variables {
+    other_bucket_arns = ["arn:aws:s3:::*"]
+  }
+
+  expect_failures = [var.other_bucket_arns]
+}
+
+run "endpoint_without_a_route_is_refused" {
+  command = plan
+
+  variables {
+    route_table_ids = []
+  }
+
+  expect_failures = [var.route_table_ids]
+}

@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+
+output "role_arn" {
+  description = "ARN of the role that S3 replicates with."
+  value       = aws_iam_role.this.arn
+}
+
+output "rules" {
+  description = "Rule ids: names of the destinations, as CloudWatch's dimension RuleId has them."
+  value       = local.names
+}
+
+output "policy_json" {
+  description = "What the role may do."
+  value       = aws_iam_role_policy.this.policy
+}

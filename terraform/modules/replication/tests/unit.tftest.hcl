@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+
+mock_provider "aws" {
+  mock_data "aws_partition" {
+    defaults = { partition = "aws", dns_suffix = "amazonaws.com" }
+  }
+
+  mock_resource "aws_iam_role" {
+    override_during = plan
+    defaults        = { arn = "arn:aws:iam::123456789012:role/replication" }
+  }
+}
+
+variables {
+  name = "replication"
+  source_corpus = {
+    name        = "embeddings"
+    arn         = "arn:aws:s3:::embeddings"
+    region      = "eu-central-1"
+    prefix      = "team-a/"
+    kms_key_arn = "arn:aws:kms:eu-central-1:123456789012:key/source"
+  }
+  destinations = {
+    us = {
+      name        = "embeddings-us"
+      arn         = "arn:aws:s3:::embeddings-us"
+      region      = "us-east-1"
+      prefix      = "team-a/"
+      kms_key_arn = "arn:aws:kms:us-east-1:123456789012:key/us"
+    }
+    ap = {
+      name        = "embeddings-ap"
+      arn         = "arn:aws:s3:::embeddings-ap"
+      region      = "ap-south-1"
+      prefix      = "team-a/"
+      kms_key_arn = "arn:aws:kms:ap-south-1:123456789012:key/ap"
+    }
+  }
+}
+
+run "each_destination_has_a_rule_and_its_own_key" {
+  command = plan
+
+  assert {
+    condition     = { for rule in aws_s3_bucket_replication_configuration.this.rule : rule.id => one(rule.destination).bucket } == { us = "arn:aws:s3:::embeddings-us", ap = "arn:aws:s3:::embeddings-ap" }
+    error_message = "not one rule per destination"
+  }
+  assert {
+    condition = {
+      for rule in aws_s3_bucket_replication_configuration.this.rule :
+      rule.id => one(one(rule.destination).encryption_configuration).replica_kms_key_id
+      } == {
+      us = "arn:aws:kms:us-east-1:123456789012:key/us"
+      ap = "arn:aws:kms:ap-south-1:123456789012:key/ap"
+    }
+    error_message = "a replica is encrypted with another region's key"
+  }
+  assert {
+    condition     = length(distinct([for rule in aws_s3_bucket_replication_configuration.this.rule : rule.priority])) == 2
+    error_message = "two rules have one priority"
+  }
+  assert {
+    condition = alltrue([
+      for rule in aws_s3_bucket_replication_configuration.this.rule :
+      one(one(rule.source_selection_criteria).sse_kms_encrypted_objects).status == "Enabled"
+      && one(rule.filter).prefix == "team-a/"
+      && one(rule.delete_marker_replication).status == "Enabled"
+    ])
+    error_message = "encrypted objects, other folders or deletions are treated otherwise"
+  }
+}
+
+run "role_reads_the_source_writes_the_replicas_and_no_more" {
+  command = plan
+
+  assert {
+    condition = toset(flatten([for one in jsondecode(aws_iam_role_policy.this.policy).Statement : one.Resource])) == toset([
+      "arn:aws:s3:::embeddings",
+      "arn:aws:s3:::embeddings/team-a/*",
+      "arn:aws:s3:::embeddings-us/team-a/*",
+      "arn:aws:s3:::embeddings-ap/team-a/*",
+      "arn:aws:kms:eu-central-1:123456789012:key/source",
+      "arn:aws:kms:us-east-1:123456789012:key/us",
+      "arn:aws:kms:ap-south-1:123456789012:key/ap",
+    ])
+    error_message = "the role reaches something else"
+  }
+  assert {
+    condition     = alltrue(flatten([for one in jsondecode(aws_iam_role_policy.this.policy).Statement : [for action in one.Action : !strcontains(action, "*")]]))
+    error_message = "a wildcard action"
+  }
+  assert {
+    condition = toset([
+      for one in jsondecode(aws_iam_role_policy.this.policy).Statement : one.Condition.StringEquals["kms:ViaService"]
+      if startswith(one.Action[0], "kms:")
+    ]) == toset(["s3.eu-central-1.amazonaws.com", "s3.us-east-1.amazonaws.com", "s3.ap-south-1.amazonaws.com"])
+    error_message = "a key can be used beside S3"
+  }
+}
+
+run "unencrypted_source_needs_no_keys" {
+  command = plan
+
+  variables {
+    source_corpus = { name = "e", arn = "arn:aws:s3:::e", region = "eu-central-1", prefix = "", kms_key_arn = null }
+    destinations = {
+      us = { name = "u", arn = "arn:aws:s3:::u", region = "us-east-1", prefix = "", kms_key_arn = null }
+    }
+    delete_markers = false
+    time_control   = true
+  }
+
+  assert {
+    condition     = !strcontains(aws_iam_role_policy.this.policy, "kms:") && !strcontains(aws_iam_role_policy.this.policy, "ReplicateDelete")
+    error_message = "rights that nothing needs"
+  }
+  assert {
+    condition     = one(one(one(aws_s3_bucket_replication_configuration.this.rule).destination).replication_time).status == "Enabled"
+    error_message = "no time control"
+  }
+}
+
+run "destination_in_the_region_of_the_source_is_refused" {
+  command = plan
+
+  variables {
+    destinations = {
+      here = { name = "u", arn = "arn:aws:s3:::u", region = "eu-central-1", prefix = "team-a/", kms_key_arn = "arn:aws:kms:eu-central-1:123456789012:key/u" }
+    }
+  }
+
+  expect_failures = [aws_s3_bucket_replication_configuration.this]
+}
+
+run "destination_without_a_key_is_refused_for_an_encrypted_source" {
+  command = plan
+
+  variables {
+    destinations = {
+      us = { name = "u", arn = "arn:aws:s3:::u", region = "us-east-1", prefix = "team-a/", kms_key_arn = null }
+    }
+  }
+
+  expect_failures = [aws_s3_bucket_replication_configuration.this]
+}
+
+run "destination_with_another_prefix_is_refused" {
+  command = plan
+
+  variables {
+    destinations = {
+      us = { name = "u", arn = "arn:aws:s3:::u", region = "us-east-1", prefix = "team-b/", kms_key_arn = "arn:aws:kms:us-east-1:123456789012:key/u" }
+    }
+  }
+
+  expect_failures = [aws_s3_bucket_replication_configuration.this]
+}
+
+run "two_destinations_in_one_region_are_refused" {
+  command = plan
+
+  variables {
+    destinations = {
+      a = { name = "a", arn = "arn:aws:s3:::a", region = "us-east-1", prefix = "team-a/", kms_key_arn = "arn:aws:kms:us-east-1:123456789012:key/u" }
+      b = { name = "b", arn = "arn:aws:s3:::b", region = "us-east-1", prefix = "team-a/", kms_key_arn = "arn:aws:kms:us-east-1:123456789012:key/u" }
+    }
+  }
+
+  expect_failures = [var.destinations]
+}
