@@ -180,7 +180,8 @@ class S3ECConnector(ECConnectorBase):
             node,
             saves=saves,
             device=compat.current_device,
-            rank=compat.loading_rank,
+            # It never changes, and asking vLLM is a good part of what a save costs beside its copy.
+            rank=functools.cache(compat.loading_rank),
             drain_timeout_s=4.0 if self.is_consumer else 30.0,
             finish_later=compat.installed_hooks()["finish_load_caches"],
         )
