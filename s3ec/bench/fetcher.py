@@ -13,7 +13,7 @@ from s3ec.store.open import choose_transport
 from s3ec.tier import Pin
 
 # How often the main thread looks for news, as a scheduler does at its steps.
-_LOOK_S = 0.002
+_LOOK_S = 0.01
 _TIMEOUT_S = 120.0
 
 

@@ -4,13 +4,16 @@
 The main thread sleeps 1 ms again and again, as a scheduler that has little to do, and notes how
 late it wakes: with nothing else in the process, and while this very process fetches at full
 speed. Server and threads share the machine's cores, so the same is noted while *another* process
-does the same download: what is left of the difference is the interpreter's lock.
+does the same download: what is left of the difference is the interpreter's lock. And while a
+thread of this process does no more than write what obstore brings into files, which shows what
+any fetch in Python costs here.
 """
 
 from __future__ import annotations
 
 import contextlib
 import statistics
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -22,6 +25,7 @@ from s3ec.bench.result import Spec
 if TYPE_CHECKING:
     from s3ec.bench.crew import Member
     from s3ec.bench.fetcher import Fetcher
+    from s3ec.bench.raw_loops import ObstoreToFileLoop
 
 ROUNDS = 9
 _OBJECTS = 200
@@ -29,6 +33,7 @@ _OBJECTS_QUICK = 48
 _IDLE_TICKS = 500
 _TICK_S = 0.001
 IDLE, HERE, ELSEWHERE = "idle", "during, ", "while another process fetches, "
+TO_FILE = "during a raw loop that writes files, obstore"
 _ADDED, _BY_LOCK, _LATE = (
     "interference.p99_added_ms",
     "interference.p99_added_by_interpreter_ms",
@@ -43,7 +48,7 @@ def run(context: Context) -> None:
     Raises:
         CannotMeasureError: There is no server to be had.
     """
-    from s3ec.bench import crew, fetcher
+    from s3ec.bench import crew, fetcher, raw_loops
     from s3ec.bench.corpus import filled
     from s3ec.bench.folders import memory_folder
 
@@ -57,6 +62,12 @@ def run(context: Context) -> None:
             ours = fetcher.Fetcher(corpus, folder / transport, transport)
             stack.callback(ours.close)
             cases[HERE + transport] = lambda ours=ours: _during(ours)  # type: ignore[misc]
+        if "obstore" in there:
+            files = folder / "files"
+            files.mkdir()
+            raw = raw_loops.ObstoreToFileLoop(corpus, files)
+            stack.callback(raw.close)
+            cases[TO_FILE] = lambda: _during_raw(raw)
         hired = [crew.Hired(corpus, folder / f"other-{one}", one) for one in there]
         for transport, member in zip(there, stack.enter_context(crew.crew(hired)), strict=True):
             cases[ELSEWHERE + transport] = lambda member=member: _beside(member)  # type: ignore[misc]
@@ -82,6 +93,17 @@ def _during(ours: Fetcher) -> list[float]:
     while not ours.take():
         late.append(_late_ms())
     ours.empty()
+    return late
+
+
+def _during_raw(raw: ObstoreToFileLoop) -> list[float]:
+    late = []
+    thread = threading.Thread(target=raw.fetch)
+    thread.start()
+    while thread.is_alive():
+        late.append(_late_ms())
+    thread.join()
+    raw.empty()
     return late
 
 
