@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from botocore.exceptions import ClientError
 from obstore.exceptions import BaseError
 
-from s3ec.errors import AccessError, S3ECError, UnavailableError
+from s3ec.errors import S3ECError, UnavailableError
+from s3ec.store.sdk_errors import not_trusted
 
 _STATUS = re.compile(r"^ *inner: Status \{\n *status: (\d{3}),$", re.MULTILINE)
 _ANSWER = re.compile(r'^ *body: Some\(\n *"(.*)",$', re.MULTILINE)
@@ -26,6 +27,8 @@ _NO_ANSWER = re.compile(
     r"^ *(?:source: |inner: Http\(\n *)HttpError \{\n *kind: (\w+),$", re.MULTILINE
 )
 _WRONG_RANGE = re.compile(r"Requested \d+\.\.\d+, got \d+\.\.\d+")
+# Where a redirect to another host ends, see ObstoreStore.
+_ELSEWHERE = re.compile(r"^ *127\.0\.0\.1:0,$", re.MULTILINE)
 _REASON = re.compile(r'^ *(?:message|error): "(.*)",$', re.MULTILINE)
 _ESCAPED = re.compile(r"\\(?:u\{[0-9a-f]+\}|.)")
 # Rust's panics: in a coroutine, and from a plain call, where it is a BaseException.
@@ -142,11 +145,8 @@ def _no_answer(kind: str, debug: str, what: str, operation: str) -> ClientError 
     if "CaUsedAsEndEntity" in debug:
         return UnfitError(f"{what}: a server's certificate may not be an authority's as well")
     if "InvalidCertificate" in debug:
-        return AccessError(
-            f"{what}: the server's certificate is not trusted; name its authority in `ca_bundle`",
-            code="CertificateNotTrusted",
-        )
-    if "TooManyRedirects" in debug:
+        return not_trusted(what, debug)
+    if "TooManyRedirects" in debug or _ELSEWHERE.search(debug):
         return _answer(307, "<Code>TooManyRedirects</Code>", operation)
     if kind == "Timeout":
         return UnavailableError(f"{what}: timed out")

@@ -16,6 +16,8 @@ from collections.abc import AsyncIterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import obstore
 from botocore.exceptions import ClientError
@@ -36,6 +38,7 @@ from s3ec.store.sdk_errors import SDK_ERRORS, is_absent, status_of
 
 # What a server says to requests signed for another region, among others.
 _PERHAPS_WRONG_REGION = frozenset({301, 302, 307, 308, 400, 403})
+_NOWHERE = "http://127.0.0.1:0"
 log = logging.getLogger(__name__)
 
 
@@ -187,6 +190,11 @@ class ObstoreStore(Aioboto3Store):
             "timeout": timedelta(days=1),
             "user_agent": f"s3ec/{s3ec.__version__}",
         }
+        if not getproxies():
+            # It follows redirects, with the session token among the headers. What is not for the
+            # server's own host goes to a port where nobody can listen.
+            host = urlsplit(address.url).hostname or ""
+            options.update(proxy_url=_NOWHERE, proxy_excludes=host)
         if purpose == "reads":
             # Over a write it would be the limit for sending the body as well.
             options["read_timeout"] = timedelta(seconds=self._settings.read_timeout_s)

@@ -34,6 +34,7 @@ from s3ec.corpus_url import is_plain_http_elsewhere
 from s3ec.errors import AccessError, ConfigError
 from s3ec.settings import PLAIN_HTTP, Settings
 from s3ec.store.credentials import ChainCredentials
+from s3ec.store.sdk_session import StrictSession
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +216,7 @@ def _config(settings: Settings, **extra: Any) -> AioConfig:
         request_checksum_calculation="when_required",
         response_checksum_validation="when_required",
         user_agent_extra=f"s3ec/{s3ec.__version__}",
+        http_session_cls=StrictSession,
         **extra,
     )
 

@@ -158,11 +158,8 @@ def _translate(exc: Exception, what: str, region: str) -> S3ECError:
         return AccessError(
             f"{what}: no usable credentials ({exc}); {_CREDENTIALS_FIX}", code=type(exc).__name__
         )
-    if _caused_by(exc, ssl.SSLCertVerificationError):  # retrying that is useless
-        return AccessError(
-            f"{what}: the server's certificate is not trusted; name its authority in `ca_bundle`",
-            code="CertificateNotTrusted",
-        )
+    if (unproven := _caused_by(exc, ssl.SSLCertVerificationError)) is not None:
+        return not_trusted(what, str(unproven))
     if _caused_by(exc, aiohttp.TooManyRedirects):
         return AccessError(f"{what}: {_REDIRECT_FIX} (now {region})", code="TooManyRedirects")
     if isinstance(exc, TimeoutError):  # a deadline of ours says nothing more
@@ -240,14 +237,30 @@ def _right_region(response: Any) -> str:
     return str(headers.get("x-amz-bucket-region") or response.get("Error", {}).get("Region") or "")
 
 
-def _caused_by(exc: BaseException, kind: type[BaseException]) -> bool:
-    """Whether this error, or one that it was raised for, is of a kind."""
+def not_trusted(what: str, reason: str) -> AccessError:
+    """A server that cannot prove who it is; asking again is useless.
+
+    Args:
+        reason: OpenSSL's or rustls's words, of which the kind is taken.
+    """
+    words = reason.lower()
+    if "expired" in words:
+        found, fix = "has expired", "renew it, or set this machine's clock"
+    elif "mismatch" in words or "notvalidforname" in words:
+        found, fix = "is for another host", "correct `endpoint_url`, or the names in it"
+    else:
+        found, fix = "is not trusted", "name its authority in `ca_bundle`"
+    return AccessError(
+        f"{what}: the server's certificate {found}; {fix}", code="CertificateNotTrusted"
+    )
+
+
+def _caused_by(exc: BaseException, kind: type[BaseException]) -> BaseException | None:
+    """This error, or the first of those that it was raised for, that is of a kind."""
     seen: BaseException | None = exc
-    while seen is not None:
-        if isinstance(seen, kind):
-            return True
+    while seen is not None and not isinstance(seen, kind):
         seen = seen.__cause__ or seen.__context__
-    return False
+    return seen
 
 
 def _one_line(value: object) -> str:

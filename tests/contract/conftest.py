@@ -109,12 +109,22 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def issued(tmp_path_factory: pytest.TempPathFactory) -> Issued:
     """A certificate for 127.0.0.1 that an authority of these tests signed."""
-    folder = tmp_path_factory.mktemp("issued")
+    return issue(tmp_path_factory.mktemp("issued"))
+
+
+def issue(folder: Path, *, host: str = "127.0.0.1", ended: bool = False) -> Issued:
+    """A certificate of an authority of its own.
+
+    Args:
+        host: The address that it is for.
+        ended: It was good until yesterday.
+    """
     root_key, key = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
     root = _certificate("s3ec test authority", root_key)
     files = Issued(folder / "server.pem", folder / "authority.pem")
     files.authority.write_bytes(root.public_bytes(serialization.Encoding.PEM))
-    files.server.write_bytes(_pem(_certificate("s3ec test", key, (root, root_key)), key))
+    leaf = _certificate("s3ec test", key, (root, root_key), host=host, ended=ended)
+    files.server.write_bytes(_pem(leaf, key))
     return files
 
 
@@ -122,9 +132,13 @@ def _certificate(
     name: str,
     key: ec.EllipticCurvePrivateKey,
     issuer: tuple[x509.Certificate, ec.EllipticCurvePrivateKey] | None = None,
+    *,
+    host: str = "127.0.0.1",
+    ended: bool = False,
 ) -> x509.Certificate:
-    """One for 127.0.0.1; without an issuer it signs itself and is an authority."""
+    """Without an issuer it signs itself and is an authority."""
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+    day = datetime.timedelta(days=1)
     now = datetime.datetime.now(datetime.UTC)
     return (
         x509.CertificateBuilder()
@@ -132,10 +146,10 @@ def _certificate(
         .issuer_name(issuer[0].subject if issuer else subject)
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(days=1))
-        .not_valid_after(now + datetime.timedelta(days=1))
+        .not_valid_before(now - 2 * day)
+        .not_valid_after(now - day if ended else now + day)
         .add_extension(
-            x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]),
+            x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(host))]),
             critical=False,
         )
         .add_extension(x509.BasicConstraints(ca=issuer is None, path_length=None), critical=True)

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the SDK's requests travel: to the host that was asked for, and to no other.
+
+Two things that aiobotocore leaves to others, and aiohttp does not do: botocore switches the check
+of the certificate's host name off, since its own transport makes that check itself; and a redirect
+is followed with the session token among its headers. Checked with aiobotocore 2.25, aiohttp 3.14.
+"""
+
+from __future__ import annotations
+
+import ssl
+from types import SimpleNamespace
+from typing import Any
+
+import aiohttp
+from aiobotocore.httpsession import AIOHTTPSession
+
+
+class StrictSession(AIOHTTPSession):  # type: ignore[misc]
+    """Checks host names, and follows no redirect: signatures do not hold elsewhere anyway."""
+
+    def _get_ssl_context(self) -> ssl.SSLContext:
+        context: ssl.SSLContext = super()._get_ssl_context()
+        context.check_hostname = True
+        return context
+
+    async def _get_session(self, proxy_url: str | None) -> aiohttp.ClientSession:
+        session: aiohttp.ClientSession = await super()._get_session(proxy_url)
+        if not session.trace_configs:
+            trace = aiohttp.TraceConfig()
+            trace.on_request_redirect.append(_refuse)
+            trace.freeze()
+            session.trace_configs.append(trace)
+        return session
+
+
+async def _refuse(
+    session: aiohttp.ClientSession,
+    context: SimpleNamespace,
+    params: aiohttp.TraceRequestRedirectParams,
+) -> None:
+    """End a request whose answer leads elsewhere; S3's own 301 has no address to go to."""
+    answer: Any = params.response
+    if "Location" in answer.headers or "URI" in answer.headers:
+        answer.close()
+        raise aiohttp.TooManyRedirects(answer.request_info, (answer,), status=answer.status)

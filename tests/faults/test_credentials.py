@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Credentials that rotate, are revoked, or come from a service that does not answer."""
+
+from __future__ import annotations
+
+import datetime
+import http.server
+import json
+import logging
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from s3ec.prefetch import Outcome
+from s3ec.store import credentials
+from s3ec.testing.proxy import Exchange, Reply, Rule
+from s3ec.testing.proxy_faults import s3_error
+from s3ec.testing.server import Identity, LocalS3
+from tests.faults.engine_parts import Kind, Parts, stock
+from tests.faults.saving import key_at
+from tests.faults.site import Site, eventually
+
+transports = pytest.mark.parametrize("transport", ["aioboto3", "obstore"])
+NOBODY = Identity("nobody")
+
+
+def write_keys(path: Path, who: Identity) -> None:
+    path.write_text(
+        f"[default]\naws_access_key_id = {who.access_key}\n"
+        f"aws_secret_access_key = {who.secret_key}\n"
+    )
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture, part: str) -> list[str]:
+    return [
+        record.getMessage()
+        for record in caplog.records
+        if record.levelno >= logging.WARNING and part in record.getMessage()
+    ]
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is refused is looked for again soon: a test has no five seconds."""
+    monkeypatch.setattr(credentials, "_LOOK_EVERY_S", 0.2)
+
+
+@transports
+def test_a_credentials_file_that_is_rotated_is_read_again_and_said_once(
+    transport: Kind,
+    site: Site,
+    local_s3: LocalS3,
+    hasty: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    stock(site, 0, 1)
+    keys = tmp_path / "credentials"
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(keys))
+    write_keys(keys, NOBODY)
+    me = Identity("me", access_key=local_s3.access_key, secret_key=local_s3.secret_key)
+    with Parts(site.settings(transport=transport)) as parts:
+        # The server's own word for keys that it does not know any more.
+        assert parts.fetch(0) == [Outcome.UNAVAILABLE]
+        assert "InvalidAccessKeyId" in warnings_of(caplog, "an entry is denied")[0]
+        eventually(
+            lambda: (
+                parts.fetch(0) == [Outcome.UNAVAILABLE]
+                and bool(warnings_of(caplog, "there are no others yet"))
+            )
+        )
+        write_keys(keys, me)
+        parts.fetch_in_the_end(0)
+        assert parts.fetch(1) == [Outcome.READY]
+        assert parts.counted("fetch.denied") >= 2
+    assert len(warnings_of(caplog, "there are no others yet")) == 1
+    assert len(warnings_of(caplog, "others are used now (shared-credentials-file)")) == 1
+    refused = [r for r in site.proxy.requests if NOBODY.access_key in r.headers["authorization"]]
+    assert 2 <= len(refused) < 20  # no storm
+    assert local_s3.secret_key not in caplog.text
+    assert NOBODY.secret_key not in caplog.text
+
+
+@transports
+def test_leave_to_write_that_is_revoked_keeps_the_reads_and_loses_no_save(
+    transport: Kind, site: Site, local_s3: LocalS3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stock(site, 0, 1)
+    for name, value in local_s3.env().items():
+        monkeypatch.setenv(name, value)
+    with Parts(site.settings(transport=transport)) as parts:
+        parts.follow()
+        parts.save(2)
+        eventually(lambda: key_at(2).name in site.objects())
+        revoked = site.proxy.add(Rule(s3_error(403, "AccessDenied"), method="PUT"))
+        parts.save(3)
+        eventually(lambda: parts.counted("save_problem.denied") >= 1)
+        assert parts.fetch(0) == [Outcome.READY]
+        assert key_at(3).digest.hex() in site.spooled()
+        fired = revoked.fired
+        site.let_through()
+        eventually(lambda: key_at(3).name in site.objects())
+        eventually(lambda: not site.spooled())
+        parts.fetch_in_the_end(1)
+    assert 1 <= fired < 20  # no storm
+
+
+class OtherClock:
+    """A server whose clock is behind, and which refuses signatures as S3 does."""
+
+    def __init__(self, behind: datetime.timedelta) -> None:
+        self.behind = behind
+        self.refused = 0
+
+    async def apply(self, exchange: Exchange) -> None:
+        now = datetime.datetime.now(datetime.UTC) - self.behind
+        signed = datetime.datetime.strptime(
+            exchange.request.headers["x-amz-date"], "%Y%m%dT%H%M%S%z"
+        )
+        if abs(now - signed) < datetime.timedelta(minutes=15):
+            await exchange.send(await exchange.forward())
+            return
+        self.refused += 1
+        await exchange.read_body()
+        body = (
+            "<Error><Code>RequestTimeTooSkewed</Code><Message>The difference between the request "
+            "time and the current time is too large.</Message>"
+            f"<ServerTime>{now:%Y-%m-%dT%H:%M:%SZ}</ServerTime></Error>"
+        )
+        kind = {"content-type": "application/xml"}
+        await exchange.send(Reply(403, kind, body.encode()))
+
+
+@transports
+def test_clocks_an_hour_apart_are_named_with_the_difference_and_heal(
+    transport: Kind,
+    site: Site,
+    local_s3: LocalS3,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    stock(site, 0)
+    for name, value in local_s3.env().items():
+        monkeypatch.setenv(name, value)
+    clock = OtherClock(datetime.timedelta(hours=1))
+    site.proxy.add(Rule(clock))
+    with Parts(site.settings(transport=transport, index_refresh_s="0.1")) as parts:
+        parts.node.follow_the_bucket()
+        eventually(lambda: bool(warnings_of(caplog, "cannot read the index")))
+        assert parts.fetch(0) == [Outcome.UNAVAILABLE]
+        eventually(lambda: parts.node.breaker.is_open)
+        (line,) = warnings_of(caplog, "cannot read the index")
+        assert re.search(r"set this machine's clock, it is 36\d\d s ahead of the server's", line)
+        clock.behind = datetime.timedelta()
+        parts.fetch_in_the_end(0)
+    assert 2 <= clock.refused < 20  # no storm
+
+
+class Metadata:
+    """An instance's metadata service on loopback.
+
+    Attributes:
+        mode: ``hang``, ``refuse`` (500 to all), or ``give`` keys.
+        asked: Requests so far.
+    """
+
+    def __init__(self, who: Identity) -> None:
+        self.mode = "hang"
+        self.asked = 0
+        self.released = threading.Event()
+        soon = datetime.datetime.now(datetime.UTC) + datetime.timedelta(hours=6)
+        self.keys = {
+            "Code": "Success",
+            "AccessKeyId": who.access_key,
+            "SecretAccessKey": who.secret_key,
+            "Token": "",
+            "Expiration": f"{soon:%Y-%m-%dT%H:%M:%SZ}",
+        }
+
+    def answer(self, path: str) -> tuple[int, bytes]:
+        self.asked += 1
+        if self.mode == "hang":
+            self.released.wait(60)
+        if self.mode != "give":
+            return 500, b""
+        if path.endswith("/token"):
+            return 200, b"metadata-token"
+        if path.endswith("/security-credentials/"):
+            return 200, b"node-role"
+        return 200, json.dumps(self.keys).encode()
+
+
+@contextmanager
+def metadata_service(who: Identity) -> Iterator[tuple[Metadata, str]]:
+    service = Metadata(who)
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            status, body = service.answer(self.path)
+            try:
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+            except OSError:
+                pass  # who asked has gone
+
+        do_PUT = do_GET  # noqa: N815
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield service, f"http://127.0.0.1:{server.server_port}/"
+    finally:
+        service.released.set()
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+@transports
+@pytest.mark.parametrize("mode", ["hang", "refuse"])
+def test_metadata_that_does_not_answer_holds_nothing_up_and_is_asked_seldom(
+    mode: str,
+    transport: Kind,
+    site: Site,
+    local_s3: LocalS3,
+    hasty: None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    stock(site, 0)
+    me = Identity("me", access_key=local_s3.access_key, secret_key=local_s3.secret_key)
+    monkeypatch.delenv("AWS_EC2_METADATA_DISABLED")
+    monkeypatch.setattr(credentials, "_PATIENCE_S", 0.3)
+    with metadata_service(me) as (service, url):
+        service.mode = mode
+        monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", url)
+        with Parts(site.settings(transport=transport, index_refresh_s="0.1")) as parts:
+            parts.node.follow_the_bucket()
+            assert parts.fetch(0) == [Outcome.UNAVAILABLE]
+            eventually(lambda: parts.node.breaker.is_open)
+            assert parts.fetch(0) == [Outcome.UNAVAILABLE]
+            assert service.asked >= 1
+            assert site.proxy.requests == []
+            assert len(warnings_of(caplog, "cannot read the index")) == 1
+            service.mode = "give"
+            service.released.set()
+            parts.fetch_in_the_end(0)
+            eventually(lambda: not parts.node.breaker.is_open)
+            assert service.asked < 30
