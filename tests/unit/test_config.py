@@ -118,6 +118,8 @@ def test_every_setting_can_come_from_every_source(
         "index": "bloom",
         "bloom_fpr": "0.05",
         "model_identity": "m",
+        "tenant_key": "env:SOME_SECRET",
+        "trust_client_ids": "false",
         "save_overflow": "drop",
         "save_queue_bytes": "1GB",
         "log_level": "DEBUG",

@@ -19,9 +19,10 @@ PACKAGE = REPOSITORY / "s3ec"
 # From the bottom up. A part imports from lower layers and from itself, never from beside or above.
 LAYERS = [
     {"errors", "counters", "corpus_url", "plain_json", "__init__"},
+    {"tenant", "middleware"},
     {"settings"},
     {"identity", "config"},
-    {"codec", "settings_table"},
+    {"codec", "settings_table", "naming"},
     {"tensors", "store", "loop", "inflight"},
     {"tier", "modality"},
     {"index"},
