@@ -34,11 +34,11 @@ DEFAULT_LIMIT_BYTES = 128 * 2**20
 _UUID, _UUIDS, _HASHES = "uuid", "multi_modal_uuids", "mm_hashes"
 # A key can be spelled otherwise only with an escape, or in UTF-16 or 32, which hold zeros.
 _NAMES = (b"uuid", _HASHES.encode(), b"\\u", b"\0")
-# Other people's data, of which vLLM makes no picture: schemas, and what templates and tools get.
+# Data of others, of which vLLM makes no picture: schemas, and what templates and tools are given.
 _FOREIGN = frozenset({
-    "tools", "functions", "tool_choice", "response_format", "structured_outputs", "text_format",
-    "json_schema", "input_schema", "parameters", "chat_template_kwargs", "metadata", "vllm_xargs",
-    "mm_processor_kwargs", "media_io_kwargs", "kv_transfer_params", "ec_transfer_params",
+    "tools", "functions", "tool_choice", "arguments", "response_format", "structured_outputs",
+    "schema", "chat_template_kwargs", "metadata", "vllm_xargs", "mm_processor_kwargs",
+    "media_io_kwargs", "kv_transfer_params", "ec_transfer_params",
 })  # fmt: skip
 _JSON_TYPE = re.compile(rb"application/(?:[^;\s]*\+)?json\s*(?:;.*)?", re.IGNORECASE | re.DOTALL)
 
@@ -68,6 +68,9 @@ def rewrite(body: bytes, *, refuse: bool, must_be_json: bool = True) -> bytes:
         # As Starlette does, which finds out the encoding too.
         content = json.loads(body, object_pairs_hook=seen.pairs)
         found = _strip(content)
+        # Of a name that is there twice another parser could take the other one.
+        changed = found.chosen or seen.twice
+        fresh = json.dumps(content, separators=(",", ":")).encode("ascii") if changed else body
     except (ValueError, RecursionError) as exc:
         if must_be_json:
             raise BodyError("the body is no JSON that can be read") from exc
@@ -76,10 +79,7 @@ def rewrite(body: bytes, *, refuse: bool, must_be_json: bool = True) -> bytes:
         raise BodyError(f"`{_HASHES}` may not be given to this server")
     if found.chosen and refuse:
         raise BodyError(f"`{_UUID}` may not be given to this server")
-    # Of a name that is there twice another parser could take the other one.
-    if not found.chosen and not seen.twice:
-        return body
-    return json.dumps(content, separators=(",", ":")).encode("ascii")
+    return fresh
 
 
 class _Seen:

@@ -253,6 +253,12 @@ def test_the_plugin_is_light() -> None:
     assert not {"botocore", "pydantic", "aiohttp"} & loaded
 
 
+def test_the_middleware_is_light() -> None:
+    """vLLM's API server imports it, beside its own."""
+    assert ours_after("s3ec.middleware") == {"s3ec", "s3ec.errors", "s3ec.middleware"}
+    assert not {"botocore", "pydantic", "starlette"} & modules_after("s3ec.middleware")
+
+
 def test_the_save_queue_does_not_import_vllm() -> None:
     """Which takes many seconds, starts threads, and is not needed to save from the CPU."""
     pytest.importorskip("torch")
