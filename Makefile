@@ -86,6 +86,7 @@ bench: setup  ## BENCH=name or all
 
 fuzz: setup  ## search for inputs that a reader cannot bear; FUZZ_SECONDS for all targets, ARGS names some
 	@$(PY) -m tests.fuzz.run --seconds $(FUZZ_SECONDS) $(ARGS)
+
 dist: setup  ## wheel and source archive of the last commit, the same bytes each time
 	@rm -rf build/dist dist
 	mkdir -p build/dist
