@@ -120,6 +120,8 @@ def test_every_setting_can_come_from_every_source(
         "model_identity": "m",
         "tenant_key": "env:SOME_SECRET",
         "trust_client_ids": "false",
+        "verify": "download",
+        "quarantine_s": "60",
         "save_overflow": "drop",
         "save_queue_bytes": "1GB",
         "log_level": "DEBUG",

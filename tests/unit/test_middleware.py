@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from s3ec.errors import ConfigError
@@ -164,6 +164,7 @@ json_values = st.recursive(
 )
 
 
+@settings(max_examples=50)
 @given(json_values)
 def test_nothing_but_names_is_changed(content: Any) -> None:
     body = json.dumps(content).encode()
