@@ -65,7 +65,10 @@ def _fuzz_apart(name: str, seconds: int) -> bool:
 
 def fuzz(name: str, seconds: int) -> None:
     """Fuzz one target in this process, which libFuzzer ends."""
-    import atheris
+    try:
+        import atheris
+    except ImportError:
+        sys.exit("fuzz: needs atheris, which has wheels for Linux (requirements/test.txt)")
 
     with atheris.instrument_imports(include=["s3ec", "json"], enable_loader_override=False):
         from tests.fuzz.targets import TARGETS

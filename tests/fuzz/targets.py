@@ -37,6 +37,7 @@ from s3ec.middleware import BodyError, rewrite
 from s3ec.modality import _parse as parse_record
 from s3ec.store.obstore_errors import _translate as translate
 from s3ec.tenant import Tenant, check_reference
+from s3ec.tier.bad_objects import _parse as parse_note
 from s3ec.tier.index_names import is_index_name
 from s3ec.tier.pin_folders import is_pin_folder_name
 from s3ec.tier.spool_names import SpoolName
@@ -279,6 +280,14 @@ def usage(data: bytes) -> None:
     require(found is None or Figures.parse(found.pack()) == found, "not written as it was read")
 
 
+def note(data: bytes) -> None:
+    """What this node has noted of a bad object, on a disk that others write to."""
+    found = parse_note(NAMESPACE, "0" * 16, data.decode("utf-8", "replace"))
+    if found is not None:
+        require(is_object_name(found.key.name), "an unsafe object name")
+        require("/" not in found.file_name and ".." not in found.file_name, "an unsafe file name")
+
+
 # -- settings ----------------------------------------------------------------------------------
 
 
@@ -358,6 +367,16 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     target.__name__: target
     for target in (
         *(entry, forged_entry, segment, forged_segment, bloom, forged_bloom, head, record),
-        *(names, identifiers, usage, settings, settings_file, places, request_body, error_text),
+        *(
+            names,
+            identifiers,
+            usage,
+            note,
+            settings,
+            settings_file,
+            places,
+            request_body,
+            error_text,
+        ),
     )
 }
