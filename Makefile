@@ -9,6 +9,7 @@ SHELL := /bin/bash
 PRESET ?= tiny
 BENCH ?= all
 ARGS ?=
+FUZZ_SECONDS ?= 600
 # A test file stays in one process, with its servers. By itself xdist would begin with the files of
 # many tests, and those of few and long ones would come last.
 PARALLEL ?= --numprocesses auto --dist loadfile --no-loadscope-reorder
@@ -25,7 +26,7 @@ FINGERPRINT = { echo "$(CURDIR)"; cat $(INPUTS); } | cksum
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 
-.PHONY: help setup demo test test-fast check lint bench audit dist lock clean
+.PHONY: help setup demo test test-fast check lint bench fuzz audit dist lock clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -82,6 +83,9 @@ check: lint test-fast  ## what to run before a commit
 
 bench: setup  ## BENCH=name or all
 	@$(PY) -m s3ec bench $(BENCH) $(ARGS)
+
+fuzz: setup  ## search for inputs that a reader cannot bear; FUZZ_SECONDS for all targets, ARGS names some
+	@$(PY) -m tests.fuzz.run --seconds $(FUZZ_SECONDS) $(ARGS)
 
 dist: setup  ## wheel and source archive of the last commit, the same bytes each time
 	@rm -rf build/dist dist

@@ -329,9 +329,7 @@ class Fetcher:
 
     def _keep(self, want: Want, expected: Shape, body: Blob) -> tuple[str, Header] | Pin:
         """Verify a body, and keep it where it is what the request needs; blocking."""
-        header = codec.verify(
-            body, namespace=self._layout.namespace, identifier=want.key.identifier
-        )
+        header = codec.verify(body, namespace=self._layout.namespace, identifier=want.key.stored)
         misfit = _misfit(header, want, expected)
         if misfit is not None:
             return misfit, header
@@ -365,7 +363,7 @@ class Fetcher:
     def _begin(self, want: Want, expected: Shape, first: Blob) -> Incoming | tuple[str, Header]:
         """Look at the front of an object, and make room for the rest; blocking."""
         verifier = codec.Verifier(
-            first, namespace=self._layout.namespace, identifier=want.key.identifier
+            first, namespace=self._layout.namespace, identifier=want.key.stored
         )
         misfit = _misfit(verifier.header, want, expected)
         if misfit is not None:

@@ -16,9 +16,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from cachetools import LRUCache
-
 from s3ec.errors import ConfigError
+from s3ec.tenant import Tenant
 
 FORMAT_VERSION = 1
 OBJECT_SUFFIX = ".safetensors"
@@ -35,6 +34,12 @@ _CONTENT_HASH = re.compile(r"[0-9a-f]{64}")
 _LORA_FOLDER = re.compile(r"[a-z0-9][a-z0-9-]{1,61}[a-z0-9]")
 _CLIENT_NAME = re.compile(r"x-([0-9a-f]{64})")
 _REVISION = re.compile(r"\.r([1-9])" + re.escape(OBJECT_SUFFIX))
+_MARKED_NAME = re.compile(r"[tx]-([0-9a-f]{64})")
+# What a tenant's secret makes of an adapter and of an identifier: in a header, and in a name.
+_TENANT_LABEL = re.compile(r"(?:(t-[0-9a-f]{64}):)?t-([0-9a-f]{64})")
+_TENANT_NAME = re.compile(
+    r"(?:(t-[0-9a-f]{64})/)?[0-9a-f]{2}/t-([0-9a-f]{64})" + re.escape(OBJECT_SUFFIX)
+)
 # vLLM numbers the items of a request instead of hashing them when both the processor cache and
 # prefix caching are off (renderers/base.py, _process_mm_uuids in 0.32): the same name means
 # another image after a restart or on another replica.
@@ -54,7 +59,7 @@ class Key:
     """Where one identifier lives.
 
     Attributes:
-        identifier: The full identifier, compared with the stored one at every load.
+        identifier: vLLM's name for it.
         name: Object name below ``objects/``, such as ``ab/abcd...safetensors``.
         digest: First 16 bytes of SHA-256 of ``name``: the key of every in-memory index.
         digest_hi: First half of the digest, a big-endian number. Kept, since a lookup in the
@@ -73,10 +78,23 @@ class Key:
         object.__setattr__(self, "digest_hi", hi)
         object.__setattr__(self, "digest_lo", lo)
 
+    @property
+    def stored(self) -> str:
+        """What the entry's header calls it, compared at every load.
+
+        The full identifier; under a tenant's secret the HMACs that its name is made of.
+        """
+        match = _TENANT_NAME.fullmatch(self.name)
+        if match is None:
+            return self.identifier
+        return f"{match[1]}:t-{match[2]}" if match[1] else f"t-{match[2]}"
+
 
 def is_content_hash(identifier: str) -> bool:
     """Whether this is a 64-hex content hash, with or without a ``lora:`` prefix."""
-    return _CONTENT_HASH.fullmatch(identifier.rpartition(":")[2]) is not None
+    if len(identifier) > 64 and identifier[-65] != ":":
+        return False
+    return _CONTENT_HASH.fullmatch(identifier[-64:]) is not None
 
 
 def is_request_scoped(identifier: str) -> bool:
@@ -100,12 +118,16 @@ def _lora_folder(lora: str) -> str:
     return f"x-{_sha256_hex(lora)}"
 
 
-def make_key(identifier: str) -> Key | None:
+def make_key(identifier: str, tenant: Tenant | None = None) -> Key | None:
     """Derive the key of one identifier.
 
     A 64-hex content hash keeps its name so that people can find it in the bucket; every
     other string is hashed and marked with ``x-``, so that no client-chosen string can take
     the name of a content hash. A ``lora:`` prefix in front of a content hash becomes a folder.
+
+    Args:
+        tenant: Whose secret goes into the name. Then every name is marked with ``t-``, and so
+            is the folder of an adapter; neither says anything to who lacks the secret.
 
     Returns:
         None where the identifier must never be looked up or saved: empty, request-scoped,
@@ -119,13 +141,44 @@ def make_key(identifier: str) -> Key | None:
     except UnicodeEncodeError:  # a lone surrogate from a client's JSON
         return None
     lora, _, tail = identifier.rpartition(":")
-    if _CONTENT_HASH.fullmatch(tail):
+    if tenant is not None:
+        hashed = tenant.hex_of("identifier", identifier)
+        with_lora = ":" in identifier and _CONTENT_HASH.fullmatch(tail)
+        folder = f"t-{tenant.hex_of('adapter', lora)}/" if with_lora else ""
+        name = _tenant_name(folder, hashed)
+    elif _CONTENT_HASH.fullmatch(tail):
         folder = f"{_lora_folder(lora)}/" if ":" in identifier else ""
         name = f"{folder}{tail[:2]}/{tail}{OBJECT_SUFFIX}"
     else:
         hashed = _sha256_hex(identifier)
         name = f"{hashed[:2]}/x-{hashed}{OBJECT_SUFFIX}"
     return Key(identifier, name, digest_of_name(name))
+
+
+def _tenant_name(folder: str, hashed: str) -> str:
+    return f"{folder}{hashed[:2]}/t-{hashed}{OBJECT_SUFFIX}"
+
+
+def key_of_header(stored: str, digest: bytes) -> Key | None:
+    """The key of an entry, from what its header says and where it lies; no secret is needed.
+
+    Args:
+        stored: The header's identifier.
+        digest: Of the object's name.
+
+    Returns:
+        None where this entry does not belong there. Where a tenant's secret made its name,
+        ``identifier`` is empty: vLLM's name cannot be known.
+    """
+    key = make_key(stored)
+    if key is not None and key.digest == digest:
+        return key
+    # A client that is called so without a secret has another name, and so another digest.
+    match = _TENANT_LABEL.fullmatch(stored)
+    if match is None:
+        return None
+    name = _tenant_name(f"{match[1]}/" if match[1] else "", match[2])
+    return Key("", name, digest) if digest_of_name(name) == digest else None
 
 
 def is_object_name(name: str) -> bool:
@@ -138,13 +191,15 @@ def is_object_name(name: str) -> bool:
     with_lora = len(parts) == 3
     if with_lora:
         lora = parts.pop(0)
+        if _TENANT_LABEL.fullmatch(lora):
+            return _TENANT_NAME.fullmatch(name) is not None and is_object_name("/".join(parts))
         if not (_LORA_FOLDER.fullmatch(lora) or _CLIENT_NAME.fullmatch(lora)):
             return False
     if len(parts) != 2 or not parts[1].endswith(OBJECT_SUFFIX):
         return False
     stem = parts[1][: -len(OBJECT_SUFFIX)]
-    client = None if with_lora else _CLIENT_NAME.fullmatch(stem)
-    hashed = client.group(1) if client else stem
+    marked = None if with_lora else _MARKED_NAME.fullmatch(stem)
+    hashed = marked.group(1) if marked else stem
     return _CONTENT_HASH.fullmatch(hashed) is not None and parts[0] == hashed[:2]
 
 
@@ -166,27 +221,6 @@ def entry_name(name: str) -> tuple[str, int] | None:
     if match is not None:
         plain, revision = name[: -len(match[0])] + OBJECT_SUFFIX, int(match[1])
     return (plain, revision) if name.isascii() and is_object_name(plain) else None
-
-
-class KeyMaker:
-    """make_key with a bounded memory of recent answers; not thread-safe, one per owner.
-
-    A scheduler asks for the same identifiers at every step; hashing them each time would be
-    most of the cost of a lookup.
-    """
-
-    def __init__(self, capacity: int = 65536) -> None:
-        self._known: LRUCache[str, Key | None] = LRUCache(capacity)
-
-    def __call__(self, identifier: str) -> Key | None:
-        try:
-            return self._known[identifier]
-        except KeyError:
-            key = make_key(identifier)
-            # What is refused can be huge; remembering it would let clients fill the memory.
-            if key is not None:
-                self._known[identifier] = key
-            return key
 
 
 @dataclass(frozen=True, slots=True)

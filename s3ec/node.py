@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from typing import ClassVar
 
 from s3ec.counters import Counters
-from s3ec.errors import AccessError, CorruptEntryError, TierError, UnavailableError
+from s3ec.errors import AccessError, ConfigError, CorruptEntryError, TierError, UnavailableError
 from s3ec.identity import Layout, Namespace, canonical_json
 from s3ec.index.cache import IndexCache
 from s3ec.index.elected import Backlog, ElectedCompactor
@@ -22,11 +22,14 @@ from s3ec.index.making import Making
 from s3ec.index.reader import ManifestIndex
 from s3ec.loop import LoopThread
 from s3ec.modality import ModalityRecords
+from s3ec.naming import Naming, naming_of
 from s3ec.prefetch import Limits, Prefetcher, Sources
 from s3ec.settings import Settings
 from s3ec.store.base import Store
 from s3ec.store.open import open_store
 from s3ec.store.resilience import Breaker, BreakerStore, RetryStore
+from s3ec.tenant import FIELD as TENANT_FIELD
+from s3ec.tenant import exposure
 from s3ec.tier.bad_objects import BadObjects
 from s3ec.tier.disk import Tier
 from s3ec.tier.local import LocalKeys
@@ -90,13 +93,15 @@ class Node:
             name: The loop thread's.
 
         Raises:
-            ConfigError: The settings cannot work, such as an unknown profile.
+            ConfigError: The settings cannot work, such as an unknown profile, or the namespace
+                is another tenant's.
             TierError: The cache folder cannot be used; the message says why.
         """
         self.users = 0
         self._following: list[Future[None]] = []
         self.settings = settings
         self.namespace = namespace
+        self.naming = _naming(settings, namespace)
         self.layout = Layout(namespace.name)
         self.counters = Counters()
         self.breaker = Breaker(self.counters)
@@ -217,6 +222,21 @@ class Node:
     async def _close(self) -> None:
         await self.index.close()
         await self.store.close()
+
+
+def _naming(settings: Settings, namespace: Namespace) -> Naming:
+    naming = naming_of(settings)
+    mine = naming.tenant.id if naming.tenant else None
+    if namespace.descriptor.get("tenant") != mine:
+        raise ConfigError(
+            f"namespace {namespace.name} was described under another `{TENANT_FIELD}` than the "
+            "one that is set",
+            field=TENANT_FIELD,
+        )
+    exposed = exposure(settings.tenant_key)
+    if exposed is not None:
+        log.warning("%s", exposed)
+    return naming
 
 
 def _destination(settings: Settings) -> str:

@@ -29,6 +29,7 @@ from s3ec.corpus_url import (
     is_plain_http_elsewhere,
     parse_url,
 )
+from s3ec.tenant import check_reference
 
 ENV_PREFIX = "S3EC_"
 
@@ -162,6 +163,17 @@ class Settings(BaseSettings):
         max_length=512,
         description="Name of the model in the namespace, for fleets that mount one model at "
         "different paths. Unset: vLLM's `--model`.",
+    )
+    tenant_key: Annotated[str | None, AfterValidator(check_reference)] = Field(
+        None,
+        description="Where a secret of 16 bytes or more is: `env:VARIABLE` or "
+        "`file:/absolute/path`. Every name in bucket and tier is then made with it, so that who "
+        "does not hold it can neither guess nor choose one; holders share.",
+    )
+    trust_client_ids: bool = Field(
+        True,
+        description="Whether an identifier that is no content hash, so that a client chose it "
+        "(`uuid`), is looked up and saved.",
     )
     save_overflow: Literal["block", "drop"] | None = Field(
         None,

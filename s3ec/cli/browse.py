@@ -187,16 +187,20 @@ def stat(
         read_verified,
         with_store,
     )
+    from s3ec.tenant import Tenant
+
+    settings = source.load().settings
 
     async def look(store: Store) -> tuple[Entry, Header]:
-        entry = await find(store, await choose_namespace(store, namespace), identifier)
+        name = await choose_namespace(store, namespace)
+        entry = await find(store, name, identifier, Tenant.read(settings.tenant_key))
         header = await read_header(store, entry)
         if verify:
             header, _ = await read_verified(store, entry)
         return entry, header
 
     with progress("verifying" if verify else "looking"):
-        entry, header = with_store(source.load().settings, look)
+        entry, header = with_store(settings, look)
     if as_json:
         print_json(_stat_document(entry, header, verify))
     else:
@@ -250,18 +254,22 @@ def get(
     """Download one entry, check every byte, and save it as a safetensors file."""
     from s3ec.cli.corpus_view import choose_namespace, find, read_verified, with_store
     from s3ec.cli.save import check_target, save
+    from s3ec.tenant import Tenant
 
     if output == "-" and (as_json or sys.stdout.isatty()):
         raise ConfigError("`-o -` writes the entry itself: send it into a pipe, without --json")
 
+    settings = source.load().settings
+
     async def fetch(store: Store) -> tuple[Entry, Header, Blob, Path]:
-        entry = await find(store, await choose_namespace(store, namespace), identifier)
+        name = await choose_namespace(store, namespace)
+        entry = await find(store, name, identifier, Tenant.read(settings.tenant_key))
         path = check_target(output, Path(entry.name).name, force=force)
         header, blob = await read_verified(store, entry)
         return entry, header, blob, path
 
     with progress("downloading"):
-        entry, header, blob, path = with_store(source.load().settings, fetch)
+        entry, header, blob, path = with_store(settings, fetch)
     if output == "-":
         sys.stdout.buffer.write(blob)
         return

@@ -15,17 +15,18 @@ from s3ec import codec
 from s3ec.counters import Counters
 from s3ec.doctor.namespaces import list_namespaces
 from s3ec.errors import ConfigError, CorruptEntryError, S3ECError
-from s3ec.identity import OBJECT_SUFFIX, Layout, entry_name, make_key
+from s3ec.identity import OBJECT_SUFFIX, Layout, digest_of_name, entry_name, key_of_header, make_key
 from s3ec.settings import Settings
 from s3ec.store.base import Blob, Store
 from s3ec.store.open import with_conditional_put
 from s3ec.store.resilience import RetryStore
+from s3ec.tenant import Tenant
 
 T = TypeVar("T")
 
 # 8 hex digits tell four thousand million images apart, and name the fan-out folder.
 _PREFIX = re.compile(
-    r"(?:(?P<lora>[a-z0-9-]+):)?(?P<mark>x-)?(?P<hex>[0-9a-f]{8,64})(?P<revision>\.r[1-9])?"
+    r"(?:(?P<lora>[a-z0-9-]+):)?(?P<mark>[tx]-)?(?P<hex>[0-9a-f]{8,64})(?P<revision>\.r[1-9])?"
 )
 _SHOWN_MATCHES = 5
 # Of each request: commands that send thousands should not end with the first that fails.
@@ -59,8 +60,8 @@ class Entry:
 
     @property
     def label(self) -> str:
-        """What ``s3ec stat`` accepts: the content hash, or ``x-`` and a digest; ``.r1`` behind
-        it is the first revision.
+        """What ``s3ec stat`` accepts: the content hash, or ``x-`` or ``t-`` and a digest;
+        ``.r1`` behind it is the first revision.
         """
         path = PurePosixPath(self.name)
         stem = path.name.removesuffix(OBJECT_SUFFIX)
@@ -141,18 +142,19 @@ async def entries(store: Store, namespace: str, folder: str = "") -> AsyncIterat
             yield Entry(namespace, name, info.nbytes, info.modified_s)
 
 
-async def find(store: Store, namespace: str, wanted: str) -> Entry:
+async def find(store: Store, namespace: str, wanted: str, tenant: Tenant | None) -> Entry:
     """The entry of an identifier, or of the beginning of its hash; of several revisions the last.
 
     Args:
         wanted: An identifier as vLLM spells it, a name as ``s3ec ls`` prints it, or at least
             8 hex digits of a content hash.
+        tenant: Whose secret is in the names.
 
     Raises:
         NotFoundError: Nothing has that name.
         ConfigError: Several entries begin so.
     """
-    key = make_key(wanted)
+    key = make_key(wanted, tenant)
     if key is not None:
         found = [each async for each in entries(store, namespace, _stem(key.name) + ".")]
         if found:
@@ -227,8 +229,7 @@ def _naming(entry: Entry) -> Iterator[None]:
 
 def _check_place(header: codec.Header, entry: Entry) -> None:
     """Refuse an entry that lies where its own identifier does not belong."""
-    key = make_key(header.identifier)
-    if key is None or key.name != _place(entry)[0]:
+    if key_of_header(header.identifier, digest_of_name(_place(entry)[0])) is None:
         raise CorruptEntryError("written for another identifier", reason="identifier")
     codec.check_identity(header, namespace=entry.namespace, identifier=header.identifier)
 

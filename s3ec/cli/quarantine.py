@@ -85,7 +85,7 @@ def clear(
     if (key is None) is not everything:
         raise ConfigError("name one KEY, or give --all")
     folders = _folders(source)
-    wanted = None if key is None else _names(key)
+    wanted = None if key is None else _names(key, source)
     meant = [note for note in _notes(folders) if wanted is None or note.name in wanted]
     try:
         cleared = [note for note in meant if remove_note(folders, note)]
@@ -116,11 +116,13 @@ def _notes(folders: Folders) -> list[BadObject]:
         raise TierError(f"cannot read {folders.bad_objects}: {exc.strerror}") from exc
 
 
-def _names(text: str) -> set[str]:
+def _names(text: str, source: Source) -> set[str]:
     """The object names that a person may mean."""
     from s3ec.identity import entry_name, make_key
+    from s3ec.tenant import Tenant
 
-    key, entry = make_key(text), entry_name(text)
+    tenant = Tenant.read(source.load(need_bucket=False).settings.tenant_key)
+    key, entry = make_key(text, tenant), entry_name(text)
     return {name for name in (key and key.name, entry and entry[0]) if name}
 
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from s3ec.identity import Key, Layout
     from s3ec.index.deletion import Older
     from s3ec.store.base import Store
+    from s3ec.tenant import Tenant
 
 _AGE = re.compile(r"(\d{1,6}(?:\.\d{1,3})?)\s*(min|h|d|w)")
 _UNITS_S = {"min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
@@ -61,8 +62,11 @@ def rm(
     not there; the others are deleted all the same.
     """
     from s3ec.cli.corpus_view import with_manifest
+    from s3ec.tenant import Tenant
 
-    keys = [_key_of_name(text) if by_name else _key_of(text) for text in identifiers]
+    settings = source.load().settings
+    tenant = Tenant.read(settings.tenant_key)
+    keys = [_key_of_name(text) if by_name else _key_of(text, tenant) for text in identifiers]
 
     async def work(store: Store, layout: Layout) -> tuple[str, list[bool]]:
         from s3ec.index.deletion import deleting, object_names
@@ -78,7 +82,7 @@ def rm(
         return layout.namespace, there
 
     with progress("deleting"):
-        name, there = with_manifest(source.load().settings, namespace, work, write=True)
+        name, there = with_manifest(settings, namespace, work, write=True)
     absent = [text for text, was in zip(identifiers, there, strict=True) if not was]
     if as_json:
         print_json({"namespace": name, "deleted": sum(there), "absent": absent})
@@ -90,10 +94,10 @@ def rm(
         raise typer.Exit(EXIT_WRONG)
 
 
-def _key_of(identifier: str) -> Key:
+def _key_of(identifier: str, tenant: Tenant | None) -> Key:
     from s3ec.identity import make_key
 
-    key = make_key(identifier)
+    key = make_key(identifier, tenant)
     if key is None:
         raise ConfigError(f"{identifier!r:.100} is an identifier under which nothing is stored")
     return key
@@ -107,7 +111,8 @@ def _key_of_name(text: str) -> Key:
     if not text.endswith(OBJECT_SUFFIX):
         lora, _, stem = text.rpartition(":")
         folder = f"{lora}/" if lora else ""
-        name = f"{folder}{stem.removeprefix('x-')[:2]}/{stem}{OBJECT_SUFFIX}"
+        fan_out = stem.removeprefix("x-").removeprefix("t-")[:2]
+        name = f"{folder}{fan_out}/{stem}{OBJECT_SUFFIX}"
     found = entry_name(name)
     if found is None:
         raise ConfigError(f"{text!r:.100} is no name of an entry; `s3ec ls` prints them")

@@ -5,6 +5,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from s3ec.connector.namespace import hash_algorithm
+from s3ec.settings import Settings
+
 
 def identifier_problem(vllm_config: Any) -> str | None:
     """Why this configuration gives images no content hash; None if it does.
@@ -21,6 +24,18 @@ def identifier_problem(vllm_config: Any) -> str | None:
         "with --mm-processor-cache-gb 0 and prefix caching off vLLM numbers images instead of "
         "hashing them, so nothing could be shared; set --mm-processor-cache-gb above 0 or "
         "--enable-prefix-caching"
+    )
+
+
+def trust_problem(vllm_config: Any, settings: Settings) -> str | None:
+    """Why nothing would be left where clients' identifiers are refused; None if much is."""
+    multimodal = vllm_config.model_config.multimodal_config
+    if settings.trust_client_ids or multimodal is None or hash_algorithm(multimodal) != "sha512":
+        return None
+    return (
+        "`trust_client_ids` = false takes identifiers of 64 hex digits for vLLM's own, and with "
+        "--mm-hasher-algorithm sha512 they have 128, so nothing would be looked up or saved; use "
+        "blake3 or sha256"
     )
 
 

@@ -21,7 +21,7 @@ from vllm.distributed.ec_transfer.ec_connector.base import (
 
 from s3ec.config import Loaded, load_settings
 from s3ec.connector import compat
-from s3ec.connector.checks import identifier_problem, model_problem
+from s3ec.connector.checks import identifier_problem, model_problem, trust_problem
 from s3ec.connector.features import FeatureReader
 from s3ec.connector.namespace import namespace_of
 from s3ec.connector.plan import StepPlan, WorkerReport
@@ -113,6 +113,9 @@ class S3ECConnector(ECConnectorBase):
         problem = identifier_problem(vllm_config)
         if problem is not None:
             raise ConfigError(problem, field="mm_processor_cache_gb")
+        problem = trust_problem(vllm_config, loaded.settings)
+        if problem is not None:
+            raise ConfigError(problem, field="trust_client_ids")
         try:
             self._node = Node.shared(loaded.settings, namespace_of(vllm_config, loaded.settings))
         except TierError as exc:
@@ -133,6 +136,11 @@ class S3ECConnector(ECConnectorBase):
             settings.cache_dir,
             compat.summary(),
         )
+        if not settings.trust_client_ids:
+            log.warning(
+                "identifiers that clients choose are neither looked up nor saved "
+                "(`trust_client_ids`); vllm:s3ec_refused_client_ids counts them"
+            )
         features = self._features = FeatureReader(config.model_config)
         this = compat.release(compat.vllm_version())
         topology = topology_of(config)
@@ -165,6 +173,7 @@ class S3ECConnector(ECConnectorBase):
             placeholder_of=features.placeholder,
             counters=node.counters,
             ranks=_ranks_elsewhere(node, role, topology),
+            naming=node.naming,
         )
 
     def _make_worker(self, node: Node) -> WorkerHalf:

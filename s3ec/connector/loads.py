@@ -17,7 +17,7 @@ from s3ec import codec
 from s3ec.connector.plan import Load
 from s3ec.connector.staging import Staging
 from s3ec.errors import AccessError, CorruptEntryError, UnavailableError
-from s3ec.identity import MAX_REVISION, make_key
+from s3ec.identity import MAX_REVISION
 from s3ec.node import Node
 
 log = logging.getLogger(__name__)
@@ -99,7 +99,7 @@ class Loader:
             raise
         tensor = self._staging.to_device(buffer, load.shape)
         if log.isEnabledFor(logging.DEBUG):
-            key = make_key(load.identifier)
+            key = self._node.naming.make_key(load.identifier)
             log.debug(
                 "loaded digest=%s nbytes=%d seconds=%.6f",
                 key.digest.hex() if key else "?",
@@ -119,7 +119,7 @@ class Loader:
                 log.warning("pinned file %s cannot be loaded: %s", load.path, exc)
             else:
                 return
-        key = make_key(load.identifier)
+        key = self._node.naming.make_key(load.identifier)
         if key is not None and isinstance(failure, CorruptEntryError):
             self._node.tier.quarantine(key, failure.reason)  # nobody shall pin it again
         try:
@@ -131,7 +131,7 @@ class Loader:
             ) from exc
 
     def _rescue(self, load: Load, memory: torch.Tensor) -> None:
-        key = make_key(load.identifier)
+        key = self._node.naming.make_key(load.identifier)
         if key is None:
             raise CorruptEntryError("not an identifier of ours", reason="identifier")
         limit = load.shape.nbytes + 8 + codec.HEADER_LIMIT
@@ -140,7 +140,7 @@ class Loader:
         blob = self._node.loop.run(fetch, _RESCUE_TIMEOUT_S)
         if blob is None:
             raise CorruptEntryError("the bucket no longer holds it", reason="length")
-        header = codec.verify(blob, namespace=self._node.namespace.name, identifier=load.identifier)
+        header = codec.verify(blob, namespace=self._node.namespace.name, identifier=key.stored)
         if header.shape != load.shape:
             raise CorruptEntryError(
                 f"holds {header.shape}, granted was {load.shape}", reason="shape"

@@ -7,6 +7,7 @@ from typing import Any
 
 from s3ec.identity import Namespace
 from s3ec.settings import Settings
+from s3ec.tenant import Tenant
 
 # Settings of the multimodal configuration that change an encoder's output but not vLLM's hash
 # of the image. A release that lacks one counts as having it unset.
@@ -19,10 +20,12 @@ def namespace_of(vllm_config: Any, settings: Settings) -> Namespace:
 
     Args:
         vllm_config: vLLM's VllmConfig.
-        settings: For ``model_identity``, which replaces the ``--model`` string.
+        settings: For ``model_identity``, which replaces the ``--model`` string, and
+            ``tenant_key``.
 
     Raises:
-        ConfigError: The configuration cannot be described as JSON.
+        ConfigError: The configuration cannot be described as JSON, or the tenant's secret
+            cannot be read.
     """
     return Namespace.from_descriptor(describe(vllm_config, settings))
 
@@ -45,6 +48,7 @@ def describe(vllm_config: Any, settings: Settings) -> dict[str, Any]:
         for name, value in (getattr(multimodal, "mm_processor_kwargs", None) or {}).items()
         if name != "device"
     }
+    tenant = Tenant.read(settings.tenant_key)
     return {
         "model": settings.model_identity or model.model,
         "revision": model.revision,
@@ -53,8 +57,9 @@ def describe(vllm_config: Any, settings: Settings) -> dict[str, Any]:
         "encoder": _encoder_configs(model.hf_config),
         "mm_processor_kwargs": _plain(processor),
         "media_io_kwargs": _plain(getattr(multimodal, "media_io_kwargs", None) or {}),
-        "hasher": _hasher(multimodal),
+        "hasher": hash_algorithm(multimodal),
         **({"multimodal": extra} if extra else {}),
+        **({"tenant": tenant.id} if tenant else {}),
     }
 
 
@@ -96,7 +101,7 @@ def _plain(value: Any) -> Any:
     return repr(value) if isinstance(value, float) else str(value)
 
 
-def _hasher(multimodal: Any) -> str:
+def hash_algorithm(multimodal: Any) -> str:
     """The algorithm of vLLM's image hash: a setting since 0.27.1, a variable before."""
     algorithm = getattr(multimodal, "mm_hasher_algorithm", None)
     if algorithm is None:

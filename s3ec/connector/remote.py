@@ -24,7 +24,7 @@ from s3ec.connector.plan import (
     WorkerReport,
 )
 from s3ec.errors import TierError
-from s3ec.identity import Key, make_key
+from s3ec.identity import Key
 from s3ec.node import Node
 from s3ec.prefetch import Fetched, Outcome, Want
 from s3ec.tier import Pin
@@ -137,7 +137,7 @@ class OwnPins:
 
     def _prepare(self, order: Prepare) -> Want | None:
         """Note one order; what it takes to fulfil it, None where that is nothing."""
-        key = make_key(order.identifier)
+        key = self._node.naming.make_key(order.identifier)
         if key is None:  # cannot be: the scheduler made a key of it too
             self._failed.append(order.ticket)
             return None

@@ -15,7 +15,6 @@ from s3ec.connector.plan import Save
 from s3ec.connector.staging import HostCopy, Staging, open_staging
 from s3ec.connector.uploads import Upload, Uploader
 from s3ec.errors import CorruptEntryError, TierError
-from s3ec.identity import make_key
 from s3ec.node import Node
 from s3ec.tier import Spool
 
@@ -246,7 +245,7 @@ class SaveQueue:
     def _write_one(self, job: _Job) -> Upload | None:
         """Encode one embedding and put it on the disk; None where it is none to be kept."""
         tensor = job.copy.wait()
-        key = make_key(job.identifier)
+        key = self._node.naming.make_key(job.identifier)
         if key is None:
             job.copy.release()
             self._node.counters.add("save_problem.refused.identifier")
@@ -254,7 +253,7 @@ class SaveQueue:
         try:
             header = tensors.describe(
                 tensor,
-                identifier=job.identifier,
+                identifier=key.stored,
                 namespace=self._node.namespace.name,
                 modality=job.save.modality,
                 placeholder=job.save.placeholder,

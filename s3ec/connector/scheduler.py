@@ -23,8 +23,8 @@ from s3ec.connector.steps import Steps
 from s3ec.connector.supply import PrefetchQueue, Supply
 from s3ec.connector.waits import NO_PIXELS_WAIT_S, Waits
 from s3ec.counters import Counters
-from s3ec.identity import KeyMaker
 from s3ec.index.base import Index
+from s3ec.naming import KeyMaker, Naming
 from s3ec.prefetch import Priority
 from s3ec.tier.local import LocalKeys
 
@@ -50,6 +50,7 @@ class SchedulerHalf:
         placeholder_of: Callable[[Any], dict[str, Any]],
         counters: Counters,
         ranks: Ranks | None = None,
+        naming: Naming | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Wire the half up.
@@ -64,6 +65,7 @@ class SchedulerHalf:
             placeholder_of: Placeholder metadata of a feature, to be stored with it.
             counters: Where to count.
             ranks: Ranks that may not see this node's pins; None where all do for certain.
+            naming: Which identifiers have keys, and which; None for the plain ones.
             clock: Monotonic seconds.
         """
         self._role = role
@@ -76,7 +78,8 @@ class SchedulerHalf:
         self._counters = counters
         self._ranks = ranks
         self._clock = clock
-        self._keys = KeyMaker()
+        self._naming = naming or Naming()
+        self._keys = KeyMaker(self._naming.make_key)
         self._waits = Waits(counters, clock)
         self._have_waited = self._waits.requests
         self._supply = Supply(
@@ -188,7 +191,7 @@ class SchedulerHalf:
         identifier = feature.identifier
         key = self._keys(identifier)
         if key is None:
-            self._counters.add("refused_identifiers")
+            self._count_refusal(identifier)
             return None
         # While the store is down only what this node's disk holds is worth a look. A feature
         # without pixels is always worth one: it has no other chance.
@@ -292,10 +295,14 @@ class SchedulerHalf:
     def _plan_save(self, feature: Any, identifier: str) -> None:
         key = self._keys(identifier)
         if key is None:
-            self._counters.add("refused_identifiers")
+            self._count_refusal(identifier)
         elif identifier not in self._saving and not self._index.holds(key):
             self._saving[identifier] = self._clock()
             self._plan.saves[identifier] = Save(feature.modality, self._placeholder_of(feature))
+
+    def _count_refusal(self, identifier: str) -> None:
+        chosen = self._naming.refuses(identifier)
+        self._counters.add("ids.refused" if chosen else "refused_identifiers")
 
     # -- once per step ---------------------------------------------------------------------
 

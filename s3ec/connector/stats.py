@@ -70,6 +70,10 @@ _PLAIN = {
         "vllm:s3ec_refused_identifiers",
         "Lookups of identifiers that may not be shared (request-scoped, too long).",
     ),
+    "ids.refused": (
+        "vllm:s3ec_refused_client_ids",
+        "Lookups of identifiers that are no content hash, with trust_client_ids off.",
+    ),
     "unavailable_requests": (
         "vllm:s3ec_unavailable_requests",
         "Requests without pixels whose embedding could not be had.",

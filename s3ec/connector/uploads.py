@@ -260,7 +260,9 @@ class Uploader:
             loaded = await self._node.loop.disk(self._load, upload)
             if loaded is None:
                 return None
-            upload.key, header, pieces = loaded.key, loaded.header, [loaded.blob]
+            # Of an adopted one vLLM's name may not be known; it is of one's own.
+            upload.key = upload.key or loaded.key
+            header, pieces = loaded.header, [loaded.blob]
         if upload.key is None:  # a queued upload with pieces has one
             raise ValueError("an upload without a key")
         revision = self._node.bad_objects.revision(upload.key)
@@ -306,7 +308,7 @@ class Uploader:
         try:
             blob = pin.path.read_bytes()
             name = self._node.namespace.name
-            return Loaded(key, codec.verify(blob, namespace=name, identifier=key.identifier), blob)
+            return Loaded(key, codec.verify(blob, namespace=name, identifier=key.stored), blob)
         except CorruptEntryError as exc:
             self._node.tier.quarantine(key, exc.reason)
             return None

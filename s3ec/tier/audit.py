@@ -11,7 +11,7 @@ from pathlib import Path
 from s3ec import codec
 from s3ec.codec import Header
 from s3ec.errors import CorruptEntryError
-from s3ec.identity import make_key
+from s3ec.identity import digest_of_name, key_of_header
 from s3ec.tier.census import Census, Entry, take_census
 from s3ec.tier.files import FILE_MODE, FOLDER_MODE, Folders, is_stale_temp, open_entry
 from s3ec.tier.headers import read_header
@@ -74,8 +74,7 @@ def _entry_complaints(entry: Entry) -> Iterator[str]:
     header = yield from _file_complaints(entry.path)
     if header is None:
         return
-    key = make_key(header.identifier)
-    if key is None or key.name != entry.name:
+    if key_of_header(header.identifier, digest_of_name(entry.name)) is None:
         yield f"{entry.path} is bad: written for another identifier"
     elif header.namespace != entry.namespace:
         yield f"{entry.path} is bad: written for namespace {header.namespace!r:.100}"
@@ -86,8 +85,7 @@ def _spool_complaints(path: str) -> Iterator[str]:
     header = yield from _file_complaints(path)
     if header is None or name is None:
         return
-    key = make_key(header.identifier)
-    if key is None or key.digest != name.digest:
+    if key_of_header(header.identifier, name.digest) is None:
         yield f"{path} is bad: written for another identifier"
     elif header.namespace != name.namespace:
         yield f"{path} is bad: written for namespace {header.namespace!r:.100}"

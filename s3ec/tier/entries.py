@@ -111,9 +111,7 @@ class Entries:
             found = os.fstat(held.fd)
             try:
                 header = read_header(held.fd, found.st_size)
-                codec.check_identity(
-                    header, namespace=self._paths.namespace, identifier=key.identifier
-                )
+                codec.check_identity(header, namespace=self._paths.namespace, identifier=key.stored)
             except CorruptEntryError as exc:
                 self._pins.drop(held.path)
                 # Unless somebody has just published a better one.

@@ -24,7 +24,7 @@ from s3ec import codec
 from s3ec.codec import Header
 from s3ec.counters import Counters
 from s3ec.errors import CorruptEntryError, TierError
-from s3ec.identity import Key, make_key
+from s3ec.identity import Key, key_of_header
 from s3ec.tier.census import take_census
 from s3ec.tier.files import (
     NO_LINK,
@@ -278,10 +278,10 @@ class Spool:
     def _checked(self, digest: bytes, file: BinaryIO) -> Loaded:
         nbytes = os.fstat(file.fileno()).st_size
         header = read_header(file.fileno(), nbytes)
-        key = make_key(header.identifier)
-        if key is None or key.digest != digest:
+        key = key_of_header(header.identifier, digest)
+        if key is None:
             raise CorruptEntryError("written for another identifier", reason="identifier")
-        codec.check_identity(header, namespace=self._namespace, identifier=key.identifier)
+        codec.check_identity(header, namespace=self._namespace, identifier=key.stored)
         blob = file.read(nbytes)
         codec.check_data(header, memoryview(blob)[header.data_start :])
         return Loaded(key, header, blob)

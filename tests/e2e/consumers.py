@@ -6,6 +6,7 @@ from __future__ import annotations
 import base64
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import openai
 
@@ -70,7 +71,10 @@ def ask_engine(place: Place) -> dict[str, Record]:
 
 
 def ask_server(place: Place) -> Exchange:
-    """One picture, posted as a data URL. The bucket is read through aioboto3."""
+    """One picture, posted as a data URL by a client that calls it like another one's hash.
+
+    The bucket is read through aioboto3.
+    """
     tier = place.workdir / "server-tier"
     extra = settings(place.server, place.corpus.bucket, tier, transport="aioboto3")
     with ApiServer(
@@ -88,17 +92,20 @@ def ask_server(place: Place) -> Exchange:
             "--max-num-batched-tokens": OPTIONS["max_num_batched_tokens"],
             "--block-size": OPTIONS["block_size"],
             "--enable-prefix-caching": None,
+            "--middleware": "s3ec.middleware.StripClientIds",
         },
     ) as server:
-        answer = _post(server.url, place.gallery["posted"])
+        stolen = Path(place.corpus.objects["single"]).stem
+        answer = _post(server.url, place.gallery["posted"], uuid=stolen)
         # Metrics are published beside the answer, not before it.
         eventually(lambda: "vllm:s3ec_loads_total" in server.metrics(), "the metrics are there")
         return Exchange(answer, server.metrics())
 
 
-def _post(url: str, picture: Path) -> str | None:
+def _post(url: str, picture: Path, *, uuid: str) -> str | None:
     kind = {".png": "image/png", ".jpg": "image/jpeg"}[picture.suffix]
     data = f"data:{kind};base64,{base64.b64encode(picture.read_bytes()).decode()}"
+    part: Any = {"type": "image_url", "image_url": {"url": data}, "uuid": uuid}
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         reply = client.chat.completions.create(
             model="tiny",
@@ -106,7 +113,7 @@ def _post(url: str, picture: Path) -> str | None:
                 {
                     "role": "user",
                     "content": [
-                        {"type": "image_url", "image_url": {"url": data}},
+                        part,
                         {"type": "text", "text": QUESTION},
                     ],
                 }

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """``vllm serve`` hits what LLM.chat precomputed, with the connector's name as its only hint.
 
-The server's vision encoder has other weights than the one that filled the bucket.
+The server's vision encoder has other weights than the one that filled the bucket. The client
+calls its picture by the hash of another one, which the bucket holds too; the middleware that the
+server was started with keeps that from having an effect.
 """
 
 from __future__ import annotations
@@ -25,6 +27,12 @@ def test_a_picture_posted_as_data_url_hits_what_was_precomputed_from_its_file(
     assert exchange.metrics["vllm:s3ec_hits_total"] == 1
     assert exchange.metrics["vllm:s3ec_loads_total"] == 1
     assert exchange.metrics.get("vllm:s3ec_misses_total", 0) == 0
+
+
+def test_a_client_that_takes_anothers_hash_gets_the_answer_to_its_own_picture(
+    exchange: Exchange, reference: dict[str, list[Answer]]
+) -> None:
+    assert exchange.answer != reference["solo single"][0]["text"]
 
 
 def test_the_servers_answer_is_that_of_an_engine_without_the_connector(

@@ -16,7 +16,6 @@ from s3ec.errors import ConfigError
 from s3ec.identity import (
     MAX_IDENTIFIER_BYTES,
     Key,
-    KeyMaker,
     Layout,
     Namespace,
     is_content_hash,
@@ -257,25 +256,6 @@ def test_junk_in_a_listing_is_no_object_name(name: str) -> None:
 @given(st.text(alphabet="0123456789abcdef/x-.safetnors", max_size=100))
 def test_is_object_name_never_raises(name: str) -> None:
     is_object_name(name)
-
-
-# -- the memory of recent keys -----------------------------------------------------------------
-
-
-def test_key_maker_answers_as_make_key_does() -> None:
-    make = KeyMaker(capacity=8)
-    for identifier in [*TRICKY, "renderer0-mm-1-image-0", "", *TRICKY]:
-        assert make(identifier) == make_key(identifier)
-
-
-def test_key_maker_remembers_a_bounded_number_and_nothing_refused() -> None:
-    make = KeyMaker(capacity=8)
-    for number in range(100):
-        make(f"picture {number}")
-        make(f"renderer0-mm-{number}-image-0")
-        make(f"{number}" * 5000)
-    assert len(make._known) == 8
-    assert make("picture 99") is make("picture 99")
 
 
 # -- namespaces --------------------------------------------------------------------------------

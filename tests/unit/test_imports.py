@@ -19,9 +19,10 @@ PACKAGE = REPOSITORY / "s3ec"
 # From the bottom up. A part imports from lower layers and from itself, never from beside or above.
 LAYERS = [
     {"errors", "counters", "corpus_url", "plain_json", "__init__"},
+    {"tenant", "middleware"},
     {"settings"},
     {"identity", "config"},
-    {"codec", "settings_table"},
+    {"codec", "settings_table", "naming"},
     {"tensors", "store", "loop", "inflight"},
     {"tier", "modality"},
     {"index"},
@@ -250,6 +251,12 @@ def test_the_plugin_is_light() -> None:
     }
     loaded = modules_after("s3ec.connector.plugin")
     assert not {"botocore", "pydantic", "aiohttp"} & loaded
+
+
+def test_the_middleware_is_light() -> None:
+    """vLLM's API server imports it, beside its own."""
+    assert ours_after("s3ec.middleware") == {"s3ec", "s3ec.errors", "s3ec.middleware"}
+    assert not {"botocore", "pydantic", "starlette"} & modules_after("s3ec.middleware")
 
 
 def test_the_save_queue_does_not_import_vllm() -> None:

@@ -18,6 +18,7 @@ from s3ec.counters import Counters
 from s3ec.identity import Key, Layout, make_key
 from s3ec.index.base import Index
 from s3ec.index.listing import ListingIndex
+from s3ec.naming import Naming
 from s3ec.prefetch import Fetched, Outcome, Want
 from s3ec.testing.memory_store import MemoryStore
 from s3ec.tier import Pin
@@ -144,6 +145,7 @@ class World:
         *,
         ranks_apart: Ranks | None = None,
         index: Index | None = None,
+        naming: Naming | None = None,
         **role: Any,
     ) -> None:
         values = {
@@ -175,6 +177,7 @@ class World:
             placeholder_of=lambda _: self.placeholders,
             counters=self.counters,
             ranks=ranks_apart,
+            naming=naming,
             clock=self.clock,
         )
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from s3ec.connector.checks import identifier_problem, model_problem
+from s3ec.connector.checks import identifier_problem, model_problem, trust_problem
+from s3ec.settings import Settings
 
 HAS_NONE = SimpleNamespace()
 
@@ -61,3 +62,18 @@ def test_models_without_an_encoder_cache_are_left_alone() -> None:
 @pytest.mark.parametrize("encoder_decoder", [False, None])
 def test_other_models_are_served(encoder_decoder: bool | None) -> None:
     assert model_problem(engine(encoder_decoder=encoder_decoder)) is None
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "trust", "works"),
+    [("blake3", False, True), ("sha256", False, True), ("sha512", False, False),
+     ("sha512", True, True)],
+)  # fmt: skip
+def test_hashes_that_look_like_clients_names_are_a_problem_where_those_are_refused(
+    algorithm: str, trust: bool, works: bool
+) -> None:
+    settings = Settings.model_validate({"bucket": "corpus", "trust_client_ids": trust})
+    multimodal = SimpleNamespace(mm_hasher_algorithm=algorithm)
+    problem = trust_problem(engine(multimodal=multimodal), settings)
+    assert (problem is None) is works
+    assert problem is None or "--mm-hasher-algorithm" in problem

@@ -7,6 +7,7 @@ import copy
 import json
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 from s3ec.config import load_settings
 from s3ec.identity import is_namespace_name
 from s3ec.settings import Settings
+from s3ec.tenant import Tenant
 
 # Every engine process has it loaded; reading one descriptor needs it too.
 pytest.importorskip("transformers")
@@ -222,3 +224,21 @@ def test_the_same_configuration_has_the_same_name_in_every_release_of_s3ec() -> 
         vision_config=Config(model_type="siglip", image_size=896, layer_norm_eps=1e-06),
     )
     assert namespace_of(plain, settings_of()).name == "google-gemma-3-27b-it-5f667cc268dab48d"
+
+
+def test_two_tenants_have_two_namespaces_that_show_the_id_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("ONE", "one secret of 16 bytes or more")
+    monkeypatch.setenv("TWO", "two secret of 16 bytes or more")
+    names = set()
+    for reference in (None, "env:ONE", "env:TWO"):
+        settings = Settings.model_validate(
+            {"bucket": "corpus", "cache_dir": tmp_path, "tenant_key": reference}
+        )
+        namespace = namespace_of(engine(), settings)
+        tenant = Tenant.read(reference)
+        assert namespace.descriptor.get("tenant") == (tenant.id if tenant else None)
+        assert b"secret of" not in namespace.to_json()
+        names.add(namespace.name)
+    assert len(names) == 3

@@ -1,0 +1,382 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What reads bytes that others wrote: one function per reader, for any bytes at all.
+
+Each takes bytes and returns. It lets through the errors that its reader promises, and fails where
+the reader raises another one or breaks what it promises besides. No engine, no store, no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import struct
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from s3ec import codec
+from s3ec.config import CONFIG_FILE_VARIABLE, load_settings
+from s3ec.corpus_url import check_endpoint, check_prefix, parse_url
+from s3ec.errors import ConfigError, CorruptEntryError
+from s3ec.identity import (
+    Layout,
+    is_namespace_name,
+    is_object_name,
+    is_request_scoped,
+    key_of_header,
+    make_key,
+    modality_name,
+)
+from s3ec.index import sealed
+from s3ec.index.bloom import Bloom
+from s3ec.index.head import parse_head
+from s3ec.index.segment import Segment, parse_segment
+from s3ec.middleware import BodyError, rewrite
+from s3ec.modality import _parse as parse_record
+from s3ec.store.obstore_errors import _translate as translate
+from s3ec.tenant import Tenant, check_reference
+from s3ec.tier.bad_objects import _parse as parse_note
+from s3ec.tier.index_names import is_index_name
+from s3ec.tier.pin_folders import is_pin_folder_name
+from s3ec.tier.spool_names import SpoolName
+from s3ec.tier.total import Figures
+
+NAMESPACE = "gemma-0123456789abcdef"
+TENANT = Tenant(b"0123456789abcdef")
+LAYOUT = Layout(NAMESPACE)
+IDENTIFIER = "ab" * 32
+_SAFE = re.compile(r"[0-9a-z./-]+")
+_ENDS = (0, 1, 2**63, 2**64 - 1, 0xB90807FE5A4140AA, 0x0123456789ABCDEF)
+
+
+class BrokenPromiseError(Exception):
+    """A reader returned what it says it never returns."""
+
+
+def require(condition: bool, what: str) -> None:
+    """Fail the target where a reader broke its word."""
+    if not condition:
+        raise BrokenPromiseError(what)
+
+
+# -- entries -----------------------------------------------------------------------------------
+
+
+def entry(data: bytes) -> None:
+    """A whole object of the bucket, at once and in parts: the same answer."""
+    outcomes = []
+    for read in (_read_whole, _read_parts):
+        try:
+            outcomes.append((read(data), ""))
+        except CorruptEntryError as exc:
+            outcomes.append((None, exc.reason))
+    require((outcomes[0][0] is None) == (outcomes[1][0] is None), "parts are read otherwise")
+    header = outcomes[0][0]
+    if header is not None:
+        require(header.total_bytes == len(data), "another length than the bytes have")
+        require(header.shape.nbytes <= codec.MAX_TENSOR_BYTES, "too large")
+        again = codec.encode_header(header) + data[header.data_start :]
+        require(codec.parse_header(again).shape == header.shape, "not written as it was read")
+
+
+def _read_whole(data: bytes) -> codec.Header:
+    header = codec.parse_header(data)
+    return codec.verify(data, namespace=header.namespace, identifier=header.identifier)
+
+
+def _read_parts(data: bytes) -> codec.Header:
+    first = data[: 8 + codec.HEADER_LIMIT]
+    header = codec.parse_header(first)
+    verifier = codec.Verifier(first, namespace=header.namespace, identifier=header.identifier)
+    rest = data[len(first) :]
+    for start in range(0, len(rest), 1000):
+        verifier.feed(rest[start : start + 1000])
+    verifier.finish()
+    return verifier.header
+
+
+def forged_entry(data: bytes) -> None:
+    """The same from somebody who knows the format: JSON, a zero byte, the tensor's bytes."""
+    text, _, tensor = data.partition(b"\0")
+    content = _json(text)
+    if not isinstance(content, dict) or not isinstance(content.get("__metadata__"), dict):
+        return
+    metadata = content["__metadata__"]
+    metadata["xxh3"] = codec.checksum(tensor)
+    try:
+        metadata["header_xxh3"] = codec._seal(metadata, content.get(codec.TENSOR_NAME))
+        front = _front(content)
+    except (ValueError, RecursionError):  # nothing that a forger could write either
+        return
+    entry(front + tensor)
+
+
+def _json(text: bytes) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _front(content: object) -> bytes:
+    body = json.dumps(content).encode()
+    body += b" " * (-(8 + len(body)) % 64)
+    return struct.pack("<Q", len(body)) + body
+
+
+# -- the index ---------------------------------------------------------------------------------
+
+
+def segment(data: bytes) -> None:
+    """A delta, or a shard of a base: looked up also where nobody checked its columns."""
+    try:
+        found = Segment.parse(data, NAMESPACE)
+    except CorruptEntryError:
+        found = None
+    if found is not None:
+        for hi in _ENDS:
+            for lo in _ENDS:
+                row = found.find(hi, lo)
+                require(-1 <= row < len(found), "a row that is not there")
+        try:
+            found.check()
+        except CorruptEntryError:
+            found = None
+    try:
+        rows = parse_segment(data, NAMESPACE)
+    except CorruptEntryError:
+        return
+    require(found is not None, "accepted by one reader alone")
+    require(bool(rows.is_sorted()), "not sorted")
+    for row in range(min(len(rows), 4)):
+        digest = rows.digest(row)
+        rows.facts(row)
+        hi, lo = int.from_bytes(digest[:8]), int.from_bytes(digest[8:])
+        require(found is None or found.find(hi, lo) == row, "a row that is not found")
+
+
+def bloom(data: bytes) -> None:
+    """A filter: any bits are a filter, so it answers."""
+    try:
+        found = Bloom.parse(data, NAMESPACE)
+    except CorruptEntryError:
+        return
+    for hi in _ENDS:
+        for lo in _ENDS:
+            require(found.maybe(hi, lo) in (True, False), "neither yes nor no")
+    require(0 <= found.fpr <= 1, "no probability")
+    try:
+        found.check()
+    except CorruptEntryError:
+        return
+
+
+def forged_segment(data: bytes) -> None:
+    """The same with checksums that fit: JSON, a zero byte, the columns."""
+    forged = _forge_sealed(data)
+    if forged is not None:
+        segment(forged)
+
+
+def forged_bloom(data: bytes) -> None:
+    """The same with checksums that fit."""
+    forged = _forge_sealed(data)
+    if forged is not None:
+        bloom(forged)
+
+
+def _forge_sealed(data: bytes) -> bytes | None:
+    text, _, columns = data.partition(b"\0")
+    content = _json(text)
+    if not isinstance(content, dict) or not isinstance(content.get("__metadata__"), dict):
+        return None
+    metadata = content["__metadata__"]
+    metadata["xxh3"] = codec.checksum(columns)
+    tensors = {name: place for name, place in content.items() if name != "__metadata__"}
+    try:
+        metadata["header_xxh3"] = sealed._seal(metadata, tensors)
+        return _front(content) + columns
+    except (ValueError, RecursionError):
+        return None
+
+
+def head(data: bytes) -> None:
+    """The commit of a base."""
+    try:
+        found = parse_head(data)
+    except CorruptEntryError:
+        return
+    require(parse_head(found.to_json()) == found, "not written as it was read")
+    for shard in found.shards:
+        for name in (found.segment_name(LAYOUT, shard), found.bloom_name(LAYOUT, shard)):
+            require(_SAFE.fullmatch(name) is not None and ".." not in name, "an unsafe name")
+            require(LAYOUT.run_of(name) == (found.version, found.run), "another run's name")
+
+
+def record(data: bytes) -> None:
+    """What a modality's record says of width and dtype."""
+    found = parse_record(data)
+    if found is not None:
+        require(found.width > 0 and found.dtype in ("bfloat16", "float16", "float32"), "no record")
+
+
+# -- names -------------------------------------------------------------------------------------
+
+
+def names(data: bytes) -> None:
+    """What a listing, a folder or a client calls something."""
+    text = os.fsdecode(data)
+    for known in (is_object_name, is_namespace_name, is_index_name):
+        if known(text):
+            parts = text.split("/")
+            require(text.isascii() and not {"", ".", ".."} & set(parts), f"unsafe: {known}")
+    if is_object_name(text):
+        require(_SAFE.fullmatch(text) is not None, "an unsafe object name")
+    is_pin_folder_name(text)
+    spooled = SpoolName.parse(text)
+    require(spooled is None or str(spooled) == text, "another spool name")
+    for inner in (text, f"{LAYOUT.deltas}{text}", f"{LAYOUT.heads}{text}", f"{LAYOUT.bases}{text}"):
+        delta, version, run = LAYOUT.delta_of(inner), LAYOUT.version_of(inner), LAYOUT.run_of(inner)
+        require(delta is None or LAYOUT.delta(delta) == inner, "another delta")
+        require(version is None or LAYOUT.head(version) == inner, "another head")
+        require(run is None or inner.startswith(LAYOUT.run(*run)[:-1]), "another run")
+
+
+def identifiers(data: bytes) -> None:
+    """What a client calls a picture, and what a header says that one is called."""
+    # With what is no UTF-8 as lone surrogates, which a client's JSON can hold.
+    text = data.decode("utf-8", "surrogateescape")
+    plain, tenants = make_key(text), make_key(text, TENANT)
+    require((plain is None) == (tenants is None), "a key with a secret alone")
+    for key in (plain, tenants):
+        if key is None:
+            continue
+        require(_SAFE.fullmatch(key.name) is not None and is_object_name(key.name), "unsafe")
+        require(len(key.name) <= 150 and ".." not in key.name, "unsafe")
+        found = key_of_header(key.stored, key.digest)
+        require(found is not None and found.name == key.name, "not found by its header")
+    if plain is not None and tenants is not None:
+        require(plain.name != tenants.name, "no secret in the name")
+        require(not is_request_scoped(text), "a counter has a key")
+    key_of_header(text, data[:16])
+    if _utf8(text):
+        modality = modality_name(text)
+        require(re.fullmatch(r"[a-z0-9_]{1,64}", modality) is not None, "an unsafe modality")
+
+
+def _utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def usage(data: bytes) -> None:
+    """The tier's running total, which any process of the node has written last."""
+    found = Figures.parse(data)
+    require(found is None or Figures.parse(found.pack()) == found, "not written as it was read")
+
+
+def note(data: bytes) -> None:
+    """What this node has noted of a bad object, on a disk that others write to."""
+    found = parse_note(NAMESPACE, "0" * 16, data.decode("utf-8", "replace"))
+    if found is not None:
+        require(is_object_name(found.key.name), "an unsafe object name")
+        require("/" not in found.file_name and ".." not in found.file_name, "an unsafe file name")
+
+
+# -- settings ----------------------------------------------------------------------------------
+
+
+def settings(data: bytes) -> None:
+    """The JSON of ``ec_connector_extra_config``."""
+    content = _json(data)
+    if not isinstance(content, dict):
+        return
+    try:
+        loaded = load_settings({"cache_dir": "/cache", **content})
+    except ConfigError as exc:
+        require("\n" not in str(exc)[:20], "a message without a beginning")
+        return
+    require(
+        load_settings(json.loads(loaded.settings.model_dump_json())).settings == loaded.settings,
+        "not read as it was written",
+    )
+
+
+def settings_file(data: bytes) -> None:
+    """The file that S3EC_CONFIG names: JSON, or TOML after a first byte ``t``."""
+    toml = data[:1] == b"t"
+    with tempfile.TemporaryDirectory(prefix="s3ec-fuzz-") as folder:
+        path = Path(folder, "settings.toml" if toml else "settings.json")
+        path.write_bytes(data[1:] if toml else data)
+        before = os.environ.get(CONFIG_FILE_VARIABLE)
+        os.environ[CONFIG_FILE_VARIABLE] = str(path)
+        try:
+            load_settings({"bucket": "corpus", "cache_dir": "/cache"})
+        except ConfigError:
+            return
+        finally:
+            if before is None:
+                del os.environ[CONFIG_FILE_VARIABLE]
+            else:
+                os.environ[CONFIG_FILE_VARIABLE] = before
+
+
+def places(data: bytes) -> None:
+    """URLs, endpoints, prefixes and references, from settings and the command line."""
+    text = data.decode("utf-8", "replace")
+    for check in (check_prefix, check_endpoint, check_reference):
+        try:
+            check(text)
+        except ValueError:
+            continue
+    try:
+        url = parse_url(text)
+    except ValueError:
+        return
+    require(parse_url(str(url)) == url, "another URL")
+    require(".." not in url.prefix.split("/"), "a prefix that leads out")
+
+
+# -- requests and replies ----------------------------------------------------------------------
+
+
+def request_body(data: bytes) -> None:
+    """The body of a request to ``vllm serve``."""
+    for must_be_json in (True, False):
+        try:
+            fresh = rewrite(data, refuse=False, must_be_json=must_be_json)
+        except BodyError:
+            continue
+        require(rewrite(fresh, refuse=True, must_be_json=must_be_json) is fresh, "a name is left")
+        if fresh is not data:
+            json.loads(fresh)
+
+
+def error_text(data: bytes) -> None:
+    """What a client library says of a reply, which holds text of a server's."""
+    error = translate(data.decode("utf-8", "replace"), "GET", "GetObject")
+    require(isinstance(error, Exception), "no error")
+
+
+TARGETS: dict[str, Callable[[bytes], None]] = {
+    target.__name__: target
+    for target in (
+        *(entry, forged_entry, segment, forged_segment, bloom, forged_bloom, head, record),
+        *(
+            names,
+            identifiers,
+            usage,
+            note,
+            settings,
+            settings_file,
+            places,
+            request_body,
+            error_text,
+        ),
+    )
+}

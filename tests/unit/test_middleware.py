@@ -1,0 +1,369 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The middleware that keeps clients from choosing identifiers, as an ASGI server calls it."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from s3ec.errors import ConfigError
+from s3ec.middleware import (
+    LIMIT_VARIABLE,
+    BodyError,
+    Message,
+    RefuseClientIds,
+    StripClientIds,
+    rewrite,
+)
+
+STOLEN = "ab" * 32
+JSON = (b"content-type", b"application/json")
+
+
+def part(**more: Any) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}, **more}
+
+
+def chat(*parts: Any) -> dict[str, Any]:
+    return {"model": "m", "messages": [{"role": "user", "content": list(parts)}]}
+
+
+CHOSEN: dict[str, Any] = {
+    "chat completions, embeddings, classify, pooling, tokenize": chat(
+        {"type": "text", "text": "hi"}, part(uuid=STOLEN)
+    ),
+    "a picture of which only the name is sent": chat(
+        {"type": "image_url", "image_url": None, "uuid": STOLEN}
+    ),
+    "a name inside of the picture": chat({"image_url": {"url": "u", "uuid": STOLEN}}),
+    "a batch of chats": {"messages": [[{"role": "user", "content": [part(uuid=STOLEN)]}]]},
+    "a video": chat({"type": "video_url", "video_url": {"url": "u"}, "uuid": STOLEN}),
+    "embeddings": chat({"type": "image_embeds", "image_embeds": "AAAA", "uuid": STOLEN}),
+    "a number": chat(part(uuid=7)),
+    "an empty name": chat(part(uuid="")),
+    "responses": {"input": [{"role": "user", "content": [part(type="input_image", uuid=STOLEN)]}]},
+    "what a tool gave back": {
+        "input": [{"type": "function_call_output", "output": [part(uuid=STOLEN)]}]
+    },
+    "score": {"text_1": "q", "text_2": {"content": [part(uuid=STOLEN)]}},
+    "score, queries": {"queries": [{"content": [part(uuid=STOLEN)]}], "documents": ["a"]},
+    "rerank": {"query": "q", "documents": [{"content": [part(uuid=STOLEN)]}]},
+    "messages": {"messages": [{"role": "user", "content": [{"type": "tool_result",
+                 "content": [part(uuid=STOLEN)]}]}]},
+    "generate": {"token_ids": [1], "content_parts": [part(uuid=STOLEN)]},
+    "completions": {"prompt": "p", "multi_modal_uuids": {"image": [STOLEN]}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("content", CHOSEN.values(), ids=CHOSEN)
+def test_a_name_that_a_client_chose_is_stripped_or_refused(content: Any) -> None:
+    body = json.dumps(content).encode()
+    stripped = json.loads(rewrite(body, refuse=False))
+    assert STOLEN not in json.dumps(stripped)
+    assert '"uuid"' not in json.dumps(stripped)
+    assert without_names(content) == stripped
+    with pytest.raises(BodyError, match="may not be given"):
+        rewrite(body, refuse=True)
+
+
+def without_names(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {
+            key: without_names(inner)
+            for key, inner in value.items()
+            if key not in ("uuid", "multi_modal_uuids")
+        }
+    return [without_names(inner) for inner in value] if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        json.dumps(CHOSEN["responses"]).encode("utf-16"),
+        json.dumps(CHOSEN["responses"]).encode("utf-32-be"),
+        b"\xef\xbb\xbf" + json.dumps(CHOSEN["responses"]).encode(),
+        json.dumps(CHOSEN["responses"]).replace("uuid", "\\u0075u\\u0069d").encode(),
+        b'{"messages":[{"content":[{"uuid":"%s"}],"content":"hi"}]}' % STOLEN.encode(),
+        b'{"messages":[{"content":"hi","content":[{"uuid":"%s"}]}]}' % STOLEN.encode(),
+        b'{"messages":[{"uuid":null,"content":[{"uuid":"%s","uuid":null}]}]}' % STOLEN.encode(),
+        b'  \n{"a":[{"uuid"  :"%s"}]}' % STOLEN.encode(),
+        b'{"a":"\\ud800","b":1e999,"c":NaN,"d":[{"uuid":"%s"}]}' % STOLEN.encode(),
+    ],
+)
+def test_another_spelling_hides_no_name(body: bytes) -> None:
+    assert STOLEN.encode() not in rewrite(body, refuse=False)
+    assert b"uuid" not in rewrite(body, refuse=False).replace(b'"uuid":null', b"")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        chat({"type": "text", "text": "what is a uuid? mm_hashes \\u0075uid \0"}),
+        chat(part(uuid=None)),
+        {"tools": [{"function": {"parameters": {"properties": {"uuid": {"type": "string"}}}}}]},
+        {"response_format": {"json_schema": {"schema": {"properties": {"uuid": {}}}}}},
+        {"text": {"format": {"schema": {"properties": {"uuid": {}}}}}},
+        {"metadata": {"uuid": "of the client's own books"}},
+        {"messages": [{"content": [{"type": "tool_use", "input": {"uuid": "of an order"}}]}]},
+        {"messages": [{"tool_calls": [{"function": {"arguments": '{"uuid": 1}'}}]}]},
+        {"messages": [{"tool_calls": [{"function": {"arguments": {"uuid": 1}}}]}]},
+        {"features": {"mm_hashes": {}}},
+        [],
+        "uuid",
+        None,
+    ],
+)
+def test_what_is_no_name_of_a_picture_is_left_as_it_came(content: Any) -> None:
+    body = json.dumps(content, indent=1).encode()
+    assert rewrite(body, refuse=False) is body
+    assert rewrite(body, refuse=True) is body
+
+
+def test_a_tool_call_that_is_a_picture_hides_no_name() -> None:
+    body = json.dumps(chat(part(type="tool_use", uuid=STOLEN, input={"uuid": 1}))).encode()
+    assert json.loads(rewrite(body, refuse=False)) == chat(part(type="tool_use", input={"uuid": 1}))
+
+
+def test_hashes_of_another_servers_renderer_are_refused_in_either_case() -> None:
+    body = json.dumps({"token_ids": [1], "features": {"mm_hashes": {"image": [STOLEN]}}}).encode()
+    for refuse in (True, False):
+        with pytest.raises(BodyError, match="mm_hashes"):
+            rewrite(body, refuse=refuse)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b'{"uuid": ', b"uuid", b'{"uuid": \xff}', b"[" * 100_000 + b'"uuid"', b"\0",
+     b'{"uuid":' + b"1" * 5000 + b"}"],
+    ids=["cut", "word", "no Unicode", "deep", "zero", "long number"],
+)  # fmt: skip
+def test_what_cannot_be_read_is_refused_where_it_must_be_json(body: bytes) -> None:
+    with pytest.raises(BodyError, match="no JSON"):
+        rewrite(body, refuse=False)
+    assert rewrite(body, refuse=False, must_be_json=False) is body
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(
+            st.sampled_from(["uuid", "content", "messages", "type", "a", "multi_modal_uuids"]),
+            inner,
+            max_size=4,
+        )
+    ),
+    max_leaves=20,
+)
+
+
+@settings(max_examples=50)
+@given(json_values)
+def test_nothing_but_names_is_changed(content: Any) -> None:
+    body = json.dumps(content).encode()
+    fresh = json.loads(rewrite(body, refuse=False))
+    assert without_names(fresh) == without_names(content)
+    assert rewrite(rewrite(body, refuse=False), refuse=True) is not None
+
+
+# -- as a server calls it ----------------------------------------------------------------------
+
+
+class Server:
+    """One request through the middleware to an application that notes what it gets."""
+
+    def __init__(self, kind: type[StripClientIds] = StripClientIds) -> None:
+        self.got: bytes | None = None
+        self.headers: dict[bytes, bytes] = {}
+        self.sent: list[Message] = []
+        self.calls = 0
+        self.last: Message = {}
+        self.middleware = kind(self._app)
+
+    async def _app(self, scope: Any, receive: Callable[[], Awaitable[Message]], send: Any) -> None:
+        self.calls += 1
+        if scope["type"] != "http":
+            return
+        self.headers = dict(scope["headers"])
+        body, more = b"", True
+        while more:
+            message = await receive()
+            body += message.get("body", b"")
+            more = message.get("more_body", False)
+        self.got = body
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for event in (b"data: 1\n\n", b"data: 2\n\n"):
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+        self.last = await receive()
+
+    def ask(
+        self,
+        *parts: bytes,
+        headers: Sequence[tuple[bytes, bytes]] = (JSON,),
+        method: str = "POST",
+        leave: bool = False,
+    ) -> int | None:
+        length = (b"content-length", b"%d" % sum(map(len, parts)))
+        scope = {"type": "http", "method": method, "headers": [*headers, length], "path": "/"}
+
+        async def messages() -> AsyncIterator[Message]:
+            for number, body in enumerate(parts):
+                more = leave or number < len(parts) - 1
+                yield {"type": "http.request", "body": body, "more_body": more}
+            while True:
+                yield {"type": "http.disconnect"}
+
+        incoming = messages()
+
+        async def send(message: Message) -> None:
+            self.sent.append(message)
+
+        asyncio.run(self.middleware(scope, incoming.__anext__, send))  # type: ignore[arg-type]
+        return self.sent[0]["status"] if self.sent else None
+
+
+POISONED = json.dumps(chat(part(uuid=STOLEN))).encode()
+CLEAN = json.dumps(chat(part())).encode()
+
+
+def test_the_application_gets_the_shorter_body_with_its_length() -> None:
+    server = Server()
+    assert server.ask(POISONED[:20], POISONED[20:30], POISONED[30:]) == 200
+    assert server.got is not None
+    assert json.loads(server.got) == chat(part())
+    assert int(server.headers[b"content-length"]) == len(server.got) < len(POISONED)
+    assert server.last == {"type": "http.disconnect"}  # the server's word, not ours
+
+
+def test_a_chunked_body_that_was_shortened_has_a_length() -> None:
+    server = Server()
+    server.ask(POISONED, headers=[JSON, (b"Transfer-Encoding", b"chunked")])
+    assert b"Transfer-Encoding" not in server.headers
+    assert int(server.headers[b"content-length"]) == len(server.got or b"")
+
+
+def test_a_streamed_reply_goes_through_message_by_message() -> None:
+    server = Server()
+    server.ask(POISONED)
+    assert [message.get("body") for message in server.sent] == [
+        None, b"data: 1\n\n", b"data: 2\n\n", b"",
+    ]  # fmt: skip
+
+
+def test_a_body_without_names_is_the_same_to_the_byte() -> None:
+    server = Server()
+    spaced = json.dumps(chat(part()), indent=3).encode()
+    assert server.ask(spaced) == 200
+    assert server.got == spaced
+    assert server.headers[b"content-length"] == b"%d" % len(spaced)
+
+
+def test_the_other_one_answers_400_and_the_application_hears_nothing() -> None:
+    server = Server(RefuseClientIds)
+    assert server.ask(POISONED) == 400
+    assert server.calls == 0
+    answer = json.loads(server.sent[1]["body"])
+    assert answer["error"]["code"] == 400
+    assert "uuid" in answer["error"]["message"]
+    assert STOLEN not in server.sent[1]["body"].decode()
+    assert Server(RefuseClientIds).ask(CLEAN) == 200
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [b"application/json", b"Application/JSON; charset=utf-8", b"application/vnd.x+json",
+     b"text/plain", b"", b"application/octet-stream"],
+)  # fmt: skip
+def test_names_are_stripped_whatever_the_body_is_said_to_be(kind: bytes) -> None:
+    server = Server()
+    server.ask(POISONED, headers=[(b"Content-Type", kind)] if kind else [])
+    assert STOLEN.encode() not in (server.got or STOLEN.encode())
+
+
+def test_two_content_types_hide_no_name() -> None:
+    server = Server()
+    server.ask(POISONED, headers=[(b"content-type", b"multipart/form-data; boundary=x"), JSON])
+    assert STOLEN.encode() not in (server.got or STOLEN.encode())
+
+
+def test_recordings_and_other_bodies_go_through_unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(LIMIT_VARIABLE, "10")
+    form = b"--x\r\ncontent-disposition: form-data; name=uuid\r\n\r\n\0\r\n--x--"
+    server = Server()
+    assert server.ask(form, headers=[(b"content-type", b"multipart/form-data; boundary=x")]) == 200
+    assert server.got == form
+    assert server.ask(b"", method="GET") == 200
+    other = Server()
+    assert other.ask(b"\0uuid", headers=[(b"content-type", b"application/octet-stream")]) == 200
+    assert other.got == b"\0uuid"
+
+
+def test_a_body_over_the_limit_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(LIMIT_VARIABLE, str(len(CLEAN)))
+    assert Server().ask(CLEAN) == 200
+    server = Server()
+    assert server.ask(CLEAN, b" ") == 413
+    assert server.calls == 0
+
+
+@pytest.mark.parametrize("limit", ["0", "-1", "1GiB", "1e9", "\u0661"])
+def test_a_limit_that_is_no_number_ends_the_start(
+    monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    monkeypatch.setenv(LIMIT_VARIABLE, limit)
+    with pytest.raises(ConfigError, match=LIMIT_VARIABLE):
+        Server()
+
+
+def test_a_client_that_leaves_gets_no_reply() -> None:
+    server = Server()
+    assert server.ask(POISONED[:10], leave=True) is None
+    assert server.calls == 0
+
+
+@pytest.mark.parametrize("kind", ["lifespan", "websocket"])
+def test_other_protocols_are_not_touched(kind: str) -> None:
+    server = Server()
+    asyncio.run(server.middleware({"type": kind}, None, None))  # type: ignore[arg-type]
+    assert server.calls == 1
+
+
+def test_vllm_takes_the_names_for_classes() -> None:
+    """Its register.py imports the name, and adds a class with add_middleware."""
+    assert inspect.isclass(StripClientIds)
+    assert inspect.isclass(RefuseClientIds)
+
+
+async def test_a_real_application_reads_the_shorter_body() -> None:
+    """Starlette's own reading of JSON, and httpx's of a streamed reply."""
+    applications = pytest.importorskip("starlette.applications")
+    httpx = pytest.importorskip("httpx")
+    from starlette.requests import Request
+    from starlette.responses import StreamingResponse
+    from starlette.routing import Route
+
+    async def echo(request: Request) -> StreamingResponse:
+        content = await request.json()
+
+        async def events() -> AsyncIterator[str]:
+            for one in (json.dumps(content), request.headers["content-length"]):
+                yield f"data: {one}\n\n"
+
+        return StreamingResponse(events(), media_type="text/event-stream")
+
+    app = applications.Starlette(routes=[Route("/v1/chat/completions", echo, methods=["POST"])])
+    app.add_middleware(StripClientIds)
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        reply = await client.post("/v1/chat/completions", json=chat(part(uuid=STOLEN)))
+    first, second, _ = reply.text.split("\n\n")
+    assert json.loads(first.removeprefix("data: ")) == chat(part())
+    assert int(second.removeprefix("data: ")) < len(POISONED)
