@@ -29,9 +29,7 @@ def find_in(rows: Rows, other: Rows) -> tuple[npt.NDArray[np.intp], npt.NDArray[
     return positions, found
 
 
-def _among_equals(
-    rows: Rows, some: npt.NDArray[np.intp], other: Rows
-) -> npt.NDArray[np.intp]:
+def _among_equals(rows: Rows, some: npt.NDArray[np.intp], other: Rows) -> npt.NDArray[np.intp]:
     """Where the second halves of some rows stand, or would, among rows of equal first half.
 
     All are bisected at once: as many steps as the longest run of equals has binary digits.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finding the rows of one table in another: right for any digests, and never slow for hostile ones."""
+"""Rows of one table in another: found for any digests, and in few steps for hostile ones too."""
 
 from __future__ import annotations
 
