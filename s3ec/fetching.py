@@ -160,8 +160,7 @@ class Fetcher:
             expected = Shape(want.rows, record.width, record.dtype)
             facts = self._index.facts(key)
             if facts is not None and facts.contradicts(expected):
-                self._counters.add("mismatch.index")
-                return Fetched(want, Outcome.MISMATCH)
+                return self._mismatch(want, "index", facts)
             return await self._download(want, expected, deadline)
         finally:
             self._tier.release(found)
@@ -225,15 +224,24 @@ class Fetcher:
         self._loop.disk_soon(self._let_go, pin)
         return self._mismatch(want, misfit, pin.header)
 
-    def _mismatch(self, want: Want, field: str, header: Header) -> Fetched:
-        """Count what differs; a request cannot use the entry, others may."""
-        if field in ("rows", "width", "dtype") and not self._counters.get(f"mismatch.{field}"):
+    def _mismatch(self, want: Want, field: str, found: Header | Facts) -> Fetched:
+        """Count what differs; a request cannot use the entry, others may.
+
+        Args:
+            field: What differs; ``index`` where the index says so.
+            found: What is known of the entry.
+        """
+        told = field in ("rows", "width", "dtype", "index")
+        if told and not self._counters.get(f"mismatch.{field}"):
+            shape = found if isinstance(found, Facts) else found.shape
             log.warning(
-                "an entry of %s has %s %s, which is not what a request needs; it counts as a "
-                "miss (logged once per kind)",
+                "an entry of %s does not fit a request by its %s (it has %s rows of width %s, %s); "
+                "it counts as a miss (logged once per kind)",
                 self._layout.namespace,
                 field,
-                getattr(header.shape, field),
+                shape.rows or "?",
+                shape.width or "?",
+                shape.dtype or "?",
             )
         self._counters.add(f"mismatch.{field}")
         return Fetched(want, Outcome.MISMATCH)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 
 from s3ec.counters import Counters
 from s3ec.errors import CorruptEntryError, TierError
@@ -250,7 +250,7 @@ class IndexCache:
 
         await self.disk(self._remove, is_replaced)
 
-    async def clean_deltas(self, needed: set[str]) -> None:
+    async def clean_deltas(self, needed: Collection[str]) -> None:
         """Remove deltas that came here long ago and are neither in the bucket nor in use.
 
         Args:

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from s3ec.counters import Counters
-from s3ec.errors import UnavailableError
+from s3ec.errors import AccessError, UnavailableError
 from s3ec.identity import Key, Layout, digest_of_name, entry_name
 from s3ec.index.announce import BATCH_ITEMS, Announcer
 from s3ec.index.known_times import DELTAS, KnownTimes
@@ -21,6 +21,8 @@ from s3ec.store.base import ObjectInfo, Store
 
 # Writing a few kilobytes takes no longer where the bucket answers at all.
 _TELL_S = 60.0
+# Nor does asking after what a DELETE has left.
+_LOOK_S = 10.0
 
 
 class Deleter:
@@ -65,20 +67,42 @@ class Deleter:
     ) -> None:
         await self._times.prepare(keys)
         confirmed: list[bool] = []
+        unknown: dict[Key, None] = {}  # asked for, and no answer
 
         async def delete(key: Key) -> None:
+            if key not in kept:
+                unknown[key] = None
             for name in objects[key]:
                 await self._store.delete(name)
             if key not in kept:
+                del unknown[key]
                 # At once, so that its time is before that of whoever stores the entry again.
                 self._announcer.add(key, None, confirmed.append)
 
         try:
             await in_parallel(keys, delete)
         finally:
+            for key in await self._gone({key: objects[key] for key in unknown}):
+                self._announcer.add(key, None, confirmed.append)
             await _tell(self._announcer)
         if not all(confirmed):
             raise UnavailableError("the deletion could not be announced")
+
+    async def _gone(self, objects: Mapping[Key, Sequence[str]]) -> list[Key]:
+        """Those that are not there: of a request without an answer only the bucket knows more.
+
+        What it does not tell is not announced: readers find out by asking for it.
+        """
+
+        async def is_gone(names: Sequence[str]) -> bool:
+            try:
+                async with asyncio.timeout(_LOOK_S):
+                    return not any([await self._store.head(name) for name in names])
+            except (UnavailableError, AccessError, TimeoutError):
+                return False
+
+        gone = await in_parallel(objects.values(), is_gone)
+        return [key for key, it_is in zip(objects, gone, strict=True) if it_is]
 
 
 async def _tell(announcer: Announcer) -> None:

@@ -17,10 +17,12 @@ from s3ec.index.download import VanishedError
 from s3ec.index.head import Head
 from s3ec.index.listing import ListingIndex
 from s3ec.index.news import News, Watch
-from s3ec.index.rows import Rows, merge
+from s3ec.index.overlay import Overlay
+from s3ec.index.rows import Rows
 from s3ec.index.segment import Segment
 from s3ec.index.snapshot import read_head
 from s3ec.index.view import View
+from s3ec.store.base import ObjectInfo
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +91,8 @@ class Follower:
         self._watch = Watch(cache.store, cache.layout)
         self._view = View()
         self._head: Head | None = None  # of the base in the view
-        self._applied: set[str] = set()  # deltas in the overlay
+        self._listed: dict[int, ObjectInfo] = {}  # heads as they were when they were read
+        self._overlay = Overlay()  # the deltas in the view
         self._pending: set[str] = set()  # seen and not applied: the bucket did not answer
         self._refused: dict[str, str] = {}  # name of what is in the bucket: reason
         self._told: set[str] = set()  # names of what the log has a line about
@@ -102,7 +105,7 @@ class Follower:
     @property
     def deltas(self) -> int:
         """How many deltas are in the view."""
-        return len(self._applied)
+        return len(self._overlay.ulids)
 
     async def refresh(self) -> None:
         """Look once; one request where nothing is new.
@@ -112,9 +115,7 @@ class Follower:
         """
         known = self._head
         news = await self._watch.look()
-        if known is not None and news.versions and news.versions[0] < known.version:
-            # A head is deleted after a newer one only, unless somebody deleted the manifest by
-            # hand and had it made anew.
+        if known is not None and await self._is_made_anew(known, news):
             self._head = None
         if news.complete:
             self._forgive(news)
@@ -122,7 +123,7 @@ class Follower:
         await self._apply(news, newest)
         await self._fill_up(newest)
         if news.complete:
-            await self._cache.clean_deltas(self._applied | news.deltas.keys())
+            await self._cache.clean_deltas(self._overlay.ulids | news.deltas.keys())
 
     async def close(self) -> None:
         """End what runs in the background."""
@@ -132,6 +133,25 @@ class Follower:
             await asyncio.wait({task})
 
     # -- heads -------------------------------------------------------------------------------
+
+    async def _is_made_anew(self, known: Head, news: News) -> bool:
+        """Whether the manifest is another one than that which this head was read from.
+
+        A head is deleted after a newer one only, and never written twice: unless somebody deleted
+        the manifest by hand, or the server ignores If-None-Match.
+        """
+        if not news.heads or max(news.heads) != known.version:
+            return bool(news.heads) and max(news.heads) < known.version
+        info, name = news.heads[known.version], self._layout.head(known.version)
+        if self._listed.get(known.version) == info or name in self._refused:
+            return False
+        try:
+            head = await read_head(self._cache.store, self._layout, known.version)
+        except CorruptEntryError as exc:
+            self._refuse(name, exc)
+            return False
+        self._listed[known.version] = info
+        return head is not None and head.run != known.run
 
     async def _newest_head(self, news: News) -> Head | None:
         """The newest head that can be read; the open base's where none is newer."""
@@ -147,6 +167,7 @@ class Follower:
                 self._refuse(name, exc)
                 continue
             if head is not None:
+                self._listed[version] = news.heads[version]
                 return head
         return self._head
 
@@ -171,14 +192,15 @@ class Follower:
     def _forgive(self, news: News) -> None:
         """Try what was damaged once more, and forget what is gone."""
         there = {self._layout.delta(ulid) for ulid in news.deltas}
-        there |= {self._layout.head(version) for version in news.versions}
+        there |= {self._layout.head(version) for version in news.heads}
         self._refused = {
             name: reason
             for name, reason in self._refused.items()
             if reason == "version" and name in there
         }
         self._told &= there | {_NEWER}
-        self._not_before = {v: at for v, at in self._not_before.items() if v in news.versions}
+        self._not_before = {v: at for v, at in self._not_before.items() if v in news.heads}
+        self._listed = {v: info for v, info in self._listed.items() if v in news.heads}
 
     # -- deltas ------------------------------------------------------------------------------
 
@@ -199,14 +221,13 @@ class Follower:
                 good = {u: rows for u, rows in good.items() if u not in self._head.merged}
             if not good:
                 return
-            parts = await self._parts_with(good)
-            overlay = await self._disk(_merged, parts)
-            new = await self._disk(_merged, list(good.values()))
-            self._applied |= good.keys()
-            self._show(View(self._view.base, overlay, self._view.listing), new)
+            overlay = await self._disk(self._overlay.plus, good)
+            new = await self._disk(Overlay().plus, good)
+            self._overlay = overlay
+            self._show(View(self._view.base, overlay.segment, self._view.listing), new.segment)
 
     def _drop_pending(self, head: Head | None) -> None:
-        self._pending -= self._applied
+        self._pending -= self._overlay.ulids
         if head is not None:
             self._pending -= head.merged
         self._pending = {u for u in self._pending if self._layout.delta(u) not in self._refused}
@@ -215,14 +236,6 @@ class Follower:
         for ulid, rows in found.items():
             if isinstance(rows, CorruptEntryError):
                 self._refuse(self._layout.delta(ulid), rows)
-
-    async def _parts_with(self, good: Mapping[str, Rows]) -> list[Rows]:
-        """What the new overlay is made of. Of equals the later part counts: by rising ULID."""
-        old = [] if self._view.overlay is None else [self._view.overlay.rows()]
-        if not self._applied or max(self._applied) < min(good):
-            return old + [good[ulid] for ulid in sorted(good)]
-        every = {**await self._applied_rows(self._applied), **good}
-        return old + [every[ulid] for ulid in sorted(every)]
 
     async def _applied_rows(self, ulids: set[str]) -> dict[str, Rows]:
         """The rows of deltas that were applied before, as a rule from this node's disk.
@@ -315,10 +328,9 @@ class Follower:
         base = await self._cache.base(head, exact=exact)
         async with self._changing:
             rows = await self._applied_rows(await self._left_by(head))
-            overlay = await self._disk(_merged, [rows[ulid] for ulid in sorted(rows)])
-            self._head, self._applied = head, set(rows)
+            self._head, self._overlay = head, await self._disk(Overlay().plus, rows)
             listing = self._view.listing if self._needs_listing() else None
-            self._show(View(base, overlay, listing))
+            self._show(View(base, self._overlay.segment, listing))
         self._counters.add("index.bases")
         log.info(
             "index of %s: base %d with %d keys, %s",
@@ -335,7 +347,7 @@ class Follower:
         A head does not name what an earlier base has merged and the bucket has no more. For a
         reader that passed over that base they are the past.
         """
-        left = self._applied - head.merged
+        left = set(self._overlay.ulids - head.merged)
         if left:
             news = await self._watch.look(complete=True)
             self._pending |= news.deltas.keys()
@@ -358,8 +370,3 @@ class Follower:
         now_s = self._clock()
         pause_s = max(_LISTING_EVERY_S, (now_s - started_s) / _LISTING_SHARE)
         self._listing_due_s = now_s + pause_s
-
-
-def _merged(parts: list[Rows]) -> Segment | None:
-    rows = merge(parts, keep_tombstones=True)
-    return Segment.of(rows) if len(rows) else None

@@ -12,6 +12,7 @@ from cachetools import TTLCache
 from s3ec.counters import Counters
 from s3ec.identity import Key, Layout, digest_of_name, entry_name
 from s3ec.index.healing import NEGATIVE_ENTRIES, NEGATIVE_TTL_S
+from s3ec.index.object_listing import listed
 from s3ec.index.rows import Facts
 from s3ec.store.base import Store
 
@@ -78,7 +79,7 @@ class ListingIndex:
         self._counters.add("index.forgotten")
 
     async def refresh(self) -> None:
-        """List everything once.
+        """List everything once; what breaks off goes on where it was, as ``listed`` does.
 
         Raises:
             UnavailableError: Part of the listing failed; what was known stays, and what was
@@ -92,7 +93,7 @@ class ListingIndex:
             self._added = set()
         try:
             prefix = self._layout.objects
-            async for info in self._store.list(prefix):
+            async for info in listed(self._store, prefix):
                 found = entry_name(info.name[len(prefix) :])
                 if info.nbytes > 0 and found is not None:
                     seen.add(digest_of_name(found[0]))

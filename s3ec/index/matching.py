@@ -20,16 +20,26 @@ def find_in(rows: Rows, other: Rows) -> tuple[npt.NDArray[np.intp], npt.NDArray[
         return np.zeros(len(rows), np.intp), np.zeros(len(rows), np.bool_)
     positions = np.searchsorted(other.digest_hi, rows.digest_hi)
     np.minimum(positions, len(other) - 1, out=positions)
-    # First halves that are equal stand beside each other: few steps, and none in practice.
-    while True:
-        behind = (other.digest_hi[positions] == rows.digest_hi) & (
-            other.digest_lo[positions] < rows.digest_lo
-        )
-        behind &= positions < len(other) - 1
-        if not behind.any():
-            break
-        positions[behind] += 1
-    found = (other.digest_hi[positions] == rows.digest_hi) & (
-        other.digest_lo[positions] == rows.digest_lo
-    )
+    found = other.digest_hi[positions] == rows.digest_hi
+    unsettled = found & (other.digest_lo[positions] != rows.digest_lo)
+    if unsettled.any():  # first halves are shared by chance never, and on purpose by any number
+        some = np.flatnonzero(unsettled)
+        positions[some] = _among_equals(rows, some, other)
+    found &= other.digest_lo[positions] == rows.digest_lo
     return positions, found
+
+
+def _among_equals(rows: Rows, some: npt.NDArray[np.intp], other: Rows) -> npt.NDArray[np.intp]:
+    """Where the second halves of some rows stand, or would, among rows of equal first half.
+
+    All are bisected at once: as many steps as the longest run of equals has binary digits.
+    """
+    hi, lo = rows.digest_hi[some], rows.digest_lo[some]
+    first = np.searchsorted(other.digest_hi, hi)
+    last = np.searchsorted(other.digest_hi, hi, side="right") - 1
+    while (first < last).any():
+        middle = (first + last) // 2
+        below = other.digest_lo[middle] < lo
+        first = np.where(below, np.minimum(middle + 1, last), first)
+        last = np.where(below, last, middle)
+    return first

@@ -21,13 +21,18 @@ class News:
 
     Attributes:
         deltas: ULID to object; known ones among them.
-        versions: Of all heads, newest first.
+        heads: Version to object.
         complete: Whether the listing began at the first delta.
     """
 
     deltas: dict[str, ObjectInfo]
-    versions: list[int]
+    heads: dict[int, ObjectInfo]
     complete: bool
+
+    @property
+    def versions(self) -> list[int]:
+        """Of all heads, newest first."""
+        return sorted(self.heads, reverse=True)
 
 
 class Watch:
@@ -55,7 +60,7 @@ class Watch:
         """
         complete = complete or self._looks % _FULL_EVERY == 0
         deltas: dict[str, ObjectInfo] = {}
-        versions: set[int] = set()
+        heads: dict[int, ObjectInfo] = {}
         async for info in self._store.list(
             self._layout.manifest, start_after=self._start_after(complete=complete)
         ):
@@ -64,11 +69,11 @@ class Watch:
             if ulid is not None:
                 deltas[ulid] = info
             elif version is not None:
-                versions.add(version)
+                heads[version] = info
         self._looks += 1
         for ulid, info in deltas.items():
             self._newest_ms = max(self._newest_ms, _seen_ms(ulid, info))
-        return News(deltas, sorted(versions, reverse=True), complete)
+        return News(deltas, heads, complete)
 
     def _start_after(self, *, complete: bool) -> str:
         start_ms = int(self._newest_ms - OVERLAP_S * 1000)

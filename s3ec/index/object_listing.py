@@ -19,7 +19,7 @@ from s3ec.store.base import ObjectInfo, Store
 
 # Objects that are handed on at a time.
 _BATCH = 4096
-# Of one prefix: a hundred thousand requests are sent, and some will fail.
+# In a row: a hundred thousand requests are sent, and some will fail.
 _ATTEMPTS = 4
 _PAUSE_S = 1.0
 _FAN_OUT = re.compile(r"[0-9a-f]{2}/")
@@ -44,7 +44,7 @@ async def list_objects(store: Store, layout: Layout, take: Take) -> None:
 
     async def read(prefix: str) -> None:
         batch: list[ObjectInfo] = []
-        async for info in _listed(store, objects + prefix):
+        async for info in listed(store, objects + prefix):
             if info.nbytes > 0 and entry_name(info.name.removeprefix(objects)) is not None:
                 batch.append(info)
             if len(batch) == _BATCH:
@@ -56,14 +56,19 @@ async def list_objects(store: Store, layout: Layout, take: Take) -> None:
     await in_parallel(await _prefixes(store, objects), read)
 
 
-async def _listed(store: Store, prefix: str) -> AsyncIterator[ObjectInfo]:
-    """A listing that goes on where it broke off, if the server lists in the order of names."""
+async def listed(store: Store, prefix: str) -> AsyncIterator[ObjectInfo]:
+    """A listing that goes on where it broke off, if the server lists in the order of names.
+
+    Raises:
+        UnavailableError: The store does not answer now, or broke off a listing without order.
+        AccessError: It refuses.
+    """
     last, in_order, failures = "", True, 0
     while True:
         try:
             async for info in store.list(prefix, start_after=last):
                 in_order = in_order and info.name > last
-                last = info.name
+                last, failures = info.name, 0
                 yield info
             return
         except UnavailableError:

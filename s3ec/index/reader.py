@@ -79,7 +79,6 @@ class ManifestIndex:
         # Of what is in either dictionary or in the View's overlay.
         self._apart = Sieve(np.empty(0, "<u8"), room=_ROOM)
         self.maybe_contains: Callable[[Key], bool] = self._maybe_contains
-        self._version = 0
         self._follower = Follower(
             cache,
             options=options or FollowOptions(),
@@ -218,12 +217,12 @@ class ManifestIndex:
         Args:
             new: Rows of deltas that are in no earlier view.
         """
+        is_new_base = view.base is not None and view.base is not self._view.base
         with self._lock:
             self._apart = self._sieve_locked(view)
             self._view = view
             self.maybe_contains = view.lookup(self._apart, self._maybe_contains)
-        if view.base is not None and view.base.version != self._version:
-            self._version = view.base.version
+        if is_new_base:
             self._alarm.reset()
         if new is not None:
             self._heal(new)

@@ -183,10 +183,10 @@ class Rows:
         """One row per digest, sorted: the one with the latest time, of equals the last."""
         if self.is_sorted():
             return self
-        return self.select(self._winners())
+        return self.select(self.winners())
 
-    def _winners(self) -> npt.NDArray[np.intp]:
-        """Positions of the rows that stay, by rising digest."""
+    def winners(self) -> npt.NDArray[np.intp]:
+        """Positions of the rows that sorted_unique keeps, by rising digest."""
         # Stable, and quick on runs that are sorted already, which is what gets merged.
         order = np.argsort(self.digest_hi, kind="stable")
         hi = self.digest_hi[order]

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from s3ec.errors import TierError
+from tests.faults import indexing
 from tests.faults.saving import NAMESPACE, WIDTH, data_at, identifier_at, key_at, spooled_below
 from tests.faults.seccomp import refuse_hard_links
 
@@ -218,7 +219,10 @@ def work(*, settings: dict[str, str], stock: int, first: int, **how: int | bool)
     say("done")
 
 
-COMMANDS = {function.__name__: function for function in (live, finish, want, work)}
+COMMANDS = {
+    **{function.__name__: function for function in (live, finish, want, work)},
+    **indexing.COMMANDS,
+}
 
 
 def main() -> None:

@@ -374,13 +374,15 @@ def test_an_entry_of_another_shape_is_a_mismatch(
 
 @pytest.mark.parametrize("known", [{"rows": 3}, {"width": 31}, {"dtype": "float16"}])
 def test_what_the_index_knows_to_be_of_another_shape_is_not_asked_for(
-    bench: Bench, known: dict[str, Any]
+    bench: Bench, known: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     index = bench.read_the_manifest()
     bench.bucket[LAYOUT.object(key_of("a"))] = entry(key_of("a"))
     index.add(key_of("a"), Facts(**known))
     assert bench.one().outcome is Outcome.MISMATCH
-    assert bench.counters.get("mismatch.index") == 1
+    assert bench.one().outcome is Outcome.MISMATCH
+    assert bench.counters.get("mismatch.index") == 2
+    assert caplog.text.count("does not fit a request by its index") == 1
     assert bench.store.fetched == []
     assert index.maybe_contains(key_of("a"))  # somebody else may need just this
 

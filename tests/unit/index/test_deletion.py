@@ -143,6 +143,49 @@ async def test_what_was_deleted_before_it_was_broken_off_is_announced(memory: Me
     assert set(await view(memory)) == {KEYS[1].digest}
 
 
+async def test_a_deletion_whose_reply_was_lost_is_announced(memory: MemoryStore) -> None:
+    for number in range(3):
+        await put_entry(memory, number)
+    lost = Fault("delete", LAYOUT.object(KEYS[1]), lost_reply=True)
+    with pytest.raises(UnavailableError):
+        await delete(FaultStore(memory, Script([lost])), 0, 1)
+    there = {key.digest for key in KEYS[:3] if LAYOUT.object(key) in memory.bucket.objects}
+    assert KEYS[1].digest not in there
+    assert set(await view(memory)) == there
+    assert (await verify(memory, LAYOUT)).agrees
+
+
+async def test_a_deletion_of_which_the_bucket_says_nothing_is_not_announced(
+    memory: MemoryStore,
+) -> None:
+    """To hide an entry that may still be there would be worse than a request in vain."""
+    await put_entry(memory, 1)
+    name = LAYOUT.object(KEYS[1])
+    faults = [Fault("delete|head", name, error=UnavailableError)]
+    with pytest.raises(UnavailableError):
+        await delete(FaultStore(memory, Script(faults)), 1)
+    assert set(await view(memory)) == {KEYS[1].digest}
+
+
+async def test_a_deletion_broken_off_after_it_reached_the_bucket_is_announced(
+    memory: MemoryStore,
+) -> None:
+    class Slow(FaultStore):
+        """The bucket has done it, and the reply never comes."""
+
+        async def delete(self, name: str) -> None:
+            await super().delete(name)
+            await asyncio.Event().wait()
+
+    await put_entry(memory, 1)
+    task = asyncio.create_task(delete(Slow(memory), 1))
+    await gone(memory, 1)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert set(await view(memory)) == set()
+
+
 async def test_a_listing_that_fails_half_way_leaves_no_deletion_untold(
     memory: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

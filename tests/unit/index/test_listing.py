@@ -16,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from s3ec.counters import Counters
 from s3ec.errors import AccessError, UnavailableError
 from s3ec.identity import Key, Layout, make_key
+from s3ec.index import object_listing
 from s3ec.index.listing import ListingIndex
 from s3ec.store.base import ObjectInfo
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
@@ -183,8 +184,9 @@ class HalfAListing(MemoryStore):
 
 @pytest.mark.parametrize("error", [UnavailableError("x"), AccessError("x"), KeyError("x")])
 async def test_a_failed_refresh_keeps_the_old_and_adds_what_it_saw(
-    counters: Counters, error: Exception
+    counters: Counters, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(object_listing, "_PAUSE_S", 0.0)
     half = HalfAListing()
     half.error = error
     half.page = (LAYOUT.object(key_of(2)),)
@@ -195,6 +197,39 @@ async def test_a_failed_refresh_keeps_the_old_and_adds_what_it_saw(
     assert index.maybe_contains(key_of(1))
     assert index.maybe_contains(key_of(2))
     assert index.loaded is False
+
+
+class Frail:
+    """Breaks off after each few names, and fails altogether where it is asked in vain too often.
+
+    Attributes:
+        asked: Where each listing was to start.
+    """
+
+    def __init__(self, names: list[str]) -> None:
+        self.names = names
+        self.asked: list[str] = []
+
+    async def list(self, prefix: str, *, start_after: str = "") -> AsyncIterator[ObjectInfo]:
+        self.asked.append(start_after)
+        left = [name for name in self.names if name > start_after]
+        for name in left[:3]:
+            yield ObjectInfo(name, 1)
+        if len(left) > 3:
+            raise UnavailableError("cut off")
+
+
+async def test_a_listing_that_breaks_off_over_and_over_goes_on_where_it_was(
+    counters: Counters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(object_listing, "_PAUSE_S", 0.0)
+    keys = sorted((key_of(number) for number in range(20)), key=lambda key: key.name)
+    names = [LAYOUT.object(key) for key in keys]
+    frail = Frail(names)
+    index = ListingIndex(frail, LAYOUT, counters)  # type: ignore[arg-type]
+    await index.refresh()
+    assert all(map(index.maybe_contains, keys))
+    assert frail.asked == ["", *names[2:18:3]]
 
 
 async def test_a_cancelled_refresh_keeps_the_old(

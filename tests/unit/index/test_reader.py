@@ -274,6 +274,25 @@ async def test_rows_of_one_second_are_ordered_by_the_names_of_their_deltas(
     assert early.finds("a") == late.finds("a") == [True]
 
 
+async def test_a_delta_that_appears_late_costs_no_second_look_at_the_others(
+    corpus: Corpus, reader: Reader
+) -> None:
+    """Whatever the backlog, and also where this node's disk has lost it."""
+    corpus.base(1, rows_of("base"))
+    corpus.delta("a", ("twice", Facts(rows=2, time_s=7)))
+    corpus.delta("b")
+    await reader.refresh()
+    for file in list(reader.files.walk()):
+        reader.files.remove(file.name)
+    late = corpus.delta("late", ("twice", Facts(rows=1, time_s=7)), ahead_s=-30.0)
+    assert await reader.calls() == {"list": 1, "get": 1}
+    assert reader.store.log[-1] == ("get", LAYOUT.delta(late))
+    assert reader.finds("a", "b", "late") == [True] * 3
+    twice = reader.index.facts(key_of("twice"))
+    assert twice is not None
+    assert twice.rows == 2  # the delta with the later name
+
+
 async def test_own_stores_are_found_at_once_and_after_their_delta(
     corpus: Corpus, reader: Reader
 ) -> None:
@@ -480,6 +499,68 @@ async def test_a_corpus_whose_index_started_over_is_followed(
     corpus.base(2, rows_of("a", "newer"))
     await reader.refresh()
     assert reader.finds("new", "newer") == [False, True]
+
+
+async def test_an_index_that_started_over_at_the_same_version_is_followed(
+    corpus: Corpus, reader: Reader
+) -> None:
+    old = corpus.base(1, rows_of("a", "gone"))
+    stale = corpus.delta("stale")
+    await reader.refresh()
+    corpus.drop_base(old)
+    corpus.delete(LAYOUT.delta(stale))
+    corpus.clock.now_s += 1
+    corpus.base(1, rows_of("a", "new"))
+    corpus.delta("b")
+    await reader.refresh()
+    assert reader.finds("a", "b", "new", "gone", "stale") == [True] * 3 + [False] * 2
+    assert await reader.calls() == {"list": 1}
+
+
+async def test_a_head_that_was_only_touched_is_read_once_and_nothing_changes(
+    corpus: Corpus, reader: Reader
+) -> None:
+    corpus.base(1, rows_of("a"))
+    await reader.refresh()
+    corpus.clock.now_s += 1
+    corpus.put(LAYOUT.head(1), corpus.objects[LAYOUT.head(1)])
+    assert await reader.calls() == {"list": 1, "get": 1}
+    assert await reader.calls() == {"list": 1}
+    assert reader.finds("a") == [True]
+
+
+async def test_two_heads_of_one_version_are_never_mixed(
+    corpus: Corpus, make_reader: MakeReader
+) -> None:
+    """On a server that ignores If-None-Match the second of two compactions writes over a head."""
+    early, late = make_reader(), make_reader()
+    first = corpus.base(1, rows_of("both", *(f"one {n}" for n in range(50))), shards=4)
+    await early.refresh()
+    corpus.clock.now_s += 1
+    second = corpus.base(1, rows_of("both", *(f"two {n}" for n in range(60))), shards=4)
+    await late.refresh()  # on the same node, with the first one's files around
+    assert late.finds("both", "two 0", "one 0") == [True, True, False]
+    assert early.finds("both", "two 0", "one 0") == [True, False, True]
+    await early.refresh()
+    assert early.finds("both", "two 0", "one 0") == [True, True, False]
+    for reader in (early, late):
+        assert reader.index.counts() == (0, 0, 61)
+        assert reader.counters.get("index.refused") == 0
+    # What the loser committed by then goes with the next clean-up; that is no concern of readers.
+    assert first.run != second.run
+
+
+async def test_a_head_that_is_damaged_in_place_leaves_the_base_in_use(
+    corpus: Corpus, reader: Reader
+) -> None:
+    head = corpus.base(1, rows_of("a"))
+    await reader.refresh()
+    corpus.clock.now_s += 1
+    corpus.put(LAYOUT.head(1), head.to_json()[:-9])
+    assert await reader.calls() == {"list": 1, "get": 1}
+    assert await reader.calls() == {"list": 1}
+    assert reader.finds("a") == [True]
+    assert reader.counters.get("index.refused") == 1
 
 
 async def test_lookups_go_on_while_the_base_is_swapped(corpus: Corpus, reader: Reader) -> None:

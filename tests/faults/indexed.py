@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real bucket with an index in it, and nodes that serve what the index lets them ask for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from s3ec.identity import Layout
+from s3ec.index.compact import compact
+from s3ec.index.making import Made, Making
+from s3ec.index.rebuild import rebuild
+from s3ec.index.rows import Facts, Rows, Tombstone
+from s3ec.index.segment import encode_segment
+from s3ec.index.ulid import Ulids
+from s3ec.index.verify import Verified, verify
+from s3ec.node import Node
+from s3ec.prefetch import Fetched, Outcome, Want
+from s3ec.settings import Settings
+from s3ec.testing.server import LocalS3
+from tests.faults.living import ROWS, object_at
+from tests.faults.saving import NAMESPACE, WIDTH, key_at
+from tests.faults.site import eventually
+
+LAYOUT = Layout(NAMESPACE.name)
+_TIMEOUT_S = 60.0
+
+
+class Bucket:
+    """One prefix of a bucket, written and looked at past every node.
+
+    Args:
+        server: Of which only a client is used.
+        prefix: So that one bucket holds any number of corpora.
+    """
+
+    def __init__(self, server: LocalS3, bucket: str, prefix: str, url: str = "") -> None:
+        self.name, self.prefix = bucket, prefix
+        self.url = url or server.endpoint_url
+        self._server = server
+        self._client = server.client()
+
+    def settings(self, cache_dir: Path, **other: str) -> dict[str, str]:
+        return {
+            "bucket": self.name,
+            "prefix": self.prefix,
+            "endpoint_url": self.url,
+            "region": "us-east-1",
+            "cache_dir": str(cache_dir),
+            "min_free_bytes": "0",
+            "transport": "obstore",
+            **other,
+        }
+
+    def put(self, name: str, body: bytes) -> None:
+        self._client.put_object(Bucket=self.name, Key=f"{self.prefix}/{name}", Body=body)
+        if not body:
+            # The next PUT on this connection would hang (SeaweedFS 4.48 with this client).
+            self._client = self._server.client()
+
+    def get(self, name: str) -> bytes:
+        reply = self._client.get_object(Bucket=self.name, Key=f"{self.prefix}/{name}")
+        body: bytes = reply["Body"].read()
+        return body
+
+    def delete(self, *names: str) -> None:
+        for name in names:
+            self._client.delete_object(Bucket=self.name, Key=f"{self.prefix}/{name}")
+
+    def names(self, below: str = "") -> list[str]:
+        start = f"{self.prefix}/"
+        pages = self._client.get_paginator("list_objects_v2").paginate(
+            Bucket=self.name, Prefix=start + below
+        )
+        keys = [entry["Key"] for page in pages for entry in page.get("Contents", ())]
+        return sorted(key.removeprefix(start) for key in keys)
+
+    def stock(self, *numbers: int) -> None:
+        """Objects and the modality's record, announced by nobody."""
+        record = b'{"dtype":"bfloat16","width":%d}' % WIDTH
+        self.put(LAYOUT.modality("image"), record)
+        for number in numbers:
+            self.put(LAYOUT.object(key_at(number)), b"".join(object_at(number)))
+
+    def announce(self, *numbers: int, deleted: bool = False, time_s: int | None = None) -> str:
+        """One delta of these entries, as a writer of this moment writes it; answers its name."""
+        now_s = time.time()
+        at_s = int(now_s) if time_s is None else time_s
+        told: list[tuple[bytes, Facts | Tombstone]] = [
+            (key_at(n).digest, Tombstone(at_s) if deleted else facts_of(n, at_s)) for n in numbers
+        ]
+        rows = Rows.from_facts(told).sorted_unique()
+        name = LAYOUT.delta(Ulids().next(now_s))
+        self.put(name, b"".join(encode_segment(rows, NAMESPACE.name)))
+        return name
+
+
+def facts_of(number: int, time_s: int) -> Facts:
+    return Facts(len(b"".join(object_at(number))), ROWS, WIDTH, "bfloat16", time_s=time_s)
+
+
+@contextmanager
+def noding(settings: dict[str, str], *, audit: bool = True) -> Iterator[Node]:
+    """A node that looks at the bucket when it is told to."""
+    node = Node(Settings.model_validate(settings), NAMESPACE)
+    try:
+        yield node
+        assert node.counters.get("internal_errors") == 0
+        assert not audit or node.tier.check() == []
+    finally:
+        node.close(5)
+
+
+def refresh(node: Node, times: int = 1) -> None:
+    for _ in range(times):
+        node.loop.run(node.index.refresh(), _TIMEOUT_S)
+
+
+def fetch(node: Node, numbers: Iterable[int]) -> dict[int, Fetched]:
+    """Fetch, whatever the index says; bytes are compared, and pins given back."""
+    wanted = {key_at(number).digest: number for number in numbers}
+    if wanted:
+        node.prefetcher.submit([Want(key_at(n), "image", ROWS) for n in wanted.values()])
+    got: dict[int, Fetched] = {}
+
+    def have_all() -> bool:
+        got.update({wanted[one.want.key.digest]: one for one in node.prefetcher.drain()})
+        return len(got) == len(wanted)
+
+    eventually(have_all)
+    for number, one in got.items():
+        if one.outcome is Outcome.READY:
+            assert one.pin is not None
+            assert one.pin.path.read_bytes() == b"".join(object_at(number)), "wrong bytes"
+            node.prefetcher.release([one.pin])
+    return got
+
+
+def serve(node: Node, numbers: Iterable[int]) -> set[int]:
+    """What a scheduler would serve of these: it asks for what the index holds, and no more."""
+    without_record = node.counters.get("mismatch.no_record")
+    worth = [number for number in numbers if node.index.maybe_contains(key_at(number))]
+    found = fetch(node, worth)
+    unknown = node.counters.get("mismatch.no_record") > without_record
+    expected = {Outcome.READY, Outcome.ABSENT} | ({Outcome.MISMATCH} if unknown else set())
+    assert {one.outcome for one in found.values()} <= expected
+    return {number for number, one in found.items() if one.outcome is Outcome.READY}
+
+
+def evict(node: Node, numbers: Iterable[int]) -> None:
+    """Have the bucket be asked again."""
+
+    def gone(number: int) -> bool:
+        node.tier.evict(key_at(number))
+        return not node.tier.contains(key_at(number))
+
+    for number in numbers:
+        eventually(lambda number=number: gone(number))  # type: ignore[misc]
+        node.local.discard(key_at(number))
+
+
+def run_compact(node: Node, **making: Any) -> Made | None:
+    return node.loop.run(compact(node.store, LAYOUT, Making(**making)), _TIMEOUT_S)
+
+
+def run_rebuild(node: Node, **making: Any) -> Made:
+    return node.loop.run(rebuild(node.store, LAYOUT, Making(**making)), _TIMEOUT_S)
+
+
+def run_verify(node: Node, **making: Any) -> Verified:
+    """Objects of this moment count as missing too: the clock is an hour ahead."""
+    ahead: Callable[[], float] = lambda: time.time() + 3600  # noqa: E731
+    return node.loop.run(verify(node.store, LAYOUT, Making(clock=ahead, **making)), _TIMEOUT_S)

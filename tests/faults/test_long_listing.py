@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Listings of many pages with junk in them, some of which break off: gone on with, and counted.
+
+The pages are made up (see pages.py): no server here holds a million objects. The transports and
+all that is above them are the real ones.
+"""
+
+from __future__ import annotations
+
+import tracemalloc
+from pathlib import Path
+
+import pytest
+
+from s3ec.counters import Counters
+from s3ec.identity import OBJECT_SUFFIX, Key, Layout, digest_of_name
+from s3ec.index import object_listing, sorted_runs
+from s3ec.index.listing import ListingIndex
+from s3ec.index.object_listing import read_listing
+from s3ec.loop import LoopThread
+from s3ec.settings import Settings
+from s3ec.store.base import Store
+from s3ec.store.open import open_store
+from tests.faults.pages import Pages
+from tests.faults.saving import NAMESPACE
+
+LAYOUT = Layout(NAMESPACE.name)
+_TIMEOUT_S = 300.0
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(object_listing, "_PAUSE_S", 0.0)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "anybody")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "anything")
+
+
+def store_of(pages: Pages, cache_dir: Path, transport: str) -> Store:
+    return open_store(
+        Settings.model_validate(
+            {
+                "bucket": "made-up",
+                "prefix": "corpus",
+                "endpoint_url": pages.url,
+                "region": "us-east-1",
+                "cache_dir": str(cache_dir),
+                "transport": transport,
+            }
+        )
+    )
+
+
+def key_of(name: str) -> Key:
+    return Key("", name, digest_of_name(name))
+
+
+@pytest.mark.parametrize("transport", ["aioboto3", "obstore"])
+def test_long_listing_that_breaks_off_is_gone_on_with_and_its_junk_counted(
+    tmp_path: Path, transport: str
+) -> None:
+    counters, loop = Counters(), LoopThread("listing")
+    with Pages(f"corpus/{LAYOUT.objects}", 15_000, breaks=4) as pages:
+        store = store_of(pages, tmp_path, transport)
+        try:
+            index = ListingIndex(store, LAYOUT, counters)
+            loop.run(index.refresh(), _TIMEOUT_S)
+        finally:
+            loop.run(store.close(), _TIMEOUT_S)
+            loop.stop(_TIMEOUT_S)
+        assert pages.broken >= 4
+        given = len(pages.asked) - pages.broken
+        assert given == -(-(pages.entries + pages.junk) // 1000)  # no page twice
+        assert len(index) == pages.entries
+        assert counters.get("index.junk") == pages.junk
+        assert all(index.maybe_contains(key_of(pages.name(n))) for n in range(0, 15_000, 7))
+        last = pages.name(14_999)
+        assert not index.maybe_contains(key_of(f"ff/{'f' * 64}{OBJECT_SUFFIX}"))
+        assert index.maybe_contains(key_of(last))
+
+
+def test_memory_of_a_listing_for_a_base_does_not_grow_with_the_bucket(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beyond what is kept of each row in files."""
+    monkeypatch.setattr(sorted_runs, "ROWS_PER_RUN", 2048)
+    monkeypatch.setattr(object_listing, "_BATCH", 512)
+    peaks = [peak_of_listing(tmp_path / str(entries), entries) for entries in (4_000, 16_000)]
+    assert peaks[1] - peaks[0] < 12_000 * 42
+
+
+def peak_of_listing(folder: Path, entries: int) -> int:
+    """Bytes that were allocated at the most; two prefixes are listed at a time."""
+    folder.mkdir()
+    loop = LoopThread("listing")
+    with Pages(f"corpus/{LAYOUT.objects}", entries, folders=2, breaks=5) as pages:
+        store = store_of(pages, folder, "aioboto3")
+        try:
+            loop.run(store.list_folders(LAYOUT.objects), _TIMEOUT_S)  # imports, connections
+            tracemalloc.start()
+            listed = loop.run(read_listing(store, LAYOUT, folder), _TIMEOUT_S)
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+            loop.run(store.close(), _TIMEOUT_S)
+            loop.stop(_TIMEOUT_S)
+        assert pages.broken
+        assert sum(len(rows) for rows in listed.between(0, 255)) == entries
+    return peak
