@@ -239,12 +239,13 @@ def _check_place(header: codec.Header, entry: Entry) -> None:
 
 
 async def read_verified(store: Store, entry: Entry) -> tuple[codec.Header, Blob]:
-    """A whole entry, every byte of it checked.
+    """A whole entry, every byte of it checked; its header first, which bounds the download.
 
     Raises:
         NotFoundError: Deleted meanwhile.
         CorruptEntryError: ``reason`` says what is wrong.
     """
+    await read_header(store, entry)
     with _naming(entry):
         blob = await store.get(entry.object_name, max_bytes=entry.nbytes)
         if blob is None:
