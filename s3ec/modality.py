@@ -8,12 +8,12 @@ producers cannot disagree: the second one reads what the first wrote.
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from s3ec import plain_json
 from s3ec.codec import DTYPES
 from s3ec.errors import ConflictError, CorruptEntryError, UnavailableError
 from s3ec.identity import Layout, canonical_json
@@ -108,7 +108,7 @@ class ModalityRecords:
 
 def _parse(body: bytes) -> Record | None:
     try:
-        content = json.loads(body)
+        content = plain_json.loads(body.decode("utf-8"))
         width, dtype = content["width"], content["dtype"]
     except (ValueError, TypeError, KeyError, RecursionError):
         return None

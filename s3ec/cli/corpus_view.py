@@ -18,7 +18,7 @@ from s3ec.errors import ConfigError, CorruptEntryError, S3ECError
 from s3ec.identity import OBJECT_SUFFIX, Layout, digest_of_name, entry_name, key_of_header, make_key
 from s3ec.settings import Settings
 from s3ec.store.base import Blob, Store
-from s3ec.store.open import with_conditional_put
+from s3ec.store.open import require_conditional_put, with_conditional_put
 from s3ec.store.resilience import RetryStore
 from s3ec.tenant import Tenant
 
@@ -93,20 +93,25 @@ def with_manifest(
     call: Callable[[Store, Layout], Awaitable[T]],
     *,
     write: bool = False,
+    compacts: bool = False,
 ) -> T:
     """Run one coroutine on a namespace, with a store that asks again where one answer fails.
 
     Args:
         namespace: As for choose_namespace.
         write: Find out first whether the server honours conditional writes.
+        compacts: Do nothing where it does not.
 
     Raises:
         NotFoundError, ConfigError: As choose_namespace.
+        ConfigError: See ``compacts``.
     """
 
     async def run(bare: Store) -> T:
         store: Store = RetryStore(bare, Counters(), attempts=_ATTEMPTS)
         layout = Layout(await choose_namespace(store, namespace))
+        if compacts:
+            await require_conditional_put(store)
         return await call(await with_conditional_put(store) if write else store, layout)
 
     return with_store(settings, run)
@@ -235,12 +240,13 @@ def _check_place(header: codec.Header, entry: Entry) -> None:
 
 
 async def read_verified(store: Store, entry: Entry) -> tuple[codec.Header, Blob]:
-    """A whole entry, every byte of it checked.
+    """A whole entry, every byte of it checked; its header first, which bounds the download.
 
     Raises:
         NotFoundError: Deleted meanwhile.
         CorruptEntryError: ``reason`` says what is wrong.
     """
+    await read_header(store, entry)
     with _naming(entry):
         blob = await store.get(entry.object_name, max_bytes=entry.nbytes)
         if blob is None:

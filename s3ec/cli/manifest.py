@@ -150,7 +150,7 @@ def compact(source: Source, namespace: NamespaceOption = None, as_json: JsonOpti
     from s3ec.cli.corpus_view import with_manifest
 
     with progress("compacting"):
-        made = with_manifest(settings, namespace, work, write=True)
+        made = with_manifest(settings, namespace, work, compacts=True)
     if made is None:
         if as_json:
             print_json({"beaten": True})
@@ -176,7 +176,7 @@ def rebuild(source: Source, namespace: NamespaceOption = None, as_json: JsonOpti
     from s3ec.cli.corpus_view import with_manifest
 
     with progress("listing all objects"):
-        made = with_manifest(settings, namespace, work, write=True)
+        made = with_manifest(settings, namespace, work, compacts=True)
     _report(made, as_json=as_json)
 
 

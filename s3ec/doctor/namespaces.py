@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from s3ec import plain_json
 from s3ec.errors import CorruptEntryError
 from s3ec.identity import Layout, canonical_json, is_namespace_name
 from s3ec.store.base import Store
@@ -55,7 +55,7 @@ async def read_namespaces(store: Store, names: Sequence[str]) -> list[StoredName
 async def _read_descriptor(store: Store, name: str) -> dict[str, Any]:
     try:
         blob = await store.get(Layout(name).descriptor, max_bytes=_DESCRIPTOR_BYTES)
-        content = json.loads(bytes(blob)) if blob else {}
+        content = plain_json.loads(bytes(blob).decode("utf-8")) if blob else {}
     except (CorruptEntryError, ValueError, RecursionError):
         return {}  # anybody may have put anything there; the name still says what it is
     return content if isinstance(content, dict) else {}

@@ -112,7 +112,8 @@ def conditional_put(patient: Patient) -> Outcome:
     return warn(
         "the server accepts `If-None-Match: *` and overwrites all the same",
         "s3ec looks before it writes here, one request more per save; two writers at one moment "
-        "still write the same bytes. A server with conditional writes does without",
+        "still write the same bytes. The index is never compacted, so engines start slower the "
+        "more was stored. A server with conditional writes does without",
     )
 
 

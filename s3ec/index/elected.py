@@ -10,13 +10,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from s3ec.counters import Counters
-from s3ec.errors import AccessError, CorruptEntryError, S3ECError, TierError, UnavailableError
+from s3ec.errors import (
+    AccessError,
+    ConfigError,
+    CorruptEntryError,
+    S3ECError,
+    TierError,
+    UnavailableError,
+)
 from s3ec.identity import Layout
 from s3ec.index.compact import compact
 from s3ec.index.making import Making
 from s3ec.index.snapshot import newest_head, take_snapshot
 from s3ec.store.base import Store
-from s3ec.store.open import with_conditional_put
+from s3ec.store.open import require_conditional_put
 from s3ec.tier import IndexFiles
 
 log = logging.getLogger(__name__)
@@ -96,10 +103,10 @@ class ElectedCompactor:
         self._files = files
         self._counters = counters
         self._making = making or Making()
-        self._writable: Store | None = None
+        self._allowed = False
 
     async def run_forever(self) -> None:
-        """Compact whenever it pays, until cancelled."""
+        """Compact whenever it pays, until cancelled, or for good where the server forbids it."""
         pause_s = _FIRST_PAUSE_S
         while True:
             await asyncio.sleep(_LOOK_EVERY_S * random.uniform(0.9, 1.1))
@@ -110,6 +117,10 @@ class ElectedCompactor:
                 if await self.compact_if_needed():
                     pause_s = _FIRST_PAUSE_S
                     continue
+            except ConfigError as exc:
+                self._counters.add("compact.failed")
+                log.warning("the index of %s is not compacted: %s", self._layout.namespace, exc)
+                return
             except (UnavailableError, AccessError, CorruptEntryError, TierError) as exc:
                 self._note(exc)
             except Exception:
@@ -127,6 +138,7 @@ class ElectedCompactor:
 
         Raises:
             UnavailableError, AccessError, CorruptEntryError, TierError: As compact.
+            ConfigError: This server is none to compact on.
         """
         if not self._backlog().is_large:
             return False
@@ -136,9 +148,10 @@ class ElectedCompactor:
         try:
             if not (await self._real_backlog()).is_large:
                 return False
-            if self._writable is None:
-                self._writable = await with_conditional_put(self._store)
-            made = await compact(self._writable, self._layout, self._making)
+            if not self._allowed:
+                await require_conditional_put(self._store)
+                self._allowed = True
+            made = await compact(self._store, self._layout, self._making)
         finally:
             self._files.release(claim)
         if made is None or not made.merged:

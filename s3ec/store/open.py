@@ -127,6 +127,23 @@ async def with_conditional_put(store: Store) -> Store:
     return store
 
 
+async def require_conditional_put(store: Store) -> None:
+    """Refuse a server on which two writers of one name can both believe that they were first.
+
+    Costs what probe_conditional_put costs, and raises what it raises.
+
+    Raises:
+        ConfigError: The server ignores ``If-None-Match: *``.
+    """
+    if await probe_conditional_put(store) is ConditionalPut.IGNORED:
+        raise ConfigError(
+            "this server ignores If-None-Match, so two compactions at once could both commit, and "
+            "entries would be lost from the index: it is never compacted here, and readers list "
+            "the objects; a server with conditional writes does without that",
+            field="endpoint_url",
+        )
+
+
 async def _write_twice(store: Store, name: str) -> ConditionalPut:
     try:
         await store.put_if_absent(name, [_PROBE_BODY])

@@ -19,6 +19,8 @@ from s3ec import codec
 from s3ec.codec import HEADER_LIMIT, MAX_TENSOR_BYTES, Header, Shape
 from s3ec.errors import CorruptEntryError
 from s3ec.identity import MAX_IDENTIFIER_BYTES, canonical_json, make_key
+from s3ec.tensors import tensor_bytes
+from tests.finite import FINITE
 
 NAMESPACE = "gemma-0123456789abcdef"
 IDENTIFIER = "ab" * 32
@@ -33,7 +35,7 @@ def entry_of(
     modality: str = "image",
     placeholder: dict[str, Any] | None = None,
 ) -> bytes:
-    data = random.Random(shape.rows).randbytes(shape.nbytes)
+    data = random.Random(shape.rows).randbytes(shape.nbytes).translate(FINITE)
     header = Header(
         identifier=identifier,
         namespace=namespace,
@@ -66,7 +68,7 @@ def sealed(content: dict[str, Any], data: bytes = b"") -> bytes:
     """As a forger would do it who knows the format."""
     metadata = content["__metadata__"]
     metadata["header_xxh3"] = codec._seal(metadata, content["ec_cache"])
-    return with_header(content, data)
+    return with_header(canonical_json(content).encode(), data)
 
 
 def reason_of(blob: bytes | memoryview) -> str:
@@ -346,6 +348,51 @@ def test_a_header_full_of_names_is_refused_cheaply() -> None:
         assert tracemalloc.get_traced_memory()[1] < 4_000_000
     finally:
         tracemalloc.stop()
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+def test_a_sealed_header_in_another_spelling_is_refused(indent: int | None) -> None:
+    blob = entry_of()
+    spelled = json.dumps(header_json(blob), indent=indent).encode()
+    assert reason_of(with_header(spelled, blob[verify(blob).data_start :])) == "header"
+
+
+def test_a_tensor_that_begins_beside_a_cache_line_is_refused() -> None:
+    blob = entry_of()
+    (length,) = struct.unpack_from("<Q", blob)
+    shifted = struct.pack("<Q", length + 1) + blob[8 : 8 + length] + b" " + blob[8 + length :]
+    assert reason_of(shifted) == "header"
+
+
+def feed_in_two(front: bytes, rest: bytes) -> None:
+    codec.Verifier(front, namespace=NAMESPACE, identifier=IDENTIFIER).feed(rest)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), -float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize(("dtype", "cut"), [("bfloat16", 2), ("float16", None), ("float32", 0)])
+def test_an_entry_with_a_value_that_is_no_number_is_refused_whole_and_in_parts(
+    bad: float, dtype: str, cut: int | None
+) -> None:
+    shape = Shape(8, 16, dtype)
+    value = struct.pack("<e", bad) if cut is None else struct.pack("<f", bad)[cut:]
+    good = bytes(shape.nbytes - len(value))
+    for data in (value + good, good + value):
+        header = Header(IDENTIFIER, NAMESPACE, "image", shape, codec.checksum(data))
+        blob = codec.encode_header(header) + data
+        assert reason_of(blob) == "nonfinite"
+        front = blob[: len(blob) - len(data) + 64]
+        with pytest.raises(CorruptEntryError) as caught:
+            feed_in_two(front, blob[len(front) :])
+        assert caught.value.reason == "nonfinite"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_the_largest_numbers_are_finite(dtype: str) -> None:
+    torch = pytest.importorskip("torch")
+    info = torch.finfo(getattr(torch, dtype))
+    values = [[info.max, info.min, info.tiny, 0.0, -0.0]]
+    tensor = torch.tensor(values, dtype=getattr(torch, dtype))
+    assert codec.is_finite(tensor_bytes(tensor), dtype)
 
 
 def test_a_forged_huge_tensor_allocates_nothing() -> None:

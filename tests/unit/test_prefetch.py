@@ -39,6 +39,7 @@ from s3ec.testing.memory_store import MemoryStore
 from s3ec.tier import Claim, Pin, Tier
 from s3ec.tier.bad_objects import BadObjects
 from s3ec.tier.local import LocalKeys
+from tests.finite import FINITE
 
 NAMESPACE = "gemma-0123456789abcdef"
 LAYOUT = Layout(NAMESPACE)
@@ -65,7 +66,8 @@ def entry(
     namespace: str = NAMESPACE,
 ) -> bytes:
     shape = Shape(rows, width, dtype)
-    data = (hashlib.sha256(key.name.encode()).digest() * (shape.nbytes // 32 + 1))[: shape.nbytes]
+    seed = hashlib.sha256(key.name.encode()).digest().translate(FINITE)
+    data = (seed * (shape.nbytes // 32 + 1))[: shape.nbytes]
     header = Header(key.identifier, namespace, modality, shape, codec.checksum(data))
     return codec.encode_header(header) + data
 

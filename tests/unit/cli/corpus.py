@@ -9,6 +9,7 @@ from typing import Any
 
 from s3ec import codec
 from s3ec.identity import Layout, Namespace, make_key
+from tests.finite import FINITE
 
 MODEL = {"model": "acme/vision-9b", "dtype": "bfloat16", "revision": "r1"}
 OTHER = {"model": "acme/vision-9b", "dtype": "float16", "revision": "r1"}
@@ -22,7 +23,9 @@ def content_hash(seed: str) -> str:
 def entry_bytes(identifier: str, namespace: str, *, rows: int = 4, width: int = 8) -> bytes:
     """One whole entry with a tensor of bytes that follow from the identifier."""
     shape = codec.Shape(rows, width, "bfloat16")
-    data = (hashlib.sha256(identifier.encode()).digest() * shape.nbytes)[: shape.nbytes]
+    data = (hashlib.sha256(identifier.encode()).digest().translate(FINITE) * shape.nbytes)[
+        : shape.nbytes
+    ]
     header = codec.Header(
         identifier=identifier,
         namespace=namespace,

@@ -21,6 +21,7 @@ from s3ec.testing.memory_store import MemoryStore
 from s3ec.tier import IndexFiles, Tier
 from tests.unit.index.basics import LAYOUT, key_of
 from tests.unit.index.manifests import names, put_delta, view
+from tests.unit.overwriting import OverwritingStore
 
 
 @pytest.fixture
@@ -173,3 +174,26 @@ async def test_it_goes_on_after_every_kind_of_failure(
     assert counters.get("internal_errors") == 1
     assert caplog.text.count("cannot be compacted now") == 1
     assert len(await view(memory)) == MAX_DELTAS + 1
+
+
+async def test_server_without_conditional_writes_is_never_compacted_and_that_is_said_once(
+    files: IndexFiles,
+    counters: Counters,
+    backlog: list[Backlog],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(elected, "_LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(elected, "_SPREAD_S", 0.0)
+    memory = OverwritingStore()
+    for number in range(MAX_DELTAS + 1):
+        await put_delta(memory, number, {key_of(number): Facts(9, time_s=1)})
+    before = set(memory.bucket.objects)
+    compactor = ElectedCompactor(
+        memory, LAYOUT, backlog=lambda: backlog[0], files=files, counters=counters
+    )
+    await compactor.run_forever()  # comes to an end
+    assert set(memory.bucket.objects) == before
+    assert counters.get("compact.failed") == 1
+    assert caplog.text.count("ignores If-None-Match") == 1
+    assert files.try_claim("compact") is not None

@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Sequence
 
 import pytest
 
@@ -22,14 +21,7 @@ from s3ec.store.open import (
 )
 from s3ec.testing.fault_store import Fault, FaultStore, Script
 from s3ec.testing.memory_store import MemoryStore
-
-
-class OverwritingStore(MemoryStore):
-    """What rclone and s3rver do with If-None-Match: nothing."""
-
-    async def put_if_absent(self, name: str, body: Sequence[bytes | memoryview]) -> None:
-        self.bucket.objects.pop(self._key(name), None)
-        await super().put_if_absent(name, body)
+from tests.unit.overwriting import OverwritingStore
 
 
 async def test_probe_finds_a_server_that_enforces_and_leaves_nothing() -> None:

@@ -18,6 +18,7 @@ from s3ec.codec import Header, Shape
 from s3ec.counters import Counters
 from s3ec.identity import Key, make_key
 from s3ec.tier import Pin, Spool, Tier
+from tests.finite import FINITE
 
 NAMESPACE = "tiny-gemma3-0123456789abcdef"
 OTHER_NAMESPACE = "tiny-gemma3-fedcba9876543210"
@@ -44,7 +45,7 @@ def entry(
 ) -> bytes:
     """A good entry; its tensor depends on the key and the seed. 512 to 1024 bytes by default."""
     shape = Shape(rows, width, "bfloat16")
-    start = hashlib.sha256(f"{key.identifier}/{seed}".encode()).digest()
+    start = hashlib.sha256(f"{key.identifier}/{seed}".encode()).digest().translate(FINITE)
     data = (start * (shape.nbytes // len(start) + 1))[: shape.nbytes]
     header = Header(
         identifier=key.identifier,

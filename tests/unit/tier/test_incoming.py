@@ -15,11 +15,12 @@ from s3ec import codec
 from s3ec.codec import Header, Shape
 from s3ec.errors import CorruptEntryError, TierError
 from s3ec.tier import Incoming, Tier
+from tests.finite import FINITE
 from tests.unit.tier.cases import NAMESPACE, entry, file_of, key_at, read, temps_below
 
 KEY = key_at(0)
 SHAPE = Shape(500, 64, "bfloat16")
-DATA = os.urandom(SHAPE.nbytes)
+DATA = os.urandom(SHAPE.nbytes).translate(FINITE)
 HEADER = Header(KEY.identifier, NAMESPACE, "image", SHAPE, codec.checksum(DATA))
 BLOB = codec.encode_header(HEADER) + DATA
 PART = 20_000
