@@ -25,6 +25,7 @@ class Identity:
             deletes as well. A reader without ``List`` gets 404 for a missing key, and not the
             403 of S3.
         may: IAM actions such as ``s3:PutObject``, on all buckets; in place of ``actions``.
+        policy: A whole IAM policy document, JSON; in place of both.
         access_key: Random unless given.
         secret_key: Random unless given; never in a repr.
     """
@@ -32,6 +33,7 @@ class Identity:
     name: str
     actions: tuple[str, ...] = ALL_ACTIONS
     may: tuple[str, ...] = field(default=(), kw_only=True)
+    policy: str = field(default="", kw_only=True)
     access_key: str = field(default_factory=lambda: "S3EC" + secrets.token_hex(8).upper())
     secret_key: str = field(default_factory=lambda: secrets.token_urlsafe(30), repr=False)
 

@@ -331,8 +331,8 @@ def _identities_json(identities: Sequence[Identity]) -> dict[str, Any]:
         "identities": [
             {
                 "name": identity.name,
-                "actions": [] if identity.may else list(identity.actions),
-                "policyNames": [identity.name] if identity.may else [],
+                "actions": [] if _policy_of(identity) else list(identity.actions),
+                "policyNames": [identity.name] if _policy_of(identity) else [],
                 "credentials": [
                     {"accessKey": identity.access_key, "secretKey": identity.secret_key}
                 ],
@@ -340,15 +340,18 @@ def _identities_json(identities: Sequence[Identity]) -> dict[str, Any]:
             for identity in identities
         ],
         "policies": [
-            {"name": identity.name, "content": _policy_json(identity.may)}
+            {"name": identity.name, "content": policy}
             for identity in identities
-            if identity.may
+            if (policy := _policy_of(identity))
         ],
     }
 
 
-def _policy_json(actions: Sequence[str]) -> str:
-    statement = {"Effect": "Allow", "Action": list(actions), "Resource": "arn:aws:s3:::*"}
+def _policy_of(identity: Identity) -> str:
+    """The policy document of who has one; an empty string for who has SeaweedFS's actions."""
+    if identity.policy or not identity.may:
+        return identity.policy
+    statement = {"Effect": "Allow", "Action": list(identity.may), "Resource": "arn:aws:s3:::*"}
     return json.dumps({"Version": "2012-10-17", "Statement": [statement]})
 
 

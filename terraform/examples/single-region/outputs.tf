@@ -14,3 +14,8 @@ output "instance_profiles" {
   description = "Instance profile by role: consumer, producer, maintainer."
   value       = { for role, access in module.access : role => access.instance_profile_name }
 }
+
+output "policies" {
+  description = "What each role may do, as IAM has it."
+  value       = { for role, access in module.access : role => access.policy_json }
+}

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Examples are applied, used, left alone, and destroyed: against moto and against SeaweedFS."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import boto3
+import pytest
+from botocore.exceptions import ClientError
+
+from s3ec.config import load_settings
+from s3ec.prefetch import Outcome
+from s3ec.testing.server import Identity, LocalS3, MotoServer
+from tests.faults.engine_parts import Parts
+from tests.faults.site import eventually
+from tests.terraform.cases import HOW, PLUGINS, Terraform, copy
+
+pytestmark = [
+    pytest.mark.terraform,
+    pytest.mark.slow,
+    pytest.mark.skipif(PLUGINS is None, reason=HOW),
+]
+BUCKET = "embeddings"
+PREFIX = "corpus"
+ROLES = ("consumer", "producer", "maintainer")
+
+
+def client(endpoint_url: str, env: dict[str, str]) -> Any:
+    return boto3.client(
+        "s3",
+        region_name="eu-central-1",
+        endpoint_url=endpoint_url,
+        aws_access_key_id=env["AWS_ACCESS_KEY_ID"],
+        aws_secret_access_key=env["AWS_SECRET_ACCESS_KEY"],
+    )
+
+
+@dataclass(frozen=True)
+class Applied:
+    """The example of one region as it lies on moto."""
+
+    terraform: Terraform
+    s3: Any
+    outputs: dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return copy(tmp_path_factory.mktemp("terraform") / "terraform")
+
+
+@pytest.fixture(scope="module")
+def applied(tree: Path, moto_server: MotoServer) -> Iterator[Applied]:
+    env = {
+        **moto_server.env(),
+        # An address instead of a name has the provider put buckets into the path.
+        "AWS_ENDPOINT_URL": moto_server.endpoint_url,
+        "AWS_EC2_METADATA_DISABLED": "true",
+        "TF_VAR_bucket": BUCKET,
+        "TF_VAR_prefix": f"{PREFIX}/",
+    }
+    here = Terraform(tree / "examples" / "single-region", env)
+    here.init()
+    here.run("apply", "-auto-approve", "-input=false")
+    s3 = client(moto_server.endpoint_url, moto_server.env())
+    yield Applied(here, s3, here.outputs())
+    # 0: nothing to do; 2 would be a change that each further apply makes again.
+    here.run("plan", "-detailed-exitcode", "-input=false")
+    here.run("destroy", "-auto-approve", "-input=false")
+    assert BUCKET not in {bucket["Name"] for bucket in s3.list_buckets()["Buckets"]}
+
+
+def test_bucket_is_private_versioned_and_tidied(applied: Applied) -> None:
+    block = applied.s3.get_public_access_block(Bucket=BUCKET)["PublicAccessBlockConfiguration"]
+    assert list(block.values()) == [True] * 4
+    assert applied.s3.get_bucket_versioning(Bucket=BUCKET)["Status"] == "Enabled"
+    rules = applied.s3.get_bucket_lifecycle_configuration(Bucket=BUCKET)["Rules"]
+    assert [rule["ID"] for rule in rules] == ["tidy"]
+    policy = json.loads(applied.s3.get_bucket_policy(Bucket=BUCKET)["Policy"])
+    assert {one["Sid"] for one in policy["Statement"]} == {
+        "DenyPlainHttp",
+        "DenyOldTls",
+        "DenyReplacing",
+    }
+
+
+def test_output_is_what_the_connector_takes(applied: Applied) -> None:
+    for role in ("ec_producer", "ec_consumer", "ec_both"):
+        transfer = json.loads(applied.outputs["ec_transfer_config"][role])
+        assert transfer["ec_role"] == role
+        settings = load_settings(transfer["ec_connector_extra_config"]).settings
+        assert (settings.bucket, settings.prefix) == (BUCKET, PREFIX)
+        assert settings.region == "eu-central-1"
+
+
+@dataclass(frozen=True)
+class Guarded:
+    """SeaweedFS with a user for each role, bound by the very policy that Terraform made."""
+
+    server: LocalS3
+    users: dict[str, Identity]
+
+    def env(self, role: str) -> dict[str, str]:
+        return self.server.env(self.users[role])
+
+
+@pytest.fixture(scope="module")
+def guarded(applied: Applied) -> Iterator[Guarded]:
+    policies = applied.outputs["policies"]
+    users = {role: Identity(role, policy=policies[role]) for role in ROLES}
+    with LocalS3(identities=list(users.values())) as server:
+        server.create_bucket(BUCKET)
+        yield Guarded(server, users)
+
+
+# What is tried, and who may.
+TRIES: dict[str, tuple[Callable[[Any], Any], set[str]]] = {
+    "get": (lambda s3: s3.get_object(Bucket=BUCKET, Key="corpus/ns/objects/a"), set(ROLES)),
+    "get elsewhere": (lambda s3: s3.get_object(Bucket=BUCKET, Key="other/a"), set()),
+    "get beside": (lambda s3: s3.get_object(Bucket=BUCKET, Key="corpus-of-others/a"), set()),
+    "list": (lambda s3: s3.list_objects_v2(Bucket=BUCKET, Prefix="corpus/"), set(ROLES)),
+    "list elsewhere": (lambda s3: s3.list_objects_v2(Bucket=BUCKET, Prefix="other/"), set()),
+    "list all": (lambda s3: s3.list_objects_v2(Bucket=BUCKET), set()),
+    "add": (
+        lambda s3: s3.put_object(
+            Bucket=BUCKET, Key="corpus/ns/objects/new", Body=b"x", IfNoneMatch="*"
+        ),
+        {"producer", "maintainer"},
+    ),
+    "add elsewhere": (
+        lambda s3: s3.put_object(Bucket=BUCKET, Key="other/new", Body=b"x", IfNoneMatch="*"),
+        set(),
+    ),
+    "replace": (
+        lambda s3: s3.put_object(
+            Bucket=BUCKET, Key="corpus/ns/objects/a", Body=b"x", IfNoneMatch="*"
+        ),
+        set(),
+    ),
+    "delete": (
+        lambda s3: s3.delete_object(Bucket=BUCKET, Key="corpus/ns/objects/gone"),
+        {"maintainer"},
+    ),
+    "delete elsewhere": (lambda s3: s3.delete_object(Bucket=BUCKET, Key="other/a"), set()),
+    "delete the bucket": (lambda s3: s3.delete_bucket(Bucket=BUCKET), set()),
+    "change the policy": (
+        lambda s3: s3.put_bucket_policy(Bucket=BUCKET, Policy='{"Statement": []}'),
+        set(),
+    ),
+}
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_each_role_may_do_what_it_is_for_and_nothing_else(role: str, guarded: Guarded) -> None:
+    root = client(guarded.server.endpoint_url, guarded.server.env())
+    for key in ("corpus/ns/objects/a", "corpus/ns/objects/gone", "other/a", "corpus-of-others/a"):
+        root.put_object(Bucket=BUCKET, Key=key, Body=b"as it was")
+    root.delete_object(Bucket=BUCKET, Key="corpus/ns/objects/new")
+    s3 = client(guarded.server.endpoint_url, guarded.env(role))
+    allowed = set()
+    for what, (attempt, _) in TRIES.items():
+        try:
+            attempt(s3)
+        except ClientError as exc:
+            assert exc.response["ResponseMetadata"]["HTTPStatusCode"] in (403, 412), what
+        else:
+            allowed.add(what)
+    assert allowed == {what for what, (_, may) in TRIES.items() if role in may}
+    body = root.get_object(Bucket=BUCKET, Key="corpus/ns/objects/a")["Body"].read()
+    assert body == b"as it was"
+
+
+def test_connector_works_as_producer_and_as_consumer(
+    guarded: Guarded,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def settings(role: str) -> dict[str, str]:
+        for name, value in guarded.env(role).items():
+            monkeypatch.setenv(name, value)
+        return {
+            "bucket": BUCKET,
+            "prefix": PREFIX,
+            "endpoint_url": guarded.server.endpoint_url,
+            "region": "us-east-1",
+            "cache_dir": str(tmp_path / role),
+            "min_free_bytes": "0",
+        }
+
+    with Parts(settings("producer")) as parts:
+        parts.save(0, 1)
+        eventually(lambda: parts.counted("save.items") == 2)
+        assert parts.counted("save_problem.denied") == 0
+    with Parts(settings("consumer")) as parts:
+        parts.follow()
+        assert parts.fetch(0, 1, 7) == [Outcome.READY, Outcome.READY, Outcome.ABSENT]
+        parts.save(2)
+        eventually(lambda: parts.counted("save_problem.denied") >= 1)
+        assert parts.counted("save.items") == 0
+    lines = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len([line for line in lines if "s3:PutObject" in line]) == 1
+
+
+def test_bucket_of_an_s3_compatible_store_is_made_there_and_opens(
+    tree: Path, local_s3: LocalS3
+) -> None:
+    env = {
+        **local_s3.env(),
+        "TF_VAR_endpoint_url": local_s3.endpoint_url,
+        "TF_VAR_bucket": "made-by-terraform",
+        "TF_VAR_prefix": "team-a/",
+    }
+    here = Terraform(tree / "examples" / "minio", env)
+    here.init()
+    here.run("apply", "-auto-approve", "-input=false")
+    try:
+        transfer = json.loads(here.outputs()["ec_transfer_config"]["ec_both"])
+        assert transfer["ec_connector"] == "S3ECConnector"
+        settings = load_settings(transfer["ec_connector_extra_config"]).settings
+        assert settings.endpoint_url == local_s3.endpoint_url
+        assert settings.prefix == "team-a"
+        here.run("plan", "-detailed-exitcode", "-input=false")
+    finally:
+        here.run("destroy", "-auto-approve", "-input=false")
