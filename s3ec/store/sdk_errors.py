@@ -8,6 +8,7 @@ codes differently. Checked against botocore 1.40, aiobotocore 2.25 and aiohttp 3
 from __future__ import annotations
 
 import contextlib
+import re
 import ssl
 import time
 from collections.abc import Callable, Iterator
@@ -105,6 +106,9 @@ _FIXES = {
     "NotImplemented": "the server lacks a feature that the request asked for",
 }
 _REDIRECT_FIX = "the endpoint redirects, correct `endpoint_url` or `region`"
+# What a server may repeat of a request: parts of a presigned URL, an access key.
+_SIGNED = re.compile(r"(?i)\b(x-amz-[a-z-]+|signature|awsaccesskeyid|token)=[^&\s\"'<>]*")
+_ACCESS_KEY = re.compile(r"\b(?:AKIA|ASIA)[A-Z0-9]{8,}")
 _READ = "s3:GetObject, and s3:ListBucket without which S3 answers 403 for an absent object too"
 # What an operation needs; named alone where it is known what was denied.
 _ACTIONS = {
@@ -114,6 +118,10 @@ _ACTIONS = {
     "DeleteObject": "s3:DeleteObject",
     "ListObjectsV2": "s3:ListBucket",
 }
+
+
+class RedirectRefusedError(aiohttp.ClientError):
+    """The answer leads elsewhere. Unlike aiohttp's own, it holds nothing of the request."""
 
 
 @contextlib.contextmanager
@@ -130,6 +138,8 @@ def boundary(what: str, region: Callable[[], str]) -> Iterator[None]:
     try:
         yield
     except SDK_ERRORS as exc:
+        # Tracebacks show the SDK's own text as well.
+        exc.args = tuple(_scrubbed(arg) if isinstance(arg, str) else arg for arg in exc.args)
         raise _translate(exc, what, region()) from exc
 
 
@@ -160,7 +170,7 @@ def _translate(exc: Exception, what: str, region: str) -> S3ECError:
         )
     if (unproven := _caused_by(exc, ssl.SSLCertVerificationError)) is not None:
         return not_trusted(what, str(unproven))
-    if _caused_by(exc, aiohttp.TooManyRedirects):
+    if _caused_by(exc, RedirectRefusedError):
         return AccessError(f"{what}: {_REDIRECT_FIX} (now {region})", code="TooManyRedirects")
     if isinstance(exc, TimeoutError):  # a deadline of ours says nothing more
         return UnavailableError(f"{what}: timed out")
@@ -265,5 +275,9 @@ def _caused_by(exc: BaseException, kind: type[BaseException]) -> BaseException |
 
 def _one_line(value: object) -> str:
     """At most 300 printable characters: the text is the server's and ends in our log."""
-    text = " ".join(str(value).split())
+    text = _scrubbed(" ".join(str(value).split()))
     return "".join(c for c in text if c.isprintable())[:300]
+
+
+def _scrubbed(text: str) -> str:
+    return _SIGNED.sub(r"\1=***", _ACCESS_KEY.sub("***", text))

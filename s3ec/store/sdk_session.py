@@ -15,6 +15,8 @@ from typing import Any
 import aiohttp
 from aiobotocore.httpsession import AIOHTTPSession
 
+from s3ec.store.sdk_errors import RedirectRefusedError
+
 
 class StrictSession(AIOHTTPSession):  # type: ignore[misc]
     """Checks host names, and follows no redirect: signatures do not hold elsewhere anyway."""
@@ -43,4 +45,4 @@ async def _refuse(
     answer: Any = params.response
     if "Location" in answer.headers or "URI" in answer.headers:
         answer.close()
-        raise aiohttp.TooManyRedirects(answer.request_info, (answer,), status=answer.status)
+        raise RedirectRefusedError(f"{answer.status}")
