@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import asyncio
+from collections import namedtuple
+from typing import Any
+
+import pytest
+from botocore.exceptions import CredentialRetrievalError, NoCredentialsError
+
+from s3ec.errors import UnavailableError
+from s3ec.store import credentials
+from s3ec.store.credentials import ChainCredentials
+
+Keys = namedtuple("Keys", "access_key secret_key token account_id")
+
+
+class Chain:
+    """What the SDK would find, and how often it was asked for."""
+
+    def __init__(self) -> None:
+        self.name: str | None = "first"
+        self.now_s = 100.0
+        self.walks = 0
+        self.asked = 0
+        self.seconds_left: float | None = None
+        self.error: Exception | None = None
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.credentials = ChainCredentials(self.find, clock=lambda: self.now_s)
+
+    async def find(self) -> Any:
+        self.walks += 1
+        await self.gate.wait()
+        if self.name is None:
+            raise NoCredentialsError
+        return Refreshable(self) if self.seconds_left is not None else Found(self)
+
+    async def name_used(self) -> str:
+        name: str = (await self.credentials.get_frozen_credentials()).access_key
+        return name
+
+
+class Found:
+    method = "a-test"
+
+    def __init__(self, chain: Chain) -> None:
+        self.chain = chain
+        self.name = chain.name
+
+    async def get_frozen_credentials(self) -> Keys:
+        return Keys(self.name, "s", None, None)
+
+
+class Refreshable(Found):
+    """As the SDK's: asked for a renewal by each call."""
+
+    def refresh_needed(self, refresh_in: float) -> bool:
+        return self.chain.seconds_left is not None and self.chain.seconds_left < refresh_in
+
+    async def get_frozen_credentials(self) -> Keys:
+        self.chain.asked += 1
+        await self.chain.gate.wait()
+        if self.chain.error is not None:
+            raise self.chain.error
+        return Keys(self.chain.name, "s", None, None)
+
+
+@pytest.fixture
+async def chain() -> Chain:
+    return Chain()
+
+
+async def test_refused_credentials_are_looked_for_once_however_many_ask(chain: Chain) -> None:
+    assert await chain.name_used() == "first"
+    chain.now_s += 10
+    chain.name = "second"
+    for _ in range(8):
+        chain.credentials.refused("ExpiredToken", chain.now_s)
+    assert await asyncio.gather(*(chain.name_used() for _ in range(8))) == ["second"] * 8
+    assert chain.walks == 2
+
+
+async def test_refusal_of_a_request_from_before_the_change_says_nothing_new(chain: Chain) -> None:
+    assert await chain.name_used() == "first"
+    chain.credentials.refused("ExpiredToken", chain.now_s - 1)
+    chain.name = "second"
+    chain.now_s += 10
+    assert await chain.name_used() == "first"
+
+
+async def test_refused_without_others_is_used_on_and_looked_for_seldom_and_said_once(
+    chain: Chain, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert await chain.name_used() == "first"
+    for _ in range(20):
+        chain.now_s += 1
+        chain.credentials.refused("InvalidAccessKeyId", chain.now_s)
+        assert await chain.name_used() == "first"
+    assert 3 <= chain.walks <= 6
+    assert caplog.text.count("there are no others yet") == 1
+
+
+async def test_a_source_in_vain_is_remembered_for_a_while(chain: Chain) -> None:
+    chain.name = None
+    for _ in range(3):
+        with pytest.raises(NoCredentialsError):
+            await chain.name_used()
+    assert chain.walks == 1
+    chain.name = "late"
+    chain.now_s += 5
+    assert await chain.name_used() == "late"
+
+
+async def test_a_source_that_hangs_is_waited_for_once_and_not_by_those_that_come_later(
+    chain: Chain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(credentials, "_PATIENCE_S", 0.05)
+    chain.gate.clear()
+    for _ in range(2):
+        with pytest.raises(UnavailableError, match="still being looked for"):
+            await chain.name_used()
+        chain.now_s += 1
+    assert chain.walks == 1
+    chain.gate.set()
+    while chain.credentials._asking is not None:  # noqa: ASYNC110 -- a task of its own
+        await asyncio.sleep(0)
+    assert await chain.name_used() == "first"
+
+
+async def test_renewal_long_before_the_end_holds_no_request_up(chain: Chain) -> None:
+    chain.seconds_left = 800.0
+    assert await chain.name_used() == "first"
+    chain.gate.clear()  # the service hangs from here on
+    chain.now_s += 10
+    for _ in range(5):
+        assert await chain.name_used() == "first"
+    await asyncio.sleep(0)
+    assert chain.asked == 2
+    chain.name = "second"
+    chain.gate.set()
+    while chain.credentials._asking is not None:  # noqa: ASYNC110 -- a task of its own
+        await asyncio.sleep(0)
+    assert await chain.name_used() == "second"
+
+
+async def test_renewed_ones_that_have_expired_are_an_error_of_the_sdk(chain: Chain) -> None:
+    chain.seconds_left = 10.0
+    assert await chain.name_used() == "first"
+    chain.now_s += 10
+    # What the SDK raises then is a bare RuntimeError, which no boundary would know.
+    chain.error = RuntimeError("refreshed credentials are still expired")
+    with pytest.raises(CredentialRetrievalError, match="still expired"):
+        await chain.name_used()
+
+
+async def test_repr_holds_no_key(chain: Chain) -> None:
+    assert await chain.name_used() == "first"
+    assert repr(chain.credentials) == "ChainCredentials(a-test)"
+    await chain.credentials.close()
