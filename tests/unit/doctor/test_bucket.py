@@ -232,6 +232,21 @@ def test_denied_reading_names_the_action(make_patient: MakePatient, proxy: Fault
     assert "s3:GetObject" in outcome.mend
 
 
+def test_absent_object_that_is_denied_names_the_right_to_list(
+    make_patient: MakePatient, proxy: FaultProxy, moto_server: MotoServer
+) -> None:
+    patient = make_patient()
+    proxy.add(Rule(s3_error(403, "AccessDenied"), target="s3ec-probe/absent"))
+    outcome = bucket.read(patient)
+    assert outcome.verdict == Verdict.FAIL
+    assert "s3:ListBucket on the bucket itself" in outcome.mend
+    patient.first_object = "there"
+    moto_server.client().put_object(Bucket=patient.settings.bucket, Key="there", Body=b"x")
+    outcome = bucket.read(patient)
+    assert outcome.verdict == Verdict.WARN
+    assert "missing s3:ListBucket" in outcome.found
+
+
 def listed(patient: Patient) -> Patient:
     """The patient after the checks that `addressing` builds on."""
     bucket.endpoint(patient)

@@ -71,7 +71,8 @@ def test_wrong_secret_key_is_refused(local_s3: LocalS3) -> None:
 
 def test_identity_does_only_what_its_actions_say() -> None:
     reader = Identity("reader", actions=("Read:pictures",))
-    with LocalS3(identities=[reader]) as server:
+    keeper = Identity("keeper", may=("s3:PutObject", "s3:GetObject"))
+    with LocalS3(identities=[reader, keeper]) as server:
         for name in ("pictures", "letters"):
             server.create_bucket(name)
             server.client().put_object(Bucket=name, Key="k", Body=b"1")
@@ -81,6 +82,13 @@ def test_identity_does_only_what_its_actions_say() -> None:
             client.get_object(Bucket="letters", Key="k")
         with pytest.raises(ClientError, match="AccessDenied"):
             client.put_object(Bucket="pictures", Key="k2", Body=b"1")
+        # ``Write`` would delete as well.
+        client = server.client(keeper)
+        client.put_object(Bucket="pictures", Key="k3", Body=b"1")
+        with pytest.raises(ClientError, match="AccessDenied"):
+            client.delete_object(Bucket="pictures", Key="k3")
+        with pytest.raises(ClientError, match="AccessDenied"):
+            client.list_objects_v2(Bucket="pictures")
 
 
 @pytest.mark.parametrize("end", ["kill", "stop"])
