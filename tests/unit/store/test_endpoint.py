@@ -4,13 +4,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 import pytest
-from hypothesis import settings
+from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from s3ec.config import load_settings
 from s3ec.counters import Counters
 from s3ec.errors import (
     AccessError,
@@ -19,6 +21,7 @@ from s3ec.errors import (
     S3ECError,
     UnavailableError,
 )
+from s3ec.settings import Settings
 from s3ec.store.base import ObjectInfo, Store
 from s3ec.store.breaker import Breaker, BreakerOptions, Ticket
 from s3ec.store.endpoint import Endpoint, GuardStore
@@ -319,6 +322,134 @@ async def reached(gate: Gate) -> None:
     assert await asyncio.to_thread(gate.reached.wait, 10)
 
 
+# -- silence, and refusals that are about one request ----------------------------------------------
+
+
+async def test_one_read_without_an_answer_opens_it_where_nobody_else_got_one(
+    inner: FaultStore, script: Script, counters: Counters
+) -> None:
+    breaker = Breaker(BreakerOptions(slow_s=0.02, max_pause_s=0.02, first_pause_s=0.02))
+    store = guarded(inner, breaker, counters)
+    gate = Gate()
+    script.faults = [Fault(op="get", gate=gate)]
+    hung = asyncio.create_task(store.get("a", max_bytes=10))
+    await reached(gate)
+    async with asyncio.timeout(30):
+        while not breaker.is_open:  # noqa: ASYNC110 -- a timer of the loop
+            await asyncio.sleep(0.005)
+    assert counters.get("store.slow_starts") == counters.get("breaker.opened") == 1
+    gate.release()
+    assert await hung is None
+    assert breaker.is_open  # that late an answer is no reason to ask for more
+    async with asyncio.timeout(30):
+        while breaker.is_open:
+            with contextlib.suppress(UnavailableError):
+                await store.head("a")
+            await asyncio.sleep(0.005)
+
+
+def test_silence_while_others_are_answered_is_one_failure_among_others(
+    breaker: Breaker, clock: Clock
+) -> None:
+    for number in range(3):
+        slow = admitted(breaker, is_read=True)
+        clock.now_s += 0.5
+        breaker.began(admitted(breaker))
+        clock.now_s += 0.6
+        assert breaker.silent(slow) == (number == 2)
+        breaker.abandoned(slow)
+    assert breaker.is_open
+
+
+def test_a_store_that_is_always_slow_is_not_late(breaker: Breaker, clock: Clock) -> None:
+    assert breaker.slow_s == 1.0
+    for _ in range(4):
+        ticket = admitted(breaker, is_read=True)
+        clock.now_s += 0.5
+        breaker.began(ticket)
+        breaker.succeeded(ticket)
+    assert breaker.slow_s == 4.0
+
+
+def test_a_few_late_answers_do_not_change_what_late_is(breaker: Breaker, clock: Clock) -> None:
+    for number in range(64):
+        ticket = admitted(breaker, is_read=True)
+        clock.now_s += 0.01 if number < 44 else 5.0
+        breaker.began(ticket)
+    assert breaker.slow_s == 1.0
+
+
+def forbidden(message: str) -> AccessError:
+    return AccessError(message, code="AccessDenied", is_general=False)
+
+
+async def test_refusals_of_single_keys_do_not_open_it_while_other_reads_succeed(
+    store: GuardStore, breaker: Breaker, script: Script
+) -> None:
+    """So answers S3 for absent keys to who may not list; the listing itself is refused too."""
+    script.faults = [Fault(name="absent", error=forbidden), Fault(op="list", error=forbidden)]
+    for _ in range(10):
+        for _ in range(5):
+            with pytest.raises(AccessError):
+                await store.get("absent", max_bytes=10)
+            with pytest.raises(AccessError):
+                await names(store)
+        await store.get("there", max_bytes=10)
+    assert not breaker.is_open
+
+
+async def test_nothing_but_refused_reads_is_a_rest_from_reads_alone(
+    store: GuardStore, inner: FaultStore, breaker: Breaker, script: Script, clock: Clock
+) -> None:
+    fault = Fault(op="get|head", error=forbidden)
+    script.faults = [fault]
+    for _ in range(6):
+        with pytest.raises(AccessError):
+            await store.get("a", max_bytes=10)
+    assert breaker.is_open
+    with pytest.raises(UnavailableError, match="breaker is open"):
+        await store.head("a")
+    await store.put_if_absent("b", [b"b"])
+    assert await names(store) == ["b"]
+    assert breaker.is_open
+    clock.now_s += 1
+    script.faults = []
+    await store.get("a", max_bytes=10)
+    assert not breaker.is_open
+
+
+async def test_writes_that_are_refused_do_not_stop_reads(
+    store: GuardStore, breaker: Breaker, script: Script
+) -> None:
+    script.faults = [Fault(op="put_if_absent|delete", error=forbidden)]
+    for _ in range(20):
+        with pytest.raises(AccessError):
+            await store.put_if_absent("b", [b"b"])
+    assert not breaker.is_open
+
+
+async def test_it_stays_open_for_as_long_as_the_server_asks(
+    store: GuardStore, breaker: Breaker, script: Script
+) -> None:
+    script.faults = [
+        Fault(error=lambda message: UnavailableError(message, status=503, retry_after_s=12.0))
+    ]
+    for _ in range(6):
+        with pytest.raises(UnavailableError):
+            await store.head("a")
+    assert breaker.pause_s == 12
+
+
+def test_stores_of_one_place_share_its_health_and_others_do_not() -> None:
+    def settings(**changes: str) -> Settings:
+        return load_settings({"bucket": "corpus", **changes}).settings
+
+    one = Endpoint.shared(settings())
+    assert Endpoint.shared(settings(prefix="elsewhere")) is one
+    assert Endpoint.shared(settings(bucket="another")) is not one
+    assert Endpoint.shared(settings(endpoint_url="http://127.0.0.1:1")) is not one
+
+
 # -- the breaker and listings ------------------------------------------------------------------
 
 
@@ -516,5 +647,7 @@ class BreakerMachine(RuleBasedStateMachine):
             self.loop.close()
 
 
-BreakerMachine.TestCase.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
+BreakerMachine.TestCase.settings = hypothesis_settings(
+    max_examples=30, stateful_step_count=30, deadline=None
+)
 TestBreakerMachine = BreakerMachine.TestCase
