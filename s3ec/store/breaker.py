@@ -47,7 +47,8 @@ class BreakerOptions:
         first_pause_s: From its opening to the first probe; doubled by each probe that fails.
         max_pause_s: Up to this.
         slow_s: An answer that begins later than this is as bad as none...
-        times_usual: ...unless half of the last ones took more than this part of it.
+        times_usual: ...unless half of the last ones took more than this part of it...
+        slowest_s: ...and this is of no use to anybody, however usual it may be.
     """
 
     threshold: int = 6
@@ -55,6 +56,7 @@ class BreakerOptions:
     max_pause_s: float = 30.0
     slow_s: float = 1.0
     times_usual: float = 8.0
+    slowest_s: float = 4.0
 
 
 class Circuit:
@@ -203,7 +205,8 @@ class Breaker:
             if self._unseen >= min(_SAMPLES_BETWEEN_LOOKS, len(self._first_bytes)):
                 self._unseen = 0
                 usual_s = statistics.median(self._first_bytes)
-                self._slow_s = max(self._options.slow_s, self._options.times_usual * usual_s)
+                late_s = min(self._options.times_usual * usual_s, self._options.slowest_s)
+                self._slow_s = max(self._options.slow_s, late_s)
 
     def silent(self, ticket: Ticket) -> bool:
         """Nothing has come for ``slow_s``; True where that opened it."""

@@ -57,10 +57,10 @@ class Endpoint:
     @classmethod
     def of(cls, settings: Settings) -> Endpoint:
         """A fresh one with the limits of these settings."""
-        # Half of what a request waits for: the first that meets a silent endpoint is not the last
-        # to be held up, unless the breaker opens before that request's time is over.
-        slow_s = min(max(settings.defer_timeout_s / 2, 0.5), settings.read_timeout_s)
-        return cls(settings.max_concurrency, BreakerOptions(slow_s=slow_s))
+        # Less than a request waits for: the first that meets a silent endpoint is not the last to
+        # be held up, unless the breaker opens before that request's time is over.
+        slow_s = min(max(settings.defer_timeout_s * 0.75, 0.5), settings.read_timeout_s)
+        return cls(settings.max_concurrency, BreakerOptions(slow_s=slow_s, slowest_s=4 * slow_s))
 
     @classmethod
     def shared(cls, settings: Settings) -> Endpoint:
@@ -188,8 +188,8 @@ class GuardStore(Wrapper):
 class _Watch:
     """Says when nothing has been heard for a while, once.
 
-    The time is taken in several looks, so that a loop that could not run for long, and has the
-    answer unread, takes that for one of them.
+    The time is taken in several looks, and one that comes late does not count: a loop that could
+    not run may have the answer unread.
     """
 
     def __init__(
@@ -201,7 +201,11 @@ class _Watch:
         self._on_silence = on_silence
         self._on_answer = on_answer
         self._is_heard = False
-        self._timer = self._loop.call_later(self._pause_s, self._look)
+        self._wait()
+
+    def _wait(self) -> None:
+        self._due = self._loop.time() + self._pause_s
+        self._timer = self._loop.call_at(self._due, self._look)
 
     def heard(self) -> None:
         """The answer has begun; later calls say nothing new."""
@@ -215,9 +219,9 @@ class _Watch:
         self._timer.cancel()
 
     def _look(self) -> None:
-        self._left -= 1
+        self._left -= self._loop.time() < self._due + self._pause_s / 2
         if self._left:
-            self._timer = self._loop.call_later(self._pause_s, self._look)
+            self._wait()
         else:
             self._on_silence()
 
