@@ -31,7 +31,25 @@ class UnavailableError(S3ECError):
     """The store did not answer well now: throttled, 409, 5xx, timed out, refused.
 
     The caller backs off with jitter, bounded; meanwhile the entry is a miss.
+
+    Attributes:
+        status: HTTP status of the answer, 0 where there was none.
+        retry_after_s: Seconds that the server asked to be left alone, None where it did not.
+        is_throttle: Whether it was asked too much, rather than ill.
     """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 0,
+        retry_after_s: float | None = None,
+        is_throttle: bool = False,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.retry_after_s = retry_after_s
+        self.is_throttle = is_throttle
 
 
 class AccessError(S3ECError):

@@ -26,8 +26,8 @@ from s3ec.naming import Naming, naming_of
 from s3ec.prefetch import Limits, Prefetcher, Sources
 from s3ec.settings import Settings
 from s3ec.store.base import Store
+from s3ec.store.endpoint import Endpoint, resilient
 from s3ec.store.open import open_store
-from s3ec.store.resilience import Breaker, BreakerStore, RetryStore
 from s3ec.tenant import FIELD as TENANT_FIELD
 from s3ec.tenant import exposure
 from s3ec.tier.bad_objects import BadObjects
@@ -38,6 +38,8 @@ log = logging.getLogger(__name__)
 
 # How often the set of entries on this node's disk is read again, since other processes evict.
 _RESCAN_S = 600.0
+# More than a namespace's descriptor ever has.
+_DESCRIPTOR_BYTES = 2**20
 
 
 class Node:
@@ -104,10 +106,11 @@ class Node:
         self.naming = _naming(settings, namespace)
         self.layout = Layout(namespace.name)
         self.counters = Counters()
-        self.breaker = Breaker(self.counters)
+        self.endpoint = Endpoint.of(settings) if store else Endpoint.shared(settings)
+        self.breaker = self.endpoint.breaker
         self.loop = LoopThread(name)
-        self.store = RetryStore(
-            BreakerStore(store or open_store(settings), self.breaker), self.counters
+        self.store = resilient(
+            store or open_store(settings), self.endpoint, self.counters, hedge=settings.hedge
         )
         self.tier = Tier(
             settings.cache_dir,
@@ -168,6 +171,8 @@ class Node:
         complained = False
         while True:
             try:
+                if self.breaker.is_open:
+                    await self._probe()
                 await self.index.refresh()
                 complained = False
             except (UnavailableError, AccessError, CorruptEntryError) as exc:
@@ -181,7 +186,7 @@ class Node:
                 log.exception("index refresh")
             await self._heed_bad_objects()
             pause = self.settings.index_refresh_s
-            if self.breaker.is_open:  # the refresh is also the breaker's probe
+            if self.breaker.is_open:
                 pause = min(pause, self.breaker.pause_s + 0.05)
             await asyncio.sleep(pause * random.uniform(0.9, 1.1))
 
@@ -194,6 +199,13 @@ class Node:
             # Likewise.
             self.counters.add("internal_errors")
             log.exception("notes of bad objects")
+
+    async def _probe(self) -> None:
+        """One small request that the breaker may let through, also where nobody else asks.
+
+        A read, because a rest from reads ends by one; the descriptor is there once anything is.
+        """
+        await self.store.get(self.layout.descriptor, max_bytes=_DESCRIPTOR_BYTES)
 
     async def _rescan_forever(self) -> None:
         while True:

@@ -26,6 +26,7 @@ from s3ec.errors import AccessError, TierError, UnavailableError
 from s3ec.fetching import Fetched, Fetcher, Outcome, Priority, Sources, Want
 from s3ec.identity import Key
 from s3ec.loop import LoopThread
+from s3ec.store.deadline import within
 from s3ec.tier import Pin
 
 __all__ = ["Fetched", "Limits", "Outcome", "Prefetcher", "Priority", "Sources", "Want"]
@@ -197,7 +198,7 @@ class Prefetcher:
         started = self._clock()
         result: Fetched | None = Fetched(want, Outcome.UNAVAILABLE)
         try:
-            async with asyncio.timeout(self._limits.deadline_s) as deadline:
+            async with within(self._limits.deadline_s) as deadline:
                 result = await self._fetcher.fetch(want, deadline, at_any_rate=self._is_late(place))
         except asyncio.CancelledError:
             # Only the end of the loop does this: nothing more is to be started.

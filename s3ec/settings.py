@@ -129,6 +129,11 @@ class Settings(BaseSettings):
     read_timeout_s: float = Field(
         5.0, gt=0, le=600, description="Longest silence of the store inside a reply."
     )
+    hedge: bool = Field(
+        True,
+        description="Ask once more for an embedding that is later than nineteen in twenty; at most "
+        "5% more requests.",
+    )
     index_refresh_s: float = Field(
         10.0, ge=0.1, le=86400, description="Pause between two looks for news in the bucket."
     )

@@ -26,7 +26,7 @@ from s3ec.index.rows import Rows
 from s3ec.index.segment import encode_segment
 from s3ec.index.ulid import Ulids
 from s3ec.store.open import open_store
-from s3ec.store.resilience import RetryStore
+from s3ec.store.retry import RetryStore
 from s3ec.testing.index_corpus import IndexCorpus
 
 if TYPE_CHECKING:

@@ -74,6 +74,11 @@ ENTRIES: dict[str, Entry] = {
         3900,
         alone=True,
     ),
+    "amplification": Entry(
+        "s3ec.bench.amplification",
+        "What a server that answers 503 to everything is sent, before the breaker opens and after.",
+        20,
+    ),
 }
 
 # `s3ec bench all`.

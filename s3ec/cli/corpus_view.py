@@ -19,7 +19,7 @@ from s3ec.identity import OBJECT_SUFFIX, Layout, digest_of_name, entry_name, key
 from s3ec.settings import Settings
 from s3ec.store.base import Blob, Store
 from s3ec.store.open import require_conditional_put, with_conditional_put
-from s3ec.store.resilience import RetryStore
+from s3ec.store.retry import RetryOptions, RetryStore
 from s3ec.tenant import Tenant
 
 T = TypeVar("T")
@@ -108,7 +108,7 @@ def with_manifest(
     """
 
     async def run(bare: Store) -> T:
-        store: Store = RetryStore(bare, Counters(), attempts=_ATTEMPTS)
+        store: Store = RetryStore(bare, Counters(), options=RetryOptions(attempts=_ATTEMPTS))
         layout = Layout(await choose_namespace(store, namespace))
         if compacts:
             await require_conditional_put(store)

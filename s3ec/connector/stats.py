@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +47,21 @@ _PLAIN = {
     ),
     "tier.errors": ("vllm:s3ec_tier_errors", "Times that the disk refused."),
     "store.retries": ("vllm:s3ec_store_retries", "Requests to the store that were repeated."),
+    "store.too_late": (
+        "vllm:s3ec_store_retries_too_late",
+        "Requests not repeated because the pause would have been too long.",
+    ),
+    "store.retry_budget_spent": (
+        "vllm:s3ec_store_retries_unpaid",
+        "Requests not repeated because too many were.",
+    ),
+    "store.slow_starts": (
+        "vllm:s3ec_store_slow_starts",
+        "Requests without an answer after a time that is long for this store.",
+    ),
+    "hedge.sent": ("vllm:s3ec_hedges", "Late requests that were sent a second time."),
+    "hedge.won": ("vllm:s3ec_hedges_won", "Of those, the ones whose second answer came first."),
+    "pace.slowed": ("vllm:s3ec_slowdowns", "Times that the store asked for fewer requests."),
     "index.refresh_failed": (
         "vllm:s3ec_index_failures",
         "Looks for news of the corpus that failed.",
@@ -80,6 +96,13 @@ _PLAIN = {
     ),
     "breaker.opened": ("vllm:s3ec_breaker_opened", "Times that the store was given a rest."),
     "internal_errors": ("vllm:s3ec_internal_errors", "Errors inside s3ec that were contained."),
+}
+# sum of ours that also goes down -> (Prometheus name, help)
+_LEVELS = {
+    "pace.withheld": (
+        "vllm:s3ec_places_withheld",
+        "Requests at a time that the store is not asked for, because it was too many for it.",
+    ),
 }
 # prefix of counters -> (Prometheus name, help, label name)
 _LABELLED = {
@@ -138,7 +161,7 @@ class S3ECStats(vllm_metrics.ECConnectorStats):
 
 
 class S3ECPromMetrics(vllm_metrics.ECConnectorPromMetrics):
-    """One Prometheus counter per figure, with vLLM's own labels and at most one of ours."""
+    """A Prometheus counter or gauge per figure, with vLLM's own labels and at most one of ours."""
 
     def __init__(
         self,
@@ -152,6 +175,14 @@ class S3ECPromMetrics(vllm_metrics.ECConnectorPromMetrics):
             ours: self._counter_cls(name=name, documentation=text, labelnames=labelnames)
             for ours, (name, text) in _PLAIN.items()
         }
+        self._levels = {
+            ours: self._gauge_cls(
+                name=name, documentation=text, labelnames=labelnames, multiprocess_mode="sum"
+            )
+            for ours, (name, text) in _LEVELS.items()
+        }
+        # Not by Gauge.inc, which Ray's has not.
+        self._sums: Counter[tuple[str, int]] = Counter()
         self._by_prefix = {
             prefix: self._counter_cls(
                 name=name, documentation=text, labelnames=[*labelnames, label]
@@ -165,6 +196,10 @@ class S3ECPromMetrics(vllm_metrics.ECConnectorPromMetrics):
         for name, amount in transfer_stats_data.items():
             if name in self._plain:
                 self._plain[name].labels(*values).inc(amount)
+                continue
+            if name in self._levels:
+                self._sums[name, engine_idx] += amount
+                self._levels[name].labels(*values).set(self._sums[name, engine_idx])
                 continue
             for prefix, counter in self._by_prefix.items():
                 if name.startswith(prefix):

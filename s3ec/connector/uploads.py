@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
+import random
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -237,6 +238,7 @@ class Uploader:
         pause_s = _FIRST_PAUSE_S
         unread = 0
         while True:
+            asked_s = 0.0
             try:
                 return await self._attempt(upload)
             except TierError as exc:
@@ -250,7 +252,10 @@ class Uploader:
                 if self._node.counters.get(f"save_problem.{kind}") == 0:
                     log.warning("uploads are failing and will be tried again: %s", exc)
                 self._node.counters.add(f"save_problem.{kind}")
-            await asyncio.sleep(pause_s)
+                asked_s = getattr(exc, "retry_after_s", None) or 0.0
+            # At random, or all processes of a fleet would come back at once.
+            drawn_s = random.uniform(pause_s / 2, pause_s)
+            await asyncio.sleep(max(drawn_s, min(asked_s, _MAX_PAUSE_S)))
             pause_s = min(pause_s * 2, _MAX_PAUSE_S)
 
     async def _attempt(self, upload: Upload) -> Header | None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A bucket through aioboto3: one SDK client, bounded in time, size and concurrency.
 
-The SDK does less here than it could: no retries (time is ours, see resilience.py), no following
+The SDK does less here than it could: no retries (time is ours, see retry.py), no following
 of regions (a wrong region is an error that names the right one), no checksum of what is read
 (the object's own is checked by codec). What cannot be switched off: aiohttp sends a request once
 more when its connection breaks before a reply, so a PUT whose reply was lost can conflict with
@@ -25,6 +25,7 @@ from botocore.exceptions import ClientError
 from s3ec.errors import AccessError, UnavailableError
 from s3ec.settings import Settings
 from s3ec.store.base import Blob, ObjectInfo, check_folder, check_name, check_range, content_type_of
+from s3ec.store.deadline import answer_begun
 from s3ec.store.replies import Extend, Reply, SdkReply, read_body
 from s3ec.store.sdk_client import Opened, check_settings, open_client
 from s3ec.store.sdk_errors import CREDENTIAL_CODES, boundary, code_of, is_absent, status_of
@@ -290,6 +291,7 @@ class Aioboto3Store:
                     **extra,
                     **resume,
                 )
+            answer_begun()
             # An empty page must be an S3 server's word: what is not listed may get deleted.
             if "IsTruncated" not in page:
                 raise UnavailableError(f"{what}: the answer is not a listing")

@@ -11,6 +11,7 @@ from botocore.exceptions import IncompleteReadError
 
 from s3ec.errors import CorruptEntryError
 from s3ec.store.base import Blob
+from s3ec.store.deadline import answer_begun
 
 Extend = Callable[[int], None]
 """Grants the time that so many bytes may take."""
@@ -55,6 +56,7 @@ async def read_body(reply: Reply, max_bytes: int, what: str, extend: Extend) -> 
     Raises:
         CorruptEntryError: See Reply.read, and reason ``size`` for one that is too large.
     """
+    answer_begun()
     try:
         if reply.nbytes is not None:
             if reply.nbytes > max_bytes:

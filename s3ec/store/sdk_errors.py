@@ -21,6 +21,7 @@ from botocore import exceptions as sdk
 from botocore.parsers import ResponseParserError
 
 from s3ec.errors import AccessError, ConflictError, S3ECError, UnavailableError
+from s3ec.store.retry_after import retry_after_s
 
 # Everything the SDK raises. OSError includes TimeoutError, refused connections and ssl.SSLError.
 SDK_ERRORS = (
@@ -70,6 +71,7 @@ _GENERAL_CODES = CREDENTIAL_CODES | {
     "RequestExpired",
     "RequestTimeTooSkewed",
 }
+_THROTTLE_CODES = frozenset({"SlowDown", "Throttling"})
 _NO_CREDENTIALS = (
     sdk.NoCredentialsError,
     sdk.PartialCredentialsError,
@@ -191,9 +193,9 @@ def _from_answer(exc: sdk.ClientError, what: str, region: str) -> S3ECError:
     if status == 501:
         return AccessError(f"{said}; {_FIXES['NotImplemented']}", code=code, is_general=False)
     if status < 300 or status in (408, 409, 425, 429) or status >= 500:
-        return UnavailableError(said)
+        return _unavailable(said, exc)
     if code in _TRANSIENT_CODES:
-        return UnavailableError(said)
+        return _unavailable(said, exc)
     right = _right_region(exc.response)
     if right and right != region:
         return AccessError(f"{said}; the bucket is in region {right}, set `region`", code=code)
@@ -206,6 +208,17 @@ def _from_answer(exc: sdk.ClientError, what: str, region: str) -> S3ECError:
         fix = f"allow this identity {_ACTIONS.get(exc.operation_name, 's3:ListBucket')}"
     return AccessError(
         f"{said}; {fix}" if fix else said, code=code, is_general=code in _GENERAL_CODES
+    )
+
+
+def _unavailable(said: str, exc: sdk.ClientError) -> UnavailableError:
+    status = status_of(exc)
+    headers = exc.response.get("ResponseMetadata", {}).get("HTTPHeaders", {})
+    return UnavailableError(
+        said,
+        status=status,
+        retry_after_s=retry_after_s(headers),
+        is_throttle=status in (429, 503) or code_of(exc) in _THROTTLE_CODES,
     )
 
 

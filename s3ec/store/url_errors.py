@@ -103,7 +103,9 @@ def _from_status(fault: Fault, what: str) -> S3ECError:
     if status in (401, 403):
         return _denied(fault, what)
     if status in (408, 409, 425, 429) or status >= 500:
-        return UnavailableError(f"{what}: {status}")
+        return UnavailableError(
+            f"{what}: {status}", status=status, is_throttle=status in (429, 503)
+        )
     return AccessError(f"{what}: {status}; correct `url`", code=str(status))
 
 

@@ -183,3 +183,19 @@ class Announce:
 
     async def apply(self, exchange: Exchange) -> None:
         await exchange.send(await exchange.forward(), length=self.nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Endless:
+    """The upstream's head without its length, and a body that goes on until nobody listens."""
+
+    piece: bytes = bytes(65536)
+
+    async def apply(self, exchange: Exchange) -> None:
+        reply = await exchange.forward()
+        headers = {k: v for k, v in reply.headers.items() if k != "content-length"}
+        lines = [f"{k}: {v}" for k, v in {**headers, "transfer-encoding": "chunked"}.items()]
+        head = "\r\n".join([f"HTTP/1.1 {reply.status} Proxied", *lines, "", ""])
+        await exchange.send_raw(head.encode("latin-1"))
+        while True:  # until the client's end of the connection is closed
+            await exchange.send_raw(f"{len(self.piece):x}\r\n".encode() + self.piece + b"\r\n")

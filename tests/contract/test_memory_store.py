@@ -9,8 +9,8 @@ import pytest
 
 from s3ec.counters import Counters
 from s3ec.store.base import Store
+from s3ec.store.endpoint import Endpoint, resilient
 from s3ec.store.open import HeadBeforePut
-from s3ec.store.resilience import Breaker, BreakerStore, RetryStore
 from s3ec.testing.contract import MakeStore, StoreContract
 from s3ec.testing.fault_store import FaultStore
 from s3ec.testing.memory_store import MemoryBucket, MemoryStore
@@ -47,9 +47,5 @@ class TestFaultStoreWithoutFaults(_Wrapped):
     wrap = staticmethod(FaultStore)
 
 
-class TestRetryStore(_Wrapped):
-    wrap = staticmethod(lambda inner: RetryStore(inner, Counters()))
-
-
-class TestBreakerStore(_Wrapped):
-    wrap = staticmethod(lambda inner: BreakerStore(inner, Breaker(Counters())))
+class TestResilientStore(_Wrapped):
+    wrap = staticmethod(lambda inner: resilient(inner, Endpoint(4), Counters(), hedge=True))

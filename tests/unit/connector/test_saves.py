@@ -23,6 +23,7 @@ from s3ec.identity import Namespace, make_key
 from s3ec.modality import Record
 from s3ec.node import Node
 from s3ec.settings import Settings
+from s3ec.store.breaker import BreakerOptions
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
 from s3ec.testing.memory_store import MemoryBucket, MemoryStore
 
@@ -197,12 +198,22 @@ def test_refused_identifier_is_not_stored(rig: Rig) -> None:
     assert rig.node.counters.get("save_problem.refused.identifier") == 1
 
 
+def pause_shortly(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the breaker let a probe through soon."""
+    circuit = rig.node.breaker._all
+    monkeypatch.setattr(circuit, "_options", BreakerOptions(first_pause_s=0.01, max_pause_s=0.01))
+    monkeypatch.setattr(circuit, "_pause_s", 0.01)
+
+
+def never_open(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rig.node.breaker._all, "_options", BreakerOptions(threshold=10**6))
+
+
 def test_upload_is_repeated_until_the_bucket_confirms(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(uploads, "_FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr(rig.node.breaker, "_first_pause_s", 0.01)
-    monkeypatch.setattr(rig.node.breaker, "_pause_s", 0.01)
+    pause_shortly(rig, monkeypatch)
     rig.faults += [
         Fault(op="put_if_absent", name="objects/", error=UnavailableError, times=7),
         Fault(op="put_if_absent", name="objects/", error=AccessError, times=2),
@@ -341,7 +352,7 @@ def test_nothing_is_asked_of_the_bucket_after_a_drain(
 ) -> None:
     monkeypatch.setattr(uploads, "_FIRST_PAUSE_S", 0.001)
     monkeypatch.setattr(uploads, "_MAX_PAUSE_S", 0.001)
-    monkeypatch.setattr(rig.node.breaker, "_threshold", 10**6)
+    never_open(rig, monkeypatch)
     dead = Fault(error=UnavailableError)
     rig.faults.append(dead)
     queue = rig.queue()
@@ -606,8 +617,7 @@ def test_dead_bucket_that_comes_back_gets_everything(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(uploads, "_FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr(rig.node.breaker, "_first_pause_s", 0.01)
-    monkeypatch.setattr(rig.node.breaker, "_pause_s", 0.01)
+    pause_shortly(rig, monkeypatch)
     dead = Fault(error=UnavailableError)
     rig.faults.append(dead)
     queue = rig.queue(budget_bytes=64)

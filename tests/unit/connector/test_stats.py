@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,10 @@ class FakeCounter:
             def inc(amount: float) -> None:
                 self.values[values] = self.values.get(values, 0) + amount
 
+            @staticmethod
+            def set(level: float) -> None:
+                self.values[values] = level
+
         return Child
 
 
@@ -57,6 +62,10 @@ def metrics() -> Any:
     made._plain = {
         ours: FakeCounter(name, text, labels) for ours, (name, text) in stats._PLAIN.items()
     }
+    made._levels = {
+        ours: FakeCounter(name, text, labels) for ours, (name, text) in stats._LEVELS.items()
+    }
+    made._sums = Counter()
     made._by_prefix = {
         prefix: FakeCounter(name, text, [*labels, label])
         for prefix, (name, text, label) in stats._LABELLED.items()
@@ -80,7 +89,7 @@ def test_every_counter_is_exported_or_left_out_on_purpose() -> None:
     missing = {
         name
         for name in names - NOT_EXPORTED
-        if name not in stats._PLAIN and not name.startswith(prefixes)
+        if name not in {**stats._PLAIN, **stats._LEVELS} and not name.startswith(prefixes)
     }
     assert missing == set()
 
@@ -92,6 +101,15 @@ def test_a_report_is_added_to_the_counters_by_name_and_by_label(metrics: Any) ->
     assert metrics._by_prefix["spool."].values == {("model", "0", "adopted"): 6}
 
 
+def test_a_level_goes_up_and_down(metrics: Any) -> None:
+    for amount, level in ((8, 8), (4, 12), (-5, 7)):
+        metrics.observe({"pace.withheld": amount})
+        assert metrics._levels["pace.withheld"].values == {("model", "0"): level}
+
+
 def test_metric_names_are_unique() -> None:
-    names = [entry[0] for entry in (*stats._PLAIN.values(), *stats._LABELLED.values())]
+    names = [
+        entry[0]
+        for entry in (*stats._PLAIN.values(), *stats._LEVELS.values(), *stats._LABELLED.values())
+    ]
     assert len(names) == len(set(names))

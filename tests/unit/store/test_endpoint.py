@@ -1,27 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Retries are few, and a sick endpoint is left alone until one probe says that it is well."""
+"""A sick endpoint is left alone until one probe says that it is well."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 import pytest
-from hypothesis import settings
+from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from s3ec.config import load_settings
 from s3ec.counters import Counters
 from s3ec.errors import (
     AccessError,
     ConflictError,
     CorruptEntryError,
     S3ECError,
-    TierError,
     UnavailableError,
 )
+from s3ec.settings import Settings
 from s3ec.store.base import ObjectInfo, Store
-from s3ec.store.resilience import Breaker, BreakerStore, RetryStore
+from s3ec.store.breaker import Breaker, BreakerOptions, Ticket
+from s3ec.store.endpoint import Endpoint, GuardStore
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
 from s3ec.testing.memory_store import MemoryStore
 
@@ -45,8 +48,13 @@ def counters() -> Counters:
 
 
 @pytest.fixture
-def breaker(counters: Counters, clock: Clock) -> Breaker:
-    return Breaker(counters, clock=clock)
+def breaker(clock: Clock) -> Breaker:
+    return Breaker(clock=clock)
+
+
+def guarded(inner: object, breaker: Breaker, counters: Counters | None = None) -> GuardStore:
+    endpoint = Endpoint(100, breaker=breaker)
+    return GuardStore(inner, endpoint, counters or Counters())  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -60,8 +68,8 @@ def inner(script: Script) -> FaultStore:
 
 
 @pytest.fixture
-def store(inner: FaultStore, breaker: Breaker) -> BreakerStore:
-    return BreakerStore(inner, breaker)
+def store(inner: FaultStore, breaker: Breaker, counters: Counters) -> GuardStore:
+    return guarded(inner, breaker, counters)
 
 
 def corrupt(message: str) -> CorruptEntryError:
@@ -78,7 +86,12 @@ OPERATIONS: dict[str, Callable[[Store], Awaitable[object]]] = {
     "delete": lambda store: store.delete("b"),
 }
 every_operation = pytest.mark.parametrize("operation", OPERATIONS)
-FAILURES = [UnavailableError, AccessError]
+# How many of them in a row open it.
+FAILURES = {
+    "no answer": (UnavailableError, 3),
+    "503": (lambda message: UnavailableError(message, status=503), 6),
+    "expired": (AccessError, 6),
+}
 
 
 async def names(store: Store, prefix: str = "") -> list[str]:
@@ -97,32 +110,44 @@ async def open_up(store: Store, script: Script, times: int = 3) -> None:
         await fail_once(store, script, UnavailableError)
 
 
+def open_by_hand(breaker: Breaker) -> None:
+    for _ in range(3):
+        breaker.failed(admitted(breaker), UnavailableError(""))
+
+
+def admitted(breaker: Breaker, *, is_read: bool = False) -> Ticket:
+    ticket = breaker.admit(is_read=is_read)
+    assert ticket is not None
+    return ticket
+
+
 # -- the breaker -------------------------------------------------------------------------------
 
 
 @every_operation
 async def test_a_closed_breaker_passes_everything_on(
-    store: BreakerStore, inner: FaultStore, operation: str
+    store: GuardStore, inner: FaultStore, operation: str
 ) -> None:
     await OPERATIONS[operation](store)
     assert inner.calls == {operation: 1}
 
 
 @every_operation
-@pytest.mark.parametrize("error", FAILURES)
+@pytest.mark.parametrize("kind", FAILURES)
 async def test_failures_in_a_row_open_it_and_then_nothing_is_asked(
-    store: BreakerStore,
+    store: GuardStore,
     inner: FaultStore,
     breaker: Breaker,
     counters: Counters,
     script: Script,
     operation: str,
-    error: type[Exception],
+    kind: str,
 ) -> None:
+    error, times = FAILURES[kind]
     script.faults = [Fault(error=error)]
-    for number in range(3):
+    for number in range(times):
         assert breaker.is_open is False, number
-        with pytest.raises(error):
+        with pytest.raises((UnavailableError, AccessError)):
             await OPERATIONS[operation](store)
     assert breaker.is_open
     assert counters.get("breaker.opened") == 1
@@ -134,7 +159,7 @@ async def test_failures_in_a_row_open_it_and_then_nothing_is_asked(
 
 
 async def test_a_success_between_failures_keeps_it_closed(
-    store: BreakerStore, breaker: Breaker, script: Script
+    store: GuardStore, breaker: Breaker, script: Script
 ) -> None:
     for _ in range(5):
         await open_up(store, script, times=2)
@@ -144,7 +169,7 @@ async def test_a_success_between_failures_keeps_it_closed(
 
 @pytest.mark.parametrize("error", [ConflictError, corrupt])
 async def test_a_conflict_and_a_corrupt_body_are_answers(
-    store: BreakerStore,
+    store: GuardStore,
     breaker: Breaker,
     script: Script,
     clock: Clock,
@@ -165,7 +190,7 @@ async def test_a_conflict_and_a_corrupt_body_are_answers(
 
 
 async def test_the_pause_doubles_with_each_failed_probe_up_to_a_limit_and_starts_over(
-    store: BreakerStore, breaker: Breaker, script: Script, clock: Clock, inner: FaultStore
+    store: GuardStore, breaker: Breaker, script: Script, clock: Clock, inner: FaultStore
 ) -> None:
     await open_up(store, script)
     for pause_s in (1, 2, 4, 8, 16, 30, 30):
@@ -187,7 +212,7 @@ async def test_the_pause_doubles_with_each_failed_probe_up_to_a_limit_and_starts
 
 
 async def test_one_probe_at_a_time(
-    store: BreakerStore, breaker: Breaker, script: Script, clock: Clock
+    store: GuardStore, breaker: Breaker, script: Script, clock: Clock
 ) -> None:
     await open_up(store, script)
     clock.now_s += 1
@@ -205,7 +230,7 @@ async def test_one_probe_at_a_time(
 
 
 async def test_a_cancelled_probe_makes_room_for_the_next(
-    store: BreakerStore, breaker: Breaker, script: Script, clock: Clock
+    store: GuardStore, breaker: Breaker, script: Script, clock: Clock
 ) -> None:
     await open_up(store, script)
     clock.now_s += 1
@@ -222,7 +247,7 @@ async def test_a_cancelled_probe_makes_room_for_the_next(
 
 
 async def test_a_probe_that_is_a_fault_of_ours_says_nothing_and_makes_room(
-    store: BreakerStore, breaker: Breaker, script: Script, clock: Clock
+    store: GuardStore, breaker: Breaker, script: Script, clock: Clock
 ) -> None:
     await open_up(store, script)
     clock.now_s += 1
@@ -236,7 +261,7 @@ async def test_a_probe_that_is_a_fault_of_ours_says_nothing_and_makes_room(
 
 
 async def test_cancelling_a_request_from_before_does_not_let_a_second_probe_out(
-    store: BreakerStore, breaker: Breaker, script: Script, clock: Clock
+    store: GuardStore, breaker: Breaker, script: Script, clock: Clock
 ) -> None:
     old_gate, probe_gate = Gate(), Gate()
     script.faults = [Fault(op="get_range", gate=old_gate)]
@@ -257,7 +282,7 @@ async def test_cancelling_a_request_from_before_does_not_let_a_second_probe_out(
 
 
 async def test_a_late_failure_from_before_is_not_taken_for_the_probes(
-    store: BreakerStore, breaker: Breaker, script: Script, clock: Clock
+    store: GuardStore, breaker: Breaker, script: Script, clock: Clock
 ) -> None:
     old_gate, probe_gate = Gate(), Gate()
     script.faults = [Fault(op="get_range", gate=old_gate, error=UnavailableError)]
@@ -280,7 +305,7 @@ async def test_a_late_failure_from_before_is_not_taken_for_the_probes(
 
 
 async def test_a_late_success_from_before_closes_it(
-    store: BreakerStore, breaker: Breaker, script: Script
+    store: GuardStore, breaker: Breaker, script: Script
 ) -> None:
     gate = Gate()
     script.faults = [Fault(op="get_range", gate=gate)]
@@ -295,6 +320,134 @@ async def test_a_late_success_from_before_closes_it(
 async def reached(gate: Gate) -> None:
     """Return once an operation waits at the gate."""
     assert await asyncio.to_thread(gate.reached.wait, 10)
+
+
+# -- silence, and refusals that are about one request ----------------------------------------------
+
+
+async def test_one_read_without_an_answer_opens_it_where_nobody_else_got_one(
+    inner: FaultStore, script: Script, counters: Counters
+) -> None:
+    breaker = Breaker(BreakerOptions(slow_s=0.02, max_pause_s=0.02, first_pause_s=0.02))
+    store = guarded(inner, breaker, counters)
+    gate = Gate()
+    script.faults = [Fault(op="get", gate=gate)]
+    hung = asyncio.create_task(store.get("a", max_bytes=10))
+    await reached(gate)
+    async with asyncio.timeout(30):
+        while not breaker.is_open:  # noqa: ASYNC110 -- a timer of the loop
+            await asyncio.sleep(0.005)
+    assert counters.get("store.slow_starts") == counters.get("breaker.opened") == 1
+    gate.release()
+    assert await hung is None
+    assert breaker.is_open  # that late an answer is no reason to ask for more
+    async with asyncio.timeout(30):
+        while breaker.is_open:
+            with contextlib.suppress(UnavailableError):
+                await store.head("a")
+            await asyncio.sleep(0.005)
+
+
+def test_silence_while_others_are_answered_is_one_failure_among_others(
+    breaker: Breaker, clock: Clock
+) -> None:
+    for number in range(3):
+        slow = admitted(breaker, is_read=True)
+        clock.now_s += 0.5
+        breaker.began(admitted(breaker))
+        clock.now_s += 0.6
+        assert breaker.silent(slow) == (number == 2)
+        breaker.abandoned(slow)
+    assert breaker.is_open
+
+
+def test_a_store_that_is_always_slow_is_not_late(breaker: Breaker, clock: Clock) -> None:
+    assert breaker.slow_s == 1.0
+    for _ in range(4):
+        ticket = admitted(breaker, is_read=True)
+        clock.now_s += 0.5
+        breaker.began(ticket)
+        breaker.succeeded(ticket)
+    assert breaker.slow_s == 4.0
+
+
+def test_a_few_late_answers_do_not_change_what_late_is(breaker: Breaker, clock: Clock) -> None:
+    for number in range(64):
+        ticket = admitted(breaker, is_read=True)
+        clock.now_s += 0.01 if number < 44 else 5.0
+        breaker.began(ticket)
+    assert breaker.slow_s == 1.0
+
+
+def forbidden(message: str) -> AccessError:
+    return AccessError(message, code="AccessDenied", is_general=False)
+
+
+async def test_refusals_of_single_keys_do_not_open_it_while_other_reads_succeed(
+    store: GuardStore, breaker: Breaker, script: Script
+) -> None:
+    """So answers S3 for absent keys to who may not list; the listing itself is refused too."""
+    script.faults = [Fault(name="absent", error=forbidden), Fault(op="list", error=forbidden)]
+    for _ in range(10):
+        for _ in range(5):
+            with pytest.raises(AccessError):
+                await store.get("absent", max_bytes=10)
+            with pytest.raises(AccessError):
+                await names(store)
+        await store.get("there", max_bytes=10)
+    assert not breaker.is_open
+
+
+async def test_nothing_but_refused_reads_is_a_rest_from_reads_alone(
+    store: GuardStore, inner: FaultStore, breaker: Breaker, script: Script, clock: Clock
+) -> None:
+    fault = Fault(op="get|head", error=forbidden)
+    script.faults = [fault]
+    for _ in range(6):
+        with pytest.raises(AccessError):
+            await store.get("a", max_bytes=10)
+    assert breaker.is_open
+    with pytest.raises(UnavailableError, match="breaker is open"):
+        await store.head("a")
+    await store.put_if_absent("b", [b"b"])
+    assert await names(store) == ["b"]
+    assert breaker.is_open
+    clock.now_s += 1
+    script.faults = []
+    await store.get("a", max_bytes=10)
+    assert not breaker.is_open
+
+
+async def test_writes_that_are_refused_do_not_stop_reads(
+    store: GuardStore, breaker: Breaker, script: Script
+) -> None:
+    script.faults = [Fault(op="put_if_absent|delete", error=forbidden)]
+    for _ in range(20):
+        with pytest.raises(AccessError):
+            await store.put_if_absent("b", [b"b"])
+    assert not breaker.is_open
+
+
+async def test_it_stays_open_for_as_long_as_the_server_asks(
+    store: GuardStore, breaker: Breaker, script: Script
+) -> None:
+    script.faults = [
+        Fault(error=lambda message: UnavailableError(message, status=503, retry_after_s=12.0))
+    ]
+    for _ in range(6):
+        with pytest.raises(UnavailableError):
+            await store.head("a")
+    assert breaker.pause_s == 12
+
+
+def test_stores_of_one_place_share_its_health_and_others_do_not() -> None:
+    def settings(**changes: str) -> Settings:
+        return load_settings({"bucket": "corpus", **changes}).settings
+
+    one = Endpoint.shared(settings())
+    assert Endpoint.shared(settings(prefix="elsewhere")) is one
+    assert Endpoint.shared(settings(bucket="another")) is not one
+    assert Endpoint.shared(settings(endpoint_url="http://127.0.0.1:1")) is not one
 
 
 # -- the breaker and listings ------------------------------------------------------------------
@@ -329,17 +482,15 @@ async def test_a_listing_that_is_left_early_is_an_answer_and_closes_its_request(
     breaker: Breaker, script: Script, clock: Clock
 ) -> None:
     pages = Pages(["a", "b", "c"])
-    store = BreakerStore(pages, breaker)  # type: ignore[arg-type]
-    breaker.failed(UnavailableError(""), probe=False)
-    breaker.failed(UnavailableError(""), probe=False)
-    breaker.failed(UnavailableError(""), probe=False)
+    store = guarded(pages, breaker)
+    open_by_hand(breaker)
     clock.now_s += 1
     listing = store.list("")
     assert (await anext(listing)).name == "a"
     assert not breaker.is_open
     await listing.aclose()  # type: ignore[attr-defined]
     assert pages.closed == 1
-    assert breaker.admit()
+    assert breaker.admit(is_read=False)
 
 
 @pytest.mark.parametrize("error", [UnavailableError("x"), AccessError("x"), KeyError("x")])
@@ -347,22 +498,21 @@ async def test_a_listing_that_is_left_early_is_an_answer_and_closes_its_request(
 async def test_a_probe_that_fails_while_listing_makes_room_for_the_next(
     breaker: Breaker, clock: Clock, error: Exception, before: int
 ) -> None:
-    for _ in range(3):
-        breaker.failed(UnavailableError(""), probe=False)
+    open_by_hand(breaker)
     clock.now_s += 1
     pages = Pages([*"abcd"[:before], error])
-    store = BreakerStore(pages, breaker)  # type: ignore[arg-type]
+    store = guarded(pages, breaker)
     with pytest.raises(type(error)):
         await names(store)
     assert pages.closed == 1
     clock.now_s += 100
-    assert breaker.admit()
+    assert breaker.admit(is_read=False)
 
 
 async def test_a_listing_cancelled_between_and_within_items_leaves_nothing_stuck(
     breaker: Breaker, script: Script, inner: FaultStore, clock: Clock
 ) -> None:
-    store = BreakerStore(inner, breaker)
+    store = guarded(inner, breaker)
     await open_up(store, script)
     clock.now_s += 1
     gate = Gate()
@@ -379,7 +529,7 @@ async def test_a_listing_cancelled_between_and_within_items_leaves_nothing_stuck
 
 
 async def test_an_empty_listing_is_an_answer(
-    store: BreakerStore, breaker: Breaker, script: Script, clock: Clock
+    store: GuardStore, breaker: Breaker, script: Script, clock: Clock
 ) -> None:
     await open_up(store, script)
     clock.now_s += 1
@@ -390,11 +540,10 @@ async def test_an_empty_listing_is_an_answer(
 async def test_a_listing_ends_when_the_breaker_opens_meanwhile(
     breaker: Breaker,
 ) -> None:
-    store = BreakerStore(Pages(["a", "b"]), breaker)  # type: ignore[arg-type]
+    store = guarded(Pages(["a", "b"]), breaker)
     listing = store.list("")
     await anext(listing)
-    for _ in range(3):
-        breaker.failed(UnavailableError(""), probe=False)
+    open_by_hand(breaker)
     with pytest.raises(UnavailableError, match="breaker is open"):
         await anext(listing)
 
@@ -421,9 +570,9 @@ class BreakerMachine(RuleBasedStateMachine):
     def begin(self) -> None:
         self.loop = asyncio.new_event_loop()
         self.clock = Clock()
-        self.breaker = Breaker(Counters(), threshold=2, clock=self.clock)
+        self.breaker = Breaker(BreakerOptions(threshold=4), clock=self.clock)
         self.held = Held()
-        self.store = BreakerStore(self.held, self.breaker)  # type: ignore[arg-type]
+        self.store = guarded(self.held, self.breaker)
         self.out: list[tuple[asyncio.Task[bytes | None], asyncio.Future[None], bool]] = []
 
     def turn(self) -> None:
@@ -498,144 +647,7 @@ class BreakerMachine(RuleBasedStateMachine):
             self.loop.close()
 
 
-BreakerMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+BreakerMachine.TestCase.settings = hypothesis_settings(
+    max_examples=30, stateful_step_count=30, deadline=None
+)
 TestBreakerMachine = BreakerMachine.TestCase
-
-
-# -- retries -----------------------------------------------------------------------------------
-
-
-class Sleeps:
-    def __init__(self) -> None:
-        self.slept: list[float] = []
-
-    async def __call__(self, seconds: float) -> None:
-        self.slept.append(seconds)
-
-
-def retrying(inner: Store, counters: Counters, sleeps: Sleeps, attempts: int = 2) -> RetryStore:
-    return RetryStore(
-        inner, counters, attempts=attempts, sleep=sleeps, uniform=lambda low, high: high
-    )
-
-
-@pytest.mark.parametrize("operation", [name for name in OPERATIONS if name != "list"])
-async def test_an_unavailable_operation_is_tried_once_more(
-    inner: FaultStore, script: Script, counters: Counters, operation: str
-) -> None:
-    sleeps = Sleeps()
-    script.faults = [Fault(error=UnavailableError, times=1)]
-    await OPERATIONS[operation](retrying(inner, counters, sleeps))
-    assert inner.calls == {operation: 2}
-    assert counters.get("store.retries") == 1
-    assert len(sleeps.slept) == 1
-
-
-@every_operation
-@pytest.mark.parametrize("attempts", [1, 2, 5])
-async def test_attempts_are_bounded(
-    inner: FaultStore, script: Script, counters: Counters, operation: str, attempts: int
-) -> None:
-    sleeps = Sleeps()
-    script.faults = [Fault(error=UnavailableError)]
-    with pytest.raises(UnavailableError):
-        await OPERATIONS[operation](retrying(inner, counters, sleeps, attempts))
-    expected = 1 if operation == "list" else attempts
-    assert inner.calls[operation] == expected
-    assert len(sleeps.slept) == expected - 1
-    assert sleeps.slept == sorted(sleeps.slept)
-    assert all(seconds <= 0.05 * 2**attempts for seconds in sleeps.slept)
-
-
-@every_operation
-@pytest.mark.parametrize("error", [AccessError, ConflictError, corrupt, TierError, KeyError])
-async def test_an_answer_is_never_asked_for_again(
-    inner: FaultStore,
-    script: Script,
-    counters: Counters,
-    operation: str,
-    error: Callable[[str], Exception],
-) -> None:
-    sleeps = Sleeps()
-    script.faults = [Fault(error=error)]
-    with pytest.raises((S3ECError, KeyError)) as caught:
-        await OPERATIONS[operation](retrying(inner, counters, sleeps, 5))
-    assert type(caught.value) is type(error("x"))
-    assert inner.calls == {operation: 1}
-    assert sleeps.slept == []
-
-
-async def test_a_write_whose_reply_was_lost_ends_in_a_conflict(
-    inner: FaultStore, script: Script, counters: Counters
-) -> None:
-    """Which callers take for success: entries are content-addressed."""
-    script.faults = [Fault(op="put_if_absent", lost_reply=True, times=1)]
-    store = retrying(inner, counters, Sleeps())
-    with pytest.raises(ConflictError):
-        await store.put_if_absent("a", [b"x"])
-    assert await store.get("a", max_bytes=10) == b"x"
-
-
-async def test_an_open_breaker_is_not_asked_twice(
-    inner: FaultStore, script: Script, counters: Counters, clock: Clock
-) -> None:
-    """A miss while the store is down must not cost a pause."""
-    sleeps = Sleeps()
-    breaker = Breaker(counters, clock=clock)
-    store = retrying(BreakerStore(inner, breaker), counters, sleeps, 5)
-    script.faults = [Fault(error=UnavailableError)]
-    with pytest.raises(UnavailableError, match="breaker is open"):
-        await store.head("a")  # the third attempt opened it
-    assert (inner.calls.total(), len(sleeps.slept)) == (3, 3)
-    with pytest.raises(UnavailableError, match="breaker is open"):
-        await store.head("a")
-    assert (inner.calls.total(), len(sleeps.slept)) == (3, 3)
-
-
-async def test_the_delay_is_drawn_from_zero_up(
-    inner: FaultStore, script: Script, counters: Counters
-) -> None:
-    drawn: list[tuple[float, float]] = []
-
-    def uniform(low: float, high: float) -> float:
-        drawn.append((low, high))
-        return low
-
-    script.faults = [Fault(error=UnavailableError)]
-    store = RetryStore(inner, counters, attempts=4, sleep=Sleeps(), uniform=uniform)
-    with pytest.raises(UnavailableError):
-        await store.head("a")
-    assert [low for low, _ in drawn] == [0, 0, 0]
-    assert [high for _, high in drawn] == [0.1, 0.2, 0.4]
-
-
-async def test_a_listing_passes_through_with_its_arguments(
-    inner: FaultStore, counters: Counters
-) -> None:
-    for name in ("p/a", "p/b", "q/c"):
-        await inner.put_if_absent(name, [b"x"])
-    breaker = Breaker(counters)
-    store = RetryStore(BreakerStore(inner, breaker), counters)
-    assert sorted(await names(store, "p/")) == ["p/a", "p/b"]
-    assert [info.name async for info in store.list("p/", start_after="p/a")] == ["p/b"]
-    assert await store.list_folders("") == ("q/", "p/")
-
-
-async def test_close_reaches_the_innermost_store(inner: FaultStore, counters: Counters) -> None:
-    store = RetryStore(BreakerStore(inner, Breaker(counters)), counters)
-    await store.close()
-    with pytest.raises(RuntimeError, match="closed"):
-        await inner.head("a")
-
-
-async def test_a_cancelled_operation_is_not_tried_again(
-    inner: FaultStore, script: Script, counters: Counters
-) -> None:
-    gate = Gate()
-    script.faults = [Fault(gate=gate)]
-    task = asyncio.create_task(retrying(inner, counters, Sleeps(), 5).head("a"))
-    await reached(gate)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert inner.calls == {"head": 1}

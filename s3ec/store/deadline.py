@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a request is told by its caller, and tells it back, past the Store protocol.
+
+Down goes the caller's deadline, so that nobody begins what cannot end before it. Up comes the news
+that an answer has begun, which the end of an operation with a large body tells too late.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextvars import ContextVar
+
+_deadline: ContextVar[asyncio.Timeout | None] = ContextVar("s3ec_deadline", default=None)
+_on_answer: ContextVar[Callable[[], None] | None] = ContextVar("s3ec_on_answer", default=None)
+
+
+@contextlib.asynccontextmanager
+async def within(seconds: float) -> AsyncIterator[asyncio.Timeout]:
+    """Give everything inside so much time; tasks begun inside know of it too.
+
+    Yields:
+        The deadline, which may be moved.
+
+    Raises:
+        TimeoutError: It has passed.
+    """
+    async with asyncio.timeout(seconds) as deadline:
+        before = _deadline.get()
+        _deadline.set(deadline)
+        try:
+            yield deadline
+        finally:
+            _deadline.set(before)
+
+
+def seconds_left() -> float:
+    """Until the caller's deadline; infinite where there is none."""
+    deadline = _deadline.get()
+    when = None if deadline is None else deadline.when()
+    return math.inf if when is None else when - asyncio.get_running_loop().time()
+
+
+@contextlib.contextmanager
+def hearing(on_answer: Callable[[], None]) -> Iterator[None]:
+    """Have ``on_answer`` called when the answer to a request made inside begins."""
+    before = _on_answer.get()
+    _on_answer.set(on_answer)
+    try:
+        yield
+    finally:
+        _on_answer.set(before)
+
+
+def answer_begun() -> None:
+    """For transports: the head of an answer is here, its body may follow."""
+    on_answer = _on_answer.get()
+    if on_answer is not None:
+        on_answer()

@@ -1,0 +1,329 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Repetitions are few, later each time, paid for, and never past the caller's time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from s3ec.counters import Counters
+from s3ec.errors import (
+    AccessError,
+    ConflictError,
+    S3ECError,
+    TierError,
+    UnavailableError,
+)
+from s3ec.store.base import Store
+from s3ec.store.deadline import seconds_left, within
+from s3ec.store.endpoint import Endpoint, GuardStore, resilient
+from s3ec.store.retry import Budget, RetryOptions, RetryStore
+from s3ec.store.retry_after import retry_after_s
+from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
+from s3ec.testing.memory_store import MemoryStore
+from tests.unit.store.test_endpoint import OPERATIONS, corrupt, every_operation, names, reached
+
+
+@pytest.fixture
+def counters() -> Counters:
+    return Counters()
+
+
+@pytest.fixture
+def script() -> Script:
+    return Script()
+
+
+@pytest.fixture
+def inner(script: Script) -> FaultStore:
+    return FaultStore(MemoryStore(), script)
+
+
+class Sleeps:
+    def __init__(self) -> None:
+        self.slept: list[float] = []
+
+    async def __call__(self, seconds: float) -> None:
+        self.slept.append(seconds)
+
+
+def retrying(inner: Store, counters: Counters, sleeps: Sleeps, attempts: int = 2) -> RetryStore:
+    options = RetryOptions(attempts=attempts)
+    return RetryStore(
+        inner, counters, options=options, sleep=sleeps, uniform=lambda low, high: high
+    )
+
+
+@pytest.mark.parametrize("operation", [name for name in OPERATIONS if name != "list"])
+async def test_an_unavailable_operation_is_tried_once_more(
+    inner: FaultStore, script: Script, counters: Counters, operation: str
+) -> None:
+    sleeps = Sleeps()
+    script.faults = [Fault(error=UnavailableError, times=1)]
+    await OPERATIONS[operation](retrying(inner, counters, sleeps))
+    assert inner.calls == {operation: 2}
+    assert counters.get("store.retries") == 1
+    assert len(sleeps.slept) == 1
+
+
+@every_operation
+@pytest.mark.parametrize("attempts", [1, 2, 5])
+async def test_attempts_are_bounded(
+    inner: FaultStore, script: Script, counters: Counters, operation: str, attempts: int
+) -> None:
+    sleeps = Sleeps()
+    script.faults = [Fault(error=UnavailableError)]
+    with pytest.raises(UnavailableError):
+        await OPERATIONS[operation](retrying(inner, counters, sleeps, attempts))
+    expected = 1 if operation == "list" else attempts
+    assert inner.calls[operation] == expected
+    assert len(sleeps.slept) == expected - 1
+    assert sleeps.slept == sorted(sleeps.slept)
+    assert all(seconds <= 0.05 * 2**attempts for seconds in sleeps.slept)
+
+
+@every_operation
+@pytest.mark.parametrize("error", [AccessError, ConflictError, corrupt, TierError, KeyError])
+async def test_an_answer_is_never_asked_for_again(
+    inner: FaultStore,
+    script: Script,
+    counters: Counters,
+    operation: str,
+    error: Callable[[str], Exception],
+) -> None:
+    sleeps = Sleeps()
+    script.faults = [Fault(error=error)]
+    with pytest.raises((S3ECError, KeyError)) as caught:
+        await OPERATIONS[operation](retrying(inner, counters, sleeps, 5))
+    assert type(caught.value) is type(error("x"))
+    assert inner.calls == {operation: 1}
+    assert sleeps.slept == []
+
+
+async def test_a_write_whose_reply_was_lost_ends_in_a_conflict(
+    inner: FaultStore, script: Script, counters: Counters
+) -> None:
+    """Which callers take for success: entries are content-addressed."""
+    script.faults = [Fault(op="put_if_absent", lost_reply=True, times=1)]
+    store = retrying(inner, counters, Sleeps())
+    with pytest.raises(ConflictError):
+        await store.put_if_absent("a", [b"x"])
+    assert await store.get("a", max_bytes=10) == b"x"
+
+
+async def test_an_open_breaker_is_not_asked_twice(
+    inner: FaultStore, script: Script, counters: Counters
+) -> None:
+    """A miss while the store is down must not cost a pause."""
+    sleeps = Sleeps()
+    guarded = GuardStore(inner, Endpoint(16), counters)
+    store = retrying(guarded, counters, sleeps, 5)
+    script.faults = [Fault(error=UnavailableError)]
+    with pytest.raises(UnavailableError, match="breaker is open"):
+        await store.head("a")  # the third attempt opened it
+    assert (inner.calls.total(), len(sleeps.slept)) == (3, 3)
+    with pytest.raises(UnavailableError, match="breaker is open"):
+        await store.head("a")
+    assert (inner.calls.total(), len(sleeps.slept)) == (3, 3)
+
+
+async def test_the_delay_is_drawn_from_zero_up(
+    inner: FaultStore, script: Script, counters: Counters
+) -> None:
+    drawn: list[tuple[float, float]] = []
+
+    def uniform(low: float, high: float) -> float:
+        drawn.append((low, high))
+        return low
+
+    script.faults = [Fault(error=UnavailableError)]
+    options = RetryOptions(attempts=4)
+    store = RetryStore(inner, counters, options=options, sleep=Sleeps(), uniform=uniform)
+    with pytest.raises(UnavailableError):
+        await store.head("a")
+    assert [low for low, _ in drawn] == [0, 0, 0]
+    assert [high for _, high in drawn] == [0.1, 0.2, 0.4]
+
+
+async def test_a_listing_passes_through_with_its_arguments(
+    inner: FaultStore, counters: Counters
+) -> None:
+    for name in ("p/a", "p/b", "q/c"):
+        await inner.put_if_absent(name, [b"x"])
+    store = resilient(inner, Endpoint(16), counters, hedge=True)
+    assert sorted(await names(store, "p/")) == ["p/a", "p/b"]
+    assert [info.name async for info in store.list("p/", start_after="p/a")] == ["p/b"]
+    assert await store.list_folders("") == ("q/", "p/")
+
+
+async def test_close_reaches_the_innermost_store(inner: FaultStore, counters: Counters) -> None:
+    store = resilient(inner, Endpoint(16), counters, hedge=True)
+    await store.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        await inner.head("a")
+
+
+async def test_a_cancelled_operation_is_not_tried_again(
+    inner: FaultStore, script: Script, counters: Counters
+) -> None:
+    gate = Gate()
+    script.faults = [Fault(gate=gate)]
+    task = asyncio.create_task(retrying(inner, counters, Sleeps(), 5).head("a"))
+    await reached(gate)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert inner.calls == {"head": 1}
+
+
+# -- what bounds them ------------------------------------------------------------------------------
+
+
+async def test_a_server_that_asks_for_patience_gets_it_and_no_more_than_is_sensible(
+    inner: FaultStore, script: Script, counters: Counters
+) -> None:
+    def asking(seconds: float) -> Callable[[str], Exception]:
+        return lambda message: UnavailableError(message, status=503, retry_after_s=seconds)
+
+    sleeps = Sleeps()
+    store = retrying(inner, counters, sleeps)
+    script.faults = [Fault(error=asking(3.0), times=1)]
+    await store.head("a")
+    assert sleeps.slept == [3.0]
+    script.faults = [Fault(error=asking(60.0), times=1)]
+    with pytest.raises(UnavailableError):
+        await store.head("a")
+    assert sleeps.slept == [3.0]
+    assert counters.get("store.too_late") == 1
+
+
+async def test_nothing_is_repeated_past_the_callers_deadline(
+    inner: FaultStore, script: Script, counters: Counters
+) -> None:
+    def patient(message: str) -> UnavailableError:
+        return UnavailableError(message, retry_after_s=2.0)
+
+    sleeps = Sleeps()
+    store = retrying(inner, counters, sleeps)
+    script.faults = [Fault(error=patient)]
+    async with within(1.9):
+        with pytest.raises(UnavailableError):
+            # As parts of a large object are asked for: in tasks of their own.
+            await asyncio.create_task(store.head("a"))
+    assert (inner.calls.total(), sleeps.slept) == (1, [])
+    assert counters.get("store.too_late") == 1
+    async with within(600) as deadline:
+        with pytest.raises(UnavailableError):
+            await store.head("a")
+        assert len(sleeps.slept) == 1
+        deadline.reschedule(asyncio.get_running_loop().time() + 1.9)
+        assert seconds_left() < 2
+        with pytest.raises(UnavailableError):
+            await store.head("a")
+        assert len(sleeps.slept) == 1
+    assert seconds_left() == float("inf")
+
+
+async def test_a_spent_budget_ends_repetitions_and_requests_fill_it_again(
+    inner: FaultStore, script: Script, counters: Counters
+) -> None:
+    budget = Budget(0.1, at_most=10, at_first=1)
+    store = RetryStore(inner, counters, budget=budget, sleep=Sleeps())
+    script.faults = [Fault(op="head", error=UnavailableError)]
+    for _ in range(2):
+        with pytest.raises(UnavailableError):
+            await store.head("a")
+    assert inner.calls["head"] == 3
+    assert counters.get("store.retry_budget_spent") == 2
+    for _ in range(8):
+        await store.get("a", max_bytes=1)
+    with pytest.raises(UnavailableError):
+        await store.head("a")
+    assert inner.calls["head"] == 5
+
+
+@given(
+    steps=st.lists(st.booleans(), max_size=300),
+    share=st.sampled_from([0.0, 0.05, 0.2]),
+    at_first=st.integers(0, 3),
+)
+def test_extra_requests_never_exceed_their_share(
+    steps: list[bool], share: float, at_first: int
+) -> None:
+    budget = Budget(share, at_most=10, at_first=at_first)
+    paid = extra = 0
+    for is_request in steps:
+        if is_request:
+            budget.pay_in()
+            paid += 1
+        else:
+            extra += budget.take()
+        assert extra <= at_first + share * paid + 1e-9
+
+
+@pytest.mark.parametrize(("concurrent", "most"), [(1, 6), (4, 7), (32, 33)])
+async def test_a_server_that_only_fails_is_sent_hardly_more_than_was_asked_for(
+    inner: FaultStore, script: Script, counters: Counters, concurrent: int, most: int
+) -> None:
+    endpoint = Endpoint(32)
+    store = resilient(inner, endpoint, counters, hedge=True)
+    for _ in range(200):  # a budget that is full
+        await store.get("a", max_bytes=1)
+    inner.calls.clear()
+    script.faults = [Fault(error=lambda message: UnavailableError(message, status=503))]
+
+    async def ask() -> None:
+        while not endpoint.breaker.is_open:
+            with pytest.raises(UnavailableError):
+                await store.get("a", max_bytes=1)
+
+    async with asyncio.timeout(30):
+        await asyncio.gather(*(ask() for _ in range(concurrent)))
+    assert inner.calls["get"] <= most
+    assert counters.get("store.retries") <= 1
+
+
+async def test_a_conflict_of_writers_is_repeated_and_not_held_against_the_endpoint(
+    inner: FaultStore, script: Script, counters: Counters
+) -> None:
+    endpoint = Endpoint(4)
+    store = resilient(inner, endpoint, counters, hedge=True)
+    busy = Fault(error=lambda message: UnavailableError(message, status=409))
+    script.faults = [busy]
+    for _ in range(8):
+        with pytest.raises(UnavailableError):
+            await store.put_if_absent("a", [b"x"])
+    assert not endpoint.breaker.is_open
+    assert busy.struck > 8
+
+
+# -- Retry-After -------------------------------------------------------------------------------
+
+DATE = "Wed, 21 Oct 2015 07:28:00 GMT"
+LATER = "Wed, 21 Oct 2015 07:28:30 GMT"
+
+
+@pytest.mark.parametrize(
+    ("headers", "expected"),
+    [
+        ({}, None),
+        ({"retry-after": "7"}, 7),
+        ({"retry-after": "0"}, 0),
+        ({"retry-after": "9" * 400}, 86400),
+        ({"retry-after": "-3"}, None),
+        ({"retry-after": "\u0663"}, None),
+        ({"retry-after": "soon"}, None),
+        ({"retry-after": LATER, "date": DATE}, 30),
+        ({"retry-after": DATE, "date": LATER}, 0),
+        ({"retry-after": LATER}, 20),
+        ({"retry-after": LATER, "date": "never"}, 20),
+    ],
+)
+def test_retry_after_is_read_as_seconds_or_as_a_date(
+    headers: dict[str, str], expected: float | None
+) -> None:
+    assert retry_after_s(headers, clock=lambda: 1445412490.0) == expected
