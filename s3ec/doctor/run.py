@@ -12,11 +12,13 @@ from typing import Any, Literal
 from s3ec.config import Loaded
 from s3ec.doctor import bucket, node, serving, writing
 from s3ec.doctor.patient import Patient
-from s3ec.doctor.report import Check, Outcome, Verdict, ok, skip
+from s3ec.doctor.report import Check, Outcome, Verdict, fail, ok, skip, warn
 from s3ec.doctor.s3 import S3Probe
 from s3ec.doctor.vllm_child import VllmChild
+from s3ec.errors import ConfigError
 from s3ec.store.open import choose_transport, open_store
 from s3ec.store.sdk_client import check_settings
+from s3ec.tenant import Tenant, exposure
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,16 @@ class Step:
 
 
 def _settings(patient: Patient) -> Outcome:
+    reference = patient.settings.tenant_key
+    try:
+        Tenant.read(reference)
+    except ConfigError as exc:
+        found, _, mend = str(exc).rpartition("; ")
+        return fail(found, mend)
+    exposed = exposure(reference)
+    if exposed is not None:
+        found, _, mend = exposed.rpartition("; ")
+        return warn(found, mend)
     origins = patient.loaded.origins
     names: dict[str, list[str]] = {}
     for name, origin in origins.items():
