@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from s3ec.testing.proxy import Exchange, Reply
 
@@ -183,3 +183,17 @@ class Announce:
 
     async def apply(self, exchange: Exchange) -> None:
         await exchange.send(await exchange.forward(), length=self.nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetCondition:
+    """The upstream never hears of ``If-None-Match``, as behind a server that does not know it.
+
+    Only in front of one that checks no signatures, since clients sign the header.
+    """
+
+    async def apply(self, exchange: Exchange) -> None:
+        asked = exchange.request
+        headers = {k: v for k, v in asked.headers.items() if k != "if-none-match"}
+        exchange.request = replace(asked, headers=headers)
+        await exchange.send(await exchange.forward())
