@@ -262,11 +262,7 @@ class Fetcher:
             self._budget.free(held_bytes)
 
     async def _first_good(self, want: Want, expected: Shape, max_bytes: int | None) -> Fetched:
-        """Go through the entry's revisions until one is good, or there is none.
-
-        Args:
-            max_bytes: None for an object that comes in parts.
-        """
+        """Go through its revisions until one is good or none is left; no max_bytes: in parts."""
         key, bad = want.key, self._bad_objects
         if bad.is_stale():
             await self._loop.disk(bad.refresh)
@@ -275,10 +271,9 @@ class Fetcher:
         while revision <= MAX_REVISION:
             answer = await self._twice(want, expected, max_bytes, revision, facts)
             if isinstance(answer, str):
-                row_time_s = facts.time_s if facts else 0
-                note = partial(bad.note, key, answer, revision, row_time_s=row_time_s)
-                following = await self._loop.disk(note)
-                if following is None:
+                row_s = facts.time_s if facts else 0
+                note = partial(bad.note, key, answer, revision, row_time_s=row_s)
+                if (following := await self._loop.disk(note)) is None:
                     self._index.forget(key)
                     return Fetched(want, Outcome.CORRUPT)
                 revision = following

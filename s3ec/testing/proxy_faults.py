@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from s3ec.testing.proxy import Exchange, Reply
 
@@ -199,3 +199,17 @@ class Endless:
         await exchange.send_raw(head.encode("latin-1"))
         while True:  # until the client's end of the connection is closed
             await exchange.send_raw(f"{len(self.piece):x}\r\n".encode() + self.piece + b"\r\n")
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetCondition:
+    """The upstream never hears of ``If-None-Match``, as behind a server that does not know it.
+
+    Only in front of one that checks no signatures, since clients sign the header.
+    """
+
+    async def apply(self, exchange: Exchange) -> None:
+        asked = exchange.request
+        headers = {k: v for k, v in asked.headers.items() if k != "if-none-match"}
+        exchange.request = replace(asked, headers=headers)
+        await exchange.send(await exchange.forward())

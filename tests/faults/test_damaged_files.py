@@ -8,7 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
+from tests.faults.living import object_at
 from tests.faults.machine import ENTRY_BYTES, Corpus, Machine
 from tests.faults.saving import spooled_below
 from tests.faults.site import eventually
@@ -152,3 +155,26 @@ def test_spool_file_deleted_by_somebody_is_uploaded_from_the_tier(tmp_path: Path
         gate.release()
         machine.wait_confirmed(0, 1)
         machine.assert_in_order()
+
+
+def test_bit_flipped_anywhere_in_the_tier_gives_the_right_bytes(tmp_path: Path) -> None:
+    corpus = Corpus()
+    corpus.stock(1)
+    whole = b"".join(object_at(1))
+    with Machine(corpus, tmp_path / "cache") as machine:
+
+        @settings(max_examples=12, suppress_health_check=list(HealthCheck))
+        @given(bit=st.integers(0, 8 * ENTRY_BYTES - 1), granted=st.booleans())
+        def damage(bit: int, granted: bool) -> None:
+            flipped = bytearray(whole)
+            flipped[bit // 8] ^= 1 << bit % 8
+            counters = machine.node.counters
+            machine.load(machine.fetch(1))
+            before = counters.get("tier.quarantined")
+            fetched = machine.fetch(1) if granted else {}
+            machine.file(1).write_bytes(flipped)
+            machine.load(fetched or machine.fetch(1))  # compares every byte
+            assert counters.get("tier.quarantined") == before + 1
+            assert counters.get("quarantined_objects") == 0
+
+        damage()

@@ -15,15 +15,19 @@ from hypothesis import strategies as st
 from s3ec.errors import ConfigError
 from s3ec.identity import (
     MAX_IDENTIFIER_BYTES,
+    MAX_REVISION,
+    OBJECT_SUFFIX,
     Key,
     Layout,
     Namespace,
+    entry_name,
     is_content_hash,
     is_namespace_name,
     is_object_name,
     is_request_scoped,
     make_key,
     modality_name,
+    revised_name,
 )
 
 A = hashlib.sha256(b"a").hexdigest()
@@ -446,3 +450,28 @@ def test_modalities_have_distinct_safe_names(one: str, other: str) -> None:
     names = [modality_name(one), modality_name(other)]
     assert all(re.fullmatch(r"[a-z0-9_]{1,64}", name) for name in names)
     assert (names[0] == names[1]) is (one == other)
+
+
+@pytest.mark.parametrize("identifier", [A, f"adapter:{A}", "picture.png"])
+def test_revisions_have_names_of_their_own_and_lead_back_to_the_entry(identifier: str) -> None:
+    key = key_of(identifier)
+    layout = Layout("gemma-0123456789abcdef")
+    assert layout.object(key, 0) == layout.object(key)
+    names = [layout.object(key, revision) for revision in range(MAX_REVISION + 1)]
+    assert len(set(names)) == MAX_REVISION + 1
+    for revision, name in enumerate(names):
+        assert name.startswith(layout.revisions(key))
+        assert entry_name(name.removeprefix(layout.objects)) == (key.name, revision)
+    assert not is_object_name(revised_name(key.name, 1))
+
+
+@pytest.mark.parametrize("mark", ["r0", "r10", "r", "R1", "r1.r2", "r\u0661", "1", "r-1"])
+def test_what_only_looks_like_a_revision_is_none(mark: str) -> None:
+    name = key_of(A).name.removesuffix(OBJECT_SUFFIX)
+    assert entry_name(f"{name}.{mark}{OBJECT_SUFFIX}") is None
+
+
+@given(st.text(max_size=100))
+def test_entry_name_never_raises(name: str) -> None:
+    entry_name(name)
+    entry_name(f"{name}.r1{OBJECT_SUFFIX}")

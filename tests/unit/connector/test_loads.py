@@ -265,6 +265,22 @@ def test_header_that_was_changed_after_the_grant_is_refused(bench: Bench, at: in
         loading.read_data(load, torch.empty(load.shape.nbytes, dtype=torch.uint8))
 
 
+def test_values_that_are_not_hashed_are_believed_length_and_header_are_not(bench: Bench) -> None:
+    load = bench.load(1)
+    path = Path(load.path)
+    good = path.read_bytes()
+    memory = torch.empty(load.shape.nbytes, dtype=torch.uint8)
+    path.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+    with pytest.raises(CorruptEntryError, match="checksum"):
+        loading.read_data(load, memory)
+    loading.read_data(load, memory, hashed=False)
+    assert bytes(memory[:-1].numpy()) == good[load.data_start : -1]
+    for bad in (good[:-1], good + b"x", good[:40] + bytes([good[40] ^ 1]) + good[41:]):
+        path.write_bytes(bad)
+        with pytest.raises(CorruptEntryError):
+            loading.read_data(load, memory, hashed=False)
+
+
 @pytest.mark.parametrize("kind", ["pipe", "folder", "link"])
 def test_what_is_no_file_is_refused_at_once(bench: Bench, kind: str, tmp_path: Path) -> None:
     load = bench.load(1)

@@ -227,3 +227,40 @@ async def test_an_entry_that_is_stored_again_outlives_its_deletion(
         gate.release()
         await task
     assert set(await view(memory)) == {KEYS[0].digest}
+
+
+async def put_revisions(memory: MemoryStore, number: int, *revisions: int) -> list[str]:
+    objects = [LAYOUT.object(KEYS[number], revision) for revision in revisions]
+    for name in objects:
+        await memory.put_if_absent(name, [bytes(100)])
+    return objects
+
+
+async def test_deleting_an_entry_deletes_all_its_revisions_and_nobody_elses(
+    memory: MemoryStore,
+) -> None:
+    await put_entry(memory, 1)
+    await put_entry(memory, 2)
+    await put_revisions(memory, 1, 1, 2)
+    (kept,) = await put_revisions(memory, 2, 1)
+    await delete(memory, 1)
+    left = {name for name in memory.bucket.objects if name.startswith(LAYOUT.objects)}
+    assert left == {LAYOUT.object(KEYS[2]), kept}
+    assert set(await view(memory)) == {KEYS[2].digest}
+
+
+@pytest.mark.parametrize("young", [0, 1])
+async def test_old_objects_of_an_entry_go_and_readers_keep_it_for_the_young_one(
+    memory: MemoryStore, young: int
+) -> None:
+    for number in (1, 2):
+        await put_entry(memory, number)
+        await put_revisions(memory, number, 1)
+    for name in memory.bucket.modified_s:
+        memory.bucket.modified_s[name] = 100.0
+    memory.bucket.modified_s[LAYOUT.object(KEYS[1], young)] = 900.0
+    older = await delete_older(memory, LAYOUT, 500.0)
+    assert older.entries == 3
+    left = {name for name in memory.bucket.objects if name.startswith(LAYOUT.objects)}
+    assert left == {LAYOUT.object(KEYS[1], young)}
+    assert set(await view(memory)) == {KEYS[1].digest}

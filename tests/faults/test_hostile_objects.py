@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What comes instead of an entry, from the bucket, the way or this node's disk: never served."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from s3ec import codec
+from s3ec.codec import Header, Shape
+from s3ec.identity import canonical_json
+from s3ec.prefetch import Outcome
+from s3ec.testing.proxy import Fault, Rule
+from s3ec.testing.proxy_faults import Flip, Replace, html_page
+from s3ec.testing.server import LocalS3
+from tests.faults.engine import Engine, body_at, gets, overwrite
+from tests.faults.living import ROWS
+from tests.faults.saving import NAMESPACE, WIDTH, data_at, identifier_at, key_at
+from tests.faults.site import LAYOUT, Site
+
+ENTRY_BYTES = len(body_at(0))
+
+
+@pytest.fixture
+def stocked(site: Site, local_s3: LocalS3, monkeypatch: pytest.MonkeyPatch) -> Site:
+    """A bucket with the modality's record, credentials for it, and no suspicion of the way."""
+    for name, value in local_s3.env().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("s3ec.tier.bad_objects.MANY", 10_000)
+    site.stock_record(WIDTH)
+    return site
+
+
+def flipped(body: bytes, bit: int) -> bytes:
+    changed = bytearray(body)
+    changed[bit // 8] ^= 1 << bit % 8
+    return bytes(changed)
+
+
+def test_bit_flipped_anywhere_is_a_miss_or_the_right_bytes(stocked: Site, tmp_path: Path) -> None:
+    numbers = itertools.count()
+    with Engine(stocked, tmp_path / "a", saves=False) as engine:
+
+        @settings(max_examples=12, suppress_health_check=list(HealthCheck))
+        @given(bit=st.integers(0, 8 * ENTRY_BYTES - 1), where=st.sampled_from(["once", "bucket"]))
+        def flip(bit: int, where: str) -> None:
+            number = next(numbers)
+            key, before = key_at(number), engine.count("quarantined_objects")
+            stocked.stock(key.name, body_at(number))
+            rule = Rule(Flip(bit // 8), method="GET", target=key.name, times=1)
+            if where == "once":
+                stocked.proxy.add(rule)
+            else:
+                overwrite(stocked, key, flipped(body_at(number), bit))
+            fetched = engine.fetch(number)
+            if where == "once":
+                assert (rule.fired, fetched.outcome) == (1, Outcome.READY)
+                assert gets(stocked, number) == ["r0", "r0"]
+                assert engine.count("quarantined_objects") == before
+            else:
+                assert fetched.outcome is Outcome.CORRUPT
+                assert gets(stocked, number)[:2] == ["r0", "r0"]
+                assert engine.count("quarantined_objects") == before + 1
+                assert not engine.node.tier.contains(key)
+
+        flip()
+        assert engine.node.tier.check() == []
+
+
+BODIES: dict[str, Callable[[], Fault]] = {
+    "a page with status 200": html_page,
+    "nothing": lambda: Replace(b""),
+    "another image's object": lambda: Replace(body_at(1000)),
+}
+
+
+def test_body_that_is_something_else_is_a_miss_and_the_object_is_quarantined(
+    stocked: Site, tmp_path: Path
+) -> None:
+    with Engine(stocked, tmp_path / "a", saves=False) as engine:
+        for number, (what, fault) in enumerate(BODIES.items()):
+            stocked.stock(key_at(number).name, body_at(number))
+            rule = stocked.proxy.add(
+                Rule(fault(), method="GET", target=f"{LAYOUT.object(key_at(number))}", times=2)
+            )
+            assert engine.fetch(number).outcome is Outcome.CORRUPT, what
+            assert rule.fired == 2, what
+            assert engine.count("quarantined_objects") == number + 1, what
+            engine.node.bad_objects.refresh()
+            assert engine.node.bad_objects.revision(key_at(number)) == 1, what
+        assert engine.node.tier.usage().entries == 0
+
+
+def entry_of(number: int, **changes: object) -> bytes:
+    """A well-formed entry that is not what this number's key stands for."""
+    shape = Shape(ROWS, WIDTH, "bfloat16")
+    data = data_at(number, ROWS)
+    if changes.pop("nan", False):
+        data = b"\xc0\x7f" + data[2:]
+    values: dict[str, object] = {
+        "identifier": identifier_at(number),
+        "namespace": NAMESPACE.name,
+        "modality": "image",
+        "shape": shape,
+        **changes,
+    }
+    if isinstance(values["shape"], Shape) and values["shape"] != shape:
+        data = bytes(values["shape"].nbytes)
+    return codec.encode_header(Header(checksum=codec.checksum(data), **values)) + data  # type: ignore[arg-type]
+
+
+def sealed(number: int, change: Callable[[dict[str, object]], None], data: bytes = b"") -> bytes:
+    """An entry whose header was changed by somebody who knows the format."""
+    blob = entry_of(number)
+    (length,) = struct.unpack_from("<Q", blob)
+    content = json.loads(blob[8 : 8 + length])
+    change(content)
+    metadata = content["__metadata__"]
+    metadata["header_xxh3"] = codec._seal(metadata, content["ec_cache"])
+    return with_header(canonical_json(content).encode(), data or blob[8 + length :])
+
+
+def with_header(body: bytes, data: bytes = b"") -> bytes:
+    body += b" " * (-(8 + len(body)) % 64)
+    return struct.pack("<Q", len(body)) + body + data
+
+
+def of_another_version(content: dict[str, object]) -> None:
+    content["__metadata__"]["s3ec"] = "2"  # type: ignore[index]
+
+
+MISFITS = {
+    "rows": lambda n: entry_of(n, shape=Shape(ROWS // 2, WIDTH, "bfloat16")),
+    "width": lambda n: entry_of(n, shape=Shape(ROWS, WIDTH // 2, "bfloat16")),
+    "dtype": lambda n: entry_of(n, shape=Shape(ROWS, WIDTH, "float16")),
+    "modality": lambda n: entry_of(n, modality="video"),
+    "namespace": lambda n: entry_of(n, namespace="tiny-0123456789abcdef"),
+    "version": lambda n: sealed(n, of_another_version),
+    "nonfinite": lambda n: entry_of(n, nan=True),
+}
+
+
+def test_entry_that_does_not_fit_is_a_miss_and_its_field_is_counted(
+    stocked: Site, tmp_path: Path
+) -> None:
+    unusable = {"namespace", "version", "nonfinite"}
+    with Engine(stocked, tmp_path / "a", saves=False) as engine:
+        for number, (field, make) in enumerate(MISFITS.items()):
+            stocked.stock(key_at(number).name, make(number))
+            outcome = engine.fetch(number).outcome
+            assert outcome is (Outcome.CORRUPT if field in unusable else Outcome.MISMATCH), field
+            assert engine.count(f"mismatch.{field}") == (2 if field in unusable else 1), field
+        assert engine.count("quarantined_objects") == len(unusable)
+        assert engine.node.tier.usage().entries == 0
+
+
+def tensors(count: int) -> bytes:
+    names = (f'"t{i}":{{"dtype":"BF16","shape":[0],"data_offsets":[0,0]}}' for i in range(count))
+    return ("{" + ",".join(names) + "}").encode()
+
+
+TENSOR = b'"ec_cache":{"data_offsets":[0,0],"dtype":"BF16","shape":[0,1152921504606846976]}'
+HOSTILE = {
+    "header of 2^40 bytes": struct.pack("<Q", 2**40) + bytes(100),
+    "header of 2^64-1 bytes": struct.pack("<Q", 2**64 - 1) + bytes(100),
+    "shape [0, 2^60]": with_header(b'{"__metadata__":{},' + TENSOR + b"}"),
+    "100,000 names": with_header(tensors(100_000)),
+    "300 names": with_header(tensors(300)),
+    "duplicate keys": with_header(b'{"__metadata__":{},"__metadata__":{},' + TENSOR + b"}"),
+    "an unexpected name": with_header(b'{"__metadata__":{},"weight":{}}'),
+    "nested JSON": with_header(b"[" * 16_000),
+    "a number of 16,000 digits": with_header(b'{"__metadata__":' + b"9" * 16_000 + b"}"),
+    "an escape bomb": with_header(b'{"__metadata__":{"a":"' + b"\\u0000" * 2_600 + b'"}}'),
+}
+
+
+def test_hostile_safetensors_are_refused_and_quarantined(stocked: Site, tmp_path: Path) -> None:
+    with Engine(stocked, tmp_path / "a", saves=False) as engine:
+        for number, (what, body) in enumerate(HOSTILE.items()):
+            stocked.stock(key_at(number).name, body)
+            outcome = engine.fetch(number).outcome
+            if what == "100,000 names":  # larger than any honest entry: refused unread
+                assert outcome is Outcome.MISMATCH
+                assert engine.count("mismatch.size") == 1
+            else:
+                assert outcome is Outcome.CORRUPT, what
+        assert engine.count("quarantined_objects") == len(HOSTILE) - 1
+        assert engine.count("corrupt.header") == 2 * (len(HOSTILE) - 1)
+        assert engine.node.tier.usage().entries == 0

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A server that ignores If-None-Match: said, never compacted on, and right all the same."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from s3ec.cli.app import app
+from s3ec.prefetch import Outcome
+from s3ec.settings import Settings
+from s3ec.store.open import ConditionalPut, open_store, probe_conditional_put
+from s3ec.testing.proxy import FaultProxy, Rule
+from s3ec.testing.proxy_faults import ForgetCondition
+from s3ec.testing.server import LocalS3, MotoServer
+from tests.faults.engine import Engine, body_at
+from tests.faults.saving import WIDTH, key_at
+from tests.faults.site import LAYOUT, Site
+
+_numbers = itertools.count()
+
+
+@pytest.fixture
+def careless(
+    moto_server: MotoServer, local_s3: LocalS3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Site]:
+    """moto, which checks no signatures, behind a proxy that drops the condition."""
+    for name, value in moto_server.env().items():
+        monkeypatch.setenv(name, value)
+    bucket = moto_server.create_bucket(f"careless-{next(_numbers)}")
+    with FaultProxy(moto_server.endpoint_url) as proxy:
+        site = Site(proxy, bucket, local_s3, tmp_path / "cache")
+        site.client = moto_server.client()
+        site.stock_record(WIDTH)
+        proxy.add(Rule(ForgetCondition(), method="PUT"))
+        yield site
+    moto_server.delete_bucket(bucket)
+
+
+def test_server_without_conditions_is_named_not_compacted_on_and_serves_right_bytes(
+    careless: Site,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    settings = Settings.model_validate(careless.settings())
+
+    async def probe() -> ConditionalPut:
+        store = open_store(settings)
+        try:
+            return await probe_conditional_put(store)
+        finally:
+            await store.close()
+
+    assert asyncio.run(probe()) is ConditionalPut.IGNORED
+    with Engine(careless, tmp_path / "a") as one, Engine(careless, tmp_path / "b") as other:
+        one.save(1)
+        other.save(1)
+        one.save(2)
+        one.announce()
+        assert caplog.text.count("the server ignores If-None-Match") == 2  # a process each
+        assert (one.count("save.items"), other.count("save.existed")) == (2, 1)
+        other.refresh()
+        assert other.node.index.maybe_contains(key_at(2))
+        assert other.fetch(2).outcome is Outcome.READY
+        assert careless.body(key_at(1).name) == body_at(1)
+
+    for name, value in careless.settings().items():
+        monkeypatch.setenv(f"S3EC_{name.upper()}", value)
+    before = _manifest(careless)
+    for command in ("compact", "rebuild"):
+        result = CliRunner().invoke(app, ["manifest", command])
+        assert result.exit_code == 2, result.output
+        assert "ignores If-None-Match" in result.output
+    assert _manifest(careless) == before
+    report = CliRunner().invoke(app, ["doctor", "--json"]).stdout
+    checks = {check["name"]: check for check in json.loads(report)["checks"]}
+    assert checks["conditional_put"]["verdict"] == "warn"
+    assert "overwrites" in checks["conditional_put"]["found"]
+
+
+def _manifest(site: Site) -> set[str]:
+    listed = site.client.list_objects_v2(Bucket=site.bucket, Prefix=LAYOUT.manifest)
+    return {entry["Key"] for entry in listed.get("Contents", ())}

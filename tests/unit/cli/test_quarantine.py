@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``s3ec quarantine``: what this node does not ask for, shown and cleared."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from s3ec.counters import Counters
+from s3ec.tier.bad_objects import BadObjects
+from tests.unit.cli.conftest import Cli
+from tests.unit.index.basics import NAMESPACE, key_of
+
+
+@pytest.fixture
+def notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> BadObjects:
+    monkeypatch.setenv("S3EC_CACHE_DIR", str(tmp_path / "cache"))
+    return BadObjects(tmp_path / "cache", NAMESPACE, "0" * 16, ttl_s=600, counters=Counters())
+
+
+def test_nothing_is_listed_where_no_engine_has_run(cli: Cli, notes: BadObjects) -> None:
+    assert cli.json("quarantine", "ls") == {"objects": []}
+    assert "0 objects" in cli("quarantine", "ls").stderr
+
+
+def test_bad_objects_are_listed_and_cleared_by_identifier_or_name_or_all(
+    cli: Cli, notes: BadObjects
+) -> None:
+    keys = [key_of(number) for number in range(4)]
+    for key in keys:
+        notes.note(key, "checksum", 0)
+    notes.heal(keys[0], 1)
+    listed = cli.json("quarantine", "ls")["objects"]
+    assert {one["name"] for one in listed} == {key.name for key in keys}
+    for one in listed:
+        assert (one["namespace"], one["reason"], one["next_revision"]) == (NAMESPACE, "checksum", 1)
+        assert one["until_s"] - one["since_s"] == pytest.approx(600)
+        assert one["next_revision_good"] is (one["name"] == keys[0].name)
+    out = cli("quarantine", "ls").stdout
+    assert out.count("not stored again yet") == 3
+    assert cli.json("quarantine", "clear", keys[0].identifier)["cleared"][0]["name"] == keys[0].name
+    cli("quarantine", "clear", keys[1].name)
+    assert notes.is_stale()
+    notes.refresh()
+    assert [notes.revision(key) for key in keys] == [0, 0, 1, 1]
+    cli("quarantine", "clear", keys[1].name, code=1)
+    assert "cleared 2" in cli("quarantine", "clear", "--all").stdout
+    assert cli.json("quarantine", "ls") == {"objects": []}
+
+
+@pytest.mark.parametrize("arguments", [(), ("a" * 64, "--all")])
+def test_clear_wants_a_key_or_all(cli: Cli, notes: BadObjects, arguments: tuple[str, ...]) -> None:
+    cli("quarantine", "clear", *arguments, code=2)
