@@ -16,7 +16,6 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from s3ec.counters import Counters
-from s3ec.forks import call_in_forks
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -51,7 +50,6 @@ class DiskWatch:
         self._begun: dict[int, float] = {}  # in the order of their beginning
         self._hung = False
         self._lock = threading.Lock()
-        call_in_forks(self, DiskWatch._after_fork)
 
     def begin(self) -> int:
         """A call begins; answers its number, for ``end``."""
@@ -90,7 +88,7 @@ class DiskWatch:
             self._turn(hung)
         return hung
 
-    def _after_fork(self) -> None:
+    def after_fork(self) -> None:
         """In the child: what is under way is the parent's."""
         self._lock = threading.Lock()
         self._begun = {}

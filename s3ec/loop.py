@@ -70,6 +70,9 @@ class LoopThread:
 
         The parent's loop is kept, never closed: the kernel object behind its selector is shared.
         """
+        if self._loop is not None:
+            _let_go(self._loop)
+        self.watch.after_fork()
         self._left_behind += [self._loop, self._pool, self._long_pool]
         self._reset()
 
@@ -233,6 +236,26 @@ def _cancel_all(loop: asyncio.AbstractEventLoop) -> None:
 
     # The loop holds only weak references to tasks; this one ends the loop itself.
     loop.__dict__["s3ec_finish"] = loop.create_task(finish(), name="s3ec-finish")
+
+
+def _let_go(loop: asyncio.AbstractEventLoop) -> None:
+    """Have a parent's loop stand for nothing here: its sockets, its pipe and what it waits with.
+
+    Otherwise a socket that is collected here would be taken out of what the parent waits for, and
+    connections would stay open for as long as this child. Descriptors are replaced, not closed:
+    their objects will close them once more.
+    """
+    selector = getattr(loop, "_selector", None)  # other loops have none, and keep theirs
+    if selector is None:
+        return
+    with suppress(OSError), open(os.devnull, "rb") as nothing:
+        watched = list((selector.get_map() or {}).values())
+        fds = [key.fd for key in watched] + [selector.fileno()]
+        ringer = getattr(loop, "_csock", None)  # the other end of its pipe
+        if ringer is not None:
+            fds.append(ringer.fileno())
+        for fd in fds:
+            os.dup2(nothing.fileno(), fd, inheritable=False)
 
 
 _LOOPS: weakref.WeakSet[LoopThread] = weakref.WeakSet()

@@ -17,6 +17,7 @@ from s3ec.connector.plan import Save
 from s3ec.connector.staging import HostCopy, Staging, open_staging
 from s3ec.connector.uploads import Upload, Uploader
 from s3ec.errors import CorruptEntryError, TierError
+from s3ec.forks import call_in_forks
 from s3ec.identity import Key
 from s3ec.node import Node
 from s3ec.tier import Spool
@@ -79,7 +80,7 @@ class SaveQueue:
         self._memory_bytes = 0
         self._published: list[str] = []
         self._stored: list[str] = []
-        self._stopping = False
+        self._stopping = self._is_parents = False
         self._thread: threading.Thread | None = None
         self._writes_to_disk = False
         self._stagings: dict[torch.device, Staging] = {}
@@ -92,6 +93,13 @@ class SaveQueue:
             announced=self._wake,
         )
         self._uploads.start_adopting()
+        call_in_forks(self, SaveQueue._after_fork)
+
+    def _after_fork(self) -> None:
+        """In the child: what is queued is the parent's, and nothing is taken."""
+        self._changed = threading.Condition()
+        self._stopping = self._is_parents = True
+        self._published, self._stored = [], []
 
     # -- the hook's thread -------------------------------------------------------------------
 
@@ -112,7 +120,7 @@ class SaveQueue:
         """
         nbytes = tensor.nbytes
         with self._changed:
-            if identifier in self._pending:
+            if identifier in self._pending or self._is_parents:
                 return False
             self._replace_writer_that_hangs()
             while self._is_full(nbytes):
@@ -184,6 +192,8 @@ class SaveQueue:
             How many are left unconfirmed. Nearly all of them wait in the spool; those that
             do not are lost, and counted as ``save_problem.abandoned``.
         """
+        if self._is_parents:
+            return 0
         self._uploads.stop_adopting()
         with self._changed:
             self._stopping = True

@@ -93,6 +93,7 @@ def test_forked_child_does_not_wait_for_its_parents_calls(watch: DiskWatch, cloc
     clock.now_s += 60
     pid = os.fork()
     if pid == 0:
+        watch.after_fork()  # as its loop does
         os._exit(watch.hangs)
     assert os.waitpid(pid, 0)[1] == 0
     assert watch.hangs
