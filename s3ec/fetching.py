@@ -149,7 +149,8 @@ class Fetcher:
         if not self._local(key):
             found = watch.run(self._tier.try_claim, key)
         if found is None:
-            found = await self._loop.disk(self._pin_or_claim, key, at_any_rate, undo=self._let_go)
+            look = partial(self._tier.pin_or_claim, key, at_any_rate=at_any_rate)
+            found = await self._loop.disk(look, undo=self._let_go)
         if found is None:
             return None
         if isinstance(found, Pin):
@@ -193,9 +194,6 @@ class Fetcher:
             if undo is not None and not call.exception():
                 self._loop.disk_soon(undo, call.result())
             raise
-
-    def _pin_or_claim(self, key: Key, at_any_rate: bool) -> Pin | Claim | None:
-        return self._tier.pin_or_claim(key, at_any_rate=at_any_rate)
 
     def _unpin(self, pins: Sequence[Pin]) -> None:
         for pin in pins:

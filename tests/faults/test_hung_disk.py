@@ -219,8 +219,9 @@ def forget_pages(path: Path) -> None:
 
 
 def test_load_that_hangs_is_answered_from_the_bucket_and_the_next_at_once(
-    disk: FailingDisk,
+    disk: FailingDisk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("s3ec.connector.loads._MAX_READERS", 1)
     corpus = Corpus()
     corpus.stock(*range(4))
     with Machine(corpus, disk.path / "cache") as machine:
@@ -240,6 +241,7 @@ def test_load_that_hangs_is_answered_from_the_bucket_and_the_next_at_once(
             machine.load({1: granted[1]})
             assert counters.get("load.hung") == counters.get("load.rescued") == 1
             assert machine.node.loop.watch.hangs
+            monkeypatch.setattr("s3ec.connector.loads.PATIENCE_S", 600.0)
             machine.load({2: granted[2], 3: granted[3]})  # the pages of 3 are in memory
             assert counters.get("load.hung") == counters.get("load.rescued") == 2
         eventually(lambda: not machine.node.loop.watch.hangs)
