@@ -21,7 +21,7 @@ from typing import Literal, TypeVar
 from s3ec import codec
 from s3ec.codec import Header, Shape
 from s3ec.counters import Counters
-from s3ec.errors import AccessError, CorruptEntryError, UnavailableError
+from s3ec.errors import AccessError, CorruptEntryError, TierError, UnavailableError
 from s3ec.identity import MAX_REVISION, Key, Layout
 from s3ec.index.base import Index
 from s3ec.index.rows import Facts
@@ -142,11 +142,15 @@ class Fetcher:
             UnavailableError, AccessError, TierError: Bucket or disk did not do their part.
         """
         key = want.key
+        watch = self._loop.watch
+        if watch.hangs:
+            raise TierError("the disk does not answer")
         found: Pin | Claim | None = None
         if not self._local(key):
-            found = self._tier.try_claim(key)
+            found = watch.run(self._tier.try_claim, key)
         if found is None:
-            found = await self._loop.disk(self._pin_or_claim, key, at_any_rate, undo=self._let_go)
+            look = partial(self._tier.pin_or_claim, key, at_any_rate=at_any_rate)
+            found = await self._loop.disk(look, undo=self._let_go)
         if found is None:
             return None
         if isinstance(found, Pin):
@@ -190,9 +194,6 @@ class Fetcher:
             if undo is not None and not call.exception():
                 self._loop.disk_soon(undo, call.result())
             raise
-
-    def _pin_or_claim(self, key: Key, at_any_rate: bool) -> Pin | Claim | None:
-        return self._tier.pin_or_claim(key, at_any_rate=at_any_rate)
 
     def _unpin(self, pins: Sequence[Pin]) -> None:
         for pin in pins:

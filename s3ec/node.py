@@ -13,6 +13,8 @@ from concurrent.futures import Future
 from typing import ClassVar
 
 from s3ec.counters import Counters
+from s3ec.daemon_pool import call_within
+from s3ec.disk_watch import DiskWatch
 from s3ec.errors import AccessError, ConfigError, CorruptEntryError, TierError, UnavailableError
 from s3ec.identity import Layout, Namespace, canonical_json
 from s3ec.index.cache import IndexCache
@@ -40,6 +42,8 @@ log = logging.getLogger(__name__)
 _RESCAN_S = 600.0
 # More than a namespace's descriptor ever has.
 _DESCRIPTOR_BYTES = 2**20
+# For the few folders and files that are looked at and made at the start.
+_OPEN_TIMEOUT_S = 30.0
 
 
 class Node:
@@ -108,7 +112,7 @@ class Node:
         self.counters = Counters()
         self.endpoint = Endpoint.of(settings) if store else Endpoint.shared(settings)
         self.breaker = self.endpoint.breaker
-        self.loop = LoopThread(name)
+        self.loop = LoopThread(name, watch=DiskWatch(self.counters))
         self.store = resilient(
             store or open_store(settings), self.endpoint, self.counters, hedge=settings.hedge
         )
@@ -119,7 +123,7 @@ class Node:
             min_free_bytes=int(settings.min_free_bytes),
             counters=self.counters,
         )
-        self.tier.open()
+        self._open_tier()
         self.destination = _destination(settings)
         self.local = LocalKeys()
         self.bad_objects = BadObjects(
@@ -132,7 +136,7 @@ class Node:
         self.records = ModalityRecords(self.store, self.layout)
         files = self.tier.open_index()
         self.index = ManifestIndex(
-            IndexCache(self.store, self.layout, files, self.loop.disk, self.counters),
+            IndexCache(self.store, self.layout, files, self.loop.disk_long, self.counters),
             options=FollowOptions(mode=settings.index, cache_bytes=int(settings.cache_bytes)),
         )
         self.prefetcher = Prefetcher(
@@ -149,6 +153,14 @@ class Node:
             counters=self.counters,
             limits=Limits(max_concurrency=settings.max_concurrency),
         )
+
+    def _open_tier(self) -> None:
+        """Open it, or fail in time where the disk does not answer."""
+        if not call_within(_OPEN_TIMEOUT_S, self.tier.open):
+            raise TierError(
+                f"{self.settings.cache_dir} has not answered for {_OPEN_TIMEOUT_S:.0f} s; set "
+                "`cache_dir` to a folder on a local disk that works"
+            )
 
     def follow_the_bucket(self) -> None:
         """Start reading the index, now and every ``index_refresh_s``; returns at once."""
@@ -210,7 +222,7 @@ class Node:
     async def _rescan_forever(self) -> None:
         while True:
             try:
-                await self.loop.disk(lambda: self.local.replace(self.tier.names()))
+                await self.loop.disk_long(lambda: self.local.replace(self.tier.names()))
             except TierError as exc:
                 log.warning("cannot read the cache folder: %s", exc)
             except Exception:
@@ -229,7 +241,10 @@ class Node:
         except (TimeoutError, UnavailableError) as exc:
             log.debug("closing the store: %r", exc)
         self.loop.stop(timeout_s)
-        self.tier.close()
+        if not call_within(timeout_s, self.tier.close):
+            log.warning(
+                "the disk of `cache_dir` does not answer; what is pinned stays until it does"
+            )
 
     async def _close(self) -> None:
         await self.index.close()

@@ -69,13 +69,14 @@ class Announcing:
                 same shape, but perhaps of other last digits.
             news: It is a revision: what the index has about the entry is about a bad object.
         """
+        spooled = self._spool.holds(key.digest)  # not where the disk refused it
         if not (mine or news) and self._node.index.is_announced(key):
-            await self._node.loop.disk(self._spool.remove, key.digest)
+            if spooled:
+                await self._node.loop.disk(self._spool.remove, key.digest)
             return
         shape = header.shape
         checksum = int(header.checksum[:8], 16) if mine else 0
         facts = Facts(nbytes, shape.rows, shape.width, shape.dtype, checksum)
-        spooled = self._spool.holds(key.digest)  # not where the disk refused it
         kept_bytes = nbytes if spooled and self._kept_bytes + nbytes <= self._limit_bytes else 0
         self.left += 1
         self._kept_bytes += kept_bytes

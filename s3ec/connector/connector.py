@@ -169,6 +169,7 @@ class S3ECConnector(ECConnectorBase):
             local=node.local,
             prefetcher=node.prefetcher,
             store_is_down=lambda: node.breaker.is_open,
+            disk_hangs=lambda: node.loop.watch.hangs,
             needs_embedding=features.needs_embedding,
             placeholder_of=features.placeholder,
             counters=node.counters,

@@ -53,6 +53,10 @@ class Item:
     pin: Pin | None = None
     loads: int = 0
 
+    def failed_lately(self, now: float) -> bool:
+        """Of one that has FAILED: whether it is too soon to try again."""
+        return now - self.touched_s < RETRY_AFTER_S
+
     def is_over(self, now: float) -> bool:
         """Whether it is time to forget it."""
         if self.loads:

@@ -1,21 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads granted files: several at a time off the GIL, verified, rescued from the bucket if bad."""
+"""Brings granted files to the device: several at a time, rescued from the bucket if need be."""
 
 from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property
-from typing import Any
+from concurrent.futures import Future, wait
+from functools import cached_property, partial
+from typing import NamedTuple
 
 import torch
 
 from s3ec import codec
+from s3ec.connector.host_pool import Buffer
 from s3ec.connector.plan import Load
+from s3ec.connector.reading import bytes_of, read_data
 from s3ec.connector.staging import Staging
+from s3ec.daemon_pool import DaemonPool
 from s3ec.errors import AccessError, CorruptEntryError, UnavailableError
 from s3ec.identity import MAX_REVISION
 from s3ec.node import Node
@@ -27,17 +31,16 @@ log = logging.getLogger(__name__)
 _RESCUE_TIMEOUT_S = 20.0
 # More do not help: a few fill the memory bus.
 _MAX_READERS = 4
-# Hashed while it is in the processor's last cache: 10% of a 30 MB entry. Not smaller, since each
-# part costs two turns at the GIL.
-_PART_BYTES = 2**22
-# Follows no link and waits for no pipe's writer, should somebody have put one there.
-_OPEN = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+# How long the engine waits for a disk that does not answer, before the bucket is asked.
+PATIENCE_S = 5.0
 
 
 class Loader:
     """Brings embeddings from pinned files to the device.
 
-    One thread calls it. Its readers are started with the first step that loads several, and
+    One thread calls it, and never waits for a disk without a bound: it reads by itself what the
+    kernel has in memory, and hands the rest to readers, whom it gives up after ``PATIENCE_S``, or
+    at once while the disk is known to hang. They are started when they are first needed, and
     again in a child after a fork.
     """
 
@@ -50,7 +53,7 @@ class Loader:
         """
         self._node = node
         self._make_staging = make_staging
-        self._readers: ThreadPoolExecutor | None = None
+        self._readers: DaemonPool | None = None
         self._pid = 0
 
     def start(self, loads: Sequence[Load], *, later: bool) -> Batch:
@@ -61,11 +64,11 @@ class Loader:
             later: The caller has other things to do before it asks for the results.
         """
         staging = self._staging  # made here, where the device is current
-        batch = Batch(staging, loads, self._load)
+        batch = Batch(self, staging, loads)
         # The caller reads too, so one alone needs no other thread.
         handed_over = len(loads) if later else len(loads) - 1
         if handed_over > 0:
-            batch.submit(self._executor(), handed_over)
+            batch.hand_over(handed_over)
         return batch
 
     def close(self) -> None:
@@ -77,27 +80,53 @@ class Loader:
     def _staging(self) -> Staging:
         return self._make_staging()
 
-    def _executor(self) -> ThreadPoolExecutor:
+    def hand_over(self, load: Load) -> Handed:
+        """Have a reader do it."""
         if self._readers is None or self._pid != os.getpid():
             readers = min(_MAX_READERS, len(os.sched_getaffinity(0)))
-            self._readers = ThreadPoolExecutor(max(1, readers - 1), "s3ec-load")
+            self._readers = DaemonPool(readers, "s3ec-load")
             self._pid = os.getpid()
-        return self._readers
+        turn = Turn()
+        return Handed(load, turn, self._readers.submit(self._load, load, turn))
 
-    def _load(self, load: Load) -> torch.Tensor:
-        """Bring one embedding to the device; in any thread.
+    def load_at_once(self, load: Load) -> torch.Tensor:
+        """Bring one embedding to the device, in the calling thread.
 
         Raises:
+            BlockingIOError: A disk would have to answer.
             RuntimeError: Neither the file nor the bucket has it.
         """
+        return self._load(load, Turn(), wait=False)
+
+    @property
+    def patience_s(self) -> float:
+        """How long to wait for readers now."""
+        return 0.0 if self._node.loop.watch.hangs else PATIENCE_S
+
+    def load_without_disk(self, handed: Handed) -> torch.Tensor:
+        """Give a reader up, whose disk does not answer, and bring the bucket's copy.
+
+        Raises:
+            RuntimeError: The bucket does not have it either.
+        """
+        load = handed.load
+        self._node.counters.add("load.hung")
+        log.warning("the disk does not answer; asking the bucket for what %s holds", load.path)
+        left = handed.turn.give_up()
+        if left is not None:
+            self._staging.forget(left)  # the kernel may write to it for a long time yet
+        return self._to_device(load, self._staging.take(load.shape), self._from_bucket)
+
+    def _load(self, load: Load, turn: Turn, *, wait: bool = True) -> torch.Tensor:
+        """Bring one embedding to the device; in any thread."""
         started = time.perf_counter()
         buffer = self._staging.take(load.shape)
-        try:
-            self._fill(buffer.memory, load)
-        except BaseException:
+        if not turn.take(buffer):
             self._staging.drop(buffer)
-            raise
-        tensor = self._staging.to_device(buffer, load.shape)
+            raise _GivenUpError
+        tensor = self._to_device(
+            load, buffer, lambda load, memory: self._fill(memory, load, turn, wait=wait), turn
+        )
         if log.isEnabledFor(logging.DEBUG):
             key = self._node.naming.make_key(load.identifier)
             log.debug(
@@ -108,12 +137,37 @@ class Loader:
             )
         return tensor
 
-    def _fill(self, memory: torch.Tensor, load: Load) -> None:
+    def _to_device(
+        self,
+        load: Load,
+        buffer: Buffer,
+        fill: Callable[[Load, torch.Tensor], None],
+        turn: Turn | None = None,
+    ) -> torch.Tensor:
+        try:
+            fill(load, buffer.memory)
+        except BaseException:
+            if turn is None or turn.end():
+                self._staging.drop(buffer)
+            raise
+        if turn is not None and not turn.end():
+            raise _GivenUpError
+        return self._staging.to_device(buffer, load.shape)
+
+    def _fill(self, memory: torch.Tensor, load: Load, turn: Turn, *, wait: bool) -> None:
         failure: Exception | None = None
+        hashed = self._node.settings.verify == "always"
         for _ in range(2):
             try:
-                read_data(load, memory, hashed=self._node.settings.verify == "always")
+                if wait:
+                    self._node.loop.watch.run(partial(read_data, load, memory, hashed=hashed))
+                else:
+                    read_data(load, memory, hashed=hashed, wait=False)
+            except BlockingIOError:
+                raise
             except (OSError, CorruptEntryError) as exc:
+                if turn.is_given_up:
+                    raise _GivenUpError from exc
                 failure = exc
                 self._node.counters.add("load.failed")
                 log.warning("pinned file %s cannot be loaded: %s", load.path, exc)
@@ -122,11 +176,17 @@ class Loader:
         key = self._node.naming.make_key(load.identifier)
         if key is not None and isinstance(failure, CorruptEntryError):
             self._node.tier.quarantine(key, failure.reason)  # nobody shall pin it again
+        self._from_bucket(load, memory, failure)
+
+    def _from_bucket(
+        self, load: Load, memory: torch.Tensor, failure: Exception | None = None
+    ) -> None:
         try:
             self._rescue(load, memory)
         except (UnavailableError, AccessError, CorruptEntryError, TimeoutError) as exc:
+            why = failure or "the disk does not answer"
             raise RuntimeError(
-                f"embedding cannot be read from {load.path} ({failure}), nor had from the bucket "
+                f"embedding cannot be read from {load.path} ({why}), nor had from the bucket "
                 f"({exc})"
             ) from exc
 
@@ -145,24 +205,62 @@ class Loader:
             raise CorruptEntryError(
                 f"holds {header.shape}, granted was {load.shape}", reason="shape"
             )
-        _bytes_of(memory)[: load.shape.nbytes] = memoryview(blob)[header.data_start :]
+        bytes_of(memory)[: load.shape.nbytes] = memoryview(blob)[header.data_start :]
         self._node.counters.add("load.rescued")
+
+
+class _GivenUpError(Exception):
+    """Nobody waits for what this reader brings."""
+
+
+class Turn:
+    """One load in somebody's hands: whose the buffer is, should the reader be given up."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._buffer: Buffer | None = None
+        self.is_given_up = False
+
+    def take(self, buffer: Buffer) -> bool:
+        """The reader begins; False where nobody waits any more."""
+        with self._lock:
+            self._buffer = None if self.is_given_up else buffer
+            return not self.is_given_up
+
+    def end(self) -> bool:
+        """The reader has done with the disk; False where the buffer is not its any more."""
+        with self._lock:
+            self._buffer = None
+            return not self.is_given_up
+
+    def give_up(self) -> Buffer | None:
+        """Wait for this reader no more; the buffer that it may still read into."""
+        with self._lock:
+            self.is_given_up = True
+            buffer, self._buffer = self._buffer, None
+            return buffer
+
+
+class Handed(NamedTuple):
+    """One load that a reader does."""
+
+    load: Load
+    turn: Turn
+    outcome: Future[torch.Tensor]
 
 
 class Batch:
     """One step's loads, in the hands of the readers and of the thread that made it."""
 
-    def __init__(
-        self, staging: Staging, loads: Sequence[Load], load: Callable[[Load], torch.Tensor]
-    ) -> None:
+    def __init__(self, loader: Loader, staging: Staging, loads: Sequence[Load]) -> None:
+        self._loader = loader
         self._staging = staging
         self._loads = loads
-        self._load = load
-        self._handed_over: list[Future[torch.Tensor]] = []
+        self._handed_over: list[Handed] = []
 
-    def submit(self, readers: ThreadPoolExecutor, count: int) -> None:
-        """Hand the first ``count`` loads to the readers."""
-        self._handed_over = [readers.submit(self._load, load) for load in self._loads[:count]]
+    def hand_over(self, count: int) -> None:
+        """Give the first ``count`` loads to the readers."""
+        self._handed_over = [self._loader.hand_over(load) for load in self._loads[:count]]
 
     def finish(self) -> list[torch.Tensor | Exception]:
         """Help with the reading, wait for the rest, let the device wait for its copies.
@@ -173,80 +271,37 @@ class Batch:
         theirs = len(self._handed_over)
         mine = [self._attempt(load) for load in self._loads[theirs:]]
         # What they have not begun, from the end, since they come from the front.
-        while theirs and self._handed_over[theirs - 1].cancel():
+        while theirs and self._handed_over[theirs - 1].outcome.cancel():
             theirs -= 1
             mine.insert(0, self._attempt(self._loads[theirs]))
-        done = [_outcome(future) for future in self._handed_over[:theirs]] + mine
+        deadline_s = time.monotonic() + self._loader.patience_s
+        done = [self._wait(one, deadline_s) for one in (*self._handed_over[:theirs], *mine)]
         self._staging.finish_loads([one for one in done if isinstance(one, torch.Tensor)])
         return done
 
     def cancel(self) -> None:
         """Forget it: nobody will ask for the results."""
-        for future in self._handed_over:
-            future.cancel()
+        for handed in self._handed_over:
+            handed.outcome.cancel()
 
-    def _attempt(self, load: Load) -> torch.Tensor | Exception:
+    def _attempt(self, load: Load) -> torch.Tensor | Exception | Handed:
         try:
-            return self._load(load)
+            return self._loader.load_at_once(load)
+        except BlockingIOError:
+            return self._loader.hand_over(load)
         except Exception as exc:  # noqa: BLE001 - raised by finish's caller, behind the others
             return exc
 
-
-def _outcome(future: Future[torch.Tensor]) -> torch.Tensor | Exception:
-    try:
-        return future.result()
-    except Exception as exc:  # noqa: BLE001 - as above
-        return exc
-
-
-def read_data(load: Load, memory: torch.Tensor, *, hashed: bool = True) -> None:
-    """Read the values of one pinned file into memory, and verify them.
-
-    The header is compared, not parsed again: the scheduler's process did that, and compared
-    identifier, namespace and shape, when it pinned the file.
-
-    Args:
-        load: What was granted.
-        memory: uint8 tensor on the CPU, contiguous, ``load.shape.nbytes`` or longer.
-        hashed: False compares length and header only, and believes the values.
-
-    Raises:
-        OSError: The file cannot be read.
-        CorruptEntryError: It is not what was granted.
-    """
-    nbytes = load.shape.nbytes
-    front, view = bytearray(load.data_start), _bytes_of(memory)[:nbytes]
-    checksum = codec.running_checksum()
-    fd = os.open(load.path, _OPEN)
-    try:
-        size = os.fstat(fd).st_size
-        if size != len(front) + nbytes:
-            raise CorruptEntryError(
-                f"{size} bytes, expected {len(front) + nbytes}", reason="length"
-            )
-        # All at once where nothing is hashed in between.
-        step = _PART_BYTES if hashed else nbytes
-        done = os.preadv(fd, [front, view[:step]], 0) - len(front)
-        if hashed and done > 0:
-            checksum.update(view[:done])
-        while 0 < done < nbytes:
-            part = view[done : done + step]
-            count = os.preadv(fd, [part], len(front) + done)
-            if count == 0:
-                break
-            if hashed:
-                checksum.update(part[:count])
-            done += count
-    finally:
-        os.close(fd)
-    if done != nbytes:
-        raise CorruptEntryError(f"ends after {done} bytes of tensor", reason="length")
-    if codec.checksum(front) != load.front_digest:
-        raise CorruptEntryError("another header than was pinned", reason="header")
-    if hashed and checksum.hexdigest() != load.checksum:
-        raise CorruptEntryError("checksum differs", reason="checksum")
-
-
-def _bytes_of(memory: torch.Tensor) -> memoryview:
-    array: Any = memory.numpy()
-    return memoryview(array).cast("B")
+    def _wait(
+        self, one: torch.Tensor | Exception | Handed, deadline_s: float
+    ) -> torch.Tensor | Exception:
+        if not isinstance(one, Handed):
+            return one
+        try:
+            # Not result's own timeout alone: a load may fail with a TimeoutError itself.
+            wait([one.outcome], max(0.0, deadline_s - time.monotonic()))
+            if not one.outcome.done():
+                return self._loader.load_without_disk(one)
+            return one.outcome.result()
+        except Exception as exc:  # noqa: BLE001 - as above
+            return exc

@@ -8,6 +8,8 @@ import queue
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from s3ec import tensors
@@ -15,6 +17,8 @@ from s3ec.connector.plan import Save
 from s3ec.connector.staging import HostCopy, Staging, open_staging
 from s3ec.connector.uploads import Upload, Uploader
 from s3ec.errors import CorruptEntryError, TierError
+from s3ec.forks import call_in_forks
+from s3ec.identity import Key
 from s3ec.node import Node
 from s3ec.tier import Spool
 
@@ -48,7 +52,8 @@ class SaveQueue:
     Two bounds: ``budget_bytes`` for tensors in host memory, which are let go of when they are on
     the disk (their buffers are powers of two, and 64 MiB of them are kept for the next ones), and
     a quarter of ``cache_bytes`` for what waits there. Where the disk fails an embedding is
-    uploaded from memory, and lost if the process ends first.
+    uploaded from memory, and lost if the process ends first. So is all that comes while the disk
+    hangs, but for what its writer hangs with.
     """
 
     def __init__(
@@ -75,8 +80,9 @@ class SaveQueue:
         self._memory_bytes = 0
         self._published: list[str] = []
         self._stored: list[str] = []
-        self._stopping = False
+        self._stopping = self._is_parents = False
         self._thread: threading.Thread | None = None
+        self._writes_to_disk = False
         self._stagings: dict[torch.device, Staging] = {}
         self._spool: Spool = node.tier.open_spool(node.destination)
         self._uploads = Uploader(
@@ -87,6 +93,13 @@ class SaveQueue:
             announced=self._wake,
         )
         self._uploads.start_adopting()
+        call_in_forks(self, SaveQueue._after_fork)
+
+    def _after_fork(self) -> None:
+        """In the child: what is queued is the parent's, and nothing is taken."""
+        self._changed = threading.Condition()
+        self._stopping = self._is_parents = True
+        self._published, self._stored = [], []
 
     # -- the hook's thread -------------------------------------------------------------------
 
@@ -107,21 +120,22 @@ class SaveQueue:
         """
         nbytes = tensor.nbytes
         with self._changed:
-            if identifier in self._pending:
+            if identifier in self._pending or self._is_parents:
                 return False
+            self._replace_writer_that_hangs()
             while self._is_full(nbytes):
                 if self._overflow == "drop" or self._stopping:
                     self._node.counters.add("save_problem.dropped")
                     return False
                 self._node.counters.add("save.blocked")
                 self._changed.wait(1.0)
+                self._replace_writer_that_hangs()
             if self._stopping:
                 return False
             self._pending[identifier] = nbytes
             self._memory_bytes += nbytes
             if self._thread is None:
-                self._thread = threading.Thread(target=self._write, name="s3ec-save", daemon=True)
-                self._thread.start()
+                self._start_writer()
         try:
             copy = self._staging(tensor.device).to_host(tensor)
         except BaseException:
@@ -132,6 +146,17 @@ class SaveQueue:
             self._rung = True
             self._bell.put(True)
         return True
+
+    def _start_writer(self) -> None:
+        self._thread = threading.Thread(target=self._write, name="s3ec-save", daemon=True)
+        self._thread.start()
+
+    def _replace_writer_that_hangs(self) -> None:
+        """Have another go on, past the disk; the old one ends when the disk has answered it."""
+        if self._writes_to_disk and self._node.loop.watch.hangs:
+            self._writes_to_disk = False
+            self._start_writer()
+            self._bell.put(True)
 
     def _staging(self, device: torch.device) -> Staging:
         staging = self._stagings.get(device)
@@ -167,6 +192,8 @@ class SaveQueue:
             How many are left unconfirmed. Nearly all of them wait in the spool; those that
             do not are lost, and counted as ``save_problem.abandoned``.
         """
+        if self._is_parents:
+            return 0
         self._uploads.stop_adopting()
         with self._changed:
             self._stopping = True
@@ -209,11 +236,14 @@ class SaveQueue:
     # -- the writer's thread -----------------------------------------------------------------
 
     def _write(self) -> None:
+        me = threading.current_thread()
         while self._bell.get():
             self._linger()
             self._rung = False  # first: what comes in from here on rings again
             while self._jobs:
                 self._write_next()
+                if self._thread is not me:
+                    return
 
     def _linger(self) -> None:
         """Wait until the hook has been silent for a moment."""
@@ -265,7 +295,7 @@ class SaveQueue:
             log.warning("embedding %s is not saved: %s", key.digest.hex(), exc)
             return None
         try:
-            self._node.tier.publish(key, pieces, spool=self._spool)
+            self._publish(key, pieces)
         except TierError as exc:
             # The bucket's copy is the one that counts; go on to it.
             self._node.counters.add("spool.refused")
@@ -281,6 +311,18 @@ class SaveQueue:
             self._published.append(job.identifier)
             self._changed.notify_all()
         return Upload(key.digest, nbytes, key)
+
+    def _publish(self, key: Key, pieces: Sequence[bytes | memoryview]) -> None:
+        watch = self._node.loop.watch
+        if watch.hangs:
+            raise TierError("the disk does not answer")
+        me = threading.current_thread()
+        self._writes_to_disk = True
+        try:
+            watch.run(partial(self._node.tier.publish, key, pieces, spool=self._spool))
+        finally:
+            if self._thread is me:
+                self._writes_to_disk = False
 
     # -- the loop's thread -------------------------------------------------------------------
 

@@ -5,8 +5,7 @@ Every method runs inside vLLM's scheduling pass. None does I/O, waits, or makes 
 except build_connector_meta, which may wake the prefetcher's loop once per step. True is
 granted only for entries that the prefetcher has verified and pinned on this node.
 
-vLLM objects are used by attribute only, so this module imports neither torch nor vllm and its
-tests run without them.
+vLLM objects are used by attribute only: this module imports neither torch nor vllm.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from s3ec.connector.items import ABSENT, FAILED, FETCHING, LEASE_S, READY, RETRY_AFTER_S, State
+from s3ec.connector.items import ABSENT, FAILED, FETCHING, LEASE_S, READY, Item, State
 from s3ec.connector.plan import Load, Save, StepPlan, WorkerReport
 from s3ec.connector.ranks import Ranks
 from s3ec.connector.role import Role
@@ -46,6 +45,7 @@ class SchedulerHalf:
         local: LocalKeys,
         prefetcher: PrefetchQueue,
         store_is_down: Callable[[], bool],
+        disk_hangs: Callable[[], bool],
         needs_embedding: Callable[[Any], bool],
         placeholder_of: Callable[[Any], dict[str, Any]],
         counters: Counters,
@@ -61,8 +61,9 @@ class SchedulerHalf:
             local: What this node's disk holds, as far as memory knows.
             prefetcher: Brings and pins entries.
             store_is_down: Whether the breaker is open.
+            disk_hangs: Whether this node's disk is known not to answer.
             needs_embedding: Whether a feature came without pixels, so that a miss is fatal.
-            placeholder_of: Placeholder metadata of a feature, to be stored with it.
+            placeholder_of: Placeholder metadata of a feature, stored with it.
             counters: Where to count.
             ranks: Ranks that may not see this node's pins; None where all do for certain.
             naming: Which identifiers have keys, and which; None for the plain ones.
@@ -73,6 +74,8 @@ class SchedulerHalf:
         self._local = local
         self._prefetcher = prefetcher
         self._store_is_down = store_is_down
+        self._disk_hangs = disk_hangs
+        self._hung = False  # as of the request being scheduled
         self._needs_embedding = needs_embedding
         self._placeholder_of = placeholder_of
         self._counters = counters
@@ -97,8 +100,7 @@ class SchedulerHalf:
         # Rows that the request being scheduled has room for. Where vLLM asks once only, what
         # all requests asked for, as long as the item lives.
         self._rows_asked: dict[str, int] = {}
-        # This pass only.
-        self._decisions: dict[str, bool] = {}
+        self._decisions: dict[str, bool] = {}  # of this pass
         self._allocated: list[str] = []
         self._plan = StepPlan()
         self._steps = Steps(ranks=role.ranks, in_flight=role.steps_in_flight)
@@ -126,6 +128,7 @@ class SchedulerHalf:
         if not self._role.asked_every_pass:
             window_end = last.offset + 1  # there will be no second question: wait for all
         now = self._clock()
+        self._hung = self._disk_hangs()
         pending = []
         for feature in features:
             position = feature.mm_position
@@ -169,6 +172,8 @@ class SchedulerHalf:
             # Two requests disagree and has_cache_item cannot tell which of them asks.
             self._rows_asked[identifier] = -1
         state = item.state
+        if self._hung and self._is_out_of_reach(feature, item):
+            return ABSENT
         if state is READY:
             item.touched_s = now
             if item.rows == rows:
@@ -177,13 +182,21 @@ class SchedulerHalf:
             return None
         if state is FAILED:
             # One that asks for other rows has a chance: those may have been a client's invention.
-            if item.rows == rows and now - item.touched_s < RETRY_AFTER_S:
+            if item.rows == rows and item.failed_lately(now):
                 return FAILED
             self._supply.drop(identifier)
             return self._want(feature, rows, needed_now, now)
         if identifier in self._on_device and not self._needs_embedding(feature):
             return ABSENT  # another request had it encoded while this one waited
         return FETCHING
+
+    def _is_out_of_reach(self, feature: Any, item: Item) -> bool:
+        """Whether an item is to be encoded since the disk hangs, though it may be there."""
+        granted_later = item.state is READY and not self._role.asked_every_pass
+        if granted_later or self._needs_embedding(feature):
+            return False  # a worker will ask the bucket
+        self._rows_asked[feature.identifier] = -1  # no grant in this pass
+        return True
 
     def _want(self, feature: Any, rows: int, needed_now: bool, now: float) -> State | None:
         if feature.modality == _PASSED_THROUGH:
@@ -193,13 +206,13 @@ class SchedulerHalf:
         if key is None:
             self._count_refusal(identifier)
             return None
-        # While the store is down only what this node's disk holds is worth a look. A feature
-        # without pixels is always worth one: it has no other chance.
-        if (
-            not self._local(key)
-            and (self._store_is_down() or not self._index.maybe_contains(key))
-            and not self._needs_embedding(feature)
-        ):
+        # While the store is down only what this node's disk holds is worth a look; while the disk
+        # hangs nothing, nor is the index, which is mapped from it. A feature without pixels is
+        # always worth one: it has no other chance.
+        here = self._local(key) and not self._hung
+        down = self._hung or self._store_is_down()
+        miss = not here and (down or not self._index.maybe_contains(key))
+        if miss and not self._needs_embedding(feature):
             return ABSENT
         if not self._role.can_load:
             return None

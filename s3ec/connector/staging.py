@@ -67,6 +67,9 @@ class Staging(Protocol):
     def drop(self, buffer: Buffer) -> None:
         """Give memory back that nothing came of."""
 
+    def forget(self, buffer: Buffer) -> None:
+        """Leave memory to a reader who may write to it still: it is never reused."""
+
     def to_device(self, buffer: Buffer, shape: Shape) -> torch.Tensor:
         """Begin to bring ``shape.nbytes`` of taken memory to the device; takes it over.
 
@@ -98,6 +101,9 @@ class HostStaging:
 
     def drop(self, buffer: Buffer) -> None:
         """Nothing: it is freed with its last reference."""
+
+    def forget(self, buffer: Buffer) -> None:
+        """Nothing, likewise: the reader has the last one."""
 
     def to_device(self, buffer: Buffer, shape: Shape) -> torch.Tensor:
         """The memory itself as a tensor."""
@@ -197,6 +203,10 @@ class AcceleratorStaging:
     def drop(self, buffer: Buffer) -> None:
         """Nothing was queued for it: the next may have it at once."""
         self._loads.give(buffer)
+
+    def forget(self, buffer: Buffer) -> None:
+        """Another may be pinned in its place."""
+        self._loads.forget(buffer)
 
     def to_device(self, buffer: Buffer, shape: Shape) -> torch.Tensor:
         """Queue the copy into new memory of the side stream; the buffer comes back by itself."""

@@ -21,6 +21,7 @@ _PLAIN = {
     "load.seconds": ("vllm:s3ec_load_seconds", "Time spent inside start_load_caches."),
     "load.failed": ("vllm:s3ec_load_failures", "Reads of granted files that failed."),
     "load.rescued": ("vllm:s3ec_load_rescues", "Loads served by the bucket after such a failure."),
+    "load.hung": ("vllm:s3ec_load_hangs", "Loads that the disk did not answer in time."),
     "save.items": ("vllm:s3ec_saves", "Embeddings that the bucket confirmed."),
     "save.bytes": ("vllm:s3ec_save_bytes", "Bytes of embeddings that the bucket confirmed."),
     "save.seconds": ("vllm:s3ec_save_seconds", "Time uploads took, in sum."),
@@ -46,6 +47,7 @@ _PLAIN = {
         "Objects of the bucket that came bad twice and are not asked for again for a while.",
     ),
     "tier.errors": ("vllm:s3ec_tier_errors", "Times that the disk refused."),
+    "tier.hung": ("vllm:s3ec_tier_hangs", "Times that the disk was found not to answer."),
     "store.retries": ("vllm:s3ec_store_retries", "Requests to the store that were repeated."),
     "store.too_late": (
         "vllm:s3ec_store_retries_too_late",

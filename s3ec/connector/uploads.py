@@ -30,6 +30,8 @@ _FIRST_PAUSE_S = 0.5
 _MAX_PAUSE_S = 15.0
 # How often the spool is searched for what other processes of this node left when they died.
 _ADOPT_EVERY_S = 60.0
+# How often a hanging disk is thought of.
+_HANG_PAUSE_S = 1.0
 # A spooled file that cannot be read so often stays for the next process.
 _DISK_ATTEMPTS = 5
 
@@ -65,8 +67,9 @@ class _Answer(enum.Enum):
 class Uploader:
     """A queue, and a bounded number of uploads that are tried again until the bucket answers.
 
-    Fresh saves come before adopted ones, which never take more than a quarter of the places; a
-    quarter stays free of uploads altogether.
+    What is in memory only comes first, then fresh saves, then adopted ones, which never take more
+    than a quarter of the places; a quarter stays free of uploads altogether. While the disk hangs
+    nothing spooled is begun, and what hangs in it takes no place.
     """
 
     def __init__(
@@ -98,9 +101,12 @@ class Uploader:
         self._adopting = True
         # The loop's thread only.
         self._stopped = False
+        self._unspooled: deque[Upload] = deque()
         self._fresh: deque[Upload] = deque()
         self._adopted: deque[Upload] = deque()
         self._active: dict[asyncio.Task[None], Upload] = {}
+        self._reading = 0  # of these, from the spool
+        self._looking: asyncio.TimerHandle | None = None
         self._store: Store | None = None
         self._ready: asyncio.Lock | None = None
         self._disagreed: set[str] = set()
@@ -149,15 +155,15 @@ class Uploader:
     def _cancel(self) -> None:
         self._stopped = True
         self._announcing.close()
-        self._fresh.clear()
-        self._adopted.clear()
+        for waiting in (self._unspooled, self._fresh, self._adopted):
+            waiting.clear()
         for task in self._active:
             task.cancel()
 
     async def _adopt_forever(self) -> None:
         while self._adopting:
             try:
-                found = await self._node.loop.disk(self._spool.adopt)
+                found = await self._node.loop.disk_long(self._spool.adopt)
                 for one in found:
                     self._enqueue(Upload(one.digest, one.nbytes, adopted=True))
                 if found:
@@ -172,7 +178,10 @@ class Uploader:
         if self._stopped:
             self._ended(upload, False)
             return
-        (self._adopted if upload.adopted else self._fresh).append(upload)
+        if upload.pieces is not None:
+            self._unspooled.append(upload)
+        else:
+            (self._adopted if upload.adopted else self._fresh).append(upload)
         self._start_some()
 
     def _start_some(self) -> None:
@@ -185,7 +194,13 @@ class Uploader:
     def _next(self) -> Upload | None:
         """Take the next one that may start now."""
         active = self._active.values()
-        if len(active) >= self._max_active:
+        hangs = self._node.loop.watch.hangs
+        if len(active) - (self._reading if hangs else 0) >= self._max_active:
+            return None
+        if self._unspooled:
+            return self._unspooled.popleft()
+        if hangs:
+            self._look_again_later()
             return None
         if self._fresh:
             waiting = self._fresh
@@ -197,6 +212,16 @@ class Uploader:
         if reading and reading + waiting[0].nbytes > self._inflight_limit_bytes:
             return None
         return waiting.popleft()
+
+    def _look_again_later(self) -> None:
+        if self._looking is None:
+            loop = asyncio.get_running_loop()
+            self._looking = loop.call_later(_HANG_PAUSE_S, self._look_again)
+
+    def _look_again(self) -> None:
+        self._looking = None
+        if not self._stopped:
+            self._start_some()
 
     async def _run(self, upload: Upload) -> None:
         stored = False
@@ -262,7 +287,11 @@ class Uploader:
         if upload.pieces is not None:
             header, pieces = upload.pieces
         else:
-            loaded = await self._node.loop.disk(self._load, upload)
+            self._reading += 1
+            try:
+                loaded = await self._node.loop.disk(self._load, upload)
+            finally:
+                self._reading -= 1
             if loaded is None:
                 return None
             # Of an adopted one vLLM's name may not be known; it is of one's own.

@@ -108,7 +108,7 @@ class IndexCache:
             body = self._files.read(name, max_bytes=MAX_DELTA_BYTES)
             # All of it, since it may not have survived a power cut as it was.
             return None if body is None else parse_segment(body, self.layout.namespace, name=name)
-        except (OSError, CorruptEntryError):
+        except (OSError, TierError, CorruptEntryError):
             self._files.remove(name)
             return None
 

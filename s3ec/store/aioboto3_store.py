@@ -23,6 +23,7 @@ from typing import Any
 from botocore.exceptions import ClientError
 
 from s3ec.errors import AccessError, UnavailableError
+from s3ec.forks import call_in_forks
 from s3ec.settings import Settings
 from s3ec.store.base import Blob, ObjectInfo, check_folder, check_name, check_range, content_type_of
 from s3ec.store.deadline import answer_begun
@@ -79,6 +80,16 @@ class Aioboto3Store:
         self._resources = contextlib.AsyncExitStack()
         self._opened: Opened | None = None
         self._send_checksum = True
+        self._parents: list[object] = []
+        call_in_forks(self, Aioboto3Store._after_fork)
+
+    def _after_fork(self) -> None:
+        """In the child: the connections are the parent's. Kept, since the server heard a close."""
+        self._parents += [self._opened, self._resources]
+        self._opening = asyncio.Lock()
+        self._resources = contextlib.AsyncExitStack()
+        self._opened = None
+        self._turns.after_fork()
 
     def __repr__(self) -> str:
         endpoint = self._settings.endpoint_url or "AWS"

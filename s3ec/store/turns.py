@@ -28,7 +28,12 @@ class Turns:
         self._bytes_per_s = least_bytes_per_s
         # Connect, then the reply's head, then silence within the body: each may take its limit.
         self._budget_s = settings.connect_timeout_s + 2 * settings.read_timeout_s
-        self._slots = asyncio.Semaphore(settings.max_concurrency)
+        self._places = settings.max_concurrency
+        self.after_fork()
+
+    def after_fork(self) -> None:
+        """In a forked child: the loop is the parent's, and so is what is under way."""
+        self._slots = asyncio.Semaphore(self._places)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._under_way: set[asyncio.Timeout] = set()
 

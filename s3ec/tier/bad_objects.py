@@ -37,7 +37,7 @@ from s3ec.identity import (
     is_object_name,
     revised_name,
 )
-from s3ec.tier.files import Folders, TempFile, open_entry, require_real_folders
+from s3ec.tier.files import Folders, TempFile, open_entry, require_own_folders
 from s3ec.tier.refusals import Refusals
 
 log = logging.getLogger(__name__)
@@ -274,14 +274,14 @@ def read_notes(folders: Folders) -> list[BadObject]:
 
     Raises:
         OSError: The folder cannot be read; FileNotFoundError where it was never made.
-        TierError: It is a symbolic link.
+        TierError: It is a symbolic link, or not ours alone.
     """
     return [note for _, note in _walk(folders) if note is not None]
 
 
 def _walk(folders: Folders) -> Iterator[tuple[str, BadObject | None]]:
     top = str(folders.bad_objects)
-    require_real_folders((str(folders.version), top))
+    require_own_folders((*folders.above, top))
     for name in os.listdir(top):
         yield name, _read(f"{top}/{name}")
 
@@ -293,9 +293,7 @@ def write_note(folders: Folders, note: BadObject) -> None:
         OSError, TierError: The disk refused.
     """
     try:
-        require_real_folders(
-            (str(folders.version), str(folders.incoming), str(folders.bad_objects))
-        )
+        require_own_folders((*folders.above, str(folders.incoming), str(folders.bad_objects)))
     except FileNotFoundError:
         folders.make()
     file = TempFile(str(folders.incoming))

@@ -237,6 +237,9 @@ def _count_index(above: str, census: Census) -> None:
 
 def _items(folder: str, census: Census) -> list[os.DirEntry[str]]:
     try:
+        if stat.S_ISLNK(os.lstat(folder).st_mode):
+            census.troubles.append(f"{folder} is a symbolic link, which is not followed")
+            return []
         with os.scandir(folder) as found:
             return list(found)
     except (FileNotFoundError, NotADirectoryError):

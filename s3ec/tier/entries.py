@@ -14,7 +14,7 @@ from s3ec.counters import Counters
 from s3ec.errors import CorruptEntryError, TierError
 from s3ec.identity import Key
 from s3ec.tier.entry_paths import EntryPaths
-from s3ec.tier.files import note_use, require_real_folders
+from s3ec.tier.files import note_use, require_own_folders
 from s3ec.tier.headers import read_header
 from s3ec.tier.pins import Held, Pin, Pins
 from s3ec.tier.quarantine import Quarantine
@@ -45,7 +45,7 @@ class Entries:
     def pin(self, key: Key) -> Pin | None:
         """See ``Tier.pin``."""
         try:
-            require_real_folders(self._paths.parents(key))
+            require_own_folders(self._paths.parents(key))
             held = self._pins.hold(self._paths.path(key), key.digest)
             return None if held is None else self._checked(key, held)
         except FileNotFoundError:
@@ -62,7 +62,7 @@ class Entries:
         if self._pins.owns(path):
             try:
                 self._pins.drop(path)
-            except OSError as exc:
+            except (OSError, TierError) as exc:
                 self._failed("unpin", exc)
 
     def contains(self, key: Key) -> bool:
@@ -78,7 +78,7 @@ class Entries:
     def evict(self, key: Key) -> None:
         """See ``Tier.evict``."""
         try:
-            require_real_folders(self._paths.parents(key))
+            require_own_folders(self._paths.parents(key))
             os.unlink(self._paths.path(key))
         except (FileNotFoundError, NotADirectoryError):
             return
@@ -90,7 +90,7 @@ class Entries:
         path = self._paths.path(key)
         label = f"{self._paths.namespace}--{key.digest.hex()}"
         try:
-            require_real_folders(self._paths.parents(key))
+            require_own_folders(self._paths.parents(key))
             if not self._quarantine.take(path, label, reason, mtime_ns=self._clock.use_ns()):
                 return
         except FileNotFoundError:

@@ -15,14 +15,14 @@ class EntryPaths:
     def __init__(self, folders: Folders, namespace: str) -> None:
         self.namespace = namespace
         self.objects = str(folders.objects / namespace)
-        self._above = (str(folders.version), str(folders.objects), self.objects)
+        self._above = (*folders.above, str(folders.objects), self.objects)
 
     def path(self, key: Key) -> str:
         """The file of one entry."""
         return f"{self.objects}/{key.name}"
 
     def parents(self, key: Key) -> Sequence[str]:
-        """Its folders from ``v1`` down: what must not be symbolic links."""
+        """Its folders from the root down; see ``require_own_folders``."""
         folder, _, fan_out = key.name.rpartition("/")[0].rpartition("/")
         lora = (f"{self.objects}/{folder}",) if folder else ()
         return (*self._above, *lora, f"{lora[0] if lora else self.objects}/{fan_out}")

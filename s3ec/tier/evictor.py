@@ -19,7 +19,13 @@ from s3ec.tier.background import Background
 from s3ec.tier.census import Census, take_census
 from s3ec.tier.evict_lock import EvictLock
 from s3ec.tier.eviction import evict, oldest_first
-from s3ec.tier.files import Folders, free_bytes, is_stale_temp, sweep_temps
+from s3ec.tier.files import (
+    Folders,
+    free_bytes,
+    is_stale_temp,
+    require_own_folders,
+    sweep_temps,
+)
 from s3ec.tier.pin_folders import sweep_dead
 from s3ec.tier.total import RunningTotal
 from s3ec.tier.use_clock import UseClock
@@ -192,6 +198,8 @@ class Evictor:
         pause: Callable[[], None] | None = None,
     ) -> int:
         """With the lock held; answers the bytes freed."""
+        with suppress(FileNotFoundError):  # emptied under us: nothing to evict
+            require_own_folders((*self._folders.above, str(self._folders.objects)))
         mark = self._total.read()
         self._sweep()
         census = take_census(self._folders, pause)

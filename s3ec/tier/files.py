@@ -8,7 +8,7 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -44,6 +44,11 @@ class Folders:
     def version(self) -> Path:
         """Everything of this layout; a later layout gets another folder."""
         return self.root / "v1"
+
+    @cached_property
+    def above(self) -> tuple[str, str]:
+        """What everything lies in; see require_own_folders."""
+        return str(self.root), str(self.version)
 
     @cached_property
     def objects(self) -> Path:
@@ -123,6 +128,7 @@ class Folders:
             OSError, TierError: As for make, or it cannot be opened.
         """
         try:
+            require_own_folders(self.above)
             return os.open(path, _OPEN_OWN)
         except FileNotFoundError:
             pass
@@ -142,16 +148,16 @@ class Folders:
         """Create what is missing of some folders, each inside the one before it.
 
         Args:
-            parents: From ``version`` and ``objects`` down.
+            parents: From ``root``, ``version`` and ``objects`` down.
 
         Raises:
             TierError, OSError: As for make.
         """
         try:
-            require_real_folders(parents[:-1])
+            require_own_folders(parents[:-1])
         except FileNotFoundError:
             self.make()
-            for folder in parents[2:-1]:
+            for folder in parents[3:-1]:
                 make_folder(folder)
         make_folder(parents[-1])
 
@@ -188,16 +194,18 @@ def check_folder(path: Path | str) -> None:
         )
 
 
-def require_real_folders(paths: Sequence[str]) -> None:
-    """One lstat each: the kernel would follow a symbolic link in the middle of a path.
+def require_own_folders(paths: Iterable[str]) -> None:
+    """check_folder for each on the way, before each use: they may be replaced at any time.
+
+    One lstat each: the kernel would follow a symbolic link in the middle of a path. Looking comes
+    before using, so this keeps out what lies there, not who may write to the folder above.
 
     Raises:
-        TierError: One is not a folder.
+        TierError: One is not a folder, another user's, or writable by others.
         FileNotFoundError: One is missing.
     """
     for path in paths:
-        if not stat.S_ISDIR(os.lstat(path).st_mode):
-            raise TierError(f"{path} is not a folder (a symbolic link?); remove it")
+        check_folder(path)
 
 
 def free_bytes(folder: Path) -> int:
@@ -343,7 +351,8 @@ def sweep_temps(folder: Path, *, now_s: float) -> int:
         How many were removed.
     """
     swept = 0
-    with suppress(OSError):
+    with suppress(OSError, TierError):
+        check_folder(folder)
         for name in os.listdir(folder):
             path = f"{folder}/{name}"
             if is_stale_temp(path, now_s=now_s):

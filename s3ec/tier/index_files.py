@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from s3ec.errors import TierError
 from s3ec.tier.claims import Claim, Claims
-from s3ec.tier.files import Folders, TempFile
+from s3ec.tier.files import Folders, TempFile, require_own_folders
 from s3ec.tier.index_names import is_index_name
 from s3ec.tier.publisher import Publisher
 
@@ -46,7 +46,7 @@ class IndexFiles:
         self, folders: Folders, namespace: str, publisher: Publisher, claims: Claims
     ) -> None:
         self._top = str(folders.index / namespace)
-        self._above = (str(folders.version), str(folders.index), self._top)
+        self._above = (*folders.above, str(folders.index), self._top)
         self._publisher = publisher
         self._claims = claims
 
@@ -60,11 +60,19 @@ class IndexFiles:
             raise ValueError(f"not a name of the index: {name!r:.100}")
         return f"{self._top}/{name}"
 
+    def _parents(self, name: str) -> list[str]:
+        """A file's folders from the root down."""
+        parents = [*self._above]
+        for part in name.split("/")[:-1]:
+            parents.append(f"{parents[-1]}/{part}")
+        return parents
+
     def find(self, name: str) -> IndexFile | None:
-        """One stat; None where there is no regular file."""
+        """Some stats; None where there is no regular file."""
         try:
+            require_own_folders(self._parents(name))
             found = os.lstat(self.path(name))
-        except OSError:
+        except (OSError, TierError):
             return None
         if not stat.S_ISREG(found.st_mode):
             return None
@@ -77,8 +85,10 @@ class IndexFiles:
 
         Raises:
             OSError: Not a regular file, larger than ``max_bytes``, or the disk refused.
+            TierError: A folder on the way is not one of ours.
         """
         try:
+            require_own_folders(self._parents(name))
             fd = os.open(
                 self.path(name), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
             )
@@ -99,7 +109,8 @@ class IndexFiles:
 
     def trust(self, name: str) -> None:
         """Note that a doubtful file was good. Never raises."""
-        with suppress(OSError):
+        with suppress(OSError, TierError):
+            require_own_folders(self._parents(name))
             os.utime(self.path(name), follow_symlinks=False)
 
     def walk(self) -> Iterator[IndexFile]:
@@ -133,11 +144,8 @@ class IndexFiles:
             TierError: The disk refused; the file is gone.
         """
         path = self.path(name)
-        parents = [*self._above]
-        for part in name.split("/")[:-1]:
-            parents.append(f"{parents[-1]}/{part}")
         try:
-            self._publisher.name_file(file, path, parents)
+            self._publisher.name_file(file, path, self._parents(name))
         except OSError as exc:
             raise TierError(f"cannot write {path}: {exc}") from exc
         return path
@@ -148,7 +156,8 @@ class IndexFiles:
         The running total learns it from the next walk.
         """
         path = self.path(name)
-        with suppress(OSError):
+        with suppress(OSError, TierError):
+            require_own_folders(self._parents(name))
             os.unlink(path)
         if name.count("/") > 1:
             with suppress(OSError):

@@ -16,8 +16,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from s3ec.errors import TierError
 from s3ec.identity import OBJECT_SUFFIX
-from s3ec.tier.files import FILE_MODE, make_folder
+from s3ec.tier.files import FILE_MODE, check_folder, make_folder, require_own_folders
 from s3ec.tier.processes import own_start_time, seems_alive, try_lock
 
 LOCK_NAME = ".lock"
@@ -74,7 +75,8 @@ class PinFolder:
         """Leave what is in it to the next process, even while this one lives; never raises."""
         above, _, name = self.path.rpartition("/")
         pid, _, rest = name.split("-")
-        with suppress(OSError):
+        with suppress(OSError, TierError):
+            require_own_folders((above, self.path))
             if os.listdir(self.path) == [LOCK_NAME]:
                 self.remove()
                 return
@@ -85,7 +87,8 @@ class PinFolder:
 
 def _empty(path: str) -> None:
     """Remove a pin folder and what pins put there; anything else in it stays, and so does it."""
-    with suppress(OSError):
+    with suppress(OSError, TierError):
+        require_own_folders((path.rpartition("/")[0], path))
         for name in os.listdir(path):
             if _PIN.fullmatch(name):
                 with suppress(OSError):
@@ -126,13 +129,15 @@ def sweep_dead(pins: Path) -> int:
         How many were removed.
     """
     try:
+        check_folder(pins)
         folders = [f"{pins}/{name}" for name in os.listdir(pins)]
-    except OSError:
+    except (OSError, TierError):
         return 0
     swept = 0
     for folder in folders:
         if looks_dead(folder):
-            with suppress(OSError):
+            with suppress(OSError, TierError):
+                check_folder(folder)
                 _sweep(folder)
                 swept += not os.path.lexists(folder)
     return swept

@@ -14,7 +14,14 @@ from s3ec.codec import Header
 from s3ec.counters import Counters
 from s3ec.errors import TierError
 from s3ec.identity import OBJECT_SUFFIX
-from s3ec.tier.files import NO_LINK, Folders, copy_file, free_bytes, open_entry
+from s3ec.tier.files import (
+    NO_LINK,
+    Folders,
+    copy_file,
+    free_bytes,
+    open_entry,
+    require_own_folders,
+)
 from s3ec.tier.own_folder import OwnFolder
 from s3ec.tier.pin_folders import PinFolder
 
@@ -60,6 +67,7 @@ class Pins:
         self._min_free_bytes = min_free_bytes
         self._numbers = itertools.count()
         self._undropped: deque[str] = deque()
+        self._above = (*folders.above, str(folders.pins))
         self._own = OwnFolder(folders, folders.pins, end=PinFolder.remove)
 
     def open(self) -> None:
@@ -89,6 +97,7 @@ class Pins:
             folder = self._own.path()
             target = f"{folder}/{next(self._numbers)}-{digest.hex()}{OBJECT_SUFFIX}"
             try:
+                require_own_folders((*self._above, folder))
                 os.link(source, target, follow_symlinks=False)
                 return self._opened(target)
             except FileNotFoundError:
@@ -110,11 +119,11 @@ class Pins:
         """Remove one pin; absent is fine.
 
         Raises:
-            OSError: The file system refused. It is tried again after the next one that works:
-                until then eviction passes its bytes over.
+            OSError, TierError: The file system refused. It is tried again after the next one
+                that works: until then eviction passes its bytes over.
         """
         self._unlink(path)
-        with suppress(IndexError, OSError):
+        with suppress(IndexError, OSError, TierError):
             while True:
                 self._unlink(self._undropped.popleft())
 
@@ -129,10 +138,11 @@ class Pins:
 
     def _unlink(self, path: str) -> None:
         try:
+            require_own_folders((*self._above, path.rpartition("/")[0]))
             os.unlink(path)
         except FileNotFoundError:
             pass
-        except OSError:
+        except (OSError, TierError):
             self._undropped.append(path)
             raise
 

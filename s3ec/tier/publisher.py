@@ -12,7 +12,7 @@ from s3ec.errors import TierError
 from s3ec.identity import Key
 from s3ec.tier.entry_paths import EntryPaths
 from s3ec.tier.evictor import Evictor
-from s3ec.tier.files import Folders, TempFile, require_real_folders
+from s3ec.tier.files import Folders, TempFile, require_own_folders
 from s3ec.tier.use_clock import UseClock
 
 Hold = Callable[[str], None]
@@ -132,7 +132,7 @@ class Publisher:
 
     def _open_temp(self) -> TempFile:
         incoming = str(self._folders.incoming)
-        require_real_folders((incoming,))
+        require_own_folders((*self._folders.above, incoming))
         return TempFile(incoming)
 
     def _finish(self, key: Key, file: TempFile, hold: Hold | None, *, used: bool) -> None:
@@ -158,7 +158,7 @@ class Publisher:
         """Give a file of ``begin`` that is no entry its name; a present one is replaced.
 
         Args:
-            parents: Its folders from ``v1`` down; made if missing.
+            parents: Its folders from the root down; made if missing.
 
         Raises:
             OSError, TierError: It is gone.
@@ -180,7 +180,7 @@ class Publisher:
     def _rename(self, temp: str, path: str, parents: Sequence[str]) -> None:
         for attempt in range(_ATTEMPTS):
             try:
-                require_real_folders(parents)
+                require_own_folders(parents)
                 os.replace(temp, path)
                 return
             except FileNotFoundError:

@@ -8,7 +8,7 @@ import re
 import stat
 from contextlib import suppress
 
-from s3ec.tier.files import Folders
+from s3ec.tier.files import Folders, require_own_folders
 
 KEPT_FILES = 32
 # A few bad videos must not crowd out the entries that work.
@@ -36,12 +36,13 @@ class Quarantine:
             False where there was nothing to move.
 
         Raises:
-            OSError: It could not be moved.
+            OSError, TierError: It could not be moved.
         """
         word = re.sub(r"[^a-z0-9]+", "-", reason.lower()).strip("-")[:32] or "unknown"
         target = f"{self._folders.quarantine}/{label}-{word}"
         for last in (False, True):
             try:
+                require_own_folders((*self._folders.above, str(self._folders.quarantine)))
                 os.rename(source, target)
                 break
             except FileNotFoundError:

@@ -34,7 +34,7 @@ from s3ec.tier.files import (
     free_bytes,
     is_temp_name,
     open_entry,
-    require_real_folders,
+    require_own_folders,
     temp_name,
 )
 from s3ec.tier.headers import read_header
@@ -116,7 +116,7 @@ class Spool:
         self._namespace = namespace
         self._destination = destination
         folders = parts.folders
-        self._above = (str(folders.version), str(folders.spool))
+        self._above = (*folders.above, str(folders.spool))
         self._own = OwnFolder(folders, folders.spool, end=PinFolder.release)
         self._lock = threading.Lock()  # never held across a system call
         self._held: dict[bytes, Spooled] = {}
@@ -150,7 +150,7 @@ class Spool:
             folder = self._own.path()
             target = f"{folder}/{name}"
             try:
-                require_real_folders((*self._above, folder))
+                require_own_folders((*self._above, folder))
                 nbytes = self._link(source, target)
             except FileNotFoundError:
                 if not self._own.has_vanished(folder):
@@ -166,10 +166,14 @@ class Spool:
         spooled = self._forget(digest)
         if spooled is not None:
             try:
+                self._require_own(spooled.path)
                 os.unlink(spooled.path)
             except FileNotFoundError:
                 pass
-            except OSError as exc:  # uploaded again by the next process, which changes nothing
+            except (
+                OSError,
+                TierError,
+            ) as exc:  # uploaded again by the next process, which changes nothing
                 self._parts.failed("unspool", exc)
 
     def load(self, digest: bytes) -> Loaded | None:
@@ -186,6 +190,7 @@ class Spool:
         if spooled is None:
             return None
         try:
+            self._require_own(spooled.path)
             with open(open_entry(spooled.path), "rb") as file:
                 return self._checked(digest, file)
         except FileNotFoundError:
@@ -205,8 +210,8 @@ class Spool:
         """
         taken: list[Spooled] = []
         try:
-            check_folder(self._parts.folders.spool)
-            folders = [f"{self._parts.folders.spool}/{name}" for name in os.listdir(self._above[1])]
+            require_own_folders(self._above)
+            folders = [f"{self._above[-1]}/{name}" for name in os.listdir(self._above[-1])]
         except FileNotFoundError:
             return taken
         except (OSError, TierError) as exc:
@@ -235,6 +240,9 @@ class Spool:
         self._lock = threading.Lock()
         self._own.after_fork()
         self._forget_all()
+
+    def _require_own(self, path: str) -> None:
+        require_own_folders((*self._above, path.rpartition("/")[0]))
 
     def _link(self, source: str, target: str) -> int:
         """Give a file its name in the spool, whole or not at all; returns its size."""
@@ -304,7 +312,7 @@ class Spool:
                         os.unlink(entry.path)
         except FileNotFoundError:
             return
-        except OSError as exc:
+        except (OSError, TierError) as exc:
             self._parts.failed("quarantine", exc)
         self._parts.counters.add("tier.quarantined")
         _log.warning("spooled entry %s was bad (%s); set aside", label, reason)

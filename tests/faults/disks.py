@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real disks that are small, become read-only, or fail; they need root, or the test is skipped."""
+"""Real disks that are small, read-only, fail or hang; they need root, or the test is skipped."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import fcntl
 import os
 import struct
 import subprocess
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 _NOBODY = 65534
+_FIFREEZE, _FITHAW = 0xC0045877, 0xC0045878  # _IOWR('X', 119 and 120, int)
 _EXT4_IOC_SHUTDOWN = 0x8004587D  # _IOR('X', 125, __u32)
 
 
@@ -68,6 +70,31 @@ def as_plain_user(folder: str) -> Iterator[None]:
         os.setegid(0)
 
 
+class Hang:
+    """A file system that does not answer, until ``end``.
+
+    Attributes:
+        held_up: Somebody else had to end it.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._over = False
+        self.held_up = False
+        self.timer = threading.Timer(60.0, self._help)
+
+    def end(self) -> None:
+        """Let all go on that wait; more than once is fine."""
+        self.timer.cancel()
+        if not self._over:
+            self._over = True
+            fcntl.ioctl(self._fd, _FITHAW, 0)
+
+    def _help(self) -> None:
+        self.held_up = True
+        self.end()
+
+
 class FailingDisk:
     """An ext4 file system on a loop device, at ``path``, that can be made to fail.
 
@@ -90,6 +117,24 @@ class FailingDisk:
             fcntl.ioctl(fd, _EXT4_IOC_SHUTDOWN, struct.pack("I", 0))
         finally:
             os.close(fd)
+
+    @contextmanager
+    def hanging(self) -> Iterator[Hang]:
+        """Inside, every call that would change something waits, in the kernel and unkillable.
+
+        What is in memory can be read. Should the test itself hang, the disk is let go after a
+        minute, and the test fails.
+        """
+        fd = os.open(self.path, os.O_RDONLY)
+        hang = Hang(fd)
+        try:
+            fcntl.ioctl(fd, _FIFREEZE, 0)
+            hang.timer.start()
+            yield hang
+        finally:
+            hang.end()
+            os.close(fd)
+        assert not hang.held_up, "the test's own thread had to wait for the disk"
 
     def mend(self) -> None:
         """Mount what the device has anew; who has files open keeps the failed one."""

@@ -33,6 +33,11 @@ class Herd:
         self._reader.start()
         self._hear("ready", process.pid)
 
+    @property
+    def parent(self) -> int:
+        """Who forks them."""
+        return self._process.pid
+
     def start(self, command: str, **arguments: object) -> int:
         """Fork a child; it has not done anything yet."""
         assert self._process.stdin is not None

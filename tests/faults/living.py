@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import gc
 import json
 import os
 import random
@@ -17,6 +18,7 @@ import signal
 import sys
 import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -219,8 +221,56 @@ def work(*, settings: dict[str, str], stock: int, first: int, **how: int | bool)
     say("done")
 
 
+def fork(*, settings: dict[str, str], stock: int, first: int) -> None:
+    """Fork a child while loop, connections, saves and pins are at work; both go on."""
+    life = Life(settings, first)
+    life.fetch(list(range(stock // 2)), must=True)
+    for number in range(first, first + 6):
+        life.save(number)
+    say("saved")
+    while len(spooled_below(Path(settings["cache_dir"]))) < 6:
+        time.sleep(0.001)
+    sockets = open_sockets()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            say(f"shared {len(sockets & open_sockets())} of {len(sockets)}")
+            life.held.clear()
+            life.save(first + 50)  # is not taken
+            life.fetch(list(range(stock // 2, stock)), must=True)
+            life.complain()
+            say(f"left {life.queue.drain(30)}")
+            life.node.close(5)
+            del life
+            gc.collect()
+            say("child done")
+        except BaseException as exc:  # noqa: BLE001 - the top of a process
+            say(f"bad child {exc!r}")
+            traceback.print_exc()
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)
+    life.fetch(list(range(stock)), must=True)
+    say("went on")
+    while spooled_below(Path(settings["cache_dir"])):
+        time.sleep(0.01)
+    life.complain()
+    say(f"left {life.queue.drain(30)}")
+    life.node.close(5)
+    say("done")
+
+
+def open_sockets() -> set[str]:
+    """Of this process, by their inodes."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            found.add(os.readlink(f"/proc/self/fd/{name}"))
+    return {name for name in found if name.startswith("socket:")}
+
+
 COMMANDS = {
-    **{function.__name__: function for function in (live, finish, want, work)},
+    **{function.__name__: function for function in (live, finish, want, work, fork)},
     **indexing.COMMANDS,
 }
 

@@ -57,6 +57,7 @@ class Lookups:
             local=node.local,
             prefetcher=node.prefetcher,
             store_is_down=lambda: node.breaker.is_open,
+            disk_hangs=lambda: False,
             needs_embedding=lambda _: False,
             placeholder_of=lambda _: {},
             counters=node.counters,

@@ -18,9 +18,9 @@ PACKAGE = REPOSITORY / "s3ec"
 
 # From the bottom up. A part imports from lower layers and from itself, never from beside or above.
 LAYERS = [
-    {"errors", "counters", "corpus_url", "plain_json", "__init__"},
-    {"tenant", "middleware"},
-    {"settings"},
+    {"errors", "forks", "corpus_url", "plain_json", "daemon_pool", "__init__"},
+    {"tenant", "middleware", "counters"},
+    {"settings", "disk_watch"},
     {"identity", "config"},
     {"codec", "settings_table", "naming"},
     {"tensors", "store", "loop", "inflight"},

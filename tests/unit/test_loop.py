@@ -416,3 +416,22 @@ loop.run(where(), 10)
 loop.submit(asyncio.sleep(3600))
 """
     )
+
+
+def test_the_process_ends_though_calls_hang_in_every_pool() -> None:
+    """As in a disk that does not answer, or a server of names."""
+    run_child(
+        PRELUDE
+        + """
+hung = threading.Event()
+
+async def hang():
+    await asyncio.gather(
+        loop.disk(hung.wait), loop.disk_long(hung.wait), asyncio.to_thread(hung.wait)
+    )
+
+loop.submit(hang())
+loop.run(where(), 10)
+loop.stop(0.2)
+"""
+    )

@@ -166,6 +166,7 @@ class World:
         self.prefetcher = FakePrefetcher()
         self.ranks = ranks_apart
         self.down = False
+        self.hung = False
         self.placeholders: dict[str, Any] = {"image_grid_thw": [[1, 2, 2]]}
         self.half = SchedulerHalf(
             self.role,
@@ -173,6 +174,7 @@ class World:
             local=self.local,
             prefetcher=self.prefetcher,
             store_is_down=lambda: self.down,
+            disk_hangs=lambda: self.hung,
             needs_embedding=has_no_pixels,
             placeholder_of=lambda _: self.placeholders,
             counters=self.counters,

@@ -28,7 +28,8 @@ bench = Bench(Path(sys.argv[1]))
 role = Role(producer=True, consumer=True, window_tokens=1000, ranks=1, steps_in_flight=2,
             defer_timeout_s=60.0)
 half = SchedulerHalf(role, index=bench.index, local=bench.local, prefetcher=bench.prefetcher,
-                     store_is_down=lambda: False, needs_embedding=has_no_pixels,
+                     store_is_down=lambda: False, disk_hangs=lambda: False,
+                     needs_embedding=has_no_pixels,
                      placeholder_of=lambda _: {{}}, counters=bench.counters)
 gate = bench.hold(name=key_of(identifier_of("slow")).name)
 bench.stock("ready", "slow")

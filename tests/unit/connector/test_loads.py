@@ -23,6 +23,7 @@ from s3ec.testing.memory_store import MemoryBucket, MemoryStore
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 loading = pytest.importorskip("s3ec.connector.loads")
+reading = pytest.importorskip("s3ec.connector.reading")
 host_pool = pytest.importorskip("s3ec.connector.host_pool")
 staging = pytest.importorskip("s3ec.connector.staging")
 accelerators = pytest.importorskip("tests.unit.connector.accelerators")
@@ -230,7 +231,7 @@ def test_buffer_comes_back_from_a_load_that_failed(bench: Bench) -> None:
 
 
 def test_large_entry_is_read_in_parts(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "_PART_BYTES", 7)
+    monkeypatch.setattr(reading, "_PART_BYTES", 7)
     load = bench.load(1)
     memory = torch.empty(load.shape.nbytes, dtype=torch.uint8)
     loading.read_data(load, memory)

@@ -121,6 +121,7 @@ class Engine:
             local=self.node.local,
             prefetcher=self.node.prefetcher,
             store_is_down=lambda: False,
+            disk_hangs=lambda: False,
             needs_embedding=has_no_pixels,
             placeholder_of=lambda _: {},
             counters=self.node.counters,

@@ -815,6 +815,61 @@ def test_while_the_store_is_down_this_nodes_disk_still_serves(world: World) -> N
     assert world.schedule(asker) == [True]
 
 
+# -- a disk that hangs -------------------------------------------------------------------------
+
+
+def test_while_the_disk_hangs_nothing_is_waited_for_or_granted(world: World) -> None:
+    world.bring("ready")
+    world.stock("new", "coming")
+    coming = request("coming", feature("coming"))
+    assert not world.ask(coming)
+    world.hung = True
+    assert world.ask(coming)
+    assert world.schedule(coming) == [False]
+    for text in ("ready", "new"):
+        asker = request(text, feature(text))
+        assert world.ask(asker)
+        assert world.schedule(asker) == [False]
+    assert world.step().loads == []
+    world.hung = False
+    again = request("again", feature("ready"))
+    assert world.ask(again)
+    assert world.schedule(again) == [True]
+
+
+def test_while_the_disk_hangs_the_index_is_not_asked_since_it_may_hang_too(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def touch(_: object) -> bool:
+        raise AssertionError("a page of a mapped file")
+
+    monkeypatch.setattr(world.index, "maybe_contains", touch)
+    world.hung = True
+    assert world.ask(request("r", feature("a")))
+
+
+def test_what_came_without_pixels_is_granted_though_the_disk_hangs(world: World) -> None:
+    """It has no other chance: the worker waits a little, and asks the bucket."""
+    world.stock("a")
+    asker = request("r", bare("a"))
+    assert not world.ask(asker)
+    world.step()
+    world.finish("a")
+    world.hung = True
+    assert world.ask(asker)
+    assert world.schedule(asker) == [True]
+
+
+def test_where_vllm_asks_once_a_grant_outlives_that_the_disk_hangs() -> None:
+    world = World(asked_every_pass=False)
+    world.bring("a")
+    asker = request("r", feature("a"))
+    assert world.ask(asker)
+    world.hung = True
+    assert world.ask(request("other", feature("a")))
+    assert world.schedule(asker) == [True]
+
+
 # -- features without pixels -------------------------------------------------------------------
 
 

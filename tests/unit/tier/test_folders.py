@@ -12,10 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from s3ec import codec
 from s3ec.counters import Counters
 from s3ec.errors import TierError
-from s3ec.tier import Tier
+from s3ec.tier import Pin, Spool, Tier
 from tests.unit.tier.cases import (
+    DESTINATION,
     NAMESPACE,
     entry,
     file_of,
@@ -24,10 +26,14 @@ from tests.unit.tier.cases import (
     key_of,
     new_tier,
     pin_folders,
+    publish_spooled,
     read,
+    spool_folders,
 )
 
 KEY = key_at(1)  # with a LoRA folder
+_INDEX_FILE = "base/000000000001-0123456789abcdef/00-ff.safetensors"
+_NO_PIN = Pin(Path("/nowhere/1"), 0, codec.parse_header(entry(KEY)))
 
 
 def test_missing_root_is_made_with_its_parents(make_tier: Callable[..., Tier], root: Path) -> None:
@@ -112,7 +118,7 @@ def test_folder_replaced_by_a_link_is_not_followed(
     folder.symlink_to(elsewhere)
     before = files_below(elsewhere)
     assert tier.pin(KEY) is None
-    with pytest.raises(TierError, match="not a folder"):
+    with pytest.raises(TierError, match="symbolic link"):
         tier.publish(KEY, [entry(KEY, seed=1)])
     tier.evict(KEY)
     tier.quarantine(KEY, "checksum")
@@ -122,6 +128,101 @@ def test_folder_replaced_by_a_link_is_not_followed(
     # pin, evict, quarantine and the evict that quarantine falls back to
     assert counters.get("tier.errors") == 4
     assert str(folder) in "".join(tier.check())
+
+
+def _everything(tier: Tier, spool: Spool) -> int:
+    """All that is done with a tier, refused or not; how often it was refused aloud."""
+    calls: list[Callable[[], object]] = [
+        lambda: tier.publish(key_at(2), [entry(key_at(2))], spool=spool),
+        lambda: tier.publish(key_at(3), [entry(key_at(3))]),
+        lambda: tier.unpin(tier.pin(key_at(4)) or _NO_PIN),
+        lambda: tier.quarantine(key_at(4), "checksum"),
+        lambda: tier.evict(key_at(5)),
+        lambda: tier.make_room(1 << 30),
+        lambda: spool.load(key_at(6).digest),
+        lambda: spool.remove(key_at(6).digest),
+        spool.adopt,
+        lambda: tier.open_index().read(_INDEX_FILE, max_bytes=100),
+        lambda: tier.open_index().remove(_INDEX_FILE),
+        lambda: tier.open_index().begin(10).discard(),
+    ]
+    refused = 0
+    for call in calls:
+        try:
+            call()
+        except TierError:
+            refused += 1
+    return refused
+
+
+def _tree(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("harm", ["link", "open", "stranger"])
+@pytest.mark.parametrize(
+    "name",
+    ["", "v1", "v1/objects", "v1/incoming", "v1/pins", "v1/quarantine", "v1/spool", "v1/index",
+     "own pins", "own spool"],
+)  # fmt: skip
+def test_folder_that_is_spoiled_under_a_running_tier_is_left_alone_until_it_is_mended(
+    make_tier: Callable[..., Tier],
+    root: Path,
+    tmp_path: Path,
+    counters: Counters,
+    caplog: pytest.LogCaptureFixture,
+    name: str,
+    harm: str,
+) -> None:
+    if harm == "stranger" and os.geteuid() != 0:
+        pytest.skip("giving a folder away needs root")
+    tier = make_tier()
+    spool = tier.open_spool(DESTINATION)
+    publish_spooled(tier, spool, 6)
+    for number in (4, 5, 7):
+        tier.publish(key_at(number), [entry(key_at(number))])
+    held = tier.pin(key_at(7))
+    assert held is not None
+    files = tier.open_index()
+    file = files.begin(10)
+    file.append([bytes(10)])
+    files.finish(_INDEX_FILE, file)
+    own = {"own pins": held.path.parent, "own spool": spool_folders(root)[0]}
+    folder, elsewhere = own.get(name, root / name), tmp_path / "elsewhere"
+    mode = folder.stat().st_mode & 0o777
+    caplog.clear()
+    if harm == "link":
+        folder.rename(elsewhere)
+        folder.symlink_to(elsewhere)
+    elif harm == "open":
+        folder.chmod(0o777)
+    else:
+        os.chown(folder, 65534, 65534)
+    inside = elsewhere if harm == "link" else folder
+    before = _tree(inside)
+
+    assert _everything(tier, spool) + counters.get("tier.errors") > 0
+    tier.unpin(held)
+    assert _everything(tier, spool) + counters.get("tier.errors") > 0
+    assert _tree(inside) == before
+    warned = [record.message for record in caplog.records if ": cannot " in record.message]
+    assert len(warned) == len(set(warned))
+
+    if harm == "link":
+        folder.unlink()
+        elsewhere.rename(folder)
+    elif harm == "open":
+        folder.chmod(mode)
+    else:
+        os.chown(folder, os.geteuid(), os.getegid())
+    assert _everything(tier, spool) == 0
+    tier.publish(key_at(3), [entry(key_at(3))])
+    pin = tier.pin(key_at(3))
+    assert pin is not None
+    assert read(pin, key_at(3)) == entry(key_at(3))
+    tier.unpin(pin)
+    tier.make_room()
+    assert tier.check() == []
 
 
 def test_vanished_folder_is_made_again(make_tier: Callable[..., Tier], root: Path) -> None:

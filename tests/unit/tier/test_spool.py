@@ -234,7 +234,7 @@ def test_spool_folder_replaced_by_a_link_is_not_followed(
         folder.rename(elsewhere)
         folder.symlink_to(elsewhere)
         before = files_below(elsewhere)
-        with pytest.raises(TierError, match="not a folder"):
+        with pytest.raises(TierError, match="symbolic link"):
             publish_spooled(tier, spool, 3)
         assert files_below(elsewhere) == before
         folder.unlink()

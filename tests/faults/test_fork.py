@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A process that forks with its node at work: the child takes nothing along and breaks nothing."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.faults.herd import Herd
+from tests.faults.living import object_at
+from tests.faults.saving import WIDTH, key_at
+from tests.faults.site import Site, eventually
+
+pytest.importorskip("torch")
+
+_STOCK = 8
+_FIRST = 100
+
+
+@pytest.mark.parametrize("transport", ["aioboto3", "auto"])
+def test_forked_child_shares_no_connection_and_uploads_nothing_twice(
+    site: Site, herd: Herd, transport: str
+) -> None:
+    site.stock_record(WIDTH)
+    for number in range(_STOCK):
+        site.stock(key_at(number).name, b"".join(object_at(number)))
+    site.stall(after=1)  # uploads are under way when the child is made
+    settings = site.settings(transport=transport)
+    parent = herd.start("fork", settings=settings, stock=_STOCK, first=_FIRST)
+    herd.hear(parent, "went on")
+    assert herd.complaints() == []
+    said = dict(herd.said)
+    (child,) = said.keys() - {parent} - {herd.parent}
+    assert herd.hear(child, "left") == "left 0"
+    herd.hear(child, "child done")
+    shared, total = (int(word) for word in herd.hear(child, "shared").split()[1::2])
+    assert total > 0
+    if transport == "aioboto3":  # those of obstore are out of reach, and nobody uses them
+        assert shared == 0
+    site.let_through()
+    assert herd.hear(parent, "left") == "left 0"
+    herd.hear(parent, "done")
+    assert herd.complaints() == []
+    assert site.created.names == {key_at(n).name: 1 for n in range(_FIRST, _FIRST + 6)}
+    eventually(lambda: not site.spooled())
+    assert site.tier_complaints() == []

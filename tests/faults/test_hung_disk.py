@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A disk that does not answer: hooks do not notice, the node goes on without it, and ends in time.
+
+The disk is a real one, frozen by the kernel: who changes something waits, and cannot be killed.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from s3ec.connector.role import Role
+from s3ec.connector.scheduler import SchedulerHalf
+from s3ec.errors import TierError
+from s3ec.prefetch import Outcome, Want
+from tests.faults.disks import FailingDisk, failing_disk
+from tests.faults.living import ROWS
+from tests.faults.machine import Corpus, Machine
+from tests.faults.saving import identifier_at, key_at
+from tests.faults.site import eventually
+
+loads = pytest.importorskip("s3ec.connector.loads")
+scheduling = pytest.importorskip("tests.unit.connector.scheduling")
+
+_PATIENCE_S = 0.3
+
+
+@pytest.fixture(autouse=True)
+def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("s3ec.disk_watch.PATIENCE_S", _PATIENCE_S)
+    monkeypatch.setattr("s3ec.connector.loads.PATIENCE_S", _PATIENCE_S)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[FailingDisk]:
+    with failing_disk(tmp_path) as disk:
+        yield disk
+
+
+def half_of(machine: Machine) -> SchedulerHalf:
+    node = machine.node
+    return SchedulerHalf(
+        Role(
+            producer=True,
+            consumer=True,
+            window_tokens=8192,
+            ranks=1,
+            steps_in_flight=1,
+            defer_timeout_s=60.0,
+        ),
+        index=node.index,
+        local=node.local,
+        prefetcher=node.prefetcher,
+        store_is_down=lambda: node.breaker.is_open,
+        disk_hangs=lambda: node.loop.watch.hangs,
+        needs_embedding=lambda _: False,
+        placeholder_of=lambda _: {},
+        counters=node.counters,
+    )
+
+
+class Engine:
+    """A scheduler's calls, one after the other, in the test's thread."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.half = half_of(machine)
+        self._requests = 0
+
+    def request(self, number: int) -> object:
+        self._requests += 1
+        feature = scheduling.feature(identifier_at(number), rows=ROWS, raw=True)
+        return scheduling.request(f"r{self._requests}", feature)
+
+    def ask(self, request: object) -> bool:
+        """One pass: whether the request is scheduled."""
+        scheduled = self.half.ensure_cache_available(request, 0)
+        if not scheduled:
+            self.half.build_connector_meta((), scheduled_tokens=0)
+        return scheduled
+
+    def run(self, number: int) -> bool:
+        """A request from its arrival to its end; whether its image was not encoded."""
+        request = self.request(number)
+        eventually(lambda: self.ask(request))
+        granted = self.half.has_cache_item(identifier_at(number))
+        self.half.update_state_after_alloc(request, 0)
+        plan = self.half.build_connector_meta([identifier_at(number)], scheduled_tokens=10)
+        assert [load.identifier for load in plan.loads] == [identifier_at(number)] * granted
+        self.half.build_connector_meta([identifier_at(number)], scheduled_tokens=10)
+        self.half.request_finished(request)
+        return granted
+
+
+def test_hooks_go_on_while_the_disk_hangs_and_hits_come_back_with_it(disk: FailingDisk) -> None:
+    corpus = Corpus()
+    corpus.stock(*range(8))
+    with Machine(corpus, disk.path / "cache") as machine:
+        engine = Engine(machine)
+        for number in range(8):
+            machine.node.index.add(key_at(number))
+        assert all(engine.run(number) for number in range(4))
+        with disk.hanging() as hang:
+            assert engine.run(3)  # pinned, and in memory
+            # Whoever meets the hanging disk first is deferred until it is known to hang.
+            assert not any(engine.run(number) for number in (4, 5, 3))
+            assert machine.node.loop.watch.hangs
+            assert machine.node.counters.get("tier.hung") == 1
+            held = engine.request(6)
+            assert engine.ask(held)  # at once
+            assert machine.fetch(7)[7].outcome is Outcome.UNAVAILABLE
+            hang.end()
+            eventually(lambda: not machine.node.loop.watch.hangs)
+            machine.node.prefetcher.drain()
+        eventually(lambda: engine.run(1) and engine.run(7))
+        assert machine.node.counters.get("tier.hung") == 1
+        eventually(lambda: machine.serve(*range(8)) == set(range(8)))
+
+
+def test_saves_pass_a_hanging_disk_by_and_the_one_in_it_comes_later(disk: FailingDisk) -> None:
+    corpus = Corpus()
+    with Machine(corpus, disk.path / "cache") as machine:
+        with disk.hanging() as hang:
+            machine.save(0)  # its writer hangs
+            eventually(lambda: machine.node.loop.watch.hangs)
+            machine.save(*range(1, 8))
+            eventually(lambda: corpus.has(*range(1, 8)))
+            assert machine.node.counters.get("spool.refused") == 7
+            assert not corpus.has(0)
+            hang.end()
+            eventually(lambda: not machine.node.loop.watch.hangs)
+            machine.save(8)
+            machine.wait_confirmed(*range(9))
+        assert machine.serve(*range(9)) == set(range(9))
+        machine.assert_in_order()
+
+
+def test_uploads_that_hang_in_the_disk_leave_room_for_those_in_memory(disk: FailingDisk) -> None:
+    """All places but one are taken by files that cannot be let go of."""
+    corpus = Corpus()
+    gate = corpus.hold_saves()
+    with Machine(corpus, disk.path / "cache", max_concurrency="2") as machine:
+        machine.save(*range(6))
+        machine.wait_written(*range(6))
+        with disk.hanging() as hang:
+            machine.save(6)
+            eventually(lambda: machine.node.loop.watch.hangs)
+            gate.release()
+            machine.save(7, 8)
+            eventually(lambda: corpus.has(7, 8))
+            hang.end()
+            machine.wait_confirmed(*range(9))
+        machine.assert_in_order()
+
+
+def test_node_ends_in_time_though_its_disk_hangs(disk: FailingDisk) -> None:
+    corpus = Corpus()
+    corpus.stock(*range(4))
+    machine = Machine(corpus, disk.path / "cache")
+    assert machine.serve(*range(4)) == set(range(4))
+    granted = machine.fetch(0)
+    with disk.hanging():
+        machine.save(10)
+        machine.node.prefetcher.submit([Want(key_at(1), "image", ROWS)])
+        eventually(lambda: machine.node.loop.watch.hangs)
+        machine.worker.finish()
+        machine.node.close(0.3)
+        machine.node.close(0.3)
+        assert machine.node.counters.get("save_problem.abandoned") == 1  # it is nowhere yet
+    del granted
+    with Machine(corpus, disk.path / "cache") as machine:
+        assert machine.serve(*range(4)) == set(range(4))
+
+
+def test_disk_that_hangs_at_the_start_is_refused_in_time(
+    disk: FailingDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("s3ec.node._OPEN_TIMEOUT_S", _PATIENCE_S)
+    with disk.hanging(), pytest.raises(TierError, match=r"has not answered for .* `cache_dir`"):
+        Machine(Corpus(), disk.path / "cache")
+
+
+@contextmanager
+def reads_that_hang(thread: int) -> Iterator[None]:
+    """One thread's reads take a minute: a tracer holds them back, in the kernel."""
+    calls = "preadv,preadv2"
+    try:
+        tracer = subprocess.Popen(
+            [*("strace", "-p", str(thread), "-e", f"trace={calls}"),
+             *("-e", f"inject={calls}:delay_enter=60000000")],
+            stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+    except FileNotFoundError:
+        pytest.skip("no strace command")
+    with tracer:
+        assert tracer.stderr is not None
+        if "attached" not in tracer.stderr.readline():
+            tracer.kill()
+            pytest.skip("strace may not trace here")
+        try:
+            yield
+        finally:
+            tracer.send_signal(signal.SIGKILL)  # which lets its thread go on
+
+
+def forget_pages(path: Path) -> None:
+    """The next read needs the disk."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(fd)
+
+
+def test_load_that_hangs_is_answered_from_the_bucket_and_the_next_at_once(
+    disk: FailingDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("s3ec.connector.loads._MAX_READERS", 1)
+    corpus = Corpus()
+    corpus.stock(*range(4))
+    with Machine(corpus, disk.path / "cache") as machine:
+        counters = machine.node.counters
+        for number in range(4):
+            machine.serve(number)
+        first = machine.fetch(0)
+        forget_pages(machine.file(0))
+        machine.load(first)  # by a reader, since a disk had to answer
+        (reader,) = machine.worker._loader._readers.threads
+        assert reader.native_id is not None
+        assert counters.get("load.hung") == 0
+        granted = {number: machine.fetch(number)[number] for number in (1, 2, 3)}
+        for number in (1, 2):
+            forget_pages(machine.file(number))
+        with reads_that_hang(reader.native_id):
+            machine.load({1: granted[1]})
+            assert counters.get("load.hung") == counters.get("load.rescued") == 1
+            assert machine.node.loop.watch.hangs
+            monkeypatch.setattr("s3ec.connector.loads.PATIENCE_S", 600.0)
+            machine.load({2: granted[2], 3: granted[3]})  # the pages of 3 are in memory
+            assert counters.get("load.hung") == counters.get("load.rescued") == 2
+        eventually(lambda: not machine.node.loop.watch.hangs)
+        assert machine.serve(*range(4)) == set(range(4))
+        assert counters.get("load.hung") == 2
+        machine.assert_in_order()
