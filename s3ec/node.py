@@ -12,6 +12,7 @@ import threading
 from concurrent.futures import Future
 from typing import ClassVar
 
+from s3ec.containment import ends_task
 from s3ec.counters import Counters
 from s3ec.errors import AccessError, ConfigError, CorruptEntryError, TierError, UnavailableError
 from s3ec.identity import Layout, Namespace, canonical_json
@@ -180,8 +181,10 @@ class Node:
                     log.warning("cannot read the index, trying again later: %s", exc)
                 complained = True
                 self.counters.add("index.refresh_failed")
-            except Exception:
+            except BaseException as exc:
                 # The top of a task that nobody awaits.
+                if ends_task(exc):
+                    raise
                 self.counters.add("internal_errors")
                 log.exception("index refresh")
             await self._heed_bad_objects()
@@ -195,8 +198,10 @@ class Node:
         try:
             await self.loop.disk(self.bad_objects.refresh)
             self.index.distrust({note.key: note.row_time_s for note in self.bad_objects.unhealed()})
-        except Exception:
+        except BaseException as exc:
             # Likewise.
+            if ends_task(exc):
+                raise
             self.counters.add("internal_errors")
             log.exception("notes of bad objects")
 
@@ -213,7 +218,9 @@ class Node:
                 await self.loop.disk(lambda: self.local.replace(self.tier.names()))
             except TierError as exc:
                 log.warning("cannot read the cache folder: %s", exc)
-            except Exception:
+            except BaseException as exc:
+                if ends_task(exc):
+                    raise
                 self.counters.add("internal_errors")
                 log.exception("tier scan")
             await asyncio.sleep(_RESCAN_S)

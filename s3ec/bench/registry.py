@@ -81,12 +81,14 @@ ENTRIES: dict[str, Entry] = {
     ),
 }
 
-# `s3ec bench all`.
-ALL = tuple(name for name, entry in ENTRIES.items() if not entry.alone)
-
 # `s3ec bench data`: how bytes move.
 DATA = ("fetch", "fetch80", "interference", "load", "save", "node")
 _FAR = re.compile(r"fetch([1-9][0-9]{0,3})")
+
+
+def together() -> list[str]:
+    """What ``s3ec bench all`` runs."""
+    return [name for name, entry in ENTRIES.items() if not entry.alone]
 
 
 def load(name: str) -> Bench:

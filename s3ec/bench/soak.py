@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 _BUCKET = "soak"
 # Half of them have answers that can be compared.
 _PICTURES, _PICTURES_PER_MINUTE = 192, 30
-_CACHE = "1MiB"  # about ninety embeddings: less than the pictures, so the tier evicts
+_CACHE = "512KiB"  # about fifty embeddings: fewer than are asked about, so the tier evicts
 _DISK_BYTES = 24 * 2**20
 # Of the eight embeddings that the device's encoder cache holds there are always more in flight.
 _OPTIONS: dict[str, Any] = {
     "max_num_batched_tokens": 512,
     "enable_prefix_caching": False,
     # vLLM's own cache of processed pictures would grow to 4 GiB.
-    "mm_processor_cache_gb": 0.05,
+    "mm_processor_cache_gb": 0.01,
 }
 _STEADY = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 _ONE_PROCESS = _STEADY | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}

@@ -16,7 +16,8 @@ import torch
 from s3ec import codec
 from s3ec.connector.plan import Load
 from s3ec.connector.staging import Staging
-from s3ec.errors import AccessError, CorruptEntryError, UnavailableError
+from s3ec.containment import SIGNALS
+from s3ec.errors import CorruptEntryError
 from s3ec.identity import MAX_REVISION
 from s3ec.node import Node
 
@@ -109,11 +110,13 @@ class Loader:
         return tensor
 
     def _fill(self, memory: torch.Tensor, load: Load) -> None:
-        failure: Exception | None = None
+        failure: BaseException | None = None
         for _ in range(2):
             try:
                 read_data(load, memory, hashed=self._node.settings.verify == "always")
-            except (OSError, CorruptEntryError) as exc:
+            except SIGNALS:
+                raise
+            except BaseException as exc:  # noqa: BLE001 - whatever it is, the bucket may have it
                 failure = exc
                 self._node.counters.add("load.failed")
                 log.warning("pinned file %s cannot be loaded: %s", load.path, exc)
@@ -124,7 +127,9 @@ class Loader:
             self._node.tier.quarantine(key, failure.reason)  # nobody shall pin it again
         try:
             self._rescue(load, memory)
-        except (UnavailableError, AccessError, CorruptEntryError, TimeoutError) as exc:
+        except SIGNALS:
+            raise
+        except BaseException as exc:
             raise RuntimeError(
                 f"embedding cannot be read from {load.path} ({failure}), nor had from the bucket "
                 f"({exc})"
@@ -188,15 +193,28 @@ class Batch:
     def _attempt(self, load: Load) -> torch.Tensor | Exception:
         try:
             return self._load(load)
-        except Exception as exc:  # noqa: BLE001 - raised by finish's caller, behind the others
-            return exc
+        except SIGNALS:
+            raise
+        except BaseException as exc:  # noqa: BLE001 - raised by finish's caller, behind the others
+            return _as_exception(exc)
 
 
 def _outcome(future: Future[torch.Tensor]) -> torch.Tensor | Exception:
     try:
         return future.result()
-    except Exception as exc:  # noqa: BLE001 - as above
+    except SIGNALS:
+        raise
+    except BaseException as exc:  # noqa: BLE001 - as above
+        return _as_exception(exc)
+
+
+def _as_exception(exc: BaseException) -> Exception:
+    """What vLLM's own ``except Exception`` can catch: Rust's panics are none."""
+    if isinstance(exc, Exception):
         return exc
+    failure = RuntimeError(f"an embedding could not be loaded: {exc!r}")
+    failure.__cause__ = exc
+    return failure
 
 
 def read_data(load: Load, memory: torch.Tensor, *, hashed: bool = True) -> None:

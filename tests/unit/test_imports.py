@@ -18,7 +18,7 @@ PACKAGE = REPOSITORY / "s3ec"
 
 # From the bottom up. A part imports from lower layers and from itself, never from beside or above.
 LAYERS = [
-    {"errors", "counters", "corpus_url", "plain_json", "__init__"},
+    {"errors", "counters", "containment", "corpus_url", "plain_json", "__init__"},
     {"tenant", "middleware"},
     {"settings"},
     {"identity", "config"},
