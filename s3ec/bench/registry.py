@@ -18,7 +18,7 @@ class Entry:
         module: Where its BENCH is.
         summary: What it measures.
         typical_s: How long it takes on two cores; ``all`` keeps this much time for it.
-        alone: Only by its name; ``all`` would be too long with it.
+        alone: Only by its name: ``all`` would be too long with it.
     """
 
     module: str
@@ -67,6 +67,12 @@ ENTRIES: dict[str, Entry] = {
         "s3ec.bench.index",
         "The index: lookups, memory, opening, compaction, and how soon a save is found.",
         240,
+    ),
+    "dead": Entry(
+        "s3ec.bench.dead",
+        "A real engine whose store never answers, beside one without the connector.",
+        600,
+        alone=True,
     ),
     "soak": Entry(
         "s3ec.bench.soak",
