@@ -52,12 +52,13 @@ def run(context: Context, minutes: float = 60.0, seed: int = 0) -> None:
     from s3ec.bench.soak_report import report
     from s3ec.bench.soak_run import Plot, soak
 
+    scale = 1.0
     if context.quick:
-        minutes = min(minutes, 1.0)
+        minutes, scale = min(minutes, 1.0), 0.5
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(stopped_by_signals())
         scene = stack.enter_context(_scene(context, minutes, seed, stop))
-        plot = Plot(minutes, seed)
+        plot = Plot(minutes, seed, scale)
         story = soak(scene.cast, plot, stop=stop, say=context.say)
         report(context, story, scene.cast.site, scene.saver_log(), context.scratch / "empty-tier")
 
