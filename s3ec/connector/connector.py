@@ -22,7 +22,7 @@ from s3ec.config import Loaded, load_settings
 from s3ec.connector import compat
 from s3ec.connector.checks import identifier_problem, model_problem, trust_problem
 from s3ec.connector.features import FeatureReader
-from s3ec.connector.guard import guarded
+from s3ec.connector.guard import fatal, guarded
 from s3ec.connector.namespace import namespace_of
 from s3ec.connector.plan import StepPlan, WorkerReport
 from s3ec.connector.ranks import Ranks
@@ -296,6 +296,7 @@ class S3ECConnector(ECConnectorBase):
         metadata = self._connector_metadata
         return metadata.plan if isinstance(metadata, S3ECMetadata) else None
 
+    @fatal
     def start_load_caches(self, encoder_cache: dict[str, Any], **kwargs: Any) -> None:
         """Put the granted embeddings into the encoder cache, or begin to (finish_load_caches).
 
@@ -311,6 +312,7 @@ class S3ECConnector(ECConnectorBase):
     def _follow(self, plan: StepPlan) -> StepPlan | None:
         return None if self._worker is None else self._worker.follow(plan)
 
+    @fatal
     def finish_load_caches(self, encoder_cache: dict[str, Any], **kwargs: Any) -> None:
         """What start_load_caches began must be in the encoder cache now (vLLM after 0.33).
 

@@ -40,3 +40,21 @@ def guarded(default: Any) -> Callable[[F], F]:
         return cast("F", call)
 
     return wrap
+
+
+def fatal(hook: F) -> F:
+    """For a hook that must raise where it failed: an Exception, which vLLM reports as its own.
+
+    Rust's panics and cancellations pass by ``except Exception``, and end a process in silence.
+    """
+
+    @functools.wraps(hook)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return hook(*args, **kwargs)
+        except (Exception, *SIGNALS):
+            raise
+        except BaseException as exc:
+            raise RuntimeError(f"{hook.__name__} failed: {exc!r}") from exc
+
+    return cast("F", call)

@@ -130,6 +130,14 @@ def test_a_panic_inside_a_hook_is_counted_and_answered_like_a_miss(hook: str) ->
     assert node.counters.get("internal_errors") >= 1
 
 
+@pytest.mark.parametrize("hook", ["start_load_caches", "finish_load_caches"])
+def test_a_panic_while_granted_embeddings_are_loaded_is_an_error_that_vllm_reports(
+    hook: str,
+) -> None:
+    with pytest.raises(RuntimeError, match="Panic"):
+        getattr(broken(), hook)({})
+
+
 @pytest.mark.parametrize("cancelled", [asyncio.CancelledError, futures.CancelledError])
 def test_a_cancellation_of_what_a_hook_waits_for_stays_inside(
     cancelled: type[BaseException], monkeypatch: pytest.MonkeyPatch
