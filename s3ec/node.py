@@ -41,6 +41,8 @@ log = logging.getLogger(__name__)
 _RESCAN_S = 600.0
 # More than a namespace's descriptor ever has.
 _DESCRIPTOR_BYTES = 2**20
+# Looks whether the store may be asked again come no closer than this.
+_BETWEEN_PROBES_S = 0.5
 
 
 class Node:
@@ -188,10 +190,15 @@ class Node:
                 self.counters.add("internal_errors")
                 log.exception("index refresh")
             await self._heed_bad_objects()
-            pause = self.settings.index_refresh_s
-            if self.breaker.is_open:
-                pause = min(pause, self.breaker.pause_s + 0.05)
-            await asyncio.sleep(pause * random.uniform(0.9, 1.1))
+            await asyncio.sleep(self._until_refresh_s() * random.uniform(0.9, 1.1))
+
+    def _until_refresh_s(self) -> float:
+        pause = self.settings.index_refresh_s
+        if not self.breaker.is_open:
+            return pause
+        # The loop also probes. Nothing is left to wait for while another one
+        # is out, which a silent server lets last for seconds.
+        return min(pause, max(self.breaker.pause_s, _BETWEEN_PROBES_S) + 0.05)
 
     async def _heed_bad_objects(self) -> None:
         """Have producers store again what any process of this node found bad."""
