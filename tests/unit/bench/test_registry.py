@@ -13,7 +13,7 @@ from s3ec.bench import machine, registry
 from s3ec.bench.run import ALL_TIME_S, child_env
 
 # Those that are about more than their name says.
-ALSO = {"index": ("bloom.", "compact.")}
+ALSO = {"index": ("bloom.", "compact."), "amplification": ("dead.",)}
 
 
 @pytest.mark.parametrize("name", registry.ENTRIES)
