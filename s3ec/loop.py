@@ -211,7 +211,7 @@ class LoopThread:
 def _logged(function: Callable[..., object], *args: object) -> None:
     try:
         function(*args)
-    except Exception:
+    except BaseException:
         # The top of a call that nobody waits for.
         log.exception("in the background")
 

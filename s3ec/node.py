@@ -12,6 +12,7 @@ import threading
 from concurrent.futures import Future
 from typing import ClassVar
 
+from s3ec.containment import ends_task
 from s3ec.counters import Counters
 from s3ec.daemon_pool import call_within
 from s3ec.disk_watch import DiskWatch
@@ -44,6 +45,8 @@ _RESCAN_S = 600.0
 _DESCRIPTOR_BYTES = 2**20
 # For the few folders and files that are looked at and made at the start.
 _OPEN_TIMEOUT_S = 30.0
+# Looks whether the store may be asked again come no closer than this.
+_BETWEEN_PROBES_S = 0.5
 
 
 class Node:
@@ -192,23 +195,32 @@ class Node:
                     log.warning("cannot read the index, trying again later: %s", exc)
                 complained = True
                 self.counters.add("index.refresh_failed")
-            except Exception:
+            except BaseException as exc:
                 # The top of a task that nobody awaits.
+                if ends_task(exc):
+                    raise
                 self.counters.add("internal_errors")
                 log.exception("index refresh")
             await self._heed_bad_objects()
-            pause = self.settings.index_refresh_s
-            if self.breaker.is_open:
-                pause = min(pause, self.breaker.pause_s + 0.05)
-            await asyncio.sleep(pause * random.uniform(0.9, 1.1))
+            await asyncio.sleep(self._until_refresh_s() * random.uniform(0.9, 1.1))
+
+    def _until_refresh_s(self) -> float:
+        pause = self.settings.index_refresh_s
+        if not self.breaker.is_open:
+            return pause
+        # The loop also probes. Nothing is left to wait for while another one
+        # is out, which a silent server lets last for seconds.
+        return min(pause, max(self.breaker.pause_s, _BETWEEN_PROBES_S) + 0.05)
 
     async def _heed_bad_objects(self) -> None:
         """Have producers store again what any process of this node found bad."""
         try:
             await self.loop.disk(self.bad_objects.refresh)
             self.index.distrust({note.key: note.row_time_s for note in self.bad_objects.unhealed()})
-        except Exception:
+        except BaseException as exc:
             # Likewise.
+            if ends_task(exc):
+                raise
             self.counters.add("internal_errors")
             log.exception("notes of bad objects")
 
@@ -225,7 +237,9 @@ class Node:
                 await self.loop.disk_long(lambda: self.local.replace(self.tier.names()))
             except TierError as exc:
                 log.warning("cannot read the cache folder: %s", exc)
-            except Exception:
+            except BaseException as exc:
+                if ends_task(exc):
+                    raise
                 self.counters.add("internal_errors")
                 log.exception("tier scan")
             await asyncio.sleep(_RESCAN_S)

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from s3ec.containment import ends_task
 from s3ec.counters import Counters
 from s3ec.errors import AccessError, TierError, UnavailableError
 from s3ec.fetching import Fetched, Fetcher, Outcome, Priority, Sources, Want
@@ -200,16 +201,16 @@ class Prefetcher:
         try:
             async with within(self._limits.deadline_s) as deadline:
                 result = await self._fetcher.fetch(want, deadline, at_any_rate=self._is_late(place))
-        except asyncio.CancelledError:
-            # Only the end of the loop does this: nothing more is to be started.
-            self._heap.clear()
-            self._parked.clear()
-            raise
         except (UnavailableError, TimeoutError, TierError) as exc:
             log.debug("fetch of %s: %s", want.key.digest.hex(), exc)
         except AccessError as exc:
             result = self._denied(want, exc)
-        except Exception:
+        except BaseException as exc:
+            if ends_task(exc):
+                # Only the end of the loop does this: nothing more is to be started.
+                self._heap.clear()
+                self._parked.clear()
+                raise
             # The top of a task: nothing above would report it, and a request waits for it.
             self._counters.add("internal_errors")
             log.exception("fetch of %s", want.key.digest.hex())

@@ -18,7 +18,7 @@ class Entry:
         module: Where its BENCH is.
         summary: What it measures.
         typical_s: How long it takes on two cores; ``all`` keeps this much time for it.
-        alone: Only by its name; ``all`` would be too long with it.
+        alone: Only by its name: ``all`` would be too long with it.
     """
 
     module: str
@@ -68,6 +68,12 @@ ENTRIES: dict[str, Entry] = {
         "The index: lookups, memory, opening, compaction, and how soon a save is found.",
         240,
     ),
+    "dead": Entry(
+        "s3ec.bench.dead",
+        "A real engine whose store never answers, beside one without the connector.",
+        600,
+        alone=True,
+    ),
     "soak": Entry(
         "s3ec.bench.soak",
         "An hour of faults around real engines: wrong answers, deaths, losses, memory.",
@@ -81,12 +87,14 @@ ENTRIES: dict[str, Entry] = {
     ),
 }
 
-# `s3ec bench all`.
-ALL = tuple(name for name, entry in ENTRIES.items() if not entry.alone)
-
 # `s3ec bench data`: how bytes move.
 DATA = ("fetch", "fetch80", "interference", "load", "save", "node")
 _FAR = re.compile(r"fetch([1-9][0-9]{0,3})")
+
+
+def together() -> list[str]:
+    """What ``s3ec bench all`` runs."""
+    return [name for name, entry in ENTRIES.items() if not entry.alone]
 
 
 def load(name: str) -> Bench:

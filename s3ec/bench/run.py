@@ -85,7 +85,7 @@ def run_all(
     and none inherits threads or memory from another.
     """
     started = clock()
-    names = list(registry.ALL) if names is None else list(names)
+    names = registry.together() if names is None else list(names)
     results = []
     for position, name in enumerate(names):
         later_s = sum(registry.ENTRIES[other].typical_s for other in names[position + 1 :])

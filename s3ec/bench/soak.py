@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 _BUCKET = "soak"
 # Half of them have answers that can be compared.
 _PICTURES, _PICTURES_PER_MINUTE = 192, 30
-_CACHE = "1MiB"  # about ninety embeddings: less than the pictures, so the tier evicts
+_CACHE = "512KiB"  # about fifty embeddings: fewer than are asked about, so the tier evicts
 _DISK_BYTES = 24 * 2**20
 # Of the eight embeddings that the device's encoder cache holds there are always more in flight.
 _OPTIONS: dict[str, Any] = {
     "max_num_batched_tokens": 512,
     "enable_prefix_caching": False,
     # vLLM's own cache of processed pictures would grow to 4 GiB.
-    "mm_processor_cache_gb": 0.05,
+    "mm_processor_cache_gb": 0.01,
 }
 _STEADY = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 _ONE_PROCESS = _STEADY | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
@@ -52,12 +52,13 @@ def run(context: Context, minutes: float = 60.0, seed: int = 0) -> None:
     from s3ec.bench.soak_report import report
     from s3ec.bench.soak_run import Plot, soak
 
+    scale = 1.0
     if context.quick:
-        minutes = min(minutes, 1.0)
+        minutes, scale = min(minutes, 1.0), 0.5
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(stopped_by_signals())
         scene = stack.enter_context(_scene(context, minutes, seed, stop))
-        plot = Plot(minutes, seed)
+        plot = Plot(minutes, seed, scale)
         story = soak(scene.cast, plot, stop=stop, say=context.say)
         report(context, story, scene.cast.site, scene.saver_log(), context.scratch / "empty-tier")
 

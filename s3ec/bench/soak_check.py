@@ -15,7 +15,7 @@ from unittest import mock
 from s3ec import codec
 from s3ec.config import load_settings
 from s3ec.errors import CorruptEntryError
-from s3ec.identity import Key, Namespace, digest_of_name, make_key
+from s3ec.identity import Key, Namespace, digest_of_name, entry_name, make_key
 from s3ec.node import Node
 from s3ec.prefetch import Outcome, Want
 from s3ec.testing.server import LocalS3
@@ -68,38 +68,52 @@ def holdings(
     gone = {_digest(key): when for key, when in deleted.items()}
     wanted = [d for d, when in confirmed.items() if gone.get(d, 0.0) < when - _DOUBT_S]
     client = server.client()
-    there = {_digest(key): key for key in _keys(client, bucket)}
+    there: dict[str, list[str]] = {}
+    for name in _names(client, bucket):
+        there.setdefault(_digest(name), []).append(name)
     missing = {digest: "not listed" for digest in wanted if digest not in there}
     keys: list[tuple[Key, codec.Header]] = []
     for digest in wanted:
-        if digest in there:
-            blob = client.get_object(Bucket=bucket, Key=there[digest])["Body"].read()
-            try:
-                keys.append(_read(blob))
-            except CorruptEntryError as exc:
-                missing[digest] = str(exc)
+        found, why = _read(client, bucket, there.get(digest, []))
+        if found is not None:
+            keys.append(found)
+        elif why:
+            missing[digest] = why
     missing |= _through_a_tier(server, bucket, keys, scratch)
     return Holdings(len(confirmed), len(confirmed) - len(wanted), missing)
 
 
-def _keys(client: Any, bucket: str) -> Iterable[str]:
+def _names(client: Any, bucket: str) -> Iterable[str]:
     for page in client.get_paginator("list_objects_v2").paginate(Bucket=bucket):
         for entry in page.get("Contents", []):
             if _OBJECTS in entry["Key"]:
                 yield entry["Key"]
 
 
-def _digest(key: str) -> str:
-    return digest_of_name(key.partition(_OBJECTS)[2]).hex()
+def _digest(name: str) -> str:
+    """Of the entry that an object belongs to, whichever revision of it; empty if to none."""
+    entry = entry_name(name.partition(_OBJECTS)[2])
+    return digest_of_name(entry[0]).hex() if entry is not None else ""
 
 
-def _read(blob: bytes) -> tuple[Key, codec.Header]:
-    front = codec.parse_header(blob)
-    header = codec.verify(blob, namespace=front.namespace, identifier=front.identifier)
-    key = make_key(header.identifier)
-    if key is None:
-        raise CorruptEntryError("its identifier may not be stored", reason="identifier")
-    return key, header
+def _read(
+    client: Any, bucket: str, names: Iterable[str]
+) -> tuple[tuple[Key, codec.Header] | None, str]:
+    """The first of an entry's objects that is whole; else what is wrong with the last one."""
+    why = ""
+    for name in names:
+        blob = client.get_object(Bucket=bucket, Key=name)["Body"].read()
+        try:
+            front = codec.parse_header(blob)
+            header = codec.verify(blob, namespace=front.namespace, identifier=front.identifier)
+        except CorruptEntryError as exc:
+            why = str(exc)
+            continue
+        key = make_key(header.identifier)
+        if key is not None and key.digest.hex() == _digest(name):
+            return (key, header), ""
+        why = "another entry's object"
+    return None, why
 
 
 def _through_a_tier(

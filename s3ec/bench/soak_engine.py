@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import contextlib
 import random
+import re
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ _KEPT = 20
 # No answer for so long: the engine hangs.
 HANGS_S = 180.0
 _RESTARTS = 3
+_ERROR = re.compile(r"^.*ERROR [^\n]*\[s3ec\.[^\n]*\n(?:.*\n){0,40}", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +143,10 @@ class LiveEngine:
             return self._engine.pid
         except EngineError:
             return None
+
+    def errors(self) -> list[str]:
+        """The first errors of s3ec in the engine's log, each with its traceback."""
+        return [found[0][:3000] for found in islice(_ERROR.finditer(self._engine.log), 5)]
 
     @contextlib.contextmanager
     def killed(self) -> Iterator[None]:

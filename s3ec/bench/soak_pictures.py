@@ -123,7 +123,7 @@ class Album:
 
     paths: Sequence[Path]
     share: float = 0.0
-    window: int = 48
+    window: int = 64
 
     def pick(self, source: random.Random) -> list[Path]:
         """Some pictures for requests at one time; one may come twice."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
     from s3ec.bench.context import Context
     from s3ec.bench.soak_engine import LiveEngine
     from s3ec.bench.soak_faults import Site
-    from s3ec.bench.soak_run import Blow, Story
+    from s3ec.bench.soak_run import Story
 
 WRONG, DEAD, LOST = "soak.wrong_answers", "soak.dead_engines", "soak.lost_entries"
 MEMORY, FAULTS, NOT_BACK = "soak.memory_growth", "soak.faults", "soak.hits_not_back"
@@ -49,7 +48,7 @@ def report(context: Context, story: Story, site: Site, saver_log: str, scratch: 
 
     _answers(context, story)
     _memory(context, story)
-    _faults(context, story.blows)
+    _faults(context, story)
     context.say("reading every confirmed entry")
     held = holdings(site.server, site.bucket, saver_log, site.deleted, scratch)
     context.report(
@@ -81,6 +80,7 @@ def _answers(context: Context, story: Story) -> None:
         detail={
             "note": f"{sum(tally.killed for tally in tallies.values())} killed on purpose",
             "deaths": [death for tally in tallies.values() for death in tally.deaths],
+            "errors": {engine.name: engine.errors() for engine in story.engines},
         },
     )
     context.report(
@@ -159,7 +159,8 @@ def _series(story: Story) -> dict[str, list[list[float]]]:
     return {name: points[:: len(points) // _POINTS + 1] for name, points in lives.items()}
 
 
-def _faults(context: Context, blows: Sequence[Blow]) -> None:
+def _faults(context: Context, story: Story) -> None:
+    blows = story.blows
     kinds = Counter(kind for blow in blows for kind in blow.struck)
     struck: Counter[str] = Counter()
     for blow in blows:
@@ -179,7 +180,10 @@ def _faults(context: Context, blows: Sequence[Blow]) -> None:
         },
     )
     back = [blow.back_s for blow in blows if blow.back_s is not None]
-    late = [" and ".join(blow.step.kinds) for blow in blows if blow.back_s is None]
+    # Nobody waited after the last one where the soak was ended early.
+    whole = story.seconds >= story.plot.minutes * 60
+    waited = blows if whole else blows[:-1]
+    late = [" and ".join(blow.step.kinds) for blow in waited if blow.back_s is None]
     context.report(
         NOT_BACK,
         len(late),

@@ -109,6 +109,7 @@ def soak(cast: Cast, plot: Plot, *, stop: threading.Event, say: Callable[[str], 
     for engine in cast.engines:
         engine.start(now)
     with Watch(cast.engines) as watch:
+        _until_back(story.began_s, story, cast, stop)  # there must be something to lose
         for step in plan(plot.seed, _possible(cast.site, plot.kinds), scale=plot.scale):
             if _is_over(story, stop):
                 break

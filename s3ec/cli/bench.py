@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from s3ec.bench.registry import ALL, DATA, ENTRIES
+from s3ec.bench.registry import DATA, ENTRIES, together
 from s3ec.cli.help import EXIT_WRONG, epilog
 from s3ec.cli.options import JsonOption, reporting
 from s3ec.cli.output import console, print_json
@@ -250,7 +250,7 @@ def _group(label: str, names: Sequence[str], what: str) -> Callable[..., None]:
 
 for _name, _names, _what in (
     ("data", DATA, "all benchmarks of the data path"),
-    ("all", ALL, "all benchmarks"),
+    ("all", together(), "all benchmarks"),
 ):
     app.command(
         _name,

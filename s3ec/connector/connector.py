@@ -10,8 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 import sys
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any
 
 from vllm.distributed.ec_transfer.ec_connector.base import (
     ECConnectorBase,
@@ -23,6 +22,7 @@ from s3ec.config import Loaded, load_settings
 from s3ec.connector import compat
 from s3ec.connector.checks import identifier_problem, model_problem, trust_problem
 from s3ec.connector.features import FeatureReader
+from s3ec.connector.guard import fatal, guarded
 from s3ec.connector.namespace import namespace_of
 from s3ec.connector.plan import StepPlan, WorkerReport
 from s3ec.connector.ranks import Ranks
@@ -32,6 +32,7 @@ from s3ec.connector.saves import SaveQueue
 from s3ec.connector.scheduler import SchedulerHalf
 from s3ec.connector.topology import Topology, topology_of
 from s3ec.connector.worker import WorkerHalf
+from s3ec.containment import SIGNALS
 from s3ec.errors import ConfigError, TierError
 from s3ec.node import Node
 from s3ec.store.open import choose_transport
@@ -42,32 +43,8 @@ except ImportError:  # pragma: no cover
     ECConnectorWorkerMetadata = object
 
 log = logging.getLogger(__name__)
-F = TypeVar("F", bound=Callable[..., Any])
 
 _SHUTDOWN_TIMEOUT_S = 1.0
-
-
-def guarded(default: Any) -> Callable[[F], F]:
-    """Let no exception of ours out of a hook: vLLM would end the engine.
-
-    The fault is logged with its traceback, counted, and answered with ``default``, which must
-    be what a miss would answer.
-    """
-
-    def wrap(hook: F) -> F:
-        @functools.wraps(hook)
-        def call(self: S3ECConnector, *args: Any, **kwargs: Any) -> Any:
-            try:
-                return hook(self, *args, **kwargs)
-            except Exception:
-                if self._node is not None:
-                    self._node.counters.add("internal_errors")
-                log.exception("%s failed; the request is served without the cache", hook.__name__)
-                return default
-
-        return cast("F", call)
-
-    return wrap
 
 
 class S3ECMetadata(ECConnectorMetadata):
@@ -83,6 +60,7 @@ class S3ECWorkerMetadata(ECConnectorWorkerMetadata):
     def __init__(self, report: WorkerReport) -> None:
         self.report = report
 
+    @guarded(default=None)
     def aggregate(self, other: Any) -> S3ECWorkerMetadata:
         """Merge another rank's report."""
         return S3ECWorkerMetadata(WorkerReport().merge(self.report).merge(other.report))
@@ -92,7 +70,7 @@ class S3ECConnector(ECConnectorBase):
     """vLLM's encoder cache in an S3 bucket, with a disk tier on this node."""
 
     def __init__(self, vllm_config: Any, role: ECConnectorRole) -> None:
-        """Read the settings and build one half.
+        """Read the settings and build one half; a half that cannot be built leaves a plain engine.
 
         Raises:
             ConfigError: The settings or vLLM's configuration cannot work; names what to change.
@@ -117,13 +95,23 @@ class S3ECConnector(ECConnectorBase):
         if problem is not None:
             raise ConfigError(problem, field="trust_client_ids")
         try:
-            self._node = Node.shared(loaded.settings, namespace_of(vllm_config, loaded.settings))
+            self._make_half(role, loaded)
         except TierError as exc:
             raise ConfigError(f"`cache_dir`: {exc}", field="cache_dir") from exc
+        except (ConfigError, *SIGNALS):
+            raise
+        except BaseException:
+            # Whatever else it is, images can be encoded without us.
+            log.exception("s3ec could not start; this engine runs without the cache")
+            self.shutdown()
+
+    def _make_half(self, role: ECConnectorRole, loaded: Loaded) -> None:
+        namespace = namespace_of(self._vllm_config, loaded.settings)
+        node = self._node = Node.shared(loaded.settings, namespace)
         if role is ECConnectorRole.SCHEDULER:
-            self._scheduler = self._make_scheduler(self._node, loaded)
+            self._scheduler = self._make_scheduler(node, loaded)
         else:
-            self._worker = self._make_worker(self._node)
+            self._worker = self._make_worker(node)
 
     def _make_scheduler(self, node: Node, loaded: Loaded) -> SchedulerHalf:
         config: Any = self._vllm_config
@@ -250,7 +238,11 @@ class S3ECConnector(ECConnectorBase):
 
     def take_unavailable_requests(self) -> set[str]:
         """Requests without pixels whose embedding cannot be had; vLLM fails them."""
-        return set() if self._scheduler is None else self._scheduler.take_unavailable_requests()
+        return self._unavailable() or set()
+
+    @guarded(default=None)
+    def _unavailable(self) -> set[str] | None:
+        return None if self._scheduler is None else self._scheduler.take_unavailable_requests()
 
     @guarded(default=(False, None))
     def request_finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
@@ -278,6 +270,7 @@ class S3ECConnector(ECConnectorBase):
         return S3ECStats(data=fresh)
 
     @classmethod
+    @guarded(default=None)
     def build_ec_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:
         """vLLM's log line, from the data that crossed the processes."""
         from s3ec.connector.stats import S3ECStats
@@ -285,6 +278,7 @@ class S3ECConnector(ECConnectorBase):
         return S3ECStats(data=dict(data or {}))
 
     @classmethod
+    @guarded(default=None)
     def build_prom_metrics(
         cls,
         vllm_config: Any,
@@ -303,6 +297,7 @@ class S3ECConnector(ECConnectorBase):
         metadata = self._connector_metadata
         return metadata.plan if isinstance(metadata, S3ECMetadata) else None
 
+    @fatal
     def start_load_caches(self, encoder_cache: dict[str, Any], **kwargs: Any) -> None:
         """Put the granted embeddings into the encoder cache, or begin to (finish_load_caches).
 
@@ -318,6 +313,7 @@ class S3ECConnector(ECConnectorBase):
     def _follow(self, plan: StepPlan) -> StepPlan | None:
         return None if self._worker is None else self._worker.follow(plan)
 
+    @fatal
     def finish_load_caches(self, encoder_cache: dict[str, Any], **kwargs: Any) -> None:
         """What start_load_caches began must be in the encoder cache now (vLLM after 0.33).
 
@@ -331,8 +327,12 @@ class S3ECConnector(ECConnectorBase):
 
     def externally_loaded_hashes(self) -> list[str]:
         """What this step loads: nothing that a producer has to save (vLLM after 0.33)."""
+        return self._loaded() or []
+
+    @guarded(default=None)
+    def _loaded(self) -> list[str] | None:
         plan = self._plan()
-        return [load.identifier for load in plan.loads] if plan is not None else []
+        return None if plan is None else [load.identifier for load in plan.loads]
 
     @guarded(default=None)
     def save_caches(self, encoder_cache: dict[str, Any], mm_hash: str, **kwargs: Any) -> None:
@@ -353,12 +353,14 @@ class S3ECConnector(ECConnectorBase):
     def shutdown(self) -> None:
         """Drain saves within a deadline and end our threads. Safe to call twice."""
         worker, self._worker = self._worker, None
-        if worker is not None:
-            worker.finish()
         self._scheduler = None
-        node, self._node = self._node, None
-        if node is not None:
-            node.release(_SHUTDOWN_TIMEOUT_S)
+        try:
+            if worker is not None:
+                worker.finish()
+        finally:
+            node, self._node = self._node, None
+            if node is not None:
+                node.release(_SHUTDOWN_TIMEOUT_S)
 
 
 def _ranks_elsewhere(node: Node, role: Role, topology: Topology) -> Ranks | None:

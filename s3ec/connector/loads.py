@@ -19,8 +19,9 @@ from s3ec.connector.host_pool import Buffer
 from s3ec.connector.plan import Load
 from s3ec.connector.reading import bytes_of, read_data
 from s3ec.connector.staging import Staging
+from s3ec.containment import SIGNALS
 from s3ec.daemon_pool import DaemonPool
-from s3ec.errors import AccessError, CorruptEntryError, UnavailableError
+from s3ec.errors import CorruptEntryError
 from s3ec.identity import MAX_REVISION
 from s3ec.node import Node
 
@@ -155,7 +156,7 @@ class Loader:
         return self._staging.to_device(buffer, load.shape)
 
     def _fill(self, memory: torch.Tensor, load: Load, turn: Turn, *, wait: bool) -> None:
-        failure: Exception | None = None
+        failure: BaseException | None = None
         hashed = self._node.settings.verify == "always"
         for _ in range(2):
             try:
@@ -163,9 +164,9 @@ class Loader:
                     self._node.loop.watch.run(partial(read_data, load, memory, hashed=hashed))
                 else:
                     read_data(load, memory, hashed=hashed, wait=False)
-            except BlockingIOError:
+            except (BlockingIOError, *SIGNALS):
                 raise
-            except (OSError, CorruptEntryError) as exc:
+            except BaseException as exc:
                 if turn.is_given_up:
                     raise _GivenUpError from exc
                 failure = exc
@@ -179,11 +180,13 @@ class Loader:
         self._from_bucket(load, memory, failure)
 
     def _from_bucket(
-        self, load: Load, memory: torch.Tensor, failure: Exception | None = None
+        self, load: Load, memory: torch.Tensor, failure: BaseException | None = None
     ) -> None:
         try:
             self._rescue(load, memory)
-        except (UnavailableError, AccessError, CorruptEntryError, TimeoutError) as exc:
+        except SIGNALS:
+            raise
+        except BaseException as exc:
             why = failure or "the disk does not answer"
             raise RuntimeError(
                 f"embedding cannot be read from {load.path} ({why}), nor had from the bucket "
@@ -289,8 +292,10 @@ class Batch:
             return self._loader.load_at_once(load)
         except BlockingIOError:
             return self._loader.hand_over(load)
-        except Exception as exc:  # noqa: BLE001 - raised by finish's caller, behind the others
-            return exc
+        except SIGNALS:
+            raise
+        except BaseException as exc:  # noqa: BLE001 - raised by finish's caller, behind the others
+            return _as_exception(exc)
 
     def _wait(
         self, one: torch.Tensor | Exception | Handed, deadline_s: float
@@ -303,5 +308,16 @@ class Batch:
             if not one.outcome.done():
                 return self._loader.load_without_disk(one)
             return one.outcome.result()
-        except Exception as exc:  # noqa: BLE001 - as above
-            return exc
+        except SIGNALS:
+            raise
+        except BaseException as exc:  # noqa: BLE001 - as above
+            return _as_exception(exc)
+
+
+def _as_exception(exc: BaseException) -> Exception:
+    """What vLLM's own ``except Exception`` can catch: Rust's panics are none."""
+    if isinstance(exc, Exception):
+        return exc
+    failure = RuntimeError(f"an embedding could not be loaded: {exc!r}")
+    failure.__cause__ = exc
+    return failure

@@ -259,7 +259,7 @@ class SaveQueue:
         upload = None
         try:
             upload = self._write_one(job)
-        except Exception:
+        except BaseException:
             # The top of the thread: it must live on for the next job.
             self._node.counters.add("internal_errors")
             log.exception("save of an embedding")

@@ -9,6 +9,8 @@ from typing import Any
 
 from vllm.distributed.ec_transfer.ec_connector import metrics as vllm_metrics
 
+from s3ec.connector.guard import guarded
+
 # counter of ours -> (Prometheus name without _total, help, label value)
 _PLAIN = {
     "hits": ("vllm:s3ec_hits", "Encoder inputs answered from the cache instead of encoded."),
@@ -135,6 +137,7 @@ class S3ECStats(vllm_metrics.ECConnectorStats):
         """Forget everything."""
         self.data.clear()
 
+    @guarded(default=None)
     def aggregate(self, other: vllm_metrics.ECConnectorStats) -> S3ECStats:
         """Add another report to this one."""
         for name, amount in other.data.items():
@@ -147,6 +150,10 @@ class S3ECStats(vllm_metrics.ECConnectorStats):
 
     def reduce(self) -> dict[str, int | float]:
         """The few figures of vLLM's log line."""
+        return self._figures() or {}
+
+    @guarded(default=None)
+    def _figures(self) -> dict[str, int | float]:
         get = self.data.get
         hits, misses = get("hits", 0), get("misses", 0)
         loads, seconds = get("load.items", 0), get("load.seconds", 0.0)
@@ -192,6 +199,7 @@ class S3ECPromMetrics(vllm_metrics.ECConnectorPromMetrics):
             for prefix, (name, text, label) in _LABELLED.items()
         }
 
+    @guarded(default=None)
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add one report's increments."""
         values = self.per_engine_labelvalues[engine_idx]

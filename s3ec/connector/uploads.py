@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from s3ec import codec
 from s3ec.codec import Header
 from s3ec.connector.announcing import Announcing
+from s3ec.containment import ends_task
 from s3ec.errors import AccessError, ConflictError, CorruptEntryError, TierError, UnavailableError
 from s3ec.identity import MAX_REVISION, Key
 from s3ec.modality import Record
@@ -168,8 +169,10 @@ class Uploader:
                     self._enqueue(Upload(one.digest, one.nbytes, adopted=True))
                 if found:
                     log.info("uploading %d embeddings that a dead process left", len(found))
-            except Exception:
+            except BaseException as exc:
                 # The top of a task that nobody awaits.
+                if ends_task(exc):
+                    raise
                 self._node.counters.add("internal_errors")
                 log.exception("adopting the spool")
             await asyncio.sleep(_ADOPT_EVERY_S)
@@ -231,8 +234,10 @@ class Uploader:
             if header is not None:
                 stored = True
                 self._count(upload, header, time.monotonic() - started)
-        except Exception:
+        except BaseException as exc:
             # The top of a task that nobody awaits.
+            if ends_task(exc):
+                raise
             self._node.counters.add("internal_errors")
             log.exception("upload of %s", upload.digest.hex())
         finally:

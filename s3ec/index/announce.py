@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 
+from s3ec.containment import ends_task
 from s3ec.counters import Counters
 from s3ec.errors import AccessError, ConflictError, UnavailableError
 from s3ec.identity import Key, Layout
@@ -200,8 +201,10 @@ class Announcer:
             try:
                 await self._send(self._sending)
                 confirmed = True
-            except Exception:
+            except BaseException as exc:
                 # The top of a task that nobody awaits; the other batches may do.
+                if ends_task(exc):
+                    raise
                 self._counters.add("internal_errors")
                 log.exception("announcing %d keys", len(self._sending))
             items, self._sending = list(self._sending.values()), {}

@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from s3ec.containment import ends_task
 from s3ec.counters import Counters
 from s3ec.errors import (
     AccessError,
@@ -123,8 +124,10 @@ class ElectedCompactor:
                 return
             except (UnavailableError, AccessError, CorruptEntryError, TierError) as exc:
                 self._note(exc)
-            except Exception:
+            except BaseException as exc:
                 # The top of a task that nobody awaits.
+                if ends_task(exc):
+                    raise
                 self._counters.add("internal_errors")
                 log.exception("compacting the index of %s", self._layout.namespace)
             await asyncio.sleep(pause_s * random.uniform(0.5, 1))

@@ -164,6 +164,23 @@ class EngineProcess:
         answers: list[dict[str, Any]] = reply["answers"]
         return answers
 
+    def timed(
+        self, prompts: Sequence[Sequence[Mapping[str, Any]]], *, max_tokens: int
+    ) -> dict[str, Any]:
+        """Ask all prompts at once; how long that took. For an engine in one process only.
+
+        Returns:
+            Nanoseconds: ``whole`` of the call, ``steps`` and ``schedules`` of each step of the
+            engine and of the scheduler's part in it.
+        """
+        return self._call(
+            {
+                "op": "timed",
+                "prompts": [list(prompt) for prompt in prompts],
+                "max_tokens": max_tokens,
+            }
+        )
+
     def generate(
         self, prompt: str, multi_modal_data: Mapping[str, Any], uuids: Mapping[str, Any]
     ) -> dict[str, Any]:

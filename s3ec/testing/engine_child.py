@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 # Answers on a small shared machine matter more than speed: one sequence order, no compilation.
@@ -35,12 +36,15 @@ class _Engine:
         if spec["ec"] is not None:
             options["ec_transfer_config"] = ECTransferConfig(**spec["ec"])
         self._llm: Any = LLM(model=spec["model"], **options)
+        self._timers: dict[str, list[int]] = {}
 
     def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
         if request["op"] == "chat":
             return {"answers": self._chat(request)}
         if request["op"] == "generate":
             return {"answer": self._generate(request)}
+        if request["op"] == "timed":
+            return self._timed(request)
         return {"metrics": self._metrics()}
 
     def _chat(self, request: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -51,6 +55,30 @@ class _Engine:
             temperature=0, max_tokens=request["max_tokens"], logprobs=request["logprobs"]
         )
         return [_plain(output) for output in self._llm.chat(messages, sampling, use_tqdm=False)]
+
+    def _timed(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Nanoseconds of the whole call, and of each step of the engine in it."""
+        if not self._timers:
+            core = self._llm.llm_engine.engine_core.engine_core  # VLLM_ENABLE_V1_MULTIPROCESSING=0
+            core.step_fn = self._timer("steps", core.step_fn)
+            core.scheduler.schedule = self._timer("schedules", core.scheduler.schedule)
+        for times in self._timers.values():
+            times.clear()
+        started = time.perf_counter_ns()
+        self._chat({**request, "logprobs": None})
+        return {"whole": time.perf_counter_ns() - started, **self._timers}
+
+    def _timer(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        times = self._timers[name] = []
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            started = time.perf_counter_ns()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                times.append(time.perf_counter_ns() - started)
+
+        return timed
 
     def _generate(self, request: Mapping[str, Any]) -> dict[str, Any]:
         import torch

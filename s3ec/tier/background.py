@@ -84,7 +84,7 @@ class Background:
                 rest_s = self._work(self._pause)
             except StoppedError:
                 return
-            except Exception:  # noqa: BLE001 (the top of a thread)
+            except BaseException:  # noqa: BLE001 (the top of a thread)
                 _log.exception("%s", self._name)
                 rest_s = _REST_S
             if self._stopping.wait(rest_s):

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from unittest import mock
 
 from s3ec import codec
 from s3ec.codec import Header, Shape
+from s3ec.identity import FORMAT_VERSION
 
 
 def cut_tensor(blob: bytes) -> bytes:
@@ -31,6 +33,27 @@ def other_width(blob: bytes) -> bytes:
     header = codec.parse_header(blob)
     shape = Shape(header.shape.rows, 2 * header.shape.width, header.shape.dtype)
     return _entry(dataclasses.replace(header, shape=shape))
+
+
+def other_dtype(blob: bytes) -> bytes:
+    """A sound entry of the same size, whose values are of another type."""
+    header = codec.parse_header(blob)
+    shape = Shape(header.shape.rows, header.shape.width, "float16")
+    return _entry(dataclasses.replace(header, shape=shape))
+
+
+def other_rows(blob: bytes) -> bytes:
+    """A sound entry with half the rows that this image has."""
+    header = codec.parse_header(blob)
+    shape = Shape(header.shape.rows // 2, header.shape.width, header.shape.dtype)
+    return _entry(dataclasses.replace(header, shape=shape))
+
+
+def other_version(blob: bytes) -> bytes:
+    """A sound entry of a format that is not known yet."""
+    header = codec.parse_header(blob)
+    with mock.patch.object(codec, "FORMAT_VERSION", FORMAT_VERSION + 1):
+        return codec.encode_header(header) + blob[header.data_start :]
 
 
 def other_model(blob: bytes) -> bytes:

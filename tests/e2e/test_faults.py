@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whatever happens to the bucket, the engine answers as it would without the connector.
 
-One consumer, started while the server was down, lives through all of it: the tests share it
-and a server of their own, and each has pictures of its own, so that no cache hides the fault.
+One consumer, started while the server was down and no credentials were to be had, lives through
+all of it: the tests share it and a server of their own, and each has pictures of its own, so that
+no cache hides the fault.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +22,7 @@ import pytest
 from s3ec.testing.engine import EngineProcess, ec_config, text
 from s3ec.testing.server import LocalS3
 from tests.e2e import damage
+from tests.e2e.metadata import MetadataService
 from tests.e2e.rig import (
     DELETED,
     FROM_BUCKET,
@@ -61,6 +64,8 @@ class _Rig:
 
     engine: EngineProcess
     server: LocalS3
+    source: LocalS3
+    metadata: MetadataService
     gallery: Gallery
     corpus: Corpus
     reference: dict[str, list[Answer]]
@@ -133,7 +138,7 @@ def rig(
 ) -> Iterator[_Rig]:
     """The consumer, after the server was down, then up with an empty bucket, then filled."""
     tier = workdir / "faults-tier"
-    with LocalS3() as server:
+    with LocalS3() as server, MetadataService(server) as metadata:
         server.create_bucket(_BUCKET)
         server.kill()
         # One entry is on this node's disk from earlier.
@@ -149,12 +154,14 @@ def rig(
             ec=ec_config("ec_consumer", settings(server, _BUCKET, tier, **more)),
             log_path=workdir / "faults.log",
             media=workdir,
-            env=server.env() | STEADY,
+            env=metadata.env | STEADY,
             options=OPTIONS,
         ) as engine:
             numbers = iter(range(HEALTHY_ROUNDS))
-            made = _Rig(engine, server, gallery, corpus, reference, tier, {}, numbers)
-            _start(made, local_s3)
+            made = _Rig(
+                engine, server, local_s3, metadata, gallery, corpus, reference, tier, {}, numbers
+            )
+            _start(made)
             yield made
     assert tier_of(tier, corpus.namespace).check() == []
 
@@ -163,23 +170,30 @@ def _on_disk(tier: Path, key: str) -> Path:
     return tier / "v1" / "objects" / key.replace("/objects/", "/")
 
 
-def _start(rig: _Rig, source: LocalS3) -> None:
+def _start(rig: _Rig) -> None:
     rig.started["down"] = rig.ask("down")
     eventually(lambda: _OPEN in rig.engine.log, "the breaker opens")
     rig.started["resting"] = rig.ask("resting")
     rig.started["warm"] = rig.ask("warm")
+    eventually(lambda: rig.metadata.asked > 0, "credentials are looked for")
+    rig.metadata.answering.set()
     rig.server.restart()
     eventually(lambda: _CLOSED in rig.engine.log, "the bucket is listed")
     rig.started["empty"] = rig.ask("empty")
-    origin, client = source.client(), rig.server.client()
-    for key in [*rig.corpus.others, *rig.corpus.objects.values()]:
-        content = body(origin, rig.corpus.bucket, key)
-        client.put_object(Bucket=_BUCKET, Key=key, Body=content)
+    _fill(rig)
     rig.hits_come_back()
 
 
+def _fill(rig: _Rig) -> None:
+    """Copy the corpus into the server's bucket."""
+    origin, client = rig.source.client(), rig.server.client()
+    for key in [*rig.corpus.others, *rig.corpus.objects.values()]:
+        content = body(origin, rig.corpus.bucket, key)
+        client.put_object(Bucket=_BUCKET, Key=key, Body=content)
+
+
 @pytest.mark.parametrize("state", ["down", "resting", "empty"])
-def test_a_server_that_is_down_at_start_or_an_empty_bucket_changes_no_answer(
+def test_no_server_and_no_credentials_at_start_or_an_empty_bucket_changes_no_answer(
     state: str, rig: _Rig
 ) -> None:
     seen = rig.started[state]
@@ -208,6 +222,9 @@ def test_a_server_that_is_down_opens_the_breaker_and_the_engine_hits_once_it_is_
         ("cut-header", damage.cut_header, "vllm:s3ec_corrupt{reason=length}"),
         ("flipped", damage.flipped, "vllm:s3ec_corrupt{reason=checksum}"),
         ("other-width", damage.other_width, "vllm:s3ec_mismatches{field=width}"),
+        ("other-dtype", damage.other_dtype, "vllm:s3ec_mismatches{field=dtype}"),
+        ("other-rows", damage.other_rows, "vllm:s3ec_mismatches{field=rows}"),
+        ("other-version", damage.other_version, "vllm:s3ec_corrupt{reason=version}"),
         ("other-model", damage.other_model, "vllm:s3ec_corrupt{reason=namespace}"),
         ("huge", damage.huge, "vllm:s3ec_mismatches{field=size}"),
         ("oversized", damage.oversized, "vllm:s3ec_mismatches{field=size}"),
@@ -336,6 +353,71 @@ def test_an_entry_damaged_on_this_nodes_disk_is_replaced_from_the_bucket(
     assert second[MISSES] == 0
     assert second[LOADS] == 1
     assert second[FROM_BUCKET] + second[FROM_TIER] == 1
+
+
+@contextmanager
+def _removed(tier: Path) -> Iterator[None]:
+    shutil.rmtree(tier)
+    yield
+
+
+@contextmanager
+def _replaced_by_a_link(tier: Path) -> Iterator[None]:
+    kept, elsewhere = tier.with_suffix(".kept"), tier.with_suffix(".elsewhere")
+    elsewhere.mkdir()
+    tier.rename(kept)
+    tier.symlink_to(elsewhere)
+    try:
+        yield
+        assert list(elsewhere.iterdir()) == []
+    finally:
+        tier.unlink()
+        kept.rename(tier)
+
+
+@contextmanager
+def _open_to_all(tier: Path) -> Iterator[None]:
+    tier.chmod(0o777)
+    try:
+        yield
+    finally:
+        tier.chmod(0o700)
+
+
+@pytest.mark.parametrize("fault", [_removed, _replaced_by_a_link, _open_to_all])
+def test_a_cache_folder_that_is_taken_away_changes_no_answer_and_hits_come_back(
+    fault: Callable[[Path], AbstractContextManager[None]], rig: _Rig
+) -> None:
+    with fault(rig.tier):
+        for _ in range(2):
+            number = next(rig.rounds)
+            assert rig.is_right(rig.put(healthy(rig.gallery, number)[0]), f"healthy {number}")
+    rig.hits_come_back()
+
+
+def test_a_deleted_bucket_changes_no_answer_and_hits_come_back_with_another(rig: _Rig) -> None:
+    rig.server.delete_bucket(_BUCKET)
+    seen = rig.ask("bucket-gone")
+    assert rig.is_right(seen, "solo bucket-gone")
+    assert seen[HITS] == 0
+    rig.server.create_bucket(_BUCKET)
+    versioned = {"Status": "Enabled"}
+    client = rig.server.client()
+    client.put_bucket_versioning(Bucket=_BUCKET, VersioningConfiguration=versioned)
+    _fill(rig)
+    rig.hits_come_back()
+
+
+def test_an_object_behind_a_delete_marker_is_counted_and_its_image_encoded(rig: _Rig) -> None:
+    client, before = rig.server.client(), rig.engine.counters()
+    client.delete_object(Bucket=_BUCKET, Key=rig.key("marked"))
+    versions = client.list_object_versions(Bucket=_BUCKET, Prefix=rig.key("marked"))
+    assert [marker["IsLatest"] for marker in versions["DeleteMarkers"]] == [True]
+    seen = rig.ask("marked")
+    assert rig.is_right(seen, "solo marked")
+    assert seen[MISSES] == 1
+    rig.wait_for(before, _ABSENT)
+    assert rig.hits()
 
 
 def test_no_fault_ended_the_engine_or_raised_an_error_of_ours(rig: _Rig) -> None:

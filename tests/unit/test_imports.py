@@ -18,7 +18,7 @@ PACKAGE = REPOSITORY / "s3ec"
 
 # From the bottom up. A part imports from lower layers and from itself, never from beside or above.
 LAYERS = [
-    {"errors", "forks", "corpus_url", "plain_json", "daemon_pool", "__init__"},
+    {"errors", "forks", "containment", "corpus_url", "plain_json", "daemon_pool", "__init__"},
     {"tenant", "middleware", "counters"},
     {"settings", "disk_watch"},
     {"identity", "config"},

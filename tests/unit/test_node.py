@@ -90,6 +90,15 @@ def test_a_node_follows_bases_and_deltas(corpus: Corpus, make_node: Callable[...
     assert node.index.holds(key_of("a"))
 
 
+def test_a_node_does_not_spin_while_a_probe_of_its_breaker_is_out(
+    make_node: Callable[..., Node],
+) -> None:
+    node = make_node(index_refresh_s=10)
+    node.breaker.is_open = True
+    assert node.breaker.pause_s == 0  # the pause is over, and somebody asks
+    assert node._until_refresh_s() > 0.5
+
+
 def test_a_node_lists_what_has_no_manifest(corpus: Corpus, make_node: Callable[..., Node]) -> None:
     corpus.store("a")
     node = make_node()

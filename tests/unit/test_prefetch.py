@@ -502,14 +502,19 @@ def test_a_full_disk_is_unavailable_and_the_next_want_is_served(
     full.close()
 
 
+@pytest.mark.parametrize("kind", [KeyError, BaseException, asyncio.CancelledError])
 def test_an_error_of_ours_is_counted_and_the_want_is_answered(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    kind: type[BaseException],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    """A panic of Rust code is a BaseException; a cancellation may be of what is waited for."""
     bench = Bench(tmp_path)
     bench.stock("a", "b")
 
     def broken(key: Key) -> Pin | None:
-        raise KeyError("a fault of ours")
+        raise kind("a fault of ours")
 
     with monkeypatch.context() as patch:
         patch.setattr(bench.tier, "try_claim", broken)

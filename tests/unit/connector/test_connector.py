@@ -1,17 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shell's hooks that newer runners call on the worker's side."""
+"""The shell: hooks that newer runners call, and that no fault of ours leaves any of them."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
+from concurrent import futures
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from s3ec.codec import Shape
-from s3ec.connector.plan import Load, StepPlan
+from s3ec.connector.plan import Load, StepPlan, WorkerReport
+from s3ec.counters import Counters
+from s3ec.errors import ConfigError, TierError
 
 pytest.importorskip("vllm")
+stats = pytest.importorskip("s3ec.connector.stats")
+ECConnectorRole = pytest.importorskip(
+    "vllm.distributed.ec_transfer.ec_connector.base"
+).ECConnectorRole
 shell = pytest.importorskip("s3ec.connector.connector")
 
 
@@ -42,3 +52,185 @@ def test_externally_loaded_hashes_are_the_step_s_loads() -> None:
     loads = [one, replace(one, identifier="b")]
     assert connector(Worker(), StepPlan(loads=loads)).externally_loaded_hashes() == ["a", "b"]
     assert connector(Worker(), None).externally_loaded_hashes() == []
+
+
+class Panic(BaseException):
+    """As Rust's, in obstore: none of Exception's."""
+
+
+def _panics(*_: Any, **__: Any) -> Any:
+    raise Panic("told to")
+
+
+class Broken:
+    """A half whose every method panics, whatever it is given."""
+
+    def __getattr__(self, name: str) -> Any:
+        return _panics
+
+
+class Node:
+    """Counts, and can be released."""
+
+    def __init__(self) -> None:
+        self.counters = Counters()
+        self.released = 0
+
+    def release(self, timeout_s: float) -> None:
+        self.released += 1
+
+
+def broken() -> shell.S3ECConnector:
+    made = connector(Broken(), StepPlan())
+    made._scheduler, made._features, made._node = Broken(), Broken(), Node()
+    made._counted = {}
+    return made
+
+
+class Request:
+    mm_features = (1,)
+
+
+class SchedulerOutput:
+    free_encoder_mm_hashes = ()
+    total_num_scheduled_tokens = 0
+
+
+class ConnectorOutput:
+    ec_connector_worker_meta = shell.S3ECWorkerMetadata(WorkerReport())
+
+
+HOOKS: dict[str, Callable[[shell.S3ECConnector], Any]] = {
+    "ensure_cache_available": lambda it: it.ensure_cache_available(Request(), 0),
+    "has_cache_item": lambda it: it.has_cache_item("a"),
+    "update_state_after_alloc": lambda it: it.update_state_after_alloc(Request(), 0),
+    "build_connector_meta": lambda it: it.build_connector_meta(SchedulerOutput()).plan,
+    "update_connector_output": lambda it: it.update_connector_output(ConnectorOutput()),
+    "take_unavailable_requests": lambda it: it.take_unavailable_requests(),
+    "request_finished": lambda it: it.request_finished(Request()),
+    "save_caches": lambda it: it.save_caches({}, "a"),
+    "build_connector_worker_meta": lambda it: it.build_connector_worker_meta(),
+    "shutdown": lambda it: it.shutdown(),
+}
+# What a miss would answer.
+ANSWERS = {
+    "ensure_cache_available": True,
+    "has_cache_item": False,
+    "build_connector_meta": StepPlan(),
+    "take_unavailable_requests": set(),
+    "request_finished": (False, None),
+}
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_a_panic_inside_a_hook_is_counted_and_answered_like_a_miss(hook: str) -> None:
+    it = broken()
+    node = it._node
+    assert HOOKS[hook](it) == ANSWERS.get(hook)
+    assert node.counters.get("internal_errors") >= 1
+
+
+@pytest.mark.parametrize("hook", ["start_load_caches", "finish_load_caches"])
+def test_a_panic_while_granted_embeddings_are_loaded_is_an_error_that_vllm_reports(
+    hook: str,
+) -> None:
+    with pytest.raises(RuntimeError, match="Panic"):
+        getattr(broken(), hook)({})
+
+
+@pytest.mark.parametrize("cancelled", [asyncio.CancelledError, futures.CancelledError])
+def test_a_cancellation_of_what_a_hook_waits_for_stays_inside(
+    cancelled: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    it = broken()
+    monkeypatch.setattr(it._scheduler, "has_cache_item", _raising(cancelled), raising=False)
+    assert it.has_cache_item("a") is False
+
+
+@pytest.mark.parametrize("signal", [KeyboardInterrupt, SystemExit])
+def test_what_a_signal_handler_raises_inside_a_hook_ends_the_process_as_always(
+    signal: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    it = broken()
+    monkeypatch.setattr(it._scheduler, "has_cache_item", _raising(signal), raising=False)
+    with pytest.raises(signal):
+        it.has_cache_item("a")
+    assert it._node.counters.get("internal_errors") == 0
+
+
+def _raising(kind: type[BaseException]) -> Callable[..., Any]:
+    def hook(*_: Any) -> Any:
+        raise kind
+
+    return hook
+
+
+def test_shutdown_releases_the_node_where_the_worker_panics() -> None:
+    it = broken()
+    node = it._node
+    it.shutdown()
+    it.shutdown()
+    assert node.released == 1
+
+
+def test_a_panic_while_counts_are_reported_stays_inside(monkeypatch: pytest.MonkeyPatch) -> None:
+    it = broken()
+    monkeypatch.setattr(it._node.counters, "snapshot", _panics)
+    assert it.get_ec_connector_stats() is None
+    monkeypatch.setattr(stats, "S3ECStats", _panics)
+    assert shell.S3ECConnector.build_ec_connector_stats({}) is None
+    monkeypatch.setattr(stats, "S3ECPromMetrics", _panics)
+    assert shell.S3ECConnector.build_prom_metrics(None, {}, [], {}) is None
+
+
+def test_broken_data_from_another_process_does_not_leave_the_stats() -> None:
+    wrong = stats.S3ECStats(data={"hits": "many"})
+    assert wrong.reduce() == {}
+    assert stats.S3ECStats(data={"hits": 1}).aggregate(wrong) is None
+    metrics = stats.S3ECPromMetrics.__new__(stats.S3ECPromMetrics)
+    metrics.observe({"hits": 1})  # it has no metrics: an AttributeError
+    report = shell.S3ECWorkerMetadata(WorkerReport())
+    assert report.aggregate(None) is None
+
+
+@pytest.mark.parametrize("role", list(ECConnectorRole))
+def test_a_half_that_cannot_be_built_leaves_an_engine_without_the_cache(
+    role: ECConnectorRole, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    it = _started(role, monkeypatch, Panic("told to"))
+    assert it.ensure_cache_available(Request(), 0) is True
+    assert it.has_cache_item("a") is False
+    it.save_caches({}, "a")
+    it.start_load_caches({})
+    it.shutdown()
+
+
+@pytest.mark.parametrize(
+    "fault", [ConfigError("no such profile"), TierError("not ours"), KeyboardInterrupt()]
+)
+def test_a_setting_that_cannot_work_ends_the_start(
+    fault: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = ConfigError if isinstance(fault, TierError) else type(fault)
+    with pytest.raises(expected):
+        _started(ECConnectorRole.SCHEDULER, monkeypatch, fault)
+
+
+def _started(
+    role: ECConnectorRole, monkeypatch: pytest.MonkeyPatch, fault: BaseException
+) -> shell.S3ECConnector:
+    """A connector whose node cannot be made."""
+
+    def fails(*_: Any) -> Any:
+        raise fault
+
+    monkeypatch.setattr(shell.ECConnectorBase, "__init__", lambda *_, **__: None)
+    monkeypatch.setattr(shell.S3ECConnector, "_vllm_config", None, raising=False)
+    monkeypatch.setattr(shell.S3ECConnector, "_connector_metadata", None, raising=False)
+    for name in ("model_problem", "identifier_problem", "namespace_of"):
+        monkeypatch.setattr(shell, name, lambda *_: None)
+    monkeypatch.setattr(shell.Node, "shared", fails)
+    config = SimpleNamespace(
+        ec_transfer_config=SimpleNamespace(ec_connector_extra_config={"bucket": "some"})
+    )
+    return shell.S3ECConnector(config, role)

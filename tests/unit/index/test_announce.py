@@ -274,8 +274,9 @@ async def test_too_much_that_waits_is_refused_and_said_once(
     assert rig.told == {1: [True], 2: [True], 3: [True], 4: [False], 5: [False]}
 
 
+@pytest.mark.parametrize("kind", [ValueError, BaseException])
 async def test_batch_that_cannot_be_encoded_is_given_up_and_the_next_one_is_not(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    kind: type[BaseException], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     rig = Rig()
     encode = announce.encode_segment
@@ -283,7 +284,7 @@ async def test_batch_that_cannot_be_encoded_is_given_up_and_the_next_one_is_not(
 
     def refuse_once(rows: Rows, namespace: str) -> list[bytes | memoryview]:
         if refused.pop() if refused else False:
-            raise ValueError("a fault of ours")
+            raise kind("a fault of ours")
         return encode(rows, namespace)
 
     monkeypatch.setattr(announce, "encode_segment", refuse_once)
