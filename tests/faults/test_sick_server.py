@@ -1,0 +1,338 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A server that answers badly, slowly or not at all, met by one process's node.
+
+Through the real transports, with a proxy in front of a real server. Whatever happens, a fetch ends
+in its time with verified bytes or with a miss, a save is stored once or waits on disk, and when the
+fault ends both go on by themselves.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from s3ec.config import load_settings
+from s3ec.fetching import Fetched, Outcome, Want
+from s3ec.node import Node
+from s3ec.testing import proxy_faults as faults
+from s3ec.testing.proxy import Fault, FaultProxy, Rule
+from s3ec.testing.server import LocalS3
+from tests.faults.living import ROWS, object_at
+from tests.faults.saving import NAMESPACE, WIDTH, data_at, identifier_at, key_at
+from tests.faults.site import OBJECTS, Site, eventually
+
+torch = pytest.importorskip("torch")
+
+TRANSPORTS = ["aioboto3", "obstore"]
+READY, MISMATCH, UNAVAILABLE = Outcome.READY, Outcome.MISMATCH, Outcome.UNAVAILABLE
+SLOW_DOWN = faults.s3_error(503, "SlowDown")
+
+
+class Rig:
+    """One node with a save queue, and the pictures that it has not seen yet."""
+
+    def __init__(self, settings: dict[str, Any], site: Site | None) -> None:
+        from s3ec.connector.saves import SaveQueue
+
+        self.site = site
+        self.node = Node(load_settings(settings).settings, NAMESPACE)
+        self.queue = SaveQueue(self.node, budget_bytes=2**20, overflow="block")
+        self.last = 0
+
+    def fresh(self, *, in_bucket: bool) -> int:
+        self.last += 1
+        if in_bucket:
+            assert self.site is not None
+            self.site.stock(key_at(self.last).name, b"".join(object_at(self.last)))
+        return self.last
+
+    def counted(self, name: str) -> float:
+        return self.node.counters.get(name)
+
+    def fetch(self, number: int) -> Fetched:
+        """Its end; bytes that come are those of the encoder."""
+        self.node.prefetcher.submit([Want(key_at(number), "image", ROWS)])
+        done: list[Fetched] = []
+        eventually(lambda: bool(done.extend(self.node.prefetcher.drain()) or done))
+        (fetched,) = done
+        if fetched.pin is not None:
+            assert fetched.pin.path.read_bytes() == b"".join(object_at(number))
+            self.node.prefetcher.release([fetched.pin])
+        return fetched
+
+    def save(self, number: int) -> None:
+        from s3ec.connector.plan import Save
+
+        tensor = torch.frombuffer(bytearray(data_at(number, ROWS)), dtype=torch.bfloat16)
+        assert self.queue.put(identifier_at(number), Save("image", {}), tensor.view(ROWS, WIDTH))
+
+    @property
+    def kept(self) -> float:
+        """Embeddings that the bucket took, or had."""
+        return self.counted("save.items") + self.counted("save.existed")
+
+    def hits_come_back(self) -> None:
+        number = self.fresh(in_bucket=True)
+        eventually(lambda: self.fetch(number).outcome is READY)
+
+    def close(self) -> None:
+        self.queue.drain(30)
+        self.node.close(5)
+        assert self.counted("internal_errors") == 0
+        assert self.node.endpoint.pace.used == 0
+
+
+def limits(cache_dir: Path, **other: Any) -> dict[str, Any]:
+    return {
+        "cache_dir": str(cache_dir),
+        "region": "us-east-1",
+        "min_free_bytes": 0,
+        "connect_timeout_s": 0.5,
+        "read_timeout_s": 2.5,
+        "defer_timeout_s": 3.0,
+        "index_refresh_s": 0.2,
+        **other,
+    }
+
+
+@pytest.fixture(scope="module", params=TRANSPORTS)
+def rig(
+    request: pytest.FixtureRequest, local_s3: LocalS3, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Rig]:
+    bucket = f"sick-{request.param}"
+    cache_dir = tmp_path_factory.mktemp("cache")
+    with FaultProxy(local_s3.endpoint_url) as proxy, pytest.MonkeyPatch.context() as environment:
+        for name, value in local_s3.env().items():
+            environment.setenv(name, value)
+        site = Site(proxy, bucket, local_s3, cache_dir)
+        site.client.create_bucket(Bucket=bucket)
+        site.stock_record(WIDTH)
+        place = {"bucket": bucket, "endpoint_url": proxy.url, "transport": request.param}
+        rig = Rig(limits(cache_dir, **place), site)
+        rig.node.follow_the_bucket()
+        rig.save(rig.fresh(in_bucket=False))  # asks what the server promises, once
+        eventually(lambda: rig.kept == 1)
+        yield rig
+        rig.close()
+
+
+@pytest.fixture
+def proxy(rig: Rig) -> Iterator[FaultProxy]:
+    assert rig.site is not None
+    rig.site.let_through()
+    rig.hits_come_back()
+    for _ in range(20):  # so that no test depends on what those before it spent
+        rig.node.endpoint.retries.pay_in()
+    yield rig.site.proxy
+    rig.site.let_through()
+
+
+# -- reading -----------------------------------------------------------------------------------
+
+ONCE: dict[str, tuple[Fault, str]] = {
+    "503": (SLOW_DOWN, "store.retries"),
+    "500": (faults.s3_error(500, "InternalError"), "store.retries"),
+    "429": (faults.Answer(429), "store.retries"),
+    "reset": (faults.Reset(), ""),  # aiohttp asks again by itself
+    "silence within the body": (faults.Stall(upto=1000), "store.retries"),
+    "1 KiB/s": (faults.Trickle(piece_bytes=256, pause_s=0.25), "store.retries"),
+    "cut": (faults.Cut(1000), "corrupt.length"),
+    "cut by a reset": (faults.Cut(1000, reset=True), "corrupt.length"),
+    "a short length": (faults.Replace(b"".join(object_at(0))[:5000]), ""),
+    "a flipped bit": (faults.Flip(6000), "corrupt.checksum"),
+}
+
+
+@pytest.mark.parametrize("what", ONCE)
+def test_a_fault_that_comes_once_is_made_good_by_one_repetition(
+    what: str, rig: Rig, proxy: FaultProxy
+) -> None:
+    fault, counter = ONCE[what]
+    number = rig.fresh(in_bucket=True)
+    before = rig.counted(counter)
+    rule = proxy.add(Rule(fault, method="GET", target=OBJECTS, times=1))
+    assert rig.fetch(number).outcome is READY
+    assert rule.fired == 1
+    assert not counter or rig.counted(counter) == before + 1
+    asked = [one for one in proxy.requests if key_at(number).name in one.target]
+    assert len(asked) == 2
+
+
+@pytest.mark.parametrize(
+    "fault", [faults.Announce(10**12), faults.Endless()], ids=["a terabyte", "without an end"]
+)
+def test_a_body_larger_than_the_embedding_is_a_miss(
+    fault: Fault, rig: Rig, proxy: FaultProxy
+) -> None:
+    before = rig.counted("mismatch.size")
+    rule = proxy.add(Rule(fault, method="GET", target=OBJECTS))
+    assert rig.fetch(rig.fresh(in_bucket=True)).outcome is MISMATCH
+    assert 1 <= rule.fired <= 2  # where obstore cannot read a reply the SDK is asked
+    assert rig.counted("mismatch.size") == before + 1
+
+
+@pytest.mark.parametrize(
+    ("fault", "counter"),
+    [(SLOW_DOWN, "pace.slowed"), (faults.Stall(), "store.slow_starts"), (faults.Reset(), "")],
+    ids=["503", "silence", "reset"],
+)
+def test_a_fault_that_stays_opens_the_breaker_and_closes_it_when_it_goes(
+    fault: Fault, counter: str, rig: Rig, proxy: FaultProxy
+) -> None:
+    opened, moved = rig.counted("breaker.opened"), rig.counted(counter)
+    number = rig.fresh(in_bucket=True)
+    rule = proxy.add(Rule(fault))
+    while not rig.node.breaker.is_open:
+        assert rig.fetch(number).outcome is UNAVAILABLE
+    assert rule.fired >= 1
+    assert rig.counted("breaker.opened") == opened + 1
+    assert not counter or rig.counted(counter) > moved
+    assert rig.site is not None
+    rig.site.let_through()
+    eventually(lambda: not rig.node.breaker.is_open)  # by the look at the index, without traffic
+    rig.hits_come_back()
+    eventually(lambda: rig.node.endpoint.pace.withheld == rig.counted("pace.withheld"))
+
+
+def test_one_503_in_ten_is_hardly_noticed(rig: Rig, proxy: FaultProxy) -> None:
+    opened = rig.counted("breaker.opened")
+    numbers = [rig.fresh(in_bucket=True) for _ in range(20)]
+    rules = [proxy.add(Rule(SLOW_DOWN, target=OBJECTS, skip=skip, times=1)) for skip in (3, 7, 12)]
+    outcomes = [rig.fetch(number).outcome for number in numbers]
+    assert outcomes.count(READY) >= 19  # the budget may be spent by what came before
+    assert [rule.fired for rule in rules] == [1, 1, 1]
+    assert rig.counted("breaker.opened") == opened
+
+
+# -- writing -----------------------------------------------------------------------------------
+
+NOT_STORED_YET: dict[str, tuple[Fault, int]] = {
+    "503": (SLOW_DOWN, 2),
+    "500": (faults.s3_error(500, "InternalError"), 2),
+    "429": (faults.Answer(429), 2),
+    "409": (faults.s3_error(409, "ConditionalRequestConflict"), 2),
+    "200 with an error": (faults.Answer(200, b"<Error><Code>InternalError</Code></Error>"), 2),
+    "reset": (faults.Reset(), 2),
+    "its reply lost": (faults.LoseReply(), 1),
+}
+
+
+@pytest.mark.parametrize("what", NOT_STORED_YET)
+def test_a_save_is_stored_once_whatever_the_first_answers_were(
+    what: str, rig: Rig, proxy: FaultProxy
+) -> None:
+    fault, times = NOT_STORED_YET[what]
+    number = rig.fresh(in_bucket=False)
+    before = rig.kept
+    rule = proxy.add(Rule(fault, method="PUT", target=OBJECTS, times=times))
+    rig.save(number)
+    eventually(lambda: rig.kept == before + 1)
+    assert rule.fired == times
+    assert rig.site is not None
+    assert rig.site.body(key_at(number).name) == b"".join(object_at(number))
+    eventually(lambda: not rig.site or not rig.site.spooled())
+    assert rig.kept == before + 1
+
+
+def test_saves_wait_on_disk_while_the_server_only_refuses_and_none_is_lost(
+    rig: Rig, proxy: FaultProxy
+) -> None:
+    numbers = [rig.fresh(in_bucket=False) for _ in range(6)]
+    before, failed = rig.kept, rig.counted("save_problem.unavailable")
+    rule = proxy.add(Rule(SLOW_DOWN))
+    for number in numbers:
+        rig.save(number)
+    eventually(lambda: rig.node.breaker.is_open)
+    eventually(lambda: rig.counted("save_problem.unavailable") > failed)
+    assert rig.site is not None
+    assert len(rig.site.spooled()) == len(numbers)
+    assert rule.fired
+    rig.site.let_through()
+    eventually(lambda: rig.kept == before + len(numbers))
+    assert {key_at(number).name for number in numbers} <= rig.site.objects()
+
+
+# -- no server ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["refused", "black hole", "no such host"])
+def nowhere(request: pytest.FixtureRequest) -> Iterator[str]:
+    """A URL at which nothing answers."""
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.socket())
+        listener.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        if request.param == "black hole":
+            listener.listen(0)
+            # Fill the queue of connections that nobody accepts; Linux drops what comes after.
+            for _ in range(4):
+                client = stack.enter_context(socket.socket())
+                client.setblocking(False)
+                client.connect_ex(listener.getsockname())
+        yield "https://no-such-host.invalid" if request.param == "no such host" else url
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_node_without_a_server_starts_and_soon_asks_no_more(
+    transport: str,
+    nowhere: str,
+    tmp_path: Path,
+    local_s3: LocalS3,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in local_s3.env().items():
+        monkeypatch.setenv(name, value)
+    place = {"bucket": "corpus", "endpoint_url": nowhere, "transport": transport}
+    rig = Rig(limits(tmp_path, **place), None)
+    rig.node.follow_the_bucket()
+    number = rig.fresh(in_bucket=False)
+    while not rig.node.breaker.is_open:
+        assert rig.fetch(number).outcome is UNAVAILABLE
+    assert rig.counted("breaker.opened") == 1
+    rig.save(number)
+    eventually(lambda: rig.counted("save_problem.unavailable") > 0)
+    assert rig.queue.drain(0.1) == 1
+    rig.node.close(5)
+    assert rig.counted("spool.left") == 1
+
+
+def test_a_server_killed_while_it_reads_and_writes_loses_nothing_and_is_found_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with LocalS3(tmp_path / "server") as server:
+        for name, value in server.env().items():
+            monkeypatch.setenv(name, value)
+        server.client().create_bucket(Bucket="corpus")
+        with FaultProxy(server.endpoint_url) as proxy:
+            site = Site(proxy, "corpus", server, tmp_path / "cache")
+            site.stock_record(WIDTH)
+            place = {"bucket": "corpus", "endpoint_url": server.endpoint_url}
+            rig = Rig(limits(tmp_path / "cache", **place), site)
+            rig.node.follow_the_bucket()
+            wanted, saved = rig.fresh(in_bucket=True), rig.fresh(in_bucket=False)
+            rig.save(rig.fresh(in_bucket=False))
+            eventually(lambda: rig.kept == 1)
+            assert server.pid is not None
+            os.kill(server.pid, signal.SIGSTOP)  # so that no request is over before the kill
+            rig.save(saved)
+            rig.node.prefetcher.submit([Want(key_at(wanted), "image", ROWS)])
+            eventually(lambda: rig.node.endpoint.pace.used >= 2)
+            server.kill()
+            done: list[Fetched] = []
+            eventually(lambda: bool(done.extend(rig.node.prefetcher.drain()) or done))
+            assert done[0].outcome is UNAVAILABLE
+            eventually(lambda: rig.node.breaker.is_open)
+            assert site.spooled()
+            server.restart()
+            eventually(lambda: rig.kept == 2)
+            eventually(lambda: not rig.node.breaker.is_open)
+            assert rig.fetch(wanted).outcome is READY
+            assert key_at(saved).name in site.objects()
+            rig.close()
