@@ -227,7 +227,7 @@ def _started(
     monkeypatch.setattr(shell.ECConnectorBase, "__init__", lambda *_, **__: None)
     monkeypatch.setattr(shell.S3ECConnector, "_vllm_config", None, raising=False)
     monkeypatch.setattr(shell.S3ECConnector, "_connector_metadata", None, raising=False)
-    for name in ("model_problem", "identifier_problem", "namespace_of"):
+    for name in ("model_problem", "identifier_problem", "trust_problem", "namespace_of"):
         monkeypatch.setattr(shell, name, lambda *_: None)
     monkeypatch.setattr(shell.Node, "shared", fails)
     config = SimpleNamespace(
