@@ -85,7 +85,8 @@ bench: setup  ## BENCH=name or all
 	@$(PY) -m s3ec bench $(BENCH) $(ARGS)
 
 fuzz: setup  ## search for inputs that a reader cannot bear; FUZZ_SECONDS for all targets, ARGS names some
-	@$(PY) -m tests.fuzz.run --seconds $(FUZZ_SECONDS) $(ARGS)
+	@$(PY) -c "import atheris" 2>/dev/null || $(PY) -m pip install -qq --requirement requirements/fuzz.txt
+	$(PY) -m tests.fuzz.run --seconds $(FUZZ_SECONDS) $(ARGS)
 
 dist: setup  ## wheel and source archive of the last commit, the same bytes each time
 	@rm -rf build/dist dist
