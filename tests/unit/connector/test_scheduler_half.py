@@ -804,6 +804,29 @@ def test_while_the_store_is_down_nobody_waits_for_it(world: World) -> None:
     assert not world.ask(request("r", feature("a")))
 
 
+def test_who_waits_when_the_store_goes_down_waits_no_longer(world: World) -> None:
+    world.stock("a")
+    first, second = (request(name, feature("a")) for name in ("first", "second"))
+    assert not world.ask(first)
+    world.step()
+    world.down = True
+    assert world.ask(first)
+    assert world.schedule(first) == [False]
+    # What was on its way arrives all the same, and serves the next one.
+    world.finish("a")
+    assert world.ask(second)
+    assert world.schedule(second) == [True]
+
+
+def test_who_has_no_pixels_waits_though_the_store_is_down(world: World) -> None:
+    world.stock("a")
+    asker = request("r", feature("a", pixels=False))
+    assert not world.ask(asker)
+    world.step()
+    world.down = True
+    assert not world.ask(asker)
+
+
 def test_while_the_store_is_down_this_nodes_disk_still_serves(world: World) -> None:
     world.local.add(key_of(identifier_of("a")))
     world.down = True
