@@ -116,9 +116,17 @@ def _strip(content: Any) -> _Found:
             if value.pop(name, None) is not None:
                 found.chosen = True
         found.hashes = found.hashes or bool(value.get(_HASHES))
-        foreign = _FOREIGN | {"input"} if value.get("type") == "tool_use" else _FOREIGN
+        foreign = _FOREIGN | {"input"} if value is not content and _is_call(value) else _FOREIGN
         waiting += [inner for name, inner in value.items() if name not in foreign]
     return found
+
+
+def _is_call(value: dict[str, Any]) -> bool:
+    """Whether this is what a model asked of a tool, whose input is the tool's own.
+
+    The responses API has another ``input``: of the request itself, and a list.
+    """
+    return value.get("type") == "tool_use" and isinstance(value.get("input"), dict)
 
 
 class StripClientIds:

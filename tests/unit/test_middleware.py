@@ -131,6 +131,19 @@ def test_a_tool_call_that_is_a_picture_hides_no_name() -> None:
     assert json.loads(rewrite(body, refuse=False)) == chat(part(type="tool_use", input={"uuid": 1}))
 
 
+@pytest.mark.parametrize("where", ["request", "part"])
+def test_input_that_only_looks_like_a_tool_calls_hides_no_name(where: str) -> None:
+    """The responses API has a list of this name, in requests that may have any other field."""
+    asked = {"type": "tool_use", "input": [{"role": "user", "content": [part(uuid=STOLEN)]}]}
+    content = asked if where == "request" else {"requests": [asked]}
+    body = json.dumps(content).encode()
+    assert STOLEN.encode() not in rewrite(body, refuse=False)
+    with pytest.raises(BodyError, match="uuid"):
+        rewrite(body, refuse=True)
+    plain = {"type": "tool_use", "input": {"content": [part(uuid=STOLEN)]}}
+    assert STOLEN.encode() not in rewrite(json.dumps(plain).encode(), refuse=False)
+
+
 def test_hashes_of_another_servers_renderer_are_refused_in_either_case() -> None:
     body = json.dumps({"token_ids": [1], "features": {"mm_hashes": {"image": [STOLEN]}}}).encode()
     for refuse in (True, False):
