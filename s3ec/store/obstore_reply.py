@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A body that comes through obstore: collected outside the interpreter's lock, never copied."""
+"""A body that comes through obstore: collected outside the interpreter's lock, an object never copied."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from s3ec.store.replies import Extend
 # Up to here a body is collected in one buffer of the announced length; a server that announces
 # much and sends nothing then costs this much address space, and no process is ended for lack of it.
 _COLLECT_BYTES = 64 * 2**20
-_PIECE_BYTES = 8 * 2**20
+_PIECE_BYTES = 2**20
 
 
 class ObstoreReply:
@@ -43,8 +43,10 @@ class ObstoreReply:
         expected = self.nbytes or 0
         try:
             with self._errors():
-                if expected <= _COLLECT_BYTES:
+                if expected <= _COLLECT_BYTES and not self.is_part:
                     # Collected in Rust; the view holds that memory, and nothing is copied here.
+                    # Only of a whole object is `expected` what the connection goes by: a part
+                    # can say one length for itself and another for the body.
                     body: Blob = memoryview(await held(self._result.bytes_async()))
                 else:
                     body = await self._read_piecewise(expected)
@@ -59,7 +61,7 @@ class ObstoreReply:
         return body
 
     async def _read_piecewise(self, expected: int) -> bytes:
-        """A large body, whose announced length may be a lie: no more is reserved than has come."""
+        """A body whose announced length may be a lie: little more is kept than it says."""
         chunks: list[bytes] = []
         nbytes = 0
         stream = self._result.stream(min_chunk_size=_PIECE_BYTES)
@@ -68,6 +70,8 @@ class ObstoreReply:
                 chunk = await held(anext(stream))
                 chunks.append(chunk)
                 nbytes += len(chunk)
+        if len(chunks) == 1:
+            return bytes(chunks[0])
         # In a thread, where joining lets go of the interpreter's lock.
         return await asyncio.to_thread(b"".join, chunks)
 

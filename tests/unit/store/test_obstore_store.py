@@ -163,6 +163,34 @@ async def test_range_longer_than_it_says_is_corrupt(
     await store.close()
 
 
+class Endless:
+    """A range that says it has 10 bytes, and never ends."""
+
+    def __init__(self) -> None:
+        self.sent_bytes = 0
+
+    async def apply(self, exchange: Exchange) -> None:
+        head = {"content-range": "bytes 0-9/10", "etag": '"x"'}
+        await exchange.read_body()
+        await exchange.send(Reply(206, head, b""), length=10**12)
+        while self.sent_bytes < 200 * 2**20:
+            await exchange.send_raw(bytes(2**20))
+            self.sent_bytes += 2**20
+
+
+async def test_range_that_never_ends_is_given_up_after_some_megabytes(
+    configure: Configure, proxy: FaultProxy
+) -> None:
+    store, fault = ObstoreStore(configure(prefix="endless")), Endless()
+    await store.put_if_absent("x", [bytes(10)])
+    rule = proxy.add(Rule(fault, method="GET"))
+    with pytest.raises(CorruptEntryError, match="where 10 were announced"):
+        await store.get_range("x", 0, 10)
+    assert rule.fired == 1
+    await store.close()
+    assert fault.sent_bytes < 50 * 2**20  # the sockets' buffers take some
+
+
 async def test_body_too_large_for_one_buffer_is_read_by_pieces_and_stopped_when_it_is_longer(
     configure: Configure, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
