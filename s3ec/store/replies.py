@@ -90,13 +90,16 @@ class SdkReply:
     async def _read_unannounced(self, max_bytes: int, what: str, extend: Extend) -> bytes:
         """A body sent in chunks, of a length nobody told."""
         chunks: list[bytes] = []
-        nbytes = 0
+        nbytes = granted = 0
         while chunk := await self._body.read(_CHUNK_BYTES):
             nbytes += len(chunk)
             if nbytes > max_bytes:
                 raise CorruptEntryError(f"{what}: more than {max_bytes} bytes", reason="size")
             chunks.append(chunk)
-            extend(len(chunk))
+            # Not for each: every grant is worth a silence, and a read may bring one byte.
+            while nbytes - granted >= _CHUNK_BYTES:
+                granted += _CHUNK_BYTES
+                extend(_CHUNK_BYTES)
         return b"".join(chunks)
 
     def close(self) -> None:
