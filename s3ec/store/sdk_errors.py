@@ -248,9 +248,10 @@ def _skew(response: Any) -> str:
     return f", it is {abs(ahead_s):.0f} s {side} the server's"
 
 
-def _unix_s(text: str) -> float | None:
+def _unix_s(text: Any) -> float | None:
+    """Of a server's words, which may be anything that XML can hold."""
     for read in (datetime.fromisoformat, parsedate_to_datetime):
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, TypeError, AttributeError, OverflowError, OSError):
             return read(text).timestamp()
     return None
 
