@@ -16,7 +16,7 @@ import contextlib
 import io
 import time
 import zlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ from s3ec.errors import AccessError, UnavailableError
 from s3ec.forks import call_in_forks
 from s3ec.settings import Settings
 from s3ec.store.base import Blob, ObjectInfo, check_folder, check_name, check_range, content_type_of
-from s3ec.store.deadline import answer_begun
+from s3ec.store.deadline import answer_begun, page_begun
 from s3ec.store.replies import Extend, Reply, SdkReply, read_body
 from s3ec.store.sdk_client import Opened, check_settings, open_client
 from s3ec.store.sdk_errors import CREDENTIAL_CODES, boundary, code_of, is_absent, status_of
@@ -159,13 +159,19 @@ class Aioboto3Store:
     async def list(self, prefix: str, *, start_after: str = "") -> AsyncIterator[ObjectInfo]:
         after = {"StartAfter": self._root + start_after} if start_after else {}
         async for page in self._pages(prefix, after):
-            for entry in page.get("Contents", ()):
-                key = str(entry["Key"])
-                # The root itself can be listed, as a folder marker made by a console.
-                if key.startswith(self._root) and key != self._root:
-                    modified = entry.get("LastModified")
-                    modified_s = modified.timestamp() if modified else 0.0
-                    yield ObjectInfo(key[len(self._root) :], int(entry["Size"]), modified_s)
+            found = list(self._entries_of(page))
+            page_begun(len(found), is_last=not page["IsTruncated"])
+            for info in found:
+                yield info
+
+    def _entries_of(self, page: Any) -> Iterator[ObjectInfo]:
+        for entry in page.get("Contents", ()):
+            key = str(entry["Key"])
+            # The root itself can be listed, as a folder marker made by a console.
+            if key.startswith(self._root) and key != self._root:
+                modified = entry.get("LastModified")
+                modified_s = modified.timestamp() if modified else 0.0
+                yield ObjectInfo(key[len(self._root) :], int(entry["Size"]), modified_s)
 
     async def list_folders(self, prefix: str) -> Sequence[str]:
         check_folder(prefix)

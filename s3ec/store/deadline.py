@@ -2,7 +2,8 @@
 """What a request is told by its caller, and tells it back, past the Store protocol.
 
 Down goes the caller's deadline, so that nobody begins what cannot end before it. Up comes the news
-that an answer has begun, which the end of an operation with a large body tells too late.
+that an answer has begun, which the end of an operation with a large body tells too late, and of
+how much of a listing came with it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from contextvars import ContextVar
 
 _deadline: ContextVar[asyncio.Timeout | None] = ContextVar("s3ec_deadline", default=None)
 _on_answer: ContextVar[Callable[[], None] | None] = ContextVar("s3ec_on_answer", default=None)
+_on_page: ContextVar[Callable[[int], None] | None] = ContextVar("s3ec_on_page", default=None)
 
 
 @contextlib.asynccontextmanager
@@ -59,3 +61,26 @@ def answer_begun() -> None:
     on_answer = _on_answer.get()
     if on_answer is not None:
         on_answer()
+
+
+@contextlib.contextmanager
+def counting(on_page: Callable[[int], None]) -> Iterator[None]:
+    """Have ``on_page`` called with how often a listing can be asked on without a request."""
+    before = _on_page.get()
+    _on_page.set(on_page)
+    try:
+        yield
+    finally:
+        _on_page.set(before)
+
+
+def page_begun(entries: int, *, is_last: bool = False) -> None:
+    """For transports: a page of a listing is here, and so many entries of it will be given.
+
+    Args:
+        is_last: Nothing will be asked for behind them.
+    """
+    answer_begun()
+    on_page = _on_page.get()
+    if on_page is not None:
+        on_page(entries + is_last)

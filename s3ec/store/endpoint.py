@@ -4,18 +4,19 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import threading
 import weakref
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TypeVar
 
 from s3ec.counters import Counters
 from s3ec.errors import AccessError, S3ECError, UnavailableError
 from s3ec.settings import Settings
-from s3ec.store.base import Store
+from s3ec.store.base import ObjectInfo, Store
 from s3ec.store.breaker import Breaker, BreakerOpenError, BreakerOptions, Ticket
-from s3ec.store.deadline import hearing
+from s3ec.store.deadline import counting, hearing
 from s3ec.store.hedge import HedgeStore
 from s3ec.store.pace import Pace
 from s3ec.store.retry import Budget, RetryOptions, RetryStore
@@ -126,6 +127,9 @@ class GuardStore(Wrapper):
         finally:
             self._pace.give_back()
 
+    def _next_of(self, pages: AsyncIterator[ObjectInfo]) -> Callable[[], Awaitable[ObjectInfo]]:
+        return _Pages(pages, functools.partial(self._around, "list")).next
+
     async def _ask(
         self, call: Callable[[], Awaitable[T]], ticket: Ticket, since: int, *, is_watched: bool
     ) -> T:
@@ -183,6 +187,32 @@ class GuardStore(Wrapper):
             self._counters.add("pace.slowed")
         if withheld:
             self._counters.add("pace.withheld", withheld)
+
+
+class _Pages:
+    """A listing: what brings a page is a request, and what the page brought along is none."""
+
+    def __init__(
+        self,
+        entries: AsyncIterator[ObjectInfo],
+        request: Callable[[Callable[[], Awaitable[ObjectInfo]]], Awaitable[ObjectInfo]],
+    ) -> None:
+        self._entries = entries
+        self._request = request
+        self._in_hand = 0
+
+    async def next(self) -> ObjectInfo:
+        """The next entry."""
+        info = await (self._entries.__anext__() if self._in_hand else self._request(self._ask))
+        self._in_hand = max(self._in_hand - 1, 0)  # 0 where a transport does not tell
+        return info
+
+    async def _ask(self) -> ObjectInfo:
+        with counting(self._came):
+            return await self._entries.__anext__()
+
+    def _came(self, steps: int) -> None:
+        self._in_hand += steps
 
 
 class _Watch:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A body that comes through obstore: collected outside the interpreter's lock, an object never copied."""
+"""A body that comes through obstore, collected outside the interpreter's lock; objects uncopied."""
 
 from __future__ import annotations
 

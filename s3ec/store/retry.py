@@ -103,7 +103,7 @@ class RetryStore(Wrapper):
         self._uniform = uniform
 
     async def _around(self, op: str, call: Callable[[], Awaitable[T]]) -> T:
-        if self._budget is not None:
+        if self._budget is not None and op != "list":  # whose entries are no requests
             self._budget.pay_in()
         attempt = 1
         while True:

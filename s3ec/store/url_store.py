@@ -25,6 +25,7 @@ from s3ec.errors import AccessError, ConfigError, UnavailableError
 from s3ec.settings import Settings
 from s3ec.store import obstore_runtime
 from s3ec.store.base import Blob, ObjectInfo, check_folder, check_range, content_type_of
+from s3ec.store.deadline import page_begun
 from s3ec.store.obstore_errors import fault_of
 from s3ec.store.obstore_reply import ObstoreReply
 from s3ec.store.obstore_runtime import held
@@ -145,6 +146,7 @@ class UrlStore:
                     names = [entry["path"] for entry in found]
                     real = await asyncio.to_thread(self._folder.real, names)
                     found = [entry for entry in found if entry["path"] in real]
+            page_begun(len(found))
             for entry in found:
                 yield self._info(entry)
 

@@ -43,10 +43,11 @@ class Wrapper:
 
     async def list(self, prefix: str, *, start_after: str = "") -> AsyncIterator[ObjectInfo]:
         pages = self._inner.list(prefix, start_after=start_after)
+        next_entry = self._next_of(pages)
         try:
             while True:
                 try:
-                    info = await self._around("list", pages.__anext__)
+                    info = await next_entry()
                 except StopAsyncIteration:
                     return
                 yield info
@@ -54,6 +55,10 @@ class Wrapper:
             # A caller that leaves early must not leave a request behind.
             if isinstance(pages, AsyncGenerator):
                 await pages.aclose()
+
+    def _next_of(self, pages: AsyncIterator[ObjectInfo]) -> Callable[[], Awaitable[ObjectInfo]]:
+        """What brings the next entry of a listing, or raises StopAsyncIteration."""
+        return lambda: self._around("list", pages.__anext__)
 
     async def list_folders(self, prefix: str) -> Sequence[str]:
         return await self._around("list_folders", lambda: self._inner.list_folders(prefix))

@@ -24,6 +24,7 @@ from s3ec.errors import (
 from s3ec.settings import Settings
 from s3ec.store.base import ObjectInfo, Store
 from s3ec.store.breaker import Breaker, BreakerOptions, Ticket
+from s3ec.store.deadline import page_begun
 from s3ec.store.endpoint import Endpoint, GuardStore
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
 from s3ec.testing.memory_store import MemoryStore
@@ -320,6 +321,63 @@ async def test_a_late_success_from_before_closes_it(
 async def reached(gate: Gate) -> None:
     """Return once an operation waits at the gate."""
     assert await asyncio.to_thread(gate.reached.wait, 10)
+
+
+# -- listings --------------------------------------------------------------------------------------
+
+
+class Paged(MemoryStore):
+    """Lists pages of two, as a bucket does, and says so."""
+
+    async def list(self, prefix: str, *, start_after: str = "") -> AsyncIterator[ObjectInfo]:
+        found = [info async for info in super().list(prefix)]
+        for start in range(0, len(found), 2):
+            await asyncio.sleep(0)
+            page_begun(len(found[start : start + 2]), is_last=start + 2 >= len(found))
+            for info in found[start : start + 2]:
+                yield info
+
+
+async def paged(endpoint: Endpoint, names: str) -> AsyncIterator[ObjectInfo]:
+    inner = Paged()
+    for name in names:
+        await inner.put_if_absent(name, [b""])
+    return GuardStore(inner, endpoint, Counters()).list("")
+
+
+async def test_entries_of_a_page_that_is_here_wait_for_no_place(breaker: Breaker) -> None:
+    endpoint = Endpoint(1, breaker=breaker)
+    listing = await paged(endpoint, "abcd")
+    await anext(listing)
+    await endpoint.pace.take()
+    async with asyncio.timeout(10):
+        await anext(listing)
+    third = asyncio.ensure_future(anext(listing))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not third.done()  # another page is another request
+    endpoint.pace.give_back()
+    await third
+    await endpoint.pace.take()
+    async with asyncio.timeout(10):
+        assert [info.name async for info in listing] == ["a"]
+
+
+async def test_entries_of_a_page_that_is_here_are_no_answers(
+    breaker: Breaker, clock: Clock
+) -> None:
+    listing = await paged(Endpoint(1, breaker=breaker), "abcd")
+    await anext(listing)
+    open_by_hand(breaker)
+    clock.now_s += 1000  # a probe is due
+    await anext(listing)
+    assert breaker.is_open
+    await anext(listing)
+    assert not breaker.is_open
+    open_by_hand(breaker)
+    clock.now_s += 1000
+    assert [info.name async for info in listing] == ["a"]
+    assert breaker.is_open
 
 
 # -- silence, and refusals that are about one request ----------------------------------------------
