@@ -17,7 +17,7 @@ from s3ec.counters import Counters
 from s3ec.daemon_pool import call_within
 from s3ec.disk_watch import DiskWatch
 from s3ec.errors import AccessError, ConfigError, CorruptEntryError, TierError, UnavailableError
-from s3ec.identity import Layout, Namespace, canonical_json
+from s3ec.identity import Key, Layout, Namespace, canonical_json
 from s3ec.index.cache import IndexCache
 from s3ec.index.elected import Backlog, ElectedCompactor
 from s3ec.index.follower import FollowOptions
@@ -223,6 +223,12 @@ class Node:
                 raise
             self.counters.add("internal_errors")
             log.exception("notes of bad objects")
+
+    async def revision_to_store(self, key: Key) -> int:
+        """The first that no process of this node knows to be bad; who fetches may be another."""
+        if not self.loop.watch.hangs and self.loop.watch.run(self.bad_objects.is_stale):
+            await self.loop.disk(self.bad_objects.refresh)
+        return self.bad_objects.revision(key)
 
     async def _probe(self) -> None:
         """One small request that the breaker may let through, also where nobody else asks.

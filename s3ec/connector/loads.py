@@ -21,8 +21,8 @@ from s3ec.connector.reading import bytes_of, read_data
 from s3ec.connector.staging import Staging
 from s3ec.containment import SIGNALS
 from s3ec.daemon_pool import DaemonPool
-from s3ec.errors import CorruptEntryError
-from s3ec.identity import MAX_REVISION
+from s3ec.errors import AccessError, CorruptEntryError
+from s3ec.identity import MAX_REVISION, Key
 from s3ec.node import Node
 
 log = logging.getLogger(__name__)
@@ -197,19 +197,42 @@ class Loader:
         key = self._node.naming.make_key(load.identifier)
         if key is None:
             raise CorruptEntryError("not an identifier of ours", reason="identifier")
+        deadline_s = time.monotonic() + _RESCUE_TIMEOUT_S
+        # What is noted of revisions may be another process's, or may have run out since the grant.
+        noted = min(self._node.bad_objects.revision(key), MAX_REVISION)
+        failure: Exception = CorruptEntryError("the bucket no longer holds it", reason="length")
+        for revision in (noted, *(other for other in range(MAX_REVISION + 1) if other != noted)):
+            try:
+                values = self._stored_values(key, revision, load, deadline_s - time.monotonic())
+            except (CorruptEntryError, AccessError) as exc:  # to some S3 denies what is absent
+                failure = exc
+                continue
+            if values is not None:
+                bytes_of(memory)[: load.shape.nbytes] = values
+                self._node.counters.add("load.rescued")
+                return
+        raise failure
+
+    def _stored_values(
+        self, key: Key, revision: int, load: Load, timeout_s: float
+    ) -> memoryview | None:
+        """The tensor's bytes in one revision, verified; None where the bucket lacks it.
+
+        Raises:
+            CorruptEntryError: It is not what was granted.
+            UnavailableError, AccessError, TimeoutError: The bucket did not answer.
+        """
         limit = load.shape.nbytes + 8 + codec.HEADER_LIMIT
-        revision = min(self._node.bad_objects.revision(key), MAX_REVISION)
         fetch = self._node.store.get(self._node.layout.object(key, revision), max_bytes=limit)
-        blob = self._node.loop.run(fetch, _RESCUE_TIMEOUT_S)
+        blob = self._node.loop.run(fetch, max(0.0, timeout_s))
         if blob is None:
-            raise CorruptEntryError("the bucket no longer holds it", reason="length")
+            return None
         header = codec.verify(blob, namespace=self._node.namespace.name, identifier=key.stored)
         if header.shape != load.shape:
             raise CorruptEntryError(
                 f"holds {header.shape}, granted was {load.shape}", reason="shape"
             )
-        bytes_of(memory)[: load.shape.nbytes] = memoryview(blob)[header.data_start :]
-        self._node.counters.add("load.rescued")
+        return memoryview(blob)[header.data_start :]
 
 
 class _GivenUpError(Exception):

@@ -57,6 +57,8 @@ def read_data(load: Load, memory: torch.Tensor, *, hashed: bool = True, wait: bo
         # All at once where nothing is hashed in between.
         step = _PART_BYTES if hashed else nbytes
         done = _read(fd, [front, view[:step]], 0, flags) - len(front)
+        if flags and done <= 0:  # of a long header the kernel has a part
+            raise BlockingIOError(errno.EAGAIN, "a disk would have to answer")
         if hashed and done > 0:
             checksum.update(view[:done])
         while 0 < done < nbytes:

@@ -231,7 +231,9 @@ class SaveQueue:
                 return
             if not uploading:
                 self._uploads.flush()
-            self._changed.wait(left_s)
+            self._replace_writer_that_hangs()
+            # Nobody tells of a disk that begins to hang.
+            self._changed.wait(min(left_s, 1.0))
 
     # -- the writer's thread -----------------------------------------------------------------
 
@@ -255,7 +257,10 @@ class SaveQueue:
 
     def _write_next(self) -> None:
         """Take one job to its upload. A call of its own, so that no tensor outlives it."""
-        job = self._jobs.popleft()
+        try:
+            job = self._jobs.popleft()
+        except IndexError:  # a writer that was replaced this moment took it
+            return
         upload = None
         try:
             upload = self._write_one(job)
@@ -317,7 +322,8 @@ class SaveQueue:
         if watch.hangs:
             raise TierError("the disk does not answer")
         me = threading.current_thread()
-        self._writes_to_disk = True
+        if self._thread is me:
+            self._writes_to_disk = True
         try:
             watch.run(partial(self._node.tier.publish, key, pieces, spool=self._spool))
         finally:

@@ -272,7 +272,7 @@ class SchedulerHalf:
         if not self._role.consumer:
             # A pure producer loads nothing: True means "stored already, do not encode".
             key = self._keys(identifier)
-            granted = key is not None and self._index.holds(key)
+            granted = key is not None and not self._disk_hangs() and self._index.holds(key)
         else:
             item = self._items.get(identifier)
             granted = (
@@ -375,10 +375,13 @@ class SchedulerHalf:
             key = self._keys(identifier)
             if key is not None:
                 self._local.add(key)
+        # Adding looks into the index, which is mapped from the disk. What is not added is found
+        # when it was announced.
+        hangs = bool(report.stored) and self._disk_hangs()
         for identifier in report.stored:
             self._saving.pop(identifier, None)
             key = self._keys(identifier)
-            if key is not None:
+            if key is not None and not hangs:
                 self._index.add(key)
         for name, amount in report.counts.items():
             self._counters.add(name, amount)

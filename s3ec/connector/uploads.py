@@ -304,7 +304,7 @@ class Uploader:
             header, pieces = loaded.header, [loaded.blob]
         if upload.key is None:  # a queued upload with pieces has one
             raise ValueError("an upload without a key")
-        revision = self._node.bad_objects.revision(upload.key)
+        revision = await self._node.revision_to_store(upload.key)
         answer = await self._put(upload.key, revision, header, pieces)
         if upload.adopted:
             self._node.counters.add("spool.replayed")

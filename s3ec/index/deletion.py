@@ -47,8 +47,12 @@ class Deleter:
                 announced, unless the message says otherwise.
             AccessError: It refuses.
         """
-        names = {key: await object_names(self._store, self._layout, key) for key in keys}
-        await self.delete_objects({key: names[key] or [self._layout.object(key)] for key in keys})
+
+        async def find(key: Key) -> list[str]:
+            return await object_names(self._store, self._layout, key) or [self._layout.object(key)]
+
+        found = await in_parallel(keys, find)
+        await self.delete_objects(dict(zip(keys, found, strict=True)))
 
     async def delete_objects(
         self, objects: Mapping[Key, Sequence[str]], *, kept: Container[Key] = ()

@@ -167,9 +167,15 @@ class ManifestIndex:
             known: Entries whose object is bad, with the time of the row about it. One with a
                 later row is believed: somebody has stored it since.
         """
+        # Without the lock, which hooks wait for: the base is mapped from a disk.
+        bad = {
+            key.digest: time_s for key, time_s in known.items() if self.known_time_s(key) <= time_s
+        }
         with self._lock:
             self._distrusted = frozenset(
-                key.digest for key, time_s in known.items() if self.known_time_s(key) <= time_s
+                digest
+                for digest, time_s in bad.items()
+                if digest not in self._recent or self._recent[digest].facts.time_s <= time_s
             )
 
     def forget(self, key: Key, *, absent: bool = False) -> None:

@@ -29,6 +29,7 @@ from typing import Any
 from s3ec import plain_json
 from s3ec.counters import Counters
 from s3ec.errors import CorruptEntryError, TierError
+from s3ec.forks import call_in_forks
 from s3ec.identity import (
     MAX_REVISION,
     Key,
@@ -96,8 +97,7 @@ class BadObject:
 class BadObjects:
     """The notes of one namespace and bucket, for one process; thread-safe.
 
-    Questions are answered from memory. Where the disk refuses a note this process knows it all
-    the same.
+    Questions are answered from memory, where also stays what the disk refuses.
 
     Counters: ``quarantined_objects`` (objects found bad by this process).
     """
@@ -132,8 +132,13 @@ class BadObjects:
         self._unwritten: set[bytes] = set()
         self._seen_ns = -1
         self._said_spent = False
-        self._recent_s: deque[float] = deque()
+        self._recent_s: deque[float] = deque(maxlen=MANY)
         self._said_many = False
+        call_in_forks(self, BadObjects._after_fork)
+
+    def _after_fork(self) -> None:
+        """In the child: the lock may be held by a thread that is not here."""
+        self._lock = threading.Lock()
 
     # -- from memory ---------------------------------------------------------------------------
 
@@ -167,8 +172,13 @@ class BadObjects:
             except (OSError, TierError) as exc:
                 self._refused("read the notes of bad objects", exc)
                 return
-            kept = {digest: self._notes[digest] for digest in self._unwritten}
-            self._notes = {**kept, **found}
+            mine = {digest: self._notes[digest] for digest in self._unwritten}
+            for digest, note in mine.items():
+                if _counts(note, self._clock()) and _knows_more(note, found.get(digest)):
+                    found[digest] = note
+                else:
+                    self._unwritten.discard(digest)
+            self._notes = found
             self._seen_ns = seen_ns
 
     def note(self, key: Key, reason: str, revision: int, *, row_time_s: int = 0) -> int | None:
@@ -187,11 +197,11 @@ class BadObjects:
         """
         now_s = self._clock()
         with self._lock:
-            if self._are_many_locked(now_s):
-                return None
             old = self._notes.get(key.digest)
             if old is not None and revision < old.revision and now_s < old.until_s:
                 return old.revision  # another thread was faster
+            if self._are_many_locked(now_s):
+                return None
             since_s = old.since_s if old is not None and now_s < old.until_s else now_s
             note = BadObject(
                 *self._place,
@@ -202,15 +212,13 @@ class BadObjects:
                 revision=revision + 1,
                 row_time_s=row_time_s,
             )
-            self._write_locked(note)
+            if (theirs := self._write_locked(note)) is not None:
+                return theirs.revision
         self._counters.add("quarantined_objects")
         log.warning(
             "object %s of %s is bad (%s); nobody on this node asks for it for %.0f s. `s3ec "
             "quarantine ls` shows such objects; the image's next encode is stored beside it",
-            revised_name(key.name, revision),
-            note.namespace,
-            note.reason,
-            self._ttl_s,
+            *(revised_name(key.name, revision), note.namespace, note.reason, self._ttl_s),
         )
         if note.revision > MAX_REVISION:
             self._say_spent(note)
@@ -224,11 +232,12 @@ class BadObjects:
                 self._write_locked(replace(note, good=True))
 
     def _are_many_locked(self, now_s: float) -> bool:
-        """Whether this one would be one too many; else it is counted."""
+        """Whether this one is one too many; they are until fewer come, noted or not."""
         while self._recent_s and not 0 <= now_s - self._recent_s[0] < _WINDOW_S:
             self._recent_s.popleft()
-        if len(self._recent_s) < MANY:
-            self._recent_s.append(now_s)
+        many = len(self._recent_s) == MANY
+        self._recent_s.append(now_s)
+        if not many:
             self._said_many = False
             return False
         if not self._said_many:
@@ -236,25 +245,28 @@ class BadObjects:
             log.error(
                 "%d objects of %s came bad from the bucket within %.0f s: look for what answers "
                 "in its place, or damages what passes; further ones are not quarantined",
-                MANY,
-                self._place[0],
-                _WINDOW_S,
+                *(MANY, self._place[0], _WINDOW_S),
             )
         return True
 
     def _say_spent(self, note: BadObject) -> None:
-        if not self._said_spent:
-            self._said_spent = True
-            log.error(
-                "all %d revisions of entry %s of %s are bad; its image is encoded each time "
-                "until `s3ec rm` deletes them (said for the first such entry only)",
-                MAX_REVISION + 1,
-                note.name,
-                note.namespace,
-            )
+        if self._said_spent:
+            return
+        self._said_spent = True
+        log.error(
+            "all %d revisions of entry %s of %s are bad; its image is encoded each time until "
+            "`s3ec rm` deletes them (said for the first such entry only)",
+            *(MAX_REVISION + 1, note.name, note.namespace),
+        )
 
-    def _write_locked(self, note: BadObject) -> None:
+    def _write_locked(self, note: BadObject) -> BadObject | None:
+        """Answers another process's note, which stays, where that one knows of more."""
         digest = note.key.digest
+        theirs = _read(f"{self._folders.bad_objects}/{note.file_name}")
+        if theirs is not None and _counts(theirs, self._clock()) and _knows_more(theirs, note):
+            self._notes[digest] = theirs
+            self._unwritten.discard(digest)
+            return theirs
         self._notes[digest] = note
         self._unwritten.add(digest)
         try:
@@ -263,6 +275,7 @@ class BadObjects:
             prune(self._folders, self._clock())
         except (OSError, TierError) as exc:
             self._refused("note a bad object", exc)
+        return None
 
     def _read_mine(self) -> list[BadObject]:
         notes = prune(self._folders, self._clock())
@@ -330,7 +343,7 @@ def prune(folders: Folders, now_s: float) -> list[BadObject]:
             if _NAME.fullmatch(name):  # torn, or of no version that we know
                 with suppress(FileNotFoundError):
                     os.unlink(f"{folders.bad_objects}/{name}")
-        elif note.since_s - _SKEW_S <= now_s < note.until_s:
+        elif _counts(note, now_s):
             left.append(note)
         else:
             remove_note(folders, note)
@@ -338,6 +351,14 @@ def prune(folders: Folders, now_s: float) -> list[BadObject]:
     for note in left[:-KEPT_NOTES]:
         remove_note(folders, note)
     return left[-KEPT_NOTES:]
+
+
+def _counts(note: BadObject, now_s: float) -> bool:
+    return note.since_s - _SKEW_S <= now_s < note.until_s
+
+
+def _knows_more(note: BadObject, other: BadObject | None) -> bool:
+    return other is None or (note.revision, note.good) > (other.revision, other.good)
 
 
 def _encode(note: BadObject) -> bytes:

@@ -238,6 +238,29 @@ def test_large_entry_is_read_in_parts(bench: Bench, monkeypatch: pytest.MonkeyPa
     assert torch.equal(memory.view(torch.bfloat16).view(4, 8), tensor(1))
 
 
+@pytest.mark.parametrize("cached", [4096, 8192, 9000])
+def test_file_of_which_the_kernel_has_the_front_only_is_no_bad_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cached: int
+) -> None:
+    """Headers of long identifiers are longer than a page, and pages are let go of one by one."""
+    blob = bytes(8192) + bytes(4096)
+    path = tmp_path / "entry"
+    path.write_bytes(blob)
+    load = Load("i", str(path), Shape(64, 32, "bfloat16"), "0" * 32, 8192, "0" * 32)
+    real = os.preadv
+
+    def preadv(fd: int, views: list[memoryview], offset: int, flags: int) -> int:
+        if offset >= cached:
+            raise BlockingIOError(11, "not in memory")
+        return min(real(fd, views, offset), cached - offset)
+
+    monkeypatch.setattr(reading.os, "preadv", preadv)
+    monkeypatch.setattr(reading, "_is_in_memory", lambda _: False)
+    memory = torch.empty(load.shape.nbytes, dtype=torch.uint8)
+    with pytest.raises(BlockingIOError):
+        reading.read_data(load, memory, wait=False)
+
+
 def test_only_the_tensor_s_part_of_the_memory_is_written(bench: Bench) -> None:
     load = bench.load(1)
     memory = torch.full((SMALLEST,), 0xEE, dtype=torch.uint8)

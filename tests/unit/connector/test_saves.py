@@ -18,6 +18,8 @@ import pytest
 
 from s3ec import codec, tensors
 from s3ec.connector.plan import Save
+from s3ec.counters import Counters
+from s3ec.disk_watch import DiskWatch
 from s3ec.errors import AccessError, TierError, UnavailableError
 from s3ec.identity import Namespace, make_key
 from s3ec.modality import Record
@@ -26,6 +28,7 @@ from s3ec.settings import Settings
 from s3ec.store.breaker import BreakerOptions
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
 from s3ec.testing.memory_store import MemoryBucket, MemoryStore
+from s3ec.tier.bad_objects import BadObjects
 
 torch = pytest.importorskip("torch")
 SaveQueue = pytest.importorskip("s3ec.connector.saves").SaveQueue
@@ -769,3 +772,56 @@ def test_spooled_file_that_cannot_be_read_is_tried_again_and_then_left_for_the_n
     assert queue.drain(_DEADLINE_S) == 0
     assert rig.stored(HASHES[1]) is None
     assert rig.spooled_files() == 1
+
+
+def test_revision_that_another_process_asks_for_is_the_one_that_is_written(rig: Rig) -> None:
+    """The scheduler's process fetches and notes, a worker's may be another one, and stores."""
+    key = make_key(HASHES[0])
+    assert key is not None
+    rig.bucket.objects[rig.node.layout.object(key)] = b"<html>"
+    where = (rig.node.settings.cache_dir, rig.node.namespace.name, rig.node.destination)
+    scheduler = BadObjects(*where, ttl_s=3600, counters=Counters())
+    assert scheduler.note(key, "header", 0) == 1
+    queue = rig.queue()
+    assert queue.put(HASHES[0], IMAGE, tensor(1))
+    assert queue.drain(_DEADLINE_S) == 0
+    blob = rig.bucket.objects[rig.node.layout.object(key, 1)]
+    codec.verify(blob, namespace=rig.node.namespace.name, identifier=HASHES[0])
+    scheduler.refresh()
+    assert scheduler.unhealed() == []
+
+
+def test_drain_stores_what_waits_behind_a_save_that_hangs_in_the_disk(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 0.0
+    rig.node.loop.watch = DiskWatch(rig.node.counters, clock=lambda: now_s)
+    reached, answers = threading.Event(), threading.Event()
+    publish = rig.node.tier.publish
+
+    def hang(*args: Any, **kwargs: Any) -> None:
+        reached.set()
+        assert answers.wait(_DEADLINE_S)
+        publish(*args, **kwargs)
+
+    monkeypatch.setattr(rig.node.tier, "publish", hang)
+    queue = rig.queue()
+    assert queue.put(HASHES[0], IMAGE, tensor(0))
+    assert reached.wait(_DEADLINE_S)
+    assert queue.put(HASHES[1], IMAGE, tensor(1))
+    now_s = 10.0  # and no save comes any more, whose hook would notice
+    left: list[int] = []
+    draining = threading.Thread(target=lambda: left.append(queue.drain(2 * _DEADLINE_S)))
+    draining.start()
+    try:
+        eventually(lambda: rig.stored(HASHES[1]) is not None)
+    finally:
+        answers.set()
+        draining.join(2 * _DEADLINE_S)
+    assert left == [0]
+    assert rig.stored(HASHES[0]) is not None
+
+
+def test_writer_finds_that_another_was_faster(rig: Rig) -> None:
+    rig.queue()._write_next()
+    assert rig.counted("internal_errors") == 0

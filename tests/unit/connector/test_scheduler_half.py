@@ -871,6 +871,24 @@ def test_while_the_disk_hangs_the_index_is_not_asked_since_it_may_hang_too(
     assert world.ask(request("r", feature("a")))
 
 
+def test_while_the_disk_hangs_no_hook_of_a_pure_producer_or_a_report_asks_the_index(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World(producer=True, consumer=False)
+    world.stock("a")
+    assert world.has("a")
+
+    def touch(*_: object) -> bool:
+        raise AssertionError("a page of a mapped file")
+
+    monkeypatch.setattr(world.index, "holds", touch)
+    monkeypatch.setattr(world.index, "add", touch)
+    world.hung = True
+    assert world.ask(request("r", feature("a")))
+    assert not world.has("a")
+    world.report(1, stored=[identifier_of("b")])
+
+
 def test_what_came_without_pixels_is_granted_though_the_disk_hangs(world: World) -> None:
     """It has no other chance: the worker waits a little, and asks the bucket."""
     world.stock("a")

@@ -161,6 +161,29 @@ def test_load_that_cannot_be_had_anywhere_raises_with_the_file_and_fills_nothing
     assert rig.worker.report() is None or not rig.worker.report()
 
 
+@pytest.mark.parametrize("plain", ["bad", "absent", "other"])
+@pytest.mark.parametrize("noted", [0, 1, 3])
+def test_what_was_granted_is_rescued_from_whichever_revision_is_good(
+    rig: Rig, plain: str, noted: int
+) -> None:
+    """The notes are another process's, may have run out, and may be ahead of what is stored."""
+    load = rig.pinned(HASHES[0], tensor(1))
+    key = make_key(HASHES[0])
+    assert key is not None
+    if plain != "absent":
+        misfit = rig.entry(HASHES[0], tensor(2)[:2]) if plain == "other" else b"<html>"
+        rig.store(HASHES[0], misfit)
+    good = rig.entry(HASHES[0], tensor(1))
+    rig.bucket.objects[rig.node.layout.object(key, 2)] = good
+    for revision in range(noted):
+        rig.node.bad_objects.note(key, "checksum", revision)
+    Path(load.path).unlink()
+    cache: dict[str, torch.Tensor] = {}
+    rig.worker.start_load_caches(cache, StepPlan(step=1, loads=[load]))
+    assert torch.equal(cache[HASHES[0]], tensor(1))
+    assert rig.node.counters.get("load.rescued") == 1
+
+
 def test_load_with_a_dead_bucket_raises_in_time(rig: Rig) -> None:
     load = rig.pinned(HASHES[0], tensor())
     Path(load.path).unlink()

@@ -264,3 +264,19 @@ async def test_old_objects_of_an_entry_go_and_readers_keep_it_for_the_young_one(
     left = {name for name in memory.bucket.objects if name.startswith(LAYOUT.objects)}
     assert left == {LAYOUT.object(KEYS[1], young)}
     assert set(await view(memory)) == {KEYS[1].digest}
+
+
+async def test_many_entries_are_looked_for_at_a_time(memory: MemoryStore) -> None:
+    gates = [Gate(), Gate()]
+    faults = [
+        Fault(op="list", name=key.name[:20], gate=gate)
+        for key, gate in zip(KEYS, gates, strict=False)
+    ]
+    task = asyncio.create_task(delete(FaultStore(memory, Script(faults)), 0, 1))
+    try:
+        for gate in gates:
+            assert await asyncio.to_thread(gate.reached.wait, 20)
+    finally:
+        for gate in gates:
+            gate.release()
+        await task

@@ -759,3 +759,26 @@ async def test_after_a_rebuild_many_vanished_keys_are_told_again(
             for number in range(100):
                 reader.index.forget(key_of(100 * (version - 1) + number), absent=True)
             assert len(caplog.records) == version
+
+
+async def test_what_is_stored_while_bad_objects_are_looked_up_is_believed_and_waits_for_none(
+    reader: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hook adds, and the look may wait for a disk."""
+    index, key = reader.index, key_of("a")
+    look, waits = index.known_time_s, []
+
+    def slow(asked: Key) -> int:
+        found = look(asked)
+        monkeypatch.undo()
+        waits.append(index._lock.locked())
+        if not waits[0]:
+            index.add(key)
+        return found
+
+    monkeypatch.setattr(index, "known_time_s", slow)
+    index.distrust({key: 0})
+    assert waits == [False]
+    assert index.holds(key)
+    index.distrust({key: 2**32})
+    assert not index.holds(key)

@@ -203,3 +203,60 @@ def test_the_last_revision_is_said_once(
         assert mine.note(KEY, "header", revision) == revision + 1
     assert mine.revision(KEY) > MAX_REVISION
     assert caplog.text.count("revisions of entry") == 1
+
+
+def test_a_process_that_knows_less_does_not_take_back_what_another_noted(
+    make: Callable[..., BadObjects],
+) -> None:
+    mine, neighbour = make(), make()
+    mine.note(KEY, "checksum", 0)
+    neighbour.refresh()
+    assert neighbour.note(KEY, "checksum", 1) == 2
+    mine.heal(KEY, 1)  # fetched before the neighbour found it bad
+    third = make()
+    third.refresh()
+    assert (third.revision(KEY), len(third.unhealed())) == (2, 1)
+    assert make().note(KEY, "checksum", 0) == 2  # of a process that has read nothing yet
+    third.refresh()
+    assert (third.revision(KEY), mine.revision(KEY)) == (2, 2)
+
+
+def test_what_the_disk_refused_is_not_replaced_by_what_it_has_and_runs_out(
+    make: Callable[..., BadObjects], clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = make()
+    mine.note(KEY, "checksum", 0)
+
+    def refuse(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bad_objects, "write_note", refuse)
+        assert mine.note(KEY, "checksum", 1) == 2
+    mine.refresh()
+    assert mine.revision(KEY) == 2
+    clock.now_s += 100
+    mine.refresh()
+    assert (mine.revision(KEY), mine._notes, mine._unwritten) == (0, {}, set())
+
+
+def test_as_long_as_too_many_come_bad_none_is_noted(
+    make: Callable[..., BadObjects], clock: Clock
+) -> None:
+    mine = make()
+    noted = 0
+    for number in range(600):  # one every two seconds for twenty minutes
+        noted += mine.note(key_of(number), "header", 0) is not None
+        clock.now_s += 2
+    assert noted == bad_objects.MANY
+
+
+def test_a_forked_child_does_not_wait_for_a_note_that_its_parent_was_writing(
+    make: Callable[..., BadObjects],
+) -> None:
+    mine = make()
+    with mine._lock:  # as by a thread in the midst of a note
+        child = os.fork()
+        if child == 0:  # pragma: no cover - in the child
+            os._exit(0 if mine._lock.acquire(timeout=1) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
