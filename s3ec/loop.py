@@ -59,7 +59,7 @@ class LoopThread:
         _LOOPS.add(self)
 
     def _reset(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may stop it, see Counters
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._pool: DaemonPool | None = None
