@@ -187,11 +187,8 @@ class SchedulerHalf:
             return self._want(feature, rows, needed_now, now)
         if identifier in self._on_device and not self._needs_embedding(feature):
             return ABSENT  # another request had it encoded while this one waited
-        if (
-            self._store_is_down()
-            and not self._local(item.key)
-            and not self._needs_embedding(feature)
-        ):
+        out_of_reach = self._store_is_down() and not self._local(item.key)
+        if out_of_reach and not self._needs_embedding(feature):
             return ABSENT  # on its way when the store went down, and of use to a later request
         return FETCHING
 
