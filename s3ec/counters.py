@@ -17,12 +17,14 @@ class Counters:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        # Reentrant here and wherever an engine's end comes by: a signal handler may ask for it
+        # while this thread holds the lock.
+        self._lock = threading.RLock()
         self._sums: defaultdict[str, float] = defaultdict(float)
         call_in_forks(self, Counters._after_fork)
 
     def _after_fork(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def add(self, name: str, amount: float = 1) -> None:
         """Add to a sum. One uncontended lock: about 0.1 us, no system call."""

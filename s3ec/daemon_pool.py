@@ -30,7 +30,7 @@ class DaemonPool(ThreadPoolExecutor):
         super().__init__(max_workers, name)
         self._most = max_workers
         self._name = name
-        self._guard = threading.Lock()
+        self._guard = threading.RLock()  # a signal handler may end it, see Counters
         self._calls: SimpleQueue[_Call | None] = SimpleQueue()
         self._free = threading.Semaphore(0)  # threads that wait, or are about to
         self._started: list[threading.Thread] = []

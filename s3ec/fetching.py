@@ -10,13 +10,12 @@ than a few parts are ever in memory.
 from __future__ import annotations
 
 import asyncio
-import enum
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from s3ec import codec
 from s3ec.codec import Header, Shape
@@ -33,6 +32,7 @@ from s3ec.store.parts import parts_in_order
 from s3ec.tier import Claim, Incoming, Pin, Tier
 from s3ec.tier.bad_objects import BadObjects
 from s3ec.tier.local import LocalKeys
+from s3ec.wants import Fetched, Outcome, Want
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -44,52 +44,6 @@ PARTS_AT_A_TIME = 4
 _LEAST_BYTES_PER_S = 2**20
 # Reasons of a bad entry that say it was made for something else: mismatches, too.
 _FOREIGN = frozenset({"namespace", "version", "dtype", "nonfinite"})
-
-
-class Priority(enum.IntEnum):
-    """Order of the queue: what a request waits for now comes before what it may need later."""
-
-    DEMAND = 0
-    LOOKAHEAD = 1
-    FORGOTTEN = 2  # nobody waits for it any more; it may still be of use
-
-
-class Outcome(enum.Enum):
-    """How a fetch ended."""
-
-    READY = "ready"
-    ABSENT = "absent"  # neither here nor in the bucket
-    MISMATCH = "mismatch"  # there, but not what this request needs
-    CORRUPT = "corrupt"  # there, but unusable, twice
-    UNAVAILABLE = "unavailable"  # the bucket or the disk did not answer in time
-
-
-@dataclass(frozen=True, slots=True)
-class Want:
-    """One embedding that somebody asks for.
-
-    Attributes:
-        key: What to bring.
-        modality: Selects the width and dtype that the entry must have.
-        rows: Rows that the request has room for; other entries are a mismatch.
-        priority: Place in the queue; a later want for the same key can only improve it.
-    """
-
-    key: Key
-    modality: str
-    rows: int
-    priority: Priority = Priority.DEMAND
-
-
-@dataclass(frozen=True, slots=True)
-class Fetched:
-    """The end of one want. Whoever drains it owns the pin and must release it."""
-
-    want: Want
-    outcome: Outcome
-    pin: Pin | None = None
-    source: Literal["tier", "bucket"] | None = None
-    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,7 +59,7 @@ class LoopThread:
         _LOOPS.add(self)
 
     def _reset(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may stop it, see Counters
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._pool: DaemonPool | None = None
@@ -88,7 +88,10 @@ class LoopThread:
             if self._closed:
                 raise RuntimeError(f"{self._name} is stopped")
             if self._loop is None:
-                loop = asyncio.new_event_loop()
+                try:
+                    loop = asyncio.new_event_loop()
+                except OSError as exc:  # no descriptor is left
+                    raise RuntimeError(f"{self._name} cannot start: {exc}") from exc
                 # A name that is looked up, or a corpus in a folder, may hang as a disk does.
                 loop.set_default_executor(DaemonPool(_OTHER_THREADS, f"{self._name}-other"))
                 self._pool = DaemonPool(self._disk_threads, f"{self._name}-disk")
@@ -104,7 +107,7 @@ class LoopThread:
         """Schedule a coroutine; never waits. Callable from any thread.
 
         Raises:
-            RuntimeError: Stopped.
+            RuntimeError: Stopped, or it cannot start now.
         """
         try:
             return asyncio.run_coroutine_threadsafe(coroutine, self._running_loop())
@@ -116,7 +119,7 @@ class LoopThread:
         """Call a plain function in the loop's thread soon; never waits.
 
         Raises:
-            RuntimeError: Stopped.
+            RuntimeError: Stopped, or it cannot start now.
         """
         self._running_loop().call_soon_threadsafe(function, *args)
 

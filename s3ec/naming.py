@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from cachetools import LRUCache
 
+from s3ec.counters import Counters
 from s3ec.identity import Key, is_content_hash, make_key
 from s3ec.settings import Settings
 from s3ec.tenant import Tenant
@@ -72,3 +73,23 @@ class KeyMaker:
             if key is not None and len(identifier) <= _REMEMBERED_CHARACTERS:
                 self._known[identifier] = key
             return key
+
+
+class CountedKeys(KeyMaker):
+    """A KeyMaker that can count what has no key.
+
+    Counters: ``ids.refused``, what a client chose and is not to; ``refused_identifiers``, others.
+    """
+
+    def __init__(self, naming: Naming, counters: Counters, *, capacity: int = 65536) -> None:
+        super().__init__(naming.make_key, capacity=capacity)
+        self._naming = naming
+        self._counters = counters
+
+    def asked(self, identifier: str) -> Key | None:
+        """As a call; counted where it answers None."""
+        key = self(identifier)
+        if key is None:
+            chosen = self._naming.refuses(identifier)
+            self._counters.add("ids.refused" if chosen else "refused_identifiers")
+        return key

@@ -57,7 +57,7 @@ class Node:
     """
 
     _shared: ClassVar[dict[tuple[int, str, str], Node]] = {}
-    _sharing = threading.Lock()
+    _sharing = threading.RLock()  # a signal handler may release, see Counters
 
     @classmethod
     def shared(cls, settings: Settings, namespace: Namespace) -> Node:

@@ -352,13 +352,15 @@ class S3ECConnector(ECConnectorBase):
     @guarded(default=None)
     def shutdown(self) -> None:
         """Drain saves within a deadline and end our threads. Safe to call twice."""
+        # All at once: a second call may come from a signal handler, in the middle of this one,
+        # and must not take away the node while the worker half drains.
         worker, self._worker = self._worker, None
+        node, self._node = self._node, None
         self._scheduler = None
         try:
             if worker is not None:
                 worker.finish()
         finally:
-            node, self._node = self._node, None
             if node is not None:
                 node.release(_SHUTDOWN_TIMEOUT_S)
 

@@ -81,6 +81,7 @@ class SaveQueue:
         self._published: list[str] = []
         self._stored: list[str] = []
         self._stopping = self._is_parents = False
+        self._left: int | None = None  # by drain
         self._thread: threading.Thread | None = None
         self._writes_to_disk = False
         self._stagings: dict[torch.device, Staging] = {}
@@ -186,24 +187,37 @@ class SaveQueue:
     def drain(self, timeout_s: float) -> int:
         """Take no more, wait for the bucket to confirm what is queued or was adopted, and stop.
 
-        What it confirms is announced too, or readers of the corpus would not find it.
+        What it confirms is announced too, or readers of the corpus would not find it. More than
+        once is fine, and so is a signal handler, wherever its thread is.
 
         Returns:
             How many are left unconfirmed. Nearly all of them wait in the spool; those that
-            do not are lost, and counted as ``save_problem.abandoned``.
+            do not are lost, and counted as ``save_problem.abandoned``. The first call's answer
+            is that of all others.
         """
         if self._is_parents:
             return 0
         self._uploads.stop_adopting()
+        # A signal may have ended the hook between a job and its ring.
+        self._bell.put(True)
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
-            self._wait_for_bucket_locked(time.monotonic() + timeout_s)
+            if self._left is None:
+                self._wait_for_bucket_locked(time.monotonic() + timeout_s)
+            # A signal handler may have ended it while this waited, and is not to be told twice.
+            if self._left is not None:
+                return self._left
             lost = sum(nbytes > 0 for nbytes in self._pending.values())
             spooled = len(self._pending) - lost + self._uploads.adopted_left
-        unannounced = self._uploads.unannounced
+            unannounced = self._uploads.unannounced
+            self._left = spooled + unannounced + lost
         self._bell.put(False)
         self._uploads.stop()
+        self._tell_left(spooled, unannounced, lost)
+        return self._left
+
+    def _tell_left(self, spooled: int, unannounced: int, lost: int) -> None:
         if spooled:
             log.warning(
                 "the bucket has not confirmed %d embeddings; they stay in the spool, and the "
@@ -221,7 +235,6 @@ class SaveQueue:
         if lost:
             self._node.counters.add("save_problem.abandoned", lost)
             log.error("%d embeddings are lost: neither bucket nor spool took them in time", lost)
-        return spooled + unannounced + lost
 
     def _wait_for_bucket_locked(self, deadline: float) -> None:
         while True:

@@ -15,15 +15,16 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from s3ec.connector.items import ABSENT, FAILED, FETCHING, LEASE_S, READY, Item, State
-from s3ec.connector.plan import Load, Save, StepPlan, WorkerReport
+from s3ec.connector.plan import Load, StepPlan, WorkerReport
 from s3ec.connector.ranks import Ranks
 from s3ec.connector.role import Role
+from s3ec.connector.save_orders import SaveOrders
 from s3ec.connector.steps import Steps
 from s3ec.connector.supply import PrefetchQueue, Supply
 from s3ec.connector.waits import NO_PIXELS_WAIT_S, Waits
 from s3ec.counters import Counters
 from s3ec.index.base import Index
-from s3ec.naming import KeyMaker, Naming
+from s3ec.naming import CountedKeys, Naming
 from s3ec.prefetch import Priority
 from s3ec.tier.local import LocalKeys
 
@@ -77,12 +78,10 @@ class SchedulerHalf:
         self._disk_hangs = disk_hangs
         self._hung = False  # as of the request being scheduled
         self._needs_embedding = needs_embedding
-        self._placeholder_of = placeholder_of
         self._counters = counters
         self._ranks = ranks
         self._clock = clock
-        self._naming = naming or Naming()
-        self._keys = KeyMaker(self._naming.make_key)
+        self._keys = CountedKeys(naming or Naming(), counters)
         self._waits = Waits(counters, clock)
         self._have_waited = self._waits.requests
         self._supply = Supply(
@@ -104,7 +103,7 @@ class SchedulerHalf:
         self._allocated: list[str] = []
         self._plan = StepPlan()
         self._steps = Steps(ranks=role.ranks, in_flight=role.steps_in_flight)
-        self._saving: dict[str, float] = {}
+        self._save_orders = SaveOrders(index, placeholder_of, clock)
         self._swept_s = clock()
 
     # -- before scheduling a request -------------------------------------------------------
@@ -188,11 +187,8 @@ class SchedulerHalf:
             return self._want(feature, rows, needed_now, now)
         if identifier in self._on_device and not self._needs_embedding(feature):
             return ABSENT  # another request had it encoded while this one waited
-        if (
-            self._store_is_down()
-            and not self._local(item.key)
-            and not self._needs_embedding(feature)
-        ):
+        out_of_reach = self._store_is_down() and not self._local(item.key)
+        if out_of_reach and not self._needs_embedding(feature):
             return ABSENT  # on its way when the store went down, and of use to a later request
         return FETCHING
 
@@ -208,9 +204,8 @@ class SchedulerHalf:
         if feature.modality == _PASSED_THROUGH:
             return None
         identifier = feature.identifier
-        key = self._keys(identifier)
+        key = self._keys.asked(identifier)
         if key is None:
-            self._count_refusal(identifier)
             return None
         # While the store is down only what this node's disk holds is worth a look; while the disk
         # hangs nothing, nor is the index, which is mapped from it. A feature without pixels is
@@ -312,16 +307,10 @@ class SchedulerHalf:
         self._plan.loads.append(Load.of(identifier, item.pin))
 
     def _plan_save(self, feature: Any, identifier: str) -> None:
-        key = self._keys(identifier)
-        if key is None:
-            self._count_refusal(identifier)
-        elif identifier not in self._saving and not self._index.holds(key):
-            self._saving[identifier] = self._clock()
-            self._plan.saves[identifier] = Save(feature.modality, self._placeholder_of(feature))
-
-    def _count_refusal(self, identifier: str) -> None:
-        chosen = self._naming.refuses(identifier)
-        self._counters.add("ids.refused" if chosen else "refused_identifiers")
+        key = self._keys.asked(identifier)
+        save = None if key is None else self._save_orders.order(key, feature)
+        if save is not None:
+            self._plan.saves[identifier] = save
 
     # -- once per step ---------------------------------------------------------------------
 
@@ -379,7 +368,7 @@ class SchedulerHalf:
         # when it was announced.
         hangs = bool(report.stored) and self._disk_hangs()
         for identifier in report.stored:
-            self._saving.pop(identifier, None)
+            self._save_orders.stored(identifier)
             key = self._keys(identifier)
             if key is not None and not hangs:
                 self._index.add(key)
@@ -397,10 +386,7 @@ class SchedulerHalf:
             for identifier in self._rows_asked.keys() - self._items.keys():
                 del self._rows_asked[identifier]
         self._waits.sweep(LEASE_S)
-        # A save that was dropped or failed may be tried again at the next encode.
-        for identifier, since_s in list(self._saving.items()):
-            if now - since_s > LEASE_S:
-                del self._saving[identifier]
+        self._save_orders.sweep(now)
 
     # -- the end of a request --------------------------------------------------------------
 

@@ -9,6 +9,9 @@ obstore 0.12: one in six processes that made a request and then ended.
 A thread of obstore asks for the lock only on behalf of something of Python's that it holds: the
 future it will resolve, a buffer it sends. So each of these is noted, and the process ends once
 obstore has let go of all of them.
+
+Nor are they started where descriptors are short: obstore 0.12 panics then, and at every later
+request of the process as well.
 """
 
 from __future__ import annotations
@@ -20,12 +23,18 @@ import weakref
 from typing import Any, Protocol, TypeVar
 
 import obstore
+from obstore.store import MemoryStore
+
+from s3ec.errors import UnavailableError
 
 T = TypeVar("T")
 _PAUSE_S = 0.005
 _PATIENCE_S = 2.0
+# What its threads take is below ten; the rest is for what others open at the same moment.
+_DESCRIPTORS = 32
 
 _pid: int | None = None
+_is_running = False
 _is_ending = False
 
 
@@ -58,16 +67,40 @@ def obstacle() -> str:
         return "this process is ending"
     if _pid not in (None, os.getpid()):
         return "this process was forked after obstore had started its threads; spawn it"
+    if not _is_running and not _has_descriptors():
+        return "too few file descriptors are left to start its threads"
     return ""
 
 
 def start(user: User) -> None:
-    """To be called before obstore's first request for a user."""
-    global _pid  # noqa: PLW0603 -- obstore's runtime is one per process as well
-    if _pid is None:
+    """To be called before obstore's first request for a user, by a coroutine.
+
+    Raises:
+        UnavailableError: There is an obstacle.
+    """
+    global _pid, _is_running  # noqa: PLW0603 -- obstore's runtime is one per process as well
+    if not _is_running:
+        problem = obstacle()
+        if problem:
+            raise UnavailableError(problem)
         _pid = os.getpid()
         atexit.register(_come_to_rest)
+        _ = held(obstore.put_async(MemoryStore(), "threads", b""))  # starts them
+        _is_running = True
     _users.add(user)
+
+
+def _has_descriptors() -> bool:
+    opened: list[int] = []
+    try:
+        while len(opened) < _DESCRIPTORS:
+            opened.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+    except OSError:
+        return False
+    finally:
+        for fd in opened:
+            os.close(fd)
+    return True
 
 
 def held(thing: T) -> T:

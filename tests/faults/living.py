@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from s3ec.errors import TierError
-from tests.faults import indexing
+from tests.faults import ending, holding, indexing
 from tests.faults.saving import NAMESPACE, WIDTH, data_at, identifier_at, key_at, spooled_below
 from tests.faults.seccomp import refuse_hard_links
 
@@ -271,6 +271,8 @@ def open_sockets() -> set[str]:
 
 COMMANDS = {
     **{function.__name__: function for function in (live, finish, want, work, fork)},
+    **ending.COMMANDS,
+    **holding.COMMANDS,
     **indexing.COMMANDS,
 }
 

@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 
 from s3ec.config import load_settings
-from s3ec.fetching import Fetched, Outcome, Want
 from s3ec.node import Node
+from s3ec.prefetch import Fetched, Outcome, Want
 from s3ec.testing import proxy_faults as faults
 from s3ec.testing.proxy import Fault, FaultProxy, Rule
 from s3ec.testing.server import LocalS3

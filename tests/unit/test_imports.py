@@ -25,7 +25,7 @@ LAYERS = [
     {"codec", "settings_table", "naming"},
     {"tensors", "store", "loop", "inflight"},
     {"tier", "modality"},
-    {"index"},
+    {"index", "wants"},
     {"fetching"},
     {"prefetch"},
     {"node"},

@@ -173,6 +173,22 @@ def test_shutdown_releases_the_node_where_the_worker_panics() -> None:
     assert node.released == 1
 
 
+def test_a_second_shutdown_in_the_middle_of_the_first_leaves_it_the_node() -> None:
+    it = broken()
+    node = it._node
+    released = []
+
+    class Draining:
+        def finish(self) -> None:
+            it.shutdown()  # as a signal handler would, while this waits
+            released.append(node.released)
+
+    it._worker = Draining()
+    it.shutdown()
+    assert released == [0]
+    assert node.released == 1
+
+
 def test_a_panic_while_counts_are_reported_stays_inside(monkeypatch: pytest.MonkeyPatch) -> None:
     it = broken()
     monkeypatch.setattr(it._node.counters, "snapshot", _panics)

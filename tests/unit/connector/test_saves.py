@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import queue as queue_module
 import shutil
 import threading
 import time
@@ -321,6 +322,33 @@ def test_drain_with_a_dead_bucket_ends_at_its_deadline_and_says_what_is_left(
     assert "3 embeddings; they stay in the spool" in caplog.text
     assert "lost" not in caplog.text
     assert not queue.put(HASHES[5], IMAGE, tensor())
+
+
+def test_drain_that_is_called_again_answers_at_once_and_counts_nothing_twice(rig: Rig) -> None:
+    rig.faults.append(Fault(error=UnavailableError))
+    queue = rig.queue()
+    rig.put_spooled(queue, *HASHES[:3])
+    assert queue.drain(0.2) == 3
+    assert queue.drain(3600) == 3
+    assert rig.counted("spool.left") == 3
+
+
+def test_drain_finds_the_save_of_a_hook_that_a_signal_ended_before_its_ring(rig: Rig) -> None:
+    class Bell(queue_module.SimpleQueue[bool]):
+        rings = 0
+
+        def put(self, item: bool, block: bool = True, timeout: float | None = None) -> None:
+            self.rings += 1
+            if self.rings == 1:
+                raise SystemExit  # as vLLM's handler does
+            super().put(item)
+
+    queue = rig.queue()
+    queue._bell = Bell()
+    with pytest.raises(SystemExit):
+        queue.put(HASHES[0], IMAGE, tensor())
+    assert queue.drain(_DEADLINE_S) == 0
+    assert rig.stored(HASHES[0]) is not None
 
 
 def test_drain_announces_what_the_bucket_took(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from s3ec.identity import (
     key_of_header,
     make_key,
 )
-from s3ec.naming import KeyMaker, Naming
+from s3ec.naming import CountedKeys, Naming
 from s3ec.node import Node
 from s3ec.prefetch import Fetched, Outcome, Want
 from s3ec.settings import Settings
@@ -255,7 +255,7 @@ def test_distinct_identifiers_in_any_number_leave_nothing_behind(characters: int
     world = World(producer=False)
     before = world.sizes()
     capacity = 256
-    world.half._keys = KeyMaker(capacity=capacity)
+    world.half._keys = CountedKeys(Naming(), world.counters, capacity=capacity)
     for number in range(2000):
         name = f"{number:0{characters}}"
         asker = request(name[-9:], feature(name, raw=True))

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which embeddings the worker half is told to save; in memory, for the scheduler's thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from s3ec.connector.items import LEASE_S
+from s3ec.connector.plan import Save
+from s3ec.identity import Key
+from s3ec.index.base import Index
+
+
+class SaveOrders:
+    """Remembers what was ordered, so that an embedding is not saved by each of its requests."""
+
+    def __init__(
+        self,
+        index: Index,
+        placeholder_of: Callable[[Any], dict[str, Any]],
+        clock: Callable[[], float],
+    ) -> None:
+        self._index = index
+        self._placeholder_of = placeholder_of
+        self._clock = clock
+        self._since_s: dict[str, float] = {}
+
+    def order(self, key: Key, feature: Any) -> Save | None:
+        """What to save of a feature that is about to be encoded; None where that is done."""
+        identifier = feature.identifier
+        if identifier in self._since_s or self._index.holds(key):
+            return None
+        self._since_s[identifier] = self._clock()
+        return Save(feature.modality, self._placeholder_of(feature))
+
+    def stored(self, identifier: str) -> None:
+        """The bucket holds it."""
+        self._since_s.pop(identifier, None)
+
+    def sweep(self, now: float) -> None:
+        """A save that was dropped or failed may be tried again at the next encode."""
+        for identifier, since_s in list(self._since_s.items()):
+            if now - since_s > LEASE_S:
+                del self._since_s[identifier]

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A process that may open no more files and sockets: misses, until it may again."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.faults.herd import Herd
+from tests.faults.living import object_at
+from tests.faults.saving import WIDTH, key_at
+from tests.faults.site import Site
+
+pytest.importorskip("torch")
+
+_STOCK = 48
+
+
+@pytest.mark.parametrize("transport", ["aioboto3", "obstore"])
+def test_process_without_descriptors_misses_and_recovers(
+    site: Site, herd: Herd, transport: str
+) -> None:
+    if transport == "obstore":
+        pytest.importorskip("obstore")
+    site.stock_record(WIDTH)
+    for number in range(_STOCK):
+        site.stock(key_at(number).name, b"".join(object_at(number)))
+    settings = site.settings(transport=transport, index_refresh_s="0.2")
+    pid = herd.start("starved", settings=settings, stock=_STOCK)
+    assert herd.hear(pid, "left") == "left 0"
+    herd.wait(pid)
+    assert herd.complaints() == []
+    assert int(herd.hear(pid, "missed").split()[1]) > 0  # it had too few
+    assert int(herd.hear(pid, "refused").split()[1]) > 0
+    assert site.spooled() == set()
+    assert site.tier_complaints() == []
+    assert not site.lost()
