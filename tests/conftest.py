@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -55,6 +56,14 @@ def _clean_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Non
         patch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(nowhere / "credentials"))
         patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
         yield
+
+
+@pytest.fixture(autouse=True)
+def _endpoints_begin_anew() -> None:
+    """What an earlier test made of an address is not this one's: nodes of a process share that."""
+    endpoint = sys.modules.get("s3ec.store.endpoint")
+    if endpoint is not None:
+        endpoint._shared.clear()
 
 
 @pytest.fixture(scope="session")

@@ -129,7 +129,6 @@ def test_no_secret_and_no_identifier_is_said_or_named_and_files_are_private(
     caplog.set_level(logging.DEBUG)
     for name in ("s3ec", "aiobotocore", "botocore", "boto3"):
         caplog.set_level(logging.DEBUG if name == "s3ec" else logging.INFO, logger=name)
-    bucket = moto_server.create_bucket(f"secrets-{transport}-{umask}")
     told: list[str] = []
     old = os.umask(umask)
     try:
@@ -137,6 +136,8 @@ def test_no_secret_and_no_identifier_is_said_or_named_and_files_are_private(
             for number, fault in enumerate((None, *FAULTS)):
                 proxy.clear()
                 rule = proxy.add(Rule(fault, skip=number % 3)) if fault else None
+                # The health of an endpoint is shared by all that use one bucket of it.
+                bucket = moto_server.create_bucket(f"secrets-{transport}-{umask}-{number}")
                 given = {
                     "bucket": bucket,
                     "endpoint_url": proxy.url,

@@ -143,6 +143,6 @@ def test_fetch_that_fails_is_tried_by_the_next_that_waits(
     other = start(herd, site, [number])
     herd.hear(other, "asked")
     gate.release()
-    assert herd.hear(failing, "got") == f"got {number} unavailable"
+    assert herd.hear(failing, "got") == f"got {number} absent"  # for who is denied
     assert herd.hear(other, "got") == f"got {number} bucket"
     assert herd.complaints() == []
