@@ -79,7 +79,7 @@ class ChainCredentials:
         """
         waited_s = self._clock() - self._asked_s
         if self._is_usable():
-            if waited_s >= _LOOK_EVERY_S:
+            if waited_s >= _LOOK_EVERY_S and self._asking is None:
                 self._ask()
             return self._frozen
         if self._asking is None:

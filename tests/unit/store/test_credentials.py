@@ -137,6 +137,10 @@ async def test_renewal_long_before_the_end_holds_no_request_up(chain: Chain) -> 
         assert await chain.name_used() == "first"
     await asyncio.sleep(0)
     assert chain.asked == 2
+    chain.now_s += 10  # the look still goes on, and another one would hang as well
+    assert await chain.name_used() == "first"
+    await asyncio.sleep(0)
+    assert chain.asked == 2
     chain.name = "second"
     chain.gate.set()
     while chain.credentials._asking is not None:  # noqa: ASYNC110 -- a task of its own
