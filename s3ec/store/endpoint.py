@@ -140,16 +140,19 @@ class GuardStore(Wrapper):
             raise
         except (S3ECError, StopAsyncIteration):
             # Anything else (a conflict, a corrupt body, the end of a listing) is an answer.
-            self._breaker.succeeded(ticket)
+            self._answered(ticket)
             raise
         except BaseException:
             # Cancelled, or a fault of ours: nothing was learnt.
             self._breaker.abandoned(ticket)
             raise
+        self._answered(ticket)
+        return result
+
+    def _answered(self, ticket: Ticket) -> None:
         self._breaker.succeeded(ticket)
         if self._pace.withheld:
             self._change_pace(self._pace.speed_up)
-        return result
 
     async def _watched(self, call: Callable[[], Awaitable[T]], ticket: Ticket) -> T:
         watch = _Watch(

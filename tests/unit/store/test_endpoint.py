@@ -323,6 +323,22 @@ async def reached(gate: Gate) -> None:
     assert await asyncio.to_thread(gate.reached.wait, 10)
 
 
+async def test_a_conflict_is_an_answer_for_the_pace_too(
+    inner: FaultStore, breaker: Breaker
+) -> None:
+    """A producer that finds all of its entries there is answered by nothing else."""
+    endpoint = Endpoint(8, breaker=breaker)
+    store = GuardStore(inner, endpoint, Counters())
+    await store.put_if_absent("a", [b""])
+    endpoint.pace.slow_down(await endpoint.pace.take())
+    endpoint.pace.give_back()
+    assert endpoint.pace.withheld == 4
+    for _ in range(60):
+        with pytest.raises(ConflictError):
+            await store.put_if_absent("a", [b""])
+    assert endpoint.pace.withheld == 0
+
+
 # -- listings --------------------------------------------------------------------------------------
 
 
