@@ -12,6 +12,8 @@ from typing import Protocol
 import torch
 
 _SMALLEST_BYTES = 64 * 1024
+# The engine may be who waits.
+PATIENCE_S = 1.0
 
 
 class Event(Protocol):
@@ -111,7 +113,9 @@ class HostPool:
         """A buffer of at least ``nbytes``, with what its last user left in it.
 
         Where the limit is reached this waits for a copy to end or for another taker to give
-        back: a taker must not hold one buffer while it takes the next.
+        back: a taker must not hold one buffer while it takes the next. Where none gives back
+        for ``PATIENCE_S`` they hang in a disk, and the limit is passed by this one: there are
+        few takers.
 
         Returns:
             As long as the next power of two (64 KiB at least).
@@ -126,8 +130,10 @@ class HostPool:
                     self._taken_bytes += size
                     break
                 if not self._flying:
-                    self._changed.wait()
-                    continue
+                    if self._changed.wait(PATIENCE_S):
+                        continue
+                    self._taken_bytes += size
+                    break
                 event = self._flying[0][0]
             event.synchronize()
         try:

@@ -10,7 +10,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 accelerators = pytest.importorskip("tests.unit.connector.accelerators")
-HostPool = pytest.importorskip("s3ec.connector.host_pool").HostPool
+host_pool = pytest.importorskip("s3ec.connector.host_pool")
+HostPool = host_pool.HostPool
 
 KIB = 1024
 SMALLEST = 64 * KIB
@@ -61,7 +62,8 @@ def test_take_at_the_limit_waits_for_a_copy_to_end() -> None:
     assert pool.held_bytes == SMALLEST
 
 
-def test_take_at_the_limit_waits_for_another_taker() -> None:
+def test_take_at_the_limit_waits_for_another_taker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_pool, "PATIENCE_S", 60.0)
     pool = HostPool(allocate, idle_bytes=SMALLEST, limit_bytes=SMALLEST)
     first = pool.take(1)
     taken: list[torch.Tensor] = []
@@ -71,7 +73,24 @@ def test_take_at_the_limit_waits_for_another_taker() -> None:
     assert taken[0] is first
 
 
-def test_limit_holds_with_many_takers() -> None:
+def test_take_does_not_wait_for_ever_for_takers_that_hang_in_a_disk(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(host_pool, "PATIENCE_S", 0.01)
+    pool = HostPool(allocate, idle_bytes=SMALLEST, limit_bytes=SMALLEST)
+    hung = pool.take(1)
+    taken: list[object] = []
+    thread = in_a_thread(lambda: taken.append(pool.take(1)))
+    thread.join(10)
+    waits = thread.is_alive()
+    pool.give(hung)
+    thread.join(10)
+    assert not waits
+    assert taken != [hung]
+
+
+def test_limit_holds_with_many_takers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_pool, "PATIENCE_S", 60.0)
     sizes = [64 * KIB, 128 * KIB, 256 * KIB]
     pool = HostPool(allocate, idle_bytes=512 * KIB, limit_bytes=512 * KIB)
     most = []
