@@ -51,6 +51,8 @@ async def current_thread() -> threading.Thread:
 # -- running -----------------------------------------------------------------------------------
 
 
+# asyncio's own half of a loop complains when it is collected.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_loop_that_finds_no_descriptor_says_so_and_starts_later(loop: LoopThread) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
