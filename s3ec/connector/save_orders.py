@@ -26,6 +26,9 @@ class SaveOrders:
         self._clock = clock
         self._since_s: dict[str, float] = {}
 
+    def __len__(self) -> int:
+        return len(self._since_s)
+
     def order(self, key: Key, feature: Any) -> Save | None:
         """What to save of a feature that is about to be encoded; None where that is done."""
         identifier = feature.identifier

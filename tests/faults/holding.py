@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Children of living.py that run out of descriptors, or count what they hold."""
+"""Children of living.py that run out of descriptors, or save what others save as well."""
 
 from __future__ import annotations
 
-import asyncio
-import gc
 import os
 import resource
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -152,100 +149,6 @@ def starved(*, settings: dict[str, str], stock: int) -> None:
     say(f"left {left_over}")
 
 
-def _open_files(settings: dict[str, str]) -> dict[str, int]:
-    """What this process holds, and what lies in the tier for nobody."""
-    gc.collect()
-    below = Path(settings["cache_dir"]) / "v1"
-    temps = list(os.scandir(below / "incoming"))
-    pins = [name for _, _, names in os.walk(below / "pins") for name in names if "lock" not in name]
-    return {
-        "fds": len(os.listdir("/proc/self/fd")),
-        "threads": threading.active_count(),
-        "temps": len(temps),
-        "pins": len(pins),
-    }
-
-
-def _tasks(node: Node) -> int:
-    async def count() -> int:
-        return len(asyncio.all_tasks())
-
-    return node.loop.run(count(), _DEADLINE_S)
-
-
-def leaks(*, settings: dict[str, str], rounds: int, stalled: int) -> None:
-    """Want, abort, and end in the middle, again and again; compare what is held in the end.
-
-    Args:
-        stalled: The bucket never answers for numbers from here on.
-    """
-    from functools import partial
-
-    import s3ec.node
-    from s3ec.prefetch import Limits, Outcome, Want
-
-    s3ec.node.Limits = partial(Limits, deadline_s=1.0)  # type: ignore[misc,assignment]
-    engine = _Engine(settings)
-    s3ec.node.Limits = Limits  # type: ignore[misc]
-    node = engine.node
-    counters = node.counters
-    before: dict[str, int] = {}
-
-    def held() -> dict[str, int]:
-        return {**_open_files(settings), "tasks": _tasks(node)}
-
-    def end_early(number: int) -> None:
-        """One more engine of this process ends while it fetches and saves."""
-        other = _Engine(settings)
-        other.node.prefetcher.submit([Want(key_at(number), "image", ROWS)])
-        other.save(2000 + number)
-        _eventually(lambda: node.tier.is_claimed(key_at(number)), "its claim")
-        other.queue.drain(0)
-        other.node.close(10)
-        _eventually(lambda: not node.tier.is_claimed(key_at(number)), "the end of its claim")
-        if other.node.counters.get("internal_errors"):
-            say(f"bad internal errors {other.node.counters.snapshot()}")
-
-    for round_ in range(rounds):
-        wants = [Want(key_at(round_), "image", ROWS)] * 64
-        threads = [
-            threading.Thread(target=node.prefetcher.submit, args=(wants[i::8],)) for i in range(8)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        found = engine.fetch(round_)[round_]
-        if found.outcome is not Outcome.READY or found.pin is None:
-            say(f"bad outcome {found.outcome.value}")
-            return
-        node.prefetcher.release([found.pin])
-        # A request that is aborted: nobody waits any more, and the fetch ends by its deadline.
-        node.prefetcher.submit([Want(key_at(stalled + round_), "image", ROWS)])
-        node.prefetcher.forget([key_at(stalled + round_)])
-        _eventually(lambda: node.prefetcher.has_news, "its end")
-        (late,) = node.prefetcher.drain()
-        if late.outcome is not Outcome.UNAVAILABLE or node.tier.is_claimed(late.want.key):
-            say(f"bad end {late.outcome.value}")
-        end_early(stalled + 100 + round_)
-        if round_ == 1:  # connections and threads of the pools are there
-            before = held()
-
-    def is_back() -> bool:
-        now = held()
-        return all(now[name] <= before[name] for name in now)
-
-    try:
-        _eventually(is_back, "the same")
-    except TimeoutError:
-        say(f"bad leak {before} {held()}")
-    say(f"unavailable {counters.get('fetch.unavailable'):g}")
-    engine.complain()
-    left = engine.queue.drain(30)
-    node.close(5)
-    say(f"left {left}")
-
-
 def one(*, settings: dict[str, str], number: int) -> None:
     """Save one embedding at the same moment as others do, and say what the bucket made of it."""
     import signal
@@ -262,4 +165,4 @@ def one(*, settings: dict[str, str], number: int) -> None:
     say(f"end {counters.get('save.items'):g} {counters.get('save.existed'):g} {left}")
 
 
-COMMANDS = {function.__name__: function for function in (starved, leaks, one)}
+COMMANDS = {function.__name__: function for function in (starved, one)}

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-import resource
 import subprocess
 import sys
 import textwrap
@@ -49,17 +48,6 @@ async def current_thread() -> threading.Thread:
 
 
 # -- running -----------------------------------------------------------------------------------
-
-
-def test_loop_that_finds_no_descriptor_says_so_and_starts_later(loop: LoopThread) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
-    try:
-        with pytest.raises(RuntimeError, match=r"s3ec-test cannot start: .*Too many open files"):
-            loop.run(current_thread(), TIMEOUT_S)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert loop.run(current_thread(), TIMEOUT_S).name == "s3ec-test"
 
 
 def test_the_thread_starts_with_the_first_use_and_is_a_daemon(

@@ -231,9 +231,10 @@ class World:
         """How much the half remembers."""
         half = self.half
         names = ("waits", "unavailable", "on_device", "rows_asked", "decisions", "allocated")
-        sizes = {name: len(getattr(half, f"_{name}")) for name in (*names, "saving")}
+        sizes = {name: len(getattr(half, f"_{name}")) for name in names}
         supply = half._supply
         return sizes | {
+            "saving": len(half._save_orders),
             "items": len(supply.items),
             "loading": len(half._steps),
             "demand": len(supply._demand),
