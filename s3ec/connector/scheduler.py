@@ -90,6 +90,7 @@ class SchedulerHalf:
             requests_wait=role.defer_timeout_s > 0,
             counters=counters,
             clock=clock,
+            came=lambda seconds: self._waits.came(seconds, role.defer_timeout_s),
         )
         self._items = self._supply.items
         self._waiting = self._supply.interest.requests
@@ -231,7 +232,7 @@ class SchedulerHalf:
         if over and any(map(self._needs_embedding, pending)):
             # Such a request has no other chance, so it is given more time.
             limit_s = max(self._role.defer_timeout_s, NO_PIXELS_WAIT_S)
-            over = self._waits.is_over(request_id, limit_s)
+            over = self._waits.is_over(request_id, limit_s, at_any_rate=True)
             if over:
                 self._waits.end(request_id, in_vain=True)
                 return self._give_up(request, pending)

@@ -53,6 +53,7 @@ class Supply:
         requests_wait: bool,
         counters: Counters,
         clock: Callable[[], float],
+        came: Callable[[float], None],
     ) -> None:
         """Start empty.
 
@@ -63,8 +64,10 @@ class Supply:
                 is fetched for a later request, so nothing is ever fetched for nobody.
             counters: Where to count.
             clock: Monotonic seconds.
+            came: Told how many seconds each entry took that came from the bucket.
         """
         self._counters = counters
+        self._came = came
         self._prefetcher = prefetcher
         self._ranks = ranks
         self._requests_wait = requests_wait
@@ -137,6 +140,8 @@ class Supply:
         now = self._clock()
         unwanted = []
         for fetched in self._prefetcher.drain():
+            if fetched.source == "bucket":
+                self._came(fetched.seconds)
             identifier = fetched.want.key.identifier
             item = self.items.get(identifier)
             if item is None or item.state is not FETCHING or item.pin is not None:

@@ -14,6 +14,8 @@ MAX_WAITS = 10_000
 # it cannot be encoded instead, and would fail. Longer than a fetch that is tried again after a
 # silence of the store (`read_timeout_s`).
 NO_PIXELS_WAIT_S = 10.0
+# So many waits in vain, one after the other, and nobody waits until something comes in time again.
+MOST_IN_VAIN = 3
 
 
 @dataclass(slots=True)
@@ -26,6 +28,10 @@ class _Wait:
 class Waits:
     """Adds up the deferrals of each request and says when they have lasted long enough.
 
+    A store that answers, but too slowly for anybody to wait for, opens no breaker: small requests
+    succeed. So after MOST_IN_VAIN waits in vain nothing waits, while fetches go on, until one of
+    them is quick enough.
+
     Attributes:
         requests: Ids of requests that have waited. For reading: a look is cheaper than a call.
     """
@@ -34,14 +40,22 @@ class Waits:
         self._counters = counters
         self._clock = clock
         self._waits: dict[str, _Wait] = {}
+        self._in_vain = 0
         self.requests: Collection[str] = self._waits
 
     def __len__(self) -> int:
         return len(self._waits)
 
-    def is_over(self, request_id: str, limit_s: float) -> bool:
-        """Start or continue this request's wait; True once it has waited long enough."""
+    def is_over(self, request_id: str, limit_s: float, *, at_any_rate: bool = False) -> bool:
+        """Start or continue this request's wait; True once it has waited long enough.
+
+        Args:
+            limit_s: For how long it waits in all.
+            at_any_rate: It waits though others have waited in vain.
+        """
         now = self._clock()
+        if self._in_vain >= MOST_IN_VAIN and not at_any_rate:
+            return True
         wait = self._waits.get(request_id)
         if wait is None:
             if limit_s <= 0 or len(self._waits) >= MAX_WAITS:
@@ -69,6 +83,12 @@ class Waits:
             self._counters.add("deferred_seconds", waited)
             if in_vain:
                 self._counters.add("defer_timeouts")
+                self._in_vain += 1
+
+    def came(self, seconds: float, limit_s: float) -> None:
+        """The bucket's copy of something came after so long; who waits for others has a chance."""
+        if seconds < limit_s:
+            self._in_vain = 0
 
     def forget(self, request_id: str) -> None:
         """The request has ended."""

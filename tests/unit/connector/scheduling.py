@@ -115,12 +115,18 @@ class FakePrefetcher:
             self.released.append(pin.path)
 
     def finish(
-        self, identifier: str, outcome: Outcome = Outcome.READY, *, holds: int | None = None
+        self,
+        identifier: str,
+        outcome: Outcome = Outcome.READY,
+        *,
+        holds: int | None = None,
+        seconds: float = 0.0,
     ) -> Pin | None:
         """End one fetch as the real one would: rows that differ are a mismatch.
 
         Args:
             holds: Rows of the entry; what was asked for if None.
+            seconds: That it took.
         """
         want = self.open.pop(identifier)
         if outcome is Outcome.READY and holds is not None and holds != want.rows:
@@ -132,7 +138,8 @@ class FakePrefetcher:
             header = Header(identifier, LAYOUT.namespace, want.modality, shape, "0" * 32)
             pin = Pin(Path(f"/pins/{self._pins}"), shape.nbytes, header)
             self.live.add(pin.path)
-        self.done.append(Fetched(want, outcome, pin))
+        source: Any = None if pin is None else "bucket"
+        self.done.append(Fetched(want, outcome, pin, source, seconds))
         return pin
 
 

@@ -838,6 +838,40 @@ def test_while_the_store_is_down_this_nodes_disk_still_serves(world: World) -> N
     assert world.schedule(asker) == [True]
 
 
+def wait_in_vain(world: World, text: str) -> None:
+    world.stock(text)
+    asker = request(text, feature(text))
+    assert not world.ask(asker)
+    world.step()
+    world.clock.now_s += 2.0
+    assert world.ask(asker)
+
+
+def test_a_store_that_is_too_slow_for_three_requests_holds_no_other_up(world: World) -> None:
+    for text in ("a", "b", "c"):
+        wait_in_vain(world, text)
+    world.stock("d")
+    asker = request("d", feature("d"))
+    assert world.ask(asker)
+    world.step()
+    assert world.wanted[-1] == identifier_of("d")  # fetched all the same, for later ones
+    assert world.counters.get("deferred_requests") == 3
+    world.finish("a", seconds=20.0)  # one that took too long changes nothing
+    world.stock("e")
+    assert world.ask(request("e", feature("e")))
+    world.step()
+    world.finish("d", seconds=0.5)
+    world.stock("f")
+    assert not world.ask(request("f", feature("f")))
+
+
+def test_who_has_no_pixels_waits_for_a_store_that_is_too_slow(world: World) -> None:
+    for text in ("a", "b", "c"):
+        wait_in_vain(world, text)
+    world.stock("d")
+    assert not world.ask(request("d", feature("d", pixels=False)))
+
+
 # -- a disk that hangs -------------------------------------------------------------------------
 
 
