@@ -152,6 +152,7 @@ class Node:
                 self.records,
                 self.local,
                 self.bad_objects,
+                hashed=settings.verify == "always",
             ),
             counters=self.counters,
             limits=Limits(max_concurrency=settings.max_concurrency),

@@ -36,8 +36,8 @@ class Pin:
     Attributes:
         path: The file to read; may be read by other processes of the node too.
         nbytes: Size of the whole file.
-        header: Parsed and compared with the key when pinned. The checksum was not: whoever
-            reads the file checks it.
+        header: Parsed and compared with the key when pinned. The checksum was not: the fetch
+            that pinned it does that, and who loads it once more.
     """
 
     path: Path

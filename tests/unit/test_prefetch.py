@@ -242,7 +242,7 @@ class Deadlines:
 def deadlines(monkeypatch: pytest.MonkeyPatch) -> Deadlines:
     deadlines = Deadlines()
     ours = SimpleNamespace(**vars(asyncio) | {"timeout": deadlines.timeout})
-    monkeypatch.setattr("s3ec.prefetch.asyncio", ours)
+    monkeypatch.setattr("s3ec.store.deadline.asyncio", ours)
     return deadlines
 
 
