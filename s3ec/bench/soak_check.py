@@ -24,7 +24,7 @@ _STORED = re.compile(r"(\d\d-\d\d \d\d:\d\d:\d\d).*? stored digest=([0-9a-f]{32}
 _OBJECTS = "/objects/"
 # The log's clock has whole seconds, and a line may come a little after the reply.
 _DOUBT_S = 5.0
-_READ_TIMEOUT_S = 60.0
+_READ_TIMEOUT_S = 300.0
 
 
 @dataclass(frozen=True, slots=True)
