@@ -114,6 +114,7 @@ def test_every_setting_can_come_from_every_source(
         "defer_timeout_s": "0",
         "connect_timeout_s": "1.5",
         "read_timeout_s": "2.5",
+        "hedge": "false",
         "index_refresh_s": "3.5",
         "index": "bloom",
         "bloom_fpr": "0.05",

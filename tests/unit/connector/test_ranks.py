@@ -402,7 +402,8 @@ def test_a_lost_report_costs_a_wait_and_heals(engine: Engine) -> None:
     give_up_s = time.monotonic() + GIVE_UP_S
     holding = engine.ranks[1].worker._own_pins._held
     item = engine.half._items[identifier_of("a")]
-    while item.pin is None or not any(held.pin for held in holding.values()):
+    news = engine.half._prefetcher
+    while not (item.pin or news.has_news) or not any(held.pin for held in holding.values()):
         assert time.monotonic() < give_up_s
         engine.step(lose_report=True)
     engine.step()
