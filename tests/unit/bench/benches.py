@@ -20,6 +20,7 @@ def quick_rows(name: str, *args: str) -> dict[str, dict[str, Any]]:
     )
     # 1 would be a reach missed on a busy machine, which no test is about.
     assert done.returncode in (0, 1), done.stderr
+    assert done.stdout, done.stderr
     document = json.loads(done.stdout)
     assert document["bench"] == name
     rows = {row["name"]: row for row in document["rows"]}
