@@ -158,7 +158,7 @@ def test_what_a_filter_is_wrong_about_costs_one_request_for_each_negative_ttl(
     """Some pictures over and over again, as where a document is asked about by many."""
     bucket = fill(local_s3, s3_bucket, proxy, tmp_path, 0.02)
     rounds, popular, others = 40, 300, 100
-    with noding(bucket.settings(tmp_path / "cache", index="bloom")) as node:
+    with noding(bucket.settings(tmp_path / "cache", index="bloom", hedge="false")) as node:
         refresh(node)
         proxy.requests.clear()
         lookups = Lookups(node, clock)
