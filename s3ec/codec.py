@@ -332,7 +332,7 @@ class Verifier:
         Raises:
             CorruptEntryError: ``reason`` is ``length`` or ``checksum``.
         """
-        _compare(self.header, self._nbytes, self._hash.hexdigest())
+        check_sum(self.header, self._nbytes, self._hash.hexdigest())
 
 
 def check_identity(header: Header, *, namespace: str, identifier: str) -> None:
@@ -356,7 +356,7 @@ def check_data(header: Header, data: memoryview | bytes) -> None:
         CorruptEntryError: ``reason`` is ``length``, ``checksum``, or ``nonfinite``: no producer
             of ours stores NaN or infinity.
     """
-    _compare(header, len(data), checksum(data))
+    check_sum(header, len(data), checksum(data))
     _require_finite(header, data)
 
 
@@ -368,7 +368,16 @@ def _require_finite(header: Header, data: memoryview | bytes) -> None:
         raise CorruptEntryError("the tensor holds NaN or infinity", reason="nonfinite")
 
 
-def _compare(header: Header, nbytes: int, digest: str) -> None:
+def check_sum(header: Header, nbytes: int, digest: str) -> None:
+    """Compare what was counted and hashed in parts with what the header says.
+
+    Args:
+        nbytes: How many bytes of the tensor there were.
+        digest: Their ``checksum``.
+
+    Raises:
+        CorruptEntryError: ``reason`` is ``length`` or ``checksum``.
+    """
     if nbytes != header.shape.nbytes:
         raise CorruptEntryError(
             f"{nbytes} bytes of tensor, expected {header.shape.nbytes}", reason="length"

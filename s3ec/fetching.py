@@ -32,7 +32,6 @@ from s3ec.store.parts import parts_in_order
 from s3ec.tier import Claim, Incoming, Pin, Tier
 from s3ec.tier.bad_objects import BadObjects
 from s3ec.tier.local import LocalKeys
-from s3ec.tier.values import damage_of
 from s3ec.wants import Fetched, Outcome, Want
 
 T = TypeVar("T")
@@ -49,11 +48,7 @@ _FOREIGN = frozenset({"namespace", "version", "dtype", "nonfinite"})
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """Where entries come from and go to: one process's parts, see Node.
-
-    Attributes:
-        hashed: Whether what is on this node already is read and hashed before it is promised.
-    """
+    """Where entries come from and go to: one process's parts, see Node."""
 
     store: Store
     tier: Tier
@@ -62,7 +57,6 @@ class Sources:
     records: ModalityRecords
     local: LocalKeys
     bad_objects: BadObjects
-    hashed: bool = True
 
 
 class Fetcher:
@@ -83,7 +77,6 @@ class Fetcher:
         self._records = sources.records
         self._local = sources.local
         self._bad_objects = sources.bad_objects
-        self._hashed = sources.hashed
         self._counters = counters
         self._budget = ByteBudget(max_inflight_bytes)
 
@@ -110,7 +103,7 @@ class Fetcher:
         if not self._local(key):
             found = watch.run(self._tier.try_claim, key)
         if found is None:
-            look = partial(self._pin_or_claim, key, at_any_rate=at_any_rate)
+            look = partial(self._tier.pin_or_claim, key, at_any_rate=at_any_rate)
             found = await self._loop.disk(look, undo=self._let_go)
         if found is None:
             return None
@@ -166,29 +159,6 @@ class Fetcher:
             self._tier.unpin(held)
         elif isinstance(held, Claim):
             self._tier.release(held)
-
-    def _pin_or_claim(self, key: Key, *, at_any_rate: bool) -> Pin | Claim | None:
-        """As the tier's; what was damaged on this disk is set aside instead of pinned.
-
-        The worker hashes what it reads as well, but then it is too late for a miss: should the
-        bucket not answer, the engine ends.
-        """
-        for _ in range(2):  # somebody may publish it anew meanwhile
-            found = self._tier.pin_or_claim(key, at_any_rate=at_any_rate)
-            if not isinstance(found, Pin) or not self._hashed:
-                return found
-            try:
-                damage = damage_of(found)
-            except OSError as exc:
-                log.warning("an entry of this node cannot be read: %s", exc)
-                self._tier.unpin(found)
-                break
-            if damage is None:
-                return found
-            self._counters.add(f"corrupt.{damage}")
-            self._tier.quarantine(key, damage)
-            self._tier.unpin(found)
-        return Claim()
 
     # -- what this node has --------------------------------------------------------------------
 

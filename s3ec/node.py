@@ -125,6 +125,9 @@ class Node:
             budget_bytes=int(settings.cache_bytes),
             min_free_bytes=int(settings.min_free_bytes),
             counters=self.counters,
+            # The worker hashes what it reads as well, but then it is too late for a miss: should
+            # the bucket not answer, the engine ends.
+            check_values=settings.verify == "always",
         )
         self._open_tier()
         self.destination = _destination(settings)
@@ -152,7 +155,6 @@ class Node:
                 self.records,
                 self.local,
                 self.bad_objects,
-                hashed=settings.verify == "always",
             ),
             counters=self.counters,
             limits=Limits(max_concurrency=settings.max_concurrency),

@@ -4,8 +4,9 @@
 The file system is the truth; there is no database that could disagree with it. An entry is
 byte-identical to the bucket's object, so it describes itself and a restart loses nothing.
 Entries are not synced to the device, since the bucket keeps them: after a power cut a file
-can have its full size and hold zeros. ``pin`` checks header, identity and size; **whoever
-reads a pinned file checks its checksum** and calls ``quarantine`` when it differs.
+can have its full size and hold zeros. ``pin`` checks header, identity and size, and with
+``check_values`` the checksum; **whoever reads a pinned file checks that in any case**, and calls
+``quarantine`` when it differs.
 
 Counters: ``tier.published``, ``tier.published_bytes``, ``tier.evicted``, ``tier.evicted_bytes``,
 ``tier.quarantined``, ``tier.pin_copies`` and ``tier.spool_copies`` (no hard links here),
@@ -16,7 +17,6 @@ from __future__ import annotations
 
 import os
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from errno import EDQUOT, ENOSPC
 from functools import partial
@@ -26,6 +26,7 @@ from s3ec import codec
 from s3ec.codec import Header
 from s3ec.counters import Counters
 from s3ec.errors import TierError
+from s3ec.forks import call_in_forks
 from s3ec.identity import Key, is_namespace_name
 from s3ec.tier.audit import audit
 from s3ec.tier.census import Usage, breathe, entry_names, take_census
@@ -62,6 +63,7 @@ class Tier:
         min_free_bytes: int,
         counters: Counters,
         clock: Callable[[], float] = time.time,
+        check_values: bool = False,
     ) -> None:
         """Nothing is touched before ``open``.
 
@@ -71,6 +73,7 @@ class Tier:
             budget_bytes: High water mark.
             min_free_bytes: Free space of the disk that publishing never goes below.
             clock: Seconds since the epoch; may jump, either way.
+            check_values: Have ``pin`` read and hash the values as well.
 
         Raises:
             ValueError: Not a namespace's name.
@@ -83,9 +86,10 @@ class Tier:
         self._min_free_bytes = min_free_bytes
         self._counters = counters
         self._clock = UseClock(clock)
+        self._check_values = check_values
         self._opened = False
         self._settle(self._given_root)
-        _TIERS.add(self)
+        call_in_forks(self, Tier._after_fork)
 
     def _settle(self, root: Path) -> None:
         self._folders = Folders(root)
@@ -108,7 +112,13 @@ class Tier:
             self._folders, self._paths, self._evictor, self._clock, self._counters
         )
         self._entries = Entries(
-            self._paths, self._pins, self._quarantine, self._clock, self._counters, self._failed
+            self._paths,
+            self._pins,
+            self._quarantine,
+            self._clock,
+            self._counters,
+            self._failed,
+            check_values=self._check_values,
         )
         self._intake = Intake(self._publisher, self._pins, self._entries, self._claims)
 
@@ -195,11 +205,12 @@ class Tier:
     def pin(self, key: Key) -> Pin | None:
         """Hold one entry: it can be read under ``Pin.path`` until unpin.
 
-        A few system calls and one read of 16 KiB; no walk. The time of last use is touched.
+        A few system calls and one read of 16 KiB, or of the whole file with ``check_values``; no
+        walk. The time of last use is touched.
 
         Returns:
             None where the entry is absent, or was bad (then it is quarantined), or the disk
-            refused (then it is counted). The checksum is for the reader to check.
+            refused (then it is counted). The reader checks the checksum.
         """
         return self._entries.pin(key) if self._opened else None
 
@@ -386,14 +397,3 @@ class Tier:
         self._pins.after_fork()
         for spool in self._spools:
             spool.after_fork()
-
-
-_TIERS: weakref.WeakSet[Tier] = weakref.WeakSet()
-
-
-def _after_fork_in_child() -> None:
-    for tier in list(_TIERS):
-        tier._after_fork()
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)

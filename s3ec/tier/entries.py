@@ -15,7 +15,7 @@ from s3ec.errors import CorruptEntryError, TierError
 from s3ec.identity import Key
 from s3ec.tier.entry_paths import EntryPaths
 from s3ec.tier.files import note_use, require_own_folders
-from s3ec.tier.headers import read_header
+from s3ec.tier.headers import check_values, read_header
 from s3ec.tier.pins import Held, Pin, Pins
 from s3ec.tier.quarantine import Quarantine
 from s3ec.tier.use_clock import UseClock
@@ -34,6 +34,8 @@ class Entries:
         clock: UseClock,
         counters: Counters,
         failed: Callable[[str, OSError | TierError], None],
+        *,
+        check_values: bool,
     ) -> None:
         self._paths = paths
         self._pins = pins
@@ -41,6 +43,7 @@ class Entries:
         self._clock = clock
         self._counters = counters
         self._failed = failed
+        self._check_values = check_values
 
     def pin(self, key: Key) -> Pin | None:
         """See ``Tier.pin``."""
@@ -112,7 +115,10 @@ class Entries:
             try:
                 header = read_header(held.fd, found.st_size)
                 codec.check_identity(header, namespace=self._paths.namespace, identifier=key.stored)
+                if self._check_values:
+                    check_values(held.fd, header)
             except CorruptEntryError as exc:
+                self._counters.add(f"corrupt.{exc.reason}")
                 self._pins.drop(held.path)
                 # Unless somebody has just published a better one.
                 if os.lstat(self._paths.path(key)).st_ino == found.st_ino:
