@@ -7,7 +7,6 @@ import asyncio
 import logging
 import os
 import threading
-import weakref
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import suppress
@@ -16,6 +15,7 @@ from typing import Any, TypeVar
 from s3ec.counters import Counters
 from s3ec.daemon_pool import DaemonPool
 from s3ec.disk_watch import DiskWatch
+from s3ec.forks import call_in_forks
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class LoopThread:
         self._closed = False
         self._left_behind: list[object] = []
         self._reset()
-        _LOOPS.add(self)
+        call_in_forks(self, LoopThread._after_fork)
 
     def _reset(self) -> None:
         self._lock = threading.RLock()  # a signal handler may stop it, see Counters
@@ -259,14 +259,3 @@ def _let_go(loop: asyncio.AbstractEventLoop) -> None:
             fds.append(ringer.fileno())
         for fd in fds:
             os.dup2(nothing.fileno(), fd, inheritable=False)
-
-
-_LOOPS: weakref.WeakSet[LoopThread] = weakref.WeakSet()
-
-
-def _after_fork_in_child() -> None:
-    for loop in list(_LOOPS):
-        loop._after_fork()
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -13,9 +13,7 @@ import asyncio
 import heapq
 import itertools
 import logging
-import os
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -25,6 +23,7 @@ from s3ec.containment import ends_task
 from s3ec.counters import Counters
 from s3ec.errors import AccessError, TierError, UnavailableError
 from s3ec.fetching import Fetcher, Sources
+from s3ec.forks import call_in_forks
 from s3ec.identity import Key
 from s3ec.loop import LoopThread
 from s3ec.store.deadline import within
@@ -91,7 +90,7 @@ class Prefetcher:
         self._limits = limits
         self._clock = clock
         self._reset()
-        _PREFETCHERS.add(self)
+        call_in_forks(self, Prefetcher._reset)
 
     def _reset(self) -> None:
         """Start empty; also in a forked child, where the parent's tasks and pins are not ours."""
@@ -297,14 +296,3 @@ class Prefetcher:
         if moved:
             self._start_some()
         return moved
-
-
-_PREFETCHERS: weakref.WeakSet[Prefetcher] = weakref.WeakSet()
-
-
-def _after_fork_in_child() -> None:
-    for prefetcher in list(_PREFETCHERS):
-        prefetcher._reset()
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from s3ec.counters import Counters
 from s3ec.errors import AccessError, S3ECError, UnavailableError
+from s3ec.forks import call_in_forks
 from s3ec.settings import Settings
 from s3ec.store.base import ObjectInfo, Store
 from s3ec.store.breaker import Breaker, BreakerOpenError, BreakerOptions, Ticket
@@ -53,7 +54,7 @@ class Endpoint:
         self.pace = Pace(places)
         self.retries = Budget(_RETRIES, at_most=_RETRIES_SAVED, at_first=1.0)
         self.hedges = Budget(_HEDGES, at_most=_HEDGES_SAVED, at_first=0.0)
-        _ENDPOINTS.add(self)
+        call_in_forks(self, Endpoint._after_fork)
 
     @classmethod
     def of(cls, settings: Settings) -> Endpoint:
@@ -84,8 +85,8 @@ class Endpoint:
                 found = _shared[where] = cls.of(settings)
             return found
 
-    def after_fork(self) -> None:
-        """In a forked child: requests under way are the parent's."""
+    def _after_fork(self) -> None:
+        """Requests under way are the parent's."""
         self.breaker.after_fork()
         self.pace.after_fork()
         self.retries.renew_lock()
@@ -259,16 +260,13 @@ class _Watch:
             self._on_silence()
 
 
-_ENDPOINTS: weakref.WeakSet[Endpoint] = weakref.WeakSet()
 _shared: weakref.WeakValueDictionary[tuple[object, ...], Endpoint] = weakref.WeakValueDictionary()
 _sharing = threading.Lock()
 
 
-def _after_fork_in_child() -> None:
+def _renew_lock() -> None:
     global _sharing  # noqa: PLW0603 -- who held it is not here
     _sharing = threading.Lock()
-    for endpoint in list(_ENDPOINTS):
-        endpoint.after_fork()
 
 
-os.register_at_fork(after_in_child=_after_fork_in_child)
+os.register_at_fork(after_in_child=_renew_lock)
