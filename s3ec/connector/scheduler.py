@@ -21,7 +21,7 @@ from s3ec.connector.role import Role
 from s3ec.connector.save_orders import SaveOrders
 from s3ec.connector.steps import Steps
 from s3ec.connector.supply import PrefetchQueue, Supply
-from s3ec.connector.waits import NO_PIXELS_WAIT_S, Waits
+from s3ec.connector.waits import Waits
 from s3ec.counters import Counters
 from s3ec.index.base import Index
 from s3ec.naming import CountedKeys, Naming
@@ -82,7 +82,7 @@ class SchedulerHalf:
         self._ranks = ranks
         self._clock = clock
         self._keys = CountedKeys(naming or Naming(), counters)
-        self._waits = Waits(counters, clock)
+        self._waits = Waits(role.defer_timeout_s, counters, clock)
         self._have_waited = self._waits.requests
         self._supply = Supply(
             prefetcher,
@@ -90,13 +90,12 @@ class SchedulerHalf:
             requests_wait=role.defer_timeout_s > 0,
             counters=counters,
             clock=clock,
-            came=lambda seconds: self._waits.came(seconds, role.defer_timeout_s),
+            came=self._waits.came,
         )
         self._items = self._supply.items
         self._waiting = self._supply.interest.requests
         self._unavailable: set[str] = set()
-        # What the device's encoder cache holds, as vLLM's manager told us.
-        self._on_device: set[str] = set()
+        self._on_device: set[str] = set()  # vLLM's encoder cache, as its manager told us
         # Rows that the request being scheduled has room for. Where vLLM asks once only, what
         # all requests asked for, as long as the item lives.
         self._rows_asked: dict[str, int] = {}
@@ -226,16 +225,12 @@ class SchedulerHalf:
     def _wait_for(self, pending: list[Any], request: Any) -> bool:
         """Defer the request, unless it has waited long enough or would wait in vain."""
         request_id = request.request_id
-        over = self._waits.is_over(request_id, self._role.defer_timeout_s)
+        over = self._waits.is_over(request_id)
         if self._ranks is not None and self._ranks.cannot_answer:
             over = True
-        if over and any(map(self._needs_embedding, pending)):
-            # Such a request has no other chance, so it is given more time.
-            limit_s = max(self._role.defer_timeout_s, NO_PIXELS_WAIT_S)
-            over = self._waits.is_over(request_id, limit_s, at_any_rate=True)
-            if over:
-                self._waits.end(request_id, in_vain=True)
-                return self._give_up(request, pending)
+        no_pixels = over and any(map(self._needs_embedding, pending))
+        if no_pixels:
+            over = self._waits.is_over(request_id, no_pixels=True)
         if not over:
             noted = self._waiting.get(request_id, ())
             for feature in pending:
@@ -244,6 +239,8 @@ class SchedulerHalf:
                     self._supply.expect(request_id, identifier, _DEMAND)
             return False
         self._waits.end(request_id, in_vain=True)
+        if no_pixels:
+            return self._give_up(request, pending)
         for feature in pending:
             self._supply.leave(request_id, feature.identifier)
         return True

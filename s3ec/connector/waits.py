@@ -36,7 +36,10 @@ class Waits:
         requests: Ids of requests that have waited. For reading: a look is cheaper than a call.
     """
 
-    def __init__(self, counters: Counters, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, defer_timeout_s: float, counters: Counters, clock: Callable[[], float]
+    ) -> None:
+        self._limit_s = defer_timeout_s
         self._counters = counters
         self._clock = clock
         self._waits: dict[str, _Wait] = {}
@@ -46,16 +49,17 @@ class Waits:
     def __len__(self) -> int:
         return len(self._waits)
 
-    def is_over(self, request_id: str, limit_s: float, *, at_any_rate: bool = False) -> bool:
+    def is_over(self, request_id: str, *, no_pixels: bool = False) -> bool:
         """Start or continue this request's wait; True once it has waited long enough.
 
         Args:
-            limit_s: For how long it waits in all.
-            at_any_rate: It waits though others have waited in vain.
+            no_pixels: It has no other chance, so it is given more time, and waits though others
+                have waited in vain.
         """
         now = self._clock()
-        if self._in_vain >= MOST_IN_VAIN and not at_any_rate:
+        if self._in_vain >= MOST_IN_VAIN and not no_pixels:
             return True
+        limit_s = max(self._limit_s, NO_PIXELS_WAIT_S) if no_pixels else self._limit_s
         wait = self._waits.get(request_id)
         if wait is None:
             if limit_s <= 0 or len(self._waits) >= MAX_WAITS:
@@ -85,9 +89,9 @@ class Waits:
                 self._counters.add("defer_timeouts")
                 self._in_vain += 1
 
-    def came(self, seconds: float, limit_s: float) -> None:
+    def came(self, seconds: float) -> None:
         """The bucket's copy of something came after so long; who waits for others has a chance."""
-        if seconds < limit_s:
+        if seconds < self._limit_s:
             self._in_vain = 0
 
     def forget(self, request_id: str) -> None:

@@ -12,7 +12,11 @@ import asyncio
 import contextlib
 import math
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
+from typing import TypeVar
+
+T = TypeVar("T")
 
 _deadline: ContextVar[asyncio.Timeout | None] = ContextVar("s3ec_deadline", default=None)
 _on_answer: ContextVar[Callable[[], None] | None] = ContextVar("s3ec_on_answer", default=None)
@@ -30,12 +34,8 @@ async def within(seconds: float) -> AsyncIterator[asyncio.Timeout]:
         TimeoutError: It has passed.
     """
     async with asyncio.timeout(seconds) as deadline:
-        before = _deadline.get()
-        _deadline.set(deadline)
-        try:
+        with _set(_deadline, deadline):
             yield deadline
-        finally:
-            _deadline.set(before)
 
 
 def seconds_left() -> float:
@@ -45,15 +45,9 @@ def seconds_left() -> float:
     return math.inf if when is None else when - asyncio.get_running_loop().time()
 
 
-@contextlib.contextmanager
-def hearing(on_answer: Callable[[], None]) -> Iterator[None]:
+def hearing(on_answer: Callable[[], None]) -> AbstractContextManager[None]:
     """Have ``on_answer`` called when the answer to a request made inside begins."""
-    before = _on_answer.get()
-    _on_answer.set(on_answer)
-    try:
-        yield
-    finally:
-        _on_answer.set(before)
+    return _set(_on_answer, on_answer)
 
 
 def answer_begun() -> None:
@@ -63,15 +57,9 @@ def answer_begun() -> None:
         on_answer()
 
 
-@contextlib.contextmanager
-def counting(on_page: Callable[[int], None]) -> Iterator[None]:
+def counting(on_page: Callable[[int], None]) -> AbstractContextManager[None]:
     """Have ``on_page`` called with how often a listing can be asked on without a request."""
-    before = _on_page.get()
-    _on_page.set(on_page)
-    try:
-        yield
-    finally:
-        _on_page.set(before)
+    return _set(_on_page, on_page)
 
 
 def page_begun(entries: int, *, is_last: bool = False) -> None:
@@ -84,3 +72,14 @@ def page_begun(entries: int, *, is_last: bool = False) -> None:
     on_page = _on_page.get()
     if on_page is not None:
         on_page(entries + is_last)
+
+
+@contextlib.contextmanager
+def _set(variable: ContextVar[T], value: T) -> Iterator[None]:
+    # Not by a token: a generator may be closed in another context than it was begun in.
+    before = variable.get()
+    variable.set(value)
+    try:
+        yield
+    finally:
+        variable.set(before)
