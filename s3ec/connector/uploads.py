@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-import enum
 import logging
 import random
 import time
@@ -16,13 +15,11 @@ from dataclasses import dataclass
 from s3ec import codec
 from s3ec.codec import Header
 from s3ec.connector.announcing import Announcing
+from s3ec.connector.object_writer import Answer, ObjectWriter
 from s3ec.containment import ends_task
-from s3ec.errors import AccessError, ConflictError, CorruptEntryError, TierError, UnavailableError
-from s3ec.identity import MAX_REVISION, Key
-from s3ec.modality import Record
+from s3ec.errors import AccessError, CorruptEntryError, TierError, UnavailableError
+from s3ec.identity import Key
 from s3ec.node import Node
-from s3ec.store.base import Store
-from s3ec.store.open import with_conditional_put
 from s3ec.tier import Loaded, Spool
 
 log = logging.getLogger(__name__)
@@ -56,15 +53,6 @@ class Upload:
     adopted: bool = False
 
 
-class _Answer(enum.Enum):
-    """What the bucket made of an upload."""
-
-    STORED = enum.auto()
-    EXISTED = enum.auto()
-    REFUSED = enum.auto()
-    """It may never be stored."""
-
-
 class Uploader:
     """A queue, and a bounded number of uploads that are tried again until the bucket answers.
 
@@ -92,6 +80,7 @@ class Uploader:
         """
         self._node = node
         self._spool = spool
+        self._objects = ObjectWriter(node)
         self._inflight_limit_bytes = inflight_bytes
         self._ended = ended
         self._announcing = Announcing(node, spool, announced)
@@ -108,9 +97,6 @@ class Uploader:
         self._active: dict[asyncio.Task[None], Upload] = {}
         self._reading = 0  # of these, from the spool
         self._looking: asyncio.TimerHandle | None = None
-        self._store: Store | None = None
-        self._ready: asyncio.Lock | None = None
-        self._disagreed: set[str] = set()
 
     # -- any thread --------------------------------------------------------------------------
 
@@ -305,10 +291,10 @@ class Uploader:
         if upload.key is None:  # a queued upload with pieces has one
             raise ValueError("an upload without a key")
         revision = await self._node.revision_to_store(upload.key)
-        answer = await self._put(upload.key, revision, header, pieces)
+        answer = await self._objects.write(upload.key, revision, header, pieces)
         if upload.adopted:
             self._node.counters.add("spool.replayed")
-        if answer is _Answer.REFUSED:
+        if answer is Answer.REFUSED:
             await self._node.loop.disk(self._spool.remove, upload.digest)
             return None
         # Not removed yet: the next one of a process killed here finds its object there, and
@@ -318,9 +304,9 @@ class Uploader:
             await self._node.loop.disk(self._node.bad_objects.heal, upload.key, revision)
         # A revision is announced whoever wrote it: what readers know is the row of a bad object.
         await self._announcing.add(
-            upload.key, header, nbytes, mine=answer is _Answer.STORED, news=revision > 0
+            upload.key, header, nbytes, mine=answer is Answer.STORED, news=revision > 0
         )
-        return header if answer is _Answer.STORED else None
+        return header if answer is Answer.STORED else None
 
     def _load(self, upload: Upload) -> Loaded | None:
         """Read an embedding back from the disk; blocking.
@@ -355,49 +341,3 @@ class Uploader:
             raise TierError(f"cannot read {pin.path}: {exc}") from exc
         finally:
             self._node.tier.unpin(pin)
-
-    async def _put(
-        self, key: Key, revision: int, header: Header, pieces: Sequence[bytes | memoryview]
-    ) -> _Answer:
-        """Write one revision: the first that this node does not know to be bad."""
-        if revision > MAX_REVISION:
-            self._node.counters.add("save_problem.revisions")
-            return _Answer.REFUSED
-        store = await self._prepared()
-        mine = Record(header.shape.width, header.shape.dtype)
-        record = await self._node.records.settle(header.modality, mine)
-        if record != mine:
-            self._refuse(header.modality, record, mine)
-            return _Answer.REFUSED
-        try:
-            await store.put_if_absent(self._node.layout.object(key, revision), pieces)
-        except ConflictError:
-            self._node.counters.add("save.existed")
-            return _Answer.EXISTED
-        return _Answer.STORED
-
-    def _refuse(self, modality: str, record: Record, mine: Record) -> None:
-        self._node.counters.add("save_problem.record")
-        if modality not in self._disagreed:
-            self._disagreed.add(modality)
-            log.error(
-                "nothing of modality %s is saved: namespace %s holds %s, this model gives %s",
-                modality,
-                self._node.namespace.name,
-                record,
-                mine,
-            )
-
-    async def _prepared(self) -> Store:
-        """The store for writing; the first call probes it and writes the descriptor."""
-        if self._ready is None:
-            self._ready = asyncio.Lock()
-        async with self._ready:
-            if self._store is None:
-                store = await with_conditional_put(self._node.store)
-                with suppress(ConflictError):
-                    await store.put_if_absent(
-                        self._node.layout.descriptor, [self._node.namespace.to_json()]
-                    )
-                self._store = store
-            return self._store
