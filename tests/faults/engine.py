@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One engine's fetches and saves on a real bucket, without the engine."""
+"""What an engine has of s3ec, but for the hooks, over a real transport on a real bucket."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING, Literal
 
 import pytest
 
@@ -16,7 +17,12 @@ from tests.faults.living import ROWS, object_at
 from tests.faults.saving import NAMESPACE, WIDTH, data_at, identifier_at, key_at
 from tests.faults.site import LAYOUT, OBJECTS, Site, eventually
 
+if TYPE_CHECKING:
+    from s3ec.connector.saves import SaveQueue
+
 torch = pytest.importorskip("torch")
+
+Kind = Literal["aioboto3", "obstore"]
 
 PATIENCE_S = 30.0
 
@@ -27,15 +33,20 @@ def body_at(number: int) -> bytes:
 
 
 class Engine:
-    """A node with a save queue; those that share a cache folder stand for one node's processes."""
+    """A node and its save queue; those that share a cache folder stand for one node's processes.
 
-    def __init__(self, site: Site, cache_dir: Path, *, saves: bool = True, **other: str) -> None:
-        from s3ec.connector.saves import SaveQueue
+    Saves begin with the first one.
+    """
 
-        settings = site.settings(**{"cache_dir": str(cache_dir), **other})
-        self.site = site
+    def __init__(self, settings: dict[str, str], *, drain_s: float = 0.1) -> None:
         self.node = Node(Settings.model_validate(settings), NAMESPACE)
-        self.queue = SaveQueue(self.node, budget_bytes=2**22, overflow="block") if saves else None
+        self._drain_s = drain_s
+        self._saves: SaveQueue | None = None
+
+    @classmethod
+    def at(cls, site: Site, cache_dir: Path, **other: str) -> Engine:
+        """One with a cache folder of its own, that waits at its end until all is confirmed."""
+        return cls(site.settings(**{"cache_dir": str(cache_dir), **other}), drain_s=PATIENCE_S)
 
     def __enter__(self) -> Engine:
         return self
@@ -46,13 +57,18 @@ class Engine:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self.queue is not None:
-            self.queue.drain(PATIENCE_S)
+        if self._saves is not None:
+            self._saves.drain(self._drain_s)
         self.node.close(10)
         assert self.count("internal_errors") == 0
 
     def count(self, name: str) -> float:
         return self.node.counters.get(name)
+
+    def follow(self) -> None:
+        """Read the index, and wait until that was done once."""
+        self.node.follow_the_bucket()
+        eventually(lambda: self.node.index.loaded)
 
     def refresh(self) -> None:
         """One look at the index, and at what other processes of the node noted."""
@@ -60,32 +76,67 @@ class Engine:
         self.node.loop.run(self.node._heed_bad_objects(), PATIENCE_S)
 
     def fetch(self, number: int, *, rows: int = ROWS) -> Fetched:
-        """As a scheduler half does. What is served was compared, and is unpinned."""
-        self.node.prefetcher.submit([Want(key_at(number), "image", rows)])
-        done: list[Fetched] = []
-        eventually(lambda: bool(done.extend(self.node.prefetcher.drain()) or done))
-        pin = done[0].pin
-        assert (pin is None) is (done[0].outcome is not Outcome.READY)
-        if pin is not None:
-            assert pin.path.read_bytes() == body_at(number)
-            self.node.prefetcher.release([pin])
-        return done[0]
+        """As a scheduler half does. What is served has the right bytes, and is unpinned."""
+        return self._fetch(number, rows=rows)[0]
 
-    def save(self, number: int) -> None:
-        """As a worker half does after an encode; returns when the bucket has answered."""
+    def outcomes(self, *numbers: int) -> list[Outcome]:
+        """How fetches at the same time end."""
+        return [fetched.outcome for fetched in self._fetch(*numbers, rows=ROWS)]
+
+    def fetch_in_the_end(self, number: int) -> None:
+        """Want it again and again, as requests do, until it is there with the right bytes."""
+        eventually(lambda: self.fetch(number).outcome is Outcome.READY)
+
+    def _fetch(self, *numbers: int, rows: int) -> list[Fetched]:
+        prefetcher = self.node.prefetcher
+        prefetcher.submit([Want(key_at(number), "image", rows) for number in numbers])
+        ended: dict[bytes, Fetched] = {}
+
+        def have_ended() -> bool:
+            ended.update({one.want.key.digest: one for one in prefetcher.drain()})
+            return len(ended) == len(numbers)
+
+        eventually(have_ended)
+        fetched = [ended[key_at(number).digest] for number in numbers]
+        for number, one in zip(numbers, fetched, strict=True):
+            assert (one.pin is None) is (one.outcome is not Outcome.READY)
+            if one.pin is not None:
+                assert one.pin.path.read_bytes() == body_at(number)
+                prefetcher.release([one.pin])
+        return fetched
+
+    def save(self, *numbers: int) -> None:
+        """Queue what an encoder gave, as a worker half does."""
         from s3ec.connector.plan import Save
+        from s3ec.connector.saves import SaveQueue
 
-        assert self.queue is not None
-        values = bytearray(data_at(number, ROWS))
-        tensor = torch.frombuffer(values, dtype=torch.bfloat16).view(ROWS, WIDTH)
-        assert self.queue.put(identifier_at(number), Save("image", {}), tensor)
-        eventually(lambda: identifier_at(number) not in self.queue._pending)  # type: ignore[union-attr]
+        if self._saves is None:
+            self._saves = SaveQueue(self.node, budget_bytes=2**22, overflow="block")
+        for number in numbers:
+            tensor = torch.frombuffer(bytearray(data_at(number, ROWS)), dtype=torch.bfloat16)
+            tensor = tensor.view(ROWS, WIDTH)
+            assert self._saves.put(identifier_at(number), Save("image", {}), tensor)
+
+    def save_and_wait(self, number: int) -> None:
+        """Return when the bucket has answered."""
+        self.save(number)
+        saves = self._saves
+        assert saves is not None
+        eventually(lambda: identifier_at(number) not in saves._pending)
 
     def announce(self) -> None:
         """Tell the readers at once, and wait until that is confirmed."""
-        assert self.queue is not None
-        self.queue._uploads.flush()
-        eventually(lambda: not self.queue._uploads.unannounced)  # type: ignore[union-attr]
+        saves = self._saves
+        assert saves is not None
+        saves._uploads.flush()
+        eventually(lambda: not saves._uploads.unannounced)
+
+
+def stock(site: Site, *numbers: int) -> None:
+    """Put entries and the record of their width into the bucket, past the proxy."""
+    site.stock_record(WIDTH)
+    for number in numbers:
+        site.stock(key_at(number).name, body_at(number))
 
 
 def gets(site: Site, number: int) -> list[str]:

@@ -14,7 +14,7 @@ from s3ec.prefetch import Outcome
 from s3ec.testing.proxy import Exchange, FaultProxy, Rule
 from s3ec.testing.proxy_faults import s3_error
 from s3ec.testing.server import Identity, LocalS3
-from tests.faults.engine_parts import Kind, Parts, stock
+from tests.faults.engine import Engine, Kind, stock
 from tests.faults.saving import key_at
 from tests.faults.site import Site, eventually
 
@@ -76,18 +76,18 @@ def test_a_consumer_with_get_and_list_reads_and_its_saves_wait_in_the_spool(
 ) -> None:
     stock(site, 0, 1)
     become(CONSUMER, guarded, monkeypatch)
-    with Parts(site.settings(transport=transport)) as parts:
-        parts.follow()
-        assert parts.node.index.maybe_contains(key_at(0))
-        assert parts.fetch(0, 7) == [Outcome.READY, Outcome.ABSENT]
-        parts.save(2, 3)
-        eventually(lambda: parts.counted("save_problem.denied") >= 1)
-        parts.fetch_in_the_end(1)
+    with Engine(site.settings(transport=transport)) as engine:
+        engine.follow()
+        assert engine.node.index.maybe_contains(key_at(0))
+        assert engine.outcomes(0, 7) == [Outcome.READY, Outcome.ABSENT]
+        engine.save(2, 3)
+        eventually(lambda: engine.count("save_problem.denied") >= 1)
+        engine.fetch_in_the_end(1)
         assert site.objects() == {key_at(0).name, key_at(1).name}
-        assert parts.counted("save.items") == 0
+        assert engine.count("save.items") == 0
         assert len(site.spooled()) == 2
         # And served from this node meanwhile, as what an encoder gave.
-        assert parts.fetch(2) == [Outcome.READY]
+        assert engine.outcomes(2) == [Outcome.READY]
     assert len(site.spooled()) == 2
     assert "s3:PutObject" in warnings_of(caplog, "uploads are failing")[0]
 
@@ -97,23 +97,23 @@ def test_a_producer_without_leave_to_delete_probes_writes_and_announces(
     transport: Kind, site: Site, guarded: LocalS3, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     become(PRODUCER, guarded, monkeypatch)
-    with Parts(site.settings(transport=transport)) as parts:
-        parts.follow()
-        parts.save(0, 1)
+    with Engine(site.settings(transport=transport)) as engine:
+        engine.follow()
+        engine.save(0, 1)
         names = {key_at(0).name, key_at(1).name}
         digests = {key_at(0).digest, key_at(1).digest}
         eventually(lambda: site.objects() == names and site.announced() == digests)
         eventually(lambda: not site.spooled())
-        assert parts.counted("save.items") == 2
-        assert parts.counted("save_problem.denied") == 0
-        assert not parts.node.breaker.is_open
+        assert engine.count("save.items") == 2
+        assert engine.count("save_problem.denied") == 0
+        assert not engine.node.breaker.is_open
     denied = [request for request in site.proxy.requests if request.method == "DELETE"]
     assert len(denied) == 1  # asked for once, and not again
     become(CONSUMER, guarded, monkeypatch)
     other = site.settings(transport=transport, cache_dir=str(site.cache_dir.parent / "other"))
-    with Parts(other) as parts:
-        parts.follow()
-        assert parts.fetch(0, 1) == [Outcome.READY] * 2
+    with Engine(other) as engine:
+        engine.follow()
+        assert engine.outcomes(0, 1) == [Outcome.READY] * 2
 
 
 @transports
@@ -121,12 +121,12 @@ def test_a_writer_that_may_not_read_saves_and_announces(
     transport: Kind, site: Site, guarded: LocalS3, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     become(WRITER, guarded, monkeypatch)
-    with Parts(site.settings(transport=transport)) as parts:
-        parts.node.follow_the_bucket()
-        eventually(lambda: parts.counted("index.refresh_failed") > 0)
-        parts.save(0)
+    with Engine(site.settings(transport=transport)) as engine:
+        engine.node.follow_the_bucket()
+        eventually(lambda: engine.count("index.refresh_failed") > 0)
+        engine.save(0)
         eventually(lambda: site.announced() == {key_at(0).digest})
-        assert parts.counted("save.items") == 1
+        assert engine.count("save.items") == 1
     assert site.objects() == {key_at(0).name}
 
 
@@ -142,16 +142,16 @@ def test_an_absent_key_that_is_denied_is_a_miss_named_once(
     deny = DenyAbsent()
     site.proxy.add(Rule(deny, method="GET"))
     become(BLIND, guarded, monkeypatch)
-    with Parts(site.settings(transport=transport)) as parts:
-        parts.node.follow_the_bucket()
-        eventually(lambda: parts.counted("index.refresh_failed") > 0)
+    with Engine(site.settings(transport=transport)) as engine:
+        engine.node.follow_the_bucket()
+        eventually(lambda: engine.count("index.refresh_failed") > 0)
         (line,) = warnings_of(caplog, "cannot read the index")
         assert "s3:ListBucket" in line
-        assert parts.fetch(0) == [Outcome.READY]
+        assert engine.outcomes(0) == [Outcome.READY]
         for absent in range(10, 12):
-            assert parts.fetch(absent) == [Outcome.ABSENT]
+            assert engine.outcomes(absent) == [Outcome.ABSENT]
         assert deny.denied == 2
-        assert parts.counted("fetch.denied") == 2
+        assert engine.count("fetch.denied") == 2
         assert len(warnings_of(caplog, "an entry is denied")) == 1
         (line,) = warnings_of(caplog, "an entry is denied")
         assert "s3:ListBucket" in line

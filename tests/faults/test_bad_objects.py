@@ -42,9 +42,9 @@ def test_bad_object_is_stored_again_as_a_revision_that_every_node_finds(
     bad = flipped(body_at(1), -1)
     stocked.stock(key_at(1).name, bad)
     with (
-        Engine(stocked, tmp_path / "a") as both,
-        Engine(stocked, tmp_path / "a", saves=False) as neighbour,
-        Engine(stocked, tmp_path / "b", saves=False) as stranger,
+        Engine.at(stocked, tmp_path / "a") as both,
+        Engine.at(stocked, tmp_path / "a") as neighbour,
+        Engine.at(stocked, tmp_path / "b") as stranger,
     ):
         stocked.proxy.requests.clear()
         assert both.fetch(1).outcome is Outcome.CORRUPT
@@ -60,7 +60,7 @@ def test_bad_object_is_stored_again_as_a_revision_that_every_node_finds(
             assert engine.fetch(1).outcome is Outcome.CORRUPT
         assert gets(stocked, 1) == ["r0", "r0", "r1", "r1", "r1"]
 
-        both.save(1)
+        both.save_and_wait(1)
         both.announce()
         assert stocked.body(key_at(1).name) == bad
         assert stocked.body(key_at(1).name.replace(".s", ".r1.s")) == body_at(1)
@@ -99,7 +99,7 @@ def test_index_made_from_a_listing_has_one_row_for_all_revisions(
             await store.close()
 
     assert asyncio.run(made()) == (2, True)
-    with Engine(stocked, tmp_path / "a", saves=False) as engine:
+    with Engine.at(stocked, tmp_path / "a") as engine:
         engine.refresh()
         facts = engine.node.index.facts(key_at(1))
         assert facts is not None
@@ -111,13 +111,13 @@ def test_last_revision_that_is_bad_is_said_once_and_nothing_more_is_stored(
 ) -> None:
     for revision in range(MAX_REVISION + 1):
         overwrite(stocked, key_at(1), b"no entry", revision)
-    with Engine(stocked, tmp_path / "a") as engine:
+    with Engine.at(stocked, tmp_path / "a") as engine:
         stocked.proxy.requests.clear()
         assert engine.fetch(1).outcome is Outcome.CORRUPT
         assert len(gets(stocked, 1)) == 2 * (MAX_REVISION + 1)
         assert engine.fetch(1).outcome is Outcome.CORRUPT
         assert len(gets(stocked, 1)) == 2 * (MAX_REVISION + 1)
-        engine.save(1)
+        engine.save_and_wait(1)
         assert engine.count("save_problem.revisions") == 1
         assert len(stocked.objects()) == MAX_REVISION + 1
         assert caplog.text.count("revisions of entry") == 1
@@ -127,11 +127,11 @@ def test_last_revision_that_is_bad_is_said_once_and_nothing_more_is_stored(
 
 def test_writers_that_meet_at_a_revision_store_it_once(stocked: Site, tmp_path: Path) -> None:
     stocked.stock(key_at(1).name, b"no entry")
-    with Engine(stocked, tmp_path / "a") as one, Engine(stocked, tmp_path / "b") as other:
+    with Engine.at(stocked, tmp_path / "a") as one, Engine.at(stocked, tmp_path / "b") as other:
         for engine in (one, other):
             assert engine.fetch(1).outcome is Outcome.CORRUPT
         for engine in (one, other):
-            engine.save(1)
+            engine.save_and_wait(1)
         assert (one.count("save.items"), other.count("save.existed")) == (1, 1)
         assert len(stocked.objects()) == 2
         other.refresh()
@@ -142,7 +142,7 @@ def test_bad_object_that_an_outsider_mends_is_served_when_the_quarantine_ends(
     stocked: Site, tmp_path: Path
 ) -> None:
     stocked.stock(key_at(1).name, b"no entry")
-    with Engine(stocked, tmp_path / "a", saves=False) as engine:
+    with Engine.at(stocked, tmp_path / "a") as engine:
         assert engine.fetch(1).outcome is Outcome.CORRUPT
         overwrite(stocked, key_at(1), body_at(1))
         assert engine.fetch(1).outcome is Outcome.CORRUPT
@@ -157,7 +157,7 @@ def test_many_bad_objects_at_once_are_blamed_on_the_way_and_not_quarantined(
     monkeypatch.setattr("s3ec.tier.bad_objects.MANY", 2)
     for number in range(4):
         stocked.stock(key_at(number).name, b"no entry")
-    with Engine(stocked, tmp_path / "a", saves=False) as engine:
+    with Engine.at(stocked, tmp_path / "a") as engine:
         with caplog.at_level(logging.ERROR):
             for number in range(4):
                 assert engine.fetch(number).outcome is Outcome.CORRUPT

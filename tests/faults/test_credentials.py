@@ -20,7 +20,7 @@ from s3ec.store import credentials
 from s3ec.testing.proxy import Exchange, Reply, Rule
 from s3ec.testing.proxy_faults import s3_error
 from s3ec.testing.server import Identity, LocalS3
-from tests.faults.engine_parts import Kind, Parts, stock
+from tests.faults.engine import Engine, Kind, stock
 from tests.faults.saving import key_at
 from tests.faults.site import Site, eventually
 
@@ -64,20 +64,20 @@ def test_a_credentials_file_that_is_rotated_is_read_again_and_said_once(
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(keys))
     write_keys(keys, NOBODY)
     me = Identity("me", access_key=local_s3.access_key, secret_key=local_s3.secret_key)
-    with Parts(site.settings(transport=transport)) as parts:
+    with Engine(site.settings(transport=transport)) as engine:
         # The server's own word for keys that it does not know any more.
-        assert parts.fetch(0) == [Outcome.UNAVAILABLE]
+        assert engine.outcomes(0) == [Outcome.UNAVAILABLE]
         assert "InvalidAccessKeyId" in warnings_of(caplog, "an entry is denied")[0]
         eventually(
             lambda: (
-                parts.fetch(0) == [Outcome.UNAVAILABLE]
+                engine.outcomes(0) == [Outcome.UNAVAILABLE]
                 and bool(warnings_of(caplog, "there are no others yet"))
             )
         )
         write_keys(keys, me)
-        parts.fetch_in_the_end(0)
-        assert parts.fetch(1) == [Outcome.READY]
-        assert parts.counted("fetch.denied") >= 2
+        engine.fetch_in_the_end(0)
+        assert engine.outcomes(1) == [Outcome.READY]
+        assert engine.count("fetch.denied") >= 2
     assert len(warnings_of(caplog, "there are no others yet")) == 1
     assert len(warnings_of(caplog, "others are used now (shared-credentials-file)")) == 1
     refused = [r for r in site.proxy.requests if NOBODY.access_key in r.headers["authorization"]]
@@ -93,20 +93,20 @@ def test_leave_to_write_that_is_revoked_keeps_the_reads_and_loses_no_save(
     stock(site, 0, 1)
     for name, value in local_s3.env().items():
         monkeypatch.setenv(name, value)
-    with Parts(site.settings(transport=transport)) as parts:
-        parts.follow()
-        parts.save(2)
+    with Engine(site.settings(transport=transport)) as engine:
+        engine.follow()
+        engine.save(2)
         eventually(lambda: key_at(2).name in site.objects())
         revoked = site.proxy.add(Rule(s3_error(403, "AccessDenied"), method="PUT"))
-        parts.save(3)
-        eventually(lambda: parts.counted("save_problem.denied") >= 1)
-        assert parts.fetch(0) == [Outcome.READY]
+        engine.save(3)
+        eventually(lambda: engine.count("save_problem.denied") >= 1)
+        assert engine.outcomes(0) == [Outcome.READY]
         assert key_at(3).digest.hex() in site.spooled()
         fired = revoked.fired
         site.let_through()
         eventually(lambda: key_at(3).name in site.objects())
         eventually(lambda: not site.spooled())
-        parts.fetch_in_the_end(1)
+        engine.fetch_in_the_end(1)
     assert 1 <= fired < 20  # no storm
 
 
@@ -149,15 +149,15 @@ def test_clocks_an_hour_apart_are_named_with_the_difference_and_heal(
         monkeypatch.setenv(name, value)
     clock = OtherClock(datetime.timedelta(hours=1))
     site.proxy.add(Rule(clock))
-    with Parts(site.settings(transport=transport, index_refresh_s="0.1")) as parts:
-        parts.node.follow_the_bucket()
+    with Engine(site.settings(transport=transport, index_refresh_s="0.1")) as engine:
+        engine.node.follow_the_bucket()
         eventually(lambda: bool(warnings_of(caplog, "cannot read the index")))
-        assert parts.fetch(0) == [Outcome.UNAVAILABLE]
-        eventually(lambda: parts.node.breaker.is_open)
+        assert engine.outcomes(0) == [Outcome.UNAVAILABLE]
+        eventually(lambda: engine.node.breaker.is_open)
         (line,) = warnings_of(caplog, "cannot read the index")
         assert re.search(r"set this machine's clock, it is 36\d\d s ahead of the server's", line)
         clock.behind = datetime.timedelta()
-        parts.fetch_in_the_end(0)
+        engine.fetch_in_the_end(0)
     assert 2 <= clock.refused < 20  # no storm
 
 
@@ -246,16 +246,16 @@ def test_metadata_that_does_not_answer_holds_nothing_up_and_is_asked_seldom(
     with metadata_service(me) as (service, url):
         service.mode = mode
         monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", url)
-        with Parts(site.settings(transport=transport, index_refresh_s="0.1")) as parts:
-            parts.node.follow_the_bucket()
-            assert parts.fetch(0) == [Outcome.UNAVAILABLE]
-            eventually(lambda: parts.node.breaker.is_open)
-            assert parts.fetch(0) == [Outcome.UNAVAILABLE]
+        with Engine(site.settings(transport=transport, index_refresh_s="0.1")) as engine:
+            engine.node.follow_the_bucket()
+            assert engine.outcomes(0) == [Outcome.UNAVAILABLE]
+            eventually(lambda: engine.node.breaker.is_open)
+            assert engine.outcomes(0) == [Outcome.UNAVAILABLE]
             assert service.asked >= 1
             assert site.proxy.requests == []
             assert len(warnings_of(caplog, "cannot read the index")) == 1
             service.mode = "give"
             service.released.set()
-            parts.fetch_in_the_end(0)
-            eventually(lambda: not parts.node.breaker.is_open)
+            engine.fetch_in_the_end(0)
+            eventually(lambda: not engine.node.breaker.is_open)
             assert service.asked < 30

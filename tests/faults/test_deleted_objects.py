@@ -31,8 +31,8 @@ def test_object_deleted_out_of_band_is_one_miss_written_again_and_found_by_other
         stocked.client.put_bucket_versioning(
             Bucket=stocked.bucket, VersioningConfiguration={"Status": "Enabled"}
         )
-    with Engine(stocked, tmp_path / "a") as both, Engine(stocked, tmp_path / "b") as other:
-        other.save(1)
+    with Engine.at(stocked, tmp_path / "a") as both, Engine.at(stocked, tmp_path / "b") as other:
+        other.save_and_wait(1)
         other.announce()
         both.refresh()
         assert both.node.index.holds(key_at(1))
@@ -42,7 +42,7 @@ def test_object_deleted_out_of_band_is_one_miss_written_again_and_found_by_other
         assert both.count("index.vanished") == 1
         assert not both.node.index.maybe_contains(key_at(1))
         assert not both.node.index.holds(key_at(1))
-        both.save(1)
+        both.save_and_wait(1)
         both.announce()
         assert both.node.index.holds(key_at(1))
         assert stocked.body(key_at(1).name) == body_at(1)
@@ -56,8 +56,8 @@ def test_object_deleted_out_of_band_is_one_miss_written_again_and_found_by_other
 def test_bucket_that_is_deleted_is_a_miss_and_hits_come_back_with_it(
     stocked: Site, tmp_path: Path, local_s3: LocalS3
 ) -> None:
-    with Engine(stocked, tmp_path / "a") as engine:
-        engine.save(1)
+    with Engine.at(stocked, tmp_path / "a") as engine:
+        engine.save_and_wait(1)
         engine.announce()
         engine.node.tier.evict(key_at(1))
         local_s3.delete_bucket(stocked.bucket)

@@ -46,7 +46,7 @@ def flipped(body: bytes, bit: int) -> bytes:
 
 def test_bit_flipped_anywhere_is_a_miss_or_the_right_bytes(stocked: Site, tmp_path: Path) -> None:
     numbers = itertools.count()
-    with Engine(stocked, tmp_path / "a", saves=False) as engine:
+    with Engine.at(stocked, tmp_path / "a") as engine:
 
         @settings(max_examples=12, suppress_health_check=list(HealthCheck))
         @given(bit=st.integers(0, 8 * ENTRY_BYTES - 1), where=st.sampled_from(["once", "bucket"]))
@@ -84,7 +84,7 @@ BODIES: dict[str, Callable[[], Fault]] = {
 def test_body_that_is_something_else_is_a_miss_and_the_object_is_quarantined(
     stocked: Site, tmp_path: Path
 ) -> None:
-    with Engine(stocked, tmp_path / "a", saves=False) as engine:
+    with Engine.at(stocked, tmp_path / "a") as engine:
         for number, (what, fault) in enumerate(BODIES.items()):
             stocked.stock(key_at(number).name, body_at(number))
             rule = stocked.proxy.add(
@@ -151,7 +151,7 @@ def test_entry_that_does_not_fit_is_a_miss_and_its_field_is_counted(
     stocked: Site, tmp_path: Path
 ) -> None:
     unusable = {"namespace", "version", "nonfinite"}
-    with Engine(stocked, tmp_path / "a", saves=False) as engine:
+    with Engine.at(stocked, tmp_path / "a") as engine:
         for number, (field, make) in enumerate(MISFITS.items()):
             stocked.stock(key_at(number).name, make(number))
             outcome = engine.fetch(number).outcome
@@ -182,7 +182,7 @@ HOSTILE = {
 
 
 def test_hostile_safetensors_are_refused_and_quarantined(stocked: Site, tmp_path: Path) -> None:
-    with Engine(stocked, tmp_path / "a", saves=False) as engine:
+    with Engine.at(stocked, tmp_path / "a") as engine:
         for number, (what, body) in enumerate(HOSTILE.items()):
             stocked.stock(key_at(number).name, body)
             outcome = engine.fetch(number).outcome

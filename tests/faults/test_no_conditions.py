@@ -59,10 +59,10 @@ def test_server_without_conditions_is_named_not_compacted_on_and_serves_right_by
             await store.close()
 
     assert asyncio.run(probe()) is ConditionalPut.IGNORED
-    with Engine(careless, tmp_path / "a") as one, Engine(careless, tmp_path / "b") as other:
-        one.save(1)
-        other.save(1)
-        one.save(2)
+    with Engine.at(careless, tmp_path / "a") as one, Engine.at(careless, tmp_path / "b") as other:
+        one.save_and_wait(1)
+        other.save_and_wait(1)
+        one.save_and_wait(2)
         one.announce()
         assert caplog.text.count("the server ignores If-None-Match") == 2  # a process each
         assert (one.count("save.items"), other.count("save.existed")) == (2, 1)

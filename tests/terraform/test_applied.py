@@ -16,7 +16,7 @@ from botocore.exceptions import ClientError
 from s3ec.config import load_settings
 from s3ec.prefetch import Outcome
 from s3ec.testing.server import Identity, LocalS3, MotoServer
-from tests.faults.engine_parts import Parts
+from tests.faults.engine import Engine
 from tests.faults.site import eventually
 from tests.terraform.cases import HOW, PLUGINS, Terraform, copy
 
@@ -193,16 +193,16 @@ def test_connector_works_as_producer_and_as_consumer(
             "min_free_bytes": "0",
         }
 
-    with Parts(settings("producer")) as parts:
-        parts.save(0, 1)
-        eventually(lambda: parts.counted("save.items") == 2)
-        assert parts.counted("save_problem.denied") == 0
-    with Parts(settings("consumer")) as parts:
-        parts.follow()
-        assert parts.fetch(0, 1, 7) == [Outcome.READY, Outcome.READY, Outcome.ABSENT]
-        parts.save(2)
-        eventually(lambda: parts.counted("save_problem.denied") >= 1)
-        assert parts.counted("save.items") == 0
+    with Engine(settings("producer")) as engine:
+        engine.save(0, 1)
+        eventually(lambda: engine.count("save.items") == 2)
+        assert engine.count("save_problem.denied") == 0
+    with Engine(settings("consumer")) as engine:
+        engine.follow()
+        assert engine.outcomes(0, 1, 7) == [Outcome.READY, Outcome.READY, Outcome.ABSENT]
+        engine.save(2)
+        eventually(lambda: engine.count("save_problem.denied") >= 1)
+        assert engine.count("save.items") == 0
     lines = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert len([line for line in lines if "s3:PutObject" in line]) == 1
 
