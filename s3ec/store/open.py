@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import enum
 import importlib
 import logging
@@ -112,6 +113,9 @@ async def probe_conditional_put(store: Store) -> ConditionalPut:
     except AccessError as exc:
         log.info("cannot tell whether conditional writes are honoured: %s", exc)
         return ConditionalPut.UNKNOWN
+    except asyncio.CancelledError:
+        deletable = False  # whoever ends has no time for that, and perhaps no store
+        raise
     finally:
         if deletable:
             await _clean_up(store, name)

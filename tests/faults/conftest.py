@@ -14,6 +14,15 @@ from tests.faults.herd import Herd, herding
 from tests.faults.site import Site
 
 
+@pytest.fixture(autouse=True)
+def announced_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test of this process waits for a fuller batch of announcements; children do."""
+    try:
+        monkeypatch.setattr("s3ec.connector.announcing.ANNOUNCE_S", 0.05)
+    except ImportError:
+        return  # no torch here
+
+
 @pytest.fixture
 def site(local_s3: LocalS3, s3_bucket: str, tmp_path: Path) -> Iterator[Site]:
     with FaultProxy(local_s3.endpoint_url) as proxy:

@@ -40,6 +40,10 @@ class _Engine:
         from s3ec.node import Node
         from s3ec.settings import Settings
 
+        # Here: an import needs descriptors, of which there may be none later.
+        from tests.faults.living import object_at
+
+        self._body_at = lambda number: b"".join(object_at(number))
         self.node: Node = Node(Settings.model_validate(settings), NAMESPACE)
         self.queue: SaveQueue = SaveQueue(self.node, budget_bytes=2**22, overflow="drop")
         self.saved: set[str] = set()
@@ -58,7 +62,6 @@ class _Engine:
     def fetch(self, *numbers: int) -> dict[int, Fetched]:
         """Fetch and compare; the pins are the caller's."""
         from s3ec.prefetch import Outcome, Want
-        from tests.faults.living import object_at
 
         wanted = {key_at(number).digest: number for number in numbers}
         self.node.prefetcher.submit([Want(key_at(n), "image", ROWS) for n in numbers])
@@ -72,7 +75,7 @@ class _Engine:
         for number, one in found.items():
             if one.outcome is Outcome.READY and one.pin is not None:
                 with _descriptors(None):
-                    if one.pin.path.read_bytes() != b"".join(object_at(number)):
+                    if one.pin.path.read_bytes() != self._body_at(number):
                         say(f"bad bytes {number}")
         return found
 

@@ -143,10 +143,11 @@ class Machine:
 
     def serve(self, *numbers: int) -> set[int]:
         """Fetch and load; which of them an engine would not have had to encode."""
+        missing = {number for number in numbers if not self.corpus.has(number)}  # it may come soon
         fetched = self.fetch(*numbers)
         self.load(fetched)
         for number, one in fetched.items():
-            absent = one.outcome is Outcome.ABSENT and not self.corpus.has(number)
+            absent = one.outcome is Outcome.ABSENT and number in missing
             assert absent or one.outcome in (Outcome.READY, Outcome.UNAVAILABLE)
         return {n for n, one in fetched.items() if one.outcome is Outcome.READY}
 

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import asyncio
 import logging
 import sys
+from collections.abc import Sequence
 
 import pytest
 
@@ -34,6 +36,23 @@ async def test_probe_finds_a_server_that_ignores_and_leaves_nothing() -> None:
     store = OverwritingStore()
     assert await probe_conditional_put(store) is ConditionalPut.IGNORED
     assert store.bucket.objects == {}
+
+
+async def test_probe_that_is_cancelled_while_its_store_closes_says_nothing_else() -> None:
+    writing = asyncio.Event()
+
+    class Stalling(MemoryStore):
+        async def put_if_absent(self, name: str, body: Sequence[bytes | memoryview]) -> None:
+            writing.set()
+            await asyncio.Event().wait()
+
+    store = Stalling()
+    probe = asyncio.create_task(probe_conditional_put(store))
+    await writing.wait()
+    await store.close()
+    probe.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await probe
 
 
 async def test_probe_of_a_reader_is_unknown() -> None:
