@@ -57,7 +57,7 @@ class Context:
 
     def rounds(self, full: int) -> int:
         """How many rounds to do: ``full``, or a few in a quick run."""
-        return min(full, 3) if self.quick else full
+        return min(full, 2) if self.quick else full
 
     def report(
         self, name: str, value: float, *, samples: int, detail: Mapping[str, Any] | None = None

@@ -50,7 +50,7 @@ def test_missing_names_what_was_not_reported(tmp_path: Path) -> None:
 
 def test_quick_run_has_few_rounds_and_says_so(tmp_path: Path) -> None:
     made = context(tmp_path, quick=True)
-    assert made.rounds(25) == 3
+    assert made.rounds(25) == 2
     assert made.rounds(2) == 2
     made.report("fake.ratio", 1.0, samples=1)
     assert all(row.detail["quick"] for row in made.rows("no"))
