@@ -118,7 +118,7 @@ class GuardStore(Wrapper):
         is_read = op in _READS
         if self._breaker.refuses(is_read=is_read):
             raise BreakerOpenError("the breaker is open")
-        since = await self._pace.take()
+        since = await self._pace.take(is_read=is_read)
         try:
             # Once more: it may have opened while this one waited for a place.
             ticket = self._breaker.admit(is_read=is_read)

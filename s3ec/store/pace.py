@@ -2,7 +2,8 @@
 """How many requests an endpoint is asked at a time: fewer when it says "slow down", then more.
 
 Additive increase, multiplicative decrease: each throttled request halves the places, once for all
-that were out together; each round of answers gives one back.
+that were out together; each round of answers gives one back. What is left goes to reads first,
+since requests wait for those and nobody waits for an upload.
 """
 
 from __future__ import annotations
@@ -12,9 +13,16 @@ import contextlib
 import threading
 from collections import deque
 
+# Where both wait, so many reads go before one that is none.
+_READS_IN_A_ROW = 3
+
+_Waiting = tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]
+
 
 class Pace:
-    """Places for requests, handed out in the order they were asked for; for any number of threads.
+    """Places for requests; for any number of threads.
+
+    Those of a kind, reads or not, get them in the order they were asked for.
 
     Args:
         places: With an endpoint that does not complain. At least one is left.
@@ -29,7 +37,9 @@ class Pace:
         self._lock = threading.Lock()
         self._used = 0
         self._cuts = 0
-        self._waiting: deque[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = deque()
+        self._reads: deque[_Waiting] = deque()
+        self._others: deque[_Waiting] = deque()
+        self._reads_in_a_row = 0
 
     @property
     def withheld(self) -> int:
@@ -41,8 +51,11 @@ class Pace:
         """Places that are taken."""
         return self._used
 
-    async def take(self) -> int:
+    async def take(self, *, is_read: bool = False) -> int:
         """Wait for a place without a limit; to be given back.
+
+        Args:
+            is_read: It goes before three of four that are none.
 
         Returns:
             For slow_down.
@@ -51,14 +64,15 @@ class Pace:
             return self._cuts
         loop = asyncio.get_running_loop()
         granted = loop.create_future()
+        queue = self._reads if is_read else self._others
         with self._lock:
-            self._waiting.append((loop, granted))
+            queue.append((loop, granted))
             self._hand_out()
         try:
             await granted
         except asyncio.CancelledError:
             with self._lock, contextlib.suppress(ValueError):
-                self._waiting.remove((loop, granted))
+                queue.remove((loop, granted))
                 raise
             # It was granted meanwhile.
             self.give_back()
@@ -68,7 +82,7 @@ class Pace:
     def try_take(self) -> bool:
         """Take a place that is free and that nobody waits for; to be given back."""
         with self._lock:
-            if self._waiting or self._used >= int(self._limit):
+            if self._reads or self._others or self._used >= int(self._limit):
                 return False
             self._used += 1
             return True
@@ -108,11 +122,22 @@ class Pace:
 
     def _hand_out(self, *, everybody: bool = False) -> None:
         """Under the lock."""
-        while self._waiting and (everybody or self._used < int(self._limit)):
-            loop, granted = self._waiting.popleft()
+        while everybody or self._used < int(self._limit):
+            waiting = self._next()
+            if waiting is None:
+                return
+            loop, granted = waiting
             with contextlib.suppress(RuntimeError):  # its loop has ended, and nobody waits
                 loop.call_soon_threadsafe(_grant, granted)
                 self._used += 1
+
+    def _next(self) -> _Waiting | None:
+        """Take the next one out of its queue; under the lock."""
+        if self._reads and (self._reads_in_a_row < _READS_IN_A_ROW or not self._others):
+            self._reads_in_a_row += 1
+            return self._reads.popleft()
+        self._reads_in_a_row = 0
+        return self._others.popleft() if self._others else None
 
     def after_fork(self) -> None:
         """In a forked child: requests under way are the parent's."""

@@ -44,10 +44,6 @@ class _Engine:
         from tests.faults.living import object_at
 
         self._body_at = lambda number: b"".join(object_at(number))
-        # Here: an import needs descriptors, of which there may be none later.
-        from tests.faults.living import object_at
-
-        self._body_at = lambda number: b"".join(object_at(number))
         self.node: Node = Node(Settings.model_validate(settings), NAMESPACE)
         self.queue: SaveQueue = SaveQueue(self.node, budget_bytes=2**22, overflow="drop")
         self.saved: set[str] = set()

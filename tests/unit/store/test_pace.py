@@ -46,6 +46,44 @@ async def test_requests_that_were_out_together_count_once() -> None:
     assert pace.withheld == 8
 
 
+async def test_reads_go_before_uploads_that_came_earlier_and_not_before_all_of_them() -> None:
+    pace = Pace(1)
+    await pace.take()
+    order: list[str] = []
+
+    async def ask(name: str, *, is_read: bool) -> None:
+        await pace.take(is_read=is_read)
+        order.append(name)
+        pace.give_back()
+
+    asked = [asyncio.create_task(ask(f"upload {n}", is_read=False)) for n in range(3)]
+    asked += [asyncio.create_task(ask(f"read {n}", is_read=True)) for n in range(5)]
+    await asyncio.sleep(0)
+    pace.give_back()
+    async with asyncio.timeout(30):
+        await asyncio.gather(*asked)
+    assert order == [
+        *("read 0", "read 1", "read 2", "upload 0"),
+        *("read 3", "read 4", "upload 1", "upload 2"),
+    ]
+    assert pace.used == 0
+
+
+async def test_a_read_through_the_guard_passes_uploads_that_wait() -> None:
+    gate = Gate()
+    inner = FaultStore(MemoryStore(), Script([Fault(op="put_if_absent", gate=gate, times=1)]))
+    endpoint = Endpoint(1)
+    store = GuardStore(inner, endpoint, Counters())
+    first = asyncio.create_task(store.put_if_absent("a", [b"x"]))
+    await reached(gate)
+    waiting = asyncio.create_task(store.put_if_absent("b", [b"x"]))
+    reading = asyncio.create_task(store.get("b", max_bytes=10))
+    await asyncio.sleep(0)
+    gate.release()
+    assert await reading is None  # it was asked for before the upload that came before it
+    await asyncio.gather(first, waiting)
+
+
 async def test_who_waits_for_a_place_when_the_breaker_opens_is_told_at_once() -> None:
     gate = Gate()
     script = Script([Fault(op="put_if_absent", gate=gate), Fault(error=UnavailableError)])
@@ -90,9 +128,9 @@ class PaceMachine(RuleBasedStateMachine):
             if not task.cancelled():
                 self.holders.append(task.result())
 
-    @rule()
-    def come(self) -> None:
-        self.waiters.append(self.loop.create_task(self.pace.take()))
+    @rule(is_read=st.booleans())
+    def come(self, is_read: bool) -> None:
+        self.waiters.append(self.loop.create_task(self.pace.take(is_read=is_read)))
         self.turn()
 
     @precondition(lambda self: self.holders)
