@@ -222,6 +222,8 @@ class Aioboto3Store:
                 async with self._turns.take(what) as extend:
                     asked_s = time.monotonic()
                     yield Turn(client, extend)
+            if self._opened is not None:
+                self._opened.credentials.accepted(asked_s)
         except AccessError as exc:
             if exc.code in CREDENTIAL_CODES and self._opened is not None:
                 self._opened.credentials.refused(exc.code, asked_s)

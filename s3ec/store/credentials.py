@@ -55,6 +55,7 @@ class ChainCredentials:
         self._frozen: Any = None
         self._since_s = 0.0  # when those came into use
         self._refused = ""  # the server's code; empty while they are good
+        self._refused_s = 0.0
         self._told: Any = None  # those of which the log says that there are no others
         self._problem: Exception | None = None
         self._asked_s = float("-inf")
@@ -100,6 +101,16 @@ class ChainCredentials:
         """
         if asked_s >= self._since_s:  # others may have come since
             self._refused = code
+            self._refused_s = self._clock()
+
+    def accepted(self, asked_s: float) -> None:
+        """A server took a request that they signed: an earlier refusal was a mistake of its own.
+
+        Args:
+            asked_s: When that request began.
+        """
+        if self._refused and asked_s > self._refused_s:
+            self._refused = ""
 
     async def close(self) -> None:
         """End a look that is under way."""

@@ -101,6 +101,24 @@ async def test_refused_without_others_is_used_on_and_looked_for_seldom_and_said_
     assert caplog.text.count("there are no others yet") == 1
 
 
+async def test_a_refusal_by_mistake_is_forgotten_once_a_later_request_is_taken(
+    chain: Chain,
+) -> None:
+    assert await chain.name_used() == "first"
+    chain.now_s += 10
+    asked_before_s = chain.now_s - 1
+    chain.credentials.refused("InvalidAccessKeyId", chain.now_s)
+    chain.credentials.accepted(asked_before_s)  # says nothing about the time after the refusal
+    assert await chain.name_used() == "first"
+    assert chain.walks == 2
+    chain.now_s += 1
+    chain.credentials.accepted(chain.now_s)
+    for _ in range(5):
+        chain.now_s += 10
+        assert await chain.name_used() == "first"
+    assert chain.walks == 2
+
+
 async def test_a_source_in_vain_is_remembered_for_a_while(chain: Chain) -> None:
     chain.name = None
     for _ in range(3):
