@@ -219,7 +219,7 @@ class Fetcher:
     async def _first_good(self, want: Want, expected: Shape, max_bytes: int | None) -> Fetched:
         """Go through its revisions until one is good or none is left; no max_bytes: in parts."""
         key, bad = want.key, self._bad_objects
-        if bad.is_stale():
+        if self._loop.watch.run(bad.is_stale):
             await self._loop.disk(bad.refresh)
         facts = self._index.facts(key)
         revision = bad.revision(key)

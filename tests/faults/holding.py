@@ -26,7 +26,7 @@ def say(line: str) -> None:
     os.write(1, f"{os.getpid()} {line}\n".encode())
 
 
-def _eventually(condition: Callable[[], bool], what: str) -> None:
+def eventually(condition: Callable[[], bool], what: str) -> None:
     deadline = time.monotonic() + _DEADLINE_S
     while not condition():
         if time.monotonic() > deadline:
@@ -34,7 +34,7 @@ def _eventually(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.002)
 
 
-class _Engine:
+class Holder:
     def __init__(self, settings: dict[str, str]) -> None:
         from s3ec.connector.saves import SaveQueue
         from s3ec.node import Node
@@ -71,7 +71,7 @@ class _Engine:
             found.update({wanted[f.want.key.digest]: f for f in self.node.prefetcher.drain()})
             return len(found) == len(numbers)
 
-        _eventually(have_all, "fetches")
+        eventually(have_all, "fetches")
         for number, one in found.items():
             if one.outcome is Outcome.READY and one.pin is not None:
                 with _descriptors(None):
@@ -113,9 +113,9 @@ def _descriptors(left: int | None) -> Iterator[None]:
 
 def starved(*, settings: dict[str, str], stock: int) -> None:
     """Fetch and save with 0, 1, 2... descriptors to spare, and with enough in between."""
-    engine = _Engine(settings)
+    engine = Holder(settings)
     engine.node.follow_the_bucket()
-    _eventually(lambda: engine.node.index.loaded, "index")
+    eventually(lambda: engine.node.index.loaded, "index")
     missed = served = 0
     number = 0
     saves = 1000
@@ -140,10 +140,10 @@ def starved(*, settings: dict[str, str], stock: int) -> None:
         engine.node.prefetcher.release(ready)
         return len(ready) == stock
 
-    _eventually(all_ready, "recovery")
+    eventually(all_ready, "recovery")
     expected = {identifier_at(n) for n in range(1000, saves)}
-    _eventually(lambda: engine.take_stored() == expected, "uploads")
-    _eventually(lambda: not spooled_below(Path(settings["cache_dir"])), "announcements")
+    eventually(lambda: engine.take_stored() == expected, "uploads")
+    eventually(lambda: not spooled_below(Path(settings["cache_dir"])), "announcements")
     engine.complain()
     snapshot = engine.node.counters.snapshot()
     say(f"refused {snapshot.get('tier.errors', 0) + snapshot.get('spool.refused', 0):g}")
@@ -157,7 +157,7 @@ def one(*, settings: dict[str, str], number: int) -> None:
     import signal
 
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
-    engine = _Engine(settings)
+    engine = Holder(settings)
     say("up")
     signal.sigwait({signal.SIGUSR1})
     engine.save(number)

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from s3ec.errors import TierError
-from tests.faults import ending, holding, indexing
+from tests.faults import ending, holding, indexing, leaking
 from tests.faults.saving import NAMESPACE, WIDTH, data_at, identifier_at, key_at, spooled_below
 from tests.faults.seccomp import refuse_hard_links
 
@@ -274,6 +274,7 @@ COMMANDS = {
     **ending.COMMANDS,
     **holding.COMMANDS,
     **indexing.COMMANDS,
+    **leaking.COMMANDS,
 }
 
 

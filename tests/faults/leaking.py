@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Child of living.py that counts what it holds after fetches that end in all ways."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tests.faults.holding import ROWS, Holder, eventually, say
+from tests.faults.saving import key_at
+
+if TYPE_CHECKING:
+    from s3ec.node import Node
+
+_DEADLINE_S = 60.0
+
+
+def _open_files(settings: dict[str, str]) -> dict[str, int]:
+    """What this process holds, and what lies in the tier for nobody."""
+    gc.collect()
+    below = Path(settings["cache_dir"]) / "v1"
+    temps = list(os.scandir(below / "incoming"))
+    pins = [name for _, _, names in os.walk(below / "pins") for name in names if "lock" not in name]
+    return {
+        "fds": len(os.listdir("/proc/self/fd")),
+        "threads": threading.active_count(),
+        "temps": len(temps),
+        "pins": len(pins),
+    }
+
+
+def _tasks(node: Node) -> int:
+    async def count() -> int:
+        return len(asyncio.all_tasks())
+
+    return node.loop.run(count(), _DEADLINE_S)
+
+
+def _fetch_by_many(engine: Holder, number: int) -> None:
+    """Eight threads want one entry eight times each."""
+    from s3ec.prefetch import Outcome, Want
+
+    prefetcher = engine.node.prefetcher
+    wants = [Want(key_at(number), "image", ROWS)] * 8
+    threads = [threading.Thread(target=prefetcher.submit, args=(wants,)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    found = engine.fetch(number)[number]
+    if found.outcome is not Outcome.READY or found.pin is None:
+        say(f"bad outcome {found.outcome.value}")
+        return
+    prefetcher.release([found.pin])
+
+
+def _abort(node: Node, number: int) -> None:
+    """A fetch that nobody waits for any more ends by its deadline."""
+    from s3ec.prefetch import Outcome, Want
+
+    prefetcher, limits = node.prefetcher, node.prefetcher._limits
+    prefetcher._limits = replace(limits, deadline_s=1.0)
+    prefetcher.submit([Want(key_at(number), "image", ROWS)])
+    prefetcher.forget([key_at(number)])
+    eventually(lambda: prefetcher.has_news, "its end")
+    prefetcher._limits = limits
+    (late,) = prefetcher.drain()
+    if late.outcome is not Outcome.UNAVAILABLE or node.tier.is_claimed(late.want.key):
+        say(f"bad end {late.outcome.value}")
+
+
+def _end_early(node: Node, settings: dict[str, str], number: int) -> None:
+    """One more engine of this process ends while it fetches and saves."""
+    from s3ec.prefetch import Want
+
+    other = Holder(settings)
+    other.node.prefetcher.submit([Want(key_at(number), "image", ROWS)])
+    other.save(2000 + number)
+    eventually(lambda: node.tier.is_claimed(key_at(number)), "its claim")
+    other.queue.drain(0)
+    other.node.close(10)
+    eventually(lambda: not node.tier.is_claimed(key_at(number)), "the end of its claim")
+    other.complain()
+
+
+def leaks(*, settings: dict[str, str], rounds: int, stalled: int) -> None:
+    """Want, abort, and end in the middle, again and again; compare what is held in the end.
+
+    Args:
+        stalled: The bucket never answers for numbers from here on.
+    """
+    engine = Holder(settings)
+    node = engine.node
+
+    def held() -> dict[str, int]:
+        return {**_open_files(settings), "tasks": _tasks(node)}
+
+    before: dict[str, int] = {}
+    for number in range(rounds):
+        _fetch_by_many(engine, number)
+        _abort(node, stalled + number)
+        _end_early(node, settings, stalled + 100 + number)
+        if number == 1:  # connections and threads of the pools are there
+            before = held()
+
+    def is_back() -> bool:
+        now = held()
+        return all(now[name] <= before[name] for name in now)
+
+    try:
+        eventually(is_back, "the same")
+    except TimeoutError:
+        say(f"bad leak {before} {held()}")
+    say(f"unavailable {node.counters.get('fetch.unavailable'):g}")
+    engine.complain()
+    left = engine.queue.drain(30)
+    node.close(5)
+    say(f"left {left}")
+
+
+COMMANDS = {"leaks": leaks}

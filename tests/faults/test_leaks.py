@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Many who want one entry at once, and fetches that end early: nothing is left behind."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from s3ec.testing.proxy import Rule
+from s3ec.testing.proxy_faults import Stall
+from tests.faults.herd import Herd
+from tests.faults.living import object_at
+from tests.faults.saving import WIDTH, key_at
+from tests.faults.site import OBJECTS, Site
+
+pytest.importorskip("torch")
+
+_ROUNDS = 4
+_STALLED = 50
+
+
+def test_fetches_that_are_shared_aborted_or_ended_with_the_loop_leave_nothing_behind(
+    site: Site, herd: Herd
+) -> None:
+    site.stock_record(WIDTH)
+    for number in range(_ROUNDS):
+        site.stock(key_at(number).name, b"".join(object_at(number)))
+    silent = [_STALLED + n + more for n in range(_ROUNDS) for more in (0, 100)]
+    names = "|".join(key_at(number).name for number in silent)
+    rule = Rule(Stall(), method="GET", target=names)
+    site.proxy.add(rule)
+    pid = herd.start("leaks", settings=site.settings(), rounds=_ROUNDS, stalled=_STALLED)
+    assert herd.hear(pid, "left") == "left 0"
+    herd.wait(pid)
+    assert herd.complaints() == []
+    assert rule.fired >= _ROUNDS
+    assert herd.hear(pid, "unavailable") == f"unavailable {_ROUNDS}"
+    asked = Counter(
+        request.target.partition(OBJECTS)[2].partition("?")[0]
+        for request in site.proxy.requests
+        if request.method == "GET" and OBJECTS in request.target
+    )
+    for number in range(_ROUNDS):
+        assert asked[key_at(number).name] == 1
+    assert site.tier_complaints() == []
