@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the SDK's requests travel: to the host that was asked for, and to no other.
 
-Two things that aiobotocore leaves to others, and aiohttp does not do: botocore switches the check
-of the certificate's host name off, since its own transport makes that check itself; and a redirect
-is followed with the session token among its headers. Checked with aiobotocore 2.25, aiohttp 3.14.
+Three things that aiobotocore leaves to others, and aiohttp does not do: botocore switches the check
+of the certificate's host name off, since its own transport makes that check itself; a redirect is
+followed with the session token among its headers; and an error or a page of a listing is read to
+its end, however far that is. Checked with aiobotocore 2.25, aiohttp 3.14.
 """
 
 from __future__ import annotations
@@ -17,9 +18,30 @@ from aiobotocore.httpsession import AIOHTTPSession
 
 from s3ec.store.sdk_errors import RedirectRefusedError
 
+# A page of a listing: 1000 names of 1 KiB, each byte of which may take five in XML.
+_ANSWER_BYTES = 8 * 2**20
+
+
+class _BoundedResponse(aiohttp.ClientResponse):
+    """Whose body is refused where it is too long for an answer; objects are read in pieces."""
+
+    async def read(self) -> bytes:
+        if self._body is None:
+            parts, nbytes = [], 0
+            async for part in self.content.iter_any():
+                parts.append(part)
+                nbytes += len(part)
+                if nbytes > _ANSWER_BYTES:
+                    self.close()
+                    raise aiohttp.ClientPayloadError(
+                        f"answered with more than {_ANSWER_BYTES} bytes"
+                    )
+            self._body = b"".join(parts)
+        return self._body
+
 
 class StrictSession(AIOHTTPSession):  # type: ignore[misc]
-    """Checks host names, and follows no redirect: signatures do not hold elsewhere anyway."""
+    """Checks host names, bounds answers, follows no redirect: a signature holds nowhere else."""
 
     def _get_ssl_context(self) -> ssl.SSLContext:
         context: ssl.SSLContext = super()._get_ssl_context()
@@ -33,6 +55,7 @@ class StrictSession(AIOHTTPSession):  # type: ignore[misc]
             trace.on_request_redirect.append(_refuse)
             trace.freeze()
             session.trace_configs.append(trace)
+            session._response_class = _BoundedResponse
         return session
 
 

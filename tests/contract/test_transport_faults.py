@@ -213,6 +213,38 @@ async def test_endless_redirect_is_an_access_error(store: Aioboto3Store, proxy: 
     await _fails(store.get("a", max_bytes=AMPLE), AccessError, "redirects, correct `endpoint_url`")
 
 
+class EndlessAnswer:
+    """A status, and a body that goes on for as long as anybody reads it."""
+
+    def __init__(self, status: int) -> None:
+        self.status = status
+        self.sent_bytes = 0
+
+    async def apply(self, exchange: Exchange) -> None:
+        await exchange.read_body()
+        head = f"HTTP/1.1 {self.status} Proxied\r\ntransfer-encoding: chunked\r\n\r\n"
+        await exchange.send_raw(head.encode())
+        while self.sent_bytes < 200 * 2**20:
+            await exchange.send_raw(b"100000\r\n" + bytes(2**20) + b"\r\n")
+            self.sent_bytes += 2**20
+
+
+@only_aiohttp
+@pytest.mark.parametrize("status", [200, 403, 500])
+async def test_an_answer_without_an_end_is_given_up_after_some_megabytes(
+    status: int, store: Aioboto3Store, proxy: FaultProxy
+) -> None:
+    async def names() -> list[str]:
+        return [info.name async for info in store.list("")]
+
+    fault = EndlessAnswer(status)
+    rule = proxy.add(Rule(fault))
+    await _fails(names() if status == 200 else store.get("a", max_bytes=AMPLE), UnavailableError)
+    assert fault.sent_bytes < 50 * 2**20 * rule.fired  # the sockets' buffers take some
+    proxy.clear()
+    assert await store.get("a", max_bytes=AMPLE) == BODY
+
+
 @pytest.mark.parametrize(
     "fault",
     [faults.Cut(0), faults.Cut(100_000), faults.Cut(100_000, reset=True), faults.Cut(299_999)],
