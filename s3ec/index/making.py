@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,6 +18,9 @@ from s3ec.index.head import Head
 
 GRACE_S = 3600.0
 """A reader that is slower than this finds files gone, and lists again."""
+_PREFIX, _LOCK = "s3ec-work-", "lock"
+# Between the making of a folder and its lock lies less.
+_UNLOCKED_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +60,7 @@ class Made:
 
 @contextmanager
 def temporary_folder(parent: Path | None, *names: str) -> Iterator[Path]:
-    """A folder for one piece of work.
+    """A folder for one piece of work; those of processes that were killed are removed first.
 
     Args:
         parent: Where; None for the system's place.
@@ -65,13 +71,44 @@ def temporary_folder(parent: Path | None, *names: str) -> Iterator[Path]:
     """
     with ExitStack() as stack:
         try:
+            place = Path(parent or tempfile.gettempdir())
+            _sweep(place)
             # A thread of a cancelled piece of work may still be writing there.
             made = tempfile.TemporaryDirectory(
-                prefix="s3ec-", dir=parent, ignore_cleanup_errors=True
+                prefix=_PREFIX, dir=place, ignore_cleanup_errors=True
             )
             folder = Path(stack.enter_context(made))
+            lock = stack.enter_context(open(folder / _LOCK, "wb"))
+            fcntl.flock(lock, fcntl.LOCK_EX)
             for name in names:
                 (folder / name).mkdir()
         except OSError as exc:
             raise TierError(f"cannot make a folder for temporary files: {exc}") from exc
         yield folder
+
+
+def _sweep(place: Path) -> None:
+    """Remove what others of this user left; a large compaction that was killed leaves 500 MB."""
+    for folder in place.glob(_PREFIX + "*"):
+        with suppress(OSError):
+            if (
+                folder.lstat().st_uid == os.geteuid()
+                and not folder.is_symlink()
+                and _is_dead(folder)
+            ):
+                shutil.rmtree(folder)
+
+
+def _is_dead(folder: Path) -> bool:
+    """Whether nobody holds its lock, which the kernel lets go with the process."""
+    try:
+        fd = os.open(folder / _LOCK, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:  # made just now, or half removed
+        return time.time() - folder.lstat().st_mtime > _UNLOCKED_S
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(fd)
+    return True
