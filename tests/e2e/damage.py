@@ -62,6 +62,15 @@ def other_model(blob: bytes) -> bytes:
     return _entry(dataclasses.replace(header, namespace="another-model-0123456789abcdef"))
 
 
+def not_finite(blob: bytes) -> bytes:
+    """A sound entry, one of whose values is NaN."""
+    header = codec.parse_header(blob)
+    data = bytearray(blob[header.data_start :])
+    data[1000:1002] = b"\xc0\x7f"  # bfloat16, little-endian
+    sealed = dataclasses.replace(header, checksum=codec.checksum(data))
+    return codec.encode_header(sealed) + bytes(data)
+
+
 def huge(blob: bytes) -> bytes:
     """A sound header that promises ten gigabytes of zeros, and a few of them."""
     header = codec.parse_header(blob)

@@ -61,7 +61,7 @@ _CORPUS = (
     *(f"deleted-{number}" for number in range(DELETED)),
     *("cut-tensor", "cut-header", "flipped", "other-width", "other-model"),
     *("other-dtype", "other-rows", "other-version", "bucket-gone", "marked"),
-    *("other-object", "huge", "oversized", "web-page", "warm"),
+    *("other-object", "not-finite", "huge", "oversized", "web-page", "warm"),
 )
 _NOT_IN_CORPUS = ("control", "down", "resting", "empty", *(f"both-{n}" for n in range(BOTH)))
 PURPOSES = _CORPUS + _NOT_IN_CORPUS

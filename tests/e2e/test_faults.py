@@ -226,6 +226,7 @@ def test_a_server_that_is_down_opens_the_breaker_and_the_engine_hits_once_it_is_
         ("other-rows", damage.other_rows, "vllm:s3ec_mismatches{field=rows}"),
         ("other-version", damage.other_version, "vllm:s3ec_corrupt{reason=version}"),
         ("other-model", damage.other_model, "vllm:s3ec_corrupt{reason=namespace}"),
+        ("not-finite", damage.not_finite, "vllm:s3ec_corrupt{reason=nonfinite}"),
         ("huge", damage.huge, "vllm:s3ec_corrupt{reason=size}"),
         ("oversized", damage.oversized, "vllm:s3ec_corrupt{reason=size}"),
         ("web-page", damage.web_page, "vllm:s3ec_corrupt{reason=header}"),
