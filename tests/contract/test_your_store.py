@@ -45,6 +45,8 @@ def _settings(**changes: Any) -> Settings:
     given: dict[str, Any] = {
         "bucket": _YOURS.get("S3EC_TEST_BUCKET", ""),
         "region": _YOURS.get("S3EC_TEST_REGION", "us-east-1"),
+        # Tests open more connections at once than a small server takes within the default second.
+        "connect_timeout_s": 30,
         "read_timeout_s": 30,
     }
     if _ENDPOINT != "aws":
