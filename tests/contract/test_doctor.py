@@ -49,13 +49,14 @@ HEALTHY = {
     "sse": "ok",
     "conditional_put": "ok",
     "checksums": "ok",
+    "ranges": "ok",
+    "listing": "ok",
     **NODE,
     **WITHOUT_VLLM,
     "corpus": "ok",
 }
-NO_BUCKET = dict.fromkeys(
-    ("read", "write", "sse", "conditional_put", "checksums", "corpus"), "skip"
-)
+PROBING = ("sse", "conditional_put", "checksums", "ranges", "listing")
+NO_BUCKET = dict.fromkeys(("read", "write", *PROBING, "corpus"), "skip")
 
 
 class Report:
@@ -264,7 +265,7 @@ def test_read_only_credentials_fail_for_a_producer_and_do_for_a_consumer(
     server, viewer = read_only
     env = keys_of(server, viewer)
     report = doctor(config(server.endpoint_url), env=env)
-    unknown = dict.fromkeys(("sse", "conditional_put", "checksums"), "skip")
+    unknown = dict.fromkeys(PROBING, "skip")
     assert report.verdicts() == {**HEALTHY, **unknown, "write": "fail"}
     assert "s3:PutObject" in report["write"]["mend"]
     report = doctor(config(server.endpoint_url, role="ec_consumer"), env=env)
