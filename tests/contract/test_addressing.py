@@ -43,6 +43,8 @@ async def store(
             "endpoint_url": f"http://{DOMAIN}",
             "region": "us-east-1",
             "allow_http": True,
+            "connect_timeout_s": 10,
+            "read_timeout_s": 20,
             "addressing_style": request.param,
         }
     ).settings

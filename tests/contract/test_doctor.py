@@ -95,6 +95,9 @@ def config(tmp_path: Path) -> Callable[..., str]:
             "cache_dir": str(tmp_path / "cache"),
             "cache_bytes": "1MiB",
             "min_free_bytes": 0,
+            # A busy machine is not what these tests are about.
+            "connect_timeout_s": 10,
+            "read_timeout_s": 20,
         }
         return json.dumps(
             {

@@ -31,6 +31,9 @@ def doctor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Doctor:
     """What the command prints about a server; vLLM counts as not installed."""
     monkeypatch.setitem(sys.modules, "vllm", None)
     monkeypatch.setenv("S3EC_CACHE_DIR", str(tmp_path / "cache"))
+    # A busy machine is not what these tests are about.
+    monkeypatch.setenv("S3EC_CONNECT_TIMEOUT_S", "10")
+    monkeypatch.setenv("S3EC_READ_TIMEOUT_S", "20")
 
     def run(server: Endpoint, *args: str, url: str | None = None) -> str:
         where = ("--bucket", BUCKET, "--endpoint-url", url or server.endpoint_url)
