@@ -6,6 +6,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -52,12 +53,21 @@ def doctor(
         list[str] | None,
         typer.Argument(metavar="-- VLLM ARGS", help="Arguments of `vllm serve`."),
     ] = None,
+    server: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Name and version of the store, for its line in the table of stores; unset: what "
+            "the store calls itself.",
+        ),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Say what is wrong before a fleet starts, and how to mend it.
 
     Looks at settings, credentials, bucket, clock, conditional writes, cache folder and vLLM;
     writes and deletes a few small objects below `.s3ec-probe/`. Warnings leave the exit status 0.
+    Ends with a line for the README's table of stores.
     """
     vllm_args = vllm_args or None
     source = _completed(source, vllm_args or [])
@@ -68,8 +78,14 @@ def doctor(
             print_json(_unusable(str(exc)))
         raise
     failed = any(check.outcome.verdict == "fail" for check in checks)
+    line = _compatibility(checks, server)
     if as_json:
-        print_json({"ok": not failed, "checks": [check.to_json() for check in checks]})
+        told = [check.to_json() for check in checks]
+        print_json({"ok": not failed, "checks": told, "compatibility": line})
+    elif line is not None:
+        from s3ec.doctor.compatibility import COLUMNS, row
+
+        typer.echo(f"\n{row(list(COLUMNS.values()))}\n{row(list(line.values()))}")
     if failed:
         raise typer.Exit(EXIT_WRONG)
 
@@ -111,7 +127,13 @@ def _unusable(message: str) -> dict[str, Any]:
     from s3ec.doctor.report import Check, fail
 
     check = Check("settings", fail(message, "see `s3ec config docs` for every setting"))
-    return {"ok": False, "checks": [check.to_json()]}
+    return {"ok": False, "checks": [check.to_json()], "compatibility": None}
+
+
+def _compatibility(checks: Sequence[Check], server: str | None) -> dict[str, str] | None:
+    from s3ec.doctor.compatibility import compatibility
+
+    return compatibility(checks, server=server, day=datetime.now(UTC).date())
 
 
 class _Spinner:

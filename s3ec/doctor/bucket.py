@@ -84,7 +84,7 @@ def endpoint(patient: Patient) -> Outcome:
             f"{hello.url} answers{server}, but not as S3 does",
             "correct `endpoint_url`: the S3 port, not that of a web console",
         )
-    return ok(f"{hello.url} answers{server}")
+    return ok(f"{hello.url} answers{server}", cell=hello.server)
 
 
 def _mend_endpoint(patient: Patient, reason: str, where: str) -> str:
@@ -142,16 +142,18 @@ def addressing(patient: Patient) -> Outcome:
     found = f"{used} style" + (" (auto)" if style == "auto" else "")
     host = urlsplit(patient.settings.endpoint_url or "").hostname or ""
     if other == "virtual" and _is_address(host):
-        return ok(f"{found}; virtual style needs a host name, not an address")
+        needs = "virtual style needs a host name, not an address"
+        return ok(f"{found}; {needs}", cell=f"{used}; virtual not tried")
     try:
         patient.ask(lambda: patient.s3.list_one(style=other))
     except S3ECError:
         if patient.listed:
-            return ok(f"{found}; {other} style does not work here")
+            return ok(f"{found}; {other} style does not work here", cell=f"{used} only")
         return skip(f"{found}; the bucket lists in neither style")
     if patient.listed:
-        return ok(f"{found}; {other} style works too")
-    return fail(f"{found} does not work, {other} style does", f"set `addressing_style` = `{other}`")
+        return ok(f"{found}; {other} style works too", cell="path and virtual")
+    mend = f"set `addressing_style` = `{other}`"
+    return fail(f"{found} does not work, {other} style does", mend, cell=f"{other} only")
 
 
 def _is_address(host: str) -> bool:

@@ -24,11 +24,14 @@ class Outcome:
         verdict: ``warn`` does not stop a fleet, ``fail`` does, ``skip`` was not examined.
         found: What was seen; never a credential.
         mend: What to do about it; empty where there is nothing to do.
+        cell: The same in a word or two, for the table of stores; empty where there is no more to
+            say than the verdict.
     """
 
     verdict: Verdict
     found: str
     mend: str = ""
+    cell: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,19 +56,19 @@ class Check:
         }
 
 
-def ok(found: str) -> Outcome:
+def ok(found: str, *, cell: str = "") -> Outcome:
     """All is well."""
-    return Outcome(Verdict.OK, found)
+    return Outcome(Verdict.OK, found, cell=cell)
 
 
-def warn(found: str, mend: str) -> Outcome:
+def warn(found: str, mend: str, *, cell: str = "") -> Outcome:
     """It works, but not as well as it could."""
-    return Outcome(Verdict.WARN, found, mend)
+    return Outcome(Verdict.WARN, found, mend, cell)
 
 
-def fail(found: str, mend: str) -> Outcome:
+def fail(found: str, mend: str, *, cell: str = "") -> Outcome:
     """It would not work."""
-    return Outcome(Verdict.FAIL, found, mend)
+    return Outcome(Verdict.FAIL, found, mend, cell)
 
 
 def skip(found: str, mend: str = "") -> Outcome:

@@ -79,6 +79,8 @@ STEPS = (
     Step("sse", "Bucket", writing.sse, ("write",), where="s3"),
     Step("conditional_put", "Bucket", writing.conditional_put, ("write", "sse")),
     Step("checksums", "Bucket", writing.checksums, ("write",), where="s3"),
+    Step("ranges", "Bucket", writing.ranges, ("write",), where="s3"),
+    Step("listing", "Bucket", writing.listing, ("write",), where="s3"),
     Step("cache_folder", "This node", node.cache_folder),
     Step("cache_links", "This node", node.cache_links, ("cache_folder",)),
     Step("cache_space", "This node", node.cache_space, ("cache_folder",)),

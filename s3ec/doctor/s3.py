@@ -29,6 +29,9 @@ from s3ec.store.sdk_errors import boundary
 
 # A CRC32 that no body of ours has.
 _WRONG_CRC = "AAAAAA=="
+PROBE_BODY = b"s3ec doctor"
+# Pages of one key that are followed; a listing that goes round in circles ends here.
+_MOST_PAGES = 50
 _REASON = re.compile(r"\[Errno -?\d+\] ([^)'\"\]]+)")
 
 
@@ -144,11 +147,31 @@ class S3Probe:
                 Bucket=self._settings.bucket, Prefix=self._key(""), MaxKeys=1
             )
 
-    def put(self, name: str, *, encrypted: bool = False, wrong_crc: bool = False) -> Written:
+    def pages(self, prefix: str) -> list[list[str]]:
+        """Names that begin with ``prefix``, as they come in pages of one; 50 pages at most.
+
+        Raises:
+            AccessError: Refused.
+            UnavailableError: Not answered.
+        """
+        root, pages = self._key(""), list[list[str]]()
+        more: dict[str, str] = {}
+        while len(pages) < _MOST_PAGES:
+            with self._boundary("list page by page"):
+                reply = self._client().list_objects_v2(
+                    Bucket=self._settings.bucket, Prefix=root + prefix, MaxKeys=1, **more
+                )
+            pages.append([entry["Key"].removeprefix(root) for entry in reply.get("Contents", [])])
+            if "NextContinuationToken" not in reply:
+                break
+            more = {"ContinuationToken": reply["NextContinuationToken"]}
+        return pages
+
+    def put(self, name: str, *, sse: str | None = None, wrong_crc: bool = False) -> Written:
         """Write a small object, with the CRC that the SDK adds where supported.
 
         Args:
-            encrypted: Ask for what ``sse`` says.
+            sse: Encryption to ask for; None for that of the settings, ``none`` for none.
             wrong_crc: Send a CRC that does not fit; a server that checks refuses it.
 
         Raises:
@@ -156,17 +179,18 @@ class S3Probe:
             UnavailableError: Not answered, or not implemented (501).
         """
         headers: dict[str, str] = {}
-        if encrypted:
-            headers["ServerSideEncryption"] = self._settings.sse
-            if self._settings.sse_kms_key_id:
-                headers["SSEKMSKeyId"] = self._settings.sse_kms_key_id
+        sse = sse or self._settings.sse
+        if sse != "none":
+            headers["ServerSideEncryption"] = sse
+        if sse == "aws:kms" and self._settings.sse_kms_key_id:
+            headers["SSEKMSKeyId"] = self._settings.sse_kms_key_id
         if wrong_crc:
             headers["ChecksumCRC32"] = _WRONG_CRC
         else:
             headers["ChecksumAlgorithm"] = "CRC32"
         with self._boundary("PUT"):
             reply = self._client().put_object(
-                Bucket=self._settings.bucket, Key=self._key(name), Body=b"s3ec doctor", **headers
+                Bucket=self._settings.bucket, Key=self._key(name), Body=PROBE_BODY, **headers
             )
         return Written(sse=reply.get("ServerSideEncryption"))
 
@@ -179,7 +203,7 @@ class S3Probe:
         """
         with self._boundary("PUT"):
             self._client(checksums="when_required").put_object(
-                Bucket=self._settings.bucket, Key=self._key(name), Body=b"s3ec doctor"
+                Bucket=self._settings.bucket, Key=self._key(name), Body=PROBE_BODY
             )
 
     def stored_crc(self, name: str) -> str | None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks that write: permission, conditional PUT, checksums, encryption.
+"""Checks that write: permission, conditional PUT, checksums, encryption, ranges, listing.
 
 Each writes throw-away objects below ``.s3ec-probe/`` and deletes them.
 """
@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from s3ec.doctor.bucket import outcome_of
 from s3ec.doctor.patient import Patient
 from s3ec.doctor.report import Outcome, fail, ok, skip, warn
-from s3ec.errors import AccessError, S3ECError
+from s3ec.doctor.s3 import PROBE_BODY
+from s3ec.errors import AccessError, CorruptEntryError, S3ECError
 from s3ec.store.base import Store
 from s3ec.store.open import PROBE_PREFIX, ConditionalPut, probe_conditional_put
 
@@ -46,7 +47,7 @@ def write(patient: Patient) -> Outcome:
     wants_sse = patient.settings.sse != "none"
     with _probe_object(patient) as name:
         try:
-            patient.encryption = _put(patient, name, encrypted=wants_sse)
+            patient.encryption = _put(patient, name)
         except S3ECError as exc:
             # Where it is allowed without encryption, the `sse` check says what is wrong.
             if not wants_sse or not _puts_plain(patient, name):
@@ -76,12 +77,12 @@ def write_by_store(patient: Patient) -> Outcome:
     return ok("allowed; a throw-away object was written and deleted")
 
 
-def _put(patient: Patient, name: str, *, encrypted: bool) -> str | None:
+def _put(patient: Patient, name: str, *, sse: str | None = None) -> str | None:
     """Write with a CRC, or without one where the server refuses it."""
     try:
-        return patient.ask(lambda: patient.s3.put(name, encrypted=encrypted)).sse
+        return patient.ask(lambda: patient.s3.put(name, sse=sse)).sse
     except S3ECError:
-        if encrypted:
+        if (sse or patient.settings.sse) != "none":
             raise
     patient.ask(lambda: patient.s3.put_bare(name))
     return None
@@ -89,7 +90,7 @@ def _put(patient: Patient, name: str, *, encrypted: bool) -> str | None:
 
 def _puts_plain(patient: Patient, name: str) -> bool:
     try:
-        _put(patient, name, encrypted=False)
+        _put(patient, name, sse="none")
     except S3ECError:
         return False
     return True
@@ -103,17 +104,19 @@ def conditional_put(patient: Patient) -> Outcome:
         return outcome_of(exc, "s3:PutObject")
     if answer is ConditionalPut.ENFORCED:
         code = " (412)" if patient.settings.url is None else ""
-        return ok(f"a second PUT of one name is refused{code}")
+        return ok(f"a second PUT of one name is refused{code}", cell="enforced")
     if answer is ConditionalPut.UNKNOWN:
         return warn(
             "a PUT with `If-None-Match: *` is refused, one without is not",
             "allow s3:PutObject with conditions; s3ec writes with them only",
+            cell="refused",
         )
     return warn(
         "the server accepts `If-None-Match: *` and overwrites all the same",
         "s3ec looks before it writes here, one request more per save; two writers at one moment "
         "still write the same bytes. The index is never compacted, so engines start slower the "
         "more was stored. A server with conditional writes does without",
+        cell="ignored",
     )
 
 
@@ -128,11 +131,13 @@ def checksums(patient: Patient) -> Outcome:
                 f"a PUT with CRC32 is refused: {exc}",
                 "s3ec then sends none and relies on its own checksum; set "
                 "AWS_REQUEST_CHECKSUM_CALCULATION=when_required for other tools",
+                cell="CRC32 refused",
             )
         compared = _refuses_wrong_crc(patient, name)
     kept = "kept and returned" if crc else "accepted but not kept"
     also = "a wrong one is refused" if compared else "a wrong one is not noticed"
-    return ok(f"CRC32 is {kept}; {also}. s3ec checks its own xxh3 at every read")
+    cell = f"CRC32 {'kept' if crc else 'not kept'}, {'compared' if compared else 'not compared'}"
+    return ok(f"CRC32 is {kept}; {also}. s3ec checks its own xxh3 at every read", cell=cell)
 
 
 def _refuses_wrong_crc(patient: Patient, name: str) -> bool:
@@ -147,22 +152,79 @@ def sse(patient: Patient) -> Outcome:
     """Whether the encryption that the settings ask for is accepted and confirmed."""
     wanted = patient.settings.sse
     if wanted == "none":
-        default = f"; the bucket encrypts by default ({patient.encryption})"
-        return ok("not asked for" + (default if patient.encryption else ""))
+        if patient.encryption:
+            found = f"not asked for; the bucket encrypts by default ({patient.encryption})"
+            return ok(found, cell=f"{patient.encryption} by default")
+        answer = _answer_to_sse(patient)
+        return ok(f"not asked for; AES256 would be {answer}", cell=f"AES256 {answer}")
     action = "s3:PutObject, kms:GenerateDataKey and kms:Decrypt"
     with _probe_object(patient) as name:
         try:
-            used = patient.ask(lambda: patient.s3.put(name, encrypted=True)).sse
+            used = patient.ask(lambda: patient.s3.put(name)).sse
             patient.ask(lambda: patient.s3.stored_crc(name))
         except S3ECError as exc:
             refused = outcome_of(exc, action)
             return fail(
                 f"{wanted}: {refused.found}",
                 f"{refused.mend}; or set `sse` = `none` and leave it to the bucket",
+                cell=f"{wanted} refused",
             )
     if used != wanted:
         return warn(
             f"{wanted} was asked for, the server confirms {used or 'nothing'}",
             "set a default encryption on the bucket, or `sse` = `none` if it has one",
+            cell=f"{wanted} ignored",
         )
-    return ok(f"{wanted} is accepted and confirmed; the object could be read back")
+    found = f"{wanted} is accepted and confirmed; the object could be read back"
+    return ok(found, cell=f"{wanted} confirmed")
+
+
+def _answer_to_sse(patient: Patient) -> str:
+    """What becomes of a write that asks for AES256 where the settings ask for nothing."""
+    with _probe_object(patient) as name:
+        try:
+            used = patient.ask(lambda: patient.s3.put(name, sse="AES256")).sse
+        except S3ECError:
+            return "refused"
+    return "confirmed" if used == "AES256" else "ignored"
+
+
+def ranges(patient: Patient) -> Outcome:
+    """Whether a part of an object can be had; large objects and the index come in parts."""
+    start, length = 2, 4
+    mend = "s3ec reads large objects and the index in parts: take a server that gives them"
+    with _probe_object(patient) as name:
+        try:
+            _put(patient, name)
+            part = patient.ask_store(lambda store: store.get_range(name, start, length))
+        except CorruptEntryError:
+            found = "the whole object comes where a range of it was asked for"
+            return fail(found, mend, cell="ignored")
+        except S3ECError as exc:
+            return outcome_of(exc, "s3:GetObject")
+    if part is None or bytes(part) != PROBE_BODY[start : start + length]:
+        return fail("a range of an object comes back as other bytes", mend, cell="wrong")
+    return ok("a range of an object is what it should be", cell="right")
+
+
+def listing(patient: Patient) -> Outcome:
+    """Whether a listing is whole when it comes in several pages (ListObjectsV2)."""
+    with _probe_object(patient) as one, _probe_object(patient) as other:
+        if one == other:
+            return skip("needs two throw-away objects, and deleting is not allowed")
+        try:
+            for name in (one, other):
+                _put(patient, name)
+            pages = patient.ask(lambda: patient.s3.pages(PROBE_PREFIX))
+        except S3ECError as exc:
+            return outcome_of(exc, "s3:ListBucket")
+    names = [name for page in pages for name in page]
+    if any(names.count(name) != 1 for name in (one, other)):
+        return fail(
+            "of two objects, listed one to a page, not each came once",
+            "s3ec finds objects and the index by ListObjectsV2: take a server that has all of it",
+            cell="not whole",
+        )
+    if any(len(page) > 1 for page in pages):
+        return ok("whole, in pages of the server's own size", cell="whole; page size ignored")
+    return ok("whole, page by page", cell="paged")

@@ -74,7 +74,9 @@ class SdkReply:
 
     def __init__(self, response: Any) -> None:
         self.nbytes: int | None = response.get("ContentLength")
-        self.is_part: bool = response["ResponseMetadata"]["HTTPStatusCode"] == 206
+        # `rclone serve s3` sends a range with status 200.
+        is_206 = response["ResponseMetadata"]["HTTPStatusCode"] == 206
+        self.is_part: bool = is_206 or "ContentRange" in response
         self._body = response["Body"]
 
     async def read(self, max_bytes: int, what: str, extend: Extend) -> bytes:

@@ -58,6 +58,7 @@ class LocalS3(Endpoint):
         port: int | None = None,
         *,
         admin: Identity | None = None,
+        domain: str | None = None,
     ) -> None:
         """Prepare a server; nothing runs until ``start``.
 
@@ -67,6 +68,7 @@ class LocalS3(Endpoint):
             identities: Users beside the admin.
             port: S3 port; P + 10000 must be free too. None: any free one.
             admin: The identity behind ``access_key`` and ``secret_key``; random keys if None.
+            domain: Host name below which buckets are hosts (virtual-host style), beside path style.
 
         Raises:
             ConfigError: No ``weed`` binary is installed, or an impossible port.
@@ -76,6 +78,7 @@ class LocalS3(Endpoint):
         super().__init__(admin or Identity("admin"), port or free_port())
         self._weed = find_weed()
         self._identities = tuple(identities or ())
+        self._domain = domain
         self._fixed_port = port is not None
         self._data_dir = data_dir
         self._run_dir: Path | None = None  # keys, log, sockets, and the data if scratch
@@ -190,6 +193,7 @@ class LocalS3(Endpoint):
             *(f"-{name}.port={port}" for name, port in ports.items()),
             *(f"-s3.localSocket={run_dir}/s3", f"-filer.localSocket={run_dir}/filer"),
             *("-s3.port.iceberg=0", "-s3.port.lance=0", "-webdav=false", "-admin.ui=false"),
+            *([] if self._domain is None else [f"-s3.domainName={self._domain}"]),
             "-master.telemetry=false",
             # A bucket takes a volume of its own, and by default there are only as many as fit
             # on the disk when full: the PUT into the bucket after those fails with a 500.

@@ -49,13 +49,14 @@ HEALTHY = {
     "sse": "ok",
     "conditional_put": "ok",
     "checksums": "ok",
+    "ranges": "ok",
+    "listing": "ok",
     **NODE,
     **WITHOUT_VLLM,
     "corpus": "ok",
 }
-NO_BUCKET = dict.fromkeys(
-    ("read", "write", "sse", "conditional_put", "checksums", "corpus"), "skip"
-)
+PROBING = ("sse", "conditional_put", "checksums", "ranges", "listing")
+NO_BUCKET = dict.fromkeys(("read", "write", *PROBING, "corpus"), "skip")
 
 
 class Report:
@@ -94,6 +95,9 @@ def config(tmp_path: Path) -> Callable[..., str]:
             "cache_dir": str(tmp_path / "cache"),
             "cache_bytes": "1MiB",
             "min_free_bytes": 0,
+            # A busy machine is not what these tests are about.
+            "connect_timeout_s": 10,
+            "read_timeout_s": 20,
         }
         return json.dumps(
             {
@@ -264,7 +268,7 @@ def test_read_only_credentials_fail_for_a_producer_and_do_for_a_consumer(
     server, viewer = read_only
     env = keys_of(server, viewer)
     report = doctor(config(server.endpoint_url), env=env)
-    unknown = dict.fromkeys(("sse", "conditional_put", "checksums"), "skip")
+    unknown = dict.fromkeys(PROBING, "skip")
     assert report.verdicts() == {**HEALTHY, **unknown, "write": "fail"}
     assert "s3:PutObject" in report["write"]["mend"]
     report = doctor(config(server.endpoint_url, role="ec_consumer"), env=env)

@@ -464,6 +464,22 @@ async def test_range_from_a_server_without_ranges_is_cut_out_here(
     await _fails(store.get_range("a", 4, 5), CorruptEntryError)
 
 
+async def test_range_that_comes_with_the_status_of_a_whole_object_is_the_range(
+    store: Aioboto3Store, proxy: FaultProxy
+) -> None:
+    # As `rclone serve s3` answers.
+    class Whole:
+        async def apply(self, exchange: Exchange) -> None:
+            reply = await exchange.forward()
+            assert reply.headers["content-range"] == f"bytes 4-9/{len(BODY)}"
+            reply.status = 200
+            await exchange.send(reply)
+
+    rule = proxy.add(Rule(Whole()))
+    assert await store.get_range("a", 4, 6) == BODY[4:10]
+    assert rule.fired >= 1
+
+
 async def test_bytes_that_are_not_http_are_unavailable(
     store: Aioboto3Store, proxy: FaultProxy
 ) -> None:

@@ -2,8 +2,8 @@
 """The store's tests against a server of yours, which ``S3EC_TEST_ENDPOINT`` names.
 
 ``S3EC_TEST_BUCKET`` is a bucket to write to (each test writes below a prefix of its own and leaves
-it there), ``S3EC_TEST_REGION`` the region to sign for; credentials come from the SDK's usual
-variables or profile. ``aws`` as the endpoint is Amazon's.
+it there); any other setting can be given in the same way, such as ``S3EC_TEST_CA_BUNDLE``.
+Credentials come from the SDK's usual variables or profile. ``aws`` as the endpoint is Amazon's.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from s3ec.testing.contract import MakeStore, StoreContract
 from tests.contract.conftest import Transport
 
 # Taken when this is imported: the tests run without any AWS_ or S3EC_ variable.
-_YOURS = {
-    name: value for name, value in os.environ.items() if name.startswith(("AWS_", "S3EC_TEST_"))
-}
-_ENDPOINT = _YOURS.get("S3EC_TEST_ENDPOINT", "")
+_PREFIX = "S3EC_TEST_"
+_ENDPOINT_VARIABLE = f"{_PREFIX}ENDPOINT"
+_YOURS = {name: value for name, value in os.environ.items() if name.startswith(("AWS_", _PREFIX))}
+_ENDPOINT = _YOURS.get(_ENDPOINT_VARIABLE, "")
 _RUN = secrets.token_hex(4)
 
 pytestmark = pytest.mark.skipif(
@@ -43,9 +43,15 @@ def _your_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _settings(**changes: Any) -> Settings:
     given: dict[str, Any] = {
-        "bucket": _YOURS.get("S3EC_TEST_BUCKET", ""),
-        "region": _YOURS.get("S3EC_TEST_REGION", "us-east-1"),
+        "region": "us-east-1",
+        # Tests open more connections at once than a small server takes within the default second.
+        "connect_timeout_s": 30,
         "read_timeout_s": 30,
+        **{
+            name.removeprefix(_PREFIX).lower(): value
+            for name, value in _YOURS.items()
+            if name.startswith(_PREFIX) and name != _ENDPOINT_VARIABLE
+        },
     }
     if _ENDPOINT != "aws":
         given["endpoint_url"] = _ENDPOINT

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -14,7 +13,6 @@ import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from s3ec.testing.engine import START_TIMEOUT_S, EngineError
 from s3ec.testing.server import free_port
@@ -34,7 +32,7 @@ class ApiServer:
         self,
         model: Path,
         *,
-        ec: Mapping[str, Any],
+        ec: str,
         log_path: Path,
         env: Mapping[str, str],
         flags: Mapping[str, str | int | None],
@@ -43,7 +41,7 @@ class ApiServer:
 
         Args:
             model: Folder of the model.
-            ec: Content of ``--ec-transfer-config``.
+            ec: Text of ``--ec-transfer-config``.
             log_path: Where its log goes.
             env: Additions to the environment.
             flags: More command-line flags; None for those without a value.
@@ -52,7 +50,7 @@ class ApiServer:
         self._command = [
             *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
             *("--host", "127.0.0.1", "--port", str(port)),
-            *("--model", str(model), "--ec-transfer-config", json.dumps(ec)),
+            *("--model", str(model), "--ec-transfer-config", ec),
         ]
         for flag, value in flags.items():
             self._command += [flag] if value is None else [flag, str(value)]

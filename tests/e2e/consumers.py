@@ -10,6 +10,7 @@ from typing import Any
 
 import openai
 
+from s3ec.testing.endpoint import REGION
 from s3ec.testing.engine import EngineProcess, ec_config
 from s3ec.testing.server import LocalS3
 from tests.e2e.api_server import ApiServer
@@ -26,6 +27,7 @@ from tests.e2e.rig import (
     scenarios,
     settings,
 )
+from tests.terraform.cases import transfer_json
 
 
 @dataclass(frozen=True)
@@ -73,15 +75,19 @@ def ask_engine(place: Place) -> dict[str, Record]:
 def ask_server(place: Place) -> Exchange:
     """One picture, posted as a data URL by a client that calls it like another one's hash.
 
-    The bucket is read through aioboto3.
+    The server's flag is what `terraform output` gives for such a store; what is this node's own
+    stands in the environment. The bucket is read through aioboto3.
     """
-    tier = place.workdir / "server-tier"
-    extra = settings(place.server, place.corpus.bucket, tier, transport="aioboto3")
+    where = {"bucket": place.corpus.bucket, "endpoint_url": place.server.endpoint_url}
+    node = settings(
+        place.server, place.corpus.bucket, place.workdir / "server-tier", transport="aioboto3"
+    )
+    own = {f"S3EC_{name.upper()}": str(node[name]) for name in node.keys() - where.keys()}
     with ApiServer(
         place.model,
-        ec=ec_config("ec_consumer", extra),
+        ec=transfer_json("ec_consumer", **where, region=REGION),
         log_path=place.workdir / "server.log",
-        env=place.server.env() | STEADY,
+        env=place.server.env() | STEADY | own,
         flags={
             "--served-model-name": "tiny",
             "--enforce-eager": None,

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from s3ec.testing.engine import ec_config
+
 SOURCE = Path(__file__).parents[2] / "terraform"
 PLUGINS_VARIABLE = "S3EC_TERRAFORM_PLUGINS"
 HOW = (
@@ -70,6 +72,15 @@ class Terraform:
         """All outputs of what was applied."""
         found: dict[str, Any] = json.loads(self.run("output", "-json").stdout)
         return {name: entry["value"] for name, entry in found.items()}
+
+
+def transfer_json(role: str, **extra: str) -> str:
+    """The text that an example has in its output ``ec_transfer_config``.
+
+    Where examples are applied, their text is compared with this; so other tests may take it
+    without Terraform.
+    """
+    return json.dumps(ec_config(role, extra), sort_keys=True, separators=(",", ":"))
 
 
 def copy(to: Path) -> Path:

@@ -13,12 +13,11 @@ import boto3
 import pytest
 from botocore.exceptions import ClientError
 
-from s3ec.config import load_settings
 from s3ec.prefetch import Outcome
 from s3ec.testing.server import Identity, LocalS3, MotoServer
 from tests.faults.engine import Engine
 from tests.faults.site import eventually
-from tests.terraform.cases import HOW, PLUGINS, Terraform, copy
+from tests.terraform.cases import HOW, PLUGINS, Terraform, copy, transfer_json
 
 pytestmark = [
     pytest.mark.terraform,
@@ -91,11 +90,8 @@ def test_bucket_is_private_versioned_and_tidied(applied: Applied) -> None:
 
 def test_output_is_what_the_connector_takes(applied: Applied) -> None:
     for role in ("ec_producer", "ec_consumer", "ec_both"):
-        transfer = json.loads(applied.outputs["ec_transfer_config"][role])
-        assert transfer["ec_role"] == role
-        settings = load_settings(transfer["ec_connector_extra_config"]).settings
-        assert (settings.bucket, settings.prefix) == (BUCKET, PREFIX)
-        assert settings.region == "eu-central-1"
+        expected = transfer_json(role, bucket=BUCKET, prefix=PREFIX, region="eu-central-1")
+        assert applied.outputs["ec_transfer_config"][role] == expected
 
 
 @dataclass(frozen=True)
@@ -207,7 +203,7 @@ def test_connector_works_as_producer_and_as_consumer(
     assert len([line for line in lines if "s3:PutObject" in line]) == 1
 
 
-def test_bucket_of_an_s3_compatible_store_is_made_there_and_opens(
+def test_bucket_of_an_s3_compatible_store_is_made_there_and_named_in_the_output(
     tree: Path, local_s3: LocalS3
 ) -> None:
     env = {
@@ -220,11 +216,10 @@ def test_bucket_of_an_s3_compatible_store_is_made_there_and_opens(
     here.init()
     here.run("apply", "-auto-approve", "-input=false")
     try:
-        transfer = json.loads(here.outputs()["ec_transfer_config"]["ec_both"])
-        assert transfer["ec_connector"] == "S3ECConnector"
-        settings = load_settings(transfer["ec_connector_extra_config"]).settings
-        assert settings.endpoint_url == local_s3.endpoint_url
-        assert settings.prefix == "team-a"
+        extra = {"bucket": "made-by-terraform", "endpoint_url": local_s3.endpoint_url}
+        for role in ("ec_producer", "ec_consumer", "ec_both"):
+            expected = transfer_json(role, **extra, prefix="team-a", region="us-east-1")
+            assert here.outputs()["ec_transfer_config"][role] == expected
         here.run("plan", "-detailed-exitcode", "-input=false")
     finally:
         here.run("destroy", "-auto-approve", "-input=false")

@@ -11,10 +11,16 @@ from typing import Any
 
 import pytest
 
+from s3ec.config import load_settings
 from s3ec.connector.plugin import NAME, register
+from tests.terraform.cases import transfer_json
 
 FACTORY = "vllm.distributed.ec_transfer.ec_connector.factory"
 REPOSITORY = Path(__file__).parents[3]
+MINIO = REPOSITORY / "examples" / "minio" / "settings.json"
+# Where the other two examples made a bucket.
+HERE = {"bucket": "corpus", "prefix": "team-a", "region": "eu-central-1"}
+KEY = "arn:aws:kms:eu-central-1:123456789012:key/1"
 
 
 class Factory:
@@ -72,3 +78,35 @@ def test_a_real_vllm_knows_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert factory._registry[NAME]() is S3ECConnector
     assert issubclass(S3ECConnector, base)
+
+
+# vLLM and torch import more of themselves as they are used, and warn; that is theirs.
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("text", "bucket", "prefix"),
+    [
+        (MINIO.read_text(), "embeddings", ""),
+        (transfer_json("ec_both", **HERE, endpoint_url="https://minio:9000"), "corpus", "team-a"),
+        (
+            transfer_json("ec_producer", **HERE, sse="aws:kms", sse_kms_key_id=KEY),
+            "corpus",
+            "team-a",
+        ),
+    ],
+    ids=["compose", "terraform, S3-compatible", "terraform, AWS"],
+)
+def test_what_examples_give_for_the_flag_is_taken_by_a_real_vllm_and_by_the_connector(
+    tmp_path: Path, text: str, bucket: str, prefix: str
+) -> None:
+    arguments = pytest.importorskip("vllm.engine.arg_utils")
+    parser = pytest.importorskip("vllm.utils.argparse_utils").FlexibleArgumentParser()
+    arguments.EngineArgs.add_cli_args(parser)
+    config = parser.parse_args(["--ec-transfer-config", text]).ec_transfer_config
+    assert config.ec_connector == NAME
+    assert config.is_ec_producer
+    extra = config.ec_connector_extra_config
+    if "ca_bundle" in extra:
+        extra["ca_bundle"] = str(tmp_path / "ca.pem")
+        (tmp_path / "ca.pem").touch()
+    settings = load_settings(extra).settings
+    assert (settings.bucket, settings.prefix) == (bucket, prefix)

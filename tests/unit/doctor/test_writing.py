@@ -3,25 +3,36 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
 from s3ec.doctor import writing
 from s3ec.doctor.report import Verdict
-from s3ec.testing.proxy import FaultProxy, Rule
-from s3ec.testing.proxy_faults import s3_error
+from s3ec.testing.proxy import Exchange, Fault, FaultProxy, Rule
+from s3ec.testing.proxy_faults import Replace, s3_error
 from tests.unit.doctor.conftest import MakePatient, ReplyHeaders, WithoutHeader
 
 LeftOver = Callable[[], list[str]]
 DENIED = s3_error(403, "AccessDenied")
+SSE = "x-amz-server-side-encryption"
+CHECKS = (
+    writing.write,
+    writing.sse,
+    writing.conditional_put,
+    writing.checksums,
+    writing.ranges,
+    writing.listing,
+)
 
 
 def test_every_check_is_well_on_moto_and_leaves_nothing(
     make_patient: MakePatient, left_over: LeftOver
 ) -> None:
     patient = make_patient(sse="AES256")
-    for check in (writing.write, writing.sse, writing.conditional_put, writing.checksums):
+    for check in CHECKS:
         assert check(patient).verdict == Verdict.OK, check(patient)
     assert left_over() == []
 
@@ -56,6 +67,8 @@ def test_denied_deleting_is_well_and_leaves_one_object_however_often(
         assert writing.sse(patient).verdict == Verdict.OK
         assert writing.conditional_put(patient).verdict == Verdict.OK
         assert writing.checksums(patient).verdict == Verdict.OK
+        assert writing.ranges(patient).verdict == Verdict.OK
+        assert writing.listing(patient).verdict == Verdict.SKIP
     assert left_over() == [".s3ec-probe/kept"]
 
 
@@ -134,3 +147,98 @@ def test_default_encryption_of_the_bucket_is_told(
     patient = make_patient()
     writing.write(patient)
     assert "by default (AES256)" in writing.sse(patient).found
+
+
+@pytest.mark.parametrize(
+    ("fault", "answer"),
+    [
+        (ReplyHeaders({}), "confirmed"),
+        (ReplyHeaders({SSE: None}), "ignored"),
+        (s3_error(400, "InvalidRequest"), "refused"),
+    ],
+)
+def test_what_becomes_of_encryption_that_nobody_asked_for_is_told(
+    make_patient: MakePatient, proxy: FaultProxy, left_over: LeftOver, fault: Fault, answer: str
+) -> None:
+    proxy.add(Rule(fault, method="PUT", header=SSE))
+    outcome = writing.sse(make_patient())
+    assert outcome.verdict == Verdict.OK
+    assert outcome.cell == f"AES256 {answer}"
+    assert left_over() == []
+
+
+def test_bucket_that_takes_only_encrypted_writes_is_well_where_the_settings_encrypt(
+    make_patient: MakePatient, proxy: FaultProxy, left_over: LeftOver
+) -> None:
+    class OnlyEncrypted:
+        async def apply(self, exchange: Exchange) -> None:
+            if SSE in exchange.request.headers:
+                await exchange.send(await exchange.forward())
+            else:
+                await DENIED.apply(exchange)
+
+    proxy.add(Rule(OnlyEncrypted(), method="PUT"))
+    patient = make_patient(sse="AES256")
+    for check in CHECKS:
+        assert check(patient).verdict == Verdict.OK, check(patient)
+    assert left_over() == []
+    assert writing.write(make_patient()).verdict == Verdict.FAIL
+
+
+def test_ranges_that_are_other_bytes_fail(make_patient: MakePatient, proxy: FaultProxy) -> None:
+    proxy.add(Rule(Replace(b"????"), method="GET"))
+    outcome = writing.ranges(make_patient())
+    assert (outcome.verdict, outcome.cell) == (Verdict.FAIL, "wrong")
+
+
+def test_server_that_knows_no_ranges_fails(
+    make_patient: MakePatient, proxy: FaultProxy, left_over: LeftOver
+) -> None:
+    proxy.add(Rule(WithoutHeader("range"), method="GET"))
+    outcome = writing.ranges(make_patient())
+    assert (outcome.verdict, outcome.cell) == (Verdict.FAIL, "ignored")
+    assert left_over() == []
+
+
+def test_listing_that_loses_what_comes_after_its_first_page_fails(
+    make_patient: MakePatient, proxy: FaultProxy, left_over: LeftOver
+) -> None:
+    class FirstPageOnly:
+        async def apply(self, exchange: Exchange) -> None:
+            reply = await exchange.forward()
+            reply.body = reply.body.replace(b"NextContinuationToken", b"Other")
+            await exchange.send(reply)
+
+    proxy.add(Rule(FirstPageOnly(), method="GET", target="list-type=2"))
+    outcome = writing.listing(make_patient())
+    assert (outcome.verdict, outcome.cell) == (Verdict.FAIL, "not whole")
+    proxy.clear()
+    assert left_over() == []
+
+
+def test_listing_that_begins_again_at_each_page_ends_and_fails(
+    make_patient: MakePatient, proxy: FaultProxy
+) -> None:
+    class AtTheBeginning:
+        async def apply(self, exchange: Exchange) -> None:
+            target = re.sub("&?continuation-token=[^&]*", "", exchange.request.target)
+            exchange.request = replace(exchange.request, target=target)
+            await exchange.send(await exchange.forward())
+
+    proxy.add(Rule(AtTheBeginning(), method="GET", target="list-type=2"))
+    assert writing.listing(make_patient()).verdict == Verdict.FAIL
+    assert sum("list-type=2" in request.target for request in proxy.requests) == 50
+
+
+def test_server_with_pages_of_its_own_size_is_well(
+    make_patient: MakePatient, proxy: FaultProxy
+) -> None:
+    class LargePages:
+        async def apply(self, exchange: Exchange) -> None:
+            target = exchange.request.target.replace("max-keys=1", "max-keys=1000")
+            exchange.request = replace(exchange.request, target=target)
+            await exchange.send(await exchange.forward())
+
+    proxy.add(Rule(LargePages(), method="GET"))
+    outcome = writing.listing(make_patient())
+    assert (outcome.verdict, outcome.cell) == (Verdict.OK, "whole; page size ignored")
