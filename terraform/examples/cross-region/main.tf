@@ -20,6 +20,16 @@ data "aws_caller_identity" "current" {}
 data "aws_partition" "current" {}
 
 locals {
+  # Written out instead of taken from the keys: of an ARN that the provider will tell the plan does not
+  # know that there will be one, and so hides the rules and statements that depend on it.
+  arn_of_keys = "arn:${data.aws_partition.current.partition}:kms"
+  account     = data.aws_caller_identity.current.account_id
+  key_arns = {
+    writer = "${local.arn_of_keys}:${var.writer_region}:${local.account}:key/${aws_kms_key.writer.key_id}"
+    us     = "${local.arn_of_keys}:${var.reader_regions.us}:${local.account}:key/${aws_kms_key.us.key_id}"
+    ap     = "${local.arn_of_keys}:${var.reader_regions.ap}:${local.account}:key/${aws_kms_key.ap.key_id}"
+  }
+
   # In a key's own policy the resource * is that key. Who may use it stands in IAM policies, which
   # this statement lets count: without it nobody but the key's maker could.
   key_policy = jsonencode({
@@ -27,7 +37,7 @@ locals {
     Statement = [{
       Sid       = "IamPoliciesCount"
       Effect    = "Allow"
-      Principal = { AWS = "arn:${data.aws_partition.current.partition}:iam::${data.aws_caller_identity.current.account_id}:root" }
+      Principal = { AWS = "arn:${data.aws_partition.current.partition}:iam::${local.account}:root" }
       Action = [
         "kms:CancelKeyDeletion",
         "kms:CreateAlias",
@@ -81,7 +91,7 @@ module "writer" {
 
   name        = var.name
   prefix      = var.prefix
-  kms_key_arn = aws_kms_key.writer.arn
+  kms_key_arn = local.key_arns.writer
 }
 
 module "us" {
@@ -90,7 +100,7 @@ module "us" {
 
   name        = "${var.name}-us"
   prefix      = var.prefix
-  kms_key_arn = aws_kms_key.us.arn
+  kms_key_arn = local.key_arns.us
 }
 
 module "ap" {
@@ -99,7 +109,7 @@ module "ap" {
 
   name        = "${var.name}-ap"
   prefix      = var.prefix
-  kms_key_arn = aws_kms_key.ap.arn
+  kms_key_arn = local.key_arns.ap
 }
 
 module "replication" {
