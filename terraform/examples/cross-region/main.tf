@@ -20,14 +20,12 @@ data "aws_caller_identity" "current" {}
 data "aws_partition" "current" {}
 
 locals {
-  # Written out instead of taken from the keys: of an ARN that the provider will tell the plan does not
-  # know that there will be one, and so hides the rules and statements that depend on it.
-  arn_of_keys = "arn:${data.aws_partition.current.partition}:kms"
-  account     = data.aws_caller_identity.current.account_id
+  # What format() answers is never null. Of an ARN that the provider will tell, a plan does not know
+  # that, and would hide the rules and statements that depend on there being one.
   key_arns = {
-    writer = "${local.arn_of_keys}:${var.writer_region}:${local.account}:key/${aws_kms_key.writer.key_id}"
-    us     = "${local.arn_of_keys}:${var.reader_regions.us}:${local.account}:key/${aws_kms_key.us.key_id}"
-    ap     = "${local.arn_of_keys}:${var.reader_regions.ap}:${local.account}:key/${aws_kms_key.ap.key_id}"
+    writer = format("%s", aws_kms_key.writer.arn)
+    us     = format("%s", aws_kms_key.us.arn)
+    ap     = format("%s", aws_kms_key.ap.arn)
   }
 
   # In a key's own policy the resource * is that key. Who may use it stands in IAM policies, which
@@ -37,7 +35,7 @@ locals {
     Statement = [{
       Sid       = "IamPoliciesCount"
       Effect    = "Allow"
-      Principal = { AWS = "arn:${data.aws_partition.current.partition}:iam::${local.account}:root" }
+      Principal = { AWS = "arn:${data.aws_partition.current.partition}:iam::${data.aws_caller_identity.current.account_id}:root" }
       Action = [
         "kms:CancelKeyDeletion",
         "kms:CreateAlias",

@@ -15,7 +15,7 @@ mock_provider "aws" {
 
   mock_resource "aws_kms_key" {
     override_during = plan
-    defaults        = { key_id = "writer" }
+    defaults        = { arn = "arn:aws:kms:eu-central-1:123456789012:key/writer" }
   }
 
   mock_resource "aws_iam_role" {
@@ -37,7 +37,7 @@ mock_provider "aws" {
 
   mock_resource "aws_kms_key" {
     override_during = plan
-    defaults        = { key_id = "us" }
+    defaults        = { arn = "arn:aws:kms:us-east-1:123456789012:key/us" }
   }
 }
 
@@ -54,7 +54,7 @@ mock_provider "aws" {
 
   mock_resource "aws_kms_key" {
     override_during = plan
-    defaults        = { key_id = "ap" }
+    defaults        = { arn = "arn:aws:kms:ap-southeast-1:123456789012:key/ap" }
   }
 }
 
