@@ -18,7 +18,7 @@ from s3ec.prefetch import Outcome
 from s3ec.testing.server import Identity, LocalS3, MotoServer
 from tests.faults.engine import Engine
 from tests.faults.site import eventually
-from tests.terraform.cases import HOW, PLUGINS, Terraform, copy
+from tests.terraform.cases import HOW, PLUGINS, Provider, Terraform, copy
 
 pytestmark = [
     pytest.mark.terraform,
@@ -64,14 +64,16 @@ def applied(tree: Path, moto_server: MotoServer) -> Iterator[Applied]:
         "TF_VAR_bucket": BUCKET,
         "TF_VAR_prefix": f"{PREFIX}/",
     }
-    here = Terraform(tree / "examples" / "single-region", env)
-    here.init()
-    here.run("apply", "-auto-approve", "-input=false")
+    folder = tree / "examples" / "single-region"
+    Terraform(folder, env).init()
     s3 = client(moto_server.endpoint_url, moto_server.env())
-    yield Applied(here, s3, here.outputs())
-    # 0: nothing to do; 2 would be a change that each further apply makes again.
-    here.run("plan", "-detailed-exitcode", "-input=false")
-    here.run("destroy", "-auto-approve", "-input=false")
+    with Provider(folder, env) as provider:
+        here = Terraform(folder, env, provider)
+        here.run("apply", "-auto-approve", "-input=false")
+        yield Applied(here, s3, here.outputs())
+        # 0: nothing to do; 2 would be a change that each further apply makes again.
+        here.run("plan", "-detailed-exitcode", "-input=false")
+        here.run("destroy", "-auto-approve", "-input=false")
     assert BUCKET not in {bucket["Name"] for bucket in s3.list_buckets()["Buckets"]}
 
 
@@ -218,15 +220,17 @@ def test_bucket_of_an_s3_compatible_store_is_made_there_and_opens(
         "TF_VAR_bucket": "made-by-terraform",
         "TF_VAR_prefix": "team-a/",
     }
-    here = Terraform(tree / "examples" / "minio", env)
-    here.init()
-    here.run("apply", "-auto-approve", "-input=false")
-    try:
-        transfer = json.loads(here.outputs()["ec_transfer_config"]["ec_both"])
-        assert transfer["ec_connector"] == "S3ECConnector"
-        settings = load_settings(transfer["ec_connector_extra_config"]).settings
-        assert settings.endpoint_url == local_s3.endpoint_url
-        assert settings.prefix == "team-a"
-        here.run("plan", "-detailed-exitcode", "-input=false")
-    finally:
-        here.run("destroy", "-auto-approve", "-input=false")
+    folder = tree / "examples" / "minio"
+    Terraform(folder, env).init()
+    with Provider(folder, env) as provider:
+        here = Terraform(folder, env, provider)
+        here.run("apply", "-auto-approve", "-input=false")
+        try:
+            transfer = json.loads(here.outputs()["ec_transfer_config"]["ec_both"])
+            assert transfer["ec_connector"] == "S3ECConnector"
+            settings = load_settings(transfer["ec_connector_extra_config"]).settings
+            assert settings.endpoint_url == local_s3.endpoint_url
+            assert settings.prefix == "team-a"
+            here.run("plan", "-detailed-exitcode", "-input=false")
+        finally:
+            here.run("destroy", "-auto-approve", "-input=false")
