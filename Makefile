@@ -26,10 +26,10 @@ FINGERPRINT = { echo "$(CURDIR)"; cat $(INPUTS); } | cksum
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 
-.PHONY: help setup demo test test-fast check lint bench fuzz audit dist lock clean
+.PHONY: help setup demo test test-fast check lint bench fuzz audit audit-terraform dist lock clean
 
 help:  ## list the targets
-	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 17
 
 setup:  ## make .venv with the pinned packages and this checkout (nothing to do the second time)
 	@fingerprint=$$($(FINGERPRINT))
@@ -98,7 +98,12 @@ dist: setup  ## wheel and source archive of the last commit, the same bytes each
 	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) "$(CURDIR)/$(PY)" -m hatchling build -d "$(CURDIR)/dist"
 	cd "$(CURDIR)/dist" && sha256sum *
 
-audit: setup  ## known weaknesses of what a release brings, secrets in the tree, an SBOM in dist/
+audit-terraform: setup  ## what checkov finds in terraform/, by .checkov.yaml
+	@[ -x build/checkov/bin/python ] || $(PY) -m venv build/checkov
+	build/checkov/bin/python -m pip install -qq --requirement requirements/checkov.txt
+	build/checkov/bin/checkov
+
+audit: setup audit-terraform  ## that, known weaknesses of what a release brings, secrets in the tree, an SBOM in dist/
 	@[ -x build/audit/bin/python ] || $(PY) -m venv build/audit
 	build/audit/bin/python -m pip install -qq --requirement requirements/audit.txt
 	mkdir -p dist

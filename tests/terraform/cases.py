@@ -9,6 +9,7 @@ import shutil
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from s3ec.testing.engine import ec_config
@@ -35,27 +36,89 @@ def _plugins() -> Path | None:
 PLUGINS = _plugins()
 
 
+def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Variables of a command: of this process those that do not steer Terraform, and ``more``."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("TF_")}
+    # Most of what a command computes is the provider's schema, 1500 resources, decoded anew; with
+    # Go's own pace of collecting garbage that takes twice as long.
+    quick = {"GOGC": "400", "CHECKPOINT_DISABLE": "1", "TF_IN_AUTOMATION": "1"}
+    return {**kept, **quick, **(more or {})}
+
+
+class Provider:
+    """The provider as one process for many commands; by itself each command starts it anew.
+
+    This is how the provider's own acceptance tests run it. All commands share what the last of them
+    configured, so it serves no folder that has several ``provider "aws"`` unless they are mocked.
+
+    Args:
+        of: A folder in which ``terraform init`` found the provider.
+        env: Variables beside those of this process: credentials and addresses are the provider's.
+    """
+
+    def __init__(self, of: Path, env: Mapping[str, str] | None = None) -> None:
+        found = of.glob(
+            ".terraform/providers/registry.terraform.io/hashicorp/aws/*/*/terraform-provider-aws*"
+        )
+        # A shell around it ends it when this process is gone, however that came.
+        script = '"$@" & exec >&-; read -r _; kill -INT $!; wait'
+        self._shell = subprocess.Popen(
+            ["/bin/sh", "-c", script, "sh", str(next(found)), "-debug"],
+            env=environment(env),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        self.env: dict[str, str] = {}
+
+    def __enter__(self) -> Provider:
+        assert self._shell.stdout is not None
+        for line in self._shell.stdout:
+            name, assigned, value = line.strip().partition("=")
+            if assigned and name == "TF_REATTACH_PROVIDERS":
+                self.env = {name: value.strip("'")}
+                return self
+        self.close()
+        raise AssertionError("the provider ended before it said where it listens")
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the process."""
+        self._shell.communicate()
+
+
 class Terraform:
     """Runs in one folder of the copy.
 
     Args:
         folder: A module or an example.
         env: Variables beside those of this process.
+        provider: A running one; without it each command starts its own.
     """
 
-    def __init__(self, folder: Path, env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, folder: Path, env: Mapping[str, str] | None = None, provider: Provider | None = None
+    ) -> None:
         self.folder = folder
-        kept = {
-            name: value
-            for name, value in os.environ.items()
-            if not name.startswith(("TF_", "AWS_"))
-        }
-        self._env = {**kept, "CHECKPOINT_DISABLE": "1", "TF_IN_AUTOMATION": "1", **(env or {})}
+        self._env = environment({**(env or {}), **(provider.env if provider else {})})
 
     def run(self, *args: str, codes: tuple[int, ...] = (0,)) -> subprocess.CompletedProcess[str]:
         """One command; its output is in the error where it ends otherwise than ``codes``."""
         done = subprocess.run(
-            ["terraform", *args], cwd=self.folder, env=self._env, capture_output=True, text=True
+            ["terraform", *args],
+            cwd=self.folder,
+            env=self._env,
+            capture_output=True,
+            text=True,
+            check=False,
         )
         if done.returncode not in codes:
             raise AssertionError(
@@ -65,7 +128,7 @@ class Terraform:
         return done
 
     def init(self) -> None:
-        """Find modules and providers."""
+        """Find modules, and where none is running a provider of the versions asked for."""
         self.run("init", "-backend=false", "-input=false", f"-plugin-dir={PLUGINS}")
 
     def outputs(self) -> dict[str, Any]:

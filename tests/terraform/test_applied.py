@@ -17,7 +17,7 @@ from s3ec.prefetch import Outcome
 from s3ec.testing.server import Identity, LocalS3, MotoServer
 from tests.faults.engine import Engine
 from tests.faults.site import eventually
-from tests.terraform.cases import HOW, PLUGINS, Terraform, copy, transfer_json
+from tests.terraform.cases import HOW, PLUGINS, Provider, Terraform, copy, transfer_json
 
 pytestmark = [
     pytest.mark.terraform,
@@ -63,14 +63,16 @@ def applied(tree: Path, moto_server: MotoServer) -> Iterator[Applied]:
         "TF_VAR_bucket": BUCKET,
         "TF_VAR_prefix": f"{PREFIX}/",
     }
-    here = Terraform(tree / "examples" / "single-region", env)
-    here.init()
-    here.run("apply", "-auto-approve", "-input=false")
+    folder = tree / "examples" / "single-region"
+    Terraform(folder, env).init()
     s3 = client(moto_server.endpoint_url, moto_server.env())
-    yield Applied(here, s3, here.outputs())
-    # 0: nothing to do; 2 would be a change that each further apply makes again.
-    here.run("plan", "-detailed-exitcode", "-input=false")
-    here.run("destroy", "-auto-approve", "-input=false")
+    with Provider(folder, env) as provider:
+        here = Terraform(folder, env, provider)
+        here.run("apply", "-auto-approve", "-input=false")
+        yield Applied(here, s3, here.outputs())
+        # 0: nothing to do; 2 would be a change that each further apply makes again.
+        here.run("plan", "-detailed-exitcode", "-input=false")
+        here.run("destroy", "-auto-approve", "-input=false")
     assert BUCKET not in {bucket["Name"] for bucket in s3.list_buckets()["Buckets"]}
 
 
@@ -159,14 +161,16 @@ def test_each_role_may_do_what_it_is_for_and_nothing_else(role: str, guarded: Gu
     root.delete_object(Bucket=BUCKET, Key="corpus/ns/objects/new")
     s3 = client(guarded.server.endpoint_url, guarded.env(role))
     allowed = set()
+    refused = {}
     for what, (attempt, _) in TRIES.items():
         try:
             attempt(s3)
         except ClientError as exc:
-            assert exc.response["ResponseMetadata"]["HTTPStatusCode"] in (403, 412), what
+            refused[what] = exc.response["ResponseMetadata"]["HTTPStatusCode"]
         else:
             allowed.add(what)
     assert allowed == {what for what, (_, may) in TRIES.items() if role in may}
+    assert set(refused.values()) <= {403, 412}, refused
     body = root.get_object(Bucket=BUCKET, Key="corpus/ns/objects/a")["Body"].read()
     assert body == b"as it was"
 
@@ -212,14 +216,16 @@ def test_bucket_of_an_s3_compatible_store_is_made_there_and_named_in_the_output(
         "TF_VAR_bucket": "made-by-terraform",
         "TF_VAR_prefix": "team-a/",
     }
-    here = Terraform(tree / "examples" / "minio", env)
-    here.init()
-    here.run("apply", "-auto-approve", "-input=false")
-    try:
-        extra = {"bucket": "made-by-terraform", "endpoint_url": local_s3.endpoint_url}
-        for role in ("ec_producer", "ec_consumer", "ec_both"):
-            expected = transfer_json(role, **extra, prefix="team-a", region="us-east-1")
-            assert here.outputs()["ec_transfer_config"][role] == expected
-        here.run("plan", "-detailed-exitcode", "-input=false")
-    finally:
-        here.run("destroy", "-auto-approve", "-input=false")
+    folder = tree / "examples" / "minio"
+    Terraform(folder, env).init()
+    with Provider(folder, env) as provider:
+        here = Terraform(folder, env, provider)
+        here.run("apply", "-auto-approve", "-input=false")
+        try:
+            extra = {"bucket": "made-by-terraform", "endpoint_url": local_s3.endpoint_url}
+            for role in ("ec_producer", "ec_consumer", "ec_both"):
+                expected = transfer_json(role, **extra, prefix="team-a", region="us-east-1")
+                assert here.outputs()["ec_transfer_config"][role] == expected
+            here.run("plan", "-detailed-exitcode", "-input=false")
+        finally:
+            here.run("destroy", "-auto-approve", "-input=false")

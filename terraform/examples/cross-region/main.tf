@@ -20,6 +20,14 @@ data "aws_caller_identity" "current" {}
 data "aws_partition" "current" {}
 
 locals {
+  # What format() answers is never null. Of an ARN that the provider will tell, a plan does not know
+  # that, and would hide the rules and statements that depend on there being one.
+  key_arns = {
+    writer = format("%s", aws_kms_key.writer.arn)
+    us     = format("%s", aws_kms_key.us.arn)
+    ap     = format("%s", aws_kms_key.ap.arn)
+  }
+
   # In a key's own policy the resource * is that key. Who may use it stands in IAM policies, which
   # this statement lets count: without it nobody but the key's maker could.
   key_policy = jsonencode({
@@ -81,7 +89,7 @@ module "writer" {
 
   name        = var.name
   prefix      = var.prefix
-  kms_key_arn = aws_kms_key.writer.arn
+  kms_key_arn = local.key_arns.writer
 }
 
 module "us" {
@@ -90,7 +98,7 @@ module "us" {
 
   name        = "${var.name}-us"
   prefix      = var.prefix
-  kms_key_arn = aws_kms_key.us.arn
+  kms_key_arn = local.key_arns.us
 }
 
 module "ap" {
@@ -99,7 +107,7 @@ module "ap" {
 
   name        = "${var.name}-ap"
   prefix      = var.prefix
-  kms_key_arn = aws_kms_key.ap.arn
+  kms_key_arn = local.key_arns.ap
 }
 
 module "replication" {

@@ -21,3 +21,11 @@ output "role_arns" {
     { for name, access in module.consumer : "consumer-${name}" => access.role_arn },
   )
 }
+
+output "policies" {
+  description = "What each role may do, statement by statement, so that a plan shows it before the keys have their ids."
+  value = merge(
+    { producer = module.producer.statements, replication = module.replication.statements },
+    { for name, access in module.consumer : "consumer-${name}" => access.statements },
+  )
+}

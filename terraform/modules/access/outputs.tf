@@ -10,6 +10,11 @@ output "policy_json" {
   value       = aws_iam_policy.this.policy
 }
 
+output "statements" {
+  description = "The policy's statements as objects: a plan shows of them what it knows, and of `policy_json` nothing as long as a key has no ARN."
+  value       = local.statements
+}
+
 output "role_arn" {
   description = "ARN of the role; null where nobody was named who may take it."
   value       = one(aws_iam_role.this[*].arn)

@@ -76,7 +76,7 @@ resource "aws_cloudwatch_metric_alarm" "errors" {
   for_each = local.shares
 
   alarm_name          = "${var.name}-${each.key}"
-  alarm_description   = "Over ${each.value * 100}% of the requests to ${var.corpus.name} end in ${each.key}; `s3ec doctor` names the reason."
+  alarm_description   = "Over ${format("%.3g", each.value * 100)}% of the requests to ${var.corpus.name} end in ${each.key}; `s3ec doctor` names the reason."
   evaluation_periods  = 3
   threshold           = each.value
   comparison_operator = "GreaterThanThreshold"

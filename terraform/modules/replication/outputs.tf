@@ -14,3 +14,8 @@ output "policy_json" {
   description = "What the role may do."
   value       = aws_iam_role_policy.this.policy
 }
+
+output "statements" {
+  description = "The policy's statements as objects: a plan shows of them what it knows, and of `policy_json` nothing as long as a key has no ARN."
+  value       = local.statements
+}

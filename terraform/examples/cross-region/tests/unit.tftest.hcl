@@ -79,6 +79,44 @@ run "one_writer_and_two_readers_each_with_the_key_of_its_region" {
   }
 }
 
+run "output_names_every_statement_of_every_role" {
+  command = plan
+
+  assert {
+    condition = { for role, statements in output.policies : role => jsonencode(statements) } == merge(
+      { for role in ["producer", "replication"] : role => jsonencode(jsondecode({
+        producer    = module.producer.policy_json
+        replication = module.replication.policy_json
+      }[role]).Statement) },
+      { for name, access in module.consumer : "consumer-${name}" => jsonencode(jsondecode(access.policy_json).Statement) },
+    )
+    error_message = "a role may do what the output does not say"
+  }
+}
+
+run "each_role_and_rule_uses_the_key_of_its_region" {
+  command = plan
+
+  assert {
+    condition = {
+      for role, statements in output.policies : role => [
+        for one in statements : [one.Resource[0], one.Condition.StringEquals["kms:ViaService"]] if startswith(one.Action[0], "kms:")
+      ]
+      } == {
+      producer        = [["arn:aws:kms:eu-central-1:123456789012:key/writer", "s3.eu-central-1.amazonaws.com"]]
+      consumer-writer = [["arn:aws:kms:eu-central-1:123456789012:key/writer", "s3.eu-central-1.amazonaws.com"]]
+      consumer-us     = [["arn:aws:kms:us-east-1:123456789012:key/us", "s3.us-east-1.amazonaws.com"]]
+      consumer-ap     = [["arn:aws:kms:ap-southeast-1:123456789012:key/ap", "s3.ap-southeast-1.amazonaws.com"]]
+      replication = [
+        ["arn:aws:kms:eu-central-1:123456789012:key/writer", "s3.eu-central-1.amazonaws.com"],
+        ["arn:aws:kms:ap-southeast-1:123456789012:key/ap", "s3.ap-southeast-1.amazonaws.com"],
+        ["arn:aws:kms:us-east-1:123456789012:key/us", "s3.us-east-1.amazonaws.com"],
+      ]
+    }
+    error_message = "a role uses another region's key, or one beside S3"
+  }
+}
+
 run "keys_name_each_action" {
   command = plan
 
