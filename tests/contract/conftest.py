@@ -69,7 +69,12 @@ def _configure(
 ) -> Configure:
     for name, value in env.items():
         monkeypatch.setenv(name, value)
-    defaults = {"bucket": bucket, "endpoint_url": endpoint_url, "region": "us-east-1"}
+    defaults: dict[str, Any] = {
+        "bucket": bucket,
+        "endpoint_url": endpoint_url,
+        "region": "us-east-1",
+        "connect_timeout_s": 10,  # the machine may be busy
+    }
 
     def configure(**changes: Any) -> Settings:
         return load_settings({**defaults, **changes}).settings

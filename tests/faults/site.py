@@ -56,6 +56,7 @@ class Site:
             "region": "us-east-1",
             "cache_dir": str(self.cache_dir),
             "min_free_bytes": "0",
+            "connect_timeout_s": "10",
             "read_timeout_s": "60",
             # An answer that a test holds back is no reason for the breaker to open.
             "defer_timeout_s": "60",

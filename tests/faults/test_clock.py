@@ -32,7 +32,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-@pytest.mark.parametrize("jump_s", [-365 * _DAY_S, -_DAY_S, -1.0, _DAY_S, 100 * 365 * _DAY_S])
+@pytest.mark.parametrize("jump_s", [-365 * _DAY_S, -1.0, 100 * 365 * _DAY_S])
 def test_clock_that_jumps_keeps_what_is_used_most_and_the_folder_in_order(
     tmp_path: Path, clock: Clock, jump_s: float
 ) -> None:

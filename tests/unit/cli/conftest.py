@@ -66,6 +66,7 @@ def make_corpus(
         monkeypatch.setenv("S3EC_CACHE_DIR", str(tmp_path / "s3ec-cache"))
         monkeypatch.setenv("S3EC_PREFIX", prefix)
         monkeypatch.setenv("S3EC_ENDPOINT_URL", moto_server.endpoint_url)
+        monkeypatch.setenv("S3EC_CONNECT_TIMEOUT_S", "10")  # the machine may be busy
         return Corpus(moto_server.client(), bucket, prefix)
 
     return make

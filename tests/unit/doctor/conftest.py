@@ -78,6 +78,9 @@ def make_patient(
             "prefix": tmp_path.name,
             "endpoint_url": proxy.url,
             "cache_dir": str(tmp_path / "cache"),
+            # Server, proxy and doctor share this process, and perhaps a busy machine.
+            "connect_timeout_s": 30,
+            "read_timeout_s": 30,
         }
         loaded = load_settings({**defaults, **settings})
         patient = Patient(loaded, transfer or {}, None, S3Probe(loaded.settings))

@@ -66,7 +66,8 @@ def test_empty_bucket_matters_to_a_consumer_only(
 ) -> None:
     patient = make_patient({"ec_role": role})
     patient.namespace = OURS
-    assert serving.corpus(patient).verdict == verdict
+    outcome = serving.corpus(patient)
+    assert outcome.verdict == verdict, outcome
 
 
 def test_differences_name_what_only_one_side_has() -> None:
