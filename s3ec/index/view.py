@@ -79,14 +79,20 @@ class View:
             hi = key.digest_hi
             if marks[hi & mask]:
                 return otherwise(key)
-            # Segment.find, inline.
+            # Segment.find, inline, and the first two steps of its search as well: most slots hold
+            # two to four rows.
             shift, slots, fences, his, los = shards[hi >> 56]
             slot = hi >> shift & slots
             try:
-                row = bisect_left(his, hi, fences[slot], fences[slot + 1])
-                if his[row] != hi:
-                    return False
-                return los[row] == key.digest_lo or otherwise(key)
+                row = fences[slot]
+                found = his[row]
+                if found < hi:
+                    row += 1
+                    found = his[row]
+                    if found < hi:
+                        row = bisect_left(his, hi, row + 1, fences[slot + 1])
+                        found = his[row]
+                return found == hi and (los[row] == key.digest_lo or otherwise(key))
             except IndexError:  # behind the last row
                 return False
 

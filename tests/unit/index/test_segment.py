@@ -6,7 +6,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import pytest
@@ -19,6 +20,8 @@ from s3ec.identity import split_digest
 from s3ec.index import sealed, segment
 from s3ec.index.rows import Facts, Rows, Tombstone
 from s3ec.index.segment import Segment, encode_segment, parse_segment
+from s3ec.index.sieve import Sieve
+from s3ec.index.view import View
 from tests.unit.index import columns
 from tests.unit.index.columns import (
     NAMESPACE,
@@ -32,6 +35,10 @@ from tests.unit.index.columns import (
     near,
     rows_of,
 )
+
+if TYPE_CHECKING:
+    from s3ec.identity import Key
+    from s3ec.index.base_index import Base
 
 
 def file_of(rows: Rows, namespace: str = NAMESPACE) -> bytes:
@@ -117,6 +124,19 @@ def test_too_many_rows_are_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- lookup ------------------------------------------------------------------------------------
 
 
+def inline_lookup(found_in: Segment) -> Callable[[int, int], bool]:
+    """The lookup of a reader that has this segment for all leading bytes, and nothing else."""
+    base = SimpleNamespace(
+        exact=True,
+        entries=len(found_in),
+        maybe=lambda hi, lo: found_in.find(hi, lo) >= 0,
+        lookup_parts=lambda: [found_in.lookup_parts()] * 256,
+    )
+    view = View(cast("Base", base))
+    lookup = view.lookup(Sieve(np.empty(0, np.uint64), room=1000), view.maybe)
+    return lambda hi, lo: lookup(cast("Key", SimpleNamespace(digest_hi=hi, digest_lo=lo)))
+
+
 def check_lookups(rows: Rows) -> None:
     """Every row is found at its place in both kinds of segment, and its neighbours are not."""
     expected = {half: row for row, half in enumerate(halves_of(rows))}
@@ -124,8 +144,11 @@ def check_lookups(rows: Rows) -> None:
         assert len(found_in) == len(rows)
         for half, row in expected.items():
             assert found_in.find(*half) == row
+        inline = inline_lookup(found_in)
         for half in near(rows):
             assert found_in.find(*half) == expected.get(half, -1)
+            assert inline(*half) is (half in expected)
+        assert all(inline(*half) for half in expected)
 
 
 @given(columns.items)
