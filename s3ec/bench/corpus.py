@@ -44,6 +44,7 @@ class Corpus:
         namespace: Of all entries.
         keys: One per entry.
         entry_bytes: Size of each object.
+        hedge: Whether clients ask a slow server twice.
     """
 
     endpoint_url: str
@@ -51,6 +52,7 @@ class Corpus:
     namespace: Namespace
     keys: tuple[Key, ...]
     entry_bytes: int
+    hedge: bool = True
 
     @property
     def bucket(self) -> str:
@@ -79,6 +81,7 @@ class Corpus:
             "max_concurrency": IN_FLIGHT,
             "connect_timeout_s": _TIMEOUT_S,
             "read_timeout_s": _TIMEOUT_S,
+            "hedge": self.hedge,
         }
         return load_settings(extra).settings
 

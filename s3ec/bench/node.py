@@ -53,7 +53,8 @@ def run(context: Context, processes: int = 4) -> None:
         _, corpus = stack.enter_context(filled(context, count))
         log = context.scratch / "requests"
         relay = stack.enter_context(Relay(corpus.endpoint_url, 0.0, request_log=log))
-        corpus = replace(corpus, endpoint_url=relay.url)
+        # A hedge is a second request on purpose, where a server is slow.
+        corpus = replace(corpus, endpoint_url=relay.url, hedge=False)
         folder, on_tmpfs = stack.enter_context(memory_folder(context.scratch / "tier"))
         context.say(f"{processes} processes")
         hired = [Hired(corpus, folder / "cache", "auto")] * processes
