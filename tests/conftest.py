@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import signal
 import sys
@@ -64,6 +65,16 @@ def _endpoints_begin_anew() -> None:
     endpoint = sys.modules.get("s3ec.store.endpoint")
     if endpoint is not None:
         endpoint._shared.clear()
+
+
+@pytest.fixture(autouse=True)
+def _logging_is_left_as_it_was() -> Iterator[None]:
+    """A connector sets the level of our loggers; the next test reads what it asks for."""
+    logger = logging.getLogger("s3ec")
+    level, handlers = logger.level, list(logger.handlers)
+    yield
+    logger.setLevel(level)
+    logger.handlers[:] = handlers
 
 
 @pytest.fixture(scope="session")

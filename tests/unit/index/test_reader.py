@@ -724,6 +724,7 @@ async def test_many_vanished_keys_are_one_line_in_the_log_for_each_folder(
     others = [lora_key(number) for number in range(100)]
     corpus.base(1, rows_of(*keys, *others))
     await reader.refresh()
+    caplog.clear()
     with caplog.at_level(logging.WARNING):
         for key in keys:
             reader.index.forget(key, absent=True)
