@@ -92,7 +92,10 @@ class Herd:
             ]
             return bool(found)
 
-        eventually(heard)
+        try:
+            eventually(heard)
+        except AssertionError as exc:
+            raise AssertionError(f"{exc}: {word} of {self.said[-20:]}") from exc
         return found[0]
 
     def _read(self) -> None:

@@ -26,8 +26,10 @@ def say(line: str) -> None:
     os.write(1, f"{os.getpid()} {line}\n".encode())
 
 
-def eventually(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + _DEADLINE_S
+def eventually(
+    condition: Callable[[], bool], what: str, *, deadline_s: float = _DEADLINE_S
+) -> None:
+    deadline = time.monotonic() + deadline_s
     while not condition():
         if time.monotonic() > deadline:
             raise TimeoutError(what)
@@ -43,7 +45,7 @@ class Holder:
         # Here: an import needs descriptors, of which there may be none later.
         from tests.faults.living import object_at
 
-        self._body_at = lambda number: b"".join(object_at(number))
+        self.body_at = lambda number: b"".join(object_at(number))
         self.node: Node = Node(Settings.model_validate(settings), NAMESPACE)
         self.queue: SaveQueue = SaveQueue(self.node, budget_bytes=2**22, overflow="drop")
         self.saved: set[str] = set()
@@ -75,7 +77,7 @@ class Holder:
         for number, one in found.items():
             if one.outcome is Outcome.READY and one.pin is not None:
                 with _descriptors(None):
-                    if one.pin.path.read_bytes() != self._body_at(number):
+                    if one.pin.path.read_bytes() != self.body_at(number):
                         say(f"bad bytes {number}")
         return found
 

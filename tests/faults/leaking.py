@@ -16,6 +16,7 @@ from tests.faults.saving import key_at
 
 if TYPE_CHECKING:
     from s3ec.node import Node
+    from s3ec.prefetch import Fetched
 
 _DEADLINE_S = 60.0
 
@@ -52,11 +53,26 @@ def _fetch_by_many(engine: Holder, number: int) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    found = engine.fetch(number)[number]
-    if found.outcome is not Outcome.READY or found.pin is None:
-        say(f"bad outcome {found.outcome.value}")
-        return
-    prefetcher.release([found.pin])
+    # Who submits after the first one was answered gets an answer, and a pin, of its own.
+    done: list[Fetched] = []
+
+    def all_answered() -> bool:
+        done.extend(prefetcher.drain())
+        return bool(done) and not prefetcher._places and not prefetcher.has_news
+
+    engine.node.loop.run(_turn(), _DEADLINE_S)  # behind the last of what was submitted
+    eventually(all_answered, "the end of its fetches")
+    for one in done:
+        if one.outcome is not Outcome.READY or one.pin is None:
+            say(f"bad outcome {one.outcome.value}")
+            return
+        if one.pin.path.read_bytes() != engine.body_at(number):
+            say(f"bad bytes {number}")
+    prefetcher.release([one.pin for one in done if one.pin])
+
+
+async def _turn() -> None:
+    """One turn of the loop."""
 
 
 def _abort(node: Node, number: int) -> None:
@@ -113,7 +129,8 @@ def leaks(*, settings: dict[str, str], rounds: int, stalled: int) -> None:
         return all(now[name] <= before[name] for name in now)
 
     try:
-        eventually(is_back, "the same")
+        # In time to be heard: the parent waits for a minute.
+        eventually(is_back, "the same", deadline_s=30)
     except TimeoutError:
         say(f"bad leak {before} {held()}")
     say(f"unavailable {node.counters.get('fetch.unavailable'):g}")
