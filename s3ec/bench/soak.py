@@ -25,6 +25,7 @@ from s3ec.bench.soak_report import ROWS
 if TYPE_CHECKING:
     from s3ec.bench.soak_pictures import Answer
     from s3ec.bench.soak_run import Cast
+    from s3ec.testing.nursery import Nursery
     from s3ec.testing.server import LocalS3
 
 _BUCKET = "soak"
@@ -100,6 +101,7 @@ def _scene(context: Context, minutes: float, seed: int, stop: threading.Event) -
     from s3ec.bench.soak_run import Cast
     from s3ec.errors import ConfigError
     from s3ec.testing.models import write_gemma3
+    from s3ec.testing.nursery import Nursery
     from s3ec.testing.proxy import FaultProxy
     from s3ec.testing.server import LocalS3
 
@@ -119,7 +121,8 @@ def _scene(context: Context, minutes: float, seed: int, stop: threading.Event) -
         paths = write_patterns(scratch / "pictures", count, seed)
         site = Site(server, proxy, _BUCKET, (disk or scratch) / "tier", disk)
         context.say("starting three engines")
-        trio = _Trio(context, model, server, proxy.url, site.tier)
+        nursery = stack.enter_context(Nursery(scratch / "nursery.log", _STEADY))
+        trio = _Trio(context, model, server, proxy.url, site.tier, nursery)
         reference = _start(trio, paths, stop, stack)
         if stop.is_set():
             raise CannotMeasureError("it was ended before it began")
@@ -140,7 +143,13 @@ class _Trio:
     """The three engines."""
 
     def __init__(
-        self, context: Context, model: Path, server: LocalS3, endpoint_url: str, tier: Path
+        self,
+        context: Context,
+        model: Path,
+        server: LocalS3,
+        endpoint_url: str,
+        tier: Path,
+        nursery: Nursery,
     ) -> None:
         from s3ec.testing.engine import EngineProcess, ec_config
 
@@ -163,6 +172,7 @@ class _Trio:
                 media=context.scratch,
                 env=server.env() | env,
                 options=_OPTIONS,
+                nursery=nursery,  # one that is killed is back sooner
             )
 
         # Scheduler and worker in one process, as with one GPU; and in processes of their own, which

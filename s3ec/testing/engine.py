@@ -20,6 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from s3ec.testing.nursery import Forked, Nursery
 from s3ec.testing.vllm_cpu import engine_env
 
 START_TIMEOUT_S = 300.0
@@ -67,6 +68,7 @@ class EngineProcess:
         media: Path,
         env: Mapping[str, str] | None = None,
         options: Mapping[str, Any] | None = None,
+        nursery: Nursery | None = None,
     ) -> None:
         """Describe the engine; start() spawns it.
 
@@ -77,6 +79,7 @@ class EngineProcess:
             media: Folder that picture files may come from.
             env: Additions to the environment (credentials, mostly).
             options: More arguments of ``vllm.LLM``.
+            nursery: Forks the child, which then has nothing to import.
         """
         self._log_path = log_path
         self._env = engine_env({**os.environ, **(env or {})})
@@ -85,7 +88,8 @@ class EngineProcess:
             "ec": None if ec is None else dict(ec),
             "options": {"allowed_local_media_path": str(media), **(options or {})},
         }
-        self._child: subprocess.Popen[bytes] | None = None
+        self._nursery = nursery
+        self._child: subprocess.Popen[bytes] | Forked | None = None
         self.start_s = 0.0
 
     @property
@@ -109,28 +113,27 @@ class EngineProcess:
         request_read, self._request = os.pipe()
         self._reply, reply_write = os.pipe()
         with open(self._log_path, "ab") as log:
-            self._child = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "s3ec.testing.engine_child",
-                    str(request_read),
-                    str(reply_write),
-                ],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=self._env,
-                pass_fds=(request_read, reply_write),
-                # A group of its own, so that its workers can be ended with it.
-                start_new_session=True,
-            )
+            self._child = self._spawn(request_read, reply_write, log.fileno())
         os.close(request_read)
         os.close(reply_write)
         self._replies = os.fdopen(self._reply, "rb")
         self._call(self._spec)
         self.start_s = time.monotonic() - started
         return self
+
+    def _spawn(self, requests: int, replies: int, log: int) -> subprocess.Popen[bytes] | Forked:
+        if self._nursery is not None:
+            return self._nursery.fork(self._env, requests, replies, log)
+        return subprocess.Popen(
+            [sys.executable, "-m", "s3ec.testing.engine_child", str(requests), str(replies)],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=self._env,
+            pass_fds=(requests, replies),
+            # A group of its own, so that its workers can be ended with it.
+            start_new_session=True,
+        )
 
     def chat(
         self,
@@ -220,7 +223,7 @@ class EngineProcess:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._running().pid, signal.SIGKILL)
 
-    def _running(self) -> subprocess.Popen[bytes]:
+    def _running(self) -> subprocess.Popen[bytes] | Forked:
         if self._child is None:
             raise EngineError("the engine is not running")
         return self._child

@@ -129,10 +129,10 @@ def _plain(output: Any) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Serve requests until the request pipe ends."""
-    requests = os.fdopen(int(sys.argv[1]), "rb")
-    replies = os.fdopen(int(sys.argv[2]), "wb")
+def serve(request_fd: int, reply_fd: int) -> None:
+    """Serve requests until their pipe ends."""
+    requests = os.fdopen(request_fd, "rb")
+    replies = os.fdopen(reply_fd, "wb")
     engine: _Engine | None = None
     for line in requests:
         request = json.loads(line)
@@ -157,4 +157,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    serve(int(sys.argv[1]), int(sys.argv[2]))

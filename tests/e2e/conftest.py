@@ -18,6 +18,7 @@ import pytest
 
 from s3ec.testing.engine import EngineProcess, ec_config
 from s3ec.testing.models import write_gemma3, write_qwen2_vl
+from s3ec.testing.nursery import Nursery
 from s3ec.testing.pictures import write_pictures
 from s3ec.testing.server import LocalS3
 from tests.e2e.consumers import Exchange, Place, ask_engine, ask_server
@@ -27,6 +28,7 @@ from tests.e2e.rig import (
     ONE_PROCESS,
     OPTIONS,
     PURPOSES,
+    STEADY,
     Answer,
     Corpus,
     Gallery,
@@ -79,6 +81,13 @@ def workdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def nursery(_vllm_is_here: None, workdir: Path) -> Iterator[Nursery]:
+    """Starts engines in a third of the time; those of ``consumers`` start as deployed."""
+    with Nursery(workdir / "nursery.log", STEADY) as here:
+        yield here
+
+
+@pytest.fixture(scope="session")
 def gallery(workdir: Path) -> Gallery:
     """A different picture for each purpose."""
     paths = write_pictures(workdir / "pictures", len(PURPOSES))
@@ -97,7 +106,9 @@ def qwen(workdir: Path) -> Path:
     return write_qwen2_vl(workdir / "qwen2-vl")
 
 
-def _answers(workdir: Path, gallery: Gallery, gemma: Path) -> dict[str, list[Answer]]:
+def _answers(
+    workdir: Path, gallery: Gallery, gemma: Path, nursery: Nursery
+) -> dict[str, list[Answer]]:
     with EngineProcess(
         gemma,
         ec=None,
@@ -105,6 +116,7 @@ def _answers(workdir: Path, gallery: Gallery, gemma: Path) -> dict[str, list[Ans
         media=workdir,
         env=ONE_PROCESS,
         options=OPTIONS,
+        nursery=nursery,
     ) as engine:
         answers = {scenario.name: ask(engine, scenario) for scenario in scenarios(gallery)}
         single = [Scenario(f"solo {name}", [gallery.solo(name)]) for name in PURPOSES]
@@ -117,7 +129,9 @@ def _answers(workdir: Path, gallery: Gallery, gemma: Path) -> dict[str, list[Ans
     return answers
 
 
-def _produced(workdir: Path, gallery: Gallery, gemma: Path, server: LocalS3, bucket: str) -> Corpus:
+def _produced(
+    workdir: Path, gallery: Gallery, gemma: Path, server: LocalS3, bucket: str, nursery: Nursery
+) -> Corpus:
     client = server.client()
     objects: dict[str, str] = {}
     with EngineProcess(
@@ -126,6 +140,7 @@ def _produced(workdir: Path, gallery: Gallery, gemma: Path, server: LocalS3, buc
         log_path=workdir / "producer.log",
         media=workdir,
         env=server.env() | ONE_PROCESS,
+        nursery=nursery,
     ) as engine:
         for purpose in gallery.corpus:
             engine.chat([gallery.solo(purpose)], max_tokens=1)
@@ -143,13 +158,13 @@ def _produced(workdir: Path, gallery: Gallery, gemma: Path, server: LocalS3, buc
 
 @pytest.fixture(scope="session")
 def made(
-    workdir: Path, gallery: Gallery, gemma: Path, local_s3: LocalS3
+    workdir: Path, gallery: Gallery, gemma: Path, local_s3: LocalS3, nursery: Nursery
 ) -> Iterator[tuple[dict[str, list[Answer]], Corpus]]:
     """``reference`` and ``corpus``."""
     bucket = local_s3.create_bucket("corpus")
     yield at_once(
-        partial(_answers, workdir, gallery, gemma),
-        partial(_produced, workdir, gallery, gemma, local_s3, bucket),
+        partial(_answers, workdir, gallery, gemma, nursery),
+        partial(_produced, workdir, gallery, gemma, local_s3, bucket, nursery),
     )
     local_s3.delete_bucket(bucket)
 

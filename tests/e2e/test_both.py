@@ -18,6 +18,7 @@ from s3ec.identity import Layout, digest_of_name, is_namespace_name, make_key
 from s3ec.index.rows import merge
 from s3ec.index.segment import parse_segment
 from s3ec.testing.engine import EngineProcess, ec_config
+from s3ec.testing.nursery import Nursery
 from s3ec.testing.server import LocalS3
 from tests.e2e.rig import (
     BOTH,
@@ -58,7 +59,9 @@ class _Run:
 
 
 @pytest.fixture(scope="module")
-def run(workdir: Path, gallery: Gallery, gemma: Path, local_s3: LocalS3) -> Iterator[_Run]:
+def run(
+    workdir: Path, gallery: Gallery, gemma: Path, local_s3: LocalS3, nursery: Nursery
+) -> Iterator[_Run]:
     bucket = local_s3.create_bucket("both")
     more = {"prefix": _PREFIX, "transport": "aioboto3"}
     with EngineProcess(
@@ -68,6 +71,7 @@ def run(workdir: Path, gallery: Gallery, gemma: Path, local_s3: LocalS3) -> Iter
         media=workdir,
         env=local_s3.env() | ONE_PROCESS,
         options=OPTIONS,
+        nursery=nursery,
     ) as engine:
         before = engine.counters()
         first = record(engine, Scenario("first", [gallery.solo(name) for name in _PURPOSES]))

@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 
 from s3ec.testing.engine import EngineProcess, ec_config, text
+from s3ec.testing.nursery import Nursery
 from s3ec.testing.server import LocalS3
 from tests.e2e import damage
 from tests.e2e.metadata import MetadataService
@@ -143,6 +144,7 @@ def rig(
     corpus: Corpus,
     reference: dict[str, list[Answer]],
     local_s3: LocalS3,
+    nursery: Nursery,
 ) -> Iterator[_Rig]:
     """The consumer, after the server was down, then up with an empty bucket, then filled."""
     tier = workdir / "faults-tier"
@@ -164,6 +166,7 @@ def rig(
             media=workdir,
             env=metadata.env | STEADY,
             options=OPTIONS,
+            nursery=nursery,
         ) as engine:
             numbers = iter(range(HEALTHY_ROUNDS))
             made = _Rig(

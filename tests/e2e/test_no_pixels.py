@@ -17,6 +17,7 @@ from PIL import Image
 
 from s3ec import codec
 from s3ec.testing.engine import EngineProcess, ec_config, image, text
+from s3ec.testing.nursery import Nursery
 from tests.e2e.rig import (
     FROM_BUCKET,
     HITS,
@@ -60,7 +61,7 @@ class _Rig:
 
 
 @pytest.fixture(scope="module")
-def rig(workdir: Path, gallery: Gallery, qwen: Path) -> Iterator[_Rig]:
+def rig(workdir: Path, gallery: Gallery, qwen: Path, nursery: Nursery) -> Iterator[_Rig]:
     """A consumer of a folder that a producer filled with pictures under uuids."""
     pictures = {}
     for name in _PICTURES:
@@ -83,6 +84,7 @@ def rig(workdir: Path, gallery: Gallery, qwen: Path) -> Iterator[_Rig]:
         log_path=workdir / "qwen-producer.log",
         media=workdir,
         env=ONE_PROCESS,
+        nursery=nursery,
     ) as producer:
         prompts = [[image(pictures[name], f"doc-{name}"), text("?")] for name in _PICTURES]
         prompts.append([image(pictures["left"], _COUNTED), text("?")])
@@ -95,6 +97,7 @@ def rig(workdir: Path, gallery: Gallery, qwen: Path) -> Iterator[_Rig]:
         log_path=workdir / "qwen-consumer.log",
         media=workdir,
         env=STEADY,
+        nursery=nursery,
     ) as engine:
         yield _Rig(engine, pictures, stored)
 

@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 
 from s3ec.testing.engine import EngineError, EngineProcess, ec_config
+from s3ec.testing.nursery import Nursery
 from s3ec.testing.server import LocalS3
 from tests.e2e.rig import ONE_PROCESS, settings
 
 
 def test_an_engine_that_would_only_have_request_scoped_identifiers_names_the_flag_to_change(
-    workdir: Path, qwen: Path, local_s3: LocalS3
+    workdir: Path, qwen: Path, local_s3: LocalS3, nursery: Nursery
 ) -> None:
     engine = EngineProcess(
         qwen,
@@ -22,6 +23,7 @@ def test_an_engine_that_would_only_have_request_scoped_identifiers_names_the_fla
         media=workdir,
         env=local_s3.env() | ONE_PROCESS,
         options={"mm_processor_cache_gb": 0, "enable_prefix_caching": False},
+        nursery=nursery,
     )
     try:
         with pytest.raises(EngineError):
