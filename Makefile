@@ -15,6 +15,8 @@ FUZZ_SECONDS ?= 600
 PARALLEL ?= --numprocesses auto --dist loadfile --no-loadscope-reorder
 # Engines are shared by many tests, so these come in two parts (tests/e2e/conftest.py).
 ENGINES ?= --numprocesses 2
+# Servers, engines and processes that are killed; to collect these takes its time as well.
+FAR := contract e2e faults terraform
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -78,8 +80,8 @@ test: setup  ## all tests, with real vLLM engines; ARGS goes to pytest
 	# By its folder: collecting the others would import vllm once more.
 	$(PY) -m pytest tests/e2e $(ENGINES) $(ARGS)
 
-test-fast: setup  ## the tests without engines, under two minutes
-	@$(PY) -m pytest $(PARALLEL) -m "not e2e and not slow" $(ARGS)
+test-fast: setup  ## the tests without engines, servers and crowds of processes, under two minutes
+	@$(PY) -m pytest $(PARALLEL) $(patsubst %,--ignore=tests/%,$(FAR)) -m "not slow" $(ARGS)
 
 lint: setup  ## ruff and mypy
 	@$(PY) -m ruff check .

@@ -34,15 +34,18 @@ _numbers = itertools.count()
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the users of the real server; files with slow tests first.
+    """Mark the users of real servers; files with the slowest tests first.
 
     Where processes share the files out, the others then wait for no long one at the end.
     """
+    slowest = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slowest)
     for item in items:
-        if "local_s3" in getattr(item, "fixturenames", ()):
+        fixtures = getattr(item, "fixturenames", ())
+        if "local_s3" in fixtures:
             item.add_marker(pytest.mark.s3)
-    slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)
+        if "moto_server" in fixtures or item.get_closest_marker("s3"):
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -58,6 +58,7 @@ def wheel(built: Path) -> Path:
     return next((built / "dist").glob("*.whl"))
 
 
+@pytest.mark.slow
 def test_two_builds_of_one_tree_are_the_same_bytes(built: Path, tmp_path: Path) -> None:
     first = {path.name: path.read_bytes() for path in (built / "dist").iterdir()}
     again = _build(tmp_path / "elsewhere", umask=0o077)
@@ -77,6 +78,7 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     assert {"s3ec/py.typed", "s3ec/testing/site/sitecustomize.py"} <= inside
 
 
+@pytest.mark.slow
 def test_installing_beside_vllm_changes_no_other_package(wheel: Path, tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     subprocess.run(

@@ -428,6 +428,7 @@ def test_any_mutation_of_the_header_is_corrupt_and_nothing_else(
     reason_of(with_header(content, blob[verify(blob).data_start :]))
 
 
+@pytest.mark.slow
 @given(st.sampled_from(["__metadata__", "ec_cache"]), st.data())
 @settings(max_examples=300)
 def test_any_sealed_mutation_is_corrupt_or_harmless(part: str, data: st.DataObject) -> None:

@@ -201,6 +201,7 @@ def ours_after(name: str) -> set[str]:
     return {module for module in loaded if module.split(".")[0] == "s3ec"}
 
 
+@pytest.mark.slow
 def test_everything_but_the_engine_side_works_without_torch_and_vllm() -> None:
     modules_after(
         "s3ec",
@@ -225,6 +226,7 @@ def test_everything_but_the_engine_side_works_without_torch_and_vllm() -> None:
     )
 
 
+@pytest.mark.slow
 def test_every_module_of_the_command_line_works_without_torch_and_vllm() -> None:
     packages = ("cli", "store", "tier", "index", "doctor")
     names = [
@@ -259,6 +261,7 @@ def test_the_middleware_is_light() -> None:
     assert not {"botocore", "pydantic", "starlette"} & modules_after("s3ec.middleware")
 
 
+@pytest.mark.slow
 def test_the_save_queue_does_not_import_vllm() -> None:
     """Which takes many seconds, starts threads, and is not needed to save from the CPU."""
     pytest.importorskip("torch")

@@ -270,6 +270,7 @@ def test_stop_is_idempotent_and_fine_before_the_first_use(
     assert "s3ec-used" not in thread_names()
 
 
+@pytest.mark.slow
 def test_use_after_stop_is_an_error_and_leaves_no_coroutine(
     make: Callable[[str], LoopThread],
 ) -> None:

@@ -21,6 +21,7 @@ values = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(values)
 def test_plain_values_are_read_as_by_everybody(value: object) -> None:
     assert plain_json.loads(json.dumps(value)) == value

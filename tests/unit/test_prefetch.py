@@ -926,6 +926,7 @@ def test_a_want_after_the_end_is_answered(bench: Bench) -> None:
     assert bench.one().outcome is Outcome.UNAVAILABLE
 
 
+@pytest.mark.slow
 def test_stopping_with_a_hundred_thousand_queued_wants_is_quick(bench: Bench) -> None:
     bench.stock("a")
     bench.make(max_concurrency=1)
@@ -972,6 +973,7 @@ assert status == 0
 """
 
 
+@pytest.mark.slow
 def test_a_forked_child_fetches_for_itself(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(CHILD), str(tmp_path)],

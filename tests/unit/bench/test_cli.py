@@ -170,6 +170,7 @@ def test_row_that_misses_its_reach_ends_with_one(
     assert file.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("measured")
 def test_plot_and_report_are_written(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")

@@ -118,6 +118,7 @@ def _echo(pipe: Connection, factor: int) -> None:
         pipe.send(factor * pipe.recv())
 
 
+@pytest.mark.slow
 def test_child_answers_until_nobody_asks(capfd: pytest.CaptureFixture[str]) -> None:
     with Child(_echo, 3) as child:
         child.tell(2)

@@ -59,6 +59,7 @@ def test_between_runs_before_every_case() -> None:
     assert sorted(log[1::2]) == ["a", "a", "b", "b"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("enabled", [True, False])
 def test_collector_is_off_inside_and_as_before_afterwards(enabled: bool) -> None:
     was_on = gc.isenabled()

@@ -58,6 +58,7 @@ def member(tmp_path: Path) -> Iterator[Member]:
         yield members[0]
 
 
+@pytest.mark.slow
 def test_member_of_the_crew_does_what_it_is_told(member: Member) -> None:
     for order in ("fetch", "empty"):
         member.tell(order)
@@ -65,6 +66,7 @@ def test_member_of_the_crew_does_what_it_is_told(member: Member) -> None:
         assert answer["ended"] >= answer["started"]
 
 
+@pytest.mark.slow
 def test_member_that_fails_is_noticed(member: Member) -> None:
     member.tell("no-such-order")
     with pytest.raises(RuntimeError, match="ended"):

@@ -70,6 +70,7 @@ bench.end()
 """
 
 
+@pytest.mark.slow
 def test_ensure_and_has_make_no_system_call(tmp_path: Path) -> None:
     strace = shutil.which("strace")
     if strace is None:

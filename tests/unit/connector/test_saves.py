@@ -213,6 +213,7 @@ def never_open(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rig.node.breaker._all, "_options", BreakerOptions(threshold=10**6))
 
 
+@pytest.mark.slow
 def test_upload_is_repeated_until_the_bucket_confirms(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -574,6 +575,7 @@ def test_next_process_uploads_what_the_last_one_could_not(tmp_path: Path) -> Non
     assert list((tmp_path / "tier" / "v1" / "spool").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_adopted_entry_that_the_bucket_holds_already_is_done(tmp_path: Path) -> None:
     first = Rig(tmp_path)
     first.faults.append(
@@ -739,6 +741,7 @@ def test_fresh_save_of_an_adopted_entry_stores_it_once(tmp_path: Path) -> None:
     second.close()
 
 
+@pytest.mark.slow
 def test_upload_reads_the_tiers_entry_where_somebody_emptied_the_spool(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -777,6 +780,7 @@ def test_adopted_uploads_that_never_end_are_left_at_the_end(tmp_path: Path) -> N
     assert second.node.tier.check() == []
 
 
+@pytest.mark.slow
 def test_spooled_file_that_cannot_be_read_is_tried_again_and_then_left_for_the_next_process(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

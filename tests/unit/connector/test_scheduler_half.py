@@ -1235,6 +1235,7 @@ def test_where_ranks_cannot_be_told_nothing_is_fetched_waited_for_or_granted() -
 # -- memory ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every_pass", [True, False])
 def test_a_hundred_thousand_absent_pictures_leave_nothing_behind(every_pass: bool) -> None:
     world = World(producer=True, asked_every_pass=every_pass)

@@ -18,6 +18,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -445,4 +446,4 @@ class HalfMachine(RuleBasedStateMachine):
 
 
 HalfMachine.TestCase.settings = settings(max_examples=250, stateful_step_count=30, deadline=None)
-TestHalfMachine = HalfMachine.TestCase
+TestHalfMachine = pytest.mark.slow(HalfMachine.TestCase)

@@ -54,6 +54,7 @@ items = st.dictionaries(
 steps = st.lists(items.filter(bool) | st.just("compact"), max_size=12)
 
 
+@pytest.mark.slow
 @given(steps, st.sampled_from([1, 3, 100]), st.sampled_from([2, 4096]))
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_compaction_equals_a_merge_of_dictionaries(
@@ -285,6 +286,7 @@ async def requests_of_a_whole_one() -> int:
     return store.requests
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 async def test_a_compactor_killed_at_any_request_harms_nobody(after: bool) -> None:
     total = await requests_of_a_whole_one()
@@ -488,6 +490,7 @@ class Forgetful(MortalStore):
             await super().put_if_absent(name, body)
 
 
+@pytest.mark.slow
 async def test_memory_is_bounded_by_a_shard_and_not_by_the_base(
     memory: MemoryStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

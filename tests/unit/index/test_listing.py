@@ -302,6 +302,7 @@ async def test_what_this_node_stores_is_found_at_once(index: ListingIndex) -> No
     assert index.maybe_contains(key_of(1))
 
 
+@pytest.mark.slow
 def test_forgetting_is_bounded(memory: MemoryStore, counters: Counters, clock: Clock) -> None:
     index = ListingIndex(memory, LAYOUT, counters, clock=clock)
     for number in range(101_000):

@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -277,5 +278,5 @@ class Manifest(RuleBasedStateMachine):
         assert all(len(answers) < 2 for answers in found.values())
 
 
-TestManifest = Manifest.TestCase
+TestManifest = pytest.mark.slow(Manifest.TestCase)
 TestManifest.settings = settings(max_examples=20, stateful_step_count=30)

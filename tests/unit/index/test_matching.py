@@ -19,6 +19,7 @@ def sorted_rows(some: Items) -> Rows:
     return Rows.from_facts(some).sorted_unique()
 
 
+@pytest.mark.slow
 @given(items, items)
 def test_positions_are_those_of_a_dict(one: Items, other: Items) -> None:
     wanted, table = sorted_rows(one), sorted_rows(other)

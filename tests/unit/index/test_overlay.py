@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,6 +19,7 @@ def rows_in(overlay: Overlay) -> Rows:
     return Rows.empty() if overlay.segment is None else overlay.segment.rows()
 
 
+@pytest.mark.slow
 @given(st.lists(items, max_size=6), st.randoms(use_true_random=False), st.integers(1, 6))
 def test_any_order_and_any_parts_give_the_merge_by_rising_ulid(
     parts: list[Items], chance: random.Random, at_a_time: int

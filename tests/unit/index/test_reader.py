@@ -125,6 +125,7 @@ async def test_merged_deltas_are_not_downloaded_by_a_fresh_reader(
     assert reader.finds(*range(20), "b") == [True] * 21
 
 
+@pytest.mark.slow
 async def test_the_order_of_a_listing_at_the_page_boundary_does_not_matter(
     corpus: Corpus, reader: Reader
 ) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -167,5 +168,5 @@ class Machine(RuleBasedStateMachine):
             shutil.rmtree(self.folder)
 
 
-TestReaders = Machine.TestCase
+TestReaders = pytest.mark.slow(Machine.TestCase)
 TestReaders.settings = settings(max_examples=30, stateful_step_count=25, deadline=None)

@@ -255,6 +255,7 @@ async def test_rebuild_leaves_a_newer_format_alone(memory: MemoryStore) -> None:
     assert names(memory.bucket) == ["head/000000000003.json"]
 
 
+@pytest.mark.slow
 async def test_a_rebuild_killed_at_any_request_harms_nobody() -> None:
     async def lived_in() -> MemoryStore:
         memory = MemoryStore()

@@ -34,6 +34,7 @@ def test_sorted_unique_keeps_the_newest_of_each_digest(items: Items) -> None:
     assert rows.sorted_unique() is rows
 
 
+@pytest.mark.slow
 @given(st.lists(columns.items, max_size=5), st.booleans())
 def test_merge_is_last_writer_wins(parts: list[Items], keep: bool) -> None:
     merged = merge([Rows.from_facts(part) for part in parts], keep_tombstones=keep)
@@ -43,6 +44,7 @@ def test_merge_is_last_writer_wins(parts: list[Items], keep: bool) -> None:
     assert as_items(merged) == list(expected.items())
 
 
+@pytest.mark.slow
 @given(st.lists(columns.items, max_size=4))
 def test_merging_in_steps_is_merging_at_once(parts: list[Items]) -> None:
     made = [Rows.from_facts(part) for part in parts]

@@ -92,6 +92,7 @@ def test_operators_that_work_are_left_alone(tmp_path: Path) -> None:
     assert _python(code, tmp_path) == "False"
 
 
+@pytest.mark.slow
 def test_operators_that_are_missing_are_declared(tmp_path: Path) -> None:
     _package(tmp_path, "torchvision.extension", _EXTENSION.format(works=False))
     code = (
@@ -101,6 +102,7 @@ def test_operators_that_are_missing_are_declared(tmp_path: Path) -> None:
     assert _python(code, tmp_path) == "['torchvision.nms.default', 'torchvision.qnms.default']"
 
 
+@pytest.mark.slow
 def test_installed_torchvision_and_vllms_media_loaders_import_in_a_mended_python() -> None:
     code = (
         "from torchvision.transforms import v2; import vllm.multimodal.media as media\n"

@@ -9,6 +9,7 @@ import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -350,7 +351,7 @@ class TierMachine(RuleBasedStateMachine):
         assert self.counters.get("tier.quarantined") == self.quarantines
 
 
-TestTierModel = TierMachine.TestCase
+TestTierModel = pytest.mark.slow(TierMachine.TestCase)
 TestTierModel.settings = settings(
     max_examples=40,
     stateful_step_count=40,

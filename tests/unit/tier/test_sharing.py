@@ -9,11 +9,15 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
+import pytest
+
 from s3ec.counters import Counters
 from s3ec.errors import TierError
 from s3ec.tier import Tier
 from s3ec.tier.files import free_bytes
 from tests.unit.tier.cases import child, entry, key_at, pin_folders, read, temps_below
+
+pytestmark = pytest.mark.slow  # processes, and many at once
 
 
 def test_sixteen_processes_publish_and_pin_one_key(

@@ -601,6 +601,7 @@ def test_forked_child_leaves_its_parents_spool_alone(root: Path) -> None:
         other.end()
 
 
+@pytest.mark.slow
 def test_eight_adopters_at_once_share_the_entries_of_the_dead_and_none_has_two_owners(
     make_tier: Callable[..., Tier], root: Path
 ) -> None:
