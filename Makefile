@@ -53,8 +53,10 @@ setup:  ## make .venv with the pinned packages and this checkout (nothing to do 
 	# Every package is pinned, so nothing is left to resolve; and pip works on one core, so there are two.
 	sed '/^ *#/d' requirements/test.txt | split --number=r/2 - $(VENV)/pins.
 	install() { $(PY) -m pip install -qq --no-deps --no-compile --requirement $(VENV)/pins.$$1; }
-	install aa & half=$$!
-	if ! install ab || ! wait $$half; then
+	install aa & half=$$! missed=
+	install ab || missed=1
+	wait $$half || missed=1  # also after a failure: nothing is to go on behind this one's back
+	if [ -n "$$missed" ]; then
 	    echo "setup: pip could not install the pins. Where torch==...+cpu was not found, give pip" >&2
 	    echo "  PyTorch's index of CPU builds in PIP_EXTRA_INDEX_URL; for its address choose" >&2
 	    echo "  Linux, Pip, CPU on https://pytorch.org/get-started/locally/" >&2

@@ -245,7 +245,6 @@ def test_no_credentials_fail_and_the_endpoint_is_still_examined(
     }
 
 
-@pytest.mark.slow
 def test_reader_without_list_is_told_which_right_is_missing(
     doctor: Doctor, config: Callable[..., str], guarded_s3: LocalS3
 ) -> None:
@@ -263,7 +262,6 @@ def read_only(tmp_path_factory: pytest.TempPathFactory) -> Any:
         yield server, viewer
 
 
-@pytest.mark.slow
 def test_read_only_credentials_fail_for_a_producer_and_do_for_a_consumer(
     doctor: Doctor, config: Callable[..., str], read_only: tuple[LocalS3, Identity]
 ) -> None:
