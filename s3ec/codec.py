@@ -79,7 +79,8 @@ class Header:
         modality: ``image``, ``video``, ``audio``...
         shape: Rows, width and dtype of the tensor.
         checksum: xxh3-128 of the tensor's bytes, 32 hex digits.
-        placeholder: What a request without pixels needs (grid, timestamps); plain JSON.
+        placeholder: What a request without pixels needs (grid, timestamps); plain JSON. None
+            where the writer could not see it.
         data_start: Offset of the tensor in the file, bytes.
         front_digest: xxh3-128 of all bytes in front of the tensor; empty where it was not read
             from an entry. Who has the same bytes later need not parse them.
@@ -90,7 +91,7 @@ class Header:
     modality: str
     shape: Shape
     checksum: str
-    placeholder: Mapping[str, Any] = field(default_factory=dict)
+    placeholder: Mapping[str, Any] | None = field(default_factory=dict)
     data_start: int = 0
     front_digest: str = field(default="", compare=False)
 
@@ -138,11 +139,6 @@ def encode_header(header: Header) -> bytes:
         CorruptEntryError: The header would be larger than HEADER_LIMIT, or the placeholder is
             nothing that JSON can carry.
     """
-    try:
-        placeholder = canonical_json(dict(header.placeholder))
-        plain_json.loads(placeholder)  # what readers would refuse is not written
-    except (TypeError, ValueError, RecursionError) as exc:
-        raise CorruptEntryError(f"placeholder is not plain JSON: {exc}", reason="header") from exc
     metadata = {
         "s3ec": str(FORMAT_VERSION),
         "identifier": header.identifier,
@@ -152,8 +148,9 @@ def encode_header(header: Header) -> bytes:
         "width": str(header.shape.width),
         "dtype": header.shape.dtype,
         "xxh3": header.checksum,
-        "placeholder": placeholder,
     }
+    if header.placeholder is not None:
+        metadata["placeholder"] = _placeholder_json(header.placeholder)
     tensor = _tensor_entry(header.shape)
     metadata[_SEAL] = _seal(metadata, tensor)
     body = canonical_json({"__metadata__": metadata, TENSOR_NAME: tensor}).encode()
@@ -163,6 +160,15 @@ def encode_header(header: Header) -> bytes:
             f"header of {len(body)} bytes is over the limit of {HEADER_LIMIT}", reason="header"
         )
     return struct.pack("<Q", len(body) + padding) + body + b" " * padding
+
+
+def _placeholder_json(placeholder: Mapping[str, Any]) -> str:
+    try:
+        text = canonical_json(dict(placeholder))
+        plain_json.loads(text)  # what readers would refuse is not written
+    except (TypeError, ValueError, RecursionError) as exc:
+        raise CorruptEntryError(f"placeholder is not plain JSON: {exc}", reason="header") from exc
+    return text
 
 
 def parse_header(blob: memoryview | bytes) -> Header:
@@ -236,12 +242,14 @@ def _checked(metadata: dict[str, str], tensor: object, front: bytes) -> Header:
     shape = _checked_shape(metadata, tensor)
     if not _CHECKSUM.fullmatch(metadata.get("xxh3", "")):
         raise CorruptEntryError("no checksum", reason="checksum")
-    try:
-        placeholder = plain_json.loads(metadata.get("placeholder", "{}"))
-    except (ValueError, RecursionError) as exc:
-        raise CorruptEntryError("placeholder is not JSON", reason="header") from exc
-    if not isinstance(placeholder, dict):
-        raise CorruptEntryError("placeholder is not an object", reason="header")
+    placeholder = None
+    if "placeholder" in metadata:
+        try:
+            placeholder = plain_json.loads(metadata["placeholder"])
+        except (ValueError, RecursionError) as exc:
+            raise CorruptEntryError("placeholder is not JSON", reason="header") from exc
+        if not isinstance(placeholder, dict):
+            raise CorruptEntryError("placeholder is not an object", reason="header")
     return Header(
         identifier=metadata.get("identifier", ""),
         namespace=metadata.get("namespace", ""),

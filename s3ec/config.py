@@ -23,7 +23,7 @@ from pydantic_settings import (
 
 from s3ec.corpus_url import parse_url
 from s3ec.errors import ConfigError
-from s3ec.settings import ENV_PREFIX, Settings
+from s3ec.settings import ENV_PREFIX, OF_S3, Settings
 
 CONFIG_FILE_VARIABLE = "S3EC_CONFIG"
 # Stands where a bucket is required and none is needed.
@@ -36,6 +36,10 @@ _CREDENTIAL_WORDS = (
     "password",
     "credential",
 )
+_CHAIN = (
+    "use the SDK's chain: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the environment, a "
+    "`profile`, web identity or an instance role"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +49,17 @@ class Loaded:
     settings: Settings
     origins: Mapping[str, str]
 
+    @property
+    def has_place(self) -> bool:
+        """Whether they say where the corpus is; without that the bucket is not to be used."""
+        return self.settings.bucket != _NO_BUCKET
+
 
 def load_settings(
     extra: Mapping[str, Any] | None = None,
     *,
     origin: str = "ec_connector_extra_config",
+    options: Mapping[str, Any] | None = None,
     need_bucket: bool = True,
 ) -> Loaded:
     """Read the settings of this process.
@@ -57,6 +67,8 @@ def load_settings(
     Args:
         extra: The JSON that has the first word, or None.
         origin: What to call it in messages.
+        options: Settings that stand above the JSON: options of a command line, by whose names
+            they are called.
         need_bucket: False for what only looks at this node: then a bucket need not be set, and
             the one in the settings must not be used.
 
@@ -66,53 +78,90 @@ def load_settings(
     """
     given = dict(extra or {})
     for name in given:
-        _refuse_credentials(str(name), origin)
+        _refuse_credentials(str(name), origin, "vLLM logs its whole configuration")
         _refuse_unknown(str(name), origin)
     file, file_values = _read_file()
     _refuse_misspelt_variables()
     env_values = EnvSettingsSource(Settings, env_prefix=ENV_PREFIX, env_ignore_empty=True)()
-    sources = [(origin, given), ("env", env_values), (f"file {file}", file_values)]
+    sources = [
+        ("option", options or {}),
+        (origin, given),
+        ("env", env_values),
+        (f"file {file}", file_values),
+    ]
     merged: dict[str, Any] = {}
     origins = dict.fromkeys(Settings.model_fields, "default")
     for label, values in reversed(sources):
+        if label == "option":
+            origins.update(dict.fromkeys(_give_way(merged, values), "default"))
         for name, value in values.items():
             merged[name] = value
-            origins[name] = f"env {ENV_PREFIX}{name.upper()}" if label == "env" else label
+            origins[name] = _spelt(name, label)
     _take_apart(merged, origins)
     if not need_bucket and not merged.get("url"):
         merged.setdefault("bucket", _NO_BUCKET)
     try:
-        # Every source is in `merged`: BaseSettings must not look at the environment again.
         settings = Settings.model_validate(merged)
     except ValidationError as exc:
         raise _readable(exc, origins) from exc.__cause__
     return Loaded(settings, origins)
 
 
+def _spelt(name: str, label: str) -> str:
+    """Where a setting comes from, as people would write it there."""
+    if label == "env":
+        return f"env {ENV_PREFIX}{name.upper()}"
+    return f"--{name.replace('_', '-')}" if label == "option" else label
+
+
+def _give_way(below: dict[str, Any], options: Mapping[str, Any]) -> list[str]:
+    """Remove what says where the corpus is from settings, where options say it in another form.
+
+    Only options do that: whoever types one wants another corpus for once. A file or variable of
+    a fleet that contradicts its JSON is a mistake, which is refused.
+
+    Returns:
+        The names that were removed.
+    """
+    names: tuple[str, ...] = ()
+    if options.get("url"):
+        names = ("bucket", "prefix") if _is_s3_url(options["url"]) else OF_S3
+    elif options.get("bucket"):
+        urls = _is_s3_url(options["bucket"]) or _is_s3_url(below.get("bucket"))
+        names = ("url", "prefix") if urls else ("url",)
+    removed = [name for name in names if name in below]
+    for name in removed:
+        del below[name]
+    return removed
+
+
+def _is_s3_url(value: Any) -> bool:
+    return isinstance(value, str) and value.startswith("s3://")
+
+
 def _take_apart(merged: dict[str, Any], origins: dict[str, str]) -> None:
-    """Make ``bucket`` and ``prefix`` of an ``s3://`` URL.
+    """Make ``bucket`` and ``prefix`` of an ``s3://`` URL, which may stand in ``bucket`` too.
 
     Raises:
         ConfigError: They are set as well.
     """
-    url = merged.get("url")
-    if not isinstance(url, str) or not url.startswith("s3://"):
+    given = "url" if _is_s3_url(merged.get("url")) else "bucket"
+    if not _is_s3_url(merged.get(given)):
         return
-    for name in ("bucket", "prefix"):
-        if merged.get(name):
+    origin = origins[given]
+    for name in ("url", "bucket", "prefix"):
+        if name != given and merged.get(name):
             raise ConfigError(
-                f"`{name}` (from {origins[name]}) does not go together with `url` (from "
-                f"{origins['url']}); remove one of the two",
+                f"`{name}` (from {origins[name]}) does not go together with `{given}` "
+                f"(from {origin}); remove one of the two",
                 field=name,
             )
     try:
-        corpus = parse_url(url)
+        corpus = parse_url(merged[given])
     except ValueError as exc:
-        raise ConfigError(
-            f"bad settings: `url` (from {origins['url']}): {exc}", field="url"
-        ) from exc
+        raise ConfigError(f"bad settings: `{given}` (from {origin}): {exc}", field=given) from exc
     merged.update(url=None, bucket=corpus.bucket, prefix=corpus.prefix)
-    origins.update(bucket=origins["url"], prefix=origins["url"])
+    origins.update(bucket=origin, prefix=origin)
 
 
 def _read_file() -> tuple[str, dict[str, Any]]:
@@ -129,20 +178,33 @@ def _read_file() -> tuple[str, dict[str, Any]]:
             f"cannot read {path} ({CONFIG_FILE_VARIABLE}) as a table of settings: {exc}"
         ) from exc
     for name in values:
-        _refuse_credentials(name, f"file {path}")
+        _refuse_credentials(name, f"file {path}", "no setting holds any")
         _refuse_unknown(name, f"file {path}")
     return path, values
 
 
-def _refuse_credentials(name: str, origin: str) -> None:
-    if any(word in name.lower() for word in _CREDENTIAL_WORDS):
+def _refuse_credentials(name: str, origin: str, because: str) -> None:
+    if _is_credential(name):
         raise ConfigError(
-            f"`{name}` in {origin}: credentials are not accepted here, because vLLM logs its "
-            "whole configuration. Use the SDK's chain: AWS_ACCESS_KEY_ID and "
-            "AWS_SECRET_ACCESS_KEY in the environment, a `profile`, web identity or an "
-            "instance role",
+            f"`{name}` in {origin}: credentials are not accepted here, because {because}; {_CHAIN}",
             field=name,
         )
+
+
+def _refuse_credential_variable(variable: str) -> None:
+    """Refuse a variable that looks like a secret; nothing would read it."""
+    name = variable.removeprefix(ENV_PREFIX).lower()
+    if _is_credential(name):
+        raise ConfigError(
+            f"environment variable {variable}: names that begin with {ENV_PREFIX} are settings, "
+            f"and no setting holds credentials. For those of the bucket {_CHAIN}. If the "
+            f"variable is for something else, give it a name without {ENV_PREFIX} at its beginning",
+            field=name,
+        )
+
+
+def _is_credential(name: str) -> bool:
+    return any(word in name.lower() for word in _CREDENTIAL_WORDS)
 
 
 def _nearest(name: str, cutoff: float = 0.6) -> str | None:
@@ -168,7 +230,7 @@ def _refuse_misspelt_variables() -> None:
         name = variable.removeprefix(ENV_PREFIX).lower()
         if not variable.startswith(ENV_PREFIX) or name == "config":
             continue
-        _refuse_credentials(name, "the environment")
+        _refuse_credential_variable(variable)
         near = _nearest(name, cutoff=0.85)
         if near is not None and name != near:
             raise ConfigError(
@@ -178,7 +240,10 @@ def _refuse_misspelt_variables() -> None:
 
 
 def _readable(exc: ValidationError, origins: Mapping[str, str]) -> ConfigError:
-    """One line per fault: field, type of the value and reason; never the value itself."""
+    """One line per fault: field, type of the value and reason; never the value itself.
+
+    A single fault's line ends with the fix, as all our messages do.
+    """
     lines = []
     field = None
     for error in exc.errors(include_url=False, include_context=False):
@@ -187,8 +252,14 @@ def _readable(exc: ValidationError, origins: Mapping[str, str]) -> ConfigError:
         if field is None:
             lines.append(reason)
         elif field == "bucket" and origins[field] == "default":
-            lines.append(f"`bucket` is required: {Settings.model_fields[field].description}")
+            lines.append(
+                "`bucket` is required, or `url` for a corpus outside S3; set it in the JSON, as "
+                f"{ENV_PREFIX}BUCKET, or with --bucket"
+            )
         else:
+            if error["type"].startswith("byte_size"):
+                reason = "no size; write it as `50GiB`, `500MB` or a number of bytes"
             kind = type(error["input"]).__name__
             lines.append(f"`{field}` ({kind}, from {origins.get(field, '?')}): {reason}")
-    return ConfigError("bad settings: " + "; ".join(lines), field=field)
+    separator = " " if len(lines) == 1 else "\n  "
+    return ConfigError(f"bad settings:{separator}{separator.join(lines)}", field=field)

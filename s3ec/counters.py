@@ -5,9 +5,17 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import TypeAlias
 
 from s3ec.forks import call_in_forks
+
+Report: TypeAlias = Callable[[str, int, int | None], None]
+"""Told how far a long piece of work is: what is done, how many are, of how many where known."""
+
+
+def unreported(what: str, done: int, total: int | None) -> None:
+    """A Report of which nobody wants to know."""
 
 
 class Counters:

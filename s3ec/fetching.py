@@ -42,6 +42,8 @@ PART_BYTES = 8 * 2**20
 PARTS_AT_A_TIME = 4
 # A large object may take as much longer than a small one as it would at this pace.
 _LEAST_BYTES_PER_S = 2**20
+# What is here does not wait longer for what the bucket says of its modality.
+_RECORD_PATIENCE_S = 0.25
 # Reasons of a bad entry that say it was made for something else: mismatches, too.
 _FOREIGN = frozenset({"namespace", "version", "dtype", "nonfinite"})
 
@@ -80,6 +82,23 @@ class Fetcher:
         self._counters = counters
         self._budget = ByteBudget(max_inflight_bytes)
 
+    async def look(self, want: Want) -> Fetched | None:
+        """Pin an entry that is on this node's disk; nothing waits for the bucket.
+
+        Returns:
+            None where it is not here, or cannot be pinned.
+
+        Raises:
+            TierError: The disk does not answer.
+        """
+        if self._loop.watch.hangs:
+            raise TierError("the disk does not answer")
+        pin = await self._loop.disk(self._tier.pin, want.key, undo=self._let_go)
+        if pin is None:
+            self._local.discard(want.key)
+            return None
+        return await self._check_local(want, pin)
+
     async def fetch(
         self, want: Want, deadline: asyncio.Timeout, *, at_any_rate: bool
     ) -> Fetched | None:
@@ -112,9 +131,9 @@ class Fetcher:
         try:
             self._local.discard(key)
             record = await self._records.get(want.modality)
-            if record is None:
+            if record is None:  # so nothing of this modality was stored yet
                 self._counters.add("mismatch.no_record")
-                return Fetched(want, Outcome.MISMATCH)
+                return Fetched(want, Outcome.ABSENT)
             expected = Shape(want.rows, record.width, record.dtype)
             facts = self._index.facts(key)
             if facts is not None and facts.contradicts(expected):
@@ -164,10 +183,10 @@ class Fetcher:
 
     async def _check_local(self, want: Want, pin: Pin) -> Fetched:
         try:
-            record = await self._records.get(want.modality)
+            record = await self._records.get_soon(want.modality, _RECORD_PATIENCE_S)
         except (UnavailableError, AccessError):
             # The entry was compared with the record before it came to the tier; a restart while
-            # the bucket is down can still be served from here.
+            # the bucket is down, or slow, can still be served from here.
             record = Record(pin.header.shape.width, pin.header.shape.dtype)
         except BaseException:
             self._loop.disk_soon(self._let_go, pin)
@@ -241,7 +260,9 @@ class Fetcher:
             else:  # somebody deleted the first one, which may have been a bad one
                 revision = 1
         absent = not bad.revision(key)
-        self._index.forget(key, absent=absent)
+        if self._index.maybe_contains(key):
+            # Of what it never held an index need not be told. It may come at any moment.
+            self._index.forget(key, absent=absent)
         return Fetched(want, Outcome.ABSENT if absent else Outcome.CORRUPT)
 
     async def _twice(

@@ -97,6 +97,28 @@ def is_content_hash(identifier: str) -> bool:
     return _CONTENT_HASH.fullmatch(identifier[-64:]) is not None
 
 
+def with_adapter(identifier: str, adapter: str, digest: str | None) -> str:
+    """The identifier of an image under a LoRA adapter, by the adapter's content.
+
+    vLLM's own, ``adapter:hash``, is the same after the adapter was replaced under its name.
+
+    Args:
+        identifier: vLLM's, of a request that uses the adapter.
+        adapter: The adapter's name.
+        digest: Of its content; None where that is not known.
+
+    Returns:
+        ``adapter-digest:hash``, as it stands in names and headers. Without a digest one that
+        make_key has no key for, so that nothing is looked up or saved. What does not begin with
+        the adapter's name is vLLM's word that the adapter does not touch the encoder; it stays.
+    """
+    if not identifier.startswith(f"{adapter}:"):
+        return identifier
+    if digest is None:
+        return f"\ud800{identifier}"  # a lone surrogate: not valid Unicode, which nobody can send
+    return f"{adapter}-{digest}{identifier[len(adapter) :]}"
+
+
 def is_request_scoped(identifier: str) -> bool:
     """Whether this identifier is a counter of one process and may never be shared."""
     return _REQUEST_SCOPED.fullmatch(identifier) is not None
@@ -308,7 +330,17 @@ class Layout:
 
     def modality(self, modality: str) -> str:
         """The record of one modality's width and dtype, JSON, written once by a producer."""
-        return f"{self.namespace}/modality/{modality_name(modality)}.json"
+        return f"{self.modalities}{modality_name(modality)}.json"
+
+    @property
+    def modalities(self) -> str:
+        """Prefix of the records of all modalities."""
+        return f"{self.namespace}/modality/"
+
+    @property
+    def everything(self) -> str:
+        """Prefix of all objects of the namespace."""
+        return f"{self.namespace}/"
 
     @property
     def manifest(self) -> str:

@@ -8,6 +8,7 @@ producers cannot disagree: the second one reads what the first wrote.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable
@@ -25,7 +26,7 @@ _RECORD_LIMIT = 4096
 _MAX_WIDTH = 1_000_000
 _DTYPE_NAMES = frozenset(name for name, _ in DTYPES.values())
 # How long "no record yet" is believed before the bucket is asked again.
-_ABSENT_TTL_S = 5.0
+_ABSENT_TTL_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,7 @@ class ModalityRecords:
         self._clock = clock
         self._known: dict[str, Record] = {}
         self._absent_until: dict[str, float] = {}
+        self._reading: dict[str, asyncio.Task[Record | None]] = {}
 
     def known(self, modality: str) -> Record | None:
         """The record if it was read before; no I/O."""
@@ -77,6 +79,33 @@ class ModalityRecords:
             return None
         self._known[modality] = record
         return record
+
+    async def get_soon(self, modality: str, patience_s: float) -> Record | None:
+        """As get, for who can do without: one reading at a time, which goes on without its askers.
+
+        Args:
+            patience_s: How long the one who begins it waits; others do not wait.
+
+        Raises:
+            UnavailableError, AccessError: The bucket could not be asked, or takes longer.
+        """
+        record = self._known.get(modality)
+        if record is not None:
+            return record
+        reading = self._reading.get(modality)
+        if reading is None:
+            reading = asyncio.create_task(self.get(modality), name="s3ec-record")
+            self._reading[modality] = reading
+            reading.add_done_callback(lambda ended: self._end_reading(modality, ended))
+            await asyncio.wait([reading], timeout=patience_s)
+        if not reading.done():
+            raise UnavailableError(f"the record of {modality} does not come")
+        return reading.result()
+
+    def _end_reading(self, modality: str, reading: asyncio.Task[Record | None]) -> None:
+        del self._reading[modality]
+        if not reading.cancelled():
+            reading.exception()  # told to the one who waits, if anybody does
 
     async def _read(self, name: str) -> bytes | None:
         try:

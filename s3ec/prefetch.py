@@ -2,9 +2,12 @@
 """Brings wanted embeddings to this node and pins them, off the scheduler's thread.
 
 ``submit``, ``forget`` and ``drain`` are memory only and callable from any thread; everything else
-happens on a LoopThread and its disk pool. What another process of the node fetches at the moment
-is parked: it takes no place among the fetches under way, and is looked at again every few
-milliseconds until its claim is gone.
+happens on a LoopThread and its disk pool.
+
+There are two lanes, so that nothing that lies on this node waits for the bucket: in one the disk is
+looked at for what it is believed to hold, in the other entries are downloaded. What another process
+of the node fetches at the moment is parked: it takes no place in either, is looked at again every
+few milliseconds until its claim is gone, and is then looked for on the disk.
 """
 
 from __future__ import annotations
@@ -46,7 +49,7 @@ class Limits:
     """Bounds of the prefetcher.
 
     Attributes:
-        max_concurrency: Fetches under way at a time.
+        max_concurrency: Downloads under way at a time, and looks at the disk likewise.
         max_inflight_bytes: Of bodies in memory at a time.
         max_queued: Wants that have not begun.
         deadline_s: For one fetch from its start; a large object gets more.
@@ -61,13 +64,23 @@ class Limits:
     claim_patience_s: float = 5.0
 
 
+class _Lane:
+    """What waits in one lane, and how many are under way in it."""
+
+    def __init__(self) -> None:
+        # Entries of places that have moved since are skipped when they surface.
+        self.heap: list[tuple[Priority, int, bytes]] = []
+        self.under_way = 0
+
+
 @dataclass(slots=True)
 class _Place:
-    """Where a want is: queued under ``turn``, parked, or under way (with a task)."""
+    """Where a want is: queued in a lane under ``turn``, parked, or under way (with a task)."""
 
     want: Want
     rank: Priority
     turn: int
+    lane: _Lane
     parked_s: float | None = None
     task: asyncio.Task[None] | None = None
 
@@ -104,11 +117,9 @@ class Prefetcher:
         )
         self._turns = itertools.count()
         self._places: dict[bytes, _Place] = {}
-        # Entries of places that have moved since are skipped when they surface.
-        self._heap: list[tuple[Priority, int, bytes]] = []
+        self._looks, self._downloads = _Lane(), _Lane()
         self._parked: dict[bytes, _Place] = {}
         self._watch: asyncio.Task[None] | None = None
-        self._under_way = 0
 
     # -- any thread ------------------------------------------------------------------------
 
@@ -157,11 +168,13 @@ class Prefetcher:
             digest = want.key.digest
             place = self._places.get(digest)
             if place is None:
-                if len(self._places) - self._under_way >= self._limits.max_queued:
+                under_way = self._looks.under_way + self._downloads.under_way
+                if len(self._places) - under_way >= self._limits.max_queued:
                     self._counters.add("prefetch.overflow")
                     self._done.append(Fetched(want, Outcome.UNAVAILABLE))
                     continue
-                place = self._places[digest] = _Place(want, want.priority, 0)
+                lane = self._looks if self._sources.local(want.key) else self._downloads
+                place = self._places[digest] = _Place(want, want.priority, 0, lane)
                 self._push(digest, place)
             elif want.priority < place.rank and place.task is None:
                 place.want = want
@@ -181,26 +194,35 @@ class Prefetcher:
 
     def _push(self, digest: bytes, place: _Place) -> None:
         place.turn = next(self._turns)
-        heapq.heappush(self._heap, (place.rank, place.turn, digest))
+        heapq.heappush(place.lane.heap, (place.rank, place.turn, digest))
 
     def _start_some(self) -> None:
-        while self._heap and self._under_way < self._limits.max_concurrency:
-            _, turn, digest = heapq.heappop(self._heap)
+        for lane in (self._looks, self._downloads):
+            self._start_some_of(lane)
+
+    def _start_some_of(self, lane: _Lane) -> None:
+        while lane.heap and lane.under_way < self._limits.max_concurrency:
+            _, turn, digest = heapq.heappop(lane.heap)
             place = self._places.get(digest)
-            if place is None or place.task is not None or place.turn != turn:
+            moved = place is None or place.turn != turn or place.lane is not lane
+            if place is None or moved or place.task is not None:
                 continue
-            self._under_way += 1
+            lane.under_way += 1
             place.task = asyncio.get_running_loop().create_task(
                 self._run(place), name=f"s3ec-fetch-{digest.hex()[:8]}"
             )
 
     async def _run(self, place: _Place) -> None:
-        want = place.want
+        want, lane = place.want, place.lane
         started = self._clock()
         result: Fetched | None = Fetched(want, Outcome.UNAVAILABLE)
         try:
             async with within(self._limits.deadline_s) as deadline:
-                result = await self._fetcher.fetch(want, deadline, at_any_rate=self._is_late(place))
+                if lane is self._looks:
+                    result = await self._fetcher.look(want)
+                else:
+                    late = self._is_late(place)
+                    result = await self._fetcher.fetch(want, deadline, at_any_rate=late)
         except (UnavailableError, TimeoutError, TierError) as exc:
             log.debug("fetch of %s: %s", want.key.digest.hex(), exc)
         except AccessError as exc:
@@ -208,7 +230,8 @@ class Prefetcher:
         except BaseException as exc:
             if ends_task(exc):
                 # Only the end of the loop does this: nothing more is to be started.
-                self._heap.clear()
+                self._looks.heap.clear()
+                self._downloads.heap.clear()
                 self._parked.clear()
                 raise
             # The top of a task: nothing above would report it, and a request waits for it.
@@ -216,8 +239,10 @@ class Prefetcher:
             log.exception("fetch of %s", want.key.digest.hex())
         finally:
             place.task = None
-            self._under_way -= 1
-            if result is None:
+            lane.under_way -= 1
+            if result is None and lane is self._looks:
+                self._requeue(place, self._downloads)
+            elif result is None:
                 self._park(place)
             else:
                 self._end(place, result, self._clock() - started)
@@ -233,7 +258,8 @@ class Prefetcher:
         self._counters.add("fetch.denied")
         if exc.is_general:
             return Fetched(want, Outcome.UNAVAILABLE)
-        self._sources.index.forget(want.key)
+        if self._sources.index.maybe_contains(want.key):
+            self._sources.index.forget(want.key)
         return Fetched(want, Outcome.ABSENT)
 
     def _end(self, place: _Place, result: Fetched, seconds: float) -> None:
@@ -255,6 +281,11 @@ class Prefetcher:
                 result.pin.nbytes,
                 seconds,
             )
+
+    def _requeue(self, place: _Place, lane: _Lane) -> None:
+        """Have it go on in that lane, at its old place."""
+        place.lane = lane
+        heapq.heappush(lane.heap, (place.rank, place.turn, place.want.key.digest))
 
     # -- what another process fetches --------------------------------------------------------
 
@@ -289,7 +320,7 @@ class Prefetcher:
         for digest, place in list(itertools.islice(self._parked.items(), _LOOKS)):
             del self._parked[digest]
             if self._is_late(place) or not self._fetcher.is_claimed(place.want.key):
-                heapq.heappush(self._heap, (place.rank, place.turn, digest))
+                self._requeue(place, self._looks)
                 moved = True
             else:
                 self._parked[digest] = place  # behind those that were not looked at yet

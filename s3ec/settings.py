@@ -19,6 +19,7 @@ from pydantic import (
 )
 from pydantic_settings import (
     BaseSettings,
+    PydanticBaseSettingsSource,
     SettingsConfigDict,
 )
 
@@ -34,12 +35,12 @@ from s3ec.tenant import check_reference
 ENV_PREFIX = "S3EC_"
 
 PLAIN_HTTP = (
-    "{} is http:// to another machine; take https://, or set `allow_http` to true on a network "
-    "that you trust"
+    "{} is http:// to another machine; take https://, or on a network that you trust set "
+    "`allow_http` to true (--allow-http, S3EC_ALLOW_HTTP=true)"
 )
 
 # What says nothing about a corpus that `url` names.
-_OF_S3 = ("bucket", "prefix", "endpoint_url", "region", "addressing_style", "allow_http", "profile",
+OF_S3 = ("bucket", "prefix", "endpoint_url", "region", "addressing_style", "allow_http", "profile",
           "role_arn", "sse", "sse_kms_key_id")  # fmt: skip
 
 
@@ -63,7 +64,7 @@ class Settings(BaseSettings):
     url: str | None = Field(
         None,
         description="Corpus outside S3: `gs://BUCKET/PREFIX`, `az://CONTAINER/PREFIX` or "
-        "`file:///FOLDER`, instead of `bucket`; needs `pip install 's3ec[fast]'`.",
+        "`file:///FOLDER`, instead of `bucket`.",
     )
     bucket: str = Field(
         "",
@@ -110,8 +111,9 @@ class Settings(BaseSettings):
     )
     transport: Literal["auto", "aioboto3", "obstore"] = Field(
         "auto",
-        description="S3 client. `obstore` moves bodies outside the interpreter's lock and needs "
-        "`pip install 's3ec[fast]'`; `auto` takes it where it is installed, `aioboto3` elsewhere.",
+        description="S3 client. `obstore` moves bodies outside the interpreter's lock, botocore "
+        "does the rest; `auto` is that, and botocore alone where obstore has no build. `aioboto3` "
+        "needs `pip install 's3ec[aioboto3]'`.",
     )
     max_concurrency: int = Field(
         16, ge=1, le=256, description="Objects in flight at a time, per process."
@@ -120,8 +122,9 @@ class Settings(BaseSettings):
         2.0,
         ge=0,
         le=60,
-        description="Longest that a request waits in all for embeddings to arrive before "
-        "its images are encoded; 0 never waits. A request without pixels waits 10 s or more.",
+        description="Longest that a request waits in all for the bucket before its images are "
+        "encoded; 0 never waits. It may wait as long again for what lies on this node's disk. A "
+        "request without pixels waits 10 s or more.",
     )
     connect_timeout_s: float = Field(
         1.0, gt=0, le=60, description="Longest wait for a connection to the store."
@@ -169,6 +172,12 @@ class Settings(BaseSettings):
         description="Name of the model in the namespace, for fleets that mount one model at "
         "different paths. Unset: vLLM's `--model`.",
     )
+    weights: Literal["fingerprint", "name"] = Field(
+        "fingerprint",
+        description="What tells two checkpoints of one model apart: `fingerprint` reads 2 MiB of "
+        "the encoder's weights, so that a folder with other weights is another namespace; `name` "
+        "trusts the model's name and revision.",
+    )
     tenant_key: Annotated[str | None, AfterValidator(check_reference)] = Field(
         None,
         description="Where a secret of 16 bytes or more is: `env:VARIABLE` or "
@@ -182,8 +191,17 @@ class Settings(BaseSettings):
     )
     save_overflow: Literal["block", "drop"] | None = Field(
         None,
-        description="What a full save queue does. Unset: `block` for `ec_producer`, whose work "
-        "must be complete, `drop` for `ec_both`, which must not wait.",
+        description="What a full save queue does. `block` waits for room, at most 60 s in a step "
+        "and in an outage of the bucket, and drops then. Unset: `block` for a job that runs "
+        "`ec_producer`, whose work must be complete; `drop` where somebody waits for answers: "
+        "`ec_both`, and `ec_producer` behind vLLM's API server.",
+    )
+    live_weights: Literal["stop", "ignore"] = Field(
+        "stop",
+        description="What to do when vLLM resets its encoder cache, gets a weight version, or a "
+        "call into its workers: the weights may be others then. `stop` loads and saves nothing "
+        "more until the engine is started again, and with --weight-transfer-config from the start. "
+        "`ignore` is for encoders that never change.",
     )
     save_queue_bytes: ByteSize = Field(
         ByteSize(2**30), gt=0, description="Embeddings waiting to be written, at most."
@@ -191,6 +209,20 @@ class Settings(BaseSettings):
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(
         "INFO", description="Level of the `s3ec` loggers."
     )
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """What is given and nothing else: load_settings has read the environment by then, and
+        left out of it what another source stands above.
+        """
+        return (init_settings,)
 
     @field_validator("url")
     @classmethod
@@ -202,7 +234,7 @@ class Settings(BaseSettings):
             raise ValueError("an s3:// URL is written as `bucket` and `prefix`")
         return str(url)
 
-    @field_validator(*_OF_S3)
+    @field_validator(*OF_S3)
     @classmethod
     def _check_place(cls, value: Any, info: ValidationInfo) -> Any:
         if info.data.get("url") and value not in (
@@ -217,7 +249,9 @@ class Settings(BaseSettings):
     def _check_bucket(cls, value: str, info: ValidationInfo) -> str:
         if not value and info.data.get("url", "wrong"):
             return value
-        if "://" in value or ("/" in value and not value.startswith("arn:")):
+        if "://" in value:
+            raise ValueError("give the bucket's name alone; a URL goes into `url`")
+        if "/" in value and not value.startswith("arn:"):
             raise ValueError("give the bucket's name alone; a folder inside it goes into `prefix`")
         if not value.startswith("arn:") and not re.fullmatch(r"[A-Za-z0-9._-]{3,255}", value):
             raise ValueError("a bucket name has 3 or more of letters, digits, `.`, `-` and `_`")

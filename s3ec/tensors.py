@@ -34,6 +34,7 @@ def describe(
 
     Args:
         tensor: Contiguous, on the CPU, shape (rows, width), dtype of codec.DTYPES.
+        placeholder: As in the header: None where it is not known.
 
     Raises:
         CorruptEntryError: Not two-dimensional, empty, a dtype we do not store, or not finite
@@ -56,7 +57,7 @@ def describe(
         modality=modality,
         shape=Shape(rows, width, dtype),
         checksum=checksum(tensor_bytes(tensor)),
-        placeholder=dict(placeholder or {}),
+        placeholder=None if placeholder is None else dict(placeholder),
     )
 
 

@@ -126,13 +126,12 @@ def _clients(server: LocalS3, corpus: Corpus, folder: Path) -> Iterator[Clients]
             name = RAW + client
             case(loop.fetch)
         there, auto = fetcher.transports(corpus, folder / "none")
-        if "obstore" in there:
-            files = folder / "files"
-            files.mkdir()
-            to_file = raw_loops.ObstoreToFileLoop(corpus, files)
-            stack.callback(to_file.close)
-            name = TO_FILE
-            case(to_file.fetch, to_file.empty)
+        files = folder / "files"
+        files.mkdir()
+        to_file = raw_loops.ObstoreToFileLoop(corpus, files)
+        stack.callback(to_file.close)
+        name = TO_FILE
+        case(to_file.fetch, to_file.empty)
         for transport in there:
             ours = fetcher.Fetcher(corpus, folder / transport, transport)
             stack.callback(ours.close)

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import time
 from pathlib import Path
 
+from s3ec.bench.context import CannotMeasureError
 from s3ec.bench.corpus import Corpus
 from s3ec.node import Node
 from s3ec.prefetch import Outcome
@@ -18,10 +20,16 @@ _TIMEOUT_S = 120.0
 
 
 def transports(corpus: Corpus, cache_dir: Path) -> tuple[list[str], str]:
-    """Those that are installed, and the one that ``auto`` takes."""
-    auto = choose_transport(corpus.settings(cache_dir, "auto")).name
-    # Without obstore it is the SDK; the other way round there is nothing to be missing.
-    return (["aioboto3", "obstore"] if auto == "obstore" else [auto]), auto
+    """Those that are installed, and the one that ``auto`` takes.
+
+    Raises:
+        CannotMeasureError: obstore is not installed.
+    """
+    auto = choose_transport(corpus.settings(cache_dir, "auto"))
+    if auto.name != "obstore":
+        raise CannotMeasureError(auto.reason)
+    extra = ["aioboto3"] if importlib.util.find_spec("aioboto3") else []
+    return [*extra, auto.name], auto.name
 
 
 class Fetcher:

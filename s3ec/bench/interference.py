@@ -62,12 +62,11 @@ def run(context: Context) -> None:
             ours = fetcher.Fetcher(corpus, folder / transport, transport)
             stack.callback(ours.close)
             cases[HERE + transport] = lambda ours=ours: _during(ours)  # type: ignore[misc]
-        if "obstore" in there:
-            files = folder / "files"
-            files.mkdir()
-            raw = raw_loops.ObstoreToFileLoop(corpus, files)
-            stack.callback(raw.close)
-            cases[TO_FILE] = lambda: _during_raw(raw)
+        files = folder / "files"
+        files.mkdir()
+        raw = raw_loops.ObstoreToFileLoop(corpus, files)
+        stack.callback(raw.close)
+        cases[TO_FILE] = lambda: _during_raw(raw)
         hired = [crew.Hired(corpus, folder / f"other-{one}", one) for one in there]
         for transport, member in zip(there, stack.enter_context(crew.crew(hired)), strict=True):
             cases[ELSEWHERE + transport] = lambda member=member: _beside(member)  # type: ignore[misc]

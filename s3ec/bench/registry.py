@@ -68,6 +68,11 @@ ENTRIES: dict[str, Entry] = {
         "The index: lookups, memory, opening, compaction, and how soon a save is found.",
         240,
     ),
+    "weights": Entry(
+        "s3ec.bench.weights",
+        "The fingerprint of a 27B model's encoder, as an engine takes it when it starts.",
+        20,
+    ),
     "dead": Entry(
         "s3ec.bench.dead",
         "A real engine whose store never answers, beside one without the connector.",

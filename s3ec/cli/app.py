@@ -8,22 +8,30 @@ import importlib.util
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
 from s3ec.cli import browse, config, doctor, manifest, quarantine, remove, serve, tier
-from s3ec.cli.help import EXIT_CODES, epilog
+from s3ec.cli.errors import reporting
+from s3ec.cli.help import App, Group, epilog
 
 # Commands that are heavy to import, or not in every build; each module has a Typer `app`.
 _LAZY = {"bench": "s3ec.cli.bench"}
+_WORDS = "s3ec.words"
+# In the order in which people need them.
+_ORDER = ("doctor", "ns", "ls", "stat", "get", "rm", "gc", "manifest", "tier", "quarantine",
+          "config", "serve-s3", "bench")  # fmt: skip
 
 
-class LazyGroup(TyperGroup):
-    """A group that imports some of its commands only when they are asked for."""
+def _place(name: str) -> int:
+    return _ORDER.index(name) if name in _ORDER else len(_ORDER)
+
+
+class Root(Group):
+    """Imports some of its commands only when they are asked for, and reports the errors of all."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """All names, those of lazy modules that exist included."""
+        """All names, those of lazy modules that exist included; groups stand among commands."""
         present = [name for name, module in _LAZY.items() if importlib.util.find_spec(module)]
-        return [*super().list_commands(ctx), *present]
+        return sorted([*super().list_commands(ctx), *present], key=_place)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """One command, imported now if it is a lazy one."""
@@ -34,14 +42,26 @@ class LazyGroup(TyperGroup):
         command.name = cmd_name
         return command
 
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any
+    ) -> Any:
+        """Read the options before the first command."""
+        words = list(args)  # reading takes the list apart
+        with reporting(words):
+            ctx = super().make_context(info_name, args, parent, **extra)
+        ctx.meta[_WORDS] = words
+        return ctx
 
-app = typer.Typer(
+    def invoke(self, ctx: Any) -> Any:
+        """Run a command."""
+        with reporting(ctx.meta[_WORDS]):
+            return super().invoke(ctx)
+
+
+app = App(
     name="s3ec",
-    cls=LazyGroup,
+    cls=Root,
     no_args_is_help=True,
-    rich_markup_mode="rich",
-    # A traceback with local variables could print credentials.
-    pretty_exceptions_enable=False,
     epilog=epilog(
         ("s3ec doctor --config @ec.json", "is this node ready to serve?"),
         ("s3ec ls --bucket embeddings", "what is in the bucket?"),
@@ -59,7 +79,7 @@ def _print_version(value: bool) -> None:
         raise typer.Exit
 
 
-@app.callback(help=f"Encoder embeddings of vLLM on object storage.\n\n{EXIT_CODES}")
+@app.callback(help="Encoder embeddings of vLLM on object storage.")
 def _root(
     version: Annotated[
         bool,

@@ -12,22 +12,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
 from s3ec.bench.registry import DATA, ENTRIES, together
-from s3ec.cli.help import EXIT_WRONG, epilog
-from s3ec.cli.options import JsonOption, reporting
+from s3ec.cli.help import EXIT_WRONG, App, Command, epilog
+from s3ec.cli.options import JsonOption
 from s3ec.cli.output import console, print_json
 from s3ec.errors import ConfigError
 
 if TYPE_CHECKING:
     from s3ec.bench.result import Result
 
-app = typer.Typer(
+app = App(
+    add_completion=False,
     help="Measure on this machine; every figure beside what it is compared with.",
     no_args_is_help=True,
-    rich_markup_mode="rich",
-    pretty_exceptions_enable=False,
     epilog=epilog(
         ("s3ec bench list", "what can be measured"),
         ("s3ec bench hooks", "one benchmark, as a table"),
@@ -37,9 +35,12 @@ app = typer.Typer(
 )
 
 _STDOUT = "-"
+_DEVELOPMENT = "For the development of s3ec"
+# Faults, servers far away, real engines: what they measure does not help to run a fleet.
+_OF_DEVELOPERS = ("fetch80", "interference", "dead", "soak", "amplification")
 
 
-class BenchCommand(TyperCommand):
+class BenchCommand(Command):
     """Takes ``--json`` without a value for ``--json -``, which Typer's options cannot."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -78,7 +79,8 @@ Quick = Annotated[
 def list_benches(as_json: JsonOption = False) -> None:
     """Name all benchmarks."""
     if as_json:
-        print_json([{"bench": name, "summary": entry.summary} for name, entry in ENTRIES.items()])
+        rows = [{"bench": name, "summary": entry.summary} for name, entry in ENTRIES.items()]
+        print_json({"benches": rows})
         return
     width = max(map(len, ENTRIES))
     for name, entry in ENTRIES.items():
@@ -211,7 +213,12 @@ def _examples(name: str) -> str:
 
 
 for _name in ENTRIES:
-    app.command(_name, cls=BenchCommand, epilog=_examples(_name))(reporting(_command(_name)))
+    app.command(
+        _name,
+        cls=BenchCommand,
+        epilog=_examples(_name),
+        rich_help_panel=_DEVELOPMENT if _name in _OF_DEVELOPERS else None,
+    )(_command(_name))
 
 
 def _group(label: str, names: Sequence[str], what: str) -> Callable[..., None]:
@@ -259,7 +266,7 @@ for _name, _names, _what in (
             (f"s3ec bench {_name} --html bench.html", "tables, and a report with plots"),
             (f"s3ec bench {_name} --json --quick", "does everything still run?"),
         ),
-    )(reporting(_group(_name, _names, _what)))
+    )(_group(_name, _names, _what))
 
 
 def _check_files(json_file: str | None, plot: Path | None, html: Path | None) -> None:

@@ -11,24 +11,29 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from s3ec.cli.help import epilog
-from s3ec.cli.options import JsonOption, NamespaceOption, Source, with_settings
+from s3ec.cli.errors import Failure
+from s3ec.cli.help import EXIT_WRONG, App, epilog
+from s3ec.cli.ls import ls
+from s3ec.cli.options import JsonOption, NamespaceChoice, Source, with_namespace, with_settings
 from s3ec.cli.output import (
     console,
     facts,
     human_age,
     human_bytes,
+    print_error,
     print_json,
     print_note,
     progress,
     safe,
 )
-from s3ec.errors import ConfigError
+from s3ec.cli.progress import counting
+from s3ec.errors import ConfigError, CorruptEntryError
 
 if TYPE_CHECKING:
     from s3ec.cli.corpus_view import Entry
     from s3ec.codec import Header
     from s3ec.doctor.namespaces import StoredNamespace
+    from s3ec.identity import Layout
     from s3ec.store.base import Blob, Store
 
 IdArgument = Annotated[
@@ -40,58 +45,73 @@ IdArgument = Annotated[
 ]
 
 
+# The group `ns`; alone it lists.
+namespaces = App()
+
+
 def register(app: typer.Typer) -> None:
     """Add the four commands to the tree."""
-    app.command(
-        "ns",
+    namespaces.callback(
+        invoke_without_command=True,
         epilog=epilog(
             ("s3ec ns --bucket embeddings", "which models have embeddings here?"),
             ("s3ec ns --count --json", "with their sizes, for machines"),
         ),
     )(with_settings(ns))
+    app.add_typer(namespaces, name="ns")
     app.command(
         "ls",
         epilog=epilog(
-            ("s3ec ls --bucket embeddings", "the first 100 entries of the only namespace"),
-            ("s3ec ls google-gemma --limit 0", "all of the namespace that begins so"),
+            ("s3ec ls --bucket embeddings", "the first 100 entries, and how many there are"),
+            ("s3ec ls --model gemma-3 --sort bytes --reverse", "the largest of a model"),
+            ("s3ec ls --older-than 90d --ndjson | jq -r .label", "the old ones, for machines"),
         ),
-    )(with_settings(ls))
+    )(with_namespace(ls))
     app.command(
         "stat",
         epilog=epilog(
             ("s3ec stat 3f9a01bc --bucket embeddings", "by the beginning of the hash"),
             ("s3ec stat page-12-of-report --verify", "by a client's own identifier, all bytes"),
         ),
-    )(with_settings(stat))
+    )(with_namespace(stat))
     app.command(
         "get",
         epilog=epilog(
             ("s3ec get 3f9a01bc -o page.safetensors", "download, check, save"),
             ("s3ec get 3f9a01bc -o - | sha256sum", "to a pipe"),
         ),
-    )(with_settings(get))
+    )(with_namespace(get))
 
 
 def ns(
     source: Source,
+    ctx: typer.Context,
     count: Annotated[
         bool, typer.Option("--count", help="Count entries and bytes too; lists every object.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """List the namespaces of a bucket: one per model, revision, dtype and processor settings."""
+    """List the namespaces of a bucket: one per model, revision, weights and settings that count."""
+    if ctx.invoked_subcommand is not None:
+        if source != Source() or count or as_json:
+            command = f"s3ec ns {ctx.invoked_subcommand}"
+            raise ConfigError(f"write options after the command: `{command} ...`")
+        return
     from s3ec.cli.corpus_view import entries, with_store
     from s3ec.doctor.namespaces import list_namespaces, read_namespaces
+    from s3ec.index.parallel import in_parallel
+
+    now_s = time.time()
 
     async def collect(store: Store) -> list[dict[str, Any]]:
-        rows = []
-        for found in await read_namespaces(store, await list_namespaces(store)):
-            row = _namespace_row(found)
+        async def row(found: StoredNamespace) -> dict[str, Any]:
+            facts = await _namespace_row(store, found, now_s)
             if count:
                 sizes = [entry.nbytes async for entry in entries(store, found.name)]
-                row.update(entries=len(sizes), bytes=sum(sizes))
-            rows.append(row)
-        return rows
+                facts.update(entry_count=len(sizes), bytes=sum(sizes))
+            return facts
+
+        return await in_parallel(await read_namespaces(store, await list_namespaces(store)), row)
 
     with progress("reading namespaces"):
         rows = with_store(source.load().settings, collect)
@@ -103,9 +123,33 @@ def ns(
         print_note("no namespace here yet; a producer makes it with its first save")
 
 
-def _namespace_row(found: StoredNamespace) -> dict[str, Any]:
-    described = {key: found.descriptor.get(key) for key in ("model", "dtype", "revision")}
-    return {"name": found.name, **described, "descriptor": dict(found.descriptor)}
+async def _namespace_row(store: Store, found: StoredNamespace, now_s: float) -> dict[str, Any]:
+    from s3ec.identity import Layout
+
+    layout = Layout(found.name)
+    info = await store.head(layout.descriptor)
+    described = ("model", "dtype", "revision", "weights")
+    return {
+        "namespace": found.name,
+        **{key: found.descriptor.get(key) for key in described},
+        "age_s": now_s - info.modified_s if info and info.modified_s else None,
+        "indexed_count": await _indexed(store, layout),
+        "descriptor": dict(found.descriptor),
+    }
+
+
+async def _indexed(store: Store, layout: Layout) -> int | None:
+    """How many entries the newest base of the index holds; None where there is no usable one."""
+    from s3ec.index.snapshot import read_head
+
+    versions = [layout.version_of(info.name) or 0 async for info in store.list(layout.heads)]
+    if not any(versions):
+        return None
+    try:
+        head = await read_head(store, layout, max(versions))
+    except CorruptEntryError:
+        return None
+    return head.entries if head else None
 
 
 def _print_namespaces(rows: list[dict[str, Any]], count: bool) -> None:
@@ -114,66 +158,25 @@ def _print_namespaces(rows: list[dict[str, Any]], count: bool) -> None:
 
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     table.add_column("namespace", no_wrap=True)
-    for title in ("model", "dtype", "revision"):
+    for title in ("model", "dtype", "revision", "weights"):
         table.add_column(title, overflow="fold")
-    if count:
-        table.add_column("entries", justify="right")
-        table.add_column("size", justify="right")
+    for title in ("age", "indexed", *(("entries", "size") if count else ())):
+        table.add_column(title, justify="right")
     for row in rows:
         model = "(no namespace.json)" if row["model"] is None else str(row["model"])
-        cells = [row["name"], model, str(row["dtype"] or "?"), str(row["revision"] or "-")]
+        indexed = "-" if row["indexed_count"] is None else str(row["indexed_count"])
+        cells = [row["namespace"], model, str(row["dtype"] or "?"), str(row["revision"] or "-")]
+        cells += [str(row["weights"] or "-"), human_age(row["age_s"]), indexed]
         if count:
-            cells += [str(row["entries"]), human_bytes(row["bytes"])]
+            cells += [str(row["entry_count"]), human_bytes(row["bytes"])]
         table.add_row(*(Text(safe(cell)) for cell in cells))
     console().print(table)
 
 
-def ls(
-    source: Source,
-    namespace: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="NAMESPACE",
-            help="Namespace or its beginning. Not needed where the bucket has one.",
-        ),
-    ] = None,
-    limit: Annotated[int, typer.Option(min=0, help="Entries to list; 0 lists all.")] = 100,
-    as_json: JsonOption = False,
-) -> None:
-    """List the entries of a namespace, in the order of the server."""
-    from s3ec.cli.corpus_view import choose_namespace, entries, with_store
-
-    async def collect(store: Store) -> tuple[str, list[Entry], bool]:
-        name = await choose_namespace(store, namespace)
-        found: list[Entry] = []
-        async for entry in entries(store, name):
-            if limit and len(found) == limit:
-                return name, found, True
-            found.append(entry)
-        return name, found, False
-
-    with progress("listing"):
-        name, found, more = with_store(source.load().settings, collect)
-    now_s = time.time()
-    if as_json:
-        rows = [
-            {"id": e.label, "bytes": e.nbytes, "age_s": e.age_s(now_s), "object": e.object_name}
-            for e in found
-        ]
-        print_json({"namespace": name, "entries": rows, "more": more})
-        return
-    for entry in found:
-        age = human_age(entry.age_s(now_s))
-        typer.echo(f"{human_bytes(entry.nbytes):>10}  {age:>8}  {entry.label}")
-    total = sum(entry.nbytes for entry in found)
-    rest = "; there are more (--limit 0 lists all)" if more else ""
-    print_note(f"{len(found)} entries, {human_bytes(total)}, in {name}{rest}")
-
-
 def stat(
     source: Source,
+    choice: NamespaceChoice,
     identifier: IdArgument,
-    namespace: NamespaceOption = None,
     verify: Annotated[
         bool, typer.Option("--verify", help="Download the entry and check every byte.")
     ] = False,
@@ -191,55 +194,72 @@ def stat(
 
     settings = source.load().settings
 
-    async def look(store: Store) -> tuple[Entry, Header]:
-        name = await choose_namespace(store, namespace)
+    async def look(store: Store) -> tuple[Entry, Header | None, CorruptEntryError | None]:
+        name = await choose_namespace(store, choice)
         entry = await find(store, name, identifier, Tenant.read(settings.tenant_key))
-        header = await read_header(store, entry)
-        if verify:
-            header, _ = await read_verified(store, entry)
-        return entry, header
+        header = None
+        try:
+            header = await read_header(store, entry)
+            if verify:
+                await read_verified(store, entry)
+        except CorruptEntryError as exc:
+            return entry, header, exc
+        return entry, header, None
 
     with progress("verifying" if verify else "looking"):
-        entry, header = with_store(settings, look)
+        entry, header, bad = with_store(settings, look)
+    document = _stat_document(entry, header, verify and bad is None)
     if as_json:
-        print_json(_stat_document(entry, header, verify))
+        print_json({**document, **(Failure.of(bad).document if bad else {})})
     else:
-        facts(_stat_pairs(entry, header, verify))
+        facts(_stat_pairs(document, bad is not None))
+    if bad is not None:
+        print_error(str(bad))
+        raise typer.Exit(EXIT_WRONG)
 
 
-def _stat_document(entry: Entry, header: Header, verified: bool) -> dict[str, Any]:
+def _stat_document(entry: Entry, header: Header | None, verified: bool) -> dict[str, Any]:
+    """What is known: where the header is bad, only what the listing says."""
+    listed = {"namespace": entry.namespace, **entry.document(time.time())}
+    if header is None:
+        return {**listed, "verified": verified}
     return {
+        **listed,
         "identifier": header.identifier,
-        "namespace": entry.namespace,
-        "object": entry.object_name,
         "modality": header.modality,
         "rows": header.shape.rows,
         "width": header.shape.width,
         "dtype": header.shape.dtype,
-        "bytes": entry.nbytes,
         "xxh3": header.checksum,
-        "placeholder": dict(header.placeholder),
-        "age_s": entry.age_s(time.time()),
+        "placeholder": None if header.placeholder is None else dict(header.placeholder),
         "verified": verified,
     }
 
 
-def _stat_pairs(entry: Entry, header: Header, verified: bool) -> list[tuple[str, Any]]:
-    document = _stat_document(entry, header, verified)
-    shape = f"{header.shape.rows} x {header.shape.width} {header.shape.dtype}"
+def _stat_pairs(document: dict[str, Any], is_bad: bool) -> list[tuple[str, Any]]:
+    pairs = [(name, document[name] or "?") for name in ("identifier", "namespace", "object")]
+    if "xxh3" in document:
+        shape = f"{document['rows']} x {document['width']} {document['dtype']}"
+        placeholder = document["placeholder"]
+        pairs += [
+            ("modality", document["modality"]),
+            ("tensor", f"{shape} (rows x width)"),
+            ("xxh3-128", document["xxh3"]),
+            ("placeholder", json.dumps(placeholder) if placeholder else "-"),
+        ]
+    unread = "no, it is corrupt" if is_bad else "header only (--verify reads all)"
     return [
-        *((name, document[name]) for name in ("identifier", "namespace", "object", "modality")),
-        ("tensor", f"{shape} (rows x width)"),
-        ("bytes", f"{entry.nbytes} ({human_bytes(entry.nbytes)})"),
-        ("xxh3-128", header.checksum),
-        ("placeholder", json.dumps(document["placeholder"]) if header.placeholder else "-"),
+        *pairs,
+        ("bytes", f"{document['bytes']} ({human_bytes(document['bytes'])})"),
         ("age", human_age(document["age_s"])),
-        ("verified", "yes, every byte" if verified else "header only (--verify reads all)"),
+        ("digest", document["digest"]),
+        ("verified", "yes, every byte" if document["verified"] else unread),
     ]
 
 
 def get(
     source: Source,
+    choice: NamespaceChoice,
     identifier: IdArgument,
     output: Annotated[
         str,
@@ -247,7 +267,6 @@ def get(
             "-o", "--output", metavar="FILE", help="Where to save; `-` for stdout, or a folder."
         ),
     ],
-    namespace: NamespaceOption = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -261,14 +280,15 @@ def get(
 
     settings = source.load().settings
 
-    async def fetch(store: Store) -> tuple[Entry, Header, Blob, Path]:
-        name = await choose_namespace(store, namespace)
-        entry = await find(store, name, identifier, Tenant.read(settings.tenant_key))
-        path = check_target(output, Path(entry.name).name, force=force)
-        header, blob = await read_verified(store, entry)
-        return entry, header, blob, path
+    with counting("downloading", in_bytes=True) as report:
 
-    with progress("downloading"):
+        async def fetch(store: Store) -> tuple[Entry, Header, Blob, Path]:
+            name = await choose_namespace(store, choice)
+            entry = await find(store, name, identifier, Tenant.read(settings.tenant_key))
+            path = check_target(output, Path(entry.name).name, force=force)
+            header, blob = await read_verified(store, entry, report=report)
+            return entry, header, blob, path
+
         entry, header, blob, path = with_store(settings, fetch)
     if output == "-":
         sys.stdout.buffer.write(blob)

@@ -7,17 +7,20 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from s3ec.cli.help import epilog
-from s3ec.cli.options import JsonOption, Source, reporting, with_settings
-from s3ec.cli.output import console, print_json
+from s3ec.cli.help import App, epilog
+from s3ec.cli.options import JsonOption, Source, with_settings
+from s3ec.cli.output import console, print_json, print_note
 
 if TYPE_CHECKING:
     from s3ec.config import Loaded
 
+# Stands where an origin would.
+_MISSING = "missing"
+
 
 def register(app: typer.Typer) -> None:
     """Add ``config`` to the tree."""
-    group = typer.Typer(
+    group = App(
         no_args_is_help=True,
         help="Show settings and where they come from.",
         epilog=epilog(
@@ -34,22 +37,29 @@ def register(app: typer.Typer) -> None:
     )(with_settings(show))
     group.command(
         "docs", epilog=epilog(("s3ec config docs > settings.md", "keep it beside your notes"))
-    )(reporting(docs))
+    )(docs)
     app.add_typer(group, name="config")
 
 
 def show(source: Source, as_json: JsonOption = False) -> None:
-    """Print the value and the origin of each setting. Credentials are not settings."""
+    """Print the value and the origin of each setting. Credentials are not settings.
+
+    A bucket that is missing is marked so, and no error here: other commands need one.
+    """
     from s3ec.store.open import choose_transport
 
-    loaded = source.load()
+    loaded = source.load(need_bucket=False)
     if as_json:
         values = loaded.settings.model_dump(mode="json")
         shown = {name: {"value": values[name], "origin": loaded.origins[name]} for name in values}
         shown["transport"]["chosen"] = choose_transport(loaded.settings).name
-        print_json(shown)
+        if not loaded.has_place:
+            shown["bucket"] = {"value": None, "origin": _MISSING}
+        print_json({"settings": shown})
     else:
         _print_table(loaded)
+        if not loaded.has_place:
+            print_note("no corpus is named: set `bucket` (--bucket, S3EC_BUCKET) or `url`")
 
 
 def _print_table(loaded: Loaded) -> None:
@@ -66,7 +76,10 @@ def _print_table(loaded: Loaded) -> None:
         value = _human(getattr(loaded.settings, name))
         if value == "auto" and name == "transport":
             value += f" ({choose_transport(loaded.settings).name})"
-        table.add_row(*(Text(cell, style=style) for cell in (name, value, origin)))
+        cells = (name, value, origin)
+        if name == "bucket" and not loaded.has_place:
+            cells, style = (name, "-", _MISSING), "bold red"
+        table.add_row(*(Text(cell, style=style) for cell in cells))
     console().print(table)
 
 

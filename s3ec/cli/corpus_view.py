@@ -5,20 +5,35 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import contextmanager
+import shlex
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from s3ec import codec
-from s3ec.counters import Counters
-from s3ec.doctor.namespaces import list_namespaces
-from s3ec.errors import ConfigError, CorruptEntryError, S3ECError
-from s3ec.identity import OBJECT_SUFFIX, Layout, digest_of_name, entry_name, key_of_header, make_key
+from s3ec.cli.errors import AmbiguousError, NotFoundError
+from s3ec.cli.options import NamespaceChoice
+from s3ec.cli.output import print_note, safe
+from s3ec.counters import Counters, Report, unreported
+from s3ec.doctor.bucket import mend_endpoint
+from s3ec.doctor.namespaces import StoredNamespace, list_namespaces, read_namespaces
+from s3ec.errors import CorruptEntryError, UnavailableError
+from s3ec.identity import (
+    OBJECT_SUFFIX,
+    Layout,
+    digest_of_name,
+    entry_name,
+    is_content_hash,
+    key_of_header,
+    make_key,
+)
+from s3ec.index.parallel import in_parallel
 from s3ec.settings import Settings
 from s3ec.store.base import Blob, Store
 from s3ec.store.open import require_conditional_put, with_conditional_put
+from s3ec.store.parts import parts_in_order
 from s3ec.store.retry import RetryOptions, RetryStore
 from s3ec.tenant import Tenant
 
@@ -28,13 +43,21 @@ T = TypeVar("T")
 _PREFIX = re.compile(
     r"(?:(?P<lora>[a-z0-9-]+):)?(?P<mark>[tx]-)?(?P<hex>[0-9a-f]{8,64})(?P<revision>\.r[1-9])?"
 )
+# The folder of an adapter whose name does not make one, or may not be read.
+HASHED_ADAPTER = re.compile(r"[tx]-[0-9a-f]{64}")
+# What an operating system and HTTP libraries say of a server that cannot be reached at all.
+_NOBODY = re.compile(
+    r"(connection refused|errno 111|connect call failed)|name or service not known|"
+    r"nodename nor servname|name resolution|failed to lookup address|no address associated",
+    re.IGNORECASE,
+)
+_QUERY = re.compile(r"(https?://[^\s\"'?]*)\?[^\s\"']*")
 _SHOWN_MATCHES = 5
+_SHOWN_CHOICES = 20
 # Of each request: commands that send thousands should not end with the first that fails.
 _ATTEMPTS = 5
-
-
-class NotFoundError(S3ECError):
-    """The namespace or entry that was asked for is not in the bucket."""
+_PART_BYTES = 8 * 2**20
+_PARTS_AT_A_TIME = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +90,25 @@ class Entry:
         stem = path.name.removesuffix(OBJECT_SUFFIX)
         return f"{path.parts[0]}:{stem}" if len(path.parts) == 3 else stem
 
+    @property
+    def identifier(self) -> str | None:
+        """vLLM's name for it, where the object's name tells: of a content hash it does."""
+        name, _ = _place(self)
+        plain = Entry(self.namespace, name, 0, 0).label
+        adapter = plain.rpartition(":")[0]
+        return plain if is_content_hash(plain) and not HASHED_ADAPTER.fullmatch(adapter) else None
+
+    def document(self, now_s: float) -> dict[str, Any]:
+        """What the listing says of it, for ``--json``."""
+        return {
+            "label": self.label,
+            "identifier": self.identifier,
+            "digest": digest_of_name(_place(self)[0]).hex(),
+            "bytes": self.nbytes,
+            "age_s": self.age_s(now_s),
+            "object": self.object_name,
+        }
+
     def age_s(self, now_s: float) -> float | None:
         """Seconds since the last change, None where the store does not say."""
         return now_s - self.modified_s if self.modified_s else None
@@ -81,15 +123,53 @@ def with_store(settings: Settings, call: Callable[[Store], Awaitable[T]]) -> T:
         store = open_store(settings)
         try:
             return await call(store)
+        except UnavailableError as exc:
+            plain = _nobody_answers(exc, settings)
+            if plain is None:
+                raise
+            raise plain from exc
         finally:
             await store.close()
 
     return asyncio.run(run())
 
 
+def _nobody_answers(exc: UnavailableError, settings: Settings) -> UnavailableError | None:
+    """The same error in the words of ``s3ec doctor``; None where the server did answer, or where
+    its own words will do.
+
+    A library repeats the whole request, and does not say that the connection was refused.
+    """
+    said = []
+    seen: BaseException | None = exc
+    while seen is not None:
+        said.append(str(seen))
+        seen = seen.__cause__ or seen.__context__
+    found = _NOBODY.search(" ".join(said))
+    if exc.status:
+        return None
+    if found is None:
+        text = _QUERY.sub(r"\1", str(exc))
+        if text == str(exc):
+            return None
+        return UnavailableError(f"{text}; {mend_endpoint(settings, '')}")
+    reason = "connection refused" if found[1] else "Name or service not known"
+    where = settings.endpoint_url or str(settings.corpus)
+    return UnavailableError(f"{where}: {reason}; {mend_endpoint(settings, reason)}")
+
+
+def with_retries(settings: Settings, call: Callable[[Store], Awaitable[T]]) -> T:
+    """The same with a store that asks again where one answer fails: for many requests."""
+
+    async def run(bare: Store) -> T:
+        return await call(RetryStore(bare, Counters(), options=RetryOptions(attempts=_ATTEMPTS)))
+
+    return with_store(settings, run)
+
+
 def with_manifest(
     settings: Settings,
-    namespace: str | None,
+    choice: NamespaceChoice,
     call: Callable[[Store, Layout], Awaitable[T]],
     *,
     write: bool = False,
@@ -98,44 +178,111 @@ def with_manifest(
     """Run one coroutine on a namespace, with a store that asks again where one answer fails.
 
     Args:
-        namespace: As for choose_namespace.
+        choice: As for choose_namespace.
         write: Find out first whether the server honours conditional writes.
         compacts: Do nothing where it does not.
 
     Raises:
-        NotFoundError, ConfigError: As choose_namespace.
+        NotFoundError, AmbiguousError: As choose_namespace.
         ConfigError: See ``compacts``.
     """
 
-    async def run(bare: Store) -> T:
-        store: Store = RetryStore(bare, Counters(), options=RetryOptions(attempts=_ATTEMPTS))
-        layout = Layout(await choose_namespace(store, namespace))
+    async def run(store: Store) -> T:
+        layout = Layout(await choose_namespace(store, choice))
         if compacts:
             await require_conditional_put(store)
         return await call(await with_conditional_put(store) if write else store, layout)
 
-    return with_store(settings, run)
+    return with_retries(settings, run)
 
 
-async def choose_namespace(store: Store, wanted: str | None) -> str:
-    """The namespace that was named in full or by its beginning, or the only one there is.
+def namespaces_within(settings: Settings, *, timeout_s: float) -> list[str]:
+    """The names of all namespaces.
 
     Raises:
-        NotFoundError: The bucket has none, or none of that name.
-        ConfigError: Several fit; the message lists them.
+        TimeoutError: The store took longer.
+    """
+    return with_store(settings, lambda store: asyncio.wait_for(list_namespaces(store), timeout_s))
+
+
+async def choose_namespace(store: Store, choice: NamespaceChoice) -> str:
+    """The namespace that fits; of several of one model the newest, which a note on stderr names.
+
+    The newest is the one whose ``namespace.json`` was written last: its first producer began last.
+
+    Raises:
+        NotFoundError: The bucket has none, or none that fits.
+        AmbiguousError: Several models fit, or the store says of none when it was written; the
+            message lists the options to choose with.
     """
     names = await list_namespaces(store)
-    if wanted in names:
-        return wanted
-    fitting = [name for name in names if name.startswith(wanted or "")]
-    if len(fitting) == 1:
-        return fitting[0]
-    listed = "".join(f"\n  {name}" for name in fitting or names)
-    if fitting:
-        raise ConfigError(f"{len(fitting)} namespaces fit; name one of them:{listed}")
     if not names:
         raise NotFoundError("no namespace here yet; check --bucket and --prefix")
-    raise NotFoundError(f"no namespace `{wanted}`; there are:{listed}")
+    if choice == NamespaceChoice() and len(names) == 1:
+        return names[0]
+    if choice.name in names and choice.model is None:
+        return choice.name
+    found = await read_namespaces(store, names)
+    fitting = _fitting(found, choice)
+    if len(fitting) == 1:
+        return fitting[0].name
+    if not fitting:
+        raise NotFoundError(f"{_wish(choice)}; take one of these:{_choices(found)}")
+    models = {model_of(each) for each in fitting}
+    if len(models) == 1:
+        newest = await _newest(store, [each.name for each in fitting])
+        if newest is not None:
+            model = safe(models.pop())
+            print_note(f"taking {newest}, the newest of {len(fitting)} namespaces of {model}")
+            return newest
+    raise AmbiguousError(
+        f"{len(fitting)} namespaces fit; add one of these:{_choices(fitting)}", field="namespace"
+    )
+
+
+def model_of(namespace: StoredNamespace) -> str:
+    """The model's name, or its readable part in the namespace's where the descriptor is gone."""
+    model = namespace.descriptor.get("model")
+    return model if isinstance(model, str) else namespace.slug
+
+
+def _fitting(found: Sequence[StoredNamespace], choice: NamespaceChoice) -> list[StoredNamespace]:
+    """Those that the options allow; what is named in full is not ambiguous."""
+    begin = choice.name or ""
+    left = [each for each in found if each.name == begin]
+    left = left or [each for each in found if each.name.startswith(begin)]
+    if choice.model is None:
+        return left
+    wanted = choice.model.casefold()
+    named = [each for each in left if wanted in (model_of(each).casefold(), each.slug)]
+    return named or [
+        each for each in left if wanted in model_of(each).casefold() or wanted in each.slug
+    ]
+
+
+async def _newest(store: Store, names: Sequence[str]) -> str | None:
+    """The one that was made last; None where the store says of none when that was."""
+    infos = await in_parallel(names, lambda name: store.head(Layout(name).descriptor))
+    times_s = [info.modified_s if info else 0.0 for info in infos]
+    newest_s = max(times_s)
+    return names[times_s.index(newest_s)] if newest_s else None
+
+
+def _wish(choice: NamespaceChoice) -> str:
+    """What was asked for and is not there."""
+    asked = [f"{choice.origin} `{choice.name}`"] if choice.name else []
+    asked += [f"--model `{choice.model}`"] if choice.model else []
+    return f"no namespace fits {' and '.join(asked)}"
+
+
+def _choices(found: Sequence[StoredNamespace]) -> str:
+    """The options to paste, one a line: of each model, and of each namespace."""
+    models = sorted({model_of(each) for each in found})
+    options = [f"--model {shlex.quote(model)}" for model in models] if len(models) > 1 else []
+    options += [f"--namespace {each.name}" for each in found]
+    more = len(options) - _SHOWN_CHOICES
+    lines = options[:_SHOWN_CHOICES] + [f"and {more} more, see `s3ec ns`"] * (more > 0)
+    return "".join(f"\n  {line}" for line in lines)
 
 
 async def entries(store: Store, namespace: str, folder: str = "") -> AsyncIterator[Entry]:
@@ -157,7 +304,7 @@ async def find(store: Store, namespace: str, wanted: str, tenant: Tenant | None)
 
     Raises:
         NotFoundError: Nothing has that name.
-        ConfigError: Several entries begin so.
+        AmbiguousError: Several entries begin so.
     """
     key = make_key(wanted, tenant)
     if key is not None:
@@ -187,7 +334,7 @@ async def _find_by_prefix(store: Store, namespace: str, wanted: str, shape: re.M
     if len(found) > 1:
         listed = "".join(f"\n  {entry.label}" for entry in found[:_SHOWN_MATCHES])
         more = "\n  ..." if len(found) > _SHOWN_MATCHES else ""
-        raise ConfigError(f"several entries begin with `{wanted}`:{listed}{more}")
+        raise AmbiguousError(f"several entries begin with `{wanted}`:{listed}{more}")
     return found[0]
 
 
@@ -239,8 +386,13 @@ def _check_place(header: codec.Header, entry: Entry) -> None:
     codec.check_identity(header, namespace=entry.namespace, identifier=header.identifier)
 
 
-async def read_verified(store: Store, entry: Entry) -> tuple[codec.Header, Blob]:
+async def read_verified(
+    store: Store, entry: Entry, *, report: Report = unreported
+) -> tuple[codec.Header, Blob]:
     """A whole entry, every byte of it checked; its header first, which bounds the download.
+
+    Args:
+        report: Told how many bytes of a large one have come.
 
     Raises:
         NotFoundError: Deleted meanwhile.
@@ -248,10 +400,26 @@ async def read_verified(store: Store, entry: Entry) -> tuple[codec.Header, Blob]
     """
     await read_header(store, entry)
     with _naming(entry):
-        blob = await store.get(entry.object_name, max_bytes=entry.nbytes)
+        blob = await _download(store, entry, report)
         if blob is None:
             raise NotFoundError("the entry was deleted while we looked")
         header = codec.parse_header(blob)
         _check_place(header, entry)
         codec.check_data(header, memoryview(blob)[header.data_start :])
     return header, blob
+
+
+async def _download(store: Store, entry: Entry, report: Report) -> Blob | None:
+    """All bytes of an object; a large one by ranges, or nobody would see how far it is."""
+    if entry.nbytes <= _PART_BYTES:
+        return await store.get(entry.object_name, max_bytes=entry.nbytes)
+    whole = bytearray()
+    starts = range(0, entry.nbytes, _PART_BYTES)
+    parts = parts_in_order(store, entry.object_name, starts, at_a_time=_PARTS_AT_A_TIME)
+    async with aclosing(parts):
+        async for part in parts:
+            if part is None:
+                return None
+            whole += part
+            report("downloading", len(whole), entry.nbytes)
+    return memoryview(whole).toreadonly()

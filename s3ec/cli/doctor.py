@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -33,7 +33,7 @@ def register(app: typer.Typer) -> None:
     app.command(
         "doctor",
         epilog=epilog(
-            ("s3ec doctor --bucket embeddings", "bucket and node"),
+            ("s3ec doctor --bucket embeddings --no-vllm", "bucket and node only: 2 s at most"),
             (
                 "s3ec doctor --config @ec.json -- --model google/gemma-3-27b-it",
                 "the model's namespace too",
@@ -53,36 +53,56 @@ def doctor(
         list[str] | None,
         typer.Argument(metavar="-- VLLM ARGS", help="Arguments of `vllm serve`."),
     ] = None,
+    no_vllm: Annotated[
+        bool, typer.Option("--no-vllm", help="Leave vLLM out, whose import takes 5 to 20 s.")
+    ] = False,
+    timeout_s: Annotated[
+        float | None,
+        typer.Option(
+            "--timeout",
+            metavar="SECONDS",
+            min=0.1,
+            help="How long to wait for answers of bucket and node, in all. [0.9, with vLLM 10]",
+            show_default=False,
+        ),
+    ] = None,
     server: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Name and version of the store, for its line in the table of stores; unset: what "
-            "the store calls itself.",
+            help="Print a line for a table of stores as well, with this name and version.",
         ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Say what is wrong before a fleet starts, and how to mend it.
 
-    Looks at settings, credentials, bucket, clock, conditional writes, cache folder and vLLM;
-    writes and deletes a few small objects below `.s3ec-probe/`. Warnings leave the exit status 0.
-    Ends with a line for the README's table of stores.
+    Looks at settings, credentials, bucket, clock, conditional writes and cache folder, then at
+    vLLM; writes and deletes a few small objects below `.s3ec-probe/`. Warnings leave the exit
+    status 0.
     """
     vllm_args = vllm_args or None
     source = _completed(source, vllm_args or [])
-    try:
-        checks = _examine(source, vllm_args, as_json)
-    except ConfigError as exc:
-        if as_json:
-            print_json(_unusable(str(exc)))
-        raise
+    if no_vllm and vllm_args:
+        raise ConfigError("`--no-vllm` and vLLM's arguments do not go together; leave one out")
+    from s3ec.doctor.run import examine
+
+    with _Spinner() as spinner:
+        found = examine(
+            source.load(),
+            source.transfer(),
+            vllm_args=vllm_args,
+            with_vllm=not no_vllm,
+            timeout_s=timeout_s,
+            starting=spinner.show,
+        )
+        checks = _shown(found, spinner, as_json)
     failed = any(check.outcome.verdict == "fail" for check in checks)
     line = _compatibility(checks, server)
     if as_json:
         told = [check.to_json() for check in checks]
         print_json({"ok": not failed, "checks": told, "compatibility": line})
-    elif line is not None:
+    elif line is not None and server is not None:
         from s3ec.doctor.compatibility import COLUMNS, row
 
         typer.echo(f"\n{row(list(COLUMNS.values()))}\n{row(list(line.values()))}")
@@ -105,29 +125,20 @@ def _completed(source: Source, vllm_args: Sequence[str]) -> Source:
     return source
 
 
-def _examine(source: Source, vllm_args: Sequence[str] | None, as_json: bool) -> list[Check]:
-    from s3ec.doctor.run import STEPS, examine
+def _shown(found: Iterable[Check], spinner: _Spinner, as_json: bool) -> list[Check]:
+    """The checks, each printed as it comes."""
+    from s3ec.doctor.run import STEPS
 
-    loaded, transfer = source.load(), source.transfer()
     page = None if as_json else _Page(console(), {step.name: step.group for step in STEPS})
     checks = []
-    with _Spinner() as spinner:
-        for check in examine(loaded, transfer, vllm_args=vllm_args, starting=spinner.show):
-            spinner.stop()
-            checks.append(check)
-            if page is not None:
-                page.add(check)
+    for check in found:
+        spinner.stop()
+        checks.append(check)
+        if page is not None:
+            page.add(check)
     if page is not None:
         page.finish(checks)
     return checks
-
-
-def _unusable(message: str) -> dict[str, Any]:
-    """The document where the settings could not be read; nothing else was examined."""
-    from s3ec.doctor.report import Check, fail
-
-    check = Check("settings", fail(message, "see `s3ec config docs` for every setting"))
-    return {"ok": False, "checks": [check.to_json()], "compatibility": None}
 
 
 def _compatibility(checks: Sequence[Check], server: str | None) -> dict[str, str] | None:

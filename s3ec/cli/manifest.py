@@ -8,21 +8,34 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from s3ec.cli.help import EXIT_WRONG, epilog
-from s3ec.cli.options import JsonOption, NamespaceOption, Source, with_settings
-from s3ec.cli.output import facts, human_age, human_bytes, print_json, print_note, progress, safe
+from s3ec.cli.help import EXIT_WRONG, App, epilog
+from s3ec.cli.options import JsonOption, NamespaceChoice, Source, with_namespace
+from s3ec.cli.output import (
+    facts,
+    human_age,
+    human_bytes,
+    many,
+    print_json,
+    print_note,
+    progress,
+    safe,
+)
+from s3ec.cli.progress import counting
 
 if TYPE_CHECKING:
+    from s3ec.counters import Report
     from s3ec.identity import Layout
     from s3ec.index.making import Made, Making
     from s3ec.index.verify import Verified
     from s3ec.settings import Settings
     from s3ec.store.base import Store
 
+_KINDS = ("missing", "extra", "differing")
+
 
 def register(app: typer.Typer) -> None:
     """Add ``manifest`` to the tree."""
-    group = typer.Typer(
+    group = App(
         help="The index in the bucket: what it holds, whether that is true, making it anew.",
         no_args_is_help=True,
         epilog=epilog(
@@ -35,34 +48,34 @@ def register(app: typer.Typer) -> None:
         "show",
         epilog=epilog(
             ("s3ec manifest show --bucket embeddings", "of the only namespace"),
-            ("s3ec manifest show --json | jq .deltas.waiting", "for machines"),
+            ("s3ec manifest show --json | jq .deltas.waiting_count", "for machines"),
         ),
-    )(with_settings(show))
+    )(with_namespace(show))
     group.command(
         "compact",
         epilog=epilog(
             ("s3ec manifest compact", "merge what writers announced, delete what is superseded"),
             ("s3ec manifest compact --namespace google-gemma --json", "one model's, for machines"),
         ),
-    )(with_settings(compact))
+    )(with_namespace(compact))
     group.command(
         "verify",
         epilog=epilog(
             ("s3ec manifest verify", "exit status 1 where it differs from the bucket"),
-            ("s3ec manifest verify --json | jq '{missing, extra}'", "for machines"),
+            ("s3ec manifest verify --json | jq '.missing[].object'", "for machines"),
         ),
-    )(with_settings(verify))
+    )(with_namespace(verify))
     group.command(
         "rebuild",
         epilog=epilog(
             ("s3ec manifest rebuild", "after objects were deleted or copied by other means"),
             ("s3ec manifest rebuild --json", "for machines"),
         ),
-    )(with_settings(rebuild))
+    )(with_namespace(rebuild))
     app.add_typer(group, name="manifest")
 
 
-def show(source: Source, namespace: NamespaceOption = None, as_json: JsonOption = False) -> None:
+def show(source: Source, choice: NamespaceChoice, as_json: JsonOption = False) -> None:
     """Show the newest base, what waits to be merged into the next, and what is left over.
 
     Reads one small object and lists the index; downloads none of it.
@@ -82,9 +95,9 @@ def show(source: Source, namespace: NamespaceOption = None, as_json: JsonOption 
             base = {
                 "version": head.version,
                 "run": head.run,
-                "created_s": head.created_s,
-                "entries": head.entries,
-                "shards": len(head.shards),
+                "age_s": time.time() - head.created_s,
+                "entry_count": head.entries,
+                "shard_count": len(head.shards),
                 "bytes": head.nbytes,
                 "bloom_bytes": head.bloom_nbytes,
                 "bloom_fpr": head.bloom_fpr,
@@ -93,17 +106,17 @@ def show(source: Source, namespace: NamespaceOption = None, as_json: JsonOption 
             "namespace": layout.namespace,
             "base": base,
             "deltas": {
-                "waiting": len(waiting),
+                "waiting_count": len(waiting),
                 "waiting_bytes": sum(info.nbytes for info in waiting),
-                "merged": len(snapshot.deltas) - len(waiting),
+                "merged_count": len(snapshot.deltas) - len(waiting),
             },
-            "superseded": {"objects": len(old), "bytes": sum(info.nbytes for info in old)},
+            "superseded": {"object_count": len(old), "bytes": sum(info.nbytes for info in old)},
         }
 
     from s3ec.cli.corpus_view import with_manifest
 
     with progress("looking"):
-        document = with_manifest(source.load().settings, namespace, look)
+        document = with_manifest(source.load().settings, choice, look)
     if as_json:
         print_json(document)
     else:
@@ -116,25 +129,26 @@ def _print_show(document: dict[str, Any]) -> None:
     if base is None:
         rows.append(("base", "none yet: readers list the objects"))
     else:
-        age = human_age(time.time() - base["created_s"])
-        size = f"{human_bytes(base['bytes'])} in {base['shards']} shards"
+        age = human_age(base["age_s"])
+        size = f"{human_bytes(base['bytes'])} in {many(base['shard_count'], 'shard')}"
         bloom = f"{human_bytes(base['bloom_bytes'])} for {100 * base['bloom_fpr']:g}% false hits"
         rows += [
             ("base", f"version {base['version']}, {age} old"),
-            ("entries", base["entries"]),
+            ("entries", base["entry_count"]),
             ("size", size),
             ("filters", bloom),
         ]
-    waiting = f"{deltas['waiting']} deltas, {human_bytes(deltas['waiting_bytes'])}"
+    waiting = f"{many(deltas['waiting_count'], 'delta')}, {human_bytes(deltas['waiting_bytes'])}"
+    others = f"{many(superseded['object_count'], 'object')}, {human_bytes(superseded['bytes'])}"
     rows += [
         ("to be merged", waiting),
-        ("merged", f"{deltas['merged']} deltas, kept for slow readers"),
-        ("other bases", f"{superseded['objects']} objects, {human_bytes(superseded['bytes'])}"),
+        ("merged", f"{many(deltas['merged_count'], 'delta')}, kept for slow readers"),
+        ("other bases", others),
     ]
     facts(rows)
 
 
-def compact(source: Source, namespace: NamespaceOption = None, as_json: JsonOption = False) -> None:
+def compact(source: Source, choice: NamespaceChoice, as_json: JsonOption = False) -> None:
     """Merge all deltas into a new base, and delete what has been superseded for an hour.
 
     Writers do this by themselves when deltas pile up. Safe at any time, also while they do.
@@ -142,15 +156,16 @@ def compact(source: Source, namespace: NamespaceOption = None, as_json: JsonOpti
 
     settings = source.load().settings
 
-    async def work(store: Store, layout: Layout) -> Made | None:
-        from s3ec.index.compact import compact as make
-
-        return await make(store, layout, _making(settings))
-
     from s3ec.cli.corpus_view import with_manifest
 
-    with progress("compacting"):
-        made = with_manifest(settings, namespace, work, compacts=True)
+    with counting("compacting") as report:
+
+        async def work(store: Store, layout: Layout) -> Made | None:
+            from s3ec.index.compact import compact as make
+
+            return await make(store, layout, _making(settings, report))
+
+        made = with_manifest(settings, choice, work, compacts=True)
     if made is None:
         if as_json:
             print_json({"beaten": True})
@@ -159,7 +174,7 @@ def compact(source: Source, namespace: NamespaceOption = None, as_json: JsonOpti
     _report(made, as_json=as_json)
 
 
-def rebuild(source: Source, namespace: NamespaceOption = None, as_json: JsonOption = False) -> None:
+def rebuild(source: Source, choice: NamespaceChoice, as_json: JsonOption = False) -> None:
     """Make a new base from a listing of all objects, 1000 per request, 16 requests at a time.
 
     For after objects were deleted, or put there, by other means than s3ec. Safe at any time,
@@ -168,15 +183,16 @@ def rebuild(source: Source, namespace: NamespaceOption = None, as_json: JsonOpti
 
     settings = source.load().settings
 
-    async def work(store: Store, layout: Layout) -> Made:
-        from s3ec.index.rebuild import rebuild as make
-
-        return await make(store, layout, _making(settings))
-
     from s3ec.cli.corpus_view import with_manifest
 
-    with progress("listing all objects"):
-        made = with_manifest(settings, namespace, work, compacts=True)
+    with counting("listing objects") as report:
+
+        async def work(store: Store, layout: Layout) -> Made:
+            from s3ec.index.rebuild import rebuild as make
+
+            return await make(store, layout, _making(settings, report))
+
+        made = with_manifest(settings, choice, work, compacts=True)
     _report(made, as_json=as_json)
 
 
@@ -187,19 +203,20 @@ def _report(made: Made, *, as_json: bool) -> None:
             {
                 "beaten": False,
                 "version": head.version,
-                "entries": head.entries,
-                "shards": len(head.shards),
+                "entry_count": head.entries,
+                "shard_count": len(head.shards),
                 "bytes": head.nbytes,
                 "bloom_bytes": head.bloom_nbytes,
                 "merged": made.merged,
-                "removed": made.removed,
+                "deleted": made.removed,
                 "corrupt": dict(made.corrupt),
             }
         )
     else:
         typer.echo(
-            f"base {head.version}: {head.entries} entries in {human_bytes(head.nbytes)}; "
-            f"{made.merged} deltas merged, {made.removed} old objects deleted"
+            f"base {head.version}: {many(head.entries, 'entry', 'entries')} in "
+            f"{human_bytes(head.nbytes)}; {many(made.merged, 'delta')} merged, "
+            f"{many(made.removed, 'old object')} deleted"
         )
         for problem in made.corrupt.values():
             print_note(f"left out: {safe(problem)}")
@@ -207,34 +224,38 @@ def _report(made: Made, *, as_json: bool) -> None:
         raise typer.Exit(EXIT_WRONG)
 
 
-def verify(source: Source, namespace: NamespaceOption = None, as_json: JsonOption = False) -> None:
+def verify(source: Source, choice: NamespaceChoice, as_json: JsonOption = False) -> None:
     """Compare the index with a listing of all objects; changes nothing.
 
     Exit status 1 where objects are missing in it, where it holds what is not there, or where
     sizes differ. What is stored or deleted meanwhile is not complained about.
     """
 
-    async def work(store: Store, layout: Layout) -> Verified:
-        from s3ec.index.verify import verify as compare
-
-        return await compare(store, layout)
-
+    settings = source.load().settings
     from s3ec.cli.corpus_view import with_manifest
 
-    with progress("reading the index and listing all objects"):
-        found = with_manifest(source.load().settings, namespace, work)
+    with counting("reading the index") as report:
+
+        async def work(store: Store, layout: Layout) -> tuple[str, Verified]:
+            from s3ec.index.verify import verify as compare
+
+            found = await compare(store, layout, _making(settings, report))
+            return layout.namespace, found
+
+        namespace, found = with_manifest(settings, choice, work)
     if as_json:
         print_json(
             {
-                "agrees": found.agrees,
+                "namespace": namespace,
+                "ok": found.agrees,
                 "version": found.version,
-                "entries": found.entries,
-                "objects": found.objects,
-                "missing": found.missing,
-                "extra": found.extra,
-                "differing": found.differing,
-                "unannounced": found.unannounced,
-                "examples": found.examples,
+                "entry_count": found.entries,
+                "object_count": found.objects,
+                "missing_count": found.missing,
+                "extra_count": found.extra,
+                "differing_count": found.differing,
+                "unannounced_count": found.unannounced,
+                **{kind: _examples(found, kind) for kind in _KINDS},
                 "corrupt": found.corrupt,
             }
         )
@@ -242,6 +263,19 @@ def verify(source: Source, namespace: NamespaceOption = None, as_json: JsonOptio
         _print_verified(found)
     if not found.agrees:
         raise typer.Exit(EXIT_WRONG)
+
+
+def _examples(found: Verified, kind: str) -> list[dict[str, str | None]]:
+    """Some of one kind, each with the names that ``s3ec stat`` finds; null without an object."""
+    from s3ec.cli.corpus_view import Entry
+
+    rows: list[dict[str, str | None]] = []
+    for digest in found.examples.get(kind, ()):
+        name = found.objects_of.get(digest)
+        namespace, _, below = (name or "").partition("/objects/")
+        label = Entry(namespace, below, 0, 0.0).label if name else None
+        rows.append({"label": label, "object": name, "digest": digest})
+    return rows
 
 
 def _print_verified(found: Verified) -> None:
@@ -255,13 +289,17 @@ def _print_verified(found: Verified) -> None:
             ("unannounced", f"{found.unannounced} of the last minute are not in the index yet"),
         ]
     )
+    for kind in _KINDS:
+        for row in _examples(found, kind):
+            named = row["label"] or f"(no object; digest {row['digest']})"
+            typer.echo(f"  {kind:<9}  {safe(named)}")
     for problem in found.corrupt.values():
         print_note(f"unusable: {safe(problem)}")
     if not found.agrees:
         print_note("`s3ec manifest rebuild` makes the index say what the bucket holds")
 
 
-def _making(settings: Settings) -> Making:
+def _making(settings: Settings, report: Report) -> Making:
     from s3ec.index.making import Making
 
-    return Making(bloom_fpr=settings.bloom_fpr)
+    return Making(bloom_fpr=settings.bloom_fpr, report=report)

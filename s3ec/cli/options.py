@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The options that every command has for its settings, and what becomes of errors."""
+"""The options that every command has for its settings."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import json
+import os
+import re
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -14,8 +16,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from s3ec.cli.help import EXIT_USAGE, EXIT_WRONG
-from s3ec.cli.output import print_error
 from s3ec.errors import ConfigError, S3ECError
 
 if TYPE_CHECKING:
@@ -23,18 +23,15 @@ if TYPE_CHECKING:
 
 _PANEL = "Settings (then S3EC_* variables, then the file that S3EC_CONFIG names)"
 _MAX_CONFIG_BYTES = 2**20
+_DURATION = re.compile(r"(\d{1,6}(?:\.\d{1,3})?)\s*(min|h|d|w)")
+_UNITS_S = {"min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+# As long as a person waits for a completion before typing on.
+_COMPLETION_S = 3.0
 
 JsonOption = Annotated[
     bool, typer.Option("--json", help="Print one JSON document on stdout, for machines.")
 ]
-NamespaceOption = Annotated[
-    str | None,
-    typer.Option(
-        "--namespace",
-        metavar="NS",
-        help="Namespace, or the first characters of its name. Not needed where the bucket has one.",
-    ),
-]
+NAMESPACE_VARIABLE = "S3EC_NAMESPACE"
 
 
 def _option(name: str, metavar: str, text: str) -> Any:
@@ -56,6 +53,65 @@ _SETTINGS_OPTIONS = {
     "endpoint_url": _option("--endpoint-url", "URL", "URL of an S3-compatible server."),
     "region": _option("--region", "NAME", "Region to sign for."),
     "profile": _option("--profile", "NAME", "Profile of the SDK's shared configuration."),
+    "role_arn": _option("--role-arn", "ARN", "Role to assume with the found credentials."),
+    "ca_bundle": _option("--ca-bundle", "FILE", "PEM file of the authorities to trust."),
+    "allow_http": Annotated[
+        bool | None,
+        typer.Option(
+            "--allow-http",
+            help="Take an http:// endpoint on another machine.",
+            rich_help_panel=_PANEL,
+        ),
+    ],
+}
+
+
+def _stored_namespaces(ctx: typer.Context) -> list[str]:
+    """For completion: those of the bucket that the line names so far; none where that fails.
+
+    Nothing may be printed into a line that somebody types.
+    """
+    from s3ec.cli.corpus_view import namespaces_within
+
+    try:
+        given = {name: ctx.params.get(name) for name in _SETTINGS_OPTIONS}
+        return namespaces_within(Source.of(given).load().settings, timeout_s=_COMPLETION_S)
+    except (S3ECError, TimeoutError):
+        return []
+
+
+def complete_namespace(ctx: typer.Context, incomplete: str) -> list[str]:
+    """The namespaces that begin like what was typed."""
+    return [name for name in _stored_namespaces(ctx) if name.startswith(incomplete)]
+
+
+def complete_model(ctx: typer.Context, incomplete: str) -> list[str]:
+    """The models that begin like what was typed, as their namespaces spell them."""
+    models = {name.rpartition("-")[0] for name in _stored_namespaces(ctx)}
+    return sorted(model for model in models if model.startswith(incomplete))
+
+
+_NAMESPACE_OPTIONS = {
+    "namespace": Annotated[
+        str | None,
+        typer.Option(
+            "--namespace",
+            "-n",
+            metavar="NAME",
+            autocompletion=complete_namespace,
+            help="Namespace, or the first characters of its name. Unset: the variable "
+            f"{NAMESPACE_VARIABLE}; else the newest, if all are of one model.",
+        ),
+    ],
+    "model": Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            metavar="TEXT",
+            autocompletion=complete_model,
+            help="The newest namespace of the model whose name has this in it.",
+        ),
+    ],
 }
 # For commands that look at this node only.
 _CACHE_OPTIONS = {
@@ -63,6 +119,29 @@ _CACHE_OPTIONS = {
     "cache_dir": _option("--cache-dir", "FOLDER", "Folder of the node's disk tier."),
     "cache_bytes": _option("--cache-bytes", "SIZE", "Size the tier is kept below."),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceChoice:
+    """Which namespace of a bucket a command is for, as far as the command line says.
+
+    Attributes:
+        name: Its name or the beginning of that; None where any will do.
+        model: Part of the model's name; None where any will do.
+        origin: Where ``name`` comes from, for messages.
+    """
+
+    name: str | None = None
+    model: str | None = None
+    origin: str = "--namespace"
+
+    @classmethod
+    def of(cls, name: str | None, model: str | None) -> NamespaceChoice:
+        """Of the two options; without any of them, of the variable S3EC_NAMESPACE."""
+        variable = os.environ.get(NAMESPACE_VARIABLE)
+        if variable and not name and not model:
+            return cls(variable, None, NAMESPACE_VARIABLE)
+        return cls(name or None, model or None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +155,14 @@ class Source:
     """
 
     config: str | None = None
-    overrides: Mapping[str, str] = field(default_factory=dict)
+    overrides: Mapping[str, str | bool] = field(default_factory=dict)
     label: str = "--config"
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Source:
+        """Of the values of options; None stands for one that was not given."""
+        overrides = {name: value for name, value in given.items() if value is not None}
+        return cls(overrides.pop("config", None), overrides)
 
     def load(self, *, need_bucket: bool = True) -> Loaded:
         """Read the settings; origins name the option that won.
@@ -88,17 +173,11 @@ class Source:
         Raises:
             ConfigError: Not readable, or what load_settings refuses.
         """
-        from s3ec.config import Loaded, load_settings
+        from s3ec.config import load_settings
 
-        given = self.extra()
-        # One name for both in messages; the origins below are exact.
-        loaded = load_settings(
-            {**given, **self.overrides}, origin="the command line", need_bucket=need_bucket
+        return load_settings(
+            self.extra(), origin=self.label, options=self.overrides, need_bucket=need_bucket
         )
-        origins = dict(loaded.origins)
-        origins.update(dict.fromkeys(given, self.label))
-        origins.update({name: f"--{name.replace('_', '-')}" for name in self.overrides})
-        return Loaded(loaded.settings, origins)
 
     def extra(self) -> dict[str, Any]:
         """The settings in ``--config``, without those of other options."""
@@ -156,36 +235,27 @@ def _read(config: str, label: str) -> tuple[str, str]:
         ) from exc
 
 
-def reporting(function: Callable[..., None]) -> Callable[..., None]:
-    """End with one line on stderr and the documented exit code where a command raises."""
-
-    @functools.wraps(function)
-    def wrapper(*args: Any, **kwargs: Any) -> None:
-        try:
-            function(*args, **kwargs)
-        except ConfigError as exc:
-            print_error(str(exc))
-            raise typer.Exit(EXIT_USAGE) from exc
-        except S3ECError as exc:
-            print_error(str(exc))
-            raise typer.Exit(EXIT_WRONG) from exc
-
-    return wrapper
-
-
 def with_settings(function: Callable[..., None]) -> Callable[..., None]:
     """Give a command the options for settings; they arrive as its first argument, a Source."""
     return _with_options(function, _SETTINGS_OPTIONS)
 
 
+def with_namespace(function: Callable[..., None]) -> Callable[..., None]:
+    """The same, and the options that name a namespace; those arrive as a NamespaceChoice behind
+    the Source.
+    """
+    return _with_options(function, {**_NAMESPACE_OPTIONS, **_SETTINGS_OPTIONS})
+
+
 def with_cache_settings(function: Callable[..., None]) -> Callable[..., None]:
-    """The same for a command of this node's disk tier, which needs no bucket."""
+    """The same as with_settings for a command of this node's disk tier, which needs no bucket."""
     return _with_options(function, _CACHE_OPTIONS)
 
 
 def _with_options(function: Callable[..., None], options: Mapping[str, Any]) -> Callable[..., None]:
     signature = inspect.signature(function, eval_str=True)
-    own = list(signature.parameters.values())[1:]
+    chooses = "namespace" in options
+    own = list(signature.parameters.values())[2 if chooses else 1 :]
     added = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
         for name, kind in options.items()
@@ -193,13 +263,45 @@ def _with_options(function: Callable[..., None], options: Mapping[str, Any]) -> 
 
     @functools.wraps(function)
     def wrapper(**kwargs: Any) -> None:
-        config = kwargs.pop("config")
-        overrides = {name: kwargs.pop(name) for name in options if name != "config"}
-        given = {name: value for name, value in overrides.items() if value is not None}
-        function(Source(config, given), **kwargs)
+        given = {name: kwargs.pop(name) for name in options}
+        choice = [NamespaceChoice.of(*map(given.pop, _NAMESPACE_OPTIONS))] if chooses else []
+        function(Source.of(given), *choice, **kwargs)
 
     parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own] + added
     # typer reads both; functools.wraps copied those of the function.
     wrapper.__dict__["__signature__"] = signature.replace(parameters=parameters)
     wrapper.__annotations__ = {p.name: p.annotation for p in parameters}
-    return reporting(wrapper)
+    return wrapper
+
+
+def duration_s(text: str, name: str) -> float:
+    """Seconds of a duration such as ``90d``.
+
+    Args:
+        name: The option's name, with underscores.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    match = _DURATION.fullmatch(text.strip())
+    if match is None or float(match[1]) <= 0:
+        raise ConfigError(
+            f"`--{name.replace('_', '-')}` {text!r:.50} is no age; write it as `90d`, `12h`, `2w` "
+            "or `30min`",
+            field=name,
+        )
+    return float(match[1]) * _UNITS_S[match[2]]
+
+
+def size_bytes(text: str, name: str) -> int:
+    """Bytes of a size such as ``10MiB``; arguments and errors as of duration_s."""
+    from pydantic import ByteSize, TypeAdapter, ValidationError
+
+    try:
+        return TypeAdapter(ByteSize).validate_python(text)
+    except ValidationError as exc:
+        raise ConfigError(
+            f"`--{name.replace('_', '-')}` {text!r:.50} is no size; write it as `10GiB`, `500MB` "
+            "or a number of bytes",
+            field=name,
+        ) from exc

@@ -31,6 +31,11 @@ def print_json(document: object) -> None:
     sys.stdout.write(json.dumps(document, indent=indent, ensure_ascii=False) + "\n")
 
 
+def print_json_line(document: object) -> None:
+    """Print one JSON document as one line, for readers that take a line at a time."""
+    sys.stdout.write(json.dumps(document, ensure_ascii=False) + "\n")
+
+
 def print_error(message: str) -> None:
     """Print an error on stderr, without markup and without a traceback.
 
@@ -74,6 +79,15 @@ def human_bytes(nbytes: float) -> str:
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
         nbytes /= 1024
     return f"{nbytes:.1f} TiB"
+
+
+def many(count: int, one: str, several: str = "") -> str:
+    """A count with its noun, such as ``1 entry`` or ``1,200 entries``.
+
+    Args:
+        several: The plural; ``one`` with an s where empty.
+    """
+    return f"{count:,} {one if count == 1 else several or one + 's'}"
 
 
 def human_age(seconds: float | None) -> str:

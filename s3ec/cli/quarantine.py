@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from s3ec.cli.help import EXIT_WRONG, epilog
+from s3ec.cli.confirm import DryRunOption, YesOption, check_habit, is_confirmed
+from s3ec.cli.help import EXIT_WRONG, App, epilog
 from s3ec.cli.options import JsonOption, Source, with_cache_settings
-from s3ec.cli.output import human_age, print_json, print_note, safe
+from s3ec.cli.output import human_age, many, print_json, print_note, safe
 from s3ec.errors import ConfigError, TierError
 
 if TYPE_CHECKING:
@@ -21,26 +22,26 @@ if TYPE_CHECKING:
 
 def register(app: typer.Typer) -> None:
     """Add ``quarantine`` to the tree."""
-    group = typer.Typer(
+    group = App(
         help="Objects of the bucket that came bad twice: this node asks for none of them.",
         no_args_is_help=True,
         epilog=epilog(
             ("s3ec quarantine ls", "which, why, and for how long?"),
-            ("s3ec quarantine clear --all", "ask for all of them again"),
+            ("s3ec quarantine clear --all --yes", "ask for all of them again"),
         ),
     )
     group.command(
         "ls",
         epilog=epilog(
             ("s3ec quarantine ls", "of all namespaces and buckets of this node"),
-            ("s3ec quarantine ls --json | jq '.objects[].name'", "for machines"),
+            ("s3ec quarantine ls --json | jq '.objects[].object'", "for machines"),
         ),
     )(with_cache_settings(ls))
     group.command(
         "clear",
         epilog=epilog(
-            ("s3ec quarantine clear 3f9a01bc...e2", "one image's, by its identifier or name"),
-            ("s3ec quarantine clear --all --json", "everything, for machines"),
+            ("s3ec quarantine clear 3f9a01bc...e2 --yes", "one image's, by its identifier or name"),
+            ("s3ec quarantine clear --all --yes --json", "everything, for machines"),
         ),
     )(with_cache_settings(clear))
     app.add_typer(group, name="quarantine")
@@ -55,7 +56,7 @@ def ls(source: Source, as_json: JsonOption = False) -> None:
     now_s = time.time()
     notes = [note for note in _notes(_folders(source)) if now_s < note.until_s]
     if as_json:
-        print_json({"objects": [_document(note) for note in notes]})
+        print_json({"objects": [_document(note, now_s) for note in notes]})
         return
     for note in notes:
         state = f"revision {note.revision} is good" if note.good else "not stored again yet"
@@ -64,7 +65,7 @@ def ls(source: Source, as_json: JsonOption = False) -> None:
             f"since {human_age(now_s - note.since_s)}, for {human_age(note.until_s - now_s)} more  "
             f"{state}"
         )
-    print_note(f"{len(notes)} objects in quarantine")
+    print_note(f"{many(len(notes), 'object')} of the bucket in quarantine on this node")
 
 
 def clear(
@@ -74,12 +75,16 @@ def clear(
         typer.Argument(metavar="[KEY]", help="Identifier, or a name as `ls` prints it."),
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Forget all of them.")] = False,
+    yes: YesOption = False,
+    dry_run: DryRunOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Have this node ask for quarantined objects again, such as after they were replaced.
 
-    Engines that run notice at once. Exit status 1 where the key was not in quarantine.
+    Without --yes, nothing is forgotten unless you agree at a terminal. The objects themselves are
+    not touched. Engines that run notice at once. Exit status 1 where the key was not in quarantine.
     """
+    check_habit(yes=yes, dry_run=dry_run)
     from s3ec.tier.bad_objects import remove_note
 
     if (key is None) is not everything:
@@ -87,15 +92,22 @@ def clear(
     folders = _folders(source)
     wanted = None if key is None else _names(key, source)
     meant = [note for note in _notes(folders) if wanted is None or note.name in wanted]
+    now_s = time.time()
+    listed = [_document(note, now_s) for note in meant]
+    if not as_json:
+        for note in meant:
+            typer.echo(f"{safe(note.name)}  {note.namespace}  {note.reason}")
+    question = f"ask for {many(len(meant), 'object')} again?"
+    do = bool(meant) and is_confirmed(question, yes=yes, dry_run=dry_run, as_json=as_json)
     try:
-        cleared = [note for note in meant if remove_note(folders, note)]
+        cleared = sum(remove_note(folders, note) for note in meant) if do else 0
     except OSError as exc:
         raise TierError(f"cannot write {folders.bad_objects}: {exc.strerror}") from exc
     if as_json:
-        print_json({"cleared": [_document(note) for note in cleared]})
+        print_json({"objects": listed, "cleared": cleared, "dry_run": not do})
     else:
-        typer.echo(f"cleared {len(cleared)} objects")
-    if wanted is not None and not cleared:
+        typer.echo(f"cleared {many(cleared, 'object')}")
+    if wanted is not None and not meant:
         raise typer.Exit(EXIT_WRONG)
 
 
@@ -122,18 +134,20 @@ def _names(text: str, source: Source) -> set[str]:
     from s3ec.tenant import Tenant
 
     tenant = Tenant.read(source.load(need_bucket=False).settings.tenant_key)
-    key, entry = make_key(text, tenant), entry_name(text)
+    key, entry = make_key(text, tenant), entry_name(text.rpartition("/objects/")[2])
     return {name for name in (key and key.name, entry and entry[0]) if name}
 
 
-def _document(note: BadObject) -> dict[str, Any]:
+def _document(note: BadObject, now_s: float) -> dict[str, Any]:
+    from s3ec.identity import Layout
+
     return {
-        "name": note.name,
+        "object": f"{Layout(note.namespace).objects}{note.name}",
         "namespace": note.namespace,
         "destination": note.destination,
         "reason": note.reason,
-        "since_s": note.since_s,
-        "until_s": note.until_s,
+        "age_s": now_s - note.since_s,
+        "remaining_s": note.until_s - now_s,
         "next_revision": note.revision,
         "next_revision_good": note.good,
     }

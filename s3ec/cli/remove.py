@@ -1,49 +1,67 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``s3ec rm`` and ``s3ec gc``: delete entries from the bucket, and tell every reader."""
+"""``s3ec rm``, ``gc`` and ``ns rm``: delete from the bucket, and tell every reader."""
 
 from __future__ import annotations
 
-import re
 import time
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from s3ec.cli.browse import namespaces
+from s3ec.cli.confirm import DryRunOption, YesOption, check_habit, is_confirmed
+from s3ec.cli.errors import NotFoundError
 from s3ec.cli.help import EXIT_WRONG, epilog
-from s3ec.cli.options import JsonOption, NamespaceOption, Source, with_settings
-from s3ec.cli.output import human_age, human_bytes, print_json, print_note, progress, safe
+from s3ec.cli.options import (
+    JsonOption,
+    NamespaceChoice,
+    Source,
+    complete_namespace,
+    duration_s,
+    with_namespace,
+    with_settings,
+)
+from s3ec.cli.output import facts, human_age, human_bytes, many, print_json, print_note, safe
+from s3ec.cli.progress import counting
 from s3ec.errors import ConfigError
 
 if TYPE_CHECKING:
     from s3ec.identity import Key, Layout
     from s3ec.index.deletion import Older
-    from s3ec.store.base import Store
+    from s3ec.index.removal import Contents
+    from s3ec.settings import Settings
+    from s3ec.store.base import ObjectInfo, Store
     from s3ec.tenant import Tenant
-
-_AGE = re.compile(r"(\d{1,6}(?:\.\d{1,3})?)\s*(min|h|d|w)")
-_UNITS_S = {"min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 
 def register(app: typer.Typer) -> None:
-    """Add the two commands to the tree."""
+    """Add the three commands to the tree."""
     app.command(
         "rm",
         epilog=epilog(
-            ("s3ec rm page-12-of-report", "by the identifier that a client chose, or a hash"),
-            ("s3ec rm --name x-3f9a01bc...", "by a name that `s3ec ls` prints, all 64 digits"),
+            ("s3ec rm page-12-of-report", "is it there, and how large is it? asks at a terminal"),
+            ("s3ec rm --name x-3f9a01bc... --yes", "delete what `s3ec ls` prints, all 64 digits"),
         ),
-    )(with_settings(rm))
+    )(with_namespace(rm))
     app.command(
         "gc",
         epilog=epilog(
-            ("s3ec gc --older-than 90d", "how much is older than that? deletes nothing"),
+            ("s3ec gc --older-than 90d --dry-run", "how much is older than that?"),
             ("s3ec gc --older-than 90d --yes", "delete it"),
         ),
-    )(with_settings(gc))
+    )(with_namespace(gc))
+    namespaces.command(
+        "rm",
+        epilog=epilog(
+            ("s3ec ns rm acme-vision-0123456789abcdef", "what is in it? asks at a terminal"),
+            ("s3ec ns rm acme-vision-0123456789abcdef --yes", "delete all of it"),
+        ),
+    )(with_settings(ns_rm))
 
 
 def rm(
     source: Source,
+    choice: NamespaceChoice,
     identifiers: Annotated[
         list[str], typer.Argument(metavar="ID...", help="Identifiers, in full.")
     ],
@@ -53,45 +71,79 @@ def rm(
             "--name", help="The arguments are names as `s3ec ls` prints them, or object names."
         ),
     ] = False,
-    namespace: NamespaceOption = None,
+    yes: YesOption = False,
+    dry_run: DryRunOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Delete entries from the bucket, and tell every reader by the index.
+    """Delete entries from the bucket with all revisions, and tell every reader by the index.
 
-    A node that has a copy on its disk serves it until it is evicted. Exit status 1 where one was
-    not there; the others are deleted all the same.
+    Without --yes, nothing is deleted unless you agree at a terminal. A node that has a copy on its
+    disk serves it until it is evicted. Exit status 1 where one was not there; the others are
+    deleted all the same.
     """
-    from s3ec.cli.corpus_view import with_manifest
+    check_habit(yes=yes, dry_run=dry_run)
+    settings = source.load().settings
     from s3ec.tenant import Tenant
 
-    settings = source.load().settings
     tenant = Tenant.read(settings.tenant_key)
-    keys = [_key_of_name(text) if by_name else _key_of(text, tenant) for text in identifiers]
-
-    async def work(store: Store, layout: Layout) -> tuple[str, list[bool]]:
-        from s3ec.index.deletion import deleting, object_names
-        from s3ec.index.parallel import in_parallel
-
-        async def is_there(key: Key) -> bool:
-            return bool(await object_names(store, layout, key))
-
-        there = await in_parallel(keys, is_there)
-        # Also those that are not there: the index may hold them.
-        async with deleting(store, layout) as deleter:
-            await deleter.delete(keys)
-        return layout.namespace, there
-
-    with progress("deleting"):
-        name, there = with_manifest(settings, namespace, work, write=True)
-    absent = [text for text, was in zip(identifiers, there, strict=True) if not was]
-    if as_json:
-        print_json({"namespace": name, "deleted": sum(there), "absent": absent})
-    else:
-        typer.echo(f"deleted {sum(there)} entries from {name}")
+    keys = {text: _key_of_name(text) if by_name else _key_of(text, tenant) for text in identifiers}
+    name, found = _delete(settings, choice, keys, delete=yes)
+    objects = {info.name: info for infos in found.values() for info in infos}
+    count = sum(map(bool, found.values()))
+    what = f"{many(count, 'entry', 'entries')}, {human_bytes(_bytes_of(objects))}, from {name}"
+    absent = [text for text, key in keys.items() if not found[key]]
+    if not as_json:
+        typer.echo(f"deleted {what}" if yes else f"would delete {what}")
         for text in absent:
             print_note(f"not there: {safe(text)}")
+    deleted = yes
+    # What is absent may be in the index, so it is deleted as well.
+    if (
+        count
+        and not yes
+        and is_confirmed(f"delete {what}?", yes=yes, dry_run=dry_run, as_json=as_json)
+    ):
+        _delete(settings, NamespaceChoice(name), keys, delete=True)
+        typer.echo(f"deleted {what}")
+        deleted = True
+    if as_json:
+        print_json(
+            {
+                "namespace": name,
+                "entry_count": count,
+                "bytes": _bytes_of(objects),
+                "deleted": count if deleted else 0,
+                "absent": absent,
+                "dry_run": not deleted,
+            }
+        )
     if absent:
         raise typer.Exit(EXIT_WRONG)
+
+
+def _delete(
+    settings: Settings, choice: NamespaceChoice, keys: dict[str, Key], *, delete: bool
+) -> tuple[str, dict[Key, list[ObjectInfo]]]:
+    """The namespace, and the objects of each entry as they were; deleted if told."""
+    from s3ec.cli.corpus_view import with_manifest
+
+    with counting("deleting" if delete else "looking") as report:
+
+        async def work(store: Store, layout: Layout) -> tuple[str, dict[Key, list[ObjectInfo]]]:
+            from s3ec.index.deletion import deleting, find_objects
+
+            found = await find_objects(store, layout, keys.values(), report=report)
+            if delete:
+                objects = {key: [info.name for info in infos] for key, infos in found.items()}
+                async with deleting(store, layout) as deleter:
+                    await deleter.delete_objects(objects, report=report)
+            return layout.namespace, found
+
+        return with_manifest(settings, choice, work, write=delete)
+
+
+def _bytes_of(objects: dict[str, ObjectInfo]) -> int:
+    return sum(info.nbytes for info in objects.values())
 
 
 def _key_of(identifier: str, tenant: Tenant | None) -> Key:
@@ -121,57 +173,161 @@ def _key_of_name(text: str) -> Key:
 
 def gc(
     source: Source,
+    choice: NamespaceChoice,
     older_than: Annotated[
         str,
         typer.Option("--older-than", metavar="AGE", help="Such as `90d`, `12h`, `2w`, `30min`."),
     ],
-    yes: Annotated[bool, typer.Option("--yes", help="Delete; without it, only count.")] = False,
-    namespace: NamespaceOption = None,
+    yes: YesOption = False,
+    dry_run: DryRunOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Delete entries that were stored long ago, by a listing of all objects.
 
-    Without --yes nothing is deleted. How often an entry is used is not known to the bucket: an
-    entry that is still needed is encoded and stored again.
+    Without --yes, nothing is deleted unless you agree at a terminal. How often an entry is used is
+    not known to the bucket: an entry that is still needed is encoded and stored again.
     """
-    age_s = _age_s(older_than)
-    from s3ec.cli.corpus_view import with_manifest
-
-    async def work(store: Store, layout: Layout) -> tuple[str, Older]:
-        from s3ec.index.cleaning import server_time
-        from s3ec.index.deletion import count_older, delete_older
-
-        now_s = time.time()
-        if not yes:
-            return layout.namespace, await count_older(store, layout, now_s - age_s)
-        # A clock that is ahead must not make entries old.
-        before_s = min(now_s, await server_time(store)) - age_s
-        return layout.namespace, await delete_older(store, layout, before_s)
-
-    with progress("deleting" if yes else "listing all objects"):
-        name, older = with_manifest(source.load().settings, namespace, work, write=yes)
+    check_habit(yes=yes, dry_run=dry_run)
+    age_s = duration_s(older_than, "older_than")
+    settings = source.load().settings
+    name, older = _collect(settings, choice, age_s, delete=yes)
+    deleted = yes
+    if not as_json:
+        typer.echo(f"{'deleted' if yes else 'would delete'} {_told(older, age_s)}")
+    if not yes and older.entries:
+        question = f"delete {_told(older, age_s)}?"
+        deleted = is_confirmed(question, yes=yes, dry_run=dry_run, as_json=as_json)
+        if deleted:
+            name, older = _collect(settings, NamespaceChoice(name), age_s, delete=True)
+            typer.echo(f"deleted {_told(older, age_s)}")
     if as_json:
         print_json(
             {
                 "namespace": name,
                 "older_than_s": age_s,
-                "entries": older.entries,
+                "entry_count": older.entries,
                 "bytes": older.nbytes,
-                "deleted": yes,
+                "deleted": older.entries if deleted else 0,
+                "dry_run": not deleted,
             }
         )
-        return
-    what = f"{older.entries} entries, {human_bytes(older.nbytes)}, older than {human_age(age_s)}"
-    typer.echo(f"deleted {what}" if yes else f"would delete {what}")
-    if not yes and older.entries:
-        print_note("nothing was deleted; --yes does it")
 
 
-def _age_s(text: str) -> float:
-    match = _AGE.fullmatch(text.strip())
-    if match is None or float(match[1]) <= 0:
-        raise ConfigError(
-            f"`--older-than` {text!r:.50} is no age; write it as `90d`, `12h`, `2w` or `30min`",
-            field="older_than",
+def _collect(
+    settings: Settings, choice: NamespaceChoice, age_s: float, *, delete: bool
+) -> tuple[str, Older]:
+    """The namespace, and what is older there; deleted if told."""
+    from s3ec.cli.corpus_view import with_manifest
+
+    with counting("deleting" if delete else "listing objects") as report:
+
+        async def work(store: Store, layout: Layout) -> tuple[str, Older]:
+            from s3ec.index.cleaning import server_time
+            from s3ec.index.deletion import count_older, delete_older
+
+            before_s = time.time() - age_s
+            if not delete:
+                return layout.namespace, await count_older(store, layout, before_s, report=report)
+            # A clock that is ahead must not make entries old.
+            before_s = min(before_s, await server_time(store) - age_s)
+            return layout.namespace, await delete_older(store, layout, before_s, report=report)
+
+        return with_manifest(settings, choice, work, write=delete)
+
+
+def _told(older: Older, age_s: float) -> str:
+    entries = many(older.entries, "entry", "entries")
+    return f"{entries}, {human_bytes(older.nbytes)}, older than {human_age(age_s)}"
+
+
+def ns_rm(
+    source: Source,
+    namespace: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME", help="The namespace, in full.", autocompletion=complete_namespace
+        ),
+    ],
+    idle: Annotated[
+        str,
+        typer.Option(
+            "--idle",
+            metavar="AGE",
+            help="Refuse where something was stored more recently; `0` takes all.",
+        ),
+    ] = "10min",
+    yes: YesOption = False,
+    dry_run: DryRunOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Delete a namespace: all entries, the index, the records, and namespace.json last.
+
+    Without --yes, nothing is deleted unless you agree at a terminal. Stop the engines that write
+    into it first. What was broken off goes on with the next call. Nodes keep their copies on disk:
+    `s3ec tier evict --to 0 --namespace NAME` removes them there.
+    """
+    check_habit(yes=yes, dry_run=dry_run)
+    idle_s = 0.0 if idle.strip() == "0" else duration_s(idle, "idle")
+    settings = source.load().settings
+    contents = _remove(settings, namespace, idle_s, delete=False)
+    if not as_json:
+        _print_contents(namespace, contents)
+    what = f"{many(contents.objects, 'object')}, {human_bytes(contents.nbytes)}"
+    deleted = is_confirmed(f"delete {what}?", yes=yes, dry_run=dry_run, as_json=as_json)
+    if deleted:
+        contents = _remove(settings, namespace, idle_s, delete=True)
+        what = f"{many(contents.objects, 'object')}, {human_bytes(contents.nbytes)}"
+        if not as_json:
+            typer.echo(f"deleted {what}: {namespace} is gone")
+    if as_json:
+        print_json(
+            {
+                "namespace": namespace,
+                "entry_count": contents.entries,
+                "object_count": contents.objects,
+                "bytes": contents.nbytes,
+                "idle_s": contents.idle_s(time.time()),
+                "deleted": contents.objects if deleted else 0,
+                "dry_run": not deleted,
+            }
         )
-    return float(match[1]) * _UNITS_S[match[2]]
+
+
+def _remove(settings: Settings, namespace: str, idle_s: float, *, delete: bool) -> Contents:
+    """What the namespace holds, deleted if told."""
+    from s3ec.cli.corpus_view import with_retries
+
+    with counting("deleting" if delete else "listing objects") as report:
+
+        async def work(store: Store) -> Contents:
+            from s3ec.doctor.namespaces import list_namespaces
+            from s3ec.identity import Layout, is_namespace_name
+            from s3ec.index.removal import remove_namespace, survey
+
+            if not is_namespace_name(namespace):
+                raise ConfigError(
+                    f"{namespace!r:.100} is no whole name of a namespace; `s3ec ns` prints them"
+                )
+            layout = Layout(namespace)
+            if delete:
+                return await remove_namespace(store, layout, idle_s, report=report)
+            contents = await survey(store, layout, report=report)
+            if not contents.objects:
+                listed = "".join(f"\n  {name}" for name in await list_namespaces(store))
+                raise NotFoundError(f"no namespace `{namespace}`; there are:{listed or ' none'}")
+            return contents
+
+        return with_retries(settings, work)
+
+
+def _print_contents(namespace: str, contents: Contents) -> None:
+    pairs: list[tuple[str, Any]] = [
+        ("namespace", namespace),
+        ("entries", f"{contents.entries:,} ({human_bytes(contents.entry_nbytes)})"),
+        ("index", f"{many(contents.index_files, 'object')} ({human_bytes(contents.index_nbytes)})"),
+        ("records", f"{contents.records:,}"),
+        ("last stored", f"{human_age(contents.idle_s(time.time()))} ago"),
+    ]
+    if contents.others:
+        pairs.append(("others", f"{many(contents.others, 'object')} that are not s3ec's"))
+    facts(pairs)

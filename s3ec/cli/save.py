@@ -9,13 +9,13 @@ import os
 import tempfile
 from pathlib import Path
 
-from s3ec.errors import ConfigError, S3ECError
+from s3ec.errors import ConfigError, TierError
 from s3ec.store.base import Blob
 
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
 
 
-class SaveError(S3ECError):
+class SaveError(TierError):
     """The file could not be written here."""
 
 

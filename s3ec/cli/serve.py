@@ -7,6 +7,7 @@ import json
 import re
 import shlex
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from s3ec.cli.help import epilog
-from s3ec.cli.options import JsonOption, reporting
+from s3ec.cli.options import JsonOption
 from s3ec.cli.output import print_json, print_note, progress
 from s3ec.errors import ConfigError, UnavailableError
 
@@ -34,7 +35,7 @@ def register(app: typer.Typer) -> None:
             ("s3ec serve-s3 --data ./s3 --bucket docs --bucket test", "keep the objects"),
             ("s3ec serve-s3 --port 0 --json", "any free port, for scripts"),
         ),
-    )(reporting(serve_s3))
+    )(serve_s3)
 
 
 def serve_s3(
@@ -83,8 +84,14 @@ def serve_s3(
         with progress("starting SeaweedFS"):
             server.start()
         _make_buckets(server, buckets)
+        # From here on a signal only leaves a mark. An exception is lost where Python runs a
+        # destructor at that moment, and the server would run on.
+        told: list[int] = []
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda number, _frame: told.append(number))
         _announce(server, buckets, data, own_keys=admin is not None, as_json=as_json)
-        _wait(server)
+        _wait(server, told)
+        print_note("stopping")
     except KeyboardInterrupt:
         print_note("stopping")
     finally:
@@ -127,7 +134,7 @@ def _announce(
         typer.echo(f"# SeaweedFS on {server.endpoint_url}, {where}")
         _print_for_people(environment, transfer, own_keys=own_keys)
     # Scripts read this through a pipe while we run on.
-    typer.get_text_stream("stdout").flush()
+    sys.stdout.flush()
 
 
 def _print_for_people(
@@ -146,7 +153,9 @@ def _print_for_people(
     print_note("\nCtrl-C ends the server.")
 
 
-def _wait(server: LocalS3) -> None:
-    while server.pid is not None:
+def _wait(server: LocalS3, told: list[int]) -> None:
+    """Wait until a signal has come."""
+    while not told:
+        if server.pid is None:
+            raise UnavailableError("SeaweedFS ended by itself")
         time.sleep(_POLL_S)
-    raise UnavailableError("SeaweedFS ended by itself")

@@ -1,34 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``s3ec tier``: what this node's disk holds, whether it is sound, and making it smaller."""
+"""``s3ec tier``: what this node's disk holds, whether it is sound, repairing and emptying it."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from s3ec.cli.help import EXIT_WRONG, epilog
-from s3ec.cli.options import JsonOption, Source, with_cache_settings
+from s3ec.cli.confirm import DryRunOption, YesOption, check_habit, is_confirmed
+from s3ec.cli.help import EXIT_WRONG, App, epilog
+from s3ec.cli.options import JsonOption, Source, size_bytes, with_cache_settings
 from s3ec.cli.output import (
     console,
     facts,
     human_bytes,
+    many,
     print_json,
     print_note,
     progress,
     safe,
 )
+from s3ec.cli.progress import counting
 from s3ec.errors import ConfigError, TierError
 
 if TYPE_CHECKING:
     from s3ec.settings import Settings
-    from s3ec.tier.inspection import Inspection, Report, Sum
+    from s3ec.tier.audit import Complaint
+    from s3ec.tier.inspection import Freed, Inspection, Report, Sum
 
 
 def register(app: typer.Typer) -> None:
     """Add ``tier`` to the tree."""
-    group = typer.Typer()
+    group = App()
     group.callback(
         invoke_without_command=True,
         epilog=epilog(
@@ -45,10 +50,17 @@ def register(app: typer.Typer) -> None:
         ),
     )(with_cache_settings(check))
     group.command(
+        "repair",
+        epilog=epilog(
+            ("s3ec tier repair --dry-run", "what is wrong, and what can be done about it?"),
+            ("s3ec tier repair --yes", "do it, while engines run"),
+        ),
+    )(with_cache_settings(repair))
+    group.command(
         "evict",
         epilog=epilog(
             ("s3ec tier evict --to 10GiB --dry-run", "what would go?"),
-            ("s3ec tier evict --to 0 --namespace google-gemma", "one model's entries"),
+            ("s3ec tier evict --to 0 --namespace google-gemma --yes", "one model's entries"),
         ),
     )(with_cache_settings(evict))
     app.add_typer(group, name="tier")
@@ -65,6 +77,18 @@ def tier(source: Source, ctx: typer.Context, as_json: JsonOption = False) -> Non
             raise ConfigError(f"write options after the command: `{command} ...`")
         return
     settings, inspection = _open(source)
+    if inspection is None:
+        if as_json:
+            print_json(
+                {
+                    "cache_dir": str(settings.cache_dir),
+                    "bytes": 0,
+                    "budget_bytes": int(settings.cache_bytes),
+                    "entry_count": 0,
+                    "namespaces": {},
+                }
+            )
+        return
     with progress("counting"):
         report = inspection.report(now_s=time.time())
     if as_json:
@@ -78,19 +102,81 @@ def check(source: Source, as_json: JsonOption = False) -> None:
 
     Nothing is changed. Exit status 1 where there is something to complain about.
     """
-    from s3ec.tier.audit import audit
-
-    _, inspection = _open(source)
-    with progress("reading every entry"):
-        complaints = audit(inspection.folders, now_s=time.time())
+    settings, complaints = _audit(source)
     if as_json:
-        print_json({"cache_dir": str(inspection.folders.root), "complaints": complaints})
+        print_json(_audited(settings, complaints))
     else:
         for complaint in complaints:
-            typer.echo(safe(complaint, limit=2000))
-        print_note(f"{len(complaints)} complaints about {inspection.folders.root}")
+            typer.echo(safe(complaint.text, limit=2000))
+        print_note(f"{many(len(complaints), 'complaint')} about {settings.cache_dir}")
+        if any(complaint.remedy for complaint in complaints):
+            print_note("`s3ec tier repair` says what it would do about that")
     if complaints:
         raise typer.Exit(EXIT_WRONG)
+
+
+def repair(
+    source: Source,
+    yes: YesOption = False,
+    dry_run: DryRunOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Audit the folder, and mend what is safe to mend, also while engines use it.
+
+    Bad entries are set aside: the newest 32 are kept for you to look at, and engines fetch them
+    anew. What dead processes left is removed, and modes are set right. Nothing that is good, and
+    nothing that waits for the bucket, is touched. Without --yes, nothing is done unless you agree
+    at a terminal. Exit status 1 where complaints are left.
+    """
+    check_habit(yes=yes, dry_run=dry_run)
+    settings, complaints = _audit(source)
+    wanted = [complaint for complaint in complaints if complaint.remedy]
+    if not as_json:
+        for complaint in complaints:
+            remedy = f" -> {complaint.remedy}" if complaint.remedy else ""
+            typer.echo(f"{safe(complaint.text, limit=2000)}{remedy}")
+    question = f"mend {len(wanted)} of {many(len(complaints), 'complaint')}?"
+    do = bool(wanted) and is_confirmed(question, yes=yes, dry_run=dry_run, as_json=as_json)
+    left = [complaint for complaint in complaints if not (do and _is_mended(complaint))]
+    mended = len(complaints) - len(left)
+    if as_json:
+        document = _audited(settings, left)
+        print_json({**document, "repaired": mended, "dry_run": not do})
+    else:
+        print_note(f"{many(mended, 'complaint')} mended, {len(left)} left in {settings.cache_dir}")
+    if left:
+        raise typer.Exit(EXIT_WRONG)
+
+
+def _is_mended(complaint: Complaint) -> bool:
+    """Mend one; whether there is nothing to complain about any more."""
+    if not complaint.remedy:
+        return False
+    try:
+        complaint.mend()
+    except (OSError, TierError) as exc:
+        print_note(f"not mended: {safe(complaint.text, limit=2000)}: {exc}")
+        return False
+    return True
+
+
+def _audit(source: Source) -> tuple[Settings, list[Complaint]]:
+    from s3ec.tier.audit import complaints_about
+
+    settings, inspection = _open(source)
+    if inspection is None:
+        return settings, []
+    with counting("reading entries", in_bytes=True) as report:
+        return settings, complaints_about(inspection.folders, now_s=time.time(), report=report)
+
+
+def _audited(settings: Settings, complaints: Sequence[Complaint]) -> dict[str, Any]:
+    return {
+        "ok": not complaints,
+        "cache_dir": str(settings.cache_dir),
+        "complaint_count": len(complaints),
+        "complaints": [complaint.text for complaint in complaints],
+    }
 
 
 def evict(
@@ -108,75 +194,91 @@ def evict(
         str | None,
         typer.Option(
             "--namespace",
-            metavar="NS",
+            "-n",
+            metavar="NAME",
             help="Only entries of this namespace, or of the one whose name begins so.",
         ),
     ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say what would go, and remove nothing.")
-    ] = False,
+    yes: YesOption = False,
+    dry_run: DryRunOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Remove entries, those never used first, then the least recently used ones.
 
-    What an engine has pinned and what the bucket has not confirmed stays. Entries come back
-    from the bucket when they are needed again.
+    Without --yes, nothing is removed unless you agree at a terminal. What an engine has pinned and
+    what the bucket has not confirmed stays. Entries come back from the bucket when they are needed
+    again.
     """
-    target_bytes = _size(to)
+    from s3ec.tier.eviction import Evicted
+    from s3ec.tier.inspection import Freed
+
+    check_habit(yes=yes, dry_run=dry_run)
+    target_bytes = size_bytes(to, "to")
     _, inspection = _open(source)
-    chosen = None if namespace is None else _choose(inspection, namespace)
-    with progress("evicting"):
-        freed = inspection.evict_to(target_bytes, namespace=chosen, dry_run=dry_run)
-    reached = freed.after_bytes <= target_bytes
+    chosen = _choose(inspection, namespace) if inspection and namespace is not None else None
+
+    def evict_to(*, dry_run: bool) -> Freed:
+        if inspection is None:
+            return Freed(Evicted(0, 0), 0, 0)
+        with progress("counting" if dry_run else "evicting"):
+            return inspection.evict_to(target_bytes, namespace=chosen, dry_run=dry_run)
+
+    freed, done = evict_to(dry_run=not yes), yes
+    if not as_json:
+        _print_freed(freed, target_bytes, done=yes)
+    if freed.gone.entries and not yes:
+        question = f"remove {freed.gone.entries:,} entries?"
+        done = is_confirmed(question, yes=yes, dry_run=dry_run, as_json=as_json)
+        if done:
+            freed = evict_to(dry_run=False)
+            _print_freed(freed, target_bytes, done=True)
     if as_json:
         print_json(
             {
                 "freed_bytes": freed.gone.nbytes,
-                "evicted": freed.gone.entries,
+                "entry_count": freed.gone.entries,
+                "evicted": freed.gone.entries if done else 0,
                 "before_bytes": freed.before_bytes,
                 "after_bytes": freed.after_bytes,
                 "held_bytes": freed.kept_bytes,
-                "reached": reached,
+                "reached": freed.after_bytes <= target_bytes,
                 "namespace": chosen,
-                "dry_run": dry_run,
+                "dry_run": not done,
             }
         )
-        return
-    would = "would free" if dry_run else "freed"
+
+
+def _print_freed(freed: Freed, target_bytes: int, *, done: bool) -> None:
     typer.echo(
-        f"{would} {human_bytes(freed.gone.nbytes)} ({freed.gone.nbytes} bytes, "
-        f"{freed.gone.entries} entries); {human_bytes(freed.after_bytes)} left"
+        f"{'freed' if done else 'would free'} {human_bytes(freed.gone.nbytes)} "
+        f"({freed.gone.nbytes} bytes, {freed.gone.entries} entries); "
+        f"{human_bytes(freed.after_bytes)} left"
     )
-    if not reached:
+    if freed.after_bytes > target_bytes:
         print_note(
             f"{human_bytes(target_bytes)} is not reached: the rest is pinned by engines, waits "
-            "for the bucket, or is quarantined"
+            "for the bucket, or is set aside"
         )
 
 
-def _open(source: Source) -> tuple[Settings, Inspection]:
-    from s3ec.tier.inspection import Inspection
+def _open(source: Source) -> tuple[Settings, Inspection | None]:
+    """The folder; None, and a note, where nothing has been stored there yet."""
+    from s3ec.tier.inspection import Inspection, NoTierError
 
     loaded = source.load(need_bucket=False)
+    origin = loaded.origins["cache_dir"]
     try:
         return loaded.settings, Inspection.open(loaded.settings.cache_dir)
+    except NoTierError:
+        print_note(
+            f"nothing here yet: no engine has stored anything in {loaded.settings.cache_dir} "
+            f"(`cache_dir` is from {origin}; --cache-dir names another folder)"
+        )
+        return loaded.settings, None
     except TierError as exc:
-        origin = loaded.origins["cache_dir"]
         raise ConfigError(
             f"{exc} (`cache_dir` is from {origin}; --cache-dir names another folder)",
             field="cache_dir",
-        ) from exc
-
-
-def _size(text: str) -> int:
-    from pydantic import ByteSize, TypeAdapter, ValidationError
-
-    try:
-        return TypeAdapter(ByteSize).validate_python(text)
-    except ValidationError as exc:
-        raise ConfigError(
-            f"`--to` {text!r:.50} is no size; write it as `10GiB`, `500MB` or a number of bytes",
-            field="to",
         ) from exc
 
 
@@ -194,7 +296,7 @@ def _choose(inspection: Inspection, begin: str) -> str:
 
 def _document(settings: Settings, inspection: Inspection, report: Report) -> dict[str, Any]:
     def row(total: Sum) -> dict[str, int]:
-        return {"entries": total.entries, "bytes": total.nbytes}
+        return {"entry_count": total.entries, "bytes": total.nbytes}
 
     usage = report.usage
     return {
@@ -204,34 +306,39 @@ def _document(settings: Settings, inspection: Inspection, report: Report) -> dic
         "running_total_bytes": report.running_total_bytes,
         "disk_free_bytes": report.free_bytes,
         "min_free_bytes": int(settings.min_free_bytes),
-        "entries": usage.entries,
+        "entry_count": usage.entries,
         "entry_bytes": usage.nbytes,
-        "never_used": {"entries": usage.unused_entries, "bytes": usage.unused_nbytes},
+        "never_used": {"entry_count": usage.unused_entries, "bytes": usage.unused_nbytes},
         "ages": {label: row(total) for label, total in report.ages.items()},
         "namespaces": {name: row(total) for name, total in report.namespaces.items()},
-        "pins": {"bytes": usage.pinned_nbytes, "processes": report.pinning_processes},
-        "spool": {"entries": report.spooled_files, "bytes": usage.spooled_nbytes},
+        "pins": {"bytes": usage.pinned_nbytes, "process_count": report.pinning_processes},
+        "spool": {"entry_count": report.spooled_files, "bytes": usage.spooled_nbytes},
         "held_bytes": usage.held_nbytes,
-        "quarantine": {"entries": report.quarantined_files, "bytes": usage.quarantined_nbytes},
-        "index": {"files": report.index_files, "bytes": usage.index_nbytes},
+        "set_aside": {"file_count": report.quarantined_files, "bytes": usage.quarantined_nbytes},
+        "index": {"file_count": report.index_files, "bytes": usage.index_nbytes},
     }
 
 
 def _print_report(document: dict[str, Any]) -> None:
     budget = document["budget_bytes"]
     share = f"{100 * document['bytes'] / budget:.0f}% of {human_bytes(budget)}"
-    pins, spool, quarantine = document["pins"], document["spool"], document["quarantine"]
+    pins, spool, set_aside = document["pins"], document["spool"], document["set_aside"]
     index = document["index"]
+    pinned = (
+        f"{human_bytes(pins['bytes'])} by {many(pins['process_count'], 'process', 'processes')}"
+    )
+    spooled = f"{human_bytes(spool['bytes'])} in {many(spool['entry_count'], 'entry', 'entries')}"
+    bad = f"{human_bytes(set_aside['bytes'])} in {many(set_aside['file_count'], 'bad file')}"
     facts(
         [
             ("folder", document["cache_dir"]),
             ("size", f"{human_bytes(document['bytes'])} ({share})"),
             ("disk free", human_bytes(document["disk_free_bytes"])),
-            ("entries", f"{document['entries']} ({human_bytes(document['entry_bytes'])})"),
-            ("pinned", f"{human_bytes(pins['bytes'])} by {pins['processes']} processes"),
-            ("spooled", f"{human_bytes(spool['bytes'])} in {spool['entries']} entries"),
-            ("quarantined", f"{human_bytes(quarantine['bytes'])}, {quarantine['entries']} files"),
-            ("index", f"{human_bytes(index['bytes'])} in {index['files']} files"),
+            ("entries", f"{document['entry_count']} ({human_bytes(document['entry_bytes'])})"),
+            ("pinned", pinned),
+            ("spooled", spooled),
+            ("set aside", bad),
+            ("index", f"{human_bytes(index['bytes'])} in {many(index['file_count'], 'file')}"),
         ]
     )
     _print_sums("last use", document["ages"])
@@ -248,7 +355,7 @@ def _print_sums(title: str, sums: dict[str, dict[str, int]]) -> None:
     table.add_column("entries", justify="right")
     table.add_column("size", justify="right")
     for name, total in sums.items():
-        table.add_row(Text(safe(name)), str(total["entries"]), human_bytes(total["bytes"]))
+        table.add_row(Text(safe(name)), str(total["entry_count"]), human_bytes(total["bytes"]))
     out = console()
     out.print()
     out.print(table)

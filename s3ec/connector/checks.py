@@ -39,6 +39,17 @@ def trust_problem(vllm_config: Any, settings: Settings) -> str | None:
     )
 
 
+def live_weights_problem(vllm_config: Any, settings: Settings) -> str | None:
+    """Why this engine's weights are not those of its checkpoint; None if nothing says so."""
+    transfer = getattr(vllm_config, "weight_transfer_config", None)
+    if transfer is None or settings.live_weights == "ignore":
+        return None
+    return (
+        "--weight-transfer-config says that this engine's weights will change while it runs; s3ec "
+        "stays inactive. If its encoder never changes, set `live_weights` = ignore"
+    )
+
+
 def model_problem(vllm_config: Any) -> str | None:
     """Why this model has no encoder cache to connect to; None if it has."""
     model = vllm_config.model_config

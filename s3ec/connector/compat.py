@@ -7,8 +7,10 @@ import contextlib
 import functools
 import inspect
 import re
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from pathlib import PurePath
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ OPTIONAL_HOOKS = {
     "build_connector_worker_meta": "pins are given back by time, not by the worker's report",
     "take_unavailable_requests": "a request without pixels waits until its client gives up",
     "get_ec_connector_stats": "no metrics in vLLM's log and /metrics",
+    "start_save_caches": "what was deleted is stored again only once the device has dropped it",
     "finish_load_caches": "loads complete inside start_load_caches",
 }
 
@@ -90,6 +93,18 @@ def ray_passes_reports() -> bool:
     return bool(getattr(vllm.envs, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", False))
 
 
+def serves_requests() -> bool:
+    """Whether this process belongs to vLLM's API server, and not to a job of somebody's own.
+
+    vLLM's configuration does not tell. Its processes keep the arguments of the one that started
+    them, forked or spawned; Ray's workers do not, and count as a job.
+    """
+    program, *arguments = sys.argv or [""]
+    name = PurePath(program)
+    is_command = name.name == "vllm" and arguments[:1] == ["serve"]
+    return is_command or name.name == "api_server.py" or "api_server" in name.parts
+
+
 def can_pin_memory() -> bool:
     """Whether pinned host memory is to be had here; WSL has none."""
     from vllm.platforms import current_platform
@@ -98,7 +113,7 @@ def can_pin_memory() -> bool:
 
 
 def sync_allowed() -> AbstractContextManager[Any]:
-    """Tells vLLM's sync checker (VLLM_GPU_SYNC_CHECK, 0.26 and newer) that a copy may wait."""
+    """Tells vLLM's sync checker (VLLM_GPU_SYNC_CHECK, 0.25 and newer) that a copy may wait."""
     make = _sync_allowed()
     allowed: AbstractContextManager[Any] = make() if make else contextlib.nullcontext()
     return allowed

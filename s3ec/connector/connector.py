@@ -10,7 +10,8 @@ from __future__ import annotations
 import functools
 import logging
 import sys
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal
 
 from vllm.distributed.ec_transfer.ec_connector.base import (
     ECConnectorBase,
@@ -19,11 +20,17 @@ from vllm.distributed.ec_transfer.ec_connector.base import (
 )
 
 from s3ec.config import Loaded, load_settings
-from s3ec.connector import compat
-from s3ec.connector.checks import identifier_problem, model_problem, trust_problem
+from s3ec.connector import compat, live_weights
+from s3ec.connector.adapters import AdapterCache, AdapterFiles, AdapterNames, name_in_plan
+from s3ec.connector.checks import (
+    identifier_problem,
+    live_weights_problem,
+    model_problem,
+    trust_problem,
+)
 from s3ec.connector.features import FeatureReader
 from s3ec.connector.guard import fatal, guarded
-from s3ec.connector.namespace import namespace_of
+from s3ec.connector.namespace import encoder_weights, namespace_of
 from s3ec.connector.plan import StepPlan, WorkerReport
 from s3ec.connector.ranks import Ranks
 from s3ec.connector.remote import tier_mark
@@ -67,7 +74,15 @@ class S3ECWorkerMetadata(ECConnectorWorkerMetadata):
 
 
 class S3ECConnector(ECConnectorBase):
-    """vLLM's encoder cache in an S3 bucket, with a disk tier on this node."""
+    """vLLM's encoder cache in an S3 bucket, with a disk tier on this node.
+
+    The scheduler half decides which weights the namespace names, since it is made after they were
+    loaded; its plans carry that to the workers. A worker half is made earlier: at once where the
+    model's files are here by then, else with the first plan.
+    """
+
+    # What the namespace says about the encoder's weights; empty before it is known.
+    _weights = ""
 
     def __init__(self, vllm_config: Any, role: ECConnectorRole) -> None:
         """Read the settings and build one half; a half that cannot be built leaves a plain engine.
@@ -77,10 +92,11 @@ class S3ECConnector(ECConnectorBase):
         """
         super().__init__(vllm_config=vllm_config, role=role)
         self._node: Node | None = None
-        self._scheduler: SchedulerHalf | None = None
+        self._scheduler: SchedulerHalf | AdapterNames | None = None
         self._worker: WorkerHalf | None = None
         self._features: FeatureReader | None = None
         self._counted: dict[str, float] = {}
+        self._adapter_files = AdapterFiles()
         transfer = vllm_config.ec_transfer_config
         loaded = load_settings(transfer.ec_connector_extra_config)
         _set_up_logging(loaded.settings.log_level)
@@ -94,6 +110,10 @@ class S3ECConnector(ECConnectorBase):
         problem = trust_problem(vllm_config, loaded.settings)
         if problem is not None:
             raise ConfigError(problem, field="trust_client_ids")
+        problem = live_weights_problem(vllm_config, loaded.settings)
+        if problem is not None:
+            log.warning("%s", problem)
+            return
         try:
             self._make_half(role, loaded)
         except TierError as exc:
@@ -106,14 +126,25 @@ class S3ECConnector(ECConnectorBase):
             self.shutdown()
 
     def _make_half(self, role: ECConnectorRole, loaded: Loaded) -> None:
-        namespace = namespace_of(self._vllm_config, loaded.settings)
-        node = self._node = Node.shared(loaded.settings, namespace)
+        self._settings = loaded.settings
+        weights = encoder_weights(self._vllm_config, loaded.settings)
         if role is ECConnectorRole.SCHEDULER:
-            self._scheduler = self._make_scheduler(node, loaded)
-        else:
-            self._worker = self._make_worker(node)
+            if weights.problem is not None:
+                log.warning(
+                    "the namespace knows the encoder's weights by the model's name only: %s",
+                    weights.problem,
+                )
+            self._scheduler = self._make_scheduler(self._open_node(weights.mark), loaded)
+        elif weights.problem is None:
+            self._worker = self._make_worker(self._open_node(weights.mark))
 
-    def _make_scheduler(self, node: Node, loaded: Loaded) -> SchedulerHalf:
+    def _open_node(self, weights: str) -> Node:
+        self._weights = weights  # first: what fails once is not tried again in every step
+        namespace = namespace_of(self._vllm_config, self._settings, weights)
+        self._node = Node.shared(self._settings, namespace)
+        return self._node
+
+    def _make_scheduler(self, node: Node, loaded: Loaded) -> SchedulerHalf | AdapterNames:
         config: Any = self._vllm_config
         settings = loaded.settings
         log.info(
@@ -147,11 +178,14 @@ class S3ECConnector(ECConnectorBase):
             defer_timeout_s=settings.defer_timeout_s,
             asked_every_pass=this is None or this >= (0, 30),
             can_load=topology.problem is None,
+            stores_again=compat.installed_hooks()["start_save_caches"],
         )
+        if settings.live_weights == "stop":
+            live_weights.watch()
         node.follow_the_bucket()
         if self.is_producer:
             node.compact_the_index()
-        return SchedulerHalf(
+        half = SchedulerHalf(
             role,
             index=node.index,
             local=node.local,
@@ -164,16 +198,29 @@ class S3ECConnector(ECConnectorBase):
             ranks=_ranks_elsewhere(node, role, topology),
             naming=node.naming,
         )
+        if not getattr(getattr(config, "lora_config", None), "enable_tower_connector_lora", False):
+            return half
+
+        def look(work: Callable[[], None]) -> None:
+            node.loop.submit(node.loop.disk_long(work))
+
+        names = AdapterNames(
+            half,
+            start=look,
+            needs_embedding=features.needs_embedding,
+            defer_timeout_s=settings.defer_timeout_s,
+            counters=node.counters,
+        )
+        live_weights.watch_adapters()
+        return names
 
     def _make_worker(self, node: Node) -> WorkerHalf:
         saves = None
         if self.is_producer:
             settings = node.settings
-            saves = SaveQueue(
-                node,
-                budget_bytes=int(settings.save_queue_bytes),
-                overflow=settings.save_overflow or ("drop" if self.is_consumer else "block"),
-            )
+            overflow = settings.save_overflow or self._overflow()
+            log.info("a full save queue: %s (`save_overflow`)", overflow)
+            saves = SaveQueue(node, budget_bytes=int(settings.save_queue_bytes), overflow=overflow)
         return WorkerHalf(
             node,
             saves=saves,
@@ -183,6 +230,14 @@ class S3ECConnector(ECConnectorBase):
             drain_timeout_s=4.0 if self.is_consumer else 30.0,
             finish_later=compat.installed_hooks()["finish_load_caches"],
         )
+
+    def _overflow(self) -> Literal["block", "drop"]:
+        """What a full save queue does where nobody said so.
+
+        Somebody waits for the answers of ``ec_both`` and of an encoder that serves requests. A
+        job that fills a corpus is to be complete.
+        """
+        return "drop" if self.is_consumer or compat.serves_requests() else "block"
 
     # -- scheduler side ----------------------------------------------------------------------
 
@@ -218,7 +273,9 @@ class S3ECConnector(ECConnectorBase):
 
     def build_connector_meta(self, scheduler_output: Any) -> ECConnectorMetadata:
         """The step's orders for the workers."""
-        return S3ECMetadata(self._build_plan(scheduler_output) or StepPlan())
+        plan = self._build_plan(scheduler_output) or StepPlan()
+        plan.weights = self._weights
+        return S3ECMetadata(plan)
 
     @guarded(default=None)
     def _build_plan(self, scheduler_output: Any) -> StepPlan | None:
@@ -293,6 +350,27 @@ class S3ECConnector(ECConnectorBase):
 
     # -- worker side -------------------------------------------------------------------------
 
+    def bind_connector_metadata(self, connector_metadata: ECConnectorMetadata) -> None:
+        """Take the step's orders; the first ones name the namespace."""
+        super().bind_connector_metadata(connector_metadata)
+        self._agree_on_weights()
+
+    @guarded(default=None)
+    def _agree_on_weights(self) -> None:
+        """Read and write where the scheduler does, whatever this process made of the files."""
+        plan = self._plan()
+        if plan is None or not plan.weights or plan.weights == self._weights:
+            return
+        if self._weights:
+            log.warning(
+                "the model's weights are %s for the scheduler and were %s when this worker "
+                "started; going on with the scheduler's",
+                plan.weights,
+                self._weights,
+            )
+        self._end_halves()
+        self._worker = self._make_worker(self._open_node(plan.weights))
+
     def _plan(self) -> StepPlan | None:
         metadata = self._connector_metadata
         return metadata.plan if isinstance(metadata, S3ECMetadata) else None
@@ -306,8 +384,11 @@ class S3ECConnector(ECConnectorBase):
                 engine cannot go on without it.
         """
         plan = self._plan()
+        if self._worker is None and plan is not None and plan.loads:
+            raise RuntimeError("this worker's half of s3ec did not start; its log says why")
         if self._worker is not None and plan is not None:
-            self._worker.start_load_caches(encoder_cache, self._follow(plan) or plan)
+            cache = _as_planned(encoder_cache, plan)
+            self._worker.start_load_caches(cache, self._follow(plan) or plan)
 
     @guarded(default=None)
     def _follow(self, plan: StepPlan) -> StepPlan | None:
@@ -323,7 +404,7 @@ class S3ECConnector(ECConnectorBase):
             RuntimeError: As for start_load_caches.
         """
         if self._worker is not None:
-            self._worker.finish_load_caches(encoder_cache)
+            self._worker.finish_load_caches(_as_planned(encoder_cache, self._plan()))
 
     def externally_loaded_hashes(self) -> list[str]:
         """What this step loads: nothing that a producer has to save (vLLM after 0.33)."""
@@ -332,14 +413,31 @@ class S3ECConnector(ECConnectorBase):
     @guarded(default=None)
     def _loaded(self) -> list[str] | None:
         plan = self._plan()
-        return None if plan is None else [load.identifier for load in plan.loads]
+        if plan is None:
+            return None
+        names = [load.identifier for load in plan.loads]
+        return [plan.adapters[one].identifier if one in plan.adapters else one for one in names]
+
+    @guarded(default=None)
+    def start_save_caches(self, encoder_cache: dict[str, Any], **kwargs: Any) -> None:
+        """Store what the device holds and the corpus lacks (vLLM 0.30 and newer)."""
+        plan = self._plan()
+        if self._worker is not None and plan is not None:
+            self._worker.start_save_caches(_as_planned(encoder_cache, plan), plan)
 
     @guarded(default=None)
     def save_caches(self, encoder_cache: dict[str, Any], mm_hash: str, **kwargs: Any) -> None:
         """Copy a fresh encoder output and queue it for tier and bucket."""
         plan = self._plan()
-        if self._worker is not None and plan is not None:
-            self._worker.save_caches(encoder_cache, mm_hash, plan)
+        if self._worker is None or plan is None:
+            return
+        identifier = name_in_plan(mm_hash, plan)
+        use = plan.adapters.get(identifier)
+        if use is not None and not self._adapter_files.vouch_for(use):
+            if self._node is not None:
+                self._node.counters.add("save_problem.adapter")
+            return
+        self._worker.save_caches(_as_planned(encoder_cache, plan), identifier, plan)
 
     @guarded(default=None)
     def build_connector_worker_meta(self) -> Any:
@@ -347,11 +445,45 @@ class S3ECConnector(ECConnectorBase):
         report = self._worker.report() if self._worker is not None else None
         return S3ECWorkerMetadata(report) if report is not None else None
 
+    # -- weights -----------------------------------------------------------------------------
+
+    @guarded(default=None)
+    def weights_may_have_changed(self, what: str, *, was_reset: bool) -> None:
+        """Stop, unless told otherwise: what is stored was made by the weights of the start.
+
+        Called between two scheduling passes; not a hook of vLLM's, see live_weights.
+
+        Args:
+            what: What happened to the engine, for the log.
+            was_reset: vLLM's encoder cache is empty now.
+        """
+        node = self._node
+        if self._scheduler is None or node is None or node.settings.live_weights == "ignore":
+            return
+        if self._scheduler.stop(was_reset=was_reset):
+            node.counters.add("stopped_by_weights")
+            log.error(
+                "%s, so its weights may not be those of namespace %s any more: nothing is loaded "
+                "or saved from here on. Start the engine again to use the cache, or set "
+                "`live_weights` = ignore if its encoder never changes",
+                what,
+                node.namespace.name,
+            )
+
+    @guarded(default=None)
+    def adapter_loaded(self, lora_request: Any) -> None:
+        """The workers are about to load an adapter; not a hook of vLLM's, see live_weights."""
+        if isinstance(self._scheduler, AdapterNames):
+            self._scheduler.adapter_loaded(lora_request)
+
     # -- both --------------------------------------------------------------------------------
 
     @guarded(default=None)
     def shutdown(self) -> None:
         """Drain saves within a deadline and end our threads. Safe to call twice."""
+        self._end_halves()
+
+    def _end_halves(self) -> None:
         # All at once: a second call may come from a signal handler, in the middle of this one,
         # and must not take away the node while the worker half drains.
         worker, self._worker = self._worker, None
@@ -363,6 +495,13 @@ class S3ECConnector(ECConnectorBase):
         finally:
             if node is not None:
                 node.release(_SHUTDOWN_TIMEOUT_S)
+
+
+def _as_planned(encoder_cache: Any, plan: StepPlan | None) -> Any:
+    """vLLM's encoder cache under the plan's names; itself where those are vLLM's."""
+    return (
+        AdapterCache(encoder_cache, plan) if plan is not None and plan.adapters else encoder_cache
+    )
 
 
 def _ranks_elsewhere(node: Node, role: Role, topology: Topology) -> Ranks | None:

@@ -13,6 +13,10 @@ from s3ec.tier import Pin
 # A failed fetch is not tried again for the same image within this time: the request that is
 # being deferred must go on, and the next one must not wait for the same failure.
 RETRY_AFTER_S = 5.0
+# For a request without pixels "absent" means "not yet": the encoder that made the embedding may
+# still be uploading it. It is asked for again after the first pause, then after twice that...
+FIRST_PAUSE_S = 0.05
+LONGEST_PAUSE_S = 1.0
 # A pin that no request asked about for this long is given back; the bytes stay on the tier.
 LEASE_S = 30.0
 # The same for what arrives when nobody waits for it: to pin it again takes about a millisecond.
@@ -42,6 +46,9 @@ class Item:
         rows: Of the pinned entry; before that, what was asked for.
         pin: On this node. A FETCHING item has one while ranks elsewhere still fetch theirs.
         loads: Steps that were told to load it and have not reported.
+        failures: Fetches in a row that brought nothing.
+        may_come: Of one that has FAILED: another fetch may bring it.
+        was_local: Of one that has FAILED: this node's disk was believed to hold it.
     """
 
     key: Key
@@ -52,10 +59,18 @@ class Item:
     rows: int
     pin: Pin | None = None
     loads: int = 0
+    failures: int = 0
+    may_come: bool = True
+    was_local: bool = False
 
     def failed_lately(self, now: float) -> bool:
         """Of one that has FAILED: whether it is too soon to try again."""
         return now - self.touched_s < RETRY_AFTER_S
+
+    def is_due(self, now: float) -> bool:
+        """Of one that has FAILED: whether a request without pixels should ask for it again."""
+        pause_s = min(FIRST_PAUSE_S * 2.0 ** min(self.failures - 1, 10), LONGEST_PAUSE_S)
+        return now - self.touched_s >= pause_s
 
     def is_over(self, now: float) -> bool:
         """Whether it is time to forget it."""

@@ -50,15 +50,18 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """One embedding that the worker will encode in this step and should store.
+    """One embedding that the worker should store: it encodes it in this step, or holds it.
 
     Attributes:
         modality: ``image``, ``video``...
-        placeholder: What a later request without pixels will need; plain JSON.
+        placeholder: What a later request without pixels will need; plain JSON. None where the
+            scheduler cannot see it.
+        on_device: It is stored from the device's encoder cache as the step begins.
     """
 
     modality: str
-    placeholder: Mapping[str, Any]
+    placeholder: Mapping[str, Any] | None
+    on_device: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,15 +115,36 @@ class RankOrders:
     forget: list[int] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True)
+class AdapterUse:
+    """An embedding that a LoRA adapter has its part in.
+
+    Attributes:
+        identifier: vLLM's, which names the adapter but not its content.
+        path: Where the adapter's files are, as vLLM was told.
+        digest: Of the content that the orders are about.
+    """
+
+    identifier: str
+    path: str
+    digest: str
+
+
 @dataclass(slots=True)
 class StepPlan:
     """The scheduler's orders for one engine step.
 
     Attributes:
+        weights: Which weights of the encoder the namespace names; empty where the scheduler half
+            did not start.
+        adapters: Identifier by an adapter's content, as it stands in ``loads`` and ``saves``, to
+            what it is for vLLM.
         ranks: None where all ranks are known to be on the scheduler's node.
     """
 
     step: int = 0
+    weights: str = ""
+    adapters: dict[str, AdapterUse] = field(default_factory=dict)
     loads: list[Load] = field(default_factory=list)
     saves: dict[str, Save] = field(default_factory=dict)
     ranks: RankOrders | None = None

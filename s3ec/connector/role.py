@@ -21,6 +21,8 @@ class Role:
             pass that schedules it (0.30 and newer), or only before its first one.
         can_load: Whether the workers can be told to load. Where nothing would tell that all of
             them hold an embedding, nothing is granted.
+        stores_again: Workers can store what the device holds already (vLLM's hook
+            ``start_save_caches``, 0.30 and newer).
     """
 
     producer: bool
@@ -31,3 +33,4 @@ class Role:
     defer_timeout_s: float
     asked_every_pass: bool = True
     can_load: bool = True
+    stores_again: bool = True

@@ -35,6 +35,10 @@ _SPOOL_SHARE = 4
 _LINGER_S = 0.002
 _MAX_LINGER_S = 0.02
 
+# A hook waits at most so long for room, in one step and for one outage of the bucket. vLLM ends an
+# engine of several workers when a step takes 300 s (VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS).
+MAX_BLOCKED_S = 60.0
+
 
 class _Job(NamedTuple):
     identifier: str
@@ -57,18 +61,29 @@ class SaveQueue:
     """
 
     def __init__(
-        self, node: Node, *, budget_bytes: int, overflow: Literal["block", "drop"]
+        self,
+        node: Node,
+        *,
+        budget_bytes: int,
+        overflow: Literal["block", "drop"],
+        max_blocked_s: float = MAX_BLOCKED_S,
     ) -> None:
         """Start looking for what dead processes left, in the background.
 
         Args:
             budget_bytes: Of tensors in memory; of files being uploaded as many again.
-            overflow: What put does when either bound is reached.
+            overflow: What put does when either bound is reached. ``block`` waits for room, at
+                most MAX_BLOCKED_S in a step and since the bucket took something last; from then
+                on it drops, until the bucket takes something again.
         """
         self._node = node
         self._budget_bytes = budget_bytes
         self._spool_bytes = int(node.settings.cache_bytes) // _SPOOL_SHARE
         self._overflow = overflow
+        self._max_blocked_s = max_blocked_s
+        self._step = 0
+        self._blocked_in_step_s = self._blocked_in_outage_s = 0.0
+        self._dropped = 0
         self._jobs: deque[_Job] = deque()
         # Rung once for all that comes in before the writer looks: waking it costs the hook more
         # than a job. False ends the writer.
@@ -124,14 +139,7 @@ class SaveQueue:
             if identifier in self._pending or self._is_parents:
                 return False
             self._replace_writer_that_hangs()
-            while self._is_full(nbytes):
-                if self._overflow == "drop" or self._stopping:
-                    self._node.counters.add("save_problem.dropped")
-                    return False
-                self._node.counters.add("save.blocked")
-                self._changed.wait(1.0)
-                self._replace_writer_that_hangs()
-            if self._stopping:
+            if not self._make_room_locked(nbytes) or self._stopping:
                 return False
             self._pending[identifier] = nbytes
             self._memory_bytes += nbytes
@@ -147,6 +155,38 @@ class SaveQueue:
             self._rung = True
             self._bell.put(True)
         return True
+
+    def begin_step(self, step: int) -> None:
+        """Saves of another step of the engine begin, or go on; a step may be blocked anew."""
+        if step != self._step:
+            self._step = step
+            self._blocked_in_step_s = 0.0
+
+    def _make_room_locked(self, nbytes: int) -> bool:
+        """Wait until one more fits; False where it is dropped."""
+        while self._is_full(nbytes):
+            left_s = self._max_blocked_s - max(self._blocked_in_step_s, self._blocked_in_outage_s)
+            if self._overflow == "drop" or self._stopping or left_s <= 0:
+                self._count_dropped()
+                return False
+            self._node.counters.add("save.blocked")
+            began_s = time.monotonic()
+            self._changed.wait(min(left_s, 1.0))
+            waited_s = time.monotonic() - began_s
+            self._blocked_in_step_s += waited_s
+            self._blocked_in_outage_s += waited_s
+            self._replace_writer_that_hangs()
+        return True
+
+    def _count_dropped(self) -> None:
+        self._node.counters.add("save_problem.dropped")
+        if self._dropped == 0:
+            log.warning(
+                "the bucket takes embeddings more slowly than they are made, or not at all: those "
+                "that find no room (`save_queue_bytes`, a quarter of `cache_bytes`) are not saved, "
+                "and are encoded and saved another time (logged once)"
+            )
+        self._dropped += 1
 
     def _start_writer(self) -> None:
         self._thread = threading.Thread(target=self._write, name="s3ec-save", daemon=True)
@@ -218,6 +258,12 @@ class SaveQueue:
         return self._left
 
     def _tell_left(self, spooled: int, unannounced: int, lost: int) -> None:
+        if self._dropped:
+            log.error(
+                "%d embeddings were not saved, since there was no room for them; a job that fills "
+                "a corpus is incomplete: run it again",
+                self._dropped,
+            )
         if spooled:
             log.warning(
                 "the bucket has not confirmed %d embeddings; they stay in the spool, and the "
@@ -346,6 +392,7 @@ class SaveQueue:
     # -- the loop's thread -------------------------------------------------------------------
 
     def _end(self, upload: Upload, stored: bool) -> None:
+        self._blocked_in_outage_s = 0.0  # the bucket answered; it is asked until it does
         if upload.key is not None:
             self._forget(upload.key.identifier, stored=stored, adopted=upload.adopted)
         else:

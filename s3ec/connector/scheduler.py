@@ -11,9 +11,11 @@ vLLM objects are used by attribute only: this module imports neither torch nor v
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
+from pathlib import Path
 from typing import Any
 
+from s3ec.connector.features import PASSED_THROUGH
 from s3ec.connector.items import ABSENT, FAILED, FETCHING, LEASE_S, READY, Item, State
 from s3ec.connector.plan import Load, StepPlan, WorkerReport
 from s3ec.connector.ranks import Ranks
@@ -23,13 +25,12 @@ from s3ec.connector.steps import Steps
 from s3ec.connector.supply import PrefetchQueue, Supply
 from s3ec.connector.waits import Waits
 from s3ec.counters import Counters
+from s3ec.identity import Key
 from s3ec.index.base import Index
 from s3ec.naming import CountedKeys, Naming
 from s3ec.prefetch import Priority
 from s3ec.tier.local import LocalKeys
 
-# vLLM hands a request's own embeddings through as a modality of this name; nothing to cache.
-_PASSED_THROUGH = "prompt_embeds"
 _SWEEP_EVERY_S = 1.0
 # As for the states: a global is found faster than a member of a class.
 _DEMAND, _LOOKAHEAD = Priority.DEMAND, Priority.LOOKAHEAD
@@ -48,7 +49,7 @@ class SchedulerHalf:
         store_is_down: Callable[[], bool],
         disk_hangs: Callable[[], bool],
         needs_embedding: Callable[[Any], bool],
-        placeholder_of: Callable[[Any], dict[str, Any]],
+        placeholder_of: Callable[[Any], dict[str, Any] | None],
         counters: Counters,
         ranks: Ranks | None = None,
         naming: Naming | None = None,
@@ -64,7 +65,8 @@ class SchedulerHalf:
             store_is_down: Whether the breaker is open.
             disk_hangs: Whether this node's disk is known not to answer.
             needs_embedding: Whether a feature came without pixels, so that a miss is fatal.
-            placeholder_of: Placeholder metadata of a feature, stored with it.
+            placeholder_of: Placeholder metadata of a feature, stored with it; None where it
+                cannot be seen.
             counters: Where to count.
             ranks: Ranks that may not see this node's pins; None where all do for certain.
             naming: Which identifiers have keys, and which; None for the plain ones.
@@ -82,7 +84,8 @@ class SchedulerHalf:
         self._ranks = ranks
         self._clock = clock
         self._keys = CountedKeys(naming or Naming(), counters)
-        self._waits = Waits(role.defer_timeout_s, counters, clock)
+        self._waits = Waits(role.defer_timeout_s, counters, clock)  # for the bucket
+        self._tier_waits = Waits(role.defer_timeout_s, counters, clock)
         self._have_waited = self._waits.requests
         self._supply = Supply(
             prefetcher,
@@ -90,7 +93,8 @@ class SchedulerHalf:
             requests_wait=role.defer_timeout_s > 0,
             counters=counters,
             clock=clock,
-            came=self._waits.came,
+            local=local,
+            came={"bucket": self._waits.came, "tier": self._tier_waits.came},
         )
         self._items = self._supply.items
         self._waiting = self._supply.interest.requests
@@ -99,25 +103,52 @@ class SchedulerHalf:
         # Rows that the request being scheduled has room for. Where vLLM asks once only, what
         # all requests asked for, as long as the item lives.
         self._rows_asked: dict[str, int] = {}
+        self._must_grant: set[str] = set()  # of this request, while the disk hangs
         self._decisions: dict[str, bool] = {}  # of this pass
+        # Of this pass: a pure producer was asked for these without pixels, and the index held them.
+        self._stored: set[str] = set()
+        self._stores_again = role.producer and role.stores_again
         self._allocated: list[str] = []
         self._plan = StepPlan()
         self._steps = Steps(ranks=role.ranks, in_flight=role.steps_in_flight)
         self._save_orders = SaveOrders(index, placeholder_of, clock)
         self._swept_s = clock()
+        self._stopped = False
+
+    def stop(self, *, was_reset: bool) -> bool:
+        """Grant, load and save nothing more. What is pinned is given back when its lease ends.
+
+        Args:
+            was_reset: vLLM's encoder cache is empty now. Otherwise it still counts on what an
+                earlier pass granted.
+
+        Returns:
+            False where that was done before.
+        """
+        if was_reset:
+            self._drop_orders({load.identifier for load in self._plan.loads})
+            self._on_device.clear()
+        self._plan.saves.clear()
+        stopped, self._stopped = self._stopped, True
+        return not stopped
 
     # -- before scheduling a request -------------------------------------------------------
 
     def ensure_cache_available(self, request: Any, num_computed_tokens: int) -> bool:
         """Whether the request can be scheduled now; False defers it for this step."""
+        if self._stopped:
+            return self._can_be_encoded(request, num_computed_tokens)
+        # Not by the end of the last feature: where they nest (the audio of a video), an earlier
+        # one ends behind it.
+        decoding = num_computed_tokens >= request.num_prompt_tokens
+        if self._stores_again and self._on_device and not decoding:
+            self._store_again(request)
         if not self._role.consumer:
-            return True
+            return self._can_be_encoded(request, num_computed_tokens)
         if self._role.asked_every_pass:
             self._rows_asked.clear()  # vLLM schedules this request before it asks for the next
         features = request.mm_features
-        last = features[-1].mm_position
-        if last.offset + last.length <= num_computed_tokens:
-            # Decoding: everything is in the KV cache.
+        if decoding:  # everything is in the KV cache
             if self._waiting and request.request_id in self._waiting:
                 self._supply.leave_all(request.request_id)
             return True
@@ -125,9 +156,12 @@ class SchedulerHalf:
             self._supply.take_news()
         window_end = num_computed_tokens + self._role.window_tokens
         if not self._role.asked_every_pass:
-            window_end = last.offset + 1  # there will be no second question: wait for all
+            # There will be no second question: wait for all.
+            window_end = features[-1].mm_position.offset + 1
         now = self._clock()
         self._hung = self._disk_hangs()
+        if self._must_grant:
+            self._must_grant.clear()
         pending = []
         for feature in features:
             position = feature.mm_position
@@ -150,9 +184,44 @@ class SchedulerHalf:
         request_id = request.request_id
         if request_id in self._waiting:
             self._supply.leave_covered(request, num_computed_tokens)
+        self._end_waits(request_id)
+        return True
+
+    def _end_waits(self, request_id: str) -> None:
         if request_id in self._have_waited:
             self._waits.end(request_id)
+        self._tier_waits.end(request_id)
+
+    def _can_be_encoded(self, request: Any, num_computed_tokens: int) -> bool:
+        """Whether the encoder can make all that the request needs, since nothing is loaded."""
+        for feature in request.mm_features:
+            position = feature.mm_position
+            if position.offset + position.length <= num_computed_tokens:
+                continue
+            if self._needs_embedding(feature):
+                key = self._keys(feature.identifier)
+                if self._stopped or key is None or not self._is_stored(key):
+                    return self._give_up(request, [])
+                self._stored.add(feature.identifier)
         return True
+
+    def _is_stored(self, key: Key) -> bool:
+        """Whether the corpus holds it, as far as can be told without waiting for the disk."""
+        return not self._disk_hangs() and self._index.holds(key)
+
+    def _store_again(self, request: Any) -> None:
+        """Have stored what the device holds and the corpus does not.
+
+        vLLM asks for what its own manager lacks. An object that somebody deleted, or a save that
+        was dropped, would be missing for as long as the device holds the embedding.
+        """
+        for feature in request.mm_features:
+            identifier = feature.identifier
+            if identifier not in self._on_device or self._save_orders.is_recent(identifier):
+                continue
+            key = self._keys(identifier)
+            if key is not None and not self._disk_hangs() and not self._index.maybe_contains(key):
+                self._plan.saves[identifier] = self._save_orders.again(feature)
 
     def _look(self, feature: Any, needed_now: bool, now: float) -> State | None:
         """State of one item, noting the demand if nobody did; None is a miss of another kind."""
@@ -171,7 +240,7 @@ class SchedulerHalf:
             # Two requests disagree and has_cache_item cannot tell which of them asks.
             self._rows_asked[identifier] = -1
         state = item.state
-        if self._hung and self._is_out_of_reach(feature, item):
+        if self._hung and self._is_out_of_reach(feature, item, rows):
             return ABSENT
         if state is READY:
             item.touched_s = now
@@ -180,11 +249,9 @@ class SchedulerHalf:
             self._counters.add("mismatch.rows")
             return None
         if state is FAILED:
-            # One that asks for other rows has a chance: those may have been a client's invention.
-            if item.rows == rows and item.failed_lately(now):
-                return FAILED
-            self._supply.drop(identifier)
-            return self._want(feature, rows, needed_now, now)
+            return self._look_at_failed(feature, item, rows, needed_now, now)
+        if item.failures and not self._needs_embedding(feature):
+            return FAILED  # asked for again and again by a request that has no other chance
         if identifier in self._on_device and not self._needs_embedding(feature):
             return ABSENT  # another request had it encoded while this one waited
         out_of_reach = self._store_is_down() and not self._local(item.key)
@@ -192,28 +259,49 @@ class SchedulerHalf:
             return ABSENT  # on its way when the store went down, and of use to a later request
         return FETCHING
 
-    def _is_out_of_reach(self, feature: Any, item: Item) -> bool:
+    def _look_at_failed(
+        self, feature: Any, item: Item, rows: int, needed_now: bool, now: float
+    ) -> State | None:
+        if self._needs_embedding(feature):
+            misfit = not item.may_come
+            if misfit and item.rows == rows:
+                return FAILED
+            if misfit or item.is_due(now):
+                self._supply.again(feature.identifier, rows, _DEMAND)
+            return FETCHING
+        # One that asks for other rows has a chance: those may have been a client's invention.
+        # And so has one that came to this node's disk since.
+        came = not item.was_local and self._local(item.key)
+        if item.rows == rows and item.failed_lately(now) and not came:
+            return FAILED
+        if not self._is_worthwhile(feature, item.key):
+            return ABSENT
+        self._rows_asked[feature.identifier] = rows
+        item.failures = 0
+        self._supply.again(feature.identifier, rows, _DEMAND if needed_now else _LOOKAHEAD)
+        return FETCHING
+
+    def _is_out_of_reach(self, feature: Any, item: Item, rows: int) -> bool:
         """Whether an item is to be encoded since the disk hangs, though it may be there."""
         granted_later = item.state is READY and not self._role.asked_every_pass
-        if granted_later or self._needs_embedding(feature):
+        identifier = feature.identifier
+        if self._needs_embedding(feature):
+            self._must_grant.add(identifier)
+            if self._rows_asked.get(identifier) == -1:  # by another feature of this request
+                self._rows_asked[identifier] = rows
+        if granted_later or identifier in self._must_grant:
             return False  # a worker will ask the bucket
-        self._rows_asked[feature.identifier] = -1  # no grant in this pass
+        self._rows_asked[identifier] = -1  # no grant in this pass
         return True
 
     def _want(self, feature: Any, rows: int, needed_now: bool, now: float) -> State | None:
-        if feature.modality == _PASSED_THROUGH:
+        if feature.modality == PASSED_THROUGH:
             return None
         identifier = feature.identifier
         key = self._keys.asked(identifier)
         if key is None:
             return None
-        # While the store is down only what this node's disk holds is worth a look; while the disk
-        # hangs nothing, nor is the index, which is mapped from it. A feature without pixels is
-        # always worth one: it has no other chance.
-        here = self._local(key) and not self._hung
-        down = self._hung or self._store_is_down()
-        miss = not here and (down or not self._index.maybe_contains(key))
-        if miss and not self._needs_embedding(feature):
+        if not self._is_worthwhile(feature, key):
             return ABSENT
         if not self._role.can_load:
             return None
@@ -222,28 +310,70 @@ class SchedulerHalf:
         self._supply.want(key, feature.modality, rows, priority)
         return FETCHING
 
+    def _is_worthwhile(self, feature: Any, key: Key) -> bool:
+        """Whether a fetch may bring it.
+
+        While the store is down only what this node's disk holds is worth a look; while the disk
+        hangs nothing, nor is the index, which is mapped from it. A feature without pixels is
+        always worth one: it has no other chance.
+        """
+        if self._hung:
+            return self._needs_embedding(feature)
+        if self._local(key):
+            return True
+        if not self._store_is_down() and self._index.maybe_contains(key):
+            return True
+        return self._needs_embedding(feature)
+
     def _wait_for(self, pending: list[Any], request: Any) -> bool:
         """Defer the request, unless it has waited long enough or would wait in vain."""
         request_id = request.request_id
-        over = self._waits.is_over(request_id)
-        if self._ranks is not None and self._ranks.cannot_answer:
-            over = True
-        no_pixels = over and any(map(self._needs_embedding, pending))
-        if no_pixels:
-            over = self._waits.is_over(request_id, no_pixels=True)
-        if not over:
-            noted = self._waiting.get(request_id, ())
-            for feature in pending:
-                identifier = feature.identifier
-                if identifier not in noted or self._items[identifier].priority is not _DEMAND:
-                    self._supply.expect(request_id, identifier, _DEMAND)
-            return False
-        self._waits.end(request_id, in_vain=True)
-        if no_pixels:
+        is_new = request_id not in self._have_waited and request_id not in self._tier_waits.requests
+        awaited = self._worth_waiting(pending, request)
+        if awaited is None:
             return self._give_up(request, pending)
+        if awaited and is_new:
+            self._counters.add("deferred_requests")
+        if not awaited:
+            self._end_waits(request_id)
+        identifiers = {feature.identifier for feature in awaited}
         for feature in pending:
-            self._supply.leave(request_id, feature.identifier)
-        return True
+            if feature.identifier not in identifiers:
+                self._supply.leave(request_id, feature.identifier)
+        noted = self._waiting.get(request_id, ())
+        for identifier in identifiers:
+            if identifier not in noted or self._items[identifier].priority is not _DEMAND:
+                self._supply.expect(request_id, identifier, _DEMAND)
+        return not awaited
+
+    def _worth_waiting(self, pending: list[Any], request: Any) -> list[Any] | None:
+        """What of the pending features the request should still wait for.
+
+        Returns:
+            All, those that lie on this node, or none. None instead of a list where one came
+            without pixels and has waited its time.
+        """
+        request_id = request.request_id
+        turns = len(request.mm_features)
+        if any(map(self._needs_embedding, pending)):
+            if not self._waits.is_over(request_id, turns, no_pixels=True):
+                return pending
+            # What is not in the bucket says nothing about how fast the bucket is.
+            late = any(self._items[one.identifier].state is FETCHING for one in pending)
+            self._waits.end(request_id, in_vain=late)
+            return None
+        if self._ranks is not None and self._ranks.cannot_answer:
+            return []  # not in vain: nothing was late
+        here = [feature for feature in pending if self._local(self._items[feature.identifier].key)]
+        if len(here) < len(pending):
+            if not self._waits.is_over(request_id, turns):
+                return pending
+            self._waits.end(request_id, in_vain=True)
+        if here:
+            if not self._tier_waits.is_over(request_id, turns):
+                return here
+            self._tier_waits.end(request_id, in_vain=True)
+        return []
 
     def _give_up(self, request: Any, pending: list[Any]) -> bool:
         """Fail a request that came without pixels and whose embedding cannot be had.
@@ -262,10 +392,12 @@ class SchedulerHalf:
 
     def has_cache_item(self, identifier: str) -> bool:
         """Whether vLLM may skip the encoder for this item."""
-        if not self._role.consumer:
+        if self._stopped:
+            granted = False
+        elif not self._role.consumer:
             # A pure producer loads nothing: True means "stored already, do not encode".
             key = self._keys(identifier)
-            granted = key is not None and not self._disk_hangs() and self._index.holds(key)
+            granted = identifier in self._stored or (key is not None and self._is_stored(key))
         else:
             item = self._items.get(identifier)
             granted = (
@@ -284,15 +416,14 @@ class SchedulerHalf:
         identifier = feature.identifier
         self._allocated.append(identifier)
         request_id = request.request_id
-        if request_id in self._have_waited:
-            self._waits.end(request_id)
-        if feature.modality == _PASSED_THROUGH:
+        self._end_waits(request_id)
+        if feature.modality == PASSED_THROUGH:
             return
         granted = self._decisions.pop(identifier, False)
         self._counters.add("hits" if granted else "misses")
         if granted and self._role.consumer:
             self._plan_load(identifier)
-        elif not granted and self._role.producer:
+        elif not granted and self._role.producer and not self._stopped:
             self._plan_save(feature, identifier)
         if request_id in self._waiting:
             self._supply.leave(request_id, identifier)
@@ -321,12 +452,13 @@ class SchedulerHalf:
                 in a step without tokens, so orders wait for the next one.
         """
         freed = set(freed).difference(self._allocated)
-        if freed and self._plan.loads:
-            self._drop_loads(freed)
+        if freed:
+            self._drop_orders(freed)
         self._on_device.difference_update(freed)
         self._on_device.update(self._allocated)
         self._allocated.clear()
         self._decisions.clear()
+        self._stored.clear()
         if self._role.asked_every_pass:
             self._rows_asked.clear()
         self._supply.loaded(self._steps.begin(), self._on_device)
@@ -344,11 +476,14 @@ class SchedulerHalf:
             self._steps.load(load.identifier for load in plan.loads)
         return plan
 
-    def _drop_loads(self, freed: set[str]) -> None:
-        """Take back what an earlier step left to load and the device has given up since.
+    def _drop_orders(self, freed: set[str]) -> None:
+        """Take back what is to be loaded or stored again and the device has given up since.
 
         The worker frees first: it would load them after that and never free them again.
         """
+        for identifier in freed & self._plan.saves.keys():
+            del self._plan.saves[identifier]
+            self._save_orders.release(identifier)
         for load in self._plan.loads:
             if load.identifier in freed:
                 self._items[load.identifier].loads -= 1
@@ -366,7 +501,7 @@ class SchedulerHalf:
         # when it was announced.
         hangs = bool(report.stored) and self._disk_hangs()
         for identifier in report.stored:
-            self._save_orders.stored(identifier)
+            self._save_orders.release(identifier)
             key = self._keys(identifier)
             if key is not None and not hangs:
                 self._index.add(key)
@@ -384,6 +519,7 @@ class SchedulerHalf:
             for identifier in self._rows_asked.keys() - self._items.keys():
                 del self._rows_asked[identifier]
         self._waits.sweep(LEASE_S)
+        self._tier_waits.sweep(LEASE_S)
         self._save_orders.sweep(now)
 
     # -- the end of a request --------------------------------------------------------------
@@ -396,5 +532,44 @@ class SchedulerHalf:
     def request_finished(self, request: Any) -> None:
         """Forget the request. What it waited for is for others, or for nobody."""
         self._waits.forget(request.request_id)
+        self._tier_waits.forget(request.request_id)
         self._unavailable.discard(request.request_id)
         self._supply.leave_all(request.request_id)
+
+    # -- at any time between two hooks -------------------------------------------------------
+
+    def audit(
+        self,
+        *,
+        requests: Collection[str],
+        device: Collection[str],
+        fetching: Collection[str],
+        pins: Collection[Path],
+    ) -> list[str]:
+        """Every complaint about what is remembered, one line each.
+
+        Args:
+            requests: Those that vLLM has not ended.
+            device: What its encoder-cache manager counts.
+            fetching: Identifiers that the prefetcher has not answered yet.
+            pins: Taken from the prefetcher and not given back.
+        """
+        kept = {
+            "a wait": self._waits.requests,
+            "a wait for the tier": self._tier_waits.requests,
+            "an interest": self._waiting,
+            "a failure to tell": self._unavailable,
+        }
+        complaints = [
+            f"{what} of {name}, which has ended"
+            for what, names in kept.items()
+            for name in names
+            if name not in requests
+        ]
+        complaints += [
+            f"{identifier} is believed to be on the device"
+            for identifier in self._on_device
+            if identifier not in device
+        ]
+        late_s = self._clock() - 2 * _SWEEP_EVERY_S
+        return complaints + self._supply.audit(fetching=fetching, pins=pins, late_s=late_s)

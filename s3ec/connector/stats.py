@@ -98,6 +98,10 @@ _PLAIN = {
         "vllm:s3ec_unavailable_requests",
         "Requests without pixels whose embedding could not be had.",
     ),
+    "stopped_by_weights": (
+        "vllm:s3ec_stopped_by_weights",
+        "1 once nothing is loaded or saved any more, since the weights may have changed.",
+    ),
     "breaker.opened": ("vllm:s3ec_breaker_opened", "Times that the store was given a rest."),
     "internal_errors": ("vllm:s3ec_internal_errors", "Errors inside s3ec that were contained."),
 }

@@ -6,7 +6,8 @@ In memory, for the scheduler's thread. The prefetcher is told once per step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
+from pathlib import Path
 from typing import Any, Protocol
 
 from s3ec.connector.interest import Interest
@@ -53,7 +54,8 @@ class Supply:
         requests_wait: bool,
         counters: Counters,
         clock: Callable[[], float],
-        came: Callable[[float], None],
+        local: Callable[[Key], bool],
+        came: Mapping[str, Callable[[float], None]],
     ) -> None:
         """Start empty.
 
@@ -64,9 +66,11 @@ class Supply:
                 is fetched for a later request, so nothing is ever fetched for nobody.
             counters: Where to count.
             clock: Monotonic seconds.
-            came: Told how many seconds each entry took that came from the bucket.
+            local: Whether this node's disk is believed to hold a key.
+            came: By source (``bucket``, ``tier``): told how many seconds each entry took.
         """
         self._counters = counters
+        self._local = local
         self._came = came
         self._prefetcher = prefetcher
         self._ranks = ranks
@@ -89,11 +93,21 @@ class Supply:
         self.items[key.identifier] = item
         self._order(item, priority)
 
+    def again(self, identifier: str, rows: int, priority: Priority) -> None:
+        """Fetch once more what has FAILED."""
+        item = self.items[identifier]
+        item.state = FETCHING
+        item.rows = rows
+        self._order(item, priority)
+
     def expect(self, request_id: str, identifier: str, priority: Priority) -> None:
-        """The request waits for an item that is being fetched, or will need it later."""
+        """The request waits for an item, or will need it later.
+
+        One that has FAILED is fetched again when it is due, see Item.
+        """
         self.interest.note(request_id, identifier)
         item = self.items[identifier]
-        if item.priority is None or item.priority > priority:
+        if item.state is FETCHING and (item.priority is None or item.priority > priority):
             self._order(item, priority)
 
     def leave(self, request_id: str, identifier: str) -> None:
@@ -140,8 +154,8 @@ class Supply:
         now = self._clock()
         unwanted = []
         for fetched in self._prefetcher.drain():
-            if fetched.source == "bucket":
-                self._came(fetched.seconds)
+            if fetched.source is not None:
+                self._came[fetched.source](fetched.seconds)
             identifier = fetched.want.key.identifier
             item = self.items.get(identifier)
             if item is None or item.state is not FETCHING or item.pin is not None:
@@ -150,8 +164,10 @@ class Supply:
                 continue
             item.touched_s = now
             if fetched.outcome is not Outcome.READY or fetched.pin is None:
-                self._fail(identifier)
+                # What does not fit this request never will.
+                self._fail(identifier, may_come=fetched.outcome is not Outcome.MISMATCH)
                 continue
+            item.failures = 0
             item.pin = fetched.pin
             item.rows = fetched.pin.header.shape.rows
             self._settle(identifier)
@@ -200,10 +216,13 @@ class Supply:
             self._counters.add("mismatch.ranks")
             self._fail(identifier)
 
-    def _fail(self, identifier: str) -> None:
+    def _fail(self, identifier: str, *, may_come: bool = True) -> None:
         item = self.items[identifier]
         item.state = FAILED
         item.touched_s = self._clock()
+        item.failures += 1
+        item.may_come = may_come
+        item.was_local = self._local(item.key)
         self.interest.drop(identifier)
         pin, item.pin = item.pin, None
         if pin is not None:
@@ -255,11 +274,8 @@ class Supply:
                 pins += self._drop(identifier)
         self._release(pins)
 
-    def drop(self, identifier: str) -> None:
-        """Forget an item; its pins are given back, the bytes stay on the tier."""
-        self._release(self._drop(identifier))
-
     def _drop(self, identifier: str) -> list[Pin]:
+        """Forget an item; its pins are to be given back, the bytes stay on the tier."""
         item = self.items.pop(identifier)
         self.interest.drop(identifier)
         if self._ranks is not None:
@@ -269,3 +285,28 @@ class Supply:
     def _release(self, pins: list[Pin]) -> None:
         if pins:
             self._prefetcher.release(pins)
+
+    def audit(
+        self, *, fetching: Collection[str], pins: Collection[Path], late_s: float
+    ) -> list[str]:
+        """As SchedulerHalf.audit; what has failed is forgotten by ``late_s`` at the latest."""
+        held = {item.pin.path: name for name, item in self.items.items() if item.pin is not None}
+        complaints = [f"{path} is pinned for nothing" for path in pins if path not in held]
+        complaints += [f"{held[path]} has no pin any more" for path in held if path not in pins]
+        for identifier, item in self.items.items():
+            if item.pin is not None:
+                continue
+            if item.state is READY:
+                complaints.append(f"{identifier} is granted without a pin")
+            elif item.state is FAILED:
+                if item.is_over(late_s):
+                    complaints.append(f"{identifier} has failed, and is still remembered")
+            elif identifier not in fetching and identifier not in self._demand:
+                complaints.append(f"{identifier} waits for a fetch that nobody makes")
+        complaints += [
+            f"{name} waits for {identifier}, which is not known"
+            for name, wanted in self.interest.requests.items()
+            for identifier in wanted
+            if identifier not in self.items
+        ]
+        return complaints

@@ -77,7 +77,7 @@ class WorkerHalf:
         if not plan.loads:
             return
         began = time.perf_counter()
-        wanted = {one.identifier: one for one in plan.loads if one.identifier not in encoder_cache}
+        wanted = {one.identifier: one for one in plan.loads if not _holds(encoder_cache, one)}
         loads = list(wanted.values())
         with compat.sync_allowed():
             batch = self._loader.start(loads, later=self._finish_later)
@@ -112,7 +112,7 @@ class WorkerHalf:
         for load, outcome in zip(started.loads, started.batch.finish(), strict=True):
             if isinstance(outcome, Exception):
                 failure = failure or outcome
-            elif load.identifier not in encoder_cache:
+            elif not _holds(encoder_cache, load):
                 encoder_cache[load.identifier] = outcome
                 nbytes += load.shape.nbytes
         sums = {"load.seconds": time.perf_counter() - began}
@@ -123,6 +123,15 @@ class WorkerHalf:
         if failure is not None:
             raise failure
 
+    def start_save_caches(self, encoder_cache: Mapping[str, Any], plan: StepPlan) -> None:
+        """Store what the device holds and the corpus lacks.
+
+        An entry that a pure producer was told to skip holds no tensor; it stays as it is.
+        """
+        for identifier, save in plan.saves.items():
+            if save.on_device and identifier in encoder_cache:
+                self.save_caches(encoder_cache, identifier, plan)
+
     def save_caches(
         self, encoder_cache: Mapping[str, Any], identifier: str, plan: StepPlan
     ) -> None:
@@ -130,6 +139,7 @@ class WorkerHalf:
         save = plan.saves.get(identifier)
         if save is None or self._saves is None or self._rank() != 0:
             return
+        self._saves.begin_step(plan.step)
         output = encoder_cache[identifier]
         if not isinstance(output, torch.Tensor):
             self._node.counters.add("save_problem.shape")
@@ -163,3 +173,15 @@ class WorkerHalf:
         self._loader.close()
         if self._saves is not None:
             self._saves.drain(self._drain_timeout_s)
+
+
+def _holds(encoder_cache: Mapping[str, Any], load: Load) -> bool:
+    """Whether the device holds this embedding already.
+
+    A client may use one identifier for pictures of two sizes. vLLM keeps the old tensor where it
+    evicts the one and makes room for the other in the same pass, since encoding would replace it.
+    """
+    if load.identifier not in encoder_cache:
+        return False
+    shape = getattr(encoder_cache[load.identifier], "shape", ())
+    return tuple(shape) == (load.shape.rows, load.shape.width)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -139,6 +140,22 @@ class Report:
         """Total answer time from the bucket over that without the connector."""
         return self.totals.answer_s / self.totals.plain_answer_s
 
+    @property
+    def encode_s(self) -> float:
+        """What the producer's request for one picture took, in seconds; the median."""
+        return statistics.median(picture.encode_s for picture in self.pictures)
+
+    @property
+    def break_even_s(self) -> float:
+        """How long `encode_s` would have to be for a hit to take no longer than encoding.
+
+        A slower encoder makes the producer's request longer, and the answer without s3ec by as
+        much, and a hit not at all. So it is this run's `encode_s`, longer by what the hit took
+        more than that answer. Seconds, the median; 0 or less where a hit costs nothing that could
+        be measured.
+        """
+        return statistics.median(p.encode_s + p.answer_s - p.plain_answer_s for p in self.pictures)
+
     def problems(self) -> list[str]:
         """What the run failed to show, a sentence each; empty if all is well."""
         found = []
@@ -177,6 +194,8 @@ class Report:
             "distinct_answers": self.distinct_answers,
             "distinct_texts": self.distinct_texts,
             "answer_ratio": self.answer_ratio,
+            "encode_s": self.encode_s,
+            "break_even_s": self.break_even_s,
             "totals": asdict(self.totals),
             "engine_starts_s": dict(self.starts_s),
             "pictures": [asdict(picture) for picture in self.pictures],

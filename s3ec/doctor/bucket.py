@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 from s3ec.doctor.patient import Patient
 from s3ec.doctor.report import Outcome, fail, ok, skip, warn
 from s3ec.errors import AccessError, S3ECError
+from s3ec.settings import Settings
 from s3ec.store.base import Blob, Store
 from s3ec.store.open import PROBE_PREFIX
 
@@ -76,7 +77,7 @@ def endpoint(patient: Patient) -> Outcome:
         hello = patient.ask(patient.s3.hello)
     except S3ECError as exc:
         where = patient.settings.endpoint_url or "AWS"
-        return fail(f"{where}: {exc}", _mend_endpoint(patient, str(exc), where))
+        return fail(f"{where}: {exc}", mend_endpoint(patient.settings, str(exc)))
     patient.hello = hello
     server = f", {hello.server}" if hello.server else ""
     if not hello.is_s3:
@@ -87,7 +88,13 @@ def endpoint(patient: Patient) -> Outcome:
     return ok(f"{hello.url} answers{server}", cell=hello.server)
 
 
-def _mend_endpoint(patient: Patient, reason: str, where: str) -> str:
+def mend_endpoint(settings: Settings, reason: str) -> str:
+    """What to do where nobody answers as S3 does.
+
+    Args:
+        reason: The operating system's or a library's words.
+    """
+    where = settings.endpoint_url or "AWS"
     if "certificate" in reason:
         return "name the authority's PEM file in `ca_bundle`"
     if "SSL" in reason or "WRONG_VERSION" in reason:
@@ -95,9 +102,9 @@ def _mend_endpoint(patient: Patient, reason: str, where: str) -> str:
     if "refused" in reason:
         return f"nothing listens at {where}: start the server, or correct `endpoint_url`"
     if "Name" in reason or "resolution" in reason:
-        if patient.settings.path_style is False:
+        if settings.path_style is False:
             host = urlsplit(where).hostname
-            name = f"{patient.settings.bucket}.{host}"
+            name = f"{settings.bucket}.{host}"
             return f"the host name {name} is unknown: set `addressing_style` = `path`, or the DNS"
         return "the host name is unknown: correct `endpoint_url` or `region`, or the DNS"
     return "correct `endpoint_url`, or open the way (firewall, proxy, VPC endpoint)"

@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from s3ec.errors import UnavailableError
 
@@ -38,21 +37,3 @@ def within(timeout_s: float, call: Callable[[], T]) -> T:
         if future.done():  # the call's own TimeoutError
             raise
         raise UnavailableError(f"no answer within {timeout_s:.0f} s") from exc
-
-
-def run_within(timeout_s: float, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """The result of a coroutine, run on a loop of its own.
-
-    Raises:
-        UnavailableError: No result in time.
-    """
-
-    async def bounded() -> T:
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await make()
-        except TimeoutError as exc:
-            raise UnavailableError(f"no answer within {timeout_s:.0f} s") from exc
-
-    # A second more than the coroutine has: it should end by its own deadline and clean up.
-    return within(timeout_s + 1.0, lambda: asyncio.run(bounded()))

@@ -10,11 +10,13 @@ from typing import Any
 from s3ec import plain_json
 from s3ec.errors import CorruptEntryError
 from s3ec.identity import Layout, canonical_json, is_namespace_name
+from s3ec.index.parallel import in_parallel
 from s3ec.store.base import Store
 
 # Descriptors are a few kilobytes; more is not one of ours.
 _DESCRIPTOR_BYTES = 256 * 1024
 _ABSENT = "(not there)"
+_HERE = ": here "
 _VALUE_CHARACTERS = 60
 
 
@@ -48,8 +50,12 @@ async def list_namespaces(store: Store) -> list[str]:
 
 
 async def read_namespaces(store: Store, names: Sequence[str]) -> list[StoredNamespace]:
-    """Fetch the descriptors of some namespaces."""
-    return [StoredNamespace(name, await _read_descriptor(store, name)) for name in names]
+    """Fetch the descriptors of some namespaces, several at a time."""
+
+    async def read(name: str) -> StoredNamespace:
+        return StoredNamespace(name, await _read_descriptor(store, name))
+
+    return await in_parallel(names, read)
 
 
 async def _read_descriptor(store: Store, name: str) -> dict[str, Any]:
@@ -65,10 +71,41 @@ def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]
     """What differs between two descriptors, one line per fact, nested keys joined by dots."""
     here, there = _flat(ours), _flat(theirs)
     return [
-        f"{key}: here {here.get(key, _ABSENT)}, there {there.get(key, _ABSENT)}"
+        f"{key}{_HERE}{here.get(key, _ABSENT)}, there {there.get(key, _ABSENT)}"
         for key in sorted(here.keys() | there.keys())
         if here.get(key, _ABSENT) != there.get(key, _ABSENT)
     ]
+
+
+@dataclass(frozen=True, slots=True)
+class Neighbour:
+    """A namespace beside another one: what keeps two fleets from sharing.
+
+    Attributes:
+        name: Of the other.
+        differences: One line per fact, see ``differences``; never empty.
+    """
+
+    name: str
+    differences: Sequence[str]
+
+    @property
+    def only(self) -> str | None:
+        """The one field in which they differ; None where there are more."""
+        return self.differences[0].partition(_HERE)[0] if len(self.differences) == 1 else None
+
+
+def neighbours(descriptor: Mapping[str, Any], stored: Sequence[StoredNamespace]) -> list[Neighbour]:
+    """The stored namespaces that differ from a descriptor, those with the fewest differences first.
+
+    What has no usable descriptor is left out, and so is the one that is alike.
+    """
+    beside = [
+        Neighbour(one.name, differences(descriptor, one.descriptor))
+        for one in stored
+        if one.descriptor
+    ]
+    return sorted((one for one in beside if one.differences), key=lambda one: len(one.differences))
 
 
 def _flat(descriptor: Mapping[str, Any], prefix: str = "") -> dict[str, str]:

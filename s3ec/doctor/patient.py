@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from s3ec.config import Loaded
-from s3ec.doctor.deadline import run_within, within
+from s3ec.doctor.deadline import within
+from s3ec.errors import UnavailableError
+from s3ec.loop import LoopThread
 from s3ec.settings import Settings
 from s3ec.store.base import Store
 
@@ -22,6 +25,8 @@ T = TypeVar("T")
 # Over the settings' own timeouts: name lookup, redirects, a second request.
 _SLACK_S = 2.0
 _LONGEST_S = 30.0
+# For letting go of connections, when nobody waits for an answer any more.
+_CLOSE_S = 1.0
 
 
 @dataclass(slots=True)
@@ -33,7 +38,8 @@ class Patient:
         transfer: The --ec-transfer-config, empty where it is not known.
         vllm_args: Arguments of ``vllm serve``, or None to leave the model out.
         s3: For questions that the Store protocol has no words for.
-        child: The process that imports vLLM, None where vLLM is not installed.
+        with_vllm: Whether to look at vLLM at all.
+        child: The process that imports vLLM, None before it runs and where vLLM is not installed.
         hello: The endpoint's answer, once there is one.
         first_object: Name of some object in the bucket, once listed.
         listed: Whether listing worked.
@@ -46,6 +52,7 @@ class Patient:
     transfer: Mapping[str, Any]
     vllm_args: Sequence[str] | None
     s3: S3Probe
+    with_vllm: bool = True
     child: VllmChild | None = None
     hello: Hello | None = None
     first_object: str | None = None
@@ -53,6 +60,8 @@ class Patient:
     may_delete: bool = True
     encryption: str | None = None
     namespace: Namespace | None = None
+    _loop: LoopThread = field(default_factory=lambda: LoopThread("s3ec-doctor"))
+    _store: Store | None = None
 
     @property
     def settings(self) -> Settings:
@@ -86,12 +95,28 @@ class Patient:
         """
 
         async def run() -> T:
-            from s3ec.store.open import open_store
+            return await call(self._opened())
 
-            store = open_store(self.settings)
-            try:
-                return await call(store)
-            finally:
-                await store.close()
+        future = self._loop.submit(run())
+        try:
+            return future.result(self.deadline_s)
+        except TimeoutError as exc:
+            future.cancel()
+            raise UnavailableError(f"no answer within {self.deadline_s:.0f} s") from exc
 
-        return run_within(self.deadline_s, run)
+    def _opened(self) -> Store:
+        from s3ec.store.open import open_store
+
+        if self._store is None:
+            self._store = open_store(self.settings)
+        return self._store
+
+    def close(self) -> None:
+        """Let go of connections and of vLLM's process; what still runs is broken off."""
+        self.s3.close()
+        if self._store is not None:
+            with suppress(Exception):  # it did its work, or told what was wrong
+                self._loop.run(self._store.close(), _CLOSE_S)
+        self._loop.stop(_CLOSE_S)
+        if self.child is not None:
+            self.child.close()

@@ -7,6 +7,7 @@ The doctor's one module that imports an SDK; its errors are mapped here.
 from __future__ import annotations
 
 import re
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager
@@ -15,12 +16,13 @@ from email.utils import parsedate_to_datetime
 from typing import Any
 from urllib.parse import urlsplit
 
-import boto3
 from botocore import UNSIGNED
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError, SSLError
 from botocore.exceptions import ConnectionError as SdkConnectionError
+from botocore.loaders import create_loader
 from botocore.parsers import ResponseParserError
+from botocore.session import Session
 
 from s3ec.errors import UnavailableError
 from s3ec.settings import Settings
@@ -66,14 +68,18 @@ class Written:
 
 
 class S3Probe:
-    """Single requests to one bucket, without retries. Blocking; one thread at a time."""
+    """Single requests to one bucket, without retries. Blocking; any number of threads."""
 
     def __init__(self, settings: Settings) -> None:
         quiet_sdk_logs()
         self._settings = settings
+        # Sessions and the making of clients are for one thread at a time; clients are for all.
+        self._lock = threading.RLock()
+        # Parsing the service's model takes longer than most requests; once for all sessions.
+        self._models = create_loader()
         self._base: Any = None
         self._session: Any = None
-        self._clients: dict[tuple[str, bool, str], Any] = {}
+        self._clients: dict[tuple[str, str], Any] = {}
 
     def credentials_method(self) -> str | None:
         """The SDK's name for where it found credentials, None if nowhere. Never their values.
@@ -83,7 +89,7 @@ class S3Probe:
                 token that cannot be exchanged.
             UnavailableError: A source did not answer.
         """
-        with self._boundary("credentials"):
+        with self._boundary("credentials"), self._lock:
             found = self._base_session().get_credentials()
             if found is None:
                 return None
@@ -107,7 +113,7 @@ class S3Probe:
             UnavailableError: Nobody is.
         """
         sent: list[str] = []
-        client = self._client(unsigned=True)
+        client = self._unsigned_client()
         client.meta.events.register("before-send.s3", lambda request, **_: sent.append(request.url))
         before_s = time.time()
         with self._boundary("GET"), _saying_why():
@@ -239,10 +245,13 @@ class S3Probe:
 
     def _base_session(self) -> Any:
         if self._base is None:
-            self._base = boto3.Session(
-                profile_name=self._settings.profile, region_name=self._settings.region
-            )
+            self._base = self._new_session()
         return self._base
+
+    def _new_session(self) -> Any:
+        session = Session(profile=self._settings.profile)
+        session.register_component("data_loader", self._models)
+        return session
 
     def _role_session(self) -> Any:
         if self._session is not None:
@@ -252,41 +261,54 @@ class S3Probe:
             self._session = base
             return base
         # Not `ca_bundle`: that is the bucket's; STS is Amazon's or AWS_CA_BUNDLE's.
-        with closing(base.client("sts", config=self._config())) as sts:
+        region = self._settings.region
+        with closing(base.create_client("sts", region, config=self._config())) as sts:
             reply = sts.assume_role(RoleArn=self._settings.role_arn, RoleSessionName="s3ec-doctor")
         keys = reply["Credentials"]
-        self._session = boto3.Session(
-            aws_access_key_id=keys["AccessKeyId"],
-            aws_secret_access_key=keys["SecretAccessKey"],
-            aws_session_token=keys["SessionToken"],
-            region_name=base.region_name,
+        self._session = self._new_session()
+        self._session.set_credentials(
+            keys["AccessKeyId"], keys["SecretAccessKey"], keys["SessionToken"]
         )
         return self._session
 
     def _verify(self) -> str | None:
         return str(self._settings.ca_bundle) if self._settings.ca_bundle else None
 
-    def _client(
-        self, *, style: str | None = None, unsigned: bool = False, checksums: str = "when_supported"
-    ) -> Any:
-        if style is None:
-            chosen = self._settings.path_style
-            style = "auto" if chosen is None else "path" if chosen else "virtual"
-        kind = (style, unsigned, checksums)
-        if kind not in self._clients:
-            self._clients[kind] = self._new_client(*kind)
-        return self._clients[kind]
+    def _client(self, *, style: str | None = None, checksums: str = "when_supported") -> Any:
+        kind = (style or self._style(), checksums)
+        with self._lock:
+            if kind not in self._clients:
+                self._clients[kind] = self._new_client(self._role_session(), *kind)
+            return self._clients[kind]
 
-    def _new_client(self, style: str, unsigned: bool, checksums: str) -> Any:
+    def _unsigned_client(self) -> Any:
+        """A client that looks for no credentials, which may take long.
+
+        Of a session of its own: that of the others is busy while it looks for them.
+        """
+        session = self._new_session()
+        session.set_credentials("nobody", "unused")
+        client = self._new_client(session, self._style(), signature_version=UNSIGNED)
+        with self._lock:
+            self._clients["unsigned", ""] = client
+        return client
+
+    def _style(self) -> str:
+        chosen = self._settings.path_style
+        return "auto" if chosen is None else "path" if chosen else "virtual"
+
+    def _new_client(
+        self, session: Any, style: str, checksums: str = "when_supported", **more: Any
+    ) -> Any:
         config = self._config(
             s3={"addressing_style": style},
             request_checksum_calculation=checksums,
             response_checksum_validation=checksums,
-            **({"signature_version": UNSIGNED} if unsigned else {}),
+            **more,
         )
-        session = self._base_session() if unsigned else self._role_session()
-        return session.client(
+        return session.create_client(
             "s3",
+            self._settings.region,
             endpoint_url=self._settings.endpoint_url,
             config=config,
             verify=self._verify(),
@@ -294,9 +316,9 @@ class S3Probe:
 
     def close(self) -> None:
         """Let go of connections."""
-        for client in self._clients.values():
+        # Without the lock: who looks for credentials may hold it for long.
+        for client in list(self._clients.values()):
             client.close()
-        self._clients.clear()
 
     def _config(self, **more: Any) -> Config:
         return Config(

@@ -5,10 +5,17 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from s3ec.doctor.namespaces import differences, list_namespaces, read_namespaces, slug_of
+from s3ec.doctor.namespaces import (
+    Neighbour,
+    StoredNamespace,
+    list_namespaces,
+    neighbours,
+    read_namespaces,
+    slug_of,
+)
 from s3ec.doctor.patient import Patient
 from s3ec.doctor.report import Outcome, fail, ok, skip, warn
 from s3ec.errors import S3ECError
@@ -21,10 +28,14 @@ _ROLES = ("ec_producer", "ec_consumer", "ec_both")
 _HOW_TO_ASK = "add vLLM's arguments: s3ec doctor ... -- --model MODEL --dtype bfloat16"
 _SHOWN_DIFFERENCES = 5
 _SHOWN_NAMESPACES = 5
+# A bucket has a few; of one that has more than this, the first are compared.
+_READ_NAMESPACES = 64
 
 
 def vllm(patient: Patient) -> Outcome:
     """Whether vLLM imports here, and whether its version is one we know."""
+    if not patient.with_vllm:
+        return skip("left out by --no-vllm")
     if patient.child is None:
         return warn(
             "not installed in this environment",
@@ -106,6 +117,8 @@ def connector(patient: Patient) -> Outcome:
 
 def model(patient: Patient) -> Outcome:
     """Whether the model has an encoder cache to connect to."""
+    if not patient.with_vllm:
+        return skip("left out by --no-vllm")
     if patient.vllm_args is None:
         return skip("no model was named", _HOW_TO_ASK)
     answer = patient.child.stage("model") if patient.child else None
@@ -140,7 +153,16 @@ def namespace(patient: Patient) -> Outcome:
     patient.namespace = Namespace(answer["name"], answer["descriptor"])
     facts = answer["descriptor"]
     revision = f", revision {facts['revision']}" if facts.get("revision") else ""
-    return ok(f"{answer['name']} for {facts.get('model')}, {facts.get('dtype')}{revision}")
+    weights = f", weights {facts['weights']}" if facts.get("weights") else ""
+    told = f"{answer['name']} for {facts.get('model')}, {facts.get('dtype')}{revision}{weights}"
+    problem = answer.get("weights_problem")
+    if problem:
+        return warn(
+            f"{told}: {problem}",
+            "run the doctor where the engine runs, once the model is there; or set `weights` = "
+            "name everywhere to trust the model's name",
+        )
+    return ok(told)
 
 
 def corpus(patient: Patient) -> Outcome:
@@ -157,21 +179,22 @@ async def _corpus(store: Any, patient: Patient) -> Outcome:
     shown = ", ".join(names[:_SHOWN_NAMESPACES])
     more = f" and {len(names) - _SHOWN_NAMESPACES} more" if len(names) > _SHOWN_NAMESPACES else ""
     found = f"{len(names)} in the bucket: {shown}{more}" if names else "none in the bucket yet"
+    stored = await read_namespaces(store, names[:_READ_NAMESPACES])
     if ours is None:
-        return ok(found)
+        return ok("; ".join([found, *_pairs(stored)]))
+    near = neighbours(ours.descriptor, [one for one in stored if one.name != ours.name])
+    alone = [f"{one.name} differs from it in {one.differences[0]}" for one in near if one.only]
     if ours.name in names:
-        return ok(f"this model's is there, 1 of {len(names)}")
-    alike = [name for name in names if slug_of(name) == slug_of(ours.name)]
+        told = [f"this model's is there, 1 of {len(names)}", *alone[:_SHOWN_DIFFERENCES]]
+        return ok("; ".join(told))
+    alike = [one for one in near if one.only or slug_of(one.name) == slug_of(ours.name)]
     if alike:
-        (other,) = await read_namespaces(store, alike[-1:])
-        changed = differences(ours.descriptor, other.descriptor)
-        told = "; ".join(changed[:_SHOWN_DIFFERENCES]) or "no namespace.json there"
-        rest = len(changed) - _SHOWN_DIFFERENCES
+        return _unshared(alike[0])
+    undescribed = [name for name in names if slug_of(name) == slug_of(ours.name)]
+    if undescribed:
         return warn(
-            f"this model's is not there, but {other.name} is, which differs in {told}"
-            + (f"; {rest} more" if rest > 0 else ""),
-            "serve with the same settings as the producer (or set `model_identity` where only "
-            "the path differs) to share its embeddings",
+            f"this model's is not there, but {undescribed[-1]} is, without a namespace.json",
+            "serve with the same settings as the producer to share its embeddings",
         )
     if patient.only_reads:
         return warn(
@@ -179,3 +202,28 @@ async def _corpus(store: Any, patient: Patient) -> Outcome:
             "let a producer fill it first, or correct `bucket`, `prefix` and the model",
         )
     return ok(f"{found}; this model's comes with the first save")
+
+
+def _unshared(nearest: Neighbour) -> Outcome:
+    """This model's namespace is not there, but one that is nearly it."""
+    told = "; ".join(nearest.differences[:_SHOWN_DIFFERENCES])
+    rest = len(nearest.differences) - _SHOWN_DIFFERENCES
+    which = "in one field alone, " if nearest.only else "in "
+    return warn(
+        f"this model's is not there, but {nearest.name} is, which differs {which}{told}"
+        + (f"; {rest} more" if rest > 0 else ""),
+        "serve with the same settings as the producer (or set `model_identity` where only "
+        "the path differs) to share its embeddings",
+    )
+
+
+def _pairs(stored: Sequence[StoredNamespace]) -> list[str]:
+    """Namespaces that differ in one field alone: often two fleets that were meant to share."""
+    described = [one for one in stored if one.descriptor]
+    told = [
+        f"{one.name} and {other.name} differ in `{other.only}` alone"
+        for number, one in enumerate(described)
+        for other in neighbours(one.descriptor, described[number + 1 :])
+        if other.only
+    ]
+    return told[:_SHOWN_DIFFERENCES]

@@ -46,15 +46,21 @@ def main() -> None:
 
 def _describe(args: Sequence[str], settings: Settings, reply: Any) -> None:
     from s3ec.connector.checks import identifier_problem, model_problem
-    from s3ec.connector.namespace import namespace_of
+    from s3ec.connector.namespace import encoder_weights, namespace_of
 
     vllm_config, ignored = _vllm_config(args)
     problem = model_problem(vllm_config)
     reply("model", model=vllm_config.model_config.model, problem=problem, ignored=ignored)
     if problem is None:
         reply("identifiers", problem=identifier_problem(vllm_config))
-        namespace = namespace_of(vllm_config, settings)
-        reply("namespace", name=namespace.name, descriptor=dict(namespace.descriptor))
+        weights = encoder_weights(vllm_config, settings)
+        namespace = namespace_of(vllm_config, settings, weights.mark)
+        reply(
+            "namespace",
+            name=namespace.name,
+            descriptor=dict(namespace.descriptor),
+            weights_problem=weights.problem,
+        )
 
 
 def _vllm_config(args: Sequence[str]) -> tuple[Any, list[str]]:

@@ -109,7 +109,14 @@ class Announcer:
         """How many keys wait for a confirmation."""
         return len(self._sending.keys() | self._waiting.keys())
 
-    def add(self, key: Key, facts: Facts | None, done: Callable[[bool], None]) -> None:
+    def add(
+        self,
+        key: Key,
+        facts: Facts | None,
+        done: Callable[[bool], None],
+        *,
+        at_s: float | None = None,
+    ) -> None:
         """Tell of one key, soon; never waits.
 
         To be called before this process's own index hears of it: the row is made to win over
@@ -120,6 +127,7 @@ class Announcer:
             done: Called once in the loop's thread: True when the bucket has confirmed it, False
                 when it was given up (closed, too much waits, an error of ours). Must not wait,
                 and should hold little: it is kept until then.
+            at_s: When it was so, seconds since the epoch by this machine's clock; None: now.
         """
         if self._closed or len(self._waiting) >= _MAX_WAITING:
             if not self._closed and not self._said_full:
@@ -131,7 +139,8 @@ class Announcer:
                 )
             done(False)
             return
-        item = _Item(facts, self._clock(), self._known_time_s(key) + 1, [done])
+        added_s = self._clock() if at_s is None else at_s
+        item = _Item(facts, added_s, self._known_time_s(key) + 1, [done])
         earlier = self._waiting.pop(key.digest, None)
         if earlier is not None:  # the later one is true; one row tells it for both
             item.done[:0] = earlier.done

@@ -45,7 +45,9 @@ async def write_base(
         S3ECError: That of the writer or of ``between``; what was written is deleted then.
     """
     try:
-        for first, last in shard_ranges(max_entries):
+        ranges = shard_ranges(max_entries)
+        for number, (first, last) in enumerate(ranges):
+            writer.report("writing shards", number, len(ranges))
             await writer.add(first, last, await between(first, last))
     except S3ECError:  # or each of an elected writer's attempts would stay for a day
         await writer.discard()
@@ -66,6 +68,7 @@ class BaseWriter:
 
     Attributes:
         nbytes: Bytes of all files written so far.
+        report: Told how far it is.
 
     Raises:
         CorruptEntryError: There is no such version (``reason`` is ``version``).
@@ -79,6 +82,7 @@ class BaseWriter:
                 reason="version",
             )
         self.nbytes = 0
+        self.report = making.report
         self._store = store
         self._layout = layout
         self._version = version

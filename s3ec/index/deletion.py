@@ -4,37 +4,55 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
-from collections.abc import AsyncIterator, Callable, Container, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Iterable,
+    Mapping,
+    MutableMapping,
+    Sequence,
+    Set,
+)
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
-from s3ec.counters import Counters
-from s3ec.errors import AccessError, UnavailableError
+from s3ec.counters import Counters, Report, unreported
+from s3ec.errors import AccessError, CorruptEntryError, S3ECError, UnavailableError
 from s3ec.identity import Key, Layout, digest_of_name, entry_name
-from s3ec.index.announce import BATCH_ITEMS, Announcer
+from s3ec.index.announce import Announcer
 from s3ec.index.known_times import DELTAS, KnownTimes
 from s3ec.index.making import temporary_folder
-from s3ec.index.object_listing import list_objects
+from s3ec.index.object_listing import few_objects, list_objects
 from s3ec.index.parallel import in_parallel
-from s3ec.store.base import ObjectInfo, Store
+from s3ec.index.snapshot import newest_head, take_snapshot
+from s3ec.store.base import DELETE_AT_A_TIME, ObjectInfo, Store
 
 # Writing a few kilobytes takes no longer where the bucket answers at all.
 _TELL_S = 60.0
-# Nor does asking after what a DELETE has left.
+# Nor does asking after what a request without an answer has left.
 _LOOK_S = 10.0
+# From so many entries on, one listing of all objects is tried first.
+_MANY = 32
 
 
 class Deleter:
     """Deletes entries in batches; made by ``deleting``."""
 
     def __init__(
-        self, store: Store, layout: Layout, announcer: Announcer, times: KnownTimes
+        self,
+        store: Store,
+        layout: Layout,
+        announcer: Announcer,
+        times: KnownTimes,
+        clock: Callable[[], float],
     ) -> None:
         self._store = store
         self._layout = layout
         self._announcer = announcer
         self._times = times
+        self._clock = clock
 
     async def delete(self, keys: Sequence[Key]) -> None:
         """Delete some entries with all revisions, and announce that; those that are absent too.
@@ -47,66 +65,103 @@ class Deleter:
                 announced, unless the message says otherwise.
             AccessError: It refuses.
         """
-
-        async def find(key: Key) -> list[str]:
-            return await object_names(self._store, self._layout, key) or [self._layout.object(key)]
-
-        found = await in_parallel(keys, find)
-        await self.delete_objects(dict(zip(keys, found, strict=True)))
+        found = await find_objects(self._store, self._layout, keys)
+        await self.delete_objects(
+            {key: [info.name for info in infos] for key, infos in found.items()}
+        )
 
     async def delete_objects(
-        self, objects: Mapping[Key, Sequence[str]], *, kept: Container[Key] = ()
+        self,
+        objects: Mapping[Key, Sequence[str]],
+        *,
+        kept: Set[Key] = frozenset(),
+        report: Report = unreported,
     ) -> None:
         """Delete the named objects of some entries; raises what delete raises.
 
+        One request and one announcement for each 1000 objects.
+
         Args:
+            objects: Those of each entry; for one without any, the object that it would have.
             kept: Entries that have other objects, so that readers are told nothing.
+            report: Told how many entries are gone.
         """
-        keys = list(objects)
-        for start in range(0, len(keys), BATCH_ITEMS):
-            await self._delete_batch(keys[start : start + BATCH_ITEMS], objects, kept)
+        waiting = {key: names or [self._layout.object(key)] for key, names in objects.items()}
+        while waiting:
+            await self._delete_batch(_take_batch(waiting), kept)
+            report("deleting", len(objects) - len(waiting), len(objects))
 
-    async def _delete_batch(
-        self, keys: Sequence[Key], objects: Mapping[Key, Sequence[str]], kept: Container[Key]
-    ) -> None:
-        await self._times.prepare(keys)
+    async def _delete_batch(self, objects: Mapping[Key, Sequence[str]], kept: Set[Key]) -> None:
+        await self._times.prepare(objects)
+        # Before the request, so that its time is before that of whoever stores an entry again.
+        asked_s = self._clock()
+        left: dict[str, S3ECError] = {}
+        refused: Set[Key] = set()
+        unknown: Set[Key] = objects.keys()  # there was no answer about them
         confirmed: list[bool] = []
-        unknown: dict[Key, None] = {}  # asked for, and no answer
-
-        async def delete(key: Key) -> None:
-            if key not in kept:
-                unknown[key] = None
-            for name in objects[key]:
-                await self._store.delete(name)
-            if key not in kept:
-                del unknown[key]
-                # At once, so that its time is before that of whoever stores the entry again.
-                self._announcer.add(key, None, confirmed.append)
-
         try:
-            await in_parallel(keys, delete)
+            left = await self._store.delete_many([n for names in objects.values() for n in names])
+            refused = _with_error(objects, left, AccessError)
+            unknown = _with_error(objects, left, UnavailableError) - refused
+        except AccessError:  # of the request as a whole
+            refused, unknown = objects.keys(), set()
+            raise
         finally:
-            for key in await self._gone({key: objects[key] for key in unknown}):
-                self._announcer.add(key, None, confirmed.append)
+            # Before anything is awaited: it may be broken off here.
+            self._announce(objects.keys() - refused - unknown - kept, asked_s, confirmed)
+            gone = await self._gone({key: objects[key] for key in unknown - kept})
+            self._announce(gone, asked_s, confirmed)
             await _tell(self._announcer)
+        for error in left.values():
+            raise error
         if not all(confirmed):
             raise UnavailableError("the deletion could not be announced")
+
+    def _announce(self, keys: Iterable[Key], at_s: float, confirmed: list[bool]) -> None:
+        for key in keys:
+            self._announcer.add(key, None, confirmed.append, at_s=at_s)
 
     async def _gone(self, objects: Mapping[Key, Sequence[str]]) -> list[Key]:
         """Those that are not there: of a request without an answer only the bucket knows more.
 
         What it does not tell is not announced: readers find out by asking for it.
         """
+        gone: list[Key] = []
 
-        async def is_gone(names: Sequence[str]) -> bool:
-            try:
-                async with asyncio.timeout(_LOOK_S):
-                    return not any([await self._store.head(name) for name in names])
-            except (UnavailableError, AccessError, TimeoutError):
-                return False
+        async def look(key: Key) -> None:
+            with suppress(UnavailableError, AccessError):
+                if not any([await self._store.head(name) for name in objects[key]]):
+                    gone.append(key)
 
-        gone = await in_parallel(objects.values(), is_gone)
-        return [key for key, it_is in zip(objects, gone, strict=True) if it_is]
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LOOK_S):
+                await in_parallel(objects, look)
+        return gone
+
+
+def _take_batch(waiting: MutableMapping[Key, Sequence[str]]) -> dict[Key, Sequence[str]]:
+    """Take out entries for one request: from the first on, as many as it has room for."""
+    batch: dict[Key, Sequence[str]] = {}
+    room = DELETE_AT_A_TIME
+    for key, names in waiting.items():
+        room -= len(names)
+        if room < 0 and batch:
+            break
+        batch[key] = names
+    for key in batch:
+        del waiting[key]
+    return batch
+
+
+def _with_error(
+    objects: Mapping[Key, Sequence[str]], left: Mapping[str, S3ECError], kind: type[S3ECError]
+) -> set[Key]:
+    """The entries of which an object was left behind with such an error."""
+    return {
+        key
+        for key, names in objects.items()
+        if any(isinstance(left.get(name), kind) for name in names)
+    }
 
 
 async def _tell(announcer: Announcer) -> None:
@@ -146,7 +201,7 @@ async def deleting(
         await times.open()
         announcer = Announcer(store, layout, Counters(), known_time_s=times, clock=clock)
         try:
-            yield Deleter(store, layout, announcer, times)
+            yield Deleter(store, layout, announcer, times, clock)
         finally:
             try:
                 if len(announcer):  # broken off while it was told
@@ -155,11 +210,44 @@ async def deleting(
                 announcer.close()
 
 
-async def object_names(store: Store, layout: Layout, key: Key) -> list[str]:
-    """Names of an entry's objects that are there, revisions included; one listing."""
-    listed = [info.name async for info in store.list(layout.revisions(key))]
-    found = {name: entry_name(name.removeprefix(layout.objects)) for name in listed}
-    return [name for name, entry in found.items() if entry and entry[0] == key.name]
+async def find_objects(
+    store: Store, layout: Layout, keys: Iterable[Key], *, report: Report = unreported
+) -> dict[Key, list[ObjectInfo]]:
+    """The objects of some entries that are there, revisions included.
+
+    A listing for each, 16 at a time; where many are asked for and few are there, one of all.
+
+    Args:
+        report: Told how many were looked for.
+
+    Raises:
+        UnavailableError: The store does not answer now.
+        AccessError: It refuses.
+    """
+    wanted = list(dict.fromkeys(keys))
+    if len(wanted) > _MANY:
+        few = await few_objects(store, layout.objects)
+        if few is not None:
+            return _of_entries(layout, wanted, few)
+    looked = itertools.count(1)
+
+    async def find(key: Key) -> list[ObjectInfo]:
+        listed = [info async for info in store.list(layout.revisions(key))]
+        report("looking", next(looked), len(wanted))
+        return [info for info in listed if key_of_object(layout, info.name)[0].name == key.name]
+
+    return dict(zip(wanted, await in_parallel(wanted, find), strict=True))
+
+
+def _of_entries(
+    layout: Layout, keys: Sequence[Key], infos: Sequence[ObjectInfo]
+) -> dict[Key, list[ObjectInfo]]:
+    found: dict[str, list[ObjectInfo]] = {key.name: [] for key in keys}
+    for info in infos:
+        name = key_of_object(layout, info.name)[0].name
+        if name in found:
+            found[name].append(info)
+    return {key: found[key.name] for key in keys}
 
 
 def key_of_object(layout: Layout, name: str) -> tuple[Key, int]:
@@ -189,22 +277,28 @@ class Older:
         return old
 
 
-async def count_older(store: Store, layout: Layout, before_s: float) -> Older:
+async def count_older(
+    store: Store, layout: Layout, before_s: float, *, report: Report = unreported
+) -> Older:
     """What delete_older would delete, by an authoritative listing; raises what it raises."""
     older = Older()
 
     async def take(infos: Sequence[ObjectInfo]) -> None:
         older.take(infos, before_s)
 
-    await list_objects(store, layout, take)
+    expected = await expected_entries(store, layout)
+    await list_objects(store, layout, take, report=report, expected=expected)
     return older
 
 
-async def delete_older(store: Store, layout: Layout, before_s: float) -> Older:
+async def delete_older(
+    store: Store, layout: Layout, before_s: float, *, report: Report = unreported
+) -> Older:
     """Delete all entries that were last changed before a time, by an authoritative listing.
 
     Args:
         before_s: Seconds since the epoch, by the server's clock.
+        report: Told how many objects were looked at.
 
     Raises:
         UnavailableError: The store does not answer now; some may be deleted and announced.
@@ -212,23 +306,41 @@ async def delete_older(store: Store, layout: Layout, before_s: float) -> Older:
         TierError: As deleting.
     """
     older = Older()
-    turn = asyncio.Lock()  # a delta after the other
+    turn = asyncio.Lock()  # a batch after the other
+    waiting: dict[Key, Sequence[str]] = {}  # old objects, until they fill a request
     kept: set[Key] = set()  # entries of several objects, of which one is young
     async with deleting(store, layout) as deleter:
 
         async def take(infos: Sequence[ObjectInfo]) -> None:
             async with turn:
                 old = older.take(infos, before_s)
-                objects: dict[Key, list[str]] = {}
                 for info in old:
-                    objects.setdefault(key_of_object(layout, info.name)[0], []).append(info.name)
+                    key, _ = key_of_object(layout, info.name)
+                    waiting[key] = [*waiting.get(key, ()), info.name]
                 # A server that lists by name has the revisions before the first object.
                 gone = {info.name for info in old}
                 for info in infos:
                     key, revision = key_of_object(layout, info.name)
-                    if info.name not in gone and (revision or key in objects):
+                    if info.name not in gone and (revision or key in waiting):
                         kept.add(key)
-                await deleter.delete_objects(objects, kept=kept)
+                while sum(map(len, waiting.values())) >= DELETE_AT_A_TIME:
+                    await deleter.delete_objects(_take_batch(waiting), kept=kept)
 
-        await list_objects(store, layout, take)
+        expected = await expected_entries(store, layout)
+        await list_objects(store, layout, take, report=report, expected=expected)
+        await deleter.delete_objects(waiting, kept=kept)
     return older
+
+
+async def expected_entries(store: Store, layout: Layout) -> int | None:
+    """How many entries the base of the index holds; None where there is none that can be read.
+
+    Raises:
+        UnavailableError: The store does not answer now.
+        AccessError: It refuses.
+    """
+    try:
+        head = await newest_head(store, layout, await take_snapshot(store, layout))
+    except CorruptEntryError:
+        return None
+    return head.entries if head else None

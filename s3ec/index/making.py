@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from s3ec.counters import Report, unreported
 from s3ec.errors import TierError
 from s3ec.index.head import Head
 
@@ -33,12 +34,14 @@ class Making:
         folder: Where a folder for temporary files may be made; None for the system's place. At
             most 42 bytes for each entry of the deltas, and for each object that is listed.
         clock: Seconds since the epoch.
+        report: Told how far it is.
     """
 
     bloom_fpr: float = 0.01
     grace_s: float = GRACE_S
     folder: Path | None = None
     clock: Callable[[], float] = time.time
+    report: Report = unreported
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
 from pathlib import Path
 
 import numpy as np
 
+from s3ec.counters import Report, unreported
 from s3ec.errors import UnavailableError
 from s3ec.identity import Layout, digest_of_name, entry_name
 from s3ec.index.parallel import in_parallel
@@ -19,6 +21,8 @@ from s3ec.store.base import ObjectInfo, Store
 
 # Objects that are handed on at a time.
 _BATCH = 4096
+# So many are listed one page after the other: requests for each of 256 folders cost more.
+_FEW = 4096
 # In a row: a hundred thousand requests are sent, and some will fail.
 _ATTEMPTS = 4
 _PAUSE_S = 1.0
@@ -28,35 +32,76 @@ _MAX_TIME_S = 2**32 - 1
 Take = Callable[[Sequence[ObjectInfo]], Awaitable[None]]
 
 
-async def list_objects(store: Store, layout: Layout, take: Take) -> None:
+async def list_objects(
+    store: Store,
+    layout: Layout,
+    take: Take,
+    *,
+    report: Report = unreported,
+    expected: int | None = None,
+) -> None:
     """List every entry; what make_key could not have named, and empty objects, are left out.
 
-    One request per 1000 objects and prefix, 16 at a time.
+    One request per 1000 objects; where there are many, 16 at a time, by folder.
 
     Args:
         take: Gets some objects at a time, from several coroutines.
+        report: Told how many were handed on.
+        expected: How many there may be, for ``report``.
 
     Raises:
         UnavailableError: The store does not answer now; part of the listing is missing.
         AccessError: Listing is refused.
     """
     objects = layout.objects
+    count = 0
+
+    async def hand_on(batch: Sequence[ObjectInfo]) -> None:
+        nonlocal count
+        await take(batch)
+        count += len(batch)
+        report("listing objects", count, None if expected is None else max(expected, count))
+
+    def is_entry(info: ObjectInfo) -> bool:
+        return info.nbytes > 0 and entry_name(info.name.removeprefix(objects)) is not None
+
+    few = await few_objects(store, objects)
+    if few is not None:
+        found = [info for info in few if is_entry(info)]
+        if found:
+            await hand_on(found)
+        return
 
     async def read(prefix: str) -> None:
         batch: list[ObjectInfo] = []
         async for info in listed(store, objects + prefix):
-            if info.nbytes > 0 and entry_name(info.name.removeprefix(objects)) is not None:
+            if is_entry(info):
                 batch.append(info)
             if len(batch) == _BATCH:
-                await take(batch)
+                await hand_on(batch)
                 batch = []
         if batch:
-            await take(batch)
+            await hand_on(batch)
 
     await in_parallel(await _prefixes(store, objects), read)
 
 
-async def listed(store: Store, prefix: str) -> AsyncIterator[ObjectInfo]:
+async def few_objects(store: Store, prefix: str) -> list[ObjectInfo] | None:
+    """All objects below a prefix, None where there are more than a few thousand.
+
+    Raises:
+        UnavailableError, AccessError: As listed.
+    """
+    found: list[ObjectInfo] = []
+    async with aclosing(listed(store, prefix)) as listing:
+        async for info in listing:
+            if len(found) == _FEW:
+                return None
+            found.append(info)
+    return found
+
+
+async def listed(store: Store, prefix: str) -> AsyncGenerator[ObjectInfo, None]:
     """A listing that goes on where it broke off, if the server lists in the order of names.
 
     Raises:
@@ -91,11 +136,19 @@ async def _prefixes(store: Store, objects: str) -> list[str]:
     return [*direct, *(prefix for prefixes in nested for prefix in prefixes)]
 
 
-async def read_listing(store: Store, layout: Layout, folder: Path) -> SortedRuns:
+async def read_listing(
+    store: Store,
+    layout: Layout,
+    folder: Path,
+    *,
+    report: Report = unreported,
+    expected: int | None = None,
+) -> SortedRuns:
     """List every entry and keep digests, sizes and times.
 
     Args:
         folder: For files, see SortedRuns.
+        report, expected: As for list_objects.
 
     Raises:
         UnavailableError, AccessError: As list_objects.
@@ -110,7 +163,7 @@ async def read_listing(store: Store, layout: Layout, folder: Path) -> SortedRuns
         async with turn:
             await asyncio.to_thread(listed.add, rows)
 
-    await list_objects(store, layout, take)
+    await list_objects(store, layout, take, report=report, expected=expected)
     return listed
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from s3ec.counters import Report
 from s3ec.errors import CorruptEntryError, UnavailableError
 from s3ec.identity import Layout
 from s3ec.index.base_writer import BaseWriter, write_base
@@ -66,7 +67,7 @@ async def _attempt(store: Store, layout: Layout, making: Making) -> Head | None:
     # First the deltas, then the objects: what is announced after this stays unmerged.
     snapshot = await take_snapshot(store, layout)
     with temporary_folder(making.folder, *_FOLDERS) as folder:
-        source = await _Source.read(store, layout, snapshot, folder)
+        source = await _Source.read(store, layout, snapshot, folder, making.report)
         version = snapshot.version + 1
         while True:
             writer = BaseWriter(store, layout, version, making)
@@ -90,13 +91,22 @@ class _Source:
         self._known: Content | None = known
 
     @classmethod
-    async def read(cls, store: Store, layout: Layout, snapshot: Snapshot, folder: Path) -> _Source:
+    async def read(
+        cls, store: Store, layout: Layout, snapshot: Snapshot, folder: Path, report: Report
+    ) -> _Source:
         """Read the deltas, then list the objects."""
         head = await _usable_head(store, layout, snapshot)
         known = Content(store, layout, head, folder / _FOLDERS[0])
         pending = snapshot.deltas.keys() - (head.merged if head else frozenset())
         await known.add_deltas(sorted(pending), Deltas())
-        return cls(await read_listing(store, layout, folder / _FOLDERS[1]), known)
+        listed = await read_listing(
+            store,
+            layout,
+            folder / _FOLDERS[1],
+            report=report,
+            expected=known.max_entries or None,
+        )
+        return cls(listed, known)
 
     @property
     def entries(self) -> int:

@@ -1,322 +1,201 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A bucket through aioboto3: one SDK client, bounded in time, size and concurrency.
+"""A bucket through aioboto3: BotocoreStore without threads, each request in the event loop.
 
-The SDK does less here than it could: no retries (time is ours, see retry.py), no following
-of regions (a wrong region is an error that names the right one), no checksum of what is read
-(the object's own is checked by codec). What cannot be switched off: aiohttp sends a request once
-more when its connection breaks before a reply, so a PUT whose reply was lost can conflict with
-itself. Checked with aioboto3 15.5, aiobotocore 2.25 and aiohttp 3.14.
+An extra, ``pip install 's3ec[aioboto3]'``: aioboto3 pins an old botocore. What cannot be switched
+off: aiohttp sends a request once more when its connection breaks before a reply, so a PUT whose
+reply was lost can conflict with itself. Checked with aioboto3 15.5, aiobotocore 2.25 and aiohttp
+3.14.
 """
 
 from __future__ import annotations
 
-import asyncio
-import base64
 import contextlib
-import io
-import time
-import zlib
-from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import dataclass
+import ssl
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
-from botocore.exceptions import ClientError
+import aioboto3
+import aiohttp
+from aiobotocore.config import AioConfig
+from aiobotocore.httpsession import AIOHTTPSession
+from aiobotocore.session import get_session
+from botocore.exceptions import HTTPClientError, IncompleteReadError, ResponseStreamingError
 
-from s3ec.errors import AccessError, UnavailableError
-from s3ec.forks import call_in_forks
+from s3ec.errors import CorruptEntryError
 from s3ec.settings import Settings
-from s3ec.store.base import Blob, ObjectInfo, check_folder, check_name, check_range, content_type_of
-from s3ec.store.deadline import answer_begun, page_begun
-from s3ec.store.replies import Extend, Reply, SdkReply, read_body
-from s3ec.store.sdk_client import Opened, check_settings, open_client
-from s3ec.store.sdk_errors import CREDENTIAL_CODES, boundary, code_of, is_absent, status_of
-from s3ec.store.turns import Turns
-
-# A page of a listing: 1000 entries of a name of up to 1 KiB each, in XML.
-_PAGE_BYTES = 2**21
-_CHECKSUM_REFUSED = frozenset({"InvalidArgument", "InvalidRequest", "NotImplemented"})
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """One operation's hold on the store.
-
-    Attributes:
-        client: The SDK's.
-        extend: Grants the time that a body of so many bytes may take.
-    """
-
-    client: Any
-    extend: Extend
+from s3ec.store.botocore_s3 import BotocoreStore, Turn, length_and_part
+from s3ec.store.credentials import ChainCredentials
+from s3ec.store.replies import PIECE_BYTES, Extend, Pieces, Reply
+from s3ec.store.sdk_client import (
+    Opened,
+    chain_credentials,
+    check_and_adapt,
+    client_options,
+    config_for,
+    configured,
+    roots_for,
+)
+from s3ec.store.sdk_errors import RedirectRefusedError
+from s3ec.store.sdk_session import ANSWER_BYTES
 
 
-class Aioboto3Store:
+class Aioboto3Store(BotocoreStore):
     """The bucket of ``settings``; names are relative to its prefix. See base.Store.
 
-    May be made before a loop exists; the SDK client is made once, in the loop of the first call,
-    and later calls must come from that loop. At most ``settings.max_concurrency`` requests are
-    out at a time, others wait their turn without a limit. From then on each is bounded by the
-    timeouts of ``settings`` and by the least throughput.
-
-    Args:
-        settings: Where the bucket is and how to reach it.
-        page_size: Entries asked for per page of a listing.
-        least_bytes_per_s: A body that comes or goes slower is a fault (UnavailableError): the
-            SDK's read timeout is not reached by a trickle, and does not guard an upload.
-
-    Raises:
-        ConfigError: Profile, region or CA file cannot be used.
+    Limits, deadlines and errors are those of BotocoreStore.
     """
 
     def __init__(
         self, settings: Settings, *, page_size: int = 1000, least_bytes_per_s: float = 65536.0
     ) -> None:
-        check_settings(settings)
-        self._settings = settings
-        self._root = f"{settings.prefix}/" if settings.prefix else ""
-        self._page_size = page_size
-        self._turns = Turns(settings, least_bytes_per_s)
-        self._opening = asyncio.Lock()
+        super().__init__(settings, page_size=page_size, least_bytes_per_s=least_bytes_per_s)
         self._resources = contextlib.AsyncExitStack()
-        self._opened: Opened | None = None
-        self._send_checksum = True
-        self._parents: list[object] = []
-        call_in_forks(self, Aioboto3Store._after_fork)
 
     def _after_fork(self) -> None:
-        """In the child: the connections are the parent's. Kept, since the server heard a close."""
-        self._parents += [self._opened, self._resources]
-        self._opening = asyncio.Lock()
+        super()._after_fork()
+        self._parents.append(self._resources)
         self._resources = contextlib.AsyncExitStack()
-        self._opened = None
-        self._turns.after_fork()
-
-    def __repr__(self) -> str:
-        endpoint = self._settings.endpoint_url or "AWS"
-        return f"Aioboto3Store(s3://{self._settings.bucket}/{self._root} at {endpoint})"
-
-    async def get(self, name: str, *, max_bytes: int) -> Blob | None:
-        key = self._key(name)
-        what = self._what("GET", key)
-        async with self._turn(what) as turn:
-            reply = await self._get_object(turn, key)
-            return None if reply is None else await read_body(reply, max_bytes, what, turn.extend)
-
-    async def get_range(self, name: str, start: int, length: int) -> Blob | None:
-        check_range(start, length)
-        key = self._key(name)
-        what = self._what("GET", key)
-        async with self._turn(what) as turn:
-            try:
-                reply = await self._get_object(turn, key, range(start, start + length))
-            except ClientError as exc:
-                if status_of(exc) == 416:  # the object ends before `start`
-                    return b""
-                raise
-            if reply is None:
-                return None
-            if reply.is_part:
-                return await read_body(reply, length, what, turn.extend)
-            # The whole object, from a server that knows no ranges or has none of an empty body.
-            whole = await read_body(reply, start + length, what, turn.extend)
-            return whole[start:]
-
-    async def put_if_absent(self, name: str, body: Sequence[bytes | memoryview]) -> None:
-        key = self._key(name)
-        nbytes = sum(memoryview(piece).nbytes for piece in body)
-        what = self._what("PUT", key)
-        async with self._turn(what) as turn:
-            turn.extend(nbytes)
-            try:
-                await self._put_object(turn, key, body, what, checksum=self._send_checksum)
-            except ClientError as exc:
-                refused = status_of(exc) == 501 or code_of(exc) in _CHECKSUM_REFUSED
-                if not (self._send_checksum and refused):
-                    raise
-            else:
-                return
-            turn.extend(nbytes)
-            await self._put_object(turn, key, body, what, checksum=False)
-            # Only now is it known that the checksum was what the server did not like.
-            self._send_checksum = False
-
-    async def head(self, name: str) -> ObjectInfo | None:
-        key = self._key(name)
-        what = self._what("HEAD", key)
-        async with self._turn(what) as turn:
-            try:
-                response = await turn.client.head_object(Bucket=self._settings.bucket, Key=key)
-            except ClientError as exc:
-                if is_absent(exc):
-                    return None
-                raise
-            if "ETag" not in response:
-                raise UnavailableError(f"{what}: the answer is not an S3 server's")
-            modified = response.get("LastModified")
-            modified_s = modified.timestamp() if modified else 0.0
-            return ObjectInfo(name, int(response.get("ContentLength", 0)), modified_s)
-
-    async def list(self, prefix: str, *, start_after: str = "") -> AsyncIterator[ObjectInfo]:
-        after = {"StartAfter": self._root + start_after} if start_after else {}
-        async for page in self._pages(prefix, after):
-            found = list(self._entries_of(page))
-            page_begun(len(found), is_last=not page["IsTruncated"])
-            for info in found:
-                yield info
-
-    def _entries_of(self, page: Any) -> Iterator[ObjectInfo]:
-        for entry in page.get("Contents", ()):
-            key = str(entry["Key"])
-            # The root itself can be listed, as a folder marker made by a console.
-            if key.startswith(self._root) and key != self._root:
-                modified = entry.get("LastModified")
-                modified_s = modified.timestamp() if modified else 0.0
-                yield ObjectInfo(key[len(self._root) :], int(entry["Size"]), modified_s)
-
-    async def list_folders(self, prefix: str) -> Sequence[str]:
-        check_folder(prefix)
-        above = self._root + prefix
-        folders: dict[str, None] = {}
-        async for page in self._pages(prefix, {"Delimiter": "/"}):
-            for entry in page.get("CommonPrefixes", ()):
-                folders[str(entry["Prefix"]).removeprefix(above)] = None
-        return tuple(folders)
-
-    async def delete(self, name: str) -> None:
-        key = self._key(name)
-        async with self._turn(self._what("DELETE", key)) as turn:
-            try:
-                await turn.client.delete_object(Bucket=self._settings.bucket, Key=key)
-            except ClientError as exc:
-                if not is_absent(exc):
-                    raise
-
-    async def close(self) -> None:
-        async with self._opening:
-            self._opened = None
-            # aiohttp's close does not wake a reader whose connection it closes.
-            self._turns.close()
-            await self._resources.aclose()
-
-    def _key(self, name: str) -> str:
-        check_name(name)
-        return self._root + name
-
-    def _what(self, verb: str, key: str) -> str:
-        return f"{verb} s3://{self._settings.bucket}/{key}"
-
-    def _region(self) -> str:
-        if self._opened is not None:
-            return str(self._opened.client.meta.region_name)
-        return self._settings.region or "unset"
-
-    @contextlib.asynccontextmanager
-    async def _turn(self, what: str) -> AsyncIterator[Turn]:
-        """The client, one of the places, a deadline and the error boundary around one request."""
-        asked_s = time.monotonic()
-        try:
-            with boundary(what, self._region):
-                client = await self._open()
-                # The pool has as many connections as there are places, so nothing waits behind
-                # the deadline for a connection.
-                async with self._turns.take(what) as extend:
-                    asked_s = time.monotonic()
-                    yield Turn(client, extend)
-            if self._opened is not None:
-                self._opened.credentials.accepted(asked_s)
-        except AccessError as exc:
-            if exc.code in CREDENTIAL_CODES and self._opened is not None:
-                self._opened.credentials.refused(exc.code, asked_s)
-            raise
-
-    async def _open(self) -> Any:
-        self._turns.check_loop()
-        async with self._opening:
-            if self._turns.is_closed:
-                raise RuntimeError("the store is closed")
-            if self._opened is None:
-                self._opened = await self._connect()
-            return self._opened.client
 
     async def _connect(self) -> Opened:
-        """Make what the first request needs; called under the lock of _open."""
-        return await open_client(self._settings, self._resources)
-
-    async def _get_object(self, turn: Turn, key: str, wanted: range | None = None) -> Reply | None:
-        """Ask for an object or a range of its bytes; None where it is absent.
-
-        Raises:
-            ClientError: The SDK's, for any other refusal.
-        """
-        part = {} if wanted is None else {"Range": f"bytes={wanted.start}-{wanted.stop - 1}"}
-        try:
-            return SdkReply(
-                await turn.client.get_object(Bucket=self._settings.bucket, Key=key, **part)
+        settings = self._settings
+        core = configured(get_session(), settings)
+        credentials = chain_credentials(settings)
+        core.get_component("credential_provider").providers.insert(0, _Provider(credentials))
+        config = AioConfig(http_session_cls=StrictSession, **config_for(settings, core))
+        client = await self._resources.enter_async_context(
+            aioboto3.Session(botocore_session=core).client(
+                "s3", config=config, **client_options(settings)
             )
-        except ClientError as exc:
-            if is_absent(exc):
-                return None
-            raise
-
-    async def _put_object(
-        self,
-        turn: Turn,
-        key: str,
-        body: Sequence[bytes | memoryview],
-        what: str,
-        *,
-        checksum: bool,
-    ) -> None:
-        """Send an object that may not exist yet.
-
-        Raises:
-            ClientError: The SDK's, for any refusal.
-        """
-        # The SDK wants one buffer; an only piece of type bytes is not copied.
-        whole = body[0] if len(body) == 1 and isinstance(body[0], bytes) else b"".join(body)
-        extra: dict[str, str] = {}
-        if checksum:
-            # As a header of our own: the SDK's would be a trailer over HTTPS, in a chunked
-            # encoding that several S3-compatible servers do not understand.
-            crc = await asyncio.to_thread(zlib.crc32, whole)
-            extra["ChecksumCRC32"] = base64.b64encode(crc.to_bytes(4, "big")).decode()
-        if self._settings.sse != "none":
-            extra["ServerSideEncryption"] = self._settings.sse
-        if self._settings.sse_kms_key_id:
-            extra["SSEKMSKeyId"] = self._settings.sse_kms_key_id
-        response = await turn.client.put_object(
-            Bucket=self._settings.bucket,
-            Key=key,
-            # Shares the memory of `whole`; as bare bytes aiohttp would write it in one go.
-            Body=io.BytesIO(whole),
-            ContentType=content_type_of(key),
-            IfNoneMatch="*",
-            **extra,
         )
-        if "ETag" not in response:
-            raise UnavailableError(f"{what}: the answer is not an S3 server's")
+        check_and_adapt(client, settings)
+        return Opened(client, credentials, roots_for(settings, core))
 
-    async def _pages(self, prefix: str, extra: dict[str, str]) -> AsyncIterator[Any]:
-        what = self._what("LIST", self._root + prefix)
-        token = ""
-        while True:
-            resume = {"ContinuationToken": token} if token else {}
-            async with self._turn(what) as turn:
-                turn.extend(_PAGE_BYTES)
-                page = await turn.client.list_objects_v2(
-                    Bucket=self._settings.bucket,
-                    Prefix=self._root + prefix,
-                    MaxKeys=self._page_size,
-                    **extra,
-                    **resume,
-                )
-            answer_begun()
-            # An empty page must be an S3 server's word: what is not listed may get deleted.
-            if "IsTruncated" not in page:
-                raise UnavailableError(f"{what}: the answer is not a listing")
-            yield page
-            if not page["IsTruncated"]:
-                return
-            last, token = token, page.get("NextContinuationToken", "")
-            if token in ("", last):
-                raise UnavailableError(f"{what}: the listing does not advance")
+    async def _disconnect(self, opened: Opened) -> None:
+        await self._resources.aclose()
+
+    async def _call(self, turn: Turn, operation: str, **params: Any) -> Any:
+        with _as_botocores():
+            call = getattr(turn.opened.client, operation)
+            return await call(Bucket=self._settings.bucket, **params)
+
+    def _reply(self, turn: Turn, response: Any) -> Reply:
+        return Aioboto3Reply(response)
+
+
+class Aioboto3Reply:
+    """What get_object of aioboto3 returned."""
+
+    def __init__(self, response: Any) -> None:
+        self.nbytes, self.is_part = length_and_part(response)
+        self._body = response["Body"]
+
+    async def read(self, max_bytes: int, what: str, extend: Extend) -> bytes:
+        if self.nbytes is None:
+            pieces = Pieces(max_bytes, what, extend)  # it comes in chunks
+            with _as_botocores():
+                while piece := await self._body.read(PIECE_BYTES):
+                    pieces.add(piece)
+            return pieces.whole()
+        try:
+            return bytes(await self._body.read())
+        except (aiohttp.ClientPayloadError, IncompleteReadError, ResponseStreamingError) as exc:
+            raise CorruptEntryError(
+                f"{what}: the body ended before its {self.nbytes} bytes", reason="length"
+            ) from exc
+
+    def close(self) -> None:
+        self._body.close()
+
+
+@contextlib.contextmanager
+def _as_botocores() -> Iterator[None]:
+    """aiobotocore lets some errors of aiohttp out as they are; here they become botocore's."""
+    try:
+        yield
+    except aiohttp.ClientError as exc:
+        raise HTTPClientError(error=exc) from exc
+
+
+class _Provider:
+    """What aiobotocore calls a credential provider: the first one that loads something wins."""
+
+    METHOD = ChainCredentials.method
+    CANONICAL_NAME = None
+
+    def __init__(self, credentials: ChainCredentials) -> None:
+        self._credentials = _AioCredentials(credentials)
+
+    async def load(self) -> _AioCredentials:
+        return self._credentials
+
+
+class _AioCredentials:
+    """ChainCredentials where aiobotocore wants credentials."""
+
+    method = ChainCredentials.method
+
+    def __init__(self, credentials: ChainCredentials) -> None:
+        self.get_frozen_credentials = credentials.get_frozen_credentials
+
+    async def get_account_id(self) -> None:
+        """For endpoints that are made of an account's id; S3 has none."""
+
+    def get_deferred_property(self, name: str) -> Any:
+        """As get_account_id, at set-up."""
+        return lambda: None
+
+
+class _BoundedResponse(aiohttp.ClientResponse):
+    """Whose body is refused where it is too long for an answer; objects are read in pieces."""
+
+    async def read(self) -> bytes:
+        if self._body is None:
+            parts, nbytes = [], 0
+            async for part in self.content.iter_any():
+                parts.append(part)
+                nbytes += len(part)
+                if nbytes > ANSWER_BYTES:
+                    self.close()
+                    raise aiohttp.ClientPayloadError(
+                        f"answered with more than {ANSWER_BYTES} bytes"
+                    )
+            self._body = b"".join(parts)
+        return self._body
+
+
+class StrictSession(AIOHTTPSession):  # type: ignore[misc]
+    """Checks host names, bounds answers, follows no redirect: a signature holds nowhere else.
+
+    Three things that aiobotocore leaves to others, and aiohttp does not do: botocore switches the
+    check of the certificate's host name off, since its own transport makes that check itself; a
+    redirect is followed with the session token among its headers; and an error or a page of a
+    listing is read to its end, however far that is.
+    """
+
+    def _get_ssl_context(self) -> ssl.SSLContext:
+        context: ssl.SSLContext = super()._get_ssl_context()
+        context.check_hostname = True
+        return context
+
+    async def _get_session(self, proxy_url: str | None) -> aiohttp.ClientSession:
+        session: aiohttp.ClientSession = await super()._get_session(proxy_url)
+        if not session.trace_configs:
+            trace = aiohttp.TraceConfig()
+            trace.on_request_redirect.append(_refuse)
+            trace.freeze()
+            session.trace_configs.append(trace)
+            session._response_class = _BoundedResponse
+        return session
+
+
+async def _refuse(
+    session: aiohttp.ClientSession,
+    context: SimpleNamespace,
+    params: aiohttp.TraceRequestRedirectParams,
+) -> None:
+    """End a request whose answer leads elsewhere; S3's own 301 has no address to go to."""
+    answer: Any = params.response
+    if "Location" in answer.headers or "URI" in answer.headers:
+        answer.close()
+        raise RedirectRefusedError(f"{answer.status}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What s3ec asks of a bucket: seven operations over names relative to a prefix.
+"""What s3ec asks of a bucket: eight operations over names relative to a prefix.
 
 Every transport and wrapper implements Store and passes the suite in
 ``s3ec.testing.contract``. Wrap, don't branch: retry, breaker, latency and faults are each a
@@ -8,12 +8,18 @@ Store around a Store.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
+from s3ec.errors import S3ECError
+
 Blob: TypeAlias = bytes | memoryview
 """Bytes of an object, read-only, one byte an item; a view where the transport holds the memory."""
+
+DELETE_AT_A_TIME = 1000
+"""Names that one call of delete_many takes; S3's limit of one request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +88,22 @@ class Store(Protocol):
         """Remove an object; absent is fine."""
         ...
 
+    async def delete_many(self, names: Sequence[str]) -> dict[str, S3ECError]:
+        """Remove objects, with one request where the server has one for that.
+
+        Args:
+            names: At most DELETE_AT_A_TIME; a name that comes twice counts once.
+
+        Returns:
+            Why a name may still be there, for each that may: UnavailableError (ask again) or
+            AccessError. Empty when all are gone; absent is fine.
+
+        Raises:
+            ValueError: Too many names, or one that is none; nothing was deleted.
+            UnavailableError, AccessError: The request failed as a whole; each of them may be there.
+        """
+        ...
+
     async def close(self) -> None:
         """Let go of connections. Further calls are errors of the caller."""
         ...
@@ -91,6 +113,28 @@ def check_name(name: str) -> None:
     """Raise ValueError for what would not lie below the store's prefix."""
     if not name or name.startswith("/"):
         raise ValueError("an object's name is not empty and does not start with a slash")
+
+
+def check_batch(names: Sequence[str]) -> None:
+    """Raise ValueError for more names than delete_many takes, or one that check_name refuses."""
+    if len(names) > DELETE_AT_A_TIME:
+        raise ValueError(f"at most {DELETE_AT_A_TIME} names are deleted at a time")
+    for name in names:
+        check_name(name)
+
+
+async def delete_each(store: Store, names: Sequence[str]) -> dict[str, S3ECError]:
+    """delete_many by delete, for a store without such a request; it bounds how many are out."""
+    left: dict[str, S3ECError] = {}
+
+    async def delete(name: str) -> None:
+        try:
+            await store.delete(name)
+        except S3ECError as exc:
+            left[name] = exc
+
+    await asyncio.gather(*(delete(name) for name in dict.fromkeys(names)))
+    return left
 
 
 def check_range(start: int, length: int) -> None:

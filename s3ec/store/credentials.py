@@ -4,8 +4,8 @@
 The SDK renews what comes with an expiry, and nothing else: a shared credentials file, a rotated
 key, a session that was revoked are read once per process. It also asks a credential service that
 does not answer once per request, and each request waits for that. Here the chain is asked by one
-task at a time, seldom, and who needs what it is about to say waits for a bounded time.
-Checked with aiobotocore 2.25.
+task at a time, seldom, in a thread, and who needs what it is about to say waits for a bounded
+time. Checked with botocore 1.40 and 1.44.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
 from botocore.exceptions import CredentialRetrievalError
 
+from s3ec.daemon_pool import DaemonPool
 from s3ec.errors import UnavailableError
 
 log = logging.getLogger(__name__)
@@ -28,26 +29,29 @@ _LOOK_EVERY_S = 5.0
 # A request waits so long for credentials that are being looked for, and the look itself so long.
 _PATIENCE_S = 5.0
 _LONGEST_LOOK_S = 30.0
+# A look that hangs for longer keeps its thread, and so many may: a command that prints credentials
+# has no limit of the SDK's.
+_HANGING_LOOKS = 4
 # Sooner before their end than this, what is there is not used without asking.
 _LAST_S = 60
 
 
 class ChainCredentials:
-    """What signs all requests of one store; stands where the SDK wants credentials.
+    """What signs all requests of one store.
 
     One event loop's. Of the SDK's own objects it needs ``get_frozen_credentials``, and
-    ``refresh_needed`` where they expire.
+    ``refresh_needed`` where they expire; the former may take its time, in a thread.
 
     Args:
-        find: Walks the SDK's chain; raises what the SDK raises, NoCredentialsError where there
-            are none.
+        find: Walks the SDK's chain, in a thread; raises what the SDK raises, NoCredentialsError
+            where there are none.
         clock: Monotonic seconds.
     """
 
     method = "s3ec"
 
     def __init__(
-        self, find: Callable[[], Awaitable[Any]], *, clock: Callable[[], float] = time.monotonic
+        self, find: Callable[[], Any], *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._find = find
         self._clock = clock
@@ -60,16 +64,10 @@ class ChainCredentials:
         self._problem: Exception | None = None
         self._asked_s = float("-inf")
         self._asking: asyncio.Task[None] | None = None
+        self._pool = DaemonPool(_HANGING_LOOKS, "s3ec-credentials")
 
     def __repr__(self) -> str:
         return f"ChainCredentials({getattr(self._found, 'method', None)})"
-
-    async def get_account_id(self) -> None:
-        """What the SDK asks for endpoints that are made of an account's id; S3 has none."""
-
-    def get_deferred_property(self, name: str) -> Callable[[], None]:
-        """As get_account_id, at set-up."""
-        return lambda: None
 
     async def get_frozen_credentials(self) -> Any:
         """Access key, secret key and token of this moment, the SDK's tuple.
@@ -118,6 +116,7 @@ class ChainCredentials:
         if task is not None and task.get_loop() is asyncio.get_running_loop():  # no fork's parent
             task.cancel()
             await asyncio.wait({task})
+        self._pool.shutdown(wait=False)
 
     def _is_usable(self) -> bool:
         if self._frozen is None or self._refused:
@@ -143,12 +142,12 @@ class ChainCredentials:
 
     async def _look(self) -> None:
         try:
+            known = None if self._refused else self._found
+            asking = asyncio.get_running_loop().run_in_executor(self._pool, self._ask_chain, known)
             async with asyncio.timeout(_LONGEST_LOOK_S):
-                found = self._found
-                if found is None or self._refused:
-                    found = await self._find()
-                self._take(found, await found.get_frozen_credentials())
+                self._take(*await asking)
         except TimeoutError:
+            self._found = None  # others that ask the same object would wait for its lock
             self._problem = UnavailableError("the credentials were looked for in vain: timed out")
         except RuntimeError as exc:  # the SDK's word for renewed ones that have expired already
             self._problem = CredentialRetrievalError(provider=self.method, error_msg=str(exc))
@@ -156,6 +155,11 @@ class ChainCredentials:
             self._problem = exc
         finally:
             self._asking = None
+
+    def _ask_chain(self, known: Any) -> tuple[Any, Any]:
+        """The SDK's object and its credentials of this moment, which it renews; in a thread."""
+        found = self._find() if known is None else known
+        return found, found.get_frozen_credentials()
 
     def _take(self, found: Any, frozen: Any) -> None:
         self._problem = None

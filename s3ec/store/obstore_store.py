@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A bucket whose bodies travel through obstore, in Rust and outside the interpreter's lock.
 
-Only GET and PUT are obstore's; the rest is the SDK's, see Aioboto3Store. obstore's listing takes
+Only GET and PUT are obstore's; the rest is botocore's, see BotocoreStore. obstore's listing takes
 a web page for an empty bucket, ends at the first foreign name with an empty part and matches
 whole parts of names only, and its errors for requests without a body hold no code. The SDK also
 says where the bucket is and holds the credentials. Checked with obstore 0.12.
@@ -9,6 +9,7 @@ says where the bucket is and holds the credentials. Checked with obstore 0.12.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import logging
@@ -27,8 +28,8 @@ import s3ec
 from s3ec.errors import UnavailableError
 from s3ec.settings import Settings
 from s3ec.store import obstore_runtime
-from s3ec.store.aioboto3_store import Aioboto3Store, Turn
 from s3ec.store.base import content_type_of
+from s3ec.store.botocore_s3 import BotocoreStore, Turn
 from s3ec.store.obstore_errors import AskAgainError, UnfitError, sdk_errors
 from s3ec.store.obstore_reply import ObstoreReply
 from s3ec.store.obstore_runtime import held
@@ -42,10 +43,10 @@ _NOWHERE = "http://127.0.0.1:0"
 log = logging.getLogger(__name__)
 
 
-class ObstoreStore(Aioboto3Store):
+class ObstoreStore(BotocoreStore):
     """The bucket of ``settings``; names are relative to its prefix. See base.Store.
 
-    Limits, deadlines and errors are those of Aioboto3Store. What obstore cannot do goes the SDK's
+    Limits, deadlines and errors are those of BotocoreStore. What obstore cannot do goes the SDK's
     way: names with empty, ``.`` or ``..`` parts or control characters, and with a warning
 
     - requests whose reply it cannot read (no length, a range not honoured), a second time,
@@ -66,9 +67,6 @@ class ObstoreStore(Aioboto3Store):
         self._unfit = ""
         self._warned: set[str] = set()
 
-    def __repr__(self) -> str:
-        return super().__repr__().replace("Aioboto3Store", "ObstoreStore", 1)
-
     async def close(self) -> None:
         await super().close()
         # obstore closes a client's connections when nothing holds it any more.
@@ -80,7 +78,9 @@ class ObstoreStore(Aioboto3Store):
 
     async def _connect(self) -> Opened:
         opened = await super()._connect()
-        self._address = await address_of(opened.client, self._settings.bucket)
+        self._address = await asyncio.get_running_loop().run_in_executor(
+            self._pool, address_of, opened.client, self._settings.bucket
+        )
         return opened
 
     async def _get_object(self, turn: Turn, key: str, wanted: range | None = None) -> Reply | None:
@@ -152,7 +152,7 @@ class ObstoreStore(Aioboto3Store):
     def _warn_once(self, problem: str, detail: object = "") -> None:
         if problem not in self._warned:
             self._warned.add(problem)
-            log.warning("aioboto3 does the work of obstore here: %s %s", problem, detail)
+            log.warning("botocore does the work of obstore here: %s %s", problem, detail)
 
     async def _client_for(self, purpose: str, what: str) -> S3Store:
         """A client of obstore that signs with the SDK's credentials of this moment.
@@ -253,7 +253,7 @@ class ObstoreStore(Aioboto3Store):
         """
         if self._bucket_region is None or (status < 400 and not self._bucket_region):
             try:
-                answer = await turn.client.head_bucket(Bucket=self._settings.bucket)
+                answer = await self._call(turn, "head_bucket")
             except ClientError as exc:  # the header comes with refusals too
                 answer = exc.response
             except SDK_ERRORS:

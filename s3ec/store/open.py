@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import enum
-import importlib
+import importlib.util
 import logging
 import secrets
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
-from s3ec.errors import AccessError, ConfigError, ConflictError, UnavailableError
+from s3ec.errors import AccessError, ConfigError, ConflictError, S3ECError, UnavailableError
 from s3ec.settings import Settings
 from s3ec.store.base import Blob, ObjectInfo, Store
 
@@ -36,6 +36,10 @@ def open_store(settings: Settings) -> Store:
         from s3ec.store.aioboto3_store import Aioboto3Store
 
         return Aioboto3Store(settings)
+    if transport.name == "botocore":
+        from s3ec.store.botocore_s3 import BotocoreStore
+
+        return BotocoreStore(settings)
     from s3ec.store.obstore_store import ObstoreStore
 
     return ObstoreStore(settings)
@@ -46,7 +50,7 @@ class Transport:
     """The S3 client that does the work.
 
     Attributes:
-        name: ``aioboto3`` or ``obstore``.
+        name: ``obstore``, ``aioboto3``, or ``botocore`` where there is no obstore.
         reason: Why it is this one, for people.
     """
 
@@ -55,26 +59,32 @@ class Transport:
 
 
 def choose_transport(settings: Settings) -> Transport:
-    """What ``settings.transport`` comes to on this machine; imports obstore, not the SDK.
+    """What ``settings.transport`` comes to on this machine; imports no SDK.
 
     Raises:
-        ConfigError: ``obstore`` is asked for, or ``url`` needs it, and it cannot be imported.
+        ConfigError: One is asked for, or ``url`` needs obstore, and it is not installed.
     """
     if settings.transport == "aioboto3":
+        if importlib.util.find_spec("aioboto3") is None:
+            raise ConfigError(
+                "`transport` = `aioboto3`: it is not installed; pip install 's3ec[aioboto3]', or "
+                "set `auto`",
+                field="transport",
+            )
         return Transport("aioboto3", "`transport` asks for it")
     try:
         importlib.import_module("obstore.store")
     except ImportError as exc:
         if settings.url:
             raise ConfigError(
-                f"`url` needs obstore ({exc}): pip install 's3ec[fast]'", field="url"
+                f"`url` needs obstore ({exc}): pip install obstore", field="url"
             ) from exc
         if settings.transport == "obstore":
             raise ConfigError(
-                f"`transport` = `obstore`: {exc}; pip install 's3ec[fast]', or set `auto`",
+                f"`transport` = `obstore`: {exc}; pip install obstore, or set `auto`",
                 field="transport",
             ) from exc
-        return Transport("aioboto3", f"no obstore ({exc}); pip install 's3ec[fast]' brings it")
+        return Transport("botocore", f"no obstore ({exc}); pip install obstore")
     if settings.url:
         return Transport("obstore", "nothing else opens such a `url`")
     asked = settings.transport == "obstore"
@@ -206,6 +216,9 @@ class HeadBeforePut:
 
     async def delete(self, name: str) -> None:
         await self._inner.delete(name)
+
+    async def delete_many(self, names: Sequence[str]) -> dict[str, S3ECError]:
+        return await self._inner.delete_many(names)
 
     async def close(self) -> None:
         await self._inner.close()

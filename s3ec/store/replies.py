@@ -4,10 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
-
-import aiohttp
-from botocore.exceptions import IncompleteReadError
+from typing import Protocol
 
 from s3ec.errors import CorruptEntryError
 from s3ec.store.base import Blob
@@ -16,7 +13,8 @@ from s3ec.store.deadline import answer_begun
 Extend = Callable[[int], None]
 """Grants the time that so many bytes may take."""
 
-_CHUNK_BYTES = 256 * 1024
+PIECE_BYTES = 256 * 1024
+"""What is read at a time of a body whose length nobody told."""
 
 
 class Reply(Protocol):
@@ -44,6 +42,44 @@ class Reply(Protocol):
         ...
 
 
+class Pieces:
+    """A body of a length that nobody told, as it comes.
+
+    Args:
+        max_bytes: The body may have.
+        what: Begins every message.
+        extend: Called with what has come, at times.
+    """
+
+    def __init__(self, max_bytes: int, what: str, extend: Callable[[int], object]) -> None:
+        self._max_bytes = max_bytes
+        self._what = what
+        self._extend = extend
+        self._pieces: list[bytes] = []
+        self._nbytes = self._granted = 0
+
+    def add(self, piece: bytes) -> None:
+        """Take what came next.
+
+        Raises:
+            CorruptEntryError: Now it is too long (reason ``size``).
+        """
+        self._nbytes += len(piece)
+        if self._nbytes > self._max_bytes:
+            raise CorruptEntryError(
+                f"{self._what}: more than {self._max_bytes} bytes", reason="size"
+            )
+        self._pieces.append(piece)
+        # Not for each: every grant is worth a silence, and a read may bring one byte.
+        while self._nbytes - self._granted >= PIECE_BYTES:
+            self._granted += PIECE_BYTES
+            self._extend(PIECE_BYTES)
+
+    def whole(self) -> bytes:
+        """All that came."""
+        return b"".join(self._pieces)
+
+
 async def read_body(reply: Reply, max_bytes: int, what: str, extend: Extend) -> Blob:
     """The body of a GET; the reply is closed in any case.
 
@@ -67,42 +103,3 @@ async def read_body(reply: Reply, max_bytes: int, what: str, extend: Extend) -> 
         return await reply.read(max_bytes, what, extend)
     finally:
         reply.close()
-
-
-class SdkReply:
-    """What get_object of the SDK returned."""
-
-    def __init__(self, response: Any) -> None:
-        self.nbytes: int | None = response.get("ContentLength")
-        # `rclone serve s3` sends a range with status 200.
-        is_206 = response["ResponseMetadata"]["HTTPStatusCode"] == 206
-        self.is_part: bool = is_206 or "ContentRange" in response
-        self._body = response["Body"]
-
-    async def read(self, max_bytes: int, what: str, extend: Extend) -> bytes:
-        if self.nbytes is None:
-            return await self._read_unannounced(max_bytes, what, extend)
-        try:
-            return bytes(await self._body.read())
-        except (aiohttp.ClientPayloadError, IncompleteReadError) as exc:
-            raise CorruptEntryError(
-                f"{what}: the body ended before its {self.nbytes} bytes", reason="length"
-            ) from exc
-
-    async def _read_unannounced(self, max_bytes: int, what: str, extend: Extend) -> bytes:
-        """A body sent in chunks, of a length nobody told."""
-        chunks: list[bytes] = []
-        nbytes = granted = 0
-        while chunk := await self._body.read(_CHUNK_BYTES):
-            nbytes += len(chunk)
-            if nbytes > max_bytes:
-                raise CorruptEntryError(f"{what}: more than {max_bytes} bytes", reason="size")
-            chunks.append(chunk)
-            # Not for each: every grant is worth a silence, and a read may bring one byte.
-            while nbytes - granted >= _CHUNK_BYTES:
-                granted += _CHUNK_BYTES
-                extend(_CHUNK_BYTES)
-        return b"".join(chunks)
-
-    def close(self) -> None:
-        self._body.close()

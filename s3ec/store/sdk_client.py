@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-import contextlib
+import base64
 import functools
+import hashlib
 import logging
 import os
 import ssl
@@ -12,14 +13,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import aioboto3
-from aiobotocore.config import AioConfig
-from aiobotocore.credentials import (
-    AioAssumeRoleCredentialFetcher,
-    AioDeferredRefreshableCredentials,
-)
-from aiobotocore.session import AioSession, get_session
+import boto3
 from botocore.awsrequest import AWSResponse
+from botocore.config import Config
+from botocore.credentials import AssumeRoleCredentialFetcher, DeferredRefreshableCredentials
 from botocore.exceptions import (
     BotoCoreError,
     InvalidRegionError,
@@ -27,29 +24,32 @@ from botocore.exceptions import (
     ProfileNotFound,
 )
 from botocore.httpsession import get_cert_path
-from botocore.utils import validate_region_name
+from botocore.session import Session, get_session
+from botocore.utils import get_environ_proxies, validate_region_name
 
 import s3ec
 from s3ec.corpus_url import is_plain_http_elsewhere
 from s3ec.errors import AccessError, ConfigError
 from s3ec.settings import PLAIN_HTTP, Settings
 from s3ec.store.credentials import ChainCredentials
-from s3ec.store.sdk_session import StrictSession
+from s3ec.store.sdk_session import BoundedSession, ThreadCredentials
 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """An S3 client of the SDK, and what it works with.
+    """An S3 client of an SDK, and what it works with.
 
     Attributes:
         client: The client.
         credentials: What signs for it, and changes as they expire or are refused.
         roots: PEM file of the authorities it trusts.
+        transport: What it sends with, where that is ours to close.
     """
 
     client: Any
     credentials: ChainCredentials
     roots: str
+    transport: BoundedSession | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +124,8 @@ def quiet_sdk_logs() -> None:
             logger.setLevel(logging.INFO)
 
 
-async def open_client(settings: Settings, resources: contextlib.AsyncExitStack) -> Opened:
-    """Make the S3 client and hand its closing to ``resources``.
+def open_client(settings: Settings) -> Opened:
+    """Make botocore's S3 client; no request goes out. Threads use it within an Exchange.
 
     The first request looks for credentials. Takes about 0.1 s of CPU the first time: the SDK's
     service model.
@@ -134,35 +134,55 @@ async def open_client(settings: Settings, resources: contextlib.AsyncExitStack) 
         AccessError: Plain http to another machine that nobody has allowed.
     """
     core = _session(settings)
-    credentials = ChainCredentials(functools.partial(_find_credentials, settings))
-    resources.push_async_callback(credentials.close)
-    core.get_component("credential_provider").providers.insert(0, _Provider(credentials))
-    # Over HTTPS the checksum and TLS guard the body; hashing it for the signature as well would
-    # cost more than the transfer. Over HTTP the signature is all there is.
-    over_tls = not _endpoint_url(settings, core.get_scoped_config()).lower().startswith("http:")
-    s3_options: dict[str, Any] = {"addressing_style": _addressing_style(settings)}
-    if over_tls:
-        s3_options["payload_signing_enabled"] = False
-    roots = str(settings.ca_bundle) if settings.ca_bundle else None
-    client = await resources.enter_async_context(
-        aioboto3.Session(botocore_session=core).client(
-            "s3",
-            endpoint_url=settings.endpoint_url,
-            region_name=settings.region,
-            verify=roots,
-            config=_config(settings, s3=s3_options),
-        )
+    core.get_component("credential_provider").providers.insert(0, _Provider())
+    client = boto3.Session(botocore_session=core).client(
+        "s3", config=Config(**config_for(settings, core)), **client_options(settings)
     )
-    # Once more, where a section of services in the profile names the server.
-    if not settings.allow_http and is_plain_http_elsewhere(client.meta.endpoint_url):
-        raise AccessError(_not_encrypted(settings), code="PlainHttp")
-    client.meta.events.register_last("before-call.s3", _drop_expect)
-    client.meta.events.register_last("before-parameter-build.s3", _stay_in_region)
-    roots = roots or core.get_config_variable("ca_bundle") or get_cert_path(True)
-    return Opened(client, credentials, roots)
+    check_and_adapt(client, settings)
+    roots = roots_for(settings, core)
+    transport = BoundedSession(
+        verify=roots,
+        proxies=get_environ_proxies(client.meta.endpoint_url),
+        timeout=(settings.connect_timeout_s, settings.read_timeout_s),
+        max_pool_connections=settings.max_concurrency,
+    )
+    client.meta.events.register("before-send.s3", transport.send)
+    return Opened(client, chain_credentials(settings), roots, transport)
 
 
-async def address_of(client: Any, bucket: str) -> Address:
+def chain_credentials(settings: Settings) -> ChainCredentials:
+    """What signs, for each SDK; nothing is looked for yet."""
+    return ChainCredentials(functools.partial(_find_credentials, settings))
+
+
+def _find_credentials(settings: Settings) -> Any:
+    """Walk the SDK's chain from its beginning; those of the role where one is set.
+
+    May ask services and commands, so it takes its time.
+
+    Raises:
+        NoCredentialsError: The SDK's; there are none.
+    """
+    core = _session(settings)
+    # Services of credentials are clients of this session; botocore gives each a minute, five times.
+    core.set_default_client_config(Config(**_timeouts(settings), retries={"total_max_attempts": 2}))
+    source = core.get_credentials()
+    if source is None:
+        raise NoCredentialsError
+    if not settings.role_arn:
+        return source
+    fetcher = AssumeRoleCredentialFetcher(
+        client_creator=functools.partial(core.create_client, region_name=settings.region),
+        source_credentials=source,
+        role_arn=settings.role_arn,
+        extra_args={"RoleSessionName": "s3ec"},
+    )
+    return DeferredRefreshableCredentials(
+        refresh_using=fetcher.fetch_credentials, method="s3ec-assume-role"
+    )
+
+
+def address_of(client: Any, bucket: str) -> Address:
     """Ask the SDK where it would send a request; none goes out.
 
     That is the only place that knows partitions, dual-stack, FIPS, access points and the
@@ -179,7 +199,7 @@ async def address_of(client: Any, bucket: str) -> Address:
     event = "before-call.s3.HeadObject"
     client.meta.events.register_last(event, answer)
     try:
-        await client.head_object(Bucket=bucket, Key="key")
+        client.head_object(Bucket=bucket, Key="key")
     finally:
         client.meta.events.unregister(event, answer)
     return found[0]
@@ -191,12 +211,77 @@ def _loader() -> Any:
     return get_session().get_component("data_loader")
 
 
-def _session(settings: Settings) -> AioSession:
-    core = get_session()
+def _session(settings: Settings) -> Session:
+    return configured(get_session(), settings)
+
+
+def configured(core: Any, settings: Settings) -> Any:
+    """A session of botocore, or of a kin of it, as the settings want it."""
     core.register_component("data_loader", _loader())
     if settings.profile is not None:
         core.set_config_variable("profile", settings.profile)
     return core
+
+
+def client_options(settings: Settings) -> dict[str, Any]:
+    """What the S3 client of each SDK is made with, beside its configuration."""
+    return {
+        "endpoint_url": settings.endpoint_url,
+        "region_name": settings.region,
+        "verify": str(settings.ca_bundle) if settings.ca_bundle else None,
+    }
+
+
+def config_for(settings: Settings, core: Any) -> dict[str, Any]:
+    """The configuration of each SDK's S3 client.
+
+    Args:
+        core: The session, for what the profile says.
+    """
+    # Over HTTPS the checksum and TLS guard the body; hashing it for the signature as well would
+    # cost more than the transfer. Over HTTP the signature is all there is.
+    over_tls = not _endpoint_url(settings, core.get_scoped_config()).lower().startswith("http:")
+    s3_options: dict[str, Any] = {"addressing_style": _addressing_style(settings)}
+    if over_tls:
+        s3_options["payload_signing_enabled"] = False
+    return {
+        **_timeouts(settings),
+        "max_pool_connections": settings.max_concurrency,
+        # One attempt in all, whatever AWS_MAX_ATTEMPTS says: retries are a wrapper of ours.
+        "retries": {"total_max_attempts": 1, "mode": "standard"},
+        # Checksums are ours on both ways, see BotocoreStore.
+        "request_checksum_calculation": "when_required",
+        "response_checksum_validation": "when_required",
+        "user_agent_extra": f"s3ec/{s3ec.__version__}",
+        "s3": s3_options,
+    }
+
+
+def check_and_adapt(client: Any, settings: Settings) -> None:
+    """Have each SDK's S3 client do less than it would.
+
+    Raises:
+        AccessError: Plain http to another machine that nobody has allowed.
+    """
+    # Once more, where a section of services in the profile names the server.
+    if not settings.allow_http and is_plain_http_elsewhere(client.meta.endpoint_url):
+        raise AccessError(_not_encrypted(settings), code="PlainHttp")
+    client.meta.events.register_last("before-call.s3", _drop_expect)
+    client.meta.events.register_last("before-call.s3.DeleteObjects", _send_md5)
+    client.meta.events.register_last("before-parameter-build.s3", _stay_in_region)
+
+
+def roots_for(settings: Settings, core: Any) -> str:
+    """PEM file of the authorities to trust, where the SDK would look for it."""
+    named = settings.ca_bundle or core.get_config_variable("ca_bundle")
+    return str(named or os.environ.get("REQUESTS_CA_BUNDLE") or get_cert_path(True))
+
+
+def _timeouts(settings: Settings) -> dict[str, float]:
+    return {
+        "connect_timeout": settings.connect_timeout_s,
+        "read_timeout": settings.read_timeout_s,
+    }
 
 
 def _addressing_style(settings: Settings) -> str:
@@ -205,63 +290,30 @@ def _addressing_style(settings: Settings) -> str:
     return "path" if settings.path_style else "virtual"
 
 
-def _config(settings: Settings, **extra: Any) -> AioConfig:
-    return AioConfig(
-        connect_timeout=settings.connect_timeout_s,
-        read_timeout=settings.read_timeout_s,
-        max_pool_connections=settings.max_concurrency,
-        # One attempt in all, whatever AWS_MAX_ATTEMPTS says: retries are a wrapper of ours.
-        retries={"total_max_attempts": 1, "mode": "standard"},
-        # Checksums are ours on both ways, see Aioboto3Store.
-        request_checksum_calculation="when_required",
-        response_checksum_validation="when_required",
-        user_agent_extra=f"s3ec/{s3ec.__version__}",
-        http_session_cls=StrictSession,
-        **extra,
-    )
-
-
-async def _find_credentials(settings: Settings) -> Any:
-    """Walk the SDK's chain from its beginning; those of the role where one is set.
-
-    Raises:
-        NoCredentialsError: The SDK's; there are none.
-    """
-    core = _session(settings)
-    source = await core.get_credentials()
-    if source is None:
-        raise NoCredentialsError
-    if not settings.role_arn:
-        return source
-    fetcher = AioAssumeRoleCredentialFetcher(
-        client_creator=functools.partial(
-            core.create_client, region_name=settings.region, config=_config(settings)
-        ),
-        source_credentials=source,
-        role_arn=settings.role_arn,
-        extra_args={"RoleSessionName": "s3ec"},
-    )
-    return AioDeferredRefreshableCredentials(
-        refresh_using=fetcher.fetch_credentials, method="s3ec-assume-role"
-    )
-
-
 class _Provider:
     """What botocore calls a credential provider: the first one that loads something wins."""
 
-    METHOD = ChainCredentials.method
+    METHOD = ThreadCredentials.method
     CANONICAL_NAME = None
 
-    def __init__(self, credentials: ChainCredentials) -> None:
-        self._credentials = credentials
-
-    async def load(self) -> ChainCredentials:
-        return self._credentials
+    def load(self) -> ThreadCredentials:
+        return ThreadCredentials()
 
 
 def _drop_expect(params: dict[str, Any], **_: Any) -> None:
-    """Send bodies at once: aiohttp waits for "100 Continue" without a limit."""
+    """Send bodies at once: aiohttp waits for "100 Continue" without a limit, botocore a second."""
     params["headers"].pop("Expect", None)
+
+
+def _send_md5(params: dict[str, Any], **_: Any) -> None:
+    """Guard a batch of deletions as servers have always wanted it; botocore sends a CRC-32 instead.
+
+    Directory buckets take no MD5.
+    """
+    if params["context"].get("signing", {}).get("signing_name") == "s3":
+        digest = hashlib.md5(params["body"], usedforsecurity=False).digest()
+        params["headers"]["Content-MD5"] = base64.b64encode(digest).decode()
+        params["context"].pop("checksum", None)
 
 
 def _stay_in_region(context: dict[str, Any], **_: Any) -> None:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one place where errors of botocore and aiohttp become errors of s3ec.
+"""The one place where errors of botocore become errors of s3ec, for every transport of S3.
 
 Mapped on the HTTP status first, because HEAD replies carry no error code and servers spell
-codes differently. Checked against botocore 1.40, aiobotocore 2.25 and aiohttp 3.14.
+codes differently. Checked against botocore 1.40 and 1.44, and aiobotocore 2.25, which raises the
+same.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from datetime import datetime
 from email.utils import parsedate_to_datetime
 from typing import Any
 
-import aiohttp
 from botocore import exceptions as sdk
 from botocore.parsers import ResponseParserError
+from urllib3.util.ssl_match_hostname import CertificateError
 
 from s3ec.errors import AccessError, ConflictError, S3ECError, UnavailableError
 from s3ec.store.retry_after import retry_after_s
@@ -27,12 +28,19 @@ from s3ec.store.retry_after import retry_after_s
 SDK_ERRORS = (
     sdk.BotoCoreError,
     sdk.ClientError,
-    aiohttp.ClientError,
     ResponseParserError,
     OSError,
 )
 OPERATIONS = frozenset(
-    {"GetObject", "PutObject", "HeadObject", "DeleteObject", "ListObjectsV2", "HeadBucket"}
+    {
+        "GetObject",
+        "PutObject",
+        "HeadObject",
+        "DeleteObject",
+        "DeleteObjects",
+        "ListObjectsV2",
+        "HeadBucket",
+    }
 )
 # "404" is how botocore spells a status without a code: a HEAD reply, or a page that is not XML.
 _ABSENT_CODES = frozenset({"NoSuchKey", "404", "NotFound"})
@@ -48,6 +56,16 @@ _TRANSIENT_CODES = frozenset(
         "XAmzContentSHA256Mismatch",
     }
 )
+# What the code of one object in an answer about many would have for a status by itself.
+_STATUS_OF_CODE = {
+    "AccessDenied": 403,
+    "InternalError": 500,
+    "NoSuchKey": 404,
+    "NotImplemented": 501,
+    "OperationAborted": 409,
+    "ServiceUnavailable": 503,
+    "SlowDown": 503,
+}
 # Refusals that other credentials would end.
 CREDENTIAL_CODES = frozenset(
     {
@@ -87,7 +105,6 @@ _TRANSPORT = (
     sdk.ConnectionError,
     sdk.IncompleteReadError,
     sdk.MetadataRetrievalError,
-    aiohttp.ClientError,
     ResponseParserError,
     OSError,
 )
@@ -118,12 +135,13 @@ _ACTIONS = {
     "HeadObject": _READ,
     "PutObject": "s3:PutObject",
     "DeleteObject": "s3:DeleteObject",
+    "DeleteObjects": "s3:DeleteObject",
     "ListObjectsV2": "s3:ListBucket",
 }
 
 
-class RedirectRefusedError(aiohttp.ClientError):
-    """The answer leads elsewhere. Unlike aiohttp's own, it holds nothing of the request."""
+class RedirectRefusedError(Exception):
+    """The answer leads elsewhere, where a transport would follow it."""
 
 
 @contextlib.contextmanager
@@ -161,6 +179,21 @@ def code_of(exc: sdk.ClientError) -> str:
     return str(exc.response.get("Error", {}).get("Code") or status_of(exc))
 
 
+def error_of_key(entry: Any, what: str, region: str) -> S3ECError | None:
+    """What an entry of an answer to DeleteObjects says; None where the object is absent.
+
+    Args:
+        entry: The SDK's, with ``Code`` and ``Message``.
+    """
+    code = str(entry.get("Code") or "")
+    response = {
+        "Error": entry,
+        "ResponseMetadata": {"HTTPStatusCode": _STATUS_OF_CODE.get(code, 400)},
+    }
+    exc = sdk.ClientError(response, "DeleteObjects")
+    return None if is_absent(exc) else _from_answer(exc, what, region)
+
+
 def _translate(exc: Exception, what: str, region: str) -> S3ECError:
     if isinstance(exc, sdk.ClientError):
         if exc.operation_name in OPERATIONS:
@@ -172,9 +205,12 @@ def _translate(exc: Exception, what: str, region: str) -> S3ECError:
         )
     if (unproven := _caused_by(exc, ssl.SSLCertVerificationError)) is not None:
         return not_trusted(what, str(unproven))
+    if _caused_by(exc, CertificateError):
+        return not_trusted(what, "mismatch")
     if _caused_by(exc, RedirectRefusedError):
         return AccessError(f"{what}: {_REDIRECT_FIX} (now {region})", code="TooManyRedirects")
-    if isinstance(exc, TimeoutError):  # a deadline of ours says nothing more
+    # A deadline of ours says nothing more, and the SDK's text ends with the query.
+    if isinstance(exc, (TimeoutError, sdk.ReadTimeoutError)):
         return UnavailableError(f"{what}: timed out")
     if isinstance(exc, _TRANSPORT):
         return UnavailableError(f"{what}: {_one_line(exc) or type(exc).__name__}")

@@ -21,10 +21,18 @@ from obstore.exceptions import BaseError, GenericError
 from obstore.store import AzureStore, GCSStore, LocalStore
 
 import s3ec
-from s3ec.errors import AccessError, ConfigError, UnavailableError
+from s3ec.errors import AccessError, ConfigError, S3ECError, UnavailableError
 from s3ec.settings import Settings
 from s3ec.store import obstore_runtime
-from s3ec.store.base import Blob, ObjectInfo, check_folder, check_range, content_type_of
+from s3ec.store.base import (
+    Blob,
+    ObjectInfo,
+    check_batch,
+    check_folder,
+    check_range,
+    content_type_of,
+    delete_each,
+)
 from s3ec.store.deadline import page_begun
 from s3ec.store.obstore_errors import fault_of
 from s3ec.store.obstore_reply import ObstoreReply
@@ -42,7 +50,7 @@ class UrlStore:
     """The corpus that ``settings.url`` names; names are relative to its prefix. See base.Store.
 
     May be made before a loop exists; no request goes out before the first call. At most
-    ``settings.max_concurrency`` are out at a time, each bounded as Aioboto3Store's are. Names with
+    ``settings.max_concurrency`` are out at a time, each bounded as BotocoreStore's are. Names with
     empty, ``.`` or ``..`` parts or control characters are refused, in a folder also those that
     end with ``#`` and digits and those that lead over a symbolic link. The folder of a ``file``
     URL must exist, as a bucket must.
@@ -171,6 +179,21 @@ class UrlStore:
             await self._require(key, what)
             with contextlib.suppress(AbsentError), plain_errors(what):
                 await held(obstore.delete_async(turn.client, key))
+
+    async def delete_many(self, names: Sequence[str]) -> dict[str, S3ECError]:
+        check_batch(names)
+        keys = [self._key(name) for name in dict.fromkeys(names)]
+        if self._folder is None and keys:
+            what = self._what("DELETE", f"{keys[0]} and {len(keys) - 1} more")
+            try:
+                async with self._turn(what) as turn:
+                    turn.extend(_PAGE_BYTES)
+                    await held(obstore.delete_async(turn.client, keys))
+            except AccessError:  # of one of them, or one was absent: it does not say which
+                pass
+            else:
+                return {}
+        return await delete_each(self, names)
 
     async def close(self) -> None:
         self._turns.close()

@@ -6,9 +6,23 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from typing import TypeVar
 
+from s3ec.errors import AccessError, S3ECError, UnavailableError
 from s3ec.store.base import Blob, ObjectInfo, Store
 
 T = TypeVar("T")
+
+
+class _SomeLeftError(UnavailableError):
+    """Of several names some are to be asked for again; only ``_around`` sees it."""
+
+    def __init__(self, reasons: Sequence[UnavailableError]) -> None:
+        worst = next((reason for reason in reasons if reason.is_throttle), reasons[0])
+        super().__init__(
+            str(worst),
+            status=worst.status,
+            retry_after_s=worst.retry_after_s,
+            is_throttle=worst.is_throttle,
+        )
 
 
 class Wrapper:
@@ -25,7 +39,9 @@ class Wrapper:
 
         Args:
             op: Name of the method of Store.
-            call: Makes the request; may be called again, except for ``list``.
+            call: Makes the request; may be called again, except for ``list``. That of
+                ``delete_many`` raises where some names are to be asked for again, and asks for
+                no others then.
         """
         raise NotImplementedError
 
@@ -65,6 +81,31 @@ class Wrapper:
 
     async def delete(self, name: str) -> None:
         await self._around("delete", lambda: self._inner.delete(name))
+
+    async def delete_many(self, names: Sequence[str]) -> dict[str, S3ECError]:
+        left: dict[str, S3ECError] = {}
+        wanted = list(names)
+
+        async def ask() -> None:
+            nonlocal wanted
+            answer = await self._inner.delete_many(wanted)
+            for name in wanted:
+                left.pop(name, None)
+            left.update(answer)
+            reasons = {n: exc for n, exc in answer.items() if isinstance(exc, UnavailableError)}
+            wanted = list(reasons)
+            if reasons:
+                raise _SomeLeftError(list(reasons.values()))
+
+        try:
+            await self._around("delete_many", ask)
+        except _SomeLeftError:
+            pass
+        except (UnavailableError, AccessError) as exc:
+            if not left:  # there was no answer about any of them
+                raise
+            left.update(dict.fromkeys(wanted, exc))
+        return left
 
     async def close(self) -> None:
         await self._inner.close()

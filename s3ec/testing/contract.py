@@ -23,7 +23,7 @@ import pytest
 import pytest_asyncio
 
 from s3ec.errors import ConflictError, CorruptEntryError, UnavailableError
-from s3ec.store.base import ObjectInfo, Store
+from s3ec.store.base import DELETE_AT_A_TIME, ObjectInfo, Store
 
 MakeStore = Callable[[str], Store]
 """Prefix to a new store over one bucket; the suite closes what it makes."""
@@ -233,6 +233,31 @@ class StoreContract:
         assert await _names(store, "") == []
         await store.put_if_absent("one", [b"again"])
         assert await store.get("one", max_bytes=10) == b"again"
+
+    async def test_delete_many_removes_those_named_and_no_others(self, store: Store) -> None:
+        gone = ["a/1", "a/2", "a b&<c>\"'/größe-日本+%25", "1"]
+        await _put_all(store, dict.fromkeys([*gone, "a/3", "kept"], b"x"))
+        assert await store.delete_many([*gone, "absent", "a/1"]) == {}
+        assert sorted(await _names(store, "")) == ["a/3", "kept"]
+        assert await store.delete_many(gone) == {}  # absence is success
+        assert await store.delete_many([]) == {}
+        assert sorted(await _names(store, "")) == ["a/3", "kept"]
+
+    async def test_delete_many_takes_a_thousand_names(self, store: Store) -> None:
+        names = [f"objects/{i:04d}" for i in range(DELETE_AT_A_TIME)]
+        await _put_all(store, dict.fromkeys([*names[::10], "kept"], b"x"))
+        assert await store.delete_many(names) == {}
+        assert await _names(store, "") == ["kept"]
+        with pytest.raises(ValueError, match="1000"):
+            await store.delete_many([*names, "kept"])
+        assert await _names(store, "") == ["kept"]
+
+    async def test_delete_many_with_a_name_that_is_none_deletes_nothing(self, store: Store) -> None:
+        await store.put_if_absent("one", [b"x"])
+        for name in ("", "/absolute"):
+            with pytest.raises(ValueError, match="name"):
+                await store.delete_many(["one", name])
+        assert await _names(store, "") == ["one"]
 
     async def test_concurrent_reads_return_their_own_objects(self, store: Store) -> None:
         bodies = {f"n{i}": os.urandom(20_000 + i) for i in range(48)}

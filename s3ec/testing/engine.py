@@ -193,6 +193,13 @@ class EngineProcess:
         )["answer"]
         return answer
 
+    def shuffle_vision_tower(self) -> None:
+        """Give the running model other vision weights, and have vLLM drop what the old ones made.
+
+        The same shuffle in each engine. For an engine in one process only.
+        """
+        self._call({"op": "shuffle"})
+
     def counters(self) -> dict[str, float]:
         """Prometheus counters by name; labels of ours are appended: ``name{source=tier}``."""
         metrics: dict[str, float] = self._call({"op": "metrics"})["metrics"]

@@ -45,6 +45,9 @@ class _Engine:
             return {"answer": self._generate(request)}
         if request["op"] == "timed":
             return self._timed(request)
+        if request["op"] == "shuffle":
+            self._shuffle()
+            return {}
         return {"metrics": self._metrics()}
 
     def _chat(self, request: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -97,6 +100,14 @@ class _Engine:
         (output,) = self._llm.generate([prompt], sampling, use_tqdm=False)
         return _plain(output)
 
+    def _shuffle(self) -> None:
+        """Other weights in a running engine, as `LLM.apply_model` makes them."""
+        (shuffled,) = self._llm.apply_model(_shuffle_vision_tower)
+        if not shuffled:
+            raise ValueError("the model has no vision tower")
+        self._llm.reset_prefix_cache()
+        self._llm.llm_engine.reset_encoder_cache()
+
     def _metrics(self) -> dict[str, float]:
         found: dict[str, float] = {}
         for metric in self._llm.get_metrics():
@@ -111,6 +122,19 @@ class _Engine:
     def shutdown(self) -> None:
         # In order and with time to finish saves; collecting the object would allow 5 seconds.
         self._llm.llm_engine.engine_core.shutdown(timeout=_SHUTDOWN_TIMEOUT_S)
+
+
+def _shuffle_vision_tower(model: Any) -> int:
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    count = 0
+    for name, weight in model.named_parameters():
+        if "vision" in name:
+            order = torch.randperm(weight.numel(), generator=generator)
+            weight.data.copy_(weight.data.flatten()[order].view_as(weight))
+            count += 1
+    return count
 
 
 def _plain(output: Any) -> dict[str, Any]:

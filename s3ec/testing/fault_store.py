@@ -10,9 +10,9 @@ import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, cast
 
-from s3ec.errors import UnavailableError
+from s3ec.errors import S3ECError, UnavailableError
 from s3ec.store.base import Blob, ObjectInfo, Store
 
 T = TypeVar("T")
@@ -58,11 +58,13 @@ class Fault:
     Attributes:
         op: Regular expression that the whole name of the method matches, such as
             ``get|get_range``.
-        name: Regular expression searched in the object's name, or the listing's prefix.
+        name: Regular expression searched in the object's name, or the listing's prefix; of
+            delete_many in its names, one a line.
         latency_s: Seconds to sleep first.
         gate: Wait here next.
         error: Makes the exception to raise from a message, such as ``UnavailableError``.
         lost_reply: Do what was asked, then raise ``error`` (UnavailableError if None).
+        partial: Of delete_many only the names that match fail, in its result.
         change: What becomes of the bytes that get and get_range return; see cut, flip, replace.
         skip: Matching calls let through first.
         times: How often it strikes at most; None for ever.
@@ -75,6 +77,7 @@ class Fault:
     gate: Gate | None = None
     error: Callable[[str], Exception] | None = None
     lost_reply: bool = False
+    partial: bool = False
     change: Callable[[bytes], bytes] | None = None
     skip: int = 0
     times: int | None = None
@@ -82,7 +85,9 @@ class Fault:
 
     def matches(self, op: str, name: str) -> bool:
         """Whether this fault is about such a call."""
-        return re.fullmatch(self.op, op) is not None and re.search(self.name, name) is not None
+        return re.fullmatch(self.op, op) is not None and any(
+            re.search(self.name, line) for line in name.split("\n")
+        )
 
 
 def cut(nbytes: int) -> Callable[[bytes], bytes]:
@@ -218,6 +223,19 @@ class FaultStore:
 
     async def delete(self, name: str) -> None:
         await self._run(self._strike("delete", name), name, lambda: self._inner.delete(name))
+
+    async def delete_many(self, names: Sequence[str]) -> dict[str, S3ECError]:
+        lines = "\n".join(names)
+        fault = self._strike("delete_many", lines)
+        if fault is None or not fault.partial:
+            return await self._run(fault, lines, lambda: self._inner.delete_many(names))
+        struck = {
+            name: cast("S3ECError", _error(fault, name))
+            for name in names
+            if re.search(fault.name, name)
+        }
+        asked = names if fault.lost_reply else [name for name in names if name not in struck]
+        return {**await self._inner.delete_many(asked), **struck}
 
     async def close(self) -> None:
         await self._inner.close()

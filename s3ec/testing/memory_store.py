@@ -9,8 +9,15 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
-from s3ec.errors import ConflictError, CorruptEntryError
-from s3ec.store.base import Blob, ObjectInfo, check_folder, check_name, check_range
+from s3ec.errors import ConflictError, CorruptEntryError, S3ECError
+from s3ec.store.base import (
+    Blob,
+    ObjectInfo,
+    check_batch,
+    check_folder,
+    check_name,
+    check_range,
+)
 
 _MAX_KEY_BYTES = 1024  # S3's limit
 # Outside of the class, where `list` is a method.
@@ -111,6 +118,12 @@ class MemoryStore:
         with self.bucket.lock:
             self.bucket.objects.pop(key, None)
             self.bucket.modified_s.pop(key, None)
+
+    async def delete_many(self, names: Sequence[str]) -> dict[str, S3ECError]:
+        check_batch(names)
+        for name in names:
+            await self.delete(name)
+        return {}
 
     async def close(self) -> None:
         self._closed = True

@@ -26,6 +26,10 @@ _OLDEST = "older"
 _AGES_S = {"< 1 min": 60.0, "< 1 h": 3600.0, "< 1 day": 86400.0, "< 1 week": 604800.0}
 
 
+class NoTierError(TierError):
+    """There is no such folder, or no engine has stored anything in it."""
+
+
 @dataclass(slots=True)
 class Sum:
     """Some entries, counted."""
@@ -98,7 +102,8 @@ class Inspection:
         """Check that the folder is there and ours.
 
         Raises:
-            TierError: It is not; names the fix.
+            NoTierError: It is not there.
+            TierError: It is not ours; names the fix.
         """
         try:
             folders = Folders(Path(os.path.realpath(root)))
@@ -111,7 +116,7 @@ class Inspection:
                     )
                 check_folder(folder)
         except FileNotFoundError as exc:
-            raise TierError(
+            raise NoTierError(
                 f"no cache in {root}: nothing has been stored there yet, or engines use another "
                 "`cache_dir`"
             ) from exc

@@ -19,6 +19,7 @@ from cryptography.x509.oid import NameOID
 from s3ec.config import load_settings
 from s3ec.settings import Settings
 from s3ec.store.aioboto3_store import Aioboto3Store
+from s3ec.store.botocore_s3 import BotocoreStore
 from s3ec.store.obstore_store import ObstoreStore
 from s3ec.testing.server import Identity, LocalS3, MotoServer
 
@@ -27,10 +28,12 @@ pytest.register_assert_rewrite("s3ec.testing.contract")
 
 BUCKET = "contract"
 Configure = Callable[..., Settings]
-Transport = type[Aioboto3Store]
+Transport = type[BotocoreStore]
 
 
-@pytest.fixture(params=[Aioboto3Store, ObstoreStore], ids=["aioboto3", "obstore"])
+@pytest.fixture(
+    params=[ObstoreStore, BotocoreStore, Aioboto3Store], ids=["obstore", "botocore", "aioboto3"]
+)
 def transport(request: pytest.FixtureRequest) -> Transport:
     """Each S3 client in turn."""
     kind: Transport = request.param

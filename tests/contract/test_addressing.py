@@ -10,7 +10,7 @@ import pytest
 
 from s3ec.config import load_settings
 from s3ec.errors import AccessError, ConflictError
-from s3ec.store.aioboto3_store import Aioboto3Store
+from s3ec.store.botocore_s3 import BotocoreStore
 from s3ec.testing.proxy import FaultProxy, Rule
 from s3ec.testing.proxy_faults import s3_error
 from s3ec.testing.server import LocalS3
@@ -34,7 +34,7 @@ def proxy(guarded_s3: LocalS3, monkeypatch: pytest.MonkeyPatch) -> Iterator[Faul
 @pytest.fixture(params=["virtual", "path"])
 async def store(
     request: pytest.FixtureRequest, proxy: FaultProxy, transport: Transport
-) -> AsyncIterator[Aioboto3Store]:
+) -> AsyncIterator[BotocoreStore]:
     """A store in each style."""
     settings = load_settings(
         {
@@ -61,7 +61,7 @@ def right_and_wrong(request: pytest.FixtureRequest) -> tuple[str, str]:
 async def test_store_that_knows_only_the_style_of_the_settings_does_all_that_is_asked(
     request: pytest.FixtureRequest,
     proxy: FaultProxy,
-    store: Aioboto3Store,
+    store: BotocoreStore,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     right, wrong = right_and_wrong(request)
@@ -82,7 +82,7 @@ async def test_store_that_knows_only_the_style_of_the_settings_does_all_that_is_
 
 
 async def test_store_that_knows_only_the_other_style_is_a_bucket_that_is_not_there(
-    request: pytest.FixtureRequest, proxy: FaultProxy, store: Aioboto3Store
+    request: pytest.FixtureRequest, proxy: FaultProxy, store: BotocoreStore
 ) -> None:
     right, _ = right_and_wrong(request)
     refused = proxy.add(Rule(NO_SUCH_BUCKET, target=right))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Both transports against real HTTP servers: moto, and SeaweedFS with its signatures."""
+"""Each transport against real HTTP servers: moto, and SeaweedFS with its signatures."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import pytest
 from s3ec.errors import AccessError, ConflictError
 from s3ec.store.aioboto3_store import Aioboto3Store
 from s3ec.store.base import Store
+from s3ec.store.botocore_s3 import BotocoreStore
 from s3ec.store.obstore_store import ObstoreStore
 from s3ec.store.open import ConditionalPut, probe_conditional_put
 from s3ec.testing.contract import MakeStore, StoreContract
-from s3ec.testing.server import Identity, LocalS3
+from s3ec.testing.server import Identity, LocalS3, MotoServer
 from tests.contract.conftest import BUCKET, READER, WRITER, Configure, Transport
 
 
@@ -136,7 +137,7 @@ async def test_wrong_keys_are_an_access_error_without_the_keys(
 
 
 async def test_server_side_encryption_is_asked_for_at_each_put(
-    on_moto: Configure, transport: Transport
+    on_moto: Configure, transport: Transport, moto_server: MotoServer
 ) -> None:
     key = "arn:aws:kms:us-east-1:123456789012:key/11111111-2222-3333-4444-555555555555"
     for settings, expected in (
@@ -151,8 +152,8 @@ async def test_server_side_encryption_is_asked_for_at_each_put(
     ):
         store = transport(settings)
         await store.put_if_absent("x", [b"x"])
-        client = await store._open()
-        stored = await client.head_object(Bucket=settings.bucket, Key=f"{settings.prefix}/x")
+        client = moto_server.client()
+        stored = client.head_object(Bucket=settings.bucket, Key=f"{settings.prefix}/x")
         assert {name: stored.get(name) for name in expected} == expected
         await store.close()
 
@@ -160,18 +161,18 @@ async def test_server_side_encryption_is_asked_for_at_each_put(
 # Of the nine digits: the check value of CRC-32, 0xCBF43926, and their SHA-256.
 CHECKSUMS = {
     Aioboto3Store: ("ChecksumCRC32", "y/Q5Jg=="),
+    BotocoreStore: ("ChecksumCRC32", "y/Q5Jg=="),
     ObstoreStore: ("ChecksumSHA256", "FeKw08M4keuw8e9gnsQZQgwg4yDOlMZfvIwzEkSOsiU="),
 }
 
 
 async def test_stored_checksum_is_that_of_the_body(
-    on_seaweed: Configure, transport: Transport
+    on_seaweed: Configure, transport: Transport, local_s3: LocalS3
 ) -> None:
     settings = on_seaweed(prefix=f"checksum-{transport.__name__}")
     store = transport(settings)
     await store.put_if_absent("x", [b"1234", b"56789"])
-    client = await store._open()
-    stored = await client.head_object(
+    stored = local_s3.client().head_object(
         Bucket=settings.bucket, Key=f"{settings.prefix}/x", ChecksumMode="ENABLED"
     )
     name, expected = CHECKSUMS[transport]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from s3ec.errors import AccessError
-from s3ec.store.aioboto3_store import Aioboto3Store
+from s3ec.store.botocore_s3 import BotocoreStore
 from s3ec.testing.proxy import FaultProxy, Rule
 from s3ec.testing.proxy_faults import s3_error
 from s3ec.testing.server import LocalS3
@@ -19,11 +19,11 @@ from tests.contract.conftest import Configure, Issued, Transport, issue
 TOKEN = "a-session-token-for-one-host-only"
 
 
-async def _list(store: Aioboto3Store) -> list[str]:
+async def _list(store: BotocoreStore) -> list[str]:
     return [info.name async for info in store.list("")]
 
 
-OPERATIONS: dict[str, Callable[[Aioboto3Store], Awaitable[object]]] = {
+OPERATIONS: dict[str, Callable[[BotocoreStore], Awaitable[object]]] = {
     "get": lambda store: store.get("a", max_bytes=10),
     "get_range": lambda store: store.get_range("a", 0, 10),
     "head": lambda store: store.head("a"),

@@ -37,7 +37,9 @@ def doctor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Doctor:
 
     def run(server: Endpoint, *args: str, url: str | None = None) -> str:
         where = ("--bucket", BUCKET, "--endpoint-url", url or server.endpoint_url)
-        result = CliRunner().invoke(app, ["doctor", *where, *args], env=server.env())
+        result = CliRunner().invoke(
+            app, ["doctor", "--timeout", "100", *where, *args], env=server.env()
+        )
         assert result.exit_code == 0, result.output
         return result.stdout
 

@@ -20,6 +20,7 @@ import pytest
 
 from s3ec.errors import AccessError, ConflictError, CorruptEntryError, S3ECError, UnavailableError
 from s3ec.store.aioboto3_store import Aioboto3Store
+from s3ec.store.botocore_s3 import BotocoreStore
 from s3ec.store.obstore_store import ObstoreStore
 from s3ec.testing import proxy_faults as faults
 from s3ec.testing.proxy import Exchange, Fault, FaultProxy, Reply, Rule
@@ -28,13 +29,17 @@ from tests.contract.conftest import BUCKET, Configure, Issued, Transport
 
 BODY = os.urandom(300_000)
 AMPLE = 2**24
-Make = Callable[..., Aioboto3Store]
+Make = Callable[..., BotocoreStore]
 # Times that a PUT goes out whose connection broke before the reply; aiohttp does that by itself.
-SENDS = {Aioboto3Store: 2, ObstoreStore: 1}
-CHECKSUM = {Aioboto3Store: "x-amz-checksum-crc32", ObstoreStore: "x-amz-checksum-sha256"}
+SENDS = {Aioboto3Store: 2, BotocoreStore: 1, ObstoreStore: 1}
+CHECKSUM = {
+    Aioboto3Store: "x-amz-checksum-crc32",
+    BotocoreStore: "x-amz-checksum-crc32",
+    ObstoreStore: "x-amz-checksum-sha256",
+}
 CHECKSUM_OVER_TLS = {**CHECKSUM, ObstoreStore: "x-amz-checksum-crc64nvme"}
 # Whether a refusal is followed by one question for the bucket's region: obstore drops the header.
-ASKS_REGION = {Aioboto3Store: 0, ObstoreStore: 1}
+ASKS_REGION = {Aioboto3Store: 0, BotocoreStore: 0, ObstoreStore: 1}
 only_aiohttp = pytest.mark.parametrize("transport", [Aioboto3Store], indirect=True)
 only_obstore = pytest.mark.parametrize("transport", [ObstoreStore], indirect=True)
 # Far beyond what a test takes; a hang fails the test instead of the run.
@@ -55,7 +60,7 @@ async def make(
     stores = []
     prefix = f"faults-{secrets.token_hex(6)}"
 
-    def make(*, least_bytes_per_s: float = 65536.0, **changes: Any) -> Aioboto3Store:
+    def make(*, least_bytes_per_s: float = 65536.0, **changes: Any) -> BotocoreStore:
         settings = on_seaweed(**{"endpoint_url": proxy.url, "prefix": prefix, **changes})
         stores.append(transport(settings, page_size=2, least_bytes_per_s=least_bytes_per_s))
         return stores[-1]
@@ -66,7 +71,7 @@ async def make(
 
 
 @pytest.fixture
-async def store(make: Make, proxy: FaultProxy) -> Aioboto3Store:
+async def store(make: Make, proxy: FaultProxy) -> BotocoreStore:
     """A store with two objects, a and b, whose connection pool is warm."""
     store = make()
     await store.put_if_absent("a", [BODY])
@@ -95,22 +100,23 @@ async def no_stray_errors() -> AsyncIterator[None]:
     assert stray == []
 
 
-async def _list(store: Aioboto3Store) -> list[str]:
+async def _list(store: BotocoreStore) -> list[str]:
     return [info.name async for info in store.list("")]
 
 
-OPERATIONS: dict[str, Callable[[Aioboto3Store], Awaitable[object]]] = {
+OPERATIONS: dict[str, Callable[[BotocoreStore], Awaitable[object]]] = {
     "get": lambda store: store.get("a", max_bytes=AMPLE),
     "get_range": lambda store: store.get_range("a", 10, 100),
     "head": lambda store: store.head("a"),
     "put": lambda store: store.put_if_absent(f"new/{secrets.token_hex(4)}", [BODY]),
     "delete": lambda store: store.delete("absent"),
+    "delete_many": lambda store: store.delete_many(["absent", "absent/too"]),
     "list": _list,
     "list_folders": lambda store: store.list_folders(""),
 }
 
 
-async def _assert_works(store: Aioboto3Store) -> None:
+async def _assert_works(store: BotocoreStore) -> None:
     async with asyncio.timeout(PATIENCE_S):
         for operation in OPERATIONS.values():
             await operation(store)
@@ -150,7 +156,7 @@ STATUS_FAULTS = {
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 async def test_bad_status_maps_to_its_error_after_one_request(
-    operation: str, store: Aioboto3Store, proxy: FaultProxy, transport: Transport
+    operation: str, store: BotocoreStore, proxy: FaultProxy, transport: Transport
 ) -> None:
     for fault, kind, match in STATUS_FAULTS.values():
         rule = proxy.add(Rule(fault))
@@ -165,7 +171,7 @@ async def test_bad_status_maps_to_its_error_after_one_request(
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 async def test_broken_connection_is_unavailable(
-    operation: str, store: Aioboto3Store, proxy: FaultProxy
+    operation: str, store: BotocoreStore, proxy: FaultProxy
 ) -> None:
     for fault in (faults.Reset(), faults.LoseReply()):
         rule = proxy.add(Rule(fault))
@@ -179,7 +185,7 @@ async def test_broken_connection_is_unavailable(
 
 @pytest.mark.parametrize("operation", ["get", "head", "put", "list"])
 async def test_silent_server_is_unavailable_after_the_read_timeout(
-    operation: str, store: Aioboto3Store, make: Make, proxy: FaultProxy
+    operation: str, store: BotocoreStore, make: Make, proxy: FaultProxy
 ) -> None:
     # obstore has no limit for the silence after an upload but the deadline, 1.8 s here.
     hasty = make(connect_timeout_s=0.5, read_timeout_s=0.5, least_bytes_per_s=1e6)
@@ -191,16 +197,16 @@ async def test_silent_server_is_unavailable_after_the_read_timeout(
 
 
 @pytest.mark.parametrize("fault", [faults.html_page(), faults.Answer(200), faults.Answer(204)])
-@pytest.mark.parametrize("operation", ["head", "put", "list", "list_folders"])
+@pytest.mark.parametrize("operation", ["head", "put", "list", "list_folders", "delete_many"])
 async def test_answer_of_something_that_is_not_s3_is_unavailable(
-    operation: str, fault: Fault, store: Aioboto3Store, proxy: FaultProxy
+    operation: str, fault: Fault, store: BotocoreStore, proxy: FaultProxy
 ) -> None:
     proxy.add(Rule(fault))
     await _fails(OPERATIONS[operation](store), UnavailableError, "answer is not")
 
 
 async def test_page_with_404_is_a_miss_for_reads_and_an_access_error_otherwise(
-    store: Aioboto3Store, proxy: FaultProxy
+    store: BotocoreStore, proxy: FaultProxy
 ) -> None:
     proxy.add(Rule(faults.html_page(404)))
     assert await store.get("a", max_bytes=AMPLE) is None
@@ -208,7 +214,7 @@ async def test_page_with_404_is_a_miss_for_reads_and_an_access_error_otherwise(
         await _fails(OPERATIONS[operation](store), AccessError, "nothing here answers as a bucket")
 
 
-async def test_endless_redirect_is_an_access_error(store: Aioboto3Store, proxy: FaultProxy) -> None:
+async def test_endless_redirect_is_an_access_error(store: BotocoreStore, proxy: FaultProxy) -> None:
     proxy.add(Rule(faults.s3_error(307, "TemporaryRedirect", headers={"location": "/x"})))
     await _fails(store.get("a", max_bytes=AMPLE), AccessError, "redirects, correct `endpoint_url`")
 
@@ -229,10 +235,10 @@ class EndlessAnswer:
             self.sent_bytes += 2**20
 
 
-@only_aiohttp
+@pytest.mark.parametrize("transport", [BotocoreStore, Aioboto3Store], indirect=True)
 @pytest.mark.parametrize("status", [200, 403, 500])
 async def test_an_answer_without_an_end_is_given_up_after_some_megabytes(
-    status: int, store: Aioboto3Store, proxy: FaultProxy
+    status: int, store: BotocoreStore, proxy: FaultProxy
 ) -> None:
     async def names() -> list[str]:
         return [info.name async for info in store.list("")]
@@ -251,7 +257,7 @@ async def test_an_answer_without_an_end_is_given_up_after_some_megabytes(
     ids=["nothing", "part", "part then reset", "all but one byte"],
 )
 async def test_body_that_ends_early_is_a_corrupt_entry(
-    fault: Fault, store: Aioboto3Store, proxy: FaultProxy
+    fault: Fault, store: BotocoreStore, proxy: FaultProxy
 ) -> None:
     for operation in (store.get("a", max_bytes=AMPLE), store.get_range("a", 0, 300_000)):
         rule = proxy.add(Rule(fault, method="GET"))
@@ -264,7 +270,7 @@ async def test_body_that_ends_early_is_a_corrupt_entry(
 
 
 async def test_body_of_unknown_length_is_read_whole_or_unavailable(
-    store: Aioboto3Store, proxy: FaultProxy
+    store: BotocoreStore, proxy: FaultProxy
 ) -> None:
     proxy.add(Rule(faults.Chunked()))
     assert await store.get("a", max_bytes=len(BODY)) == BODY
@@ -278,7 +284,7 @@ async def test_body_of_unknown_length_is_read_whole_or_unavailable(
 
 
 async def test_announced_terabyte_is_refused_before_its_body(
-    store: Aioboto3Store, proxy: FaultProxy
+    store: BotocoreStore, proxy: FaultProxy
 ) -> None:
     proxy.add(Rule(faults.Announce(10**12)))
     error = await _fails(store.get("a", max_bytes=AMPLE), CorruptEntryError, "1000000000000")
@@ -289,7 +295,7 @@ async def test_announced_terabyte_is_refused_before_its_body(
 
 
 async def test_wrong_bytes_of_the_right_length_are_left_to_the_codec(
-    store: Aioboto3Store, proxy: FaultProxy
+    store: BotocoreStore, proxy: FaultProxy
 ) -> None:
     proxy.add(Rule(faults.Flip(7), times=1))
     flipped = await store.get("a", max_bytes=AMPLE)
@@ -299,7 +305,7 @@ async def test_wrong_bytes_of_the_right_length_are_left_to_the_codec(
 
 
 async def test_silence_within_the_body_is_unavailable(
-    store: Aioboto3Store, make: Make, proxy: FaultProxy
+    store: BotocoreStore, make: Make, proxy: FaultProxy
 ) -> None:
     hasty = make(read_timeout_s=0.5)
     rule = proxy.add(Rule(faults.Stall(upto=1000)))
@@ -310,7 +316,7 @@ async def test_silence_within_the_body_is_unavailable(
 
 
 async def test_trickle_that_no_read_timeout_notices_meets_the_deadline(
-    store: Aioboto3Store, make: Make, proxy: FaultProxy
+    store: BotocoreStore, make: Make, proxy: FaultProxy
 ) -> None:
     hasty = make(connect_timeout_s=0.5, read_timeout_s=0.5, least_bytes_per_s=1e6)
     proxy.add(Rule(faults.Trickle(piece_bytes=100, pause_s=0.02)))  # 300 kB would take 60 s
@@ -320,7 +326,7 @@ async def test_trickle_that_no_read_timeout_notices_meets_the_deadline(
 
 
 async def test_upload_that_nobody_reads_meets_the_deadline(
-    store: Aioboto3Store, make: Make, proxy: FaultProxy
+    store: BotocoreStore, make: Make, proxy: FaultProxy
 ) -> None:
     hasty = make(connect_timeout_s=0.5, read_timeout_s=0.5, least_bytes_per_s=1e9)
     proxy.add(Rule(faults.StallUpload(), method="PUT"))
@@ -331,7 +337,7 @@ async def test_upload_that_nobody_reads_meets_the_deadline(
 
 
 async def test_upload_that_is_slow_but_moves_gets_the_time_its_size_needs(
-    store: Aioboto3Store, make: Make, proxy: FaultProxy
+    store: BotocoreStore, make: Make, proxy: FaultProxy
 ) -> None:
     class Late:
         async def apply(self, exchange: Exchange) -> None:
@@ -345,14 +351,14 @@ async def test_upload_that_is_slow_but_moves_gets_the_time_its_size_needs(
 
 
 async def test_uploads_do_not_wait_for_leave_to_send(
-    store: Aioboto3Store, proxy: FaultProxy
+    store: BotocoreStore, proxy: FaultProxy
 ) -> None:
     await store.put_if_absent("c", [BODY])
     assert "expect" not in proxy.requests[-1].headers
 
 
 async def test_cancelled_read_frees_its_slot_and_its_connection(
-    store: Aioboto3Store, make: Make, proxy: FaultProxy
+    store: BotocoreStore, make: Make, proxy: FaultProxy
 ) -> None:
     single = make(max_concurrency=1)
     proxy.add(Rule(faults.Stall(upto=1000)))
@@ -369,7 +375,7 @@ async def test_cancelled_read_frees_its_slot_and_its_connection(
 
 
 async def test_no_more_requests_are_out_than_max_concurrency(
-    store: Aioboto3Store, make: Make, proxy: FaultProxy
+    store: BotocoreStore, make: Make, proxy: FaultProxy
 ) -> None:
     class Watch:
         now = most = 0
@@ -390,7 +396,7 @@ async def test_no_more_requests_are_out_than_max_concurrency(
 
 
 async def test_put_whose_replies_were_lost_is_stored_once(
-    store: Aioboto3Store, proxy: FaultProxy, transport: Transport
+    store: BotocoreStore, proxy: FaultProxy, transport: Transport
 ) -> None:
     rule = proxy.add(Rule(faults.LoseReply(), method="PUT", times=2))
     await _fails(store.put_if_absent("once", [BODY]), UnavailableError)
@@ -402,7 +408,7 @@ async def test_put_whose_replies_were_lost_is_stored_once(
 
 @only_aiohttp
 async def test_put_whose_reply_was_lost_once_meets_its_own_object(
-    store: Aioboto3Store, proxy: FaultProxy
+    store: BotocoreStore, proxy: FaultProxy
 ) -> None:
     proxy.add(Rule(faults.LoseReply(), method="PUT", times=1))
     # aiohttp sends it again by itself, and the server finds the name taken.
@@ -411,7 +417,7 @@ async def test_put_whose_reply_was_lost_once_meets_its_own_object(
 
 
 async def test_put_refused_for_its_checksum_is_sent_without_from_then_on(
-    store: Aioboto3Store, proxy: FaultProxy, transport: Transport
+    store: BotocoreStore, proxy: FaultProxy, transport: Transport
 ) -> None:
     rule = proxy.add(Rule(faults.s3_error(501, "NotImplemented"), header=CHECKSUM[transport]))
     await store.put_if_absent("c", [BODY])
@@ -421,7 +427,7 @@ async def test_put_refused_for_its_checksum_is_sent_without_from_then_on(
 
 
 async def test_put_refused_for_another_reason_keeps_the_checksum(
-    store: Aioboto3Store, proxy: FaultProxy, transport: Transport
+    store: BotocoreStore, proxy: FaultProxy, transport: Transport
 ) -> None:
     proxy.add(Rule(faults.s3_error(501, "NotImplemented"), method="PUT"))
     error = await _fails(store.put_if_absent("c", [BODY]), AccessError, "lacks a feature")
@@ -432,8 +438,78 @@ async def test_put_refused_for_another_reason_keeps_the_checksum(
     assert CHECKSUM[transport] in proxy.requests[-1].headers
 
 
+@pytest.mark.parametrize(
+    "fault",
+    [faults.s3_error(501, "NotImplemented"), faults.s3_error(405, "MethodNotAllowed"),
+     faults.Answer(405), faults.html_page(501)],
+)  # fmt: skip
+async def test_server_without_batch_deletes_gets_single_ones_and_is_asked_for_a_batch_once(
+    fault: Fault, store: BotocoreStore, proxy: FaultProxy
+) -> None:
+    rule = proxy.add(Rule(fault, method="POST"))
+    for _ in range(2):
+        assert await store.delete_many(["a", "b/b", "absent"]) == {}
+        assert await _list(store) == []
+        await store.put_if_absent("a", [b"again"])
+    assert rule.fired == 1
+    # A single one that fails is told with its name.
+    proxy.add(Rule(faults.s3_error(403, "AccessDenied"), method="DELETE", target="/a$"))
+    left = await store.delete_many(["a", "b"])
+    assert {name: type(exc) for name, exc in left.items()} == {"a": AccessError}
+
+
+DELETED = b"""<DeleteResult><Deleted><Key>%(root)s/a</Key></Deleted>
+<Error><Key>%(root)s/b</Key><Code>AccessDenied</Code><Message>no</Message></Error>
+<Error><Key>%(root)s/c</Key><Code>InternalError</Code><Message>later</Message></Error>
+<Error><Key>%(root)s/d</Key><Code>SlowDown</Code></Error>
+<Error><Key>%(root)s/e</Key><Code>NoSuchKey</Code></Error>
+<Error><Key>%(root)s/f</Key><Code>Whatever</Code></Error>
+<Error><Key>another/g</Key><Code>AccessDenied</Code></Error></DeleteResult>"""
+
+
+async def test_answer_about_a_batch_tells_for_each_name_what_became_of_it(
+    make: Make, proxy: FaultProxy
+) -> None:
+    store = make(prefix="batch")
+    body = DELETED % {b"root": b"batch"}
+    proxy.add(Rule(faults.Answer(200, body, {"content-type": "application/xml"})))
+    left = await store.delete_many(list("abcdefg"))
+    denied, later, slow, odd, silent = (left[name] for name in "bcdfg")
+    assert set(left) == set("bcdfg")
+    assert isinstance(denied, AccessError)
+    assert (denied.code, denied.is_general) == ("AccessDenied", False)
+    assert "s3:DeleteObject" in str(denied)
+    assert isinstance(later, UnavailableError)
+    assert (later.status, later.is_throttle) == (500, False)
+    assert isinstance(slow, UnavailableError)
+    assert (slow.status, slow.is_throttle) == (503, True)
+    assert isinstance(odd, AccessError)
+    assert isinstance(silent, UnavailableError)  # the answer does not tell of it
+    assert "batch/b" in str(denied)
+
+
+async def test_batch_goes_out_with_the_md5_that_every_server_knows(
+    store: BotocoreStore, proxy: FaultProxy
+) -> None:
+    assert await store.delete_many(["a", "b/b"]) == {}
+    (request,) = proxy.requests
+    assert request.method == "POST"
+    assert "content-md5" in request.headers
+    assert not [name for name in request.headers if name.startswith("x-amz-checksum")]
+
+
+async def test_names_that_xml_cannot_hold_are_deleted_alone(
+    store: BotocoreStore, proxy: FaultProxy
+) -> None:
+    await store.put_if_absent("bell\a", [b"x"])
+    proxy.clear()
+    assert await store.delete_many(["bell\a", "a"]) == {}
+    assert sorted(request.method for request in proxy.requests) == ["DELETE", "POST"]
+    assert await _list(store) == ["b/b"]
+
+
 async def test_listing_that_breaks_on_its_second_page_fails_after_the_first(
-    store: Aioboto3Store, proxy: FaultProxy
+    store: BotocoreStore, proxy: FaultProxy
 ) -> None:
     await store.put_if_absent("c", [b"c"])
     proxy.add(Rule(faults.s3_error(503, "SlowDown"), skip=1))
@@ -449,7 +525,7 @@ async def test_listing_that_breaks_on_its_second_page_fails_after_the_first(
 
 @pytest.mark.parametrize("token", ["", "<NextContinuationToken>t</NextContinuationToken>"])
 async def test_listing_that_never_advances_is_unavailable(
-    token: str, store: Aioboto3Store, proxy: FaultProxy
+    token: str, store: BotocoreStore, proxy: FaultProxy
 ) -> None:
     page = f"<ListBucketResult><IsTruncated>true</IsTruncated>{token}</ListBucketResult>"
     proxy.add(Rule(faults.Answer(200, page.encode(), {"content-type": "application/xml"})))
@@ -457,7 +533,7 @@ async def test_listing_that_never_advances_is_unavailable(
 
 
 async def test_range_from_a_server_without_ranges_is_cut_out_here(
-    store: Aioboto3Store, proxy: FaultProxy
+    store: BotocoreStore, proxy: FaultProxy
 ) -> None:
     proxy.add(Rule(faults.Answer(200, b"0123456789", {"etag": '"x"'})))
     assert await store.get_range("a", 4, 6) == b"456789"
@@ -465,7 +541,7 @@ async def test_range_from_a_server_without_ranges_is_cut_out_here(
 
 
 async def test_range_that_comes_with_the_status_of_a_whole_object_is_the_range(
-    store: Aioboto3Store, proxy: FaultProxy
+    store: BotocoreStore, proxy: FaultProxy
 ) -> None:
     # As `rclone serve s3` answers.
     class Whole:
@@ -481,7 +557,7 @@ async def test_range_that_comes_with_the_status_of_a_whole_object_is_the_range(
 
 
 async def test_bytes_that_are_not_http_are_unavailable(
-    store: Aioboto3Store, proxy: FaultProxy
+    store: BotocoreStore, proxy: FaultProxy
 ) -> None:
     class Mail:
         async def apply(self, exchange: Exchange) -> None:
@@ -517,7 +593,7 @@ async def test_host_that_swallows_connection_requests_is_unavailable(make: Make)
 
 
 async def test_head_of_a_reply_that_trickles_meets_the_deadline(
-    store: Aioboto3Store, make: Make, proxy: FaultProxy
+    store: BotocoreStore, make: Make, proxy: FaultProxy
 ) -> None:
     class Dribble:
         async def apply(self, exchange: Exchange) -> None:
@@ -533,7 +609,7 @@ async def test_head_of_a_reply_that_trickles_meets_the_deadline(
 
 
 async def test_waiting_for_a_turn_does_not_count_against_the_deadline(
-    store: Aioboto3Store, make: Make, proxy: FaultProxy
+    store: BotocoreStore, make: Make, proxy: FaultProxy
 ) -> None:
     single = make(max_concurrency=1, connect_timeout_s=0.5, read_timeout_s=0.5)
     rule = proxy.add(Rule(faults.Trickle(piece_bytes=20_000, pause_s=0.2)))  # 3 s in all

@@ -46,7 +46,10 @@ from tests.e2e.rig import (
 
 _HERE = Path(__file__).parent
 # They have a model and a corpus of their own; the others share theirs.
-_APART = ("test_no_pixels.py", "test_request_scoped.py", "test_soak.py")
+_APART = (
+    *("test_no_pixels.py", "test_precompute.py", "test_request_scoped.py", "test_soak.py"),
+    "test_weights.py",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

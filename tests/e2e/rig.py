@@ -199,6 +199,8 @@ def settings(server: Endpoint, bucket: str, cache_dir: Path, **more: Any) -> dic
         "cache_dir": str(cache_dir),
         "cache_bytes": "1GiB",
         "min_free_bytes": 0,
+        # Or who encodes with other weights (other_vision_tower) would read another namespace.
+        "weights": "name",
         **more,
     }
 
@@ -242,8 +244,8 @@ def other_vision_tower(model: Path) -> Iterator[None]:
     """While this is open the folder holds another vision encoder under the same names.
 
     The values of every vision tensor are shuffled. vLLM names an image by the model's path and
-    the image's bytes, so a corpus made before still answers, and whoever encodes gives itself
-    away by other answers.
+    the image's bytes, so where the model is known by its name (``weights: name``) a corpus made
+    before still answers, and whoever encodes gives itself away by other answers.
     """
     weights = model / "model.safetensors"
     original = weights.read_bytes()

@@ -80,7 +80,9 @@ class Lookups:
         feature = SimpleNamespace(
             identifier=identifier_at(number), modality="image", data={}, mm_position=position
         )
-        request: Any = SimpleNamespace(request_id=f"r{number}", mm_features=[feature])
+        request: Any = SimpleNamespace(
+            request_id=f"r{number}", mm_features=[feature], num_prompt_tokens=ROWS
+        )
         return self.half.ensure_cache_available(request, 0)
 
     def _step(self) -> None:

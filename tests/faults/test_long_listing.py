@@ -84,6 +84,7 @@ def test_memory_of_a_listing_for_a_base_does_not_grow_with_the_bucket(
     """Beyond twice what is kept of each row in files; a row in memory takes several times that."""
     monkeypatch.setattr(sorted_runs, "ROWS_PER_RUN", 2048)
     monkeypatch.setattr(object_listing, "_BATCH", 512)
+    monkeypatch.setattr(object_listing, "_FEW", 100)
     peaks = [peak_of_listing(tmp_path / str(entries), entries) for entries in (4_000, 10_000)]
     assert peaks[1] - peaks[0] < 6_000 * 84
 

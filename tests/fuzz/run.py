@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fuzz the readers with atheris: ``python -m tests.fuzz.run [--seconds N] [TARGET...]``.
 
+``python -m tests.fuzz.run scheduler [--seeds 0-300]`` runs random lives of an engine instead, which
+need no atheris.
+
 Each target runs in a process of its own, one after another. What raises is left in its folder of
 ``tests/fuzz/corpus`` under the name that libFuzzer gives it (``crash-...``, ``timeout-...``,
 ``oom-...``), where ``make test`` tries it from then on; what is merely new goes to ``build/fuzz``.
@@ -32,6 +35,8 @@ DICTIONARY = (
 
 def main() -> int:
     """Run some targets; the exit status is 1 where one of them found something."""
+    if sys.argv[1:2] == ["scheduler"]:
+        return _run_scheduler(sys.argv[2:])
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("targets", nargs="*", metavar="TARGET")
     parser.add_argument("--seconds", type=int, default=600, help="for all targets together")
@@ -50,6 +55,16 @@ def main() -> int:
     failed = [name for name in chosen if not _fuzz_apart(name, seconds)]
     print(f"fuzzed {len(chosen)} targets for {seconds} s each; failed: {failed or 'none'}")
     return 1 if failed else 0
+
+
+def _run_scheduler(arguments: list[str]) -> int:
+    """Run seeds, each the same in every process: sets of names have an order then."""
+    if os.environ.get("PYTHONHASHSEED") != "0":
+        command = [sys.executable, "-m", "tests.fuzz.run", "scheduler", *arguments]
+        os.execve(sys.executable, command, os.environ | {"PYTHONHASHSEED": "0"})
+    from tests.fuzz.scheduler import main
+
+    return main(arguments)
 
 
 def _fuzz_apart(name: str, seconds: int) -> bool:

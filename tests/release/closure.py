@@ -45,5 +45,5 @@ def closure_of(name: str, *extras: str) -> Closure:
 
 
 if __name__ == "__main__":
-    for brought in sorted(closure_of("s3ec", "fast")):
+    for brought in sorted(closure_of("s3ec")):
         print(f"{brought}=={distribution(brought).version}")

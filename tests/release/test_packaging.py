@@ -9,17 +9,21 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
-from packaging.utils import canonicalize_name
 
 from tests.release.closure import Closure, closure_of, requirements_of
 
 REPOSITORY = Path(__file__).parents[2]
-_BUILT_FROM = ("s3ec", "tests/conftest.py", "pyproject.toml", "README.md", "LICENSE", ".gitignore")
+_BUILT_FROM = (
+    "s3ec", "tests/conftest.py", "tests/faults/README.md", "terraform", "examples", "docs",
+    ".gitignore", "pyproject.toml", "README.md", "LICENSE", "CONTRIBUTING.md", "ARCHITECTURE.md",
+    "SECURITY.md", "CHANGELOG.md",
+)  # fmt: skip
 _EPOCH = "1700000000"
 
 
@@ -78,12 +82,21 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     assert {"s3ec/py.typed", "s3ec/testing/site/sitecustomize.py"} <= inside
 
 
+def test_source_archive_holds_what_the_readme_links_to(built: Path) -> None:
+    with tarfile.open(next((built / "dist").glob("*.tar.gz"))) as archive:
+        names = [name.partition("/")[2] for name in archive.getnames()]
+    links = set(re.findall(r"\]\((?!https?:)([^)#]+)", (REPOSITORY / "README.md").read_text()))
+    assert {"terraform/", "examples/minio/", "CONTRIBUTING.md"} <= links
+    missing = [link for link in links if not any(f"{name}/".startswith(link) for name in names)]
+    assert missing == []
+
+
 @pytest.mark.slow
 def test_installing_beside_vllm_changes_no_other_package(wheel: Path, tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     subprocess.run(
         [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--no-index",
-         "--report", str(report), f"{wheel}[vllm,fast]"],
+         "--report", str(report), str(wheel)],
         check=True, capture_output=True,
     )  # fmt: skip
     plan = json.loads(report.read_text())["install"]
@@ -98,9 +111,9 @@ def vllm() -> Closure:
 def test_what_s3ec_and_vllm_both_ask_for_has_a_version_that_suits_both(
     vllm: Closure,
 ) -> None:
-    ours = closure_of("s3ec", "fast", "vllm")
+    ours = closure_of("s3ec")
     shared = sorted(set(ours) & set(vllm))
-    assert {"pydantic", "safetensors", "aiohttp"} <= set(shared)
+    assert {"pydantic", "safetensors", "urllib3"} <= set(shared)
     unfit = [
         f"{who} asks for {asked}, {distribution(name).version} is installed"
         for name in shared
@@ -111,17 +124,17 @@ def test_what_s3ec_and_vllm_both_ask_for_has_a_version_that_suits_both(
 
 
 def test_s3ec_sets_lower_bounds_only() -> None:
-    bounds = [str(one.specifier) for one in requirements_of("s3ec", frozenset({"fast", "vllm"}))]
+    bounds = [str(one.specifier) for one in requirements_of("s3ec", frozenset({"aioboto3"}))]
     assert len(bounds) > 5
     assert [bound for bound in bounds if not re.fullmatch(r">=[\d.]+", bound)] == []
 
 
-def test_readme_names_all_that_an_image_of_vllm_lacks(
-    vllm: Closure,
-) -> None:
-    line = re.search(
-        r"pip install --no-deps ((?:.*\\\n)*.*)", (REPOSITORY / "README.md").read_text()
-    )
-    assert line is not None
-    named = {canonicalize_name(word) for word in line[1].split() if word != "\\"}
-    assert named == {"s3ec"} | (set(closure_of("s3ec", "fast")) - set(vllm))
+def test_botocore_is_bounded_by_nothing_but_what_is_released_with_it() -> None:
+    """Else installing s3ec takes back the boto3 of an environment, and its security updates."""
+    bounding = {
+        who
+        for name in ("boto3", "botocore", "s3transfer")
+        for who, asked in closure_of("s3ec")[name]
+        if any(one.operator != ">=" for one in asked.specifier)
+    }
+    assert bounding == {"boto3", "s3transfer"}

@@ -17,7 +17,7 @@ from tests.terraform.cases import HOW, PLUGINS, Terraform, copy
 NAME = "embeddings"
 REGIONS = {"writer": "eu-central-1", "us": "us-east-1", "ap": "ap-southeast-1"}
 BUCKETS = {"writer": NAME, "us": f"{NAME}-us", "ap": f"{NAME}-ap"}
-ROLES = {"producer", "replication", "consumer-writer", "consumer-us", "consumer-ap"}
+ROLES = {"producer", "maintainer", "replication", "consumer-writer", "consumer-us", "consumer-ap"}
 pytestmark = [
     pytest.mark.terraform,
     pytest.mark.slow,
@@ -220,12 +220,13 @@ def test_no_policy_has_a_wildcard(plan: Plan) -> None:
         read += 1
         for statement in document["Statement"]:
             assert not too_wide(statement, of_key=kind == "aws_kms_key"), address
-    # Three keys, three buckets, who may take each of the five roles.
-    assert read == 11
+    # Three keys, three buckets, who may take each of the six roles.
+    assert read == 12
     # The rest names keys, so of it the plan knows but the output; that this says all of it is
     # asserted in the example's own tests, where the keys have ids.
     assert unknown == {
         "module.producer.aws_iam_policy.this",
+        "module.maintainer.aws_iam_policy.this",
         "module.replication.aws_iam_role_policy.this",
         *(f'module.consumer["{name}"].aws_iam_policy.this' for name in BUCKETS),
     }

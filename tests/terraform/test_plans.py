@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,7 @@ pytestmark = [
     pytest.mark.skipif(PLUGINS is None, reason=HOW),
 ]
 FOLDERS = sorted(str(path.parent.relative_to(SOURCE)) for path in SOURCE.glob("*/*/main.tf"))
+COMPATIBLE = ("modules/s3-compatible-bucket", "examples/minio")
 PARTS = {"main.tf", "variables.tf", "outputs.tf", "versions.tf", "tests"}
 
 
@@ -38,15 +39,32 @@ def test_every_file_is_formatted(tree: Path) -> None:
 
 
 def test_every_module_and_example_has_all_of_its_parts() -> None:
-    assert len(FOLDERS) == 9
+    assert len(FOLDERS) == 10
     for folder in FOLDERS:
         missing = PARTS - {path.name for path in (SOURCE / folder).iterdir()}
         assert not missing, f"{folder} has no {missing}"
 
 
-def test_every_folder_asks_for_the_same_provider() -> None:
-    # So that the one `init` that compares versions does so for all.
-    assert len({(SOURCE / folder / "versions.tf").read_text() for folder in FOLDERS}) == 1
+@pytest.mark.parametrize(
+    ("asked", "of"),
+    [
+        ('">= 5.86, < 7"', lambda name: name not in COMPATIBLE),
+        # From 6.23 on the provider asks S3 Control for a bucket's tags.
+        ('">= 5.86, < 6.23"', lambda name: name in COMPATIBLE),
+    ],
+)
+def test_folders_ask_for_the_provider_that_they_can_live_with(
+    asked: str, of: Callable[[str], bool]
+) -> None:
+    texts = {(SOURCE / folder / "versions.tf").read_text() for folder in FOLDERS if of(folder)}
+    assert len(texts) == 1
+    assert f"version = {asked}" in texts.pop()
+
+
+def test_nothing_is_used_that_provider_6_warns_of() -> None:
+    # `aws_region` has no attribute that both know and 6.x does not call deprecated.
+    for path in SOURCE.glob("*/*/*.tf"):
+        assert "aws_region" not in path.read_text().replace("`data.aws_region`", ""), path
 
 
 @pytest.mark.parametrize("folder", FOLDERS)

@@ -119,6 +119,8 @@ def test_every_setting_can_come_from_every_source(
         "index": "bloom",
         "bloom_fpr": "0.05",
         "model_identity": "m",
+        "weights": "name",
+        "live_weights": "ignore",
         "tenant_key": "env:SOME_SECRET",
         "trust_client_ids": "false",
         "verify": "download",
@@ -260,9 +262,14 @@ def test_credentials_are_refused_and_not_repeated(
 ) -> None:
     error = refusal(**{name: SECRET})
     assert "credentials are not accepted" in str(error)
+    assert "because vLLM logs" in str(error)
     assert error.field == name
     monkeypatch.setenv(f"S3EC_{name.upper()}", SECRET)
-    assert "credentials are not accepted" in str(refusal())
+    error = refusal()
+    assert str(error).startswith(f"environment variable S3EC_{name.upper()}: ")
+    # What vLLM logs is no reason here: it logs no variable.
+    assert "vLLM" not in str(error)
+    assert error.field == name.lower()
 
 
 @pytest.mark.parametrize(
@@ -305,7 +312,7 @@ def test_what_kubernetes_sets_is_ignored(monkeypatch: pytest.MonkeyPatch) -> Non
     [
         ("bucket", "", "3 or more"),
         ("bucket", "ab", "3 or more"),
-        ("bucket", "s3://corpus", "name alone"),
+        ("bucket", "gs://corpus", "a URL goes into `url`"),
         ("bucket", "corpus/folder", "`prefix`"),
         ("bucket", "cor pus", "letters"),
         ("bucket", "corpus\n", "letters"),
@@ -448,6 +455,44 @@ def test_an_s3_url_is_another_way_to_write_bucket_and_prefix(
     error = refusal({"bucket": "corpus"})
     assert error.field == "bucket"
     assert "`url` (from env S3EC_URL); remove one" in str(error)
+    monkeypatch.delenv("S3EC_URL")
+    assert load_settings({"bucket": "s3://corpus/a"}).settings.prefix == "a"
+    assert refusal({"bucket": "s3://corpus/a", "prefix": "b"}).field == "prefix"
+    assert "3 or more" in str(refusal({"bucket": "s3://x"}))
+
+
+@pytest.mark.parametrize(
+    ("variables", "options", "corpus"),
+    [
+        ({"BUCKET": "corpus", "REGION": "r"}, {"url": "file:///data"}, "file:///data"),
+        ({"URL": "file:///data"}, {"bucket": "corpus"}, "s3://corpus"),
+        ({"URL": "s3://other/a"}, {"bucket": "corpus"}, "s3://corpus"),
+        ({"URL": "s3://other/a"}, {"bucket": "s3://corpus/b"}, "s3://corpus/b"),
+        ({"BUCKET": "other", "PREFIX": "a"}, {"bucket": "s3://corpus/b"}, "s3://corpus/b"),
+        ({"BUCKET": "s3://other/a"}, {"bucket": "corpus"}, "s3://corpus"),
+        ({"BUCKET": "other", "PREFIX": "a"}, {"bucket": "corpus"}, "s3://corpus/a"),
+        ({"BUCKET": "other", "PREFIX": "a"}, {"url": "s3://corpus/b"}, "s3://corpus/b"),
+    ],
+)
+def test_a_place_in_an_option_wins_over_one_in_another_form(
+    monkeypatch: pytest.MonkeyPatch,
+    variables: dict[str, str],
+    options: dict[str, str],
+    corpus: str,
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(f"S3EC_{name}", value)
+    loaded = load_settings({}, options=options)
+    assert str(loaded.settings.corpus) == corpus
+    (name,) = options
+    assert loaded.origins["url" if corpus.startswith("file") else "bucket"] == f"--{name}"
+
+
+def test_a_place_in_the_json_that_contradicts_a_variable_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("S3EC_URL", "file:///data")
+    assert "remove one of the two" in str(refusal({"bucket": "corpus"}))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,15 @@ from s3ec.settings import Settings
 from s3ec.settings_table import settings_table
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = ["README.md", "ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"]
+VERSIONS = "docs/vllm-versions.md"
+DOCUMENTS = [
+    "README.md",
+    "ARCHITECTURE.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+    "docs/cli.md",
+]
 
 
 def test_readme_settings_table_is_the_one_made_from_the_code() -> None:
@@ -32,15 +40,25 @@ def test_readme_names_only_metrics_that_exist() -> None:
     assert named <= defined
 
 
-@pytest.mark.parametrize("document", DOCUMENTS)
+@pytest.mark.parametrize("document", [*DOCUMENTS, VERSIONS])
 def test_documents_link_only_to_files_that_exist(document: str) -> None:
-    text = (ROOT / document).read_text()
-    for target in re.findall(r"\]\((?!https?://|#)([^)#]+)", text):
-        assert (ROOT / target).exists(), target
+    path = ROOT / document
+    for target in re.findall(r"\]\((?!https?://|#)([^)#]+)", path.read_text()):
+        assert (path.parent / target).exists(), target
+
+
+def test_every_supported_release_of_vllm_was_run_or_is_said_to_be_read_only() -> None:
+    code = (ROOT / "s3ec/connector/compat.py").read_text()
+    supported = re.findall(r"^(?:OLDEST|NEWEST_TESTED) = \(0, (\d+)\)", code, re.M)
+    oldest, newest = map(int, supported)
+    rows = dict(
+        re.findall(r"^\| 0\.(\d+)\.0 \| (run|read) \|", (ROOT / VERSIONS).read_text(), re.M)
+    )
+    assert list(map(int, rows)) == list(range(oldest, newest + 1))
 
 
 def test_documents_name_only_modules_that_exist() -> None:
-    text = "".join((ROOT / document).read_text() for document in DOCUMENTS)
+    text = "".join((ROOT / document).read_text() for document in [*DOCUMENTS, VERSIONS])
     for name in set(re.findall(r"`((?:s3ec|tests)/[\w/.]+\.py)`", text)):
         assert (ROOT / name).is_file(), name
 

@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import socket
 import ssl
 import subprocess
 import threading
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -26,12 +28,59 @@ def test_settings_are_what_the_connector_takes(tmp_path: Path) -> None:
     extra = transfer["ec_connector_extra_config"]
     compose = yaml.safe_load((MINIO / "compose.yaml").read_text())
     mounted = {volume.split(":")[1] for volume in compose["services"]["vllm"]["volumes"]}
-    assert mounted == {extra["ca_bundle"], extra["cache_dir"]}
+    assert mounted == {extra["ca_bundle"], extra["cache_dir"], "/root/.cache/huggingface"}
     (tmp_path / "ca.pem").touch()
     settings = load_settings({**extra, "ca_bundle": str(tmp_path / "ca.pem")}).settings
     assert settings.endpoint_url is not None
     assert settings.endpoint_url.startswith("https://minio:")
     assert "minio" in compose["services"]
+
+
+def test_compose_starts_what_lasts_and_tells_when_it_is_ready() -> None:
+    text = (MINIO / "compose.yaml").read_text()
+    compose = yaml.safe_load(text)
+    services = compose["services"]
+    for name, service in services.items():
+        assert {"test", "interval", "timeout", "retries"} <= set(service["healthcheck"]), name
+        assert service["restart"] == "unless-stopped", name
+    minio, vllm = services["minio"], services["vllm"]
+    # TLS, and the authority, are where the check looks for them.
+    check = minio["healthcheck"]["test"]
+    authority = check[check.index("--cacert") + 1]
+    assert f"./certs/ca.pem:{authority}:ro" in minio["volumes"]
+    assert check[-1].startswith("https://localhost:9000/")
+    assert vllm["depends_on"] == {"minio": {"condition": "service_healthy"}}
+    # Named volumes outlive `docker compose down`: objects, weights, and what is not uploaded yet.
+    assert set(compose["volumes"]) == {"objects", "tier", "models"}
+    named = {one.split(":")[0] for one in (*minio["volumes"], *vllm["volumes"])}
+    assert set(compose["volumes"]) <= named
+    assert vllm["shm_size"]
+    # The engine has less time to end than Docker gives it.
+    command = vllm["command"]
+    seconds = int(command[command.index("--shutdown-timeout") + 1])
+    assert 0 < seconds < int(vllm["stop_grace_period"].removesuffix("s"))
+    for image in re.findall(r"\$\{\w+_IMAGE:-([^}]+)\}", text):
+        assert re.search(r":(v\d+\.\d+\.\d+|RELEASE\.\d{4}-\d\d-\d\dT[\d-]+Z)$", image), image
+
+
+def test_image_is_vllms_own_and_installs_this_checkout() -> None:
+    dockerfile = (MINIO / "Dockerfile").read_text()
+    compose = yaml.safe_load((MINIO / "compose.yaml").read_text())
+    build = compose["services"]["vllm"]["build"]
+    assert (MINIO / build["context"] / build["dockerfile"]).resolve() == MINIO / "Dockerfile"
+    [default] = re.findall(r"^ARG VLLM_IMAGE=(.+)$", dockerfile, re.MULTILINE)
+    assert build["args"]["VLLM_IMAGE"] == f"${{VLLM_IMAGE:-{default}}}"
+    root = MINIO / build["context"]
+    copied = {
+        name for line in re.findall(r"^COPY (.*) \S+$", dockerfile, re.M) for name in line.split()
+    }
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    # All that a build of the package reads.
+    assert {"pyproject.toml", "s3ec", project["readme"], *project["license-files"]} == copied
+    assert all((root / name).exists() for name in copied)
+    [install] = re.findall(r"^RUN (.*pip install.*)$", dockerfile, re.M)
+    # No trick is needed: the package asks for lower bounds only.
+    assert install == "python3 -m pip install --no-cache-dir /opt/s3ec"
 
 
 @pytest.mark.parametrize(

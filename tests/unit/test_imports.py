@@ -21,7 +21,7 @@ LAYERS = [
     {"errors", "forks", "containment", "corpus_url", "plain_json", "daemon_pool", "__init__"},
     {"tenant", "middleware", "counters"},
     {"settings", "disk_watch"},
-    {"identity", "config"},
+    {"identity", "config", "weights"},
     {"codec", "settings_table", "naming"},
     {"tensors", "store", "loop", "inflight"},
     {"tier", "modality"},
@@ -48,6 +48,7 @@ MAY_IMPORT = {
                      "demo": "inside"},
     "aioboto3": {"store": "anywhere", "bench": "inside"},
     "aiobotocore": {"store": "anywhere"},
+    "aiohttp": {"store": "anywhere"},
     "obstore": {"store": "anywhere", "bench": "inside"},
     "awscrt": {"bench": "inside"},
 }  # fmt: skip
@@ -148,6 +149,13 @@ def test_the_sdk_stays_behind_the_store_and_the_doctor() -> None:
         if each.target.split(".")[0] in ("boto3", "botocore") and each.part not in SDK_MODULES
     ]
     assert wrong == []
+
+
+def test_the_extra_transport_is_one_module() -> None:
+    """aioboto3 is not installed with s3ec, nor is what it brings."""
+    extra = {"aioboto3", "aiobotocore", "aiohttp"}
+    modules = {each.module.name for each in IMPORTS if each.target.split(".")[0] in extra}
+    assert modules == {"aioboto3_store.py", "raw_loops.py"}
 
 
 def test_tests_are_not_imported() -> None:

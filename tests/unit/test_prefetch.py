@@ -303,6 +303,67 @@ def test_absent_is_forgotten(bench: Bench) -> None:
     assert not bench.prefetcher.has_news
 
 
+def test_what_the_index_never_held_is_no_less_to_be_had_after_a_404(bench: Bench) -> None:
+    """Who asks for it all the same expects it at any moment."""
+    assert bench.one().outcome is Outcome.ABSENT
+    assert bench.counters.get("index.forgotten") == 0
+
+    def denied(message: str) -> Exception:
+        return AccessError(message, is_general=False)
+
+    bench.script.faults = [Fault(op="get", name=OBJECTS, error=denied)]
+    assert bench.one().outcome is Outcome.ABSENT  # so S3 says it to who may not list
+    assert bench.counters.get("index.forgotten") == 0
+    bench.script.faults = []
+    bench.bucket[LAYOUT.object(key_of("a"))] = entry(key_of("a"))
+    assert bench.one().outcome is Outcome.READY
+
+
+def test_what_lies_here_does_not_queue_behind_downloads_that_hang(bench: Bench) -> None:
+    bench.make(max_concurrency=2)
+    bench.stock("here", "slow 1", "slow 2", "slow 3")
+    here = bench.one("here").pin
+    assert here is not None
+    gate = bench.hold()
+    bench.prefetcher.submit([want(f"slow {n}") for n in (1, 2, 3)])
+    assert gate.reached.wait(TIMEOUT_S)
+    again = bench.one("here")
+    assert (again.outcome, again.source) == (Outcome.READY, "tier")
+    gate.release()
+    assert all(each.outcome is Outcome.READY for each in bench.collect(3))
+
+
+def test_what_was_believed_to_be_here_is_downloaded_in_its_turn(bench: Bench) -> None:
+    bench.make(max_concurrency=1)
+    bench.stock("gone", "slow")
+    bench.local.add(key_of("gone"))
+    gate = bench.hold(name=key_of("slow").name)
+    bench.prefetcher.submit([want("slow")])
+    assert gate.reached.wait(TIMEOUT_S)
+    bench.prefetcher.submit([want("gone")])
+    until(lambda: not bench.local(key_of("gone")), "a look at the disk")
+    assert bench.store.peak == 1
+    gate.release()
+    assert {each.source for each in bench.collect(2)} == {"bucket"}
+    assert bench.store.peak == 1
+
+
+def test_what_lies_here_does_not_wait_for_the_record_of_a_slow_bucket(bench: Bench) -> None:
+    bench.stock("a", "b")
+    for text in ("a", "b"):
+        pin = bench.one(text).pin
+        assert pin is not None
+        bench.prefetcher.release([pin])
+    bench.records = ModalityRecords(bench.store, LAYOUT)  # as after a restart
+    bench.make()
+    gate = bench.hold(name="/modality/")
+    assert bench.one("a").outcome is Outcome.READY
+    assert bench.one("b").outcome is Outcome.READY
+    assert bench.store.log.count(("get", LAYOUT.modality("image"))) == 2  # one reading goes on
+    gate.release()
+    until(lambda: bench.records.known("image") is not None, "the record")
+
+
 def test_corrupt_once_is_fetched_again(bench: Bench) -> None:
     bench.stock("a")
     bench.script.faults = [Fault(op="get", name=OBJECTS, change=flip(-1), times=1)]
@@ -447,18 +508,18 @@ def test_no_more_is_asked_for_than_the_request_needs(bench: Bench) -> None:
 
 def test_without_a_record_nothing_is_fetched(bench: Bench) -> None:
     bench.stock("a")
-    assert bench.one(modality="video").outcome is Outcome.MISMATCH
+    assert bench.one(modality="video").outcome is Outcome.ABSENT
     assert bench.counters.get("mismatch.no_record") == 1
     assert bench.store.fetched == []
 
 
-def test_a_record_that_is_garbage_is_a_mismatch(bench: Bench) -> None:
+def test_a_record_that_is_garbage_is_as_good_as_none(bench: Bench) -> None:
     bench.stock("a")
     for body in (b'{"width": 32, "dtype": []}', b"x" * 10_000):
         bench.bucket[LAYOUT.modality("image")] = body
         bench.records = ModalityRecords(bench.store, LAYOUT)
         bench.make()
-        assert bench.one().outcome is Outcome.MISMATCH
+        assert bench.one().outcome is Outcome.ABSENT
 
 
 # -- a store or disk that does not answer ------------------------------------------------------

@@ -63,25 +63,50 @@ locals {
 }
 
 resource "aws_kms_key" "writer" {
-  description         = "Embeddings of ${var.name} in ${var.writer_region}"
-  enable_key_rotation = true
-  policy              = local.key_policy
+  description             = "Embeddings of ${var.name} in ${var.writer_region}"
+  enable_key_rotation     = true
+  deletion_window_in_days = var.key_deletion_days
+  policy                  = local.key_policy
+  tags                    = var.tags
+}
+
+resource "aws_kms_alias" "writer" {
+  name          = "alias/${var.name}"
+  target_key_id = aws_kms_key.writer.key_id
 }
 
 resource "aws_kms_key" "us" {
   provider = aws.us
 
-  description         = "Embeddings of ${var.name} in ${var.reader_regions.us}"
-  enable_key_rotation = true
-  policy              = local.key_policy
+  description             = "Embeddings of ${var.name} in ${var.reader_regions.us}"
+  enable_key_rotation     = true
+  deletion_window_in_days = var.key_deletion_days
+  policy                  = local.key_policy
+  tags                    = var.tags
+}
+
+resource "aws_kms_alias" "us" {
+  provider = aws.us
+
+  name          = "alias/${var.name}"
+  target_key_id = aws_kms_key.us.key_id
 }
 
 resource "aws_kms_key" "ap" {
   provider = aws.ap
 
-  description         = "Embeddings of ${var.name} in ${var.reader_regions.ap}"
-  enable_key_rotation = true
-  policy              = local.key_policy
+  description             = "Embeddings of ${var.name} in ${var.reader_regions.ap}"
+  enable_key_rotation     = true
+  deletion_window_in_days = var.key_deletion_days
+  policy                  = local.key_policy
+  tags                    = var.tags
+}
+
+resource "aws_kms_alias" "ap" {
+  provider = aws.ap
+
+  name          = "alias/${var.name}"
+  target_key_id = aws_kms_key.ap.key_id
 }
 
 module "writer" {
@@ -89,6 +114,7 @@ module "writer" {
 
   name        = var.name
   prefix      = var.prefix
+  tags        = var.tags
   kms_key_arn = local.key_arns.writer
 }
 
@@ -98,6 +124,7 @@ module "us" {
 
   name        = "${var.name}-us"
   prefix      = var.prefix
+  tags        = var.tags
   kms_key_arn = local.key_arns.us
 }
 
@@ -107,6 +134,7 @@ module "ap" {
 
   name        = "${var.name}-ap"
   prefix      = var.prefix
+  tags        = var.tags
   kms_key_arn = local.key_arns.ap
 }
 
@@ -116,6 +144,7 @@ module "replication" {
   name          = "${var.name}-replication"
   source_corpus = module.writer.corpus
   destinations  = { us = module.us.corpus, ap = module.ap.corpus }
+  tags          = var.tags
 }
 
 module "producer" {
@@ -124,7 +153,19 @@ module "producer" {
   name         = "${var.name}-producer"
   role         = "producer"
   corpora      = [module.writer.corpus]
-  pod_identity = true
+  pod_identity = var.pods
+  tags         = var.tags
+}
+
+module "maintainer" {
+  source = "../../modules/access"
+
+  # What is deleted where it was written is deleted in the copies: replication carries the markers.
+  name         = "${var.name}-maintainer"
+  role         = "maintainer"
+  corpora      = [module.writer.corpus]
+  pod_identity = var.maintainer_pods
+  tags         = var.tags
 }
 
 module "consumer" {
@@ -135,7 +176,8 @@ module "consumer" {
   name         = "${var.name}-consumer-${each.key}"
   role         = "consumer"
   corpora      = [each.value]
-  pod_identity = true
+  pod_identity = var.pods
+  tags         = var.tags
 }
 
 module "observability" {
@@ -145,4 +187,5 @@ module "observability" {
   corpus        = module.writer.corpus
   destinations  = { us = module.us.corpus.name, ap = module.ap.corpus.name }
   alarm_actions = var.alarm_actions
+  tags          = var.tags
 }

@@ -17,7 +17,7 @@ output "ec_transfer_config" {
 output "role_arns" {
   description = "Roles for EKS Pod Identity."
   value = merge(
-    { producer = module.producer.role_arn },
+    { producer = module.producer.role_arn, maintainer = module.maintainer.role_arn },
     { for name, access in module.consumer : "consumer-${name}" => access.role_arn },
   )
 }
@@ -25,7 +25,11 @@ output "role_arns" {
 output "policies" {
   description = "What each role may do, statement by statement, so that a plan shows it before the keys have their ids."
   value = merge(
-    { producer = module.producer.statements, replication = module.replication.statements },
+    {
+      producer    = module.producer.statements
+      maintainer  = module.maintainer.statements
+      replication = module.replication.statements
+    },
     { for name, access in module.consumer : "consumer-${name}" => access.statements },
   )
 }

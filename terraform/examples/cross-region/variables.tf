@@ -28,8 +28,37 @@ variable "prefix" {
   default     = "corpus/"
 }
 
+variable "pods" {
+  description = "Service accounts of the engines, in clusters of any region."
+  type        = list(object({ namespace = string, service_account = string, cluster = optional(string) }))
+  default     = [{ namespace = "serving", service_account = "vllm" }]
+}
+
+variable "maintainer_pods" {
+  description = "Service accounts of the jobs that clean up with `s3ec rm` and `gc`."
+  type        = list(object({ namespace = string, service_account = string, cluster = optional(string) }))
+  default     = [{ namespace = "serving", service_account = "s3ec-maintainer" }]
+}
+
+variable "key_deletion_days" {
+  description = "Days between the order to delete a key and its end, 7 to 30. Without its key a corpus cannot be read, and until then the order can be taken back."
+  type        = number
+  default     = 30
+
+  validation {
+    condition     = var.key_deletion_days >= 7 && var.key_deletion_days <= 30
+    error_message = "`key_deletion_days` is 7 to 30, as KMS wants it."
+  }
+}
+
 variable "alarm_actions" {
   description = "ARNs that are told of an alarm, in the writer's region."
   type        = list(string)
   default     = []
+}
+
+variable "tags" {
+  description = "Tags of everything that can have them."
+  type        = map(string)
+  default     = { Project = "s3ec" }
 }

@@ -25,4 +25,5 @@ module "corpus" {
   prefix       = var.prefix
   endpoint_url = var.endpoint_url
   ca_bundle    = var.ca_bundle
+  tags         = var.tags
 }

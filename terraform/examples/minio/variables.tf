@@ -23,3 +23,9 @@ variable "ca_bundle" {
   type        = string
   default     = null
 }
+
+variable "tags" {
+  description = "Tags of the bucket. Not every store keeps them."
+  type        = map(string)
+  default     = {}
+}

@@ -17,8 +17,20 @@ variable "prefix" {
   default     = "corpus/"
 }
 
+variable "maintainer_arns" {
+  description = "ARNs of the roles and users that may clean up with `s3ec rm` and `gc`. Empty: there is the policy, and nobody has it."
+  type        = list(string)
+  default     = []
+}
+
 variable "force_destroy" {
   description = "Let `terraform destroy` delete a bucket that still holds a corpus."
   type        = bool
   default     = false
+}
+
+variable "tags" {
+  description = "Tags of everything that can have them."
+  type        = map(string)
+  default     = { Project = "s3ec" }
 }

@@ -3,6 +3,8 @@
 
 data "aws_partition" "current" {}
 
+data "aws_caller_identity" "current" {}
+
 locals {
   reads  = ["s3:GetObject"]
   writes = ["s3:PutObject", "s3:AbortMultipartUpload"]
@@ -65,11 +67,30 @@ locals {
       }
     ],
     [
-      for service in ["pods.eks.amazonaws.com"] : {
+      for one in var.pod_identity : {
         Effect    = "Allow"
-        Principal = { Service = service }
+        Principal = { Service = "pods.eks.amazonaws.com" }
         Action    = ["sts:AssumeRole", "sts:TagSession"]
-      } if var.pod_identity
+        Condition = {
+          # Tags that EKS sets on each session.
+          StringEquals = merge(
+            {
+              "aws:RequestTag/kubernetes-namespace"       = one.namespace
+              "aws:RequestTag/kubernetes-service-account" = one.service_account
+            },
+            one.cluster == null ? {} : { "aws:RequestTag/eks-cluster-name" = one.cluster },
+          )
+          # Only if it is named: see the trust of the replication module's role.
+          StringEqualsIfExists = { "aws:SourceAccount" = data.aws_caller_identity.current.account_id }
+        }
+      }
+    ],
+    [
+      for arns in [var.assume_role_arns] : {
+        Effect    = "Allow"
+        Principal = { AWS = arns }
+        Action    = ["sts:AssumeRole"]
+      } if length(arns) > 0
     ],
     [
       for service in ["ec2.amazonaws.com"] : {
@@ -96,6 +117,13 @@ resource "aws_iam_role" "this" {
   assume_role_policy   = jsonencode({ Version = "2012-10-17", Statement = local.trust })
   permissions_boundary = var.permissions_boundary
   tags                 = var.tags
+
+  lifecycle {
+    precondition {
+      condition     = var.role != "maintainer" || !var.instance_profile
+      error_message = "A `maintainer` deletes, so no instance has its rights for good: name who may take it in `assume_role_arns`, `pod_identity` or `irsa`."
+    }
+  }
 }
 
 resource "aws_iam_role_policy_attachment" "this" {

@@ -63,13 +63,33 @@ variable "irsa" {
 }
 
 variable "pod_identity" {
-  description = "Let EKS Pod Identity hand the role to pods; the association is made beside the cluster."
-  type        = bool
-  default     = false
+  description = "Kubernetes service accounts that EKS Pod Identity hands the role to, of one `cluster` or, unset, of each of this account's; the association is made beside the cluster, with session tags, which are how it tells the pod."
+  type = list(object({
+    namespace       = string
+    service_account = string
+    cluster         = optional(string)
+  }))
+  default = []
+
+  validation {
+    condition     = alltrue([for one in var.pod_identity : !strcontains("${one.namespace}${one.service_account}", "*")])
+    error_message = "`namespace` and `service_account` name one account; a * would let every pod in."
+  }
+}
+
+variable "assume_role_arns" {
+  description = "ARNs of roles and users that may take the role: people, and jobs outside of Kubernetes and EC2."
+  type        = list(string)
+  default     = []
+
+  validation {
+    condition     = alltrue([for arn in var.assume_role_arns : can(regex("^arn:[a-z-]+:iam::[0-9]{12}:(role|user)/[^*]+$", arn))])
+    error_message = "`assume_role_arns` are ARNs of single roles or users, without *."
+  }
 }
 
 variable "instance_profile" {
-  description = "Let EC2 instances take the role, and make an instance profile."
+  description = "Let EC2 instances take the role, and make an instance profile. Not for a `maintainer`."
   type        = bool
   default     = false
 }

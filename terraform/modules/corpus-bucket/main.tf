@@ -3,11 +3,15 @@
 
 data "aws_partition" "current" {}
 
-data "aws_region" "current" {}
+# The region: `data.aws_region` has no attribute for it that is in 5.x and not deprecated in 6.x.
+data "aws_service" "s3" {
+  service_id = "s3"
+}
 
 locals {
   # Written out, so that policies are known when they are planned.
-  arn = "arn:${data.aws_partition.current.partition}:s3:::${var.name}"
+  arn    = "arn:${data.aws_partition.current.partition}:s3:::${var.name}"
+  region = data.aws_service.s3.region
 
   # All that s3ec writes is put-if-absent: embeddings, records of widths, the manifest's files.
   immutable = [
@@ -47,6 +51,40 @@ locals {
           Bool = { "s3:ObjectCreationOperation" = "true" }
         }
       }] : statement if var.write_once
+    ],
+    [
+      for access in var.network_access == null ? [] : [var.network_access] : {
+        Sid       = "DenyOtherNetworks"
+        Effect    = "Deny"
+        Principal = "*"
+        # Contents only. Listing a bucket is how Terraform looks whether it is there, from wherever
+        # it runs.
+        Action   = ["s3:GetObject", "s3:GetObjectVersion", "s3:PutObject", "s3:DeleteObject", "s3:DeleteObjectVersion"]
+        Resource = ["${local.arn}/*"]
+        Condition = merge(
+          {
+            StringNotEquals = { "aws:SourceVpce" = access.vpc_endpoint_ids }
+            # S3 itself, where it expires or replicates, comes from no endpoint.
+            BoolIfExists = { "aws:PrincipalIsAWSService" = "false", "aws:ViaAWSService" = "false" }
+          },
+          length(access.exempt_role_arns) == 0 ? {} : {
+            ArnNotLikeIfExists = { "aws:PrincipalArn" = access.exempt_role_arns }
+          },
+        )
+      }
+    ],
+    [
+      for one in var.additional_policy_statements : merge(
+        {
+          Sid    = one.sid
+          Effect = one.effect
+          # By way of text, since "*" and an object are of different types.
+          Principal = jsondecode(one.principals == null ? "\"*\"" : jsonencode(one.principals))
+          Action    = one.actions
+          Resource  = one.resources == null ? [local.arn, "${local.arn}/*"] : one.resources
+        },
+        length(one.conditions) == 0 ? {} : { Condition = one.conditions },
+      )
     ],
   )
 }
@@ -99,6 +137,18 @@ resource "aws_s3_bucket_server_side_encryption_configuration" "this" {
 resource "aws_s3_bucket_policy" "this" {
   bucket = aws_s3_bucket.this.id
   policy = jsonencode({ Version = "2012-10-17", Statement = local.policy_statements })
+
+  lifecycle {
+    precondition {
+      condition = alltrue(flatten([
+        for one in var.additional_policy_statements : [
+          for resource in one.resources == null ? [] : one.resources :
+          resource == local.arn || startswith(resource, "${local.arn}/")
+        ]
+      ]))
+      error_message = "A bucket's policy is about that bucket: each of `resources` in `additional_policy_statements` is ${local.arn} or begins with ${local.arn}/."
+    }
+  }
 
   # A policy that S3 takes for public is refused while the block is being set.
   depends_on = [aws_s3_bucket_public_access_block.this]

@@ -63,6 +63,75 @@ variable "lifecycle_rules" {
   }
 }
 
+variable "network_access" {
+  description = <<-EOT
+    Refuse reading, writing and deleting of objects, whatever other policies allow, to whoever does
+    not come through one of these VPC endpoints. Null: from anywhere. `exempt_role_arns` are roles
+    that come from elsewhere, such as the one that S3 replicates with, in the source's bucket and in
+    each destination's.
+  EOT
+  type = object({
+    vpc_endpoint_ids = list(string)
+    exempt_role_arns = optional(list(string), [])
+  })
+  default = null
+
+  validation {
+    condition     = var.network_access == null || try(length(var.network_access.vpc_endpoint_ids) > 0, false)
+    error_message = "`network_access` names one endpoint or more in `vpc_endpoint_ids`: with none nobody could read the bucket. Null is no limit."
+  }
+}
+
+variable "additional_policy_statements" {
+  description = <<-EOT
+    Statements for the bucket's policy beside those that the module writes, such as one that refuses
+    whoever is not of the organisation. `principals` is by type, such as { AWS = ["arn:..."] }; unset
+    it is everybody, which only a Deny may say. `resources` unset: the bucket and all in it.
+    `conditions` is by operator and key.
+  EOT
+  type = list(object({
+    sid        = string
+    effect     = string
+    principals = optional(map(list(string)))
+    actions    = list(string)
+    resources  = optional(list(string))
+    conditions = optional(map(map(list(string))), {})
+  }))
+  default = []
+
+  validation {
+    condition     = alltrue([for one in var.additional_policy_statements : contains(["Allow", "Deny"], one.effect)])
+    error_message = "`effect` of a statement is Allow or Deny."
+  }
+
+  validation {
+    condition = alltrue([
+      for one in var.additional_policy_statements :
+      can(regex("^[A-Za-z0-9]+$", one.sid))
+      && !contains(["DenyPlainHttp", "DenyOldTls", "DenyReplacing", "DenyOtherNetworks"], one.sid)
+    ]) && length(distinct(var.additional_policy_statements[*].sid)) == length(var.additional_policy_statements)
+    error_message = "`sid` is letters and digits, once each, and none that the module writes itself (DenyPlainHttp, DenyOldTls, DenyReplacing, DenyOtherNetworks)."
+  }
+
+  validation {
+    condition = alltrue([
+      for one in var.additional_policy_statements :
+      length(one.actions) > 0 && alltrue([for action in one.actions : startswith(action, "s3:")])
+    ])
+    error_message = "`actions` of a statement are one or more of s3:..."
+  }
+
+  validation {
+    condition = alltrue([
+      for one in var.additional_policy_statements : one.effect != "Allow" || (
+        one.principals != null
+        && (length(one.conditions) > 0 || !contains(flatten(values(one.principals == null ? {} : one.principals)), "*"))
+      )
+    ])
+    error_message = "A statement that allows names its `principals`; * is one only together with `conditions`."
+  }
+}
+
 variable "access_log" {
   description = "Bucket and prefix that S3 writes access logs to; the target's policy must allow logging.s3.amazonaws.com. Null: no access log."
   type = object({

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 
 output "vpc_endpoint_id" {
-  description = "Id of the endpoint, for bucket policies that ask where a request comes from."
+  description = "Id of the endpoint, for `network_access` of the corpus-bucket module."
   value       = aws_vpc_endpoint.s3.id
 }

@@ -47,6 +47,17 @@ variable "other_bucket_arns" {
   }
 }
 
+variable "principal_account_ids" {
+  description = "Accounts whose principals reach the corpora through the endpoint; empty: this one."
+  type        = list(string)
+  default     = []
+
+  validation {
+    condition     = alltrue([for id in var.principal_account_ids : can(regex("^[0-9]{12}$", id))])
+    error_message = "`principal_account_ids` are account ids of twelve digits."
+  }
+}
+
 variable "tags" {
   description = "Tags of everything that can have them."
   type        = map(string)

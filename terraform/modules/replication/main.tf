@@ -4,6 +4,8 @@
 
 data "aws_partition" "current" {}
 
+data "aws_caller_identity" "current" {}
+
 locals {
   encrypted = var.source_corpus.kms_key_arn != null
   # By name, so that a new destination does not renumber the others.
@@ -69,6 +71,12 @@ resource "aws_iam_role" "this" {
       Effect    = "Allow"
       Principal = { Service = "s3.amazonaws.com" }
       Action    = ["sts:AssumeRole"]
+      # For this bucket of this account. Amazon does not say whether S3 names them when it replicates,
+      # and a condition on what is not named would end replication: hence only if they are named.
+      Condition = {
+        StringEqualsIfExists = { "aws:SourceAccount" = data.aws_caller_identity.current.account_id }
+        ArnLikeIfExists      = { "aws:SourceArn" = var.source_corpus.arn }
+      }
     }]
   })
   tags = var.tags

@@ -11,6 +11,7 @@ resource "aws_s3_bucket" "this" {
   # checkov:skip=CKV2_AWS_61: the provider waits for it in vain (see above); the store's own tool sets it
   bucket        = var.name
   force_destroy = var.force_destroy
+  tags          = var.tags
 }
 
 resource "aws_s3_bucket_versioning" "this" {

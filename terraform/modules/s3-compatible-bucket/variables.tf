@@ -59,3 +59,9 @@ variable "force_destroy" {
   type        = bool
   default     = false
 }
+
+variable "tags" {
+  description = "Tags of the bucket. Not every store keeps them."
+  type        = map(string)
+  default     = {}
+}

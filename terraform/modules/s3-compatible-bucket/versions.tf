@@ -6,9 +6,8 @@ terraform {
   required_providers {
     aws = {
       source = "hashicorp/aws"
-      # From 6.23 on the provider reads tags through S3 Control, which S3-compatible stores lack,
-      # and nothing here was run with 6.x.
-      version = "~> 5.86"
+      # From 6.23 on the provider reads a bucket's tags through S3 Control, which such stores lack.
+      version = ">= 5.86, < 6.23"
     }
   }
 }

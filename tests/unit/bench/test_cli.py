@@ -48,7 +48,7 @@ def test_help_has_examples_and_exit_codes(command: str) -> None:
 
 def test_list_names_every_benchmark() -> None:
     assert invoke("list").stdout.startswith("hooks  ")
-    assert json.loads(invoke("list", "--json").stdout)[0]["bench"] == "hooks"
+    assert json.loads(invoke("list", "--json").stdout)["benches"][0]["bench"] == "hooks"
 
 
 def test_unknown_benchmark_is_bad_usage() -> None:

@@ -11,7 +11,12 @@ from s3ec import codec
 from s3ec.identity import Layout, Namespace, make_key
 from tests.finite import FINITE
 
-MODEL = {"model": "acme/vision-9b", "dtype": "bfloat16", "revision": "r1"}
+MODEL = {
+    "model": "acme/vision-9b",
+    "dtype": "bfloat16",
+    "revision": "r1",
+    "weights": "sha256:0123456789abcdef",
+}
 OTHER = {"model": "acme/vision-9b", "dtype": "float16", "revision": "r1"}
 
 

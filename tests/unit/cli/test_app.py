@@ -27,6 +27,34 @@ def test_help_has_examples_and_exit_codes(cli: Cli, command: str) -> None:
     assert "Exit status" in text
 
 
+def test_root_help_says_the_exit_status_once(cli: Cli) -> None:
+    assert cli("--help").stdout.count("Exit status") == 1
+
+
+@pytest.mark.parametrize("command", ["", "ls", "ns", "config", "bench", "bench hooks"])
+def test_help_shows_flags_without_a_type(cli: Cli, command: str) -> None:
+    text = cli(*command.split(), "--help").stdout
+    assert "--help" in text
+    assert "<bool>" not in text
+
+
+@pytest.mark.parametrize("group", ["", "bench", "config", "manifest", "quarantine"])
+def test_group_alone_prints_its_help_and_ends_well(cli: Cli, group: str) -> None:
+    alone = cli(*group.split())
+    assert alone.stdout == cli(*group.split(), "--help").stdout
+    assert alone.stderr == ""
+
+
+def test_completion_is_installed_by_the_root_alone(cli: Cli) -> None:
+    assert "--install-completion" in cli("--help").stdout
+    assert "--install-completion" not in cli("bench", "--help").stdout
+
+
+def test_benches_of_developers_stand_apart(cli: Cli) -> None:
+    text = cli("bench", "--help").stdout
+    assert text.index(" hooks ") < text.index("development of s3ec") < text.index(" soak ")
+
+
 def test_unknown_option_is_bad_usage(cli: Cli) -> None:
     cli("ls", "--no-such-option", code=2)
 

@@ -28,7 +28,7 @@ def test_show_names_value_and_origin_of_every_setting(
     monkeypatch.setenv("S3EC_CONFIG", str(file))
     monkeypatch.setenv("S3EC_PREFIX", "team")
     config = json.dumps({"cache_bytes": "2GiB", "prefix": "json"})
-    found = cli.json("config", "show", "--config", config, "--bucket", "mine")
+    found = cli.json("config", "show", "--config", config, "--bucket", "mine")["settings"]
     assert set(found) == set(Settings.model_fields)
     assert found["bucket"] == {"value": "mine", "origin": "--bucket"}
     assert found["prefix"] == {"value": "json", "origin": "--config"}
@@ -53,14 +53,14 @@ def test_config_is_taken_as_text_or_file_in_both_shapes(
         "file": str(tmp_path / "ec.json"),
         "@file": f"@{tmp_path / 'ec.json'}",
     }[form]
-    found = cli.json("config", "show", "--config", value)
+    found = cli.json("config", "show", "--config", value)["settings"]
     assert found["bucket"] == {"value": "embeddings", "origin": "--config"}
     assert found["cache_bytes"]["value"] == 2**30
 
 
 def test_config_may_be_toml(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "ec.toml").write_text('bucket = "embeddings"\n')
-    found = cli.json("config", "show", "--config", str(tmp_path / "ec.toml"))
+    found = cli.json("config", "show", "--config", str(tmp_path / "ec.toml"))["settings"]
     assert found["bucket"]["value"] == "embeddings"
 
 
@@ -77,7 +77,7 @@ def test_config_may_be_toml(cli: Cli, tmp_path: Path) -> None:
     ],
 )
 def test_bad_config_is_one_line_and_exit_code_2(cli: Cli, config: str, part: str) -> None:
-    out = cli("config", "show", "--config", config, code=2)
+    out = cli("ls", "--config", config, code=2)
     assert out.stdout == ""
     assert out.stderr.startswith("error: ")
     assert out.stderr.count("\n") == 1
@@ -99,6 +99,53 @@ def test_credentials_in_config_are_refused_and_not_repeated(
 def test_broken_json_with_a_secret_is_not_repeated(cli: Cli) -> None:
     out = cli("config", "show", "--config", '{"secret_key": "hush-hush",', code=2)
     assert "hush-hush" not in out.output
+
+
+def test_show_without_a_bucket_shows_all_and_marks_it(cli: Cli) -> None:
+    found = cli.json("config", "show", "--region", "eu-north-1")["settings"]
+    assert set(found) == set(Settings.model_fields)
+    assert found["bucket"] == {"value": None, "origin": "missing"}
+    assert found["region"] == {"value": "eu-north-1", "origin": "--region"}
+    out = cli("config", "show")
+    assert "missing" in next(line for line in out.stdout.splitlines() if "bucket " in line)
+    assert "S3EC_BUCKET" in out.stderr
+    assert cli("config", "show", "--bucket", "embeddings").stderr == ""
+
+
+def test_every_bucket_option_names_a_setting_and_wins(cli: Cli, tmp_path: Path) -> None:
+    bundle = tmp_path / "ca.pem"
+    bundle.touch()
+    options = {
+        "bucket": "embeddings",
+        "endpoint_url": "http://10.0.0.1:9000",
+        "role_arn": "arn:aws:iam::1:role/reader",
+        "ca_bundle": str(bundle),
+    }
+    words = [w for name, value in options.items() for w in (f"--{name.replace('_', '-')}", value)]
+    found = cli.json("config", "show", *words, "--allow-http")["settings"]
+    for name, value in {**options, "allow_http": True}.items():
+        assert found[name] == {"value": value, "origin": f"--{name.replace('_', '-')}"}
+
+
+def test_plain_http_names_the_option_and_the_variable(cli: Cli) -> None:
+    elsewhere = ["--bucket", "bbb", "--endpoint-url", "http://10.0.0.1:9"]
+    error = cli.json("ls", *elsewhere, code=2)["error"]
+    assert error["field"] == "allow_http"
+    assert "--allow-http" in error["fix"]
+    assert "S3EC_ALLOW_HTTP" in error["fix"]
+
+
+def test_size_that_is_none_gets_an_example(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("S3EC_CACHE_BYTES", "lots")
+    error = cli("ls", "--bucket", "bbb", code=2).stderr
+    assert "S3EC_CACHE_BYTES" in error
+    assert "`50GiB`" in error
+
+
+def test_bucket_may_be_an_s3_url(cli: Cli) -> None:
+    found = cli.json("config", "show", "--bucket", "s3://embeddings/team/a")["settings"]
+    assert found["bucket"] == {"value": "embeddings", "origin": "--bucket"}
+    assert found["prefix"] == {"value": "team/a", "origin": "--bucket"}
 
 
 def test_docs_is_the_table_of_the_code(cli: Cli) -> None:

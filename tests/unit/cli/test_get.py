@@ -103,6 +103,21 @@ def test_get_of_a_revised_entry_takes_the_last_and_any_that_is_named(
         found = cli.json("get", name, "-o", str(tmp_path), "--force")
         assert found["object"].endswith(f"/{IDENTIFIER}.r1.safetensors")
         assert Path(found["file"]).read_bytes() == good
-    assert [entry["id"] for entry in cli.json("ls")["entries"]] == [f"{IDENTIFIER}.r1", IDENTIFIER]
-    assert cli.json("rm", f"{IDENTIFIER}.r1", "--name")["deleted"] == 1
+    labels = [entry["label"] for entry in cli.json("ls")["entries"]]
+    assert labels == [IDENTIFIER, f"{IDENTIFIER}.r1"]
+    assert cli.json("rm", f"{IDENTIFIER}.r1", "--name", "--yes")["deleted"] == 1
     assert cli.json("ls")["entries"] == []
+
+
+def test_a_large_entry_comes_by_ranges_and_is_the_same(
+    cli: Cli, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if 512 bytes were large."""
+    monkeypatch.setattr("s3ec.cli.corpus_view._PART_BYTES", 100)
+    told = []
+    monkeypatch.setattr("s3ec.cli.progress.Lines.__call__", lambda _, *what: told.append(what))
+    blob = corpus.entry(corpus.namespace(MODEL), IDENTIFIER)
+    cli("get", IDENTIFIER, "-o", str(tmp_path / "x"))
+    assert (tmp_path / "x").read_bytes() == blob
+    counts = [*range(100, len(blob), 100), len(blob)]
+    assert told == [("downloading", count, len(blob)) for count in counts]

@@ -1,13 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``s3ec rm`` and ``s3ec gc`` against moto."""
+"""``s3ec rm``, ``gc`` and ``ns rm`` against moto: shown first, deleted with --yes only."""
 
 from __future__ import annotations
+
+import io
+import os
+import pty
+import re
+import subprocess
+import sys
 
 import pytest
 
 from s3ec.identity import Layout
+from s3ec.testing.proxy import FaultProxy, Rule
+from s3ec.testing.proxy_faults import s3_error
+from s3ec.testing.server import MotoServer
 from tests.unit.cli.conftest import Cli
-from tests.unit.cli.corpus import MODEL, Corpus, content_hash
+from tests.unit.cli.corpus import MODEL, OTHER, Corpus, content_hash
 from tests.unit.cli.test_manifest import announce
 
 
@@ -19,39 +29,44 @@ def namespace(corpus: Corpus) -> str:
 
 
 def labels(cli: Cli) -> set[str]:
-    return {entry["id"] for entry in cli.json("ls")["entries"]}
+    return {entry["label"] for entry in cli.json("ls")["entries"]}
 
 
 def test_rm_deletes_by_identifier_and_tells_the_index(
     cli: Cli, corpus: Corpus, namespace: str
 ) -> None:
     cli("manifest", "compact")
-    assert cli.json("rm", "page 1", content_hash("a")) == {
+    found = cli.json("rm", "page 1", content_hash("a"), "--yes")
+    assert found == {
         "namespace": namespace,
+        "entry_count": 2,
+        "bytes": found["bytes"],
         "deleted": 2,
         "absent": [],
+        "dry_run": False,
     }
+    assert found["bytes"] > 0
     assert labels(cli) == {content_hash("b"), f"x-{content_hash('page 2')}"}
-    assert cli.json("manifest", "verify")["agrees"]
-    assert cli.json("manifest", "compact")["entries"] == 2
+    assert cli.json("manifest", "verify")["ok"]
+    assert cli.json("manifest", "compact")["entry_count"] == 2
 
 
 def test_rm_takes_no_part_of_a_hash(cli: Cli, corpus: Corpus, namespace: str) -> None:
-    found = cli.json("rm", content_hash("a")[:12], code=1)
+    found = cli.json("rm", content_hash("a")[:12], "--yes", code=1)
     assert (found["deleted"], found["absent"]) == (0, [content_hash("a")[:12]])
     assert len(labels(cli)) == 4
 
 
 def test_rm_deletes_the_rest_where_one_is_absent(cli: Cli, corpus: Corpus, namespace: str) -> None:
-    result = cli("rm", "page 1", "no such page", code=1)
-    assert "deleted 1 entries" in result.stdout
+    result = cli("rm", "page 1", "no such page", "--yes", code=1)
+    assert "deleted 1 entry" in result.stdout
     assert "not there: no such page" in result.stderr
     assert len(labels(cli)) == 3
 
 
 def test_rm_by_name_takes_what_ls_prints(cli: Cli, corpus: Corpus, namespace: str) -> None:
     for label in labels(cli):
-        cli("rm", "--name", label)
+        cli("rm", "--name", label, "--yes")
     assert labels(cli) == set()
 
 
@@ -63,7 +78,7 @@ def test_rm_by_name_refuses_what_is_no_name(cli: Cli, corpus: Corpus, namespace:
 
 def test_gc_deletes_nothing_without_yes(cli: Cli, corpus: Corpus, namespace: str) -> None:
     found = cli.json("gc", "--older-than", "1min")
-    assert (found["entries"], found["deleted"]) == (0, False)
+    assert (found["entry_count"], found["deleted"], found["dry_run"]) == (0, 0, True)
     assert "would delete 0 entries" in cli("gc", "--older-than", "90d").stdout
     assert len(labels(cli)) == 4
 
@@ -72,9 +87,9 @@ def test_gc_with_yes_deletes_what_is_older(
     cli: Cli, corpus: Corpus, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An age of nothing: moto dates objects by whole seconds, so these may be a second old."""
-    monkeypatch.setattr("s3ec.cli.remove._UNITS_S", {"min": -60})
+    monkeypatch.setattr("s3ec.cli.options._UNITS_S", {"min": -60})
     found = cli.json("gc", "--older-than", "1min", "--yes")
-    assert (found["entries"], found["deleted"]) == (4, True)
+    assert (found["entry_count"], found["deleted"], found["dry_run"]) == (4, 4, False)
     assert labels(cli) == set()
     assert (
         corpus.client.list_objects_v2(Bucket=corpus.bucket, Prefix=Layout(namespace).deltas)[
@@ -82,9 +97,175 @@ def test_gc_with_yes_deletes_what_is_older(
         ]
         >= 2
     )
-    assert cli.json("manifest", "verify")["agrees"]
+    assert cli.json("manifest", "verify")["ok"]
 
 
 @pytest.mark.parametrize("age", ["", "90", "d", "-1d", "0d", "1y", "1e9d"])
 def test_gc_refuses_what_is_no_age(cli: Cli, corpus: Corpus, namespace: str, age: str) -> None:
     assert "is no age" in cli("gc", f"--older-than={age}", code=2).stderr
+
+
+@pytest.mark.parametrize("options", [(), ("--dry-run",)])
+def test_nothing_is_deleted_without_yes(
+    cli: Cli,
+    corpus: Corpus,
+    namespace: str,
+    monkeypatch: pytest.MonkeyPatch,
+    options: tuple[str, ...],
+) -> None:
+    monkeypatch.setattr("s3ec.cli.options._UNITS_S", {"min": -60})
+    found = cli.json("rm", "page 1", *options)
+    assert (found["entry_count"], found["deleted"], found["dry_run"]) == (1, 0, True)
+    assert cli.json("gc", "--older-than", "1min", *options)["entry_count"] == 4
+    assert cli.json("ns", "rm", namespace, *options)["entry_count"] == 4
+    for command in (["rm", "page 1"], ["gc", "--older-than", "1min"], ["ns", "rm", namespace]):
+        result = cli(*command, *options)
+        assert result.stdout
+        assert ("--yes does it" in result.stderr) is not bool(options)
+    assert len(labels(cli)) == 4
+
+
+@pytest.mark.parametrize(
+    "command",
+    [("rm", "page 1"), ("gc", "--older-than", "1min"), ("ns", "rm", "a-0123456789abcdef")],
+)
+def test_yes_and_dry_run_are_refused_together(
+    cli: Cli, corpus: Corpus, namespace: str, command: tuple[str, ...]
+) -> None:
+    assert "contradict" in cli(*command, "--yes", "--dry-run", code=2).stderr
+    assert len(labels(cli)) == 4
+
+
+def read_screen(screen: io.FileIO) -> bytes:
+    try:
+        return screen.read(65536)
+    except OSError:  # its last writer has ended
+        return b""
+
+
+@pytest.mark.parametrize(("answer", "left"), [(b"n\n", 4), (b"y\n", 3)])
+def test_people_at_a_terminal_are_asked(
+    cli: Cli, corpus: Corpus, namespace: str, answer: bytes, left: int
+) -> None:
+    ours, theirs = pty.openpty()
+    os.write(ours, answer)  # typed ahead
+    command = [sys.executable, "-m", "s3ec", "rm", "page 1"]
+    with (
+        open(ours, "rb", buffering=0) as screen,
+        subprocess.Popen(command, stdin=theirs, stdout=subprocess.PIPE, stderr=theirs) as asked,
+    ):
+        os.close(theirs)
+        shown = b"".join(iter(lambda: read_screen(screen), b"")).decode()
+        told, _ = asked.communicate()
+    assert asked.returncode == 0
+    assert "would delete 1 entry" in told.decode()
+    assert "delete 1 entry" in shown
+    assert "[y/N]" in shown
+    assert len(labels(cli)) == left
+
+
+def test_each_entry_is_listed_once_and_all_are_deleted_with_one_request(
+    cli: Cli,
+    corpus: Corpus,
+    namespace: str,
+    moto_server: MotoServer,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    corpus.put(f"{Layout(namespace).objects}{revision_of('page 1')}", b"old")
+    with FaultProxy(moto_server.endpoint_url) as proxy:
+        monkeypatch.setenv("S3EC_ENDPOINT_URL", proxy.url)
+        cli("rm", "page 1", content_hash("a"), "--yes")
+        asked = [f"{request.method} {request.target}" for request in proxy.requests]
+        assert labels(cli) == {content_hash("b"), f"x-{content_hash('page 2')}"}
+    listed = [line for line in asked if re.match("GET .*prefix=[^&]*objects", line)]
+    assert len(listed) == 2
+    assert len([line for line in asked if re.match(r"POST .*\?delete", line)]) == 1
+    assert not [line for line in asked if re.match("DELETE .*/objects/", line)]
+
+
+def revision_of(identifier: str) -> str:
+    stem = content_hash(identifier)
+    return f"{stem[:2]}/x-{stem}.r1.safetensors"
+
+
+def everything(corpus: Corpus) -> list[str]:
+    page = corpus.client.list_objects_v2(Bucket=corpus.bucket)
+    return [entry["Key"] for entry in page.get("Contents", [])]
+
+
+@pytest.fixture
+def full(cli: Cli, corpus: Corpus, namespace: str) -> str:
+    """A namespace with a base, a delta, a record, a revision, and objects of somebody else."""
+    cli("manifest", "compact")
+    announce(corpus, namespace, 2, "page 3")
+    corpus.put(Layout(namespace).modality("image"), b"{}")
+    corpus.put(f"{Layout(namespace).objects}{revision_of('page 1')}", b"old")
+    corpus.put(f"{Layout(namespace).objects}stray.txt", b"x")
+    corpus.put(f"{namespace}/notes/readme.txt", b"x")
+    return namespace
+
+
+def test_ns_rm_removes_all_of_one_namespace_and_nothing_else(
+    cli: Cli, corpus: Corpus, full: str
+) -> None:
+    other = corpus.namespace(OTHER)
+    announce(corpus, other, 1, "page 1")
+    kept = {name for name in everything(corpus) if not name.startswith(f"{full}/")}
+    shown = cli("ns", "rm", full).stdout
+    for part in ("6 (", "last stored", "others", "1 object that"):
+        assert part in shown
+    found = cli.json("ns", "rm", full, "--idle", "0", "--yes")
+    assert (found["namespace"], found["dry_run"]) == (full, False)
+    assert found["entry_count"] == 6
+    assert set(everything(corpus)) == kept
+    listed = cli("ns").stdout
+    assert other in listed
+    assert full not in listed
+    assert other in cli("ns", "rm", full, code=1).stderr
+
+
+def test_ns_rm_refuses_where_something_was_stored_a_moment_ago(
+    cli: Cli, corpus: Corpus, full: str
+) -> None:
+    before = everything(corpus)
+    result = cli("ns", "rm", full, "--yes", code=1)
+    assert "--idle" in result.stderr
+    assert everything(corpus) == before
+
+
+@pytest.mark.parametrize("age", ["-1d", "soon", "00"])
+def test_ns_rm_names_a_bad_age(cli: Cli, corpus: Corpus, namespace: str, age: str) -> None:
+    assert "`--idle`" in cli("ns", "rm", namespace, f"--idle={age}", code=2).stderr
+
+
+def test_ns_rm_wants_the_whole_name(cli: Cli, corpus: Corpus, namespace: str) -> None:
+    for name in (namespace[:-1], namespace.rpartition("-")[0], "..", ""):
+        assert "no whole name" in cli("ns", "rm", name, "--idle", "0", "--yes", code=2).stderr
+    assert len(labels(cli)) == 4
+
+
+@pytest.mark.parametrize(
+    ("requests", "part"),
+    [(0, "objects/"), (2, "manifest/head/"), (3, "manifest/delta/"), (4, "modality/")],
+)
+def test_ns_rm_that_was_broken_off_goes_on_and_the_descriptor_goes_last(
+    cli: Cli,
+    corpus: Corpus,
+    full: str,
+    moto_server: MotoServer,
+    monkeypatch: pytest.MonkeyPatch,
+    requests: int,
+    part: str,
+) -> None:
+    with FaultProxy(moto_server.endpoint_url) as proxy:
+        monkeypatch.setenv("S3EC_ENDPOINT_URL", proxy.url)
+        proxy.add(
+            Rule(s3_error(403, "AccessDenied"), method="POST", target="delete", skip=requests)
+        )
+        cli("ns", "rm", full, "--idle", "0", "--yes", code=1)
+        left = everything(corpus)
+        assert Layout(full).descriptor in left
+        assert [name for name in left if name.startswith(f"{full}/{part}")]
+        proxy.clear()
+        cli("ns", "rm", full, "--idle", "0", "--yes")
+    assert everything(corpus) == []

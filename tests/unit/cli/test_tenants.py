@@ -36,7 +36,7 @@ def test_with_the_secret_entries_are_found_read_and_deleted_by_their_identifiers
         assert key is not None
         assert cli.json("stat", identifier, "--verify")["identifier"] == key.stored
     assert cli.json("get", IDENTIFIERS[2], "-o", str(tmp_path / "entry"))["verified"]
-    assert cli.json("rm", *IDENTIFIERS)["deleted"] == 3
+    assert cli.json("rm", *IDENTIFIERS, "--yes")["deleted"] == 3
     cli("stat", IDENTIFIERS[0], code=1)
 
 
@@ -45,7 +45,7 @@ def test_without_the_secret_nothing_is_found_by_its_identifier(
 ) -> None:
     monkeypatch.delenv("S3EC_TENANT_KEY")
     cli("stat", IDENTIFIERS[1], code=1)
-    assert cli.json("rm", *IDENTIFIERS, code=1)["deleted"] == 0
+    assert cli.json("rm", *IDENTIFIERS, "--yes", code=1)["deleted"] == 0
     monkeypatch.setenv("S3EC_TENANT_KEY", "env:NOT_SET")
     assert "NOT_SET is not set" in cli("stat", IDENTIFIERS[0], code=2).stderr
     monkeypatch.delenv("S3EC_TENANT_KEY")
@@ -56,11 +56,11 @@ def test_what_ls_prints_finds_an_entry_without_the_secret(
     cli: Cli, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("S3EC_TENANT_KEY")
-    labels = [entry["id"] for entry in cli.json("ls")["entries"]]
+    labels = [entry["label"] for entry in cli.json("ls")["entries"]]
     assert all(label.startswith("t-") for label in labels)
     for label in labels:
         # Of an adapter's entry the folder is needed in full, of its hash the beginning is enough.
         cut = len(label) - 40
         assert cli.json("stat", label, "--verify")["identifier"] == label
         assert cli.json("stat", label[:cut])["identifier"] == label
-    assert cli.json("rm", "--name", *labels)["deleted"] == 3
+    assert cli.json("rm", "--name", *labels, "--yes")["deleted"] == 3

@@ -70,10 +70,10 @@ def test_tier_shows_size_ages_pins_and_spool(cli: Cli, engine: Tier, root: Path)
     assert found["bytes"] == 9 * SIZE + len(b"not an entry")
     assert found["running_total_bytes"] >= found["bytes"]
     assert found["budget_bytes"] == 1 << 20
-    assert found["entries"] == 9
+    assert found["entry_count"] == 9
     assert found["entry_bytes"] == 9 * SIZE
-    assert found["never_used"] == {"entries": 2, "bytes": 2 * SIZE}
-    assert {label: total["entries"] for label, total in found["ages"].items()} == {
+    assert found["never_used"] == {"entry_count": 2, "bytes": 2 * SIZE}
+    assert {label: total["entry_count"] for label, total in found["ages"].items()} == {
         "< 1 min": 3,  # one of them in the future: somebody set a clock
         "< 1 h": 1,
         "< 1 day": 1,
@@ -81,12 +81,12 @@ def test_tier_shows_size_ages_pins_and_spool(cli: Cli, engine: Tier, root: Path)
         "older": 1,
         "never used": 2,
     }
-    assert found["namespaces"] == {NAMESPACE: {"entries": 9, "bytes": 9 * SIZE}}
-    assert found["pins"] == {"bytes": SIZE, "processes": 1}
-    assert found["spool"] == {"entries": 1, "bytes": SIZE}
-    assert found["quarantine"] == {"entries": 1, "bytes": 12}
+    assert found["namespaces"] == {NAMESPACE: {"entry_count": 9, "bytes": 9 * SIZE}}
+    assert found["pins"] == {"bytes": SIZE, "process_count": 1}
+    assert found["spool"] == {"entry_count": 1, "bytes": SIZE}
+    assert found["set_aside"] == {"file_count": 1, "bytes": 12}
     text = cli("tier").stdout
-    for part in (str(root), "1.0 MiB", "never used", NAMESPACE, "by 1 processes"):
+    for part in (str(root), "1.0 MiB", "never used", NAMESPACE, "by 1 process", "in 1 bad file"):
         assert part in text
 
 
@@ -96,9 +96,9 @@ def test_tier_shows_the_files_of_the_index(cli: Cli, engine: Tier) -> None:
     file.append([bytes(2048)])
     files.finish("delta/01ARZ3NDEKTSV4RRFFQ69G5FAV.safetensors", file)
     found = cli.json("tier")
-    assert found["index"] == {"files": 1, "bytes": 2048}
+    assert found["index"] == {"file_count": 1, "bytes": 2048}
     assert found["bytes"] == 10 * SIZE + 2048
-    assert "2.0 KiB in 1 files" in cli("tier").stdout
+    assert "2.0 KiB in 1 file" in cli("tier").stdout
     assert cli.json("tier", "check")["complaints"] == []
 
 
@@ -107,6 +107,8 @@ def test_tier_changes_nothing(cli: Cli, engine: Tier, root: Path) -> None:
     cli("tier")
     cli("tier", "check")
     cli("tier", "evict", "--to", "0", "--dry-run")
+    cli("tier", "evict", "--to", "0")
+    cli("tier", "repair", "--yes")
     assert {path: path.lstat().st_mtime_ns for path in root.rglob("*")} == before
 
 
@@ -128,26 +130,31 @@ def test_check_complains_and_ends_with_1(cli: Cli, engine: Tier, root: Path) -> 
 def test_evict_takes_never_used_entries_then_old_ones_and_no_held_one(
     cli: Cli, engine: Tier
 ) -> None:
-    found = cli.json("tier", "evict", "--to", str(6 * SIZE))
+    found = cli.json("tier", "evict", "--to", str(6 * SIZE), "--yes")
     assert (found["freed_bytes"], found["evicted"], found["reached"]) == (4 * SIZE, 4, True)
     assert present(engine) == {0, 1, 3, 4, 5, 6}
     assert engine.estimated_bytes() == 6 * SIZE
-    found = cli.json("tier", "evict", "--to", "0")
+    found = cli.json("tier", "evict", "--to", "0", "--yes")
     assert (found["after_bytes"], found["held_bytes"], found["reached"]) == (
         2 * SIZE,
         2 * SIZE,
         False,
     )
     assert present(engine) == {0, 1}
-    out = cli("tier", "evict", "--to", "0")
+    out = cli("tier", "evict", "--to", "0", "--yes")
     assert "freed 0 B" in out.stdout
     assert "not reached" in out.stderr
     assert engine.check() == []
 
 
 def test_evict_dry_run_says_what_would_go(cli: Cli, engine: Tier) -> None:
-    text = cli("tier", "evict", "--to", "0", "--dry-run").stdout
-    assert f"would free {8 * SIZE / 1024:.1f} KiB ({8 * SIZE} bytes, 8 entries)" in text
+    for options in ((), ("--dry-run",)):
+        result = cli("tier", "evict", "--to", "0", *options)
+        text = f"would free {8 * SIZE / 1024:.1f} KiB ({8 * SIZE} bytes, 8 entries)"
+        assert text in result.stdout
+        assert ("--yes does it" in result.stderr) is not bool(options)
+        found = cli.json("tier", "evict", "--to", "0", *options)
+        assert (found["entry_count"], found["evicted"], found["dry_run"]) == (8, 0, True)
     assert present(engine) == set(range(10))
 
 
@@ -164,7 +171,7 @@ def test_evict_of_one_namespace_leaves_the_others(cli: Cli, engine: Tier, root: 
     for key in KEYS[:4]:
         other.publish(key, [entry(key, namespace=OTHER_NAMESPACE)])
     assert [*cli.json("tier")["namespaces"]] == [NAMESPACE, OTHER_NAMESPACE]
-    found = cli.json("tier", "evict", "--to", str(SIZE), "--namespace", OTHER_NAMESPACE[:14])
+    found = cli.json("tier", "evict", "--to", str(SIZE), "-n", OTHER_NAMESPACE[:14], "--yes")
     assert found["namespace"] == OTHER_NAMESPACE
     assert (found["before_bytes"], found["after_bytes"]) == (4 * SIZE, SIZE)
     assert present(engine) == set(range(10))
@@ -183,16 +190,63 @@ def test_bad_size_is_named(cli: Cli, engine: Tier, size: str) -> None:
     assert "10GiB" in out.stderr
 
 
-@pytest.mark.parametrize("command", [[], ["check"], ["evict", "--to", "0"]])
-def test_missing_folder_is_named_with_the_setting_and_where_it_came_from(
+@pytest.mark.parametrize(
+    "command", [[], ["check"], ["repair", "--yes"], ["evict", "--to", "0", "--yes"]]
+)
+def test_fresh_node_is_no_error_and_its_folder_is_named_with_where_it_came_from(
     cli: Cli, root: Path, command: list[str]
 ) -> None:
-    out = cli("tier", *command, code=2)
+    out = cli("tier", *command)
+    assert "nothing here yet" in out.stderr
+    assert str(root) in out.stderr
     assert "env S3EC_CACHE_DIR" in out.stderr
-    assert "`cache_dir`" in out.stderr
+    assert "from --cache-dir" in cli("tier", *command, "--cache-dir", str(root / "x")).stderr
+    assert cli.json("tier", *command)
     assert not root.exists()
-    out = cli("tier", *command, "--cache-dir", str(root / "x"), code=2)
-    assert "--cache-dir" in out.stderr
+
+
+def test_repair_sets_bad_entries_aside_and_mends_the_rest(
+    cli: Cli, engine: Tier, root: Path
+) -> None:
+    bad, open_to_all = file_of(root, KEYS[3]), file_of(root, KEYS[4])
+    bad.write_bytes(b"not an entry")
+    open_to_all.chmod(0o644)
+    bad.parent.chmod(0o755)
+    stray = root / "v1" / "stray"
+    stray.write_text("somebody's")
+    before = cli.json("tier", "check", code=1)
+    assert (before["ok"], before["complaint_count"]) == (False, len(before["complaints"]))
+    assert "tier repair" in cli("tier", "check", code=1).stderr
+    for options in ((), ("--dry-run",)):
+        found = cli.json("tier", "repair", *options, code=1)
+        assert (found["repaired"], found["dry_run"]) == (0, True)
+        assert found["complaints"] == before["complaints"]
+    assert bad.exists()
+    assert "-> set it aside" in cli("tier", "repair", code=1).stdout
+    found = cli.json("tier", "repair", "--yes", code=1)
+    assert (found["repaired"], found["complaint_count"]) == (before["complaint_count"] - 1, 1)
+    assert str(stray) in found["complaints"][0]
+    stray.unlink()
+    assert cli.json("tier", "check")["complaints"] == []
+    assert "0 complaints" in cli("tier", "check").stderr
+    assert cli.json("tier")["set_aside"] == {"file_count": 1, "bytes": 12}
+    assert present(engine) == set(range(10)) - {3}
+    assert open_to_all.stat().st_mode & 0o777 == 0o600
+
+
+def test_repair_removes_what_dead_processes_left(cli: Cli, engine: Tier, root: Path) -> None:
+    pins = root / "v1" / "pins" / "999999999-1-01234567"
+    pins.mkdir(mode=0o700)
+    assert "1 complaint about" in cli("tier", "check", code=1).stderr
+    assert "1 complaint mended, 0 left" in cli("tier", "repair", "--yes").stderr
+    assert not pins.exists()
+    temp = root / "v1" / "incoming" / ".tmp-999999999-0123456789abcdef"
+    temp.touch(mode=0o600)
+    assert "-> remove it" in cli("tier", "repair", "--dry-run", code=1).stdout
+    assert temp.exists()
+    cli("tier", "repair", "--yes")
+    assert not temp.exists()
+    assert engine.check() == []
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
@@ -222,5 +276,5 @@ def test_evict_waits_for_no_lock_it_cannot_get(
     monkeypatch.setattr(inspection, "_LOCK_TIMEOUT_S", 0.02)
     with EvictLock(Folders(root)).hold() as alone:
         assert alone
-        assert "try later" in cli("tier", "evict", "--to", "0", code=1).stderr
+        assert "try later" in cli("tier", "evict", "--to", "0", "--yes", code=1).stderr
     assert present(engine) == set(range(10))

@@ -38,12 +38,12 @@ def test_store_commands_work_without_torch_and_vllm(corpus: Corpus, tmp_path: Pa
     name = corpus.namespace(MODEL)
     identifier = content_hash("a")
     blob = corpus.entry(name, identifier)
-    assert json.loads(run("ns", "--json"))["namespaces"][0]["name"] == name
-    assert json.loads(run("ls", "--json"))["entries"][0]["id"] == identifier
+    assert json.loads(run("ns", "--json"))["namespaces"][0]["namespace"] == name
+    assert json.loads(run("ls", "--json"))["entries"][0]["label"] == identifier
     assert json.loads(run("stat", identifier[:8], "--verify", "--json"))["verified"]
     run("get", identifier, "-o", str(tmp_path / "f"))
     assert (tmp_path / "f").read_bytes() == blob
-    assert name in run("ls", name[:5], "--json")
+    assert name in run("ls", "-n", name[:5], "--json")
     run("stat", content_hash("b"), code=1)
     checks = {c["name"]: c for c in json.loads(run("doctor", "--json"))["checks"]}
     assert checks["vllm"]["verdict"] == "warn"

@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 from s3ec.codec import Header, Shape
 from s3ec.connector.plan import StepPlan, WorkerReport
@@ -73,7 +73,8 @@ def feature(
 
 
 def request(name: str, *features: Any) -> Any:
-    return SimpleNamespace(request_id=name, mm_features=list(features))
+    ends = [one.mm_position.offset + one.mm_position.length for one in features]
+    return SimpleNamespace(request_id=name, mm_features=list(features), num_prompt_tokens=max(ends))
 
 
 def has_no_pixels(feature: Any) -> bool:
@@ -120,12 +121,14 @@ class FakePrefetcher:
         outcome: Outcome = Outcome.READY,
         *,
         holds: int | None = None,
+        source: Literal["tier", "bucket"] = "bucket",
         seconds: float = 0.0,
     ) -> Pin | None:
         """End one fetch as the real one would: rows that differ are a mismatch.
 
         Args:
             holds: Rows of the entry; what was asked for if None.
+            source: Where it was.
             seconds: That it took.
         """
         want = self.open.pop(identifier)
@@ -138,8 +141,7 @@ class FakePrefetcher:
             header = Header(identifier, LAYOUT.namespace, want.modality, shape, "0" * 32)
             pin = Pin(Path(f"/pins/{self._pins}"), shape.nbytes, header)
             self.live.add(pin.path)
-        source: Any = None if pin is None else "bucket"
-        self.done.append(Fetched(want, outcome, pin, source, seconds))
+        self.done.append(Fetched(want, outcome, pin, source if pin else None, seconds))
         return pin
 
 
@@ -237,7 +239,15 @@ class World:
     def sizes(self) -> dict[str, int]:
         """How much the half remembers."""
         half = self.half
-        names = ("waits", "unavailable", "on_device", "rows_asked", "decisions", "allocated")
+        names = (
+            "waits",
+            "tier_waits",
+            "unavailable",
+            "on_device",
+            "rows_asked",
+            "decisions",
+            "allocated",
+        )
         sizes = {name: len(getattr(half, f"_{name}")) for name in names}
         supply = half._supply
         return sizes | {

@@ -8,7 +8,12 @@ from typing import Any
 
 import pytest
 
-from s3ec.connector.checks import identifier_problem, model_problem, trust_problem
+from s3ec.connector.checks import (
+    identifier_problem,
+    live_weights_problem,
+    model_problem,
+    trust_problem,
+)
 from s3ec.settings import Settings
 
 HAS_NONE = SimpleNamespace()
@@ -77,3 +82,14 @@ def test_hashes_that_look_like_clients_names_are_a_problem_where_those_are_refus
     problem = trust_problem(engine(multimodal=multimodal), settings)
     assert (problem is None) is works
     assert problem is None or "--mm-hasher-algorithm" in problem
+
+
+def test_an_engine_whose_weights_will_change_does_not_begin_unless_told_otherwise() -> None:
+    changing, fixed = engine(), engine()
+    changing.weight_transfer_config = SimpleNamespace(backend="nccl")
+    fixed.weight_transfer_config = None
+    stop = Settings(bucket="corpus")
+    assert "live_weights" in (live_weights_problem(changing, stop) or "")
+    assert live_weights_problem(changing, Settings(bucket="corpus", live_weights="ignore")) is None
+    assert live_weights_problem(fixed, stop) is None
+    assert live_weights_problem(engine(), stop) is None  # a release without the option

@@ -16,6 +16,7 @@ from s3ec.codec import Shape
 from s3ec.connector.plan import Load, StepPlan, WorkerReport
 from s3ec.counters import Counters
 from s3ec.errors import ConfigError, TierError
+from s3ec.weights import Weights
 
 pytest.importorskip("vllm")
 stats = pytest.importorskip("s3ec.connector.stats")
@@ -243,8 +244,10 @@ def _started(
     monkeypatch.setattr(shell.ECConnectorBase, "__init__", lambda *_, **__: None)
     monkeypatch.setattr(shell.S3ECConnector, "_vllm_config", None, raising=False)
     monkeypatch.setattr(shell.S3ECConnector, "_connector_metadata", None, raising=False)
-    for name in ("model_problem", "identifier_problem", "trust_problem", "namespace_of"):
+    checks = ("model_problem", "identifier_problem", "trust_problem", "live_weights_problem")
+    for name in (*checks, "namespace_of"):
         monkeypatch.setattr(shell, name, lambda *_: None)
+    monkeypatch.setattr(shell, "encoder_weights", lambda *_: Weights("sha256:0"))
     monkeypatch.setattr(shell.Node, "shared", fails)
     config = SimpleNamespace(
         ec_transfer_config=SimpleNamespace(ec_connector_extra_config={"bucket": "some"})

@@ -5,12 +5,17 @@ from __future__ import annotations
 
 import json
 import sys
-from collections import UserDict
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from vllm.multimodal.cache.shm import ShmObjectStoreSenderCache
+from vllm.multimodal.inputs import (
+    MultiModalBatchedField,
+    MultiModalFieldElem,
+    MultiModalKwargsItem,
+)
 
 from s3ec.connector.features import FeatureReader
 
@@ -32,15 +37,20 @@ class Resolver:
         return fields
 
 
-class Data(UserDict[str, Any]):
-    """vLLM's MultiModalKwargsItem: a dictionary of elements."""
+ON_CPU = {"second_per_grid_ts", "image_num_patches"}
 
-    def get_data(self) -> dict[str, Any]:
-        return {name: element.data for name, element in self.items()}
+
+def element(value: Any, *, keep_on_cpu: bool) -> MultiModalFieldElem:
+    return MultiModalFieldElem(data=value, field=MultiModalBatchedField(keep_on_cpu=keep_on_cpu))
 
 
 def feature(modality: str = "image", **values: Any) -> Any:
-    data = Data({name: SimpleNamespace(data=value) for name, value in values.items()})
+    items = {name: element(each, keep_on_cpu=name in ON_CPU) for name, each in values.items()}
+    return SimpleNamespace(modality=modality, data=MultiModalKwargsItem(items))
+
+
+def in_shared_memory(modality: str = "image") -> Any:
+    data = ShmObjectStoreSenderCache.address_as_item(None, 4096, 7, [1, 2])  # type: ignore[arg-type]
     return SimpleNamespace(modality=modality, data=data)
 
 
@@ -62,16 +72,33 @@ def test_a_grid_alone_needs_a_stored_embedding(reader: FeatureReader) -> None:
 
 
 @pytest.mark.parametrize(
+    "without_pixels",
+    [
+        feature("video", video_grid_thw=GRID, second_per_grid_ts=torch.tensor(1.0)),
+        feature("vision_chunk", second_per_grid_ts=torch.tensor(1.0)),
+        feature("audio", image_num_patches=torch.tensor(3)),  # nothing is declared for audio
+        feature(),
+        SimpleNamespace(modality="image", data=None),  # a bare hash
+        SimpleNamespace(modality="audio", data=None),
+    ],
+)
+def test_what_vllm_leaves_of_an_item_without_its_pixels_needs_one_too(
+    reader: FeatureReader, without_pixels: Any
+) -> None:
+    assert reader.needs_embedding(without_pixels)
+
+
+@pytest.mark.parametrize(
     "with_pixels",
     [
         feature(image_grid_thw=GRID, pixel_values=torch.zeros(4)),
         feature(pixel_values=torch.zeros(4)),
         feature("audio", input_features=torch.zeros(4)),
-        feature("audio"),
-        feature("vision_chunk", image_grid_thw=GRID),
+        feature("vision_chunk", image_grid_thw=GRID),  # declared for images only
         feature("prompt_embeds"),
-        feature(),
-        SimpleNamespace(modality="image", data=None),  # the engine's processor cache has them
+        SimpleNamespace(modality="prompt_embeds", data=None),
+        in_shared_memory(),
+        in_shared_memory("video"),
     ],
 )
 def test_everything_else_can_be_encoded(reader: FeatureReader, with_pixels: Any) -> None:
@@ -101,6 +128,13 @@ def test_a_feature_without_such_fields_has_no_placeholder(
     assert reader.placeholder(without) == {}
 
 
+def test_what_lies_in_shared_memory_has_a_placeholder_that_nobody_knows(
+    reader: FeatureReader,
+) -> None:
+    assert reader.placeholder(in_shared_memory()) is None
+    assert reader.placeholder(in_shared_memory("audio")) == {}  # none is needed
+
+
 def test_the_processor_is_built_at_the_start_and_never_again(reader: FeatureReader) -> None:
     assert sorted(Resolver.asked) == ["audio", "image", "video"]
     Resolver.asked.clear()
@@ -112,11 +146,11 @@ def test_the_processor_is_built_at_the_start_and_never_again(reader: FeatureRead
 
 
 @pytest.mark.parametrize("module", [None, SimpleNamespace()])
-def test_a_release_without_such_requests_always_encodes(
+def test_a_release_that_declares_nothing_knows_no_placeholders(
     monkeypatch: pytest.MonkeyPatch, module: Any
 ) -> None:
     monkeypatch.setitem(sys.modules, UTILS, module)
     reader = FeatureReader(FIELDS)
     assert reader.metadata_modalities == []
-    assert not reader.needs_embedding(feature(image_grid_thw=GRID))
+    assert not reader.needs_embedding(feature(pixel_values=torch.zeros(4)))
     assert reader.placeholder(feature(image_grid_thw=GRID)) == {}

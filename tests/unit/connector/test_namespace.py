@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import json
+import struct
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,14 +15,15 @@ from typing import Any
 import pytest
 
 from s3ec.config import load_settings
-from s3ec.identity import is_namespace_name
+from s3ec.errors import ConfigError
+from s3ec.identity import Namespace, is_namespace_name
 from s3ec.settings import Settings
 from s3ec.tenant import Tenant
 
 # Every engine process has it loaded; reading one descriptor needs it too.
 pytest.importorskip("transformers")
 
-from s3ec.connector.namespace import describe, namespace_of
+from s3ec.connector.namespace import describe, encoder_weights, namespace_of
 
 
 class Config:
@@ -76,7 +78,8 @@ def engine() -> Any:
             quantization=None,
             hf_config=hf_config,
             multimodal_config=multimodal,
-        )
+        ),
+        load_config=SimpleNamespace(load_format="auto", download_dir=None),
     )
 
 
@@ -132,6 +135,10 @@ def test_the_descriptor_is_plain_json_and_the_name_readable() -> None:
         put(f"{MULTIMODAL}mm_hasher_algorithm", "sha256"),
         put(f"{MULTIMODAL}video_pruning_rate", 0.5),
         put(f"{MULTIMODAL}mm_encoder_attn_dtype", "fp8"),
+        put(f"{MULTIMODAL}media_io_kwargs", {"video": {"backend": "torchcodec"}}),
+        put(f"{MULTIMODAL}media_io_kwargs", {"video": {"backend": "opencv", "device": "cuda"}}),
+        put("model_config.hf_image_processor_config", {"image_mean": [0.5, 0.5, 0.5]}),
+        put("load_config.load_format", "dummy"),
     ],
 )
 def test_what_changes_embeddings_changes_the_namespace(change: Callable[[Any], None]) -> None:
@@ -155,6 +162,12 @@ def test_what_changes_embeddings_changes_the_namespace(change: Callable[[Any], N
         put(f"{MULTIMODAL}mm_processor_kwargs", {}),
         put(f"{MULTIMODAL}mm_processor_kwargs", {"device": "cuda"}),
         put(f"{MULTIMODAL}media_io_kwargs", None),
+        # What vLLM adds on an encode-only instance on CUDA, with torchcodec and without.
+        put(f"{MULTIMODAL}media_io_kwargs", {"video": {"backend": "torchcodec", "device": "cuda"}}),
+        put(f"{MULTIMODAL}media_io_kwargs", {"video": {}}),
+        put(f"{MULTIMODAL}mm_encoder_only", True),
+        put(f"{MULTIMODAL}mm_tensor_ipc", "torch_shm"),
+        put("load_config.load_format", "safetensors"),
         put(f"{MULTIMODAL}video_pruning_method", "vidcom2"),
         put(f"{MULTIMODAL}mm_processor_cache_gb", 0),
     ],
@@ -183,6 +196,91 @@ def test_a_model_identity_stands_for_the_place_the_model_is_mounted_at() -> None
     same = {namespace_of(each, settings_of(model_identity="gemma")).name for each in (one, other)}
     assert len(same) == 1
     assert next(iter(same)).startswith("gemma-")
+
+
+def write_weights(folder: Path, content: bytes) -> Path:
+    """A checkpoint of one tensor of the encoder."""
+    tensor = {"dtype": "U8", "shape": [len(content)], "data_offsets": [0, len(content)]}
+    header = json.dumps({"vision_tower.w": tensor}).encode()
+    folder.mkdir(exist_ok=True)
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + content)
+    return folder
+
+
+def namespace_at(folder: Path, **more: Any) -> Namespace:
+    config = engine()
+    config.model_config.model = str(folder)
+    return namespace_of(config, settings_of(**more))
+
+
+def test_two_folders_share_if_their_weights_are_the_same(tmp_path: Path) -> None:
+    one, copy = (write_weights(tmp_path / name, b"old") for name in ("one", "copy"))
+    names = {namespace_at(folder, model_identity="gemma").name for folder in (one, copy)}
+    assert len(names) == 1
+    other = write_weights(tmp_path / "other", b"new")
+    assert namespace_at(other, model_identity="gemma").name not in names
+
+
+def test_a_folder_whose_weights_were_replaced_is_another_namespace(tmp_path: Path) -> None:
+    before = namespace_at(write_weights(tmp_path, b"old"))
+    assert before.descriptor["weights"].startswith("sha256:")
+    after = namespace_at(write_weights(tmp_path, b"new"))
+    assert before.name != after.name
+    assert after.name == namespace_at(tmp_path).name
+
+
+def test_where_the_name_is_to_be_trusted_the_weights_do_not_count(tmp_path: Path) -> None:
+    before = namespace_at(write_weights(tmp_path, b"old"), weights="name")
+    assert before.descriptor["weights"] == "by name"
+    assert before.name == namespace_at(write_weights(tmp_path, b"new"), weights="name").name
+
+
+def test_dummy_weights_share_with_nobody_who_has_real_ones(tmp_path: Path) -> None:
+    write_weights(tmp_path, b"real")
+    dummy = engine()
+    dummy.model_config.model = str(tmp_path)
+    dummy.load_config.load_format = "dummy"
+    for weights in ("fingerprint", "name"):
+        namespace = namespace_of(dummy, settings_of(weights=weights))
+        assert namespace.descriptor["weights"] == "dummy"
+        assert namespace.name != namespace_at(tmp_path, weights=weights).name
+
+
+def test_a_model_in_an_object_store_is_called_by_its_url() -> None:
+    """vLLM copies its small files into a folder below the home folder and runs on that."""
+    config = engine()
+    config.model_config.model = "/root/.cache/vllm/model_streamer/0123abcd"
+    config.model_config.model_weights = "s3://models/gemma"
+    config.load_config.load_format = "runai_streamer"
+    descriptor = namespace_of(config, settings_of()).descriptor
+    assert descriptor["model"] == "s3://models/gemma"
+    assert descriptor["weights"] == "by name"
+    assert "s3://models/gemma is not on this machine" in str(
+        encoder_weights(config, settings_of()).problem
+    )
+
+
+def test_the_audio_tower_of_another_model_counts(tmp_path: Path) -> None:
+    config = engine()
+    config.model_config.model = str(write_weights(tmp_path / "main", b"projector"))
+    config.model_config.hf_config.audio_model_id = str(write_weights(tmp_path / "tower", b"old"))
+    before = namespace_of(config, settings_of()).name
+    write_weights(tmp_path / "tower", b"new")
+    assert namespace_of(config, settings_of()).name != before
+
+
+def test_scales_of_fp8_attention_count_by_their_content(tmp_path: Path) -> None:
+    names = []
+    for file, content in (("a.json", "{}"), ("b.json", "{}"), ("c.json", '{"q": 2}')):
+        (tmp_path / file).write_text(content)
+        config = engine()
+        put(f"{MULTIMODAL}mm_encoder_attn_dtype", "fp8")(config)
+        put(f"{MULTIMODAL}mm_encoder_fp8_scale_path", str(tmp_path / file))(config)
+        names.append(namespace_of(config, settings_of()).name)
+    assert names[0] == names[1] != names[2]
+    put(f"{MULTIMODAL}mm_encoder_fp8_scale_path", str(tmp_path / "gone.json"))(config)
+    with pytest.raises(ConfigError, match="--mm-encoder-fp8-scale-path cannot be read"):
+        namespace_of(config, settings_of())
 
 
 def test_a_release_that_lacks_settings_counts_as_having_them_unset(
@@ -223,7 +321,7 @@ def test_the_same_configuration_has_the_same_name_in_every_release_of_s3ec() -> 
         mm_tokens_per_image=256,
         vision_config=Config(model_type="siglip", image_size=896, layer_norm_eps=1e-06),
     )
-    assert namespace_of(plain, settings_of()).name == "google-gemma-3-27b-it-5f667cc268dab48d"
+    assert namespace_of(plain, settings_of()).name == "google-gemma-3-27b-it-33b4fd971131a91b"
 
 
 def test_two_tenants_have_two_namespaces_that_show_the_id_alone(

@@ -84,8 +84,10 @@ class Rig:
         )
         self.queues: list[SaveQueue] = []
 
-    def queue(self, *, budget_bytes: int = 2**20, overflow: str = "block") -> SaveQueue:
-        queue = SaveQueue(self.node, budget_bytes=budget_bytes, overflow=overflow)
+    def queue(
+        self, *, budget_bytes: int = 2**20, overflow: str = "block", **more: float
+    ) -> SaveQueue:
+        queue = SaveQueue(self.node, budget_bytes=budget_bytes, overflow=overflow, **more)
         self.queues.append(queue)
         return queue
 
@@ -301,6 +303,52 @@ def test_full_queue_waits_where_the_work_must_be_complete(tmp_path: Path, where:
     thread.join()
     assert queue.drain(_DEADLINE_S) == 0
     assert rig.stored(HASHES[1]) is not None
+    rig.close()
+
+
+def test_a_hook_waits_a_bounded_time_for_a_bucket_that_takes_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    gate, one = Gate(), tensor()
+    rig = Rig(tmp_path, cache_bytes=4 * 520)
+    rig.faults.append(Fault(op="put_if_absent", name="objects/", gate=gate))
+    queue = rig.queue(max_blocked_s=0.05)
+    assert queue.put(HASHES[0], IMAGE, one)
+    assert gate.reached.wait(_DEADLINE_S)
+    for number in range(1, 6):  # in steps of their own: the bound is for the outage
+        queue.begin_step(number)
+        assert not queue.put(HASHES[number], IMAGE, one)
+    assert rig.counted("save_problem.dropped") == 5
+    assert rig.counted("save.blocked") == 1  # those behind the first did not wait at all
+    assert caplog.text.count("not saved, and are encoded") == 1
+    gate.release()
+    eventually(lambda: rig.stored(HASHES[0]) is not None and not queue._pending)
+    assert queue.put(HASHES[6], IMAGE, one)
+    assert queue.drain(_DEADLINE_S) == 0
+    assert rig.stored(HASHES[6]) is not None
+    assert "5 embeddings were not saved" in caplog.text  # so that a job does not look complete
+    rig.close()
+
+
+def test_a_bucket_that_takes_something_now_and_then_blocks_no_step_for_longer(
+    tmp_path: Path,
+) -> None:
+    gate, one = Gate(), tensor()
+    rig = Rig(tmp_path, cache_bytes=4 * 520)
+    rig.faults.append(Fault(op="put_if_absent", name="objects/", gate=gate))
+    queue = rig.queue(max_blocked_s=0.05)
+    assert queue.put(HASHES[0], IMAGE, one)
+    assert gate.reached.wait(_DEADLINE_S)
+    queue.begin_step(1)
+    assert not queue.put(HASHES[1], IMAGE, one)
+    upload = uploads.Upload(b"another", 0)
+    queue._end(upload, True)  # the bucket took it
+    assert not queue.put(HASHES[2], IMAGE, one)
+    assert rig.counted("save.blocked") == 1
+    queue.begin_step(2)
+    assert not queue.put(HASHES[3], IMAGE, one)
+    assert rig.counted("save.blocked") == 2
+    gate.release()
     rig.close()
 
 

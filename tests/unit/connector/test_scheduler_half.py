@@ -9,10 +9,16 @@ from typing import Any
 
 import pytest
 
-from s3ec.connector.items import LEASE_S, RETRY_AFTER_S, UNWANTED_LEASE_S
+from s3ec.connector.items import (
+    FIRST_PAUSE_S,
+    LEASE_S,
+    LONGEST_PAUSE_S,
+    RETRY_AFTER_S,
+    UNWANTED_LEASE_S,
+)
 from s3ec.connector.plan import Presence, Save, TierMark, WorkerReport
 from s3ec.connector.ranks import Ranks
-from s3ec.connector.waits import NO_PIXELS_WAIT_S
+from s3ec.connector.waits import MOST_IN_VAIN, NO_PIXELS_WAIT_S, VAIN_REST_S
 from s3ec.prefetch import Outcome, Priority
 from tests.unit.connector.scheduling import (
     ROWS,
@@ -255,7 +261,119 @@ def test_a_pure_producer_never_waits() -> None:
     assert world.wanted == []
 
 
+# -- the bucket's troubles and this node's disk -------------------------------------------------
+
+
+def wait_for_nothing(world: World, times: int = MOST_IN_VAIN, *, local: bool = False) -> None:
+    """Have requests wait as long as they may for what comes 4 s after it was asked for."""
+    slow = [f"slow {world.clock.now_s} {number}" for number in range(times)]
+    world.stock(*slow)
+    askers = [request(text, feature(text)) for text in slow]
+    for text in slow if local else ():
+        world.local.add(key_of(identifier_of(text)))
+    for asker in askers:
+        assert not world.ask(asker)
+    world.step()
+    world.clock.now_s += 2.1
+    for asker in askers:
+        assert world.ask(asker)
+        world.half.request_finished(asker)
+    for text in slow:
+        world.finish(text, source="tier" if local else "bucket", seconds=4.0)
+    world.step()
+
+
+def test_after_waits_in_vain_nobody_waits_for_the_bucket_for_a_while(world: World) -> None:
+    wait_for_nothing(world)
+    world.stock("a", "b", "c")
+    assert world.ask(request("a", feature("a")))
+    world.clock.now_s += VAIN_REST_S - 1.0
+    assert world.ask(request("b", feature("b")))
+    world.clock.now_s += 1.1
+    assert not world.ask(request("c", feature("c")))  # such a state ends by itself
+    wait_for_nothing(world, 1)  # and one more in vain brings it back
+    assert world.ask(request("a2", feature("a")))
+
+
+def test_what_lies_on_this_node_is_waited_for_however_slow_the_bucket_was(world: World) -> None:
+    wait_for_nothing(world)
+    world.stock("here", "away")
+    world.local.add(key_of(identifier_of("here")))
+    asker = request("r", feature("here"), feature("away", 10))
+    assert not world.ask(asker)
+    world.step()
+    world.finish("here", source="tier")
+    assert world.ask(asker)
+    assert world.schedule(asker) == [True, False]
+
+
+def test_who_has_waited_for_the_bucket_still_waits_for_what_lies_here(world: World) -> None:
+    world.stock("here", "away")
+    asker = request("r", feature("away"), feature("here", 10))
+    assert not world.ask(asker)
+    world.step()
+    world.clock.now_s += 2.1
+    world.local.add(key_of(identifier_of("here")))  # another process has brought it meanwhile
+    assert not world.ask(asker)
+    world.step()
+    world.finish("here", source="tier")
+    assert world.ask(asker)
+    assert world.schedule(asker) == [False, True]
+
+
+def test_a_disk_too_slow_for_anybody_is_not_waited_for_either_and_hides_no_bucket(
+    world: World,
+) -> None:
+    wait_for_nothing(world, local=True)
+    world.stock("here", "away")
+    world.local.add(key_of(identifier_of("here")))
+    assert world.ask(request("here", feature("here")))
+    assert not world.ask(request("away", feature("away")))
+    world.clock.now_s += VAIN_REST_S + 0.1
+    assert not world.ask(request("again", feature("here")))
+
+
+def test_a_failure_of_the_bucket_is_forgotten_when_the_entry_comes_to_this_disk(
+    world: World,
+) -> None:
+    world.stock("a")
+    asker = request("r", feature("a"))
+    assert not world.ask(asker)
+    world.step()
+    world.finish("a", Outcome.UNAVAILABLE)
+    assert world.ask(asker)
+    world.local.add(key_of(identifier_of("a")))
+    other = request("other", feature("a"))
+    assert not world.ask(other)
+    world.step()
+    world.finish("a", Outcome.UNAVAILABLE)  # the disk refuses: not again at once
+    assert world.ask(other)
+
+
+def test_each_turn_of_a_session_waits_anew(world: World) -> None:
+    world.stock("a", "b")
+    session = request("r", feature("a"))
+    assert not world.ask(session)
+    world.step()
+    world.clock.now_s += 2.1
+    assert world.ask(session)
+    world.schedule(session)
+    world.step()
+    session.mm_features.append(feature("b", 10))
+    session.num_prompt_tokens = 20
+    assert not world.ask(session, 8)
+
+
 # -- which features ----------------------------------------------------------------------------
+
+
+def test_a_feature_within_another_does_not_hide_the_end_of_the_other(world: World) -> None:
+    """The audio of a video lies within the video's tokens."""
+    world.stock("video", "audio")
+    asker = request("r", feature("video", length=20), feature("audio", 4, modality="audio"))
+    assert not world.ask(asker, 8)
+    world.step()
+    assert world.wanted == [identifier_of("video")]
 
 
 def test_what_the_kv_cache_covers_is_not_fetched(world: World) -> None:
@@ -564,6 +682,19 @@ def test_evicted_before_the_report_is_kept_pinned_for_the_next_request(world: Wo
     asker = request("r", feature("a"))
     assert world.ask(asker)
     assert world.schedule(asker) == [True]
+
+
+def test_a_reset_gives_back_the_pin_of_a_load_that_no_step_has_carried_yet(world: World) -> None:
+    world.bring("a")
+    asker = request("r", feature("a"))
+    assert world.ask(asker)
+    assert world.schedule(asker) == [True]
+    world.step(tokens=0)
+    world.half.stop(was_reset=True)
+    world.half.request_finished(asker)
+    world.clock.now_s += LEASE_S + 1
+    assert world.step().loads == []
+    assert not world.prefetcher.live
 
 
 def test_a_device_cache_that_was_reset_without_a_word_costs_one_encode(world: World) -> None:
@@ -935,6 +1066,20 @@ def test_what_came_without_pixels_is_granted_though_the_disk_hangs(world: World)
     assert world.schedule(asker) == [True]
 
 
+@pytest.mark.parametrize("bare_first", [True, False])
+def test_the_same_with_pixels_in_the_prompt_takes_no_grant_away_while_the_disk_hangs(
+    world: World, bare_first: bool
+) -> None:
+    one, two = (bare("a"), feature("a", 10)) if bare_first else (feature("a"), bare("a", 10))
+    asker = request("r", one, two)
+    assert not world.ask(asker)
+    world.step()
+    world.finish("a")
+    world.hung = True
+    assert world.ask(asker)
+    assert world.schedule(asker, 0) == [True]
+
+
 def test_where_vllm_asks_once_a_grant_outlives_that_the_disk_hangs() -> None:
     world = World(asked_every_pass=False)
     world.bring("a")
@@ -964,21 +1109,127 @@ def test_a_feature_without_pixels_is_asked_for_even_when_the_index_says_no(world
     assert world.half.take_unavailable_requests() == set()
 
 
-@pytest.mark.parametrize(
-    "outcome", [Outcome.ABSENT, Outcome.MISMATCH, Outcome.CORRUPT, Outcome.UNAVAILABLE]
-)
-def test_it_is_given_up_and_never_scheduled_when_its_embedding_cannot_be_had(
-    world: World, outcome: Outcome
+def test_it_is_waited_for_beside_one_of_another_size_that_nobody_would_fetch(
+    world: World,
 ) -> None:
+    """Both have one uuid. The second look must not take away what the first one waits for."""
+    asker = request("r", bare("a"), feature("a", 10, rows=ROWS + 1))
+    assert not world.ask(asker)
+    world.step()
+    world.finish("a", Outcome.ABSENT)
+    assert not world.ask(asker)
+    world.clock.now_s += 0.1
+    assert not world.ask(asker)
+    world.step()
+    world.finish("a")
+    assert world.ask(asker)
+    assert world.schedule(asker, 0) == [True]
+
+
+def test_it_is_given_up_at_once_where_what_is_stored_does_not_fit(world: World) -> None:
     asker = request("r", feature("x"), bare("a", 10))
     assert not world.ask(asker)
     world.step()
-    world.finish("a", outcome)
+    world.finish("a", Outcome.MISMATCH)
     assert not world.ask(asker)
     assert not world.ask(asker)
     assert world.half.take_unavailable_requests() == {"r"}
     assert world.half.take_unavailable_requests() == set()
     assert world.counters.get("unavailable_requests") == 1
+
+
+NOT_YET = [Outcome.ABSENT, Outcome.CORRUPT, Outcome.UNAVAILABLE]
+
+
+@pytest.mark.parametrize("outcome", NOT_YET)
+def test_it_is_asked_for_again_until_its_upload_has_ended(world: World, outcome: Outcome) -> None:
+    asker = request("r", bare("a"))
+    began_s = world.clock.now_s
+    assert not world.ask(asker)
+    pauses = []
+    while world.clock.now_s < began_s + NO_PIXELS_WAIT_S - LONGEST_PAUSE_S:
+        world.step()
+        world.finish("a", outcome)
+        failed_s = world.clock.now_s
+        assert not world.ask(asker)
+        while identifier_of("a") not in world.prefetcher.open:
+            world.clock.now_s += FIRST_PAUSE_S / 4
+            assert not world.ask(asker)
+            world.step()
+        pauses.append(world.clock.now_s - failed_s)
+    world.finish("a")
+    assert world.ask(asker)
+    assert world.schedule(asker) == [True]
+    assert world.half.take_unavailable_requests() == set()
+    assert pauses[:3] == pytest.approx([FIRST_PAUSE_S, 2 * FIRST_PAUSE_S, 4 * FIRST_PAUSE_S])
+    assert max(pauses) == pytest.approx(LONGEST_PAUSE_S)
+
+
+@pytest.mark.parametrize("outcome", NOT_YET)
+def test_it_fails_alone_when_its_embedding_does_not_come_in_time(
+    world: World, outcome: Outcome
+) -> None:
+    asker = request("r", bare("a"))
+    other = request("other", feature("b"))
+    began_s = world.clock.now_s
+    while not (failed := world.half.take_unavailable_requests()):
+        assert not world.ask(asker)
+        assert world.ask(other)
+        world.step()
+        if identifier_of("a") in world.prefetcher.open:
+            world.finish("a", outcome)
+        world.clock.now_s += 0.04
+    assert failed == {"r"}
+    assert NO_PIXELS_WAIT_S <= world.clock.now_s - began_s < NO_PIXELS_WAIT_S + 0.1
+    world.half.request_finished(asker)
+    # The bucket was not slow: others still wait for it.
+    world.stock("c")
+    assert not world.ask(request("r2", feature("c")))
+
+
+def test_the_next_request_for_it_asks_again_too(world: World) -> None:
+    """Where its embedding came between the two."""
+    first = request("first", bare("a"))
+    assert not world.ask(first)
+    world.step()
+    world.finish("a", Outcome.ABSENT)
+    assert not world.ask(first)
+    world.half.request_finished(first)
+    world.clock.now_s += 0.1
+    second = request("second", bare("a"))
+    assert not world.ask(second)
+    world.step()
+    world.finish("a")
+    assert world.ask(second)
+    assert world.half.take_unavailable_requests() == set()
+
+
+def test_one_prompt_may_name_it_with_and_without_pixels(world: World) -> None:
+    asker = request("r", bare("a"), feature("a", 10), feature("a", 20, rows=ROWS + 1))
+    assert not world.ask(asker)
+    world.step()
+    world.finish("a", Outcome.ABSENT)
+    assert not world.ask(asker)
+    world.clock.now_s += RETRY_AFTER_S + 0.1
+    assert not world.ask(asker)
+    world.step()
+    world.finish("a")
+    assert world.ask(asker)
+    assert world.has("a")
+
+
+def test_who_has_pixels_does_not_wait_for_what_it_asks_for_again(world: World) -> None:
+    asker, other = request("r", bare("a")), request("other", feature("a"))
+    assert not world.ask(asker)
+    world.step()
+    world.finish("a", Outcome.ABSENT)
+    assert not world.ask(asker)
+    world.clock.now_s += 2 * FIRST_PAUSE_S
+    assert not world.ask(asker)
+    assert world.ask(other)
+    world.step()
+    assert identifier_of("a") in world.prefetcher.open
+    assert world.schedule(other) == [False]
 
 
 @pytest.mark.parametrize("defer_timeout_s", [0.0, 2.0, 2 * NO_PIXELS_WAIT_S])
@@ -1059,7 +1310,7 @@ def test_beyond_the_window_it_is_not_waited_for_yet(world: World) -> None:
     assert not world.ask(asker)
     world.step()
     world.finish("a")
-    world.finish("b", Outcome.ABSENT)
+    world.finish("b", Outcome.MISMATCH)
     assert world.ask(asker)
     world.schedule(asker, 0)
     world.step()
@@ -1204,6 +1455,76 @@ def test_a_pure_producer_skips_nothing_that_only_a_filter_says(
     assert world.schedule(request("r", feature("a"))) == [skips]
     assert list(world.step().saves) == ([] if skips else [identifier_of("a")])
     reader.tier.close()
+
+
+def test_what_the_device_holds_and_the_corpus_lost_is_stored_again() -> None:
+    world = World(producer=True, consumer=False)
+    asker = request("r", feature("a"))
+    world.ask(asker)
+    assert world.schedule(asker) == [False]
+    assert world.step().saves[identifier_of("a")].on_device is False
+    again = request("again", feature("a"))  # vLLM's manager holds it, and asks for nothing
+    world.ask(again)
+    order = world.step().saves[identifier_of("a")]
+    assert order == Save("image", world.placeholders, on_device=True)
+    world.ask(again)
+    assert world.step().saves == {}  # the worker needs some time
+    world.half.update_connector_output(WorkerReport(stored=[identifier_of("a")]))
+    world.ask(again)
+    assert world.step().saves == {}
+    world.index.forget(key_of(identifier_of("a")), absent=True)
+    world.ask(again)
+    assert list(world.step().saves) == [identifier_of("a")]
+
+
+def test_what_the_device_gives_up_is_not_stored_again() -> None:
+    world = World(producer=True, consumer=False)
+    asker = request("r", feature("a"))
+    world.ask(asker)
+    world.schedule(asker)
+    world.step()
+    world.ask(asker)
+    assert world.step(freed=["a"]).saves == {}
+    world.ask(asker)
+    world.schedule(asker)
+    assert world.step().saves[identifier_of("a")].on_device is False
+
+
+def test_a_decoding_request_has_nothing_stored_again() -> None:
+    """It is asked about in every step, and each picture would be looked up."""
+    world = both()
+    asker = request("r", feature("a"))
+    world.ask(asker)
+    world.schedule(asker)
+    world.step()
+    assert world.ask(asker, asker.num_prompt_tokens)
+    assert world.step().saves == {}
+    assert world.ask(request("other", feature("a")))
+    assert list(world.step().saves) == [identifier_of("a")]
+
+
+def test_where_vllm_cannot_store_again_nothing_is_ordered() -> None:
+    world = World(producer=True, consumer=False, stores_again=False)
+    asker = request("r", feature("a"))
+    world.ask(asker)
+    world.schedule(asker)
+    world.step()
+    world.ask(asker)
+    assert world.step().saves == {}
+
+
+def test_a_pure_producer_encodes_nothing_that_came_without_pixels() -> None:
+    """Else the encoder runs on nothing, and the engine ends."""
+    world = World(producer=True, consumer=False)
+    world.stock("a")
+    stored, unknown = request("stored", bare("a")), request("unknown", bare("b"))
+    assert world.ask(stored)
+    world.index.forget(key_of(identifier_of("a")), absent=True)  # between two hooks of one pass
+    assert world.schedule(stored) == [True]
+    assert not world.ask(unknown)
+    assert world.half.take_unavailable_requests() == {"unknown"}
+    world.step()
+    assert not world.ask(stored)
 
 
 def test_a_pure_producer_never_skips_a_refused_identifier() -> None:

@@ -38,6 +38,7 @@ class Rig:
             Namespace.from_descriptor({"model": "tiny"}),
             store=FaultStore(MemoryStore(self.bucket), Script(self.faults)),
         )
+        self.steps: list[int] = []
         self.saved: list[tuple[str, Save, torch.Tensor]] = []
         self.rank = 0
         self.worker = self.half()
@@ -53,6 +54,9 @@ class Rig:
         )
 
     # As a SaveQueue.
+    def begin_step(self, step: int) -> None:
+        self.steps.append(step)
+
     def put(self, identifier: str, save: Save, tensor: torch.Tensor) -> bool:
         self.saved.append((identifier, save, tensor))
         return True
@@ -249,6 +253,28 @@ def test_encoder_cache_needs_only_to_be_asked_and_set(rig: Rig, finish_later: bo
     assert all(torch.equal(cache.held[each], tensor(n)) for n, each in enumerate(HASHES))
 
 
+@pytest.mark.parametrize("finish_later", [False, True])
+def test_rows_of_another_picture_under_the_same_identifier_are_replaced(
+    rig: Rig, finish_later: bool
+) -> None:
+    """vLLM keeps them where it evicts the one and makes room for the other in one pass."""
+    worker = rig.half(finish_later=finish_later)
+    load = rig.pinned(HASHES[0], tensor(1))
+    cache = {HASHES[0]: torch.full((tensor(1).shape[0] + 8, tensor(1).shape[1]), 7.0)}
+    worker.start_load_caches(cache, StepPlan(step=1, loads=[load]))
+    worker.finish_load_caches(cache)
+    assert torch.equal(cache[HASHES[0]], tensor(1))
+
+
+def test_what_the_device_holds_is_not_loaded_again(rig: Rig) -> None:
+    load = rig.pinned(HASHES[0], tensor(1))
+    held = tensor(1)
+    cache = {HASHES[0]: held}
+    Path(load.path).unlink()
+    rig.worker.start_load_caches(cache, StepPlan(step=1, loads=[load]))
+    assert cache[HASHES[0]] is held
+
+
 def test_failed_load_leaves_the_others_in_place(rig: Rig) -> None:
     loads = [rig.pinned(identifier, tensor(n)) for n, identifier in enumerate(HASHES)]
     for number in (2, 5):
@@ -314,3 +340,13 @@ def test_output_that_is_no_tensor_is_not_saved(rig: Rig) -> None:
     rig.worker.save_caches({HASHES[0]: (tensor(), tensor())}, HASHES[0], plan)
     assert rig.saved == []
     assert rig.node.counters.get("save_problem.shape") == 1
+
+
+def test_what_the_device_holds_is_stored_as_the_step_begins(rig: Rig) -> None:
+    held, fresh, skipped = HASHES[:3]
+    on_device = Save("image", {}, on_device=True)
+    saves = {held: on_device, fresh: Save("image", {}), skipped: on_device}
+    plan = StepPlan(step=7, saves=saves)
+    rig.worker.start_save_caches({held: tensor(1), fresh: tensor(2)}, plan)
+    assert [(name, save) for name, save, _ in rig.saved] == [(held, on_device)]
+    assert rig.steps == [7]

@@ -78,6 +78,7 @@ def make_report(
     plain_answers: Sequence[dict[str, Any]] | None = None,
     consumer_log: str | None = None,
     answer_s: float = 0.5,
+    encode_s: float = 4.0,
 ) -> Report:
     """The report of a run in which all went well, but for what is given."""
     numbers = range(count)
@@ -85,7 +86,7 @@ def make_report(
     if consumer_log is None:
         consumer_log = "\n".join(line for n in numbers for line in (fetched(n), loaded(n)))
     pictures = build_pictures(
-        [Encoded(f"p{number}.png", 4.0, entry(number)) for number in numbers],
+        [Encoded(f"p{number}.png", encode_s, entry(number)) for number in numbers],
         [Asked(answer_s, one) for one in answers or good],
         [Asked(5.0, one) for one in plain_answers or good],
         producer_log="\n".join(map(stored, numbers)),

@@ -64,9 +64,32 @@ def test_show_states_total_answer_time_with_and_without() -> None:
 
 
 def test_show_says_so_where_the_bucket_was_slower() -> None:
-    text = shown(make_report(answer_s=6.0), width=200)
-    assert "1.20 times as long (this encoder is tiny" in text
-    assert "tiny; enc" not in shown(make_report(answer_s=6.0, preset="encoder-27b"), width=200)
+    assert "1.20 times as long" in shown(make_report(answer_s=6.0), width=200)
+
+
+def test_show_says_what_a_tiny_encoder_cannot_gain_and_where_a_real_one_is() -> None:
+    text = shown(make_report(answer_s=6.0, encode_s=0.02), width=400)
+    line = " ".join(cells(text, "break-even")[1:])
+    # 6 s from the bucket, 5 s without: a second more of encoding would have been even.
+    assert line == (
+        "a hit pays where encoding takes over 1.02 s a picture; encoding took 20 ms a picture "
+        "here, so it does not. With a real encoder's cost: make demo PRESET=encoder-27b"
+    )
+    assert "nothing can be gained" in " ".join(cells(text, "model"))
+
+
+def test_show_says_that_a_real_encoder_pays() -> None:
+    report = make_report(answer_s=1.5, encode_s=4.0, preset="encoder-27b")
+    line = " ".join(cells(shown(report, width=400), "break-even")[1:])
+    assert line == (
+        "a hit pays where encoding takes over 500 ms a picture; encoding took 4.00 s a picture "
+        "here, so it does"
+    )
+
+
+def test_show_claims_no_break_even_below_nothing() -> None:
+    text = shown(make_report(answer_s=0.5, encode_s=4.0), width=400)
+    assert "a hit cost nothing that could be measured" in text
 
 
 def test_show_says_no_and_why_where_answers_differ() -> None:

@@ -30,6 +30,15 @@ def test_pictures_take_their_times_from_their_own_log_lines() -> None:
     assert (second.encode_s, second.answer_s, second.plain_answer_s) == (4.0, 0.5, 5.0)
 
 
+def test_break_even_is_where_both_answers_take_equally_long() -> None:
+    report = make_report(answer_s=6.0, encode_s=0.25)
+    assert report.encode_s == 0.25
+    # With an encoder that is slower by this, the answer without would have taken 6 s as well.
+    assert report.break_even_s - report.encode_s == pytest.approx(6.0 - 5.0)
+    document = report.to_json()
+    assert document["break_even_s"] == report.break_even_s
+
+
 def test_totals_are_sums() -> None:
     totals = make_report().totals
     assert totals.nbytes == 3 * 464

@@ -89,7 +89,8 @@ def make_patient(
 
     yield make
     for patient in patients:
-        patient.s3.close()
+        patient.child = None  # a test that starts one ends it
+        patient.close()
 
 
 @pytest.fixture

@@ -58,6 +58,50 @@ def test_namespace_of_the_same_model_with_other_settings_is_explained(
     assert "mm_processor_kwargs.max_pixels: here 1, there 2" in outcome.found
 
 
+def test_the_nearest_namespace_is_named_with_the_one_field_that_keeps_two_fleets_apart(
+    make_patient: MakePatient, store: Store
+) -> None:
+    """An encoder under another name: the name differs too, and so does all that follows."""
+    encoders = {**OURS.descriptor, "media_io_kwargs": {"video": {"backend": "x"}}}
+    store(Namespace.from_descriptor({**OURS.descriptor, "dtype": "float16", "revision": "r9"}))
+    store(near := Namespace.from_descriptor(encoders))
+    store(Namespace.from_descriptor({"model": "zzz/other", "dtype": "float16"}))
+    patient = make_patient()
+    patient.namespace = OURS
+    outcome = serving.corpus(patient)
+    assert outcome.verdict == Verdict.WARN
+    assert f"{near.name} is, which differs in one field alone" in outcome.found
+    assert 'media_io_kwargs.video.backend: here (not there), there "x"' in outcome.found
+
+
+def test_a_namespace_of_another_path_of_the_same_model_is_found(
+    make_patient: MakePatient, store: Store
+) -> None:
+    store(moved := Namespace.from_descriptor({**OURS.descriptor, "model": "/mnt/models/vision"}))
+    patient = make_patient()
+    patient.namespace = OURS
+    outcome = serving.corpus(patient)
+    assert moved.name in outcome.found
+    assert "one field alone, model:" in outcome.found
+    assert "model_identity" in outcome.mend
+
+
+def test_neighbours_are_named_where_the_models_own_namespace_is_there_and_without_a_model(
+    make_patient: MakePatient, store: Store
+) -> None:
+    other = Namespace.from_descriptor({**OURS.descriptor, "dtype": "float16"})
+    for namespace in (OURS, other):
+        store(namespace)
+    patient = make_patient()
+    assert "differ in `dtype` alone" in serving.corpus(patient).found
+    patient.namespace = OURS
+    outcome = serving.corpus(patient)
+    assert outcome.verdict == Verdict.OK
+    assert f'{other.name} differs from it in dtype: here "bfloat16", there "float16"' in (
+        outcome.found
+    )
+
+
 @pytest.mark.parametrize(
     ("role", "verdict"), [("ec_both", Verdict.OK), ("ec_consumer", Verdict.WARN)]
 )

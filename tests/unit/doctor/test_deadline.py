@@ -8,8 +8,10 @@ import threading
 
 import pytest
 
-from s3ec.doctor.deadline import run_within, within
+from s3ec.doctor.deadline import within
 from s3ec.errors import UnavailableError
+from s3ec.store.base import Store
+from tests.unit.doctor.conftest import MakePatient
 
 
 def test_result_and_error_come_through() -> None:
@@ -33,26 +35,25 @@ def test_hanging_call_is_given_up() -> None:
     gate.set()
 
 
-def test_hanging_coroutine_is_cancelled_and_cleans_up() -> None:
+def test_hanging_coroutine_is_given_up_and_cleans_up(make_patient: MakePatient) -> None:
     cleaned = threading.Event()
+    patient = make_patient(connect_timeout_s=0.01, read_timeout_s=0.01)
 
-    async def hang() -> None:
+    async def hang(store: Store) -> None:
         try:
             await asyncio.Event().wait()
         finally:
             cleaned.set()
 
     with pytest.raises(UnavailableError, match="no answer within"):
-        run_within(0.05, hang)
-    assert cleaned.is_set()
+        patient.ask_store(hang)
+    assert cleaned.wait(60)
 
 
-def test_coroutine_that_blocks_its_loop_is_given_up() -> None:
-    gate = threading.Event()
+def test_questions_to_the_store_share_one(make_patient: MakePatient) -> None:
+    patient = make_patient()
 
-    async def block() -> None:
-        gate.wait()
+    async def itself(store: Store) -> Store:
+        return store
 
-    with pytest.raises(UnavailableError):
-        run_within(0.05, block)
-    gate.set()
+    assert patient.ask_store(itself) is patient.ask_store(itself)

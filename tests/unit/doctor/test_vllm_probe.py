@@ -6,6 +6,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -67,6 +68,24 @@ def test_arguments_that_have_images_numbered_are_found_with_the_flags(
     assert "--mm-processor-cache-gb" in outcome.mend
     assert stages["model"]["problem"] is None
     assert stages["namespace"]["descriptor"]["dtype"] == "bfloat16"
+    told = serving.namespace(patient)
+    assert told.verdict == Verdict.OK
+    assert "weights sha256:" in told.found
+
+
+@pytest.mark.slow
+def test_weights_that_are_not_here_are_told_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, model: Path, make_patient: MakePatient
+) -> None:
+    place = shutil.copytree(
+        model, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors")
+    )
+    stages = ask(monkeypatch, tmp_path, "--model", str(place))
+    patient = make_patient()
+    patient.child = SimpleNamespace(stage=stages.get)
+    told = serving.namespace(patient)
+    assert told.verdict == Verdict.WARN
+    assert "weights by name: there are no weights of a known kind" in told.found
 
 
 def test_folder_that_is_not_there_is_not_taken_for_a_name_on_a_hub(

@@ -8,6 +8,7 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
+from s3ec.errors import S3ECError
 from s3ec.identity import Key, Layout
 from s3ec.index.rows import Facts, Rows, Tombstone
 from s3ec.index.segment import encode_segment, parse_segment
@@ -153,6 +154,9 @@ class MortalStore:
 
     async def delete(self, name: str) -> None:
         await self._run(lambda: self._inner.delete(name))
+
+    async def delete_many(self, names: Sequence[str]) -> dict[str, S3ECError]:
+        return await self._run(lambda: self._inner.delete_many(names))
 
     async def close(self) -> None:
         await self._inner.close()

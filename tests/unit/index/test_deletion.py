@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 import pytest
 
-from s3ec.errors import AccessError, UnavailableError
+from s3ec.errors import AccessError, S3ECError, UnavailableError
 from s3ec.index import deletion, head, object_listing
 from s3ec.index.compact import compact
-from s3ec.index.deletion import count_older, delete_older, deleting
+from s3ec.index.deletion import count_older, delete_older, deleting, find_objects
 from s3ec.index.rows import Facts
 from s3ec.index.verify import verify
 from s3ec.store.base import Store
@@ -81,15 +82,50 @@ async def test_with_an_unusable_base_entries_can_still_be_deleted(
 async def test_what_was_deleted_before_a_failure_is_announced(memory: MemoryStore) -> None:
     for number in range(3):
         await put_entry(memory, number)
-    fault = Fault("delete", LAYOUT.object(KEYS[1]), error=AccessError)
+    fault = Fault("delete_many", LAYOUT.object(KEYS[1]), error=AccessError, partial=True)
     with pytest.raises(AccessError):
         await delete(FaultStore(memory, Script([fault])), 0, 1)
     there = {name for name in memory.bucket.objects if "/objects/" in name}
-    assert LAYOUT.object(KEYS[1]) in there
-    held = await view(memory)
-    assert {key.digest for key in KEYS[:3]} & set(held) == {
-        key.digest for key in KEYS[:3] if LAYOUT.object(key) in there
-    }
+    assert there == {LAYOUT.object(KEYS[1]), LAYOUT.object(KEYS[2])}
+    assert set(await view(memory)) == {KEYS[1].digest, KEYS[2].digest}
+
+
+async def test_of_a_batch_that_was_deleted_in_part_just_what_is_gone_is_announced(
+    memory: MemoryStore,
+) -> None:
+    """One was deleted though its answer was lost, one was not, one has a revision that stays."""
+    for number in range(5):
+        await put_entry(memory, number)
+    (revision,) = await put_revisions(memory, 3, 1)
+    faults = [
+        Fault("delete_many", LAYOUT.object(KEYS[1]), error=UnavailableError, partial=True),
+        Fault("delete_many", revision, error=AccessError, partial=True),
+        Fault("delete_many", LAYOUT.object(KEYS[2]), error=UnavailableError, partial=True),
+    ]
+
+    class Each(FaultStore):
+        async def delete_many(self, names: Sequence[str]) -> dict[str, S3ECError]:
+            left: dict[str, S3ECError] = {}
+            for name in names:
+                left.update(await super().delete_many([name]))
+            await memory.delete(LAYOUT.object(KEYS[1]))
+            return left
+
+    with pytest.raises((AccessError, UnavailableError)):
+        await delete(Each(memory, Script(faults)), 0, 1, 2, 3)
+    there = {name for name in memory.bucket.objects if name.startswith(LAYOUT.objects)}
+    assert there == {LAYOUT.object(KEYS[2]), revision, LAYOUT.object(KEYS[4])}
+    assert set(await view(memory)) == {KEYS[number].digest for number in (2, 3, 4)}
+
+
+async def test_a_batch_that_is_refused_as_a_whole_is_not_announced(memory: MemoryStore) -> None:
+    for number in range(2):
+        await put_entry(memory, number)
+    store = FaultStore(memory, Script([Fault("delete_many", "", error=AccessError)]))
+    with pytest.raises(AccessError):
+        await delete(store, 0, 1)
+    assert set(await view(memory)) == {key.digest for key in KEYS[:2]}
+    assert store.calls["head"] == 0
 
 
 async def test_readers_that_could_not_be_told_are_an_error(
@@ -102,12 +138,31 @@ async def test_readers_that_could_not_be_told_are_an_error(
         await delete(FaultStore(memory, Script([fault])), 1)
 
 
-async def test_many_are_deleted_in_deltas_of_a_thousand(memory: MemoryStore) -> None:
-    keys = [key_of(("many", number)) for number in range(2500)]
-    async with deleting(memory, LAYOUT) as deleter:
+async def test_many_are_deleted_by_a_thousand_with_one_request_and_one_delta_each(
+    memory: MemoryStore, clock: Clock
+) -> None:
+    keys = [key_of(("many", number)) for number in range(1500)]
+    for key in keys:
+        await put_object(memory, key, 9)
+    store = FaultStore(MemoryStore(memory.bucket, clock=clock), Script())
+    async with deleting(store, LAYOUT, clock=clock) as deleter:
         await deleter.delete(keys)
-    # The first one twice: once more with what it taught about the clock.
-    assert len(names(memory.bucket)) in (3, 4)
+    assert (store.calls["delete_many"], store.calls["delete"]) == (2, 0)
+    assert len(names(memory.bucket)) == 2
+    assert not [name for name in memory.bucket.objects if name.startswith(LAYOUT.objects)]
+
+
+@pytest.mark.parametrize("few", [0, 4096])
+async def test_old_entries_of_all_folders_share_requests_and_deltas(
+    memory: MemoryStore, clock: Clock, monkeypatch: pytest.MonkeyPatch, few: int
+) -> None:
+    monkeypatch.setattr(object_listing, "_FEW", few)
+    for number in range(1500):
+        await put_object(memory, key_of(("many", number)), 9)
+    store = FaultStore(MemoryStore(memory.bucket, clock=clock), Script())
+    assert (await delete_older(store, LAYOUT, 2.0**40)).entries == 1500
+    assert store.calls["delete_many"] == 2
+    assert len(names(memory.bucket)) in (2, 3)  # one again where it taught what time it is
 
 
 async def test_only_what_is_older_is_deleted(memory: MemoryStore, clock: Clock) -> None:
@@ -131,10 +186,13 @@ async def gone(memory: MemoryStore, number: int) -> None:
             await asyncio.sleep(0)
 
 
-async def test_what_was_deleted_before_it_was_broken_off_is_announced(memory: MemoryStore) -> None:
+async def test_what_was_deleted_before_it_was_broken_off_is_announced(
+    memory: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for number in range(2):
         await put_entry(memory, number)
-    hung = Fault("delete", LAYOUT.object(KEYS[1]), gate=Gate())
+    hung = Fault("delete_many", LAYOUT.object(KEYS[1]), gate=Gate())
+    monkeypatch.setattr(deletion, "DELETE_AT_A_TIME", 1)
     task = asyncio.create_task(delete(FaultStore(memory, Script([hung])), 0, 1))
     await gone(memory, 0)
     task.cancel()
@@ -146,7 +204,7 @@ async def test_what_was_deleted_before_it_was_broken_off_is_announced(memory: Me
 async def test_a_deletion_whose_reply_was_lost_is_announced(memory: MemoryStore) -> None:
     for number in range(3):
         await put_entry(memory, number)
-    lost = Fault("delete", LAYOUT.object(KEYS[1]), lost_reply=True)
+    lost = Fault("delete_many", LAYOUT.object(KEYS[1]), lost_reply=True)
     with pytest.raises(UnavailableError):
         await delete(FaultStore(memory, Script([lost])), 0, 1)
     there = {key.digest for key in KEYS[:3] if LAYOUT.object(key) in memory.bucket.objects}
@@ -161,7 +219,7 @@ async def test_a_deletion_of_which_the_bucket_says_nothing_is_not_announced(
     """To hide an entry that may still be there would be worse than a request in vain."""
     await put_entry(memory, 1)
     name = LAYOUT.object(KEYS[1])
-    faults = [Fault("delete|head", name, error=UnavailableError)]
+    faults = [Fault("delete_many|head", name, error=UnavailableError)]
     with pytest.raises(UnavailableError):
         await delete(FaultStore(memory, Script(faults)), 1)
     assert set(await view(memory)) == {KEYS[1].digest}
@@ -173,9 +231,10 @@ async def test_a_deletion_broken_off_after_it_reached_the_bucket_is_announced(
     class Slow(FaultStore):
         """The bucket has done it, and the reply never comes."""
 
-        async def delete(self, name: str) -> None:
-            await super().delete(name)
+        async def delete_many(self, names: Sequence[str]) -> dict[str, S3ECError]:
+            await super().delete_many(names)
             await asyncio.Event().wait()
+            return {}
 
     await put_entry(memory, 1)
     task = asyncio.create_task(delete(Slow(memory), 1))
@@ -190,7 +249,9 @@ async def test_a_listing_that_fails_half_way_leaves_no_deletion_untold(
     memory: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One prefix cannot be listed while the entry of another one is being announced."""
+    monkeypatch.setattr(object_listing, "_FEW", 0)
     monkeypatch.setattr(object_listing, "_ATTEMPTS", 1)
+    monkeypatch.setattr(deletion, "DELETE_AT_A_TIME", 1)
     for number in range(2):
         await put_entry(memory, number)
     listing, told = Gate(), Gate()
@@ -214,17 +275,24 @@ async def test_a_listing_that_fails_half_way_leaves_no_deletion_untold(
 async def test_an_entry_that_is_stored_again_outlives_its_deletion(
     memory: MemoryStore, clock: Clock
 ) -> None:
-    """Others of the batch may take long to go."""
+    """Others of the batch may take long to go, and so may the answer."""
+    replying = Gate()
+
+    class Slow(FaultStore):
+        async def delete_many(self, names: Sequence[str]) -> dict[str, S3ECError]:
+            left = await super().delete_many(names)
+            await replying.wait()
+            return left
+
     for number in range(2):
         await put_entry(memory, number)
-    gate = Gate()
-    store = FaultStore(memory, Script([Fault("delete", LAYOUT.object(KEYS[1]), gate=gate)]))
-    async with deleting(store, LAYOUT, clock=clock) as deleter:
+    async with deleting(Slow(memory, Script()), LAYOUT, clock=clock) as deleter:
         task = asyncio.create_task(deleter.delete(KEYS[:2]))
         await gone(memory, 0)
-        clock.now_s += 10
+        clock.now_s += 1
         await put_entry(memory, 0, time_s=int(clock.now_s))
-        gate.release()
+        clock.now_s += 10
+        replying.release()
         await task
     assert set(await view(memory)) == {KEYS[0].digest}
 
@@ -264,6 +332,25 @@ async def test_old_objects_of_an_entry_go_and_readers_keep_it_for_the_young_one(
     left = {name for name in memory.bucket.objects if name.startswith(LAYOUT.objects)}
     assert left == {LAYOUT.object(KEYS[1], young)}
     assert set(await view(memory)) == {KEYS[1].digest}
+
+
+@pytest.mark.parametrize("few", [1, 4096])
+async def test_of_many_entries_those_that_are_there_are_found_with_their_revisions(
+    memory: MemoryStore, monkeypatch: pytest.MonkeyPatch, few: int
+) -> None:
+    monkeypatch.setattr(object_listing, "_FEW", few)
+    keys = [key_of(("many", number)) for number in range(40)]
+    for key in keys[:3]:
+        await put_object(memory, key, 9)
+    await memory.put_if_absent(LAYOUT.object(keys[1], 2), [bytes(5)])
+    await put_entry(memory, 7)
+    store = FaultStore(memory, Script())
+    found = await find_objects(store, LAYOUT, keys)
+    assert store.calls["list"] == (1 if few > 1 else 41)
+    assert list(found) == keys
+    names = [sorted(info.name for info in found[key]) for key in keys]
+    assert names[1] == sorted([LAYOUT.object(keys[1]), LAYOUT.object(keys[1], 2)])
+    assert [len(each) for each in names] == [1, 2, 1, *[0] * 37]
 
 
 async def test_many_entries_are_looked_for_at_a_time(memory: MemoryStore) -> None:

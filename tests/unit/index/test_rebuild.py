@@ -86,9 +86,17 @@ async def test_a_made_up_last_version_is_named_and_nothing_is_written(memory: Me
     assert (await rebuild(memory, LAYOUT)).head.version == 1
 
 
+@pytest.fixture
+def by_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few objects are listed as many are: folder by folder, several at a time."""
+    monkeypatch.setattr(object_listing, "_FEW", 0)
+
+
+@pytest.mark.parametrize("few", [0, 4096])
 async def test_rebuild_finds_every_kind_of_name(
-    memory: MemoryStore, monkeypatch: pytest.MonkeyPatch
+    memory: MemoryStore, monkeypatch: pytest.MonkeyPatch, few: int
 ) -> None:
+    monkeypatch.setattr(object_listing, "_FEW", few)
     monkeypatch.setattr(object_listing, "_BATCH", 2)
     monkeypatch.setattr(sorted_runs, "ROWS_PER_RUN", 4)
     hashes = [hashlib.sha256(bytes([n])).hexdigest() for n in range(20)]
@@ -128,7 +136,7 @@ class Breaking(FaultStore):
 
 @pytest.mark.parametrize("in_order", [True, False])
 async def test_a_listing_goes_on_where_it_broke_off(
-    memory: MemoryStore, monkeypatch: pytest.MonkeyPatch, in_order: bool
+    memory: MemoryStore, monkeypatch: pytest.MonkeyPatch, in_order: bool, by_folder: None
 ) -> None:
     monkeypatch.setattr(object_listing, "_PAUSE_S", 0.0)
     hashes = [f"ab{number:062x}" for number in range(10)]
@@ -178,6 +186,7 @@ async def test_rebuild_keeps_what_is_announced_and_deleted_meanwhile(memory: Mem
 
 
 @pytest.mark.parametrize("late", [False, True])
+@pytest.mark.usefixtures("by_folder")
 async def test_rebuild_comes_after_a_compaction_that_was_faster(
     memory: MemoryStore, clock: Clock, late: bool
 ) -> None:
@@ -198,6 +207,20 @@ async def test_rebuild_comes_after_a_compaction_that_was_faster(
     assert (await running).head.version == 3
     assert await view(memory) == {KEYS[n].digest: known_of(n) for n in (1, 3)}
     assert held.calls["list_folders"] == (2 if late else 1)
+
+
+async def test_few_objects_are_listed_at_once_and_more_than_few_by_folder(
+    memory: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(object_listing, "_FEW", 3)
+    for number in range(4):
+        store = FaultStore(memory, Script())
+        assert (await rebuild(store, LAYOUT)).head.entries == number
+        assert store.calls["list_folders"] == 0
+        await put_entry(memory, number, number)
+    store = FaultStore(memory, Script())
+    assert (await rebuild(store, LAYOUT)).head.entries == 4
+    assert store.calls["list_folders"] == 1
 
 
 async def test_rebuild_gives_up_where_others_are_always_faster(
@@ -307,6 +330,7 @@ async def test_verify_lets_uploads_of_the_last_minute_pass(
     assert (found.agrees, found.missing, found.unannounced) == (True, 0, 1)
 
 
+@pytest.mark.usefixtures("by_folder")
 async def test_verify_does_not_complain_about_what_happens_meanwhile(
     memory: MemoryStore, clock: Clock
 ) -> None:

@@ -17,8 +17,9 @@ import pytest
 from s3ec.config import load_settings
 from s3ec.errors import AccessError, ConfigError
 from s3ec.settings import Settings
-from s3ec.store import aioboto3_store, credentials, sdk_client
+from s3ec.store import credentials, sdk_client
 from s3ec.store.aioboto3_store import Aioboto3Store
+from s3ec.store.botocore_s3 import BotocoreStore
 from s3ec.store.obstore_store import ObstoreStore
 from s3ec.store.open import open_store
 from s3ec.testing import proxy_faults as faults
@@ -33,11 +34,13 @@ SIGNATURE_QUOTED = (
     f"<CanonicalRequest>PUT x-amz-security-token:{TOKEN}</CanonicalRequest></Error>"
 )
 ROLE = "arn:aws:iam::123456789012:role/corpus-reader"
-Make = Callable[..., Aioboto3Store]
-Transport = type[Aioboto3Store]
+Make = Callable[..., BotocoreStore]
+Transport = type[BotocoreStore]
 
 
-@pytest.fixture(params=[Aioboto3Store, ObstoreStore], ids=["aioboto3", "obstore"])
+@pytest.fixture(
+    params=[ObstoreStore, BotocoreStore, Aioboto3Store], ids=["obstore", "botocore", "aioboto3"]
+)
 def transport(request: pytest.FixtureRequest) -> Transport:
     kind: Transport = request.param
     return kind
@@ -68,7 +71,7 @@ def configure(moto_server: MotoServer, bucket: str) -> Callable[..., Settings]:
 async def make(configure: Callable[..., Settings], transport: Transport) -> AsyncIterator[Make]:
     stores = []
 
-    def make(**changes: Any) -> Aioboto3Store:
+    def make(**changes: Any) -> BotocoreStore:
         stores.append(transport(configure(**changes)))
         return stores[-1]
 
@@ -78,16 +81,16 @@ async def make(configure: Callable[..., Settings], transport: Transport) -> Asyn
 
 
 @pytest.fixture
-def clients_made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def clients_made(monkeypatch: pytest.MonkeyPatch, transport: Transport) -> list[int]:
     """One entry per SDK client that is made."""
     made: list[int] = []
-    genuine = aioboto3_store.open_client
+    genuine = transport._connect
 
-    async def counting(*args: Any) -> Any:
+    async def counting(store: BotocoreStore) -> Any:
         made.append(1)
-        return await genuine(*args)
+        return await genuine(store)
 
-    monkeypatch.setattr(aioboto3_store, "open_client", counting)
+    monkeypatch.setattr(transport, "_connect", counting)
     return made
 
 
@@ -97,9 +100,9 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     made: list[int] = []
     genuine = sdk_client._find_credentials
 
-    async def counting(settings: Settings) -> Any:
+    def counting(settings: Settings) -> Any:
         made.append(1)
-        return await genuine(settings)
+        return genuine(settings)
 
     monkeypatch.setattr(sdk_client, "_find_credentials", counting)
     return made
@@ -382,5 +385,5 @@ async def test_no_log_and_no_traceback_holds_the_credentials(
 
 def test_log_level_that_somebody_chose_for_the_sdk_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logging.getLogger("botocore"), "level", logging.DEBUG)
-    Aioboto3Store(offline())
+    BotocoreStore(offline())
     assert logging.getLogger("botocore").level == logging.DEBUG

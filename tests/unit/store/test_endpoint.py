@@ -85,6 +85,7 @@ OPERATIONS: dict[str, Callable[[Store], Awaitable[object]]] = {
     "list": lambda store: names(store),
     "list_folders": lambda store: store.list_folders(""),
     "delete": lambda store: store.delete("b"),
+    "delete_many": lambda store: store.delete_many(["b", "c"]),
 }
 every_operation = pytest.mark.parametrize("operation", OPERATIONS)
 # How many of them in a row open it.

@@ -166,3 +166,17 @@ async def test_memory_stores_share_a_bucket_and_list_it_backwards() -> None:
     await one.close()
     with pytest.raises(RuntimeError, match="closed"):
         await one.head("a")
+
+
+async def test_partial_fault_of_delete_many_fails_the_names_that_match() -> None:
+    inner = MemoryStore()
+    for name in ("good/1", "good/2", "bad/1"):
+        await inner.put_if_absent(name, [b"x"])
+    fault = Fault(op="delete_many", name="^bad/", error=AccessError, partial=True, times=1)
+    store = FaultStore(inner, Script([fault]))
+    left = await store.delete_many(["bad/1", "good/1"])
+    assert list(left) == ["bad/1"]
+    assert isinstance(left["bad/1"], AccessError)
+    assert set(inner.bucket.objects) == {"good/2", "bad/1"}
+    assert await store.delete_many(["bad/1", "good/2"]) == {}
+    assert store.calls == {"delete_many": 2}

@@ -47,7 +47,7 @@ def configure(proxy: FaultProxy, bucket: str, monkeypatch: pytest.MonkeyPatch) -
 def senders(proxy: FaultProxy) -> list[str]:
     """Which client sent each request."""
     return [
-        "sdk" if "aiobotocore" in request.headers["user-agent"].lower() else "obstore"
+        "sdk" if "boto" in request.headers["user-agent"].lower() else "obstore"
         for request in proxy.requests
     ]
 

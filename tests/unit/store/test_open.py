@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import logging
 import sys
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ import pytest
 from s3ec.config import load_settings
 from s3ec.errors import AccessError, ConfigError, ConflictError, UnavailableError
 from s3ec.store.aioboto3_store import Aioboto3Store
+from s3ec.store.botocore_s3 import BotocoreStore
 from s3ec.store.obstore_store import ObstoreStore
 from s3ec.store.open import (
     PROBE_PREFIX,
@@ -135,24 +137,34 @@ async def test_head_before_put_stores_nothing_when_the_look_fails() -> None:
     ],
 )
 def test_transport_is_what_the_settings_say_and_auto_is_obstore(
-    asked: str, name: str, kind: type[Aioboto3Store]
+    asked: str, name: str, kind: type[BotocoreStore]
 ) -> None:
     settings = load_settings({"bucket": "bucket", "transport": asked}).settings
     assert choose_transport(settings).name == name
     assert type(open_store(settings)) is kind
 
 
-def test_without_obstore_auto_is_aioboto3_and_asking_for_it_an_error_with_the_command(
+def test_without_obstore_auto_is_botocore_and_asking_for_it_an_error_with_the_command(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "obstore", None)
     monkeypatch.delitem(sys.modules, "obstore.store", raising=False)
     settings = load_settings({"bucket": "bucket"}).settings
-    assert type(open_store(settings)) is Aioboto3Store
-    assert "pip install 's3ec[fast]'" in choose_transport(settings).reason
-    with pytest.raises(ConfigError, match=r"pip install 's3ec\[fast\]'") as caught:
+    assert type(open_store(settings)) is BotocoreStore
+    assert "pip install obstore" in choose_transport(settings).reason
+    with pytest.raises(ConfigError, match="pip install obstore") as caught:
         open_store(load_settings({"bucket": "bucket", "transport": "obstore"}).settings)
     assert caught.value.field == "transport"
+
+
+def test_asking_for_aioboto3_without_its_extra_is_an_error_with_the_command(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 's3ec\[aioboto3\]'.*`auto`") as caught:
+        open_store(load_settings({"bucket": "bucket", "transport": "aioboto3"}).settings)
+    assert caught.value.field == "transport"
+    assert type(open_store(load_settings({"bucket": "bucket"}).settings)) is ObstoreStore
 
 
 async def test_a_head_comes_before_each_write_only_where_the_server_overwrites() -> None:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +54,7 @@ BUCKET = "my-corpus"
         ),
     ],
 )
-async def test_address_is_where_the_sdk_sends_and_nothing_is_sent(
+def test_address_is_where_the_sdk_sends_and_nothing_is_sent(
     settings: dict[str, str],
     variables: dict[str, str],
     expected: str,
@@ -67,7 +66,7 @@ async def test_address_is_where_the_sdk_sends_and_nothing_is_sent(
         **variables,
     }.items():
         monkeypatch.setenv(name, value)
-    address = await _address(bucket=BUCKET, **settings)
+    address = _address(bucket=BUCKET, **settings)
     assert address == Address(expected, settings["region"], "s3")
 
 
@@ -101,25 +100,24 @@ def test_plain_http_of_the_sdks_own_configuration_needs_leave_too(
     check_settings(load_settings({**asked, "allow_http": True}).settings)
 
 
-async def test_plain_http_of_a_profiles_services_is_found_before_the_first_request(
+def test_plain_http_of_a_profiles_services_is_found_before_the_first_request(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "config").write_text(SERVICES)
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
     with pytest.raises(AccessError, match="allow_http") as caught:
-        await _address(bucket=BUCKET, region="r", profile="plain")
+        _address(bucket=BUCKET, region="r", profile="plain")
     assert caught.value.is_general
 
 
-async def test_address_of_an_access_point_has_the_region_of_its_name(keys: None) -> None:
+def test_address_of_an_access_point_has_the_region_of_its_name(keys: None) -> None:
     name = "arn:aws:s3:eu-west-1:123456789012:accesspoint/corpus"
-    assert await _address(bucket=name, region="us-east-1") == Address(
+    assert _address(bucket=name, region="us-east-1") == Address(
         "https://corpus-123456789012.s3-accesspoint.eu-west-1.amazonaws.com", "eu-west-1", "s3"
     )
 
 
-async def _address(**settings: Any) -> Address:
+def _address(**settings: Any) -> Address:
     loaded = load_settings(settings).settings
-    async with contextlib.AsyncExitStack() as resources:
-        opened = await open_client(loaded, resources)
-        return await address_of(opened.client, loaded.bucket)
+    opened = open_client(loaded)
+    return address_of(opened.client, loaded.bucket)

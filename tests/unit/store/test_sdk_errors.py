@@ -5,7 +5,6 @@ import asyncio
 import ssl
 from typing import Any
 
-import aiohttp
 import pytest
 from botocore import exceptions as sdk
 from botocore.parsers import ResponseParserError
@@ -118,7 +117,6 @@ def test_a_refusal_tells_whether_others_would_be_refused_too(
         (sdk.HTTPClientError(error="what"), UnavailableError),
         (sdk.IncompleteReadError(actual_bytes=1, expected_bytes=2), UnavailableError),
         (sdk.MetadataRetrievalError(error_msg="no answer"), UnavailableError),
-        (aiohttp.ClientPayloadError("cut"), UnavailableError),
         (ResponseParserError("not XML"), UnavailableError),
         (TimeoutError(), UnavailableError),
         (ConnectionResetError(104, "reset"), UnavailableError),

@@ -9,8 +9,8 @@ mock_provider "aws" {
     defaults = { account_id = "123456789012" }
   }
 
-  mock_data "aws_region" {
-    defaults = { name = "eu-central-1" }
+  mock_data "aws_service" {
+    defaults = { region = "eu-central-1" }
   }
 
   mock_resource "aws_kms_key" {
@@ -31,8 +31,8 @@ mock_provider "aws" {
     defaults = { partition = "aws", dns_suffix = "amazonaws.com" }
   }
 
-  mock_data "aws_region" {
-    defaults = { name = "us-east-1" }
+  mock_data "aws_service" {
+    defaults = { region = "us-east-1" }
   }
 
   mock_resource "aws_kms_key" {
@@ -48,8 +48,8 @@ mock_provider "aws" {
     defaults = { partition = "aws", dns_suffix = "amazonaws.com" }
   }
 
-  mock_data "aws_region" {
-    defaults = { name = "ap-southeast-1" }
+  mock_data "aws_service" {
+    defaults = { region = "ap-southeast-1" }
   }
 
   mock_resource "aws_kms_key" {
@@ -84,8 +84,9 @@ run "output_names_every_statement_of_every_role" {
 
   assert {
     condition = { for role, statements in output.policies : role => jsonencode(statements) } == merge(
-      { for role in ["producer", "replication"] : role => jsonencode(jsondecode({
+      { for role in ["producer", "maintainer", "replication"] : role => jsonencode(jsondecode({
         producer    = module.producer.policy_json
+        maintainer  = module.maintainer.policy_json
         replication = module.replication.policy_json
       }[role]).Statement) },
       { for name, access in module.consumer : "consumer-${name}" => jsonencode(jsondecode(access.policy_json).Statement) },
@@ -104,6 +105,7 @@ run "each_role_and_rule_uses_the_key_of_its_region" {
       ]
       } == {
       producer        = [["arn:aws:kms:eu-central-1:123456789012:key/writer", "s3.eu-central-1.amazonaws.com"]]
+      maintainer      = [["arn:aws:kms:eu-central-1:123456789012:key/writer", "s3.eu-central-1.amazonaws.com"]]
       consumer-writer = [["arn:aws:kms:eu-central-1:123456789012:key/writer", "s3.eu-central-1.amazonaws.com"]]
       consumer-us     = [["arn:aws:kms:us-east-1:123456789012:key/us", "s3.us-east-1.amazonaws.com"]]
       consumer-ap     = [["arn:aws:kms:ap-southeast-1:123456789012:key/ap", "s3.ap-southeast-1.amazonaws.com"]]
@@ -129,6 +131,27 @@ run "keys_name_each_action" {
   assert {
     condition     = aws_kms_key.writer.enable_key_rotation && aws_kms_key.us.enable_key_rotation && aws_kms_key.ap.enable_key_rotation
     error_message = "a key does not rotate"
+  }
+  assert {
+    condition     = toset([aws_kms_key.writer.deletion_window_in_days, aws_kms_key.us.deletion_window_in_days, aws_kms_key.ap.deletion_window_in_days]) == toset([30])
+    error_message = "a key, and with it a corpus, is gone before anybody notices"
+  }
+  assert {
+    condition     = toset([aws_kms_alias.writer.name, aws_kms_alias.us.name, aws_kms_alias.ap.name]) == toset(["alias/embeddings"])
+    error_message = "a key cannot be found by a name"
+  }
+}
+
+run "tags_are_on_everything_that_costs" {
+  command = plan
+
+  variables {
+    tags = { Team = "vision" }
+  }
+
+  assert {
+    condition     = aws_kms_key.writer.tags == tomap({ Team = "vision" }) && aws_kms_key.ap.tags == tomap({ Team = "vision" })
+    error_message = "a key has no tags"
   }
 }
 

@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 
 mock_provider "aws" {
+  mock_data "aws_caller_identity" {
+    defaults = { account_id = "123456789012" }
+  }
+
   mock_data "aws_partition" {
     defaults = { partition = "aws", dns_suffix = "amazonaws.com" }
   }
 
-  mock_data "aws_region" {
-    defaults = { name = "eu-central-1" }
+  mock_data "aws_service" {
+    defaults = { region = "eu-central-1" }
   }
 }
 
@@ -14,12 +18,20 @@ variables {
   bucket = "embeddings"
 }
 
-run "three_roles_and_their_settings" {
+run "engines_have_profiles_and_who_deletes_is_named" {
   command = plan
 
+  variables {
+    maintainer_arns = ["arn:aws:iam::123456789012:role/operator"]
+  }
+
   assert {
-    condition     = toset(keys(output.instance_profiles)) == toset(["consumer", "maintainer", "producer"])
-    error_message = "a role is missing"
+    condition     = toset(keys(output.instance_profiles)) == toset(["consumer", "producer"])
+    error_message = "an engine has no profile, or an instance may delete"
+  }
+  assert {
+    condition     = toset(keys(output.policy_arns)) == toset(["consumer", "maintainer", "producer"])
+    error_message = "a policy is missing"
   }
   assert {
     condition = jsondecode(output.ec_transfer_config["ec_both"]).ec_connector_extra_config == {

@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 
 mock_provider "aws" {
+  mock_data "aws_caller_identity" {
+    defaults = { account_id = "123456789012" }
+  }
+
   mock_data "aws_partition" {
     defaults = { partition = "aws", dns_suffix = "amazonaws.com" }
   }
 
-  mock_data "aws_region" {
-    defaults = { name = "eu-central-1" }
+  mock_data "aws_service" {
+    defaults = { region = "eu-central-1" }
   }
 }
 
@@ -98,8 +102,8 @@ run "no_role_has_a_wildcard_action_or_the_resource_of_everything" {
 
   variables {
     role             = "maintainer"
-    pod_identity     = true
-    instance_profile = true
+    pod_identity     = [{ namespace = "serving", service_account = "vllm" }]
+    assume_role_arns = ["arn:aws:iam::123456789012:role/operator"]
   }
 
   assert {
@@ -134,24 +138,87 @@ run "service_account_takes_the_role_by_its_full_name" {
   }
 }
 
-run "pods_and_instances_take_the_role" {
+run "pods_take_the_role_by_their_service_account" {
   command = plan
 
   variables {
-    pod_identity     = true
-    instance_profile = true
+    pod_identity = [
+      { namespace = "serving", service_account = "vllm" },
+      { namespace = "batch", service_account = "encoder", cluster = "gpu" },
+    ]
   }
 
   assert {
-    condition = [for one in jsondecode(aws_iam_role.this[0].assume_role_policy).Statement : one.Principal.Service] == [
-      "pods.eks.amazonaws.com", "ec2.amazonaws.com",
+    condition = [for one in jsondecode(aws_iam_role.this[0].assume_role_policy).Statement : [one.Principal.Service, one.Condition]] == [
+      ["pods.eks.amazonaws.com", {
+        StringEquals = {
+          "aws:RequestTag/kubernetes-namespace"       = "serving"
+          "aws:RequestTag/kubernetes-service-account" = "vllm"
+        }
+        StringEqualsIfExists = { "aws:SourceAccount" = "123456789012" }
+      }],
+      ["pods.eks.amazonaws.com", {
+        StringEquals = {
+          "aws:RequestTag/eks-cluster-name"           = "gpu"
+          "aws:RequestTag/kubernetes-namespace"       = "batch"
+          "aws:RequestTag/kubernetes-service-account" = "encoder"
+        }
+        StringEqualsIfExists = { "aws:SourceAccount" = "123456789012" }
+      }],
     ]
-    error_message = "not the services that were asked for"
+    error_message = "other pods could take it"
+  }
+}
+
+run "instances_and_named_people_take_the_role" {
+  command = plan
+
+  variables {
+    instance_profile = true
+    assume_role_arns = ["arn:aws:iam::123456789012:role/operator"]
+  }
+
+  assert {
+    condition = [for one in jsondecode(aws_iam_role.this[0].assume_role_policy).Statement : jsonencode(one.Principal)] == [
+      jsonencode({ AWS = ["arn:aws:iam::123456789012:role/operator"] }), jsonencode({ Service = "ec2.amazonaws.com" }),
+    ]
+    error_message = "not those that were asked for"
   }
   assert {
     condition     = length(aws_iam_instance_profile.this) == 1
     error_message = "no instance profile"
   }
+}
+
+run "instance_that_deletes_is_refused" {
+  command = plan
+
+  variables {
+    role             = "maintainer"
+    instance_profile = true
+  }
+
+  expect_failures = [aws_iam_role.this]
+}
+
+run "pod_account_with_a_star_is_refused" {
+  command = plan
+
+  variables {
+    pod_identity = [{ namespace = "*", service_account = "vllm" }]
+  }
+
+  expect_failures = [var.pod_identity]
+}
+
+run "whole_account_as_maintainer_is_refused" {
+  command = plan
+
+  variables {
+    assume_role_arns = ["arn:aws:iam::123456789012:root"]
+  }
+
+  expect_failures = [var.assume_role_arns]
 }
 
 run "account_with_a_star_is_refused" {

@@ -5,8 +5,8 @@ mock_provider "aws" {
     defaults = { partition = "aws", dns_suffix = "amazonaws.com" }
   }
 
-  mock_data "aws_region" {
-    defaults = { name = "eu-central-1" }
+  mock_data "aws_service" {
+    defaults = { region = "eu-central-1" }
   }
 }
 
@@ -254,4 +254,155 @@ run "negative_days_are_refused" {
   }
 
   expect_failures = [var.lifecycle_rules]
+}
+
+run "only_named_endpoints_reach_the_objects" {
+  command = plan
+
+  variables {
+    network_access = {
+      vpc_endpoint_ids = ["vpce-1"]
+      exempt_role_arns = ["arn:aws:iam::123456789012:role/replication"]
+    }
+  }
+
+  assert {
+    condition = one([
+      for one in jsondecode(aws_s3_bucket_policy.this.policy).Statement : one if one.Sid == "DenyOtherNetworks"
+      ]) == {
+      Sid       = "DenyOtherNetworks"
+      Effect    = "Deny"
+      Principal = "*"
+      Action    = ["s3:GetObject", "s3:GetObjectVersion", "s3:PutObject", "s3:DeleteObject", "s3:DeleteObjectVersion"]
+      Resource  = ["arn:aws:s3:::embeddings/*"]
+      Condition = {
+        StringNotEquals    = { "aws:SourceVpce" = ["vpce-1"] }
+        BoolIfExists       = { "aws:PrincipalIsAWSService" = "false", "aws:ViaAWSService" = "false" }
+        ArnNotLikeIfExists = { "aws:PrincipalArn" = ["arn:aws:iam::123456789012:role/replication"] }
+      }
+    }
+    error_message = "other networks reach the objects, or who manages the bucket is locked out"
+  }
+}
+
+run "from_anywhere_unless_asked" {
+  command = plan
+
+  assert {
+    condition     = length(jsondecode(aws_s3_bucket_policy.this.policy).Statement) == 3
+    error_message = "a statement that nobody asked for"
+  }
+}
+
+run "own_statements_come_into_the_policy" {
+  command = plan
+
+  variables {
+    additional_policy_statements = [
+      {
+        sid        = "DenyOthers"
+        effect     = "Deny"
+        actions    = ["s3:*"]
+        conditions = { StringNotEqualsIfExists = { "aws:PrincipalOrgID" = ["o-1"] } }
+      },
+      {
+        sid        = "Logs"
+        effect     = "Allow"
+        principals = { Service = ["logging.s3.amazonaws.com"] }
+        actions    = ["s3:PutObject"]
+        resources  = ["arn:aws:s3:::embeddings/logs/*"]
+      },
+    ]
+  }
+
+  assert {
+    condition = slice(jsondecode(aws_s3_bucket_policy.this.policy).Statement, 3, 5) == [
+      {
+        Sid       = "DenyOthers"
+        Effect    = "Deny"
+        Principal = "*"
+        Action    = ["s3:*"]
+        Resource  = ["arn:aws:s3:::embeddings", "arn:aws:s3:::embeddings/*"]
+        Condition = { StringNotEqualsIfExists = { "aws:PrincipalOrgID" = ["o-1"] } }
+      },
+      {
+        Sid       = "Logs"
+        Effect    = "Allow"
+        Principal = { Service = ["logging.s3.amazonaws.com"] }
+        Action    = ["s3:PutObject"]
+        Resource  = ["arn:aws:s3:::embeddings/logs/*"]
+      },
+    ]
+    error_message = "the statements are other ones"
+  }
+}
+
+run "statement_that_lets_everybody_in_is_refused" {
+  command = plan
+
+  variables {
+    additional_policy_statements = [{ sid = "A", effect = "Allow", principals = { AWS = ["*"] }, actions = ["s3:GetObject"] }]
+  }
+
+  expect_failures = [var.additional_policy_statements]
+}
+
+run "statement_that_allows_without_principals_is_refused" {
+  command = plan
+
+  variables {
+    additional_policy_statements = [{ sid = "A", effect = "Allow", actions = ["s3:GetObject"], conditions = { StringEquals = { "aws:SourceVpc" = ["vpc-1"] } } }]
+  }
+
+  expect_failures = [var.additional_policy_statements]
+}
+
+run "statement_with_a_sid_of_the_module_is_refused" {
+  command = plan
+
+  variables {
+    additional_policy_statements = [{ sid = "DenyReplacing", effect = "Deny", actions = ["s3:GetObject"] }]
+  }
+
+  expect_failures = [var.additional_policy_statements]
+}
+
+run "statement_with_another_effect_is_refused" {
+  command = plan
+
+  variables {
+    additional_policy_statements = [{ sid = "A", effect = "allow", actions = ["s3:GetObject"] }]
+  }
+
+  expect_failures = [var.additional_policy_statements]
+}
+
+run "statement_on_another_service_is_refused" {
+  command = plan
+
+  variables {
+    additional_policy_statements = [{ sid = "A", effect = "Deny", actions = ["kms:Decrypt"] }]
+  }
+
+  expect_failures = [var.additional_policy_statements]
+}
+
+run "statement_about_another_bucket_is_refused" {
+  command = plan
+
+  variables {
+    additional_policy_statements = [{ sid = "A", effect = "Deny", actions = ["s3:GetObject"], resources = ["arn:aws:s3:::embeddings-of-others/*"] }]
+  }
+
+  expect_failures = [aws_s3_bucket_policy.this]
+}
+
+run "no_endpoint_at_all_is_refused" {
+  command = plan
+
+  variables {
+    network_access = { vpc_endpoint_ids = [] }
+  }
+
+  expect_failures = [var.network_access]
 }

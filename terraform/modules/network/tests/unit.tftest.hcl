@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 
 mock_provider "aws" {
+  mock_data "aws_caller_identity" {
+    defaults = { account_id = "123456789012" }
+  }
+
   mock_data "aws_partition" {
     defaults = { partition = "aws", dns_suffix = "amazonaws.com" }
   }
 
-  mock_data "aws_region" {
-    defaults = { name = "eu-central-1" }
+  mock_data "aws_service" {
+    defaults = { region = "eu-central-1" }
   }
 }
 
@@ -29,6 +33,41 @@ run "endpoint_lets_through_the_corpus_and_nothing_else" {
     ]
     error_message = "another bucket can be reached"
   }
+}
+
+run "corpora_are_reached_with_keys_of_this_account_only" {
+  command = plan
+
+  assert {
+    condition = [for one in jsondecode(aws_vpc_endpoint.s3.policy).Statement : one.Condition] == [
+      { StringEquals = { "aws:PrincipalAccount" = ["123456789012"] } },
+      { StringEquals = { "aws:PrincipalAccount" = ["123456789012"] } },
+    ]
+    error_message = "keys of other accounts go through"
+  }
+}
+
+run "other_accounts_can_be_named" {
+  command = plan
+
+  variables {
+    principal_account_ids = ["210987654321"]
+  }
+
+  assert {
+    condition     = jsondecode(aws_vpc_endpoint.s3.policy).Statement[0].Condition.StringEquals["aws:PrincipalAccount"] == ["210987654321"]
+    error_message = "another account"
+  }
+}
+
+run "account_that_is_none_is_refused" {
+  command = plan
+
+  variables {
+    principal_account_ids = ["*"]
+  }
+
+  expect_failures = [var.principal_account_ids]
 }
 
 run "other_buckets_can_be_read_where_they_are_named" {

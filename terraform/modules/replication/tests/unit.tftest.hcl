@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 
 mock_provider "aws" {
+  mock_data "aws_caller_identity" {
+    defaults = { account_id = "123456789012" }
+  }
+
   mock_data "aws_partition" {
     defaults = { partition = "aws", dns_suffix = "amazonaws.com" }
   }
@@ -95,6 +99,18 @@ run "role_reads_the_source_writes_the_replicas_and_no_more" {
       if startswith(one.Action[0], "kms:")
     ]) == toset(["s3.eu-central-1.amazonaws.com", "s3.us-east-1.amazonaws.com", "s3.ap-south-1.amazonaws.com"])
     error_message = "a key can be used beside S3"
+  }
+}
+
+run "role_is_for_this_bucket_of_this_account_where_s3_says_so" {
+  command = plan
+
+  assert {
+    condition = jsondecode(aws_iam_role.this.assume_role_policy).Statement[0].Condition == {
+      StringEqualsIfExists = { "aws:SourceAccount" = "123456789012" }
+      ArnLikeIfExists      = { "aws:SourceArn" = "arn:aws:s3:::embeddings" }
+    }
+    error_message = "another bucket could have it taken"
   }
 }
 

@@ -21,6 +21,10 @@ run "settings_open_the_store_with_its_authority" {
     error_message = "the settings are other ones"
   }
   assert {
+    condition     = aws_s3_bucket.this.tags == null || length(aws_s3_bucket.this.tags) == 0
+    error_message = "tags, which not every store keeps"
+  }
+  assert {
     condition     = length(aws_s3_bucket_versioning.this) == 0 && length(aws_s3_bucket_policy.this) == 0
     error_message = "something that nobody asked for"
   }

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Notices that the weights of a running engine may have changed.
+
+A namespace covers the weights that were loaded at the start. vLLM can change them later
+(reinforcement learning, `reload_weights`, `apply_model`). No release from 0.24 to 0.33 tells an
+encoder-cache connector of it. All of these ways go through one of three methods of the process that
+schedules, called between two passes of the scheduler (vLLM 0.32, `v1/engine/core.py` and
+`v1/core/sched/scheduler.py`):
+
+* ``EngineCore.collective_rpc``: every call that reaches into the workers from outside,
+* ``EngineCore.set_weight_version`` (0.27 and newer),
+* ``Scheduler.reset_encoder_cache``: vLLM's own sign that embeddings are no longer valid. Pausing
+  with cleared caches and sleeping come here too.
+
+They are wrapped once per process, and each call is passed on unchanged. What goes past all three, a
+caller that writes into the workers' memory by itself, is not seen.
+
+Where adapters touch the encoder ``EngineCore.add_lora`` is wrapped too: it is how an API server
+loads one, also in the place of another.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+# Calls into the workers that leave the weights as they are. All others may change them: most change
+# them for a living, and nobody can say what a function does that a caller brings along.
+_HARMLESS = frozenset(
+    {
+        "add_lora",
+        "check_health",
+        "compute_weight_checksums",
+        "list_loras",
+        "pin_lora",
+        "profile",
+        "remove_lora",
+        "reset_mm_cache",
+        "save_sharded_state",
+        "save_tensorized_model",
+        "synchronize_device",
+    }
+)
+_MARK = "__s3ec_watches__"
+
+
+def watch() -> None:
+    """Wrap the three methods, unless that was done. Engines without s3ec are not touched."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine.core import EngineCore
+
+    _wrap(EngineCore, "collective_rpc", _on_rpc)
+    _wrap(EngineCore, "set_weight_version", _on_version)
+    _wrap(Scheduler, "reset_encoder_cache", _on_reset)
+
+
+def watch_adapters() -> None:
+    """Wrap the method that loads adapters, unless that was done."""
+    from vllm.v1.engine.core import EngineCore
+
+    _wrap(EngineCore, "add_lora", _on_adapter)
+
+
+def _wrap(owner: type, name: str, notice: Callable[..., None]) -> None:
+    original = getattr(owner, name, None)
+    if original is None or getattr(original, _MARK, False):
+        return
+
+    @functools.wraps(original)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            notice(self, *args, **kwargs)
+        except Exception:
+            log.exception("%s.%s", owner.__name__, name)
+        return original(self, *args, **kwargs)
+
+    setattr(wrapped, _MARK, True)
+    setattr(owner, name, wrapped)
+
+
+def _on_rpc(core: Any, method: Any, *_: Any, **__: Any) -> None:
+    name = method if isinstance(method, str) else getattr(method, "__qualname__", repr(method))
+    if name not in _HARMLESS and not name.startswith("get_"):
+        _tell(core.scheduler, f"`{name}` was called on its workers", was_reset=False)
+
+
+def _on_version(core: Any, weight_version: str) -> None:
+    _tell(core.scheduler, f"its weights are called {weight_version!r} now", was_reset=False)
+
+
+def _on_reset(scheduler: Any) -> None:
+    _tell(scheduler, "its encoder cache was reset", was_reset=True)
+
+
+def _on_adapter(core: Any, lora_request: Any) -> None:
+    loaded = getattr(getattr(core.scheduler, "ec_connector", None), "adapter_loaded", None)
+    if loaded is not None:
+        loaded(lora_request)
+
+
+def _tell(scheduler: Any, what: str, *, was_reset: bool) -> None:
+    told = getattr(getattr(scheduler, "ec_connector", None), "weights_may_have_changed", None)
+    if told is not None:
+        told(what, was_reset=was_reset)

@@ -1,0 +1,492 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A bucket through botocore, in threads: one client, bounded in time, size and concurrency.
+
+The SDK does less here than it could: no retries (time is ours, see retry.py), no following
+of regions (a wrong region is an error that names the right one), no checksum of what is read
+(the object's own is checked by codec). Each request runs in a thread of this store, and a caller
+that gives up breaks it off there, see sdk_session.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import functools
+import io
+import time
+import zlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from botocore.exceptions import ClientError, IncompleteReadError, ResponseStreamingError
+
+from s3ec.daemon_pool import DaemonPool
+from s3ec.errors import AccessError, CorruptEntryError, S3ECError, UnavailableError
+from s3ec.forks import call_in_forks
+from s3ec.settings import Settings
+from s3ec.store.base import (
+    Blob,
+    ObjectInfo,
+    check_batch,
+    check_folder,
+    check_name,
+    check_range,
+    content_type_of,
+    delete_each,
+)
+from s3ec.store.deadline import answer_begun, page_begun
+from s3ec.store.replies import PIECE_BYTES, Extend, Pieces, Reply, read_body
+from s3ec.store.sdk_client import Opened, check_settings, open_client
+from s3ec.store.sdk_errors import (
+    CREDENTIAL_CODES,
+    boundary,
+    code_of,
+    error_of_key,
+    is_absent,
+    status_of,
+)
+from s3ec.store.sdk_session import Exchange, read_piece
+from s3ec.store.turns import Turns
+
+T = TypeVar("T")
+
+# A page of a listing: 1000 entries of a name of up to 1 KiB each, in XML.
+_PAGE_BYTES = 2**21
+# What a server says that has no request for several deletions.
+_NO_BATCHES = frozenset({"MethodNotAllowed", "NotImplemented"})
+_CHECKSUM_REFUSED = frozenset({"InvalidArgument", "InvalidRequest", "NotImplemented"})
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One operation's hold on the store.
+
+    Attributes:
+        opened: The SDK's client, and what it works with.
+        extend: Grants the time that a body of so many bytes may take.
+        exchange: What a thread does for it.
+    """
+
+    opened: Opened
+    extend: Extend
+    exchange: Exchange = field(default_factory=Exchange)
+
+
+class BotocoreStore:
+    """The bucket of ``settings``; names are relative to its prefix. See base.Store.
+
+    May be made before a loop exists; the SDK's client is made once, at the first call, and later
+    calls must come from the loop of that one. At most ``settings.max_concurrency`` requests are
+    out at a time, others wait their turn without a limit. From then on each is bounded by the
+    timeouts of ``settings`` and by the least throughput.
+
+    Args:
+        settings: Where the bucket is and how to reach it.
+        page_size: Entries asked for per page of a listing.
+        least_bytes_per_s: A body that comes or goes slower is a fault (UnavailableError): the
+            SDK's read timeout is not reached by a trickle, and does not guard an upload.
+
+    Raises:
+        ConfigError: Profile, region or CA file cannot be used.
+    """
+
+    def __init__(
+        self, settings: Settings, *, page_size: int = 1000, least_bytes_per_s: float = 65536.0
+    ) -> None:
+        check_settings(settings)
+        self._settings = settings
+        self._root = f"{settings.prefix}/" if settings.prefix else ""
+        self._page_size = page_size
+        self._turns = Turns(settings, least_bytes_per_s)
+        self._opening = asyncio.Lock()
+        self._opened: Opened | None = None
+        self._pool = _pool_for(settings)
+        self._send_checksum = True
+        self._has_batches = True
+        self._parents: list[object] = []
+        call_in_forks(self, type(self)._after_fork)
+
+    def _after_fork(self) -> None:
+        """In the child: the connections are the parent's. Kept, since the server heard a close."""
+        self._parents += [self._opened, self._pool]
+        self._opening = asyncio.Lock()
+        self._opened = None
+        self._pool = _pool_for(self._settings)
+        self._turns.after_fork()
+
+    def __repr__(self) -> str:
+        endpoint = self._settings.endpoint_url or "AWS"
+        name = type(self).__name__
+        return f"{name}(s3://{self._settings.bucket}/{self._root} at {endpoint})"
+
+    async def get(self, name: str, *, max_bytes: int) -> Blob | None:
+        key = self._key(name)
+        what = self._what("GET", key)
+        async with self._turn(what) as turn:
+            reply = await self._get_object(turn, key)
+            return None if reply is None else await read_body(reply, max_bytes, what, turn.extend)
+
+    async def get_range(self, name: str, start: int, length: int) -> Blob | None:
+        check_range(start, length)
+        key = self._key(name)
+        what = self._what("GET", key)
+        async with self._turn(what) as turn:
+            try:
+                reply = await self._get_object(turn, key, range(start, start + length))
+            except ClientError as exc:
+                if status_of(exc) == 416:  # the object ends before `start`
+                    return b""
+                raise
+            if reply is None:
+                return None
+            if reply.is_part:
+                return await read_body(reply, length, what, turn.extend)
+            # The whole object, from a server that knows no ranges or has none of an empty body.
+            whole = await read_body(reply, start + length, what, turn.extend)
+            return whole[start:]
+
+    async def put_if_absent(self, name: str, body: Sequence[bytes | memoryview]) -> None:
+        key = self._key(name)
+        nbytes = sum(memoryview(piece).nbytes for piece in body)
+        what = self._what("PUT", key)
+        async with self._turn(what) as turn:
+            turn.extend(nbytes)
+            try:
+                await self._put_object(turn, key, body, what, checksum=self._send_checksum)
+            except ClientError as exc:
+                refused = status_of(exc) == 501 or code_of(exc) in _CHECKSUM_REFUSED
+                if not (self._send_checksum and refused):
+                    raise
+            else:
+                return
+            turn.extend(nbytes)
+            await self._put_object(turn, key, body, what, checksum=False)
+            # Only now is it known that the checksum was what the server did not like.
+            self._send_checksum = False
+
+    async def head(self, name: str) -> ObjectInfo | None:
+        key = self._key(name)
+        what = self._what("HEAD", key)
+        async with self._turn(what) as turn:
+            try:
+                response = await self._call(turn, "head_object", Key=key)
+            except ClientError as exc:
+                if is_absent(exc):
+                    return None
+                raise
+            if "ETag" not in response:
+                raise UnavailableError(f"{what}: the answer is not an S3 server's")
+            modified = response.get("LastModified")
+            modified_s = modified.timestamp() if modified else 0.0
+            return ObjectInfo(name, int(response.get("ContentLength", 0)), modified_s)
+
+    async def list(self, prefix: str, *, start_after: str = "") -> AsyncIterator[ObjectInfo]:
+        after = {"StartAfter": self._root + start_after} if start_after else {}
+        async for page in self._pages(prefix, after):
+            found = list(self._entries_of(page))
+            page_begun(len(found), is_last=not page["IsTruncated"])
+            for info in found:
+                yield info
+
+    def _entries_of(self, page: Any) -> Iterator[ObjectInfo]:
+        for entry in page.get("Contents", ()):
+            key = str(entry["Key"])
+            # The root itself can be listed, as a folder marker made by a console.
+            if key.startswith(self._root) and key != self._root:
+                modified = entry.get("LastModified")
+                modified_s = modified.timestamp() if modified else 0.0
+                yield ObjectInfo(key[len(self._root) :], int(entry["Size"]), modified_s)
+
+    async def list_folders(self, prefix: str) -> Sequence[str]:
+        check_folder(prefix)
+        above = self._root + prefix
+        folders: dict[str, None] = {}
+        async for page in self._pages(prefix, {"Delimiter": "/"}):
+            for entry in page.get("CommonPrefixes", ()):
+                folders[str(entry["Prefix"]).removeprefix(above)] = None
+        return tuple(folders)
+
+    async def delete(self, name: str) -> None:
+        key = self._key(name)
+        async with self._turn(self._what("DELETE", key)) as turn:
+            try:
+                await self._call(turn, "delete_object", Key=key)
+            except ClientError as exc:
+                if not is_absent(exc):
+                    raise
+
+    async def delete_many(self, names: Sequence[str]) -> dict[str, S3ECError]:
+        check_batch(names)
+        # Not every character can stand in the XML of a batch.
+        together = [name for name in dict.fromkeys(names) if name.isprintable()]
+        left = await delete_each(self, [name for name in names if not name.isprintable()])
+        if self._has_batches and together:
+            try:
+                return {**left, **await self._delete_objects(together)}
+            except AccessError as exc:
+                if exc.code not in _NO_BATCHES and exc.code not in ("405", "501"):
+                    raise
+                self._has_batches = False
+        return {**left, **await delete_each(self, together)}
+
+    async def _delete_objects(self, names: Sequence[str]) -> dict[str, S3ECError]:
+        keys = {self._key(name): name for name in names}
+        what = self._what("DELETE", f"{next(iter(keys))} and {len(keys) - 1} more")
+        async with self._turn(what) as turn:
+            turn.extend(_PAGE_BYTES)
+            batch = {"Objects": [{"Key": key} for key in keys]}
+            answer = await self._call(turn, "delete_objects", Delete=batch)
+        refused = answer.get("Errors", ())
+        told = {str(entry.get("Key")) for entry in answer.get("Deleted", ())}
+        if not told and not refused:
+            raise UnavailableError(f"{what}: the answer is not an S3 server's")
+        # What it is silent about may be there.
+        left: dict[str, S3ECError] = {
+            name: UnavailableError(f"{self._what('DELETE', key)}: the answer does not tell of it")
+            for key, name in keys.items()
+            if key not in told
+        }
+        for entry in refused:
+            key = str(entry.get("Key"))
+            error = error_of_key(entry, self._what("DELETE", key), self._region())
+            if key in keys and error is not None:
+                left[keys[key]] = error
+            else:
+                left.pop(keys.get(key, ""), None)
+        return left
+
+    async def close(self) -> None:
+        async with self._opening:
+            opened, self._opened = self._opened, None
+            # Ends what is under way; closing a client does not.
+            self._turns.close()
+            if opened is not None:
+                await opened.credentials.close()
+                await self._disconnect(opened)
+            self._pool.shutdown(wait=False)
+
+    def _key(self, name: str) -> str:
+        check_name(name)
+        return self._root + name
+
+    def _what(self, verb: str, key: str) -> str:
+        return f"{verb} s3://{self._settings.bucket}/{key}"
+
+    def _region(self) -> str:
+        if self._opened is not None:
+            return str(self._opened.client.meta.region_name)
+        return self._settings.region or "unset"
+
+    @contextlib.asynccontextmanager
+    async def _turn(self, what: str) -> AsyncIterator[Turn]:
+        """The client, one of the places, a deadline and the error boundary around an operation."""
+        asked_s = time.monotonic()
+        try:
+            with boundary(what, self._region):
+                opened = await self._open()
+                # There are as many threads and connections as places, so nothing but what was
+                # given up a moment ago is waited for behind the deadline.
+                async with self._turns.take(what) as extend:
+                    asked_s = time.monotonic()
+                    yield Turn(opened, extend)
+            if self._opened is not None:
+                self._opened.credentials.accepted(asked_s)
+        except AccessError as exc:
+            if exc.code in CREDENTIAL_CODES and self._opened is not None:
+                self._opened.credentials.refused(exc.code, asked_s)
+            raise
+
+    async def _open(self) -> Opened:
+        self._turns.check_loop()
+        async with self._opening:
+            if self._turns.is_closed:
+                raise RuntimeError("the store is closed")
+            if self._opened is None:
+                self._opened = await self._connect()
+            return self._opened
+
+    async def _connect(self) -> Opened:
+        """Make what the first request needs; called under the lock of _open."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._pool, open_client, self._settings)
+
+    async def _disconnect(self, opened: Opened) -> None:
+        """Let go of the connections that _connect's client has made."""
+        opened.client.close()
+        if opened.transport is not None:
+            opened.transport.close()
+
+    async def _call(self, turn: Turn, operation: str, **params: Any) -> Any:
+        """Have the SDK make a request about the bucket.
+
+        Args:
+            operation: Name of the client's method.
+            params: Its arguments, ``Bucket`` aside.
+
+        Raises:
+            ClientError: The SDK's, for a refusal.
+        """
+        turn.exchange.credentials = await turn.opened.credentials.get_frozen_credentials()
+        call = getattr(turn.opened.client, operation)
+        return await self._in_thread(
+            turn, functools.partial(call, Bucket=self._settings.bucket, **params)
+        )
+
+    async def _in_thread(self, turn: Turn, function: Callable[[], T]) -> T:
+        """Have a thread make a call that may wait for the server; cancelled, it ends that wait."""
+        if self._turns.is_closed:
+            raise UnavailableError("the store was closed")
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(self._pool, turn.exchange.run, function)
+        except asyncio.CancelledError:
+            turn.exchange.abort()
+            raise
+
+    async def _get_object(self, turn: Turn, key: str, wanted: range | None = None) -> Reply | None:
+        """Ask for an object or a range of its bytes; None where it is absent.
+
+        Raises:
+            ClientError: The SDK's, for any other refusal.
+        """
+        part = {} if wanted is None else {"Range": f"bytes={wanted.start}-{wanted.stop - 1}"}
+        try:
+            return self._reply(turn, await self._call(turn, "get_object", Key=key, **part))
+        except ClientError as exc:
+            if is_absent(exc):
+                return None
+            raise
+
+    def _reply(self, turn: Turn, response: Any) -> Reply:
+        return BotocoreReply(response, functools.partial(self._in_thread, turn))
+
+    async def _put_object(
+        self,
+        turn: Turn,
+        key: str,
+        body: Sequence[bytes | memoryview],
+        what: str,
+        *,
+        checksum: bool,
+    ) -> None:
+        """Send an object that may not exist yet.
+
+        Raises:
+            ClientError: The SDK's, for any refusal.
+        """
+        # The SDK wants one buffer; an only piece of type bytes is not copied.
+        whole = body[0] if len(body) == 1 and isinstance(body[0], bytes) else b"".join(body)
+        extra: dict[str, str] = {}
+        if checksum:
+            # As a header of our own: the SDK's would be a trailer over HTTPS, in a chunked
+            # encoding that several S3-compatible servers do not understand.
+            crc = await asyncio.to_thread(zlib.crc32, whole)
+            extra["ChecksumCRC32"] = base64.b64encode(crc.to_bytes(4, "big")).decode()
+        if self._settings.sse != "none":
+            extra["ServerSideEncryption"] = self._settings.sse
+        if self._settings.sse_kms_key_id:
+            extra["SSEKMSKeyId"] = self._settings.sse_kms_key_id
+        response = await self._call(
+            turn,
+            "put_object",
+            Key=key,
+            # Shares the memory of `whole`; as bare bytes it would be written in one go.
+            Body=io.BytesIO(whole),
+            ContentType=content_type_of(key),
+            IfNoneMatch="*",
+            **extra,
+        )
+        if "ETag" not in response:
+            raise UnavailableError(f"{what}: the answer is not an S3 server's")
+
+    async def _pages(self, prefix: str, extra: dict[str, str]) -> AsyncIterator[Any]:
+        what = self._what("LIST", self._root + prefix)
+        token = ""
+        while True:
+            resume = {"ContinuationToken": token} if token else {}
+            async with self._turn(what) as turn:
+                turn.extend(_PAGE_BYTES)
+                page = await self._call(
+                    turn,
+                    "list_objects_v2",
+                    Prefix=self._root + prefix,
+                    MaxKeys=self._page_size,
+                    **extra,
+                    **resume,
+                )
+            answer_begun()
+            # An empty page must be an S3 server's word: what is not listed may get deleted.
+            if "IsTruncated" not in page:
+                raise UnavailableError(f"{what}: the answer is not a listing")
+            yield page
+            if not page["IsTruncated"]:
+                return
+            last, token = token, page.get("NextContinuationToken", "")
+            if token in ("", last):
+                raise UnavailableError(f"{what}: the listing does not advance")
+
+
+class BotocoreReply:
+    """What botocore's get_object returned.
+
+    Args:
+        response: botocore's.
+        run: Makes a call in a thread, where it is broken off with the operation.
+    """
+
+    def __init__(
+        self, response: Any, run: Callable[[Callable[[], bytes]], Awaitable[bytes]]
+    ) -> None:
+        self.nbytes, self.is_part = length_and_part(response)
+        self._body = response["Body"]
+        self._run = run
+        self._is_begun = False
+
+    async def read(self, max_bytes: int, what: str, extend: Extend) -> bytes:
+        loop = asyncio.get_running_loop()
+        if self.nbytes is None:
+            pieces = Pieces(
+                max_bytes, what, lambda nbytes: loop.call_soon_threadsafe(extend, nbytes)
+            )
+            return await self._run(functools.partial(self._read_pieces, pieces))
+        try:
+            return await self._run(self._read)
+        except (IncompleteReadError, ResponseStreamingError) as exc:
+            raise CorruptEntryError(
+                f"{what}: the body ended before its {self.nbytes} bytes", reason="length"
+            ) from exc
+
+    def _read(self) -> bytes:
+        self._is_begun = True
+        try:
+            return read_piece(self._body)
+        finally:
+            self._body.close()
+
+    def _read_pieces(self, pieces: Pieces) -> bytes:
+        """A body sent in chunks, of a length nobody told."""
+        self._is_begun = True
+        try:
+            while piece := read_piece(self._body, PIECE_BYTES):
+                pieces.add(piece)
+        finally:
+            self._body.close()
+        return pieces.whole()
+
+    def close(self) -> None:
+        # A thread that has begun to read closes it itself: two would wait for each other.
+        if not self._is_begun:
+            self._body.close()
+
+
+def length_and_part(response: Any) -> tuple[int | None, bool]:
+    """Of an SDK's answer to get_object: what Reply says of a body before it is read."""
+    # `rclone serve s3` sends a range with status 200.
+    is_206 = response["ResponseMetadata"]["HTTPStatusCode"] == 206
+    return response.get("ContentLength"), is_206 or "ContentRange" in response
+
+
+def _pool_for(settings: Settings) -> DaemonPool:
+    return DaemonPool(settings.max_concurrency, "s3ec-sdk")

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Deleting many entries on a real server: how many requests it takes, and what is left."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from s3ec.index.deletion import delete_older, deleting
+from s3ec.index.parallel import in_parallel
+from s3ec.index.removal import remove_namespace
+from s3ec.index.verify import verify
+from s3ec.testing.proxy import FaultProxy
+from s3ec.testing.server import LocalS3
+from tests.contract.conftest import Configure, Transport
+from tests.unit.index.basics import LAYOUT, key_of
+from tests.unit.index.manifests import put_object
+
+ENTRIES = 1500
+KEYS = [key_of(("deletion", number)) for number in range(ENTRIES)]
+FUTURE_S = 2.0**40
+
+
+@pytest.mark.parametrize("by", ["age", "key", "namespace"])
+async def test_fifteen_hundred_entries_go_with_two_requests_and_two_deltas(
+    on_seaweed: Configure, transport: Transport, local_s3: LocalS3, by: str
+) -> None:
+    with FaultProxy(local_s3.endpoint_url) as proxy:
+        prefix = f"deletion/{transport.__name__}/{by}"
+        store = transport(on_seaweed(prefix=prefix, endpoint_url=proxy.url))
+        try:
+            await in_parallel(KEYS, lambda key: put_object(store, key, 9))
+            before = len(proxy.requests)
+            if by == "age":
+                assert (await delete_older(store, LAYOUT, FUTURE_S)).entries == ENTRIES
+            elif by == "key":
+                async with deleting(store, LAYOUT) as deleter:
+                    await deleter.delete(KEYS)
+            else:
+                assert (await remove_namespace(store, LAYOUT, 0.0)).entries == ENTRIES
+            asked = [f"{r.method} {r.target}" for r in proxy.requests[before:]]
+            assert not [info.name async for info in store.list(LAYOUT.objects)]
+            assert (await verify(store, LAYOUT)).agrees
+        finally:
+            await store.close()
+    assert len([line for line in asked if re.match(r"POST .*\?delete", line)]) == 2
+    deltas = [line for line in asked if re.match("PUT .*/manifest/delta/", line)]
+    assert len(deltas) == (0 if by == "namespace" else 2)
+    assert not [line for line in asked if re.match("DELETE .*/objects/", line)]

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines on one folder with different weights: no embedding of one is loaded by another."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from s3ec import codec
+from s3ec.testing.engine import EngineProcess, ec_config
+from s3ec.testing.models import write_gemma3
+from s3ec.testing.nursery import Nursery
+from s3ec.testing.server import LocalS3
+from tests.e2e.rig import (
+    HITS,
+    MISSES,
+    ONE_PROCESS,
+    OPTIONS,
+    Gallery,
+    Scenario,
+    body,
+    eventually,
+    keys,
+    other_vision_tower,
+    record,
+    settings,
+)
+
+PURPOSE = "single"
+
+
+class Fleet:
+    """Engines that share a bucket, a disk tier and the path of their model."""
+
+    def __init__(self, workdir: Path, gallery: Gallery, s3: LocalS3, nursery: Nursery) -> None:
+        self.model = write_gemma3(workdir / "weights-gemma3")
+        self.bucket = s3.create_bucket("weights")
+        self.client = s3.client()
+        self._workdir, self._gallery, self._s3, self._nursery = workdir, gallery, s3, nursery
+
+    def engine(self, log: str, **options: Any) -> EngineProcess:
+        chosen = settings(
+            self._s3, self.bucket, self._workdir / "weights-tier", weights="fingerprint"
+        )
+        return EngineProcess(
+            self.model,
+            ec=ec_config("ec_both", chosen),
+            log_path=self._workdir / f"weights-{log}.log",
+            media=self._workdir,
+            env=self._s3.env() | ONE_PROCESS,
+            options=OPTIONS | options,
+            nursery=self._nursery,
+        )
+
+    def encodes(self, log: str, *, saves: int, **options: Any) -> bool:
+        """Whether one engine finds nothing of the picture, and stores it as the n-th entry."""
+        with self.engine(log, **options) as engine:
+            told = record(engine, Scenario(log, [self._gallery.solo(PURPOSE)]))
+            eventually(lambda: len(self.entries()) == saves, f"{saves} entries are stored")
+        return (told[HITS], told[MISSES]) == (0, 1)
+
+    def hits(self, log: str) -> bool:
+        """Whether another engine loads the picture, once it has read the index."""
+        numbers = itertools.count()
+        with self.engine(log) as engine:
+
+            def is_hit() -> bool:
+                word = f"try {next(numbers)}"  # so that no prefix is cached
+                told = record(engine, Scenario(log, [self._gallery.again(PURPOSE, word)]))
+                for other in ("left", "right"):  # the device holds two pictures
+                    engine.chat([self._gallery.again(other, word)])
+                return told[HITS] == 1
+
+            eventually(is_hit, "the entry is hit", pause_s=0.5)
+        return True
+
+    def entries(self) -> set[str]:
+        return {key for key in keys(self.client, self.bucket) if "/objects/" in key}
+
+    def weights(self) -> dict[str, str]:
+        """Namespace -> what its descriptor says about the weights."""
+        names = {key.split("/")[0] for key in keys(self.client, self.bucket)}
+        return {
+            name: json.loads(body(self.client, self.bucket, f"{name}/namespace.json"))["weights"]
+            for name in names
+        }
+
+
+@pytest.fixture
+def fleet(workdir: Path, gallery: Gallery, local_s3: LocalS3, nursery: Nursery) -> Any:
+    made = Fleet(workdir, gallery, local_s3, nursery)
+    yield made
+    local_s3.delete_bucket(made.bucket)
+
+
+def test_weights_that_differ_share_nothing_and_weights_that_are_the_same_do(fleet: Fleet) -> None:
+    assert fleet.encodes("dummy", saves=1, load_format="dummy")
+    assert fleet.encodes("real", saves=2)
+    with other_vision_tower(fleet.model):
+        assert fleet.encodes("replaced", saves=3)
+    bodies = [body(fleet.client, fleet.bucket, key) for key in fleet.entries()]
+    assert len({codec.parse_header(blob).checksum for blob in bodies}) == 3
+
+    assert fleet.hits("again")
+    marks = sorted(fleet.weights().values())
+    assert [mark.split(":")[0] for mark in marks] == ["dummy", "sha256", "sha256"]

@@ -1,0 +1,498 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The connectors that stand behind the scheduler: s3ec's, watched, and one that only repeats.
+
+``S3EC`` hands every call to s3ec's halves and checks what they promise. ``Repeat`` gives the
+answers that another run was given, and brings every granted embedding to the device by itself,
+whole and in time: what goes wrong with it as well is vLLM's fault.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import ECConnectorOutput
+from vllm.v1.request import Request
+
+from s3ec.connector import live_weights
+from s3ec.connector.plan import StepPlan, WorkerReport
+from s3ec.connector.ranks import Ranks
+from s3ec.connector.remote import tier_mark
+from s3ec.connector.role import Role
+from s3ec.connector.scheduler import SchedulerHalf
+from s3ec.connector.waits import MAX_WAITS, NO_PIXELS_WAIT_S
+from s3ec.connector.worker import WorkerHalf
+from s3ec.counters import Counters
+from s3ec.identity import Namespace
+from s3ec.node import Node
+from s3ec.settings import Settings
+from s3ec.testing.memory_store import MemoryStore
+from tests.fuzz.engine import Connector, Options, Step, has_pixels
+from tests.fuzz.outside import (
+    BrokenPromiseError,
+    EntryFiles,
+    Outside,
+    PlayedPrefetcher,
+    PlayedSaves,
+    embedding,
+)
+from tests.unit.connector.scheduling import Clock, key_of
+
+NAMESPACE = Namespace.from_descriptor({"model": "fuzz"})
+# What a worker counts when a pinned file was not there, or not what was granted.
+_FAULTS = ("load.failed", "load.rescued", "load.hung", "internal_errors")
+# Between two passes of an engine that runs.
+_LONGEST_PAUSE_S = 0.1
+# In this time a fetch ends for certain where nothing fails.
+_AMPLE_S = 2.0
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What all runs of a process share: nodes for the workers, and entries on the disk.
+
+    Attributes:
+        node: The scheduler's, and that of the workers beside it.
+        far_node: Of a worker on another machine.
+        files: Entries of both.
+    """
+
+    node: Node
+    far_node: Node
+    files: EntryFiles
+
+
+@contextmanager
+def bench() -> Iterator[Bench]:
+    """Make it, and clear it away."""
+    folder = Path(tempfile.mkdtemp(prefix="s3ec-fuzz-"))
+    (folder / "entries").mkdir()
+    live_weights.watch()
+    nodes = [_node(folder / name) for name in ("tier", "far-tier")]
+    try:
+        yield Bench(*nodes, EntryFiles(folder / "entries", NAMESPACE.name))
+    finally:
+        for node in nodes:
+            node.close(5)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _node(cache_dir: Path) -> Node:
+    settings = {"bucket": "corpus", "cache_dir": cache_dir, "min_free_bytes": 0, "verify": "always"}
+    node = Node(Settings.model_validate(settings), NAMESPACE, store=MemoryStore())
+    node.users = 2  # the scheduler half reads the same counters
+    return node
+
+
+class Rank:
+    """s3ec's real worker half, and what it promises."""
+
+    def __init__(self, half: WorkerHalf, node: Node, outside: Outside) -> None:
+        self.half = half
+        self._node = node
+        self._outside = outside
+        self._faults = self._count_faults()
+
+    def _count_faults(self) -> float:
+        return sum(self._node.counters.get(name) for name in _FAULTS)
+
+    def begin(self, cache: dict[str, torch.Tensor], plan: StepPlan) -> None:
+        self.half.start_save_caches(cache, plan)
+
+    def load(self, cache: dict[str, torch.Tensor], plan: StepPlan) -> None:
+        try:
+            self.half.start_load_caches(cache, self.half.follow(plan))
+        except RuntimeError as exc:
+            raise BrokenPromiseError(
+                "a granted embedding cannot be loaded", str(exc)[:300]
+            ) from exc
+        if self._count_faults() != self._faults:
+            raise BrokenPromiseError("a pinned file cannot be loaded")
+        for load in plan.loads:
+            wanted = embedding(load.identifier, load.shape.rows, self._outside.weights)
+            found = cache.get(load.identifier)
+            if found is None or not torch.equal(found, wanted):
+                raise BrokenPromiseError(
+                    "a load leaves another embedding",
+                    f"{load.identifier[:12]}, granted {load.shape.rows} rows, "
+                    f"there are {None if found is None else len(found)}",
+                )
+
+    def save(self, cache: dict[str, torch.Tensor], identifier: str, plan: StepPlan) -> None:
+        self.half.save_caches(cache, identifier, plan)
+
+    def report(self) -> WorkerReport | None:
+        return self.half.report()
+
+    def close(self) -> None:
+        """End its threads."""
+        self.half.finish()
+
+
+@dataclass
+class _Deferral:
+    """How long one request was deferred.
+
+    Attributes:
+        spent_s: While the engine ran.
+        clock_s: By the clock, which jumps.
+        asked_s: When it was deferred last; None while it is not deferred.
+        overdue: How often it was deferred although its time was over.
+    """
+
+    spent_s: float = 0.0
+    clock_s: float = 0.0
+    asked_s: float | None = None
+    overdue: int = 0
+
+
+class S3EC(Connector):
+    """s3ec's scheduler half with everything around it played, and every answer noted.
+
+    Attributes:
+        far: Fetches of a rank on another node; None where there is none.
+        scheduler_half: Its class; another one where a test wants faults.
+        worker_half: Likewise.
+        is_calm: Nothing fails and no clock jumps, so that everything comes in time.
+        most_waits: Requests that may be deferred for one source.
+        device: What vLLM's encoder-cache manager holds.
+        half: The real one.
+        ranks: The workers' side.
+        answers: What vLLM was answered, for ``Repeat``.
+    """
+
+    scheduler_half: type[SchedulerHalf] = SchedulerHalf
+    worker_half: type[WorkerHalf] = WorkerHalf
+
+    def __init__(
+        self, options: Options, needs_embedding: Callable[[Any], bool], bench: Bench
+    ) -> None:
+        """Wire it up.
+
+        Args:
+            options: What the engine is.
+            needs_embedding: s3ec's own answer whether a feature came without pixels.
+            bench: What all runs share.
+        """
+        self.options = options
+        self.clock = Clock()
+        self.outside = Outside(self.clock)
+        self.prefetcher = PlayedPrefetcher(self.outside, bench.files, self._is_read)
+        self.saves = PlayedSaves(self.outside) if options.role != "consumer" else None
+        self.counters = Counters()
+        role = Role(
+            producer=options.role != "consumer",
+            consumer=options.loads,
+            window_tokens=options.batched_tokens + 16,
+            ranks=options.ranks,
+            steps_in_flight=options.depth,
+            defer_timeout_s=options.defer_timeout_s,
+        )
+        self.far = self._make_far(bench) if options.apart else None
+        self.half = self.scheduler_half(
+            role,
+            index=self.outside.index,
+            local=self.outside.local,
+            prefetcher=self.prefetcher,
+            store_is_down=lambda: self.outside.down,
+            disk_hangs=lambda: self.outside.hung,
+            needs_embedding=needs_embedding,
+            placeholder_of=lambda _: {},
+            counters=self.counters,
+            ranks=None if self.far is None else self._make_bookkeeping(bench),
+            clock=self.clock,
+        )
+        self.ranks = [
+            self._make_rank(bench.far_node if is_far else bench.node, rank)
+            for rank in range(options.ranks)
+            for is_far in (options.apart and rank == options.ranks - 1,)
+        ]
+        self.steps: Sequence[Step] = ()  # shared with the engine, which fills it
+        self.device: Collection[str] = ()
+        self.is_calm = False
+        self.most_waits = MAX_WAITS
+        self.answers: list[tuple[str, Any]] = []
+        self.requests: Mapping[str, Request] = {}  # vLLM's
+        self._deferrals: dict[str, _Deferral] = {}
+        self._lie_here: set[str] = set()  # of what the request being scheduled needs
+        # On the device as this pass began. Of what the pass evicts no hook tells before its end.
+        self._held: set[str] = set()
+        self._is_stopped = False
+
+    def _make_far(self, bench: Bench) -> PlayedPrefetcher:
+        """The fetches of a rank on another node, with the same bucket behind them."""
+        outside = Outside(self.clock)
+        outside.bucket = self.outside.bucket
+        # A pin that is given back too soon is missed when its file is read.
+        made = PlayedPrefetcher(outside, bench.files, lambda _: False)
+        bench.far_node.prefetcher = made  # type: ignore[assignment]
+        return made
+
+    def _make_bookkeeping(self, bench: Bench) -> Ranks:
+        return Ranks(
+            self.options.ranks,
+            tier_mark(bench.node),
+            steps_in_flight=self.options.depth,
+            heard_without_tokens=self.options.v2,
+        )
+
+    def _make_rank(self, node: Node, rank: int) -> Rank:
+        half = self.worker_half(
+            node,
+            saves=self.saves,
+            device=lambda: torch.device("cpu"),
+            rank=lambda: rank,
+            drain_timeout_s=1,
+        )
+        return Rank(half, node, self.outside)
+
+    @property
+    def prefetchers(self) -> list[PlayedPrefetcher]:
+        """Of all nodes."""
+        return [self.prefetcher] if self.far is None else [self.prefetcher, self.far]
+
+    def _is_read(self, path: Path) -> bool:
+        return any(
+            str(path) == load.path
+            for step in self.steps
+            if step.result is None
+            for load in step.plan.loads
+        )
+
+    # -- hooks -------------------------------------------------------------------------------
+
+    def ensure_cache_available(self, request: Request, num_computed_tokens: int) -> bool:
+        answer = self.half.ensure_cache_available(request, num_computed_tokens)
+        self.answers.append(("ensure", answer))
+        self._lie_here = {
+            feature.identifier
+            for feature in request.mm_features
+            if feature.identifier not in self._held and self._lies_here(feature)
+        }
+        self._note_deferral(request, answer)
+        return answer
+
+    def has_cache_item(self, identifier: str) -> bool:
+        answer = self.half.has_cache_item(identifier)
+        self.answers.append(("has", answer))
+        if answer and self.options.loads:
+            self._check_grant(identifier)
+        if not answer and identifier in self._lie_here and self._is_sure_to_wait:
+            raise BrokenPromiseError("what lies on this node is encoded", identifier[:12])
+        return answer
+
+    def update_state_after_alloc(self, request: Request, index: int) -> None:
+        self.half.update_state_after_alloc(request, index)
+
+    def build_connector_meta(self, output: SchedulerOutput) -> StepPlan:
+        plan = self.half.build_connector_meta(
+            output.free_encoder_mm_hashes, scheduled_tokens=output.total_num_scheduled_tokens
+        )
+        self._held = set(self.device)
+        for load in plan.loads:
+            if Path(load.path) not in self.prefetcher.live:
+                raise BrokenPromiseError("a load is ordered without a pin", load.identifier[:12])
+        return plan
+
+    def update_connector_output(self, output: ECConnectorOutput) -> None:
+        self.half.update_connector_output(output.ec_connector_worker_meta)
+
+    def take_unavailable_requests(self) -> set[str]:
+        taken = self.half.take_unavailable_requests()
+        self.answers.append(("unavailable", set(taken)))
+        for name in taken:
+            self._check_failure(name)
+        return taken
+
+    def request_finished(self, request: Request) -> tuple[bool, None]:
+        self.half.request_finished(request)
+        self._deferrals.pop(request.request_id, None)
+        return False, None
+
+    def weights_may_have_changed(self, what: str, *, was_reset: bool) -> None:
+        """As S3ECConnector, which live_weights tells."""
+        self._is_stopped = True
+        self.half.stop(was_reset=was_reset)
+
+    # -- promises ----------------------------------------------------------------------------
+
+    def audit(self, *, requests: Collection[str], device: Collection[str]) -> None:
+        """What the half remembers belongs to something that is there."""
+        arrived = {one.pin.path for one in self.prefetcher.news if one.pin is not None}
+        fetching = {
+            *self.prefetcher.open,
+            *(one.want.key.identifier for one in self.prefetcher.news),
+        }
+        complaints = self.half.audit(
+            requests=requests,
+            device=device,
+            fetching=fetching,
+            pins=self.prefetcher.live.keys() - arrived,
+        )
+        if complaints:
+            raise BrokenPromiseError("the half's audit complains", "; ".join(complaints[:5]))
+
+    def check_rest(self) -> None:
+        """After every lease no pin is left."""
+        left = [len(one.live) for one in self.prefetchers]
+        if any(left):
+            raise BrokenPromiseError("pins are left behind", str(left))
+
+    def close(self) -> None:
+        """End threads and remove files."""
+        for rank in self.ranks:
+            rank.close()
+        for prefetcher in self.prefetchers:
+            prefetcher.close()
+
+    def _check_grant(self, identifier: str) -> None:
+        held = [
+            pin.header.shape.rows
+            for pin in self.prefetcher.live.values()
+            if pin.header.identifier == identifier
+        ]
+        if not held:
+            raise BrokenPromiseError("granted without a pin", identifier[:12])
+
+    def _lies_here(self, feature: Any) -> bool:
+        """Whether this node's disk holds it, and the half can know."""
+        identifier = feature.identifier
+        held = self.outside.tier.get(identifier)
+        rows = feature.mm_position.get_num_embeds()
+        return held is not None and held.rows == rows and self.outside.local(key_of(identifier))
+
+    def _misfits(self, feature: Any) -> bool:
+        """Whether what is stored under this name has, or had for this node, other rows."""
+        identifier, rows = feature.identifier, feature.mm_position.get_num_embeds()
+        found = (self.outside.tier.get(identifier), self.outside.bucket.get(identifier))
+        told = identifier in self.prefetcher.misfits
+        return told or any(one is not None and one.rows != rows for one in found)
+
+    @property
+    def _is_sure_to_wait(self) -> bool:
+        """Whether a request certainly waits for what lies on this node."""
+        return (
+            self.is_calm
+            and self.far is None
+            and self.options.loads
+            and self.options.defer_timeout_s >= _AMPLE_S
+            and self.most_waits == MAX_WAITS
+            and not self._is_stopped
+        )
+
+    def _check_failure(self, name: str) -> None:
+        """A request is failed only where it came without pixels, and not before its time."""
+        request = self.requests.get(name)
+        if request is None:
+            return
+        bare = [feature for feature in request.mm_features if not has_pixels(feature)]
+        if not bare:
+            raise BrokenPromiseError("a request with all its pixels is failed", name)
+        fits = not any(map(self._misfits, bare))
+        is_asked = self.options.loads and not self._is_stopped and self.most_waits == MAX_WAITS
+        waited_s = self._deferrals.get(name, _Deferral()).clock_s
+        if is_asked and fits and waited_s < NO_PIXELS_WAIT_S - _LONGEST_PAUSE_S:
+            raise BrokenPromiseError("a request is failed before its time", f"{name}: {waited_s}")
+
+    def _count_deferred(self) -> None:
+        """No more than may wait for the bucket, and as many for this node's disk."""
+        deferred = [
+            name
+            for name, wait in self._deferrals.items()
+            if wait.asked_s is not None and all(map(has_pixels, self.requests[name].mm_features))
+        ]
+        if self.is_calm and len(deferred) > 2 * self.most_waits:  # a jump lets waits be swept
+            raise BrokenPromiseError("too many requests are deferred", str(len(deferred)))
+
+    def _note_deferral(self, request: Request, answer: bool) -> None:
+        """Nobody waits longer than allowed: a request is let go, or named as one that cannot be.
+
+        Waits for the bucket and for this node's disk are counted apart, and so is the patience of
+        a request without pixels. An engine that stood still has not deferred anybody.
+        """
+        now = self.clock()
+        wait = self._deferrals.setdefault(request.request_id, _Deferral())
+        asked_s, wait.asked_s = wait.asked_s, None if answer else now
+        self._count_deferred()
+        if asked_s is not None:
+            wait.clock_s += now - asked_s
+        if answer or asked_s is None:
+            return
+        wait.spent_s += min(now - asked_s, _LONGEST_PAUSE_S)
+        limit_s = 2 * self.options.defer_timeout_s
+        if not all(map(has_pixels, request.mm_features)):
+            limit_s += NO_PIXELS_WAIT_S
+        if wait.spent_s > limit_s:
+            # One that cannot be had is failed by vLLM with the next results.
+            wait.overdue += 1
+            if wait.overdue > self.options.depth + 2:
+                raise BrokenPromiseError("a request waits for ever", request.request_id)
+
+
+class Repeat(Connector):
+    """Answers as another connector did, and delivers every grant itself."""
+
+    def __init__(self, answers: list[tuple[str, Any]]) -> None:
+        self._answers: Iterator[tuple[str, Any]] = iter(answers)
+        self._granted: dict[str, bool] = {}
+        self._orders: dict[str, int] = {}
+        self._allocated: list[str] = []
+
+    def _next(self, kind: str) -> Any:
+        asked, answer = next(self._answers, ("nothing", None))
+        if asked != kind:
+            raise BrokenPromiseError("the runs differ", f"{kind} instead of {asked}")
+        return answer
+
+    def ensure_cache_available(self, request: Request, num_computed_tokens: int) -> bool:
+        return bool(self._next("ensure"))
+
+    def has_cache_item(self, identifier: str) -> bool:
+        granted = self._granted[identifier] = bool(self._next("has"))
+        return granted
+
+    def update_state_after_alloc(self, request: Request, index: int) -> None:
+        feature = request.mm_features[index]
+        if self._granted.pop(feature.identifier, False):
+            self._orders[feature.identifier] = feature.mm_position.get_num_embeds()
+        self._allocated.append(feature.identifier)
+
+    def build_connector_meta(self, output: SchedulerOutput) -> dict[str, int]:
+        for identifier in set(output.free_encoder_mm_hashes) - set(self._allocated):
+            self._orders.pop(identifier, None)
+        self._granted.clear()
+        self._allocated.clear()
+        if not output.total_num_scheduled_tokens:
+            return {}
+        orders, self._orders = self._orders, {}
+        return orders
+
+    def take_unavailable_requests(self) -> set[str]:
+        return set(self._next("unavailable"))
+
+
+class RepeatRank:
+    """The workers' side of ``Repeat``: a perfect load."""
+
+    def __init__(self, weights: Callable[[], int]) -> None:
+        self._weights = weights
+
+    def begin(self, cache: dict[str, torch.Tensor], plan: Any) -> None:
+        pass
+
+    def load(self, cache: dict[str, torch.Tensor], plan: dict[str, int]) -> None:
+        for identifier, rows in plan.items():
+            cache[identifier] = embedding(identifier, rows, self._weights())
+
+    def save(self, cache: dict[str, torch.Tensor], identifier: str, plan: Any) -> None:
+        pass
+
+    def report(self) -> None:
+        return None

@@ -1,0 +1,511 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One engine core without a model: vLLM's scheduler, a connector behind it, and played runners.
+
+Real are vLLM's ``Scheduler`` and ``AsyncScheduler`` with their encoder-cache and KV-cache managers,
+s3ec's scheduler half, and its worker half with the files that it loads. Played is what runs the
+model: a runner frees, loads, encodes and gathers in the order of vLLM's V1 or V2 model runner, with
+tensors that say which picture they are of.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter, deque
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal, Protocol
+
+import torch
+from vllm.engine.arg_utils import EngineArgs
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec
+from vllm.multimodal.utils import get_mm_features_in_window
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import (
+    EMPTY_MODEL_RUNNER_OUTPUT,
+    ECConnectorOutput,
+    ModelRunnerOutput,
+    make_empty_encoder_model_runner_output,
+)
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from tests.fuzz.outside import BrokenPromiseError, embedding
+
+BLOCK = 16  # tokens
+MAX_LEN = 2048  # tokens
+MAX_LORAS = 2
+EOS = 1
+# What holds pixels or samples in the items that the workload makes.
+PIXELS = frozenset({"pixel_values", "pixel_values_videos", "input_audio_features"})
+
+init_none_hash(sha256)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What one engine is; drawn by the workload.
+
+    Attributes:
+        role: As in ``ec_role``; a pure producer runs the encoder only.
+        policy: Of vLLM's scheduler.
+        is_async: Whether it schedules ahead of the results.
+        v2: Whether the runner behaves as V2 does: it calls the connector in steps without tokens
+            too, and does not encode what its cache holds.
+        reports: Whether the workers' reports reach the scheduler.
+        depth: Steps in flight.
+        ranks: Of tensor parallel.
+        apart: The last rank runs on another node, with a disk of its own.
+        batched_tokens: Of a step at most.
+        blocks: Of the KV cache; few of them make requests preempt each other.
+        cache_rows: Of the encoder cache, and of what a step may encode.
+        lookahead: Tokens that a drafter looks ahead.
+        defer_timeout_s: As the setting.
+    """
+
+    role: Literal["consumer", "producer", "both"] = "consumer"
+    policy: str = "fcfs"
+    is_async: bool = False
+    v2: bool = False
+    reports: bool = True
+    depth: int = 1
+    ranks: int = 1
+    apart: bool = False
+    batched_tokens: int = 128
+    blocks: int = 80
+    cache_rows: int = 256
+    lookahead: int = 0
+    defer_timeout_s: float = 2.0
+
+    @property
+    def loads(self) -> bool:
+        """Whether embeddings are loaded and used."""
+        return self.role != "producer"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request as a client sends it."""
+
+    name: str
+    tokens: Sequence[int]
+    features: Sequence[MultiModalFeatureSpec]
+    max_tokens: int = 3
+    priority: int = 0
+    lora: LoRARequest | None = None
+
+
+@functools.cache
+def vllm_config(model: Path, policy: str, is_async: bool, batched_tokens: int, caches: bool) -> Any:
+    """vLLM's configuration of an engine; made once for each kind."""
+    return EngineArgs(
+        model=str(model),
+        max_model_len=MAX_LEN,
+        max_num_batched_tokens=batched_tokens,
+        max_num_seqs=16,
+        block_size=BLOCK,
+        scheduling_policy=policy,
+        async_scheduling=is_async,
+        enable_prefix_caching=caches,
+        enable_lora=True,
+        enable_tower_connector_lora=True,
+        max_loras=MAX_LORAS,
+        enforce_eager=True,
+    ).create_engine_config()
+
+
+def has_pixels(feature: MultiModalFeatureSpec) -> bool:
+    """Whether an encoder can make something of it."""
+    return feature.data is not None and any(name in PIXELS for name in feature.data)
+
+
+class Connector:
+    """What vLLM's scheduler calls on its connector; this one does nothing at all."""
+
+    def ensure_cache_available(self, request: Request, num_computed_tokens: int) -> bool:
+        return True
+
+    def has_cache_item(self, identifier: str) -> bool:
+        return False
+
+    def update_state_after_alloc(self, request: Request, index: int) -> None:
+        pass
+
+    def update_state_after_free(self, request: Request, index: int) -> None:
+        pass
+
+    def build_connector_meta(self, output: SchedulerOutput) -> Any:
+        return None
+
+    def update_connector_output(self, output: ECConnectorOutput) -> None:
+        pass
+
+    def take_unavailable_requests(self) -> set[str]:
+        return set()
+
+    def request_finished(self, request: Request) -> tuple[bool, None]:
+        return False, None
+
+    def get_ec_connector_stats(self) -> None:
+        return None
+
+    def has_pending_push_work(self) -> bool:
+        return False
+
+
+class RankSide(Protocol):
+    """The connector as one runner sees it."""
+
+    def begin(self, cache: dict[str, torch.Tensor], plan: Any) -> None:
+        """A producer's step begins; it may save what the cache holds."""
+
+    def load(self, cache: dict[str, torch.Tensor], plan: Any) -> None:
+        """Bring what the plan grants into the encoder cache."""
+
+    def save(self, cache: dict[str, torch.Tensor], identifier: str, plan: Any) -> None:
+        """An embedding was encoded."""
+
+    def report(self) -> Any:
+        """What happened since the last report; None for nothing."""
+
+
+@dataclass
+class Step:
+    """One scheduled step on its way through the runners and back."""
+
+    output: SchedulerOutput
+    features: dict[str, Sequence[MultiModalFeatureSpec]]
+    computed: dict[str, int]
+    samples: dict[str, bool]
+    result: ModelRunnerOutput | None = None
+
+    @property
+    def plan(self) -> Any:
+        """The connector's orders."""
+        return self.output.ec_connector_metadata
+
+
+@dataclass
+class Runner:
+    """Plays one rank's model runner.
+
+    Attributes:
+        cache: Its encoder cache.
+    """
+
+    options: Options
+    side: RankSide | None
+    cache: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def run(self, step: Step, weights: int) -> Any:
+        """Execute one step; the connector's report."""
+        output = step.output
+        for identifier in output.free_encoder_mm_hashes:
+            self.cache.pop(identifier, None)
+        tokens = output.total_num_scheduled_tokens
+        # V1: a pure producer calls the connector first, the others return early.
+        if not (tokens or self.options.v2 or not self.options.loads):
+            return None
+        if self.side is not None and self.options.role != "consumer":
+            self.side.begin(self.cache, step.plan)
+        if self.side is not None and self.options.loads:
+            self.side.load(self.cache, step.plan)
+        self._encode(step, weights)
+        if self.options.loads:
+            self._gather(step, weights)
+        return None if self.side is None else self.side.report()
+
+    def _encode(self, step: Step, weights: int) -> None:
+        held = set(self.cache)
+        for name, indices in step.output.scheduled_encoder_inputs.items():
+            for index in indices:
+                feature = step.features[name][index]
+                if not has_pixels(feature):
+                    raise BrokenPromiseError("the encoder runs on nothing", name)
+                identifier = feature.identifier
+                if self.options.v2 and identifier in self.cache:
+                    continue
+                rows = feature.mm_position.get_num_embeds()
+                self.cache[identifier] = embedding(identifier, rows, weights)
+                if not self.options.v2:
+                    self._save(identifier, step)
+        if self.options.v2:
+            for identifier in sorted(self.cache.keys() - held):
+                self._save(identifier, step)
+
+    def _save(self, identifier: str, step: Step) -> None:
+        if self.side is not None and self.options.role != "consumer":
+            self.side.save(self.cache, identifier, step.plan)
+
+    def _gather(self, step: Step, weights: int) -> None:
+        for name, count in step.output.num_scheduled_tokens.items():
+            begin = step.computed[name]
+            self._gather_window(step.features[name], begin, begin + count, weights)
+            if self.options.lookahead:
+                self._gather_window(
+                    step.features[name], begin + 1, begin + count + 1, weights, drafts=True
+                )
+
+    def _gather_window(
+        self,
+        features: Sequence[MultiModalFeatureSpec],
+        begin: int,
+        end: int,
+        weights: int,
+        *,
+        drafts: bool = False,
+    ) -> None:
+        first, last = get_mm_features_in_window(features, start=begin, end=end)
+        for feature in features[first:last]:
+            place = feature.mm_position
+            low = max(begin - place.offset, 0)
+            high = min(end - place.offset, place.length)
+            low, high = place.get_embeds_indices_in_range(low, high)
+            if low == high:
+                continue
+            identifier, rows = feature.identifier, place.get_num_embeds()
+            found = self.cache.get(identifier)
+            if found is None:
+                if drafts and place.offset >= end - 1:
+                    continue  # a drafter goes on without
+                raise BrokenPromiseError("encoder cache miss", identifier[:12])
+            wanted = embedding(identifier, rows, weights)
+            if not torch.equal(found[low:high], wanted[low:high]):
+                raise BrokenPromiseError(
+                    "rows of another picture", f"{identifier[:12]}, {rows} rows"
+                )
+
+
+class Engine:
+    """The scheduler and its runners. Each method is one event, noted so that it can be repeated.
+
+    Attributes:
+        scheduler: vLLM's.
+        runners: One for each rank.
+        steps: In flight, oldest first.
+        journal: The events so far.
+        alive: Requests that vLLM has not ended.
+        stat: What happened, counted.
+        weights: Of the model that the runners hold now.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        options: Options,
+        connector: Connector | None,
+        sides: Sequence[RankSide] | None,
+    ) -> None:
+        """Build it.
+
+        Args:
+            model: Folder of a multimodal model's configuration.
+            options: What it is.
+            connector: None for vLLM alone.
+            sides: Of the connector, one for each rank; None for vLLM alone.
+        """
+        config = vllm_config(
+            model, options.policy, options.is_async, options.batched_tokens, options.loads
+        )
+        config.cache_config.num_gpu_blocks = options.blocks
+        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
+        self.options = options
+        self.scheduler = (AsyncScheduler if options.is_async else Scheduler)(
+            vllm_config=config,
+            kv_cache_config=KVCacheConfig(
+                num_blocks=options.blocks,
+                kv_cache_tensors=[],
+                kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
+            ),
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=BLOCK,
+        )
+        # What vLLM sizes by the model, and what it reads from flags of other engines.
+        self.scheduler.encoder_cache_manager = EncoderCacheManager(cache_size=options.cache_rows)
+        self.scheduler.max_num_encoder_input_tokens = options.cache_rows
+        self.scheduler.num_prefill_lookahead = options.lookahead
+        self.scheduler.use_v2_model_runner = options.v2
+        self.scheduler.is_mm_encoder_only = not options.loads
+        self.scheduler.ec_connector = connector
+        self.connector = connector
+        self.runners = [
+            Runner(options, None if sides is None else sides[rank]) for rank in range(options.ranks)
+        ]
+        self.steps: deque[Step] = deque()
+        self.journal: list[tuple[str, tuple[Any, ...]]] = []
+        self.alive: dict[str, Request] = {}
+        self.stat: Counter[str] = Counter()
+        self.weights = 1
+        self._hasher = get_request_block_hasher(BLOCK, sha256)
+
+    # -- events ------------------------------------------------------------------------------
+
+    def add(self, asked: Asked) -> None:
+        """A client sends a request."""
+        self.journal.append(("add", (asked,)))
+        sampling = SamplingParams(max_tokens=asked.max_tokens)
+        sampling.update_from_generation_config({}, EOS)
+        request = Request(
+            request_id=asked.name,
+            prompt_token_ids=list(asked.tokens),
+            sampling_params=sampling,
+            pooling_params=None,
+            mm_features=list(asked.features),
+            lora_request=asked.lora,
+            priority=asked.priority,
+            arrival_time=float(len(self.journal)),
+            block_hasher=self._hasher if self.options.loads else None,
+        )
+        self.alive[asked.name] = request
+        self.scheduler.add_request(request)
+        self.stat["requests"] += 1
+
+    def abort(self, name: str) -> None:
+        """Its client has gone."""
+        self.journal.append(("abort", (name,)))
+        self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+        self._note_ends()
+
+    def reset_prefix_cache(self, *, preempt: bool) -> None:
+        """An operator's call; ``preempt`` sends the running requests back to the queue."""
+        self.journal.append(("reset_prefix_cache", (preempt,)))
+        self.scheduler.reset_prefix_cache(reset_running_requests=preempt)
+
+    def schedule(self) -> Step:
+        """One pass of vLLM's scheduler."""
+        self.journal.append(("schedule", ()))
+        output = self.scheduler.schedule()
+        names = output.num_scheduled_tokens
+        step = Step(
+            output,
+            {name: list(self.scheduler.requests[name].mm_features) for name in names},
+            {name: _computed(output, name) for name in names},
+            {name: not self.scheduler.requests[name].is_prefill_chunk for name in names},
+        )
+        self.steps.append(step)
+        self.stat["steps"] += 1
+        return step
+
+    def execute(self, *, eos: Collection[str] = ()) -> None:
+        """The runners do the oldest step that waits for them.
+
+        Args:
+            eos: Requests whose sampled token ends them.
+        """
+        self.journal.append(("execute", (tuple(eos),)))
+        step = next(step for step in self.steps if step.result is None)
+        reports = [runner.run(step, self.weights) for runner in self.runners]
+        step.result = self._result(step, eos)
+        if self.options.reports:
+            merged = None
+            for report in reports:
+                if report is not None:
+                    merged = report if merged is None else merged.merge(report)
+            if merged is not None:
+                step.result = ModelRunnerOutput.with_ec_conn_output(
+                    step.result, ECConnectorOutput(ec_connector_worker_meta=merged)
+                )
+
+    def deliver(self) -> None:
+        """The scheduler gets the oldest step's result."""
+        self.journal.append(("deliver", ()))
+        step = self.steps.popleft()
+        self.scheduler.update_from_output(step.output, step.result)
+        self._note_ends()
+
+    def change_weights(self, *, call_first: bool) -> None:
+        """New weights are loaded, and the caches are reset before or after that.
+
+        The runners work in order, so what was scheduled before is executed by the old weights.
+        """
+        while any(step.result is None for step in self.steps):
+            self.execute()
+        self.journal.append(("change_weights", (call_first,)))
+        if call_first:
+            self._load_weights()
+        self.scheduler.reset_prefix_cache(reset_running_requests=True)
+        self.scheduler.reset_encoder_cache()
+        for runner in self.runners:
+            runner.cache.clear()
+        if not call_first:
+            self._load_weights()
+        self.stat["changes of weights"] += 1
+
+    def _load_weights(self) -> None:
+        """By vLLM's own call into the workers, which are played."""
+
+        def collective_rpc(*_: Any, **__: Any) -> list[None]:
+            self.weights += 1
+            return []
+
+        core: Any = SimpleNamespace(
+            scheduler=self.scheduler,
+            model_executor=SimpleNamespace(collective_rpc=collective_rpc),
+        )
+        EngineCore.collective_rpc(core, "update_weights")
+
+    # -- what a workload asks ----------------------------------------------------------------
+
+    @property
+    def can_schedule(self) -> bool:
+        """Whether the engine core would schedule now."""
+        return len(self.steps) < self.options.depth and bool(self.scheduler.has_requests())
+
+    @property
+    def can_execute(self) -> bool:
+        """Whether the runners have a step to do."""
+        return any(step.result is None for step in self.steps)
+
+    @property
+    def can_deliver(self) -> bool:
+        """Whether the oldest step was executed."""
+        return bool(self.steps) and self.steps[0].result is not None
+
+    def check_rest(self) -> None:
+        """While nothing runs the runners hold no more than the manager counts."""
+        for runner in self.runners:
+            left = set(runner.cache) - set(self.scheduler.encoder_cache_manager.cached)
+            if left:
+                raise BrokenPromiseError("left in the device's encoder cache", str(len(left)))
+
+    # -- inside ------------------------------------------------------------------------------
+
+    def _result(self, step: Step, eos: Collection[str]) -> ModelRunnerOutput:
+        names = list(step.output.num_scheduled_tokens)
+        if not names:
+            return EMPTY_MODEL_RUNNER_OUTPUT
+        if not self.options.loads:
+            return make_empty_encoder_model_runner_output(step.output)
+        tokens = [[EOS if name in eos else 7] if step.samples[name] else [] for name in names]
+        return ModelRunnerOutput(
+            req_ids=names,
+            req_id_to_index={name: index for index, name in enumerate(names)},
+            sampled_token_ids=tokens,
+            logprobs=None,
+            prompt_logprobs_dict={},
+            pooler_output=[],
+        )
+
+    def _note_ends(self) -> None:
+        for name in self.alive.keys() - self.scheduler.requests.keys():
+            request = self.alive.pop(name)
+            self.stat[f"ended {request.status.name.removeprefix('FINISHED_').lower()}"] += 1
+            self.stat["preemptions"] += request.num_preemptions
+
+
+def _computed(output: SchedulerOutput, name: str) -> int:
+    for new in output.scheduled_new_reqs:
+        if new.req_id == name:
+            return int(new.num_computed_tokens)
+    cached = output.scheduled_cached_reqs
+    return int(cached.num_computed_tokens[cached.req_ids.index(name)])

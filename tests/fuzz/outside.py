@@ -1,0 +1,311 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What lies around a scheduler half, played: bucket, index, this node's tier, fetches and saves.
+
+Time stands still until the workload moves it, and a fetch or an upload ends when the workload says
+so: a run depends on its seed alone. Entries are real files in s3ec's format, and a pin is a hard
+link that goes away with its release, so that the real worker half reads what was granted, or fails.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import os
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from s3ec import codec, tensors
+from s3ec.connector.plan import Save
+from s3ec.identity import Key
+from s3ec.index.rows import Facts
+from s3ec.prefetch import Fetched, Outcome, Want
+from s3ec.tier import Pin
+from s3ec.tier.local import LocalKeys
+from tests.unit.connector.scheduling import Clock
+
+WIDTH = 4
+FIRST_WEIGHTS = 1
+_HIDDEN_S = 60.0  # as the negative cache of the index
+
+
+class BrokenPromiseError(Exception):
+    """Something happened that must not; a real engine would end, answer wrongly, or leak.
+
+    Attributes:
+        kind: A few words that all of its kind share.
+    """
+
+    def __init__(self, kind: str, detail: str = "") -> None:
+        super().__init__(f"{kind}: {detail}" if detail else kind)
+        self.kind = kind
+
+
+@functools.lru_cache(4096)
+def embedding(identifier: str, rows: int, weights: int) -> torch.Tensor:
+    """What an encoder makes of one picture; never to be written to.
+
+    Returns:
+        float32, shape (rows, WIDTH); each row says whose it is, of how many, by which weights,
+        and its place.
+    """
+    made = torch.empty(rows, WIDTH)
+    made[:, 0] = int(hashlib.sha256(identifier.encode()).hexdigest()[:5], 16)
+    made[:, 1] = rows
+    made[:, 2] = weights
+    made[:, 3] = torch.arange(rows)
+    return made
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What the bucket or the tier holds under one identifier."""
+
+    rows: int
+    weights: int
+    modality: str = "image"
+
+
+class EntryFiles:
+    """Entries as files, each written once for all runs of a process, and links to them."""
+
+    def __init__(self, folder: Path, namespace: str) -> None:
+        self._folder = folder
+        self._namespace = namespace
+        self._written: dict[tuple[str, Stored], tuple[Path, codec.Header]] = {}
+        self._numbers = itertools.count()
+
+    def link(self, identifier: str, stored: Stored) -> Pin:
+        """A new pin of an entry."""
+        path, header = self._written.get((identifier, stored)) or self._write(identifier, stored)
+        pin = self._folder / f"pin-{next(self._numbers)}"
+        os.link(path, pin)
+        return Pin(pin, header.total_bytes, header)
+
+    def _write(self, identifier: str, stored: Stored) -> tuple[Path, codec.Header]:
+        values = embedding(identifier, stored.rows, stored.weights)
+        described = tensors.describe(
+            values, identifier=identifier, namespace=self._namespace, modality=stored.modality
+        )
+        blob = b"".join(tensors.encode(described, values))
+        header = codec.verify(blob, namespace=self._namespace, identifier=identifier)
+        path = self._folder / f"entry-{next(self._numbers)}"
+        path.write_bytes(blob)
+        self._written[identifier, stored] = path, header
+        return path, header
+
+
+class PlayedIndex:
+    """Knows a key for sure, or perhaps as a filter does, or not at all."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._sure: dict[bytes, bool] = {}
+        self._hidden_until: dict[bytes, float] = {}
+
+    def learn(self, key: Key, *, sure: bool) -> None:
+        """Another engine's news, or a filter's chance."""
+        self._sure[key.digest] = sure or self._sure.get(key.digest, False)
+
+    def maybe_contains(self, key: Key) -> bool:
+        hidden = self._clock() < self._hidden_until.get(key.digest, 0.0)
+        return key.digest in self._sure and not hidden
+
+    def holds(self, key: Key) -> bool:
+        return self.maybe_contains(key) and self._sure[key.digest]
+
+    def facts(self, key: Key) -> Facts | None:
+        return None
+
+    def add(self, key: Key, facts: Facts | None = None) -> None:
+        self._sure[key.digest] = True
+        self._hidden_until.pop(key.digest, None)
+
+    def forget(self, key: Key, *, absent: bool = False) -> None:
+        self._hidden_until[key.digest] = self._clock() + _HIDDEN_S
+
+    async def refresh(self) -> None:
+        raise NotImplementedError
+
+
+class Outside:
+    """Bucket, index and tier as one process sees them.
+
+    Attributes:
+        bucket: Identifier to what the bucket holds; the first writer wins.
+        tier: The same of this node's disk.
+        weights: Of the model that is loaded now; the namespace stands for the first.
+        down: Whether the breaker is open.
+        hung: Whether the disk does not answer.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.bucket: dict[str, Stored] = {}
+        self.tier: dict[str, Stored] = {}
+        self.local = LocalKeys()
+        self.index = PlayedIndex(clock)
+        self.weights = FIRST_WEIGHTS
+        self.down = False
+        self.hung = False
+
+    def upload(self, identifier: str, stored: Stored) -> None:
+        """Somebody's upload ends."""
+        self.bucket.setdefault(identifier, stored)
+
+    def publish(self, identifier: str, stored: Stored) -> None:
+        """An entry comes to this node's disk."""
+        self.tier[identifier] = stored
+
+    def evict(self, identifier: str) -> None:
+        """The disk gives an entry up; who believed it to be there learns it at the next look."""
+        self.tier.pop(identifier, None)
+
+
+class PlayedPrefetcher:
+    """Fetches end when the workload says so, by what is there then; every pin is accounted for.
+
+    Attributes:
+        open: Identifiers of fetches under way.
+        live: Pins that were handed out and not given back.
+        misfits: Identifiers whose entry did not fit who asked.
+    """
+
+    def __init__(
+        self, outside: Outside, files: EntryFiles, is_read: Callable[[Path], bool]
+    ) -> None:
+        """Begin with nothing.
+
+        Args:
+            outside: What can be fetched.
+            files: Where pins come from.
+            is_read: Whether a step that was scheduled has still to load this pin.
+        """
+        self._outside = outside
+        self._files = files
+        self._is_read = is_read
+        self._done: list[Fetched] = []
+        self.open: dict[str, Want] = {}
+        self.live: dict[Path, Pin] = {}
+        self.misfits: set[str] = set()
+
+    @property
+    def news(self) -> Collection[Fetched]:
+        """What has ended and was not drained."""
+        return self._done
+
+    def submit(self, wants: Sequence[Want]) -> None:
+        for want in wants:
+            self.open.setdefault(want.key.identifier, want)
+
+    def forget(self, keys: Iterable[Key]) -> None:
+        """They are fetched all the same, later than others."""
+
+    @property
+    def has_news(self) -> bool:
+        return bool(self._done)
+
+    def drain(self) -> list[Fetched]:
+        done, self._done = self._done, []
+        return done
+
+    def release(self, pins: Iterable[Pin]) -> None:
+        for pin in pins:
+            if self.live.pop(pin.path, None) is None:
+                raise BrokenPromiseError("pin given back twice", str(pin.path.name))
+            pin.path.unlink()
+            if self._is_read(pin.path):
+                raise BrokenPromiseError(
+                    "pin given back before it was loaded", pin.header.identifier[:12]
+                )
+
+    def end(self, identifier: str, fault: Outcome | None = None) -> None:
+        """One fetch ends, as the real one would.
+
+        Args:
+            identifier: Of an open fetch.
+            fault: How it fails, whatever is there.
+        """
+        want = self.open.pop(identifier)
+        outside = self._outside
+        here = None if outside.hung else outside.tier.get(identifier)
+        found = here or (None if outside.down or outside.hung else outside.bucket.get(identifier))
+        pin = None
+        if fault is not None:
+            outcome = fault
+        elif found is None:
+            outcome = Outcome.UNAVAILABLE if outside.down or outside.hung else Outcome.ABSENT
+        elif found.rows != want.rows:
+            outcome = Outcome.MISMATCH
+        else:
+            outcome = Outcome.READY
+            pin = self._files.link(identifier, found)
+            self.live[pin.path] = pin
+            outside.tier.setdefault(identifier, found)
+            outside.local.add(want.key)
+        if outcome is Outcome.MISMATCH:
+            self.misfits.add(identifier)
+        if outcome in (Outcome.ABSENT, Outcome.CORRUPT):
+            outside.index.forget(want.key, absent=outcome is Outcome.ABSENT)
+        if here is None and not outside.hung and pin is None:
+            outside.local.discard(want.key)
+        source = None if pin is None else "bucket" if here is None else "tier"
+        self._done.append(Fetched(want, outcome, pin, source, 0.05))
+
+    def close(self) -> None:
+        """Remove the links that are left."""
+        for path in self.live:
+            path.unlink(missing_ok=True)
+
+
+class PlayedSaves:
+    """Takes embeddings, and uploads them when the workload says so.
+
+    Attributes:
+        pending: Taken, and neither stored nor given up.
+        full: Whether it takes no more.
+    """
+
+    def __init__(self, outside: Outside) -> None:
+        self._outside = outside
+        self.pending: dict[str, Stored] = {}
+        self.full = False
+        self._published: list[str] = []
+        self._stored: list[str] = []
+
+    def begin_step(self, step: int) -> None:
+        """It never lets a step wait for room."""
+
+    def put(self, identifier: str, save: Save, tensor: torch.Tensor) -> bool:
+        stored = Stored(len(tensor), self._outside.weights, save.modality)
+        if stored.weights != FIRST_WEIGHTS:
+            raise BrokenPromiseError("an embedding of other weights is saved", identifier[:12])
+        if not torch.equal(tensor, embedding(identifier, stored.rows, stored.weights)):
+            raise BrokenPromiseError("another embedding is saved", identifier[:12])
+        if self.full or identifier in self.pending:
+            return False
+        self.pending[identifier] = stored
+        return True
+
+    def publish(self, identifier: str) -> None:
+        """The writer has it on this node's disk."""
+        self._outside.publish(identifier, self.pending[identifier])
+        self._published.append(identifier)
+
+    def end(self, identifier: str, *, stored: bool) -> None:
+        """The bucket has confirmed it, or it was given up."""
+        entry = self.pending.pop(identifier)
+        if stored:
+            self._outside.upload(identifier, entry)
+            self._stored.append(identifier)
+
+    def take_report(self) -> tuple[list[str], list[str]]:
+        published, self._published = self._published, []
+        stored, self._stored = self._stored, []
+        return published, stored
+
+    def drain(self, timeout_s: float) -> int:
+        return 0

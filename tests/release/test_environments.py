@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Environments that hold what others need: s3ec changes none of it when it comes, and works.
+
+They are made here, from the package index that pip is configured with; without one these are
+skipped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from packaging.utils import canonicalize_name
+
+from s3ec.testing.server import LocalS3
+
+REPOSITORY = Path(__file__).parents[2]
+pytestmark = pytest.mark.slow
+# Of vLLM's extra `runai`, runai-model-streamer[azure,gcs,s3]: all but torch, gigabytes that ask for
+# nothing of ours.
+RUNAI = [
+    "runai-model-streamer-s3",
+    "runai-model-streamer-gcs",
+    "runai-model-streamer-azure",
+    "humanize",
+    "numpy",
+]
+_PATIENCE_S = 600
+
+
+def run(*command: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    keep = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "S3EC_"))}
+    return subprocess.run(
+        [str(word) for word in command],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=_PATIENCE_S,
+        env={**keep, "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_COMPILE": "1", **variables},
+    )
+
+
+def pip(python: Path | str, *words: str | Path) -> str:
+    """What pip printed."""
+    done = run(python, "-m", "pip", *words)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def versions(python: Path) -> dict[str, str]:
+    listed = json.loads(pip(python, "list", "--format", "json"))
+    return {canonicalize_name(one["name"]): one["version"] for one in listed}
+
+
+def resolved(python: Path, folder: Path, *words: str | Path) -> dict[str, str]:
+    """What pip would install into an environment that holds nothing; nothing is installed."""
+    report = folder / "report.json"
+    pip(python, "install", "--quiet", "--dry-run", "--ignore-installed", "--report", report,
+        *words)  # fmt: skip
+    plan = json.loads(report.read_text())["install"]
+    return {canonicalize_name(one["metadata"]["name"]): one["metadata"]["version"] for one in plan}
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    for name in ("s3ec", "pyproject.toml", "README.md", "LICENSE"):
+        if (REPOSITORY / name).is_dir():
+            ignored = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(REPOSITORY / name, folder / name, ignore=ignored)
+        else:
+            shutil.copyfile(REPOSITORY / name, folder / name)
+    subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "-t", "wheel"],
+        cwd=folder,
+        check=True,
+        capture_output=True,
+    )
+    return next((folder / "dist").glob("*.whl"))
+
+
+@pytest.fixture(scope="module")
+def newest(tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> tuple[Path, dict[str, str]]:
+    """An environment that held the newest boto3 before s3ec: its Python, and what it held."""
+    folder = tmp_path_factory.mktemp("newest")
+    done = run(sys.executable, "-m", "venv", folder)
+    assert done.returncode == 0, done.stderr
+    python = folder / "bin" / "python"
+    once = ("--quiet", "--retries", "1")
+    pip(python, "install", *once, "--upgrade", "pip")  # older ones download to resolve
+    done = run(python, "-m", "pip", "install", *once, "boto3")
+    if done.returncode:
+        pytest.skip(f"needs a package index: {done.stderr.strip().splitlines()[-1][:200]}")
+    before = versions(python)
+    pip(python, "install", "--quiet", wheel, "pytest>=8.4", "pytest-asyncio>=1.0")
+    return python, before
+
+
+def test_installing_beside_the_newest_boto3_changes_no_package(
+    newest: tuple[Path, dict[str, str]],
+) -> None:
+    python, before = newest
+    assert {"boto3", "botocore", "s3transfer", "urllib3"} <= set(before)
+    after = versions(python)
+    assert {name: after.get(name) for name in before} == before
+    assert "s3ec" in after
+    pip(python, "check")
+
+
+def test_store_passes_its_suite_beside_the_newest_boto3(
+    newest: tuple[Path, dict[str, str]], local_s3: LocalS3, tmp_path: Path
+) -> None:
+    python, before = newest
+    suite = tmp_path / "installed_store.py"
+    shutil.copyfile(Path(__file__).with_name(suite.name), suite)
+    done = run(
+        python, "-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider",
+        "-o", "asyncio_mode=auto", "-o", "asyncio_default_fixture_loop_scope=function",
+        "--rootdir", tmp_path, "-W", "error", suite,
+        S3EC_TEST_ENDPOINT=local_s3.endpoint_url,
+        S3EC_TEST_BUCKET=local_s3.create_bucket("newest"),
+        S3EC_TEST_BOTOCORE=before["botocore"],
+        **local_s3.env(),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    assert " passed" in done.stdout
+    assert "skipped" not in done.stdout
+
+
+def test_what_vllms_runai_extra_brings_stays_as_it_is(
+    newest: tuple[Path, dict[str, str]], wheel: Path, tmp_path: Path
+) -> None:
+    python, _ = newest
+    before = resolved(python, tmp_path, *RUNAI)
+    assert {"boto3", "google-cloud-storage", "azure-storage-blob"} <= set(before)
+    pins = tmp_path / "pins.txt"
+    pins.write_text("".join(f"{name}=={version}\n" for name, version in before.items()))
+    # With these as constraints pip finds no answer where s3ec wants another version of one.
+    after = resolved(python, tmp_path, wheel, "--constraint", pins)
+    assert "s3ec" in after
+    shared = set(before) & set(after)
+    assert {"boto3", "botocore"} <= shared
+    assert {name: after[name] for name in shared} == {name: before[name] for name in shared}

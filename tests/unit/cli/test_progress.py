@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How far a long command is: lines for logs, a bar for people, and stdout for neither."""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import sys
+
+import pytest
+
+from s3ec.cli.progress import Lines
+from tests.unit.cli.conftest import Cli
+from tests.unit.cli.corpus import MODEL, Corpus
+from tests.unit.cli.test_manifest import announce
+from tests.unit.index.basics import Clock
+
+
+def test_a_line_every_ten_seconds_has_count_rate_and_time_left() -> None:
+    clock, lines = Clock(0.0), list[str]()
+    report = Lines(clock=clock, write=lines.append)
+    for second in range(1, 21):
+        clock.now_s = second
+        report("listing objects", 1000 * second, 100_000)
+    assert lines == [
+        "listing objects: 10,000 of 100,000, 1,000 a second, 2 min left",
+        "listing objects: 20,000 of 100,000, 1,000 a second, 1 min left",
+    ]
+
+
+def test_without_a_total_there_is_no_time_left_and_another_work_has_a_rate_of_its_own() -> None:
+    clock, lines = Clock(0.0), list[str]()
+    report = Lines(clock=clock, write=lines.append, in_bytes=True)
+    report("reading", 0, None)
+    clock.now_s = 10
+    report("reading", 20 << 20, None)
+    clock.now_s = 15
+    report("writing", 0, 4)
+    clock.now_s = 20
+    report("writing", 1 << 20, 4 << 20)
+    assert lines == [
+        "reading: 20.0 MiB, 2.0 MiB a second",
+        "writing: 1.0 MiB of 4.0 MiB, 204.8 KiB a second, 15 s left",
+    ]
+
+
+@pytest.mark.parametrize("command", ["gc --older-than 1h", "manifest rebuild", "manifest verify"])
+def test_progress_goes_to_stderr_and_json_stays_alone(
+    cli: Cli, corpus: Corpus, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.setattr("s3ec.cli.progress._EVERY_S", 0.0)
+    announce(corpus, corpus.namespace(MODEL), 1, "page 1", "page 2")
+    result = cli(*command.split(), "--json")
+    assert result.stdout.count("\n") == 1
+    assert result.stdout.startswith("{")
+    assert "listing objects: 2" in result.stderr
+
+
+def test_a_terminal_gets_a_bar_that_is_gone_at_the_end() -> None:
+    code = """
+from s3ec.cli.progress import counting
+with counting("looking") as report:
+    for done in (1, 2):
+        report("reading entries", done << 20, 4 << 20)
+print("done")
+"""
+    ours, theirs = pty.openpty()
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=theirs
+    ) as shown:
+        os.close(theirs)
+        told, _ = shown.communicate()
+    screen = os.read(ours, 65536).decode()
+    os.close(ours)
+    assert told == b"done\n"
+    assert "reading entries" in screen
+    assert screen.rstrip().endswith("\x1b[2K")

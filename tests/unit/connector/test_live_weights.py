@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls of vLLM that may change the weights of a running engine stop what is granted and saved."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from s3ec.counters import Counters
+from tests.unit.connector.scheduling import World, feature, identifier_of, request
+
+live_weights = pytest.importorskip("s3ec.connector.live_weights")
+shell = pytest.importorskip("s3ec.connector.connector")
+EngineCore = pytest.importorskip("vllm.v1.engine.core").EngineCore
+Scheduler = pytest.importorskip("vllm.v1.core.sched.scheduler").Scheduler
+
+
+class Engine:
+    """vLLM's own methods, on objects that have no model."""
+
+    def __init__(self, live: str = "stop") -> None:
+        live_weights.watch()
+        live_weights.watch()  # as by a second engine of this process
+        self.world = World(producer=True)
+        self.connector = shell.S3ECConnector.__new__(shell.S3ECConnector)
+        self.connector._scheduler = self.world.half
+        self.connector._node = SimpleNamespace(
+            counters=Counters(),
+            settings=SimpleNamespace(live_weights=live),
+            namespace=SimpleNamespace(name="tiny-0123456789abcdef"),
+        )
+        self.calls: list[Any] = []
+        self.scheduler = Scheduler.__new__(Scheduler)
+        self.scheduler.ec_connector = self.connector
+        self.scheduler.encoder_cache_manager = SimpleNamespace(reset=lambda: self.calls.append(0))
+        self.core = EngineCore.__new__(EngineCore)
+        self.core.scheduler = self.scheduler
+        self.core.model_executor = SimpleNamespace(
+            collective_rpc=lambda method, *_: self.calls.append(method) or ["answered"],
+            reset_encoder_cache=lambda: self.calls.append("workers"),
+        )
+
+    @property
+    def stopped(self) -> bool:
+        return self.connector._node.counters.get("stopped_by_weights") == 1
+
+    def hits(self, text: str) -> bool:
+        """Whether a request about what is pinned here is granted it."""
+        asker = request(f"{text} again", feature(text))
+        ready = self.world.ask(asker)
+        granted = self.world.schedule(asker)
+        self.world.half.request_finished(asker)
+        return ready and granted == [True]
+
+
+def callback(model: Any) -> None:
+    """What a caller of collective_rpc may bring along."""
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "update_weights": lambda core: core.collective_rpc("update_weights", args=({},)),
+    "reload_weights": lambda core: core.collective_rpc("reload_weights"),
+    "apply_model": lambda core: core.collective_rpc("apply_model", None, (callback,)),
+    "a name of their own": lambda core: core.collective_rpc("update_from_trainer"),
+    "a function": lambda core: core.collective_rpc(callback),
+    "weight version": lambda core: core.set_weight_version("v2"),
+    "reset": lambda core: core.scheduler.reset_encoder_cache(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_after_a_change_nothing_is_granted_or_saved(
+    change: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    if change == "weight version" and not hasattr(EngineCore, "set_weight_version"):
+        pytest.skip("this vLLM has no weight versions")
+    engine = Engine()
+    engine.world.bring("a", "b")
+    assert engine.hits("a")
+    with caplog.at_level(logging.ERROR, "s3ec"):
+        CHANGES[change](engine.core)
+        CHANGES[change](engine.core)
+    assert engine.stopped
+    assert caplog.text.count("nothing is loaded or saved from here on") == 1
+    assert not engine.hits("b")
+    assert not engine.hits("fresh")
+    assert engine.world.step().saves == {}
+    assert engine.world.wanted == [identifier_of("a"), identifier_of("b")]  # nor fetched
+
+
+def test_calls_reach_the_workers_and_their_answers_the_caller() -> None:
+    engine = Engine()
+    assert engine.core.collective_rpc("update_weights") == ["answered"]
+    engine.scheduler.reset_encoder_cache()
+    assert engine.calls == ["update_weights", 0]
+
+
+@pytest.mark.parametrize(
+    "method", ["check_health", "get_model", "add_lora", "compute_weight_checksums", "profile"]
+)
+def test_calls_that_leave_the_weights_alone_stop_nothing(method: str) -> None:
+    engine = Engine()
+    engine.world.bring("a")
+    engine.core.collective_rpc(method)
+    assert not engine.stopped
+    assert engine.hits("a")
+
+
+def test_who_knows_better_goes_on() -> None:
+    engine = Engine(live="ignore")
+    engine.world.bring("a")
+    engine.core.collective_rpc("update_weights")
+    engine.scheduler.reset_encoder_cache()
+    assert engine.hits("a")
+
+
+def test_engines_without_s3ec_are_not_touched() -> None:
+    engine = Engine()
+    engine.scheduler.ec_connector = None
+    assert engine.core.collective_rpc("update_weights") == ["answered"]
+    engine.scheduler.reset_encoder_cache()
+    del engine.core.scheduler
+    assert engine.core.collective_rpc("update_weights") == ["answered"]  # while it starts
+
+
+def test_what_was_granted_before_is_loaded_unless_vllm_has_dropped_it() -> None:
+    """vLLM counts on it: without it the step would end the engine."""
+    for change, loads in (("update_weights", 1), ("reset", 0)):
+        engine = Engine()
+        engine.world.bring("a")
+        asker = request("r", feature("a"))
+        assert engine.world.ask(asker)
+        engine.world.schedule(asker)
+        assert engine.world.step(tokens=0).loads == []  # its worker half is not called
+        CHANGES[change](engine.core)
+        assert len(engine.world.step().loads) == loads
+
+
+def test_a_request_without_pixels_is_failed_alone() -> None:
+    engine = Engine()
+    engine.world.bring("a")
+    engine.core.collective_rpc("update_weights")
+    assert not engine.world.ask(request("r", feature("a", pixels=False)))
+    assert engine.world.half.take_unavailable_requests() == {"r"}
+
+
+def test_pins_are_given_back() -> None:
+    engine = Engine()
+    engine.world.bring("a", "b")
+    engine.scheduler.reset_encoder_cache()
+    engine.world.clock.now_s += 60.0
+    engine.world.step()
+    assert engine.world.prefetcher.live == set()

@@ -1,0 +1,435 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's own configuration: what a fleet shares, and what its processes agree on."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from s3ec.connector.namespace import checkpoint_of, describe
+from s3ec.connector.plan import StepPlan
+from s3ec.identity import Namespace
+from s3ec.settings import Settings
+from s3ec.testing.models import write_gemma3
+from s3ec.weights import Checkpoint, weights_of
+from tests.unit.test_weights import adapter, tensors_of, write
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("vllm")
+shell = pytest.importorskip("s3ec.connector.connector")
+
+# What vLLM and transformers warn of while they are imported and configured is not ours.
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+
+# Where nothing listens; what is tested here never asks the bucket.
+_NOWHERE = "http://127.0.0.1:9"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_gemma3(tmp_path_factory.mktemp("models") / "gemma3")
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> dict[str, Any]:
+    return {"bucket": "embeddings", "endpoint_url": _NOWHERE, "cache_dir": str(tmp_path / "tier")}
+
+
+@pytest.fixture(autouse=True)
+def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+def engine_config(model: Path, ec: dict[str, Any] | None, **options: Any) -> Any:
+    """What `vllm serve` would make of these options."""
+    from vllm.config import ECTransferConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+    made = EngineArgs(
+        model=str(model),
+        max_model_len=2048,
+        enforce_eager=True,
+        ec_transfer_config=None if ec is None else ECTransferConfig(**ec),
+        **options,
+    )
+    return made.create_engine_config()
+
+
+def ec(role: str, settings: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "ec_connector": "S3ECConnector",
+        "ec_role": role,
+        "ec_connector_extra_config": settings,
+    }
+
+
+# vLLM's examples/disaggregated: what the scripts give their instances, as far as it is not the
+# address, the memory or the connector. Each is (role, options).
+_ENCODER = {"enable_prefix_caching": False, "max_num_batched_tokens": 114688, "max_num_seqs": 128}
+EXAMPLES: dict[str, list[tuple[str, dict[str, Any]]]] = {
+    "disaggregated_encoder/disagg_1e1pd_example.sh": [
+        ("ec_producer", _ENCODER),
+        ("ec_consumer", {"max_num_seqs": 128}),
+    ],
+    "disaggregated_encoder/disagg_1e1p1d_example.sh": [
+        ("ec_producer", _ENCODER),
+        ("ec_consumer", {"max_num_seqs": 128, "kv_role": "kv_producer"}),
+    ],
+    "disaggregated_encoder/cpu_ec_connector_example.sh": [
+        ("ec_producer", {**_ENCODER, "mm_encoder_only": True}),
+        ("ec_consumer", {"max_num_seqs": 128}),
+    ],
+    "disaggregated_encoder/mooncake_connector/disagg_1e1p1d_example.sh": [
+        ("ec_producer", {**_ENCODER, "mm_encoder_only": True}),
+        ("ec_consumer", {"max_num_seqs": 128, "kv_role": "kv_producer"}),
+    ],
+    "ec_both_encoder/ec_both_encoder.sh": [
+        ("ec_both", {}),
+        ("ec_producer", _ENCODER),
+        ("ec_consumer", {}),
+    ],
+}
+
+
+def _no_torchcodec() -> None:
+    raise ImportError("torchcodec")
+
+
+@pytest.fixture(params=["as it is", "CUDA with torchcodec", "CUDA without torchcodec"])
+def platform(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """Whose accelerator vLLM believes to run on while it settles roles and devices."""
+    import vllm.platforms
+
+    if request.param == "as it is":
+        yield lambda config: None
+        return
+    there = request.param == "CUDA with torchcodec"
+    check = (lambda: None) if there else _no_torchcodec
+
+    def resolve(config: Any) -> None:
+        """Again what vLLM's __post_init__ does, now with CUDA (the build here has none)."""
+        with (
+            mock.patch.object(type(vllm.platforms.current_platform), "device_type", "cuda"),
+            mock.patch("vllm.utils.import_utils.check_torchcodec_available", check),
+        ):
+            config._resolve_mm_processor_device()
+            config._resolve_mm_video_decode_device()
+
+    yield resolve
+
+
+@pytest.mark.parametrize("tensor_ipc", ["direct_rpc", "torch_shm"])
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_the_instances_of_vllm_s_examples_share_a_namespace(
+    example: str, tensor_ipc: str, model: Path, settings: dict[str, Any], platform: Any
+) -> None:
+    from vllm.config import KVTransferConfig
+
+    descriptors = []
+    for role, given in EXAMPLES[example]:
+        options = {"mm_tensor_ipc": tensor_ipc, **given}
+        if kv_role := options.pop("kv_role", None):
+            options["kv_transfer_config"] = KVTransferConfig(
+                kv_connector="NixlConnector", kv_role=kv_role
+            )
+        config = engine_config(model, ec(role, settings), **options)
+        platform(config)
+        descriptors.append(describe(config, Settings.model_validate(settings)))
+    first, *others = descriptors
+    assert all(other == first for other in others)
+    assert first["weights"].startswith("sha256:")
+
+
+def test_vllm_s_dummy_weights_are_known_as_such(model: Path, settings: dict[str, Any]) -> None:
+    config = engine_config(model, ec("ec_both", settings), load_format="dummy")
+    assert describe(config, Settings.model_validate(settings))["weights"] == "dummy"
+
+
+def test_where_vllm_takes_the_weights_from_is_read_off_its_configuration(
+    model: Path, tmp_path: Path
+) -> None:
+    config = engine_config(model, None, download_dir=str(tmp_path), load_format="safetensors")
+    assert checkpoint_of(config) == Checkpoint(
+        str(model), load_format="safetensors", download_dir=str(tmp_path)
+    )
+
+
+# -- what scheduler and workers agree on -------------------------------------------------------
+
+
+@pytest.fixture
+def connectors(model: Path, settings: dict[str, Any]) -> Iterator[Any]:
+    """Makes halves of one engine; ends them."""
+    config = engine_config(model, ec("ec_both", settings))
+    made: list[Any] = []
+
+    def make(role: str, place: Path = model) -> Any:
+        config.model_config.model = str(place)
+        config.ec_transfer_config.ec_connector_extra_config["model_identity"] = "gemma"
+        made.append(shell.S3ECConnector(config, getattr(shell.ECConnectorRole, role)))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.shutdown()
+
+
+def namespace(connector: Any) -> Namespace | None:
+    return None if connector._node is None else connector._node.namespace
+
+
+class Step:
+    free_encoder_mm_hashes = ()
+    total_num_scheduled_tokens = 0
+
+
+def test_a_worker_that_starts_before_the_download_waits_for_the_scheduler_s_word(
+    connectors: Any, tmp_path: Path
+) -> None:
+    worker = connectors("WORKER", tmp_path / "not-yet")
+    assert namespace(worker) is None
+    cache: dict[str, Any] = {}
+    worker.save_caches(cache, "nothing to save")  # as vLLM's profiling does
+    scheduler = connectors("SCHEDULER")
+    orders = scheduler.build_connector_meta(Step())
+    worker.bind_connector_metadata(orders)
+    assert namespace(worker) == namespace(scheduler)
+    assert namespace(worker).descriptor["weights"].startswith("sha256:")
+    worker.start_load_caches(cache)
+    worker.clear_connector_metadata()
+
+
+def test_a_worker_goes_on_where_the_scheduler_reads_and_says_that_its_files_differ(
+    connectors: Any, model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = write(tmp_path / "other" / "model.safetensors", tensors_of(["vision.w"])).parent
+    worker = connectors("WORKER", other)
+    before = namespace(worker)
+    scheduler = connectors("SCHEDULER")
+    assert before != namespace(scheduler)
+    with caplog.at_level(logging.WARNING, logger="s3ec"):
+        worker.bind_connector_metadata(scheduler.build_connector_meta(Step()))
+    assert namespace(worker) == namespace(scheduler)
+    assert "going on with the scheduler's" in caplog.text
+    half = worker._worker
+    worker.bind_connector_metadata(scheduler.build_connector_meta(Step()))
+    assert worker._worker is half
+
+
+def test_a_scheduler_without_the_files_says_once_that_the_name_is_all_it_knows(
+    connectors: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with caplog.at_level(logging.WARNING, logger="s3ec"):
+        worker, scheduler = connectors("WORKER", empty), connectors("SCHEDULER", empty)
+        for _ in range(2):
+            worker.bind_connector_metadata(scheduler.build_connector_meta(Step()))
+    assert caplog.text.count("by the model's name only: there are no weights of a known kind") == 1
+    assert namespace(worker).descriptor["weights"] == "by name"
+
+
+def test_a_worker_whose_half_did_not_start_says_so_instead_of_loading_nothing(
+    connectors: Any, tmp_path: Path
+) -> None:
+    worker = connectors("WORKER", tmp_path / "not-yet")
+    worker.bind_connector_metadata(shell.S3ECMetadata(StepPlan(loads=[SimpleNamespace()])))
+    with pytest.raises(RuntimeError, match="did not start"):
+        worker.start_load_caches({})
+
+
+# -- vLLM's names for the parts of a model -----------------------------------------------------
+
+# Module and class of vLLM 0.32, and names in the checkpoint: encoder and projector, language model.
+CLASSES: dict[tuple[str, str], tuple[list[str], list[str]]] = {
+    ("gemma3_mm", "Gemma3ForConditionalGeneration"): (
+        ["model.vision_tower.encoder.layers.0.w", "model.multi_modal_projector.w"],
+        ["model.language_model.layers.0.w", "model.language_model.norm.weight", "lm_head.weight"],
+    ),
+    ("qwen2_vl", "Qwen2VLForConditionalGeneration"): (
+        ["visual.blocks.0.w", "visual.merger.w"],
+        ["model.layers.0.w", "model.norm.weight", "lm_head.weight"],
+    ),
+    ("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration"): (
+        ["visual.blocks.0.w", "visual.merger.w"],
+        ["model.layers.0.w", "model.norm.weight", "lm_head.weight"],
+    ),
+    ("qwen3_vl", "Qwen3VLForConditionalGeneration"): (
+        ["model.visual.blocks.0.w", "model.visual.merger.w"],
+        ["model.language_model.layers.0.w", "lm_head.weight"],
+    ),
+    ("llava", "LlavaForConditionalGeneration"): (
+        ["model.vision_tower.encoder.layers.0.w", "model.multi_modal_projector.w"],
+        ["model.language_model.layers.0.w", "lm_head.weight"],
+    ),
+    ("internvl", "InternVLChatModel"): (
+        ["vision_model.encoder.layers.0.w", "mlp1.0.weight"],
+        ["language_model.model.layers.0.w", "language_model.lm_head.weight"],
+    ),
+    ("glm4_1v", "Glm4vForConditionalGeneration"): (
+        ["model.visual.blocks.0.w", "model.visual.merger.w"],
+        ["model.language_model.layers.0.w", "lm_head.weight"],
+    ),
+}
+
+
+@pytest.mark.parametrize("family", CLASSES, ids=lambda family: family[1])
+def test_what_the_fingerprint_leaves_out_vllm_calls_the_language_model(
+    family: tuple[str, str], tmp_path: Path
+) -> None:
+    module = importlib.import_module(f"vllm.model_executor.models.{family[0]}")
+    kind = getattr(module, family[1])
+    mapper = getattr(kind, "hf_to_vllm_mapper", None)
+    parts = kind.get_mm_mapping(kind)
+    encoder, language_model = CLASSES[family]
+
+    def part(name: str) -> str:
+        return (str(mapper.map_name(name)) if mapper is not None else name).split(".")[0]
+
+    for names, called in (
+        (encoder, [*parts.tower_model, *parts.connector]),
+        (language_model, parts.language_model),
+    ):
+        assert {part(name) for name in names} <= {each.split(".")[0] for each in called}
+    tensors = tensors_of(encoder + language_model)
+    marks = {
+        name: weights_of(
+            Checkpoint(
+                str(
+                    write(
+                        tmp_path / str(number) / "model.safetensors", tensors | {name: b"\0" * 64}
+                    ).parent
+                )
+            )
+        ).mark
+        for number, name in enumerate(tensors)
+    }
+    base = weights_of(
+        Checkpoint(str(write(tmp_path / "base" / "model.safetensors", tensors).parent))
+    ).mark
+    assert {name for name, mark in marks.items() if mark == base} == set(language_model)
+
+
+# -- an adapter that touches the encoder, through both halves ----------------------------------
+
+_DEADLINE_S = 60.0
+_ROWS, _WIDTH = 4, 64
+
+
+class Adapted:
+    """vLLM's side of one engine: a scheduler and a worker connector, and the device's cache."""
+
+    def __init__(self, model: Path, settings: dict[str, Any]) -> None:
+        config = engine_config(
+            model,
+            ec("ec_both", settings),
+            enable_lora=True,
+            max_lora_rank=8,
+            enable_tower_connector_lora=True,
+        )
+        self.worker = shell.S3ECConnector(config, shell.ECConnectorRole.WORKER)
+        self.scheduler = shell.S3ECConnector(config, shell.ECConnectorRole.SCHEDULER)
+        self.worker._worker._rank = lambda: 0  # vLLM's ranks are not set up here
+        self.cache: dict[str, Any] = {}
+        self.requests = 0
+
+    def step(self, freed: tuple[str, ...] = (), encoded: dict[str, Any] | None = None) -> None:
+        """One step of the engine: orders, frees, loads, encodes and saves, report."""
+        output = SimpleNamespace(free_encoder_mm_hashes=freed, total_num_scheduled_tokens=10)
+        self.worker.bind_connector_metadata(self.scheduler.build_connector_meta(output))
+        for name in freed:
+            self.cache.pop(name, None)
+        self.worker.start_save_caches(self.cache)
+        self.worker.start_load_caches(self.cache)
+        for name, tensor in (encoded or {}).items():
+            self.cache[name] = tensor
+            self.worker.save_caches(self.cache, name)
+        report = self.worker.build_connector_worker_meta()
+        self.scheduler.update_connector_output(SimpleNamespace(ec_connector_worker_meta=report))
+        self.worker.clear_connector_metadata()
+
+    def until(self, condition: Any) -> None:
+        end = time.monotonic() + _DEADLINE_S
+        while not condition():
+            assert time.monotonic() < end
+            self.step()
+            time.sleep(0.005)
+
+    def ask(self, name: str, lora: Any, tensor: Any) -> bool:
+        """One request for one picture; whether it was a hit. Afterwards the device is empty."""
+        self.requests += 1
+        pixels = {"pixel_values": SimpleNamespace(field=SimpleNamespace(keep_on_cpu=False))}
+        position = SimpleNamespace(offset=0, length=_ROWS, get_num_embeds=lambda: _ROWS)
+        request = SimpleNamespace(
+            request_id=str(self.requests),
+            lora_request=lora,
+            num_prompt_tokens=_ROWS + 1,
+            mm_features=[
+                SimpleNamespace(
+                    identifier=name, modality="image", data=pixels, mm_position=position
+                )
+            ],
+        )
+        self.until(lambda: self.scheduler.ensure_cache_available(request, 0))
+        granted = bool(self.scheduler.has_cache_item(name))
+        self.scheduler.update_state_after_alloc(request, 0)
+        self.step(encoded={} if granted else {name: tensor})
+        assert torch.equal(self.cache[name], tensor)
+        self.scheduler.request_finished(request)
+        self.step(freed=(name,))
+        return granted
+
+    def counted(self, name: str) -> float:
+        return float(self.scheduler._node.counters.get(name))
+
+
+def test_an_adapter_s_embeddings_are_shared_until_it_is_replaced_under_its_name(
+    model: Path, tmp_path: Path
+) -> None:
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    settings = {"url": f"file://{corpus}", "cache_dir": str(tmp_path / "tier"),
+                "min_free_bytes": 0, "defer_timeout_s": 60}  # fmt: skip
+    place = adapter(tmp_path / "adapter", tensors_of(["vision_tower.lora_A"]))
+    name = "my-lora:" + "ab" * 32
+    old, new = (torch.full((_ROWS, _WIDTH), float(n), dtype=torch.bfloat16) for n in (1, 2))
+
+    def lora(*, inplace: bool = False) -> Any:
+        from vllm.lora.request import LoRARequest
+
+        return LoRARequest("my-lora", 1, str(place), load_inplace=inplace)
+
+    def stored() -> set[str]:
+        return {path.parts[-3] for path in corpus.rglob("objects/**/*.safetensors")}
+
+    engine = Adapted(model, settings)
+    try:
+        assert not engine.ask(name, lora(), old)
+        engine.until(lambda: engine.counted("save.items") == 1)
+        (first,) = stored()
+        assert first.startswith("my-lora-")
+        assert engine.ask(name, lora(), old)
+
+        adapter(place, tensors_of(["vision_tower.lora_B"]))
+        engine.scheduler.adapter_loaded(lora(inplace=True))
+        assert not engine.ask(name, lora(inplace=True), new)
+        engine.until(lambda: engine.counted("save.items") == 2)
+        assert len(stored()) == 2
+        assert engine.ask(name, lora(inplace=True), new)
+
+        # Replaced between the scheduler's decision and the save: nobody vouches for it.
+        engine.worker._adapter_files = SimpleNamespace(vouch_for=lambda use: False)
+        assert not engine.ask("my-lora:" + "cd" * 32, lora(inplace=True), old)
+        assert engine.counted("save_problem.adapter") == 1
+    finally:
+        engine.worker.shutdown()
+        engine.scheduler.shutdown()
+    assert len(stored()) == 2

@@ -1,0 +1,324 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is botocore's alone: threads that hang, and sources of credentials that take their time."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import hashlib
+import http.server
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from botocore.credentials import SSOProvider
+from botocore.exceptions import ConnectionClosedError
+
+from s3ec.config import load_settings
+from s3ec.errors import UnavailableError
+from s3ec.settings import Settings
+from s3ec.store.botocore_s3 import BotocoreStore
+from s3ec.store.sdk_session import Exchange
+from s3ec.testing import proxy_faults as faults
+from s3ec.testing.proxy import Fault, FaultProxy, Rule
+from s3ec.testing.server import MotoServer
+
+BODY = os.urandom(300_000)
+AMPLE = 2**24
+# Far beyond what a test takes; a hang fails the test instead of the run.
+PATIENCE_S = 60.0
+Configure = Callable[..., Settings]
+
+
+@pytest.fixture
+def proxy(moto_server: MotoServer) -> Iterator[FaultProxy]:
+    with FaultProxy(moto_server.endpoint_url) as proxy:
+        yield proxy
+
+
+@pytest.fixture(scope="module")
+def bucket(moto_server: MotoServer) -> str:
+    return moto_server.create_bucket("unit-botocore")
+
+
+@pytest.fixture
+def configure(proxy: FaultProxy, bucket: str) -> Configure:
+    defaults = {"bucket": bucket, "endpoint_url": proxy.url, "region": "us-east-1"}
+    return lambda **changes: load_settings({**defaults, **changes}).settings
+
+
+@pytest.fixture
+def keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "an-access-key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "s")
+
+
+PHASES: dict[str, tuple[Fault, Callable[[BotocoreStore], Awaitable[object]]]] = {
+    "head of an answer": (faults.Stall(), lambda store: store.get("a", max_bytes=AMPLE)),
+    "body": (faults.Stall(upto=1000), lambda store: store.get("a", max_bytes=AMPLE)),
+    "listing": (faults.Stall(upto=10), lambda store: store.list_folders("")),
+    "upload": (faults.StallUpload(), lambda store: store.put_if_absent("b", [bytes(32_000_000)])),
+}
+
+
+@pytest.mark.parametrize("phase", PHASES)
+async def test_request_that_nobody_waits_for_gives_its_thread_back(
+    phase: str, keys: None, configure: Configure, proxy: FaultProxy
+) -> None:
+    # One thread, which by its socket's limit would wait for ten minutes.
+    store = BotocoreStore(configure(prefix=phase, max_concurrency=1, read_timeout_s=600))
+    await store.put_if_absent("a", [BODY])
+    fault, operation = PHASES[phase]
+    rule = proxy.add(Rule(fault, times=1))
+    hanging = asyncio.ensure_future(operation(store))
+    async with asyncio.timeout(PATIENCE_S):
+        while not rule.fired:  # noqa: ASYNC110 -- the proxy's thread has no event of this loop
+            await asyncio.sleep(0.01)
+        hanging.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await hanging
+        assert await store.get("a", max_bytes=AMPLE) == BODY
+    await store.close()
+
+
+class Connection:
+    """One to nobody, of which only this is looked at."""
+
+    def __init__(self) -> None:
+        self.sock, self.other = socket.socketpair()
+
+    def close(self) -> None:
+        self.sock.close()
+
+
+def test_answer_that_came_too_late_for_anybody_is_closed() -> None:
+    for when in ("while it runs", "between two runs"):
+        exchange, connection = Exchange(), Connection()
+
+        def use(exchange: Exchange = exchange, connection: Connection = connection) -> None:
+            exchange.uses(connection)
+
+        def use_and_abort(exchange: Exchange = exchange, use: Callable[[], None] = use) -> None:
+            use()
+            exchange.abort()
+
+        if when == "while it runs":
+            exchange.run(use_and_abort)
+        else:
+            exchange.run(use)
+            assert connection.sock.fileno() >= 0  # its body may be read yet
+            exchange.abort()
+        assert connection.sock.fileno() == -1
+        connection.other.close()
+        with pytest.raises(ConnectionClosedError):
+            exchange.run(lambda: None)
+
+
+def test_connection_that_another_request_uses_by_now_is_left_alone() -> None:
+    exchange, connection = Exchange(), Connection()
+    exchange.run(lambda: exchange.uses(connection))
+    exchange.is_done_with(connection)
+    exchange.abort()
+    connection.sock.sendall(b"x")
+    assert connection.other.recv(1) == b"x"
+    connection.close()
+    connection.other.close()
+
+
+async def test_many_hanging_requests_leave_a_store_that_works_at_once(
+    keys: None, configure: Configure, proxy: FaultProxy
+) -> None:
+    store = BotocoreStore(configure(max_concurrency=3, read_timeout_s=600))
+    await store.put_if_absent("many", [BODY])
+    rule = proxy.add(Rule(faults.Stall(), times=3))
+    async with asyncio.timeout(PATIENCE_S):
+        tasks = [asyncio.create_task(store.get("many", max_bytes=AMPLE)) for _ in range(12)]
+        while rule.fired < 3:  # noqa: ASYNC110 -- as above
+            await asyncio.sleep(0.01)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        read = await asyncio.gather(*(store.get("many", max_bytes=AMPLE) for _ in range(6)))
+        assert read == [BODY] * 6
+    await store.close()
+
+
+ENDING = """
+import asyncio, json, sys, threading
+from s3ec.config import load_settings
+from s3ec.store.botocore_s3 import BotocoreStore
+
+store = BotocoreStore(load_settings(json.loads(sys.argv[1])).settings)
+threading.Thread(
+    target=lambda: asyncio.run(store.get("x", max_bytes=10)), daemon=True
+).start()
+sys.stdin.readline()  # until the request has arrived
+"""
+
+
+def test_thread_that_waits_for_a_server_does_not_keep_a_process_from_ending(
+    keys: None, configure: Configure, proxy: FaultProxy
+) -> None:
+    rule = proxy.add(Rule(faults.Stall()))
+    wanted = {"bucket", "endpoint_url", "region", "read_timeout_s"}
+    settings = configure(read_timeout_s=600).model_dump_json(include=wanted)
+    process = subprocess.Popen(
+        [sys.executable, "-c", ENDING, settings],
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    wait = threading.Event()
+    while not rule.fired and process.poll() is None:
+        wait.wait(0.01)
+    _, said = process.communicate("go\n", timeout=PATIENCE_S)
+    assert process.returncode == 0, said
+    assert rule.fired == 1
+
+
+async def test_length_that_is_no_number_is_unavailable(
+    keys: None, configure: Configure, proxy: FaultProxy
+) -> None:
+    store = BotocoreStore(configure())
+    for headers in ({"content-length": "many"}, {"content-length": "-1"}):
+        proxy.add(Rule(_Raw(headers)))
+        for call in (store.get("x", max_bytes=10), store.head("x"), store.list_folders("")):
+            with pytest.raises(UnavailableError):
+                await call
+        proxy.clear()
+    await store.close()
+
+
+class _Raw:
+    def __init__(self, headers: dict[str, str]) -> None:
+        self._headers = headers
+
+    async def apply(self, exchange: Any) -> None:
+        await exchange.read_body()
+        lines = [f"{name}: {value}" for name, value in self._headers.items()]
+        head = "\r\n".join(["HTTP/1.1 200 OK", 'etag: "x"', *lines, "", ""])
+        await exchange.send_raw(head.encode())
+        exchange.close()
+
+
+# -- sources of credentials --------------------------------------------------------------------
+
+
+@contextmanager
+def service(answers: Callable[[str, dict[str, str]], object]) -> Iterator[str]:
+    """An HTTP server on loopback that answers each GET with JSON; its address."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            headers = {name.lower(): value for name, value in self.headers.items()}
+            body = json.dumps(answers(self.path, headers)).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def in_hours(hours: float) -> datetime.datetime:
+    return datetime.datetime.now(datetime.UTC) + datetime.timedelta(hours=hours)
+
+
+async def test_credentials_of_a_container_are_used_and_asked_for_once(
+    configure: Configure, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def answer(path: str, headers: dict[str, str]) -> object:
+        asked.append(f"{path} {headers.get('authorization')}")
+        return {
+            "AccessKeyId": "AKIACONTAINER",
+            "SecretAccessKey": "s",
+            "Token": "a-containers-token",
+            "Expiration": in_hours(6).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        }
+
+    with service(answer) as url:
+        monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", f"{url}/role")
+        monkeypatch.setenv("AWS_CONTAINER_AUTHORIZATION_TOKEN", "a-pod")
+        store = BotocoreStore(configure())
+        for _ in range(3):
+            assert await store.get("absent", max_bytes=1) is None
+        await store.close()
+    assert asked == ["/role a-pod"]
+    for request in proxy.requests:
+        assert "AKIACONTAINER" in request.headers["authorization"]
+        assert request.headers["x-amz-security-token"] == "a-containers-token"
+
+
+async def test_single_sign_on_of_a_profile_is_used(
+    configure: Configure, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    start = "https://corpus.awsapps.test/start"
+    cached = (
+        tmp_path / ".aws" / "sso" / "cache" / f"{hashlib.sha1(start.encode()).hexdigest()}.json"
+    )
+    cached.parent.mkdir(parents=True)
+    token = {"accessToken": "a-sign-on", "expiresAt": f"{in_hours(6):%Y-%m-%dT%H:%M:%SZ}"}
+    cached.write_text(json.dumps({"startUrl": start, "region": "us-east-1", **token}))
+    (tmp_path / "config").write_text(
+        f"[profile people]\nsso_start_url = {start}\nsso_region = us-east-1\n"
+        "sso_account_id = 123456789012\nsso_role_name = reader\n"
+    )
+    asked: list[str] = []
+
+    def answer(path: str, headers: dict[str, str]) -> object:
+        asked.append(f"{path} {headers['x-amz-sso_bearer_token']}")
+        expires_ms = int(in_hours(6).timestamp() * 1000)
+        return {"roleCredentials": {"accessKeyId": "AKIASIGNEDON", "secretAccessKey": "s",
+                                    "sessionToken": "t", "expiration": expires_ms}}  # fmt: skip
+
+    # botocore looks the home folder up when it is imported.
+    monkeypatch.setattr(SSOProvider, "_SSO_TOKEN_CACHE_DIR", str(cached.parent))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    with service(answer) as url:
+        monkeypatch.setenv("AWS_ENDPOINT_URL_SSO", url)
+        store = BotocoreStore(configure(profile="people"))
+        for _ in range(3):
+            assert await store.get("absent", max_bytes=1) is None
+        await store.close()
+    (request,) = asked
+    assert request.startswith("/federation/credentials?")
+    assert request.endswith(" a-sign-on")
+    assert all("AKIASIGNEDON" in one.headers["authorization"] for one in proxy.requests)
+
+
+async def test_service_of_credentials_that_hangs_is_given_up_as_soon_as_a_store_would_be(
+    keys: None,
+    configure: Configure,
+    moto_server: MotoServer,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with FaultProxy(moto_server.endpoint_url) as sts:
+        monkeypatch.setenv("AWS_ENDPOINT_URL_STS", sts.url)
+        rule = sts.add(Rule(faults.Stall()))
+        role = "arn:aws:iam::123456789012:role/corpus-reader"
+        store = BotocoreStore(configure(role_arn=role, read_timeout_s=0.3))
+        with pytest.raises(UnavailableError):
+            await store.get("x", max_bytes=1)
+        # It was asked again, which botocore's own limit puts off for a minute.
+        async with asyncio.timeout(PATIENCE_S / 2):
+            while rule.fired < 2:  # noqa: ASYNC110 -- as above
+                await asyncio.sleep(0.01)
+        await store.close()

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several deletions at once inside the wrappers: what failed alone is asked for alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from s3ec.counters import Counters
+from s3ec.errors import AccessError, S3ECError, UnavailableError
+from s3ec.store.breaker import BreakerOptions
+from s3ec.store.endpoint import Endpoint, GuardStore
+from s3ec.store.retry import Budget, RetryOptions, RetryStore
+from s3ec.testing.fault_store import Fault, FaultStore, Script
+from s3ec.testing.memory_store import MemoryStore
+
+NAMES = ["a", "b", "c"]
+
+
+class Asked(MemoryStore):
+    """Notes what each request names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches: list[list[str]] = []
+
+    async def delete_many(self, names: Sequence[str]) -> dict[str, S3ECError]:
+        self.batches.append(list(names))
+        return await super().delete_many(names)
+
+
+@pytest.fixture
+async def bucket() -> Asked:
+    bucket = Asked()
+    for name in NAMES:
+        await bucket.put_if_absent(name, [b"x"])
+    return bucket
+
+
+def retrying(inner: FaultStore, *, budget: Budget | None = None, attempts: int = 3) -> RetryStore:
+    async def sleep(seconds: float) -> None:
+        pass
+
+    return RetryStore(
+        inner, Counters(), options=RetryOptions(attempts=attempts), budget=budget, sleep=sleep
+    )
+
+
+def partial(name: str, error: type[S3ECError], times: int | None = 1) -> Fault:
+    return Fault(op="delete_many", name=name, error=error, partial=True, times=times)
+
+
+async def test_only_names_that_may_yet_be_deleted_are_asked_for_again(bucket: Asked) -> None:
+    faults = [partial("b", UnavailableError)]
+    store = retrying(FaultStore(bucket, Script(faults)))
+    assert await store.delete_many(NAMES) == {}
+    assert bucket.batches == [["a", "c"], ["b"]]
+    assert bucket.bucket.objects == {}
+
+
+async def test_a_refused_name_is_not_asked_for_again_and_is_reported(bucket: Asked) -> None:
+    both = Fault(op="delete_many", name="^[ab]$", partial=True, times=1)
+    both.error = lambda m: (AccessError if m.endswith("a") else UnavailableError)(m)
+    store = retrying(FaultStore(bucket, Script([both])))
+    left = await store.delete_many(NAMES)
+    assert {name: type(exc) for name, exc in left.items()} == {"a": AccessError}
+    assert bucket.batches == [["c"], ["b"]]
+    assert set(bucket.bucket.objects) == {"a"}
+
+
+async def test_what_stays_unavailable_is_reported_with_its_reason(bucket: Asked) -> None:
+    store = retrying(FaultStore(bucket, Script([partial("b", UnavailableError, times=None)])))
+    left = await store.delete_many(NAMES)
+    assert list(left) == ["b"]
+    assert isinstance(left["b"], UnavailableError)
+    assert "for b" in str(left["b"])
+
+
+async def test_a_request_that_fails_as_a_whole_raises_and_one_after_an_answer_does_not(
+    bucket: Asked,
+) -> None:
+    down = Fault(op="delete_many", error=AccessError)
+    with pytest.raises(AccessError):
+        await retrying(FaultStore(bucket, Script([down]))).delete_many(NAMES)
+    first = partial("b", UnavailableError)
+    left = await retrying(FaultStore(bucket, Script([first, down]))).delete_many(NAMES)
+    assert {name: type(exc) for name, exc in left.items()} == {"b": AccessError}
+
+
+async def test_a_whole_failure_is_repeated_within_the_budget(bucket: Asked) -> None:
+    faults = FaultStore(bucket, Script([Fault(op="delete_many", error=UnavailableError, times=1)]))
+    spent = Budget(0.0, at_most=1.0, at_first=0.0)
+    with pytest.raises(UnavailableError):
+        await retrying(faults, budget=spent).delete_many(NAMES)
+    assert await retrying(faults).delete_many(NAMES) == {}
+
+
+async def test_names_that_are_throttled_slow_the_endpoint_down(bucket: Asked) -> None:
+    def throttled(message: str) -> UnavailableError:
+        return UnavailableError(message, status=503, is_throttle=True, retry_after_s=2.0)
+
+    fault = Fault(op="delete_many", name="b", error=throttled, partial=True)
+    endpoint = Endpoint(8, BreakerOptions(threshold=2))
+    store = GuardStore(FaultStore(bucket, Script([fault])), endpoint, Counters())
+    assert list(await store.delete_many(NAMES)) == ["b"]
+    assert endpoint.pace.withheld == 4
+    assert not endpoint.breaker.is_open
+    assert list(await store.delete_many(NAMES)) == ["b"]
+    assert endpoint.breaker.is_open
+    assert endpoint.pace.used == 0
