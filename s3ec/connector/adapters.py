@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -186,8 +186,7 @@ class AdapterNames:
         # What the device holds: vLLM's identifier -> ours, and from there on what it is.
         self._on_device: dict[str, str] = {}
         self._uses: dict[str, AdapterUse] = {}
-        self._allocated: set[str] = set()
-        self._replaced: list[str] = []
+        self._replaced: list[tuple[str, str]] = []  # of this pass
 
     # -- before scheduling a request -------------------------------------------------------
 
@@ -293,21 +292,28 @@ class AdapterNames:
         before = self._on_device.pop(identifier, None)
         if before is not None and before != ours:
             self._uses.pop(before, None)
-            self._replaced.append(before)
+            self._replaced.append((identifier, before))
         if asked is not None and ours != identifier:
             self._on_device[identifier] = ours
             if asked.digest is not None:
                 self._uses[ours] = AdapterUse(identifier, asked.adapter.path, asked.digest)
-        self._allocated.add(identifier)
         self._half.update_state_after_alloc(view, index)
 
     # -- once per step ---------------------------------------------------------------------
 
     def build_connector_meta(self, freed: Iterable[str], *, scheduled_tokens: int) -> StepPlan:
         """Close the pass; as SchedulerHalf's. Digests change here only, between two passes."""
-        gone = [self._freed(one) for one in freed if one not in self._allocated]
-        gone += self._replaced
+        times = Counter(freed)
+        times.subtract(one for one, _ in self._replaced)  # each was given up before
+        gone = [ours for _, ours in self._replaced]
+        for identifier, count in times.items():
+            gone += [self._on_device.get(identifier, identifier)] * count
         plan = self._half.build_connector_meta(gone, scheduled_tokens=scheduled_tokens)
+        for identifier in times:
+            ours = self._on_device.get(identifier)
+            if ours is not None and not self._half.is_on_device(ours):
+                del self._on_device[identifier]
+                self._uses.pop(ours, None)
         for identifier in [one for one, save in plan.saves.items() if save.on_device]:
             if identifier in self._uses:  # who encoded it may have held another adapter by then
                 del plan.saves[identifier]
@@ -315,15 +321,9 @@ class AdapterNames:
             use = self._uses.get(identifier)
             if use is not None:
                 plan.adapters[identifier] = use
-        self._allocated.clear()
         self._replaced.clear()
         self._look()
         return plan
-
-    def _freed(self, identifier: str) -> str:
-        ours = self._on_device.pop(identifier, identifier)
-        self._uses.pop(ours, None)
-        return ours
 
     def _look(self) -> None:
         """Take what the last look found, and begin the next one if somebody waits for it."""

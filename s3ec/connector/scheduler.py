@@ -11,6 +11,7 @@ vLLM objects are used by attribute only: this module imports neither torch nor v
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,8 @@ class SchedulerHalf:
         self._stored: set[str] = set()
         self._stores_again = role.producer and role.stores_again
         self._allocated: list[str] = []
+        # The device gave them up in this pass: vLLM asks for them, and they were there.
+        self._evicted: set[str] = set()
         self._plan = StepPlan()
         self._steps = Steps(ranks=role.ranks, in_flight=role.steps_in_flight)
         self._save_orders = SaveOrders(index, placeholder_of, clock)
@@ -238,7 +241,7 @@ class SchedulerHalf:
         asked = self._rows_asked.setdefault(identifier, rows)
         if asked != rows and not self._role.asked_every_pass:
             # Two requests disagree and has_cache_item cannot tell which of them asks.
-            self._rows_asked[identifier] = -1
+            self._rows_asked[identifier] = 0
         state = item.state
         if self._hung and self._is_out_of_reach(feature, item, rows):
             return ABSENT
@@ -250,7 +253,8 @@ class SchedulerHalf:
             return None
         if state is FAILED:
             return self._look_at_failed(feature, item, rows, needed_now, now)
-        if item.failures and not self._needs_embedding(feature):
+        came = not item.was_local and self._local(item.key)
+        if item.failures and not came and not self._needs_embedding(feature):
             return FAILED  # asked for again and again by a request that has no other chance
         if identifier in self._on_device and not self._needs_embedding(feature):
             return ABSENT  # another request had it encoded while this one waited
@@ -287,11 +291,12 @@ class SchedulerHalf:
         identifier = feature.identifier
         if self._needs_embedding(feature):
             self._must_grant.add(identifier)
-            if self._rows_asked.get(identifier) == -1:  # by another feature of this request
+            if self._rows_asked.get(identifier) == -rows:  # by another feature of this request
                 self._rows_asked[identifier] = rows
         if granted_later or identifier in self._must_grant:
             return False  # a worker will ask the bucket
-        self._rows_asked[identifier] = -1  # no grant in this pass
+        # Negative: no grant in this pass.
+        self._rows_asked[identifier] = -abs(self._rows_asked[identifier])
         return True
 
     def _want(self, feature: Any, rows: int, needed_now: bool, now: float) -> State | None:
@@ -405,8 +410,10 @@ class SchedulerHalf:
                 and item.state is READY
                 and item.rows == self._rows_asked.get(identifier)
             )
-            # vLLM asks only for what its device cache lacks; it may have been reset.
-            self._on_device.discard(identifier)
+            # vLLM asks only for what its device cache lacks.
+            if identifier in self._on_device:
+                self._on_device.discard(identifier)
+                self._evicted.add(identifier)
         self._decisions[identifier] = granted
         return granted
 
@@ -447,16 +454,18 @@ class SchedulerHalf:
         """Close the pass: hand the demand over, drop unused grants, return the step's orders.
 
         Args:
-            freed: Identifiers that the device's encoder cache drops in this step.
+            freed: Identifiers that the device's encoder cache gave up since the last step, as
+                often as it did.
             scheduled_tokens: Of the whole step. The V1 runner does not call the worker half
                 in a step without tokens, so orders wait for the next one.
         """
-        freed = set(freed).difference(self._allocated)
-        if freed:
-            self._drop_orders(freed)
-        self._on_device.difference_update(freed)
+        gone = self._gone(freed)
+        if gone:
+            self._drop_orders(gone)
         self._on_device.update(self._allocated)
+        self._on_device.difference_update(gone)
         self._allocated.clear()
+        self._evicted.clear()
         self._decisions.clear()
         self._stored.clear()
         if self._role.asked_every_pass:
@@ -475,6 +484,23 @@ class SchedulerHalf:
         if plan.loads:
             self._steps.load(load.identifier for load in plan.loads)
         return plan
+
+    def _gone(self, freed: Iterable[str]) -> set[str]:
+        """What the device does not hold at the end of this pass, of what it gave up.
+
+        An embedding may be given up and allocated again in one pass; before 0.32 vLLM names it
+        all the same. And one may be allocated and given up: its request was preempted.
+        """
+        times = Counter(freed)
+        return {
+            identifier
+            for identifier, count in times.items()
+            if count - (identifier in self._evicted) >= self._allocated.count(identifier)
+        }
+
+    def is_on_device(self, identifier: str) -> bool:
+        """Whether vLLM's encoder cache holds it, or will when the last step was executed."""
+        return identifier in self._on_device
 
     def _drop_orders(self, freed: set[str]) -> None:
         """Take back what is to be loaded or stored again and the device has given up since.

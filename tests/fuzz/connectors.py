@@ -369,10 +369,15 @@ class S3EC(Connector):
         return held is not None and held.rows == rows and self.outside.local(key_of(identifier))
 
     def _misfits(self, feature: Any) -> bool:
-        """Whether what is stored under this name has, or had for this node, other rows."""
+        """Whether what is stored or pinned under this name has, or had for this node, other rows."""
         identifier, rows = feature.identifier, feature.mm_position.get_num_embeds()
         found = (self.outside.tier.get(identifier), self.outside.bucket.get(identifier))
-        told = identifier in self.prefetcher.misfits
+        pinned = {
+            pin.header.shape.rows
+            for pin in self.prefetcher.live.values()
+            if pin.header.identifier == identifier
+        }
+        told = identifier in self.prefetcher.misfits or not pinned <= {rows}
         return told or any(one is not None and one.rows != rows for one in found)
 
     @property
@@ -443,7 +448,6 @@ class Repeat(Connector):
         self._answers: Iterator[tuple[str, Any]] = iter(answers)
         self._granted: dict[str, bool] = {}
         self._orders: dict[str, int] = {}
-        self._allocated: list[str] = []
 
     def _next(self, kind: str) -> Any:
         asked, answer = next(self._answers, ("nothing", None))
@@ -462,13 +466,11 @@ class Repeat(Connector):
         feature = request.mm_features[index]
         if self._granted.pop(feature.identifier, False):
             self._orders[feature.identifier] = feature.mm_position.get_num_embeds()
-        self._allocated.append(feature.identifier)
 
     def build_connector_meta(self, output: SchedulerOutput) -> dict[str, int]:
-        for identifier in set(output.free_encoder_mm_hashes) - set(self._allocated):
+        for identifier in output.free_encoder_mm_hashes:
             self._orders.pop(identifier, None)
         self._granted.clear()
-        self._allocated.clear()
         if not output.total_num_scheduled_tokens:
             return {}
         orders, self._orders = self._orders, {}

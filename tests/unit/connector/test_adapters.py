@@ -313,6 +313,54 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
     assert [len(it) for it in (names._requests, names._on_device, names._uses)] == [0, 0, 0]
 
 
+def test_what_is_given_up_is_told_by_the_adapter_s_content(tmp_path: Path) -> None:
+    """In a later step, in the pass that allocated it, and before that pass allocated it again."""
+    engine = Engine()
+    write(tmp_path, 1)
+    asked = adapted("r", "cat", lora(tmp_path))
+    engine.until_asked(asked)
+    raw = asked.mm_features[0].identifier
+    half, names = engine.world.half, engine.names
+    ours = content_name(tmp_path, "cat")
+    engine.allocate(asked)
+    assert not engine.step((raw,)).saves
+    assert not half.is_on_device(ours)
+    engine.allocate(asked)
+    engine.step()
+    assert half.is_on_device(ours)
+    engine.allocate(asked)
+    engine.step((raw,))
+    assert half.is_on_device(ours)
+    assert names._on_device == {raw: ours}
+    engine.allocate(asked)
+    engine.step((raw, raw))
+    assert not half.is_on_device(ours)
+    assert not names._on_device
+
+
+def test_another_content_in_the_same_place_and_both_given_up_in_one_pass(tmp_path: Path) -> None:
+    engine = Engine()
+    write(tmp_path, 1)
+    asked = adapted("r", "cat", lora(tmp_path))
+    engine.until_asked(asked)
+    engine.allocate(asked)
+    engine.step()
+    old = content_name(tmp_path, "cat")
+    write(tmp_path, 2)
+    engine.names.adapter_loaded(lora(tmp_path, inplace=True))
+    again = adapted("again", "cat", lora(tmp_path, inplace=True))
+    engine.until_asked(again)
+    raw = asked.mm_features[0].identifier
+    engine.allocate(again)
+    plan = engine.step((raw,))  # the first one only: old releases name it
+    new = content_name(tmp_path, "cat")
+    assert list(plan.saves) == [new] != [old]
+    assert engine.world.half.is_on_device(new)
+    assert not engine.world.half.is_on_device(old)
+    assert not engine.step((raw,)).saves
+    assert not engine.world.half.is_on_device(new)
+
+
 def test_a_worker_vouches_for_an_adapter_while_its_files_are_the_same(tmp_path: Path) -> None:
     write(tmp_path, 1)
     found = read_adapter(str(tmp_path))

@@ -539,13 +539,45 @@ def test_what_the_device_gave_up_before_it_was_loaded_is_not_loaded(world: World
     assert path not in world.prefetcher.live
 
 
-def test_an_item_freed_and_allocated_in_one_pass_is_loaded(world: World) -> None:
-    """Old releases name it among the freed ones all the same."""
+def on_device(world: World) -> Any:
+    """A request whose embedding was loaded in the step before."""
     world.bring("a")
     asker = request("r", feature("a"))
     world.ask(asker)
     world.schedule(asker)
+    assert len(world.step().loads) == 1
+    assert world.half.is_on_device(identifier_of("a"))
+    return asker
+
+
+def test_given_up_and_allocated_in_one_pass_is_loaded(world: World) -> None:
+    """Old releases name it among the freed ones all the same."""
+    again = on_device(world)
+    world.ask(again)
+    assert world.schedule(again) == [True]
     assert len(world.step(freed="a").loads) == 1
+    assert world.half.is_on_device(identifier_of("a"))
+
+
+def test_allocated_and_given_up_in_one_pass_is_not_loaded(world: World) -> None:
+    """The request was preempted in the pass that scheduled it, and another needed the room."""
+    world.bring("a")
+    preempted = request("r", feature("a"))
+    world.ask(preempted)
+    assert world.schedule(preempted) == [True]
+    assert world.step(freed="a").loads == []
+    assert not world.half.is_on_device(identifier_of("a"))
+    world.ask(preempted)
+    assert world.schedule(preempted) == [True]
+    assert len(world.step().loads) == 1
+
+
+def test_given_up_allocated_and_given_up_in_one_pass_is_not_loaded(world: World) -> None:
+    again = on_device(world)
+    world.ask(again)
+    assert world.schedule(again) == [True]
+    assert world.step(freed="aa").loads == []
+    assert not world.half.is_on_device(identifier_of("a"))
 
 
 def test_two_requests_with_other_rows_for_one_identifier_get_only_their_own(world: World) -> None:
@@ -1080,6 +1112,18 @@ def test_the_same_with_pixels_in_the_prompt_takes_no_grant_away_while_the_disk_h
     assert world.schedule(asker, 0) == [True]
 
 
+def test_while_the_disk_hangs_a_grant_is_for_the_rows_that_are_asked_for_first(
+    world: World,
+) -> None:
+    """A prompt that gives one identifier two sizes: vLLM asks for the first, without saying so."""
+    world.bring("a")
+    bare = feature("a", 60, pixels=False)
+    asker = request("r", feature("a", rows=ROWS + 1), feature("a", 30), bare)
+    world.hung = True
+    assert world.ask(asker)
+    assert not world.has("a")
+
+
 def test_where_vllm_asks_once_a_grant_outlives_that_the_disk_hangs() -> None:
     world = World(asked_every_pass=False)
     world.bring("a")
@@ -1230,6 +1274,24 @@ def test_who_has_pixels_does_not_wait_for_what_it_asks_for_again(world: World) -
     world.step()
     assert identifier_of("a") in world.prefetcher.open
     assert world.schedule(other) == [False]
+
+
+def test_who_has_pixels_waits_for_what_came_to_this_node_while_it_is_asked_for_again(
+    world: World,
+) -> None:
+    asker, other = request("r", bare("a")), request("other", feature("a"))
+    assert not world.ask(asker)
+    world.step()
+    world.finish("a", Outcome.ABSENT)
+    assert not world.ask(asker)
+    world.local.add(key_of(identifier_of("a")))  # another engine of this node fetched it
+    world.clock.now_s += 2 * FIRST_PAUSE_S
+    assert not world.ask(asker)
+    assert not world.ask(other)
+    world.step()
+    world.finish("a", source="tier")
+    assert world.ask(other)
+    assert world.schedule(other) == [True]
 
 
 @pytest.mark.parametrize("defer_timeout_s", [0.0, 2.0, 2 * NO_PIXELS_WAIT_S])
