@@ -369,7 +369,7 @@ class S3EC(Connector):
         return held is not None and held.rows == rows and self.outside.local(key_of(identifier))
 
     def _misfits(self, feature: Any) -> bool:
-        """Whether what is stored or pinned under this name has, or had for this node, other rows."""
+        """Whether what is stored or pinned under this name has, or had here, other rows."""
         identifier, rows = feature.identifier, feature.mm_position.get_num_embeds()
         found = (self.outside.tier.get(identifier), self.outside.bucket.get(identifier))
         pinned = {
