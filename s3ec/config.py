@@ -60,6 +60,7 @@ def load_settings(
     *,
     origin: str = "ec_connector_extra_config",
     options: Mapping[str, Any] | None = None,
+    as_arguments: bool = False,
     need_bucket: bool = True,
 ) -> Loaded:
     """Read the settings of this process.
@@ -69,6 +70,7 @@ def load_settings(
         origin: What to call it in messages.
         options: Settings that stand above the JSON: options of a command line, by whose names
             they are called.
+        as_arguments: The options are arguments of a call in Python, and messages call them so.
         need_bucket: False for what only looks at this node: then a bucket need not be set, and
             the one in the settings must not be used.
 
@@ -83,8 +85,9 @@ def load_settings(
     file, file_values = _read_file()
     _refuse_misspelt_variables()
     env_values = EnvSettingsSource(Settings, env_prefix=ENV_PREFIX, env_ignore_empty=True)()
+    options_label = "argument" if as_arguments else "option"
     sources = [
-        ("option", options or {}),
+        (options_label, options or {}),
         (origin, given),
         ("env", env_values),
         (f"file {file}", file_values),
@@ -92,7 +95,7 @@ def load_settings(
     merged: dict[str, Any] = {}
     origins = dict.fromkeys(Settings.model_fields, "default")
     for label, values in reversed(sources):
-        if label == "option":
+        if label == options_label:
             origins.update(dict.fromkeys(_give_way(merged, values), "default"))
         for name, value in values.items():
             merged[name] = value
@@ -103,7 +106,7 @@ def load_settings(
     try:
         settings = Settings.model_validate(merged)
     except ValidationError as exc:
-        raise _readable(exc, origins) from exc.__cause__
+        raise _readable(exc, origins, as_arguments) from exc.__cause__
     return Loaded(settings, origins)
 
 
@@ -111,6 +114,8 @@ def _spelt(name: str, label: str) -> str:
     """Where a setting comes from, as people would write it there."""
     if label == "env":
         return f"env {ENV_PREFIX}{name.upper()}"
+    if label == "argument":
+        return f"the argument `{name}`"
     return f"--{name.replace('_', '-')}" if label == "option" else label
 
 
@@ -239,7 +244,7 @@ def _refuse_misspelt_variables() -> None:
             )
 
 
-def _readable(exc: ValidationError, origins: Mapping[str, str]) -> ConfigError:
+def _readable(exc: ValidationError, origins: Mapping[str, str], as_arguments: bool) -> ConfigError:
     """One line per fault: field, type of the value and reason; never the value itself.
 
     A single fault's line ends with the fix, as all our messages do.
@@ -252,10 +257,10 @@ def _readable(exc: ValidationError, origins: Mapping[str, str]) -> ConfigError:
         if field is None:
             lines.append(reason)
         elif field == "bucket" and origins[field] == "default":
-            lines.append(
-                "`bucket` is required, or `url` for a corpus outside S3; set it in the JSON, as "
-                f"{ENV_PREFIX}BUCKET, or with --bucket"
-            )
+            places = f"in the JSON, as {ENV_PREFIX}BUCKET, or with --bucket"
+            if as_arguments:
+                places = f"as the argument `bucket`, or as {ENV_PREFIX}BUCKET"
+            lines.append(f"`bucket` is required, or `url` for a corpus outside S3; set it {places}")
         else:
             if error["type"].startswith("byte_size"):
                 reason = "no size; write it as `50GiB`, `500MB` or a number of bytes"

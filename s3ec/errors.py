@@ -27,6 +27,21 @@ class ConfigError(S3ECError, ValueError):
         self.field = field
 
 
+class AmbiguousError(ConfigError):
+    """What was asked for fits several things; the message lists them.
+
+    The caller names one of them.
+    """
+
+
+class NotFoundError(S3ECError):
+    """The namespace that was asked for is not in the bucket; on the command line, the entry too.
+
+    The caller names another one; the message lists what there is. An entry that is absent is no
+    exception but None.
+    """
+
+
 class UnavailableError(S3ECError):
     """The store did not answer well now: throttled, 409, 5xx, timed out, refused.
 

@@ -7,13 +7,13 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
 from s3ec.cli.errors import Failure
 from s3ec.cli.help import EXIT_WRONG, App, epilog
-from s3ec.cli.ls import ls
+from s3ec.cli.ls import entry_document, ls
 from s3ec.cli.options import JsonOption, NamespaceChoice, Source, with_namespace, with_settings
 from s3ec.cli.output import (
     console,
@@ -27,14 +27,10 @@ from s3ec.cli.output import (
     safe,
 )
 from s3ec.cli.progress import counting
-from s3ec.errors import ConfigError, CorruptEntryError
+from s3ec.errors import ConfigError, CorruptEntryError, NotFoundError
 
 if TYPE_CHECKING:
-    from s3ec.cli.corpus_view import Entry
-    from s3ec.codec import Header
-    from s3ec.doctor.namespaces import StoredNamespace
-    from s3ec.identity import Layout
-    from s3ec.store.base import Blob, Store
+    from s3ec.corpus import Corpus, CorpusEntry, NamespaceInfo
 
 IdArgument = Annotated[
     str,
@@ -97,24 +93,10 @@ def ns(
             command = f"s3ec ns {ctx.invoked_subcommand}"
             raise ConfigError(f"write options after the command: `{command} ...`")
         return
-    from s3ec.cli.corpus_view import entries, with_store
-    from s3ec.doctor.namespaces import list_namespaces, read_namespaces
-    from s3ec.index.parallel import in_parallel
-
+    with progress("reading namespaces"), source.corpus(attempts=1) as corpus:
+        found = corpus.namespaces(count=count)
     now_s = time.time()
-
-    async def collect(store: Store) -> list[dict[str, Any]]:
-        async def row(found: StoredNamespace) -> dict[str, Any]:
-            facts = await _namespace_row(store, found, now_s)
-            if count:
-                sizes = [entry.nbytes async for entry in entries(store, found.name)]
-                facts.update(entry_count=len(sizes), bytes=sum(sizes))
-            return facts
-
-        return await in_parallel(await read_namespaces(store, await list_namespaces(store)), row)
-
-    with progress("reading namespaces"):
-        rows = with_store(source.load().settings, collect)
+    rows = [_namespace_row(each, now_s, count) for each in found]
     if as_json:
         print_json({"namespaces": rows})
     elif rows:
@@ -123,33 +105,16 @@ def ns(
         print_note("no namespace here yet; a producer makes it with its first save")
 
 
-async def _namespace_row(store: Store, found: StoredNamespace, now_s: float) -> dict[str, Any]:
-    from s3ec.identity import Layout
-
-    layout = Layout(found.name)
-    info = await store.head(layout.descriptor)
+def _namespace_row(found: NamespaceInfo, now_s: float, count: bool) -> dict[str, Any]:
     described = ("model", "dtype", "revision", "weights")
     return {
         "namespace": found.name,
         **{key: found.descriptor.get(key) for key in described},
-        "age_s": now_s - info.modified_s if info and info.modified_s else None,
-        "indexed_count": await _indexed(store, layout),
+        "age_s": now_s - found.stored_s if found.stored_s else None,
+        "indexed_count": found.indexed,
         "descriptor": dict(found.descriptor),
+        **({"entry_count": found.entries, "bytes": found.nbytes} if count else {}),
     }
-
-
-async def _indexed(store: Store, layout: Layout) -> int | None:
-    """How many entries the newest base of the index holds; None where there is no usable one."""
-    from s3ec.index.snapshot import read_head
-
-    versions = [layout.version_of(info.name) or 0 async for info in store.list(layout.heads)]
-    if not any(versions):
-        return None
-    try:
-        head = await read_head(store, layout, max(versions))
-    except CorruptEntryError:
-        return None
-    return head.entries if head else None
 
 
 def _print_namespaces(rows: list[dict[str, Any]], count: bool) -> None:
@@ -183,32 +148,16 @@ def stat(
     as_json: JsonOption = False,
 ) -> None:
     """Show what is stored for one image: its header, and with --verify whether it is sound."""
-    from s3ec.cli.corpus_view import (
-        choose_namespace,
-        find,
-        read_header,
-        read_verified,
-        with_store,
-    )
-    from s3ec.tenant import Tenant
-
-    settings = source.load().settings
-
-    async def look(store: Store) -> tuple[Entry, Header | None, CorruptEntryError | None]:
-        name = await choose_namespace(store, choice)
-        entry = await find(store, name, identifier, Tenant.read(settings.tenant_key))
-        header = None
+    bad = None
+    with progress("verifying" if verify else "looking"), source.corpus(attempts=1) as corpus:
+        entry = _find(corpus, choice, identifier)
         try:
-            header = await read_header(store, entry)
+            entry = corpus.stat(entry) or _deleted()
             if verify:
-                await read_verified(store, entry)
+                corpus.get(entry) or _deleted()
         except CorruptEntryError as exc:
-            return entry, header, exc
-        return entry, header, None
-
-    with progress("verifying" if verify else "looking"):
-        entry, header, bad = with_store(settings, look)
-    document = _stat_document(entry, header, verify and bad is None)
+            bad = exc
+    document = _stat_document(entry, verify and bad is None)
     if as_json:
         print_json({**document, **(Failure.of(bad).document if bad else {})})
     else:
@@ -218,9 +167,33 @@ def stat(
         raise typer.Exit(EXIT_WRONG)
 
 
-def _stat_document(entry: Entry, header: Header | None, verified: bool) -> dict[str, Any]:
+def _find(corpus: Corpus, choice: NamespaceChoice, identifier: str) -> CorpusEntry:
+    """The entry as listed.
+
+    Raises:
+        NotFoundError, AmbiguousError: There is none, or there are several.
+    """
+    from s3ec.corpus import is_hash_prefix
+
+    name = choice.within(corpus)
+    entry = corpus.find(identifier, namespace=name)
+    if entry is not None:
+        return entry
+    if is_hash_prefix(identifier):
+        raise NotFoundError(f"no entry begins with `{identifier}` in {name}")
+    raise NotFoundError(
+        f"no entry for this identifier in {name}; a hash may be cut to 8 or more hex digits"
+    )
+
+
+def _deleted() -> NoReturn:
+    raise NotFoundError("the entry was deleted while we looked")
+
+
+def _stat_document(entry: CorpusEntry, verified: bool) -> dict[str, Any]:
     """What is known: where the header is bad, only what the listing says."""
-    listed = {"namespace": entry.namespace, **entry.document(time.time())}
+    header = entry.header
+    listed = {"namespace": entry.namespace, **entry_document(entry, time.time())}
     if header is None:
         return {**listed, "verified": verified}
     return {
@@ -271,30 +244,20 @@ def get(
     as_json: JsonOption = False,
 ) -> None:
     """Download one entry, check every byte, and save it as a safetensors file."""
-    from s3ec.cli.corpus_view import choose_namespace, find, read_verified, with_store
     from s3ec.cli.save import check_target, save
-    from s3ec.tenant import Tenant
 
     if output == "-" and (as_json or sys.stdout.isatty()):
         raise ConfigError("`-o -` writes the entry itself: send it into a pipe, without --json")
 
-    settings = source.load().settings
-
-    with counting("downloading", in_bytes=True) as report:
-
-        async def fetch(store: Store) -> tuple[Entry, Header, Blob, Path]:
-            name = await choose_namespace(store, choice)
-            entry = await find(store, name, identifier, Tenant.read(settings.tenant_key))
-            path = check_target(output, Path(entry.name).name, force=force)
-            header, blob = await read_verified(store, entry, report=report)
-            return entry, header, blob, path
-
-        entry, header, blob, path = with_store(settings, fetch)
+    with counting("downloading", in_bytes=True) as report, source.corpus(attempts=1) as corpus:
+        entry = _find(corpus, choice, identifier)
+        path = check_target(output, Path(entry.name).name, force=force)
+        embedding = corpus.get(entry, report=report) or _deleted()
     if output == "-":
-        sys.stdout.buffer.write(blob)
+        sys.stdout.buffer.write(embedding.file)
         return
-    save(path, blob, force=force)
+    save(path, embedding.file, force=force)
     if as_json:
-        print_json({**_stat_document(entry, header, True), "file": str(path)})
+        print_json({**_stat_document(embedding.entry, True), "file": str(path)})
     else:
-        print_note(f"saved {path} ({human_bytes(len(blob))}, every byte checked)")
+        print_note(f"saved {path} ({human_bytes(len(embedding.file))}, every byte checked)")

@@ -14,9 +14,11 @@ from s3ec.cli.help import EXIT_USAGE, EXIT_WRONG
 from s3ec.cli.output import print_error, print_json, print_json_line
 from s3ec.errors import (
     AccessError,
+    AmbiguousError,
     ConfigError,
     ConflictError,
     CorruptEntryError,
+    NotFoundError,
     S3ECError,
     TierError,
     UnavailableError,
@@ -24,14 +26,6 @@ from s3ec.errors import (
 
 # Some releases of typer have click inside and some beside them; this is the class of either.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
-
-
-class NotFoundError(S3ECError):
-    """The namespace or entry that was asked for is not in the bucket."""
-
-
-class AmbiguousError(ConfigError):
-    """What was asked for fits several; the message lists them."""
 
 
 # The first that fits counts. docs/cli.md says what they mean.

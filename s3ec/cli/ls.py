@@ -4,16 +4,14 @@
 from __future__ import annotations
 
 import enum
-import re
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import aclosing, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from s3ec.cli.errors import NotFoundError
 from s3ec.cli.options import JsonOption, NamespaceChoice, Source, duration_s, size_bytes
 from s3ec.cli.output import (
     human_age,
@@ -27,17 +25,13 @@ from s3ec.cli.output import (
 from s3ec.errors import ConfigError, CorruptEntryError
 
 if TYPE_CHECKING:
-    from s3ec.cli.corpus_view import Entry
+    from s3ec.corpus import Corpus, CorpusEntry
     from s3ec.identity import Layout
-    from s3ec.settings import Settings
     from s3ec.store.base import Store
 
 _LIMIT = 100
 # How many more than those to show are kept before the last ones are dropped.
 _SORTED_AT_A_TIME = 10_000
-# The first digits of a hash name a folder of the bucket.
-_HASH_BEGIN = re.compile(r"(?:[tx]-)?([0-9a-f]{2})[0-9a-f]*")
-_FAN_OUT = re.compile(r"[0-9a-f]{2}/")
 
 
 class Sort(enum.StrEnum):
@@ -53,26 +47,17 @@ class Filter:
     """Which entries to list; None takes all.
 
     Attributes:
-        begin: What the label starts with.
-        adapter: The folder of one adapter's entries.
         sizes: Least and most bytes.
         ages_s: Least and most seconds since the last change; an unknown age does not fit.
         modality: As the entry's own header says.
     """
 
-    begin: str | None = None
-    adapter: str | None = None
     sizes: tuple[int | None, int | None] = (None, None)
     ages_s: tuple[float | None, float | None] = (None, None)
     modality: str | None = None
 
-    def fits(self, entry: Entry, now_s: float) -> bool:
+    def fits(self, entry: CorpusEntry, now_s: float) -> bool:
         """By what the listing says; the modality is not in it."""
-        adapter, _, _ = entry.label.rpartition(":")
-        if self.begin is not None and not entry.label.startswith(self.begin):
-            return False
-        if self.adapter is not None and adapter != self.adapter:
-            return False
         age_s = entry.age_s(now_s)
         if self.ages_s != (None, None) and age_s is None:
             return False
@@ -103,13 +88,13 @@ class Found:
     reverse: bool
     limit: int
     keeps: bool
-    entries: list[tuple[Entry, str | None]] = field(default_factory=list)
+    entries: list[tuple[CorpusEntry, str | None]] = field(default_factory=list)
     count: int = 0
     nbytes: int = 0
     is_cut: bool = False
     unreadable: int = 0
 
-    def add(self, entry: Entry, modality: str | None) -> None:
+    def add(self, entry: CorpusEntry, modality: str | None) -> None:
         """Count one that fits."""
         self.count += 1
         self.nbytes += entry.nbytes
@@ -128,7 +113,7 @@ class Found:
 
 
 # The youngest comes first, and what has no known age last.
-_KEYS: dict[Sort, Callable[[Entry], tuple[float, str]]] = {
+_KEYS: dict[Sort, Callable[[CorpusEntry], tuple[float, str]]] = {
     Sort.NAME: lambda entry: (0, entry.label),
     Sort.BYTES: lambda entry: (entry.nbytes, entry.label),
     Sort.AGE: lambda entry: (-entry.modified_s, entry.label),
@@ -195,10 +180,7 @@ def ls(
         raise ConfigError("`--json` and `--ndjson` do not go together; leave one out")
     if quick and (sort or reverse):
         raise ConfigError("`--quick` does not sort; leave it or `--sort` out", field="quick")
-    settings = source.load().settings
     wanted = Filter(
-        starts_with,
-        _adapter_folder(adapter, settings),
         (_size(min_size, "min_size"), _size(max_size, "max_size")),
         (_age(older_than, "older_than"), _age(newer_than, "newer_than")),
         modality,
@@ -210,33 +192,41 @@ def ls(
     found = Found(order, reverse, limit, keeps=not streams)
     now_s = time.time()
 
-    def take(entry: Entry, kind: str | None) -> None:
+    def take(entry: CorpusEntry, kind: str | None) -> None:
         if streams and (not limit or found.count < limit):
             print_json_line(_row(entry, kind, now_s))
         found.add(entry, kind)
 
-    async def look(store: Store, layout: Layout) -> str:
-        from s3ec.index.parallel import REQUESTS_AT_A_TIME, in_parallel
+    async def look(store: Store, layout: Layout) -> None:
+        from s3ec.corpus import scan
+        from s3ec.index.parallel import REQUESTS_AT_A_TIME
 
-        folders = await _folders(store, layout, wanted)
-
-        async def read(folder: str) -> None:
-            if found.is_cut:
-                return
-            async for entry, kind in _fitting(store, layout, folder, wanted, now_s, found):
-                if quick and limit and found.count == limit:
-                    found.is_cut = True
-                    return
-                take(entry, kind)
-
-        await in_parallel(folders, read, width=1 if quick else REQUESTS_AT_A_TIME)
-        return layout.namespace
-
-    from s3ec.cli.corpus_view import with_manifest
+        width = 1 if quick else REQUESTS_AT_A_TIME
+        batches = scan(
+            store,
+            layout.namespace,
+            starts_with=starts_with or "",
+            adapter=folder,
+            width=width,
+        )
+        async with aclosing(batches):
+            async for batch in batches:
+                fitting = [entry for entry in batch if wanted.fits(entry, now_s)]
+                for some in _groups(fitting, 1 if quick else len(fitting)):
+                    kinds = await _modalities(store, some, wanted.modality, found)
+                    for entry, kind in zip(some, kinds, strict=True):
+                        if kind != wanted.modality:
+                            continue
+                        if quick and limit and found.count == limit:
+                            found.is_cut = True
+                            return
+                        take(entry, kind)
 
     # A spinner would take lines on stdout for its own.
-    with nullcontext() if streams else progress("listing"):
-        name = with_manifest(settings, choice, look)
+    with nullcontext() if streams else progress("listing"), source.corpus() as corpus:
+        folder = _adapter_folder(adapter, corpus)
+        name = choice.within(corpus)
+        corpus.within(look, name)
     found.finish()
     _print(name, found, now_s, as_json=as_json, as_lines=as_lines)
 
@@ -249,63 +239,54 @@ def _age(text: str | None, name: str) -> float | None:
     return None if text is None else duration_s(text, name)
 
 
-def _adapter_folder(adapter: str | None, settings: Settings) -> str | None:
+def _adapter_folder(adapter: str | None, corpus: Corpus) -> str | None:
     """The folder of an adapter, by its name or as a label spells it."""
-    from s3ec.cli.corpus_view import HASHED_ADAPTER
-    from s3ec.identity import make_key
-    from s3ec.tenant import Tenant
-
-    if adapter is None or HASHED_ADAPTER.fullmatch(adapter):
-        return adapter
-    key = make_key(f"{adapter}:{'0' * 64}", Tenant.read(settings.tenant_key))
-    if key is None:
+    if adapter is None:
+        return None
+    folder = corpus.adapter_folder(adapter)
+    if folder is None:
         raise ConfigError("`--adapter` is no name under which anything is stored", field="adapter")
-    return key.name.partition("/")[0]
+    return folder
 
 
-async def _folders(store: Store, layout: Layout, wanted: Filter) -> list[str]:
-    """Beginnings of names below ``objects/`` that hold all that is wanted, to list side by side."""
-    begin = wanted.begin or ""
-    adapter = wanted.adapter
-    if adapter is None and ":" in begin:
-        adapter = begin.partition(":")[0]
-    above = "" if adapter is None else f"{adapter}/"
-    match = _HASH_BEGIN.fullmatch(begin if adapter is None else begin.removeprefix(f"{adapter}:"))
-    narrow = [] if match is None else [f"{above}{match[1]}/{match[0]}"]
-    if narrow and above:
-        return narrow
-    folders = await store.list_folders(layout.objects + above)
-    if not narrow:
-        return [above + folder for folder in folders]
-    # What looks like a hash may be the beginning of an adapter's name.
-    return narrow + [f for f in folders if f.startswith(begin) and not _FAN_OUT.fullmatch(f)]
+def _groups(entries: Sequence[CorpusEntry], size: int) -> Iterable[Sequence[CorpusEntry]]:
+    return (entries[at : at + size] for at in range(0, len(entries), max(size, 1)))
 
 
-async def _fitting(
-    store: Store, layout: Layout, folder: str, wanted: Filter, now_s: float, found: Found
-) -> AsyncIterator[tuple[Entry, str | None]]:
-    """The entries below a folder that are wanted, and their modality where that is asked for."""
-    from s3ec.cli.corpus_view import entries, read_header
+async def _modalities(
+    store: Store, entries: Sequence[CorpusEntry], wanted: str | None, found: Found
+) -> Sequence[str | None]:
+    """The modality of each entry where one is asked for; None where it is gone or unreadable."""
+    from s3ec.corpus import read_modality
+    from s3ec.index.parallel import in_parallel
 
-    async for entry in entries(store, layout.namespace, folder):
-        if not wanted.fits(entry, now_s):
-            continue
-        kind = None
-        if wanted.modality is not None:
-            try:
-                kind = (await read_header(store, entry)).modality
-            except NotFoundError:  # deleted since it was listed
-                continue
-            except CorruptEntryError:
-                found.unreadable += 1
-                continue
-            if kind != wanted.modality:
-                continue
-        yield entry, kind
+    if wanted is None:
+        return [None] * len(entries)
+
+    async def read(entry: CorpusEntry) -> str | None:
+        try:
+            return await read_modality(store, entry)
+        except CorruptEntryError:
+            found.unreadable += 1
+            return None
+
+    return await in_parallel(entries, read)
 
 
-def _row(entry: Entry, modality: str | None, now_s: float) -> dict[str, Any]:
-    return {**entry.document(now_s), **({} if modality is None else {"modality": modality})}
+def entry_document(entry: CorpusEntry, now_s: float) -> dict[str, Any]:
+    """What the listing says of an entry, for ``--json``."""
+    return {
+        "label": entry.label,
+        "identifier": entry.identifier,
+        "digest": entry.digest,
+        "bytes": entry.nbytes,
+        "age_s": entry.age_s(now_s),
+        "object": entry.object_name,
+    }
+
+
+def _row(entry: CorpusEntry, modality: str | None, now_s: float) -> dict[str, Any]:
+    return {**entry_document(entry, now_s), **({} if modality is None else {"modality": modality})}
 
 
 def _print(name: str, found: Found, now_s: float, *, as_json: bool, as_lines: bool) -> None:

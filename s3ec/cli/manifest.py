@@ -23,11 +23,11 @@ from s3ec.cli.output import (
 from s3ec.cli.progress import counting
 
 if TYPE_CHECKING:
+    from s3ec.corpus import Corpus
     from s3ec.counters import Report
     from s3ec.identity import Layout
     from s3ec.index.making import Made, Making
     from s3ec.index.verify import Verified
-    from s3ec.settings import Settings
     from s3ec.store.base import Store
 
 _KINDS = ("missing", "extra", "differing")
@@ -113,10 +113,8 @@ def show(source: Source, choice: NamespaceChoice, as_json: JsonOption = False) -
             "superseded": {"object_count": len(old), "bytes": sum(info.nbytes for info in old)},
         }
 
-    from s3ec.cli.corpus_view import with_manifest
-
-    with progress("looking"):
-        document = with_manifest(source.load().settings, choice, look)
+    with progress("looking"), source.corpus() as corpus:
+        document = corpus.within(look, choice.within(corpus))
     if as_json:
         print_json(document)
     else:
@@ -153,19 +151,14 @@ def compact(source: Source, choice: NamespaceChoice, as_json: JsonOption = False
 
     Writers do this by themselves when deltas pile up. Safe at any time, also while they do.
     """
-
-    settings = source.load().settings
-
-    from s3ec.cli.corpus_view import with_manifest
-
-    with counting("compacting") as report:
+    with counting("compacting") as report, source.corpus() as corpus:
 
         async def work(store: Store, layout: Layout) -> Made | None:
             from s3ec.index.compact import compact as make
 
-            return await make(store, layout, _making(settings, report))
+            return await make(store, layout, _making(corpus, report))
 
-        made = with_manifest(settings, choice, work, compacts=True)
+        made = corpus.within(work, choice.within(corpus), compacts=True)
     if made is None:
         if as_json:
             print_json({"beaten": True})
@@ -180,19 +173,14 @@ def rebuild(source: Source, choice: NamespaceChoice, as_json: JsonOption = False
     For after objects were deleted, or put there, by other means than s3ec. Safe at any time,
     also while engines write and read.
     """
-
-    settings = source.load().settings
-
-    from s3ec.cli.corpus_view import with_manifest
-
-    with counting("listing objects") as report:
+    with counting("listing objects") as report, source.corpus() as corpus:
 
         async def work(store: Store, layout: Layout) -> Made:
             from s3ec.index.rebuild import rebuild as make
 
-            return await make(store, layout, _making(settings, report))
+            return await make(store, layout, _making(corpus, report))
 
-        made = with_manifest(settings, choice, work, compacts=True)
+        made = corpus.within(work, choice.within(corpus), compacts=True)
     _report(made, as_json=as_json)
 
 
@@ -230,19 +218,9 @@ def verify(source: Source, choice: NamespaceChoice, as_json: JsonOption = False)
     Exit status 1 where objects are missing in it, where it holds what is not there, or where
     sizes differ. What is stored or deleted meanwhile is not complained about.
     """
-
-    settings = source.load().settings
-    from s3ec.cli.corpus_view import with_manifest
-
-    with counting("reading the index") as report:
-
-        async def work(store: Store, layout: Layout) -> tuple[str, Verified]:
-            from s3ec.index.verify import verify as compare
-
-            found = await compare(store, layout, _making(settings, report))
-            return layout.namespace, found
-
-        namespace, found = with_manifest(settings, choice, work)
+    with counting("reading the index") as report, source.corpus() as corpus:
+        namespace = choice.within(corpus)
+        found = corpus.verify(namespace, report=report)
     if as_json:
         print_json(
             {
@@ -267,13 +245,13 @@ def verify(source: Source, choice: NamespaceChoice, as_json: JsonOption = False)
 
 def _examples(found: Verified, kind: str) -> list[dict[str, str | None]]:
     """Some of one kind, each with the names that ``s3ec stat`` finds; null without an object."""
-    from s3ec.cli.corpus_view import Entry
+    from s3ec.corpus import CorpusEntry
 
     rows: list[dict[str, str | None]] = []
     for digest in found.examples.get(kind, ()):
         name = found.objects_of.get(digest)
         namespace, _, below = (name or "").partition("/objects/")
-        label = Entry(namespace, below, 0, 0.0).label if name else None
+        label = CorpusEntry(namespace, below, 0, 0.0).label if name else None
         rows.append({"label": label, "object": name, "digest": digest})
     return rows
 
@@ -299,7 +277,7 @@ def _print_verified(found: Verified) -> None:
         print_note("`s3ec manifest rebuild` makes the index say what the bucket holds")
 
 
-def _making(settings: Settings, report: Report) -> Making:
+def _making(corpus: Corpus, report: Report) -> Making:
     from s3ec.index.making import Making
 
-    return Making(bloom_fpr=settings.bloom_fpr, report=report)
+    return Making(bloom_fpr=corpus.settings.bloom_fpr, report=report)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-import os
 import re
 import tomllib
 from collections.abc import Callable, Mapping
@@ -20,6 +19,7 @@ from s3ec.errors import ConfigError, S3ECError
 
 if TYPE_CHECKING:
     from s3ec.config import Loaded
+    from s3ec.corpus import Corpus
 
 _PANEL = "Settings (then S3EC_* variables, then the file that S3EC_CONFIG names)"
 _MAX_CONFIG_BYTES = 2**20
@@ -31,7 +31,6 @@ _COMPLETION_S = 3.0
 JsonOption = Annotated[
     bool, typer.Option("--json", help="Print one JSON document on stdout, for machines.")
 ]
-NAMESPACE_VARIABLE = "S3EC_NAMESPACE"
 
 
 def _option(name: str, metavar: str, text: str) -> Any:
@@ -71,11 +70,14 @@ def _stored_namespaces(ctx: typer.Context) -> list[str]:
 
     Nothing may be printed into a line that somebody types.
     """
-    from s3ec.cli.corpus_view import namespaces_within
+    import asyncio
 
+    from s3ec.corpus import list_namespaces
+
+    given = {name: ctx.params.get(name) for name in _SETTINGS_OPTIONS}
     try:
-        given = {name: ctx.params.get(name) for name in _SETTINGS_OPTIONS}
-        return namespaces_within(Source.of(given).load().settings, timeout_s=_COMPLETION_S)
+        with Source.of(given).corpus(attempts=1) as corpus:
+            return corpus.run(lambda store: asyncio.wait_for(list_namespaces(store), _COMPLETION_S))
     except (S3ECError, TimeoutError):
         return []
 
@@ -100,7 +102,7 @@ _NAMESPACE_OPTIONS = {
             metavar="NAME",
             autocompletion=complete_namespace,
             help="Namespace, or the first characters of its name. Unset: the variable "
-            f"{NAMESPACE_VARIABLE}; else the newest, if all are of one model.",
+            "S3EC_NAMESPACE; else the newest, if all are of one model.",
         ),
     ],
     "model": Annotated[
@@ -128,20 +130,14 @@ class NamespaceChoice:
     Attributes:
         name: Its name or the beginning of that; None where any will do.
         model: Part of the model's name; None where any will do.
-        origin: Where ``name`` comes from, for messages.
     """
 
     name: str | None = None
     model: str | None = None
-    origin: str = "--namespace"
 
-    @classmethod
-    def of(cls, name: str | None, model: str | None) -> NamespaceChoice:
-        """Of the two options; without any of them, of the variable S3EC_NAMESPACE."""
-        variable = os.environ.get(NAMESPACE_VARIABLE)
-        if variable and not name and not model:
-            return cls(variable, None, NAMESPACE_VARIABLE)
-        return cls(name or None, model or None)
+    def within(self, corpus: Corpus) -> str:
+        """The namespace that fits; raises what Corpus.choose raises."""
+        return corpus.choose(self.name, model=self.model)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +173,25 @@ class Source:
 
         return load_settings(
             self.extra(), origin=self.label, options=self.overrides, need_bucket=need_bucket
+        )
+
+    def corpus(self, *, attempts: int | None = None) -> Corpus:
+        """Open the corpus of these settings; its messages name options.
+
+        Args:
+            attempts: How often each request is sent at most; None for what a corpus does.
+
+        Raises:
+            ConfigError: As load, and as Corpus.
+        """
+        from s3ec.cli.output import print_note, safe
+        from s3ec.corpus import ATTEMPTS, Corpus, Wording
+
+        return Corpus(
+            self.load().settings,
+            attempts=attempts or ATTEMPTS,
+            wording=Wording(as_options=True),
+            note=lambda text: print_note(safe(text)),
         )
 
     def extra(self) -> dict[str, Any]:
@@ -264,7 +279,7 @@ def _with_options(function: Callable[..., None], options: Mapping[str, Any]) -> 
     @functools.wraps(function)
     def wrapper(**kwargs: Any) -> None:
         given = {name: kwargs.pop(name) for name in options}
-        choice = [NamespaceChoice.of(*map(given.pop, _NAMESPACE_OPTIONS))] if chooses else []
+        choice = [NamespaceChoice(*map(given.pop, _NAMESPACE_OPTIONS))] if chooses else []
         function(Source.of(given), *choice, **kwargs)
 
     parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own] + added

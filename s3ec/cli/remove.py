@@ -10,7 +10,6 @@ import typer
 
 from s3ec.cli.browse import namespaces
 from s3ec.cli.confirm import DryRunOption, YesOption, check_habit, is_confirmed
-from s3ec.cli.errors import NotFoundError
 from s3ec.cli.help import EXIT_WRONG, epilog
 from s3ec.cli.options import (
     JsonOption,
@@ -23,15 +22,14 @@ from s3ec.cli.options import (
 )
 from s3ec.cli.output import facts, human_age, human_bytes, many, print_json, print_note, safe
 from s3ec.cli.progress import counting
-from s3ec.errors import ConfigError
+from s3ec.errors import ConfigError, NotFoundError
 
 if TYPE_CHECKING:
-    from s3ec.identity import Key, Layout
+    from s3ec.corpus import Corpus, Deletion
+    from s3ec.identity import Layout
     from s3ec.index.deletion import Older
     from s3ec.index.removal import Contents
-    from s3ec.settings import Settings
-    from s3ec.store.base import ObjectInfo, Store
-    from s3ec.tenant import Tenant
+    from s3ec.store.base import Store
 
 
 def register(app: typer.Typer) -> None:
@@ -82,36 +80,40 @@ def rm(
     deleted all the same.
     """
     check_habit(yes=yes, dry_run=dry_run)
-    settings = source.load().settings
-    from s3ec.tenant import Tenant
+    with source.corpus() as corpus:
+        for text in identifiers:
+            _require_key(corpus, text, by_name=by_name)
+        name = choice.within(corpus)
 
-    tenant = Tenant.read(settings.tenant_key)
-    keys = {text: _key_of_name(text) if by_name else _key_of(text, tenant) for text in identifiers}
-    name, found = _delete(settings, choice, keys, delete=yes)
-    objects = {info.name: info for infos in found.values() for info in infos}
-    count = sum(map(bool, found.values()))
-    what = f"{many(count, 'entry', 'entries')}, {human_bytes(_bytes_of(objects))}, from {name}"
-    absent = [text for text, key in keys.items() if not found[key]]
-    if not as_json:
-        typer.echo(f"deleted {what}" if yes else f"would delete {what}")
-        for text in absent:
-            print_note(f"not there: {safe(text)}")
-    deleted = yes
-    # What is absent may be in the index, so it is deleted as well.
-    if (
-        count
-        and not yes
-        and is_confirmed(f"delete {what}?", yes=yes, dry_run=dry_run, as_json=as_json)
-    ):
-        _delete(settings, NamespaceChoice(name), keys, delete=True)
-        typer.echo(f"deleted {what}")
-        deleted = True
+        def delete(*, dry_run: bool) -> Deletion:
+            with counting("looking" if dry_run else "deleting") as report:
+                return corpus.delete(
+                    identifiers, namespace=name, by_name=by_name, dry_run=dry_run, report=report
+                )
+
+        found = delete(dry_run=not yes)
+        count, absent = found.count, found.absent
+        what = f"{many(count, 'entry', 'entries')}, {human_bytes(found.nbytes)}, from {name}"
+        if not as_json:
+            typer.echo(f"deleted {what}" if yes else f"would delete {what}")
+            for text in absent:
+                print_note(f"not there: {safe(text)}")
+        deleted = yes
+        # What is absent may be in the index, so it is deleted as well.
+        if (
+            count
+            and not yes
+            and is_confirmed(f"delete {what}?", yes=yes, dry_run=dry_run, as_json=as_json)
+        ):
+            delete(dry_run=False)
+            typer.echo(f"deleted {what}")
+            deleted = True
     if as_json:
         print_json(
             {
                 "namespace": name,
                 "entry_count": count,
-                "bytes": _bytes_of(objects),
+                "bytes": found.nbytes,
                 "deleted": count if deleted else 0,
                 "absent": absent,
                 "dry_run": not deleted,
@@ -121,54 +123,12 @@ def rm(
         raise typer.Exit(EXIT_WRONG)
 
 
-def _delete(
-    settings: Settings, choice: NamespaceChoice, keys: dict[str, Key], *, delete: bool
-) -> tuple[str, dict[Key, list[ObjectInfo]]]:
-    """The namespace, and the objects of each entry as they were; deleted if told."""
-    from s3ec.cli.corpus_view import with_manifest
-
-    with counting("deleting" if delete else "looking") as report:
-
-        async def work(store: Store, layout: Layout) -> tuple[str, dict[Key, list[ObjectInfo]]]:
-            from s3ec.index.deletion import deleting, find_objects
-
-            found = await find_objects(store, layout, keys.values(), report=report)
-            if delete:
-                objects = {key: [info.name for info in infos] for key, infos in found.items()}
-                async with deleting(store, layout) as deleter:
-                    await deleter.delete_objects(objects, report=report)
-            return layout.namespace, found
-
-        return with_manifest(settings, choice, work, write=delete)
-
-
-def _bytes_of(objects: dict[str, ObjectInfo]) -> int:
-    return sum(info.nbytes for info in objects.values())
-
-
-def _key_of(identifier: str, tenant: Tenant | None) -> Key:
-    from s3ec.identity import make_key
-
-    key = make_key(identifier, tenant)
-    if key is None:
-        raise ConfigError(f"{identifier!r:.100} is an identifier under which nothing is stored")
-    return key
-
-
-def _key_of_name(text: str) -> Key:
-    """The key of an object name below ``objects/``, or of a label that ``s3ec ls`` prints."""
-    from s3ec.identity import OBJECT_SUFFIX, Key, digest_of_name, entry_name
-
-    name = text
-    if not text.endswith(OBJECT_SUFFIX):
-        lora, _, stem = text.rpartition(":")
-        folder = f"{lora}/" if lora else ""
-        fan_out = stem.removeprefix("x-").removeprefix("t-")[:2]
-        name = f"{folder}{fan_out}/{stem}{OBJECT_SUFFIX}"
-    found = entry_name(name)
-    if found is None:
+def _require_key(corpus: Corpus, text: str, *, by_name: bool) -> None:
+    if corpus.key_of(text, by_name=by_name) is not None:
+        return
+    if by_name:
         raise ConfigError(f"{text!r:.100} is no name of an entry; `s3ec ls` prints them")
-    return Key("", found[0], digest_of_name(found[0]))
+    raise ConfigError(f"{text!r:.100} is an identifier under which nothing is stored")
 
 
 def gc(
@@ -189,17 +149,18 @@ def gc(
     """
     check_habit(yes=yes, dry_run=dry_run)
     age_s = duration_s(older_than, "older_than")
-    settings = source.load().settings
-    name, older = _collect(settings, choice, age_s, delete=yes)
-    deleted = yes
-    if not as_json:
-        typer.echo(f"{'deleted' if yes else 'would delete'} {_told(older, age_s)}")
-    if not yes and older.entries:
-        question = f"delete {_told(older, age_s)}?"
-        deleted = is_confirmed(question, yes=yes, dry_run=dry_run, as_json=as_json)
-        if deleted:
-            name, older = _collect(settings, NamespaceChoice(name), age_s, delete=True)
-            typer.echo(f"deleted {_told(older, age_s)}")
+    with source.corpus() as corpus:
+        name = choice.within(corpus)
+        older = _collect(corpus, name, age_s, delete=yes)
+        deleted = yes
+        if not as_json:
+            typer.echo(f"{'deleted' if yes else 'would delete'} {_told(older, age_s)}")
+        if not yes and older.entries:
+            question = f"delete {_told(older, age_s)}?"
+            deleted = is_confirmed(question, yes=yes, dry_run=dry_run, as_json=as_json)
+            if deleted:
+                older = _collect(corpus, name, age_s, delete=True)
+                typer.echo(f"deleted {_told(older, age_s)}")
     if as_json:
         print_json(
             {
@@ -213,26 +174,22 @@ def gc(
         )
 
 
-def _collect(
-    settings: Settings, choice: NamespaceChoice, age_s: float, *, delete: bool
-) -> tuple[str, Older]:
-    """The namespace, and what is older there; deleted if told."""
-    from s3ec.cli.corpus_view import with_manifest
-
+def _collect(corpus: Corpus, name: str, age_s: float, *, delete: bool) -> Older:
+    """What is older there; deleted if told."""
     with counting("deleting" if delete else "listing objects") as report:
 
-        async def work(store: Store, layout: Layout) -> tuple[str, Older]:
+        async def work(store: Store, layout: Layout) -> Older:
             from s3ec.index.cleaning import server_time
             from s3ec.index.deletion import count_older, delete_older
 
             before_s = time.time() - age_s
             if not delete:
-                return layout.namespace, await count_older(store, layout, before_s, report=report)
+                return await count_older(store, layout, before_s, report=report)
             # A clock that is ahead must not make entries old.
             before_s = min(before_s, await server_time(store) - age_s)
-            return layout.namespace, await delete_older(store, layout, before_s, report=report)
+            return await delete_older(store, layout, before_s, report=report)
 
-        return with_manifest(settings, choice, work, write=delete)
+        return corpus.within(work, name, write=delete)
 
 
 def _told(older: Older, age_s: float) -> str:
@@ -268,17 +225,17 @@ def ns_rm(
     """
     check_habit(yes=yes, dry_run=dry_run)
     idle_s = 0.0 if idle.strip() == "0" else duration_s(idle, "idle")
-    settings = source.load().settings
-    contents = _remove(settings, namespace, idle_s, delete=False)
-    if not as_json:
-        _print_contents(namespace, contents)
-    what = f"{many(contents.objects, 'object')}, {human_bytes(contents.nbytes)}"
-    deleted = is_confirmed(f"delete {what}?", yes=yes, dry_run=dry_run, as_json=as_json)
-    if deleted:
-        contents = _remove(settings, namespace, idle_s, delete=True)
-        what = f"{many(contents.objects, 'object')}, {human_bytes(contents.nbytes)}"
+    with source.corpus() as corpus:
+        contents = _remove(corpus, namespace, idle_s, delete=False)
         if not as_json:
-            typer.echo(f"deleted {what}: {namespace} is gone")
+            _print_contents(namespace, contents)
+        what = f"{many(contents.objects, 'object')}, {human_bytes(contents.nbytes)}"
+        deleted = is_confirmed(f"delete {what}?", yes=yes, dry_run=dry_run, as_json=as_json)
+        if deleted:
+            contents = _remove(corpus, namespace, idle_s, delete=True)
+            what = f"{many(contents.objects, 'object')}, {human_bytes(contents.nbytes)}"
+            if not as_json:
+                typer.echo(f"deleted {what}: {namespace} is gone")
     if as_json:
         print_json(
             {
@@ -293,14 +250,12 @@ def ns_rm(
         )
 
 
-def _remove(settings: Settings, namespace: str, idle_s: float, *, delete: bool) -> Contents:
+def _remove(corpus: Corpus, namespace: str, idle_s: float, *, delete: bool) -> Contents:
     """What the namespace holds, deleted if told."""
-    from s3ec.cli.corpus_view import with_retries
-
     with counting("deleting" if delete else "listing objects") as report:
 
         async def work(store: Store) -> Contents:
-            from s3ec.doctor.namespaces import list_namespaces
+            from s3ec.corpus import list_namespaces
             from s3ec.identity import Layout, is_namespace_name
             from s3ec.index.removal import remove_namespace, survey
 
@@ -317,7 +272,7 @@ def _remove(settings: Settings, namespace: str, idle_s: float, *, delete: bool) 
                 raise NotFoundError(f"no namespace `{namespace}`; there are:{listed or ' none'}")
             return contents
 
-        return with_retries(settings, work)
+        return corpus.run(work)
 
 
 def _print_contents(namespace: str, contents: Contents) -> None:

@@ -6,10 +6,10 @@ from __future__ import annotations
 import ipaddress
 from urllib.parse import urlsplit
 
+from s3ec.corpus import mend_endpoint
 from s3ec.doctor.patient import Patient
 from s3ec.doctor.report import Outcome, fail, ok, skip, warn
 from s3ec.errors import AccessError, S3ECError
-from s3ec.settings import Settings
 from s3ec.store.base import Blob, Store
 from s3ec.store.open import PROBE_PREFIX
 
@@ -86,28 +86,6 @@ def endpoint(patient: Patient) -> Outcome:
             "correct `endpoint_url`: the S3 port, not that of a web console",
         )
     return ok(f"{hello.url} answers{server}", cell=hello.server)
-
-
-def mend_endpoint(settings: Settings, reason: str) -> str:
-    """What to do where nobody answers as S3 does.
-
-    Args:
-        reason: The operating system's or a library's words.
-    """
-    where = settings.endpoint_url or "AWS"
-    if "certificate" in reason:
-        return "name the authority's PEM file in `ca_bundle`"
-    if "SSL" in reason or "WRONG_VERSION" in reason:
-        return "does the server speak TLS there? if not, http:// in `endpoint_url` and `allow_http`"
-    if "refused" in reason:
-        return f"nothing listens at {where}: start the server, or correct `endpoint_url`"
-    if "Name" in reason or "resolution" in reason:
-        if settings.path_style is False:
-            host = urlsplit(where).hostname
-            name = f"{settings.bucket}.{host}"
-            return f"the host name {name} is unknown: set `addressing_style` = `path`, or the DNS"
-        return "the host name is unknown: correct `endpoint_url` or `region`, or the DNS"
-    return "correct `endpoint_url`, or open the way (firewall, proxy, VPC endpoint)"
 
 
 def clock(patient: Patient) -> Outcome:

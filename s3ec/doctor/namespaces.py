@@ -1,70 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which namespaces a bucket holds, and why two of them differ."""
+"""Why two namespaces of a bucket differ."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from s3ec import plain_json
-from s3ec.errors import CorruptEntryError
-from s3ec.identity import Layout, canonical_json, is_namespace_name
-from s3ec.index.parallel import in_parallel
-from s3ec.store.base import Store
+from s3ec.corpus import NamespaceInfo
+from s3ec.identity import canonical_json
 
-# Descriptors are a few kilobytes; more is not one of ours.
-_DESCRIPTOR_BYTES = 256 * 1024
 _ABSENT = "(not there)"
 _HERE = ": here "
 _VALUE_CHARACTERS = 60
-
-
-@dataclass(frozen=True, slots=True)
-class StoredNamespace:
-    """One namespace of a bucket.
-
-    Attributes:
-        name: Its folder.
-        descriptor: Content of ``namespace.json``, empty where that is absent or unusable.
-    """
-
-    name: str
-    descriptor: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def slug(self) -> str:
-        """The readable part of the name."""
-        return slug_of(self.name)
-
-
-def slug_of(name: str) -> str:
-    """The readable part of a namespace's name: the same for the same model."""
-    return name.rpartition("-")[0]
-
-
-async def list_namespaces(store: Store) -> list[str]:
-    """Names of the namespaces below the store's prefix, sorted; foreign folders left out."""
-    folders = [folder.rstrip("/") for folder in await store.list_folders("")]
-    return sorted(name for name in folders if is_namespace_name(name))
-
-
-async def read_namespaces(store: Store, names: Sequence[str]) -> list[StoredNamespace]:
-    """Fetch the descriptors of some namespaces, several at a time."""
-
-    async def read(name: str) -> StoredNamespace:
-        return StoredNamespace(name, await _read_descriptor(store, name))
-
-    return await in_parallel(names, read)
-
-
-async def _read_descriptor(store: Store, name: str) -> dict[str, Any]:
-    try:
-        blob = await store.get(Layout(name).descriptor, max_bytes=_DESCRIPTOR_BYTES)
-        content = plain_json.loads(bytes(blob).decode("utf-8")) if blob else {}
-    except (CorruptEntryError, ValueError, RecursionError):
-        return {}  # anybody may have put anything there; the name still says what it is
-    return content if isinstance(content, dict) else {}
 
 
 def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
@@ -95,7 +43,7 @@ class Neighbour:
         return self.differences[0].partition(_HERE)[0] if len(self.differences) == 1 else None
 
 
-def neighbours(descriptor: Mapping[str, Any], stored: Sequence[StoredNamespace]) -> list[Neighbour]:
+def neighbours(descriptor: Mapping[str, Any], stored: Sequence[NamespaceInfo]) -> list[Neighbour]:
     """The stored namespaces that differ from a descriptor, those with the fewest differences first.
 
     What has no usable descriptor is left out, and so is the one that is alike.

@@ -8,14 +8,8 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from s3ec.doctor.namespaces import (
-    Neighbour,
-    StoredNamespace,
-    list_namespaces,
-    neighbours,
-    read_namespaces,
-    slug_of,
-)
+from s3ec.corpus import NamespaceInfo, list_namespaces, read_namespaces, slug_of
+from s3ec.doctor.namespaces import Neighbour, neighbours
 from s3ec.doctor.patient import Patient
 from s3ec.doctor.report import Outcome, fail, ok, skip, warn
 from s3ec.errors import S3ECError
@@ -217,7 +211,7 @@ def _unshared(nearest: Neighbour) -> Outcome:
     )
 
 
-def _pairs(stored: Sequence[StoredNamespace]) -> list[str]:
+def _pairs(stored: Sequence[NamespaceInfo]) -> list[str]:
     """Namespaces that differ in one field alone: often two fleets that were meant to share."""
     described = [one for one in stored if one.descriptor]
     told = [

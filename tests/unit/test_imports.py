@@ -40,8 +40,11 @@ LAYER_OF = {part: number for number, layer in enumerate(LAYERS) for part in laye
 # Part: whether its import may run when the module is imported ("anywhere") or only inside of a
 # function that is called where the library is ("inside").
 MAY_IMPORT = {
-    "torch": {"tensors": "inside", "connector": "anywhere", "corpus": "anywhere",
+    "torch": {"tensors": "inside", "connector": "anywhere", "corpus": "inside",
               "bench": "anywhere", "testing": "inside", "demo": "inside"},
+    "numpy": {"codec": "inside", "corpus": "inside", "index": "anywhere", "tier": "anywhere",
+              "connector": "anywhere", "weights": "anywhere", "bench": "anywhere",
+              "testing": "anywhere", "demo": "anywhere"},
     "vllm": {"connector": "anywhere", "bench": "anywhere", "testing": "inside", "demo": "inside",
              "doctor": "inside"},
     "transformers": {"connector": "inside", "testing": "inside", "bench": "inside",
@@ -125,6 +128,8 @@ def test_imports_point_down() -> None:
             continue
         below = part_of(tuple(each.target.split(".")[1:]))
         below = below if below in LAYER_OF else "__init__"  # a name of the package itself
+        if each.part == "__init__" and each.typing_only:
+            continue  # what it imports with the first use
         if below != each.part and LAYER_OF[below] >= LAYER_OF[each.part]:
             wrong.append(str(each))
     assert wrong == []
@@ -250,6 +255,21 @@ def test_every_module_of_the_command_line_works_without_torch_and_vllm() -> None
 def test_importing_the_package_imports_nothing_else() -> None:
     """torch and vLLM load it in every process."""
     assert ours_after("s3ec") == {"s3ec"}
+
+
+def test_the_corpus_comes_with_its_first_use_and_without_what_is_heavy() -> None:
+    code = "import s3ec, sys; s3ec.Corpus; print(*sorted(sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+    )
+    loaded = set(done.stdout.split())
+    assert "s3ec.corpus" in loaded
+    heavy = {"torch", "vllm", "boto3", "botocore", "numpy", "obstore"}
+    assert not heavy & (loaded - modules_after())
 
 
 def test_the_plugin_is_light() -> None:

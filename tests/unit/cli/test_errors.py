@@ -9,14 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from s3ec.cli.corpus_view import with_store
-from s3ec.cli.errors import AmbiguousError, Failure, NotFoundError
+from s3ec.cli.errors import Failure
 from s3ec.config import load_settings
+from s3ec.corpus import Corpus as Opened
 from s3ec.errors import (
     AccessError,
+    AmbiguousError,
     ConfigError,
     ConflictError,
     CorruptEntryError,
+    NotFoundError,
     S3ECError,
     TierError,
     UnavailableError,
@@ -115,8 +117,11 @@ def test_query_of_a_request_is_not_repeated(corpus: Corpus) -> None:
     async def time_out(_store: Store) -> None:
         raise UnavailableError('Connect timeout on endpoint URL: "http://h:1/b?list-type=2&a=b"')
 
-    with pytest.raises(UnavailableError) as caught:
-        with_store(load_settings().settings, time_out)
+    with (
+        pytest.raises(UnavailableError) as caught,
+        Opened(load_settings().settings, attempts=1) as opened,
+    ):
+        opened.run(time_out)
     assert '"http://h:1/b"; correct `endpoint_url`, or open the way' in str(caught.value)
 
 
