@@ -7,18 +7,18 @@ nothing else: torch and vLLM load it in every process. ``Corpus`` is imported wi
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
-
 __all__ = ["Corpus", "__version__"]
 __version__ = "0.1.0"
 
+TYPE_CHECKING = False  # mypy knows the name; `typing` itself would take 10 ms to import
 if TYPE_CHECKING:
     from s3ec.corpus import Corpus
 else:
 
-    def __getattr__(name: str) -> Any:
+    def __getattr__(name: str) -> object:
         if name == "Corpus":
+            import importlib
+
             return importlib.import_module("s3ec.corpus").Corpus
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
