@@ -27,7 +27,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
@@ -692,6 +692,8 @@ class Corpus:
         future = self._submit(watched())
         try:
             return future.result()
+        except CancelledError as exc:
+            raise S3ECError("this corpus was closed meanwhile; open another one") from exc
         finally:
             if not future.done():
                 future.cancel()

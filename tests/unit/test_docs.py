@@ -20,6 +20,7 @@ DOCUMENTS = [
     "CONTRIBUTING.md",
     "SECURITY.md",
     "docs/cli.md",
+    "docs/python.md",
 ]
 
 
