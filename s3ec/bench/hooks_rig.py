@@ -166,7 +166,7 @@ class Rig:
             self.node = Node(loaded.settings, namespace, name="s3ec-bench")
         limits = self.node.prefetcher._limits
         self.node.prefetcher._limits = dataclasses.replace(limits, deadline_s=_HOUR_S)
-        self.shell = _shell(self.node, loaded)
+        self.shell = scheduler_shell(self.node, loaded)
         self.requests = {
             (kind, images): self._requests(kind, images) for kind in Kind for images in (1, IMAGES)
         }
@@ -287,7 +287,7 @@ def _entry(identifier: str, namespace: str) -> bytes:
     return codec.encode_header(header) + bytes(tensors.tensor_bytes(tensor))
 
 
-def _shell(node: Node, loaded: Loaded) -> S3ECConnector:
+def scheduler_shell(node: Node, loaded: Loaded) -> S3ECConnector:
     """S3ECConnector as its constructor leaves it, without the model that it would look into."""
     shell = S3ECConnector.__new__(S3ECConnector)
     config = engine_config("S3ECConnector", {})

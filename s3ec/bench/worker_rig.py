@@ -67,7 +67,7 @@ class WorkerRig:
         )
         record = self.node.records.settle(MODALITY, Record(SHAPE.width, SHAPE.dtype))
         self.node.loop.run(record, timeout_s=30)
-        self.shell = _shell(self.node)
+        self.shell = worker_shell(self.node)
         example = folder / "example"
         example.mkdir()
         self.example: Any = ECExampleConnector(
@@ -168,7 +168,7 @@ def example_orders(names: Sequence[str]) -> ECExampleConnectorMetadata:
     return metadata
 
 
-def _shell(node: Node) -> S3ECConnector:
+def worker_shell(node: Node) -> S3ECConnector:
     """S3ECConnector as its constructor leaves it in a worker, without an engine around it."""
     shell = S3ECConnector.__new__(S3ECConnector)
     config = engine_config("S3ECConnector", {})
