@@ -14,7 +14,6 @@ import asyncio
 import logging
 import os
 import re
-import shlex
 import threading
 from collections.abc import (
     AsyncGenerator,
@@ -29,19 +28,18 @@ from collections.abc import (
 )
 from concurrent.futures import CancelledError, Future
 from contextlib import aclosing, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
-from s3ec import codec, plain_json
+from s3ec import codec
 from s3ec.counters import Counters, Report, unreported
 from s3ec.errors import (
     AmbiguousError,
     ConfigError,
     CorruptEntryError,
-    NotFoundError,
     S3ECError,
     UnavailableError,
 )
@@ -52,12 +50,19 @@ from s3ec.identity import (
     digest_of_name,
     entry_name,
     is_content_hash,
-    is_namespace_name,
     key_of_header,
     make_key,
 )
 from s3ec.index.parallel import REQUESTS_AT_A_TIME, in_parallel
 from s3ec.loop import LoopThread
+from s3ec.namespaces import (
+    NamespaceInfo,
+    Wording,
+    choose_namespace,
+    describe_namespace,
+    list_namespaces,
+    read_namespaces,
+)
 from s3ec.store.base import Blob, ObjectInfo, Store
 from s3ec.store.open import open_store, require_conditional_put, with_conditional_put
 from s3ec.store.parts import parts_in_order
@@ -95,48 +100,12 @@ _NOBODY = re.compile(
 )
 _QUERY = re.compile(r"(https?://[^\s\"'?]*)\?[^\s\"']*")
 _SHOWN_MATCHES = 5
-_SHOWN_CHOICES = 20
-# Descriptors are a few kilobytes; more is not one of ours.
-_DESCRIPTOR_BYTES = 256 * 1024
 # A larger entry comes by ranges of this size.
 _PART_BYTES = 8 * 2**20
 _PARTS_AT_A_TIME = 4
 # One page of a listing.
 _LISTED_AT_A_TIME = 1000
 _CLOSE_S = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class NamespaceInfo:
-    """One namespace of a bucket: the embeddings of one model, revision, weights and so on.
-
-    Attributes:
-        name: Its folder.
-        descriptor: Content of ``namespace.json``, empty where that is absent or unusable.
-        stored_s: When that was written, seconds since the epoch; 0 where it is not known.
-        indexed: Entries in the newest base of the index; None where there is no usable one, or it
-            was not looked at. What was stored since is not in it.
-        entries: Objects of entries; None where they were not counted.
-        nbytes: Their size together; None likewise.
-    """
-
-    name: str
-    descriptor: Mapping[str, Any] = field(default_factory=dict)
-    stored_s: float = 0.0
-    indexed: int | None = None
-    entries: int | None = None
-    nbytes: int | None = None
-
-    @property
-    def slug(self) -> str:
-        """The readable part of the name: the same for the same model."""
-        return slug_of(self.name)
-
-    @property
-    def model(self) -> str:
-        """The model's name; the slug where the descriptor does not say."""
-        model = self.descriptor.get("model")
-        return model if isinstance(model, str) else self.slug
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,29 +262,6 @@ class Deletion:
         return [identifier for identifier, infos in self.objects.items() if not infos]
 
 
-@dataclass(frozen=True, slots=True)
-class Wording:
-    """How messages call what the caller gave.
-
-    Attributes:
-        as_options: By options of a command line, not by arguments in Python.
-    """
-
-    as_options: bool = False
-
-    def name(self, argument: str) -> str:
-        """An argument, such as ``bucket``."""
-        return f"--{argument}" if self.as_options else f"`{argument}`"
-
-    def given(self, argument: str, value: str) -> str:
-        """An argument with the value that it had."""
-        return f"--{argument} `{value}`" if self.as_options else f"{argument}={value!r}"
-
-    def paste(self, argument: str, value: str) -> str:
-        """An argument with a value, to be pasted."""
-        return f"--{argument} {shlex.quote(value)}" if self.as_options else f"{argument}={value!r}"
-
-
 class Corpus:
     """The embeddings of one bucket and prefix. A context manager; safe to use from any thread.
 
@@ -450,7 +396,7 @@ class Corpus:
 
         async def look(store: Store) -> list[NamespaceInfo]:
             found = await read_namespaces(store, await list_namespaces(store))
-            return await in_parallel(found, lambda one: _complete(store, one, count=count))
+            return await in_parallel(found, lambda one: describe_namespace(store, one, count=count))
 
         return self.run(look)
 
@@ -462,14 +408,16 @@ class Corpus:
             AmbiguousError: Several models fit, or the store says of none when it was written; the
                 message lists what to choose from.
         """
-        origin = ""
+        wording = self._wording
         variable = os.environ.get(NAMESPACE_VARIABLE)
         if variable and not namespace and not model:
-            namespace, origin = variable, f"{NAMESPACE_VARIABLE} `{variable}`"
+            namespace, wording = variable, replace(wording, origin=NAMESPACE_VARIABLE)
         asked = namespace or None, model or None
         if asked not in self._chosen:
-            name = self.run(lambda store: self._choose(store, *asked, origin))
+            name, note = self.run(lambda store: choose_namespace(store, *asked, wording))
             self._chosen[asked] = self._chosen[name, None] = name
+            if note:
+                self._note(note)
         return self._chosen[asked]
 
     # -- entries -------------------------------------------------------------------------------
@@ -807,40 +755,6 @@ class Corpus:
             raise S3ECError("this corpus is closed; open another one")
         return self._thread.submit(coroutine)
 
-    async def _choose(
-        self, store: Store, namespace: str | None, model: str | None, origin: str
-    ) -> str:
-        """As choose; the newest is the one whose first producer began last."""
-        words = self._wording
-        names = await list_namespaces(store)
-        if not names:
-            place = f"{words.name('bucket')} and {words.name('prefix')}"
-            raise NotFoundError(f"no namespace here yet; check {place}")
-        if namespace is None and model is None and len(names) == 1:
-            return names[0]
-        if namespace in names and model is None:
-            return namespace
-        found = await read_namespaces(store, names)
-        fitting = _fitting(found, namespace or "", model)
-        if len(fitting) == 1:
-            return fitting[0].name
-        if not fitting:
-            asked = [origin or words.given("namespace", namespace)] if namespace else []
-            asked += [words.given("model", model)] if model else []
-            raise NotFoundError(
-                f"no namespace fits {' and '.join(asked)}; take one of these:"
-                f"{_choices(found, words)}"
-            )
-        models = {each.model for each in fitting}
-        newest = await _newest(store, fitting) if len(models) == 1 else None
-        if newest is None:
-            raise AmbiguousError(
-                f"{len(fitting)} namespaces fit; add one of these:{_choices(fitting, words)}",
-                field="namespace",
-            )
-        self._note(f"taking {newest}, the newest of {len(fitting)} namespaces of {models.pop()}")
-        return newest
-
 
 def _text(value: object) -> str:
     if not isinstance(value, str):
@@ -858,101 +772,6 @@ def _never_stored(identifier: str, argument: str) -> ConfigError:
         "a content hash, or a client's own name of 1 to 4096 bytes",
         field=argument,
     )
-
-
-# -- namespaces --------------------------------------------------------------------------------
-
-
-def slug_of(name: str) -> str:
-    """The readable part of a namespace's name: the same for the same model."""
-    return name.rpartition("-")[0]
-
-
-async def list_namespaces(store: Store) -> list[str]:
-    """Names of the namespaces below the store's prefix, sorted; foreign folders left out."""
-    folders = [folder.rstrip("/") for folder in await store.list_folders("")]
-    return sorted(name for name in folders if is_namespace_name(name))
-
-
-async def read_namespaces(store: Store, names: Sequence[str]) -> list[NamespaceInfo]:
-    """Fetch the descriptors of some namespaces, several at a time."""
-
-    async def read(name: str) -> NamespaceInfo:
-        return NamespaceInfo(name, await _read_descriptor(store, name))
-
-    return await in_parallel(names, read)
-
-
-async def _read_descriptor(store: Store, name: str) -> dict[str, Any]:
-    try:
-        blob = await store.get(Layout(name).descriptor, max_bytes=_DESCRIPTOR_BYTES)
-        content = plain_json.loads(bytes(blob).decode("utf-8")) if blob else {}
-    except (CorruptEntryError, ValueError, RecursionError):
-        return {}  # anybody may have put anything there; the name still says what it is
-    return content if isinstance(content, dict) else {}
-
-
-async def _complete(store: Store, found: NamespaceInfo, *, count: bool) -> NamespaceInfo:
-    """The same with what other requests tell."""
-    layout = Layout(found.name)
-    info = await store.head(layout.descriptor)
-    sizes = None
-    if count:
-        sizes = [entry.nbytes async for entry in _listed(store, found.name)]
-    return replace(
-        found,
-        stored_s=info.modified_s if info else 0.0,
-        indexed=await _indexed(store, layout),
-        entries=None if sizes is None else len(sizes),
-        nbytes=None if sizes is None else sum(sizes),
-    )
-
-
-async def _indexed(store: Store, layout: Layout) -> int | None:
-    """How many entries the newest base of the index holds; None where there is no usable one."""
-    from s3ec.index.snapshot import read_head
-
-    versions = [layout.version_of(info.name) or 0 async for info in store.list(layout.heads)]
-    if not any(versions):
-        return None
-    try:
-        head = await read_head(store, layout, max(versions))
-    except CorruptEntryError:
-        return None
-    return head.entries if head else None
-
-
-def _fitting(
-    found: Sequence[NamespaceInfo], begin: str, model: str | None
-) -> Sequence[NamespaceInfo]:
-    """Those that the arguments allow; what is named in full is not ambiguous."""
-    left = [each for each in found if each.name == begin]
-    left = left or [each for each in found if each.name.startswith(begin)]
-    if model is None:
-        return left
-    wanted = model.casefold()
-    named = [each for each in left if wanted in (each.model.casefold(), each.slug)]
-    return named or [
-        each for each in left if wanted in each.model.casefold() or wanted in each.slug
-    ]
-
-
-async def _newest(store: Store, fitting: Sequence[NamespaceInfo]) -> str | None:
-    """The one that was made last; None where the store says of none when that was."""
-    infos = await in_parallel(fitting, lambda each: store.head(Layout(each.name).descriptor))
-    times_s = [info.modified_s if info else 0.0 for info in infos]
-    newest_s = max(times_s)
-    return fitting[times_s.index(newest_s)].name if newest_s else None
-
-
-def _choices(found: Sequence[NamespaceInfo], words: Wording) -> str:
-    """The arguments to paste, one a line: of each model, and of each namespace."""
-    models = sorted({each.model for each in found})
-    options = [words.paste("model", model) for model in models] if len(models) > 1 else []
-    options += [words.paste("namespace", each.name) for each in found]
-    more = len(options) - _SHOWN_CHOICES
-    lines = options[:_SHOWN_CHOICES] + [f"and {more} more, see `s3ec ns`"] * (more > 0)
-    return "".join(f"\n  {line}" for line in lines)
 
 
 # -- entries -----------------------------------------------------------------------------------
@@ -978,7 +797,7 @@ async def scan(
     async def read(folder: str) -> None:
         batch: list[CorpusEntry] = []
         async for entry in _listed(store, namespace, folder):
-            if entry.label.startswith(starts_with) and _is_of(entry, adapter):
+            if _is_wanted(entry, starts_with, adapter):
                 batch.append(entry)
             if len(batch) == _LISTED_AT_A_TIME:
                 await found.put(batch)
@@ -1007,8 +826,11 @@ async def scan(
         await asyncio.gather(*filter(None, (reading, taking)), return_exceptions=True)
 
 
-def _is_of(entry: CorpusEntry, adapter: str | None) -> bool:
-    return adapter is None or entry.label.rpartition(":")[0] == adapter
+def _is_wanted(entry: CorpusEntry, begin: str, adapter: str | None) -> bool:
+    if not begin and adapter is None:  # a label takes 3 us
+        return True
+    label = entry.label
+    return label.startswith(begin) and adapter in (None, label.rpartition(":")[0])
 
 
 async def _folders(store: Store, layout: Layout, begin: str, adapter: str | None) -> Sequence[str]:

@@ -30,7 +30,8 @@ from s3ec.cli.progress import counting
 from s3ec.errors import ConfigError, CorruptEntryError, NotFoundError
 
 if TYPE_CHECKING:
-    from s3ec.corpus import Corpus, CorpusEntry, NamespaceInfo
+    from s3ec.corpus import Corpus, CorpusEntry
+    from s3ec.namespaces import NamespaceInfo
 
 IdArgument = Annotated[
     str,

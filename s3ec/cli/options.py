@@ -72,7 +72,7 @@ def _stored_namespaces(ctx: typer.Context) -> list[str]:
     """
     import asyncio
 
-    from s3ec.corpus import list_namespaces
+    from s3ec.namespaces import list_namespaces
 
     given = {name: ctx.params.get(name) for name in _SETTINGS_OPTIONS}
     try:
@@ -185,7 +185,8 @@ class Source:
             ConfigError: As load, and as Corpus.
         """
         from s3ec.cli.output import print_note, safe
-        from s3ec.corpus import ATTEMPTS, Corpus, Wording
+        from s3ec.corpus import ATTEMPTS, Corpus
+        from s3ec.namespaces import Wording
 
         return Corpus(
             self.load().settings,

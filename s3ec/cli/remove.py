@@ -255,9 +255,9 @@ def _remove(corpus: Corpus, namespace: str, idle_s: float, *, delete: bool) -> C
     with counting("deleting" if delete else "listing objects") as report:
 
         async def work(store: Store) -> Contents:
-            from s3ec.corpus import list_namespaces
             from s3ec.identity import Layout, is_namespace_name
             from s3ec.index.removal import remove_namespace, survey
+            from s3ec.namespaces import list_namespaces
 
             if not is_namespace_name(namespace):
                 raise ConfigError(

@@ -8,12 +8,18 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from s3ec.corpus import NamespaceInfo, list_namespaces, read_namespaces, slug_of
-from s3ec.doctor.namespaces import Neighbour, neighbours
 from s3ec.doctor.patient import Patient
 from s3ec.doctor.report import Outcome, fail, ok, skip, warn
 from s3ec.errors import S3ECError
 from s3ec.identity import Namespace
+from s3ec.namespaces import (
+    NamespaceInfo,
+    Neighbour,
+    list_namespaces,
+    neighbours,
+    read_namespaces,
+    slug_of,
+)
 
 _PLUGIN_GROUP = "vllm.general_plugins"
 _PLUGIN = "s3ec"

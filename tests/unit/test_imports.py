@@ -26,7 +26,7 @@ LAYERS = [
     {"tensors", "store", "loop", "inflight"},
     {"tier", "modality"},
     {"index", "wants"},
-    {"fetching"},
+    {"fetching", "namespaces"},
     {"prefetch"},
     {"node"},
     {"connector", "corpus"},

@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The namespaces of a bucket: which there are, which one is meant, and why two of them differ."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from s3ec import plain_json
+from s3ec.errors import AmbiguousError, CorruptEntryError, NotFoundError
+from s3ec.identity import Layout, canonical_json, entry_name, is_namespace_name
+from s3ec.index.parallel import in_parallel
+from s3ec.store.base import Store
+
+# Descriptors are a few kilobytes; more is not one of ours.
+_DESCRIPTOR_BYTES = 256 * 1024
+_SHOWN_CHOICES = 20
+_ABSENT = "(not there)"
+_HERE = ": here "
+_VALUE_CHARACTERS = 60
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceInfo:
+    """One namespace of a bucket: the embeddings of one model, revision, weights and so on.
+
+    Attributes:
+        name: Its folder.
+        descriptor: Content of ``namespace.json``, empty where that is absent or unusable.
+        stored_s: When that was written, seconds since the epoch; 0 where it is not known.
+        indexed: Entries in the newest base of the index; None where there is no usable one, or it
+            was not looked at. What was stored since is not in it.
+        entries: Objects of entries; None where they were not counted.
+        nbytes: Their size together; None likewise.
+    """
+
+    name: str
+    descriptor: Mapping[str, Any] = field(default_factory=dict)
+    stored_s: float = 0.0
+    indexed: int | None = None
+    entries: int | None = None
+    nbytes: int | None = None
+
+    @property
+    def slug(self) -> str:
+        """The readable part of the name: the same for the same model."""
+        return slug_of(self.name)
+
+    @property
+    def model(self) -> str:
+        """The model's name; the slug where the descriptor does not say."""
+        model = self.descriptor.get("model")
+        return model if isinstance(model, str) else self.slug
+
+
+def slug_of(name: str) -> str:
+    """The readable part of a namespace's name: the same for the same model."""
+    return name.rpartition("-")[0]
+
+
+async def list_namespaces(store: Store) -> list[str]:
+    """Names of the namespaces below the store's prefix, sorted; foreign folders left out."""
+    folders = [folder.rstrip("/") for folder in await store.list_folders("")]
+    return sorted(name for name in folders if is_namespace_name(name))
+
+
+async def read_namespaces(store: Store, names: Sequence[str]) -> list[NamespaceInfo]:
+    """Fetch the descriptors of some namespaces, several at a time."""
+
+    async def read(name: str) -> NamespaceInfo:
+        return NamespaceInfo(name, await _read_descriptor(store, name))
+
+    return await in_parallel(names, read)
+
+
+async def _read_descriptor(store: Store, name: str) -> dict[str, Any]:
+    try:
+        blob = await store.get(Layout(name).descriptor, max_bytes=_DESCRIPTOR_BYTES)
+        content = plain_json.loads(bytes(blob).decode("utf-8")) if blob else {}
+    except (CorruptEntryError, ValueError, RecursionError):
+        return {}  # anybody may have put anything there; the name still says what it is
+    return content if isinstance(content, dict) else {}
+
+
+async def describe_namespace(store: Store, found: NamespaceInfo, *, count: bool) -> NamespaceInfo:
+    """The same with what three requests more tell, and with ``count`` a listing of all objects."""
+    layout = Layout(found.name)
+    info = await store.head(layout.descriptor)
+    sizes = None
+    if count:
+        objects = layout.objects
+        sizes = [
+            each.nbytes
+            async for each in store.list(objects)
+            if entry_name(each.name.removeprefix(objects)) is not None
+        ]
+    return replace(
+        found,
+        stored_s=info.modified_s if info else 0.0,
+        indexed=await _indexed(store, layout),
+        entries=None if sizes is None else len(sizes),
+        nbytes=None if sizes is None else sum(sizes),
+    )
+
+
+async def _indexed(store: Store, layout: Layout) -> int | None:
+    """How many entries the newest base of the index holds; None where there is no usable one."""
+    from s3ec.index.snapshot import read_head
+
+    versions = [layout.version_of(info.name) or 0 async for info in store.list(layout.heads)]
+    if not any(versions):
+        return None
+    try:
+        head = await read_head(store, layout, max(versions))
+    except CorruptEntryError:
+        return None
+    return head.entries if head else None
+
+
+# -- which one is meant ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Wording:
+    """How messages call what the caller gave.
+
+    Attributes:
+        as_options: By options of a command line, not by arguments in Python.
+        origin: Where ``namespace`` comes from, if not from the caller: a variable.
+    """
+
+    as_options: bool = False
+    origin: str = ""
+
+    def name(self, argument: str) -> str:
+        """An argument, such as ``bucket``."""
+        return f"--{argument}" if self.as_options else f"`{argument}`"
+
+    def given(self, argument: str, value: str) -> str:
+        """An argument with the value that it had."""
+        if argument == "namespace" and self.origin:
+            return f"{self.origin} `{value}`"
+        return f"--{argument} `{value}`" if self.as_options else f"{argument}={value!r}"
+
+    def paste(self, argument: str, value: str) -> str:
+        """An argument with a value, to be pasted."""
+        return f"--{argument} {shlex.quote(value)}" if self.as_options else f"{argument}={value!r}"
+
+
+async def choose_namespace(
+    store: Store, namespace: str | None, model: str | None, wording: Wording
+) -> tuple[str, str]:
+    """The namespace that fits; of several of one model the newest.
+
+    The newest is the one whose ``namespace.json`` was written last: its first producer began last.
+
+    Args:
+        namespace: Its name or the beginning of that; None where any will do.
+        model: Part of the model's name; None where any will do.
+
+    Returns:
+        The name, and a note for people; no note where nothing else would have fitted.
+
+    Raises:
+        NotFoundError: The bucket has none, or none that fits.
+        AmbiguousError: Several models fit, or the store says of none when it was written; the
+            message lists what to choose from.
+    """
+    names = await list_namespaces(store)
+    if not names:
+        place = f"{wording.name('bucket')} and {wording.name('prefix')}"
+        raise NotFoundError(f"no namespace here yet; check {place}")
+    if namespace is None and model is None and len(names) == 1:
+        return names[0], ""
+    if namespace in names and model is None:
+        return namespace, ""
+    found = await read_namespaces(store, names)
+    fitting = _fitting(found, namespace or "", model)
+    if len(fitting) == 1:
+        return fitting[0].name, ""
+    if not fitting:
+        asked = [wording.given("namespace", namespace)] if namespace else []
+        asked += [wording.given("model", model)] if model else []
+        raise NotFoundError(
+            f"no namespace fits {' and '.join(asked)}; take one of these:{_choices(found, wording)}"
+        )
+    models = {each.model for each in fitting}
+    newest = await _newest(store, fitting) if len(models) == 1 else None
+    if newest is None:
+        raise AmbiguousError(
+            f"{len(fitting)} namespaces fit; add one of these:{_choices(fitting, wording)}",
+            field="namespace",
+        )
+    model_name = models.pop()
+    return newest, f"taking {newest}, the newest of {len(fitting)} namespaces of {model_name}"
+
+
+def _fitting(
+    found: Sequence[NamespaceInfo], begin: str, model: str | None
+) -> Sequence[NamespaceInfo]:
+    """Those that the arguments allow; what is named in full is not ambiguous."""
+    left = [each for each in found if each.name == begin]
+    left = left or [each for each in found if each.name.startswith(begin)]
+    if model is None:
+        return left
+    wanted = model.casefold()
+    named = [each for each in left if wanted in (each.model.casefold(), each.slug)]
+    return named or [
+        each for each in left if wanted in each.model.casefold() or wanted in each.slug
+    ]
+
+
+async def _newest(store: Store, fitting: Sequence[NamespaceInfo]) -> str | None:
+    """The one that was made last; None where the store says of none when that was."""
+    infos = await in_parallel(fitting, lambda each: store.head(Layout(each.name).descriptor))
+    times_s = [info.modified_s if info else 0.0 for info in infos]
+    newest_s = max(times_s)
+    return fitting[times_s.index(newest_s)].name if newest_s else None
+
+
+def _choices(found: Sequence[NamespaceInfo], words: Wording) -> str:
+    """The arguments to paste, one a line: of each model, and of each namespace."""
+    models = sorted({each.model for each in found})
+    options = [words.paste("model", model) for model in models] if len(models) > 1 else []
+    options += [words.paste("namespace", each.name) for each in found]
+    more = len(options) - _SHOWN_CHOICES
+    lines = options[:_SHOWN_CHOICES] + [f"and {more} more, see `s3ec ns`"] * (more > 0)
+    return "".join(f"\n  {line}" for line in lines)
+
+
+# -- why two of them differ ------------------------------------------------------------------------
+
+
+def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
+    """What differs between two descriptors, one line per fact, nested keys joined by dots."""
+    here, there = _flat(ours), _flat(theirs)
+    return [
+        f"{key}{_HERE}{here.get(key, _ABSENT)}, there {there.get(key, _ABSENT)}"
+        for key in sorted(here.keys() | there.keys())
+        if here.get(key, _ABSENT) != there.get(key, _ABSENT)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Neighbour:
+    """A namespace beside another one: what keeps two fleets from sharing.
+
+    Attributes:
+        name: Of the other.
+        differences: One line per fact, see ``differences``; never empty.
+    """
+
+    name: str
+    differences: Sequence[str]
+
+    @property
+    def only(self) -> str | None:
+        """The one field in which they differ; None where there are more."""
+        return self.differences[0].partition(_HERE)[0] if len(self.differences) == 1 else None
+
+
+def neighbours(descriptor: Mapping[str, Any], stored: Sequence[NamespaceInfo]) -> list[Neighbour]:
+    """The stored namespaces that differ from a descriptor, those with the fewest differences first.
+
+    What has no usable descriptor is left out, and so is the one that is alike.
+    """
+    beside = [
+        Neighbour(one.name, differences(descriptor, one.descriptor))
+        for one in stored
+        if one.descriptor
+    ]
+    return sorted((one for one in beside if one.differences), key=lambda one: len(one.differences))
+
+
+def _flat(descriptor: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    facts: dict[str, str] = {}
+    for key, value in descriptor.items():
+        if isinstance(value, Mapping) and value:
+            facts.update(_flat(value, f"{prefix}{key}."))
+        else:
+            text = canonical_json(value)
+            cut = text if len(text) <= _VALUE_CHARACTERS else f"{text[:_VALUE_CHARACTERS]}..."
+            facts[f"{prefix}{key}"] = cut
+    return facts
