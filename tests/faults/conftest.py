@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from s3ec.testing.proxy import FaultProxy
+from s3ec.dev.rigs.proxy import FaultProxy
 from s3ec.testing.server import LocalS3
 from tests.faults.herd import Herd, herding
 from tests.faults.site import Site

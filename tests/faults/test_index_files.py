@@ -14,12 +14,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from s3ec.dev.rigs.proxy import FaultProxy
 from s3ec.identity import Namespace
 from s3ec.index import cache, follower, news, sealed, snapshot
 from s3ec.index.rows import Facts, Rows
 from s3ec.index.segment import encode_segment
 from s3ec.prefetch import Outcome
-from s3ec.testing.proxy import FaultProxy
 from s3ec.testing.server import LocalS3
 from tests.faults.indexed import (
     LAYOUT,

@@ -27,7 +27,7 @@ import torch
 
 from s3ec.connector import waits
 from s3ec.connector.features import FeatureReader
-from s3ec.testing.models import write_qwen2_vl
+from s3ec.dev.rigs.models import write_qwen2_vl
 from tests.fuzz.connectors import Bench, Repeat, RepeatRank, bench
 from tests.fuzz.engine import Engine, Step, vllm_config
 from tests.fuzz.outside import BrokenPromiseError

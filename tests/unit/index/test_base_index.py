@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from s3ec.dev.rigs.index_corpus import IndexCorpus, hits
 from s3ec.errors import CorruptEntryError
 from s3ec.identity import Layout, split_digest
 from s3ec.index.base_index import UNKNOWN, Base
@@ -17,7 +18,6 @@ from s3ec.index.bloom import Bloom, build_bloom
 from s3ec.index.head import Blob, Head, Shard, parse_head
 from s3ec.index.rows import Rows, merge
 from s3ec.index.segment import Segment, encode_segment
-from s3ec.testing.index_corpus import IndexCorpus, hits
 from tests.unit.index import columns
 from tests.unit.index.columns import NAMESPACE, Items, as_items, halves_of, near, rows_of
 

@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 
 from s3ec.config import load_settings
+from s3ec.dev.rigs import proxy_faults as faults
+from s3ec.dev.rigs.proxy import FaultProxy, Rule
 from s3ec.errors import AccessError, ConfigError
 from s3ec.settings import Settings
 from s3ec.store import credentials, sdk_client
@@ -22,8 +24,6 @@ from s3ec.store.aioboto3_store import Aioboto3Store
 from s3ec.store.botocore_s3 import BotocoreStore
 from s3ec.store.obstore_store import ObstoreStore
 from s3ec.store.open import open_store
-from s3ec.testing import proxy_faults as faults
-from s3ec.testing.proxy import FaultProxy, Rule
 from s3ec.testing.server import MotoServer
 
 KEY_ID = "AKIAUNITTESTUNITTEST"

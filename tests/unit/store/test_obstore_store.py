@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from s3ec.config import load_settings
+from s3ec.dev.rigs import proxy_faults as faults
+from s3ec.dev.rigs.proxy import Exchange, FaultProxy, Reply, Rule
 from s3ec.errors import ConflictError, CorruptEntryError, UnavailableError
 from s3ec.settings import Settings
 from s3ec.store import obstore_errors, obstore_reply
 from s3ec.store.obstore_store import ObstoreStore
 from s3ec.store.open import open_store
-from s3ec.testing import proxy_faults as faults
-from s3ec.testing.proxy import Exchange, FaultProxy, Reply, Rule
 from s3ec.testing.server import MotoServer
 
 SECRET = "5ecret-unit-test-key-that-nobody-may-see"
