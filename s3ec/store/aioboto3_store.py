@@ -26,7 +26,8 @@ from s3ec.errors import CorruptEntryError
 from s3ec.settings import Settings
 from s3ec.store.botocore_s3 import BotocoreStore, Turn, length_and_part
 from s3ec.store.credentials import ChainCredentials
-from s3ec.store.replies import PIECE_BYTES, Extend, Pieces, Reply
+from s3ec.store.deadline import Extend
+from s3ec.store.replies import PIECE_BYTES, Pieces, Reply
 from s3ec.store.sdk_client import (
     Opened,
     chain_credentials,

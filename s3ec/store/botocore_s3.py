@@ -37,7 +37,8 @@ from s3ec.store.base import (
     delete_each,
 )
 from s3ec.store.deadline import answer_begun, page_begun
-from s3ec.store.replies import PIECE_BYTES, Extend, Pieces, Reply, read_body
+from s3ec.store.deadline import Extend
+from s3ec.store.replies import PIECE_BYTES, Pieces, Reply, read_body
 from s3ec.store.sdk_client import Opened, check_settings, open_client
 from s3ec.store.sdk_errors import (
     CREDENTIAL_CODES,

@@ -17,6 +17,8 @@ from contextvars import ContextVar
 from typing import TypeVar
 
 T = TypeVar("T")
+Extend = Callable[[int], None]
+"""Grants the time that so many bytes may take."""
 
 _deadline: ContextVar[asyncio.Timeout | None] = ContextVar("s3ec_deadline", default=None)
 _on_answer: ContextVar[Callable[[], None] | None] = ContextVar("s3ec_on_answer", default=None)

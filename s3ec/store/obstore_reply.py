@@ -13,7 +13,7 @@ from s3ec.errors import CorruptEntryError
 from s3ec.store.base import Blob
 from s3ec.store.obstore_errors import BrokenConnectionError
 from s3ec.store.obstore_runtime import held
-from s3ec.store.replies import Extend
+from s3ec.store.deadline import Extend
 
 # Up to here a body is collected in one buffer of the announced length; a server that announces
 # much and sends nothing then costs this much address space, and no process is ended for lack of it.

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 
 from s3ec.errors import UnavailableError
 from s3ec.settings import Settings
-from s3ec.store.replies import Extend
+from s3ec.store.deadline import Extend
 
 
 class Turns:

@@ -38,7 +38,8 @@ from s3ec.store.obstore_errors import fault_of
 from s3ec.store.obstore_reply import ObstoreReply
 from s3ec.store.obstore_runtime import held
 from s3ec.store.real_folder import RealFolder
-from s3ec.store.replies import Extend, read_body
+from s3ec.store.deadline import Extend
+from s3ec.store.replies import read_body
 from s3ec.store.turns import Turns
 from s3ec.store.url_errors import AbsentError, WrongRangeError, plain_errors
 
