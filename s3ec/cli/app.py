@@ -9,7 +9,7 @@ import typer
 
 from s3ec.cli import bench, browse, config, doctor, manifest, quarantine, remove, serve, tier
 from s3ec.cli.errors import reporting
-from s3ec.cli.help import App, Group, epilog
+from s3ec.cli.output import App, Group, epilog
 
 _WORDS = "s3ec.words"
 # In the order in which people need them.

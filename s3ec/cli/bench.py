@@ -8,7 +8,7 @@ from typing import Any
 
 import typer
 
-from s3ec.cli.help import App
+from s3ec.cli.output import App
 from s3ec.errors import ConfigError
 
 _ANYTHING = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}

@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from s3ec.cli.errors import Failure
-from s3ec.cli.help import EXIT_WRONG, App, epilog
 from s3ec.cli.ls import ls
 from s3ec.cli.options import JsonOption, NamespaceChoice, Source, with_namespace, with_settings
 from s3ec.cli.output import (
+    EXIT_WRONG,
+    App,
     console,
+    epilog,
     facts,
     human_age,
     human_bytes,
@@ -99,7 +101,7 @@ def ns(
         return
     from s3ec.cli.corpus_view import entries, with_store
     from s3ec.doctor.namespaces import list_namespaces, read_namespaces
-    from s3ec.index.parallel import in_parallel
+    from s3ec.index.listing import in_parallel
 
     now_s = time.time()
 
@@ -140,7 +142,7 @@ async def _namespace_row(store: Store, found: StoredNamespace, now_s: float) -> 
 
 async def _indexed(store: Store, layout: Layout) -> int | None:
     """How many entries the newest base of the index holds; None where there is no usable one."""
-    from s3ec.index.snapshot import read_head
+    from s3ec.index.manifest import read_head
 
     versions = [layout.version_of(info.name) or 0 async for info in store.list(layout.heads)]
     if not any(versions):

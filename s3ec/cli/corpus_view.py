@@ -29,11 +29,10 @@ from s3ec.identity import (
     key_of_header,
     make_key,
 )
-from s3ec.index.parallel import in_parallel
+from s3ec.index.listing import in_parallel
 from s3ec.settings import Settings
-from s3ec.store.base import Blob, Store
+from s3ec.store.base import Blob, Store, parts_in_order
 from s3ec.store.open import require_conditional_put, with_conditional_put
-from s3ec.store.parts import parts_in_order
 from s3ec.store.retry import RetryOptions, RetryStore
 from s3ec.tenant import Tenant
 

@@ -216,7 +216,7 @@ def ls(
         found.add(entry, kind)
 
     async def look(store: Store, layout: Layout) -> str:
-        from s3ec.index.parallel import REQUESTS_AT_A_TIME, in_parallel
+        from s3ec.index.listing import REQUESTS_AT_A_TIME, in_parallel
 
         folders = await _folders(store, layout, wanted)
 

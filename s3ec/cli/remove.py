@@ -11,7 +11,6 @@ import typer
 from s3ec.cli.browse import namespaces
 from s3ec.cli.confirm import DryRunOption, YesOption, check_habit, is_confirmed
 from s3ec.cli.errors import NotFoundError
-from s3ec.cli.help import EXIT_WRONG, epilog
 from s3ec.cli.options import (
     JsonOption,
     NamespaceChoice,
@@ -21,14 +20,23 @@ from s3ec.cli.options import (
     with_namespace,
     with_settings,
 )
-from s3ec.cli.output import facts, human_age, human_bytes, many, print_json, print_note, safe
+from s3ec.cli.output import (
+    EXIT_WRONG,
+    epilog,
+    facts,
+    human_age,
+    human_bytes,
+    many,
+    print_json,
+    print_note,
+    safe,
+)
 from s3ec.cli.progress import counting
 from s3ec.errors import ConfigError
 
 if TYPE_CHECKING:
     from s3ec.identity import Key, Layout
-    from s3ec.index.deletion import Older
-    from s3ec.index.removal import Contents
+    from s3ec.index.delete import Contents, Older
     from s3ec.settings import Settings
     from s3ec.store.base import ObjectInfo, Store
     from s3ec.tenant import Tenant
@@ -130,7 +138,7 @@ def _delete(
     with counting("deleting" if delete else "looking") as report:
 
         async def work(store: Store, layout: Layout) -> tuple[str, dict[Key, list[ObjectInfo]]]:
-            from s3ec.index.deletion import deleting, find_objects
+            from s3ec.index.delete import deleting, find_objects
 
             found = await find_objects(store, layout, keys.values(), report=report)
             if delete:
@@ -222,8 +230,8 @@ def _collect(
     with counting("deleting" if delete else "listing objects") as report:
 
         async def work(store: Store, layout: Layout) -> tuple[str, Older]:
-            from s3ec.index.cleaning import server_time
-            from s3ec.index.deletion import count_older, delete_older
+            from s3ec.index.base_writer import server_time
+            from s3ec.index.delete import count_older, delete_older
 
             before_s = time.time() - age_s
             if not delete:
@@ -302,7 +310,7 @@ def _remove(settings: Settings, namespace: str, idle_s: float, *, delete: bool) 
         async def work(store: Store) -> Contents:
             from s3ec.doctor.namespaces import list_namespaces
             from s3ec.identity import Layout, is_namespace_name
-            from s3ec.index.removal import remove_namespace, survey
+            from s3ec.index.delete import remove_namespace, survey
 
             if not is_namespace_name(namespace):
                 raise ConfigError(

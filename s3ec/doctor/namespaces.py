@@ -10,7 +10,7 @@ from typing import Any
 from s3ec import plain_json
 from s3ec.errors import CorruptEntryError
 from s3ec.identity import Layout, canonical_json, is_namespace_name
-from s3ec.index.parallel import in_parallel
+from s3ec.index.listing import in_parallel
 from s3ec.store.base import Store
 
 # Descriptors are a few kilobytes; more is not one of ours.

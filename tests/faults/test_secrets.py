@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from s3ec import codec
 from s3ec.cli.app import app
-from s3ec.connector.plan import Save
+from s3ec.connector.messages import Save
 from s3ec.connector.saves import SaveQueue
 from s3ec.dev.rigs import proxy_faults as faults
 from s3ec.dev.rigs.proxy import FaultProxy, Rule

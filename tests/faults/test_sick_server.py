@@ -68,7 +68,7 @@ class Rig:
         return fetched
 
     def save(self, number: int) -> None:
-        from s3ec.connector.plan import Save
+        from s3ec.connector.messages import Save
 
         tensor = torch.frombuffer(bytearray(data_at(number, ROWS)), dtype=torch.bfloat16)
         assert self.queue.put(identifier_at(number), Save("image", {}), tensor.view(ROWS, WIDTH))

@@ -216,7 +216,7 @@ def test_everything_but_the_engine_side_works_without_torch_and_vllm() -> None:
     modules_after(
         "s3ec",
         "s3ec.store.open",
-        "s3ec.tier.disk",
+        "s3ec.tier.tier",
         "s3ec.index.listing",
         "s3ec.index.reader",
         "s3ec.prefetch",
@@ -227,11 +227,11 @@ def test_everything_but_the_engine_side_works_without_torch_and_vllm() -> None:
         "s3ec.testing.fault_store",
         "s3ec.testing.server",
         "s3ec.connector",
-        "s3ec.connector.plan",
+        "s3ec.connector.messages",
         "s3ec.connector.scheduler",
-        "s3ec.connector.checks",
-        "s3ec.connector.namespace",
-        "s3ec.connector.features",
+        "s3ec.connector.vllm_config",
+        "s3ec.connector.vllm_config",
+        "s3ec.connector.vllm_config",
         "s3ec.connector.plugin",
     )
 

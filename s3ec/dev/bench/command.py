@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from s3ec.cli.help import EXIT_WRONG, App, Command, epilog
 from s3ec.cli.options import JsonOption
-from s3ec.cli.output import console, print_json
+from s3ec.cli.output import EXIT_WRONG, App, Command, console, epilog, print_json
 from s3ec.dev.bench.registry import DATA, ENTRIES, together
 from s3ec.errors import ConfigError
 

@@ -84,8 +84,8 @@ def _read_all(fetcher: Any) -> None:
     """Pin, read, verify and let go of every entry, as the workers of a node do."""
     import torch
 
-    from s3ec.connector.plan import Load
-    from s3ec.connector.reading import read_data
+    from s3ec.connector.loads import read_data
+    from s3ec.connector.messages import Load
 
     tier = fetcher.node.tier
     for key in fetcher.corpus.keys:

@@ -165,9 +165,9 @@ def _engines(context: Context) -> Iterator[tuple[dict[str, EngineProcess], Local
 def _announce(server: LocalS3, namespace: str, names: Sequence[str]) -> None:
     """Write an index that holds all of these; there are no objects."""
     from s3ec.identity import Layout, canonical_json, make_key
+    from s3ec.index.manifest import Ulids
     from s3ec.index.rows import Facts, Rows
     from s3ec.index.segment import encode_segment
-    from s3ec.index.ulid import Ulids
 
     layout, now_s = Layout(namespace), time.time()
     facts = Facts(nbytes=9000, rows=64, width=64, dtype="bfloat16", time_s=int(now_s))

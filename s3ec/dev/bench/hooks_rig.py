@@ -36,8 +36,9 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
-from s3ec import codec, tensors
+from s3ec import codec
 from s3ec.config import Loaded, load_settings
+from s3ec.connector import saves
 from s3ec.connector.connector import S3ECConnector
 from s3ec.identity import Key, Layout, Namespace, make_key
 from s3ec.modality import Record
@@ -283,8 +284,8 @@ def _wait_until(what: str, done: Callable[[], bool]) -> None:
 
 def _entry(identifier: str, namespace: str) -> bytes:
     tensor = torch.zeros(_ROWS, _WIDTH, dtype=torch.bfloat16)
-    header = tensors.describe(tensor, identifier=identifier, namespace=namespace, modality="image")
-    return codec.encode_header(header) + bytes(tensors.tensor_bytes(tensor))
+    header = saves.describe(tensor, identifier=identifier, namespace=namespace, modality="image")
+    return codec.encode_header(header) + bytes(saves.tensor_bytes(tensor))
 
 
 def _shell(node: Node, loaded: Loaded) -> S3ECConnector:

@@ -20,7 +20,7 @@ from s3ec.dev.bench.context import Context
 from s3ec.dev.bench.corpus import Corpus
 from s3ec.dev.bench.index_made import LAYOUT, NAMESPACE, Keys, Made, load
 from s3ec.dev.rigs.proxy import Exchange, FaultProxy, Rule
-from s3ec.index import cache, download
+from s3ec.index import cache
 from s3ec.node import Node
 from s3ec.settings import Settings
 from s3ec.store.open import choose_transport, open_store
@@ -140,7 +140,7 @@ def _cold_s(corpus: Corpus, folder: Path, hit: Key) -> float:
 
 
 # What a reader has under way at most.
-_IN_FLIGHT = cache._FILES * download._PARTS
+_IN_FLIGHT = cache._FILES * cache._PARTS
 
 
 def _raw_s(corpus: Corpus, made: Made, scratch: Path, folder: Path | None) -> float:
@@ -160,7 +160,7 @@ def _raw_s(corpus: Corpus, made: Made, scratch: Path, folder: Path | None) -> fl
 
 async def _get_all(settings: Settings, made: Made, folder: Path | None) -> None:
     store = open_store(settings)
-    part = download.PART_BYTES
+    part = cache.PART_BYTES
     parts = iter(
         (name, start, min(part, nbytes - start))
         for name, nbytes in made.exact_files()

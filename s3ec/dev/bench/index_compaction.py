@@ -21,11 +21,11 @@ from s3ec.dev.bench.corpus import Corpus
 from s3ec.dev.bench.index_bucket import settings_of
 from s3ec.dev.bench.index_made import LAYOUT, NAMESPACE, Made
 from s3ec.dev.rigs.index_corpus import IndexCorpus
-from s3ec.index.compact import compact
-from s3ec.index.making import Making
+from s3ec.index.base_writer import Making
+from s3ec.index.compaction import compact
+from s3ec.index.manifest import Ulids
 from s3ec.index.rows import Rows
 from s3ec.index.segment import encode_segment
-from s3ec.index.ulid import Ulids
 from s3ec.store.open import open_store
 from s3ec.store.retry import RetryStore
 

@@ -17,8 +17,8 @@ import numpy as np
 from s3ec.config import load_settings
 from s3ec.dev.rigs.index_corpus import IndexCorpus, hits
 from s3ec.identity import Key, Layout, Namespace
-from s3ec.index.base_index import Base
-from s3ec.index.head import Head
+from s3ec.index.lookup import Base
+from s3ec.index.manifest import Head
 from s3ec.node import Node
 from s3ec.testing.memory_store import MemoryBucket, MemoryStore
 

@@ -83,7 +83,7 @@ def _produce(
     """A child's whole life: save all at random times, tell when each was confirmed."""
     import torch
 
-    from s3ec.connector.plan import Save
+    from s3ec.connector.messages import Save
     from s3ec.connector.saves import SaveQueue
 
     source = random.Random(3)

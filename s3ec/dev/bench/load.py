@@ -22,7 +22,7 @@ from s3ec.dev.bench.context import Bench, Context
 from s3ec.dev.bench.result import Spec
 
 if TYPE_CHECKING:
-    from s3ec.connector.plan import Load
+    from s3ec.connector.messages import Load
     from s3ec.dev.bench.worker_rig import Cache, WorkerRig
 
 ROUNDS = 25

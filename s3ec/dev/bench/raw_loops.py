@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from s3ec.dev.bench.corpus import IN_FLIGHT, Corpus
-from s3ec.testing.endpoint import REGION
+from s3ec.testing.server import REGION
 
 
 class RawLoop(Protocol):

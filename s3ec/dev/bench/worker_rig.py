@@ -23,10 +23,10 @@ from vllm.distributed.ec_transfer.ec_connector.example_connector import (
     MMMeta,
 )
 
-from s3ec import tensors
 from s3ec.config import load_settings
+from s3ec.connector import saves
 from s3ec.connector.connector import S3ECConnector, S3ECMetadata
-from s3ec.connector.plan import Load, Save, StepPlan
+from s3ec.connector.messages import Load, Save, StepPlan
 from s3ec.dev.bench.corpus import MODALITY, SHAPE
 from s3ec.dev.bench.hooks_rig import Identifiers, engine_config
 from s3ec.identity import Key, Namespace, make_key
@@ -83,10 +83,10 @@ class WorkerRig:
         """Put every tensor into tier and folder; returns the granted loads, in their order."""
         for name, tensor in self.tensors.items():
             key = _key(name)
-            header = tensors.describe(
+            header = saves.describe(
                 tensor, identifier=name, namespace=self.node.namespace.name, modality=MODALITY
             )
-            self.node.tier.publish(key, tensors.encode(header, tensor))
+            self.node.tier.publish(key, saves.encode(header, tensor))
             pin = self.node.tier.pin(key)
             if pin is None:
                 raise RuntimeError("an entry that was just published cannot be pinned")

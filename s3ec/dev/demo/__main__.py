@@ -15,7 +15,7 @@ from typing import Annotated
 
 import typer
 
-from s3ec.cli.help import EXIT_OK, EXIT_USAGE, EXIT_WRONG, epilog
+from s3ec.cli.output import EXIT_OK, EXIT_USAGE, EXIT_WRONG, epilog
 from s3ec.dev.demo.render import report_console, show
 from s3ec.dev.demo.steps import Steps
 from s3ec.dev.rigs.engine import EngineError

@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 
 from s3ec.identity import Layout
-from s3ec.index.base_index import Base
 from s3ec.index.bloom import build_bloom
-from s3ec.index.head import Blob, Head, Shard, shard_ranges
+from s3ec.index.lookup import Base
+from s3ec.index.manifest import Blob, Head, Shard, shard_ranges
 from s3ec.index.rows import Array, Rows
 from s3ec.index.segment import encode_segment
 

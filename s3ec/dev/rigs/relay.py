@@ -28,7 +28,7 @@ from urllib.parse import urlsplit
 
 import s3ec
 from s3ec.errors import UnavailableError
-from s3ec.testing.endpoint import HOST
+from s3ec.testing.server import HOST
 
 _START_TIMEOUT_S = 20.0
 _CHUNK_BYTES = 2**20  # the most that a pipe of an ordinary user holds

@@ -14,8 +14,8 @@ from unittest import mock
 
 import pytest
 
-from s3ec.connector.namespace import checkpoint_of, describe
-from s3ec.connector.plan import StepPlan
+from s3ec.connector.messages import StepPlan
+from s3ec.connector.vllm_config import checkpoint_of, describe
 from s3ec.dev.rigs.models import write_gemma3
 from s3ec.identity import Namespace
 from s3ec.settings import Settings

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 import pytest
 
 from s3ec.errors import AccessError, S3ECError, UnavailableError
-from s3ec.index import deletion, head, object_listing
-from s3ec.index.compact import compact
-from s3ec.index.deletion import count_older, delete_older, deleting, find_objects
+from s3ec.index import delete, listing, manifest
+from s3ec.index.compaction import compact
+from s3ec.index.delete import count_older, delete_older, deleting, find_objects
+from s3ec.index.rebuild import verify
 from s3ec.index.rows import Facts
-from s3ec.index.verify import verify
 from s3ec.store.base import Store
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
 from s3ec.testing.memory_store import MemoryStore
@@ -55,7 +55,7 @@ async def test_what_is_deleted_is_gone_for_readers_and_from_the_next_base(
 async def test_a_tombstone_is_later_than_what_a_fast_clock_announced(
     memory: MemoryStore, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(head, "MAX_SHARD_ROWS", 2)
+    monkeypatch.setattr(manifest, "MAX_SHARD_ROWS", 2)
     future_s = int(clock.now_s) + 10**6
     for number in range(6):
         await put_entry(memory, number, time_s=future_s)
@@ -131,7 +131,7 @@ async def test_a_batch_that_is_refused_as_a_whole_is_not_announced(memory: Memor
 async def test_readers_that_could_not_be_told_are_an_error(
     memory: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(deletion, "_TELL_S", 0.01)
+    monkeypatch.setattr(delete, "_TELL_S", 0.01)
     await put_entry(memory, 1)
     fault = Fault("put_if_absent", "/delta/", error=UnavailableError)
     with pytest.raises(UnavailableError, match="could not be told"):
@@ -156,7 +156,7 @@ async def test_many_are_deleted_by_a_thousand_with_one_request_and_one_delta_eac
 async def test_old_entries_of_all_folders_share_requests_and_deltas(
     memory: MemoryStore, clock: Clock, monkeypatch: pytest.MonkeyPatch, few: int
 ) -> None:
-    monkeypatch.setattr(object_listing, "_FEW", few)
+    monkeypatch.setattr(listing, "_FEW", few)
     for number in range(1500):
         await put_object(memory, key_of(("many", number)), 9)
     store = FaultStore(MemoryStore(memory.bucket, clock=clock), Script())
@@ -192,7 +192,7 @@ async def test_what_was_deleted_before_it_was_broken_off_is_announced(
     for number in range(2):
         await put_entry(memory, number)
     hung = Fault("delete_many", LAYOUT.object(KEYS[1]), gate=Gate())
-    monkeypatch.setattr(deletion, "DELETE_AT_A_TIME", 1)
+    monkeypatch.setattr(delete, "DELETE_AT_A_TIME", 1)
     task = asyncio.create_task(delete(FaultStore(memory, Script([hung])), 0, 1))
     await gone(memory, 0)
     task.cancel()
@@ -249,9 +249,9 @@ async def test_a_listing_that_fails_half_way_leaves_no_deletion_untold(
     memory: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One prefix cannot be listed while the entry of another one is being announced."""
-    monkeypatch.setattr(object_listing, "_FEW", 0)
-    monkeypatch.setattr(object_listing, "_ATTEMPTS", 1)
-    monkeypatch.setattr(deletion, "DELETE_AT_A_TIME", 1)
+    monkeypatch.setattr(listing, "_FEW", 0)
+    monkeypatch.setattr(listing, "_ATTEMPTS", 1)
+    monkeypatch.setattr(delete, "DELETE_AT_A_TIME", 1)
     for number in range(2):
         await put_entry(memory, number)
     listing, told = Gate(), Gate()
@@ -338,7 +338,7 @@ async def test_old_objects_of_an_entry_go_and_readers_keep_it_for_the_young_one(
 async def test_of_many_entries_those_that_are_there_are_found_with_their_revisions(
     memory: MemoryStore, monkeypatch: pytest.MonkeyPatch, few: int
 ) -> None:
-    monkeypatch.setattr(object_listing, "_FEW", few)
+    monkeypatch.setattr(listing, "_FEW", few)
     keys = [key_of(("many", number)) for number in range(40)]
     for key in keys[:3]:
         await put_object(memory, key, 9)

@@ -28,7 +28,7 @@ from s3ec.dev.rigs.proxy import Fault, FaultProxy, Rule
 from s3ec.errors import UnavailableError
 from s3ec.settings import Settings
 from s3ec.store.botocore_s3 import BotocoreStore
-from s3ec.store.sdk_session import Exchange
+from s3ec.store.s3_client import Exchange
 from s3ec.testing.server import MotoServer
 
 BODY = os.urandom(300_000)
