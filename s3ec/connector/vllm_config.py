@@ -7,7 +7,6 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
-from s3ec.connector import compat
 from s3ec.errors import ConfigError
 from s3ec.identity import Namespace
 from s3ec.settings import Settings
@@ -83,6 +82,8 @@ def topology_of(vllm_config: Any) -> Topology:
 
 def _silence(backend: Any, ranks: int, stages: int, *, v2: bool) -> str | None:
     """Why reports of ranks do not reach the scheduler; None if they do."""
+    from s3ec.connector import compat  # which imports vllm; the scheduler half does not
+
     this = compat.release(compat.vllm_version())
     if not compat.installed_hooks()["build_connector_worker_meta"] or (
         this is not None and this < (0, 30)

@@ -16,7 +16,8 @@ from pathlib import Path
 
 from s3ec import codec
 from s3ec.codec import Header
-from s3ec.counters import Report, unreported
+from s3ec.counters import Report as ReportProgress
+from s3ec.counters import unreported
 from s3ec.errors import CorruptEntryError, TierError
 from s3ec.identity import digest_of_name, key_of_header
 from s3ec.tier.entries import KEPT_FILES, Quarantine, read_header
@@ -286,7 +287,7 @@ def audit(folders: Folders, *, now_s: float) -> list[str]:
 
 
 def complaints_about(
-    folders: Folders, *, now_s: float, report: Report = unreported
+    folders: Folders, *, now_s: float, report: ReportProgress = unreported
 ) -> list[Complaint]:
     """The same with what can be done about it.
 

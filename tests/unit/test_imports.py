@@ -20,15 +20,14 @@ BENCH = PACKAGE / "cli" / "bench.py"  # the one way from what is installed to s3
 
 # From the bottom up. A part imports from lower layers and from itself, never from beside or above.
 LAYERS = [
-    {"errors", "forks", "containment", "corpus_url", "plain_json", "daemon_pool", "__init__"},
+    {"errors", "forks", "plain_json", "weights", "__init__"},
     {"tenant", "middleware", "counters"},
-    {"settings", "disk_watch"},
-    {"identity", "config", "weights"},
-    {"codec", "settings_table", "naming"},
-    {"tensors", "store", "loop", "inflight"},
+    {"settings", "runtime"},
+    {"identity", "config", "store"},
+    {"codec"},
     {"tier", "modality"},
-    {"index", "wants"},
-    {"fetching"},
+    {"index"},
+    {"fetch"},
     {"prefetch"},
     {"node"},
     {"connector", "corpus"},
@@ -42,7 +41,7 @@ LAYER_OF = {part: number for number, layer in enumerate(LAYERS) for part in laye
 # Part: whether its import may run when the module is imported ("anywhere") or only inside of a
 # function that is called where the library is ("inside").
 MAY_IMPORT = {
-    "torch": {"tensors": "inside", "connector": "anywhere", "corpus": "anywhere",
+    "torch": {"connector": "anywhere", "corpus": "anywhere",
               "dev": "anywhere"},
     "vllm": {"connector": "anywhere", "dev": "anywhere", "doctor": "inside"},
     "transformers": {"connector": "inside", "dev": "inside"},
@@ -157,7 +156,7 @@ def test_the_extra_transport_is_one_module() -> None:
     """aioboto3 is not installed with s3ec, nor is what it brings."""
     extra = {"aioboto3", "aiobotocore", "aiohttp"}
     modules = {each.module.name for each in IMPORTS if each.target.split(".")[0] in extra}
-    assert modules == {"aioboto3_store.py", "raw_loops.py"}
+    assert modules == {"aioboto3_s3.py", "raw_loops.py"}
 
 
 def test_tests_are_not_imported() -> None:

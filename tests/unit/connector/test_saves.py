@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 
 from s3ec import codec
-from s3ec.connector import saves
 from s3ec.connector.messages import Save
 from s3ec.counters import Counters
 from s3ec.errors import AccessError, TierError, UnavailableError
@@ -36,7 +35,6 @@ torch = pytest.importorskip("torch")
 SaveQueue = pytest.importorskip("s3ec.connector.saves").SaveQueue
 saves = pytest.importorskip("s3ec.connector.saves")
 uploads = pytest.importorskip("s3ec.connector.uploads")
-announcing = pytest.importorskip("s3ec.connector.uploads")
 AcceleratorStaging = pytest.importorskip("s3ec.connector.staging").AcceleratorStaging
 FakeAccelerator = pytest.importorskip("tests.unit.connector.accelerators").FakeAccelerator
 
@@ -402,7 +400,7 @@ def test_drain_finds_the_save_of_a_hook_that_a_signal_ended_before_its_ring(rig:
 
 
 def test_drain_announces_what_the_bucket_took(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(announcing, "ANNOUNCE_S", 3600.0)
+    monkeypatch.setattr(uploads, "ANNOUNCE_S", 3600.0)
     queue = rig.queue()
     for identifier in HASHES[:5]:
         queue.put(identifier, IMAGE, tensor())

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 import pytest
 
 from s3ec.errors import AccessError, S3ECError, UnavailableError
-from s3ec.index import delete, listing, manifest
+from s3ec.index import delete as deletion
+from s3ec.index import listing, manifest
 from s3ec.index.compaction import compact
 from s3ec.index.delete import count_older, delete_older, deleting, find_objects
 from s3ec.index.rebuild import verify
@@ -131,7 +132,7 @@ async def test_a_batch_that_is_refused_as_a_whole_is_not_announced(memory: Memor
 async def test_readers_that_could_not_be_told_are_an_error(
     memory: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(delete, "_TELL_S", 0.01)
+    monkeypatch.setattr(deletion, "_TELL_S", 0.01)
     await put_entry(memory, 1)
     fault = Fault("put_if_absent", "/delta/", error=UnavailableError)
     with pytest.raises(UnavailableError, match="could not be told"):
@@ -192,7 +193,7 @@ async def test_what_was_deleted_before_it_was_broken_off_is_announced(
     for number in range(2):
         await put_entry(memory, number)
     hung = Fault("delete_many", LAYOUT.object(KEYS[1]), gate=Gate())
-    monkeypatch.setattr(delete, "DELETE_AT_A_TIME", 1)
+    monkeypatch.setattr(deletion, "DELETE_AT_A_TIME", 1)
     task = asyncio.create_task(delete(FaultStore(memory, Script([hung])), 0, 1))
     await gone(memory, 0)
     task.cancel()
@@ -251,19 +252,19 @@ async def test_a_listing_that_fails_half_way_leaves_no_deletion_untold(
     """One prefix cannot be listed while the entry of another one is being announced."""
     monkeypatch.setattr(listing, "_FEW", 0)
     monkeypatch.setattr(listing, "_ATTEMPTS", 1)
-    monkeypatch.setattr(delete, "DELETE_AT_A_TIME", 1)
+    monkeypatch.setattr(deletion, "DELETE_AT_A_TIME", 1)
     for number in range(2):
         await put_entry(memory, number)
-    listing, told = Gate(), Gate()
+    listed, told = Gate(), Gate()
     prefix = f"{LAYOUT.objects}{KEYS[1].name[:2]}/"
     faults = [
-        Fault("list", prefix, gate=listing, error=UnavailableError),
+        Fault("list", prefix, gate=listed, error=UnavailableError),
         Fault("put_if_absent", "/delta/", gate=told),
     ]
     task = asyncio.create_task(delete_older(FaultStore(memory, Script(faults)), LAYOUT, 2.0**40))
     await gone(memory, 0)
     assert await asyncio.to_thread(told.reached.wait, 10)
-    listing.release()
+    listed.release()
     for _ in range(100):  # turns of the loop, in which everything else has ended
         await asyncio.sleep(0)
     told.release()

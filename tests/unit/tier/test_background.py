@@ -256,12 +256,13 @@ def test_pause_of_a_stopped_thread_raises(caplog: pytest.LogCaptureFixture) -> N
 def test_walks_in_the_background_leave_the_interpreter_now_and_then(
     make_tier: Callable[..., Tier], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from s3ec.tier import scan, tier
+    from s3ec.tier import scan
+    from s3ec.tier import tier as tier_module
 
     breaths: list[int] = []
     tier = make_tier()
     publish(tier, range(50))
     monkeypatch.setattr(scan, "_FILES_PER_BREATH", 10)
-    monkeypatch.setattr(tier, "breathe", lambda: breaths.append(os.getpid()))
+    monkeypatch.setattr(tier_module, "breathe", lambda: breaths.append(os.getpid()))
     assert len(list(tier.names())) == 50
     assert len(breaths) == 5
