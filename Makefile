@@ -69,7 +69,7 @@ setup:  ## make .venv with the pinned packages and this checkout (nothing to do 
 	$(PY) -W ignore -m compileall -qq -j 0 $(VENV)/lib || true
 	echo "setup: installing s3ec from this checkout"
 	$(PY) -m pip install -qq --no-deps --no-build-isolation --editable .
-	mend=$$($(PY) -c 'from s3ec.testing.vllm_cpu import install_for_environment as i; print(i() or "")')
+	mend=$$($(PY) -c 'from s3ec.dev.rigs.vllm_cpu import install_for_environment as i; print(i() or "")')
 	if [ -n "$$mend" ]; then
 	    echo "setup: CUDA builds of torchvision and the like are mended for this CPU torch ($${mend##*/})"
 	fi
@@ -77,7 +77,7 @@ setup:  ## make .venv with the pinned packages and this checkout (nothing to do 
 	echo "setup: done"
 
 demo: setup  ## encode real pictures into a bucket, answer from it; PRESET=tiny|encoder-27b
-	@$(PY) -m s3ec.demo --preset $(PRESET) $(ARGS)
+	@$(PY) -m s3ec.dev.demo --preset $(PRESET) $(ARGS)
 
 test: setup  ## all tests, with real vLLM engines; ARGS goes to pytest
 	@$(PY) -m pytest $(PARALLEL) -m "not e2e" $(ARGS)

@@ -21,9 +21,8 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
-from s3ec.corpus_url import parse_url
 from s3ec.errors import ConfigError
-from s3ec.settings import ENV_PREFIX, OF_S3, Settings
+from s3ec.settings import ENV_PREFIX, OF_S3, Settings, parse_url
 
 CONFIG_FILE_VARIABLE = "S3EC_CONFIG"
 # Stands where a bucket is required and none is needed.

@@ -5,7 +5,7 @@
 does runs on an asyncio loop of its own in one thread, so it also works in a notebook, where a loop
 runs already, and several threads may share one. The coroutines below the class do the work.
 
-It needs neither vLLM nor torch; numpy and torch are imported by the calls that return theirs.
+It needs neither vLLM nor torch: only the call that makes a tensor imports torch.
 """
 
 from __future__ import annotations
@@ -53,8 +53,7 @@ from s3ec.identity import (
     key_of_header,
     make_key,
 )
-from s3ec.index.parallel import REQUESTS_AT_A_TIME, in_parallel
-from s3ec.loop import LoopThread
+from s3ec.index.listing import REQUESTS_AT_A_TIME, in_parallel
 from s3ec.namespaces import (
     NamespaceInfo,
     Wording,
@@ -63,9 +62,9 @@ from s3ec.namespaces import (
     list_namespaces,
     read_namespaces,
 )
-from s3ec.store.base import Blob, ObjectInfo, Store
+from s3ec.runtime import LoopThread
+from s3ec.store.base import Blob, ObjectInfo, Store, parts_in_order
 from s3ec.store.open import open_store, require_conditional_put, with_conditional_put
-from s3ec.store.parts import parts_in_order
 from s3ec.store.retry import RetryOptions, RetryStore
 from s3ec.tenant import Tenant
 
@@ -74,7 +73,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     import torch
 
-    from s3ec.index.verify import Verified
+    from s3ec.index.rebuild import Verified
     from s3ec.settings import Settings
 
 T = TypeVar("T")
@@ -567,7 +566,7 @@ class Corpus:
         keys = dict(self._key_to_delete(one, by_name) for one in identifiers)
 
         async def work(store: Store, layout: Layout) -> Deletion:
-            from s3ec.index.deletion import deleting, find_objects
+            from s3ec.index.delete import deleting, find_objects
 
             found = await find_objects(store, layout, keys.values(), report=report)
             if not dry_run:
@@ -606,8 +605,8 @@ class Corpus:
         """
 
         async def work(store: Store, layout: Layout) -> Verified:
-            from s3ec.index.making import Making
-            from s3ec.index.verify import verify
+            from s3ec.index.base_writer import Making
+            from s3ec.index.rebuild import verify
 
             making = Making(bloom_fpr=self.settings.bloom_fpr, report=report)
             return await verify(store, layout, making)

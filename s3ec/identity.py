@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an embedding is called: identifier to key, and model configuration to namespace.
 
-Pure functions, no I/O. Identifiers come from vLLM's ``mm_feature.identifier`` and may be
-chosen by a client, so no byte of one ever reaches an object name: names are made of
-``[0-9a-z./-]`` only.
+Identifiers come from vLLM's ``mm_feature.identifier`` and may be chosen by a client, so no byte of
+one ever reaches an object name: names are made of ``[0-9a-z./-]`` only. Everything but the key
+policy at the end is a pure function, without I/O.
 """
 
 from __future__ import annotations
@@ -12,11 +12,15 @@ import hashlib
 import json
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from cachetools import LRUCache
+
+from s3ec.counters import Counters
 from s3ec.errors import ConfigError
+from s3ec.settings import Settings
 from s3ec.tenant import Tenant
 
 FORMAT_VERSION = 1
@@ -417,3 +421,85 @@ def is_ulid(text: str) -> bool:
 def modality_name(modality: str) -> str:
     """A modality (``image``, ``video``, ...) as a safe file name."""
     return modality if re.fullmatch(r"[a-z][a-z0-9_]{0,31}", modality) else _sha256_hex(modality)
+
+
+# A content hash and its adapter's name. What is longer is hashed at each lookup, which takes a
+# few microseconds.
+_REMEMBERED_CHARACTERS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Naming:
+    """The rules of one process; what identity.make_key does without any.
+
+    Attributes:
+        tenant: Whose secret goes into every name.
+        trust_client_ids: Whether an identifier that is no content hash has a key.
+    """
+
+    tenant: Tenant | None = None
+    trust_client_ids: bool = True
+
+    def make_key(self, identifier: str) -> Key | None:
+        """As identity.make_key; None also where refuses() is true."""
+        if self.refuses(identifier):
+            return None
+        return make_key(identifier, self.tenant)
+
+    def refuses(self, identifier: str) -> bool:
+        """Whether a client chose this identifier, and is not to."""
+        return not self.trust_client_ids and not is_content_hash(identifier)
+
+
+def naming_of(settings: Settings) -> Naming:
+    """The rules that some settings ask for.
+
+    Raises:
+        ConfigError: The tenant's secret cannot be read, or is too short.
+    """
+    return Naming(Tenant.read(settings.tenant_key), settings.trust_client_ids)
+
+
+class KeyMaker:
+    """make_key with a bounded memory of recent answers; not thread-safe, one per owner.
+
+    A scheduler asks for the same identifiers at every step; hashing them each time would be
+    most of the cost of a lookup. At most 64 MiB, whatever clients call their pictures.
+    """
+
+    def __init__(
+        self, make: Callable[[str], Key | None] = make_key, *, capacity: int = 65536
+    ) -> None:
+        self._make = make
+        self._known: LRUCache[str, Key | None] = LRUCache(capacity)
+
+    def __call__(self, identifier: str) -> Key | None:
+        try:
+            return self._known[identifier]
+        except KeyError:
+            key = self._make(identifier)
+            # What is refused can be huge, and what is not can have 4 KiB; remembering that would
+            # let clients fill the memory.
+            if key is not None and len(identifier) <= _REMEMBERED_CHARACTERS:
+                self._known[identifier] = key
+            return key
+
+
+class CountedKeys(KeyMaker):
+    """A KeyMaker that can count what has no key.
+
+    Counters: ``ids.refused``, what a client chose and is not to; ``refused_identifiers``, others.
+    """
+
+    def __init__(self, naming: Naming, counters: Counters, *, capacity: int = 65536) -> None:
+        super().__init__(naming.make_key, capacity=capacity)
+        self._naming = naming
+        self._counters = counters
+
+    def asked(self, identifier: str) -> Key | None:
+        """As a call; counted where it answers None."""
+        key = self(identifier)
+        if key is None:
+            chosen = self._naming.refuses(identifier)
+            self._counters.add("ids.refused" if chosen else "refused_identifiers")
+        return key

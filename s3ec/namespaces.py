@@ -11,7 +11,7 @@ from typing import Any
 from s3ec import plain_json
 from s3ec.errors import AmbiguousError, CorruptEntryError, NotFoundError
 from s3ec.identity import Layout, canonical_json, entry_name, is_namespace_name
-from s3ec.index.parallel import in_parallel
+from s3ec.index.listing import in_parallel
 from s3ec.store.base import Store
 
 # Descriptors are a few kilobytes; more is not one of ours.
@@ -107,7 +107,7 @@ async def describe_namespace(store: Store, found: NamespaceInfo, *, count: bool)
 
 async def _indexed(store: Store, layout: Layout) -> int | None:
     """How many entries the newest base of the index holds; None where there is no usable one."""
-    from s3ec.index.snapshot import read_head
+    from s3ec.index.manifest import read_head
 
     versions = [layout.version_of(info.name) or 0 async for info in store.list(layout.heads)]
     if not any(versions):

@@ -12,21 +12,17 @@ import threading
 from concurrent.futures import Future
 from typing import ClassVar
 
-from s3ec.containment import ends_task
 from s3ec.counters import Counters
-from s3ec.daemon_pool import call_within
-from s3ec.disk_watch import DiskWatch
 from s3ec.errors import AccessError, ConfigError, CorruptEntryError, TierError, UnavailableError
-from s3ec.identity import Key, Layout, Namespace, canonical_json
+from s3ec.identity import Key, Layout, Namespace, Naming, canonical_json, naming_of
+from s3ec.index.base_writer import Making
 from s3ec.index.cache import IndexCache
-from s3ec.index.elected import Backlog, ElectedCompactor
+from s3ec.index.compaction import Backlog, ElectedCompactor
 from s3ec.index.follower import FollowOptions
-from s3ec.index.making import Making
 from s3ec.index.reader import ManifestIndex
-from s3ec.loop import LoopThread
 from s3ec.modality import ModalityRecords
-from s3ec.naming import Naming, naming_of
 from s3ec.prefetch import Limits, Prefetcher, Sources
+from s3ec.runtime import DiskWatch, LoopThread, call_within, ends_task
 from s3ec.settings import Settings
 from s3ec.store.base import Store
 from s3ec.store.endpoint import Endpoint, resilient
@@ -34,8 +30,7 @@ from s3ec.store.open import open_store
 from s3ec.tenant import FIELD as TENANT_FIELD
 from s3ec.tenant import exposure
 from s3ec.tier.bad_objects import BadObjects
-from s3ec.tier.disk import Tier
-from s3ec.tier.local import LocalKeys
+from s3ec.tier.tier import LocalKeys, Tier
 
 log = logging.getLogger(__name__)
 

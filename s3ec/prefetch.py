@@ -22,16 +22,14 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from s3ec.containment import ends_task
 from s3ec.counters import Counters
 from s3ec.errors import AccessError, TierError, UnavailableError
-from s3ec.fetching import Fetcher, Sources
+from s3ec.fetch import Fetched, Fetcher, Outcome, Priority, Sources, Want
 from s3ec.forks import call_in_forks
 from s3ec.identity import Key
-from s3ec.loop import LoopThread
-from s3ec.store.deadline import within
+from s3ec.runtime import LoopThread, ends_task
+from s3ec.store.concurrency import within
 from s3ec.tier import Pin
-from s3ec.wants import Fetched, Outcome, Priority, Want
 
 __all__ = ["Fetched", "Limits", "Outcome", "Prefetcher", "Priority", "Sources", "Want"]
 

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
+from s3ec.dev.rigs.vllm_cpu import install_here
 from s3ec.errors import ConfigError
 from s3ec.testing.server import LocalS3, MotoServer, find_weed
-from s3ec.testing.vllm_cpu import install_here
 
 # A deadline per example is a timed assertion: it fails on a busy machine, and on nothing else.
 settings.register_profile("s3ec", deadline=None)

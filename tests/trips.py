@@ -17,12 +17,12 @@ The two trips:
 *file* counts where a function of it was called. A *move* is a call whose caller is in another file.
 The caller is the nearest frame below in the stack that is s3ec's; what lies between (asyncio, a
 decorator of the standard library, a generated ``__init__``) is skipped. So what a task or a pool's
-work begins with is called by ``loop.py`` or ``daemon_pool.py``, which run the loop and the pool.
+work begins with is called by ``runtime.py``, which runs the loop and the pool.
 Where no frame below is s3ec's, as of a hook that vLLM calls, it is an *entry* and no move.
 
 **What does not count.** Going on after an ``await`` or a ``yield``: only the first step of a
 coroutine is its call. Modules that are imported. What stands for vLLM and the bucket:
-``s3ec/testing``, ``s3ec/bench`` and this file. Polling: while a trip waits for other threads, no
+``s3ec/testing``, ``s3ec/dev`` and this file. Polling: while a trip waits for other threads, no
 hook is called, the test's own looks are not profiled, and coroutines that run for ever
 (``*_forever``: refresh, rescan, compaction) are left out with all they call.
 """
@@ -46,7 +46,7 @@ from typing import Any
 import s3ec
 
 PACKAGE = Path(s3ec.__file__).parent
-NOT_OURS = ("testing/", "bench/", "dev/")
+NOT_OURS = ("testing/", "dev/")
 _RESUME = dis.opmap["RESUME"]
 _TIMEOUT_S = 60.0
 _LOOK_S = 0.02
@@ -202,9 +202,9 @@ class Half:
     def __init__(self, folder: Path, store: Any) -> None:
         import torch
 
-        from s3ec.bench.hooks_rig import scheduler_shell
-        from s3ec.bench.worker_rig import worker_shell
         from s3ec.config import load_settings
+        from s3ec.dev.bench.hooks_rig import scheduler_shell
+        from s3ec.dev.bench.worker_rig import worker_shell
         from s3ec.identity import Namespace
         from s3ec.node import Node
 
@@ -228,7 +228,7 @@ class Half:
 
     def pass_(self, request: Any) -> tuple[bool, bool]:
         """One scheduling pass: whether the request is let through, and its item granted."""
-        from s3ec.bench.hooks_rig import step_output
+        from s3ec.dev.bench.hooks_rig import step_output
 
         (feature,) = request.mm_features
         granted = False
@@ -285,8 +285,8 @@ def run(folder: Path) -> Result:
     """
     import torch
 
-    from s3ec.bench.hooks_rig import Identifiers, make_request
     from s3ec.corpus import Corpus
+    from s3ec.dev.bench.hooks_rig import Identifiers, make_request
     from s3ec.testing.memory_store import MemoryBucket, MemoryStore
 
     bucket, tracer = MemoryBucket(), Tracer()
@@ -373,7 +373,7 @@ def _problems(half: Half) -> dict[str, float]:
 
 def main() -> None:
     """Print what both trips came to."""
-    from s3ec.testing.vllm_cpu import install_here
+    from s3ec.dev.rigs.vllm_cpu import install_here
 
     install_here()
     with tempfile.TemporaryDirectory() as folder:

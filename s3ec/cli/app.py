@@ -3,18 +3,14 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from typing import Annotated, Any
 
 import typer
 
-from s3ec.cli import browse, config, doctor, manifest, quarantine, remove, serve, tier
+from s3ec.cli import bench, browse, config, doctor, manifest, quarantine, remove, serve, tier
 from s3ec.cli.errors import reporting
-from s3ec.cli.help import App, Group, epilog
+from s3ec.cli.output import App, Group, epilog
 
-# Commands that are heavy to import, or not in every build; each module has a Typer `app`.
-_LAZY = {"bench": "s3ec.cli.bench"}
 _WORDS = "s3ec.words"
 # In the order in which people need them.
 _ORDER = ("doctor", "ns", "ls", "stat", "get", "rm", "gc", "manifest", "tier", "quarantine",
@@ -26,19 +22,17 @@ def _place(name: str) -> int:
 
 
 class Root(Group):
-    """Imports some of its commands only when they are asked for, and reports the errors of all."""
+    """Reports the errors of all commands. ``bench`` is heavy: it is imported when asked for."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """All names, those of lazy modules that exist included; groups stand among commands."""
-        present = [name for name, module in _LAZY.items() if importlib.util.find_spec(module)]
-        return sorted([*super().list_commands(ctx), *present], key=_place)
+        """All names; groups stand among commands."""
+        return sorted([*super().list_commands(ctx), "bench"], key=_place)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """One command, imported now if it is a lazy one."""
-        module = _LAZY.get(cmd_name)
-        if module is None or importlib.util.find_spec(module) is None:
+        """One command."""
+        if cmd_name != "bench":
             return super().get_command(ctx, cmd_name)
-        command = typer.main.get_command(importlib.import_module(module).app)
+        command = bench.command()
         command.name = cmd_name
         return command
 

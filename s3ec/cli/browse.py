@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from s3ec.cli.errors import Failure
-from s3ec.cli.help import EXIT_WRONG, App, epilog
 from s3ec.cli.ls import entry_document, ls
 from s3ec.cli.options import JsonOption, NamespaceChoice, Source, with_namespace, with_settings
 from s3ec.cli.output import (
+    EXIT_WRONG,
+    App,
     console,
+    epilog,
     facts,
     human_age,
     human_bytes,

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from s3ec.cli.help import App, epilog
 from s3ec.cli.options import JsonOption, Source, with_settings
-from s3ec.cli.output import console, print_json, print_note
+from s3ec.cli.output import App, console, epilog, print_json, print_note
 
 if TYPE_CHECKING:
     from s3ec.config import Loaded
@@ -93,6 +92,6 @@ def _human(value: Any) -> str:
 
 def docs() -> None:
     """Print the table of all settings as Markdown."""
-    from s3ec.settings_table import settings_table
+    from s3ec.settings import settings_table
 
     typer.echo(settings_table(), nl=False)

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from s3ec.cli.help import EXIT_WRONG, epilog
 from s3ec.cli.options import JsonOption, Source, with_settings
-from s3ec.cli.output import console, print_json, safe
+from s3ec.cli.output import EXIT_WRONG, console, epilog, print_json, safe
 from s3ec.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -10,8 +10,7 @@ from typing import Any
 
 import typer
 
-from s3ec.cli.help import EXIT_USAGE, EXIT_WRONG
-from s3ec.cli.output import print_error, print_json, print_json_line
+from s3ec.cli.output import EXIT_USAGE, EXIT_WRONG, print_error, print_json, print_json_line
 from s3ec.errors import (
     AccessError,
     AmbiguousError,

@@ -199,7 +199,7 @@ def ls(
 
     async def look(store: Store, layout: Layout) -> None:
         from s3ec.corpus import scan
-        from s3ec.index.parallel import REQUESTS_AT_A_TIME
+        from s3ec.index.listing import REQUESTS_AT_A_TIME
 
         width = 1 if quick else REQUESTS_AT_A_TIME
         batches = scan(
@@ -258,7 +258,7 @@ async def _modalities(
 ) -> Sequence[str | None]:
     """The modality of each entry where one is asked for; None where it is gone or unreadable."""
     from s3ec.corpus import read_modality
-    from s3ec.index.parallel import in_parallel
+    from s3ec.index.listing import in_parallel
 
     if wanted is None:
         return [None] * len(entries)

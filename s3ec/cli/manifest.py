@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from s3ec.cli.help import EXIT_WRONG, App, epilog
 from s3ec.cli.options import JsonOption, NamespaceChoice, Source, with_namespace
 from s3ec.cli.output import (
+    EXIT_WRONG,
+    App,
+    epilog,
     facts,
     human_age,
     human_bytes,
@@ -26,8 +28,8 @@ if TYPE_CHECKING:
     from s3ec.corpus import Corpus
     from s3ec.counters import Report
     from s3ec.identity import Layout
-    from s3ec.index.making import Made, Making
-    from s3ec.index.verify import Verified
+    from s3ec.index.base_writer import Made, Making
+    from s3ec.index.rebuild import Verified
     from s3ec.store.base import Store
 
 _KINDS = ("missing", "extra", "differing")
@@ -82,7 +84,7 @@ def show(source: Source, choice: NamespaceChoice, as_json: JsonOption = False) -
     """
 
     async def look(store: Store, layout: Layout) -> dict[str, Any]:
-        from s3ec.index.snapshot import newest_head, take_snapshot
+        from s3ec.index.manifest import newest_head, take_snapshot
 
         snapshot = await take_snapshot(store, layout)
         head = await newest_head(store, layout, snapshot)
@@ -154,7 +156,7 @@ def compact(source: Source, choice: NamespaceChoice, as_json: JsonOption = False
     with counting("compacting") as report, source.corpus() as corpus:
 
         async def work(store: Store, layout: Layout) -> Made | None:
-            from s3ec.index.compact import compact as make
+            from s3ec.index.compaction import compact as make
 
             return await make(store, layout, _making(corpus, report))
 
@@ -278,6 +280,6 @@ def _print_verified(found: Verified) -> None:
 
 
 def _making(corpus: Corpus, report: Report) -> Making:
-    from s3ec.index.making import Making
+    from s3ec.index.base_writer import Making
 
     return Making(bloom_fpr=corpus.settings.bloom_fpr, report=report)

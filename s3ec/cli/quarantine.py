@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from s3ec.cli.confirm import DryRunOption, YesOption, check_habit, is_confirmed
-from s3ec.cli.help import EXIT_WRONG, App, epilog
 from s3ec.cli.options import JsonOption, Source, with_cache_settings
-from s3ec.cli.output import human_age, many, print_json, print_note, safe
+from s3ec.cli.output import EXIT_WRONG, App, epilog, human_age, many, print_json, print_note, safe
 from s3ec.errors import ConfigError, TierError
 
 if TYPE_CHECKING:

@@ -10,7 +10,6 @@ import typer
 
 from s3ec.cli.browse import namespaces
 from s3ec.cli.confirm import DryRunOption, YesOption, check_habit, is_confirmed
-from s3ec.cli.help import EXIT_WRONG, epilog
 from s3ec.cli.options import (
     JsonOption,
     NamespaceChoice,
@@ -20,15 +19,24 @@ from s3ec.cli.options import (
     with_namespace,
     with_settings,
 )
-from s3ec.cli.output import facts, human_age, human_bytes, many, print_json, print_note, safe
+from s3ec.cli.output import (
+    EXIT_WRONG,
+    epilog,
+    facts,
+    human_age,
+    human_bytes,
+    many,
+    print_json,
+    print_note,
+    safe,
+)
 from s3ec.cli.progress import counting
 from s3ec.errors import ConfigError, NotFoundError
 
 if TYPE_CHECKING:
     from s3ec.corpus import Corpus, Deletion
     from s3ec.identity import Layout
-    from s3ec.index.deletion import Older
-    from s3ec.index.removal import Contents
+    from s3ec.index.delete import Contents, Older
     from s3ec.store.base import Store
 
 
@@ -179,8 +187,8 @@ def _collect(corpus: Corpus, name: str, age_s: float, *, delete: bool) -> Older:
     with counting("deleting" if delete else "listing objects") as report:
 
         async def work(store: Store, layout: Layout) -> Older:
-            from s3ec.index.cleaning import server_time
-            from s3ec.index.deletion import count_older, delete_older
+            from s3ec.index.base_writer import server_time
+            from s3ec.index.delete import count_older, delete_older
 
             before_s = time.time() - age_s
             if not delete:
@@ -256,7 +264,7 @@ def _remove(corpus: Corpus, namespace: str, idle_s: float, *, delete: bool) -> C
 
         async def work(store: Store) -> Contents:
             from s3ec.identity import Layout, is_namespace_name
-            from s3ec.index.removal import remove_namespace, survey
+            from s3ec.index.delete import remove_namespace, survey
             from s3ec.namespaces import list_namespaces
 
             if not is_namespace_name(namespace):

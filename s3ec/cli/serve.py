@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from s3ec.cli.help import epilog
 from s3ec.cli.options import JsonOption
-from s3ec.cli.output import print_json, print_note, progress
+from s3ec.cli.output import epilog, print_json, print_note, progress
 from s3ec.errors import ConfigError, UnavailableError
 
 if TYPE_CHECKING:

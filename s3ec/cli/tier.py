@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from s3ec.cli.confirm import DryRunOption, YesOption, check_habit, is_confirmed
-from s3ec.cli.help import EXIT_WRONG, App, epilog
 from s3ec.cli.options import JsonOption, Source, size_bytes, with_cache_settings
 from s3ec.cli.output import (
+    EXIT_WRONG,
+    App,
     console,
+    epilog,
     facts,
     human_bytes,
     many,
@@ -27,8 +29,7 @@ from s3ec.errors import ConfigError, TierError
 
 if TYPE_CHECKING:
     from s3ec.settings import Settings
-    from s3ec.tier.audit import Complaint
-    from s3ec.tier.inspection import Freed, Inspection, Report, Sum
+    from s3ec.tier.inspection import Complaint, Freed, Inspection, Report, Sum
 
 
 def register(app: typer.Typer) -> None:
@@ -161,7 +162,7 @@ def _is_mended(complaint: Complaint) -> bool:
 
 
 def _audit(source: Source) -> tuple[Settings, list[Complaint]]:
-    from s3ec.tier.audit import complaints_about
+    from s3ec.tier.inspection import complaints_about
 
     settings, inspection = _open(source)
     if inspection is None:
@@ -209,7 +210,7 @@ def evict(
     what the bucket has not confirmed stays. Entries come back from the bucket when they are needed
     again.
     """
-    from s3ec.tier.eviction import Evicted
+    from s3ec.tier.evictor import Evicted
     from s3ec.tier.inspection import Freed
 
     check_habit(yes=yes, dry_run=dry_run)

@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from dataclasses import dataclass, field
 from typing import Any
 
-from s3ec.connector.plan import AdapterUse, StepPlan, WorkerReport
+from s3ec.connector.item_tracker import NO_PIXELS_WAIT_S
+from s3ec.connector.messages import AdapterUse, StepPlan, WorkerReport
 from s3ec.connector.scheduler import SchedulerHalf
-from s3ec.connector.waits import NO_PIXELS_WAIT_S
 from s3ec.counters import Counters
 from s3ec.identity import with_adapter
 from s3ec.weights import Adapter, read_adapter

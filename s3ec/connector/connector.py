@@ -22,26 +22,27 @@ from vllm.distributed.ec_transfer.ec_connector.base import (
 from s3ec.config import Loaded, load_settings
 from s3ec.connector import compat, live_weights
 from s3ec.connector.adapters import AdapterCache, AdapterFiles, AdapterNames, name_in_plan
-from s3ec.connector.checks import (
+from s3ec.connector.guard import fatal, guarded
+from s3ec.connector.messages import StepPlan, WorkerReport
+from s3ec.connector.remote_ranks import Ranks, tier_mark
+from s3ec.connector.saves import SaveQueue
+from s3ec.connector.scheduler import SchedulerHalf
+from s3ec.connector.vllm_config import (
+    FeatureReader,
+    Role,
+    Topology,
+    encoder_weights,
     identifier_problem,
     live_weights_problem,
     model_problem,
+    namespace_of,
+    topology_of,
     trust_problem,
 )
-from s3ec.connector.features import FeatureReader
-from s3ec.connector.guard import fatal, guarded
-from s3ec.connector.namespace import encoder_weights, namespace_of
-from s3ec.connector.plan import StepPlan, WorkerReport
-from s3ec.connector.ranks import Ranks
-from s3ec.connector.remote import tier_mark
-from s3ec.connector.role import Role
-from s3ec.connector.saves import SaveQueue
-from s3ec.connector.scheduler import SchedulerHalf
-from s3ec.connector.topology import Topology, topology_of
 from s3ec.connector.worker import WorkerHalf
-from s3ec.containment import SIGNALS
 from s3ec.errors import ConfigError, TierError
 from s3ec.node import Node
+from s3ec.runtime import SIGNALS
 from s3ec.store.open import choose_transport
 
 try:  # vLLM 0.28 and newer

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
-from s3ec.containment import SIGNALS
+from s3ec.runtime import SIGNALS
 
 log = logging.getLogger(__name__)
 F = TypeVar("F", bound=Callable[..., Any])

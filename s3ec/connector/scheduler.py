@@ -16,21 +16,28 @@ from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
-from s3ec.connector.features import PASSED_THROUGH
-from s3ec.connector.items import ABSENT, FAILED, FETCHING, LEASE_S, READY, Item, State
-from s3ec.connector.plan import Load, StepPlan, WorkerReport
-from s3ec.connector.ranks import Ranks
-from s3ec.connector.role import Role
-from s3ec.connector.save_orders import SaveOrders
-from s3ec.connector.steps import Steps
-from s3ec.connector.supply import PrefetchQueue, Supply
-from s3ec.connector.waits import Waits
+from s3ec.connector.item_tracker import (
+    ABSENT,
+    FAILED,
+    FETCHING,
+    LEASE_S,
+    READY,
+    Item,
+    PrefetchQueue,
+    SaveOrders,
+    State,
+    Steps,
+    Supply,
+    Waits,
+)
+from s3ec.connector.messages import Load, StepPlan, WorkerReport
+from s3ec.connector.remote_ranks import Ranks
+from s3ec.connector.vllm_config import PASSED_THROUGH, Role
 from s3ec.counters import Counters
-from s3ec.identity import Key
+from s3ec.identity import CountedKeys, Key, Naming
 from s3ec.index.base import Index
-from s3ec.naming import CountedKeys, Naming
 from s3ec.prefetch import Priority
-from s3ec.tier.local import LocalKeys
+from s3ec.tier.tier import LocalKeys
 
 _SWEEP_EVERY_S = 1.0
 # As for the states: a global is found faster than a member of a class.

@@ -11,8 +11,8 @@ import torch
 
 from s3ec.connector import compat
 from s3ec.connector.loads import Batch, Loader
-from s3ec.connector.plan import Load, StepPlan, WorkerReport
-from s3ec.connector.remote import OwnPins
+from s3ec.connector.messages import Load, StepPlan, WorkerReport
+from s3ec.connector.remote_ranks import OwnPins
 from s3ec.connector.saves import SaveQueue
 from s3ec.connector.staging import open_staging
 from s3ec.node import Node

@@ -9,14 +9,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from s3ec.config import Loaded
-from s3ec.doctor.deadline import within
 from s3ec.errors import UnavailableError
-from s3ec.loop import LoopThread
+from s3ec.runtime import LoopThread, within
 from s3ec.settings import Settings
 from s3ec.store.base import Store
 
 if TYPE_CHECKING:
-    from s3ec.doctor.s3 import Hello, S3Probe
+    from s3ec.doctor.bucket import Hello, S3Probe
     from s3ec.doctor.vllm_child import VllmChild
     from s3ec.identity import Namespace
 

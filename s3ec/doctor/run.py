@@ -18,15 +18,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from s3ec.config import Loaded
-from s3ec.daemon_pool import DaemonPool
 from s3ec.doctor import bucket, node, serving, writing
+from s3ec.doctor.bucket import S3Probe
 from s3ec.doctor.patient import Patient
 from s3ec.doctor.report import Check, Outcome, Verdict, fail, ok, skip, warn
-from s3ec.doctor.s3 import S3Probe
 from s3ec.doctor.vllm_child import VllmChild
 from s3ec.errors import ConfigError
+from s3ec.runtime import DaemonPool
 from s3ec.store.open import choose_transport, open_store
-from s3ec.store.sdk_client import check_settings
+from s3ec.store.s3_client import check_settings
 from s3ec.tenant import Tenant, exposure
 
 

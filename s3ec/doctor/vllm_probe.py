@@ -45,8 +45,12 @@ def main() -> None:
 
 
 def _describe(args: Sequence[str], settings: Settings, reply: Any) -> None:
-    from s3ec.connector.checks import identifier_problem, model_problem
-    from s3ec.connector.namespace import encoder_weights, namespace_of
+    from s3ec.connector.vllm_config import (
+        encoder_weights,
+        identifier_problem,
+        model_problem,
+        namespace_of,
+    )
 
     vllm_config, ignored = _vllm_config(args)
     problem = model_problem(vllm_config)

@@ -10,10 +10,9 @@ import contextlib
 import secrets
 from collections.abc import Iterator
 
-from s3ec.doctor.bucket import outcome_of
+from s3ec.doctor.bucket import PROBE_BODY, outcome_of
 from s3ec.doctor.patient import Patient
 from s3ec.doctor.report import Outcome, fail, ok, skip, warn
-from s3ec.doctor.s3 import PROBE_BODY
 from s3ec.errors import AccessError, CorruptEntryError, S3ECError
 from s3ec.store.base import Store
 from s3ec.store.open import PROBE_PREFIX, ConditionalPut, probe_conditional_put

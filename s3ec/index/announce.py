@@ -11,14 +11,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 
-from s3ec.containment import ends_task
 from s3ec.counters import Counters
 from s3ec.errors import AccessError, ConflictError, UnavailableError
 from s3ec.identity import Key, Layout
-from s3ec.index.news import OVERLAP_S
+from s3ec.index.manifest import OVERLAP_S, Ulids
 from s3ec.index.rows import Facts, Rows, Tombstone
 from s3ec.index.segment import encode_segment
-from s3ec.index.ulid import Ulids
+from s3ec.runtime import ends_task
 from s3ec.store.base import Store
 
 log = logging.getLogger(__name__)

@@ -1,29 +1,154 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes a base: shards and filters under names of its own, then the head that commits them."""
+"""Writes a base: shards and filters under names of its own, then the head that commits them.
+
+Afterwards it deletes what no reader can need any more: old bases, merged deltas, what dead
+compactions left. All ages are by the server's clock. Whatever is in doubt stays: it is garbage and
+not an error.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import logging
+import math
+import os
 import secrets
-from collections.abc import Awaitable, Callable, Collection
-from contextlib import suppress
+import shutil
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
 
+from s3ec.counters import Report, unreported
 from s3ec.errors import (
     AccessError,
     ConflictError,
     CorruptEntryError,
     S3ECError,
+    TierError,
     UnavailableError,
 )
 from s3ec.identity import Layout
 from s3ec.index.bloom import build_bloom
-from s3ec.index.head import MAX_VERSION, Blob, Head, Shard, shard_ranges
-from s3ec.index.making import Making
-from s3ec.index.parallel import in_parallel
+from s3ec.index.listing import in_parallel
+from s3ec.index.manifest import (
+    MAX_VERSION,
+    Blob,
+    Head,
+    Shard,
+    Snapshot,
+    newest_head,
+    read_head,
+    shard_ranges,
+    take_snapshot,
+)
 from s3ec.index.rows import Rows
 from s3ec.index.segment import encode_segment
-from s3ec.index.snapshot import read_head
-from s3ec.store.base import Store
+from s3ec.store.base import ObjectInfo, Store
+from s3ec.store.open import PROBE_PREFIX
+
+GRACE_S = 3600.0
+"""A reader that is slower than this finds files gone, and lists again."""
+_PREFIX, _LOCK = "s3ec-work-", "lock"
+# Between the making of a folder and its lock lies less.
+_UNLOCKED_S = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Making:
+    """How a base is made.
+
+    Attributes:
+        bloom_fpr: False positive rate of its filters.
+        grace_s: How long what it supersedes is kept, by the server's clock.
+        folder: Where a folder for temporary files may be made; None for the system's place. At
+            most 42 bytes for each entry of the deltas, and for each object that is listed.
+        clock: Seconds since the epoch.
+        report: Told how far it is.
+    """
+
+    bloom_fpr: float = 0.01
+    grace_s: float = GRACE_S
+    folder: Path | None = None
+    clock: Callable[[], float] = time.time
+    report: Report = unreported
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """What a compaction or a rebuild did.
+
+    Attributes:
+        head: The base that readers use now.
+        merged: Deltas that went into it; 0 where a compaction had nothing to do.
+        removed: Old objects deleted.
+        corrupt: Deltas that are unusable and were left where they are: ULID to what is wrong.
+    """
+
+    head: Head
+    merged: int
+    removed: int
+    corrupt: Mapping[str, str] = field(default_factory=dict)
+
+
+@contextmanager
+def temporary_folder(parent: Path | None, *names: str) -> Iterator[Path]:
+    """A folder for one piece of work; those of processes that were killed are removed first.
+
+    Args:
+        parent: Where; None for the system's place.
+        names: Of folders to make in it.
+
+    Raises:
+        TierError: It cannot be made.
+    """
+    with ExitStack() as stack:
+        try:
+            place = Path(parent or tempfile.gettempdir())
+            _sweep(place)
+            # A thread of a cancelled piece of work may still be writing there.
+            made = tempfile.TemporaryDirectory(
+                prefix=_PREFIX, dir=place, ignore_cleanup_errors=True
+            )
+            folder = Path(stack.enter_context(made))
+            lock = stack.enter_context(open(folder / _LOCK, "wb"))
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            for name in names:
+                (folder / name).mkdir()
+        except OSError as exc:
+            raise TierError(f"cannot make a folder for temporary files: {exc}") from exc
+        yield folder
+
+
+def _sweep(place: Path) -> None:
+    """Remove what others of this user left; a large compaction that was killed leaves 500 MB."""
+    for folder in place.glob(_PREFIX + "*"):
+        with suppress(OSError):
+            if (
+                folder.lstat().st_uid == os.geteuid()
+                and not folder.is_symlink()
+                and _is_dead(folder)
+            ):
+                shutil.rmtree(folder)
+
+
+def _is_dead(folder: Path) -> bool:
+    """Whether nobody holds its lock, which the kernel lets go with the process."""
+    try:
+        fd = os.open(folder / _LOCK, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:  # made just now, or half removed
+        return time.time() - folder.lstat().st_mtime > _UNLOCKED_S
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(fd)
+    return True
+
 
 # A run without a head may be one that is being written. So long after its last file it is taken
 # for a dead compaction's, and a live one has given up long before.
@@ -177,3 +302,112 @@ class BaseWriter:
             await in_parallel(self._names, self._store.delete)
         except (AccessError, UnavailableError):
             return
+
+
+log = logging.getLogger(__name__)
+
+
+async def clean(store: Store, layout: Layout, *, grace_s: float = GRACE_S) -> int:
+    """Delete what has been superseded for ``grace_s`` by the server's clock.
+
+    A base is old once another head has been there for so long, and a delta is done with once such
+    a head and the newest one contain it. A run without a head goes where it cannot become a base
+    any more, or after a day. Costs one listing where nothing could be due.
+
+    Returns:
+        Objects deleted; 0 also where this identity may not delete, which is logged.
+
+    Raises:
+        UnavailableError: The store does not answer now.
+        AccessError: Listing or reading is refused.
+        CorruptEntryError: The newest head is unusable.
+    """
+    # Listed after what was committed last, so that the head that counts is among it.
+    snapshot = await take_snapshot(store, layout)
+    heads = await _read_heads(store, layout, snapshot)
+    if not _due(snapshot, heads, math.inf, grace_s) and len(snapshot.heads) < 2:
+        return 0
+    try:
+        now_s = await server_time(store)
+        due = [info.name for info in _due(snapshot, heads, now_s, grace_s)]
+        await in_parallel(due, store.delete)
+        # Last: without its head a base would look like one that is being written.
+        old = [info.name for info in _old_heads(snapshot, now_s, grace_s)]
+        await in_parallel(old, store.delete)
+    except AccessError as exc:
+        log.warning("old files of the index stay in the bucket: %s", exc)
+        return 0
+    return len(due) + len(old)
+
+
+async def _read_heads(store: Store, layout: Layout, snapshot: Snapshot) -> dict[int, Head]:
+    """All heads that can be read; the newest one must be."""
+    newest = await newest_head(store, layout, snapshot)
+    heads = {} if newest is None else {newest.version: newest}
+
+    async def read(version: int) -> None:
+        with suppress(CorruptEntryError):
+            head = await read_head(store, layout, version)
+            if head is not None:
+                heads[version] = head
+
+    await in_parallel(snapshot.heads.keys() - heads.keys(), read)
+    return heads
+
+
+def _due(
+    snapshot: Snapshot, heads: dict[int, Head], now_s: float, grace_s: float
+) -> list[ObjectInfo]:
+    """Shards, filters and deltas that may go at this time of the server."""
+    settled = _settled(snapshot, now_s, grace_s)
+    due: list[ObjectInfo] = []
+    for (version, run), files in snapshot.runs.items():
+        if version > snapshot.version:
+            # It may be being written, and it may still become a base.
+            unused = _are_older(files, now_s, ABANDONED_S)
+        elif version < settled:
+            unused = True
+        else:
+            # What is not the run of its version's head never will be: that name is taken.
+            lost = version in heads and heads[version].run != run
+            unused = lost and _are_older(files, now_s, grace_s)
+        if unused:
+            due += files
+    if settled in heads:
+        done = heads[settled].merged & heads[snapshot.version].merged
+        due += [snapshot.deltas[ulid] for ulid in sorted(done & snapshot.deltas.keys())]
+    return due
+
+
+def _old_heads(snapshot: Snapshot, now_s: float, grace_s: float) -> list[ObjectInfo]:
+    settled = _settled(snapshot, now_s, grace_s)
+    return [info for version, info in snapshot.heads.items() if version < settled]
+
+
+def _settled(snapshot: Snapshot, now_s: float, grace_s: float) -> int:
+    """The newest version that has been there for so long, 0 where none has."""
+    settled = (v for v, info in snapshot.heads.items() if _are_older([info], now_s, grace_s))
+    return max(settled, default=0)
+
+
+def _are_older(files: Sequence[ObjectInfo], now_s: float, age_s: float) -> bool:
+    """Whether all of these were there for so long; not where the store does not say."""
+    return all(info.modified_s > 0 and now_s - info.modified_s > age_s for info in files)
+
+
+async def server_time(store: Store) -> float:
+    """The server's clock, from a throwaway object; 0 where it does not say.
+
+    Raises:
+        AccessError: This identity may not write or delete.
+        UnavailableError: The store does not answer now.
+    """
+    name = PROBE_PREFIX + secrets.token_hex(8)
+    await store.delete(name)  # whoever may not delete leaves nothing behind
+    try:
+        with suppress(ConflictError):  # our own first attempt, whose reply was lost
+            await store.put_if_absent(name, [b"s3ec asked what time it is here; can be deleted\n"])
+        info = await store.head(name)
+    finally:
+        await store.delete(name)
+    return info.modified_s if info else 0.0

@@ -12,16 +12,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from s3ec.errors import CorruptEntryError, TierError
-from s3ec.index.cache import IndexCache
-from s3ec.index.download import VanishedError
-from s3ec.index.head import Head
+from s3ec.index.cache import IndexCache, VanishedError
 from s3ec.index.listing import ListingIndex
-from s3ec.index.news import News, Watch
-from s3ec.index.overlay import Overlay
+from s3ec.index.lookup import Overlay, View
+from s3ec.index.manifest import Head, News, Watch, read_head
 from s3ec.index.rows import Rows
 from s3ec.index.segment import Segment
-from s3ec.index.snapshot import read_head
-from s3ec.index.view import View
 from s3ec.store.base import ObjectInfo
 
 log = logging.getLogger(__name__)

@@ -1,20 +1,237 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An index made by listing ``objects/``: exact, about 100 bytes of memory per key."""
+"""The authoritative listing of ``objects/``, in parallel by prefix, and an index made of it.
+
+Such an index is exact, and takes about 100 bytes of memory per key.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
+from contextlib import aclosing
+from pathlib import Path
+from typing import TypeVar
 
+import numpy as np
 from cachetools import TTLCache
 
-from s3ec.counters import Counters
+from s3ec.counters import Counters, Report, unreported
+from s3ec.errors import UnavailableError
 from s3ec.identity import Key, Layout, digest_of_name, entry_name
-from s3ec.index.healing import NEGATIVE_ENTRIES, NEGATIVE_TTL_S
-from s3ec.index.object_listing import listed
-from s3ec.index.rows import Facts
-from s3ec.store.base import Store
+from s3ec.index.missing import NEGATIVE_ENTRIES, NEGATIVE_TTL_S
+from s3ec.index.rows import Facts, Rows
+from s3ec.index.segment import SortedRuns
+from s3ec.store.base import ObjectInfo, Store
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+REQUESTS_AT_A_TIME = 16
+
+
+async def in_parallel(
+    items: Iterable[T],
+    call: Callable[[T], Awaitable[R]],
+    *,
+    width: int = REQUESTS_AT_A_TIME,
+) -> list[R]:
+    """Await ``call`` for every item, at most ``width`` at a time.
+
+    Returns:
+        The results in the order of the items.
+
+    Raises:
+        BaseException: That of the first call that failed, as it is and in no group; the others
+            were cancelled and have ended by then.
+    """
+    results: dict[int, R] = {}
+    turns = iter(enumerate(items))
+
+    async def work() -> None:
+        for number, item in turns:
+            results[number] = await call(item)
+
+    workers = [asyncio.ensure_future(work()) for _ in range(width)]
+    try:
+        await asyncio.gather(*workers)
+    finally:
+        for worker in workers:
+            worker.cancel()
+        await asyncio.gather(*workers, return_exceptions=True)
+    return [results[number] for number in sorted(results)]
+
+
+# Objects that are handed on at a time.
+_BATCH = 4096
+# So many are listed one page after the other: requests for each of 256 folders cost more.
+_FEW = 4096
+# In a row: a hundred thousand requests are sent, and some will fail.
+_ATTEMPTS = 4
+_PAUSE_S = 1.0
+_FAN_OUT = re.compile(r"[0-9a-f]{2}/")
+_MAX_TIME_S = 2**32 - 1
+
+Take = Callable[[Sequence[ObjectInfo]], Awaitable[None]]
+
+
+async def list_objects(
+    store: Store,
+    layout: Layout,
+    take: Take,
+    *,
+    report: Report = unreported,
+    expected: int | None = None,
+) -> None:
+    """List every entry; what make_key could not have named, and empty objects, are left out.
+
+    One request per 1000 objects; where there are many, 16 at a time, by folder.
+
+    Args:
+        take: Gets some objects at a time, from several coroutines.
+        report: Told how many were handed on.
+        expected: How many there may be, for ``report``.
+
+    Raises:
+        UnavailableError: The store does not answer now; part of the listing is missing.
+        AccessError: Listing is refused.
+    """
+    objects = layout.objects
+    count = 0
+
+    async def hand_on(batch: Sequence[ObjectInfo]) -> None:
+        nonlocal count
+        await take(batch)
+        count += len(batch)
+        report("listing objects", count, None if expected is None else max(expected, count))
+
+    def is_entry(info: ObjectInfo) -> bool:
+        return info.nbytes > 0 and entry_name(info.name.removeprefix(objects)) is not None
+
+    few = await few_objects(store, objects)
+    if few is not None:
+        found = [info for info in few if is_entry(info)]
+        if found:
+            await hand_on(found)
+        return
+
+    async def read(prefix: str) -> None:
+        batch: list[ObjectInfo] = []
+        async for info in listed(store, objects + prefix):
+            if is_entry(info):
+                batch.append(info)
+            if len(batch) == _BATCH:
+                await hand_on(batch)
+                batch = []
+        if batch:
+            await hand_on(batch)
+
+    await in_parallel(await _prefixes(store, objects), read)
+
+
+async def few_objects(store: Store, prefix: str) -> list[ObjectInfo] | None:
+    """All objects below a prefix, None where there are more than a few thousand.
+
+    Raises:
+        UnavailableError, AccessError: As listed.
+    """
+    found: list[ObjectInfo] = []
+    async with aclosing(listed(store, prefix)) as listing:
+        async for info in listing:
+            if len(found) == _FEW:
+                return None
+            found.append(info)
+    return found
+
+
+async def listed(store: Store, prefix: str) -> AsyncGenerator[ObjectInfo, None]:
+    """A listing that goes on where it broke off, if the server lists in the order of names.
+
+    Raises:
+        UnavailableError: The store does not answer now, or broke off a listing without order.
+        AccessError: It refuses.
+    """
+    last, in_order, failures = "", True, 0
+    while True:
+        try:
+            async for info in store.list(prefix, start_after=last):
+                in_order = in_order and info.name > last
+                last, failures = info.name, 0
+                yield info
+            return
+        except UnavailableError:
+            failures += 1
+            if failures == _ATTEMPTS or not in_order:
+                raise
+            await asyncio.sleep(_PAUSE_S * failures)
+
+
+async def _prefixes(store: Store, objects: str) -> list[str]:
+    """Folders by the first two digits of a hash, those of adapters included."""
+    top = await store.list_folders(objects)
+    adapters = [folder for folder in top if not _FAN_OUT.fullmatch(folder)]
+
+    async def below(folder: str) -> list[str]:
+        return [folder + inner for inner in await store.list_folders(objects + folder)]
+
+    nested = await in_parallel(adapters, below)
+    direct = [folder for folder in top if _FAN_OUT.fullmatch(folder)]
+    return [*direct, *(prefix for prefixes in nested for prefix in prefixes)]
+
+
+async def read_listing(
+    store: Store,
+    layout: Layout,
+    folder: Path,
+    *,
+    report: Report = unreported,
+    expected: int | None = None,
+) -> SortedRuns:
+    """List every entry and keep digests, sizes and times.
+
+    Args:
+        folder: For files, see SortedRuns.
+        report, expected: As for list_objects.
+
+    Raises:
+        UnavailableError, AccessError: As list_objects.
+        TierError: The folder is full.
+    """
+    listed = SortedRuns(folder, layout.namespace)
+    turn = asyncio.Lock()
+
+    async def take(infos: Sequence[ObjectInfo]) -> None:
+        rows = await asyncio.to_thread(rows_of, layout, infos)
+        # The others may well wait: this bounds what is in memory, too.
+        async with turn:
+            await asyncio.to_thread(listed.add, rows)
+
+    await list_objects(store, layout, take, report=report, expected=expected)
+    return listed
+
+
+def rows_of(layout: Layout, infos: Sequence[ObjectInfo]) -> Rows:
+    """What a listing says of entries: digest, size and time; about 3 us each.
+
+    All revisions of an entry have its digest. The latest is what readers end with, and its row
+    counts: also where all of them were stored within one second, so each is that much later.
+    """
+    start = len(layout.objects)
+    found = [entry_name(info.name[start:]) or (info.name[start:], 0) for info in infos]
+    digests = b"".join(digest_of_name(name) for name, _ in found)
+    halves = np.frombuffer(digests, ">u8").reshape(-1, 2)
+    times = [
+        min(max(int(info.modified_s), 0) + revision, _MAX_TIME_S)
+        for info, (_, revision) in zip(infos, found, strict=True)
+    ]
+    return Rows.of_digests(
+        halves[:, 0],
+        halves[:, 1],
+        nbytes=np.array([info.nbytes for info in infos], np.uint64),
+        time_s=np.array(times, np.uint32),
+    )
 
 
 class ListingIndex:

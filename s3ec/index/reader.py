@@ -14,12 +14,11 @@ from s3ec.forks import call_in_forks
 from s3ec.identity import Key, split_digest
 from s3ec.index.cache import IndexCache
 from s3ec.index.follower import Follower, FollowOptions
-from s3ec.index.healing import NEGATIVE_TTL_S, Gone, VanishAlarm
-from s3ec.index.news import OVERLAP_S
+from s3ec.index.lookup import Sieve, View
+from s3ec.index.manifest import OVERLAP_S
+from s3ec.index.missing import NEGATIVE_TTL_S, Gone, VanishAlarm
 from s3ec.index.rows import Array, Facts
 from s3ec.index.segment import Segment
-from s3ec.index.sieve import Sieve
-from s3ec.index.view import View
 
 # Keys that this process stored and that no delta has told yet.
 _RECENT_ENTRIES = 1_000_000

@@ -6,11 +6,13 @@ the digests' first half, taken relative to what all of them have in common, sele
 slots, and slot i is the rows ``fences[i] .. fences[i + 1]``. Slots have 2 to 4 rows on average,
 so a lookup is a shift, two numbers of ``fences`` and one or two steps of bisection: half of
 the time that interpolating and searching its window takes in Python, whatever the segment's
-size. Skewed digests cost more steps, never a wrong answer.
+size. Skewed digests cost more steps, never a wrong answer. More rows than fit into memory are
+kept as sorted runs in a folder, and read back range by range.
 """
 
 from __future__ import annotations
 
+import mmap
 import os
 from bisect import bisect_left, bisect_right
 from pathlib import Path
@@ -18,9 +20,9 @@ from typing import TypeAlias
 
 import numpy as np
 
-from s3ec.errors import CorruptEntryError
+from s3ec.errors import CorruptEntryError, TierError
 from s3ec.index import sealed
-from s3ec.index.rows import COLUMNS, DTYPES, Array, Facts, Rows
+from s3ec.index.rows import COLUMNS, DTYPES, Array, Facts, Rows, merge
 from s3ec.index.sealed import Front
 
 KIND = "index-1"
@@ -281,3 +283,67 @@ def _checked_entries(front: Front, name: str) -> int:
     if fences.kind != "<u4" or len(fences.shape) != 1 or slots < 1 or slots & (slots - 1):
         raise CorruptEntryError(f"{name}: {slots} slots", reason="shape")
     return entries
+
+
+# Rows in memory before a file is written: 42 bytes each, three times while they are sorted.
+ROWS_PER_RUN = 2**19
+
+
+class SortedRuns:
+    """Collects rows of any order and number; later ones win over earlier ones of equal time.
+
+    Args:
+        folder: Of its own; whoever made it deletes it.
+        namespace: Of the rows.
+
+    Attributes:
+        added: Rows that were added so far.
+    """
+
+    def __init__(self, folder: Path, namespace: str) -> None:
+        self.added = 0
+        self._folder = folder
+        self._namespace = namespace
+        self._waiting: list[Rows] = []
+        self._waiting_rows = 0
+        self._runs: list[Rows] = []
+
+    def add(self, rows: Rows) -> None:
+        """Take some rows; blocking, since it may sort and write a file.
+
+        Raises:
+            TierError: The disk did not take it.
+        """
+        self.added += len(rows)
+        self._waiting.append(rows)
+        self._waiting_rows += len(rows)
+        if self._waiting_rows >= ROWS_PER_RUN:
+            self._spill()
+
+    def between(self, first: int, last: int) -> list[Rows]:
+        """What was added of one range of leading bytes, in parts for ``merge``, in order."""
+        self._sort_waiting()
+        return [rows.between(first, last) for rows in [*self._runs, *self._waiting]]
+
+    def sorted_between(self, first: int, last: int) -> Rows:
+        """The same, merged."""
+        return merge(self.between(first, last), keep_tombstones=True)
+
+    def _sort_waiting(self) -> None:
+        if len(self._waiting) == 1 and self._waiting[0].is_sorted():
+            return
+        self._waiting = [merge(self._waiting, keep_tombstones=True)] if self._waiting else []
+
+    def _spill(self) -> None:
+        self._sort_waiting()
+        path = self._folder / f"run-{len(self._runs)}"
+        try:
+            with path.open("xb") as file:
+                file.writelines(encode_segment(self._waiting[0], self._namespace))
+            with path.open("rb") as file:
+                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except OSError as exc:
+            raise TierError(f"cannot write {path}: {exc}") from exc
+        # The rows are views: the mapping lives as long as they do.
+        self._runs.append(Segment.parse(memoryview(mapped), self._namespace).rows())
+        self._waiting, self._waiting_rows = [], 0

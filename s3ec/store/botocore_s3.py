@@ -22,9 +22,9 @@ from typing import Any, TypeVar
 
 from botocore.exceptions import ClientError, IncompleteReadError, ResponseStreamingError
 
-from s3ec.daemon_pool import DaemonPool
 from s3ec.errors import AccessError, CorruptEntryError, S3ECError, UnavailableError
 from s3ec.forks import call_in_forks
+from s3ec.runtime import DaemonPool
 from s3ec.settings import Settings
 from s3ec.store.base import (
     Blob,
@@ -36,10 +36,10 @@ from s3ec.store.base import (
     content_type_of,
     delete_each,
 )
-from s3ec.store.deadline import answer_begun, page_begun
-from s3ec.store.replies import PIECE_BYTES, Extend, Pieces, Reply, read_body
-from s3ec.store.sdk_client import Opened, check_settings, open_client
-from s3ec.store.sdk_errors import (
+from s3ec.store.concurrency import Extend, Turns, answer_begun, page_begun
+from s3ec.store.replies import PIECE_BYTES, Pieces, Reply, read_body
+from s3ec.store.s3_client import Exchange, Opened, check_settings, open_client, read_piece
+from s3ec.store.s3_errors import (
     CREDENTIAL_CODES,
     boundary,
     code_of,
@@ -47,8 +47,6 @@ from s3ec.store.sdk_errors import (
     is_absent,
     status_of,
 )
-from s3ec.store.sdk_session import Exchange, read_piece
-from s3ec.store.turns import Turns
 
 T = TypeVar("T")
 

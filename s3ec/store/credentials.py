@@ -18,8 +18,8 @@ from typing import Any
 
 from botocore.exceptions import CredentialRetrievalError
 
-from s3ec.daemon_pool import DaemonPool
 from s3ec.errors import UnavailableError
+from s3ec.runtime import DaemonPool
 
 log = logging.getLogger(__name__)
 

@@ -15,13 +15,11 @@ from s3ec.counters import Counters
 from s3ec.errors import AccessError, S3ECError, UnavailableError
 from s3ec.forks import call_in_forks
 from s3ec.settings import Settings
-from s3ec.store.base import ObjectInfo, Store
+from s3ec.store.base import ObjectInfo, Store, Wrapper
 from s3ec.store.breaker import Breaker, BreakerOpenError, BreakerOptions, Ticket
-from s3ec.store.deadline import counting, hearing
+from s3ec.store.concurrency import Pace, counting, hearing
 from s3ec.store.hedge import HedgeStore
-from s3ec.store.pace import Pace
 from s3ec.store.retry import Budget, RetryOptions, RetryStore
-from s3ec.store.wrapper import Wrapper
 
 T = TypeVar("T")
 

@@ -10,10 +10,9 @@ from typing import TypeVar
 
 from s3ec.counters import Counters
 from s3ec.errors import S3ECError
-from s3ec.store.base import Blob, Store
-from s3ec.store.pace import Pace
+from s3ec.store.base import Blob, Store, Wrapper
+from s3ec.store.concurrency import Pace
 from s3ec.store.retry import Budget
-from s3ec.store.wrapper import Wrapper
 
 T = TypeVar("T")
 Call = Callable[[], Awaitable[Blob | None]]

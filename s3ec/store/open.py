@@ -33,14 +33,14 @@ def open_store(settings: Settings) -> Store:
 
         return UrlStore(settings)
     if transport.name == "aioboto3":
-        from s3ec.store.aioboto3_store import Aioboto3Store
+        from s3ec.store.aioboto3_s3 import Aioboto3Store
 
         return Aioboto3Store(settings)
     if transport.name == "botocore":
         from s3ec.store.botocore_s3 import BotocoreStore
 
         return BotocoreStore(settings)
-    from s3ec.store.obstore_store import ObstoreStore
+    from s3ec.store.s3 import ObstoreStore
 
     return ObstoreStore(settings)
 

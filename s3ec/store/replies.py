@@ -8,10 +8,7 @@ from typing import Protocol
 
 from s3ec.errors import CorruptEntryError
 from s3ec.store.base import Blob
-from s3ec.store.deadline import answer_begun
-
-Extend = Callable[[int], None]
-"""Grants the time that so many bytes may take."""
+from s3ec.store.concurrency import Extend, answer_begun
 
 PIECE_BYTES = 256 * 1024
 """What is read at a time of a body whose length nobody told."""

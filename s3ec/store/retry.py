@@ -12,10 +12,9 @@ from typing import TypeVar
 
 from s3ec.counters import Counters
 from s3ec.errors import UnavailableError
-from s3ec.store.base import Store
+from s3ec.store.base import Store, Wrapper
 from s3ec.store.breaker import BreakerOpenError
-from s3ec.store.deadline import seconds_left
-from s3ec.store.wrapper import Wrapper
+from s3ec.store.concurrency import seconds_left
 
 T = TypeVar("T")
 

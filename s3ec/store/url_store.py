@@ -2,7 +2,8 @@
 """A corpus outside S3: a bucket of Google or Azure, or a folder, all of it through obstore.
 
 Credentials are what obstore finds by itself: GOOGLE_ and AZURE_ variables, files of the clouds'
-own tools, an instance's identity. Checked with obstore 0.12.
+own tools, an instance's identity. In a folder no symbolic link is followed. Checked with obstore
+0.12.
 """
 
 from __future__ import annotations
@@ -10,7 +11,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import AsyncIterator, Sequence
+import os
+import re
+import stat
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -33,14 +37,83 @@ from s3ec.store.base import (
     content_type_of,
     delete_each,
 )
-from s3ec.store.deadline import page_begun
-from s3ec.store.obstore_errors import fault_of
-from s3ec.store.obstore_reply import ObstoreReply
+from s3ec.store.concurrency import Extend, Turns, page_begun
+from s3ec.store.obstore_errors import AbsentError, WrongRangeError, fault_of, plain_errors
 from s3ec.store.obstore_runtime import held
-from s3ec.store.real_folder import RealFolder
-from s3ec.store.replies import Extend, read_body
-from s3ec.store.turns import Turns
-from s3ec.store.url_errors import AbsentError, WrongRangeError, plain_errors
+from s3ec.store.replies import read_body
+from s3ec.store.s3 import ObstoreReply
+
+# obstore's names for what it is still writing.
+_UNFINISHED = re.compile(r"#\d+$")
+
+
+class RealFolder:
+    """Looks at the names below ``root``. Every method touches the disk, one call per part.
+
+    Looking comes before using: somebody who may write there can put a link in between. It keeps
+    links out that lie there, not a writer of the folder.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def require(self, key: str) -> None:
+        """Refuse a name that leads over a link, or that obstore keeps for itself.
+
+        Raises:
+            AccessError: It is one.
+        """
+        if _UNFINISHED.search(key):
+            raise AccessError(
+                "a file's name may not end with `#` and digits",
+                code="NameNotSupported",
+                is_general=False,
+            )
+        if self._leads_over_link(key.split("/"), {}):
+            raise AccessError(
+                "symbolic links are not followed", code="SymbolicLink", is_general=False
+            )
+
+    def real(self, keys: Iterable[str]) -> set[str]:
+        """Those of some names that lead over no link."""
+        seen: dict[str, bool] = {}
+        return {key for key in keys if not self._leads_over_link(key.split("/"), seen)}
+
+    def with_files(self, folders: Sequence[str]) -> list[str]:
+        """Those of some folders that hold a file at any depth, links aside."""
+        return [
+            name
+            for name in folders
+            if not self._leads_over_link(name.split("/"), {}) and self._holds_file(name)
+        ]
+
+    def _holds_file(self, folder: str) -> bool:
+        for _, _, files in os.walk(self._root / folder):
+            if any(not _UNFINISHED.search(name) for name in files):
+                return True
+        return False
+
+    def _leads_over_link(self, parts: Sequence[str], seen: dict[str, bool]) -> bool:
+        """Whether the name or a folder above it is a link; ``seen`` remembers folders."""
+        for end in range(1, len(parts) + 1):
+            path = "/".join(parts[:end])
+            if path not in seen:
+                found = _is_link(self._root / path)
+                if end < len(parts):
+                    seen[path] = found
+                if found:
+                    return True
+            elif seen[path]:
+                return True
+        return False
+
+
+def _is_link(path: Path) -> bool:
+    try:
+        return stat.S_ISLNK(path.lstat().st_mode)
+    except OSError:  # not there, or not to be looked at: what then is done with it will tell
+        return False
+
 
 # A page of a listing: 1000 entries of a name of up to 1 KiB each.
 _PAGE_BYTES = 2**21

@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-from s3ec.tier.census import Usage
 from s3ec.tier.claims import Claim
-from s3ec.tier.disk import Tier
-from s3ec.tier.incoming import Incoming
+from s3ec.tier.entry_writer import Incoming
 from s3ec.tier.index_files import IndexFile, IndexFiles
 from s3ec.tier.pins import Pin
+from s3ec.tier.scan import Usage
 from s3ec.tier.spool import Loaded, Spool, Spooled
+from s3ec.tier.tier import Tier
 
 __all__ = [
     "Claim",

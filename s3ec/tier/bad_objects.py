@@ -38,8 +38,7 @@ from s3ec.identity import (
     is_object_name,
     revised_name,
 )
-from s3ec.tier.files import Folders, TempFile, open_entry, require_own_folders
-from s3ec.tier.refusals import Refusals
+from s3ec.tier.files import Folders, Refusals, TempFile, open_entry, require_own_folders
 
 log = logging.getLogger(__name__)
 

@@ -22,8 +22,7 @@ from dataclasses import dataclass, field
 import xxhash
 
 from s3ec.errors import TierError
-from s3ec.tier.files import Folders
-from s3ec.tier.refusals import Refusals
+from s3ec.tier.files import Folders, Refusals
 
 # struct flock of 64-bit Linux: type, whence, start, length, pid (0 for this kind of lock).
 _FLOCK = struct.Struct("hhqqi4x")

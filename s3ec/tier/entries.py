@@ -1,24 +1,162 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is done with the entries of one namespace that are here: look, pin, drop, set aside."""
+"""The entries of one namespace on the disk: where they lie, and look, pin, drop, set aside.
+
+A bad entry is moved to the quarantine: out of every reader's way, and kept for people to look at.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
+import re
 import stat
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from s3ec import codec
+from s3ec.codec import Header
 from s3ec.counters import Counters
 from s3ec.errors import CorruptEntryError, TierError
 from s3ec.identity import Key
-from s3ec.tier.entry_paths import EntryPaths
-from s3ec.tier.files import note_use, require_own_folders
-from s3ec.tier.headers import check_values, read_header
+from s3ec.tier.files import Folders, note_use, require_own_folders
 from s3ec.tier.pins import Held, Pin, Pins
-from s3ec.tier.quarantine import Quarantine
-from s3ec.tier.use_clock import UseClock
+from s3ec.tier.usage import UseClock
+
+
+class EntryPaths:
+    """Names only; no system call."""
+
+    def __init__(self, folders: Folders, namespace: str) -> None:
+        self.namespace = namespace
+        self.objects = str(folders.objects / namespace)
+        self._above = (*folders.above, str(folders.objects), self.objects)
+
+    def path(self, key: Key) -> str:
+        """The file of one entry."""
+        return f"{self.objects}/{key.name}"
+
+    def parents(self, key: Key) -> Sequence[str]:
+        """Its folders from the root down; see ``require_own_folders``."""
+        folder, _, fan_out = key.name.rpartition("/")[0].rpartition("/")
+        lora = (f"{self.objects}/{folder}",) if folder else ()
+        return (*self._above, *lora, f"{lora[0] if lora else self.objects}/{fan_out}")
+
+
+_PART_BYTES = 256 * 2**10
+
+
+class _Memory(threading.local):
+    def __init__(self) -> None:
+        self.part = memoryview(bytearray(_PART_BYTES))
+
+
+_memory = _Memory()
+
+
+def read_header(fd: int, nbytes: int) -> Header:
+    """Parse the front of an open file; reads at most 16 KiB, so a forged size costs no memory.
+
+    Args:
+        nbytes: Size of the file.
+
+    Raises:
+        CorruptEntryError: Not an entry, or one of another size.
+        OSError: It cannot be read.
+    """
+    header = codec.parse_header(os.pread(fd, 8 + codec.HEADER_LIMIT, 0))
+    if nbytes != header.total_bytes:
+        raise CorruptEntryError(f"{nbytes} bytes, expected {header.total_bytes}", reason="length")
+    return header
+
+
+def check_values(fd: int, header: Header) -> None:
+    """Compare the values of an open file with its header's checksum.
+
+    Reads them once, a part at a time: about 0.1 ms per MiB that the kernel has in memory.
+
+    Raises:
+        CorruptEntryError: They are others, or fewer.
+        OSError: They cannot be read.
+    """
+    hashed = codec.running_checksum()
+    nbytes = header.shape.nbytes
+    done = 0
+    while done < nbytes:
+        part = _memory.part[: min(nbytes - done, _PART_BYTES)]
+        count = os.preadv(fd, [part], header.data_start + done)
+        if count == 0:
+            break
+        hashed.update(part[:count])
+        done += count
+    codec.check_sum(header, done, hashed.hexdigest())
+
+
+KEPT_FILES = 32
+# A few bad videos must not crowd out the entries that work.
+KEPT_BYTES = 1 << 28
+
+
+class Quarantine:
+    """The folder of bad entries: the newest KEPT_FILES, together at most KEPT_BYTES.
+
+    The newest is kept whatever its size.
+    """
+
+    def __init__(self, folders: Folders) -> None:
+        self._folders = folders
+
+    def take(self, source: str, label: str, reason: str, *, mtime_ns: int) -> bool:
+        """Move whatever stands under ``source`` here.
+
+        Args:
+            label: Namespace and digest.
+            reason: A word or two; becomes part of the file name.
+            mtime_ns: When, for the order of what is kept.
+
+        Returns:
+            False where there was nothing to move.
+
+        Raises:
+            OSError, TierError: It could not be moved.
+        """
+        word = re.sub(r"[^a-z0-9]+", "-", reason.lower()).strip("-")[:32] or "unknown"
+        target = f"{self._folders.quarantine}/{label}-{word}"
+        for last in (False, True):
+            try:
+                require_own_folders((*self._folders.above, str(self._folders.quarantine)))
+                os.rename(source, target)
+                break
+            except FileNotFoundError:
+                if not os.path.lexists(source):
+                    return False
+                if last:
+                    raise
+                self._folders.make()
+        # After the move: before it, the evictor would take the bad entry for a fresh one.
+        with suppress(OSError):
+            os.utime(target, ns=(mtime_ns, mtime_ns), follow_symlinks=False)
+        self._prune()
+        return True
+
+    def _prune(self) -> None:
+        """Drop what is past the bounds, oldest first. Folders stay: they are not our writing."""
+        found: list[tuple[int, int, str]] = []
+        with os.scandir(self._folders.quarantine) as items:
+            for item in items:
+                with suppress(FileNotFoundError):
+                    status = item.stat(follow_symlinks=False)
+                    if not stat.S_ISDIR(status.st_mode):
+                        found.append((status.st_mtime_ns, status.st_size, item.path))
+        found.sort(reverse=True)
+        total = 0
+        for rank, (_, nbytes, path) in enumerate(found):
+            total += nbytes
+            if rank and (rank >= KEPT_FILES or total > KEPT_BYTES):
+                with suppress(OSError):
+                    os.unlink(path)
+
 
 _log = logging.getLogger(__name__)
 

@@ -1,34 +1,240 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keeping the folder below its budget: when to evict, who does it, and how the total is kept.
 
-A little ahead of the limits (the budget, the free-space floor) a thread evicts in the
-background, one per node at a time. A publish that would break a limit waits for that round to
-end, or does one itself.
+A little ahead of the limits (the budget, the free-space floor) a thread evicts in the background,
+one per node at a time. A publish that would break a limit waits for that round to end, or does one
+itself. Entries go in the order of their use, pinned ones never.
 """
 
 from __future__ import annotations
 
+import heapq
+import logging
 import os
+import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from operator import attrgetter
+from pathlib import Path
 
 from s3ec.counters import Counters
 from s3ec.errors import TierError
-from s3ec.tier.background import Background
-from s3ec.tier.census import Census, take_census
-from s3ec.tier.evict_lock import EvictLock
-from s3ec.tier.eviction import evict, oldest_first
 from s3ec.tier.files import (
     Folders,
     free_bytes,
     is_stale_temp,
     require_own_folders,
     sweep_temps,
+    try_lock,
+    unlock,
 )
-from s3ec.tier.pin_folders import sweep_dead
-from s3ec.tier.total import RunningTotal
-from s3ec.tier.use_clock import UseClock
+from s3ec.tier.process_folders import sweep_dead
+from s3ec.tier.scan import Census, Entry, breathe, take_census
+from s3ec.tier.usage import RunningTotal, UseClock
+
+# Sorted apart and merged as far as needed: one sort of all would keep the interpreter.
+_CHUNK = 1024
+_REMOVALS_PER_PAUSE = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Evicted:
+    """What went."""
+
+    entries: int
+    nbytes: int
+
+
+def oldest_first(
+    entries: Sequence[Entry], pause: Callable[[], None] | None = None
+) -> Iterator[Entry]:
+    """Entries by time of use; unused ones, whose times are below all others, come first."""
+    order = attrgetter("mtime_ns")
+    chunks = []
+    for at in range(0, len(entries), _CHUNK):
+        chunks.append(sorted(entries[at : at + _CHUNK], key=order))
+        if pause is not None:
+            pause()
+    return heapq.merge(*chunks, key=order)
+
+
+def evict(
+    entries: Iterable[Entry],
+    goal_bytes: int,
+    *,
+    objects: Path,
+    remove: bool = True,
+    pause: Callable[[], None] | None = None,
+) -> Evicted:
+    """Remove entries in the order given until ``goal_bytes`` are gone.
+
+    Args:
+        entries: Without what is pinned or spooled, since removing that frees nothing now.
+        objects: ``Folders.objects``; folders below it that lost their last entry go too.
+        remove: False only counts.
+    """
+    freed = removed = 0
+    for entry in entries:
+        if freed >= goal_bytes:
+            break
+        with suppress(OSError):
+            found = os.lstat(entry.path)
+            if (found.st_mtime_ns, found.st_ino) != (entry.mtime_ns, entry.inode):
+                continue  # used, or written anew, since the walk
+            if remove:
+                os.unlink(entry.path)
+                _remove_empty(entry.path, str(objects))
+            freed += entry.nbytes
+            removed += 1
+        if pause is not None and removed % _REMOVALS_PER_PAUSE == 0:
+            pause()
+    return Evicted(removed, freed)
+
+
+def _remove_empty(path: str, objects: str) -> None:
+    """Remove folders that lost their last entry; publishing makes them again.
+
+    Otherwise those of adapters and models long gone would pile up.
+    """
+    folder = os.path.dirname(path)
+    with suppress(OSError):
+        while folder != objects:
+            os.rmdir(folder)
+            folder = os.path.dirname(folder)
+
+
+_POLL_S = 0.01
+
+
+class EvictLock:
+    """Opened for each use, so threads exclude each other too and forks inherit nothing."""
+
+    def __init__(self, folders: Folders) -> None:
+        self._folders = folders
+
+    def make(self) -> None:
+        """Make the file now, because a full disk, which needs it most, has no room for it.
+
+        Raises:
+            OSError: The file system refused.
+        """
+        os.close(self._folders.open_own(self._folders.evict_lock))
+
+    @contextmanager
+    def hold(self, *, wait_s: float = 0.0) -> Iterator[bool]:
+        """Hold it while the block runs.
+
+        Args:
+            wait_s: How long to wait for whoever holds it; a round takes seconds at most.
+
+        Yields:
+            False where somebody else holds it still.
+
+        Raises:
+            OSError: The file system refused.
+        """
+        fd = self._folders.open_own(self._folders.evict_lock)
+        try:
+            deadline_s = time.monotonic() + wait_s
+            while not (alone := try_lock(fd)) and time.monotonic() < deadline_s:
+                time.sleep(_POLL_S)
+            try:
+                yield alone
+            finally:
+                if alone:
+                    unlock(fd)  # a child forked meanwhile would keep it locked
+        finally:
+            os.close(fd)
+
+
+_log = logging.getLogger(__name__)
+
+# Work ends at its next pause; a disk that does not answer is not waited for.
+_STOP_TIMEOUT_S = 5.0
+# After work that failed by a fault of ours.
+_REST_S = 1.0
+
+
+class StoppedError(Exception):
+    """Raised inside the work by its pause: the owner wants the thread to end."""
+
+
+class Background:
+    """Thread-safe. A forked child has no thread until its own first wake."""
+
+    def __init__(self, name: str, work: Callable[[Callable[[], None]], float]) -> None:
+        """Nothing is started.
+
+        Args:
+            work: Called once after one or more wakes, with a function to call often: it
+                leaves the interpreter to others, and raises StoppedError. Answers the seconds
+                to rest.
+        """
+        self._name = name
+        self._work = work
+        self._closed = False
+        self._thread: threading.Thread | None = None
+        self.after_fork()
+
+    def wake(self) -> None:
+        """Have the work done soon; no system call where it is due already. Never raises."""
+        if self._wanted.is_set() and self._thread is not None:
+            return
+        with self._lock:
+            if self._closed:
+                return
+            self._wanted.set()
+            if self._thread is None:
+                thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError as exc:  # the interpreter ends, or there are too many
+                    _log.debug("%s: %s", self._name, exc)
+                    return
+                self._thread = thread
+
+    def stop(self) -> None:
+        """End the thread, and wait for it; for good."""
+        with self._lock:
+            self._closed = True
+            thread = self._thread
+        self._stopping.set()
+        self._wanted.set()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(_STOP_TIMEOUT_S)
+            if thread.is_alive():
+                _log.warning("%s did not end; left to the process's end", self._name)
+
+    def after_fork(self) -> None:
+        """In the child: the thread is the parent's, and may have held the lock."""
+        self._lock = threading.Lock()
+        self._wanted = threading.Event()
+        self._stopping = threading.Event()
+        self._thread = None
+
+    def _run(self) -> None:
+        while True:
+            self._wanted.wait()
+            if self._stopping.is_set():
+                return
+            self._wanted.clear()
+            try:
+                rest_s = self._work(self._pause)
+            except StoppedError:
+                return
+            except BaseException:  # noqa: BLE001 (the top of a thread)
+                _log.exception("%s", self._name)
+                rest_s = _REST_S
+            if self._stopping.wait(rest_s):
+                return
+
+    def _pause(self) -> None:
+        if self._stopping.is_set():
+            raise StoppedError
+        breathe()
+
 
 # Eviction goes on down to this share of the budget, so that it is not needed at every publish.
 LOW_WATER = 0.9
@@ -45,7 +251,6 @@ _ROUND_TIMEOUT_S = 30.0
 # A background round that could free nothing is not repeated at once: this many times as long as
 # it took, and never sooner than the other.
 _REST_SHARE = 10
-_REST_S = 1.0
 
 
 class Evictor:

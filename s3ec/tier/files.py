@@ -1,9 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Private folders and files that appear whole or not at all."""
+"""Private folders, files that appear whole or not at all, and what the disk refuses.
+
+Also whether the process that left something in the folder still lives. For that there are two
+witnesses, and only where both say "dead" may anything be swept. ``/proc`` tells a reused process id
+from the old one, but sees only its own container. A lock on a file is dropped by the kernel when
+its owner ends, and is seen by every container that shares the folder. In containers nearly
+everybody has a process id below 100, so the first witness alone would sweep what a neighbour uses.
+"""
 
 from __future__ import annotations
 
 import errno
+import fcntl
+import logging
 import os
 import re
 import secrets
@@ -14,8 +23,32 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from s3ec.counters import Counters
 from s3ec.errors import CorruptEntryError, TierError
-from s3ec.tier.processes import seems_alive, try_lock
+
+_log = logging.getLogger(__name__)
+
+
+class Refusals:
+    """One tier's; the same one may come at each request, and would fill the log."""
+
+    def __init__(self, root: Path, counters: Counters) -> None:
+        self._root = root
+        self._counters = counters
+        self._warned: set[tuple[str, int | None]] = set()
+
+    def note(self, what: str, exc: OSError | TierError) -> None:
+        """Count a refusal.
+
+        Args:
+            what: The operation, as a verb.
+        """
+        self._counters.add("tier.errors")
+        kind = (what, getattr(exc, "errno", None))
+        level = logging.DEBUG if kind in self._warned else logging.WARNING
+        self._warned.add(kind)
+        _log.log(level, "cache %s: cannot %s: %s", self._root, what, exc)
+
 
 FOLDER_MODE = 0o700
 FILE_MODE = 0o600
@@ -386,3 +419,58 @@ def is_stale_temp(path: str, *, now_s: float) -> bool:
         return False
     finally:
         os.close(fd)
+
+
+def start_time(pid: int) -> str | None:
+    """When a process started, in clock ticks since boot (`/proc/PID/stat`, field 22).
+
+    Returns:
+        None where no such process runs here, a zombie included.
+
+    Raises:
+        OSError: It exists but cannot be looked at.
+    """
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            stat = file.read()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    # The second field is the program's name in parentheses and may hold anything.
+    fields = stat[stat.rindex(b")") + 2 :].split()
+    return None if fields[0] in (b"Z", b"X") else fields[19].decode("ascii")
+
+
+def own_start_time() -> str:
+    """start_time of this process; "0" where there is no ``/proc``: then the lock alone decides."""
+    return start_time(os.getpid()) or "0"
+
+
+def seems_alive(pid: int, start: str | None = None) -> bool:
+    """Whether this process runs here, as far as ``/proc`` can tell; unsure means True.
+
+    Args:
+        start: What start_time said of it; None accepts any process with this id.
+    """
+    try:
+        found = start_time(pid)
+    except OSError:
+        return True
+    return found is not None and start in (None, found)
+
+
+def try_lock(fd: int) -> bool:
+    """Take the exclusive lock of an open file without waiting; False where another has it.
+
+    The lock belongs to the open file, not to the process: it ends when the last copy of the
+    descriptor is closed, a forked child's included, or by unlock.
+    """
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def unlock(fd: int) -> None:
+    """Give a lock back, also when a forked child still has a copy of the descriptor."""
+    fcntl.flock(fd, fcntl.LOCK_UN)

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 from s3ec.errors import TierError
 from s3ec.tier.claims import Claim, Claims
+from s3ec.tier.entry_writer import Publisher
 from s3ec.tier.files import Folders, TempFile, require_own_folders
-from s3ec.tier.index_names import is_index_name
-from s3ec.tier.publisher import Publisher
+from s3ec.tier.scan import is_index_name
 
 
 @dataclass(frozen=True, slots=True)

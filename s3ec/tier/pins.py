@@ -22,8 +22,7 @@ from s3ec.tier.files import (
     open_entry,
     require_own_folders,
 )
-from s3ec.tier.own_folder import OwnFolder
-from s3ec.tier.pin_folders import PinFolder
+from s3ec.tier.process_folders import OwnFolder, PinFolder
 
 # Each fails only if another process replaces the entry within microseconds.
 _ATTEMPTS = 20

@@ -25,7 +25,7 @@ from s3ec.codec import Header
 from s3ec.counters import Counters
 from s3ec.errors import CorruptEntryError, TierError
 from s3ec.identity import Key, key_of_header
-from s3ec.tier.census import take_census
+from s3ec.tier.entries import Quarantine, read_header
 from s3ec.tier.files import (
     NO_LINK,
     Folders,
@@ -37,12 +37,16 @@ from s3ec.tier.files import (
     require_own_folders,
     temp_name,
 )
-from s3ec.tier.headers import read_header
-from s3ec.tier.own_folder import OwnFolder
-from s3ec.tier.pin_folders import LOCK_NAME, PinFolder, looks_dead, take_lock
-from s3ec.tier.quarantine import Quarantine
-from s3ec.tier.spool_names import SpoolName
-from s3ec.tier.use_clock import UseClock
+from s3ec.tier.process_folders import (
+    LOCK_NAME,
+    OwnFolder,
+    PinFolder,
+    SpoolName,
+    looks_dead,
+    take_lock,
+)
+from s3ec.tier.scan import take_census
+from s3ec.tier.usage import UseClock
 
 _log = logging.getLogger(__name__)
 

@@ -18,9 +18,9 @@ from cryptography.x509.oid import NameOID
 
 from s3ec.config import load_settings
 from s3ec.settings import Settings
-from s3ec.store.aioboto3_store import Aioboto3Store
+from s3ec.store.aioboto3_s3 import Aioboto3Store
 from s3ec.store.botocore_s3 import BotocoreStore
-from s3ec.store.obstore_store import ObstoreStore
+from s3ec.store.s3 import ObstoreStore
 from s3ec.testing.server import Identity, LocalS3, MotoServer
 
 # Failing checks of the shipped suite show their values, as those of a test module do.

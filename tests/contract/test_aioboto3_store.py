@@ -6,11 +6,11 @@ from __future__ import annotations
 import pytest
 
 from s3ec.errors import AccessError, ConflictError
-from s3ec.store.aioboto3_store import Aioboto3Store
+from s3ec.store.aioboto3_s3 import Aioboto3Store
 from s3ec.store.base import Store
 from s3ec.store.botocore_s3 import BotocoreStore
-from s3ec.store.obstore_store import ObstoreStore
 from s3ec.store.open import ConditionalPut, probe_conditional_put
+from s3ec.store.s3 import ObstoreStore
 from s3ec.testing.contract import MakeStore, StoreContract
 from s3ec.testing.server import Identity, LocalS3, MotoServer
 from tests.contract.conftest import BUCKET, READER, WRITER, Configure, Transport

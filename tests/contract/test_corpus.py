@@ -11,7 +11,7 @@ import pytest
 from s3ec.corpus import Corpus
 from s3ec.errors import AccessError, UnavailableError
 from s3ec.identity import Layout
-from s3ec.index.parallel import in_parallel
+from s3ec.index.listing import in_parallel
 from s3ec.store.base import Store
 from s3ec.testing.server import LocalS3
 from tests.contract.conftest import Configure

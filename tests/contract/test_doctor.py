@@ -18,13 +18,12 @@ import pytest
 from typer.testing import CliRunner
 
 from s3ec.cli.app import app
+from s3ec.dev.rigs.models import write_gemma3
+from s3ec.dev.rigs.proxy import FaultProxy, Rule
+from s3ec.dev.rigs.proxy_faults import Delay
+from s3ec.dev.rigs.vllm_cpu import engine_env
 from s3ec.identity import Layout, Namespace
-from s3ec.testing.endpoint import Endpoint, Identity
-from s3ec.testing.models import write_gemma3
-from s3ec.testing.proxy import FaultProxy, Rule
-from s3ec.testing.proxy_faults import Delay
-from s3ec.testing.server import LocalS3, MotoServer
-from s3ec.testing.vllm_cpu import engine_env
+from s3ec.testing.server import Endpoint, Identity, LocalS3, MotoServer
 from tests.contract.conftest import BUCKET, READER
 
 # Where vLLM is not installed and no model is named.

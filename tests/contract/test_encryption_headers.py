@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from s3ec.testing.proxy import FaultProxy
+from s3ec.dev.rigs.proxy import FaultProxy
 from s3ec.testing.server import MotoServer
 from tests.contract.conftest import BUCKET, Configure, Transport
 

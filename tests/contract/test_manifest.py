@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import pytest
 
-from s3ec.index.compact import compact
-from s3ec.index.making import Making
-from s3ec.index.parallel import in_parallel
-from s3ec.index.rebuild import rebuild
+from s3ec.index.base_writer import Making
+from s3ec.index.compaction import compact
+from s3ec.index.listing import in_parallel
+from s3ec.index.manifest import take_snapshot
+from s3ec.index.rebuild import rebuild, verify
 from s3ec.index.rows import Facts
-from s3ec.index.snapshot import take_snapshot
-from s3ec.index.verify import verify
-from s3ec.store.obstore_store import ObstoreStore
+from s3ec.store.s3 import ObstoreStore
 from tests.contract.conftest import Configure, Transport
 from tests.unit.index.basics import LAYOUT, key_of
 from tests.unit.index.manifests import put_delta, put_object, ulid_of, view

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from s3ec.dev.rigs.proxy import FaultProxy, Rule
+from s3ec.dev.rigs.proxy_faults import s3_error
 from s3ec.errors import AccessError
 from s3ec.store.botocore_s3 import BotocoreStore
-from s3ec.testing.proxy import FaultProxy, Rule
-from s3ec.testing.proxy_faults import s3_error
 from s3ec.testing.server import LocalS3
 from tests.contract.conftest import Configure, Issued, Transport, issue
 

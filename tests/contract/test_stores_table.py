@@ -15,11 +15,10 @@ import pytest
 from typer.testing import CliRunner
 
 from s3ec.cli.app import app
+from s3ec.dev.rigs.proxy import FaultProxy, Rule
+from s3ec.dev.rigs.proxy_faults import ForgetCondition
 from s3ec.doctor.compatibility import COLUMNS, row
-from s3ec.testing.endpoint import Endpoint
-from s3ec.testing.proxy import FaultProxy, Rule
-from s3ec.testing.proxy_faults import ForgetCondition
-from s3ec.testing.server import LocalS3, MotoServer
+from s3ec.testing.server import Endpoint, LocalS3, MotoServer
 from tests.contract.conftest import BUCKET
 
 README = Path(__file__).parents[2] / "README.md"

@@ -18,12 +18,12 @@ from typing import Any
 
 import pytest
 
+from s3ec.dev.rigs import proxy_faults as faults
+from s3ec.dev.rigs.proxy import Exchange, Fault, FaultProxy, Reply, Rule
 from s3ec.errors import AccessError, ConflictError, CorruptEntryError, S3ECError, UnavailableError
-from s3ec.store.aioboto3_store import Aioboto3Store
+from s3ec.store.aioboto3_s3 import Aioboto3Store
 from s3ec.store.botocore_s3 import BotocoreStore
-from s3ec.store.obstore_store import ObstoreStore
-from s3ec.testing import proxy_faults as faults
-from s3ec.testing.proxy import Exchange, Fault, FaultProxy, Reply, Rule
+from s3ec.store.s3 import ObstoreStore
 from s3ec.testing.server import LocalS3
 from tests.contract.conftest import BUCKET, Configure, Issued, Transport
 

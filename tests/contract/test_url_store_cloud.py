@@ -11,12 +11,12 @@ import pytest
 from obstore.store import S3Store
 
 from s3ec.config import load_settings
+from s3ec.dev.rigs import proxy_faults as faults
+from s3ec.dev.rigs.proxy import FaultProxy, Rule
 from s3ec.errors import AccessError, CorruptEntryError, UnavailableError
 from s3ec.store import url_store
 from s3ec.store.url_store import UrlStore
-from s3ec.testing import proxy_faults as faults
 from s3ec.testing.contract import MakeStore, StoreContract
-from s3ec.testing.proxy import FaultProxy, Rule
 from s3ec.testing.server import MotoServer
 
 AMPLE = 2**26

@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
-from s3ec.testing.engine import START_TIMEOUT_S, EngineError
+from s3ec.dev.rigs.engine import START_TIMEOUT_S, EngineError
+from s3ec.dev.rigs.vllm_cpu import engine_env
 from s3ec.testing.server import free_port
-from s3ec.testing.vllm_cpu import engine_env
 
 _STOP_TIMEOUT_S = 60.0
 

@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from s3ec.testing.engine import EngineProcess, ec_config
-from s3ec.testing.models import write_gemma3, write_qwen2_vl
-from s3ec.testing.nursery import Nursery
-from s3ec.testing.pictures import write_pictures
+from s3ec.dev.rigs.engine import EngineProcess, ec_config
+from s3ec.dev.rigs.models import write_gemma3, write_qwen2_vl
+from s3ec.dev.rigs.nursery import Nursery
+from s3ec.dev.rigs.pictures import write_pictures
 from s3ec.testing.server import LocalS3
 from tests.e2e.consumers import Exchange, Place, ask_engine, ask_server
 from tests.e2e.rig import (

@@ -10,9 +10,8 @@ from typing import Any
 
 import openai
 
-from s3ec.testing.endpoint import REGION
-from s3ec.testing.engine import EngineProcess, ec_config
-from s3ec.testing.server import LocalS3
+from s3ec.dev.rigs.engine import EngineProcess, ec_config
+from s3ec.testing.server import REGION, LocalS3
 from tests.e2e.api_server import ApiServer
 from tests.e2e.rig import (
     OPTIONS,

@@ -9,7 +9,7 @@ from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
 
-from s3ec.testing.endpoint import HOST, REGION, Endpoint
+from s3ec.testing.server import HOST, REGION, Endpoint
 
 _ROLES = "/latest/meta-data/iam/security-credentials/"
 

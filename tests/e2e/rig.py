@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from s3ec.counters import Counters
-from s3ec.testing.endpoint import Endpoint
-from s3ec.testing.engine import EngineProcess, image, text
+from s3ec.dev.rigs.engine import EngineProcess, image, text
+from s3ec.testing.server import Endpoint
 from s3ec.tier import Tier
 
 Prompt = list[dict[str, Any]]

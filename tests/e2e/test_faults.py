@@ -19,8 +19,8 @@ from pathlib import Path
 
 import pytest
 
-from s3ec.testing.engine import EngineProcess, ec_config, text
-from s3ec.testing.nursery import Nursery
+from s3ec.dev.rigs.engine import EngineProcess, ec_config, text
+from s3ec.dev.rigs.nursery import Nursery
 from s3ec.testing.server import LocalS3
 from tests.e2e import damage
 from tests.e2e.metadata import MetadataService

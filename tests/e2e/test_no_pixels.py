@@ -16,8 +16,8 @@ import pytest
 from PIL import Image
 
 from s3ec import codec
-from s3ec.testing.engine import EngineProcess, ec_config, image, text
-from s3ec.testing.nursery import Nursery
+from s3ec.dev.rigs.engine import EngineProcess, ec_config, image, text
+from s3ec.dev.rigs.nursery import Nursery
 from tests.e2e.rig import (
     FROM_BUCKET,
     HITS,

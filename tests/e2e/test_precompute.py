@@ -9,9 +9,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from s3ec.testing.pictures import write_pictures
+from s3ec.dev.rigs.pictures import write_pictures
+from s3ec.dev.rigs.vllm_cpu import engine_env
 from s3ec.testing.server import LocalS3
-from s3ec.testing.vllm_cpu import engine_env
 from tests.e2e.rig import STEADY, keys, settings
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "precompute.py"

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from s3ec.testing.engine import EngineError, EngineProcess, ec_config
-from s3ec.testing.nursery import Nursery
+from s3ec.dev.rigs.engine import EngineError, EngineProcess, ec_config
+from s3ec.dev.rigs.nursery import Nursery
 from s3ec.testing.server import LocalS3
 from tests.e2e.rig import ONE_PROCESS, settings
 

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from s3ec.bench import run
-from s3ec.bench.result import Row
+from s3ec.dev.bench import run
+from s3ec.dev.bench.result import Row
 
 _SEED = 5
 

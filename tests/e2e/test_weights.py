@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from s3ec import codec
-from s3ec.testing.engine import EngineProcess, ec_config
-from s3ec.testing.models import write_gemma3
-from s3ec.testing.nursery import Nursery
+from s3ec.dev.rigs.engine import EngineProcess, ec_config
+from s3ec.dev.rigs.models import write_gemma3
+from s3ec.dev.rigs.nursery import Nursery
 from s3ec.testing.server import LocalS3
 from tests.e2e.rig import (
     HITS,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from s3ec.testing.proxy import FaultProxy
+from s3ec.dev.rigs.proxy import FaultProxy
 from s3ec.testing.server import LocalS3
 from tests.faults.herd import Herd, herding
 from tests.faults.site import Site
@@ -18,7 +18,7 @@ from tests.faults.site import Site
 def announced_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """No test of this process waits for a fuller batch of announcements; children do."""
     try:
-        monkeypatch.setattr("s3ec.connector.announcing.ANNOUNCE_S", 0.05)
+        monkeypatch.setattr("s3ec.connector.uploads.ANNOUNCE_S", 0.05)
     except ImportError:
         return  # no torch here
 

@@ -49,7 +49,7 @@ class _Engine:
     def save(self, number: int) -> bool:
         import torch
 
-        from s3ec.connector.plan import Save
+        from s3ec.connector.messages import Save
 
         tensor = torch.frombuffer(bytearray(data_at(number, ROWS)), dtype=torch.bfloat16)
         return self.queue.put(identifier_at(number), Save("image", {}), tensor.view(ROWS, WIDTH))

@@ -107,7 +107,7 @@ class Engine:
 
     def save(self, *numbers: int) -> None:
         """Queue what an encoder gave, as a worker half does."""
-        from s3ec.connector.plan import Save
+        from s3ec.connector.messages import Save
         from s3ec.connector.saves import SaveQueue
 
         if self._saves is None:

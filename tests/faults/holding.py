@@ -53,7 +53,7 @@ class Holder:
     def save(self, *numbers: int) -> None:
         import torch
 
-        from s3ec.connector.plan import Save
+        from s3ec.connector.messages import Save
 
         for number in numbers:
             tensor = torch.frombuffer(bytearray(data_at(number, ROWS)), dtype=torch.bfloat16)

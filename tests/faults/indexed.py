@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from s3ec.identity import Layout
-from s3ec.index.compact import compact
-from s3ec.index.making import Made, Making
-from s3ec.index.rebuild import rebuild
+from s3ec.index.base_writer import Made, Making
+from s3ec.index.compaction import compact
+from s3ec.index.manifest import Ulids
+from s3ec.index.rebuild import Verified, rebuild, verify
 from s3ec.index.rows import Facts, Rows, Tombstone
 from s3ec.index.segment import encode_segment
-from s3ec.index.ulid import Ulids
-from s3ec.index.verify import Verified, verify
 from s3ec.node import Node
 from s3ec.prefetch import Fetched, Outcome, Want
 from s3ec.settings import Settings

@@ -34,7 +34,7 @@ def _node(settings: dict[str, str]) -> Node:
 def tell(*, settings: dict[str, str], first: int, count: int) -> None:
     """Store some entries and announce them a few at a time; delete each fifth again."""
     from s3ec.index.announce import Announcer
-    from s3ec.index.deletion import deleting
+    from s3ec.index.delete import deleting
 
     node = _node(settings)
 
@@ -63,8 +63,8 @@ async def _store(node: Node, announcer: Announcer, numbers: range) -> None:
 
 def squeeze(*, settings: dict[str, str], grace_s: float, stop: str = "") -> None:
     """Compact; over and over until a file appears, where one is named."""
-    from s3ec.index.compact import compact
-    from s3ec.index.making import Making
+    from s3ec.index.base_writer import Making
+    from s3ec.index.compaction import compact
 
     node = _node(settings)
     say("up")

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from s3ec import codec
 from s3ec.tier import Spool, Tier
-from s3ec.tier.background import Background
+from s3ec.tier.evictor import Background
 from tests.unit.tier.cases import DESTINATION, NAMESPACE, entry, key_at, new_tier, read
 
 # What changes a folder or a file; `open` only where it may make one.

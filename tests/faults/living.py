@@ -104,7 +104,7 @@ class Life:
         """What a worker does after an encode, which the scheduler orders for what nobody holds."""
         import torch
 
-        from s3ec.connector.plan import Save
+        from s3ec.connector.messages import Save
 
         key = key_at(number)
         if self.node.tier.contains(key) or self.node.index.maybe_contains(key):
@@ -282,7 +282,7 @@ def main() -> None:
     import torch
 
     import s3ec.connector.saves
-    import s3ec.store.aioboto3_store  # noqa: F401
+    import s3ec.store.aioboto3_s3  # noqa: F401
 
     torch.set_num_threads(1)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps at once

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from s3ec.connector.plan import Load, Save, StepPlan
+from s3ec.connector.messages import Load, Save, StepPlan
 from s3ec.connector.saves import SaveQueue
 from s3ec.errors import UnavailableError
 from s3ec.identity import Layout, digest_of_name

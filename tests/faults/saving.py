@@ -60,7 +60,7 @@ def save(*, settings: dict[str, str], overflow: str, count: int, finish: bool) -
     """Save what the tier does not hold; then wait to be killed, or see it into the bucket."""
     import torch
 
-    from s3ec.connector.plan import Save
+    from s3ec.connector.messages import Save
     from s3ec.connector.saves import SaveQueue
     from s3ec.node import Node
     from s3ec.settings import Settings
@@ -84,7 +84,7 @@ def main() -> None:
     import torch
 
     import s3ec.connector.saves
-    import s3ec.store.aioboto3_store  # noqa: F401
+    import s3ec.store.aioboto3_s3  # noqa: F401
 
     torch.set_num_threads(1)
     say("ready")

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from s3ec.counters import Counters
+from s3ec.dev.rigs.proxy import Exchange, FaultProxy, Rule
+from s3ec.dev.rigs.proxy_faults import Stall, StallUpload
 from s3ec.identity import Layout, digest_of_name
 from s3ec.index.segment import parse_segment
-from s3ec.testing.proxy import Exchange, FaultProxy, Rule
-from s3ec.testing.proxy_faults import Stall, StallUpload
 from s3ec.testing.server import LocalS3
 from s3ec.tier import Tier
 from tests.faults.saving import NAMESPACE, spooled_below

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from s3ec.connector.role import Role
 from s3ec.connector.scheduler import SchedulerHalf
-from s3ec.index.healing import NEGATIVE_TTL_S
+from s3ec.connector.vllm_config import Role
+from s3ec.dev.rigs.proxy import FaultProxy
+from s3ec.index.missing import NEGATIVE_TTL_S
 from s3ec.index.reader import ManifestIndex
 from s3ec.node import Node
-from s3ec.testing.proxy import FaultProxy
 from s3ec.testing.server import LocalS3
 from tests.faults.indexed import Bucket, noding, refresh, run_compact, run_rebuild
 from tests.faults.living import ROWS

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from s3ec.dev.rigs.proxy import Exchange, FaultProxy, Rule
+from s3ec.dev.rigs.proxy_faults import s3_error
 from s3ec.prefetch import Outcome
-from s3ec.testing.proxy import Exchange, FaultProxy, Rule
-from s3ec.testing.proxy_faults import s3_error
 from s3ec.testing.server import Identity, LocalS3
 from tests.faults.engine import Engine, Kind, stock
 from tests.faults.saving import key_at

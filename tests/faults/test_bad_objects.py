@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from s3ec.identity import MAX_REVISION
-from s3ec.index.rebuild import rebuild
-from s3ec.index.verify import verify
+from s3ec.index.rebuild import rebuild, verify
 from s3ec.prefetch import Outcome
 from s3ec.settings import Settings
 from s3ec.store.open import open_store

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from s3ec.connector.plan import Save
+from s3ec.connector.messages import Save
 from s3ec.node import Node
 from s3ec.prefetch import Fetched, Outcome, Want
 from s3ec.settings import Settings

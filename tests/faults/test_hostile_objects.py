@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from s3ec import codec
 from s3ec.codec import Header, Shape
+from s3ec.dev.rigs.proxy import Fault, Rule
+from s3ec.dev.rigs.proxy_faults import Flip, Replace, html_page
 from s3ec.identity import canonical_json
 from s3ec.prefetch import Outcome
-from s3ec.testing.proxy import Fault, Rule
-from s3ec.testing.proxy_faults import Flip, Replace, html_page
 from s3ec.testing.server import LocalS3
 from tests.faults.engine import Engine, body_at, gets, overwrite
 from tests.faults.living import ROWS

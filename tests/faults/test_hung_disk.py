@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from s3ec.connector.role import Role
 from s3ec.connector.scheduler import SchedulerHalf
+from s3ec.connector.vllm_config import Role
 from s3ec.errors import TierError
 from s3ec.prefetch import Outcome, Want
 from tests.faults.disks import FailingDisk, failing_disk
@@ -33,7 +33,7 @@ _PATIENCE_S = 0.3
 
 @pytest.fixture(autouse=True)
 def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("s3ec.disk_watch.PATIENCE_S", _PATIENCE_S)
+    monkeypatch.setattr("s3ec.runtime.PATIENCE_S", _PATIENCE_S)
     monkeypatch.setattr("s3ec.connector.loads.PATIENCE_S", _PATIENCE_S)
 
 

@@ -14,12 +14,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from s3ec.dev.rigs.proxy import FaultProxy
 from s3ec.identity import Namespace
-from s3ec.index import cache, follower, news, sealed, snapshot
+from s3ec.index import cache, follower, manifest, sealed
 from s3ec.index.rows import Facts, Rows
 from s3ec.index.segment import encode_segment
 from s3ec.prefetch import Outcome
-from s3ec.testing.proxy import FaultProxy
 from s3ec.testing.server import LocalS3
 from tests.faults.indexed import (
     LAYOUT,
@@ -77,11 +77,11 @@ def bucket(
     for name, value in local_s3.env().items():
         monkeypatch.setenv(name, value)
     # What was refused is tried again at each second look, and not after minutes.
-    monkeypatch.setattr(news, "_FULL_EVERY", 2)
+    monkeypatch.setattr(manifest, "_FULL_EVERY", 2)
     monkeypatch.setattr(follower, "_RETRY_S", 0.0)
     # Limits below which the huge ones of these tests would not be.
     monkeypatch.setattr(cache, "MAX_DELTA_BYTES", _HUGE - 1)
-    monkeypatch.setattr(snapshot, "MAX_HEAD_BYTES", _HUGE - 1)
+    monkeypatch.setattr(manifest, "MAX_HEAD_BYTES", _HUGE - 1)
     with FaultProxy(local_s3.endpoint_url) as proxy:
         yield Bucket(local_s3, s3_bucket, "corpus", proxy.url), proxy
 

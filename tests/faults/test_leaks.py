@@ -7,8 +7,8 @@ from collections import Counter
 
 import pytest
 
-from s3ec.testing.proxy import Rule
-from s3ec.testing.proxy_faults import Stall
+from s3ec.dev.rigs.proxy import Rule
+from s3ec.dev.rigs.proxy_faults import Stall
 from tests.faults.herd import Herd
 from tests.faults.living import object_at
 from tests.faults.saving import WIDTH, key_at

@@ -14,10 +14,9 @@ import pytest
 
 from s3ec.counters import Counters
 from s3ec.identity import OBJECT_SUFFIX, Key, Layout, digest_of_name
-from s3ec.index import object_listing, sorted_runs
-from s3ec.index.listing import ListingIndex
-from s3ec.index.object_listing import read_listing
-from s3ec.loop import LoopThread
+from s3ec.index import listing, segment
+from s3ec.index.listing import ListingIndex, read_listing
+from s3ec.runtime import LoopThread
 from s3ec.settings import Settings
 from s3ec.store.base import Store
 from s3ec.store.open import open_store
@@ -30,7 +29,7 @@ _TIMEOUT_S = 300.0
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(object_listing, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(listing, "_PAUSE_S", 0.0)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "anybody")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "anything")
 
@@ -82,9 +81,9 @@ def test_memory_of_a_listing_for_a_base_does_not_grow_with_the_bucket(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beyond twice what is kept of each row in files; a row in memory takes several times that."""
-    monkeypatch.setattr(sorted_runs, "ROWS_PER_RUN", 2048)
-    monkeypatch.setattr(object_listing, "_BATCH", 512)
-    monkeypatch.setattr(object_listing, "_FEW", 100)
+    monkeypatch.setattr(segment, "ROWS_PER_RUN", 2048)
+    monkeypatch.setattr(listing, "_BATCH", 512)
+    monkeypatch.setattr(listing, "_FEW", 100)
     peaks = [peak_of_listing(tmp_path / str(entries), entries) for entries in (4_000, 16_000)]
     assert peaks[1] - peaks[0] < 12_000 * 84
 

@@ -18,10 +18,10 @@ from pathlib import Path
 
 import pytest
 
-from s3ec.index.deletion import deleting
+from s3ec.dev.rigs.proxy import Exchange, FaultProxy, Rule
+from s3ec.index.delete import deleting
 from s3ec.node import Node
 from s3ec.prefetch import Outcome
-from s3ec.testing.proxy import Exchange, FaultProxy, Rule
 from s3ec.testing.server import LocalS3
 from tests.faults.herd import Herd
 from tests.faults.indexed import (

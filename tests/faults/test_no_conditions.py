@@ -13,11 +13,11 @@ import pytest
 from typer.testing import CliRunner
 
 from s3ec.cli.app import app
+from s3ec.dev.rigs.proxy import FaultProxy, Rule
+from s3ec.dev.rigs.proxy_faults import ForgetCondition
 from s3ec.prefetch import Outcome
 from s3ec.settings import Settings
 from s3ec.store.open import ConditionalPut, open_store, probe_conditional_put
-from s3ec.testing.proxy import FaultProxy, Rule
-from s3ec.testing.proxy_faults import ForgetCondition
 from s3ec.testing.server import LocalS3, MotoServer
 from tests.faults.engine import Engine, body_at
 from tests.faults.saving import WIDTH, key_at

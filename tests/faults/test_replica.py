@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from s3ec import modality
-from s3ec.index import follower, news, reader
+from s3ec.index import follower, manifest, reader
 from s3ec.node import Node
 from s3ec.testing.server import LocalS3
 from tests.faults.indexed import (
@@ -70,7 +70,7 @@ def replica(
 ) -> Iterator[Replica]:
     for name, value in local_s3.env().items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(news, "_FULL_EVERY", 2)
+    monkeypatch.setattr(manifest, "_FULL_EVERY", 2)
     monkeypatch.setattr(follower, "_RETRY_S", 0.0)
     monkeypatch.setattr(follower, "_LISTING_EVERY_S", 0.0)
     away = local_s3.create_bucket(f"{s3_bucket}-away")

@@ -17,14 +17,14 @@ from typer.testing import CliRunner
 
 from s3ec import codec
 from s3ec.cli.app import app
-from s3ec.connector.plan import Save
+from s3ec.connector.messages import Save
 from s3ec.connector.saves import SaveQueue
+from s3ec.dev.rigs import proxy_faults as faults
+from s3ec.dev.rigs.proxy import FaultProxy, Rule
 from s3ec.identity import Layout, make_key
 from s3ec.node import Node
 from s3ec.prefetch import Want
 from s3ec.settings import Settings
-from s3ec.testing import proxy_faults as faults
-from s3ec.testing.proxy import FaultProxy, Rule
 from s3ec.testing.server import MotoServer
 from tests.faults.saving import NAMESPACE, WIDTH
 from tests.faults.site import eventually

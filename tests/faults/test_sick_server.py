@@ -19,10 +19,10 @@ from typing import Any
 import pytest
 
 from s3ec.config import load_settings
+from s3ec.dev.rigs import proxy_faults as faults
+from s3ec.dev.rigs.proxy import Fault, FaultProxy, Rule
 from s3ec.node import Node
 from s3ec.prefetch import Fetched, Outcome, Want
-from s3ec.testing import proxy_faults as faults
-from s3ec.testing.proxy import Fault, FaultProxy, Rule
 from s3ec.testing.server import LocalS3
 from tests.faults.living import ROWS, object_at
 from tests.faults.saving import NAMESPACE, WIDTH, data_at, identifier_at, key_at
@@ -68,7 +68,7 @@ class Rig:
         return fetched
 
     def save(self, number: int) -> None:
-        from s3ec.connector.plan import Save
+        from s3ec.connector.messages import Save
 
         tensor = torch.frombuffer(bytearray(data_at(number, ROWS)), dtype=torch.bfloat16)
         assert self.queue.put(identifier_at(number), Save("image", {}), tensor.view(ROWS, WIDTH))

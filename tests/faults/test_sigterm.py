@@ -9,8 +9,8 @@ from collections import Counter
 
 import pytest
 
-from s3ec.testing.proxy import Rule
-from s3ec.testing.proxy_faults import s3_error
+from s3ec.dev.rigs.proxy import Rule
+from s3ec.dev.rigs.proxy_faults import s3_error
 from tests.faults.herd import Herd
 from tests.faults.saving import key_at
 from tests.faults.site import OBJECTS, Site, eventually

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from s3ec.dev.rigs.proxy import Exchange, Rule
+from s3ec.dev.rigs.proxy_faults import s3_error
 from s3ec.testing.fault_store import Gate
-from s3ec.testing.proxy import Exchange, Rule
-from s3ec.testing.proxy_faults import s3_error
 from tests.faults.herd import Herd
 from tests.faults.living import object_at
 from tests.faults.saving import WIDTH, key_at

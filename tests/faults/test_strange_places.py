@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from s3ec.testing.proxy import FaultProxy
+from s3ec.dev.rigs.proxy import FaultProxy
 from s3ec.testing.server import LocalS3
 from tests.faults.herd import Herd
 from tests.faults.living import object_at

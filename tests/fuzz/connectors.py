@@ -22,12 +22,11 @@ from vllm.v1.outputs import ECConnectorOutput
 from vllm.v1.request import Request
 
 from s3ec.connector import live_weights
-from s3ec.connector.plan import StepPlan, WorkerReport
-from s3ec.connector.ranks import Ranks
-from s3ec.connector.remote import tier_mark
-from s3ec.connector.role import Role
+from s3ec.connector.item_tracker import MAX_WAITS, NO_PIXELS_WAIT_S
+from s3ec.connector.messages import StepPlan, WorkerReport
+from s3ec.connector.remote_ranks import Ranks, tier_mark
 from s3ec.connector.scheduler import SchedulerHalf
-from s3ec.connector.waits import MAX_WAITS, NO_PIXELS_WAIT_S
+from s3ec.connector.vllm_config import Role
 from s3ec.connector.worker import WorkerHalf
 from s3ec.counters import Counters
 from s3ec.identity import Namespace

@@ -18,13 +18,14 @@ from pathlib import Path
 
 import torch
 
-from s3ec import codec, tensors
-from s3ec.connector.plan import Save
+from s3ec import codec
+from s3ec.connector import saves
+from s3ec.connector.messages import Save
 from s3ec.identity import Key
 from s3ec.index.rows import Facts
 from s3ec.prefetch import Fetched, Outcome, Want
 from s3ec.tier import Pin
-from s3ec.tier.local import LocalKeys
+from s3ec.tier.tier import LocalKeys
 from tests.unit.connector.scheduling import Clock
 
 WIDTH = 4
@@ -87,10 +88,10 @@ class EntryFiles:
 
     def _write(self, identifier: str, stored: Stored) -> tuple[Path, codec.Header]:
         values = embedding(identifier, stored.rows, stored.weights)
-        described = tensors.describe(
+        described = saves.describe(
             values, identifier=identifier, namespace=self._namespace, modality=stored.modality
         )
-        blob = b"".join(tensors.encode(described, values))
+        blob = b"".join(saves.encode(described, values))
         header = codec.verify(blob, namespace=self._namespace, identifier=identifier)
         path = self._folder / f"entry-{next(self._numbers)}"
         path.write_bytes(blob)

@@ -18,7 +18,6 @@ from typing import Any
 
 from s3ec import codec
 from s3ec.config import CONFIG_FILE_VARIABLE, load_settings
-from s3ec.corpus_url import check_endpoint, check_prefix, parse_url
 from s3ec.errors import ConfigError, CorruptEntryError
 from s3ec.identity import (
     Layout,
@@ -31,17 +30,17 @@ from s3ec.identity import (
 )
 from s3ec.index import sealed
 from s3ec.index.bloom import Bloom
-from s3ec.index.head import parse_head
+from s3ec.index.manifest import parse_head
 from s3ec.index.segment import Segment, parse_segment
 from s3ec.middleware import BodyError, rewrite
 from s3ec.modality import _parse as parse_record
+from s3ec.settings import check_endpoint, check_prefix, parse_url
 from s3ec.store.obstore_errors import _translate as translate
 from s3ec.tenant import Tenant, check_reference
 from s3ec.tier.bad_objects import _parse as parse_note
-from s3ec.tier.index_names import is_index_name
-from s3ec.tier.pin_folders import is_pin_folder_name
-from s3ec.tier.spool_names import SpoolName
-from s3ec.tier.total import Figures
+from s3ec.tier.process_folders import SpoolName, is_pin_folder_name
+from s3ec.tier.scan import is_index_name
+from s3ec.tier.usage import Figures
 
 NAMESPACE = "gemma-0123456789abcdef"
 TENANT = Tenant(b"0123456789abcdef")

@@ -132,6 +132,29 @@ def test_store_passes_its_suite_beside_the_newest_boto3(
     assert "skipped" not in done.stdout
 
 
+def test_installed_without_vllm_the_commands_work(
+    newest: tuple[Path, dict[str, str]], local_s3: LocalS3, tmp_path: Path
+) -> None:
+    python, _ = newest
+    settings = {
+        "bucket": local_s3.create_bucket("commands"),
+        "endpoint_url": local_s3.endpoint_url,
+        "region": "us-east-1",
+        "cache_dir": str(tmp_path),
+    }
+    config = json.dumps(settings)
+
+    def s3ec(*words: str) -> subprocess.CompletedProcess[str]:
+        return run(python.with_name("s3ec"), *words, **local_s3.env())
+
+    for words in (("doctor", "--no-vllm"), ("ls",)):
+        done = s3ec(*words, "--config", config)
+        assert done.returncode == 0, done.stdout + done.stderr
+    done = s3ec("bench", "hooks")
+    assert done.returncode == 2
+    assert "In a checkout" in done.stderr
+
+
 def test_what_vllms_runai_extra_brings_stays_as_it_is(
     newest: tuple[Path, dict[str, str]], wheel: Path, tmp_path: Path
 ) -> None:

@@ -25,7 +25,7 @@ from typing import Any
 import pytest
 import yaml
 
-from s3ec.testing.proxy import FaultProxy
+from s3ec.dev.rigs.proxy import FaultProxy
 from s3ec.testing.server import Identity, LocalS3
 from tests.terraform.cases import PLUGINS
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from s3ec.testing.engine import ec_config
+from s3ec.dev.rigs.engine import ec_config
 
 SOURCE = Path(__file__).parents[2] / "terraform"
 PLUGINS_VARIABLE = "S3EC_TERRAFORM_PLUGINS"

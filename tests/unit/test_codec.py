@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from s3ec import codec
 from s3ec.codec import HEADER_LIMIT, MAX_TENSOR_BYTES, Header, Shape
+from s3ec.connector.saves import tensor_bytes
 from s3ec.errors import CorruptEntryError
 from s3ec.identity import MAX_IDENTIFIER_BYTES, canonical_json, make_key
-from s3ec.tensors import tensor_bytes
 from tests.finite import FINITE
 
 NAMESPACE = "gemma-0123456789abcdef"

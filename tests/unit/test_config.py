@@ -18,8 +18,7 @@ from pydantic import ValidationError
 
 from s3ec.config import load_settings
 from s3ec.errors import ConfigError
-from s3ec.settings import Settings
-from s3ec.settings_table import settings_table
+from s3ec.settings import Settings, settings_table
 
 SECRET = "wJalrXUtnFEMI/K7MDENG"  # never to be found in any message
 ORIGIN = "ec_connector_extra_config"

@@ -7,7 +7,7 @@ import asyncio
 
 import pytest
 
-from s3ec.containment import ends_task
+from s3ec.runtime import ends_task
 
 
 @pytest.mark.parametrize("kind", [GeneratorExit, KeyboardInterrupt, SystemExit])

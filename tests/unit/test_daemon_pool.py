@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from s3ec.daemon_pool import DaemonPool, call_within
+from s3ec.runtime import DaemonPool, call_within
 
 DEADLINE_S = 20.0
 

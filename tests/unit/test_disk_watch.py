@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from s3ec.counters import Counters
-from s3ec.disk_watch import DiskWatch
+from s3ec.runtime import DiskWatch
 
 
 class Clock:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from s3ec.loop import LoopThread
+from s3ec.runtime import LoopThread
 
 TIMEOUT_S = 20.0
 REPOSITORY = Path(__file__).parents[2]
@@ -327,7 +327,7 @@ def run_child(code: str) -> str:
 
 PRELUDE = """
 import asyncio, os, signal, sys, threading
-from s3ec.loop import LoopThread
+from s3ec.runtime import LoopThread
 signal.alarm(30)
 loop = LoopThread("s3ec-fork")
 

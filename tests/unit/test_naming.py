@@ -7,8 +7,7 @@ import tracemalloc
 
 import pytest
 
-from s3ec.identity import make_key
-from s3ec.naming import KeyMaker, Naming
+from s3ec.identity import KeyMaker, Naming, make_key
 from s3ec.tenant import Tenant
 from tests.unit.test_identity import TRICKY
 

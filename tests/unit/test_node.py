@@ -10,7 +10,7 @@ import pytest
 
 from s3ec.config import load_settings
 from s3ec.identity import Namespace
-from s3ec.index import elected
+from s3ec.index import compaction
 from s3ec.node import Node, _destination
 from s3ec.testing.memory_store import MemoryStore
 from tests.unit.index.basics import NAMESPACE, key_of
@@ -138,13 +138,13 @@ def test_a_node_compacts_what_piles_up(
     corpus: Corpus, make_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("_LOOK_EVERY_S", "_SPREAD_S"):
-        monkeypatch.setattr(elected, name, 0.01)
-    corpus.store(*range(elected.MAX_DELTAS + 1))
-    for number in range(elected.MAX_DELTAS + 1):
+        monkeypatch.setattr(compaction, name, 0.01)
+    corpus.store(*range(compaction.MAX_DELTAS + 1))
+    for number in range(compaction.MAX_DELTAS + 1):
         corpus.delta(number)
     node = make_node()
     node.follow_the_bucket()
     node.compact_the_index()
-    until(lambda: node.index.counts() == (0, 0, elected.MAX_DELTAS + 1))
-    assert all(node.index.holds(key_of(number)) for number in range(elected.MAX_DELTAS + 1))
+    until(lambda: node.index.counts() == (0, 0, compaction.MAX_DELTAS + 1))
+    assert all(node.index.holds(key_of(number)) for number in range(compaction.MAX_DELTAS + 1))
     assert node.counters.get("compact.bases") == 1

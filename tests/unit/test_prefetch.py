@@ -24,21 +24,21 @@ from s3ec import codec
 from s3ec.codec import Header, Shape
 from s3ec.counters import Counters
 from s3ec.errors import AccessError, CorruptEntryError, UnavailableError
-from s3ec.fetching import PARTS_AT_A_TIME
+from s3ec.fetch import PARTS_AT_A_TIME
 from s3ec.identity import Key, Layout, make_key
 from s3ec.index.base import Index
 from s3ec.index.cache import IndexCache
 from s3ec.index.listing import ListingIndex
 from s3ec.index.reader import ManifestIndex
 from s3ec.index.rows import Facts
-from s3ec.loop import LoopThread
 from s3ec.modality import ModalityRecords
 from s3ec.prefetch import Fetched, Limits, Outcome, Prefetcher, Priority, Sources, Want
+from s3ec.runtime import LoopThread
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script, cut, flip, replace
 from s3ec.testing.memory_store import MemoryStore
 from s3ec.tier import Claim, Pin, Tier
 from s3ec.tier.bad_objects import BadObjects
-from s3ec.tier.local import LocalKeys
+from s3ec.tier.tier import LocalKeys
 from tests.finite import FINITE
 
 NAMESPACE = "gemma-0123456789abcdef"
@@ -242,7 +242,7 @@ class Deadlines:
 def deadlines(monkeypatch: pytest.MonkeyPatch) -> Deadlines:
     deadlines = Deadlines()
     ours = SimpleNamespace(**vars(asyncio) | {"timeout": deadlines.timeout})
-    monkeypatch.setattr("s3ec.store.deadline.asyncio", ours)
+    monkeypatch.setattr("s3ec.store.concurrency.asyncio", ours)
     return deadlines
 
 
@@ -781,7 +781,7 @@ PART_BYTES = 20_000
 @pytest.fixture
 def in_parts(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Bench:
     """A bench where an entry comes in parts, and holds one such entry."""
-    monkeypatch.setattr("s3ec.fetching.PART_BYTES", PART_BYTES)
+    monkeypatch.setattr("s3ec.fetch.PART_BYTES", PART_BYTES)
     bench.put(key_of("a"), entry(key_of("a"), rows=LARGE_ROWS))
     return bench
 

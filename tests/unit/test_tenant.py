@@ -19,11 +19,12 @@ from s3ec.config import load_settings
 from s3ec.errors import ConfigError
 from s3ec.identity import (
     Namespace,
+    Naming,
     is_object_name,
     key_of_header,
     make_key,
+    naming_of,
 )
-from s3ec.naming import Naming, naming_of
 from s3ec.node import Node
 from s3ec.settings import Settings
 from s3ec.tenant import Tenant, exposure

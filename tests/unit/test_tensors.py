@@ -13,8 +13,9 @@ import safetensors
 import safetensors.torch
 import torch
 
-from s3ec import codec, tensors
+from s3ec import codec
 from s3ec.codec import Header, Shape
+from s3ec.connector import saves
 from s3ec.errors import CorruptEntryError
 
 NAMESPACE = "gemma-0123456789abcdef"
@@ -27,7 +28,7 @@ def tensor_of(rows: int = 3, width: int = 5, dtype: torch.dtype = torch.bfloat16
 
 
 def describe(tensor: torch.Tensor) -> Header:
-    return tensors.describe(
+    return saves.describe(
         tensor,
         identifier=IDENTIFIER,
         namespace=NAMESPACE,
@@ -37,7 +38,7 @@ def describe(tensor: torch.Tensor) -> Header:
 
 
 def entry_of(tensor: torch.Tensor) -> bytes:
-    return b"".join(tensors.encode(describe(tensor), tensor))
+    return b"".join(saves.encode(describe(tensor), tensor))
 
 
 def verify(blob: bytes) -> Header:
@@ -60,7 +61,7 @@ def test_an_entry_comes_back_bit_for_bit(dtype: torch.dtype, shape: tuple[int, i
     assert header.shape == Shape(*shape, str(dtype).removeprefix("torch."))
     assert header.total_bytes == len(blob)
     assert header.data_start % 64 == 0
-    back = tensors.to_tensor(header, bytearray(blob[header.data_start :]))
+    back = saves.to_tensor(header, bytearray(blob[header.data_start :]))
     assert back.dtype is dtype
     assert torch.equal(back.view(torch.uint8), tensor.view(torch.uint8))
 
@@ -68,7 +69,7 @@ def test_an_entry_comes_back_bit_for_bit(dtype: torch.dtype, shape: tuple[int, i
 def test_special_but_finite_values_keep_their_bits() -> None:
     tensor = torch.tensor([[0.0, -0.0, 1e-45, -1e-40, 3.4028234e38, -3.4028234e38]])
     blob = entry_of(tensor)
-    back = tensors.to_tensor(verify(blob), bytearray(blob[-24:]))
+    back = saves.to_tensor(verify(blob), bytearray(blob[-24:]))
     assert torch.equal(back.view(torch.int32), tensor.view(torch.int32))
 
 
@@ -94,7 +95,7 @@ def test_a_view_of_a_larger_tensor_is_stored_alone() -> None:
         blob = entry_of(view)
         header = verify(blob)
         assert len(blob) == header.data_start + view.numel() * 4
-        assert torch.equal(tensors.to_tensor(header, bytearray(blob[header.data_start :])), view)
+        assert torch.equal(saves.to_tensor(header, bytearray(blob[header.data_start :])), view)
 
 
 def test_a_tensor_that_needs_gradients_is_stored() -> None:
@@ -104,7 +105,7 @@ def test_a_tensor_that_needs_gradients_is_stored() -> None:
 def test_encoding_does_not_copy_the_tensor() -> None:
     tensor = torch.zeros(2, 4)
     header = describe(tensor)
-    _, data = tensors.encode(header, tensor)
+    _, data = saves.encode(header, tensor)
     tensor[1, 3] = 1.0
     assert bytes(data) == bytes(28) + struct.pack("<f", 1.0)
 

@@ -162,7 +162,7 @@ def environment(release: str) -> Path:
     except BaseException:
         shutil.rmtree(folder)
         raise
-    _output(python, "from s3ec.testing.vllm_cpu import install_for_environment as i; i()")
+    _output(python, "from s3ec.dev.rigs.vllm_cpu import install_for_environment as i; i()")
     stamp.write_text(made_from)
     return python
 

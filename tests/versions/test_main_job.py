@@ -20,10 +20,10 @@ import pytest
 from PIL import Image
 
 from s3ec import codec
-from s3ec.testing.engine import EngineProcess, ec_config, image, text
-from s3ec.testing.models import write_gemma3, write_qwen2_vl
-from s3ec.testing.nursery import Nursery
-from s3ec.testing.pictures import write_pictures
+from s3ec.dev.rigs.engine import EngineProcess, ec_config, image, text
+from s3ec.dev.rigs.models import write_gemma3, write_qwen2_vl
+from s3ec.dev.rigs.nursery import Nursery
+from s3ec.dev.rigs.pictures import write_pictures
 from s3ec.testing.server import LocalS3
 from tests.e2e.damage import flipped
 from tests.e2e.rig import (

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from s3ec.cli import app as app_module
+from s3ec.cli import bench
 from s3ec.cli.output import human_age, human_bytes, safe
 from tests.unit.cli.conftest import Cli
 
@@ -73,28 +73,15 @@ def test_starting_imports_no_sdk_no_torch_no_settings() -> None:
     assert out.stdout.strip() == "[]"
 
 
-def test_lazy_command_is_imported_when_it_is_asked_for(
-    cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize(
+    "words", [[], ["--help"], ["hooks", "--json"], ["data", "--plot", "x.png"]]
+)
+def test_benchmarks_are_not_in_the_package_and_it_says_where_they_are(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, words: list[str]
 ) -> None:
-    (tmp_path / "s3ec_extra_command.py").write_text(
-        "import typer\n"
-        "app = typer.Typer()\n"
-        "@app.command('hello')\n"
-        "def hello() -> None:\n"
-        "    typer.echo('hello there')\n"
-        "@app.command('bye')\n"
-        "def bye() -> None: ...\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(app_module._LAZY, "extra", "s3ec_extra_command")
-    assert cli("extra", "hello").stdout == "hello there\n"
-    assert " extra " in cli("--help").stdout
-
-
-def test_absent_lazy_command_is_not_offered(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(app_module._LAZY, "extra", "s3ec_no_such_module")
-    assert " extra " not in cli("--help").stdout
-    cli("extra", code=2)
+    monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: None)
+    assert " bench " in cli("--help").stdout
+    assert "In a checkout" in cli("bench", *words, code=2).stderr
 
 
 def test_sizes_and_ages_are_short() -> None:

@@ -12,9 +12,9 @@ import sys
 
 import pytest
 
+from s3ec.dev.rigs.proxy import FaultProxy, Rule
+from s3ec.dev.rigs.proxy_faults import s3_error
 from s3ec.identity import Layout
-from s3ec.testing.proxy import FaultProxy, Rule
-from s3ec.testing.proxy_faults import s3_error
 from s3ec.testing.server import MotoServer
 from tests.unit.cli.conftest import Cli
 from tests.unit.cli.corpus import MODEL, OTHER, Corpus, content_hash

@@ -270,7 +270,7 @@ def test_evict_waits_for_no_lock_it_cannot_get(
     cli: Cli, engine: Tier, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from s3ec.tier import inspection
-    from s3ec.tier.evict_lock import EvictLock
+    from s3ec.tier.evictor import EvictLock
     from s3ec.tier.files import Folders
 
     monkeypatch.setattr(inspection, "_LOCK_TIMEOUT_S", 0.02)

@@ -10,19 +10,18 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 from s3ec.codec import Header, Shape
-from s3ec.connector.plan import StepPlan, WorkerReport
-from s3ec.connector.ranks import Ranks
-from s3ec.connector.role import Role
+from s3ec.connector.messages import StepPlan, WorkerReport
+from s3ec.connector.remote_ranks import Ranks
 from s3ec.connector.scheduler import SchedulerHalf
+from s3ec.connector.vllm_config import Role
 from s3ec.counters import Counters
-from s3ec.identity import Key, Layout, make_key
+from s3ec.identity import Key, Layout, Naming, make_key
 from s3ec.index.base import Index
 from s3ec.index.listing import ListingIndex
-from s3ec.naming import Naming
 from s3ec.prefetch import Fetched, Outcome, Want
 from s3ec.testing.memory_store import MemoryStore
 from s3ec.tier import Pin
-from s3ec.tier.local import LocalKeys
+from s3ec.tier.tier import LocalKeys
 
 LAYOUT = Layout("gemma-0123456789abcdef")
 ROWS = 4

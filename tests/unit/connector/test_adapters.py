@@ -18,7 +18,7 @@ from s3ec.connector.adapters import (
     AdapterNames,
     name_in_plan,
 )
-from s3ec.connector.plan import AdapterUse, StepPlan
+from s3ec.connector.messages import AdapterUse, StepPlan
 from s3ec.identity import is_object_name, make_key, with_adapter
 from s3ec.weights import read_adapter
 from tests.unit.connector.scheduling import World, feature, identifier_of, request

@@ -14,13 +14,13 @@ import pytest
 
 from s3ec import codec
 from s3ec.codec import Header, Shape
-from s3ec.connector import announcing
+from s3ec.connector import uploads
 from s3ec.connector.uploads import Upload, Uploader
 from s3ec.errors import AccessError, UnavailableError
 from s3ec.identity import Key, Namespace, make_key
+from s3ec.index.manifest import Ulids
 from s3ec.index.rows import Facts, Rows, Tombstone
 from s3ec.index.segment import encode_segment, parse_segment
-from s3ec.index.ulid import Ulids
 from s3ec.node import Node
 from s3ec.settings import Settings
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
@@ -35,7 +35,7 @@ DELTA = "manifest/delta/"
 @pytest.fixture(autouse=True)
 def _only_when_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """No delta goes out because time has passed."""
-    monkeypatch.setattr(announcing, "ANNOUNCE_S", _NEVER_S)
+    monkeypatch.setattr(uploads, "ANNOUNCE_S", _NEVER_S)
 
 
 def key_at(number: int) -> Key:
@@ -299,7 +299,7 @@ def test_next_process_announces_what_the_last_one_uploaded(tmp_path: Path) -> No
 def test_announcements_that_fail_do_not_hold_uploads_up_nor_fill_the_disk(tmp_path: Path) -> None:
     denied = Fault(op="put_if_absent", name=DELTA, error=AccessError)
     nbytes = 512 + 2 * ROWS * WIDTH
-    rig = Rig(tmp_path, denied, cache_bytes=4 * nbytes * announcing._KEPT_SHARE)
+    rig = Rig(tmp_path, denied, cache_bytes=4 * nbytes * uploads._KEPT_SHARE)
     rig.save(*range(40))
     assert all(rig.ended.values())
     eventually(lambda: rig.spooled() <= 4)  # the last ones are being unlinked
@@ -317,7 +317,7 @@ def test_announcements_that_fail_do_not_hold_uploads_up_nor_fill_the_disk(tmp_pa
 
 def test_spool_that_fills_with_what_waits_is_announced_early(tmp_path: Path) -> None:
     nbytes = 512 + 2 * ROWS * WIDTH
-    rig = Rig(tmp_path, cache_bytes=4 * nbytes * announcing._KEPT_SHARE)
+    rig = Rig(tmp_path, cache_bytes=4 * nbytes * uploads._KEPT_SHARE)
     rig.save(1, 2)
     assert rig.told() == {}
     rig.save(3)
@@ -339,7 +339,7 @@ def test_what_is_given_up_stays_in_the_spool_or_is_counted(tmp_path: Path) -> No
 
 
 def test_many_confirmed_at_once_are_all_removed(rig: Rig) -> None:
-    rig.save(*range(2 * announcing._REMOVED_AT_ONCE + 1))
+    rig.save(*range(2 * uploads._REMOVED_AT_ONCE + 1))
     rig.flush()
     assert rig.spooled() == 0
-    assert len(rig.told()) == 2 * announcing._REMOVED_AT_ONCE + 1
+    assert len(rig.told()) == 2 * uploads._REMOVED_AT_ONCE + 1

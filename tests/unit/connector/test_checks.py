@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from s3ec.connector.checks import (
+from s3ec.connector.vllm_config import (
     identifier_problem,
     live_weights_problem,
     model_problem,

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from s3ec.codec import Shape
-from s3ec.connector.plan import Load, StepPlan, WorkerReport
+from s3ec.connector.messages import Load, StepPlan, WorkerReport
 from s3ec.counters import Counters
 from s3ec.errors import ConfigError, TierError
 from s3ec.weights import Weights

@@ -17,7 +17,7 @@ from vllm.multimodal.inputs import (
     MultiModalKwargsItem,
 )
 
-from s3ec.connector.features import FeatureReader
+from s3ec.connector.vllm_config import FeatureReader
 
 UTILS = "vllm.distributed.ec_transfer.ec_connector.utils"
 FIELDS = {"image": {"image_grid_thw"}, "video": {"video_grid_thw", "timestamps"}, "audio": set()}

@@ -10,7 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 accelerators = pytest.importorskip("tests.unit.connector.accelerators")
-host_pool = pytest.importorskip("s3ec.connector.host_pool")
+host_pool = pytest.importorskip("s3ec.connector.staging")
 HostPool = host_pool.HostPool
 
 KIB = 1024

@@ -19,7 +19,7 @@ BEGIN, END = "/s3ec-hot-path-begins", "/s3ec-hot-path-ends"
 CHILD = f"""
 import os, sys
 from pathlib import Path
-from s3ec.connector.role import Role
+from s3ec.connector.vllm_config import Role
 from s3ec.connector.scheduler import SchedulerHalf
 from tests.unit.connector.scheduling import feature, has_no_pixels, identifier_of, key_of, request
 from tests.unit.test_prefetch import LAYOUT, Bench, entry, want

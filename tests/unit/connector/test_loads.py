@@ -11,9 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from s3ec import tensors
 from s3ec.codec import Shape
-from s3ec.connector.plan import Load
+from s3ec.connector import saves
+from s3ec.connector.messages import Load
 from s3ec.errors import CorruptEntryError
 from s3ec.identity import Namespace, make_key
 from s3ec.node import Node
@@ -23,8 +23,8 @@ from s3ec.testing.memory_store import MemoryBucket, MemoryStore
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 loading = pytest.importorskip("s3ec.connector.loads")
-reading = pytest.importorskip("s3ec.connector.reading")
-host_pool = pytest.importorskip("s3ec.connector.host_pool")
+reading = pytest.importorskip("s3ec.connector.loads")
+host_pool = pytest.importorskip("s3ec.connector.staging")
 staging = pytest.importorskip("s3ec.connector.staging")
 accelerators = pytest.importorskip("tests.unit.connector.accelerators")
 
@@ -47,13 +47,13 @@ class Bench:
         self.node = Node(settings, name, store=MemoryStore(self.bucket))
 
     def entry(self, number: int) -> bytes:
-        header = tensors.describe(
+        header = saves.describe(
             tensor(number),
             identifier=HASHES[number],
             namespace=self.node.namespace.name,
             modality="image",
         )
-        return b"".join(tensors.encode(header, tensor(number)))
+        return b"".join(saves.encode(header, tensor(number)))
 
     def load(self, number: int) -> Load:
         key = make_key(HASHES[number])

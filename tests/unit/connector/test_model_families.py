@@ -19,8 +19,8 @@ from vllm.multimodal.inputs import MultiModalFieldElem, MultiModalKwargsItem
 from vllm.multimodal.parse import MultiModalDataParser
 from vllm.multimodal.processing import BaseMultiModalProcessor
 
-from s3ec.connector import features
-from s3ec.connector.features import MODALITIES, FeatureReader
+from s3ec.connector import vllm_config
+from s3ec.connector.vllm_config import MODALITIES, FeatureReader
 
 pytestmark = pytest.mark.slow  # imports every model of vLLM
 # A CPU has no kernels for these, or what they need is not installed with vLLM.
@@ -147,7 +147,7 @@ def test_every_family_s_items_are_told_apart_with_and_without_pixels(
                 assert reader.needs_embedding(SimpleNamespace(modality=modality, data=None)), where
                 checked += 1
     assert checked > 1000
-    assert features.PASSED_THROUGH not in MODALITIES
+    assert vllm_config.PASSED_THROUGH not in MODALITIES
 
 
 def test_no_family_keeps_all_that_its_encoder_needs_on_the_cpu(families: list[str]) -> None:

@@ -23,7 +23,7 @@ from s3ec.tenant import Tenant
 # Every engine process has it loaded; reading one descriptor needs it too.
 pytest.importorskip("transformers")
 
-from s3ec.connector.namespace import describe, encoder_weights, namespace_of
+from s3ec.connector.vllm_config import describe, encoder_weights, namespace_of
 
 
 class Config:

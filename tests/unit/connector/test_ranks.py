@@ -11,13 +11,12 @@ from typing import Any
 
 import pytest
 
-from s3ec import tensors
-from s3ec.connector.items import LEASE_S, RETRY_AFTER_S
-from s3ec.connector.plan import StepPlan, WorkerReport
-from s3ec.connector.ranks import Ranks
-from s3ec.connector.role import Role
+from s3ec.connector import saves
+from s3ec.connector.item_tracker import LEASE_S, NO_PIXELS_WAIT_S, RETRY_AFTER_S
+from s3ec.connector.messages import StepPlan, WorkerReport
+from s3ec.connector.remote_ranks import Ranks
 from s3ec.connector.scheduler import SchedulerHalf
-from s3ec.connector.waits import NO_PIXELS_WAIT_S
+from s3ec.connector.vllm_config import Role
 from s3ec.errors import UnavailableError
 from s3ec.identity import Namespace
 from s3ec.modality import Record
@@ -37,7 +36,7 @@ from tests.unit.connector.scheduling import (
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 WorkerHalf = pytest.importorskip("s3ec.connector.worker").WorkerHalf
-remote = pytest.importorskip("s3ec.connector.remote")
+remote = pytest.importorskip("s3ec.connector.remote_ranks")
 
 NAMESPACE = Namespace.from_descriptor({"model": "tiny"})
 ROWS, WIDTH = 4, 8
@@ -50,10 +49,10 @@ def tensor_of(text: str) -> Any:
 
 
 def entry(identifier: str, tensor: Any, **more: Any) -> bytes:
-    header = tensors.describe(
+    header = saves.describe(
         tensor, modality="image", identifier=identifier, namespace=NAMESPACE.name, **more
     )
-    return b"".join(tensors.encode(header, tensor))
+    return b"".join(saves.encode(header, tensor))
 
 
 class RankRig:

@@ -17,14 +17,14 @@ from typing import Any
 
 import pytest
 
-from s3ec import codec, tensors
-from s3ec.connector.plan import Save
+from s3ec import codec
+from s3ec.connector.messages import Save
 from s3ec.counters import Counters
-from s3ec.disk_watch import DiskWatch
 from s3ec.errors import AccessError, TierError, UnavailableError
 from s3ec.identity import Namespace, make_key
 from s3ec.modality import Record
 from s3ec.node import Node
+from s3ec.runtime import DiskWatch
 from s3ec.settings import Settings
 from s3ec.store.breaker import BreakerOptions
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
@@ -35,7 +35,6 @@ torch = pytest.importorskip("torch")
 SaveQueue = pytest.importorskip("s3ec.connector.saves").SaveQueue
 saves = pytest.importorskip("s3ec.connector.saves")
 uploads = pytest.importorskip("s3ec.connector.uploads")
-announcing = pytest.importorskip("s3ec.connector.announcing")
 AcceleratorStaging = pytest.importorskip("s3ec.connector.staging").AcceleratorStaging
 FakeAccelerator = pytest.importorskip("tests.unit.connector.accelerators").FakeAccelerator
 
@@ -134,7 +133,7 @@ def test_saved_tensor_is_in_bucket_and_tier_and_reads_back(rig: Rig) -> None:
     header = codec.verify(blob, namespace=rig.node.namespace.name, identifier=HASHES[0])
     assert header.placeholder == {"image_grid_thw": [1, 2, 2]}
     assert header.modality == "image"
-    read = tensors.to_tensor(header, bytearray(blob[header.data_start :]))
+    read = saves.to_tensor(header, bytearray(blob[header.data_start :]))
     assert torch.equal(read, tensor(1))
     key = make_key(HASHES[0])
     assert key is not None
@@ -401,7 +400,7 @@ def test_drain_finds_the_save_of_a_hook_that_a_signal_ended_before_its_ring(rig:
 
 
 def test_drain_announces_what_the_bucket_took(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(announcing, "ANNOUNCE_S", 3600.0)
+    monkeypatch.setattr(uploads, "ANNOUNCE_S", 3600.0)
     queue = rig.queue()
     for identifier in HASHES[:5]:
         queue.put(identifier, IMAGE, tensor())
@@ -517,7 +516,7 @@ def test_output_may_be_changed_when_put_returns(rig: Rig) -> None:
     blob = rig.stored(HASHES[0])
     assert blob is not None
     header = codec.verify(blob, namespace=rig.node.namespace.name, identifier=HASHES[0])
-    saved = tensors.to_tensor(header, bytearray(blob[header.data_start :]))
+    saved = saves.to_tensor(header, bytearray(blob[header.data_start :]))
     assert torch.equal(saved, torch.arange(16, 48, dtype=torch.float32).view(4, 8))
 
 
@@ -535,7 +534,7 @@ def test_buffer_is_not_reused_while_it_is_uploaded_from_memory(tmp_path: Path) -
         blob = rig.stored(identifier)
         assert blob is not None
         header = codec.verify(blob, namespace=rig.node.namespace.name, identifier=identifier)
-        saved = tensors.to_tensor(header, bytearray(blob[header.data_start :]))
+        saved = saves.to_tensor(header, bytearray(blob[header.data_start :]))
         assert torch.equal(saved, tensor(number))
     assert held_bytes(queue) == 0
     rig.close()
@@ -577,7 +576,7 @@ def test_hook_does_not_wait_for_the_device_and_the_writer_does(
     blob = rig.stored(HASHES[0])
     assert blob is not None
     header = codec.verify(blob, namespace=rig.node.namespace.name, identifier=HASHES[0])
-    saved = tensors.to_tensor(header, bytearray(blob[header.data_start :]))
+    saved = saves.to_tensor(header, bytearray(blob[header.data_start :]))
     assert torch.equal(saved, tensor(1))
     assert staging._saves.taken_bytes == 0
 

@@ -9,16 +9,18 @@ from typing import Any
 
 import pytest
 
-from s3ec.connector.items import (
+from s3ec.connector.item_tracker import (
     FIRST_PAUSE_S,
     LEASE_S,
     LONGEST_PAUSE_S,
+    MOST_IN_VAIN,
+    NO_PIXELS_WAIT_S,
     RETRY_AFTER_S,
     UNWANTED_LEASE_S,
+    VAIN_REST_S,
 )
-from s3ec.connector.plan import Presence, Save, TierMark, WorkerReport
-from s3ec.connector.ranks import Ranks
-from s3ec.connector.waits import MOST_IN_VAIN, NO_PIXELS_WAIT_S, VAIN_REST_S
+from s3ec.connector.messages import Presence, Save, TierMark, WorkerReport
+from s3ec.connector.remote_ranks import Ranks
 from s3ec.prefetch import Outcome, Priority
 from tests.unit.connector.scheduling import (
     ROWS,
@@ -213,7 +215,7 @@ def test_a_timeout_of_zero_never_waits_and_still_fetches() -> None:
 def test_more_waiting_requests_than_can_be_remembered_still_time_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("s3ec.connector.waits.MAX_WAITS", 10)
+    monkeypatch.setattr("s3ec.connector.item_tracker.MAX_WAITS", 10)
     world = World()
     world.stock("a")
     askers = [request(str(number), feature("a")) for number in range(15)]
@@ -229,7 +231,7 @@ def test_more_waiting_requests_than_can_be_remembered_still_time_out(
 
 def test_requests_that_end_unseen_leave_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM 0.24 and 0.25 have no request_finished."""
-    monkeypatch.setattr("s3ec.connector.waits.MAX_WAITS", 10)
+    monkeypatch.setattr("s3ec.connector.item_tracker.MAX_WAITS", 10)
     world = World()
     world.stock("a")
     for burst in range(5):

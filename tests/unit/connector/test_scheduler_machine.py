@@ -23,10 +23,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from s3ec.connector.items import FETCHING, LEASE_S
-from s3ec.connector.plan import Presence, RankOrders, StepPlan, TierMark, WorkerReport
-from s3ec.connector.ranks import Ranks
-from s3ec.connector.waits import NO_PIXELS_WAIT_S
+from s3ec.connector.item_tracker import FETCHING, LEASE_S, NO_PIXELS_WAIT_S
+from s3ec.connector.messages import Presence, RankOrders, StepPlan, TierMark, WorkerReport
+from s3ec.connector.remote_ranks import Ranks
 from s3ec.prefetch import Outcome
 from tests.unit.connector.scheduling import (
     ROWS,

@@ -11,16 +11,17 @@ from typing import Any
 import pytest
 
 from s3ec import codec
-from s3ec.connector.plan import Save
+from s3ec.connector.messages import Save
 from s3ec.identity import (
+    CountedKeys,
     Layout,
     Namespace,
+    Naming,
     digest_of_name,
     is_object_name,
     key_of_header,
     make_key,
 )
-from s3ec.naming import CountedKeys, Naming
 from s3ec.node import Node
 from s3ec.prefetch import Fetched, Outcome, Want
 from s3ec.settings import Settings

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("vllm")
 compat = pytest.importorskip("s3ec.connector.compat")
-topology_of = pytest.importorskip("s3ec.connector.topology").topology_of
+topology_of = pytest.importorskip("s3ec.connector.vllm_config").topology_of
 
 
 def config(backend: Any, *, tp: int = 1, pp: int = 1, nodes: int = 1, v2: bool = False) -> Any:

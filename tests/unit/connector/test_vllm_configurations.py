@@ -14,11 +14,11 @@ from unittest import mock
 
 import pytest
 
-from s3ec.connector.namespace import checkpoint_of, describe
-from s3ec.connector.plan import StepPlan
+from s3ec.connector.messages import StepPlan
+from s3ec.connector.vllm_config import checkpoint_of, describe
+from s3ec.dev.rigs.models import write_gemma3
 from s3ec.identity import Namespace
 from s3ec.settings import Settings
-from s3ec.testing.models import write_gemma3
 from s3ec.weights import Checkpoint, weights_of
 from tests.unit.test_weights import adapter, tensors_of, write
 

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from s3ec import codec, tensors
-from s3ec.connector.plan import Load, Save, StepPlan
+from s3ec import codec
+from s3ec.connector import saves
+from s3ec.connector.messages import Load, Save, StepPlan
 from s3ec.errors import UnavailableError
 from s3ec.identity import Namespace, make_key
 from s3ec.node import Node
@@ -69,8 +70,8 @@ class Rig:
 
     def entry(self, identifier: str, tensor: torch.Tensor, **other: Any) -> bytes:
         fields = {"identifier": identifier, "namespace": self.node.namespace.name, **other}
-        header = tensors.describe(tensor, modality="image", **fields)
-        return b"".join(tensors.encode(header, tensor))
+        header = saves.describe(tensor, modality="image", **fields)
+        return b"".join(saves.encode(header, tensor))
 
     def pinned(self, identifier: str, tensor: torch.Tensor) -> Load:
         key = make_key(identifier)

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from s3ec.config import load_settings
+from s3ec.dev.rigs.proxy import Exchange, FaultProxy
+from s3ec.doctor.bucket import S3Probe
 from s3ec.doctor.patient import Patient
-from s3ec.doctor.s3 import S3Probe
-from s3ec.testing.proxy import Exchange, FaultProxy
 from s3ec.testing.server import MotoServer
 
 BUCKET = "doctor"

@@ -8,8 +8,8 @@ import threading
 
 import pytest
 
-from s3ec.doctor.deadline import within
 from s3ec.errors import UnavailableError
+from s3ec.runtime import within
 from s3ec.store.base import Store
 from tests.unit.doctor.conftest import MakePatient
 

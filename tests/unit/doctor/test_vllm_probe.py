@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
+from s3ec.dev.rigs.models import write_gemma3
 from s3ec.doctor import serving, vllm_probe
 from s3ec.doctor.report import Verdict
 from s3ec.settings import Settings
-from s3ec.testing.models import write_gemma3
 from tests.unit.doctor.conftest import MakePatient
 
 pytest.importorskip("vllm")

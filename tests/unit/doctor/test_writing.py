@@ -9,10 +9,10 @@ from dataclasses import replace
 
 import pytest
 
+from s3ec.dev.rigs.proxy import Exchange, Fault, FaultProxy, Rule
+from s3ec.dev.rigs.proxy_faults import Replace, s3_error
 from s3ec.doctor import writing
 from s3ec.doctor.report import Verdict
-from s3ec.testing.proxy import Exchange, Fault, FaultProxy, Rule
-from s3ec.testing.proxy_faults import Replace, s3_error
 from tests.unit.doctor.conftest import MakePatient, ReplyHeaders, WithoutHeader
 
 LeftOver = Callable[[], list[str]]

@@ -15,11 +15,10 @@ from s3ec.identity import Key
 from s3ec.index.bloom import build_bloom
 from s3ec.index.cache import IndexCache
 from s3ec.index.follower import FollowOptions
-from s3ec.index.head import Blob, Head, Shard
+from s3ec.index.manifest import Blob, Head, Shard, Ulids
 from s3ec.index.reader import ManifestIndex
 from s3ec.index.rows import Facts, Rows, Tombstone
 from s3ec.index.segment import encode_segment
-from s3ec.index.ulid import Ulids
 from s3ec.testing.fault_store import FaultStore, Script
 from s3ec.testing.memory_store import MemoryStore
 from s3ec.tier import Tier

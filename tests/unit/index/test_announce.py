@@ -15,9 +15,9 @@ from s3ec.errors import AccessError, UnavailableError
 from s3ec.identity import Key, Layout, make_key
 from s3ec.index import announce
 from s3ec.index.announce import BATCH_ITEMS, Announcer
+from s3ec.index.manifest import time_ms
 from s3ec.index.rows import Facts, Rows
 from s3ec.index.segment import parse_segment
-from s3ec.index.ulid import time_ms
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
 from s3ec.testing.memory_store import MemoryBucket, MemoryStore
 

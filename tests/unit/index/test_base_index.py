@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from s3ec.dev.rigs.index_corpus import IndexCorpus, hits
 from s3ec.errors import CorruptEntryError
 from s3ec.identity import Layout, split_digest
-from s3ec.index.base_index import UNKNOWN, Base
 from s3ec.index.bloom import Bloom, build_bloom
-from s3ec.index.head import Blob, Head, Shard, parse_head
+from s3ec.index.lookup import UNKNOWN, Base
+from s3ec.index.manifest import Blob, Head, Shard, parse_head
 from s3ec.index.rows import Rows, merge
 from s3ec.index.segment import Segment, encode_segment
-from s3ec.testing.index_corpus import IndexCorpus, hits
 from tests.unit.index import columns
 from tests.unit.index.columns import NAMESPACE, Items, as_items, halves_of, near, rows_of
 
@@ -134,7 +134,7 @@ def test_tombstones_in_a_base_are_refused() -> None:
 @pytest.fixture
 def corpus(monkeypatch: pytest.MonkeyPatch) -> IndexCorpus:
     """A small one of several shards."""
-    monkeypatch.setattr("s3ec.index.head.MAX_SHARD_ROWS", 1024)
+    monkeypatch.setattr("s3ec.index.manifest.MAX_SHARD_ROWS", 1024)
     return IndexCorpus(20_000, seed=5)
 
 

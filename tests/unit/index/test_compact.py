@@ -14,10 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from s3ec.errors import AccessError, CorruptEntryError, TierError, UnavailableError
-from s3ec.index import base_writer, head, sorted_runs
-from s3ec.index.cleaning import server_time
-from s3ec.index.compact import compact
-from s3ec.index.making import GRACE_S, Made, Making
+from s3ec.index import base_writer, manifest, segment
+from s3ec.index.base_writer import GRACE_S, Made, Making, server_time
+from s3ec.index.compaction import compact
 from s3ec.index.rows import Facts, Tombstone
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script, flip
 from s3ec.testing.memory_store import MemoryStore
@@ -61,8 +60,8 @@ def test_compaction_equals_a_merge_of_dictionaries(
     steps: list[object], shard_rows: int, rows_per_run: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(head, "MAX_SHARD_ROWS", shard_rows)
-        patch.setattr(sorted_runs, "ROWS_PER_RUN", rows_per_run)
+        patch.setattr(manifest, "MAX_SHARD_ROWS", shard_rows)
+        patch.setattr(segment, "ROWS_PER_RUN", rows_per_run)
         asyncio.run(_merges_as_dictionaries_do(steps))
 
 
@@ -113,7 +112,7 @@ async def test_compacting_a_compacted_index_writes_nothing(memory: MemoryStore) 
 async def test_large_bases_have_several_shards(
     memory: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(head, "MAX_SHARD_ROWS", 16)
+    monkeypatch.setattr(manifest, "MAX_SHARD_ROWS", 16)
     await compacted(memory)
     model: View = {}
     for number in range(10):
@@ -146,7 +145,7 @@ async def test_more_deltas_than_a_head_names_wait_until_others_are_deleted(
     memory: MemoryStore, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await compacted(memory)
-    monkeypatch.setattr("s3ec.index.compact.MAX_MERGED", 2)
+    monkeypatch.setattr("s3ec.index.compaction.MAX_MERGED", 2)
     for number in range(3):
         await put_delta(memory, number, {KEYS[number]: facts_of(number + 1)})
     assert (await compacted(memory)).head.merged == {ulid_of(0), ulid_of(1)}
@@ -494,8 +493,8 @@ class Forgetful(MortalStore):
 async def test_memory_is_bounded_by_a_shard_and_not_by_the_base(
     memory: MemoryStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(head, "MAX_SHARD_ROWS", 2**12)
-    monkeypatch.setattr(sorted_runs, "ROWS_PER_RUN", 2**12)
+    monkeypatch.setattr(manifest, "MAX_SHARD_ROWS", 2**12)
+    monkeypatch.setattr(segment, "ROWS_PER_RUN", 2**12)
     await compacted(memory)
     for number in range(64):
         await put_delta(memory, number, {key_of((number, i)): facts_of(i) for i in range(1, 1001)})

@@ -9,11 +9,12 @@ from collections.abc import Sequence
 import pytest
 
 from s3ec.errors import AccessError, S3ECError, UnavailableError
-from s3ec.index import deletion, head, object_listing
-from s3ec.index.compact import compact
-from s3ec.index.deletion import count_older, delete_older, deleting, find_objects
+from s3ec.index import delete as deletion
+from s3ec.index import listing, manifest
+from s3ec.index.compaction import compact
+from s3ec.index.delete import count_older, delete_older, deleting, find_objects
+from s3ec.index.rebuild import verify
 from s3ec.index.rows import Facts
-from s3ec.index.verify import verify
 from s3ec.store.base import Store
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
 from s3ec.testing.memory_store import MemoryStore
@@ -55,7 +56,7 @@ async def test_what_is_deleted_is_gone_for_readers_and_from_the_next_base(
 async def test_a_tombstone_is_later_than_what_a_fast_clock_announced(
     memory: MemoryStore, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(head, "MAX_SHARD_ROWS", 2)
+    monkeypatch.setattr(manifest, "MAX_SHARD_ROWS", 2)
     future_s = int(clock.now_s) + 10**6
     for number in range(6):
         await put_entry(memory, number, time_s=future_s)
@@ -156,7 +157,7 @@ async def test_many_are_deleted_by_a_thousand_with_one_request_and_one_delta_eac
 async def test_old_entries_of_all_folders_share_requests_and_deltas(
     memory: MemoryStore, clock: Clock, monkeypatch: pytest.MonkeyPatch, few: int
 ) -> None:
-    monkeypatch.setattr(object_listing, "_FEW", few)
+    monkeypatch.setattr(listing, "_FEW", few)
     for number in range(1500):
         await put_object(memory, key_of(("many", number)), 9)
     store = FaultStore(MemoryStore(memory.bucket, clock=clock), Script())
@@ -249,21 +250,21 @@ async def test_a_listing_that_fails_half_way_leaves_no_deletion_untold(
     memory: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One prefix cannot be listed while the entry of another one is being announced."""
-    monkeypatch.setattr(object_listing, "_FEW", 0)
-    monkeypatch.setattr(object_listing, "_ATTEMPTS", 1)
+    monkeypatch.setattr(listing, "_FEW", 0)
+    monkeypatch.setattr(listing, "_ATTEMPTS", 1)
     monkeypatch.setattr(deletion, "DELETE_AT_A_TIME", 1)
     for number in range(2):
         await put_entry(memory, number)
-    listing, told = Gate(), Gate()
+    listed, told = Gate(), Gate()
     prefix = f"{LAYOUT.objects}{KEYS[1].name[:2]}/"
     faults = [
-        Fault("list", prefix, gate=listing, error=UnavailableError),
+        Fault("list", prefix, gate=listed, error=UnavailableError),
         Fault("put_if_absent", "/delta/", gate=told),
     ]
     task = asyncio.create_task(delete_older(FaultStore(memory, Script(faults)), LAYOUT, 2.0**40))
     await gone(memory, 0)
     assert await asyncio.to_thread(told.reached.wait, 10)
-    listing.release()
+    listed.release()
     for _ in range(100):  # turns of the loop, in which everything else has ended
         await asyncio.sleep(0)
     told.release()
@@ -338,7 +339,7 @@ async def test_old_objects_of_an_entry_go_and_readers_keep_it_for_the_young_one(
 async def test_of_many_entries_those_that_are_there_are_found_with_their_revisions(
     memory: MemoryStore, monkeypatch: pytest.MonkeyPatch, few: int
 ) -> None:
-    monkeypatch.setattr(object_listing, "_FEW", few)
+    monkeypatch.setattr(listing, "_FEW", few)
     keys = [key_of(("many", number)) for number in range(40)]
     for key in keys[:3]:
         await put_object(memory, key, 9)

@@ -12,9 +12,8 @@ import pytest
 
 from s3ec.counters import Counters
 from s3ec.errors import AccessError, UnavailableError
-from s3ec.index import elected
-from s3ec.index.compact import compact
-from s3ec.index.elected import MAX_DELTAS, MIN_ROWS, Backlog, ElectedCompactor
+from s3ec.index import compaction
+from s3ec.index.compaction import MAX_DELTAS, MIN_ROWS, Backlog, ElectedCompactor, compact
 from s3ec.index.rows import Facts
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
 from s3ec.testing.memory_store import MemoryStore
@@ -151,7 +150,7 @@ async def until(counters: Counters, name: str, count: int) -> None:
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_LOOK_EVERY_S", "_SPREAD_S", "_FIRST_PAUSE_S", "_MAX_PAUSE_S"):
-        monkeypatch.setattr(elected, name, 0.001)
+        monkeypatch.setattr(compaction, name, 0.001)
 
 
 @pytest.mark.usefixtures("hasty")
@@ -183,8 +182,8 @@ async def test_server_without_conditional_writes_is_never_compacted_and_that_is_
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(elected, "_LOOK_EVERY_S", 0.0)
-    monkeypatch.setattr(elected, "_SPREAD_S", 0.0)
+    monkeypatch.setattr(compaction, "_LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(compaction, "_SPREAD_S", 0.0)
     memory = OverwritingStore()
     for number in range(MAX_DELTAS + 1):
         await put_delta(memory, number, {key_of(number): Facts(9, time_s=1)})

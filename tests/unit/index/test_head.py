@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from s3ec.errors import CorruptEntryError
 from s3ec.identity import Layout
-from s3ec.index.head import (
+from s3ec.index.manifest import (
     MAX_HEAD_BYTES,
     MAX_SHARD_ROWS,
     Blob,

@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from s3ec.counters import Counters
 from s3ec.errors import AccessError, UnavailableError
 from s3ec.identity import Key, Layout, make_key
-from s3ec.index import object_listing
+from s3ec.index import listing
 from s3ec.index.listing import ListingIndex
 from s3ec.store.base import ObjectInfo
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
@@ -186,7 +186,7 @@ class HalfAListing(MemoryStore):
 async def test_a_failed_refresh_keeps_the_old_and_adds_what_it_saw(
     counters: Counters, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(object_listing, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(listing, "_PAUSE_S", 0.0)
     half = HalfAListing()
     half.error = error
     half.page = (LAYOUT.object(key_of(2)),)
@@ -222,7 +222,7 @@ class Frail:
 async def test_a_listing_that_breaks_off_over_and_over_goes_on_where_it_was(
     counters: Counters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(object_listing, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(listing, "_PAUSE_S", 0.0)
     keys = sorted((key_of(number) for number in range(20)), key=lambda key: key.name)
     names = [LAYOUT.object(key) for key in keys]
     frail = Frail(names)

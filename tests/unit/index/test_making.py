@@ -9,12 +9,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-from s3ec.index.making import temporary_folder
+from s3ec.index.base_writer import temporary_folder
 
 WORKER = """
 import sys
 from pathlib import Path
-from s3ec.index.making import temporary_folder
+from s3ec.index.base_writer import temporary_folder
 
 with temporary_folder(Path(sys.argv[1]), "rows") as folder:
     (folder / "rows" / "1").write_bytes(bytes(1000))

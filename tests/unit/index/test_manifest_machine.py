@@ -20,12 +20,11 @@ from s3ec.counters import Counters
 from s3ec.errors import ConflictError
 from s3ec.identity import Key
 from s3ec.index.announce import Announcer
-from s3ec.index.compact import compact
-from s3ec.index.deletion import deleting
-from s3ec.index.making import GRACE_S, Making
-from s3ec.index.rebuild import rebuild
+from s3ec.index.base_writer import GRACE_S, Making
+from s3ec.index.compaction import compact
+from s3ec.index.delete import deleting
+from s3ec.index.rebuild import rebuild, verify
 from s3ec.index.rows import Facts
-from s3ec.index.verify import verify
 from s3ec.testing.memory_store import MemoryStore
 from tests.unit.index.basics import LAYOUT, Clock, key_of
 from tests.unit.index.corpus import Corpus, Reader

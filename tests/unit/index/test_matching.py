@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from s3ec.index.matching import find_in
-from s3ec.index.rows import Rows
+from s3ec.index.rows import Rows, find_in
 from tests.unit.index.columns import Items, items
 
 

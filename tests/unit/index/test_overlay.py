@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from s3ec.index.overlay import Overlay
+from s3ec.index.lookup import Overlay
 from s3ec.index.rows import Rows, merge
 from tests.unit.index.columns import Items, items
 from tests.unit.index.manifests import ulid_of

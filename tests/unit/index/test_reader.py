@@ -13,7 +13,7 @@ import pytest
 from s3ec.errors import AccessError, UnavailableError
 from s3ec.identity import Key, make_key
 from s3ec.index import reader as reader_module
-from s3ec.index.news import OVERLAP_S
+from s3ec.index.manifest import OVERLAP_S
 from s3ec.index.rows import Facts, Tombstone
 from s3ec.testing.fault_store import Fault, Gate
 from tests.unit.index.basics import LAYOUT, START_S, key_of

@@ -19,7 +19,7 @@ import pytest
 from s3ec.errors import TierError
 from s3ec.identity import Layout
 from s3ec.index import sealed
-from s3ec.index.head import Head
+from s3ec.index.manifest import Head
 from s3ec.index.rows import Rows
 from s3ec.index.segment import encode_segment
 from s3ec.testing.fault_store import Fault, cut, flip

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from s3ec.identity import Key
-from s3ec.index.head import Head
+from s3ec.index.manifest import Head
 from s3ec.index.rows import Facts, Rows, Tombstone, merge
 from s3ec.index.segment import parse_segment
 from tests.unit.index.basics import LAYOUT, NAMESPACE, key_of

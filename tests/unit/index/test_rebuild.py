@@ -11,13 +11,12 @@ import pytest
 
 from s3ec.errors import CorruptEntryError, UnavailableError
 from s3ec.identity import Key, make_key
-from s3ec.index import object_listing, sorted_runs
-from s3ec.index.compact import compact
-from s3ec.index.head import MAX_VERSION
-from s3ec.index.making import GRACE_S, Making
-from s3ec.index.rebuild import rebuild
+from s3ec.index import listing, segment
+from s3ec.index.base_writer import GRACE_S, Making
+from s3ec.index.compaction import compact
+from s3ec.index.manifest import MAX_VERSION
+from s3ec.index.rebuild import rebuild, verify
 from s3ec.index.rows import Facts, Tombstone
-from s3ec.index.verify import verify
 from s3ec.store.base import ObjectInfo
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
 from s3ec.testing.memory_store import MemoryStore
@@ -89,16 +88,16 @@ async def test_a_made_up_last_version_is_named_and_nothing_is_written(memory: Me
 @pytest.fixture
 def by_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few objects are listed as many are: folder by folder, several at a time."""
-    monkeypatch.setattr(object_listing, "_FEW", 0)
+    monkeypatch.setattr(listing, "_FEW", 0)
 
 
 @pytest.mark.parametrize("few", [0, 4096])
 async def test_rebuild_finds_every_kind_of_name(
     memory: MemoryStore, monkeypatch: pytest.MonkeyPatch, few: int
 ) -> None:
-    monkeypatch.setattr(object_listing, "_FEW", few)
-    monkeypatch.setattr(object_listing, "_BATCH", 2)
-    monkeypatch.setattr(sorted_runs, "ROWS_PER_RUN", 4)
+    monkeypatch.setattr(listing, "_FEW", few)
+    monkeypatch.setattr(listing, "_BATCH", 2)
+    monkeypatch.setattr(segment, "ROWS_PER_RUN", 4)
     hashes = [hashlib.sha256(bytes([n])).hexdigest() for n in range(20)]
     identifiers = [
         *hashes,
@@ -138,7 +137,7 @@ class Breaking(FaultStore):
 async def test_a_listing_goes_on_where_it_broke_off(
     memory: MemoryStore, monkeypatch: pytest.MonkeyPatch, in_order: bool, by_folder: None
 ) -> None:
-    monkeypatch.setattr(object_listing, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(listing, "_PAUSE_S", 0.0)
     hashes = [f"ab{number:062x}" for number in range(10)]
     for digest in hashes:
         key = make_key(digest)
@@ -212,7 +211,7 @@ async def test_rebuild_comes_after_a_compaction_that_was_faster(
 async def test_few_objects_are_listed_at_once_and_more_than_few_by_folder(
     memory: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(object_listing, "_FEW", 3)
+    monkeypatch.setattr(listing, "_FEW", 3)
     for number in range(4):
         store = FaultStore(memory, Script())
         assert (await rebuild(store, LAYOUT)).head.entries == number

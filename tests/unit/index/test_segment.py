@@ -18,10 +18,9 @@ from hypothesis import strategies as st
 from s3ec.errors import CorruptEntryError
 from s3ec.identity import split_digest
 from s3ec.index import sealed, segment
+from s3ec.index.lookup import Sieve, View
 from s3ec.index.rows import Facts, Rows, Tombstone
 from s3ec.index.segment import Segment, encode_segment, parse_segment
-from s3ec.index.sieve import Sieve
-from s3ec.index.view import View
 from tests.unit.index import columns
 from tests.unit.index.columns import (
     NAMESPACE,
@@ -38,7 +37,7 @@ from tests.unit.index.columns import (
 
 if TYPE_CHECKING:
     from s3ec.identity import Key
-    from s3ec.index.base_index import Base
+    from s3ec.index.lookup import Base
 
 
 def file_of(rows: Rows, namespace: str = NAMESPACE) -> bytes:

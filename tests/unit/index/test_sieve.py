@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from s3ec.index.sieve import Sieve
+from s3ec.index.lookup import Sieve
 
 
 def passes(sieve: Sieve, hi: int) -> bool:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from s3ec.identity import is_ulid
-from s3ec.index.ulid import Ulids, first_ulid, time_ms
+from s3ec.index.manifest import Ulids, first_ulid, time_ms
 
 NOW_S = 1_700_000_000.0
 TIMES_MS = st.integers(0, 2**48 - 1)

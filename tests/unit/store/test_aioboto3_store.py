@@ -15,15 +15,15 @@ from typing import Any
 import pytest
 
 from s3ec.config import load_settings
+from s3ec.dev.rigs import proxy_faults as faults
+from s3ec.dev.rigs.proxy import FaultProxy, Rule
 from s3ec.errors import AccessError, ConfigError
 from s3ec.settings import Settings
-from s3ec.store import credentials, sdk_client
-from s3ec.store.aioboto3_store import Aioboto3Store
+from s3ec.store import credentials, s3_client
+from s3ec.store.aioboto3_s3 import Aioboto3Store
 from s3ec.store.botocore_s3 import BotocoreStore
-from s3ec.store.obstore_store import ObstoreStore
 from s3ec.store.open import open_store
-from s3ec.testing import proxy_faults as faults
-from s3ec.testing.proxy import FaultProxy, Rule
+from s3ec.store.s3 import ObstoreStore
 from s3ec.testing.server import MotoServer
 
 KEY_ID = "AKIAUNITTESTUNITTEST"
@@ -98,13 +98,13 @@ def clients_made(monkeypatch: pytest.MonkeyPatch, transport: Transport) -> list[
 def looks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """One entry per walk through the SDK's chain."""
     made: list[int] = []
-    genuine = sdk_client._find_credentials
+    genuine = s3_client._find_credentials
 
     def counting(settings: Settings) -> Any:
         made.append(1)
         return genuine(settings)
 
-    monkeypatch.setattr(sdk_client, "_find_credentials", counting)
+    monkeypatch.setattr(s3_client, "_find_credentials", counting)
     return made
 
 

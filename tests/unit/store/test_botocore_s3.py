@@ -23,12 +23,12 @@ from botocore.credentials import SSOProvider
 from botocore.exceptions import ConnectionClosedError
 
 from s3ec.config import load_settings
+from s3ec.dev.rigs import proxy_faults as faults
+from s3ec.dev.rigs.proxy import Fault, FaultProxy, Rule
 from s3ec.errors import UnavailableError
 from s3ec.settings import Settings
 from s3ec.store.botocore_s3 import BotocoreStore
-from s3ec.store.sdk_session import Exchange
-from s3ec.testing import proxy_faults as faults
-from s3ec.testing.proxy import Fault, FaultProxy, Rule
+from s3ec.store.s3_client import Exchange
 from s3ec.testing.server import MotoServer
 
 BODY = os.urandom(300_000)

@@ -24,7 +24,7 @@ from s3ec.errors import (
 from s3ec.settings import Settings
 from s3ec.store.base import ObjectInfo, Store
 from s3ec.store.breaker import Breaker, BreakerOptions, Ticket
-from s3ec.store.deadline import page_begun
+from s3ec.store.concurrency import page_begun
 from s3ec.store.endpoint import Endpoint, GuardStore
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
 from s3ec.testing.memory_store import MemoryStore

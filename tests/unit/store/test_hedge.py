@@ -9,8 +9,8 @@ import pytest
 
 from s3ec.counters import Counters
 from s3ec.errors import UnavailableError
+from s3ec.store.concurrency import Pace
 from s3ec.store.hedge import HEDGED_BYTES, HedgeStore
-from s3ec.store.pace import Pace
 from s3ec.store.retry import Budget
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
 from s3ec.testing.memory_store import MemoryStore

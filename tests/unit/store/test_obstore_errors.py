@@ -17,7 +17,7 @@ from s3ec.store.obstore_errors import (
     BrokenConnectionError,
     sdk_errors,
 )
-from s3ec.store.sdk_errors import is_absent
+from s3ec.store.s3_errors import is_absent
 
 WHAT = "GET s3://b/n"
 

@@ -23,7 +23,7 @@ from s3ec.testing.server import MotoServer
 ENDING = """
 import asyncio, json, os, sys, threading
 from s3ec.config import load_settings
-from s3ec.store.obstore_store import ObstoreStore
+from s3ec.store.s3 import ObstoreStore
 
 verb, settings = sys.argv[1], load_settings(json.loads(sys.argv[2])).settings
 warm, mine = threading.Event(), os.urandom(8).hex()

@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from s3ec.config import load_settings
+from s3ec.dev.rigs import proxy_faults as faults
+from s3ec.dev.rigs.proxy import Exchange, FaultProxy, Reply, Rule
 from s3ec.errors import ConflictError, CorruptEntryError, UnavailableError
 from s3ec.settings import Settings
-from s3ec.store import obstore_errors, obstore_reply
-from s3ec.store.obstore_store import ObstoreStore
+from s3ec.store import obstore_errors, s3
 from s3ec.store.open import open_store
-from s3ec.testing import proxy_faults as faults
-from s3ec.testing.proxy import Exchange, FaultProxy, Reply, Rule
+from s3ec.store.s3 import ObstoreStore
 from s3ec.testing.server import MotoServer
 
 SECRET = "5ecret-unit-test-key-that-nobody-may-see"
@@ -194,8 +194,8 @@ async def test_range_that_never_ends_is_given_up_after_some_megabytes(
 async def test_body_too_large_for_one_buffer_is_read_by_pieces_and_stopped_when_it_is_longer(
     configure: Configure, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(obstore_reply, "_COLLECT_BYTES", 9)
-    monkeypatch.setattr(obstore_reply, "_PIECE_BYTES", 1000)
+    monkeypatch.setattr(s3, "_COLLECT_BYTES", 9)
+    monkeypatch.setattr(s3, "_PIECE_BYTES", 1000)
     store, body = ObstoreStore(configure(prefix="pieces")), bytes(range(256)) * 2000
     await store.put_if_absent("x", [body])
     assert await store.get("x", max_bytes=len(body)) == body
@@ -221,7 +221,7 @@ async def test_directory_bucket_is_left_to_the_sdk_with_a_warning(
 FORKING = """
 import asyncio, json, os, sys
 from s3ec.config import load_settings
-from s3ec.store.obstore_store import ObstoreStore
+from s3ec.store.s3 import ObstoreStore
 
 async def use():
     store = ObstoreStore(load_settings(json.loads(sys.argv[1])).settings)
@@ -265,6 +265,6 @@ def test_fault_of_ours_is_not_taken_for_a_missing_package(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "s3ec.store.obstore_errors", None)
-    monkeypatch.delitem(sys.modules, "s3ec.store.obstore_store")
+    monkeypatch.delitem(sys.modules, "s3ec.store.s3")
     with pytest.raises(ImportError, match="obstore_errors"):
         open_store(load_settings({"bucket": "bucket", "transport": "obstore"}).settings)

@@ -11,9 +11,8 @@ import pytest
 
 from s3ec.config import load_settings
 from s3ec.errors import AccessError, ConfigError, ConflictError, UnavailableError
-from s3ec.store.aioboto3_store import Aioboto3Store
+from s3ec.store.aioboto3_s3 import Aioboto3Store
 from s3ec.store.botocore_s3 import BotocoreStore
-from s3ec.store.obstore_store import ObstoreStore
 from s3ec.store.open import (
     PROBE_PREFIX,
     ConditionalPut,
@@ -23,6 +22,7 @@ from s3ec.store.open import (
     probe_conditional_put,
     with_conditional_put,
 )
+from s3ec.store.s3 import ObstoreStore
 from s3ec.testing.fault_store import Fault, FaultStore, Script
 from s3ec.testing.memory_store import MemoryStore
 from tests.unit.overwriting import OverwritingStore

@@ -13,8 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from s3ec.counters import Counters
 from s3ec.errors import UnavailableError
 from s3ec.store.breaker import BreakerOpenError
+from s3ec.store.concurrency import Pace
 from s3ec.store.endpoint import Endpoint, GuardStore
-from s3ec.store.pace import Pace
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
 from s3ec.testing.memory_store import MemoryStore
 from tests.unit.store.test_endpoint import reached

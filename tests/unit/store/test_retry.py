@@ -19,10 +19,10 @@ from s3ec.errors import (
     UnavailableError,
 )
 from s3ec.store.base import Store
-from s3ec.store.deadline import seconds_left, within
+from s3ec.store.concurrency import seconds_left, within
 from s3ec.store.endpoint import Endpoint, GuardStore, resilient
 from s3ec.store.retry import Budget, RetryOptions, RetryStore
-from s3ec.store.retry_after import retry_after_s
+from s3ec.store.s3_errors import retry_after_s
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
 from s3ec.testing.memory_store import MemoryStore
 from tests.unit.store.test_endpoint import OPERATIONS, corrupt, every_operation, names, reached

@@ -8,7 +8,7 @@ import pytest
 
 from s3ec.config import load_settings
 from s3ec.errors import AccessError, ConfigError
-from s3ec.store.sdk_client import Address, address_of, check_settings, open_client
+from s3ec.store.s3_client import Address, address_of, check_settings, open_client
 
 BUCKET = "my-corpus"
 

@@ -10,7 +10,7 @@ from botocore import exceptions as sdk
 from botocore.parsers import ResponseParserError
 
 from s3ec.errors import AccessError, ConflictError, S3ECError, UnavailableError
-from s3ec.store.sdk_errors import boundary, is_absent
+from s3ec.store.s3_errors import boundary, is_absent
 
 URL = {"endpoint_url": "http://127.0.0.1:1"}
 

@@ -13,7 +13,7 @@ import pytest
 
 from s3ec.counters import Counters
 from s3ec.tier import Tier
-from s3ec.tier.background import Background
+from s3ec.tier.evictor import Background
 from tests.faults.disks import as_plain_user, read_only, small_tmpfs
 from tests.unit.tier.cases import NAMESPACE, Clock
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from s3ec.counters import Counters
-from s3ec.tier import Tier, background, evictor
-from s3ec.tier.background import Background, StoppedError
+from s3ec.tier import Tier, evictor
+from s3ec.tier.evictor import Background, StoppedError
 from tests.unit.tier.cases import HOUR_S, Clock, child, entry, key_of
 
 SIZE = len(entry(key_of("0" * 64)))
@@ -209,7 +209,7 @@ def test_work_that_raises_is_logged_and_done_again_at_the_next_wake(
         calls.release()
         raise RuntimeError("a fault of ours")
 
-    monkeypatch.setattr(background, "_REST_S", 0.0)
+    monkeypatch.setattr(evictor, "_REST_S", 0.0)
     thread = Background("test-background", work)
     for _ in range(2):
         thread.wake()
@@ -256,12 +256,13 @@ def test_pause_of_a_stopped_thread_raises(caplog: pytest.LogCaptureFixture) -> N
 def test_walks_in_the_background_leave_the_interpreter_now_and_then(
     make_tier: Callable[..., Tier], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from s3ec.tier import census, disk
+    from s3ec.tier import scan
+    from s3ec.tier import tier as tier_module
 
     breaths: list[int] = []
     tier = make_tier()
     publish(tier, range(50))
-    monkeypatch.setattr(census, "_FILES_PER_BREATH", 10)
-    monkeypatch.setattr(disk, "breathe", lambda: breaths.append(os.getpid()))
+    monkeypatch.setattr(scan, "_FILES_PER_BREATH", 10)
+    monkeypatch.setattr(tier_module, "breathe", lambda: breaths.append(os.getpid()))
     assert len(list(tier.names())) == 50
     assert len(breaths) == 5

@@ -16,7 +16,7 @@ import pytest
 
 from s3ec import codec
 from s3ec.counters import Counters
-from s3ec.tier import Tier, audit, pins, quarantine
+from s3ec.tier import Tier, entries, inspection, pins
 from s3ec.tier.files import Folders
 from tests.unit.tier.cases import (
     NAMESPACE,
@@ -147,7 +147,7 @@ def test_better_entry_published_meanwhile_is_not_set_aside(
 
 
 def test_quarantine_keeps_the_newest(tier: Tier, root: Path, clock: Clock) -> None:
-    kept = quarantine.KEPT_FILES
+    kept = entries.KEPT_FILES
     keys = [key_at(number) for number in range(kept + 8)]
     for key in keys:
         tier.publish(key, [bytes(100)])
@@ -164,7 +164,7 @@ def test_quarantine_is_bounded_in_bytes_but_keeps_the_last(
     for number in range(3):
         key = key_at(number)
         tier.publish(key, [b""])
-        os.truncate(file_of(root, key), quarantine.KEPT_BYTES // 2 + 1)
+        os.truncate(file_of(root, key), entries.KEPT_BYTES // 2 + 1)
         clock.now_s += 1
         tier.quarantine(key, "size")
         assert len(files_below(root / "v1" / "quarantine")) == 1
@@ -280,7 +280,7 @@ def test_check_bears_entries_that_vanish_meanwhile(
         tier.evict(KEY)
         return open_entry(path)
 
-    monkeypatch.setattr("s3ec.tier.audit.open_entry", vanish_first)
+    monkeypatch.setattr("s3ec.tier.inspection.open_entry", vanish_first)
     assert tier.check() == []
 
 
@@ -289,16 +289,16 @@ def test_check_bears_entries_that_come_and_go_between_its_walks(
 ) -> None:
     one, two = key_of("a" * 64), key_of("b" * 64)
     tier.publish(one, [entry(one)])
-    plain_bytes = audit._plain_bytes
+    plain_bytes = inspection._plain_bytes
 
     def busy(folders: Folders, *, skip: set[str]) -> int:
-        monkeypatch.setattr("s3ec.tier.audit._plain_bytes", plain_bytes)
+        monkeypatch.setattr("s3ec.tier.inspection._plain_bytes", plain_bytes)
         tier.publish(two, [entry(two)])
         found = plain_bytes(folders, skip=skip)
         tier.evict(one)  # as large, so that both counts around the walk agree
         return found
 
-    monkeypatch.setattr("s3ec.tier.audit._plain_bytes", busy)
+    monkeypatch.setattr("s3ec.tier.inspection._plain_bytes", busy)
     assert tier.check() == []
 
 
@@ -306,13 +306,13 @@ def test_check_bears_a_writer_that_begins_between_its_walks(
     tier: Tier, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tier.publish(KEY, [entry(KEY)])
-    plain_bytes = audit._plain_bytes
+    plain_bytes = inspection._plain_bytes
 
     def busy(folders: Folders, *, skip: set[str]) -> int:
         file_of(root, KEY).with_name(f".tmp-{os.getpid()}-{'0' * 16}").write_bytes(b"half")
         return plain_bytes(folders, skip=skip)
 
-    monkeypatch.setattr("s3ec.tier.audit._plain_bytes", busy)
+    monkeypatch.setattr("s3ec.tier.inspection._plain_bytes", busy)
     assert tier.check() == []
     for temp in root.rglob(".tmp-*"):
         temp.unlink()

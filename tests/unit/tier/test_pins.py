@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from s3ec.counters import Counters
-from s3ec.tier import Tier, pin_folders
-from s3ec.tier.processes import own_start_time, seems_alive, start_time, try_lock
+from s3ec.tier import Tier, process_folders
+from s3ec.tier.files import own_start_time, seems_alive, start_time, try_lock
 from tests.unit.tier.cases import (
     Clock,
     child,
@@ -208,7 +208,7 @@ def test_copied_pin_respects_free_space_and_leaves_nothing(
     tier = make_tier(min_free_bytes=1 << 60)
     assert tier.pin(key_at(0)) is None
     assert counters.get("tier.errors") == 1
-    assert files_below(root / "v1" / "pins") == {pin_folders.LOCK_NAME}
+    assert files_below(root / "v1" / "pins") == {process_folders.LOCK_NAME}
 
 
 def test_copy_that_ends_early_is_no_pin(
@@ -222,7 +222,7 @@ def test_copy_that_ends_early_is_no_pin(
     tier.publish(key_at(0), [entry(key_at(0))])
     assert tier.pin(key_at(0)) is None
     assert counters.get("tier.errors") == 1
-    assert files_below(root / "v1" / "pins") == {pin_folders.LOCK_NAME}
+    assert files_below(root / "v1" / "pins") == {process_folders.LOCK_NAME}
 
 
 # Other processes
@@ -274,11 +274,11 @@ def test_pins_of_another_containers_process_are_kept_while_their_lock_is_held(
     folder = root / "v1" / "pins" / f"{2**31 - 1}-1-01234567"
     folder.mkdir(mode=0o700)
     (folder / f"0-{'0' * 32}.safetensors").write_bytes(b"pinned")
-    with (folder / pin_folders.LOCK_NAME).open("wb") as lock:
+    with (folder / process_folders.LOCK_NAME).open("wb") as lock:
         assert try_lock(lock.fileno())
         make_tier()
         assert tier.check() == []
-        assert files_below(folder) == {f"0-{'0' * 32}.safetensors", pin_folders.LOCK_NAME}
+        assert files_below(folder) == {f"0-{'0' * 32}.safetensors", process_folders.LOCK_NAME}
     make_tier()
     assert not folder.exists()
 
@@ -325,12 +325,12 @@ def test_pin_folder_that_is_swept_while_it_is_made_is_made_again(
         calls.append(fd)
         if len(calls) == 1:  # another container's sweeper, which sees no such process
             (new,) = set(folders_in(root)) - before
-            (new / pin_folders.LOCK_NAME).unlink()
+            (new / process_folders.LOCK_NAME).unlink()
             new.rmdir()
         return lock(fd)
 
     before = set(folders_in(root))
-    monkeypatch.setattr(pin_folders, "try_lock", sweep_first)
+    monkeypatch.setattr(process_folders, "try_lock", sweep_first)
     tier = make_tier()
     assert len(calls) == 2
     assert len(set(folders_in(root)) - before) == 1

@@ -14,9 +14,9 @@ import pytest
 
 from s3ec.counters import Counters
 from s3ec.errors import TierError
-from s3ec.tier import Spool, Tier, pin_folders, quarantine
-from s3ec.tier.processes import own_start_time, try_lock
-from s3ec.tier.spool_names import SpoolName
+from s3ec.tier import Spool, Tier, entries, process_folders
+from s3ec.tier.files import own_start_time, try_lock
+from s3ec.tier.process_folders import SpoolName
 from tests.unit.tier.cases import (
     DESTINATION,
     NAMESPACE,
@@ -59,7 +59,7 @@ def dead_folder(root: Path, *numbers: int, lock: bool = True) -> Path:
         path.touch(mode=0o600)
         path.write_bytes(entry(key_at(number)))
     if lock:
-        (folder / pin_folders.LOCK_NAME).touch(mode=0o600)
+        (folder / process_folders.LOCK_NAME).touch(mode=0o600)
     return folder
 
 
@@ -524,7 +524,7 @@ def test_spool_of_another_containers_process_is_kept_while_its_lock_is_held(
 ) -> None:
     # Its own /proc would know this process; ours does not, as after `docker run` on one node.
     folder = dead_folder(root, 0)
-    with (folder / pin_folders.LOCK_NAME).open("wb") as lock:
+    with (folder / process_folders.LOCK_NAME).open("wb") as lock:
         assert try_lock(lock.fileno())
         assert spool.adopt() == []
         assert tier.check() == []
@@ -614,7 +614,7 @@ def test_eight_adopters_at_once_share_the_entries_of_the_dead_and_none_has_two_o
             assert victim.hear() == str(victim.pid)
         # One without a lock, so that nothing but the rename decides.
         folder = next(f for f in spool_folders(root) if f.name.startswith(f"{victims[0].pid}-"))
-        (folder / pin_folders.LOCK_NAME).unlink()
+        (folder / process_folders.LOCK_NAME).unlink()
         for adopter in adopters:
             assert adopter.hear() == "ready"
         for victim in victims:
@@ -640,8 +640,8 @@ def test_eight_adopters_at_once_share_the_entries_of_the_dead_and_none_has_two_o
 def test_quarantine_of_the_spool_is_bounded_like_the_tiers(
     tier: Tier, spool: Spool, root: Path
 ) -> None:
-    count = quarantine.KEPT_FILES + 4
+    count = entries.KEPT_FILES + 4
     for number in range(count):
         tier.publish(key_at(number), [b"rubbish"], spool=spool)
         assert spool.load(key_at(number).digest) is None
-    assert len(files_below(root / "v1" / "quarantine")) == quarantine.KEPT_FILES
+    assert len(files_below(root / "v1" / "quarantine")) == entries.KEPT_FILES

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from s3ec.tier import Tier
-from s3ec.tier.local import LocalKeys
+from s3ec.tier.tier import LocalKeys
 from tests.unit.tier.cases import HOUR_S, NAMESPACE, Clock, child, entry, key_at, key_of
 
 

@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 
 from s3ec.counters import Counters
-from s3ec.tier import Tier, total
-from s3ec.tier.files import Folders
-from s3ec.tier.processes import try_lock
-from s3ec.tier.total import Figures, RunningTotal
+from s3ec.tier import Tier, usage
+from s3ec.tier.files import Folders, try_lock
+from s3ec.tier.usage import Figures, RunningTotal
 from tests.unit.tier.cases import entry, key_at
 
 
@@ -91,7 +90,7 @@ def test_damaged_total_is_no_total_and_is_begun_anew(
 def test_total_of_another_version_is_no_total(running: RunningTotal, folders: Folders) -> None:
     running.open(fresh=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(total, "_MAGIC", b"s3ecuse\x02")
+        patch.setattr(usage, "_MAGIC", b"s3ecuse\x02")
         RunningTotal(folders).add(100)
     assert running.read() == Figures()
 
@@ -101,7 +100,7 @@ def test_total_of_another_boot_is_counted_again_and_keeps_the_times(
 ) -> None:
     running.open(fresh=True)
     before = running.add(100, newest=(1 << 60, 1 << 50))
-    monkeypatch.setattr(total, "_boot_id", lambda: b"after the restart"[:16])
+    monkeypatch.setattr(usage, "_boot_id", lambda: b"after the restart"[:16])
     figures = running.open(fresh=False)
     assert not figures.counted
     assert figures.newest == before.newest
@@ -133,7 +132,7 @@ def test_lock_of_a_stopped_process_is_an_error_not_a_hang(
     make_tier: Callable[..., Tier], root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tier = make_tier()
-    monkeypatch.setattr(total, "_LOCK_TIMEOUT_S", 0.02)
+    monkeypatch.setattr(usage, "_LOCK_TIMEOUT_S", 0.02)
     with (root / "v1" / "usage").open("rb") as file:
         assert try_lock(file.fileno())
         with pytest.raises(OSError, match="stopped process"):

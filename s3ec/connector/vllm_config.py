@@ -1,0 +1,381 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What vLLM's configuration says to s3ec: namespace, topology, role, features, checks."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from s3ec.errors import ConfigError
+from s3ec.identity import Namespace
+from s3ec.settings import Settings
+from s3ec.tenant import Tenant
+from s3ec.weights import Checkpoint, Weights, content_digest, weights_of
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """What this vLLM instance does.
+
+    Attributes:
+        producer: It may store embeddings.
+        consumer: It may load them. A producer that is no consumer runs no language model.
+        window_tokens: Most tokens that one step can schedule for a request.
+        ranks: Workers that load every granted item (tensor parallel size).
+        steps_in_flight: Steps that can be scheduled before the first of them has ended.
+        defer_timeout_s: Longest deferral of a request in all.
+        asked_every_pass: Whether vLLM calls ensure_cache_available for a request in every
+            pass that schedules it (0.30 and newer), or only before its first one.
+        can_load: Whether the workers can be told to load. Where nothing would tell that all of
+            them hold an embedding, nothing is granted.
+        stores_again: Workers can store what the device holds already (vLLM's hook
+            ``start_save_caches``, 0.30 and newer).
+    """
+
+    producer: bool
+    consumer: bool
+    window_tokens: int
+    ranks: int
+    steps_in_flight: int
+    defer_timeout_s: float
+    asked_every_pass: bool = True
+    can_load: bool = True
+    stores_again: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """Where an engine's loading ranks are.
+
+    Attributes:
+        ranks: How many there are.
+        beside_scheduler: Whether all of them certainly run on the scheduler's node.
+        problem: Why the scheduler cannot learn what the others hold; None if it can.
+        heard_without_tokens: Whether they are called in steps that schedule no tokens.
+    """
+
+    ranks: int
+    beside_scheduler: bool
+    problem: str | None
+    heard_without_tokens: bool
+
+
+def topology_of(vllm_config: Any) -> Topology:
+    """Read it off the configuration; whatever is unknown is taken for the worse."""
+    parallel = vllm_config.parallel_config
+    ranks = parallel.tensor_parallel_size * getattr(parallel, "prefill_context_parallel_size", 1)
+    stages = getattr(parallel, "pipeline_parallel_size", 1)
+    backend = getattr(parallel, "distributed_executor_backend", None)
+    # The V2 runner calls the hooks in every step, and passes reports on through a pipeline.
+    v2 = bool(getattr(vllm_config, "use_v2_model_runner", False))
+    beside = False
+    problem = None
+    if backend == "external_launcher" and ranks * stages > 1:
+        problem = "external_launcher runs a scheduler for each rank, and all must decide the same"
+    elif backend in (None, "uni", "mp", "external_launcher"):
+        beside = ranks <= ranks * stages // getattr(parallel, "nnodes_within_dp", 1)
+    if not beside and problem is None:
+        problem = _silence(backend, ranks, stages, v2=v2)
+    return Topology(ranks, beside, problem, v2)
+
+
+def _silence(backend: Any, ranks: int, stages: int, *, v2: bool) -> str | None:
+    """Why reports of ranks do not reach the scheduler; None if they do."""
+    from s3ec.connector import compat  # which imports vllm; the scheduler half does not
+
+    this = compat.release(compat.vllm_version())
+    if not compat.installed_hooks()["build_connector_worker_meta"] or (
+        this is not None and this < (0, 30)
+    ):
+        return "this vLLM drops the workers' reports (0.30 and newer pass them on)"
+    if stages > 1 and not v2:
+        return "vLLM's V1 model runner drops the workers' reports with pipeline parallelism"
+    if backend == "ray" and ranks * stages > 1 and not compat.ray_passes_reports():
+        return (
+            "this Ray executor drops the workers' reports (VLLM_USE_RAY_V2_EXECUTOR_BACKEND=1 "
+            "selects the one that passes them on)"
+        )
+    return None
+
+
+log = logging.getLogger(__name__)
+
+# Those for which some model of vLLM declares placeholder metadata.
+MODALITIES = ("image", "video", "audio")
+# vLLM hands a request's own embeddings through as a modality of this name; nothing to cache.
+PASSED_THROUGH = "prompt_embeds"
+# With `--mm-processor-cache-type shm` an item holds three numbers, which say where the worker
+# finds its fields (vLLM 0.32, multimodal/cache/shm.py, `address_as_item`).
+_SHM_ADDRESS = "address"
+
+
+class FeatureReader:
+    """Answers two questions about features without imports or I/O at call time.
+
+    The fields that a model declares for a request without pixels are asked for once, at start-up:
+    vLLM builds a processor to answer, which takes far too long for a scheduling pass.
+    """
+
+    def __init__(self, model_config: Any) -> None:
+        self._fields: dict[str, frozenset[str]] = {}
+        try:
+            from vllm.distributed.ec_transfer.ec_connector.utils import PlaceholderMetadataResolver
+        except ImportError:  # older than the feature: every request brings its pixels
+            return
+        resolver = PlaceholderMetadataResolver(model_config)
+        for modality in MODALITIES:
+            self._fields[modality] = frozenset(resolver.fields_for(modality))
+
+    @property
+    def metadata_modalities(self) -> list[str]:
+        """Modalities for which this model declares fields for requests without pixels."""
+        return [modality for modality, fields in self._fields.items() if fields]
+
+    def needs_embedding(self, feature: Any) -> bool:
+        """Whether this feature came without pixels: only a stored embedding can serve it.
+
+        vLLM sends three kinds of them: declared metadata fields, those together with all fields
+        that stay on the CPU (the render endpoint), and no data at all (a bare hash). A field that
+        is neither declared nor kept on the CPU is what the encoder works on; so is an address in
+        shared memory, which vLLM gives to every item that has its data there.
+        """
+        data = feature.data
+        if data is not None:
+            fields = self._fields.get(feature.modality, ())
+            for key, element in data.items():  # pixels show at the first name in most models
+                if key not in fields and not element.field.keep_on_cpu:
+                    return False
+        return bool(feature.modality != PASSED_THROUGH)
+
+    def placeholder(self, feature: Any) -> dict[str, Any] | None:
+        """Placeholder metadata (grid, timestamps) of a feature as plain JSON.
+
+        Returns:
+            Empty where the model needs none. None where this process cannot see it: the fields
+            lie in shared memory, which only workers read.
+        """
+        fields = self._fields.get(feature.modality)
+        if not fields or feature.data is None:
+            return {}
+        if _SHM_ADDRESS in feature.data:
+            return None
+        found: dict[str, Any] = {}
+        for key, value in feature.data.get_data().items():
+            if key in fields:
+                tolist = getattr(value, "tolist", None)
+                found[key] = value if tolist is None else tolist()
+        return found
+
+
+# Settings of the multimodal configuration that change an encoder's output but not vLLM's hash
+# of the image. A release that lacks one counts as having it unset.
+_MULTIMODAL_SETTINGS = ("video_pruning_rate", "video_pruning_method", "mm_encoder_attn_dtype")
+_ENCODER_CONFIGS = ("vision_config", "audio_config", "speech_config", "encoder_config")
+
+
+def namespace_of(vllm_config: Any, settings: Settings, weights: str | None = None) -> Namespace:
+    """The namespace that this engine reads and writes.
+
+    Args:
+        vllm_config: vLLM's VllmConfig.
+        settings: For ``model_identity``, which replaces the ``--model`` string, ``weights`` and
+            ``tenant_key``.
+        weights: What the descriptor says about the encoder's weights; None finds out.
+
+    Raises:
+        ConfigError: The configuration cannot be described as JSON, or the tenant's secret or a
+            file that belongs to the description cannot be read.
+    """
+    return Namespace.from_descriptor(describe(vllm_config, settings, weights))
+
+
+def encoder_weights(vllm_config: Any, settings: Settings) -> Weights:
+    """Which weights this engine's encoder has, from its checkpoint; takes some 50 ms."""
+    return weights_of(checkpoint_of(vllm_config), fingerprint=settings.weights == "fingerprint")
+
+
+def checkpoint_of(vllm_config: Any) -> Checkpoint:
+    """Where vLLM takes the weights from."""
+    model = vllm_config.model_config
+    load = vllm_config.load_config
+    # Ultravox: the audio tower comes from a model of its own.
+    others = getattr(model.hf_config, "audio_model_id", None)
+    return Checkpoint(
+        model=getattr(model, "model_weights", "") or model.model,
+        revision=model.revision,
+        load_format=str(load.load_format),
+        download_dir=load.download_dir,
+        others=(others,) if isinstance(others, str) else (),
+    )
+
+
+def describe(vllm_config: Any, settings: Settings, weights: str | None = None) -> dict[str, Any]:
+    """The descriptor: plain JSON, the same on every replica that may share embeddings."""
+    model = vllm_config.model_config
+    multimodal = model.multimodal_config
+    tenant = Tenant.read(settings.tenant_key)
+    extra = _multimodal_settings(multimodal)
+    # Mean, size, resampling: what a folder whose files are replaced may change as well.
+    images = _plain(getattr(model, "hf_image_processor_config", None) or {})
+    return {
+        # vLLM mirrors the small files of an object store's model into a folder and runs on that.
+        "model": settings.model_identity or getattr(model, "model_weights", "") or model.model,
+        "revision": model.revision,
+        "weights": weights or encoder_weights(vllm_config, settings).mark,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "quantization": model.quantization,
+        "encoder": _encoder_configs(model.hf_config),
+        "mm_processor_kwargs": _plain(_processor_kwargs(multimodal)),
+        "media_io_kwargs": _plain(_media_io_kwargs(multimodal)),
+        "hasher": hash_algorithm(multimodal),
+        **({"image_processor": images} if images else {}),
+        **({"multimodal": extra} if extra else {}),
+        **({"tenant": tenant.id} if tenant else {}),
+    }
+
+
+def _multimodal_settings(multimodal: Any) -> dict[str, str]:
+    found = {
+        name: str(value)
+        for name in _MULTIMODAL_SETTINGS
+        if (value := getattr(multimodal, name, None)) is not None
+    }
+    if "video_pruning_rate" not in found:
+        found.pop("video_pruning_method", None)  # has a default that does nothing alone
+    scales = getattr(multimodal, "mm_encoder_fp8_scale_path", None)
+    if scales is not None:
+        try:
+            found["mm_encoder_fp8_scales"] = content_digest(scales)
+        except OSError as exc:
+            raise ConfigError(
+                f"--mm-encoder-fp8-scale-path cannot be read: {exc}",
+                field="mm_encoder_fp8_scale_path",
+            ) from exc
+    return found
+
+
+def _processor_kwargs(multimodal: Any) -> dict[str, Any]:
+    """Without where the processor runs: that changes no embedding.
+
+    An encode-only instance on an accelerator runs it there, and vLLM notes it here (0.28 and
+    newer, config/vllm.py: _resolve_mm_processor_device).
+    """
+    given = getattr(multimodal, "mm_processor_kwargs", None) or {}
+    return {name: value for name, value in given.items() if name != "device"}
+
+
+def _media_io_kwargs(multimodal: Any) -> dict[str, Any]:
+    """Without what vLLM adds on an encode-only instance on CUDA, and without empty modalities.
+
+    vLLM 0.30 and newer decode video there with torchcodec on the device, or leave an empty entry
+    where torchcodec is missing (config/vllm.py: _resolve_mm_video_decode_device). Consumers of the
+    same fleet have neither.
+    """
+    kept: dict[str, Any] = {}
+    for modality, given in (getattr(multimodal, "media_io_kwargs", None) or {}).items():
+        values = dict(given)
+        if values.pop("device", None) is not None and values.get("backend") == "torchcodec":
+            del values["backend"]
+        if values:
+            kept[modality] = values
+    return kept
+
+
+def _encoder_configs(hf_config: Any) -> dict[str, Any]:
+    """The encoders' own settings, without what every Hugging Face configuration has.
+
+    The base class's fields (label maps, generation defaults) come and go with releases of
+    transformers and say nothing about an encoder. What stands beside the parts does: which layer
+    an image is taken from, how many tokens it becomes, how features are merged.
+    """
+    from transformers import PretrainedConfig
+
+    common = set(PretrainedConfig().to_dict()) - {"model_type"}
+
+    def own(config: Any) -> dict[str, Any]:
+        values = config if isinstance(config, dict) else getattr(config, "to_dict", dict)()
+        return {
+            key: _plain(value)
+            for key, value in values.items()
+            if key not in common and not key.startswith("_") and value is not None
+        }
+
+    result: dict[str, Any] = {"model_type": getattr(hf_config, "model_type", None)}
+    for part in _ENCODER_CONFIGS:
+        if kept := own(getattr(hf_config, part, None)):
+            result[part] = kept
+    beside = {key: value for key, value in own(hf_config).items() if not isinstance(value, dict)}
+    return {**beside, **result}
+
+
+def _plain(value: Any) -> Any:
+    """JSON as it is; anything else by its string form."""
+    if isinstance(value, dict):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(inner) for inner in value]
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    return repr(value) if isinstance(value, float) else str(value)
+
+
+def hash_algorithm(multimodal: Any) -> str:
+    """The algorithm of vLLM's image hash: a setting since 0.27, a variable before."""
+    algorithm = getattr(multimodal, "mm_hasher_algorithm", None)
+    if algorithm is None:
+        from vllm import envs
+
+        algorithm = getattr(envs, "VLLM_MM_HASHER_ALGORITHM", "blake3")
+    return str(algorithm)
+
+
+def identifier_problem(vllm_config: Any) -> str | None:
+    """Why this configuration gives images no content hash; None if it does.
+
+    Without a processor cache and without prefix caching vLLM counts images instead of hashing
+    them: the same name means another image after a restart.
+    """
+    multimodal = vllm_config.model_config.multimodal_config
+    if multimodal is None or getattr(multimodal, "mm_processor_cache_gb", 1) != 0:
+        return None
+    if vllm_config.cache_config.enable_prefix_caching:
+        return None
+    return (
+        "with --mm-processor-cache-gb 0 and prefix caching off vLLM numbers images instead of "
+        "hashing them, so nothing could be shared; set --mm-processor-cache-gb above 0 or "
+        "--enable-prefix-caching"
+    )
+
+
+def trust_problem(vllm_config: Any, settings: Settings) -> str | None:
+    """Why nothing would be left where clients' identifiers are refused; None if much is."""
+    multimodal = vllm_config.model_config.multimodal_config
+    if settings.trust_client_ids or multimodal is None or hash_algorithm(multimodal) != "sha512":
+        return None
+    return (
+        "`trust_client_ids` = false takes identifiers of 64 hex digits for vLLM's own, and with "
+        "--mm-hasher-algorithm sha512 they have 128, so nothing would be looked up or saved; use "
+        "blake3 or sha256"
+    )
+
+
+def live_weights_problem(vllm_config: Any, settings: Settings) -> str | None:
+    """Why this engine's weights are not those of its checkpoint; None if nothing says so."""
+    transfer = getattr(vllm_config, "weight_transfer_config", None)
+    if transfer is None or settings.live_weights == "ignore":
+        return None
+    return (
+        "--weight-transfer-config says that this engine's weights will change while it runs; s3ec "
+        "stays inactive. If its encoder never changes, set `live_weights` = ignore"
+    )
+
+
+def model_problem(vllm_config: Any) -> str | None:
+    """Why this model has no encoder cache to connect to; None if it has."""
+    model = vllm_config.model_config
+    if getattr(model, "is_encoder_decoder", False):
+        return "encoder-decoder models keep their encoder outputs elsewhere; s3ec stays inactive"
+    if model.multimodal_config is None:
+        return "the model takes no images, audio or video; s3ec stays inactive"
+    return None

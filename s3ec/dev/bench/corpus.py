@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real S3 server full of valid entries, and what clients need to read them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+from s3ec import codec
+from s3ec.codec import Header, Shape
+from s3ec.config import load_settings
+from s3ec.dev.bench.context import CannotMeasureError, Context
+from s3ec.errors import ConfigError
+from s3ec.identity import Key, Layout, Namespace, canonical_json, make_key
+from s3ec.prefetch import Want
+from s3ec.settings import Settings
+from s3ec.testing.server import LocalS3
+
+# One image of Gemma3-27B.
+SHAPE = Shape(256, 5376, "bfloat16")
+MODALITY = "image"
+IN_FLIGHT = 16
+_BUCKET = "bench"
+_UPLOADS = 4
+# Clears one bit of the exponent's high byte, so that no value is NaN or infinite.
+_FINITE = bytes(value & 0xBF for value in range(256))
+# No reply may count as late because the machine is busy: it would be asked for twice.
+_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """Entries in a bucket; picklable, for clients in processes of their own.
+
+    Attributes:
+        endpoint_url: Where clients reach the server, or something in front of it.
+        env: Credentials for the SDK's chain.
+        namespace: Of all entries.
+        keys: One per entry.
+        entry_bytes: Size of each object.
+        hedge: Whether clients ask a slow server twice.
+    """
+
+    endpoint_url: str
+    env: Mapping[str, str]
+    namespace: Namespace
+    keys: tuple[Key, ...]
+    entry_bytes: int
+    hedge: bool = True
+
+    @property
+    def bucket(self) -> str:
+        """Name of the bucket."""
+        return _BUCKET
+
+    @property
+    def object_names(self) -> list[str]:
+        """Full names of all entries' objects."""
+        layout = Layout(self.namespace.name)
+        return [layout.object(key) for key in self.keys]
+
+    def wants(self) -> list[Want]:
+        """Every entry, for a prefetcher."""
+        return [Want(key, MODALITY, SHAPE.rows) for key in self.keys]
+
+    def settings(self, cache_dir: Path, transport: str) -> Settings:
+        """Settings of a process that reads this corpus into a tier without bounds."""
+        extra = {
+            "bucket": _BUCKET,
+            "endpoint_url": self.endpoint_url,
+            "region": self.env["AWS_REGION"],
+            "cache_dir": str(cache_dir),
+            "min_free_bytes": 0,
+            "transport": transport,
+            "max_concurrency": IN_FLIGHT,
+            "connect_timeout_s": _TIMEOUT_S,
+            "read_timeout_s": _TIMEOUT_S,
+            "hedge": self.hedge,
+        }
+        return load_settings(extra).settings
+
+    @contextlib.contextmanager
+    def environment(self) -> Iterator[None]:
+        """Only these credentials, and no setting, profile or proxy of this machine's owner."""
+        with mock.patch.dict(os.environ):
+            for name in list(os.environ):
+                if name.startswith(("AWS_", "S3EC_")) or name.lower().endswith("_proxy"):
+                    del os.environ[name]
+            os.environ.update(self.env)
+            yield
+
+
+@contextlib.contextmanager
+def filled(context: Context, count: int) -> Iterator[tuple[LocalS3, Corpus]]:
+    """Start a SeaweedFS and put ``count`` entries of random data into a bucket of it.
+
+    Raises:
+        CannotMeasureError: The server is not installed.
+    """
+    context.say("starting the server")
+    try:
+        server = LocalS3()
+    except ConfigError as exc:
+        raise CannotMeasureError(str(exc)) from exc
+    with server:
+        server.create_bucket(_BUCKET)
+        context.say(f"{count} entries")
+        namespace = Namespace.from_descriptor({"model": "s3ec/bench"})
+        source = random.Random(20_260_201)
+        keys = tuple(_key(f"{source.getrandbits(256):064x}") for _ in range(count))
+        corpus = Corpus(server.endpoint_url, server.env(), namespace, keys, len(_entry(keys[0])))
+        with corpus.environment():
+            _upload(server, corpus)
+            yield server, corpus
+
+
+def entry_pieces(key: Key, namespace: str) -> tuple[bytes, bytes]:
+    """Header and data of one valid entry; the same bytes for the same key."""
+    data = random.Random(key.digest).randbytes(SHAPE.nbytes).translate(_FINITE)
+    header = Header(key.identifier, namespace, MODALITY, SHAPE, codec.checksum(data))
+    return codec.encode_header(header), data
+
+
+def _entry(key: Key) -> bytes:
+    return b"".join(entry_pieces(key, Namespace.from_descriptor({"model": "s3ec/bench"}).name))
+
+
+def _upload(server: LocalS3, corpus: Corpus) -> None:
+    client = server.client()
+    layout = Layout(corpus.namespace.name)
+    record = canonical_json({"width": SHAPE.width, "dtype": SHAPE.dtype}).encode()
+    client.put_object(Bucket=_BUCKET, Key=layout.modality(MODALITY), Body=record)
+
+    def put(key: Key) -> None:
+        client.put_object(Bucket=_BUCKET, Key=layout.object(key), Body=_entry(key))
+
+    with ThreadPoolExecutor(_UPLOADS) as pool:
+        list(pool.map(put, corpus.keys))
+
+
+def _key(identifier: str) -> Key:
+    key = make_key(identifier)
+    if key is None:
+        raise ValueError(f"{identifier} is no content hash")
+    return key

@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``bench dead``: what a store that never answers costs an engine that has learnt so.
+
+Two real engines, one without the connector and one whose index holds every image it is asked
+about while its store swallows each request. They are asked in turn, round after round, so that a
+slow moment of the machine hits both. Every image is new, so that each is looked up and encoded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from s3ec.dev.bench import measure
+from s3ec.dev.bench.context import Bench, CannotMeasureError, Context
+from s3ec.dev.bench.result import Spec
+
+if TYPE_CHECKING:
+    from s3ec.dev.rigs.engine import EngineProcess
+    from s3ec.dev.rigs.proxy import FaultProxy
+    from s3ec.testing.server import LocalS3
+
+TTFT, STEP = "dead.ttft_p99_ratio", "dead.step_p99_ratio"
+ROWS = (Spec(TTFT, "ratio", "<= 1.05"), Spec(STEP, "ratio", "<= 1.05"))
+PLAIN, DEAD = "no connector", "store dead"
+ROUNDS = 60
+_ALONE, _TOGETHER, _TOKENS = 16, 8, 8
+_GROUPS = 5
+_BUCKET = "dead"
+_PICTURES = 64
+_WARM_UP = 2000  # at most; as many as it takes until the store counts as dead
+Prompt = list[dict[str, Any]]
+_NAMESPACE = re.compile(r"s3ec namespace (\S+) in ")
+_ONE_PROCESS = {
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+}
+_OPTIONS: dict[str, Any] = {
+    "max_num_batched_tokens": 512,
+    "enable_prefix_caching": False,
+    "mm_processor_cache_gb": 0.01,
+}
+_PATIENCE_S = 120.0
+_OPENED, _ABSENT = "vllm:s3ec_breaker_opened", "vllm:s3ec_fetch_outcomes{outcome=absent}"
+_HITS, _MISSES = "vllm:s3ec_hits", "vllm:s3ec_misses"
+
+
+@dataclass
+class _Times:
+    """Milliseconds of one engine in one round."""
+
+    ttft: list[float] = field(default_factory=list)
+    steps: list[float] = field(default_factory=list)
+    schedules: list[float] = field(default_factory=list)
+
+    def add(self, reply: dict[str, Any]) -> None:
+        self.steps += [each / 1e6 for each in reply["steps"]]
+        self.schedules += [each / 1e6 for each in reply["schedules"]]
+
+
+def run(context: Context) -> None:
+    """Measure; needs the SeaweedFS binary and vLLM.
+
+    Raises:
+        CannotMeasureError: There is no server or no vLLM.
+    """
+    from s3ec.dev.bench.soak_pictures import write_patterns
+
+    rounds = context.rounds(ROUNDS)
+    count = _WARM_UP + 2 * (rounds + 1) * (_ALONE + _TOGETHER)
+    names = [secrets.token_hex(32) for _ in range(count)]
+    with _engines(context) as (engines, server, proxy):
+        pictures = write_patterns(context.scratch / "pictures", _PICTURES, 0)
+        asked = iter([_prompt(pictures[at % _PICTURES], name) for at, name in enumerate(names)])
+        found = _NAMESPACE.search(engines[DEAD].log)
+        if found is None:
+            raise CannotMeasureError("the connector does not name its namespace")
+        _announce(server, found[1], names)
+        _die(engines[DEAD], proxy, lambda: engines[DEAD].chat([next(asked)], max_tokens=1))
+        before = engines[DEAD].counters()
+        context.say(f"{rounds} rounds")
+        cases: dict[str, Callable[[], _Times]] = {
+            name: lambda engine=engine: _round(engine, asked)  # type: ignore[misc]
+            for name, engine in engines.items()
+        }
+        kept = measure.interleave(cases, rounds=rounds, warmup=1)
+        after = engines[DEAD].counters()
+    moved = {name: after[name] - before.get(name, 0) for name in after if "s3ec" in name}
+    _report(context, kept, {name: count for name, count in moved.items() if count})
+
+
+def _round(engine: EngineProcess, asked: Iterator[Prompt]) -> _Times:
+    """Some requests one after another, for their first token; some at once, for many steps."""
+    times = _Times()
+    for _ in range(_ALONE):
+        reply = engine.timed([next(asked)], max_tokens=1)
+        times.ttft.append(reply["whole"] / 1e6)
+        times.add(reply)
+    times.add(engine.timed([next(asked) for _ in range(_TOGETHER)], max_tokens=_TOKENS))
+    return times
+
+
+def _prompt(picture: Path, name: str) -> Prompt:
+    """A picture under a name of its own, which makes it a new one."""
+    from s3ec.dev.rigs.engine import image, text
+
+    return [image(picture, name), text("what is to be seen in it, and where?")]
+
+
+@contextlib.contextmanager
+def _engines(context: Context) -> Iterator[tuple[dict[str, EngineProcess], LocalS3, FaultProxy]]:
+    """Both engines, and what stands behind the second one."""
+    from s3ec.dev.rigs.engine import EngineProcess, ec_config
+    from s3ec.dev.rigs.models import write_gemma3
+    from s3ec.dev.rigs.proxy import FaultProxy
+    from s3ec.errors import ConfigError
+    from s3ec.testing.server import LocalS3
+
+    scratch = context.scratch
+    with contextlib.ExitStack() as stack:
+        context.say("starting a server and two engines")
+        try:
+            server = stack.enter_context(LocalS3())
+            model = write_gemma3(scratch / "model")
+        except (ConfigError, ImportError) as exc:
+            raise CannotMeasureError(str(exc)) from exc
+        server.create_bucket(_BUCKET)
+        proxy = stack.enter_context(FaultProxy(server.endpoint_url))
+        settings = {
+            "bucket": _BUCKET,
+            "endpoint_url": proxy.url,
+            "cache_dir": str(scratch / "tier"),
+            "min_free_bytes": 0,
+            "index_refresh_s": 1.0,
+        }
+        path = {"ec_connector_module_path": "s3ec.connector"}
+        engines = {
+            name: EngineProcess(
+                model,
+                ec=ec,
+                log_path=scratch / f"{number}.log",
+                media=scratch,
+                env=server.env() | _ONE_PROCESS,
+                options=_OPTIONS,
+            )
+            for number, (name, ec) in enumerate(
+                {PLAIN: None, DEAD: ec_config("ec_consumer", settings, **path)}.items()
+            )
+        }
+        for engine in engines.values():
+            stack.callback(engine.stop, 5)
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(EngineProcess.start, engines.values()))
+        yield engines, server, proxy
+
+
+def _announce(server: LocalS3, namespace: str, names: Sequence[str]) -> None:
+    """Write an index that holds all of these; there are no objects."""
+    from s3ec.identity import Layout, canonical_json, make_key
+    from s3ec.index.manifest import Ulids
+    from s3ec.index.rows import Facts, Rows
+    from s3ec.index.segment import encode_segment
+
+    layout, now_s = Layout(namespace), time.time()
+    facts = Facts(nbytes=9000, rows=64, width=64, dtype="bfloat16", time_s=int(now_s))
+    keys = [key for key in map(make_key, names) if key is not None]
+    rows = Rows.from_facts([(key.digest, facts) for key in keys]).sorted_unique()
+    client = server.client()
+    record = canonical_json({"width": 64, "dtype": "bfloat16"}).encode()
+    client.put_object(Bucket=_BUCKET, Key=layout.modality("image"), Body=record)
+    body = b"".join(encode_segment(rows, namespace))
+    client.put_object(Bucket=_BUCKET, Key=layout.delta(Ulids().next(now_s)), Body=body)
+
+
+def _die(engine: EngineProcess, proxy: FaultProxy, ask: Callable[[], object]) -> None:
+    """Wait until the engine knows the index, swallow its requests, wait for its breaker.
+
+    Raises:
+        CannotMeasureError: One of the two does not happen.
+    """
+    from s3ec.dev.rigs.proxy import Rule
+    from s3ec.dev.rigs.proxy_faults import StallUpload
+
+    def has(counter: str) -> bool:
+        return engine.counters().get(counter, 0) > 0
+
+    # It asks for what the index holds, and finds that it is not there.
+    _until(lambda: has(_ABSENT), ask, "the engine has read the index")
+    proxy.add(Rule(StallUpload()))
+    _until(lambda: has(_OPENED), ask, "the breaker is open")
+
+
+def _until(condition: Callable[[], bool], ask: Callable[[], object], what: str) -> None:
+    end = time.monotonic() + _PATIENCE_S
+    while not condition():
+        if time.monotonic() > end:
+            raise CannotMeasureError(f"not so after {_PATIENCE_S:.0f} s: {what}")
+        ask()
+
+
+def _report(context: Context, kept: Mapping[str, list[_Times]], moved: Mapping[str, float]) -> None:
+    if moved.get(_HITS, 0) or not moved.get(_MISSES, 0):
+        raise CannotMeasureError(f"the engine was not asked without a store: {dict(moved)}")
+    for row, what in ((TTFT, "ttft"), (STEP, "steps")):
+        rounds = {name: [getattr(one, what) for one in times] for name, times in kept.items()}
+        ms = {name: [value for one in times for value in one] for name, times in rounds.items()}
+        groups = [
+            measure.percentile(above, 99) / measure.percentile(below, 99)
+            for above, below in zip(_groups(rounds[DEAD]), _groups(rounds[PLAIN]), strict=True)
+        ]
+        context.report(
+            row,
+            measure.percentile(ms[DEAD], 99) / measure.percentile(ms[PLAIN], 99),
+            samples=len(ms[DEAD]),
+            detail={
+                "spread": measure.spread(groups),
+                "note": f"p99 of all rounds; spread of {len(groups)} parts of the run",
+                "percentiles_ms": {name: _percentiles(values) for name, values in ms.items()},
+                "schedule_us": {
+                    name: _percentiles([1000 * v for one in times for v in one.schedules])
+                    for name, times in kept.items()
+                },
+                "counters": dict(moved),
+            },
+        )
+
+
+def _groups(rounds: Sequence[Sequence[float]]) -> list[list[float]]:
+    """Neighbouring rounds together."""
+    size = max(1, len(rounds) // _GROUPS)
+    parts = [rounds[start : start + size] for start in range(0, len(rounds), size)]
+    return [[value for one in part for value in one] for part in parts]
+
+
+def _percentiles(values: Sequence[float]) -> dict[str, float]:
+    return {f"p{percent}": measure.percentile(values, percent) for percent in (50, 90, 99)}
+
+
+BENCH = Bench(ROWS, run)

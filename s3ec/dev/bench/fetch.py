@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``bench fetch``: bucket to tier, verified, beside raw GET loops of three S3 clients.
+
+All clients ask one SeaweedFS on this machine for the same objects, in turn, with 16 in flight.
+The server takes its share of the same cores, so ``cores_busy`` stands in the details: near the
+number of cores nobody can be faster without using less of the processor. ``raw obstore to file``
+and ``floor_cpu_ms`` say what the kernel takes for putting the bytes into files, which no tier
+can do without.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from s3ec.dev.bench import measure
+from s3ec.dev.bench.context import Bench, Context
+from s3ec.dev.bench.result import Spec
+
+if TYPE_CHECKING:
+    from s3ec.dev.bench.corpus import Corpus
+    from s3ec.testing.server import LocalS3
+
+ROUNDS = 9
+_OBJECTS = 200
+# 8 waves of 16: fewer, since each takes the latency, and whole waves, so that all end alike.
+_OBJECTS_FAR = 128
+_OBJECTS_QUICK = 32
+RAW, TO_FILE, OURS = "raw ", "raw obstore to file", "s3ec "
+
+
+def rows(name: str) -> tuple[Spec, ...]:
+    """The rows of ``bench NAME``."""
+    near = name == "fetch"
+    return (
+        Spec(f"{name}.ratio_to_raw", "ratio", ">= 0.8"),
+        *([Spec(f"{name}.cpu_ratio_to_raw", "ratio", "<= 1.3")] if near else ()),
+        Spec(f"{name}.gb_per_s", "GB/s"),
+        *([Spec(f"{name}.cpu_ms_per_object", "ms")] if near else ()),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One round of one client: seconds that passed, and of processor that both sides took."""
+
+    seconds: float
+    cpu_s: float
+    server_cpu_s: float
+
+
+@dataclass(slots=True)
+class Clients:
+    """What is compared.
+
+    Attributes:
+        cases: Name to one round.
+        missing: Client to why it is not there.
+        auto: The case that ``transport: auto`` is.
+        raw: The raw loop over the same client.
+        about: For the details of each row.
+    """
+
+    cases: dict[str, Callable[[], Sample]] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
+    auto: str = ""
+    raw: str = ""
+    about: dict[str, Any] = field(default_factory=dict)
+
+
+def run(context: Context, name: str = "fetch", latency_s: float = 0.0) -> None:
+    """Measure; needs the SeaweedFS binary.
+
+    Args:
+        context: Where rows go.
+        name: What the rows' names begin with.
+        latency_s: Added to each request's way to the server.
+
+    Raises:
+        CannotMeasureError: There is no server to be had.
+    """
+    from s3ec.dev.bench.corpus import filled
+    from s3ec.dev.bench.floor import floor_ms
+    from s3ec.dev.bench.folders import memory_folder
+    from s3ec.dev.rigs.relay import Relay
+
+    count = _OBJECTS_FAR if latency_s else _OBJECTS
+    with contextlib.ExitStack() as stack:
+        server, corpus = stack.enter_context(
+            filled(context, _OBJECTS_QUICK if context.quick else count)
+        )
+        if latency_s:
+            relay = stack.enter_context(Relay(corpus.endpoint_url, latency_s))
+            corpus = replace(corpus, endpoint_url=relay.url)
+        folder, on_tmpfs = stack.enter_context(memory_folder(context.scratch / "tier"))
+        clients = stack.enter_context(_clients(server, corpus, folder))
+        clients.about |= {
+            "tier_on_tmpfs": on_tmpfs,
+            "latency_ms": latency_s * 1000,
+            "floor_cpu_ms": floor_ms(folder, corpus.entry_bytes),
+        }
+        context.say(f"{context.rounds(ROUNDS)} rounds")
+        kept = measure.interleave(clients.cases, rounds=context.rounds(ROUNDS))
+    _report(context, name, clients, kept, corpus)
+
+
+@contextlib.contextmanager
+def _clients(server: LocalS3, corpus: Corpus, folder: Path) -> Iterator[Clients]:
+    from s3ec.dev.bench import fetcher, raw_loops
+
+    def case(work: Callable[[], None], after: Callable[[], None] | None = None) -> None:
+        clients.cases[name] = lambda: _sample(server.pid, work, after)
+
+    clients = Clients()
+    with contextlib.ExitStack() as stack:
+        loops, clients.missing = raw_loops.open_loops(corpus)
+        for client, loop in loops.items():
+            stack.callback(loop.close)
+            name = RAW + client
+            case(loop.fetch)
+        there, auto = fetcher.transports(corpus, folder / "none")
+        files = folder / "files"
+        files.mkdir()
+        to_file = raw_loops.ObstoreToFileLoop(corpus, files)
+        stack.callback(to_file.close)
+        name = TO_FILE
+        case(to_file.fetch, to_file.empty)
+        for transport in there:
+            ours = fetcher.Fetcher(corpus, folder / transport, transport)
+            stack.callback(ours.close)
+            name = OURS + transport
+            case(ours.fetch, ours.empty)
+        clients.auto, clients.raw = OURS + auto, RAW + auto
+        yield clients
+
+
+def _sample(
+    server_pid: int | None, work: Callable[[], None], after: Callable[[], None] | None
+) -> Sample:
+    server_before, before = _cpu_of(server_pid), time.process_time()
+    started = time.perf_counter()
+    work()
+    seconds = time.perf_counter() - started
+    cpu_s, server_cpu_s = time.process_time() - before, _cpu_of(server_pid) - server_before
+    if after is not None:
+        after()
+    return Sample(seconds, cpu_s, server_cpu_s)
+
+
+def _cpu_of(pid: int | None) -> float:
+    """Seconds of processor that another process took so far; 0 where nobody says."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
+    except OSError:
+        return 0.0
+    fields = text.rpartition(")")[2].split()  # the name before it may hold spaces
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _report(
+    context: Context,
+    name: str,
+    clients: Clients,
+    kept: Mapping[str, Sequence[Sample]],
+    corpus: Corpus,
+) -> None:
+    count, nbytes = len(corpus.keys), len(corpus.keys) * corpus.entry_bytes
+    speed = {case: [nbytes / one.seconds / 1e9 for one in kept[case]] for case in kept}
+    cpu = {case: [one.cpu_s / count * 1e3 for one in kept[case]] for case in kept}
+    raw = [case for case in speed if case.startswith(RAW) and case != TO_FILE]
+    fastest = max(raw, key=lambda case: statistics.median(speed[case]))
+    same = {case: RAW + case.removeprefix(OURS) for case in speed if case.startswith(OURS)}
+    samples = count * len(speed[clients.auto])
+    about = {
+        **clients.about,
+        "objects": count,
+        "object_bytes": corpus.entry_bytes,
+        "in_flight": 16,
+        "transport": clients.auto.removeprefix(OURS),
+        "cores_busy": {case: _busy(kept[case]) for case in kept},
+        "not_installed": clients.missing,
+    }
+
+    def report(row: str, values: Mapping[str, Sequence[float]], note: str, **more: Any) -> None:
+        detail = {
+            "spread": measure.spread(values[clients.auto]),
+            "cases": measure.medians(values),
+            "note": note,
+            **more,
+        }
+        value = statistics.median(values[clients.auto])
+        context.report(f"{name}.{row}", value, samples=samples, detail=detail | about)
+
+    over_fastest = {case: measure.ratios(speed[case], speed[fastest]) for case in (*same, TO_FILE)}
+    report("ratio_to_raw", over_fastest, f"{clients.auto} over the fastest, {fastest}")
+    report("gb_per_s", speed, _note(clients))
+    if f"{name}.cpu_ms_per_object" in context.missing:
+        against = {case: measure.ratios(cpu[case], cpu[other]) for case, other in same.items()}
+        against[TO_FILE] = measure.ratios(cpu[TO_FILE], cpu[f"{RAW}obstore"])
+        report("cpu_ratio_to_raw", against, f"{clients.auto} over {clients.raw}")
+        report("cpu_ms_per_object", cpu, _note(clients))
+
+
+def _note(clients: Clients) -> str:
+    missing = [f"no {client}: {why}" for client, why in clients.missing.items()]
+    return "; ".join([clients.auto, *missing])
+
+
+def _busy(rounds: Sequence[Sample]) -> float:
+    """Cores that client and server kept busy, median."""
+    return statistics.median((one.cpu_s + one.server_cpu_s) / one.seconds for one in rounds)
+
+
+def far(latency_ms: int) -> Bench:
+    """The same with a bucket that is far away."""
+    name = f"fetch{latency_ms}"
+    return Bench(rows(name), functools.partial(run, name=name, latency_s=latency_ms / 1000))
+
+
+BENCH = Bench(rows("fetch"), run)

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A node of s3ec that brings a whole corpus to its tier, again and again."""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from pathlib import Path
+
+from s3ec.dev.bench.context import CannotMeasureError
+from s3ec.dev.bench.corpus import Corpus
+from s3ec.node import Node
+from s3ec.prefetch import Outcome
+from s3ec.store.open import choose_transport
+from s3ec.tier import Pin
+
+# How often the main thread looks for news, as a scheduler does at its steps.
+_LOOK_S = 0.01
+_TIMEOUT_S = 120.0
+
+
+def transports(corpus: Corpus, cache_dir: Path) -> tuple[list[str], str]:
+    """Those that are installed, and the one that ``auto`` takes.
+
+    Raises:
+        CannotMeasureError: obstore is not installed.
+    """
+    auto = choose_transport(corpus.settings(cache_dir, "auto"))
+    if auto.name != "obstore":
+        raise CannotMeasureError(auto.reason)
+    extra = ["aioboto3"] if importlib.util.find_spec("aioboto3") else []
+    return [*extra, auto.name], auto.name
+
+
+class Fetcher:
+    """A Node over the corpus; nothing of it but the prefetcher is at work."""
+
+    def __init__(self, corpus: Corpus, cache_dir: Path, transport: str) -> None:
+        self.corpus = corpus
+        settings = corpus.settings(cache_dir, transport)
+        self.node = Node(settings, corpus.namespace, name=f"s3ec-bench-{transport}")
+        self._pins: list[Pin] = []
+
+    def submit(self) -> None:
+        """Want every entry; returns at once."""
+        self.node.prefetcher.submit(self.corpus.wants())
+
+    def take(self) -> bool:
+        """Collect what has come; whether that is all.
+
+        Raises:
+            RuntimeError: An entry could not be had.
+        """
+        for fetched in self.node.prefetcher.drain():
+            if fetched.outcome is not Outcome.READY or fetched.pin is None:
+                raise RuntimeError(f"an entry ended as {fetched.outcome}")
+            self._pins.append(fetched.pin)
+        return len(self._pins) == len(self.corpus.keys)
+
+    def fetch(self) -> None:
+        """Bring every entry, verified, to the tier and pin it.
+
+        Raises:
+            RuntimeError: An entry could not be had, or not in time.
+        """
+        deadline = time.monotonic() + _TIMEOUT_S
+        self.submit()
+        while not self.take():
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"{len(self._pins)} entries came within {_TIMEOUT_S:.0f} s")
+            time.sleep(_LOOK_S)
+
+    def empty(self) -> None:
+        """Let go of the pins and evict every entry."""
+        tier = self.node.tier
+        for pin in self._pins:
+            tier.unpin(pin)
+        self._pins.clear()
+        for key in self.corpus.keys:
+            tier.evict(key)
+            self.node.local.discard(key)
+
+    def close(self) -> None:
+        """End the node."""
+        self.node.close(10)

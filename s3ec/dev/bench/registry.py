@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmarks by name; a module is imported when it is asked for."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from dataclasses import dataclass
+
+from s3ec.dev.bench.context import Bench
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One line of ``s3ec bench list``.
+
+    Attributes:
+        module: Where its BENCH is.
+        summary: What it measures.
+        typical_s: How long it takes on two cores; ``all`` keeps this much time for it.
+        alone: Only by its name: ``all`` would be too long with it.
+    """
+
+    module: str
+    summary: str
+    typical_s: float
+    alone: bool = False
+
+
+ENTRIES: dict[str, Entry] = {
+    "hooks": Entry(
+        "s3ec.dev.bench.hooks",
+        "What the scheduler's hooks cost, beside vLLM's own ECExampleConnector.",
+        60,
+    ),
+    "fetch": Entry(
+        "s3ec.dev.bench.fetch",
+        "From the bucket into the tier, verified, beside raw GET loops of three S3 clients.",
+        90,
+    ),
+    "fetch80": Entry(
+        "s3ec.dev.bench.fetch",
+        "The same with 80 ms to the bucket: `bench fetch --latency-ms 80`.",
+        90,
+    ),
+    "interference": Entry(
+        "s3ec.dev.bench.interference",
+        "How late a prefetch makes the scheduler's thread.",
+        60,
+    ),
+    "load": Entry(
+        "s3ec.dev.bench.load",
+        "Into the encoder cache, verified, beside os.preadv and ECExampleConnector.",
+        60,
+    ),
+    "save": Entry(
+        "s3ec.dev.bench.save",
+        "Inside save_caches, beside tensor.clone() and ECExampleConnector.",
+        60,
+    ),
+    "node": Entry(
+        "s3ec.dev.bench.node",
+        "Processes of a node that want the same: requests to the server, speed of the tier.",
+        90,
+    ),
+    "index": Entry(
+        "s3ec.dev.bench.index",
+        "The index: lookups, memory, opening, compaction, and how soon a save is found.",
+        240,
+    ),
+    "weights": Entry(
+        "s3ec.dev.bench.weights",
+        "The fingerprint of a 27B model's encoder, as an engine takes it when it starts.",
+        20,
+    ),
+    "dead": Entry(
+        "s3ec.dev.bench.dead",
+        "A real engine whose store never answers, beside one without the connector.",
+        600,
+        alone=True,
+    ),
+    "soak": Entry(
+        "s3ec.dev.bench.soak",
+        "An hour of faults around real engines: wrong answers, deaths, losses, memory.",
+        3900,
+        alone=True,
+    ),
+    "amplification": Entry(
+        "s3ec.dev.bench.amplification",
+        "What a server that answers 503 to everything is sent, before the breaker opens and after.",
+        20,
+    ),
+}
+
+# `s3ec bench data`: how bytes move.
+DATA = ("fetch", "fetch80", "interference", "load", "save", "node")
+_FAR = re.compile(r"fetch([1-9][0-9]{0,3})")
+
+
+def together() -> list[str]:
+    """What ``s3ec bench all`` runs."""
+    return [name for name, entry in ENTRIES.items() if not entry.alone]
+
+
+def load(name: str) -> Bench:
+    """Import one benchmark; ``fetchMS`` is ``fetch`` with so many milliseconds to the bucket.
+
+    Raises:
+        KeyError: There is none of this name.
+    """
+    far = _FAR.fullmatch(name)
+    if far is not None:
+        from s3ec.dev.bench import fetch
+
+        return fetch.far(int(far.group(1)))
+    bench = importlib.import_module(ENTRIES[name].module).BENCH
+    if not isinstance(bench, Bench):
+        raise TypeError(f"{ENTRIES[name].module}.BENCH is not a Bench")
+    return bench

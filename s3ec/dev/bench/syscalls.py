@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Counts the system calls of pieces of this very process, by attaching strace to it."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import re
+import selectors
+import shutil
+import subprocess
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from s3ec.dev.bench.context import CannotMeasureError
+
+_ATTACH_TIMEOUT_S = 20.0
+_END_TIMEOUT_S = 10.0
+# A file that is looked for and not there: the one call that nothing else makes. Only what lies
+# between two of them is counted, so neither the interpreter's start nor strace's own comings.
+_MARK = "s3ec-bench-mark"
+_PR_SET_PTRACER = 0x59616D61
+_CALL = re.compile(r"(\d+) +(\w+)\(")
+
+
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """System calls that were begun during one section, by their names.
+
+    Attributes:
+        own: By the thread that ran it. Handing work to another thread shows here too, since
+            waking one is a call.
+        others: By all other threads of the process meanwhile.
+    """
+
+    own: Counter[str] = field(default_factory=Counter)
+    others: Counter[str] = field(default_factory=Counter)
+
+
+def count_syscalls(
+    sections: Mapping[str, Callable[[], object]], *, tries: int = 3
+) -> dict[str, list[Calls]]:
+    """Run each section once unobserved, then ``tries`` times under strace.
+
+    What a section does itself shows in every try. A call in one of them only is the
+    interpreter's: another thread woke up and asked for its lock.
+
+    Args:
+        sections: Name to what to run. The first, unobserved run takes the memory it needs.
+        tries: How often each is observed.
+
+    Returns:
+        Name to the calls of each try.
+
+    Raises:
+        CannotMeasureError: strace is not installed, or may not attach here.
+    """
+    runs = [run for run in sections.values() for _ in range(tries)]
+    for run in sections.values():
+        run()
+    with tempfile.TemporaryDirectory(prefix="s3ec-strace-") as folder:
+        trace = Path(folder) / "trace"
+        with _strace(trace):
+            for number, run in enumerate(runs):
+                _mark(number, "begin")
+                run()
+                _mark(number, "end")
+        lines = trace.read_text(encoding="utf-8", errors="replace").splitlines()
+    counted = [parse(lines, number) for number in range(len(runs))]
+    return {
+        name: counted[place * tries : (place + 1) * tries] for place, name in enumerate(sections)
+    }
+
+
+def _mark(number: int, which: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.stat(f"{_MARK}-{number}-{which}")
+
+
+def parse(lines: list[str], number: int) -> Calls:
+    """Count what lies between the two marks of one number in the output of ``strace -f -o``."""
+    counts = Calls()
+    caller = None
+    for line in lines:
+        found = _CALL.match(line)  # what is resumed was counted when it began
+        if found is None:
+            continue
+        thread, name = found.groups()
+        if f"{_MARK}-{number}-" in line:
+            caller = thread if "-begin" in line else None
+        elif caller is not None:
+            (counts.own if thread == caller else counts.others)[name] += 1
+    return counts
+
+
+@contextlib.contextmanager
+def _strace(trace: Path) -> Iterator[None]:
+    """strace attached to this process; detached, and the file complete, at the end."""
+    program = shutil.which("strace")
+    if program is None:
+        raise CannotMeasureError("strace is not installed")
+    _allow_children_to_trace()
+    tracer = subprocess.Popen(
+        [program, "-f", "-o", str(trace), "-p", str(os.getpid())],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
+    try:
+        _wait_until_attached(tracer)
+        yield
+    finally:
+        tracer.terminate()  # strace detaches, the process goes on
+        try:
+            tracer.communicate(timeout=_END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            tracer.kill()
+            tracer.communicate()
+
+
+def _allow_children_to_trace() -> None:
+    """Yama lets only an ancestor trace by default; elsewhere this does nothing."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PTRACER, ctypes.c_ulong(-1), 0, 0, 0)
+
+
+def _wait_until_attached(tracer: subprocess.Popen[bytes]) -> None:
+    stream = tracer.stderr
+    if stream is None:  # it was asked for as a pipe
+        raise RuntimeError("strace has no stderr")
+    said = b""
+    deadline = time.monotonic() + _ATTACH_TIMEOUT_S
+    with selectors.DefaultSelector() as ready:
+        ready.register(stream, selectors.EVENT_READ)
+        while b" attached" not in said:
+            if not ready.select(max(0.0, deadline - time.monotonic())):
+                raise CannotMeasureError(f"strace did not attach in {_ATTACH_TIMEOUT_S:.0f} s")
+            piece = os.read(stream.fileno(), 4096)
+            if not piece:
+                # Its message names a process by number, nothing else.
+                reason = said.decode(errors="replace").strip().splitlines() or ["no reason given"]
+                raise CannotMeasureError(f"strace may not attach here: {reason[0]}")
+            said += piece

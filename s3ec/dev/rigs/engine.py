@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real vLLM engine in a child process, driven over a pipe: for tests, demo and benchmarks.
+
+The child (``engine_child``) keeps one engine and answers one request line after another, so
+that many checks share one engine start. Its standard error, vLLM's and s3ec's log, goes to a
+file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from s3ec.dev.rigs.nursery import Forked, Nursery
+from s3ec.dev.rigs.vllm_cpu import engine_env
+
+START_TIMEOUT_S = 300.0
+_STOP_TIMEOUT_S = 120.0
+
+
+class EngineError(RuntimeError):
+    """The engine did not start, died, or refused a request; the message ends with its log."""
+
+
+def ec_config(role: str, settings: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+    """The content of ``--ec-transfer-config`` for one role and one set of s3ec settings."""
+    return {
+        "ec_connector": "S3ECConnector",
+        "ec_role": role,
+        "ec_connector_extra_config": dict(settings),
+        **more,
+    }
+
+
+def image(path: Path, uuid: str | None = None) -> dict[str, Any]:
+    """A picture file as part of a prompt."""
+    part: dict[str, Any] = {"type": "image_url", "image_url": {"url": path.resolve().as_uri()}}
+    return part if uuid is None else {**part, "uuid": uuid}
+
+
+def text(words: str) -> dict[str, Any]:
+    """Words as part of a prompt."""
+    return {"type": "text", "text": words}
+
+
+class EngineProcess:
+    """One engine, usable as a context manager; not thread-safe.
+
+    Attributes:
+        start_s: Seconds from spawning the child to a ready engine.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        *,
+        ec: Mapping[str, Any] | None,
+        log_path: Path,
+        media: Path,
+        env: Mapping[str, str] | None = None,
+        options: Mapping[str, Any] | None = None,
+        nursery: Nursery | None = None,
+    ) -> None:
+        """Describe the engine; start() spawns it.
+
+        Args:
+            model: Folder of the model.
+            ec: Content of ``--ec-transfer-config``, or None for a plain engine.
+            log_path: Where the child's log goes; appended to.
+            media: Folder that picture files may come from.
+            env: Additions to the environment (credentials, mostly).
+            options: More arguments of ``vllm.LLM``.
+            nursery: Forks the child, which then has nothing to import.
+        """
+        self._log_path = log_path
+        self._env = engine_env({**os.environ, **(env or {})})
+        self._spec = {
+            "model": str(model),
+            "ec": None if ec is None else dict(ec),
+            "options": {"allowed_local_media_path": str(media), **(options or {})},
+        }
+        self._nursery = nursery
+        self._child: subprocess.Popen[bytes] | Forked | None = None
+        self.start_s = 0.0
+
+    @property
+    def pid(self) -> int:
+        """Process id of the child that drives the engine."""
+        return self._running().pid
+
+    @property
+    def log(self) -> str:
+        """Everything the child has logged so far."""
+        return self._log_path.read_text(errors="replace") if self._log_path.exists() else ""
+
+    def start(self) -> EngineProcess:
+        """Spawn the child and wait until the engine is ready.
+
+        Raises:
+            EngineError: It did not come up.
+        """
+        started = time.monotonic()
+        self._log_path.parent.mkdir(parents=True, exist_ok=True)
+        request_read, self._request = os.pipe()
+        self._reply, reply_write = os.pipe()
+        with open(self._log_path, "ab") as log:
+            self._child = self._spawn(request_read, reply_write, log.fileno())
+        os.close(request_read)
+        os.close(reply_write)
+        self._replies = os.fdopen(self._reply, "rb")
+        self._call(self._spec)
+        self.start_s = time.monotonic() - started
+        return self
+
+    def _spawn(self, requests: int, replies: int, log: int) -> subprocess.Popen[bytes] | Forked:
+        if self._nursery is not None:
+            return self._nursery.fork(self._env, requests, replies, log)
+        return subprocess.Popen(
+            [sys.executable, "-m", "s3ec.dev.rigs.engine_child", str(requests), str(replies)],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=self._env,
+            pass_fds=(requests, replies),
+            # A group of its own, so that its workers can be ended with it.
+            start_new_session=True,
+        )
+
+    def chat(
+        self,
+        prompts: Sequence[Sequence[Mapping[str, Any]]],
+        *,
+        max_tokens: int = 8,
+        logprobs: int | None = None,
+    ) -> list[dict[str, Any]]:
+        """Ask all prompts at once, at temperature 0.
+
+        Args:
+            prompts: Each a list of parts made by image() and text().
+            max_tokens: Length of an answer.
+            logprobs: Alternatives per token whose log probability is returned.
+
+        Returns:
+            Per prompt ``token_ids``, ``text``, ``finish_reason`` and ``logprobs`` (per token a
+            mapping from token id to log probability).
+
+        Raises:
+            EngineError: The engine died or refused a prompt.
+        """
+        reply = self._call(
+            {
+                "op": "chat",
+                "prompts": [list(prompt) for prompt in prompts],
+                "max_tokens": max_tokens,
+                "logprobs": logprobs,
+            }
+        )
+        answers: list[dict[str, Any]] = reply["answers"]
+        return answers
+
+    def timed(
+        self, prompts: Sequence[Sequence[Mapping[str, Any]]], *, max_tokens: int
+    ) -> dict[str, Any]:
+        """Ask all prompts at once; how long that took. For an engine in one process only.
+
+        Returns:
+            Nanoseconds: ``whole`` of the call, ``steps`` and ``schedules`` of each step of the
+            engine and of the scheduler's part in it.
+        """
+        return self._call(
+            {
+                "op": "timed",
+                "prompts": [list(prompt) for prompt in prompts],
+                "max_tokens": max_tokens,
+            }
+        )
+
+    def generate(
+        self, prompt: str, multi_modal_data: Mapping[str, Any], uuids: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """One prompt in vLLM's own form; nested lists in the data become integer tensors."""
+        answer: dict[str, Any] = self._call(
+            {"op": "generate", "prompt": prompt, "data": multi_modal_data, "uuids": uuids}
+        )["answer"]
+        return answer
+
+    def shuffle_vision_tower(self) -> None:
+        """Give the running model other vision weights, and have vLLM drop what the old ones made.
+
+        The same shuffle in each engine. For an engine in one process only.
+        """
+        self._call({"op": "shuffle"})
+
+    def counters(self) -> dict[str, float]:
+        """Prometheus counters by name; labels of ours are appended: ``name{source=tier}``."""
+        metrics: dict[str, float] = self._call({"op": "metrics"})["metrics"]
+        return metrics
+
+    def stop(self, timeout_s: float = _STOP_TIMEOUT_S) -> None:
+        """Shut the engine down in order, letting it finish its saves. Idempotent."""
+        child, self._child = self._child, None
+        if child is None:
+            return
+        try:
+            os.close(self._request)  # end of requests: the child shuts its engine down
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(timeout_s)
+        finally:
+            # Nothing is left of an engine that has ended; one that hangs goes with its workers.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+            self._replies.close()
+
+    def kill(self) -> None:
+        """End the engine and its workers with SIGKILL, as a crash would.
+
+        From any thread: a call that waits for an answer ends in an EngineError, and stop() or
+        start() is for its thread.
+        """
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._running().pid, signal.SIGKILL)
+
+    def _running(self) -> subprocess.Popen[bytes] | Forked:
+        if self._child is None:
+            raise EngineError("the engine is not running")
+        return self._child
+
+    def _call(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        child = self._running()
+        try:
+            os.write(self._request, json.dumps(request).encode() + b"\n")
+            line = self._replies.readline()
+        except BrokenPipeError:
+            line = b""
+        if not line:
+            raise EngineError(f"the engine ended ({child.poll()}): {self.log[-4000:]}")
+        reply: dict[str, Any] = json.loads(line)
+        if "error" in reply:
+            raise EngineError(f"{reply['error']}\n{self.log[-4000:]}")
+        return reply
+
+    def __enter__(self) -> EngineProcess:
+        try:
+            return self.start()
+        except BaseException:
+            self.stop(timeout_s=5)
+            raise
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stop()

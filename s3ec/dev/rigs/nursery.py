@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One process that has imported vLLM, and forks engines: importing is two thirds of a start.
+
+Its engines differ from those that EngineProcess starts by itself in nothing but that. What is read
+from the environment while vLLM and torch are imported is the same for all of them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+
+from s3ec.dev.rigs.vllm_cpu import engine_env
+
+# What a start imports; one that a release of vLLM does not have is imported by the engine.
+_MODULES = (
+    "vllm",
+    "vllm.entrypoints.llm",
+    "vllm.v1.engine.llm_engine",
+    "vllm.v1.engine.core",
+    "vllm.v1.core.sched.scheduler",
+    "vllm.v1.executor.uniproc_executor",
+    "vllm.v1.worker.cpu_worker",
+    "s3ec.dev.rigs.engine_child",
+)
+# Read while those are imported, so an engine cannot have another value.
+_READ_ONCE = ("OMP_NUM_THREADS", "PYTHONPATH", "VLLM_LOGGING_LEVEL", "HF_HUB_OFFLINE", "HF_HOME")
+_MESSAGE_BYTES = 2**17
+
+
+class Forked:
+    """An engine's process, as much of a Popen as EngineProcess needs."""
+
+    def __init__(self, pid: int, pidfd: int) -> None:
+        self.pid = pid
+        self._pidfd = pidfd
+
+    def __del__(self) -> None:
+        os.close(self._pidfd)
+
+    def poll(self) -> str | None:
+        """None while it lives; its parent alone learns the exit status."""
+        return "forked" if self._has_ended(0) else None
+
+    def wait(self, timeout: float | None = None) -> str:
+        """Wait for its end.
+
+        Raises:
+            subprocess.TimeoutExpired: It did not come.
+        """
+        if not self._has_ended(timeout):
+            raise subprocess.TimeoutExpired(f"engine {self.pid}", timeout or 0.0)
+        return "forked"
+
+    def _has_ended(self, timeout_s: float | None) -> bool:
+        poller = select.poll()  # select() refuses descriptors from 1024 on
+        poller.register(self._pidfd, select.POLLIN)
+        return bool(poller.poll(None if timeout_s is None else timeout_s * 1000))
+
+
+class Nursery:
+    """Forks engines; a context manager, for any number of threads."""
+
+    def __init__(self, log_path: Path, env: Mapping[str, str] | None = None) -> None:
+        """Nothing runs yet.
+
+        Args:
+            log_path: Where its own words go.
+            env: Additions to the environment, as EngineProcess takes them.
+        """
+        self._log_path = log_path
+        self._env = engine_env({**os.environ, **(env or {})})
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Nursery:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs, open(self._log_path, "ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "s3ec.dev.rigs.nursery", str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=self._env,
+                pass_fds=(theirs.fileno(),),
+            )
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._socket.close()  # the end of requests; engines go on
+        if self._process is not None:
+            self._process.wait()
+
+    def fork(self, env: Mapping[str, str], requests: int, replies: int, log: int) -> Forked:
+        """Start an engine's process; waits until vLLM is imported.
+
+        Args:
+            env: Its environment, whole.
+            requests: Descriptor that ``engine_child`` reads from.
+            replies: Descriptor that it writes to.
+            log: Descriptor for its standard output and error.
+
+        Raises:
+            ValueError: The environment differs in what was read already.
+            OSError: The nursery ended; its log says why.
+        """
+        for name in _READ_ONCE:
+            if env.get(name) != self._env.get(name):
+                raise ValueError(f"an engine of this nursery cannot have its own {name}")
+        with self._lock:
+            socket.send_fds(
+                self._socket, [json.dumps(dict(env)).encode()], [requests, replies, log]
+            )
+            pid, fds, _, _ = socket.recv_fds(self._socket, 64, 1)
+        if not pid:
+            raise OSError(f"the nursery ended: {self._log_path.read_text()[-4000:]}")
+        return Forked(int(pid), fds[0])
+
+
+def main() -> None:
+    """Import; then fork an engine for each message, until the socket ends."""
+    for name in _MODULES:
+        with suppress(ImportError):
+            importlib.import_module(name)
+    from s3ec.dev.rigs import engine_child
+
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that ended
+    with socket.socket(fileno=int(sys.argv[1])) as messages:
+        while True:
+            message, fds, _, _ = socket.recv_fds(messages, _MESSAGE_BYTES, 3)
+            if not message:
+                return
+            pid = os.fork()
+            # A group of its own, so that its workers end with it. Whoever is first makes it.
+            with suppress(OSError):
+                os.setpgid(pid, pid)
+            if not pid:
+                break
+            pidfd = os.pidfd_open(pid)
+            socket.send_fds(messages, [str(pid).encode()], [pidfd])
+            for fd in (*fds, pidfd):
+                os.close(fd)
+    # The engine's process from here on.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.environ.clear()
+    os.environ.update(json.loads(message))
+    requests, replies, log = fds
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    engine_child.serve(requests, replies)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,440 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One fetch of an embedding: what is asked for, from where it comes, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal, TypeVar
+
+from s3ec import codec
+from s3ec.codec import Header, Shape
+from s3ec.counters import Counters
+from s3ec.errors import AccessError, CorruptEntryError, TierError, UnavailableError
+from s3ec.identity import MAX_REVISION, Key, Layout
+from s3ec.index.base import Index
+from s3ec.index.rows import Facts
+from s3ec.modality import ModalityRecords, Record
+from s3ec.runtime import LoopThread
+from s3ec.store.base import Blob, Store, parts_in_order
+from s3ec.tier import Claim, Incoming, Pin, Tier
+from s3ec.tier.bad_objects import BadObjects
+from s3ec.tier.tier import LocalKeys
+
+
+class ByteBudget:
+    """Who needs more than is free waits; what is larger than the budget goes alone."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._held_bytes = 0
+        self._waiting: list[asyncio.Future[None]] = []
+
+    async def take(self, nbytes: int) -> None:
+        """Wait until so many bytes more may be held; anything may be alone."""
+        while self._held_bytes and self._held_bytes + nbytes > self._limit_bytes:
+            room = asyncio.get_running_loop().create_future()
+            self._waiting.append(room)
+            await room
+        self._held_bytes += nbytes
+
+    def free(self, nbytes: int) -> None:
+        """Give back what was taken."""
+        self._held_bytes -= nbytes
+        waiting, self._waiting = self._waiting, []
+        for room in waiting:
+            if not room.done():
+                room.set_result(None)
+
+
+class Priority(enum.IntEnum):
+    """Order of the queue: what a request waits for now comes before what it may need later."""
+
+    DEMAND = 0
+    LOOKAHEAD = 1
+    FORGOTTEN = 2  # nobody waits for it any more; it may still be of use
+
+
+class Outcome(enum.Enum):
+    """How a fetch ended."""
+
+    READY = "ready"
+    ABSENT = "absent"  # neither here nor in the bucket
+    MISMATCH = "mismatch"  # there, but not what this request needs
+    CORRUPT = "corrupt"  # there, but unusable, twice
+    UNAVAILABLE = "unavailable"  # the bucket or the disk did not answer in time
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """One embedding that somebody asks for.
+
+    Attributes:
+        key: What to bring.
+        modality: Selects the width and dtype that the entry must have.
+        rows: Rows that the request has room for; other entries are a mismatch.
+        priority: Place in the queue; a later want for the same key can only improve it.
+    """
+
+    key: Key
+    modality: str
+    rows: int
+    priority: Priority = Priority.DEMAND
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """The end of one want. Whoever drains it owns the pin and must release it."""
+
+    want: Want
+    outcome: Outcome
+    pin: Pin | None = None
+    source: Literal["tier", "bucket"] | None = None
+    seconds: float = 0.0
+
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+PART_BYTES = 8 * 2**20
+# Parts of one object that are asked for, or wait to be written, at a time.
+PARTS_AT_A_TIME = 4
+# A large object may take as much longer than a small one as it would at this pace.
+_LEAST_BYTES_PER_S = 2**20
+# What is here does not wait longer for what the bucket says of its modality.
+_RECORD_PATIENCE_S = 0.25
+# Reasons of a bad entry that say it was made for something else: mismatches, too.
+_FOREIGN = frozenset({"namespace", "version", "dtype", "nonfinite"})
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """Where entries come from and go to: one process's parts, see Node."""
+
+    store: Store
+    tier: Tier
+    layout: Layout
+    index: Index
+    records: ModalityRecords
+    local: LocalKeys
+    bad_objects: BadObjects
+
+
+class Fetcher:
+    """Fetches one want at a time per call; any number of calls at once. The loop's thread only.
+
+    ``max_inflight_bytes`` bounds the bytes of bodies in memory over all calls; one larger than
+    that goes alone.
+    """
+
+    def __init__(
+        self, loop: LoopThread, sources: Sources, counters: Counters, *, max_inflight_bytes: int
+    ) -> None:
+        self._loop = loop
+        self._store = sources.store
+        self._tier = sources.tier
+        self._layout = sources.layout
+        self._index = sources.index
+        self._records = sources.records
+        self._local = sources.local
+        self._bad_objects = sources.bad_objects
+        self._counters = counters
+        self._budget = ByteBudget(max_inflight_bytes)
+
+    async def look(self, want: Want) -> Fetched | None:
+        """Pin an entry that is on this node's disk; nothing waits for the bucket.
+
+        Returns:
+            None where it is not here, or cannot be pinned.
+
+        Raises:
+            TierError: The disk does not answer.
+        """
+        if self._loop.watch.hangs:
+            raise TierError("the disk does not answer")
+        pin = await self._loop.disk(self._tier.pin, want.key, undo=self._let_go)
+        if pin is None:
+            self._local.discard(want.key)
+            return None
+        return await self._check_local(want, pin)
+
+    async def fetch(
+        self, want: Want, deadline: asyncio.Timeout, *, at_any_rate: bool
+    ) -> Fetched | None:
+        """Bring one entry to this node.
+
+        Args:
+            deadline: Ends this call; moved for a large object.
+            at_any_rate: Fetch it also while somebody else does.
+
+        Returns:
+            None where somebody else fetches it.
+
+        Raises:
+            UnavailableError, AccessError, TierError: Bucket or disk did not do their part.
+        """
+        key = want.key
+        watch = self._loop.watch
+        if watch.hangs:
+            raise TierError("the disk does not answer")
+        found: Pin | Claim | None = None
+        if not self._local(key):
+            found = watch.run(self._tier.try_claim, key)
+        if found is None:
+            look = partial(self._tier.pin_or_claim, key, at_any_rate=at_any_rate)
+            found = await self._loop.disk(look, undo=self._let_go)
+        if found is None:
+            return None
+        if isinstance(found, Pin):
+            return await self._check_local(want, found)
+        try:
+            self._local.discard(key)
+            record = await self._records.get(want.modality)
+            if record is None:  # so nothing of this modality was stored yet
+                self._counters.add("mismatch.no_record")
+                return Fetched(want, Outcome.ABSENT)
+            expected = Shape(want.rows, record.width, record.dtype)
+            facts = self._index.facts(key)
+            if facts is not None and facts.contradicts(expected):
+                return self._mismatch(want, "index", facts)
+            return await self._download(want, expected, deadline)
+        finally:
+            self._tier.release(found)
+
+    def is_claimed(self, key: Key) -> bool:
+        """Whether somebody fetches this entry; one system call that is answered from memory."""
+        return self._tier.is_claimed(key)
+
+    def unpin(self, pins: Iterable[Pin]) -> None:
+        """Let go of some pins, in the disk pool; nobody waits for it."""
+        self._loop.disk_soon(self._unpin, list(pins))
+
+    # -- calls of the disk pool that leave something behind ----------------------------------
+
+    async def _finished(
+        self,
+        function: Callable[..., T],
+        *args: object,
+        undo: Callable[[T], object] | None = None,
+    ) -> T:
+        """A disk call that has ended when this has, cancelled or not: what follows needs that."""
+        call = asyncio.ensure_future(self._loop.disk(function, *args))
+        try:
+            return await asyncio.shield(call)
+        except asyncio.CancelledError:
+            await asyncio.wait([call])
+            if undo is not None and not call.exception():
+                self._loop.disk_soon(undo, call.result())
+            raise
+
+    def _unpin(self, pins: Sequence[Pin]) -> None:
+        for pin in pins:
+            self._tier.unpin(pin)
+
+    def _let_go(self, held: object) -> None:
+        """Give back a pin or a claim; blocking. Anything else needs nothing."""
+        if isinstance(held, Pin):
+            self._tier.unpin(held)
+        elif isinstance(held, Claim):
+            self._tier.release(held)
+
+    # -- what this node has --------------------------------------------------------------------
+
+    async def _check_local(self, want: Want, pin: Pin) -> Fetched:
+        try:
+            record = await self._records.get_soon(want.modality, _RECORD_PATIENCE_S)
+        except (UnavailableError, AccessError):
+            # The entry was compared with the record before it came to the tier; a restart while
+            # the bucket is down, or slow, can still be served from here.
+            record = Record(pin.header.shape.width, pin.header.shape.dtype)
+        except BaseException:
+            self._loop.disk_soon(self._let_go, pin)
+            raise
+        expected = None if record is None else Shape(want.rows, record.width, record.dtype)
+        misfit = _misfit(pin.header, want, expected)
+        if misfit is None:
+            return Fetched(want, Outcome.READY, pin, "tier")
+        self._loop.disk_soon(self._let_go, pin)
+        return self._mismatch(want, misfit, pin.header)
+
+    def _mismatch(self, want: Want, field: str, found: Header | Facts) -> Fetched:
+        """Count what differs; a request cannot use the entry, others may.
+
+        Args:
+            field: What differs; ``index`` where the index says so.
+            found: What is known of the entry.
+        """
+        told = field in ("rows", "width", "dtype", "index")
+        if told and not self._counters.get(f"mismatch.{field}"):
+            shape = found if isinstance(found, Facts) else found.shape
+            log.warning(
+                "an entry of %s does not fit a request by its %s (it has %s rows of width %s, %s); "
+                "it counts as a miss (logged once per kind)",
+                self._layout.namespace,
+                field,
+                shape.rows or "?",
+                shape.width or "?",
+                shape.dtype or "?",
+            )
+        self._counters.add(f"mismatch.{field}")
+        return Fetched(want, Outcome.MISMATCH)
+
+    # -- what the bucket has -------------------------------------------------------------------
+
+    async def _download(self, want: Want, expected: Shape, deadline: asyncio.Timeout) -> Fetched:
+        # An honest entry is the tensor and a header; anything larger is refused unread.
+        max_bytes = expected.nbytes + 8 + codec.HEADER_LIMIT
+        whole = max_bytes <= PART_BYTES
+        held_bytes = min(max_bytes, PARTS_AT_A_TIME * PART_BYTES)
+        await self._budget.take(held_bytes)
+        try:
+            if not whole:
+                _extend(deadline, max_bytes / _LEAST_BYTES_PER_S)
+            return await self._first_good(want, expected, max_bytes if whole else None)
+        finally:
+            self._budget.free(held_bytes)
+
+    async def _first_good(self, want: Want, expected: Shape, max_bytes: int | None) -> Fetched:
+        """Go through its revisions until one is good or none is left; no max_bytes: in parts."""
+        key, bad = want.key, self._bad_objects
+        if self._loop.watch.run(bad.is_stale):
+            await self._loop.disk(bad.refresh)
+        facts = self._index.facts(key)
+        revision = bad.revision(key)
+        while revision <= MAX_REVISION:
+            answer = await self._twice(want, expected, max_bytes, revision, facts)
+            if isinstance(answer, str):
+                row_s = facts.time_s if facts else 0
+                note = partial(bad.note, key, answer, revision, row_time_s=row_s)
+                if (following := await self._loop.disk(note)) is None:
+                    self._index.forget(key)
+                    return Fetched(want, Outcome.CORRUPT)
+                revision = following
+            elif answer is not None:
+                if revision and answer.outcome is Outcome.READY:
+                    self._loop.disk_soon(bad.heal, key, revision)
+                return answer
+            elif revision or not self._index.holds(key):
+                break
+            else:  # somebody deleted the first one, which may have been a bad one
+                revision = 1
+        absent = not bad.revision(key)
+        if self._index.maybe_contains(key):
+            # Of what it never held an index need not be told. It may come at any moment.
+            self._index.forget(key, absent=absent)
+        return Fetched(want, Outcome.ABSENT if absent else Outcome.CORRUPT)
+
+    async def _twice(
+        self,
+        want: Want,
+        expected: Shape,
+        max_bytes: int | None,
+        revision: int,
+        facts: Facts | None,
+    ) -> Fetched | str | None:
+        """Fetch one object, once more if it is bad; None if absent, if bad twice the reason."""
+        name, reason = self._layout.object(want.key, revision), ""
+        for attempt in (1, 2):
+            try:
+                if max_bytes is not None:
+                    return await self._receive(want, expected, name, max_bytes)
+                return await self._receive_parts(want, expected, name)
+            except CorruptEntryError as exc:
+                reason = exc.reason
+                if reason == "size" and not (facts and facts.confirms(expected)):
+                    # Of no use to this request, whose rows a client may have made up; it
+                    # may be what the next one needs.
+                    self._counters.add("mismatch.size")
+                    return Fetched(want, Outcome.MISMATCH)
+                self._counters.add(f"corrupt.{reason}")
+                if reason in _FOREIGN:
+                    self._counters.add(f"mismatch.{reason}")
+                log.warning(
+                    "entry %s is unusable (attempt %d): %s", want.key.digest.hex(), attempt, exc
+                )
+        return reason
+
+    async def _receive(
+        self, want: Want, expected: Shape, name: str, max_bytes: int
+    ) -> Fetched | None:
+        body = await self._store.get(name, max_bytes=max_bytes)
+        if body is None:
+            return None
+        kept = await self._loop.disk(self._keep, want, expected, body, undo=self._let_go)
+        if not isinstance(kept, Pin):
+            return self._mismatch(want, *kept)
+        return Fetched(want, Outcome.READY, kept, "bucket")
+
+    def _keep(self, want: Want, expected: Shape, body: Blob) -> tuple[str, Header] | Pin:
+        """Verify a body, and keep it where it is what the request needs; blocking."""
+        header = codec.verify(body, namespace=self._layout.namespace, identifier=want.key.stored)
+        misfit = _misfit(header, want, expected)
+        if misfit is not None:
+            return misfit, header
+        pin = self._tier.receive(want.key, [body], header)
+        self._local.add(want.key)
+        return pin
+
+    async def _receive_parts(self, want: Want, expected: Shape, name: str) -> Fetched | None:
+        first = await self._store.get_range(name, 0, PART_BYTES)
+        if first is None:
+            return None
+        incoming = await self._loop.disk(self._begin, want, expected, first, undo=_discard)
+        if not isinstance(incoming, Incoming):
+            return self._mismatch(want, *incoming)
+        size, begun = incoming.header.total_bytes, len(first)
+        del first
+        rest = range(begun, size, PART_BYTES)
+        coming = parts_in_order(self._store, name, rest, at_a_time=PARTS_AT_A_TIME - 1)
+        try:
+            async with aclosing(coming) as parts:
+                async for part in parts:
+                    if part is None:
+                        raise CorruptEntryError("it vanished while it was read", reason="length")
+                    await self._finished(incoming.append, part)
+                    del part  # not one more in memory while the next is waited for
+            pin = await self._finished(self._commit, want.key, incoming, undo=self._let_go)
+        finally:
+            self._loop.disk_soon(_discard, incoming)
+        return Fetched(want, Outcome.READY, pin, "bucket")
+
+    def _begin(self, want: Want, expected: Shape, first: Blob) -> Incoming | tuple[str, Header]:
+        """Look at the front of an object, and make room for the rest; blocking."""
+        verifier = codec.Verifier(
+            first, namespace=self._layout.namespace, identifier=want.key.stored
+        )
+        misfit = _misfit(verifier.header, want, expected)
+        if misfit is not None:
+            return misfit, verifier.header
+        return self._tier.begin(want.key, first, verifier)
+
+    def _commit(self, key: Key, incoming: Incoming) -> Pin:
+        pin = incoming.commit()
+        self._local.add(key)
+        return pin
+
+
+def _misfit(header: Header, want: Want, expected: Shape | None) -> str | None:
+    """What differs from what the request has room for; None where nothing does."""
+    if expected is None:
+        return "no_record"
+    for field in ("rows", "width", "dtype"):
+        if getattr(header.shape, field) != getattr(expected, field):
+            return field
+    return None if header.modality == want.modality else "modality"
+
+
+def _extend(deadline: asyncio.Timeout, seconds: float) -> None:
+    when = deadline.when()
+    if when is not None:
+        deadline.reschedule(when + seconds)
+
+
+def _discard(incoming: object) -> None:
+    if isinstance(incoming, Incoming):
+        incoming.discard()

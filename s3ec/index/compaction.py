@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compaction: base and deltas become the next base, as a stream of shards.
+
+Writers do it themselves: of all that see deltas pile up, mostly one does it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from s3ec.counters import Counters
+from s3ec.errors import (
+    AccessError,
+    ConfigError,
+    CorruptEntryError,
+    S3ECError,
+    TierError,
+    UnavailableError,
+)
+from s3ec.identity import Layout
+from s3ec.index.base_writer import BaseWriter, Made, Making, clean, temporary_folder, write_base
+from s3ec.index.manifest import MAX_MERGED, Head, Snapshot, newest_head, take_snapshot
+from s3ec.index.merged_rows import Content, Deltas
+from s3ec.index.rebuild import rebuild
+from s3ec.runtime import ends_task
+from s3ec.store.base import Store
+from s3ec.store.open import require_conditional_put
+from s3ec.tier import IndexFiles
+
+
+async def compact(store: Store, layout: Layout, making: Making | None = None) -> Made | None:
+    """Merge all deltas into a new base, then delete what is older than the grace period.
+
+    The first base is made by ``rebuild``, since entries may be older than the index. Safe to
+    kill at any time and to run in many places at once: readers see the old base or the new one.
+
+    Memory: about four shards of 2**20 rows (200 MiB), however many entries there are.
+
+    Args:
+        store: The bucket; one that honours conditional writes.
+        layout: The namespace.
+        making: None for the defaults.
+
+    Returns:
+        None where another one was faster; what this one wrote is deleted then.
+
+    Raises:
+        UnavailableError: The store does not answer now.
+        AccessError: It refuses.
+        CorruptEntryError: The base is unusable; the message names the file. A delta that is
+            unusable is left out, and named in the result.
+        TierError: The folder for temporary files is full.
+    """
+    making = making or Making()
+    snapshot = await take_snapshot(store, layout)
+    head = await newest_head(store, layout, snapshot)
+    if head is None:
+        return await rebuild(store, layout, making)
+    deltas = Deltas()
+    if snapshot.deltas.keys() - head.merged:
+        work = _Work(store, layout, making, snapshot)
+        try:
+            merged = await work.merge(head, deltas)
+        except CorruptEntryError:
+            if (await take_snapshot(store, layout)).version != head.version:
+                return None  # the old base was deleted while it was read
+            raise
+        if merged is None:
+            return None
+        head = merged
+    removed = await clean(store, layout, grace_s=making.grace_s)
+    return Made(head, len(deltas.read), removed, deltas.corrupt)
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """One attempt."""
+
+    store: Store
+    layout: Layout
+    making: Making
+    snapshot: Snapshot
+
+    async def merge(self, head: Head, deltas: Deltas) -> Head | None:
+        """Make the base after ``head``; the same one where no delta was of use, None if beaten."""
+        listed = self.snapshot.deltas.keys()
+        room = max(0, MAX_MERGED - len(head.merged & listed))
+        pending = sorted(listed - head.merged)[:room]
+        with temporary_folder(self.making.folder) as folder:
+            content = Content(self.store, self.layout, head, folder)
+            await content.add_deltas(pending, deltas)
+            if not deltas.read:
+                return head
+            writer = BaseWriter(self.store, self.layout, head.version + 1, self.making)
+            await write_base(writer, content.between, content.max_entries)
+            return await writer.commit((head.merged & listed) | deltas.read)
+
+
+log = logging.getLogger(__name__)
+
+MAX_DELTAS = 128
+"""Unmerged deltas that are never too many; each costs a reader that starts a request."""
+# A large base may have more of them, one for so many keys: each compaction writes it anew, and
+# every reader downloads it.
+_KEYS_PER_DELTA = 10_000
+MIN_ROWS = 65536
+"""Rows in unmerged deltas that are never too many: 3 MB of every reader's memory."""
+# Or this share of the base: so a base is written again for each eighth that it grows.
+_ROWS_SHARE = 1 / 8
+# What a row takes in a delta; what the bucket lists is sizes.
+_ROW_BYTES = 42
+
+_LOOK_EVERY_S = 10.0
+# Writers of other nodes see the same pile at the same time.
+_SPREAD_S = 30.0
+_FIRST_PAUSE_S = 60.0
+_MAX_PAUSE_S = 1800.0
+_TASK = "compact"
+
+
+@dataclass(frozen=True, slots=True)
+class Backlog:
+    """What a compaction would merge.
+
+    Attributes:
+        deltas: That are in no base.
+        rows: In them.
+        entries: In the base.
+    """
+
+    deltas: int
+    rows: int
+    entries: int
+
+    @property
+    def is_large(self) -> bool:
+        """Whether a compaction pays."""
+        return self.deltas > max(MAX_DELTAS, self.entries // _KEYS_PER_DELTA) or self.rows > max(
+            MIN_ROWS, self.entries * _ROWS_SHARE
+        )
+
+
+class ElectedCompactor:
+    """Looks at what its process knows of the backlog, and compacts where nobody else does.
+
+    Costs no request while the backlog is small. Two nodes may compact at once: one of them has
+    worked in vain then. In the loop's thread; sorting and hashing happen in other threads.
+
+    Counters: ``compact.bases``, ``compact.merged`` (deltas), ``compact.in_vain`` and
+    ``compact.failed``.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        layout: Layout,
+        *,
+        backlog: Callable[[], Backlog],
+        files: IndexFiles,
+        counters: Counters,
+        making: Making | None = None,
+    ) -> None:
+        """Nothing runs before ``run_forever``.
+
+        Args:
+            backlog: As far as this process knows; no I/O.
+            files: This node's, for their claims: one of its processes compacts at a time.
+            making: How to compact; None for the defaults.
+        """
+        self._store = store
+        self._layout = layout
+        self._backlog = backlog
+        self._files = files
+        self._counters = counters
+        self._making = making or Making()
+        self._allowed = False
+
+    async def run_forever(self) -> None:
+        """Compact whenever it pays, until cancelled, or for good where the server forbids it."""
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            await asyncio.sleep(_LOOK_EVERY_S * random.uniform(0.9, 1.1))
+            if not self._backlog().is_large:
+                continue
+            await asyncio.sleep(random.uniform(0, _SPREAD_S))
+            try:
+                if await self.compact_if_needed():
+                    pause_s = _FIRST_PAUSE_S
+                    continue
+            except ConfigError as exc:
+                self._counters.add("compact.failed")
+                log.warning("the index of %s is not compacted: %s", self._layout.namespace, exc)
+                return
+            except (UnavailableError, AccessError, CorruptEntryError, TierError) as exc:
+                self._note(exc)
+            except BaseException as exc:
+                # The top of a task that nobody awaits.
+                if ends_task(exc):
+                    raise
+                self._counters.add("internal_errors")
+                log.exception("compacting the index of %s", self._layout.namespace)
+            await asyncio.sleep(pause_s * random.uniform(0.5, 1))
+            pause_s = min(2 * pause_s, _MAX_PAUSE_S)
+
+    async def compact_if_needed(self) -> bool:
+        """Look at the bucket, and compact where the backlog is still large and nobody is at it.
+
+        Returns:
+            Whether a base was made.
+
+        Raises:
+            UnavailableError, AccessError, CorruptEntryError, TierError: As compact.
+            ConfigError: This server is none to compact on.
+        """
+        if not self._backlog().is_large:
+            return False
+        claim = self._files.try_claim(_TASK)
+        if claim is None:
+            return False
+        try:
+            if not (await self._real_backlog()).is_large:
+                return False
+            if not self._allowed:
+                await require_conditional_put(self._store)
+                self._allowed = True
+            made = await compact(self._store, self._layout, self._making)
+        finally:
+            self._files.release(claim)
+        if made is None or not made.merged:
+            self._counters.add("compact.in_vain")
+            return False
+        for problem in made.corrupt.values():
+            log.warning("a delta stays out of the index: %s", problem)
+        self._counters.add("compact.bases")
+        self._counters.add("compact.merged", made.merged)
+        log.info(
+            "index of %s: %d deltas merged, base %d has %d keys",
+            self._layout.namespace,
+            made.merged,
+            made.head.version,
+            made.head.entries,
+        )
+        return True
+
+    async def _real_backlog(self) -> Backlog:
+        """The bucket's, by sizes: somebody else may have been faster."""
+        snapshot = await take_snapshot(self._store, self._layout)
+        head = await newest_head(self._store, self._layout, snapshot)
+        merged = head.merged if head else frozenset()
+        sizes = [info.nbytes for ulid, info in snapshot.deltas.items() if ulid not in merged]
+        return Backlog(len(sizes), sum(sizes) // _ROW_BYTES, head.entries if head else 0)
+
+    def _note(self, exc: S3ECError) -> None:
+        if not self._counters.get("compact.failed"):
+            log.warning("the index cannot be compacted now and will be later: %s", exc)
+        self._counters.add("compact.failed")

@@ -1,0 +1,503 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Deletes entries, or a whole namespace.
+
+Of entries first the objects go, then, in the index, what says that they are there. A namespace goes
+entries first, then the index, the records, the descriptor last. Whatever breaks that off, the rest
+is found and removed by the next attempt: a namespace is there for as long as one object of it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Iterable,
+    Mapping,
+    MutableMapping,
+    Sequence,
+    Set,
+)
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+
+from s3ec.counters import Counters, Report, unreported
+from s3ec.errors import AccessError, ConflictError, CorruptEntryError, S3ECError, UnavailableError
+from s3ec.identity import Key, Layout, digest_of_name, entry_name
+from s3ec.index.announce import Announcer
+from s3ec.index.base_writer import server_time, temporary_folder
+from s3ec.index.listing import few_objects, in_parallel, list_objects, listed
+from s3ec.index.manifest import newest_head, take_snapshot
+from s3ec.index.merged_rows import DELTAS, KnownTimes
+from s3ec.store.base import DELETE_AT_A_TIME, ObjectInfo, Store
+
+
+@dataclass(slots=True)
+class Contents:
+    """What a namespace holds.
+
+    Attributes:
+        entries: Objects below ``objects/``, revisions included.
+        entry_nbytes: Their size.
+        index_files: Objects of the index.
+        index_nbytes: Their size.
+        records: ``namespace.json`` and what is below ``modality/``.
+        others: Objects that s3ec did not put there.
+        nbytes: Size of everything.
+        stored_s: When an entry or a record was last written, by the server's clock; 0 where it
+            does not say.
+    """
+
+    entries: int = 0
+    entry_nbytes: int = 0
+    index_files: int = 0
+    index_nbytes: int = 0
+    records: int = 0
+    others: int = 0
+    nbytes: int = 0
+    stored_s: float = 0.0
+
+    @property
+    def objects(self) -> int:
+        """How many objects there are in all."""
+        return self.entries + self.index_files + self.records + self.others
+
+    def idle_s(self, now_s: float) -> float | None:
+        """Seconds since something was stored, None where the store does not say."""
+        return now_s - self.stored_s if self.stored_s else None
+
+    def add(self, layout: Layout, info: ObjectInfo) -> None:
+        """Count one object.
+
+        The index is no sign of life: deleting entries and merging what is known write there too.
+        """
+        self.nbytes += info.nbytes
+        if info.name.startswith(layout.manifest):
+            self.index_files += 1
+            self.index_nbytes += info.nbytes
+            return
+        self.stored_s = max(self.stored_s, info.modified_s)
+        if info.name.startswith(layout.objects):
+            self.entries += 1
+            self.entry_nbytes += info.nbytes
+        elif info.name == layout.descriptor or info.name.startswith(layout.modalities):
+            self.records += 1
+        else:
+            self.others += 1
+
+
+async def survey(store: Store, layout: Layout, *, report: Report = unreported) -> Contents:
+    """Count what is in a namespace, by a listing of its folders, 16 at a time.
+
+    Args:
+        report: Told how many objects were counted.
+
+    Raises:
+        UnavailableError: The store does not answer now.
+        AccessError: It refuses.
+    """
+    contents = Contents()
+    expected = await expected_entries(store, layout)
+
+    async def count(folder: str) -> None:
+        async for info in listed(store, folder):
+            contents.add(layout, info)
+            if contents.objects % DELETE_AT_A_TIME == 0:
+                report("listing objects", contents.objects, expected)
+
+    folders = await _folders(store, layout.everything)
+    await in_parallel([folder for folder in folders if folder != layout.objects], count)
+    await in_parallel(await _folders(store, layout.objects), count)
+    descriptor = await store.head(layout.descriptor)
+    if descriptor is not None:
+        contents.add(layout, descriptor)
+    return contents
+
+
+async def remove_namespace(
+    store: Store, layout: Layout, idle_s: float, *, report: Report = unreported
+) -> Contents:
+    """Delete everything in a namespace, 1000 objects a request.
+
+    Args:
+        idle_s: Refuse where something was stored so short a time ago; 0 to ask for nothing.
+        report: Told how many objects are gone.
+
+    Returns:
+        What was there.
+
+    Raises:
+        ConflictError: Somebody stored something just now, or while it was removed; in the first
+            case nothing was deleted.
+        UnavailableError: The store does not answer now. Some is deleted; calling again goes on.
+        AccessError: It refuses.
+    """
+    contents = await survey(store, layout, report=report)
+    await _require_idle(store, layout, contents, idle_s)
+    waiting: list[str] = []  # until they fill a request
+    done = 0
+
+    async def remove(prefix: str) -> None:
+        async for info in listed(store, prefix):
+            if info.name != layout.descriptor:
+                waiting.append(info.name)
+            if len(waiting) >= DELETE_AT_A_TIME:
+                await delete()
+
+    async def delete() -> None:
+        nonlocal done
+        names = waiting[:DELETE_AT_A_TIME]
+        del waiting[:DELETE_AT_A_TIME]
+        for error in (await store.delete_many(names)).values():
+            raise error
+        done += len(names)
+        report("deleting", done, max(done, contents.objects))
+
+    await in_parallel(await _folders(store, layout.objects), remove)
+    await delete()
+    # Of the index the heads first: without one, readers look for no base.
+    for prefix in (layout.objects, layout.heads, layout.manifest, layout.everything):
+        await remove(prefix)
+        await delete()
+    left = [info.name async for info in listed(store, layout.everything)]
+    if left not in ([], [layout.descriptor]):
+        raise ConflictError(
+            f"something was stored in {layout.namespace} while it was removed, such as {left[0]}; "
+            "stop the engines that write there, and call it again"
+        )
+    await store.delete(layout.descriptor)
+    return contents
+
+
+async def _folders(store: Store, prefix: str) -> list[str]:
+    return [prefix + folder for folder in await store.list_folders(prefix)]
+
+
+async def _require_idle(store: Store, layout: Layout, contents: Contents, idle_s: float) -> None:
+    if not idle_s or not contents.stored_s:
+        return
+    age_s = await server_time(store) - contents.stored_s
+    if age_s < idle_s:
+        raise ConflictError(
+            f"something was stored in {layout.namespace} {max(age_s, 0):.0f} s ago, so an engine "
+            "may be writing there; stop it and wait, or give a lower `--idle`"
+        )
+
+
+# Writing a few kilobytes takes no longer where the bucket answers at all.
+_TELL_S = 60.0
+# Nor does asking after what a request without an answer has left.
+_LOOK_S = 10.0
+# From so many entries on, one listing of all objects is tried first.
+_MANY = 32
+
+
+class Deleter:
+    """Deletes entries in batches; made by ``deleting``."""
+
+    def __init__(
+        self,
+        store: Store,
+        layout: Layout,
+        announcer: Announcer,
+        times: KnownTimes,
+        clock: Callable[[], float],
+    ) -> None:
+        self._store = store
+        self._layout = layout
+        self._announcer = announcer
+        self._times = times
+        self._clock = clock
+
+    async def delete(self, keys: Sequence[Key]) -> None:
+        """Delete some entries with all revisions, and announce that; those that are absent too.
+
+        Killed in between, the index holds entries without an object: each costs readers one
+        request, and ``s3ec manifest rebuild`` mends it.
+
+        Raises:
+            UnavailableError: The store does not answer now. What is known to be deleted was
+                announced, unless the message says otherwise.
+            AccessError: It refuses.
+        """
+        found = await find_objects(self._store, self._layout, keys)
+        await self.delete_objects(
+            {key: [info.name for info in infos] for key, infos in found.items()}
+        )
+
+    async def delete_objects(
+        self,
+        objects: Mapping[Key, Sequence[str]],
+        *,
+        kept: Set[Key] = frozenset(),
+        report: Report = unreported,
+    ) -> None:
+        """Delete the named objects of some entries; raises what delete raises.
+
+        One request and one announcement for each 1000 objects.
+
+        Args:
+            objects: Those of each entry; for one without any, the object that it would have.
+            kept: Entries that have other objects, so that readers are told nothing.
+            report: Told how many entries are gone.
+        """
+        waiting = {key: names or [self._layout.object(key)] for key, names in objects.items()}
+        while waiting:
+            await self._delete_batch(_take_batch(waiting), kept)
+            report("deleting", len(objects) - len(waiting), len(objects))
+
+    async def _delete_batch(self, objects: Mapping[Key, Sequence[str]], kept: Set[Key]) -> None:
+        await self._times.prepare(objects)
+        # Before the request, so that its time is before that of whoever stores an entry again.
+        asked_s = self._clock()
+        left: dict[str, S3ECError] = {}
+        refused: Set[Key] = set()
+        unknown: Set[Key] = objects.keys()  # there was no answer about them
+        confirmed: list[bool] = []
+        try:
+            left = await self._store.delete_many([n for names in objects.values() for n in names])
+            refused = _with_error(objects, left, AccessError)
+            unknown = _with_error(objects, left, UnavailableError) - refused
+        except AccessError:  # of the request as a whole
+            refused, unknown = objects.keys(), set()
+            raise
+        finally:
+            # Before anything is awaited: it may be broken off here.
+            self._announce(objects.keys() - refused - unknown - kept, asked_s, confirmed)
+            gone = await self._gone({key: objects[key] for key in unknown - kept})
+            self._announce(gone, asked_s, confirmed)
+            await _tell(self._announcer)
+        for error in left.values():
+            raise error
+        if not all(confirmed):
+            raise UnavailableError("the deletion could not be announced")
+
+    def _announce(self, keys: Iterable[Key], at_s: float, confirmed: list[bool]) -> None:
+        for key in keys:
+            self._announcer.add(key, None, confirmed.append, at_s=at_s)
+
+    async def _gone(self, objects: Mapping[Key, Sequence[str]]) -> list[Key]:
+        """Those that are not there: of a request without an answer only the bucket knows more.
+
+        What it does not tell is not announced: readers find out by asking for it.
+        """
+        gone: list[Key] = []
+
+        async def look(key: Key) -> None:
+            with suppress(UnavailableError, AccessError):
+                if not any([await self._store.head(name) for name in objects[key]]):
+                    gone.append(key)
+
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LOOK_S):
+                await in_parallel(objects, look)
+        return gone
+
+
+def _take_batch(waiting: MutableMapping[Key, Sequence[str]]) -> dict[Key, Sequence[str]]:
+    """Take out entries for one request: from the first on, as many as it has room for."""
+    batch: dict[Key, Sequence[str]] = {}
+    room = DELETE_AT_A_TIME
+    for key, names in waiting.items():
+        room -= len(names)
+        if room < 0 and batch:
+            break
+        batch[key] = names
+    for key in batch:
+        del waiting[key]
+    return batch
+
+
+def _with_error(
+    objects: Mapping[Key, Sequence[str]], left: Mapping[str, S3ECError], kind: type[S3ECError]
+) -> set[Key]:
+    """The entries of which an object was left behind with such an error."""
+    return {
+        key
+        for key, names in objects.items()
+        if any(isinstance(left.get(name), kind) for name in names)
+    }
+
+
+async def _tell(announcer: Announcer) -> None:
+    """Wait until readers are told, and give up where the bucket does not take it.
+
+    Raises:
+        UnavailableError: It was given up.
+    """
+    count = len(announcer)
+    try:
+        async with asyncio.timeout(_TELL_S):
+            await announcer.flush()
+    except TimeoutError as exc:
+        announcer.close()
+        raise UnavailableError(
+            f"{count} objects are deleted, and readers could not be told: they find out "
+            "by asking for them; `s3ec manifest rebuild` tells them"
+        ) from exc
+
+
+@asynccontextmanager
+async def deleting(
+    store: Store, layout: Layout, *, clock: Callable[[], float] = time.time
+) -> AsyncIterator[Deleter]:
+    """Reads what the index holds, for as long as entries are deleted.
+
+    Args:
+        clock: Seconds since the epoch.
+
+    Raises:
+        UnavailableError: The store does not answer now.
+        AccessError: It refuses.
+        TierError: The folder for temporary files is full: 42 bytes for each entry of the index.
+    """
+    with temporary_folder(None, DELTAS) as folder:
+        times = KnownTimes(store, layout, folder)
+        await times.open()
+        announcer = Announcer(store, layout, Counters(), known_time_s=times, clock=clock)
+        try:
+            yield Deleter(store, layout, announcer, times, clock)
+        finally:
+            try:
+                if len(announcer):  # broken off while it was told
+                    await _tell(announcer)
+            finally:
+                announcer.close()
+
+
+async def find_objects(
+    store: Store, layout: Layout, keys: Iterable[Key], *, report: Report = unreported
+) -> dict[Key, list[ObjectInfo]]:
+    """The objects of some entries that are there, revisions included.
+
+    A listing for each, 16 at a time; where many are asked for and few are there, one of all.
+
+    Args:
+        report: Told how many were looked for.
+
+    Raises:
+        UnavailableError: The store does not answer now.
+        AccessError: It refuses.
+    """
+    wanted = list(dict.fromkeys(keys))
+    if len(wanted) > _MANY:
+        few = await few_objects(store, layout.objects)
+        if few is not None:
+            return _of_entries(layout, wanted, few)
+    looked = itertools.count(1)
+
+    async def find(key: Key) -> list[ObjectInfo]:
+        listed = [info async for info in store.list(layout.revisions(key))]
+        report("looking", next(looked), len(wanted))
+        return [info for info in listed if key_of_object(layout, info.name)[0].name == key.name]
+
+    return dict(zip(wanted, await in_parallel(wanted, find), strict=True))
+
+
+def _of_entries(
+    layout: Layout, keys: Sequence[Key], infos: Sequence[ObjectInfo]
+) -> dict[Key, list[ObjectInfo]]:
+    found: dict[str, list[ObjectInfo]] = {key.name: [] for key in keys}
+    for info in infos:
+        name = key_of_object(layout, info.name)[0].name
+        if name in found:
+            found[name].append(info)
+    return {key: found[key.name] for key in keys}
+
+
+def key_of_object(layout: Layout, name: str) -> tuple[Key, int]:
+    """Key and revision of a listed object; the identifier, which it alone knows, is empty."""
+    below = name.removeprefix(layout.objects)
+    plain, revision = entry_name(below) or (below, 0)
+    return Key("", plain, digest_of_name(plain)), revision
+
+
+@dataclass(slots=True)
+class Older:
+    """Entries that were last changed before some time.
+
+    Attributes:
+        entries: How many.
+        nbytes: Their size.
+    """
+
+    entries: int = 0
+    nbytes: int = 0
+
+    def take(self, infos: Sequence[ObjectInfo], before_s: float) -> list[ObjectInfo]:
+        """Count those that are older; one whose time the store does not say is not."""
+        old = [info for info in infos if 0 < info.modified_s < before_s]
+        self.entries += len(old)
+        self.nbytes += sum(info.nbytes for info in old)
+        return old
+
+
+async def count_older(
+    store: Store, layout: Layout, before_s: float, *, report: Report = unreported
+) -> Older:
+    """What delete_older would delete, by an authoritative listing; raises what it raises."""
+    older = Older()
+
+    async def take(infos: Sequence[ObjectInfo]) -> None:
+        older.take(infos, before_s)
+
+    expected = await expected_entries(store, layout)
+    await list_objects(store, layout, take, report=report, expected=expected)
+    return older
+
+
+async def delete_older(
+    store: Store, layout: Layout, before_s: float, *, report: Report = unreported
+) -> Older:
+    """Delete all entries that were last changed before a time, by an authoritative listing.
+
+    Args:
+        before_s: Seconds since the epoch, by the server's clock.
+        report: Told how many objects were looked at.
+
+    Raises:
+        UnavailableError: The store does not answer now; some may be deleted and announced.
+        AccessError: It refuses.
+        TierError: As deleting.
+    """
+    older = Older()
+    turn = asyncio.Lock()  # a batch after the other
+    waiting: dict[Key, Sequence[str]] = {}  # old objects, until they fill a request
+    kept: set[Key] = set()  # entries of several objects, of which one is young
+    async with deleting(store, layout) as deleter:
+
+        async def take(infos: Sequence[ObjectInfo]) -> None:
+            async with turn:
+                old = older.take(infos, before_s)
+                for info in old:
+                    key, _ = key_of_object(layout, info.name)
+                    waiting[key] = [*waiting.get(key, ()), info.name]
+                # A server that lists by name has the revisions before the first object.
+                gone = {info.name for info in old}
+                for info in infos:
+                    key, revision = key_of_object(layout, info.name)
+                    if info.name not in gone and (revision or key in waiting):
+                        kept.add(key)
+                while sum(map(len, waiting.values())) >= DELETE_AT_A_TIME:
+                    await deleter.delete_objects(_take_batch(waiting), kept=kept)
+
+        expected = await expected_entries(store, layout)
+        await list_objects(store, layout, take, report=report, expected=expected)
+        await deleter.delete_objects(waiting, kept=kept)
+    return older
+
+
+async def expected_entries(store: Store, layout: Layout) -> int | None:
+    """How many entries the base of the index holds; None where there is none that can be read.
+
+    Raises:
+        UnavailableError: The store does not answer now.
+        AccessError: It refuses.
+    """
+    try:
+        head = await newest_head(store, layout, await take_snapshot(store, layout))
+    except CorruptEntryError:
+        return None
+    return head.entries if head else None

@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a base and the deltas after it say together, one range of digests in memory at a time.
+
+Also when the index says that entries were stored: a tombstone has to be later than that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from s3ec.errors import CorruptEntryError, TierError
+from s3ec.identity import Key, Layout
+from s3ec.index.listing import in_parallel
+from s3ec.index.manifest import Blob, Head, Shard, newest_head, take_snapshot
+from s3ec.index.rows import Rows, merge
+from s3ec.index.segment import MAX_DELTA_BYTES, Segment, SortedRuns, encode_segment, parse_segment
+from s3ec.store.base import Store
+
+# A hundred times a shard as they are written; nothing larger is taken into memory.
+MAX_SHARD_BYTES = 4 * 2**30
+_DELTAS_AT_A_TIME = 16
+_PART_BYTES = 8 * 2**20
+_PARTS_AT_A_TIME = 4
+
+
+@dataclass(slots=True)
+class Deltas:
+    """What became of the deltas that were to be read.
+
+    Attributes:
+        read: ULIDs of those whose rows are in the content.
+        corrupt: ULID to what is wrong with it; left out, and left where it is.
+    """
+
+    read: set[str] = field(default_factory=set)
+    corrupt: dict[str, str] = field(default_factory=dict)
+
+
+class Content:
+    """Base and deltas of one namespace, merged as readers merge them.
+
+    Memory: the base's shards that overlap the asked range (one, where ranges are asked for in
+    their order), the rows that SortedRuns keeps, and a few deltas while they are read.
+
+    Args:
+        store: The bucket.
+        layout: The namespace.
+        head: The base; None for an empty one.
+        folder: For files, see SortedRuns.
+    """
+
+    def __init__(self, store: Store, layout: Layout, head: Head | None, folder: Path) -> None:
+        self._store = store
+        self._layout = layout
+        self._head = head
+        self._left: deque[Shard] = deque()
+        self._loaded: deque[tuple[Shard, Rows]] = deque()
+        self._runs = SortedRuns(folder, layout.namespace)
+
+    @property
+    def max_entries(self) -> int:
+        """At least as many as there are entries."""
+        return (self._head.entries if self._head else 0) + self._runs.added
+
+    async def add_deltas(self, ulids: Sequence[str], done: Deltas) -> None:
+        """Read deltas and put them on top. One that vanished was deleted after its merge.
+
+        Args:
+            ulids: In rising order.
+            done: Gets what became of each.
+
+        Raises:
+            UnavailableError: The store does not answer now.
+            AccessError: It refuses.
+            TierError: The folder is full.
+        """
+
+        async def read(ulid: str) -> Rows | None:
+            name = self._layout.delta(ulid)
+            try:
+                blob = await self._store.get(name, max_bytes=MAX_DELTA_BYTES)
+                if blob is None:
+                    return None
+                namespace = self._layout.namespace
+                return await asyncio.to_thread(parse_segment, blob, namespace, name=name)
+            except CorruptEntryError as exc:
+                done.corrupt[ulid] = f"{exc} ({exc.reason})"
+                return None
+
+        for start in range(0, len(ulids), _DELTAS_AT_A_TIME):
+            some = ulids[start : start + _DELTAS_AT_A_TIME]
+            for ulid, rows in zip(some, await in_parallel(some, read), strict=True):
+                if rows is not None:
+                    await asyncio.to_thread(self._runs.add, rows)
+                    done.read.add(ulid)
+
+    async def between(self, first: int, last: int, *, keep_tombstones: bool = False) -> Rows:
+        """Entries whose leading byte is in ``first..last``; ask for ranges in rising order from 0.
+
+        Raises:
+            CorruptEntryError: A shard of the base is unusable or gone; the message names it.
+            UnavailableError: The store does not answer now.
+            AccessError: It refuses.
+        """
+        if first == 0:  # again from the start
+            self._left = deque(self._head.shards if self._head else ())
+            self._loaded.clear()
+        while self._left and self._left[0].first <= last:
+            shard = self._left.popleft()
+            if shard.last >= first and self._head is not None:
+                rows = await read_shard(self._store, self._layout, self._head, shard)
+                self._loaded.append((shard, rows))
+        parts = [rows.between(first, last) for _, rows in self._loaded]
+        while self._loaded and self._loaded[0][0].last <= last:
+            self._loaded.popleft()  # what is made of it is as large
+        parts += await asyncio.to_thread(self._runs.between, first, last)
+        return await asyncio.to_thread(merge, parts, keep_tombstones=keep_tombstones)
+
+
+async def read_shard(store: Store, layout: Layout, head: Head, shard: Shard) -> Rows:
+    """Download one shard of a base into memory, and check every byte.
+
+    Raises:
+        CorruptEntryError: It is unusable or gone; the message names it.
+        UnavailableError: The store does not answer now.
+        AccessError: It refuses.
+    """
+    name = head.segment_name(layout, shard)
+
+    def checked(blob: bytearray) -> Rows:
+        if Blob.of([memoryview(blob)]) != shard.segment:
+            raise CorruptEntryError("its bytes are not those of the head", reason="checksum")
+        rows = parse_segment(memoryview(blob), layout.namespace)
+        if len(rows) != shard.entries or len(rows.between(shard.first, shard.last)) != len(rows):
+            raise CorruptEntryError("it has other rows than the head says", reason="header")
+        return rows
+
+    try:
+        if shard.segment.nbytes > MAX_SHARD_BYTES:
+            raise CorruptEntryError("too large to be a shard", reason="size")
+        return await asyncio.to_thread(checked, await _download(store, name, shard.segment.nbytes))
+    except CorruptEntryError as exc:
+        raise CorruptEntryError(
+            f"{name} ({exc.reason}): {exc}; `s3ec manifest rebuild` makes a new base",
+            reason=exc.reason,
+        ) from exc
+
+
+async def _download(store: Store, name: str, nbytes: int) -> bytearray:
+    """A whole object of known size, by ranges.
+
+    Raises:
+        CorruptEntryError: It is shorter, or not there.
+        UnavailableError: The store does not answer now.
+        AccessError: It refuses.
+    """
+    blob = bytearray(nbytes)
+
+    async def part(start: int) -> None:
+        length = min(_PART_BYTES, nbytes - start)
+        piece = await store.get_range(name, start, length)
+        if piece is None:
+            raise CorruptEntryError("not there", reason="length")
+        if len(piece) != length:
+            raise CorruptEntryError(f"shorter than {nbytes} bytes", reason="length")
+        blob[start : start + length] = piece
+
+    await in_parallel(range(0, nbytes, _PART_BYTES), part, width=_PARTS_AT_A_TIME)
+    return blob
+
+
+log = logging.getLogger(__name__)
+
+DELTAS = "deltas"
+
+
+class KnownTimes:
+    """One look at the index, with the shards that are needed in a folder.
+
+    Where a part of the index is unusable it knows no times, which a warning says: a tombstone
+    of now is later than what any writer with a good clock wrote.
+
+    Args:
+        folder: Of its own, with a folder DELTAS in it; whoever made it deletes it.
+    """
+
+    def __init__(self, store: Store, layout: Layout, folder: Path) -> None:
+        self._store = store
+        self._layout = layout
+        self._folder = folder
+        self._head: Head | None = None
+        self._deltas = Segment.of(Rows.empty())
+        self._shards: dict[Shard, Segment | None] = {}
+        self._of_byte: list[Shard | None] = [None] * 256
+
+    async def open(self) -> None:
+        """Read the head and the deltas.
+
+        Raises:
+            UnavailableError: The store does not answer now.
+            AccessError: It refuses.
+            TierError: The folder is full.
+        """
+        snapshot = await take_snapshot(self._store, self._layout)
+        try:
+            self._head = await newest_head(self._store, self._layout, snapshot)
+        except CorruptEntryError as exc:
+            log.warning("the base of the index is unusable: %s", exc)
+        merged = self._head.merged if self._head else frozenset()
+        content = Content(self._store, self._layout, None, self._folder / DELTAS)
+        await content.add_deltas(sorted(snapshot.deltas.keys() - merged), Deltas())
+        self._deltas = Segment.of(await content.between(0, 255, keep_tombstones=True))
+        for shard in self._head.shards if self._head else ():
+            self._of_byte[shard.first : shard.last + 1] = [shard] * (shard.last + 1 - shard.first)
+
+    async def prepare(self, keys: Iterable[Key]) -> None:
+        """Bring the shards of these keys here.
+
+        Raises:
+            UnavailableError, AccessError, TierError: As open.
+        """
+        wanted = {self._of_byte[key.digest[0]] for key in keys}
+        for shard in sorted(filter(None, wanted - self._shards.keys()), key=lambda s: s.first):
+            self._shards[shard] = await self._load(shard)
+
+    async def _load(self, shard: Shard) -> Segment | None:
+        if self._head is None:
+            return None
+        try:
+            rows = await read_shard(self._store, self._layout, self._head, shard)
+        except CorruptEntryError as exc:
+            log.warning("part of the index is unusable: %s", exc)
+            return None
+        path = self._folder / f"{shard.first:02x}"
+        namespace = self._layout.namespace
+
+        def write() -> Segment:
+            with path.open("xb") as file:
+                file.writelines(encode_segment(rows, namespace))
+            return Segment.open(path, namespace)
+
+        try:
+            return await asyncio.to_thread(write)
+        except OSError as exc:
+            raise TierError(f"cannot write {path}: {exc}") from exc
+
+    def __call__(self, key: Key) -> int:
+        """Time of the latest row of a prepared key, a tombstone's too; 0 where there is none."""
+        hi, lo = key.digest_hi, key.digest_lo
+        shard = self._of_byte[key.digest[0]]
+        base = self._shards[shard] if shard else None
+        times = []
+        for segment in (base, self._deltas):
+            row = segment.find(hi, lo) if segment is not None else -1
+            if segment is not None and row >= 0:
+                times.append(segment.facts(row).time_s)
+        return max(times, default=0)

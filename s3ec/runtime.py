@@ -1,0 +1,513 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What runs off the hooks: event loop, thread pools, and a disk that may hang."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
+
+from s3ec.counters import Counters
+from s3ec.errors import UnavailableError
+from s3ec.forks import call_in_forks
+
+SIGNALS = (KeyboardInterrupt, SystemExit)
+"""What signal handlers raise, Python's and vLLM's, between any two lines of the main thread."""
+
+
+def ends_task(exc: BaseException) -> bool:
+    """Whether an exception at the top of a task ends it on purpose, and must go on its way.
+
+    A task may also meet the cancellation of something it waits for, which is a fault like others.
+    """
+    if isinstance(exc, asyncio.CancelledError):
+        task = asyncio.current_task()
+        return task is None or task.cancelling() > 0
+    return isinstance(exc, (GeneratorExit, *SIGNALS))
+
+
+T = TypeVar("T")
+_Call = tuple[Future[Any], Callable[[], Any]]
+
+
+class DaemonPool(ThreadPoolExecutor):
+    """Like its base, of which it uses nothing: asyncio takes no other kind as its executor.
+
+    The base's threads are joined when the interpreter ends, so one read from a disk that does
+    not answer would keep a process from ending. These are daemons.
+    """
+
+    def __init__(self, max_workers: int, name: str) -> None:
+        """No thread is started before it is needed.
+
+        Args:
+            name: The threads', with a number behind it.
+        """
+        super().__init__(max_workers, name)
+        self._most = max_workers
+        self._name = name
+        self._guard = threading.RLock()  # a signal handler may end it, see Counters
+        self._calls: SimpleQueue[_Call | None] = SimpleQueue()
+        self._free = threading.Semaphore(0)  # threads that wait, or are about to
+        self._started: list[threading.Thread] = []
+        self._ended = False
+
+    @property
+    def threads(self) -> list[threading.Thread]:
+        """Those that were started."""
+        return list(self._started)
+
+    def submit(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+        """Have a call made; never waits.
+
+        Raises:
+            RuntimeError: After shutdown.
+        """
+        future: Future[T] = Future()
+        with self._guard:
+            if self._ended:
+                raise RuntimeError(f"{self._name} has ended")
+            self._calls.put((future, lambda: function(*args, **kwargs)))
+            if not self._free.acquire(blocking=False) and len(self._started) < self._most:
+                self._start_one()
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Take no more calls; threads end when they have nothing left to do."""
+        with self._guard:
+            self._ended = True
+            if cancel_futures:
+                self._cancel_waiting()
+            for _ in self._started:
+                self._calls.put(None)
+        if wait:
+            for thread in self._started:
+                thread.join()
+
+    def _cancel_waiting(self) -> None:
+        with suppress(Empty):
+            while True:
+                call = self._calls.get_nowait()
+                if call is not None:
+                    call[0].cancel()
+
+    def _start_one(self) -> None:
+        name = f"{self._name}_{len(self._started)}"
+        thread = threading.Thread(target=_work, args=(self._calls, self._free), name=name)
+        thread.daemon = True
+        try:
+            thread.start()
+        except RuntimeError:  # there are too many; those that there are will do it
+            if not self._started:
+                raise
+            return
+        self._started.append(thread)
+
+
+def _work(calls: SimpleQueue[_Call | None], free: threading.Semaphore) -> None:
+    while (call := calls.get()) is not None:
+        _do(*call)
+        del call  # its arguments may be large, and it may be long until the next
+        free.release()
+
+
+def _do(future: Future[Any], function: Callable[[], Any]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        result = function()
+    except BaseException as exc:  # noqa: BLE001 - whoever waits for it gets it
+        future.set_exception(exc)
+    else:
+        future.set_result(result)
+
+
+def call_within(timeout_s: float, function: Callable[[], object]) -> bool:
+    """Make a call in a thread of its own, and wait for it so long; whether it has come back.
+
+    Raises:
+        Exception: What the call raised.
+    """
+    raised: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            function()
+        except BaseException as exc:  # noqa: BLE001 - raised again where somebody waits
+            raised.append(exc)
+
+    thread = threading.Thread(target=call, name="s3ec-bounded", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    if raised:
+        raise raised[0]
+    return not thread.is_alive()
+
+
+_log = logging.getLogger(__name__)
+
+# A disk that takes longer for one entry, eviction included, is of no use to a request.
+PATIENCE_S = 5.0
+
+
+class DiskWatch:
+    """Knows the calls that are under way and when they began. Memory only, any thread.
+
+    Counter: ``tier.hung``, how often the disk was found not to answer.
+    """
+
+    def __init__(
+        self,
+        counters: Counters,
+        *,
+        patience_s: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Nothing is under way.
+
+        Args:
+            patience_s: From when on a call hangs; None for PATIENCE_S.
+            clock: Monotonic seconds.
+        """
+        self._counters = counters
+        self._patience_s = PATIENCE_S if patience_s is None else patience_s
+        self._clock = clock
+        self._numbers = itertools.count()
+        self._begun: dict[int, float] = {}  # in the order of their beginning
+        self._hung = False
+        self._lock = threading.Lock()
+
+    def begin(self) -> int:
+        """A call begins; answers its number, for ``end``."""
+        number = next(self._numbers)
+        self._begun[number] = self._clock()
+        return number
+
+    def end(self, number: int) -> None:
+        """A call has come back, or was never made; more than once is fine."""
+        self._begun.pop(number, None)
+
+    def run(self, function: Callable[..., T], *args: object) -> T:
+        """Make a call in this thread."""
+        number = self.begin()
+        try:
+            return function(*args)
+        finally:
+            self.end(number)
+
+    @property
+    def hangs(self) -> bool:
+        """Whether a call has been under way for longer than the patience.
+
+        For a scheduler hook: no system call, no wait. Who asks notices a change, counts and
+        logs it.
+        """
+        try:
+            oldest_s = next(iter(self._begun.values()))
+        except StopIteration:
+            hung = False
+        except RuntimeError:  # calls begin and end in this very moment
+            return self._hung
+        else:
+            hung = self._clock() - oldest_s > self._patience_s
+        if hung != self._hung:
+            self._turn(hung)
+        return hung
+
+    def after_fork(self) -> None:
+        """In the child: what is under way is the parent's."""
+        self._lock = threading.Lock()
+        self._begun = {}
+        self._hung = False
+
+    def _turn(self, hung: bool) -> None:
+        with self._lock:
+            if hung == self._hung:
+                return
+            self._hung = hung
+        if hung:
+            self._counters.add("tier.hung")
+            _log.warning(
+                "the disk of `cache_dir` has not answered for %.0f s; it is not used until it "
+                "does: images are encoded, saves go to the bucket from memory",
+                self._patience_s,
+            )
+        else:
+            _log.info("the disk of `cache_dir` answers again")
+
+
+log = logging.getLogger(__name__)
+
+# For calls that may take long: walks, whole files of the index.
+_LONG_THREADS = 2
+# For what asyncio does in threads by itself, and what the stores do there.
+_OTHER_THREADS = 8
+
+
+class LoopThread:
+    """Runs coroutines off the calling thread.
+
+    The thread starts with the first use and is rebuilt in a child after a fork, since threads
+    do not survive one. ``disk`` runs blocking file calls, so that the loop never waits for a disk;
+    the process does not either, since the pools' threads are daemons.
+
+    Attributes:
+        watch: Knows whether the disk answers.
+    """
+
+    def __init__(
+        self, name: str, *, disk_threads: int | None = None, watch: DiskWatch | None = None
+    ) -> None:
+        """Nothing runs yet.
+
+        Args:
+            name: The thread's.
+            disk_threads: None: half the processors, 1 to 4. Each of them takes turns at the
+                interpreter's lock with the scheduler.
+            watch: None for one of its own.
+        """
+        self.watch = watch or DiskWatch(Counters())
+        self._name = name
+        if disk_threads is None:
+            disk_threads = min(max(len(os.sched_getaffinity(0)) // 2, 1), 4)
+        self._disk_threads = disk_threads
+        self._closed = False
+        self._left_behind: list[object] = []
+        self._reset()
+        call_in_forks(self, LoopThread._after_fork)
+
+    def _reset(self) -> None:
+        self._lock = threading.RLock()  # a signal handler may stop it, see Counters
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._pool: DaemonPool | None = None
+        self._long_pool: DaemonPool | None = None
+
+    def _after_fork(self) -> None:
+        """In a forked child: the thread is not here, and the lock may be held by one that is not.
+
+        The parent's loop is kept, never closed: the kernel object behind its selector is shared.
+        """
+        if self._loop is not None:
+            _let_go(self._loop)
+        self.watch.after_fork()
+        self._left_behind += [self._loop, self._pool, self._long_pool]
+        self._reset()
+
+    @property
+    def closed(self) -> bool:
+        """Whether stop() was called."""
+        return self._closed
+
+    def _running_loop(self) -> asyncio.AbstractEventLoop:
+        if self._loop is not None and not self._closed:
+            return self._loop
+        with self._lock:
+            if self._closed:
+                raise RuntimeError(f"{self._name} is stopped")
+            if self._loop is None:
+                try:
+                    loop = asyncio.new_event_loop()
+                except OSError as exc:  # no descriptor is left
+                    raise RuntimeError(f"{self._name} cannot start: {exc}") from exc
+                # A name that is looked up, or a corpus in a folder, may hang as a disk does.
+                loop.set_default_executor(DaemonPool(_OTHER_THREADS, f"{self._name}-other"))
+                self._pool = DaemonPool(self._disk_threads, f"{self._name}-disk")
+                self._long_pool = DaemonPool(_LONG_THREADS, f"{self._name}-long")
+                self._thread = threading.Thread(
+                    target=_run_loop, args=(loop,), name=self._name, daemon=True
+                )
+                self._thread.start()
+                self._loop = loop
+            return self._loop
+
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Schedule a coroutine; never waits. Callable from any thread.
+
+        Raises:
+            RuntimeError: Stopped, or it cannot start now.
+        """
+        try:
+            return asyncio.run_coroutine_threadsafe(coroutine, self._running_loop())
+        except RuntimeError:
+            coroutine.close()  # nobody will await it
+            raise
+
+    def call(self, function: Callable[..., object], *args: object) -> None:
+        """Call a plain function in the loop's thread soon; never waits.
+
+        Raises:
+            RuntimeError: Stopped, or it cannot start now.
+        """
+        self._running_loop().call_soon_threadsafe(function, *args)
+
+    def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
+        """Run a coroutine and wait. Not for scheduler hooks.
+
+        Raises:
+            TimeoutError: It took longer; the coroutine was cancelled.
+        """
+        future = self.submit(coroutine)
+        try:
+            return future.result(timeout_s)
+        except TimeoutError:
+            future.cancel()
+            raise
+
+    async def disk(
+        self,
+        function: Callable[..., T],
+        *args: object,
+        undo: Callable[[T], object] | None = None,
+    ) -> T:
+        """Await a short blocking call in the disk pool; only from coroutines of this loop.
+
+        Watched: one that takes longer than ``watch`` has patience means that the disk hangs.
+
+        Args:
+            undo: Gets the result, in the pool, where we were cancelled meanwhile and nobody else
+                will have it.
+        """
+        call = self._watched(function, *args)
+        try:
+            # Not shielded: that costs a turn of the loop for each call.
+            return await asyncio.wrap_future(call)
+        except asyncio.CancelledError:
+            if undo is not None and not call.cancel():
+                call.add_done_callback(lambda done: self._undo(undo, done))
+            raise
+
+    async def disk_long(self, function: Callable[..., T], *args: object) -> T:
+        """Await a blocking call that may take long, such as a walk; it holds no short one up."""
+        pool = self._long_pool
+        if pool is None:
+            raise RuntimeError(f"{self._name} is not running")
+        return await asyncio.wrap_future(pool.submit(function, *args))
+
+    def disk_soon(self, function: Callable[..., object], *args: object) -> None:
+        """Have a short blocking call made in the disk pool; nobody waits for it.
+
+        Only where the loop has run. What the pool has not begun when it ends is not done.
+        """
+        if self._pool is not None:
+            with suppress(RuntimeError):  # it has ended
+                self._watched(_logged, function, *args)
+
+    def _watched(self, function: Callable[..., T], *args: object) -> Future[T]:
+        """Hand a call to the pool; its wait for a thread counts too, which may hang."""
+        pool = self._pool
+        if pool is None:
+            raise RuntimeError(f"{self._name} is not running")
+        number = self.watch.begin()
+        try:
+            call = pool.submit(function, *args)
+        except BaseException:
+            self.watch.end(number)
+            raise
+        call.add_done_callback(lambda _: self.watch.end(number))
+        return call
+
+    def _undo(self, undo: Callable[[T], object], done: Future[T]) -> None:
+        if not done.cancelled() and done.exception() is None:
+            self.disk_soon(undo, done.result())
+
+    def stop(self, timeout_s: float) -> None:
+        """Cancel what runs, end the thread, wait for it up to ``timeout_s``. Idempotent."""
+        with self._lock:
+            already, self._closed = self._closed, True
+            loop, thread = self._loop, self._thread
+            pools = [pool for pool in (self._pool, self._long_pool) if pool is not None]
+        if already or loop is None or thread is None:
+            return
+        loop.call_soon_threadsafe(_cancel_all, loop)
+        thread.join(timeout_s)
+        if thread.is_alive():
+            log.warning(
+                "%s did not end within %.1f s; left to the process's end", thread.name, timeout_s
+            )
+        for pool in pools:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _logged(function: Callable[..., object], *args: object) -> None:
+    try:
+        function(*args)
+    except BaseException:
+        # The top of a call that nobody waits for.
+        log.exception("in the background")
+
+
+def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
+    asyncio.set_event_loop(loop)
+    try:
+        loop.run_forever()
+    finally:
+        loop.close()
+
+
+def _cancel_all(loop: asyncio.AbstractEventLoop) -> None:
+    async def finish() -> None:
+        # What is cancelled may start something else first.
+        while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        await loop.shutdown_asyncgens()
+        loop.stop()
+
+    # The loop holds only weak references to tasks; this one ends the loop itself.
+    loop.__dict__["s3ec_finish"] = loop.create_task(finish(), name="s3ec-finish")
+
+
+def _let_go(loop: asyncio.AbstractEventLoop) -> None:
+    """Have a parent's loop stand for nothing here: its sockets, its pipe and what it waits with.
+
+    Otherwise a socket that is collected here would be taken out of what the parent waits for, and
+    connections would stay open for as long as this child. Descriptors are replaced, not closed:
+    their objects will close them once more.
+    """
+    selector = getattr(loop, "_selector", None)  # other loops have none, and keep theirs
+    if selector is None:
+        return
+    with suppress(OSError), open(os.devnull, "rb") as nothing:
+        watched = list((selector.get_map() or {}).values())
+        fds = [key.fd for key in watched] + [selector.fileno()]
+        ringer = getattr(loop, "_csock", None)  # the other end of its pipe
+        if ringer is not None:
+            fds.append(ringer.fileno())
+        for fd in fds:
+            os.dup2(nothing.fileno(), fd, inheritable=False)
+
+
+def within(timeout_s: float, call: Callable[[], T]) -> T:
+    """The result of ``call``, run in a thread that is given up after ``timeout_s``.
+
+    SDKs have timeouts per phase, none over all: name lookup, credentials and a trickling
+    reply have none. The thread is a daemon, so that a hanging one does not hold up the exit.
+
+    Raises:
+        UnavailableError: No result in time.
+    """
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as exc:  # noqa: BLE001 - raised again in the caller's thread
+            future.set_exception(exc)
+
+    threading.Thread(target=run, name="s3ec-doctor", daemon=True).start()
+    try:
+        return future.result(timeout_s)
+    except TimeoutError as exc:
+        if future.done():  # the call's own TimeoutError
+            raise
+        raise UnavailableError(f"no answer within {timeout_s:.0f} s") from exc

@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A bucket through aioboto3: BotocoreStore without threads, each request in the event loop.
+
+An extra, ``pip install 's3ec[aioboto3]'``: aioboto3 pins an old botocore. What cannot be switched
+off: aiohttp sends a request once more when its connection breaks before a reply, so a PUT whose
+reply was lost can conflict with itself. Checked with aioboto3 15.5, aiobotocore 2.25 and aiohttp
+3.14.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ssl
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import aioboto3
+import aiohttp
+from aiobotocore.config import AioConfig
+from aiobotocore.httpsession import AIOHTTPSession
+from aiobotocore.session import get_session
+from botocore.exceptions import HTTPClientError, IncompleteReadError, ResponseStreamingError
+
+from s3ec.errors import CorruptEntryError
+from s3ec.settings import Settings
+from s3ec.store.botocore_s3 import BotocoreStore, Turn, length_and_part
+from s3ec.store.concurrency import Extend
+from s3ec.store.credentials import ChainCredentials
+from s3ec.store.replies import PIECE_BYTES, Pieces, Reply
+from s3ec.store.s3_client import (
+    ANSWER_BYTES,
+    Opened,
+    chain_credentials,
+    check_and_adapt,
+    client_options,
+    config_for,
+    configured,
+    roots_for,
+)
+from s3ec.store.s3_errors import RedirectRefusedError
+
+
+class Aioboto3Store(BotocoreStore):
+    """The bucket of ``settings``; names are relative to its prefix. See base.Store.
+
+    Limits, deadlines and errors are those of BotocoreStore.
+    """
+
+    def __init__(
+        self, settings: Settings, *, page_size: int = 1000, least_bytes_per_s: float = 65536.0
+    ) -> None:
+        super().__init__(settings, page_size=page_size, least_bytes_per_s=least_bytes_per_s)
+        self._resources = contextlib.AsyncExitStack()
+
+    def _after_fork(self) -> None:
+        super()._after_fork()
+        self._parents.append(self._resources)
+        self._resources = contextlib.AsyncExitStack()
+
+    async def _connect(self) -> Opened:
+        settings = self._settings
+        core = configured(get_session(), settings)
+        credentials = chain_credentials(settings)
+        core.get_component("credential_provider").providers.insert(0, _Provider(credentials))
+        config = AioConfig(http_session_cls=StrictSession, **config_for(settings, core))
+        client = await self._resources.enter_async_context(
+            aioboto3.Session(botocore_session=core).client(
+                "s3", config=config, **client_options(settings)
+            )
+        )
+        check_and_adapt(client, settings)
+        return Opened(client, credentials, roots_for(settings, core))
+
+    async def _disconnect(self, opened: Opened) -> None:
+        await self._resources.aclose()
+
+    async def _call(self, turn: Turn, operation: str, **params: Any) -> Any:
+        with _as_botocores():
+            call = getattr(turn.opened.client, operation)
+            return await call(Bucket=self._settings.bucket, **params)
+
+    def _reply(self, turn: Turn, response: Any) -> Reply:
+        return Aioboto3Reply(response)
+
+
+class Aioboto3Reply:
+    """What get_object of aioboto3 returned."""
+
+    def __init__(self, response: Any) -> None:
+        self.nbytes, self.is_part = length_and_part(response)
+        self._body = response["Body"]
+
+    async def read(self, max_bytes: int, what: str, extend: Extend) -> bytes:
+        if self.nbytes is None:
+            pieces = Pieces(max_bytes, what, extend)  # it comes in chunks
+            with _as_botocores():
+                while piece := await self._body.read(PIECE_BYTES):
+                    pieces.add(piece)
+            return pieces.whole()
+        try:
+            return bytes(await self._body.read())
+        except (aiohttp.ClientPayloadError, IncompleteReadError, ResponseStreamingError) as exc:
+            raise CorruptEntryError(
+                f"{what}: the body ended before its {self.nbytes} bytes", reason="length"
+            ) from exc
+
+    def close(self) -> None:
+        self._body.close()
+
+
+@contextlib.contextmanager
+def _as_botocores() -> Iterator[None]:
+    """aiobotocore lets some errors of aiohttp out as they are; here they become botocore's."""
+    try:
+        yield
+    except aiohttp.ClientError as exc:
+        raise HTTPClientError(error=exc) from exc
+
+
+class _Provider:
+    """What aiobotocore calls a credential provider: the first one that loads something wins."""
+
+    METHOD = ChainCredentials.method
+    CANONICAL_NAME = None
+
+    def __init__(self, credentials: ChainCredentials) -> None:
+        self._credentials = _AioCredentials(credentials)
+
+    async def load(self) -> _AioCredentials:
+        return self._credentials
+
+
+class _AioCredentials:
+    """ChainCredentials where aiobotocore wants credentials."""
+
+    method = ChainCredentials.method
+
+    def __init__(self, credentials: ChainCredentials) -> None:
+        self.get_frozen_credentials = credentials.get_frozen_credentials
+
+    async def get_account_id(self) -> None:
+        """For endpoints that are made of an account's id; S3 has none."""
+
+    def get_deferred_property(self, name: str) -> Any:
+        """As get_account_id, at set-up."""
+        return lambda: None
+
+
+class _BoundedResponse(aiohttp.ClientResponse):
+    """Whose body is refused where it is too long for an answer; objects are read in pieces."""
+
+    async def read(self) -> bytes:
+        if self._body is None:
+            parts, nbytes = [], 0
+            async for part in self.content.iter_any():
+                parts.append(part)
+                nbytes += len(part)
+                if nbytes > ANSWER_BYTES:
+                    self.close()
+                    raise aiohttp.ClientPayloadError(
+                        f"answered with more than {ANSWER_BYTES} bytes"
+                    )
+            self._body = b"".join(parts)
+        return self._body
+
+
+class StrictSession(AIOHTTPSession):  # type: ignore[misc]
+    """Checks host names, bounds answers, follows no redirect: a signature holds nowhere else.
+
+    Three things that aiobotocore leaves to others, and aiohttp does not do: botocore switches the
+    check of the certificate's host name off, since its own transport makes that check itself; a
+    redirect is followed with the session token among its headers; and an error or a page of a
+    listing is read to its end, however far that is.
+    """
+
+    def _get_ssl_context(self) -> ssl.SSLContext:
+        context: ssl.SSLContext = super()._get_ssl_context()
+        context.check_hostname = True
+        return context
+
+    async def _get_session(self, proxy_url: str | None) -> aiohttp.ClientSession:
+        session: aiohttp.ClientSession = await super()._get_session(proxy_url)
+        if not session.trace_configs:
+            trace = aiohttp.TraceConfig()
+            trace.on_request_redirect.append(_refuse)
+            trace.freeze()
+            session.trace_configs.append(trace)
+            session._response_class = _BoundedResponse
+        return session
+
+
+async def _refuse(
+    session: aiohttp.ClientSession,
+    context: SimpleNamespace,
+    params: aiohttp.TraceRequestRedirectParams,
+) -> None:
+    """End a request whose answer leads elsewhere; S3's own 301 has no address to go to."""
+    answer: Any = params.response
+    if "Location" in answer.headers or "URI" in answer.headers:
+        answer.close()
+        raise RedirectRefusedError(f"{answer.status}")

@@ -1,0 +1,343 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A bucket whose bodies travel through obstore, in Rust and outside the interpreter's lock.
+
+Only GET and PUT are obstore's; the rest is botocore's, see BotocoreStore. obstore's listing takes
+a web page for an empty bucket, ends at the first foreign name with an empty part and matches
+whole parts of names only, and its errors for requests without a body hold no code. The SDK also
+says where the bucket is and holds the credentials. Checked with obstore 0.12.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
+
+import obstore
+from botocore.exceptions import ClientError
+from obstore.store import S3Store
+
+import s3ec
+from s3ec.errors import CorruptEntryError, UnavailableError
+from s3ec.settings import Settings
+from s3ec.store import obstore_runtime
+from s3ec.store.base import Blob, content_type_of
+from s3ec.store.botocore_s3 import BotocoreStore, Turn
+from s3ec.store.concurrency import Extend
+from s3ec.store.obstore_errors import AskAgainError, BrokenConnectionError, UnfitError, sdk_errors
+from s3ec.store.obstore_runtime import held
+from s3ec.store.replies import Reply
+from s3ec.store.s3_client import Address, Opened, address_of
+from s3ec.store.s3_errors import SDK_ERRORS, is_absent, status_of
+
+# Up to here a body is collected in one buffer of the announced length; a server that announces
+# much and sends nothing then costs this much address space, and no process is ended for lack of it.
+_COLLECT_BYTES = 64 * 2**20
+_PIECE_BYTES = 2**20
+
+
+class ObstoreReply:
+    """What obstore's get returned.
+
+    Args:
+        result: obstore's GetResult.
+        errors: What the transport's errors are mapped by while the body comes.
+        is_part: See Reply.
+    """
+
+    def __init__(
+        self, result: Any, errors: Callable[[], AbstractContextManager[None]], *, is_part: bool
+    ) -> None:
+        start, stop = result.range
+        self.nbytes: int | None = stop - start
+        self.is_part = is_part
+        self._result = result
+        self._errors = errors
+
+    async def read(self, max_bytes: int, what: str, extend: Extend) -> Blob:
+        expected = self.nbytes or 0
+        try:
+            with self._errors():
+                if expected <= _COLLECT_BYTES and not self.is_part:
+                    # Collected in Rust; the view holds that memory, and nothing is copied here.
+                    # Only of a whole object is `expected` what the connection goes by: a part
+                    # can say one length for itself and another for the body.
+                    body: Blob = memoryview(await held(self._result.bytes_async()))
+                else:
+                    body = await self._read_piecewise(expected)
+        except BrokenConnectionError as exc:
+            raise CorruptEntryError(
+                f"{what}: the body ended before its {expected} bytes", reason="length"
+            ) from exc
+        if len(body) != expected:
+            raise CorruptEntryError(
+                f"{what}: {len(body)} bytes where {expected} were announced", reason="length"
+            )
+        return body
+
+    async def _read_piecewise(self, expected: int) -> bytes:
+        """A body whose announced length may be a lie: little more is kept than it says."""
+        chunks: list[bytes] = []
+        nbytes = 0
+        stream = self._result.stream(min_chunk_size=_PIECE_BYTES)
+        with contextlib.suppress(StopAsyncIteration):
+            while nbytes <= expected:
+                chunk = await held(anext(stream))
+                chunks.append(chunk)
+                nbytes += len(chunk)
+        if len(chunks) == 1:
+            return bytes(chunks[0])
+        # In a thread, where joining lets go of the interpreter's lock.
+        return await asyncio.to_thread(b"".join, chunks)
+
+    def close(self) -> None:
+        # Dropping it gives the connection back, or closes it where the body was not read whole.
+        self._result = None
+
+
+# What a server says to requests signed for another region, among others.
+_PERHAPS_WRONG_REGION = frozenset({301, 302, 307, 308, 400, 403})
+_NOWHERE = "http://127.0.0.1:0"
+log = logging.getLogger(__name__)
+
+
+class ObstoreStore(BotocoreStore):
+    """The bucket of ``settings``; names are relative to its prefix. See base.Store.
+
+    Limits, deadlines and errors are those of BotocoreStore. What obstore cannot do goes the SDK's
+    way: names with empty, ``.`` or ``..`` parts or control characters, and with a warning
+
+    - requests whose reply it cannot read (no length, a range not honoured), a second time,
+    - all of a bucket that is signed for otherwise, such as a directory bucket,
+    - all of a server whose certificate is an authority's as well, as self-signed ones are,
+    - all in a child that was forked after obstore had started its threads, and in a process that
+      is ending, see obstore_runtime.
+    """
+
+    def __init__(
+        self, settings: Settings, *, page_size: int = 1000, least_bytes_per_s: float = 65536.0
+    ) -> None:
+        super().__init__(settings, page_size=page_size, least_bytes_per_s=least_bytes_per_s)
+        self._address: Address | None = None
+        self._signed_by: Any = None
+        self._clients: dict[str, S3Store] = {}
+        self._bucket_region: str | None = None
+        self._unfit = ""
+        self._warned: set[str] = set()
+
+    async def close(self) -> None:
+        await super().close()
+        # obstore closes a client's connections when nothing holds it any more.
+        self._clients.clear()
+
+    def abandon(self) -> None:
+        """End the requests that are under way soon; for another thread, when the process ends."""
+        self._turns.abandon()
+
+    async def _connect(self) -> Opened:
+        opened = await super()._connect()
+        self._address = await asyncio.get_running_loop().run_in_executor(
+            self._pool, address_of, opened.client, self._settings.bucket
+        )
+        return opened
+
+    async def _get_object(self, turn: Turn, key: str, wanted: range | None = None) -> Reply | None:
+        if not self._can_take(key):
+            return await super()._get_object(turn, key, wanted)
+        part: Any = {} if wanted is None else {"range": (wanted.start, wanted.stop)}
+        what = self._what("GET", key)
+        try:
+            client = await self._client_for("reads", what)
+            async with self._errors_of(turn, what, "GetObject"):
+                result = await held(obstore.get_async(client, key, options=part))
+        except AskAgainError as exc:
+            self._note(exc)
+            return await super()._get_object(turn, key, wanted)
+        except ClientError as exc:
+            if is_absent(exc):
+                return None
+            raise
+        errors = functools.partial(sdk_errors, what, "GetObject")
+        return ObstoreReply(result, errors, is_part=wanted is not None)
+
+    async def _put_object(
+        self,
+        turn: Turn,
+        key: str,
+        body: Sequence[bytes | memoryview],
+        what: str,
+        *,
+        checksum: bool,
+    ) -> None:
+        if not self._can_take(key):
+            await super()._put_object(turn, key, body, what, checksum=checksum)
+            return
+        try:
+            client = await self._client_for("writes" if checksum else "bare writes", what)
+            async with self._errors_of(turn, what, "PutObject"):
+                await held(
+                    obstore.put_async(
+                        client,
+                        key,
+                        # obstore reads the pieces where they lie, but only as bytes.
+                        [held(memoryview(piece).cast("B")) for piece in body],
+                        attributes={"Content-Type": content_type_of(key)},
+                        mode="create",
+                        use_multipart=False,
+                    )
+                )
+        except AskAgainError as exc:
+            self._note(exc)
+            await super()._put_object(turn, key, body, what, checksum=checksum)
+
+    def _note(self, exc: AskAgainError) -> None:
+        if isinstance(exc, UnfitError):
+            self._unfit = f"obstore refuses this server ({exc})"
+        else:
+            self._warn_once("obstore cannot read a reply,", exc)
+
+    def _can_take(self, key: str) -> bool:
+        problem = obstore_runtime.obstacle() or self._unfit
+        if self._address is None or self._address.service != "s3":
+            problem = problem or "obstore cannot sign for this kind of bucket"
+        if problem:
+            self._warn_once(problem)
+        # obstore refuses some names and silently changes others, such as "a/" into "a".
+        parts = key.split("/")
+        plain = key.isprintable() and not any(part in ("", ".", "..") for part in parts)
+        return plain and not problem
+
+    def _warn_once(self, problem: str, detail: object = "") -> None:
+        if problem not in self._warned:
+            self._warned.add(problem)
+            log.warning("botocore does the work of obstore here: %s %s", problem, detail)
+
+    async def _client_for(self, purpose: str, what: str) -> S3Store:
+        """A client of obstore that signs with the SDK's credentials of this moment.
+
+        Renewed credentials get new clients, which happens about once an hour: it takes 5 to 15 ms
+        and costs the open connections; a request under way keeps its own.
+        """
+        opened, address = self._opened, self._address
+        if opened is None or address is None:
+            raise UnavailableError(f"{what}: the store was closed")
+        frozen = await opened.credentials.get_frozen_credentials()
+        if frozen != self._signed_by:
+            self._signed_by = frozen
+            self._clients.clear()
+        if purpose not in self._clients:
+            obstore_runtime.start(self)
+            with sdk_errors(what, "HeadBucket"):
+                self._clients[purpose] = S3Store(
+                    self._settings.bucket,
+                    client_options=self._http_options(purpose, address, opened.roots),
+                    # Retries are a wrapper of ours.
+                    retry_config={"max_retries": 0},
+                    # Not as configuration, which obstore's object shows to everybody.
+                    credential_provider=_provider(frozen),
+                    **self._s3_options(purpose, address),
+                )
+        return self._clients[purpose]
+
+    def _http_options(self, purpose: str, address: Address, roots: str) -> Any:
+        over_tls = address.url.startswith("https:")
+        options: dict[str, Any] = {
+            "allow_http": not over_tls,
+            "connect_timeout": timedelta(seconds=self._settings.connect_timeout_s),
+            # Off, so to speak: the deadline of the turn ends a request.
+            "timeout": timedelta(days=1),
+            "user_agent": f"s3ec/{s3ec.__version__}",
+        }
+        if not getproxies():
+            # It follows redirects, with the session token among the headers. What is not for the
+            # server's own host goes to a port where nobody can listen.
+            host = urlsplit(address.url).hostname or ""
+            options.update(proxy_url=_NOWHERE, proxy_excludes=host)
+        if purpose == "reads":
+            # Over a write it would be the limit for sending the body as well.
+            options["read_timeout"] = timedelta(seconds=self._settings.read_timeout_s)
+        if over_tls:
+            # In addition to the system's, which a slim container has none of.
+            options["root_certificate"] = Path(roots).read_bytes()
+        return options
+
+    def _s3_options(self, purpose: str, address: Address) -> Any:
+        """obstore's own settings, also at their defaults: it reads AWS_ variables for the others.
+
+        Two of those cannot be undone here, AWS_SERVER_SIDE_ENCRYPTION with its kin and
+        AWS_CHECKSUM_ALGORITHM; both only add a header to a write.
+        """
+        over_tls = address.url.startswith("https:")
+        options: dict[str, Any] = {
+            # The URL holds the bucket already, be it in the host or in the path.
+            "virtual_hosted_style_request": True,
+            "endpoint": address.url,
+            "aws_endpoint_url_s3": address.url,
+            "region": address.region,
+            "conditional_put": "etag",
+            "request_payer": False,
+            "s3_express": False,
+            "skip_signature": False,
+            "unsigned_payload": over_tls,
+        }
+        if purpose == "writes":
+            # Over HTTP the signature needs the SHA-256 of the body anyway; over HTTPS the other
+            # one takes a tenth of its time.
+            options["checksum_algorithm"] = "CRC64NVME" if over_tls else "SHA256"
+        if purpose != "reads" and self._settings.sse != "none":
+            options["server_side_encryption"] = self._settings.sse
+            if self._settings.sse_kms_key_id:
+                options["sse_kms_key_id"] = self._settings.sse_kms_key_id
+        return options
+
+    @contextlib.asynccontextmanager
+    async def _errors_of(self, turn: Turn, what: str, operation: str) -> AsyncIterator[None]:
+        """obstore's errors as the SDK's, with the bucket's region where the SDK would know it."""
+        try:
+            with sdk_errors(what, operation):
+                yield
+        except ClientError as exc:
+            status = status_of(exc)
+            if status in _PERHAPS_WRONG_REGION:
+                headers = exc.response["ResponseMetadata"]["HTTPHeaders"]
+                headers["x-amz-bucket-region"] = await self._ask_region(turn, status)
+            raise
+
+    async def _ask_region(self, turn: Turn, status: int) -> str:
+        """The bucket's region as the server tells it; empty where it does not.
+
+        Asked once for refusals, which can be many and mostly have other reasons, and for
+        redirections until it is known.
+        """
+        if self._bucket_region is None or (status < 400 and not self._bucket_region):
+            try:
+                answer = await self._call(turn, "head_bucket")
+            except ClientError as exc:  # the header comes with refusals too
+                answer = exc.response
+            except SDK_ERRORS:
+                return ""
+            headers = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {})
+            self._bucket_region = str(headers.get("x-amz-bucket-region", ""))
+        return self._bucket_region
+
+
+def _provider(frozen: Any) -> Any:
+    """What obstore calls for credentials; once, as these do not expire in its eyes."""
+
+    def credentials() -> dict[str, Any]:
+        return {
+            "access_key_id": frozen.access_key,
+            "secret_access_key": frozen.secret_key,
+            "token": frozen.token,
+            "expires_at": None,
+        }
+
+    return credentials

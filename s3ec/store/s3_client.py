@@ -1,0 +1,559 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The SDK's client: how it is made from the settings, and how its requests travel.
+
+botocore calls a blocking transport, which ends by itself only after a silence, and reads an error
+or a page of a listing to its end, however far that is. Here a request can be broken off from
+another thread, by shutting its socket down, and such answers have a bound. Redirects are not
+followed, and certificates checked, by botocore's own transport below. Read with botocore 1.40 and
+1.44, urllib3 2.8.
+"""
+
+from __future__ import annotations
+
+import base64
+import codecs
+import contextlib
+import functools
+import hashlib
+import logging
+import os
+import socket
+import ssl
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import boto3
+from botocore.awsrequest import (
+    AWSHTTPConnection,
+    AWSHTTPConnectionPool,
+    AWSHTTPSConnection,
+    AWSHTTPSConnectionPool,
+    AWSResponse,
+)
+from botocore.config import Config
+from botocore.credentials import AssumeRoleCredentialFetcher, DeferredRefreshableCredentials
+from botocore.exceptions import (
+    BotoCoreError,
+    ConnectionClosedError,
+    HTTPClientError,
+    InvalidRegionError,
+    NoCredentialsError,
+    ProfileNotFound,
+)
+from botocore.httpsession import URLLib3Session, get_cert_path
+from botocore.response import StreamingBody
+from botocore.session import Session, get_session
+from botocore.utils import get_environ_proxies, validate_region_name
+from urllib3.exceptions import HTTPError
+
+import s3ec
+from s3ec.errors import AccessError, ConfigError
+from s3ec.settings import PLAIN_HTTP, Settings, is_plain_http_elsewhere
+from s3ec.store.credentials import ChainCredentials
+from s3ec.store.replies import PIECE_BYTES
+
+T = TypeVar("T")
+
+ANSWER_BYTES = 8 * 2**20
+"""Longest error or page of a listing: 1000 names of 1 KiB, each byte of which may take five."""
+
+# urllib3 needs it for each connection. A child that is forked while a thread of its parent imports
+# it would never find it.
+codecs.lookup("idna")
+
+_BODILESS = frozenset({204, 304})
+_of_thread = threading.local()
+
+
+class Exchange:
+    """One operation's request and answer, made by one thread at a time, ended by any.
+
+    Attributes:
+        credentials: What signs the request, the SDK's tuple.
+        is_aborted: Whether nobody waits for it any more.
+    """
+
+    def __init__(self) -> None:
+        self.credentials: Any = None
+        self.is_aborted = False
+        self._lock = threading.Lock()
+        self._is_running = False
+        self._connection: Any = None
+        self._socket: socket.socket | None = None
+
+    def run(self, function: Callable[[], T]) -> T:
+        """Call it as the exchange of this thread: what it sends can be aborted.
+
+        Raises:
+            ConnectionClosedError: The SDK's; it was aborted before it began.
+        """
+        with self._lock:
+            if self.is_aborted:
+                raise ConnectionClosedError(endpoint_url="", error="given up")
+            self._is_running = True
+        _of_thread.exchange = self
+        try:
+            return function()
+        finally:
+            _of_thread.exchange = None
+            with self._lock:
+                self._is_running = False
+                self._close_aborted()
+
+    def abort(self) -> None:
+        """Have the thread's next wait for the server end at once, in an error."""
+        with self._lock:
+            self.is_aborted = True
+            if self._socket is not None:
+                with contextlib.suppress(OSError):  # it is closed already
+                    # Not SSLSocket's own, which also takes the TLS away from who reads.
+                    socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
+            self._close_aborted()
+
+    def _close_aborted(self) -> None:
+        """Close the connection once no thread reads from it; under the lock."""
+        if self.is_aborted and not self._is_running and self._connection is not None:
+            self._connection.close()
+            self._connection = self._socket = None
+
+    def uses(self, connection: Any) -> None:
+        """A connection works for this exchange from now on."""
+        with self._lock:
+            self._connection, self._socket = connection, connection.sock
+        if self.is_aborted:
+            self.abort()
+
+    def is_done_with(self, connection: Any) -> None:
+        """It is free for others, and must not be shut down for this one."""
+        with self._lock:
+            if self._connection is connection:
+                self._connection = self._socket = None
+
+
+class ThreadCredentials:
+    """What the SDK's client signs with: the credentials of the exchange that its thread makes."""
+
+    method = "s3ec"
+
+    def get_frozen_credentials(self) -> Any:
+        """Access key, secret key and token, the SDK's tuple."""
+        return _of_thread.exchange.credentials
+
+    def get_deferred_property(self, name: str) -> Callable[[], None]:
+        """What the SDK asks for endpoints that are made of an account's id; S3 has none."""
+        return lambda: None
+
+
+class _Connection:
+    """The part that both kinds of connection have in common."""
+
+    sock: Any
+    exchange: Exchange | None = None
+
+    def connect(self) -> None:
+        super().connect()  # type: ignore[misc]
+        # For sending; the answer is waited for with the limit for silence again. A body goes out
+        # as long as its deadline lets it, which then shuts the socket down.
+        self.sock.settimeout(None)
+        self._tell()
+
+    def request(self, *args: Any, **kwargs: Any) -> None:
+        self.exchange = getattr(_of_thread, "exchange", None)
+        if self.sock is not None:
+            self.sock.settimeout(None)
+            self._tell()
+        super().request(*args, **kwargs)  # type: ignore[misc]
+
+    def _tell(self) -> None:
+        exchange = getattr(_of_thread, "exchange", None)
+        if exchange is not None:
+            exchange.uses(self)
+
+
+class _HttpConnection(_Connection, AWSHTTPConnection):  # type: ignore[misc]
+    pass
+
+
+class _HttpsConnection(_Connection, AWSHTTPSConnection):  # type: ignore[misc]
+    pass
+
+
+class _Pool:
+    """The part that both kinds of pool have in common."""
+
+    def _put_conn(self, conn: Any) -> None:
+        if conn is not None and conn.exchange is not None:
+            conn.exchange.is_done_with(conn)
+            conn.exchange = None
+        super()._put_conn(conn)  # type: ignore[misc]
+
+
+class _HttpPool(_Pool, AWSHTTPConnectionPool):  # type: ignore[misc]
+    ConnectionCls = _HttpConnection
+
+
+class _HttpsPool(_Pool, AWSHTTPSConnectionPool):  # type: ignore[misc]
+    ConnectionCls = _HttpsConnection
+
+
+class _Whole:
+    """The body of an answer that was read already."""
+
+    def __init__(self, body: bytes) -> None:
+        self._body = body
+
+    def stream(self) -> list[bytes]:
+        return [self._body]
+
+
+class BoundedSession(URLLib3Session):  # type: ignore[misc]
+    """botocore's transport, with an end to every request and every answer."""
+
+    def __init__(self, **options: Any) -> None:
+        """Make no connection yet.
+
+        Args:
+            options: Of botocore's transport.
+        """
+        super().__init__(**options)
+        # Its managers hold this very mapping.
+        self._pool_classes_by_scheme.update(http=_HttpPool, https=_HttpsPool)
+
+    def send(self, request: Any, **_: Any) -> AWSResponse:
+        """Send a request that botocore has prepared; a handler of its event ``before-send``.
+
+        Raises:
+            HTTPClientError: The SDK's: no answer, or one that is too long.
+        """
+        is_object = request.stream_output
+        request.stream_output = True  # or botocore would read all of it
+        response = super().send(request)
+        announced = response.headers.get("content-length")
+        if announced is not None and not (announced.isascii() and announced.isdigit()):
+            response.raw.close()
+            raise HTTPClientError(error="the length of the answer is not a number")
+        if is_object and response.status_code < 300:
+            return response
+        has_body = request.method != "HEAD" and response.status_code not in _BODILESS
+        body = _read_answer(StreamingBody(response.raw, announced if has_body else None))
+        return AWSResponse(response.url, response.status_code, response.headers, _Whole(body))
+
+
+def read_piece(stream: StreamingBody, nbytes: int | None = None) -> bytes:
+    """What comes next of a body, all of it without ``nbytes``.
+
+    Raises:
+        IncompleteReadError, ResponseStreamingError: The SDK's; it ended early.
+        HTTPClientError: The SDK's, for any other fault.
+    """
+    try:
+        piece: bytes = stream.read(nbytes)
+    except HTTPError as exc:  # those that botocore knows are its own errors by now
+        raise HTTPClientError(error=exc) from exc
+    return piece
+
+
+def _read_answer(stream: StreamingBody) -> bytes:
+    parts: list[bytes] = []
+    nbytes = 0
+    try:
+        while part := read_piece(stream, PIECE_BYTES):
+            parts.append(part)
+            nbytes += len(part)
+            if nbytes > ANSWER_BYTES:
+                raise HTTPClientError(error=f"answered with more than {ANSWER_BYTES} bytes")
+    finally:
+        stream.close()
+    return b"".join(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """An S3 client of an SDK, and what it works with.
+
+    Attributes:
+        client: The client.
+        credentials: What signs for it, and changes as they expire or are refused.
+        roots: PEM file of the authorities it trusts.
+        transport: What it sends with, where that is ours to close.
+    """
+
+    client: Any
+    credentials: ChainCredentials
+    roots: str
+    transport: BoundedSession | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where the SDK sends requests about the objects of one bucket.
+
+    Attributes:
+        url: Up to the slash before an object's key; the bucket stands in the host or in the path.
+        region: What is signed for.
+        service: What is signed for; ``s3`` for all but a few kinds of bucket.
+    """
+
+    url: str
+    region: str
+    service: str
+
+
+def check_settings(settings: Settings) -> None:
+    """Find at start-up what the SDK would find at the first request.
+
+    Raises:
+        ConfigError: No such profile, not a region's name, not a file of certificates, plain http
+            to another machine.
+    """
+    quiet_sdk_logs()
+    try:
+        endpoint_url = _endpoint_url(settings, _session(settings).get_scoped_config())
+    except ProfileNotFound as exc:
+        raise ConfigError(
+            f"`profile` (or AWS_PROFILE): {exc}; see ~/.aws/config and ~/.aws/credentials",
+            field="profile",
+        ) from exc
+    except BotoCoreError as exc:
+        raise ConfigError(f"the SDK's shared configuration cannot be used: {exc}") from exc
+    if not settings.allow_http and is_plain_http_elsewhere(endpoint_url):
+        raise ConfigError(f"`allow_http`: {_not_encrypted(settings)}", field="allow_http")
+    try:
+        validate_region_name(settings.region)
+    except InvalidRegionError as exc:
+        raise ConfigError("`region` is not a region's name", field="region") from exc
+    if settings.ca_bundle is not None:
+        try:
+            ssl.create_default_context(cafile=settings.ca_bundle)
+        except (ssl.SSLError, OSError) as exc:
+            raise ConfigError(
+                "`ca_bundle` is not a file of PEM certificates", field="ca_bundle"
+            ) from exc
+
+
+def _endpoint_url(settings: Settings, profile: Mapping[str, Any]) -> str:
+    """The server that settings, environment or profile name, empty where none does."""
+    if settings.endpoint_url is not None:
+        return settings.endpoint_url
+    named = (os.environ.get(name) for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"))
+    return str(next(filter(None, named), None) or profile.get("endpoint_url") or "")
+
+
+def _not_encrypted(settings: Settings) -> str:
+    source = "the SDK's endpoint (AWS_ENDPOINT_URL, or of the profile)"
+    return PLAIN_HTTP.format("`endpoint_url`" if settings.endpoint_url else source)
+
+
+def quiet_sdk_logs() -> None:
+    """Keep the SDK's debug lines out of a log whose root level is DEBUG.
+
+    They hold request headers, session tokens among them. A level that somebody set for these
+    loggers on purpose stays.
+    """
+    for name in ("aioboto3", "aiobotocore", "boto3", "botocore"):
+        logger = logging.getLogger(name)
+        if logger.level == logging.NOTSET:
+            logger.setLevel(logging.INFO)
+
+
+def open_client(settings: Settings) -> Opened:
+    """Make botocore's S3 client; no request goes out. Threads use it within an Exchange.
+
+    The first request looks for credentials. Takes about 0.1 s of CPU the first time: the SDK's
+    service model.
+
+    Raises:
+        AccessError: Plain http to another machine that nobody has allowed.
+    """
+    core = _session(settings)
+    core.get_component("credential_provider").providers.insert(0, _Provider())
+    client = boto3.Session(botocore_session=core).client(
+        "s3", config=Config(**config_for(settings, core)), **client_options(settings)
+    )
+    check_and_adapt(client, settings)
+    roots = roots_for(settings, core)
+    transport = BoundedSession(
+        verify=roots,
+        proxies=get_environ_proxies(client.meta.endpoint_url),
+        timeout=(settings.connect_timeout_s, settings.read_timeout_s),
+        max_pool_connections=settings.max_concurrency,
+    )
+    client.meta.events.register("before-send.s3", transport.send)
+    return Opened(client, chain_credentials(settings), roots, transport)
+
+
+def chain_credentials(settings: Settings) -> ChainCredentials:
+    """What signs, for each SDK; nothing is looked for yet."""
+    return ChainCredentials(functools.partial(_find_credentials, settings))
+
+
+def _find_credentials(settings: Settings) -> Any:
+    """Walk the SDK's chain from its beginning; those of the role where one is set.
+
+    May ask services and commands, so it takes its time.
+
+    Raises:
+        NoCredentialsError: The SDK's; there are none.
+    """
+    core = _session(settings)
+    # Services of credentials are clients of this session; botocore gives each a minute, five times.
+    core.set_default_client_config(Config(**_timeouts(settings), retries={"total_max_attempts": 2}))
+    source = core.get_credentials()
+    if source is None:
+        raise NoCredentialsError
+    if not settings.role_arn:
+        return source
+    fetcher = AssumeRoleCredentialFetcher(
+        client_creator=functools.partial(core.create_client, region_name=settings.region),
+        source_credentials=source,
+        role_arn=settings.role_arn,
+        extra_args={"RoleSessionName": "s3ec"},
+    )
+    return DeferredRefreshableCredentials(
+        refresh_using=fetcher.fetch_credentials, method="s3ec-assume-role"
+    )
+
+
+def address_of(client: Any, bucket: str) -> Address:
+    """Ask the SDK where it would send a request; none goes out.
+
+    That is the only place that knows partitions, dual-stack, FIPS, access points and the
+    endpoints of environment and profile.
+    """
+    found: list[Address] = []
+
+    def answer(params: dict[str, Any], **_: Any) -> tuple[AWSResponse, dict[str, Any]]:
+        signing = params["context"]["signing"]
+        url = params["url"].removesuffix("/key")
+        found.append(Address(url, signing["region"], signing["signing_name"]))
+        return AWSResponse(params["url"], 200, {}, None), {}
+
+    event = "before-call.s3.HeadObject"
+    client.meta.events.register_last(event, answer)
+    try:
+        client.head_object(Bucket=bucket, Key="key")
+    finally:
+        client.meta.events.unregister(event, answer)
+    return found[0]
+
+
+@functools.cache
+def _loader() -> Any:
+    """The SDK's reader of its service models: parsed once for all sessions of this process."""
+    return get_session().get_component("data_loader")
+
+
+def _session(settings: Settings) -> Session:
+    return configured(get_session(), settings)
+
+
+def configured(core: Any, settings: Settings) -> Any:
+    """A session of botocore, or of a kin of it, as the settings want it."""
+    core.register_component("data_loader", _loader())
+    if settings.profile is not None:
+        core.set_config_variable("profile", settings.profile)
+    return core
+
+
+def client_options(settings: Settings) -> dict[str, Any]:
+    """What the S3 client of each SDK is made with, beside its configuration."""
+    return {
+        "endpoint_url": settings.endpoint_url,
+        "region_name": settings.region,
+        "verify": str(settings.ca_bundle) if settings.ca_bundle else None,
+    }
+
+
+def config_for(settings: Settings, core: Any) -> dict[str, Any]:
+    """The configuration of each SDK's S3 client.
+
+    Args:
+        core: The session, for what the profile says.
+    """
+    # Over HTTPS the checksum and TLS guard the body; hashing it for the signature as well would
+    # cost more than the transfer. Over HTTP the signature is all there is.
+    over_tls = not _endpoint_url(settings, core.get_scoped_config()).lower().startswith("http:")
+    s3_options: dict[str, Any] = {"addressing_style": _addressing_style(settings)}
+    if over_tls:
+        s3_options["payload_signing_enabled"] = False
+    return {
+        **_timeouts(settings),
+        "max_pool_connections": settings.max_concurrency,
+        # One attempt in all, whatever AWS_MAX_ATTEMPTS says: retries are a wrapper of ours.
+        "retries": {"total_max_attempts": 1, "mode": "standard"},
+        # Checksums are ours on both ways, see BotocoreStore.
+        "request_checksum_calculation": "when_required",
+        "response_checksum_validation": "when_required",
+        "user_agent_extra": f"s3ec/{s3ec.__version__}",
+        "s3": s3_options,
+    }
+
+
+def check_and_adapt(client: Any, settings: Settings) -> None:
+    """Have each SDK's S3 client do less than it would.
+
+    Raises:
+        AccessError: Plain http to another machine that nobody has allowed.
+    """
+    # Once more, where a section of services in the profile names the server.
+    if not settings.allow_http and is_plain_http_elsewhere(client.meta.endpoint_url):
+        raise AccessError(_not_encrypted(settings), code="PlainHttp")
+    client.meta.events.register_last("before-call.s3", _drop_expect)
+    client.meta.events.register_last("before-call.s3.DeleteObjects", _send_md5)
+    client.meta.events.register_last("before-parameter-build.s3", _stay_in_region)
+
+
+def roots_for(settings: Settings, core: Any) -> str:
+    """PEM file of the authorities to trust, where the SDK would look for it."""
+    named = settings.ca_bundle or core.get_config_variable("ca_bundle")
+    return str(named or os.environ.get("REQUESTS_CA_BUNDLE") or get_cert_path(True))
+
+
+def _timeouts(settings: Settings) -> dict[str, float]:
+    return {
+        "connect_timeout": settings.connect_timeout_s,
+        "read_timeout": settings.read_timeout_s,
+    }
+
+
+def _addressing_style(settings: Settings) -> str:
+    if settings.path_style is None:
+        return "auto"
+    return "path" if settings.path_style else "virtual"
+
+
+class _Provider:
+    """What botocore calls a credential provider: the first one that loads something wins."""
+
+    METHOD = ThreadCredentials.method
+    CANONICAL_NAME = None
+
+    def load(self) -> ThreadCredentials:
+        return ThreadCredentials()
+
+
+def _drop_expect(params: dict[str, Any], **_: Any) -> None:
+    """Send bodies at once: aiohttp waits for "100 Continue" without a limit, botocore a second."""
+    params["headers"].pop("Expect", None)
+
+
+def _send_md5(params: dict[str, Any], **_: Any) -> None:
+    """Guard a batch of deletions as servers have always wanted it; botocore sends a CRC-32 instead.
+
+    Directory buckets take no MD5.
+    """
+    if params["context"].get("signing", {}).get("signing_name") == "s3":
+        digest = hashlib.md5(params["body"], usedforsecurity=False).digest()
+        params["headers"]["Content-MD5"] = base64.b64encode(digest).decode()
+        params["context"].pop("checksum", None)
+
+
+def _stay_in_region(context: dict[str, Any], **_: Any) -> None:
+    """Mark the request as redirected already.
+
+    botocore would otherwise find the bucket's region and ask there: two more requests for each
+    of the first ones, and a silent trip to another region for the rest.
+    """
+    context.setdefault("s3_redirect", {})["redirected"] = True

@@ -1,0 +1,364 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one place where errors of botocore become errors of s3ec, for every transport of S3.
+
+Mapped on the HTTP status first, because HEAD replies carry no error code and servers spell
+codes differently. Checked against botocore 1.40 and 1.44, and aiobotocore 2.25, which raises the
+same. How long a server asks to be left alone is in the Retry-After header (RFC 9110, 10.2.3).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import ssl
+import time
+from collections.abc import Callable, Iterator, Mapping
+from datetime import datetime
+from email.utils import parsedate_to_datetime
+from typing import Any
+
+from botocore import exceptions as sdk
+from botocore.parsers import ResponseParserError
+from urllib3.util.ssl_match_hostname import CertificateError
+
+from s3ec.errors import AccessError, ConflictError, S3ECError, UnavailableError
+
+# A server's figure is an input like any other.
+_LONGEST_S = 86400.0
+
+
+def retry_after_s(
+    headers: Mapping[str, str], *, clock: Callable[[], float] = time.time
+) -> float | None:
+    """Seconds, 0 to a day; None where the header is missing or says nothing that can be read.
+
+    A date is compared with the answer's own ``Date``, so that no clock need be right; with ours
+    where there is none.
+
+    Args:
+        headers: Of the answer, names in lower case.
+    """
+    said = headers.get("retry-after", "").strip()
+    if said.isascii() and said.isdigit():
+        return min(float(said[:9]), _LONGEST_S)
+    until_s = _date_s(said)
+    if until_s is None:
+        return None
+    now_s = _date_s(headers.get("date", ""))
+    return min(max(until_s - (clock() if now_s is None else now_s), 0.0), _LONGEST_S)
+
+
+def _date_s(text: str) -> float | None:
+    try:
+        return parsedate_to_datetime(text).timestamp()
+    except (ValueError, TypeError, OverflowError, IndexError):
+        return None
+
+
+# Everything the SDK raises. OSError includes TimeoutError, refused connections and ssl.SSLError.
+SDK_ERRORS = (
+    sdk.BotoCoreError,
+    sdk.ClientError,
+    ResponseParserError,
+    OSError,
+)
+OPERATIONS = frozenset(
+    {
+        "GetObject",
+        "PutObject",
+        "HeadObject",
+        "DeleteObject",
+        "DeleteObjects",
+        "ListObjectsV2",
+        "HeadBucket",
+    }
+)
+# "404" is how botocore spells a status without a code: a HEAD reply, or a page that is not XML.
+_ABSENT_CODES = frozenset({"NoSuchKey", "404", "NotFound"})
+# Status 400, but the fault lies in this transfer, not in the request.
+_TRANSIENT_CODES = frozenset(
+    {
+        "BadDigest",
+        "IncompleteBody",
+        "RequestTimeout",
+        "SlowDown",
+        "Throttling",
+        "XAmzContentChecksumMismatch",
+        "XAmzContentSHA256Mismatch",
+    }
+)
+# What the code of one object in an answer about many would have for a status by itself.
+_STATUS_OF_CODE = {
+    "AccessDenied": 403,
+    "InternalError": 500,
+    "NoSuchKey": 404,
+    "NotImplemented": 501,
+    "OperationAborted": 409,
+    "ServiceUnavailable": 503,
+    "SlowDown": 503,
+}
+# Refusals that other credentials would end.
+CREDENTIAL_CODES = frozenset(
+    {
+        "ExpiredToken",
+        "ExpiredTokenException",
+        "InvalidAccessKeyId",
+        "InvalidSecurity",
+        "InvalidToken",
+        "SignatureDoesNotMatch",
+        "TokenRefreshRequired",
+    }
+)
+# Refusals of the one who asks, whatever is asked for; a status below 400 is one as well.
+_GENERAL_CODES = CREDENTIAL_CODES | {
+    "404",
+    "AccountProblem",
+    "AllAccessDisabled",
+    "AuthorizationHeaderMalformed",
+    "NoSuchBucket",
+    "NotSignedUp",
+    "RequestExpired",
+    "RequestTimeTooSkewed",
+}
+_THROTTLE_CODES = frozenset({"SlowDown", "Throttling"})
+_NO_CREDENTIALS = (
+    sdk.NoCredentialsError,
+    sdk.PartialCredentialsError,
+    sdk.CredentialRetrievalError,
+    sdk.NoAuthTokenError,
+    sdk.TokenRetrievalError,
+    sdk.SSOError,
+    sdk.InvalidConfigError,
+    sdk.RefreshWithMFAUnsupportedError,
+)
+_TRANSPORT = (
+    sdk.HTTPClientError,
+    sdk.ConnectionError,
+    sdk.IncompleteReadError,
+    sdk.MetadataRetrievalError,
+    ResponseParserError,
+    OSError,
+)
+_CREDENTIALS_FIX = (
+    "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or `profile`, or give this machine a role"
+)
+_FIXES = {
+    "NoSuchBucket": "create the bucket or correct `bucket` and `endpoint_url`",
+    "InvalidAccessKeyId": "the endpoint does not know these credentials",
+    "SignatureDoesNotMatch": "the secret key is wrong for this endpoint",
+    "ExpiredToken": "renew the credentials",
+    "ExpiredTokenException": "renew the credentials",
+    "InvalidToken": "renew the credentials",
+    "TokenRefreshRequired": "renew the credentials",
+    "RequestTimeTooSkewed": "set this machine's clock",
+    "KeyTooLongError": "shorten `prefix`",
+    "404": "nothing here answers as a bucket, correct `endpoint_url` or `bucket`",
+    "NotImplemented": "the server lacks a feature that the request asked for",
+}
+_REDIRECT_FIX = "the endpoint redirects, correct `endpoint_url` or `region`"
+# What a server may repeat of a request: parts of a presigned URL, an access key.
+_SIGNED = re.compile(r"(?i)\b(x-amz-[a-z-]+|signature|awsaccesskeyid|token)=[^&\s\"'<>]*")
+_ACCESS_KEY = re.compile(r"\b(?:AKIA|ASIA)[A-Z0-9]{8,}")
+_READ = "s3:GetObject, and s3:ListBucket without which S3 answers 403 for an absent object too"
+# What an operation needs; named alone where it is known what was denied.
+_ACTIONS = {
+    "GetObject": _READ,
+    "HeadObject": _READ,
+    "PutObject": "s3:PutObject",
+    "DeleteObject": "s3:DeleteObject",
+    "DeleteObjects": "s3:DeleteObject",
+    "ListObjectsV2": "s3:ListBucket",
+}
+
+
+class RedirectRefusedError(Exception):
+    """The answer leads elsewhere, where a transport would follow it."""
+
+
+@contextlib.contextmanager
+def boundary(what: str, region: Callable[[], str]) -> Iterator[None]:
+    """Let no SDK error out of this block.
+
+    Args:
+        what: What was tried, such as ``GET s3://bucket/name``; begins every message.
+        region: The region that was signed for, asked only when something failed.
+
+    Raises:
+        UnavailableError, AccessError, ConflictError: Instead of what the SDK raised.
+    """
+    try:
+        yield
+    except SDK_ERRORS as exc:
+        # Tracebacks show the SDK's own text as well.
+        exc.args = tuple(_scrubbed(arg) if isinstance(arg, str) else arg for arg in exc.args)
+        raise _translate(exc, what, region()) from exc
+
+
+def is_absent(exc: sdk.ClientError) -> bool:
+    """Whether the server says that this object does not exist (not: this bucket)."""
+    return status_of(exc) == 404 and code_of(exc) in _ABSENT_CODES
+
+
+def status_of(exc: sdk.ClientError) -> int:
+    """HTTP status of an answer, 0 where unknown."""
+    return int(exc.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+
+
+def code_of(exc: sdk.ClientError) -> str:
+    """The server's error code; the status as digits where it gave none."""
+    # An error body that is XML without a <Code> leaves None or an empty string here.
+    return str(exc.response.get("Error", {}).get("Code") or status_of(exc))
+
+
+def error_of_key(entry: Any, what: str, region: str) -> S3ECError | None:
+    """What an entry of an answer to DeleteObjects says; None where the object is absent.
+
+    Args:
+        entry: The SDK's, with ``Code`` and ``Message``.
+    """
+    code = str(entry.get("Code") or "")
+    response = {
+        "Error": entry,
+        "ResponseMetadata": {"HTTPStatusCode": _STATUS_OF_CODE.get(code, 400)},
+    }
+    exc = sdk.ClientError(response, "DeleteObjects")
+    return None if is_absent(exc) else _from_answer(exc, what, region)
+
+
+def _translate(exc: Exception, what: str, region: str) -> S3ECError:
+    if isinstance(exc, sdk.ClientError):
+        if exc.operation_name in OPERATIONS:
+            return _from_answer(exc, what, region)
+        return _from_credential_service(exc, what)
+    if isinstance(exc, _NO_CREDENTIALS):
+        return AccessError(
+            f"{what}: no usable credentials ({exc}); {_CREDENTIALS_FIX}", code=type(exc).__name__
+        )
+    if (unproven := _caused_by(exc, ssl.SSLCertVerificationError)) is not None:
+        return not_trusted(what, str(unproven))
+    if _caused_by(exc, CertificateError):
+        return not_trusted(what, "mismatch")
+    if _caused_by(exc, RedirectRefusedError):
+        return AccessError(f"{what}: {_REDIRECT_FIX} (now {region})", code="TooManyRedirects")
+    # A deadline of ours says nothing more, and the SDK's text ends with the query.
+    if isinstance(exc, (TimeoutError, sdk.ReadTimeoutError)):
+        return UnavailableError(f"{what}: timed out")
+    if isinstance(exc, _TRANSPORT):
+        return UnavailableError(f"{what}: {_one_line(exc) or type(exc).__name__}")
+    # What is left is botocore's own refusal: parameters, endpoint rules, region names.
+    return AccessError(f"{what}: {_one_line(exc)}", code=type(exc).__name__)
+
+
+def _from_answer(exc: sdk.ClientError, what: str, region: str) -> S3ECError:
+    status, code = status_of(exc), code_of(exc)
+    message = _one_line(exc.response.get("Error", {}).get("Message") or "")
+    said = (
+        f"{what}: {status}" + f" {code}" * (code != str(status)) + f" ({message})" * bool(message)
+    )
+    if status == 412:
+        return ConflictError(said)
+    if status == 501:
+        return AccessError(f"{said}; {_FIXES['NotImplemented']}", code=code, is_general=False)
+    if status < 300 or status in (408, 409, 425, 429) or status >= 500:
+        return _unavailable(said, exc)
+    if code in _TRANSIENT_CODES:
+        return _unavailable(said, exc)
+    right = _right_region(exc.response)
+    if right and right != region:
+        return AccessError(f"{said}; the bucket is in region {right}, set `region`", code=code)
+    if status < 400:
+        return AccessError(f"{said}; {_REDIRECT_FIX} (now {region})", code=code)
+    fix = _FIXES.get(code, "")
+    if code == "RequestTimeTooSkewed":
+        fix += _skew(exc.response)
+    elif not fix and status in (401, 403):
+        fix = f"allow this identity {_ACTIONS.get(exc.operation_name, 's3:ListBucket')}"
+    return AccessError(
+        f"{said}; {fix}" if fix else said, code=code, is_general=code in _GENERAL_CODES
+    )
+
+
+def _unavailable(said: str, exc: sdk.ClientError) -> UnavailableError:
+    status = status_of(exc)
+    headers = exc.response.get("ResponseMetadata", {}).get("HTTPHeaders", {})
+    return UnavailableError(
+        said,
+        status=status,
+        retry_after_s=retry_after_s(headers),
+        is_throttle=status in (429, 503) or code_of(exc) in _THROTTLE_CODES,
+    )
+
+
+def _from_credential_service(exc: sdk.ClientError, what: str) -> S3ECError:
+    """STS or SSO answered, not the bucket: a 404 or 412 of theirs says nothing about an object."""
+    status, code = status_of(exc), code_of(exc)
+    message = _one_line(exc.response.get("Error", {}).get("Message") or "")
+    said = f"{what}: {exc.operation_name} for the credentials: {status} {code} ({message})"
+    if status == 429 or status >= 500 or code in _TRANSIENT_CODES:
+        return UnavailableError(said)
+    return AccessError(f"{said}; correct `role_arn` or the credentials it needs", code=code)
+
+
+def _skew(response: Any) -> str:
+    """How far this machine's clock is off by the refusal's own words; empty where it has none.
+
+    S3 names its time in the body. The SDK does not correct signatures by it, nor does obstore.
+    """
+    told = response.get("Error", {}).get("ServerTime", "")
+    told_s = _unix_s(told) or _unix_s(
+        response.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("date", "")
+    )
+    if told_s is None:
+        return ""
+    ahead_s = time.time() - told_s
+    side = "ahead of" if ahead_s > 0 else "behind"
+    return f", it is {abs(ahead_s):.0f} s {side} the server's"
+
+
+def _unix_s(text: Any) -> float | None:
+    """Of a server's words, which may be anything that XML can hold."""
+    for read in (datetime.fromisoformat, parsedate_to_datetime):
+        with contextlib.suppress(ValueError, TypeError, AttributeError, OverflowError, OSError):
+            return read(text).timestamp()
+    return None
+
+
+def _right_region(response: Any) -> str:
+    headers = response.get("ResponseMetadata", {}).get("HTTPHeaders", {})
+    return str(headers.get("x-amz-bucket-region") or response.get("Error", {}).get("Region") or "")
+
+
+def not_trusted(what: str, reason: str) -> AccessError:
+    """A server that cannot prove who it is; asking again is useless.
+
+    Args:
+        reason: OpenSSL's or rustls's words, of which the kind is taken.
+    """
+    words = reason.lower()
+    if "expired" in words:
+        found, fix = "has expired", "renew it, or set this machine's clock"
+    elif "mismatch" in words or "notvalidforname" in words:
+        found, fix = "is for another host", "correct `endpoint_url`, or the names in it"
+    else:
+        found, fix = "is not trusted", "name its authority in `ca_bundle`"
+    return AccessError(
+        f"{what}: the server's certificate {found}; {fix}", code="CertificateNotTrusted"
+    )
+
+
+def _caused_by(exc: BaseException, kind: type[BaseException]) -> BaseException | None:
+    """This error, or the first of those that it was raised for, that is of a kind."""
+    seen: BaseException | None = exc
+    while seen is not None and not isinstance(seen, kind):
+        seen = seen.__cause__ or seen.__context__
+    return seen
+
+
+def _one_line(value: object) -> str:
+    """At most 300 printable characters: the text is the server's and ends in our log."""
+    text = _scrubbed(" ".join(str(value).split()))
+    return "".join(c for c in text if c.isprintable())[:300]
+
+
+def _scrubbed(text: str) -> str:
+    return _SIGNED.sub(r"\1=***", _ACCESS_KEY.sub("***", text))

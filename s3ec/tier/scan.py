@@ -1,0 +1,315 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One walk over the folder: what is there, how large, how recently used, and held by whom."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from s3ec.identity import is_namespace_name, is_object_name
+from s3ec.tier.files import Folders, is_temp_name
+from s3ec.tier.process_folders import LOCK_NAME, SpoolName, is_pin_folder_name, is_pin_name
+from s3ec.tier.usage import LATEST_NS, is_unused
+
+_INDEX_NAME = re.compile(r"(?:base/[0-9]{12}-[0-9a-f]{16}|delta)/[0-9A-Za-z-]+(?:\.[a-z]+){1,2}")
+
+
+def is_index_name(name: str) -> bool:
+    """Whether a file of the index may lie under this name."""
+    return _INDEX_NAME.fullmatch(name) is not None
+
+
+# objects/NAMESPACE/[LORA/]aa/NAME: folders below a namespace.
+_LEVELS = 2
+_TOP_LEVEL = {
+    *("objects", "incoming", "pins", "spool", "quarantine", "index", "bad-objects"),
+    *("evict.lock", "fetch.lock", "usage"),
+}
+# Between two breaths a walk keeps the interpreter for a millisecond or two.
+_FILES_PER_BREATH = 128
+_BREATH_S = 0.001
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One entry as the walk found it.
+
+    Attributes:
+        path: The file.
+        namespace: Folder below ``objects/``.
+        name: Object name below the namespace.
+        nbytes: Size.
+        mtime_ns: Last use, nanoseconds since the epoch.
+        inode: Tells pins (further names of the same file) from other files.
+    """
+
+    path: str
+    namespace: str
+    name: str
+    nbytes: int
+    mtime_ns: int
+    inode: int
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What the folder holds, all namespaces together, as counted just now.
+
+    Attributes:
+        entries: Number of entries.
+        nbytes: Bytes of entries.
+        unused_entries: How many of them were published for later and never pinned.
+        unused_nbytes: Their bytes.
+        pinned_nbytes: Bytes that some process has pinned, entries or not.
+        spooled_nbytes: Bytes that the bucket has not confirmed, entries or not.
+        held_nbytes: Pinned or spooled bytes that are no entry any more (evicted, or copied for
+            their holder) and leave the disk when they are let go of.
+        quarantined_nbytes: Bytes set aside.
+        index_nbytes: Bytes of the index's files, which are never evicted.
+    """
+
+    entries: int
+    nbytes: int
+    unused_entries: int
+    unused_nbytes: int
+    pinned_nbytes: int
+    spooled_nbytes: int
+    held_nbytes: int
+    quarantined_nbytes: int
+    index_nbytes: int
+
+    @property
+    def total_nbytes(self) -> int:
+        """What the byte budget is about."""
+        return self.nbytes + self.held_nbytes + self.quarantined_nbytes + self.index_nbytes
+
+
+@dataclass
+class Census:
+    """What lies below the root. Built while others work: each figure was true at some moment.
+
+    Sums are made during the walk, where it breathes, and not after it.
+
+    Attributes:
+        entries: Of all namespaces, in no order.
+        entry_bytes: Bytes of all entries.
+        unused_entries: Number of those that nobody has pinned yet.
+        unused_bytes: Their bytes.
+        newest_ns: The latest use of any entry, 0 where there are none.
+        newest_unused_ns: The same on the scale of unused entries.
+        kept: Inode to bytes of what is pinned or spooled: evicting it would free nothing.
+        pinned: Inode to bytes of every file that a process holds, entries among them.
+        spooled: Path to inode and bytes of every file that waits for the bucket, likewise.
+        quarantined: Inode to bytes of what was set aside.
+        index: Inode to bytes of the index's files.
+        named: Inodes of ``kept`` that have a name outside of pins and spool.
+        temps: Paths of files that are being written, or were when their writer died.
+        foreign: Paths of what is not ours; never counted, never deleted.
+        troubles: Folders that could not be read, with the reason.
+    """
+
+    entries: list[Entry] = field(default_factory=list)
+    entry_bytes: int = 0
+    unused_entries: int = 0
+    unused_bytes: int = 0
+    newest_ns: int = 0
+    newest_unused_ns: int = 0
+    kept: dict[int, int] = field(default_factory=dict)
+    pinned: dict[int, int] = field(default_factory=dict)
+    spooled: dict[str, tuple[int, int]] = field(default_factory=dict)
+    quarantined: dict[int, int] = field(default_factory=dict)
+    index: dict[int, int] = field(default_factory=dict)
+    named: set[int] = field(default_factory=set)
+    temps: list[str] = field(default_factory=list)
+    foreign: list[str] = field(default_factory=list)
+    troubles: list[str] = field(default_factory=list)
+
+    def add(self, entry: Entry) -> None:
+        """Count one entry; pins and spool must be known by then."""
+        self.entries.append(entry)
+        self.entry_bytes += entry.nbytes
+        if entry.inode in self.kept:
+            self.named.add(entry.inode)
+        if is_unused(entry.mtime_ns):
+            self.unused_entries += 1
+            self.unused_bytes += entry.nbytes
+            self.newest_unused_ns = max(self.newest_unused_ns, entry.mtime_ns)
+        elif entry.mtime_ns < LATEST_NS:
+            self.newest_ns = max(self.newest_ns, entry.mtime_ns)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that only a pin or the spool keeps on the disk: evicted, or copied for it."""
+        named = self.named | self.quarantined.keys()
+        return sum(nbytes for inode, nbytes in self.kept.items() if inode not in named)
+
+    @property
+    def total_bytes(self) -> int:
+        """All that the byte budget is about."""
+        return self.usage().total_nbytes
+
+    @property
+    def newest(self) -> tuple[int, int]:
+        """The latest time on each scale, as UseClock and RunningTotal take it."""
+        return self.newest_ns, self.newest_unused_ns
+
+    def usage(self) -> Usage:
+        """The sums."""
+        return Usage(
+            entries=len(self.entries),
+            nbytes=self.entry_bytes,
+            unused_entries=self.unused_entries,
+            unused_nbytes=self.unused_bytes,
+            pinned_nbytes=sum(self.pinned.values()),
+            spooled_nbytes=sum(dict(self.spooled.values()).values()),
+            held_nbytes=self.held_bytes,
+            quarantined_nbytes=sum(self.quarantined.values()),
+            index_nbytes=sum(self.index.values()),
+        )
+
+
+def breathe() -> None:
+    """Leave the interpreter to others for a moment; walks in the background call this."""
+    time.sleep(_BREATH_S)
+
+
+def take_census(folders: Folders, pause: Callable[[], None] | None = None) -> Census:
+    """Walk the whole folder; about 10 us per file. Never raises OSError: see ``troubles``.
+
+    Args:
+        pause: Called after every hundred entries or so: ``breathe`` where nobody waits for the
+            walk. What it raises ends the walk.
+    """
+    census = Census()
+    for item in _items(str(folders.version), census):
+        if item.name not in _TOP_LEVEL:
+            census.foreign.append(item.path)
+    for item in _items(str(folders.incoming), census):
+        (census.temps if is_temp_name(item.name) else census.foreign).append(item.path)
+    # Pins and spool first: an entry that is evicted during the walk then still counts as held.
+    for item in _owned(str(folders.pins), census):
+        if is_pin_name(item.name):
+            _count(item, census.pinned)
+        else:
+            census.foreign.append(item.path)
+    for item in _owned(str(folders.spool), census):
+        _sort_spooled(item, census)
+    census.kept = {**census.pinned, **dict(census.spooled.values())}
+    seen = 0
+    for namespace in _items(str(folders.objects), census):
+        if not is_namespace_name(namespace.name) or not namespace.is_dir(follow_symlinks=False):
+            census.foreign.append(namespace.path)
+            continue
+        for item in _below(namespace.path, _LEVELS, census):
+            _sort(item, namespace, census)
+            seen += 1
+            if pause is not None and seen % _FILES_PER_BREATH == 0:
+                pause()
+    for item in _items(str(folders.quarantine), census):
+        _count(item, census.quarantined)
+    _count_index(str(folders.index), census)
+    return census
+
+
+def entry_names(objects: str, pause: Callable[[], None]) -> Iterator[str]:
+    """Object names below one namespace's folder, as they are found; looks at no file.
+
+    Args:
+        pause: Called after every hundred names or so.
+    """
+    unread = Census()  # troubles are the audit's
+    for seen, item in enumerate(_below(objects, _LEVELS, unread), 1):
+        name = item.path[len(objects) + 1 :]
+        if is_object_name(name) and item.is_file(follow_symlinks=False):
+            yield name
+        if seen % _FILES_PER_BREATH == 0:
+            pause()
+
+
+def _count_index(above: str, census: Census) -> None:
+    for namespace in _items(above, census):
+        if not is_namespace_name(namespace.name) or not namespace.is_dir(follow_symlinks=False):
+            census.foreign.append(namespace.path)
+            continue
+        for item in _below(namespace.path, _LEVELS, census):
+            if is_index_name(item.path[len(namespace.path) + 1 :]):
+                _count(item, census.index)
+            else:
+                census.foreign.append(item.path)
+
+
+def _items(folder: str, census: Census) -> list[os.DirEntry[str]]:
+    try:
+        if stat.S_ISLNK(os.lstat(folder).st_mode):
+            census.troubles.append(f"{folder} is a symbolic link, which is not followed")
+            return []
+        with os.scandir(folder) as found:
+            return list(found)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as exc:
+        census.troubles.append(f"cannot read {folder}: {exc.strerror}")
+        return []
+
+
+def _owned(above: str, census: Census) -> Iterator[os.DirEntry[str]]:
+    """What processes keep in their folders, without the locks."""
+    for folder in _items(above, census):
+        if is_pin_folder_name(folder.name) and folder.is_dir(follow_symlinks=False):
+            for item in _items(folder.path, census):
+                if item.name != LOCK_NAME:
+                    yield item
+        else:
+            census.foreign.append(folder.path)
+
+
+def _below(folder: str, levels: int, census: Census) -> Iterator[os.DirEntry[str]]:
+    for item in _items(folder, census):
+        if levels and item.is_dir(follow_symlinks=False):
+            yield from _below(item.path, levels - 1, census)
+        else:
+            yield item
+
+
+def _sort(item: os.DirEntry[str], namespace: os.DirEntry[str], census: Census) -> None:
+    if is_temp_name(item.name):
+        census.temps.append(item.path)
+        return
+    name = item.path[len(namespace.path) + 1 :]
+    try:
+        found = item.stat(follow_symlinks=False)
+    except OSError:  # evicted since it was listed
+        return
+    if not is_object_name(name) or not stat.S_ISREG(found.st_mode):
+        census.foreign.append(item.path)
+        return
+    census.add(
+        Entry(item.path, namespace.name, name, found.st_size, found.st_mtime_ns, found.st_ino)
+    )
+
+
+def _sort_spooled(item: os.DirEntry[str], census: Census) -> None:
+    if is_temp_name(item.name):
+        census.temps.append(item.path)
+        return
+    try:
+        found = item.stat(follow_symlinks=False)
+    except OSError:  # confirmed, or adopted, since it was listed
+        return
+    if SpoolName.parse(item.name) is None or not stat.S_ISREG(found.st_mode):
+        census.foreign.append(item.path)
+        return
+    census.spooled[item.path] = (found.st_ino, found.st_size)
+
+
+def _count(item: os.DirEntry[str], sizes: dict[int, int]) -> None:
+    try:
+        found = item.stat(follow_symlinks=False)
+    except OSError:
+        return
+    if stat.S_ISREG(found.st_mode):
+        sizes[found.st_ino] = found.st_size

@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The bench commands: what goes to stdout, what to files, and the exit status."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from s3ec.cli.app import app
+from s3ec.dev.bench import registry, run
+from s3ec.dev.bench.result import Result
+from tests.unit.dev.bench import fakes
+
+
+def invoke(*args: str, code: int = 0) -> Any:
+    result = CliRunner().invoke(app, ["bench", *args])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == code, result.output
+    return result
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[[Result], None]:
+    """Sets what every measuring gives."""
+
+    def install(result: Result) -> None:
+        monkeypatch.setattr(run, "run_here", lambda _name, quick, say: result)
+        monkeypatch.setattr(run, "run_all", lambda quick, say, names: [result])
+
+    install(fakes.result(name="hooks"))
+    return install
+
+
+@pytest.mark.parametrize("command", ["list", "all", "data", "hooks", "fetch", "index"])
+def test_help_has_examples_and_exit_codes(command: str) -> None:
+    text = invoke(command, "--help").stdout
+    assert "Examples" in text
+    assert f"s3ec bench {command}" in text
+    assert "Exit status" in text
+
+
+def test_list_names_every_benchmark() -> None:
+    assert invoke("list").stdout.startswith("hooks  ")
+    assert json.loads(invoke("list", "--json").stdout)["benches"][0]["bench"] == "hooks"
+
+
+def test_unknown_benchmark_is_bad_usage() -> None:
+    invoke("no-such-benchmark", code=2)
+
+
+@pytest.mark.usefixtures("measured")
+def test_table_shows_rows_cases_and_reasons() -> None:
+    text = invoke("hooks").stdout
+    for expected in ("fake.speed_us", "<= 5", "yes", "hit <b>", "strace is not installed"):
+        assert expected in text
+
+
+@pytest.mark.usefixtures("measured")
+@pytest.mark.parametrize("command", ["hooks", "data", "all"])
+def test_json_on_stdout_is_one_document_and_nothing_else(command: str) -> None:
+    document = json.loads(invoke(command, "--json", "-").stdout)
+    assert document["bench"] == command
+    assert set(document) == {"bench", "machine", "rows"}
+    for row in document["rows"]:
+        assert set(row) == {"name", "value", "unit", "reach", "ok", "samples", "detail"}
+        assert (row["value"] is None) == (row["ok"] is None)
+        assert row["value"] is not None or row["detail"]["why"]
+
+
+@pytest.mark.usefixtures("measured")
+@pytest.mark.parametrize("args", [["--json"], ["--json", "--quick"], ["--quick", "--json", "-"]])
+def test_json_without_a_file_goes_to_stdout(args: list[str]) -> None:
+    assert json.loads(invoke("data", *args).stdout)["bench"] == "data"
+
+
+def test_data_runs_the_benchmarks_of_the_data_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+
+    def run_all(*, quick: bool, say: object, names: list[str]) -> list[Result]:
+        ran.extend(names)
+        return [fakes.result(name=name) for name in names]
+
+    monkeypatch.setattr(run, "run_all", run_all)
+    invoke("data", "--json")
+    assert ran == list(registry.DATA)
+    assert set(ran) < set(registry.ENTRIES)
+
+
+@pytest.mark.parametrize(("args", "name"), [([], "fetch"), (["--latency-ms", "80"], "fetch80")])
+def test_latency_is_part_of_the_name(
+    monkeypatch: pytest.MonkeyPatch, args: list[str], name: str
+) -> None:
+    ran: list[str] = []
+
+    def run_here(which: str, *, quick: bool, say: object) -> Result:
+        ran.append(which)
+        return fakes.result(name=which)
+
+    monkeypatch.setattr(run, "run_here", run_here)
+    invoke("fetch", *args)
+    assert ran == [name]
+
+
+def test_number_of_processes_reaches_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def run_here(which: str, *, quick: bool, say: object, processes: int) -> Result:
+        asked.append(processes)
+        return fakes.result(name=which)
+
+    monkeypatch.setattr(run, "run_here", run_here)
+    invoke("node")
+    invoke("node", "--processes", "8")
+    assert asked == [4, 8]
+    invoke("node", "--processes", "1", code=2)
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        ([], {}),
+        (["--keys", "1e7"], {"keys": 10_000_000}),
+        (["--keys", "2_000_000"], {"keys": 2_000_000}),
+        (["--keys", "10000"], {"keys": 10_000}),
+    ],
+)
+def test_number_of_keys_reaches_the_benchmark(
+    monkeypatch: pytest.MonkeyPatch, args: list[str], expected: dict[str, int]
+) -> None:
+    asked: list[dict[str, int]] = []
+
+    def run_here(which: str, *, quick: bool, say: object, **options: int) -> Result:
+        asked.append(options)
+        return fakes.result(name=which)
+
+    monkeypatch.setattr(run, "run_here", run_here)
+    invoke("index", *args)
+    assert asked == [expected]
+
+
+@pytest.mark.parametrize("keys", ["many", "0", "-1e6", "9999", "1e10", "12345.6", "nan", "inf", ""])
+def test_keys_that_are_no_number_of_keys_are_refused(
+    monkeypatch: pytest.MonkeyPatch, keys: str
+) -> None:
+    monkeypatch.setattr(run, "run_here", lambda *_, **__: pytest.fail("it measured"))
+    assert "1e4 to 1e9" in invoke("index", "--keys", keys, code=2).stderr
+
+
+@pytest.mark.usefixtures("measured")
+def test_json_in_a_file_leaves_the_table(tmp_path: Path) -> None:
+    file = tmp_path / "out.json"
+    assert "fake.speed_us" in invoke("hooks", "--json", str(file)).stdout
+    assert json.loads(file.read_text())["bench"] == "hooks"
+
+
+@pytest.mark.parametrize("command", ["hooks", "all"])
+def test_row_that_misses_its_reach_ends_with_one(
+    measured: Callable[[Result], None], command: str, tmp_path: Path
+) -> None:
+    measured(fakes.result(speed=9.0))
+    file = tmp_path / "out.json"
+    assert "NO" in invoke(command, "--json", str(file), code=1).stdout
+    assert file.exists()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("measured")
+def test_plot_and_report_are_written(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture, report = tmp_path / "out.png", tmp_path / "out.html"
+    for command in ("hooks", "data"):
+        invoke(command, "--plot", str(picture))
+        assert picture.read_bytes().startswith(b"\x89PNG")
+        picture.unlink()
+    invoke("all", "--html", str(report))
+    assert "data:image/png;base64," in report.read_text()
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["hooks", "--json", "/no/such/folder/x.json"], "--json"),
+        (["hooks", "--plot", "/no/such/folder/x.png"], "--plot"),
+        (["hooks", "--plot", "x.svg"], ".png"),
+        (["all", "--html", "/"], "--html"),
+    ],
+)
+def test_file_that_cannot_be_written_is_refused_before_measuring(
+    monkeypatch: pytest.MonkeyPatch, args: list[str], message: str
+) -> None:
+    monkeypatch.setattr(run, "run_here", lambda *_, **__: pytest.fail("it measured"))
+    monkeypatch.setattr(run, "run_all", lambda *_, **__: pytest.fail("it measured"))
+    assert message in invoke(*args, code=2).stderr
+
+
+@pytest.mark.parametrize("args", [["hooks", "--plot", "x.png"], ["all", "--html", "x.html"]])
+def test_missing_matplotlib_is_said_before_measuring(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, args: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr(run, "run_here", lambda *_, **__: pytest.fail("it measured"))
+    monkeypatch.setattr(run, "run_all", lambda *_, **__: pytest.fail("it measured"))
+    assert "pip install 's3ec[dev]'" in invoke(*args, code=2).stderr

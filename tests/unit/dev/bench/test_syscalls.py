@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Counting system calls: reading strace's words, and strace itself where it may attach."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+
+from s3ec.dev.bench import syscalls
+from s3ec.dev.bench.context import CannotMeasureError
+
+TRACE = """\
+11 newfstatat(AT_FDCWD, "s3ec-bench-mark-0-begin", 0x7ffd, 0) = -1 ENOENT (No such file)
+11 mkdir("/a b(c)", 0777) = -1 EEXIST (File exists)
+12 futex(0x55, FUTEX_WAIT_PRIVATE, 0, NULL <unfinished ...>
+11 mkdir("/d", 0777) = 0
+11 --- SIGCHLD {si_signo=SIGCHLD} ---
+12 <... futex resumed>) = 0
+12 +++ exited with 0 +++
+11 newfstatat(AT_FDCWD, "s3ec-bench-mark-0-end", 0x7ffd, 0) = -1 ENOENT (No such file)
+11 write(1, "outside", 7) = 7
+11 newfstatat(AT_FDCWD, "s3ec-bench-mark-1-begin", 0x7ffd, 0) = -1 ENOENT (No such file)
+11 newfstatat(AT_FDCWD, "s3ec-bench-mark-1-end", 0x7ffd, 0) = -1 ENOENT (No such file)
+""".splitlines()
+
+
+def test_only_calls_between_the_marks_are_counted_by_thread() -> None:
+    calls = syscalls.parse(TRACE, 0)
+    assert calls.own == {"mkdir": 2}
+    assert calls.others == {"futex": 1}
+
+
+def test_section_without_calls_counts_none() -> None:
+    assert syscalls.parse(TRACE, 1) == syscalls.Calls()
+
+
+def test_missing_strace_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(syscalls.shutil, "which", lambda _name: None)
+    with pytest.raises(CannotMeasureError, match="not installed"):
+        syscalls.count_syscalls({"a": lambda: None})
+
+
+def test_strace_that_ends_at_once_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    # `false` says nothing and ends, as a strace without permission ends with a message.
+    monkeypatch.setattr(syscalls.shutil, "which", lambda _name: "false")
+    with pytest.raises(CannotMeasureError, match="may not attach here: no reason given"):
+        syscalls.count_syscalls({"a": lambda: None})
+
+
+def test_real_strace_counts_what_a_section_does_and_nothing_for_one_that_does_nothing() -> None:
+    numbers = list(range(1000))
+    lock = threading.Lock()
+
+    def memory_only() -> None:
+        for number in numbers:
+            with lock:
+                {number: number}.get(number)
+
+    def files() -> None:
+        for _ in range(5):
+            os.path.exists("no-such-file")
+
+    try:
+        counts = syscalls.count_syscalls({"memory": memory_only, "files": files})
+    except CannotMeasureError as exc:
+        pytest.skip(str(exc))
+    assert min(one.own.total() for one in counts["memory"]) == 0
+    assert [one.own.total() for one in counts["files"]] == [5, 5, 5]

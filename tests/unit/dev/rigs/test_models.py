@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models are written once, and again only when they would differ. Engines run them in e2e."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+
+from s3ec.dev.rigs import models
+from s3ec.dev.rigs.vllm_cpu import engine_env
+
+# Importing what writes a model takes most of the time, so a process writes several.
+_WRITE = """
+import sys
+from s3ec.dev.rigs.models import main
+for arguments in sys.argv[1:]:
+    main(arguments.split())
+"""
+
+
+def _write(*commands: str) -> str:
+    """Run ``python -m s3ec.dev.rigs.models`` with each of them; what it complained of."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", _WRITE, *commands],
+        env=engine_env(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Both families by two processes, which also have other hashes of strings."""
+    root = tmp_path_factory.mktemp("models")
+    families = ("gemma3", "qwen2-vl")
+    first = [f"{family} {root}/{family}/one --seed 1" for family in families]
+    first += [f"{family} {root}/{family}/other --seed 2" for family in families]
+    assert _write(*first) == ""
+    assert _write(*(f"{family} {root}/{family}/same --seed 1" for family in families)) == ""
+    return root
+
+
+def _contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "tensor"),
+    [
+        ("gemma3", "vision_tower.vision_model.embeddings.position_embedding.weight"),
+        ("qwen2-vl", "visual.patch_embed.proj.weight"),
+    ],
+)
+def test_model_is_quiet_repeatable_and_depends_on_the_seed(
+    written: Path, family: str, tensor: str
+) -> None:
+    folders = [written / family / name for name in ("one", "same", "other")]
+    one, same, other = map(_contents, folders)
+    assert one == same
+    assert one["model.safetensors"] != other["model.safetensors"]
+    assert {name for name in one if one[name] != other[name]} <= {
+        "model.safetensors",
+        models._MARKER,
+    }
+    with safe_open(folders[0] / "model.safetensors", framework="numpy") as file:
+        assert tensor in file.keys()  # noqa: SIM118 - not a dictionary
+    assert json.loads(one["preprocessor_config.json"])["image_mean"]
+
+
+def _count_builds(out: Path, recipe: dict[str, int], built: list[dict[str, int]]) -> None:
+    models._once(out, recipe, lambda: built.append(recipe))
+
+
+def test_second_call_builds_nothing_and_other_recipe_builds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[dict[str, int]] = []
+    for seed in (1, 1, 2, 2, 1):
+        _count_builds(tmp_path / "new" / "model", {"seed": seed}, built)
+    assert built == [{"seed": 1}, {"seed": 2}, {"seed": 1}]
+    monkeypatch.setattr(models, "version", lambda _name: "another release")
+    _count_builds(tmp_path / "new" / "model", {"seed": 1}, built)
+    assert len(built) == 4
+
+
+def test_broken_build_is_built_again(tmp_path: Path) -> None:
+    def fail() -> None:
+        raise OSError("disk full")
+
+    built: list[dict[str, int]] = []
+    _count_builds(tmp_path, {"seed": 1}, built)
+    with pytest.raises(OSError, match="disk full"):
+        models._once(tmp_path, {"seed": 2}, fail)
+    # Its files may be half the one model and half the other.
+    _count_builds(tmp_path, {"seed": 1}, built)
+    assert len(built) == 2
+
+
+def test_unknown_preset_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(KeyError, match="huge"):
+        models.write_gemma3(tmp_path, "huge")
