@@ -174,19 +174,14 @@ class Embedding:
     """One embedding with its bytes, every one of them checked.
 
     Attributes:
-        entry: What it is; its header is never None.
+        entry: What it is.
+        header: What it says of itself, the same as that of the entry.
         file: The whole entry as it is stored, a safetensors file; read-only.
     """
 
     entry: CorpusEntry
+    header: codec.Header
     file: memoryview
-
-    @property
-    def header(self) -> codec.Header:
-        """What the entry says of itself."""
-        if self.entry.header is None:
-            raise ValueError("an embedding was made of an entry whose header was not read")
-        return self.entry.header
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -374,11 +369,11 @@ class Corpus:
         self.close()
 
     def close(self) -> None:
-        """Let go of connections, within 5 s. Calling it again does nothing."""
+        """Let go of connections, within 10 s. Calling it again does nothing."""
         if self._closed:
             return
-        with suppress(UnavailableError):
-            self.run(lambda store: store.close())
+        with suppress(UnavailableError, TimeoutError):
+            self.run(lambda store: asyncio.wait_for(store.close(), _CLOSE_S))
         self._closed = True
         self._thread.stop(_CLOSE_S)
 
@@ -545,7 +540,8 @@ class Corpus:
         announcement; the first deletion also tries a conditional write, four small requests.
 
         Args:
-            identifiers: In full, as vLLM spells them; or entries.
+            identifiers: In full, as vLLM spells them; or entries, all of one namespace, which need
+                not be named then.
             by_name: The texts are labels or objects' names, as list has them.
             dry_run: Only say what would go.
             report: Told how many entries are gone.
@@ -554,16 +550,25 @@ class Corpus:
             What was there, and whether it was deleted.
 
         Raises:
-            ConfigError: An identifier under which nothing is stored, or no name of an entry;
-                nothing was deleted.
+            ConfigError: An identifier under which nothing is stored, no name of an entry, or
+                entries of another namespace; nothing was deleted.
             UnavailableError, AccessError: Some may be left. What is gone was announced, unless the
                 message says otherwise.
             TierError: The folder for temporary files is full: 42 bytes for each entry of the index.
             NotFoundError, AmbiguousError: No namespace fits, or several do.
         """
-        if isinstance(identifiers, str | CorpusEntry):
-            identifiers = [identifiers]
-        keys = dict(self._key_to_delete(one, by_name) for one in identifiers)
+        given = (identifiers,) if isinstance(identifiers, str | CorpusEntry) else (*identifiers,)
+        keys = dict(self._key_to_delete(one, by_name) for one in given)
+        places = {one.namespace for one in given if isinstance(one, CorpusEntry)}
+        if places and namespace is None and model is None:
+            namespace = min(places)
+        name = self.choose(namespace, model=model)
+        if places - {name}:
+            raise ConfigError(
+                f"`identifiers` holds entries of {max(places - {name})}, and `namespace` is "
+                f"{name}; delete those of each namespace by themselves",
+                field="namespace",
+            )
 
         async def work(store: Store, layout: Layout) -> Deletion:
             from s3ec.index.delete import deleting, find_objects
@@ -576,7 +581,7 @@ class Corpus:
             by_text = {text: tuple(found[key]) for text, key in keys.items()}
             return Deletion(layout.namespace, by_text, done=not dry_run)
 
-        return self.within(work, namespace, model=model, write=not dry_run)
+        return self.within(work, name, write=not dry_run)
 
     def verify(
         self,
@@ -752,7 +757,10 @@ class Corpus:
         if self._closed:
             coroutine.close()  # nobody will await it
             raise S3ECError("this corpus is closed; open another one")
-        return self._thread.submit(coroutine)
+        try:
+            return self._thread.submit(coroutine)
+        except RuntimeError as exc:  # it ends just now, or no descriptor is left
+            raise S3ECError(f"this corpus cannot be used: {exc}") from exc
 
 
 def _text(value: object) -> str:
@@ -938,7 +946,7 @@ async def _read(store: Store, entry: CorpusEntry, report: Report) -> Embedding |
         header = _checked_header(blob, entry)
         view = memoryview(blob).toreadonly()
         codec.check_data(header, view[header.data_start :])
-    return Embedding(replace(entry, header=header), view)
+    return Embedding(replace(entry, header=header), header, view)
 
 
 @contextmanager

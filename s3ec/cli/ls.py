@@ -180,11 +180,6 @@ def ls(
         raise ConfigError("`--json` and `--ndjson` do not go together; leave one out")
     if quick and (sort or reverse):
         raise ConfigError("`--quick` does not sort; leave it or `--sort` out", field="quick")
-    wanted = Filter(
-        (_size(min_size, "min_size"), _size(max_size, "max_size")),
-        (_age(older_than, "older_than"), _age(newer_than, "newer_than")),
-        modality,
-    )
     streams = as_lines and not (sort or reverse)
     if limit is None:
         limit = 0 if as_lines else _LIMIT
@@ -202,13 +197,8 @@ def ls(
         from s3ec.index.listing import REQUESTS_AT_A_TIME
 
         width = 1 if quick else REQUESTS_AT_A_TIME
-        batches = scan(
-            store,
-            layout.namespace,
-            starts_with=starts_with or "",
-            adapter=folder,
-            width=width,
-        )
+        begin = starts_with or ""
+        batches = scan(store, layout.namespace, starts_with=begin, adapter=folder, width=width)
         async with aclosing(batches):
             async for batch in batches:
                 fitting = [entry for entry in batch if wanted.fits(entry, now_s)]
@@ -225,6 +215,11 @@ def ls(
     # A spinner would take lines on stdout for its own.
     with nullcontext() if streams else progress("listing"), source.corpus() as corpus:
         folder = _adapter_folder(adapter, corpus)
+        wanted = Filter(
+            (_size(min_size, "min_size"), _size(max_size, "max_size")),
+            (_age(older_than, "older_than"), _age(newer_than, "newer_than")),
+            modality,
+        )
         name = choice.within(corpus)
         corpus.within(look, name)
     found.finish()

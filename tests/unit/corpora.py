@@ -130,6 +130,24 @@ class CorpusSuite:
         assert corpus.verify().objects == 0
         assert any("/manifest/delta/" in name for name in self.names(corpus))
 
+    def test_entries_are_deleted_where_they_were_listed_and_nowhere_else(
+        self, filled: Filled
+    ) -> None:
+        corpus, newer = filled.corpus, filled.namespace(OTHER)
+        for identifier in IDS:
+            filled.entry(newer, identifier)
+        found = list(corpus.list(filled.name))
+        for asked in ({"namespace": newer}, {"namespace": filled.name}):
+            with pytest.raises(ConfigError, match="by themselves") as caught:
+                corpus.delete([*found, *corpus.list(newer)], **asked)
+            assert caught.value.field == "namespace"
+        with pytest.raises(ConfigError, match=f"entries of {filled.name}"):
+            corpus.delete(found, namespace=newer)
+        deleted = corpus.delete(found)
+        assert (deleted.namespace, deleted.count) == (filled.name, 4)
+        assert list(corpus.list(filled.name)) == []
+        assert len(list(corpus.list(newer))) == 4
+
     @staticmethod
     def names(corpus: Corpus) -> list[str]:
         async def work(store: Store) -> list[str]:
