@@ -18,7 +18,10 @@ PLAIN = {
     "load.bytes": ("vllm:s3ec_load_bytes", "Bytes of embeddings read into the encoder cache."),
     "load.seconds": ("vllm:s3ec_load_seconds", "Time spent inside start_load_caches."),
     "load.failed": ("vllm:s3ec_load_failures", "Reads of granted files that failed."),
-    "load.rescued": ("vllm:s3ec_load_rescues", "Loads served by the bucket after such a failure."),
+    "load.rescued": (
+        "vllm:s3ec_load_rescues",
+        "Loads that the bucket served after such a failure.",
+    ),
     "load.hung": ("vllm:s3ec_load_hangs", "Loads that the disk did not answer in time."),
     "save.items": ("vllm:s3ec_saves", "Embeddings that the bucket confirmed."),
     "save.bytes": ("vllm:s3ec_save_bytes", "Bytes of embeddings that the bucket confirmed."),
@@ -27,15 +30,15 @@ PLAIN = {
     "save.blocked": ("vllm:s3ec_save_blocked", "Times that a full save queue held the encoder up."),
     "announced": (
         "vllm:s3ec_announced",
-        "Stored embeddings whose entry in the corpus's index the bucket confirmed.",
+        "Stored embeddings that were announced in the index.",
     ),
     "announce_failed": (
         "vllm:s3ec_announce_failures",
-        "Attempts to write such entries that failed and are repeated.",
+        "Announcements in the index that failed. They are tried again.",
     ),
     "announce_dropped": (
         "vllm:s3ec_announce_dropped",
-        "Stored embeddings that no index knows until it is rebuilt.",
+        "Stored embeddings that the index does not know until it is rebuilt.",
     ),
     "tier.evicted": ("vllm:s3ec_evictions", "Entries that this process evicted from the tier."),
     "tier.evicted_bytes": ("vllm:s3ec_evicted_bytes", "Bytes that this process evicted."),
@@ -53,18 +56,18 @@ PLAIN = {
     ),
     "store.retry_budget_spent": (
         "vllm:s3ec_store_retries_unpaid",
-        "Requests not repeated because too many were.",
+        "Requests not repeated because too many had been repeated already.",
     ),
     "store.slow_starts": (
         "vllm:s3ec_store_slow_starts",
         "Requests without an answer after a time that is long for this store.",
     ),
     "hedge.sent": ("vllm:s3ec_hedges", "Late requests that were sent a second time."),
-    "hedge.won": ("vllm:s3ec_hedges_won", "Of those, the ones whose second answer came first."),
+    "hedge.won": ("vllm:s3ec_hedges_won", "Second requests whose answer came first."),
     "pace.slowed": ("vllm:s3ec_slowdowns", "Times that the store asked for fewer requests."),
     "index.refresh_failed": (
         "vllm:s3ec_index_failures",
-        "Looks for news of the corpus that failed.",
+        "Refreshes of the index that failed.",
     ),
     "index.downloaded_bytes": ("vllm:s3ec_index_bytes", "Bytes of the index that were downloaded."),
     "compact.bases": ("vllm:s3ec_index_compactions", "Bases of the index that this engine made."),
@@ -75,7 +78,7 @@ PLAIN = {
     "index.refused": ("vllm:s3ec_index_refused", "Files of the index that could not be used."),
     "index.vanished": (
         "vllm:s3ec_index_vanished",
-        "Embeddings that the index holds and the bucket does not.",
+        "Embeddings that the index holds and the bucket lacks.",
     ),
     "index.rebuild_wanted": (
         "vllm:s3ec_index_rebuild_wanted",
@@ -98,14 +101,17 @@ PLAIN = {
         "vllm:s3ec_stopped_by_weights",
         "1 once nothing is loaded or saved any more, since the weights may have changed.",
     ),
-    "breaker.opened": ("vllm:s3ec_breaker_opened", "Times that the store was given a rest."),
+    "breaker.opened": (
+        "vllm:s3ec_breaker_opened",
+        "Times that the breaker opened: the store is not asked for a while.",
+    ),
     "internal_errors": ("vllm:s3ec_internal_errors", "Errors inside s3ec that were contained."),
 }
 # sum of ours that also goes down -> (Prometheus name, help)
 LEVELS = {
     "pace.withheld": (
         "vllm:s3ec_places_withheld",
-        "Requests at a time that the store is not asked for, because it was too many for it.",
+        "Requests at a time that are held back, because the store asked for fewer.",
     ),
 }
 _SOURCES = {
@@ -189,7 +195,7 @@ LABELLED: dict[str, tuple[str, str, str, dict[str, str]]] = {
     ),
     "save_problem.": (
         "vllm:s3ec_save_problems",
-        "Embeddings not stored, or not at the first try.",
+        "Embeddings that were not stored, or not at the first try.",
         "reason",
         {
             "unavailable": "An upload failed and is tried again: the bucket gave no good answer.",

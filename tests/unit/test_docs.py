@@ -112,6 +112,15 @@ def test_links_of_the_site_are_those_of_the_checkout() -> None:
     assert rewritten("[x](https://example.org/a)", "a.md", pages) == "[x](https://example.org/a)"
 
 
+def test_readme_and_deployment_give_the_same_commands() -> None:
+    said = [
+        set(re.findall(r"^```bash\n(.*?)^```$", (ROOT / document).read_text(), re.S | re.M))
+        for document in ("README.md", "docs/deployment.md")
+    ]
+    for command in ("pip install", "vllm serve", "s3ec doctor"):
+        assert [block for block in said[0] & said[1] if block.startswith(command)], command
+
+
 # -- what they say about the code --------------------------------------------------------------
 
 
