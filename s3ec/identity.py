@@ -429,7 +429,7 @@ _REMEMBERED_CHARACTERS = 128
 
 
 @dataclass(frozen=True, slots=True)
-class Naming:
+class KeyPolicy:
     """The rules of one process; what identity.make_key does without any.
 
     Attributes:
@@ -451,16 +451,16 @@ class Naming:
         return not self.trust_client_ids and not is_content_hash(identifier)
 
 
-def naming_of(settings: Settings) -> Naming:
+def naming_of(settings: Settings) -> KeyPolicy:
     """The rules that some settings ask for.
 
     Raises:
         ConfigError: The tenant's secret cannot be read, or is too short.
     """
-    return Naming(Tenant.read(settings.tenant_key), settings.trust_client_ids)
+    return KeyPolicy(Tenant.read(settings.tenant_key), settings.trust_client_ids)
 
 
-class KeyMaker:
+class KeyCache:
     """make_key with a bounded memory of recent answers; not thread-safe, one per owner.
 
     A scheduler asks for the same identifiers at every step; hashing them each time would be
@@ -485,13 +485,13 @@ class KeyMaker:
             return key
 
 
-class CountedKeys(KeyMaker):
+class CountingKeyCache(KeyCache):
     """A KeyMaker that can count what has no key.
 
     Counters: ``ids.refused``, what a client chose and is not to; ``refused_identifiers``, others.
     """
 
-    def __init__(self, naming: Naming, counters: Counters, *, capacity: int = 65536) -> None:
+    def __init__(self, naming: KeyPolicy, counters: Counters, *, capacity: int = 65536) -> None:
         super().__init__(naming.make_key, capacity=capacity)
         self._naming = naming
         self._counters = counters

@@ -14,8 +14,8 @@ from typing import ClassVar
 
 from s3ec.counters import Counters
 from s3ec.errors import AccessError, ConfigError, CorruptEntryError, TierError, UnavailableError
-from s3ec.identity import Key, Layout, Namespace, Naming, canonical_json, naming_of
-from s3ec.index.base_writer import Making
+from s3ec.identity import Key, KeyPolicy, Layout, Namespace, canonical_json, naming_of
+from s3ec.index.base_writer import BuildOptions
 from s3ec.index.cache import IndexCache
 from s3ec.index.compaction import Backlog, ElectedCompactor
 from s3ec.index.follower import FollowOptions
@@ -176,7 +176,7 @@ class Node:
             backlog=lambda: Backlog(*self.index.counts()),
             files=self.tier.open_index(),
             counters=self.counters,
-            making=Making(bloom_fpr=self.settings.bloom_fpr),
+            making=BuildOptions(bloom_fpr=self.settings.bloom_fpr),
         )
         self.loop.submit(compactor.run_forever())
 
@@ -269,7 +269,7 @@ class Node:
         await self.store.close()
 
 
-def _naming(settings: Settings, namespace: Namespace) -> Naming:
+def _naming(settings: Settings, namespace: Namespace) -> KeyPolicy:
     naming = naming_of(settings)
     mine = naming.tenant.id if naming.tenant else None
     if namespace.descriptor.get("tenant") != mine:

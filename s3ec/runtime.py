@@ -19,7 +19,7 @@ from s3ec.counters import Counters
 from s3ec.errors import UnavailableError
 from s3ec.forks import call_in_forks
 
-SIGNALS = (KeyboardInterrupt, SystemExit)
+PASS_THROUGH = (KeyboardInterrupt, SystemExit)
 """What signal handlers raise, Python's and vLLM's, between any two lines of the main thread."""
 
 
@@ -31,7 +31,7 @@ def ends_task(exc: BaseException) -> bool:
     if isinstance(exc, asyncio.CancelledError):
         task = asyncio.current_task()
         return task is None or task.cancelling() > 0
-    return isinstance(exc, (GeneratorExit, *SIGNALS))
+    return isinstance(exc, (GeneratorExit, *PASS_THROUGH))
 
 
 T = TypeVar("T")

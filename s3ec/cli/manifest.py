@@ -27,7 +27,7 @@ from s3ec.cli.progress import counting
 if TYPE_CHECKING:
     from s3ec.counters import Report
     from s3ec.identity import Layout
-    from s3ec.index.base_writer import Made, Making
+    from s3ec.index.base_writer import BuildOptions, BuildResult
     from s3ec.index.rebuild import Verified
     from s3ec.settings import Settings
     from s3ec.store.base import Store
@@ -162,7 +162,7 @@ def compact(source: Source, choice: NamespaceChoice, as_json: JsonOption = False
 
     with counting("compacting") as report:
 
-        async def work(store: Store, layout: Layout) -> Made | None:
+        async def work(store: Store, layout: Layout) -> BuildResult | None:
             from s3ec.index.compaction import compact as make
 
             return await make(store, layout, _making(settings, report))
@@ -189,7 +189,7 @@ def rebuild(source: Source, choice: NamespaceChoice, as_json: JsonOption = False
 
     with counting("listing objects") as report:
 
-        async def work(store: Store, layout: Layout) -> Made:
+        async def work(store: Store, layout: Layout) -> BuildResult:
             from s3ec.index.rebuild import rebuild as make
 
             return await make(store, layout, _making(settings, report))
@@ -198,7 +198,7 @@ def rebuild(source: Source, choice: NamespaceChoice, as_json: JsonOption = False
     _report(made, as_json=as_json)
 
 
-def _report(made: Made, *, as_json: bool) -> None:
+def _report(made: BuildResult, *, as_json: bool) -> None:
     head = made.head
     if as_json:
         print_json(
@@ -301,7 +301,7 @@ def _print_verified(found: Verified) -> None:
         print_note("`s3ec manifest rebuild` makes the index say what the bucket holds")
 
 
-def _making(settings: Settings, report: Report) -> Making:
-    from s3ec.index.base_writer import Making
+def _making(settings: Settings, report: Report) -> BuildOptions:
+    from s3ec.index.base_writer import BuildOptions
 
-    return Making(bloom_fpr=settings.bloom_fpr, report=report)
+    return BuildOptions(bloom_fpr=settings.bloom_fpr, report=report)

@@ -24,7 +24,7 @@ from s3ec.connector import compat, live_weights
 from s3ec.connector.adapters import AdapterCache, AdapterFiles, AdapterNames, name_in_plan
 from s3ec.connector.guard import fatal, guarded
 from s3ec.connector.messages import StepPlan, WorkerReport
-from s3ec.connector.remote_ranks import Ranks, tier_mark
+from s3ec.connector.remote_ranks import Ranks, tier_id
 from s3ec.connector.saves import SaveQueue
 from s3ec.connector.scheduler import SchedulerHalf
 from s3ec.connector.vllm_config import (
@@ -42,7 +42,7 @@ from s3ec.connector.vllm_config import (
 from s3ec.connector.worker import WorkerHalf
 from s3ec.errors import ConfigError, TierError
 from s3ec.node import Node
-from s3ec.runtime import SIGNALS
+from s3ec.runtime import PASS_THROUGH
 from s3ec.store.open import choose_transport
 
 try:  # vLLM 0.28 and newer
@@ -119,7 +119,7 @@ class S3ECConnector(ECConnectorBase):
             self._make_half(role, loaded)
         except TierError as exc:
             raise ConfigError(f"`cache_dir`: {exc}", field="cache_dir") from exc
-        except (ConfigError, *SIGNALS):
+        except (ConfigError, *PASS_THROUGH):
             raise
         except BaseException:
             # Whatever else it is, images can be encoded without us.
@@ -511,7 +511,7 @@ def _ranks_elsewhere(node: Node, role: Role, topology: Topology) -> Ranks | None
         return None
     return Ranks(
         topology.ranks,
-        tier_mark(node),
+        tier_id(node),
         steps_in_flight=role.steps_in_flight,
         heard_without_tokens=topology.heard_without_tokens,
     )

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
-from s3ec.runtime import SIGNALS
+from s3ec.runtime import PASS_THROUGH
 
 log = logging.getLogger(__name__)
 F = TypeVar("F", bound=Callable[..., Any])
@@ -29,7 +29,7 @@ def guarded(default: Any) -> Callable[[F], F]:
             node = getattr(self, "_node", None)  # shutdown() gives it away
             try:
                 return hook(self, *args, **kwargs)
-            except SIGNALS:
+            except PASS_THROUGH:
                 raise
             except BaseException:
                 if node is not None:
@@ -52,7 +52,7 @@ def fatal(hook: F) -> F:
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
             return hook(*args, **kwargs)
-        except (Exception, *SIGNALS):
+        except (Exception, *PASS_THROUGH):
             raise
         except BaseException as exc:
             raise RuntimeError(f"{hook.__name__} failed: {exc!r}") from exc

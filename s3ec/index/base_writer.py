@@ -36,10 +36,10 @@ from s3ec.index.bloom import build_bloom
 from s3ec.index.listing import in_parallel
 from s3ec.index.manifest import (
     MAX_VERSION,
+    BaseManifest,
     Blob,
-    Head,
+    ManifestListing,
     Shard,
-    Snapshot,
     newest_head,
     read_head,
     shard_ranges,
@@ -58,7 +58,7 @@ _UNLOCKED_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Making:
+class BuildOptions:
     """How a base is made.
 
     Attributes:
@@ -78,7 +78,7 @@ class Making:
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class BuildResult:
     """What a compaction or a rebuild did.
 
     Attributes:
@@ -88,7 +88,7 @@ class Made:
         corrupt: Deltas that are unusable and were left where they are: ULID to what is wrong.
     """
 
-    head: Head
+    head: BaseManifest
     merged: int
     removed: int
     corrupt: Mapping[str, str] = field(default_factory=dict)
@@ -199,7 +199,7 @@ class BaseWriter:
         CorruptEntryError: There is no such version (``reason`` is ``version``).
     """
 
-    def __init__(self, store: Store, layout: Layout, version: int, making: Making) -> None:
+    def __init__(self, store: Store, layout: Layout, version: int, making: BuildOptions) -> None:
         if version > MAX_VERSION:  # its name would sort before, and no reader know it
             raise CorruptEntryError(
                 f"{layout.head(MAX_VERSION)} leaves no version for another base, so somebody made "
@@ -244,7 +244,7 @@ class BaseWriter:
         self.nbytes += blob.nbytes
         return blob
 
-    async def commit(self, merged: Collection[str]) -> Head | None:
+    async def commit(self, merged: Collection[str]) -> BaseManifest | None:
         """Make this the base that readers use, unless another became this version first.
 
         Args:
@@ -259,7 +259,7 @@ class BaseWriter:
                 have been deleted meanwhile. Whether it is committed is unknown then.
             AccessError: The store refuses.
         """
-        head = Head(
+        head = BaseManifest(
             version=self._version,
             run=self._run,
             created_s=int(self._clock()),
@@ -340,7 +340,9 @@ async def clean(store: Store, layout: Layout, *, grace_s: float = GRACE_S) -> in
     return len(due) + len(old)
 
 
-async def _read_heads(store: Store, layout: Layout, snapshot: Snapshot) -> dict[int, Head]:
+async def _read_heads(
+    store: Store, layout: Layout, snapshot: ManifestListing
+) -> dict[int, BaseManifest]:
     """All heads that can be read; the newest one must be."""
     newest = await newest_head(store, layout, snapshot)
     heads = {} if newest is None else {newest.version: newest}
@@ -356,7 +358,7 @@ async def _read_heads(store: Store, layout: Layout, snapshot: Snapshot) -> dict[
 
 
 def _due(
-    snapshot: Snapshot, heads: dict[int, Head], now_s: float, grace_s: float
+    snapshot: ManifestListing, heads: dict[int, BaseManifest], now_s: float, grace_s: float
 ) -> list[ObjectInfo]:
     """Shards, filters and deltas that may go at this time of the server."""
     settled = _settled(snapshot, now_s, grace_s)
@@ -379,12 +381,12 @@ def _due(
     return due
 
 
-def _old_heads(snapshot: Snapshot, now_s: float, grace_s: float) -> list[ObjectInfo]:
+def _old_heads(snapshot: ManifestListing, now_s: float, grace_s: float) -> list[ObjectInfo]:
     settled = _settled(snapshot, now_s, grace_s)
     return [info for version, info in snapshot.heads.items() if version < settled]
 
 
-def _settled(snapshot: Snapshot, now_s: float, grace_s: float) -> int:
+def _settled(snapshot: ManifestListing, now_s: float, grace_s: float) -> int:
     """The newest version that has been there for so long, 0 where none has."""
     settled = (v for v, info in snapshot.heads.items() if _are_older([info], now_s, grace_s))
     return max(settled, default=0)

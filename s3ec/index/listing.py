@@ -22,7 +22,7 @@ from s3ec.counters import Counters, Report, unreported
 from s3ec.errors import UnavailableError
 from s3ec.identity import Key, Layout, digest_of_name, entry_name
 from s3ec.index.missing import NEGATIVE_ENTRIES, NEGATIVE_TTL_S
-from s3ec.index.rows import Facts, Rows
+from s3ec.index.rows import EntryInfo, Rows
 from s3ec.index.segment import SortedRuns
 from s3ec.store.base import ObjectInfo, Store
 
@@ -274,11 +274,11 @@ class ListingIndex:
         """As maybe_contains: a listing is exact."""
         return self.maybe_contains(key)
 
-    def facts(self, key: Key) -> Facts | None:
+    def facts(self, key: Key) -> EntryInfo | None:
         """A listing tells nothing of an entry but that it is there."""
         return None
 
-    def add(self, key: Key, facts: Facts | None = None) -> None:
+    def add(self, key: Key, facts: EntryInfo | None = None) -> None:
         """Remember a key that was just stored; ends its negative entry."""
         with self._lock:
             self._known.add(key.digest)

@@ -20,7 +20,7 @@ _MANY = 32
 _WINDOW_S = 600.0
 
 
-class Gone:
+class NegativeCache:
     """Keys that are not to be had for now. Each is believed again after a while.
 
     ``until`` may be read by any thread without a lock; everything else is under the owner's.

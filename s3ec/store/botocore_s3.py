@@ -36,7 +36,7 @@ from s3ec.store.base import (
     content_type_of,
     delete_each,
 )
-from s3ec.store.concurrency import Extend, Turns, answer_begun, page_begun
+from s3ec.store.concurrency import Extend, RequestSlots, answer_begun, page_begun
 from s3ec.store.replies import PIECE_BYTES, Pieces, Reply, read_body
 from s3ec.store.s3_client import Exchange, Opened, check_settings, open_client, read_piece
 from s3ec.store.s3_errors import (
@@ -58,7 +58,7 @@ _CHECKSUM_REFUSED = frozenset({"InvalidArgument", "InvalidRequest", "NotImplemen
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class RequestSlot:
     """One operation's hold on the store.
 
     Attributes:
@@ -97,7 +97,7 @@ class BotocoreStore:
         self._settings = settings
         self._root = f"{settings.prefix}/" if settings.prefix else ""
         self._page_size = page_size
-        self._turns = Turns(settings, least_bytes_per_s)
+        self._turns = RequestSlots(settings, least_bytes_per_s)
         self._opening = asyncio.Lock()
         self._opened: Opened | None = None
         self._pool = _pool_for(settings)
@@ -278,7 +278,7 @@ class BotocoreStore:
         return self._settings.region or "unset"
 
     @contextlib.asynccontextmanager
-    async def _turn(self, what: str) -> AsyncIterator[Turn]:
+    async def _turn(self, what: str) -> AsyncIterator[RequestSlot]:
         """The client, one of the places, a deadline and the error boundary around an operation."""
         asked_s = time.monotonic()
         try:
@@ -288,7 +288,7 @@ class BotocoreStore:
                 # given up a moment ago is waited for behind the deadline.
                 async with self._turns.take(what) as extend:
                     asked_s = time.monotonic()
-                    yield Turn(opened, extend)
+                    yield RequestSlot(opened, extend)
             if self._opened is not None:
                 self._opened.credentials.accepted(asked_s)
         except AccessError as exc:
@@ -316,7 +316,7 @@ class BotocoreStore:
         if opened.transport is not None:
             opened.transport.close()
 
-    async def _call(self, turn: Turn, operation: str, **params: Any) -> Any:
+    async def _call(self, turn: RequestSlot, operation: str, **params: Any) -> Any:
         """Have the SDK make a request about the bucket.
 
         Args:
@@ -332,7 +332,7 @@ class BotocoreStore:
             turn, functools.partial(call, Bucket=self._settings.bucket, **params)
         )
 
-    async def _in_thread(self, turn: Turn, function: Callable[[], T]) -> T:
+    async def _in_thread(self, turn: RequestSlot, function: Callable[[], T]) -> T:
         """Have a thread make a call that may wait for the server; cancelled, it ends that wait."""
         if self._turns.is_closed:
             raise UnavailableError("the store was closed")
@@ -343,7 +343,9 @@ class BotocoreStore:
             turn.exchange.abort()
             raise
 
-    async def _get_object(self, turn: Turn, key: str, wanted: range | None = None) -> Reply | None:
+    async def _get_object(
+        self, turn: RequestSlot, key: str, wanted: range | None = None
+    ) -> Reply | None:
         """Ask for an object or a range of its bytes; None where it is absent.
 
         Raises:
@@ -357,12 +359,12 @@ class BotocoreStore:
                 return None
             raise
 
-    def _reply(self, turn: Turn, response: Any) -> Reply:
+    def _reply(self, turn: RequestSlot, response: Any) -> Reply:
         return BotocoreReply(response, functools.partial(self._in_thread, turn))
 
     async def _put_object(
         self,
-        turn: Turn,
+        turn: RequestSlot,
         key: str,
         body: Sequence[bytes | memoryview],
         what: str,

@@ -96,7 +96,7 @@ def _set(variable: ContextVar[T], value: T) -> Iterator[None]:
         variable.set(before)
 
 
-class Turns:
+class RequestSlots:
     """Hands out places and deadlines.
 
     Args:
@@ -186,7 +186,7 @@ _READS_IN_A_ROW = 3
 _Waiting = tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]
 
 
-class Pace:
+class AdaptiveConcurrency:
     """Places for requests; for any number of threads.
 
     Those of a kind, reads or not, get them in the order they were asked for.

@@ -17,7 +17,7 @@ from s3ec.forks import call_in_forks
 from s3ec.settings import Settings
 from s3ec.store.base import ObjectInfo, Store, Wrapper
 from s3ec.store.breaker import Breaker, BreakerOpenError, BreakerOptions, Ticket
-from s3ec.store.concurrency import Pace, counting, hearing
+from s3ec.store.concurrency import AdaptiveConcurrency, counting, hearing
 from s3ec.store.hedge import HedgeStore
 from s3ec.store.retry import Budget, RetryOptions, RetryStore
 
@@ -49,7 +49,7 @@ class Endpoint:
         breaker: Breaker | None = None,
     ) -> None:
         self.breaker = breaker or Breaker(options)
-        self.pace = Pace(places)
+        self.pace = AdaptiveConcurrency(places)
         self.retries = Budget(_RETRIES, at_most=_RETRIES_SAVED, at_first=1.0)
         self.hedges = Budget(_HEDGES, at_most=_HEDGES_SAVED, at_first=0.0)
         call_in_forks(self, Endpoint._after_fork)
@@ -95,12 +95,12 @@ def resilient(store: Store, endpoint: Endpoint, counters: Counters, *, hedge: bo
     """The store, with all that makes bad days bearable around it."""
     if hedge:
         store = HedgeStore(store, counters, endpoint.pace, endpoint.hedges)
-    guarded = GuardStore(store, endpoint, counters)
+    guarded = BreakerStore(store, endpoint, counters)
     options = RetryOptions(may_repeat=lambda: endpoint.breaker.stands_alone)
     return RetryStore(guarded, counters, options=options, budget=endpoint.retries)
 
 
-class GuardStore(Wrapper):
+class BreakerStore(Wrapper):
     """Asks for a place and the breaker's leave before each request, and tells both how it ended.
 
     Raises BreakerOpenError at once where the breaker is open.

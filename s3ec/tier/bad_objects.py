@@ -38,7 +38,7 @@ from s3ec.identity import (
     is_object_name,
     revised_name,
 )
-from s3ec.tier.files import Folders, Refusals, TempFile, open_entry, require_own_folders
+from s3ec.tier.files import DiskErrors, Folders, TempFile, open_entry, require_own_folders
 
 log = logging.getLogger(__name__)
 
@@ -121,7 +121,7 @@ class BadObjects:
             clock: Seconds since the epoch.
         """
         self._folders = Folders(Path(os.path.realpath(root)))
-        self._refused = Refusals(root, counters).note
+        self._refused = DiskErrors(root, counters).note
         self._counters = counters
         self._place = (namespace, destination)
         self._ttl_s = ttl_s

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 import xxhash
 
 from s3ec.errors import TierError
-from s3ec.tier.files import Folders, Refusals
+from s3ec.tier.files import DiskErrors, Folders
 
 # struct flock of 64-bit Linux: type, whence, start, length, pid (0 for this kind of lock).
 _FLOCK = struct.Struct("hhqqi4x")
@@ -55,7 +55,7 @@ class Claims:
     from memory, and never across a wait.
     """
 
-    def __init__(self, folders: Folders, namespace: str, refusals: Refusals) -> None:
+    def __init__(self, folders: Folders, namespace: str, refusals: DiskErrors) -> None:
         self._folders = folders
         self._seed = namespace.encode()
         self._refused = refusals.note

@@ -31,7 +31,7 @@ from s3ec.tier.files import (
     unlock,
 )
 from s3ec.tier.process_folders import sweep_dead
-from s3ec.tier.scan import Census, Entry, breathe, take_census
+from s3ec.tier.scan import ScannedEntry, TierScan, take_census, yield_gil
 from s3ec.tier.usage import RunningTotal, UseClock
 
 # Sorted apart and merged as far as needed: one sort of all would keep the interpreter.
@@ -48,8 +48,8 @@ class Evicted:
 
 
 def oldest_first(
-    entries: Sequence[Entry], pause: Callable[[], None] | None = None
-) -> Iterator[Entry]:
+    entries: Sequence[ScannedEntry], pause: Callable[[], None] | None = None
+) -> Iterator[ScannedEntry]:
     """Entries by time of use; unused ones, whose times are below all others, come first."""
     order = attrgetter("mtime_ns")
     chunks = []
@@ -61,7 +61,7 @@ def oldest_first(
 
 
 def evict(
-    entries: Iterable[Entry],
+    entries: Iterable[ScannedEntry],
     goal_bytes: int,
     *,
     objects: Path,
@@ -233,7 +233,7 @@ class Background:
     def _pause(self) -> None:
         if self._stopping.is_set():
             raise StoppedError
-        breathe()
+        yield_gil()
 
 
 # Eviction goes on down to this share of the budget, so that it is not needed at every publish.
@@ -422,7 +422,7 @@ class Evictor:
         if swept:
             self._counters.add("tier.swept", swept)
 
-    def _sweep_temps(self, census: Census) -> None:
+    def _sweep_temps(self, census: TierScan) -> None:
         """Those in the spool, whose folders only a walk looks into."""
         for temp in census.temps:
             if is_stale_temp(temp, now_s=self._clock.now_s()):
@@ -437,7 +437,7 @@ class Evictor:
             self._folders.make()
             return free_bytes(self._folders.version)
 
-    def _excess(self, census: Census, incoming_bytes: int, *, ahead: bool) -> int:
+    def _excess(self, census: TierScan, incoming_bytes: int, *, ahead: bool) -> int:
         """How many bytes have to go; 0 or less: none."""
         limit = self._budget_bytes - (self._ahead_bytes if ahead else 0)
         floor = self._min_free_bytes + (self._ahead_of_floor_bytes if ahead else 0)
@@ -452,7 +452,7 @@ class Evictor:
 
     def _evict(
         self,
-        census: Census,
+        census: TierScan,
         goal_bytes: int,
         latest_ns: int,
         pause: Callable[[], None] | None,

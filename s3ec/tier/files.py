@@ -29,7 +29,7 @@ from s3ec.errors import CorruptEntryError, TierError
 _log = logging.getLogger(__name__)
 
 
-class Refusals:
+class DiskErrors:
     """One tier's; the same one may come at each request, and would fill the log."""
 
     def __init__(self, root: Path, counters: Counters) -> None:

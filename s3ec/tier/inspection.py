@@ -32,7 +32,7 @@ from s3ec.tier.files import (
     open_entry,
 )
 from s3ec.tier.process_folders import LOCK_NAME, SpoolName, is_dead, is_pin_folder_name, sweep_dead
-from s3ec.tier.scan import Census, Entry, Usage, breathe, take_census
+from s3ec.tier.scan import ScannedEntry, TierScan, Usage, take_census, yield_gil
 from s3ec.tier.usage import RunningTotal, is_unused
 
 # Longer than any round takes.
@@ -222,14 +222,14 @@ class Inspection:
             before - target_bytes,
             objects=self.folders.objects,
             remove=remove,
-            pause=breathe,
+            pause=yield_gil,
         )
         if remove:
             total.recount(mark, census.total_bytes - gone.nbytes, newest=census.newest)
         return Freed(gone, before, in_entries - _bytes_of(free))
 
-    def _census(self) -> Census:
-        census = take_census(self.folders, breathe)
+    def _census(self) -> TierScan:
+        census = take_census(self.folders, yield_gil)
         if census.troubles:
             raise TierError("; ".join(census.troubles[:3]))
         return census
@@ -242,14 +242,14 @@ class Inspection:
         return len(processes)
 
 
-def _age(entry: Entry, now_s: float) -> str:
+def _age(entry: ScannedEntry, now_s: float) -> str:
     if is_unused(entry.mtime_ns):
         return NEVER_USED
     age_s = now_s - entry.mtime_ns / 1e9
     return next((label for label, limit_s in _AGES_S.items() if age_s < limit_s), _OLDEST)
 
 
-def _bytes_of(entries: Iterable[Entry]) -> int:
+def _bytes_of(entries: Iterable[ScannedEntry]) -> int:
     return sum(entry.nbytes for entry in entries)
 
 
@@ -372,7 +372,7 @@ def _remove_temp(path: str) -> bool:
     return True
 
 
-def _set_aside(folders: Folders, entry: Entry, reason: str) -> bool:
+def _set_aside(folders: Folders, entry: ScannedEntry, reason: str) -> bool:
     """Move a bad entry away, unless somebody has published a better one since."""
     label = f"{entry.namespace}--{digest_of_name(entry.name).hex()}"
     try:
@@ -388,7 +388,7 @@ def _folders_below(top: str) -> Iterator[str]:
         yield folder
 
 
-def _entry_complaints(folders: Folders, entry: Entry) -> Iterator[Complaint]:
+def _entry_complaints(folders: Folders, entry: ScannedEntry) -> Iterator[Complaint]:
     def bad(reason: str) -> Complaint:
         mend = partial(_set_aside, folders, entry, reason)
         return Complaint(f"{entry.path} is bad: {reason}", "set it aside", mend)
@@ -463,7 +463,7 @@ def _sweep_pins(folders: Folders, path: str) -> bool:
     return not os.path.lexists(path)
 
 
-def _accounting_complaints(folders: Folders, before: Census) -> Iterator[str]:
+def _accounting_complaints(folders: Folders, before: TierScan) -> Iterator[str]:
     """What eviction counts, compared with a plain walk that knows no names or levels.
 
     Where others work here, one entry may come and another of its size go between the walks, or

@@ -35,7 +35,7 @@ _BREATH_S = 0.001
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class ScannedEntry:
     """One entry as the walk found it.
 
     Attributes:
@@ -89,7 +89,7 @@ class Usage:
 
 
 @dataclass
-class Census:
+class TierScan:
     """What lies below the root. Built while others work: each figure was true at some moment.
 
     Sums are made during the walk, where it breathes, and not after it.
@@ -112,7 +112,7 @@ class Census:
         troubles: Folders that could not be read, with the reason.
     """
 
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[ScannedEntry] = field(default_factory=list)
     entry_bytes: int = 0
     unused_entries: int = 0
     unused_bytes: int = 0
@@ -128,7 +128,7 @@ class Census:
     foreign: list[str] = field(default_factory=list)
     troubles: list[str] = field(default_factory=list)
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: ScannedEntry) -> None:
         """Count one entry; pins and spool must be known by then."""
         self.entries.append(entry)
         self.entry_bytes += entry.nbytes
@@ -172,19 +172,19 @@ class Census:
         )
 
 
-def breathe() -> None:
+def yield_gil() -> None:
     """Leave the interpreter to others for a moment; walks in the background call this."""
     time.sleep(_BREATH_S)
 
 
-def take_census(folders: Folders, pause: Callable[[], None] | None = None) -> Census:
+def take_census(folders: Folders, pause: Callable[[], None] | None = None) -> TierScan:
     """Walk the whole folder; about 10 us per file. Never raises OSError: see ``troubles``.
 
     Args:
         pause: Called after every hundred entries or so: ``breathe`` where nobody waits for the
             walk. What it raises ends the walk.
     """
-    census = Census()
+    census = TierScan()
     for item in _items(str(folders.version), census):
         if item.name not in _TOP_LEVEL:
             census.foreign.append(item.path)
@@ -221,7 +221,7 @@ def entry_names(objects: str, pause: Callable[[], None]) -> Iterator[str]:
     Args:
         pause: Called after every hundred names or so.
     """
-    unread = Census()  # troubles are the audit's
+    unread = TierScan()  # troubles are the audit's
     for seen, item in enumerate(_below(objects, _LEVELS, unread), 1):
         name = item.path[len(objects) + 1 :]
         if is_object_name(name) and item.is_file(follow_symlinks=False):
@@ -230,7 +230,7 @@ def entry_names(objects: str, pause: Callable[[], None]) -> Iterator[str]:
             pause()
 
 
-def _count_index(above: str, census: Census) -> None:
+def _count_index(above: str, census: TierScan) -> None:
     for namespace in _items(above, census):
         if not is_namespace_name(namespace.name) or not namespace.is_dir(follow_symlinks=False):
             census.foreign.append(namespace.path)
@@ -242,7 +242,7 @@ def _count_index(above: str, census: Census) -> None:
                 census.foreign.append(item.path)
 
 
-def _items(folder: str, census: Census) -> list[os.DirEntry[str]]:
+def _items(folder: str, census: TierScan) -> list[os.DirEntry[str]]:
     try:
         if stat.S_ISLNK(os.lstat(folder).st_mode):
             census.troubles.append(f"{folder} is a symbolic link, which is not followed")
@@ -256,7 +256,7 @@ def _items(folder: str, census: Census) -> list[os.DirEntry[str]]:
         return []
 
 
-def _owned(above: str, census: Census) -> Iterator[os.DirEntry[str]]:
+def _owned(above: str, census: TierScan) -> Iterator[os.DirEntry[str]]:
     """What processes keep in their folders, without the locks."""
     for folder in _items(above, census):
         if is_pin_folder_name(folder.name) and folder.is_dir(follow_symlinks=False):
@@ -267,7 +267,7 @@ def _owned(above: str, census: Census) -> Iterator[os.DirEntry[str]]:
             census.foreign.append(folder.path)
 
 
-def _below(folder: str, levels: int, census: Census) -> Iterator[os.DirEntry[str]]:
+def _below(folder: str, levels: int, census: TierScan) -> Iterator[os.DirEntry[str]]:
     for item in _items(folder, census):
         if levels and item.is_dir(follow_symlinks=False):
             yield from _below(item.path, levels - 1, census)
@@ -275,7 +275,7 @@ def _below(folder: str, levels: int, census: Census) -> Iterator[os.DirEntry[str
             yield item
 
 
-def _sort(item: os.DirEntry[str], namespace: os.DirEntry[str], census: Census) -> None:
+def _sort(item: os.DirEntry[str], namespace: os.DirEntry[str], census: TierScan) -> None:
     if is_temp_name(item.name):
         census.temps.append(item.path)
         return
@@ -288,11 +288,13 @@ def _sort(item: os.DirEntry[str], namespace: os.DirEntry[str], census: Census) -
         census.foreign.append(item.path)
         return
     census.add(
-        Entry(item.path, namespace.name, name, found.st_size, found.st_mtime_ns, found.st_ino)
+        ScannedEntry(
+            item.path, namespace.name, name, found.st_size, found.st_mtime_ns, found.st_ino
+        )
     )
 
 
-def _sort_spooled(item: os.DirEntry[str], census: Census) -> None:
+def _sort_spooled(item: os.DirEntry[str], census: TierScan) -> None:
     if is_temp_name(item.name):
         census.temps.append(item.path)
         return

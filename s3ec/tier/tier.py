@@ -32,11 +32,11 @@ from s3ec.tier.claims import Claim, Claims
 from s3ec.tier.entries import Entries, EntryPaths, Quarantine
 from s3ec.tier.entry_writer import Incoming, Intake, Publisher
 from s3ec.tier.evictor import Evictor
-from s3ec.tier.files import Folders, Refusals, make_folder
+from s3ec.tier.files import DiskErrors, Folders, make_folder
 from s3ec.tier.index_files import IndexFiles
 from s3ec.tier.inspection import audit
 from s3ec.tier.pins import Pin, Pins
-from s3ec.tier.scan import Usage, breathe, entry_names, take_census
+from s3ec.tier.scan import Usage, entry_names, take_census, yield_gil
 from s3ec.tier.spool import Spool, SpoolParts
 from s3ec.tier.usage import UseClock
 
@@ -125,7 +125,7 @@ class Tier:
 
     def _settle(self, root: Path) -> None:
         self._folders = Folders(root)
-        refusals = Refusals(root, self._counters)
+        refusals = DiskErrors(root, self._counters)
         self._failed = refusals.note
         self._claims = Claims(self._folders, self._namespace, refusals)
         self._paths = EntryPaths(self._folders, self._namespace)
@@ -383,7 +383,7 @@ class Tier:
 
         About 3 us each; rests 1 ms after every hundred or so, since it runs beside a scheduler.
         """
-        return entry_names(self._paths.objects, breathe)
+        return entry_names(self._paths.objects, yield_gil)
 
     def usage(self) -> Usage:
         """Count what the folder holds; walks it."""

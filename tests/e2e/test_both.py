@@ -15,7 +15,7 @@ import pytest
 
 from s3ec import codec
 from s3ec.dev.rigs.engine import EngineProcess, ec_config
-from s3ec.dev.rigs.nursery import Nursery
+from s3ec.dev.rigs.nursery import EngineForkServer
 from s3ec.identity import Layout, digest_of_name, is_namespace_name, make_key
 from s3ec.index.rows import merge
 from s3ec.index.segment import parse_segment
@@ -60,7 +60,7 @@ class _Run:
 
 @pytest.fixture(scope="module")
 def run(
-    workdir: Path, gallery: Gallery, gemma: Path, local_s3: LocalS3, nursery: Nursery
+    workdir: Path, gallery: Gallery, gemma: Path, local_s3: LocalS3, nursery: EngineForkServer
 ) -> Iterator[_Run]:
     bucket = local_s3.create_bucket("both")
     more = {"prefix": _PREFIX, "transport": "aioboto3"}

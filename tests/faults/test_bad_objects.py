@@ -11,7 +11,7 @@ import pytest
 
 from s3ec.identity import MAX_REVISION
 from s3ec.index.rebuild import rebuild, verify
-from s3ec.prefetch import Outcome
+from s3ec.prefetch import FetchOutcome
 from s3ec.settings import Settings
 from s3ec.store.open import open_store
 from s3ec.testing.server import LocalS3
@@ -46,7 +46,7 @@ def test_bad_object_is_stored_again_as_a_revision_that_every_node_finds(
         Engine.at(stocked, tmp_path / "b") as stranger,
     ):
         stocked.proxy.requests.clear()
-        assert both.fetch(1).outcome is Outcome.CORRUPT
+        assert both.fetch(1).outcome is FetchOutcome.CORRUPT
         assert gets(stocked, 1) == ["r0", "r0", "r1"]
         assert both.count("corrupt.checksum") == 2
         assert both.count("quarantined_objects") == 1
@@ -56,7 +56,7 @@ def test_bad_object_is_stored_again_as_a_revision_that_every_node_finds(
         neighbour.refresh()
         for engine in (both, neighbour):
             assert not engine.node.index.holds(key_at(1))
-            assert engine.fetch(1).outcome is Outcome.CORRUPT
+            assert engine.fetch(1).outcome is FetchOutcome.CORRUPT
         assert gets(stocked, 1) == ["r0", "r0", "r1", "r1", "r1"]
 
         both.save_and_wait(1)
@@ -68,7 +68,7 @@ def test_bad_object_is_stored_again_as_a_revision_that_every_node_finds(
         stocked.proxy.requests.clear()
         stranger.refresh()
         assert stranger.node.index.maybe_contains(key_at(1))
-        assert stranger.fetch(1).outcome is Outcome.READY
+        assert stranger.fetch(1).outcome is FetchOutcome.READY
         assert gets(stocked, 1) == ["r0", "r0", "r1"]
         assert stranger.node.tier.contains(key_at(1))
         neighbour.refresh()
@@ -112,9 +112,9 @@ def test_last_revision_that_is_bad_is_said_once_and_nothing_more_is_stored(
         overwrite(stocked, key_at(1), b"no entry", revision)
     with Engine.at(stocked, tmp_path / "a") as engine:
         stocked.proxy.requests.clear()
-        assert engine.fetch(1).outcome is Outcome.CORRUPT
+        assert engine.fetch(1).outcome is FetchOutcome.CORRUPT
         assert len(gets(stocked, 1)) == 2 * (MAX_REVISION + 1)
-        assert engine.fetch(1).outcome is Outcome.CORRUPT
+        assert engine.fetch(1).outcome is FetchOutcome.CORRUPT
         assert len(gets(stocked, 1)) == 2 * (MAX_REVISION + 1)
         engine.save_and_wait(1)
         assert engine.count("save_problem.revisions") == 1
@@ -128,7 +128,7 @@ def test_writers_that_meet_at_a_revision_store_it_once(stocked: Site, tmp_path: 
     stocked.stock(key_at(1).name, b"no entry")
     with Engine.at(stocked, tmp_path / "a") as one, Engine.at(stocked, tmp_path / "b") as other:
         for engine in (one, other):
-            assert engine.fetch(1).outcome is Outcome.CORRUPT
+            assert engine.fetch(1).outcome is FetchOutcome.CORRUPT
         for engine in (one, other):
             engine.save_and_wait(1)
         assert (one.count("save.items"), other.count("save.existed")) == (1, 1)
@@ -142,12 +142,12 @@ def test_bad_object_that_an_outsider_mends_is_served_when_the_quarantine_ends(
 ) -> None:
     stocked.stock(key_at(1).name, b"no entry")
     with Engine.at(stocked, tmp_path / "a") as engine:
-        assert engine.fetch(1).outcome is Outcome.CORRUPT
+        assert engine.fetch(1).outcome is FetchOutcome.CORRUPT
         overwrite(stocked, key_at(1), body_at(1))
-        assert engine.fetch(1).outcome is Outcome.CORRUPT
+        assert engine.fetch(1).outcome is FetchOutcome.CORRUPT
         for note in (tmp_path / "a" / "v1" / "bad-objects").iterdir():
             note.unlink()  # as `s3ec quarantine clear` does
-        assert engine.fetch(1).outcome is Outcome.READY
+        assert engine.fetch(1).outcome is FetchOutcome.READY
 
 
 def test_many_bad_objects_at_once_are_blamed_on_the_way_and_not_quarantined(
@@ -159,6 +159,6 @@ def test_many_bad_objects_at_once_are_blamed_on_the_way_and_not_quarantined(
     with Engine.at(stocked, tmp_path / "a") as engine:
         with caplog.at_level(logging.ERROR):
             for number in range(4):
-                assert engine.fetch(number).outcome is Outcome.CORRUPT
+                assert engine.fetch(number).outcome is FetchOutcome.CORRUPT
         assert engine.count("quarantined_objects") == 2
         assert caplog.text.count("came bad from the bucket within") == 1

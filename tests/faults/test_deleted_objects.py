@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from s3ec.prefetch import Outcome
+from s3ec.prefetch import FetchOutcome
 from s3ec.testing.server import LocalS3
 from tests.faults.engine import Engine, body_at
 from tests.faults.saving import WIDTH, key_at
@@ -38,7 +38,7 @@ def test_object_deleted_out_of_band_is_one_miss_written_again_and_found_by_other
         assert both.node.index.holds(key_at(1))
         reply = stocked.client.delete_object(Bucket=stocked.bucket, Key=LAYOUT.object(key_at(1)))
         assert bool(reply.get("DeleteMarker")) is versioned
-        assert both.fetch(1).outcome is Outcome.ABSENT
+        assert both.fetch(1).outcome is FetchOutcome.ABSENT
         assert both.count("index.vanished") == 1
         assert not both.node.index.maybe_contains(key_at(1))
         assert not both.node.index.holds(key_at(1))
@@ -61,12 +61,12 @@ def test_bucket_that_is_deleted_is_a_miss_and_hits_come_back_with_it(
         engine.announce()
         engine.node.tier.evict(key_at(1))
         local_s3.delete_bucket(stocked.bucket)
-        assert engine.fetch(1).outcome in (Outcome.ABSENT, Outcome.UNAVAILABLE)
+        assert engine.fetch(1).outcome in (FetchOutcome.ABSENT, FetchOutcome.UNAVAILABLE)
         local_s3.create_bucket(stocked.bucket)
         stocked.stock_record(WIDTH)
         stocked.stock(key_at(1).name, body_at(1))
         # The breaker lets the bucket rest for a second or more.
-        eventually(lambda: engine.fetch(1).outcome is Outcome.READY)
+        eventually(lambda: engine.fetch(1).outcome is FetchOutcome.READY)
 
 
 def _empty(site: Site) -> None:

@@ -20,7 +20,7 @@ import pytest
 
 from s3ec.identity import digest_of_name
 from s3ec.node import Node
-from s3ec.prefetch import Outcome, Want
+from s3ec.prefetch import FetchOutcome, FetchRequest
 from s3ec.settings import Settings
 from s3ec.testing.server import LocalS3
 from tests.faults.saving import NAMESPACE, ROWS, data_at, identifier_at, key_at
@@ -133,7 +133,9 @@ def assert_all_is_well(
         monkeypatch.setenv(name, value)
     node = Node(Settings.model_validate(site.settings(cache_dir=str(empty))), NAMESPACE)
     try:
-        node.prefetcher.submit([Want(key_at(number), "image", ROWS) for number in range(count)])
+        node.prefetcher.submit(
+            [FetchRequest(key_at(number), "image", ROWS) for number in range(count)]
+        )
         fetched = []
 
         def have_all() -> bool:
@@ -141,7 +143,7 @@ def assert_all_is_well(
             return len(fetched) == count
 
         eventually(have_all)
-        assert {(one.outcome, one.source) for one in fetched} == {(Outcome.READY, "bucket")}
+        assert {(one.outcome, one.source) for one in fetched} == {(FetchOutcome.READY, "bucket")}
         by_identifier = {one.want.key.identifier: one.pin for one in fetched}
         for number in range(count):
             pin = by_identifier[identifier_at(number)]

@@ -19,7 +19,7 @@ from s3ec.connector.uploads import Upload, Uploader
 from s3ec.errors import AccessError, UnavailableError
 from s3ec.identity import Key, Namespace, make_key
 from s3ec.index.manifest import Ulids
-from s3ec.index.rows import Facts, Rows, Tombstone
+from s3ec.index.rows import EntryInfo, Rows, Tombstone
 from s3ec.index.segment import encode_segment, parse_segment
 from s3ec.node import Node
 from s3ec.settings import Settings
@@ -110,9 +110,9 @@ class Rig:
         self.uploader.flush()
         eventually(lambda: self.uploader.unannounced == 0)
 
-    def told(self) -> dict[bytes, Facts]:
+    def told(self) -> dict[bytes, EntryInfo]:
         """What the deltas say, each key once."""
-        told: dict[bytes, Facts] = {}
+        told: dict[bytes, EntryInfo] = {}
         layout = self.node.layout
         for name, blob in list(self.bucket.objects.items()):
             if layout.delta_of(name) is not None:
@@ -172,7 +172,7 @@ def test_announcement_says_what_was_stored(rig: Rig) -> None:
     blob = rig.bucket.objects[rig.node.layout.object(key_at(1))]
     header = codec.verify(blob, namespace=rig.node.namespace.name, identifier=key_at(1).identifier)
     (facts,) = rig.told().values()
-    assert facts._replace(time_s=0) == Facts(
+    assert facts._replace(time_s=0) == EntryInfo(
         len(blob), ROWS, WIDTH, "bfloat16", int(header.checksum[:8], 16)
     )
     assert abs(facts.time_s - time.time()) < 3600

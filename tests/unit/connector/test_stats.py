@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from s3ec.connector.metrics import LABELLED, LEVELS, NOT_EXPORTED, PLAIN
-from s3ec.fetch import Outcome
+from s3ec.fetch import FetchOutcome
 
 pytest.importorskip("vllm")
 stats = pytest.importorskip("s3ec.connector.stats")
@@ -83,7 +83,7 @@ def test_every_value_of_a_label_has_a_meaning() -> None:
     for prefix, (_, _, _, values) in LABELLED.items():
         used = {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
         assert {value for value in used if value and not value.endswith(".")} <= set(values), prefix
-    outcomes = {outcome.value for outcome in Outcome}
+    outcomes = {outcome.value for outcome in FetchOutcome}
     assert outcomes <= set(LABELLED["fetch."][3])
 
 

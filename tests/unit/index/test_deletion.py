@@ -14,7 +14,7 @@ from s3ec.index import listing, manifest
 from s3ec.index.compaction import compact
 from s3ec.index.delete import count_older, delete_older, deleting, find_objects
 from s3ec.index.rebuild import verify
-from s3ec.index.rows import Facts
+from s3ec.index.rows import EntryInfo
 from s3ec.store.base import Store
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
 from s3ec.testing.memory_store import MemoryStore
@@ -26,7 +26,9 @@ KEYS = [key_of(number) for number in range(8)]
 
 async def put_entry(store: MemoryStore, number: int, *, time_s: int = 1) -> None:
     await put_object(store, KEYS[number], 100 + number)
-    await put_delta(store, time_s * 10 + number, {KEYS[number]: Facts(100 + number, time_s=time_s)})
+    await put_delta(
+        store, time_s * 10 + number, {KEYS[number]: EntryInfo(100 + number, time_s=time_s)}
+    )
 
 
 async def delete(store: Store, *numbers: int) -> None:
@@ -63,7 +65,7 @@ async def test_a_tombstone_is_later_than_what_a_fast_clock_announced(
     made = await compact(memory, LAYOUT)
     assert made is not None
     assert len(made.head.shards) > 1
-    await put_delta(memory, 90, {KEYS[5]: Facts(105, time_s=future_s + 5)})
+    await put_delta(memory, 90, {KEYS[5]: EntryInfo(105, time_s=future_s + 5)})
     await delete(memory, 0, 3, 5)
     assert set(await view(memory)) == {KEYS[number].digest for number in (1, 2, 4)}
 
