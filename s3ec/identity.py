@@ -486,7 +486,7 @@ class KeyCache:
 
 
 class CountingKeyCache(KeyCache):
-    """A KeyMaker that can count what has no key.
+    """A KeyCache that can count what has no key.
 
     Counters: ``ids.refused``, what a client chose and is not to; ``refused_identifiers``, others.
     """

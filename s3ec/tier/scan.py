@@ -181,7 +181,7 @@ def take_census(folders: Folders, pause: Callable[[], None] | None = None) -> Ti
     """Walk the whole folder; about 10 us per file. Never raises OSError: see ``troubles``.
 
     Args:
-        pause: Called after every hundred entries or so: ``breathe`` where nobody waits for the
+        pause: Called after every hundred entries or so: ``yield_gil`` where nobody waits for the
             walk. What it raises ends the walk.
     """
     census = TierScan()

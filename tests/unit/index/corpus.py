@@ -30,7 +30,7 @@ HOUR_S = 3600.0
 
 
 def rows_of(*items: object, time_s: float = START_S) -> Rows:
-    """Rows of texts, keys, (key, Facts) or (key, Tombstone)."""
+    """Rows of texts, keys, (key, EntryInfo) or (key, Tombstone)."""
     told: list[tuple[bytes, EntryInfo | Tombstone]] = []
     for item in items:
         if isinstance(item, tuple):

@@ -263,6 +263,6 @@ def test_walks_in_the_background_leave_the_interpreter_now_and_then(
     tier = make_tier()
     publish(tier, range(50))
     monkeypatch.setattr(scan, "_FILES_PER_BREATH", 10)
-    monkeypatch.setattr(tier_module, "breathe", lambda: breaths.append(os.getpid()))
+    monkeypatch.setattr(tier_module, "yield_gil", lambda: breaths.append(os.getpid()))
     assert len(list(tier.names())) == 50
     assert len(breaths) == 5
