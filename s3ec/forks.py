@@ -1,32 +1,77 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What objects do about themselves in a forked child, where locks may be held by nobody."""
+"""What a fork changes: which process this is, and what a child lets go of at once.
+
+What was made before a fork is the parent's. Its threads are not in the child, and what they had
+locked stays locked there; so a child uses nothing of it, see ``Node.is_foreign``. But the kernel
+gives it copies of all descriptors: a lock outlives a dead parent in them, and so do connections.
+"""
 
 from __future__ import annotations
 
+import itertools
 import os
 import weakref
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    import asyncio
 
-_WATCHED: weakref.WeakKeyDictionary[Any, Callable[[Any], None]] = weakref.WeakKeyDictionary()
+number = 0
+"""Of this process in its line of forks: for hooks, in which os.getpid() is a system call too much.
+"""
+
+_DESCRIPTORS = "/proc/self/fd"
+_paths: set[str] = set()
+_loops: weakref.WeakSet[asyncio.AbstractEventLoop] = weakref.WeakSet()
 
 
-def call_in_forks(thing: T, after_fork: Callable[[T], None]) -> None:
-    """Have ``after_fork(thing)`` called in each forked child, as long as the thing lives.
-
-    Threads do not survive a fork, and what one of them had locked stays locked.
+def keep_files(path: str) -> None:
+    """Have children let go of every open file whose name begins so, locks above all.
 
     Args:
-        after_fork: Must not hold on to the thing itself; a function of its class does not.
+        path: Absolute, without symbolic links.
     """
-    _WATCHED[thing] = after_fork
+    _paths.add(path)
 
 
-def _after_fork_in_child() -> None:
-    for thing, after_fork in list(_WATCHED.items()):
-        after_fork(thing)
+def keep_loop(loop: asyncio.AbstractEventLoop) -> None:
+    """Have children let go of a loop's sockets, of its pipe and of what it waits with.
+
+    Otherwise a socket that is collected there would be taken out of what the parent waits for, and
+    connections would stay open for as long as the child.
+    """
+    _loops.add(loop)
 
 
-os.register_at_fork(after_in_child=_after_fork_in_child)
+def _in_child() -> None:
+    global number  # noqa: PLW0603 - the one place that changes it
+    number += 1
+    # Replaced, not closed: their objects will close them once more.
+    with suppress(OSError), open(os.devnull, "rb") as nothing:
+        for fd in itertools.chain(_of_loops(), _of_files()):
+            with suppress(OSError):
+                os.dup2(nothing.fileno(), fd, inheritable=False)
+
+
+def _of_loops() -> Iterator[int]:
+    for loop in list(_loops):
+        # Loops of other kinds have none of these, and keep theirs; one may be half closed.
+        with suppress(AttributeError, ValueError):
+            selector: Any = loop._selector  # type: ignore[attr-defined]
+            yield from [key.fd for key in selector.get_map().values()]
+            yield selector.fileno()
+            # The other end of its pipe.
+            yield loop._csock.fileno()  # type: ignore[attr-defined]
+
+
+def _of_files() -> Iterator[int]:
+    paths = tuple(_paths)
+    for name in os.listdir(_DESCRIPTORS):
+        with suppress(OSError):  # the listing's own is closed again
+            if os.readlink(f"{_DESCRIPTORS}/{name}").startswith(paths):
+                yield int(name)
+
+
+os.register_at_fork(after_in_child=_in_child)

@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from s3ec.counters import Counters
 from s3ec.errors import AccessError, TierError, UnavailableError
 from s3ec.fetch import Fetcher, FetchOutcome, FetchRequest, FetchResult, Priority, Sources
-from s3ec.forks import call_in_forks
 from s3ec.identity import Key
 from s3ec.runtime import LoopThread, ends_task
 from s3ec.store.concurrency import within
@@ -108,18 +107,10 @@ class Prefetcher:
         self._counters = counters
         self._limits = limits
         self._clock = clock
-        self._reset()
-        call_in_forks(self, Prefetcher._reset)
-
-    def _reset(self) -> None:
-        """Start empty; also in a forked child, where the parent's tasks and pins are not ours."""
         self._done: deque[FetchResult] = deque()
         # The rest is touched by the loop's thread only.
         self._fetcher = Fetcher(
-            self._loop,
-            self._sources,
-            self._counters,
-            max_inflight_bytes=self._limits.max_inflight_bytes,
+            loop, sources, counters, max_inflight_bytes=limits.max_inflight_bytes
         )
         self._turns = itertools.count()
         self._places: dict[bytes, _Place] = {}

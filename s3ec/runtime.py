@@ -15,9 +15,9 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
+from s3ec import forks
 from s3ec.counters import Counters
 from s3ec.errors import UnavailableError
-from s3ec.forks import call_in_forks
 
 PASS_THROUGH = (KeyboardInterrupt, SystemExit)
 """What signal handlers raise, Python's and vLLM's, between any two lines of the main thread."""
@@ -222,12 +222,6 @@ class DiskWatch:
             self._turn(hung)
         return hung
 
-    def after_fork(self) -> None:
-        """In the child: what is under way is the parent's."""
-        self._lock = threading.Lock()
-        self._begun = {}
-        self._hung = False
-
     def _turn(self, hung: bool) -> None:
         with self._lock:
             if hung == self._hung:
@@ -255,9 +249,8 @@ _OTHER_THREADS = 8
 class LoopThread:
     """Runs coroutines off the calling thread.
 
-    The thread starts with the first use and is rebuilt in a child after a fork, since threads
-    do not survive one. ``disk`` runs blocking file calls, so that the loop never waits for a disk;
-    the process does not either, since the pools' threads are daemons.
+    The thread starts with the first use. ``disk`` runs blocking file calls, so that the loop never
+    waits for a disk; the process does not either, since the pools' threads are daemons.
 
     Attributes:
         watch: Knows whether the disk answers.
@@ -280,27 +273,11 @@ class LoopThread:
             disk_threads = min(max(len(os.sched_getaffinity(0)) // 2, 1), 4)
         self._disk_threads = disk_threads
         self._closed = False
-        self._left_behind: list[object] = []
-        self._reset()
-        call_in_forks(self, LoopThread._after_fork)
-
-    def _reset(self) -> None:
         self._lock = threading.RLock()  # a signal handler may stop it, see Counters
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._pool: DaemonPool | None = None
         self._long_pool: DaemonPool | None = None
-
-    def _after_fork(self) -> None:
-        """In a forked child: the thread is not here, and the lock may be held by one that is not.
-
-        The parent's loop is kept, never closed: the kernel object behind its selector is shared.
-        """
-        if self._loop is not None:
-            _let_go(self._loop)
-        self.watch.after_fork()
-        self._left_behind += [self._loop, self._pool, self._long_pool]
-        self._reset()
 
     @property
     def closed(self) -> bool:
@@ -318,6 +295,7 @@ class LoopThread:
                     loop = asyncio.new_event_loop()
                 except OSError as exc:  # no descriptor is left
                     raise RuntimeError(f"{self._name} cannot start: {exc}") from exc
+                forks.keep_loop(loop)
                 # A name that is looked up, or a corpus in a folder, may hang as a disk does.
                 loop.set_default_executor(DaemonPool(_OTHER_THREADS, f"{self._name}-other"))
                 self._pool = DaemonPool(self._disk_threads, f"{self._name}-disk")
@@ -465,26 +443,6 @@ def _cancel_all(loop: asyncio.AbstractEventLoop) -> None:
 
     # The loop holds only weak references to tasks; this one ends the loop itself.
     loop.__dict__["s3ec_finish"] = loop.create_task(finish(), name="s3ec-finish")
-
-
-def _let_go(loop: asyncio.AbstractEventLoop) -> None:
-    """Have a parent's loop stand for nothing here: its sockets, its pipe and what it waits with.
-
-    Otherwise a socket that is collected here would be taken out of what the parent waits for, and
-    connections would stay open for as long as this child. Descriptors are replaced, not closed:
-    their objects will close them once more.
-    """
-    selector = getattr(loop, "_selector", None)  # other loops have none, and keep theirs
-    if selector is None:
-        return
-    with suppress(OSError), open(os.devnull, "rb") as nothing:
-        watched = list((selector.get_map() or {}).values())
-        fds = [key.fd for key in watched] + [selector.fileno()]
-        ringer = getattr(loop, "_csock", None)  # the other end of its pipe
-        if ringer is not None:
-            fds.append(ringer.fileno())
-        for fd in fds:
-            os.dup2(nothing.fileno(), fd, inheritable=False)
 
 
 def within(timeout_s: float, call: Callable[[], T]) -> T:

@@ -144,8 +144,7 @@ class Loader:
 
     One thread calls it, and never waits for a disk without a bound: it reads by itself what the
     kernel has in memory, and hands the rest to readers, whom it gives up after ``PATIENCE_S``, or
-    at once while the disk is known to hang. They are started when they are first needed, and
-    again in a child after a fork.
+    at once while the disk is known to hang. They are started when they are first needed.
     """
 
     def __init__(self, node: Node, make_staging: Callable[[], Staging]) -> None:
@@ -158,7 +157,6 @@ class Loader:
         self._node = node
         self._make_staging = make_staging
         self._readers: DaemonPool | None = None
-        self._pid = 0
 
     def start(self, loads: Sequence[Load], *, later: bool) -> Batch:
         """Begin with a step's loads.
@@ -177,7 +175,7 @@ class Loader:
 
     def close(self) -> None:
         """Read no more."""
-        if self._readers is not None and self._pid == os.getpid():
+        if self._readers is not None:
             self._readers.shutdown(wait=False, cancel_futures=True)
 
     @cached_property
@@ -186,10 +184,9 @@ class Loader:
 
     def hand_over(self, load: Load) -> Handed:
         """Have a reader do it."""
-        if self._readers is None or self._pid != os.getpid():
+        if self._readers is None:
             readers = min(_MAX_READERS, len(os.sched_getaffinity(0)))
             self._readers = DaemonPool(readers, "s3ec-load")
-            self._pid = os.getpid()
         turn = BufferLease()
         return Handed(load, turn, self._readers.submit(self._load, load, turn))
 

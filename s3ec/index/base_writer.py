@@ -17,11 +17,13 @@ import secrets
 import shutil
 import tempfile
 import time
+import weakref
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from s3ec import forks
 from s3ec.counters import Report, unreported
 from s3ec.errors import (
     AccessError,
@@ -109,11 +111,10 @@ def temporary_folder(parent: Path | None, *names: str) -> Iterator[Path]:
         try:
             place = Path(parent or tempfile.gettempdir())
             _sweep(place)
-            # A thread of a cancelled piece of work may still be writing there.
-            made = tempfile.TemporaryDirectory(
-                prefix=_PREFIX, dir=place, ignore_cleanup_errors=True
-            )
-            folder = Path(stack.enter_context(made))
+            forks.keep_files(f"{os.path.realpath(place)}/{_PREFIX}")
+            folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=place))
+            # Not by TemporaryDirectory, which would do it at the end of a forked child, too.
+            stack.callback(weakref.finalize(stack, _remove, folder, forks.number))
             lock = stack.enter_context(open(folder / _LOCK, "wb"))
             fcntl.flock(lock, fcntl.LOCK_EX)
             for name in names:
@@ -121,6 +122,12 @@ def temporary_folder(parent: Path | None, *names: str) -> Iterator[Path]:
         except OSError as exc:
             raise TierError(f"cannot make a folder for temporary files: {exc}") from exc
         yield folder
+
+
+def _remove(folder: Path, process: int) -> None:
+    if process == forks.number:
+        # A thread of a cancelled piece of work may still be writing there.
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _sweep(place: Path) -> None:

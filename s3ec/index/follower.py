@@ -124,7 +124,7 @@ class Follower:
     async def close(self) -> None:
         """End what runs in the background."""
         task, self._filling = self._filling, None
-        if task is not None and task.get_loop() is asyncio.get_running_loop():  # no fork's parent
+        if task is not None:
             task.cancel()
             await asyncio.wait({task})
 

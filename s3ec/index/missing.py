@@ -73,10 +73,6 @@ class VanishAlarm:
         self._lock = threading.Lock()
         self.reset()
 
-    def after_fork(self) -> None:
-        """In the child: a thread of the parent may have held the lock."""
-        self._lock = threading.Lock()
-
     def reset(self) -> None:
         """The index was made anew: what vanished before is not in it."""
         with self._lock:

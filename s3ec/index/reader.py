@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from s3ec.forks import call_in_forks
 from s3ec.identity import Key, split_digest
 from s3ec.index.cache import IndexCache
 from s3ec.index.follower import Follower, FollowOptions
@@ -71,7 +70,6 @@ class ManifestIndex:
         self._wall_clock = wall_clock
         # Held by writers of the two dictionaries and the sieve, never by lookups.
         self._lock = threading.Lock()
-        call_in_forks(self, ManifestIndex._after_fork)
         self._gone = NegativeCache(negative_ttl_s, clock)
         self._recent: dict[bytes, _Stored] = {}  # the oldest first
         self._distrusted: frozenset[bytes] = frozenset()
@@ -86,11 +84,6 @@ class ManifestIndex:
             install=self._show,
             clock=clock,
         )
-
-    def _after_fork(self) -> None:
-        """In the child: lookups go on with what the parent knew; nothing is refreshed."""
-        self._lock = threading.Lock()
-        self._alarm.after_fork()
 
     @property
     def loaded(self) -> bool:

@@ -53,11 +53,6 @@ class Aioboto3Store(BotocoreStore):
         super().__init__(settings, page_size=page_size, least_bytes_per_s=least_bytes_per_s)
         self._resources = contextlib.AsyncExitStack()
 
-    def _after_fork(self) -> None:
-        super()._after_fork()
-        self._parents.append(self._resources)
-        self._resources = contextlib.AsyncExitStack()
-
     async def _connect(self) -> Opened:
         settings = self._settings
         core = configured(get_session(), settings)

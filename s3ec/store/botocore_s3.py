@@ -23,7 +23,6 @@ from typing import Any, TypeVar
 from botocore.exceptions import ClientError, IncompleteReadError, ResponseStreamingError
 
 from s3ec.errors import AccessError, CorruptEntryError, S3ECError, UnavailableError
-from s3ec.forks import call_in_forks
 from s3ec.runtime import DaemonPool
 from s3ec.settings import Settings
 from s3ec.store.base import (
@@ -100,19 +99,9 @@ class BotocoreStore:
         self._turns = RequestSlots(settings, least_bytes_per_s)
         self._opening = asyncio.Lock()
         self._opened: Opened | None = None
-        self._pool = _pool_for(settings)
+        self._pool = DaemonPool(settings.max_concurrency, "s3ec-sdk")
         self._send_checksum = True
         self._has_batches = True
-        self._parents: list[object] = []
-        call_in_forks(self, type(self)._after_fork)
-
-    def _after_fork(self) -> None:
-        """In the child: the connections are the parent's. Kept, since the server heard a close."""
-        self._parents += [self._opened, self._pool]
-        self._opening = asyncio.Lock()
-        self._opened = None
-        self._pool = _pool_for(self._settings)
-        self._turns.after_fork()
 
     def __repr__(self) -> str:
         endpoint = self._settings.endpoint_url or "AWS"
@@ -486,7 +475,3 @@ def length_and_part(response: Any) -> tuple[int | None, bool]:
     # `rclone serve s3` sends a range with status 200.
     is_206 = response["ResponseMetadata"]["HTTPStatusCode"] == 206
     return response.get("ContentLength"), is_206 or "ContentRange" in response
-
-
-def _pool_for(settings: Settings) -> DaemonPool:
-    return DaemonPool(settings.max_concurrency, "s3ec-sdk")

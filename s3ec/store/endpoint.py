@@ -5,15 +5,14 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import os
 import threading
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TypeVar
 
+from s3ec import forks
 from s3ec.counters import Counters
 from s3ec.errors import AccessError, S3ECError, UnavailableError
-from s3ec.forks import call_in_forks
 from s3ec.settings import Settings
 from s3ec.store.base import ObjectInfo, Store, Wrapper
 from s3ec.store.breaker import Breaker, BreakerOpenError, BreakerOptions, Ticket
@@ -52,7 +51,6 @@ class Endpoint:
         self.pace = AdaptiveConcurrency(places)
         self.retries = Budget(_RETRIES, at_most=_RETRIES_SAVED, at_first=1.0)
         self.hedges = Budget(_HEDGES, at_most=_HEDGES_SAVED, at_first=0.0)
-        call_in_forks(self, Endpoint._after_fork)
 
     @classmethod
     def of(cls, settings: Settings) -> Endpoint:
@@ -69,7 +67,7 @@ class Endpoint:
         A bucket is part of where: its existence, its policy and its request rates are its own.
         """
         where = (
-            os.getpid(),
+            forks.number,
             settings.url,
             settings.endpoint_url,
             settings.region,
@@ -77,18 +75,11 @@ class Endpoint:
             settings.profile,
             settings.role_arn,
         )
-        with _sharing:
+        with _sharing.setdefault(forks.number, threading.Lock()):
             found = _shared.get(where)
             if found is None:
                 found = _shared[where] = cls.of(settings)
             return found
-
-    def _after_fork(self) -> None:
-        """Requests under way are the parent's."""
-        self.breaker.after_fork()
-        self.pace.after_fork()
-        self.retries.renew_lock()
-        self.hedges.renew_lock()
 
 
 def resilient(store: Store, endpoint: Endpoint, counters: Counters, *, hedge: bool) -> Store:
@@ -259,12 +250,5 @@ class _Watch:
 
 
 _shared: weakref.WeakValueDictionary[tuple[object, ...], Endpoint] = weakref.WeakValueDictionary()
-_sharing = threading.Lock()
-
-
-def _renew_lock() -> None:
-    global _sharing  # noqa: PLW0603 -- who held it is not here
-    _sharing = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_renew_lock)
+# By process: one of a parent may be held by a thread that is not here.
+_sharing: dict[int, threading.Lock] = {}

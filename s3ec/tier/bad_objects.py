@@ -29,7 +29,6 @@ from typing import Any
 from s3ec import plain_json
 from s3ec.counters import Counters
 from s3ec.errors import CorruptEntryError, TierError
-from s3ec.forks import call_in_forks
 from s3ec.identity import (
     MAX_REVISION,
     Key,
@@ -133,11 +132,6 @@ class BadObjects:
         self._said_spent = False
         self._recent_s: deque[float] = deque(maxlen=MANY)
         self._said_many = False
-        call_in_forks(self, BadObjects._after_fork)
-
-    def _after_fork(self) -> None:
-        """In the child: the lock may be held by a thread that is not here."""
-        self._lock = threading.Lock()
 
     # -- from memory ---------------------------------------------------------------------------
 

@@ -97,7 +97,7 @@ class Claims:
         if file is None or claim.place is None:
             return
         with self._lock, suppress(OSError):
-            if claim.place not in file.held:  # of a parent process, or ended by close
+            if claim.place not in file.held:  # ended by close
                 return
             file.held.discard(claim.place)
             _set_lock(file.fd, fcntl.F_UNLCK, claim.place)
@@ -107,19 +107,11 @@ class Claims:
     def close(self) -> None:
         """Give all claims back."""
         with self._lock:
-            self._drop()
-
-    def after_fork(self) -> None:
-        """In the child: the claims are the parent's, and end with its last copy of the file."""
-        self._lock = threading.Lock()
-        self._drop()
-
-    def _drop(self) -> None:
-        file, self._file = self._file, None
-        if file is not None:
-            file.held.clear()
-            with suppress(OSError):
-                os.close(file.fd)
+            file, self._file = self._file, None
+            if file is not None:
+                file.held.clear()
+                with suppress(OSError):
+                    os.close(file.fd)
 
     def _place(self, digest: bytes) -> int:
         return xxhash.xxh3_64_intdigest(self._seed + digest) & _PLACES

@@ -162,7 +162,7 @@ class StoppedError(Exception):
 
 
 class Background:
-    """Thread-safe. A forked child has no thread until its own first wake."""
+    """Thread-safe."""
 
     def __init__(self, name: str, work: Callable[[Callable[[], None]], float]) -> None:
         """Nothing is started.
@@ -176,7 +176,9 @@ class Background:
         self._work = work
         self._closed = False
         self._thread: threading.Thread | None = None
-        self.after_fork()
+        self._lock = threading.Lock()
+        self._wanted = threading.Event()
+        self._stopping = threading.Event()
 
     def wake(self) -> None:
         """Have the work done soon; no system call where it is due already. Never raises."""
@@ -206,13 +208,6 @@ class Background:
             thread.join(_STOP_TIMEOUT_S)
             if thread.is_alive():
                 _log.warning("%s did not end; left to the process's end", self._name)
-
-    def after_fork(self) -> None:
-        """In the child: the thread is the parent's, and may have held the lock."""
-        self._lock = threading.Lock()
-        self._wanted = threading.Event()
-        self._stopping = threading.Event()
-        self._thread = None
 
     def _run(self) -> None:
         while True:
@@ -254,7 +249,7 @@ _REST_SHARE = 10
 
 
 class Evictor:
-    """Decides when there is too much, and removes it. Thread-safe; survives a fork."""
+    """Decides when there is too much, and removes it. Thread-safe."""
 
     def __init__(
         self,
@@ -302,10 +297,6 @@ class Evictor:
     def close(self) -> None:
         """End the thread."""
         self._background.stop()
-
-    def after_fork(self) -> None:
-        """In the child: the thread is the parent's."""
-        self._background.after_fork()
 
     def estimated_bytes(self) -> int:
         """What is here by the running total; a few system calls.

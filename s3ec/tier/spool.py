@@ -239,12 +239,6 @@ class Spool:
         self._own.close()
         self._forget_all()
 
-    def after_fork(self) -> None:
-        """In the child: the entries are the parent's."""
-        self._lock = threading.Lock()
-        self._own.after_fork()
-        self._forget_all()
-
     def _require_own(self, path: str) -> None:
         require_own_folders((*self._above, path.rpartition("/")[0]))
 

@@ -22,11 +22,10 @@ from errno import EDQUOT, ENOSPC
 from functools import partial
 from pathlib import Path
 
-from s3ec import codec
+from s3ec import codec, forks
 from s3ec.codec import Header
 from s3ec.counters import Counters
 from s3ec.errors import TierError
-from s3ec.forks import call_in_forks
 from s3ec.identity import Key, digest_of_name, is_namespace_name
 from s3ec.tier.claims import Claim, Claims
 from s3ec.tier.entries import Entries, EntryPaths, Quarantine
@@ -121,7 +120,6 @@ class Tier:
         self._check_values = check_values
         self._opened = False
         self._settle(self._given_root)
-        call_in_forks(self, Tier._after_fork)
 
     def _settle(self, root: Path) -> None:
         self._folders = Folders(root)
@@ -168,6 +166,7 @@ class Tier:
             return
         try:
             self._settle(Path(os.path.realpath(self._given_root)))
+            forks.keep_files(f"{self._folders.version}/")
             fresh = not os.path.lexists(self._folders.version)
             self._folders.make()
             make_folder(Path(self._paths.objects))
@@ -421,11 +420,3 @@ class Tier:
             if not full or not self._evictor.make_room(0, at_least_bytes=1):
                 raise
             self._pins.open()
-
-    def _after_fork(self) -> None:
-        self._clock.after_fork()
-        self._evictor.after_fork()
-        self._claims.after_fork()
-        self._pins.after_fork()
-        for spool in self._spools:
-            spool.after_fork()

@@ -85,10 +85,6 @@ class UseClock:
             if unused_ns < UNUSED_BELOW_NS:
                 self._last_unused_ns = max(self._last_unused_ns, unused_ns)
 
-    def after_fork(self) -> None:
-        """In the child: another thread of the parent may have held the lock."""
-        self._lock = threading.Lock()
-
 
 _MAGIC = b"s3ecuse\x01"
 _BODY = struct.Struct("<8s16sQQQQQQ")

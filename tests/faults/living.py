@@ -235,13 +235,13 @@ def fork(*, settings: dict[str, str], stock: int, first: int) -> None:
     if pid == 0:
         try:
             say(f"shared {len(sockets & open_sockets())} of {len(sockets)}")
-            life.held.clear()
-            life.save(first + 50)  # is not taken
-            life.fetch(list(range(stock // 2, stock)), must=True)
-            life.complain()
-            say(f"left {life.queue.drain(30)}")
-            life.node.close(5)
-            del life
+            own = Life(settings, first)
+            own.fetch(list(range(stock // 2, stock)), must=True)
+            own.complain()
+            say(f"left {own.queue.drain(30)}")
+            own.node.close(5)
+            life.node.close(5)  # is its parent's, and stays as it is
+            del life, own
             gc.collect()
             say("child done")
         except BaseException as exc:  # noqa: BLE001 - the top of a process

@@ -6,10 +6,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import hashlib
-import os
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -1009,50 +1005,3 @@ def test_stopping_with_a_hundred_thousand_queued_wants_is_quick(bench: Bench) ->
     bench.fence()
     bench.loop.stop(TIMEOUT_S)
     assert bench.store.fetched == [LAYOUT.object(key_of("a"))]
-
-
-CHILD = """
-import os, signal, sys
-from pathlib import Path
-from tests.unit.test_prefetch import Bench, Outcome, want, key_of, TIMEOUT_S
-signal.alarm(40)
-bench = Bench(Path(sys.argv[1]))
-bench.stock("a", "b")
-parents = bench.one("b").pin
-gate = bench.hold()
-bench.prefetcher.submit([want("a")])
-assert gate.reached.wait(TIMEOUT_S)
-pid = os.fork()
-if pid == 0:
-    signal.alarm(30)
-    try:
-        bench.script.faults = []
-        mine = bench.one("a")
-        assert mine.outcome is Outcome.READY, mine
-        assert bench.one("b").pin.path != parents.path
-        bench.end()
-        assert parents.path.exists()
-    except BaseException as exc:
-        print("child:", repr(exc), file=sys.stderr, flush=True)
-        os._exit(1)
-    os._exit(0)
-status = os.waitpid(pid, 0)[1]
-gate.release()
-assert bench.collect(1)[0].outcome is Outcome.READY
-bench.end()
-assert status == 0
-"""
-
-
-@pytest.mark.slow
-def test_a_forked_child_fetches_for_itself(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(CHILD), str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=90,
-        check=False,
-        cwd=REPOSITORY,
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
-    )
-    assert done.returncode == 0, done.stderr

@@ -162,23 +162,6 @@ def test_failures_stay_with_their_loads(bench: Bench) -> None:
     loader.close()
 
 
-def test_loader_works_in_a_forked_child(bench: Bench) -> None:
-    loader = loading.Loader(bench.node, staging.HostStaging)
-    loads = bench.loads(4)
-    check(loader.start(loads, later=True).finish(), 4)
-    pid = os.fork()
-    if pid == 0:
-        status = 1
-        try:
-            check(loader.start(loads, later=True).finish(), 4)
-            status = 0
-        finally:
-            os._exit(status)
-    assert os.waitpid(pid, 0)[1] == 0
-    check(loader.start(loads, later=True).finish(), 4)
-    loader.close()
-
-
 # Through a device with streams
 
 

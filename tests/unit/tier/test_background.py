@@ -14,7 +14,7 @@ import pytest
 from s3ec.counters import Counters
 from s3ec.tier import Tier, evictor
 from s3ec.tier.evictor import Background, StoppedError
-from tests.unit.tier.cases import HOUR_S, Clock, child, entry, key_of
+from tests.unit.tier.cases import HOUR_S, Clock, entry, key_of
 
 SIZE = len(entry(key_of("0" * 64)))
 DEADLINE_S = 30.0
@@ -192,12 +192,6 @@ def test_round_that_fails_is_counted_and_the_thread_goes_on(
     clock.now_s += HOUR_S
     publish(tier, range(96, 97))
     wait_until(lambda: len(present(tier, 97)) == 90)
-
-
-def test_forked_child_evicts_by_a_thread_of_its_own(root: Path) -> None:
-    with child("fork_evicting", root) as other:
-        assert other.hear() == "parent: 90 child: 90"
-        other.end()
 
 
 def test_work_that_raises_is_logged_and_done_again_at_the_next_wake(

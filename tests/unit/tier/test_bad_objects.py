@@ -249,14 +249,3 @@ def test_as_long_as_too_many_come_bad_none_is_noted(
         noted += mine.note(key_of(number), "header", 0) is not None
         clock.now_s += 2
     assert noted == bad_objects.MANY
-
-
-def test_a_forked_child_does_not_wait_for_a_note_that_its_parent_was_writing(
-    make: Callable[..., BadObjects],
-) -> None:
-    mine = make()
-    with mine._lock:  # as by a thread in the midst of a note
-        child = os.fork()
-        if child == 0:  # pragma: no cover - in the child
-            os._exit(0 if mine._lock.acquire(timeout=1) else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -145,31 +145,6 @@ def test_a_closed_tier_leaves_no_claim_and_takes_none(make_tier: Callable[..., T
     assert not one.is_claimed(KEY)
 
 
-def test_a_forked_child_neither_holds_nor_releases_its_parents_claims(
-    make_tier: Callable[..., Tier],
-) -> None:
-    tier = make_tier()
-    taken = claim(tier)
-    pid = os.fork()
-    if pid == 0:
-        tier.release(taken)
-        os._exit(0 if tier.is_claimed(KEY) else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    assert tier.is_claimed(KEY)
-    # And a child that lives on does not keep the claim.
-    read, write = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        os.read(read, 1)
-        os._exit(0)
-    tier.release(taken)
-    assert not make_tier().is_claimed(KEY)
-    os.write(write, b"x")
-    os.waitpid(pid, 0)
-    os.close(read)
-    os.close(write)
-
-
 def test_a_deleted_folder_does_not_part_those_who_come_later(
     make_tier: Callable[..., Tier], root: Path
 ) -> None:

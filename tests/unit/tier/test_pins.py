@@ -296,25 +296,6 @@ def test_folder_of_the_dead_with_something_foreign_in_it_stays(
     assert len(tier.check()) == 2
 
 
-def test_forked_child_makes_its_own_folder_and_leaves_its_parents(root: Path) -> None:
-    with child("fork", root) as other:
-        assert other.hear() == "0"
-        other.end()
-
-
-def test_forked_child_does_not_keep_a_dead_parents_pins(
-    make_tier: Callable[..., Tier], root: Path
-) -> None:
-    tier = make_tier()
-    tier.publish(key_at(0), [entry(key_at(0))])
-    with child("orphan", root) as other:
-        path = Path(other.hear())
-        other.end()  # the parent; its child still has our pipe
-        tier.make_room()
-        assert not path.parent.exists()
-        other.say()
-
-
 def test_pin_folder_that_is_swept_while_it_is_made_is_made_again(
     make_tier: Callable[..., Tier], root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

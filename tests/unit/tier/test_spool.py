@@ -595,12 +595,6 @@ def test_own_folder_that_vanishes_during_adoption_is_made_again(
     assert spool.load(KEY.digest) is not None
 
 
-def test_forked_child_leaves_its_parents_spool_alone(root: Path) -> None:
-    with child("fork_spool", root) as other:
-        assert other.hear() == "0"
-        other.end()
-
-
 @pytest.mark.slow
 def test_eight_adopters_at_once_share_the_entries_of_the_dead_and_none_has_two_owners(
     make_tier: Callable[..., Tier], root: Path
