@@ -138,6 +138,8 @@ class Fetcher:
         self._loop = loop
         self._store = sources.store
         self._tier = sources.tier
+        self._intake = sources.tier.intake
+        self._claims = sources.tier.claims
         self._layout = sources.layout
         self._index = sources.index
         self._records = sources.records
@@ -184,7 +186,7 @@ class Fetcher:
             raise TierError("the disk does not answer")
         found: Pin | Claim | None = None
         if not self._local(key):
-            found = watch.run(self._tier.try_claim, key)
+            found = watch.run(self._intake.try_claim, key)
         if found is None:
             look = partial(self._tier.pin_or_claim, key, at_any_rate=at_any_rate)
             found = await self._loop.disk(look, undo=self._let_go)
@@ -204,11 +206,11 @@ class Fetcher:
                 return self._mismatch(want, "index", facts)
             return await self._download(want, expected, deadline)
         finally:
-            self._tier.release(found)
+            self._claims.release(found)
 
     def is_claimed(self, key: Key) -> bool:
         """Whether somebody fetches this entry; one system call that is answered from memory."""
-        return self._tier.is_claimed(key)
+        return self._claims.is_taken(key.digest)
 
     def unpin(self, pins: Iterable[Pin]) -> None:
         """Let go of some pins, in the disk pool; nobody waits for it."""
@@ -241,7 +243,7 @@ class Fetcher:
         if isinstance(held, Pin):
             self._tier.unpin(held)
         elif isinstance(held, Claim):
-            self._tier.release(held)
+            self._claims.release(held)
 
     # -- what this node has --------------------------------------------------------------------
 
@@ -304,7 +306,7 @@ class Fetcher:
     async def _first_good(
         self, want: FetchRequest, expected: Shape, max_bytes: int | None
     ) -> FetchResult:
-        """Go through its revisions until one is good or none is left; no max_bytes: in parts."""
+        """The object, or its revision where that is bad or gone; no max_bytes: in parts."""
         key, bad = want.key, self._bad_objects
         if self._loop.watch.run(bad.is_stale):
             await self._loop.disk(bad.refresh)
@@ -380,7 +382,7 @@ class Fetcher:
         misfit = _misfit(header, want, expected)
         if misfit is not None:
             return misfit, header
-        pin = self._tier.receive(want.key, [body], header)
+        pin = self._intake.receive(want.key, [body], header)
         self._local.add(want.key)
         return pin
 
@@ -419,7 +421,7 @@ class Fetcher:
         misfit = _misfit(verifier.header, want, expected)
         if misfit is not None:
             return misfit, verifier.header
-        return self._tier.begin(want.key, first, verifier)
+        return self._intake.begin(want.key, first, verifier)
 
     def _commit(self, key: Key, incoming: Incoming) -> Pin:
         pin = incoming.commit()

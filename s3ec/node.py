@@ -141,7 +141,7 @@ class Node:
         self.destination = _destination(settings)
         self.local = LocalKeys()
         self.bad_objects = BadObjects(
-            settings.cache_dir,
+            self.tier.folders,
             namespace.name,
             self.destination,
             ttl_s=settings.quarantine_s,

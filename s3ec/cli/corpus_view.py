@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 # 8 hex digits tell four thousand million images apart, and name the fan-out folder.
 _PREFIX = re.compile(
-    r"(?:(?P<lora>[a-z0-9-]+):)?(?P<mark>[tx]-)?(?P<hex>[0-9a-f]{8,64})(?P<revision>\.r[1-9])?"
+    r"(?:(?P<lora>[a-z0-9-]+):)?(?P<mark>[tx]-)?(?P<hex>[0-9a-f]{8,64})(?P<revision>\.r1)?"
 )
 # The folder of an adapter whose name does not make one, or may not be read.
 HASHED_ADAPTER = re.compile(r"[tx]-[0-9a-f]{64}")
@@ -294,7 +294,7 @@ async def entries(store: Store, namespace: str, folder: str = "") -> AsyncIterat
 
 
 async def find(store: Store, namespace: str, wanted: str, tenant: Tenant | None) -> Entry:
-    """The entry of an identifier, or of the beginning of its hash; of several revisions the last.
+    """The entry of an identifier, or of the beginning of its hash; of two revisions the last.
 
     Args:
         wanted: An identifier as vLLM spells it, a name as ``s3ec ls`` prints it, or at least

@@ -301,7 +301,7 @@ class Loader:
         # What is noted of revisions may be another process's, or may have run out since the grant.
         noted = min(self._node.bad_objects.revision(key), MAX_REVISION)
         failure: Exception = CorruptEntryError("the bucket no longer holds it", reason="length")
-        for revision in (noted, *(other for other in range(MAX_REVISION + 1) if other != noted)):
+        for revision in (noted, MAX_REVISION - noted):
             try:
                 values = self._stored_values(key, revision, load, deadline_s - time.monotonic())
             except (CorruptEntryError, AccessError) as exc:  # to some S3 denies what is absent

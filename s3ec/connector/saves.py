@@ -81,23 +81,6 @@ def encode(header: Header, tensor: torch.Tensor) -> tuple[bytes, memoryview]:
     return encode_header(header), tensor_bytes(tensor)
 
 
-def to_tensor(header: Header, data: bytearray | memoryview) -> torch.Tensor:
-    """Bytes of a verified entry as a tensor that shares their memory.
-
-    Args:
-        header: From verify or parse_header.
-        data: The tensor's bytes, writable, ``header.shape.nbytes`` long.
-
-    Returns:
-        CPU tensor, shape (rows, width), dtype as stored, not pinned.
-    """
-    import torch
-
-    dtype = getattr(torch, header.shape.dtype)
-    flat = torch.frombuffer(data, dtype=dtype)
-    return flat.view(header.shape.rows, header.shape.width)
-
-
 log = logging.getLogger(__name__)
 
 # One part in so many of `cache_bytes` may wait for the bucket, per process.

@@ -212,7 +212,7 @@ class Deleter:
         self._clock = clock
 
     async def delete(self, keys: Sequence[Key]) -> None:
-        """Delete some entries with all revisions, and announce that; those that are absent too.
+        """Delete some entries with their revision, and announce that; those that are absent too.
 
         Killed in between, the index holds entries without an object: each costs readers one
         request, and ``s3ec manifest rebuild`` mends it.

@@ -215,8 +215,8 @@ async def read_listing(
 def rows_of(layout: Layout, infos: Sequence[ObjectInfo]) -> Rows:
     """What a listing says of entries: digest, size and time; about 3 us each.
 
-    All revisions of an entry have its digest. The latest is what readers end with, and its row
-    counts: also where all of them were stored within one second, so each is that much later.
+    An entry's revision has its digest. It is what readers end with, and its row counts: also
+    where both were stored within one second, so it is that much later.
     """
     start = len(layout.objects)
     found = [entry_name(info.name[start:]) or (info.name[start:], 0) for info in infos]

@@ -61,17 +61,21 @@ class Claims:
         self._refused = refusals.note
         self._lock = threading.Lock()
         self._file: _LockFile | None = None
+        self._closed = False
 
     def take(self, digest: bytes) -> Claim | None:
         """Claim an entry without waiting.
 
         Returns:
-            None where somebody else has it. Where the file system has no such locks a claim
-            that excludes nobody: an entry may be fetched twice, which is a waste and no more.
+            None where somebody else has it. Where the file system has no such locks, and after
+            ``close``, a claim that excludes nobody: an entry may be fetched twice, which is a
+            waste and no more.
         """
         place = self._place(digest)
         try:
             with self._lock:
+                if self._closed:
+                    return Claim()
                 file = self._opened()
                 if place in file.held or not _set_lock(file.fd, fcntl.F_WRLCK, place):
                     return None
@@ -86,6 +90,8 @@ class Claims:
         place = self._place(digest)
         try:
             with self._lock:
+                if self._closed:
+                    return False
                 file = self._opened()
                 return place in file.held or _is_locked(file.fd, place)
         except (OSError, TierError):
@@ -105,8 +111,9 @@ class Claims:
                 os.close(file.fd)
 
     def close(self) -> None:
-        """Give all claims back."""
+        """Give all claims back, and make none any more."""
         with self._lock:
+            self._closed = True
             file, self._file = self._file, None
             if file is not None:
                 file.held.clear()

@@ -371,12 +371,6 @@ def copy_file(source_fd: int, target: str, nbytes: int) -> None:
         raise
 
 
-def note_use(fd: int, found: os.stat_result, use_ns: int) -> None:
-    """Set an open file's time of use: one system call, none where it is not later."""
-    if use_ns > found.st_mtime_ns:
-        os.utime(fd, ns=(found.st_atime_ns, use_ns))
-
-
 def sweep_temps(folder: Path, *, now_s: float) -> int:
     """Remove what dead writers left in a folder; never raises.
 

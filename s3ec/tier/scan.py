@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from s3ec.identity import is_namespace_name, is_object_name
 from s3ec.tier.files import Folders, is_temp_name
 from s3ec.tier.process_folders import LOCK_NAME, SpoolName, is_pin_folder_name, is_pin_name
-from s3ec.tier.usage import LATEST_NS, is_unused
 
 _INDEX_NAME = re.compile(r"(?:base/[0-9]{12}-[0-9a-f]{16}|delta)/[0-9A-Za-z-]+(?:\.[a-z]+){1,2}")
 
@@ -62,8 +61,6 @@ class Usage:
     Attributes:
         entries: Number of entries.
         nbytes: Bytes of entries.
-        unused_entries: How many of them were published for later and never pinned.
-        unused_nbytes: Their bytes.
         pinned_nbytes: Bytes that some process has pinned, entries or not.
         spooled_nbytes: Bytes that the bucket has not confirmed, entries or not.
         held_nbytes: Pinned or spooled bytes that are no entry any more (evicted, or copied for
@@ -74,8 +71,6 @@ class Usage:
 
     entries: int
     nbytes: int
-    unused_entries: int
-    unused_nbytes: int
     pinned_nbytes: int
     spooled_nbytes: int
     held_nbytes: int
@@ -97,10 +92,6 @@ class TierScan:
     Attributes:
         entries: Of all namespaces, in no order.
         entry_bytes: Bytes of all entries.
-        unused_entries: Number of those that nobody has pinned yet.
-        unused_bytes: Their bytes.
-        newest_ns: The latest use of any entry, 0 where there are none.
-        newest_unused_ns: The same on the scale of unused entries.
         kept: Inode to bytes of what is pinned or spooled: evicting it would free nothing.
         pinned: Inode to bytes of every file that a process holds, entries among them.
         spooled: Path to inode and bytes of every file that waits for the bucket, likewise.
@@ -114,10 +105,6 @@ class TierScan:
 
     entries: list[ScannedEntry] = field(default_factory=list)
     entry_bytes: int = 0
-    unused_entries: int = 0
-    unused_bytes: int = 0
-    newest_ns: int = 0
-    newest_unused_ns: int = 0
     kept: dict[int, int] = field(default_factory=dict)
     pinned: dict[int, int] = field(default_factory=dict)
     spooled: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -134,12 +121,6 @@ class TierScan:
         self.entry_bytes += entry.nbytes
         if entry.inode in self.kept:
             self.named.add(entry.inode)
-        if is_unused(entry.mtime_ns):
-            self.unused_entries += 1
-            self.unused_bytes += entry.nbytes
-            self.newest_unused_ns = max(self.newest_unused_ns, entry.mtime_ns)
-        elif entry.mtime_ns < LATEST_NS:
-            self.newest_ns = max(self.newest_ns, entry.mtime_ns)
 
     @property
     def held_bytes(self) -> int:
@@ -152,18 +133,11 @@ class TierScan:
         """All that the byte budget is about."""
         return self.usage().total_nbytes
 
-    @property
-    def newest(self) -> tuple[int, int]:
-        """The latest time on each scale, as UseClock and RunningTotal take it."""
-        return self.newest_ns, self.newest_unused_ns
-
     def usage(self) -> Usage:
         """The sums."""
         return Usage(
             entries=len(self.entries),
             nbytes=self.entry_bytes,
-            unused_entries=self.unused_entries,
-            unused_nbytes=self.unused_bytes,
             pinned_nbytes=sum(self.pinned.values()),
             spooled_nbytes=sum(dict(self.spooled.values()).values()),
             held_nbytes=self.held_bytes,

@@ -43,6 +43,7 @@ from tests.e2e.rig import (
     settings,
     tier_of,
 )
+from tests.on_disk import audit_of
 
 _PURPOSES = [f"both-{number}" for number in range(BOTH)]
 _PREFIX = "fleet/a"
@@ -147,7 +148,7 @@ def test_the_bucket_holds_a_verifiable_object_per_picture_after_the_engines_end(
         assert name == layout.object(key)
         assert header.modality == "image"
         assert header.shape == codec.Shape(64, 64, "bfloat16")
-    assert tier_of(workdir / "both-tier", namespace).check() == []
+    assert audit_of(tier_of(workdir / "both-tier", namespace)) == []
     descriptor = json.loads(run.objects[f"{_PREFIX}/{layout.descriptor}"])
     assert descriptor["model"] == str(gemma)
     record = json.loads(run.objects[f"{_PREFIX}/{layout.modality('image')}"])

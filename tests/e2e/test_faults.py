@@ -49,6 +49,7 @@ from tests.e2e.rig import (
     settings,
     tier_of,
 )
+from tests.on_disk import audit_of
 
 _BUCKET = "corpus"
 # How the log tells of the breaker, whose state no counter shows.
@@ -174,7 +175,7 @@ def rig(
             )
             _start(made)
             yield made
-    assert tier_of(tier, corpus.namespace).check() == []
+    assert audit_of(tier_of(tier, corpus.namespace)) == []
 
 
 def _on_disk(tier: Path, key: str) -> Path:

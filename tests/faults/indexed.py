@@ -23,6 +23,8 @@ from s3ec.testing.server import LocalS3
 from tests.faults.living import ROWS, object_at
 from tests.faults.saving import NAMESPACE, WIDTH, key_at
 from tests.faults.site import eventually
+from tests.on_disk import audit_of
+from tests.on_disk import evict as evict_copy
 
 LAYOUT = Layout(NAMESPACE.name)
 _TIMEOUT_S = 60.0
@@ -112,7 +114,7 @@ def noding(settings: dict[str, str], *, audit: bool = True) -> Iterator[Node]:
     try:
         yield node
         assert node.counters.get("internal_errors") == 0
-        assert not audit or node.tier.check() == []
+        assert not audit or audit_of(node.tier) == []
     finally:
         node.close(5)
 
@@ -159,7 +161,7 @@ def evict(node: Node, numbers: Iterable[int]) -> None:
     """Have the bucket be asked again."""
 
     def gone(number: int) -> bool:
-        node.tier.evict(key_at(number))
+        evict_copy(node.tier, key_at(number))
         return not node.tier.contains(key_at(number))
 
     for number in numbers:

@@ -86,7 +86,9 @@ def _abort(node: Node, number: int) -> None:
     eventually(lambda: prefetcher.has_news, "its end")
     prefetcher._limits = limits
     (late,) = prefetcher.drain()
-    if late.outcome is not FetchOutcome.UNAVAILABLE or node.tier.is_claimed(late.want.key):
+    if late.outcome is not FetchOutcome.UNAVAILABLE or node.tier.claims.is_taken(
+        late.want.key.digest
+    ):
         say(f"bad end {late.outcome.value}")
 
 
@@ -97,10 +99,10 @@ def _end_early(node: Node, settings: dict[str, str], number: int) -> None:
     other = Holder(settings)
     other.node.prefetcher.submit([FetchRequest(key_at(number), "image", ROWS)])
     other.save(2000 + number)
-    eventually(lambda: node.tier.is_claimed(key_at(number)), "its claim")
+    eventually(lambda: node.tier.claims.is_taken(key_at(number).digest), "its claim")
     other.queue.drain(0)
     other.node.close(10)
-    eventually(lambda: not node.tier.is_claimed(key_at(number)), "the end of its claim")
+    eventually(lambda: not node.tier.claims.is_taken(key_at(number).digest), "the end of its claim")
     other.complain()
 
 

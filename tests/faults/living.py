@@ -26,6 +26,7 @@ from s3ec.errors import TierError
 from tests.faults import ending, holding, indexing, leaking
 from tests.faults.saving import NAMESPACE, WIDTH, data_at, identifier_at, key_at, spooled_below
 from tests.faults.seccomp import refuse_hard_links
+from tests.on_disk import evict
 
 if TYPE_CHECKING:
     from s3ec.connector.saves import SaveQueue
@@ -208,7 +209,7 @@ def work(*, settings: dict[str, str], stock: int, first: int, **how: int | bool)
             life.save(number)
         life.fetch(life.chance.sample(range(stock), 6), must=True)
         for number in life.chance.sample(range(stock), 3):
-            life.node.tier.evict(key_at(number))
+            evict(life.node.tier, key_at(number))
     say("worked")
     spool = Path(settings["cache_dir"])
     while spooled_below(spool):

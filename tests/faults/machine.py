@@ -23,6 +23,7 @@ from s3ec.testing.memory_store import MemoryBucket, MemoryStore
 from tests.faults.living import ROWS, object_at
 from tests.faults.saving import NAMESPACE, WIDTH, data_at, identifier_at, key_at, spooled_below
 from tests.faults.site import eventually
+from tests.on_disk import audit_of, usage_of
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
@@ -177,8 +178,8 @@ class Machine:
 
     def assert_in_order(self) -> None:
         """The audit is clean, and what the tier shows is in the bucket or on its way there."""
-        eventually(lambda: not self.node.tier.usage().pinned_nbytes)  # released, but not yet gone
-        assert self.node.tier.check() == []
+        eventually(lambda: not usage_of(self.node.tier).pinned_nbytes)  # released, but not yet gone
+        assert audit_of(self.node.tier) == []
         names = set(self.node.tier.names())
         spooled = spooled_below(self.cache_dir)
         known = {key_at(number).name: number for number in range(1000)}

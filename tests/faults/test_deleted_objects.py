@@ -12,6 +12,7 @@ from s3ec.testing.server import LocalS3
 from tests.faults.engine import Engine, body_at
 from tests.faults.saving import WIDTH, key_at
 from tests.faults.site import LAYOUT, Site, eventually
+from tests.on_disk import evict
 
 
 @pytest.fixture
@@ -46,7 +47,7 @@ def test_object_deleted_out_of_band_is_one_miss_written_again_and_found_by_other
         both.announce()
         assert both.node.index.holds(key_at(1))
         assert stocked.body(key_at(1).name) == body_at(1)
-        other.node.tier.evict(key_at(1))
+        evict(other.node.tier, key_at(1))
         other.refresh()
         assert other.fetch(1).source == "bucket"
     if versioned:
@@ -59,7 +60,7 @@ def test_bucket_that_is_deleted_is_a_miss_and_hits_come_back_with_it(
     with Engine.at(stocked, tmp_path / "a") as engine:
         engine.save_and_wait(1)
         engine.announce()
-        engine.node.tier.evict(key_at(1))
+        evict(engine.node.tier, key_at(1))
         local_s3.delete_bucket(stocked.bucket)
         assert engine.fetch(1).outcome in (FetchOutcome.ABSENT, FetchOutcome.UNAVAILABLE)
         local_s3.create_bucket(stocked.bucket)

@@ -24,6 +24,7 @@ from tests.faults.engine import Engine, body_at, gets, overwrite
 from tests.faults.living import ROWS
 from tests.faults.saving import NAMESPACE, WIDTH, data_at, identifier_at, key_at
 from tests.faults.site import LAYOUT, Site
+from tests.on_disk import audit_of, usage_of
 
 ENTRY_BYTES = len(body_at(0))
 
@@ -71,7 +72,7 @@ def test_bit_flipped_anywhere_is_a_miss_or_the_right_bytes(stocked: Site, tmp_pa
                 assert not engine.node.tier.contains(key)
 
         flip()
-        assert engine.node.tier.check() == []
+        assert audit_of(engine.node.tier) == []
 
 
 BODIES: dict[str, Callable[[], Fault]] = {
@@ -95,7 +96,7 @@ def test_body_that_is_something_else_is_a_miss_and_the_object_is_quarantined(
             assert engine.count("quarantined_objects") == number + 1, what
             engine.node.bad_objects.refresh()
             assert engine.node.bad_objects.revision(key_at(number)) == 1, what
-        assert engine.node.tier.usage().entries == 0
+        assert usage_of(engine.node.tier).entries == 0
 
 
 def entry_of(number: int, **changes: object) -> bytes:
@@ -160,7 +161,7 @@ def test_entry_that_does_not_fit_is_a_miss_and_its_field_is_counted(
             ), field
             assert engine.count(f"mismatch.{field}") == (2 if field in unusable else 1), field
         assert engine.count("quarantined_objects") == len(unusable)
-        assert engine.node.tier.usage().entries == 0
+        assert usage_of(engine.node.tier).entries == 0
 
 
 def tensors(count: int) -> bytes:
@@ -195,4 +196,4 @@ def test_hostile_safetensors_are_refused_and_quarantined(stocked: Site, tmp_path
                 assert outcome is FetchOutcome.CORRUPT, what
         assert engine.count("quarantined_objects") == len(HOSTILE) - 1
         assert engine.count("corrupt.header") == 2 * (len(HOSTILE) - 1)
-        assert engine.node.tier.usage().entries == 0
+        assert usage_of(engine.node.tier).entries == 0

@@ -25,6 +25,7 @@ from s3ec.settings import Settings
 from s3ec.testing.server import LocalS3
 from tests.faults.saving import NAMESPACE, ROWS, data_at, identifier_at, key_at
 from tests.faults.site import DEADLINE_S, Site, eventually
+from tests.on_disk import audit_of
 
 pytest.importorskip("torch")
 
@@ -149,7 +150,7 @@ def assert_all_is_well(
             pin = by_identifier[identifier_at(number)]
             assert pin is not None
             assert pin.path.read_bytes()[pin.header.data_start :] == data_at(number)
-        assert node.tier.check() == []
+        assert audit_of(node.tier) == []
     finally:
         node.close(5)
 

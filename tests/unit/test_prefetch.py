@@ -42,8 +42,10 @@ from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script, cut, flip,
 from s3ec.testing.memory_store import MemoryStore
 from s3ec.tier import Claim, Pin, Tier
 from s3ec.tier.bad_objects import BadObjects
+from s3ec.tier.files import Folders
 from s3ec.tier.tier import LocalKeys
 from tests.finite import FINITE
+from tests.on_disk import audit_of, evict, usage_of
 
 NAMESPACE = "gemma-0123456789abcdef"
 LAYOUT = Layout(NAMESPACE)
@@ -124,7 +126,7 @@ class Bench:
         self.local = LocalKeys()
         self.loop = LoopThread("s3ec-prefetch-test", disk_threads=4)
         self.bad_objects = BadObjects(
-            folder, NAMESPACE, "0" * 16, ttl_s=3600, counters=self.counters, clock=self.now
+            Folders(folder), NAMESPACE, "0" * 16, ttl_s=3600, counters=self.counters, clock=self.now
         )
         self.tier = self.make_tier()
         self.records = ModalityRecords(self.store, LAYOUT)
@@ -211,8 +213,15 @@ class Bench:
 
         self.loop.run(turn(), TIMEOUT_S)
 
+    def knows_the_record(self) -> bool:
+        """Whether the reading that nobody waits for has ended."""
+        try:
+            return self.loop.run(self.records.get_soon("image", 0.0), TIMEOUT_S) is not None
+        except UnavailableError:
+            return False
+
     def pinned(self) -> int:
-        return self.tier.usage().pinned_nbytes
+        return usage_of(self.tier).pinned_nbytes
 
     def end(self) -> None:
         self.loop.stop(TIMEOUT_S)
@@ -256,7 +265,7 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
     yield bench
     bench.end()
     assert bench.counters.get("internal_errors") == 0
-    assert bench.tier.check() == []
+    assert audit_of(bench.tier) == []
 
 
 # -- outcomes ----------------------------------------------------------------------------------
@@ -280,7 +289,7 @@ def test_an_entry_comes_from_the_bucket_once_and_from_the_tier_then(bench: Bench
 def test_a_pin_is_held_until_it_is_released(bench: Bench) -> None:
     bench.stock("a", "b")
     pins = [done.pin for done in bench.fetch(want("a"), want("b")) if done.pin]
-    bench.tier.evict(key_of("a"))
+    evict(bench.tier, key_of("a"))
     assert pins[0].path.exists()
     assert bench.pinned() > 0
     bench.prefetcher.release(pins)
@@ -365,7 +374,7 @@ def test_what_lies_here_does_not_wait_for_the_record_of_a_slow_bucket(bench: Ben
     assert bench.one("b").outcome is FetchOutcome.READY
     assert bench.store.log.count(("get", LAYOUT.modality("image"))) == 2  # one reading goes on
     gate.release()
-    until(lambda: bench.records.known("image") is not None, "the record")
+    until(bench.knows_the_record, "the record")
 
 
 def test_corrupt_once_is_fetched_again(bench: Bench) -> None:
@@ -408,7 +417,7 @@ def test_corrupt_twice_is_a_miss_and_forgotten(
     assert bench.store.fetched == [first, first, second]
     assert not bench.index.maybe_contains(key_of("a"))
     assert not bench.tier.contains(key_of("a"))
-    assert bench.tier.usage().entries == 0
+    assert usage_of(bench.tier).entries == 0
 
 
 def test_a_bad_file_in_the_tier_is_fetched_anew(bench: Bench) -> None:
@@ -436,7 +445,7 @@ def test_an_entry_of_another_shape_is_a_mismatch(
     assert bench.one().outcome is FetchOutcome.MISMATCH
     assert bench.counters.get(f"mismatch.{counter}") == 1
     assert bench.index.maybe_contains(key_of("a"))  # somebody else may need just this
-    assert bench.tier.usage().entries == 0
+    assert usage_of(bench.tier).entries == 0
 
 
 @pytest.mark.parametrize("known", [{"rows": 3}, {"width": 31}, {"dtype": "float16"}])
@@ -561,7 +570,7 @@ def test_a_full_disk_is_unavailable_and_the_next_want_is_served(
     bench.stock("a")
     full = bench.make_tier(min_free_bytes=1 << 60)
     with monkeypatch.context() as patch:
-        patch.setattr(bench.tier, "receive", full.receive)
+        patch.setattr(bench.tier.intake, "receive", full.intake.receive)
         assert bench.one().outcome is FetchOutcome.UNAVAILABLE
     assert bench.one().outcome is FetchOutcome.READY
     full.close()
@@ -582,7 +591,7 @@ def test_an_error_of_ours_is_counted_and_the_want_is_answered(
         raise kind("a fault of ours")
 
     with monkeypatch.context() as patch:
-        patch.setattr(bench.tier, "try_claim", broken)
+        patch.setattr(bench.tier.intake, "try_claim", broken)
         assert bench.one().outcome is FetchOutcome.UNAVAILABLE
     assert bench.counters.get("internal_errors") == 1
     assert "a fault of ours" in caplog.text
@@ -611,7 +620,7 @@ def test_a_pin_made_after_the_deadline_is_given_back(
     bench.tier.publish(key_of("a"), [entry(key_of("a"))])
     release, slow_ones = threading.Event(), threading.Semaphore(0)
     made: list[Pin | None] = []
-    pin, receive = bench.tier.pin, bench.tier.receive
+    pin, receive = bench.tier.pin, bench.tier.intake.receive
 
     def slow(key: Key) -> Pin | None:
         if key == key_of("a"):
@@ -627,7 +636,7 @@ def test_a_pin_made_after_the_deadline_is_given_back(
         return made[-1]
 
     monkeypatch.setattr(bench.tier, "pin", slow)
-    monkeypatch.setattr(bench.tier, "receive", slowly)
+    monkeypatch.setattr(bench.tier.intake, "receive", slowly)
     bench.prefetcher.submit([want("a"), want("b")])
     assert slow_ones.acquire(timeout=TIMEOUT_S)
     assert slow_ones.acquire(timeout=TIMEOUT_S)
@@ -801,7 +810,7 @@ def test_a_large_object_comes_in_parts_and_is_whole(in_parts: Bench) -> None:
     assert done.pin.path.read_bytes() == entry(key_of("a"), rows=LARGE_ROWS)
     assert ranges(in_parts) == -(-done.pin.nbytes // PART_BYTES)
     assert in_parts.store.fetched == []
-    assert not in_parts.tier.is_claimed(key_of("a"))
+    assert not in_parts.tier.claims.is_taken(key_of("a").digest)
 
 
 def test_a_large_object_takes_the_memory_of_a_few_parts(in_parts: Bench) -> None:
@@ -831,13 +840,13 @@ def test_a_large_object_that_stays_bad_is_a_miss_and_leaves_nothing(in_parts: Be
     in_parts.script.faults = [Fault(op="get_range", name=OBJECTS, change=flip(-1))]
     assert in_parts.one(rows=LARGE_ROWS).outcome is FetchOutcome.CORRUPT
     assert not in_parts.index.maybe_contains(key_of("a"))
-    assert in_parts.tier.usage().total_nbytes == 0
+    assert usage_of(in_parts.tier).total_nbytes == 0
 
 
 def test_a_large_object_of_another_shape_is_not_read_to_its_end(in_parts: Bench) -> None:
     assert in_parts.one(rows=LARGE_ROWS - 1).outcome is FetchOutcome.MISMATCH
     assert ranges(in_parts) == 1
-    assert in_parts.tier.usage().total_nbytes == 0
+    assert usage_of(in_parts.tier).total_nbytes == 0
 
 
 def test_a_large_object_that_is_absent_or_vanishes_is_a_miss(in_parts: Bench) -> None:
@@ -850,7 +859,7 @@ def test_a_large_object_that_is_absent_or_vanishes_is_a_miss(in_parts: Bench) ->
     del in_parts.bucket[LAYOUT.object(key_of("a"))]
     gate.release()
     assert in_parts.collect(1)[0].outcome is FetchOutcome.ABSENT  # at the second attempt
-    assert in_parts.tier.usage().total_nbytes == 0
+    assert usage_of(in_parts.tier).total_nbytes == 0
 
 
 def test_a_large_object_that_is_broken_off_leaves_nothing(
@@ -863,7 +872,7 @@ def test_a_large_object_that_is_broken_off_leaves_nothing(
     deadlines.expire(in_parts.loop)
     assert in_parts.collect(1)[0].outcome is FetchOutcome.UNAVAILABLE
     until(lambda: not list(in_parts.folder.rglob(".tmp-*")), "the temp file's end")
-    assert not in_parts.tier.is_claimed(key_of("a"))
+    assert not in_parts.tier.claims.is_taken(key_of("a").digest)
     in_parts.script.faults = []
     assert in_parts.one(rows=LARGE_ROWS).outcome is FetchOutcome.READY
 

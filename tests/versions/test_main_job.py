@@ -45,6 +45,7 @@ from tests.e2e.rig import (
     settings,
     tier_of,
 )
+from tests.on_disk import audit_of
 
 
 def _release() -> tuple[int, ...]:
@@ -186,7 +187,7 @@ def job(
             one.shuffle_vision_tower()
             changed = ask(one, Scenario("changed", [gallery.solo("single")]))
     (namespace,) = {key.split("/")[0] for key in keys(client, bucket)}
-    audit = tier_of(workdir / "tier", namespace).check()
+    audit = audit_of(tier_of(workdir / "tier", namespace))
     logs = "".join(path.read_text(errors="replace") for path in workdir.glob("*.log"))
     yield _Job(plain, consumer, restarted, changed, logs, audit)
     local_s3.delete_bucket(bucket)

@@ -77,7 +77,8 @@ class Fetcher:
             tier.unpin(pin)
         self._pins.clear()
         for key in self.corpus.keys:
-            tier.evict(key)
+            path = tier.folders.objects / self.node.namespace.name / key.name
+            path.unlink(missing_ok=True)
             self.node.local.discard(key)
 
     def close(self) -> None:

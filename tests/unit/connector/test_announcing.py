@@ -25,6 +25,7 @@ from s3ec.node import Node
 from s3ec.settings import Settings
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
 from s3ec.testing.memory_store import MemoryBucket, MemoryStore
+from tests.on_disk import audit_of
 
 _DEADLINE_S = 20.0
 _NEVER_S = 3600.0
@@ -139,7 +140,7 @@ class Rig:
 def rig(tmp_path: Path) -> Iterator[Rig]:
     rig = Rig(tmp_path)
     yield rig
-    assert rig.node.tier.check() == []
+    assert audit_of(rig.node.tier) == []
     assert rig.counted("internal_errors") == 0
     rig.close()
 
@@ -292,7 +293,7 @@ def test_next_process_announces_what_the_last_one_uploaded(tmp_path: Path) -> No
     second.flush()
     assert second.told().keys() == digests(1, 2, 3)
     assert second.spooled() == 0
-    assert second.node.tier.check() == []
+    assert audit_of(second.node.tier) == []
     second.close()
 
 
@@ -311,7 +312,7 @@ def test_announcements_that_fail_do_not_hold_uploads_up_nor_fill_the_disk(tmp_pa
     assert rig.told().keys() == digests(*range(40))
     assert rig.spooled() == 0
     assert rig.counted("announce_dropped") == 0
-    assert rig.node.tier.check() == []
+    assert audit_of(rig.node.tier) == []
     rig.close()
 
 

@@ -22,6 +22,7 @@ from typing import Any
 from s3ec.errors import TierError
 from s3ec.tier.evictor import EvictLock
 from s3ec.tier.files import Folders, TempFile, try_lock
+from tests.on_disk import make_room
 from tests.unit.tier.cases import (
     DESTINATION,
     NAMESPACE,
@@ -94,7 +95,7 @@ def churn(root: Path, budget_bytes: int, first: int, count: int) -> None:
     hear()
     for number in range(first, first + count):
         tier.publish(key_at(number), [entry(key_at(number))])
-    tier.make_room()
+    make_room(tier, budget_bytes=budget_bytes)
     tier.close()
     say("done")
 
