@@ -248,9 +248,9 @@ def fork(*, settings: dict[str, str], stock: int, first: int) -> None:
         except BaseException as exc:  # noqa: BLE001 - the top of a process
             say(f"bad child {exc!r}")
             traceback.print_exc()
-        finally:
-            os._exit(0)
-    os.waitpid(pid, 0)
+        sys.exit()
+    if os.waitpid(pid, 0)[1]:
+        say("bad end of the child")
     life.fetch(list(range(stock)), must=True)
     say("went on")
     while spooled_below(Path(settings["cache_dir"])):
@@ -299,11 +299,12 @@ def main() -> None:
             try:
                 COMMANDS[order.pop("command")](**order)
                 status = 0
+            except SystemExit:
+                return  # in order, as no other ends
             except BaseException as exc:  # noqa: BLE001 - the top of a process
                 say(f"bad end {exc!r}")
                 traceback.print_exc()
-            finally:
-                os._exit(status)
+            os._exit(status)
         say(f"forked {pid}")
 
 
