@@ -11,7 +11,7 @@ import threading
 from concurrent.futures import Future
 from typing import ClassVar
 
-from s3ec import forks
+from s3ec import runtime
 from s3ec.counters import Counters
 from s3ec.errors import AccessError, ConfigError, CorruptEntryError, TierError, UnavailableError
 from s3ec.identity import Key, KeyPolicy, Layout, Namespace, canonical_json, naming_of
@@ -62,7 +62,7 @@ class Node:
 
     @classmethod
     def _sharing(cls) -> threading.RLock:
-        return cls._locks.setdefault(forks.number, threading.RLock())
+        return cls._locks.setdefault(runtime.process_number, threading.RLock())
 
     @classmethod
     def shared(cls, settings: Settings, namespace: Namespace) -> Node:
@@ -72,7 +72,7 @@ class Node:
         share one client, one index and one set of counters then.
         """
         with cls._sharing():
-            slot = (forks.number, namespace.name, settings.model_dump_json())
+            slot = (runtime.process_number, namespace.name, settings.model_dump_json())
             node = cls._shared.get(slot)
             if node is None:
                 node = cls._shared[slot] = cls(settings, namespace)
@@ -114,7 +114,7 @@ class Node:
             TierError: The cache folder cannot be used; the message says why.
         """
         self.users = 0
-        self._process = forks.number
+        self._process = runtime.process_number
         self._following: list[Future[None]] = []
         self.settings = settings
         self.namespace = namespace
@@ -171,7 +171,7 @@ class Node:
     @property
     def is_foreign(self) -> bool:
         """Whether a parent of this process made it. For hooks: no system call."""
-        return self._process != forks.number
+        return self._process != runtime.process_number
 
     def _open_tier(self) -> None:
         """Open it, or fail in time where the disk does not answer."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs off the hooks: event loop, thread pools, and a disk that may hang."""
+"""What runs off the hooks: event loop, thread pools, a disk that may hang; and what forks do."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Coroutine
+import weakref
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
-from s3ec import forks
 from s3ec.counters import Counters
 from s3ec.errors import UnavailableError
 
@@ -295,7 +295,7 @@ class LoopThread:
                     loop = asyncio.new_event_loop()
                 except OSError as exc:  # no descriptor is left
                     raise RuntimeError(f"{self._name} cannot start: {exc}") from exc
-                forks.keep_loop(loop)
+                keep_loop(loop)
                 # A name that is looked up, or a corpus in a folder, may hang as a disk does.
                 loop.set_default_executor(DaemonPool(_OTHER_THREADS, f"{self._name}-other"))
                 self._pool = DaemonPool(self._disk_threads, f"{self._name}-disk")
@@ -469,3 +469,67 @@ def within(timeout_s: float, call: Callable[[], T]) -> T:
         if future.done():  # the call's own TimeoutError
             raise
         raise UnavailableError(f"no answer within {timeout_s:.0f} s") from exc
+
+
+# -- forks -------------------------------------------------------------------------------------
+#
+# What was made before a fork is the parent's. Its threads are not in the child, and what they had
+# locked stays locked there; so a child uses nothing of it, see Node.is_foreign. But the kernel
+# gives it copies of all descriptors: a lock outlives a dead parent in them, and so do connections.
+
+process_number = 0
+"""Of this process in its line of forks. In a hook os.getpid() would be a system call too many."""
+
+_DESCRIPTORS = "/proc/self/fd"
+_paths: set[str] = set()
+_loops: weakref.WeakSet[asyncio.AbstractEventLoop] = weakref.WeakSet()
+
+
+def keep_files(path: str) -> None:
+    """Have children let go of every open file whose name begins so, locks above all.
+
+    Args:
+        path: Absolute, without symbolic links.
+    """
+    _paths.add(path)
+
+
+def keep_loop(loop: asyncio.AbstractEventLoop) -> None:
+    """Have children let go of a loop's sockets, of its pipe and of what it waits with.
+
+    Otherwise a socket that is collected there would be taken out of what the parent waits for, and
+    connections would stay open for as long as the child.
+    """
+    _loops.add(loop)
+
+
+def _in_child() -> None:
+    global process_number  # noqa: PLW0603 - the one place that changes it
+    process_number += 1
+    # Replaced, not closed: their objects will close them once more.
+    with suppress(OSError), open(os.devnull, "rb") as nothing:
+        for fd in itertools.chain(_of_loops(), _of_files()):
+            with suppress(OSError):
+                os.dup2(nothing.fileno(), fd, inheritable=False)
+
+
+def _of_loops() -> Iterator[int]:
+    for loop in list(_loops):
+        # Loops of other kinds have none of these, and keep theirs; one may be half closed.
+        with suppress(AttributeError, ValueError):
+            selector: Any = loop._selector  # type: ignore[attr-defined]
+            yield from [key.fd for key in selector.get_map().values()]
+            yield selector.fileno()
+            # The other end of its pipe.
+            yield loop._csock.fileno()  # type: ignore[attr-defined]
+
+
+def _of_files() -> Iterator[int]:
+    paths = tuple(_paths)
+    for name in os.listdir(_DESCRIPTORS):
+        with suppress(OSError):  # the listing's own is closed again
+            if os.readlink(f"{_DESCRIPTORS}/{name}").startswith(paths):
+                yield int(name)
+
+
+os.register_at_fork(after_in_child=_in_child)

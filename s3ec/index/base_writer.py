@@ -23,7 +23,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from s3ec import forks
+from s3ec import runtime
 from s3ec.counters import Report, unreported
 from s3ec.errors import (
     AccessError,
@@ -111,10 +111,10 @@ def temporary_folder(parent: Path | None, *names: str) -> Iterator[Path]:
         try:
             place = Path(parent or tempfile.gettempdir())
             _sweep(place)
-            forks.keep_files(f"{os.path.realpath(place)}/{_PREFIX}")
+            runtime.keep_files(f"{os.path.realpath(place)}/{_PREFIX}")
             folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=place))
             # Not by TemporaryDirectory, which would do it at the end of a forked child, too.
-            stack.callback(weakref.finalize(stack, _remove, folder, forks.number))
+            stack.callback(weakref.finalize(stack, _remove, folder, runtime.process_number))
             lock = stack.enter_context(open(folder / _LOCK, "wb"))
             fcntl.flock(lock, fcntl.LOCK_EX)
             for name in names:
@@ -125,7 +125,7 @@ def temporary_folder(parent: Path | None, *names: str) -> Iterator[Path]:
 
 
 def _remove(folder: Path, process: int) -> None:
-    if process == forks.number:
+    if process == runtime.process_number:
         # A thread of a cancelled piece of work may still be writing there.
         shutil.rmtree(folder, ignore_errors=True)
 

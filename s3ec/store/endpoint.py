@@ -10,7 +10,7 @@ import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TypeVar
 
-from s3ec import forks
+from s3ec import runtime
 from s3ec.counters import Counters
 from s3ec.errors import AccessError, S3ECError, UnavailableError
 from s3ec.settings import Settings
@@ -67,7 +67,7 @@ class Endpoint:
         A bucket is part of where: its existence, its policy and its request rates are its own.
         """
         where = (
-            forks.number,
+            runtime.process_number,
             settings.url,
             settings.endpoint_url,
             settings.region,
@@ -75,7 +75,7 @@ class Endpoint:
             settings.profile,
             settings.role_arn,
         )
-        with _sharing.setdefault(forks.number, threading.Lock()):
+        with _sharing.setdefault(runtime.process_number, threading.Lock()):
             found = _shared.get(where)
             if found is None:
                 found = _shared[where] = cls.of(settings)

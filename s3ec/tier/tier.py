@@ -22,7 +22,7 @@ from errno import EDQUOT, ENOSPC
 from functools import partial
 from pathlib import Path
 
-from s3ec import forks
+from s3ec import runtime
 from s3ec.counters import Counters
 from s3ec.errors import TierError
 from s3ec.identity import Key, digest_of_name, is_namespace_name
@@ -168,7 +168,7 @@ class Tier:
             return
         try:
             self._settle(Path(os.path.realpath(self._given_root)))
-            forks.keep_files(f"{self.folders.version}/")
+            runtime.keep_files(f"{self.folders.version}/")
             fresh = not os.path.lexists(self.folders.version)
             self.folders.make()
             make_folder(Path(self._paths.objects))
