@@ -30,7 +30,7 @@ FINGERPRINT = { echo "$(CURDIR)"; cat $(INPUTS); } | cksum
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 
-.PHONY: help setup demo test test-fast test-versions check lint bench fuzz audit audit-terraform dist lock clean
+.PHONY: help setup demo test test-fast test-versions check lint bench docs fuzz audit audit-terraform dist lock clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 17
@@ -99,6 +99,13 @@ check: lint test-fast  ## what to run before a commit
 
 bench: setup  ## BENCH=name or all
 	@$(PY) -m s3ec bench $(BENCH) $(ARGS)
+
+docs: setup  ## write the tables of docs/ that come from the code; build the site to build/site
+	@$(PY) -m tests.docs_pages
+	[ -x build/docs/bin/python ] || $(PY) -m venv build/docs
+	build/docs/bin/python -m pip install -qq --requirement requirements/docs.txt
+	NO_MKDOCS_2_WARNING=1 build/docs/bin/mkdocs build --strict --quiet
+	echo "docs: build/site/index.html"
 
 fuzz: setup  ## inputs that a reader cannot bear, in FUZZ_SECONDS; ARGS names some, or ARGS="scheduler --seeds 0-300"
 	@if [ "$(firstword $(ARGS))" = scheduler ]; then exec $(PY) -m tests.fuzz.run $(ARGS); fi

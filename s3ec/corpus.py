@@ -86,7 +86,7 @@ ATTEMPTS = 5
 _HASHED_ADAPTER = re.compile(r"[tx]-[0-9a-f]{64}")
 # 8 hex digits tell four thousand million images apart, and name the fan-out folder.
 _HASH_PREFIX = re.compile(
-    r"(?:(?P<lora>[a-z0-9-]+):)?(?P<mark>[tx]-)?(?P<hex>[0-9a-f]{8,64})(?P<revision>\.r[1-9])?"
+    r"(?:(?P<lora>[a-z0-9-]+):)?(?P<mark>[tx]-)?(?P<hex>[0-9a-f]{8,64})(?P<revision>\.r1)?"
 )
 # The first digits of a hash name a folder of the bucket.
 _HASH_BEGIN = re.compile(r"(?:[tx]-)?([0-9a-f]{2})[0-9a-f]*")
@@ -419,7 +419,7 @@ class Corpus:
     def find(
         self, identifier: str, *, namespace: str | None = None, model: str | None = None
     ) -> CorpusEntry | None:
-        """The entry of an identifier as a listing shows it; of several revisions the last.
+        """The entry of an identifier as a listing shows it; of two revisions the last.
 
         Costs one listing of a few names, two where the identifier is not known in full.
 
@@ -610,10 +610,10 @@ class Corpus:
         """
 
         async def work(store: Store, layout: Layout) -> Verified:
-            from s3ec.index.base_writer import Making
+            from s3ec.index.base_writer import BuildOptions
             from s3ec.index.rebuild import verify
 
-            making = Making(bloom_fpr=self.settings.bloom_fpr, report=report)
+            making = BuildOptions(bloom_fpr=self.settings.bloom_fpr, report=report)
             return await verify(store, layout, making)
 
         return self.within(work, namespace, model=model)

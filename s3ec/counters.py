@@ -8,8 +8,6 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
-from s3ec.forks import call_in_forks
-
 Report: TypeAlias = Callable[[str, int, int | None], None]
 """Told how far a long piece of work is: what is done, how many are, of how many where known."""
 
@@ -29,10 +27,6 @@ class Counters:
         # while this thread holds the lock.
         self._lock = threading.RLock()
         self._sums: defaultdict[str, float] = defaultdict(float)
-        call_in_forks(self, Counters._after_fork)
-
-    def _after_fork(self) -> None:
-        self._lock = threading.RLock()
 
     def add(self, name: str, amount: float = 1) -> None:
         """Add to a sum. One uncontended lock: about 0.1 us, no system call."""

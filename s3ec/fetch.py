@@ -18,7 +18,7 @@ from s3ec.counters import Counters
 from s3ec.errors import AccessError, CorruptEntryError, TierError, UnavailableError
 from s3ec.identity import MAX_REVISION, Key, Layout
 from s3ec.index.base import Index
-from s3ec.index.rows import Facts
+from s3ec.index.rows import EntryInfo
 from s3ec.modality import ModalityRecords, Record
 from s3ec.runtime import LoopThread
 from s3ec.store.base import Blob, Store, parts_in_order
@@ -60,7 +60,7 @@ class Priority(enum.IntEnum):
     FORGOTTEN = 2  # nobody waits for it any more; it may still be of use
 
 
-class Outcome(enum.Enum):
+class FetchOutcome(enum.Enum):
     """How a fetch ended."""
 
     READY = "ready"
@@ -71,7 +71,7 @@ class Outcome(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Want:
+class FetchRequest:
     """One embedding that somebody asks for.
 
     Attributes:
@@ -88,11 +88,11 @@ class Want:
 
 
 @dataclass(frozen=True, slots=True)
-class Fetched:
+class FetchResult:
     """The end of one want. Whoever drains it owns the pin and must release it."""
 
-    want: Want
-    outcome: Outcome
+    want: FetchRequest
+    outcome: FetchOutcome
     pin: Pin | None = None
     source: Literal["tier", "bucket"] | None = None
     seconds: float = 0.0
@@ -138,6 +138,8 @@ class Fetcher:
         self._loop = loop
         self._store = sources.store
         self._tier = sources.tier
+        self._intake = sources.tier.intake
+        self._claims = sources.tier.claims
         self._layout = sources.layout
         self._index = sources.index
         self._records = sources.records
@@ -146,7 +148,7 @@ class Fetcher:
         self._counters = counters
         self._budget = ByteBudget(max_inflight_bytes)
 
-    async def look(self, want: Want) -> Fetched | None:
+    async def look(self, want: FetchRequest) -> FetchResult | None:
         """Pin an entry that is on this node's disk; nothing waits for the bucket.
 
         Returns:
@@ -164,8 +166,8 @@ class Fetcher:
         return await self._check_local(want, pin)
 
     async def fetch(
-        self, want: Want, deadline: asyncio.Timeout, *, at_any_rate: bool
-    ) -> Fetched | None:
+        self, want: FetchRequest, deadline: asyncio.Timeout, *, at_any_rate: bool
+    ) -> FetchResult | None:
         """Bring one entry to this node.
 
         Args:
@@ -184,7 +186,7 @@ class Fetcher:
             raise TierError("the disk does not answer")
         found: Pin | Claim | None = None
         if not self._local(key):
-            found = watch.run(self._tier.try_claim, key)
+            found = watch.run(self._intake.try_claim, key)
         if found is None:
             look = partial(self._tier.pin_or_claim, key, at_any_rate=at_any_rate)
             found = await self._loop.disk(look, undo=self._let_go)
@@ -197,18 +199,18 @@ class Fetcher:
             record = await self._records.get(want.modality)
             if record is None:  # so nothing of this modality was stored yet
                 self._counters.add("mismatch.no_record")
-                return Fetched(want, Outcome.ABSENT)
+                return FetchResult(want, FetchOutcome.ABSENT)
             expected = Shape(want.rows, record.width, record.dtype)
             facts = self._index.facts(key)
             if facts is not None and facts.contradicts(expected):
                 return self._mismatch(want, "index", facts)
             return await self._download(want, expected, deadline)
         finally:
-            self._tier.release(found)
+            self._claims.release(found)
 
     def is_claimed(self, key: Key) -> bool:
         """Whether somebody fetches this entry; one system call that is answered from memory."""
-        return self._tier.is_claimed(key)
+        return self._claims.is_taken(key.digest)
 
     def unpin(self, pins: Iterable[Pin]) -> None:
         """Let go of some pins, in the disk pool; nobody waits for it."""
@@ -241,11 +243,11 @@ class Fetcher:
         if isinstance(held, Pin):
             self._tier.unpin(held)
         elif isinstance(held, Claim):
-            self._tier.release(held)
+            self._claims.release(held)
 
     # -- what this node has --------------------------------------------------------------------
 
-    async def _check_local(self, want: Want, pin: Pin) -> Fetched:
+    async def _check_local(self, want: FetchRequest, pin: Pin) -> FetchResult:
         try:
             record = await self._records.get_soon(want.modality, _RECORD_PATIENCE_S)
         except (UnavailableError, AccessError):
@@ -258,11 +260,11 @@ class Fetcher:
         expected = None if record is None else Shape(want.rows, record.width, record.dtype)
         misfit = _misfit(pin.header, want, expected)
         if misfit is None:
-            return Fetched(want, Outcome.READY, pin, "tier")
+            return FetchResult(want, FetchOutcome.READY, pin, "tier")
         self._loop.disk_soon(self._let_go, pin)
         return self._mismatch(want, misfit, pin.header)
 
-    def _mismatch(self, want: Want, field: str, found: Header | Facts) -> Fetched:
+    def _mismatch(self, want: FetchRequest, field: str, found: Header | EntryInfo) -> FetchResult:
         """Count what differs; a request cannot use the entry, others may.
 
         Args:
@@ -271,7 +273,7 @@ class Fetcher:
         """
         told = field in ("rows", "width", "dtype", "index")
         if told and not self._counters.get(f"mismatch.{field}"):
-            shape = found if isinstance(found, Facts) else found.shape
+            shape = found if isinstance(found, EntryInfo) else found.shape
             log.warning(
                 "an entry of %s does not fit a request by its %s (it has %s rows of width %s, %s); "
                 "it counts as a miss (logged once per kind)",
@@ -282,11 +284,13 @@ class Fetcher:
                 shape.dtype or "?",
             )
         self._counters.add(f"mismatch.{field}")
-        return Fetched(want, Outcome.MISMATCH)
+        return FetchResult(want, FetchOutcome.MISMATCH)
 
     # -- what the bucket has -------------------------------------------------------------------
 
-    async def _download(self, want: Want, expected: Shape, deadline: asyncio.Timeout) -> Fetched:
+    async def _download(
+        self, want: FetchRequest, expected: Shape, deadline: asyncio.Timeout
+    ) -> FetchResult:
         # An honest entry is the tensor and a header; anything larger is refused unread.
         max_bytes = expected.nbytes + 8 + codec.HEADER_LIMIT
         whole = max_bytes <= PART_BYTES
@@ -299,8 +303,10 @@ class Fetcher:
         finally:
             self._budget.free(held_bytes)
 
-    async def _first_good(self, want: Want, expected: Shape, max_bytes: int | None) -> Fetched:
-        """Go through its revisions until one is good or none is left; no max_bytes: in parts."""
+    async def _first_good(
+        self, want: FetchRequest, expected: Shape, max_bytes: int | None
+    ) -> FetchResult:
+        """The object, or its revision where that is bad or gone; no max_bytes: in parts."""
         key, bad = want.key, self._bad_objects
         if self._loop.watch.run(bad.is_stale):
             await self._loop.disk(bad.refresh)
@@ -313,10 +319,10 @@ class Fetcher:
                 note = partial(bad.note, key, answer, revision, row_time_s=row_s)
                 if (following := await self._loop.disk(note)) is None:
                     self._index.forget(key)
-                    return Fetched(want, Outcome.CORRUPT)
+                    return FetchResult(want, FetchOutcome.CORRUPT)
                 revision = following
             elif answer is not None:
-                if revision and answer.outcome is Outcome.READY:
+                if revision and answer.outcome is FetchOutcome.READY:
                     self._loop.disk_soon(bad.heal, key, revision)
                 return answer
             elif revision or not self._index.holds(key):
@@ -327,16 +333,16 @@ class Fetcher:
         if self._index.maybe_contains(key):
             # Of what it never held an index need not be told. It may come at any moment.
             self._index.forget(key, absent=absent)
-        return Fetched(want, Outcome.ABSENT if absent else Outcome.CORRUPT)
+        return FetchResult(want, FetchOutcome.ABSENT if absent else FetchOutcome.CORRUPT)
 
     async def _twice(
         self,
-        want: Want,
+        want: FetchRequest,
         expected: Shape,
         max_bytes: int | None,
         revision: int,
-        facts: Facts | None,
-    ) -> Fetched | str | None:
+        facts: EntryInfo | None,
+    ) -> FetchResult | str | None:
         """Fetch one object, once more if it is bad; None if absent, if bad twice the reason."""
         name, reason = self._layout.object(want.key, revision), ""
         for attempt in (1, 2):
@@ -350,7 +356,7 @@ class Fetcher:
                     # Of no use to this request, whose rows a client may have made up; it
                     # may be what the next one needs.
                     self._counters.add("mismatch.size")
-                    return Fetched(want, Outcome.MISMATCH)
+                    return FetchResult(want, FetchOutcome.MISMATCH)
                 self._counters.add(f"corrupt.{reason}")
                 if reason in _FOREIGN:
                     self._counters.add(f"mismatch.{reason}")
@@ -360,27 +366,29 @@ class Fetcher:
         return reason
 
     async def _receive(
-        self, want: Want, expected: Shape, name: str, max_bytes: int
-    ) -> Fetched | None:
+        self, want: FetchRequest, expected: Shape, name: str, max_bytes: int
+    ) -> FetchResult | None:
         body = await self._store.get(name, max_bytes=max_bytes)
         if body is None:
             return None
         kept = await self._loop.disk(self._keep, want, expected, body, undo=self._let_go)
         if not isinstance(kept, Pin):
             return self._mismatch(want, *kept)
-        return Fetched(want, Outcome.READY, kept, "bucket")
+        return FetchResult(want, FetchOutcome.READY, kept, "bucket")
 
-    def _keep(self, want: Want, expected: Shape, body: Blob) -> tuple[str, Header] | Pin:
+    def _keep(self, want: FetchRequest, expected: Shape, body: Blob) -> tuple[str, Header] | Pin:
         """Verify a body, and keep it where it is what the request needs; blocking."""
         header = codec.verify(body, namespace=self._layout.namespace, identifier=want.key.stored)
         misfit = _misfit(header, want, expected)
         if misfit is not None:
             return misfit, header
-        pin = self._tier.receive(want.key, [body], header)
+        pin = self._intake.receive(want.key, [body], header)
         self._local.add(want.key)
         return pin
 
-    async def _receive_parts(self, want: Want, expected: Shape, name: str) -> Fetched | None:
+    async def _receive_parts(
+        self, want: FetchRequest, expected: Shape, name: str
+    ) -> FetchResult | None:
         first = await self._store.get_range(name, 0, PART_BYTES)
         if first is None:
             return None
@@ -401,9 +409,11 @@ class Fetcher:
             pin = await self._finished(self._commit, want.key, incoming, undo=self._let_go)
         finally:
             self._loop.disk_soon(_discard, incoming)
-        return Fetched(want, Outcome.READY, pin, "bucket")
+        return FetchResult(want, FetchOutcome.READY, pin, "bucket")
 
-    def _begin(self, want: Want, expected: Shape, first: Blob) -> Incoming | tuple[str, Header]:
+    def _begin(
+        self, want: FetchRequest, expected: Shape, first: Blob
+    ) -> Incoming | tuple[str, Header]:
         """Look at the front of an object, and make room for the rest; blocking."""
         verifier = codec.Verifier(
             first, namespace=self._layout.namespace, identifier=want.key.stored
@@ -411,7 +421,7 @@ class Fetcher:
         misfit = _misfit(verifier.header, want, expected)
         if misfit is not None:
             return misfit, verifier.header
-        return self._tier.begin(want.key, first, verifier)
+        return self._intake.begin(want.key, first, verifier)
 
     def _commit(self, key: Key, incoming: Incoming) -> Pin:
         pin = incoming.commit()
@@ -419,7 +429,7 @@ class Fetcher:
         return pin
 
 
-def _misfit(header: Header, want: Want, expected: Shape | None) -> str | None:
+def _misfit(header: Header, want: FetchRequest, expected: Shape | None) -> str | None:
     """What differs from what the request has room for; None where nothing does."""
     if expected is None:
         return "no_record"

@@ -30,14 +30,14 @@ OBJECT_SUFFIX = ".safetensors"
 MAX_IDENTIFIER_BYTES = 4096
 MAX_PREFIX_BYTES = 512
 # Objects are never replaced: where one turns out to be bad the entry is written once more beside
-# it, as a revision. So many times at most, since each costs every reader two requests.
-MAX_REVISION = 9
+# it, as a revision. There is one, since each costs every reader two requests.
+MAX_REVISION = 1
 
 _CONTENT_HASH = re.compile(r"[0-9a-f]{64}")
 # Three characters at least: two could be taken for a fan-out folder.
 _LORA_FOLDER = re.compile(r"[a-z0-9][a-z0-9-]{1,61}[a-z0-9]")
 _CLIENT_NAME = re.compile(r"x-([0-9a-f]{64})")
-_REVISION = re.compile(r"\.r([1-9])" + re.escape(OBJECT_SUFFIX))
+_REVISION_SUFFIX = ".r1" + OBJECT_SUFFIX
 _MARKED_NAME = re.compile(r"[tx]-([0-9a-f]{64})")
 # What a tenant's secret makes of an adapter and of an identifier: in a header, and in a name.
 _TENANT_LABEL = re.compile(r"(?:(t-[0-9a-f]{64}):)?t-([0-9a-f]{64})")
@@ -242,10 +242,8 @@ def entry_name(name: str) -> tuple[str, int] | None:
     Returns:
         The name that make_key gives the entry, and the revision; None for any other object.
     """
-    plain, revision = name, 0
-    match = _REVISION.fullmatch(name[-len(".r0" + OBJECT_SUFFIX) :])
-    if match is not None:
-        plain, revision = name[: -len(match[0])] + OBJECT_SUFFIX, int(match[1])
+    revision = int(name.endswith(_REVISION_SUFFIX))
+    plain = name.removesuffix(_REVISION_SUFFIX) + OBJECT_SUFFIX if revision else name
     return (plain, revision) if name.isascii() and is_object_name(plain) else None
 
 
@@ -325,11 +323,11 @@ class Layout:
         return f"{self.namespace}/objects/"
 
     def object(self, key: Key, revision: int = 0) -> str:
-        """Name of one entry, or of a later revision of it."""
+        """Name of one entry, or of its revision."""
         return f"{self.namespace}/objects/{revised_name(key.name, revision)}"
 
     def revisions(self, key: Key) -> str:
-        """What the names of all revisions of one entry begin with."""
+        """What the names of one entry and its revision begin with."""
         return f"{self.namespace}/objects/{key.name.removesuffix(OBJECT_SUFFIX)}."
 
     def modality(self, modality: str) -> str:
@@ -429,7 +427,7 @@ _REMEMBERED_CHARACTERS = 128
 
 
 @dataclass(frozen=True, slots=True)
-class Naming:
+class KeyPolicy:
     """The rules of one process; what identity.make_key does without any.
 
     Attributes:
@@ -451,16 +449,16 @@ class Naming:
         return not self.trust_client_ids and not is_content_hash(identifier)
 
 
-def naming_of(settings: Settings) -> Naming:
+def naming_of(settings: Settings) -> KeyPolicy:
     """The rules that some settings ask for.
 
     Raises:
         ConfigError: The tenant's secret cannot be read, or is too short.
     """
-    return Naming(Tenant.read(settings.tenant_key), settings.trust_client_ids)
+    return KeyPolicy(Tenant.read(settings.tenant_key), settings.trust_client_ids)
 
 
-class KeyMaker:
+class KeyCache:
     """make_key with a bounded memory of recent answers; not thread-safe, one per owner.
 
     A scheduler asks for the same identifiers at every step; hashing them each time would be
@@ -485,13 +483,13 @@ class KeyMaker:
             return key
 
 
-class CountedKeys(KeyMaker):
-    """A KeyMaker that can count what has no key.
+class CountingKeyCache(KeyCache):
+    """A KeyCache that can count what has no key.
 
     Counters: ``ids.refused``, what a client chose and is not to; ``refused_identifiers``, others.
     """
 
-    def __init__(self, naming: Naming, counters: Counters, *, capacity: int = 65536) -> None:
+    def __init__(self, naming: KeyPolicy, counters: Counters, *, capacity: int = 65536) -> None:
         super().__init__(naming.make_key, capacity=capacity)
         self._naming = naming
         self._counters = counters

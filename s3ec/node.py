@@ -6,16 +6,16 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-import os
 import random
 import threading
 from concurrent.futures import Future
 from typing import ClassVar
 
+from s3ec import runtime
 from s3ec.counters import Counters
 from s3ec.errors import AccessError, ConfigError, CorruptEntryError, TierError, UnavailableError
-from s3ec.identity import Key, Layout, Namespace, Naming, canonical_json, naming_of
-from s3ec.index.base_writer import Making
+from s3ec.identity import Key, KeyPolicy, Layout, Namespace, canonical_json, naming_of
+from s3ec.index.base_writer import BuildOptions
 from s3ec.index.cache import IndexCache
 from s3ec.index.compaction import Backlog, ElectedCompactor
 from s3ec.index.follower import FollowOptions
@@ -49,10 +49,20 @@ class Node:
 
     Construction touches the disk (the tier's folder) but never the network: an engine starts
     the same whether the bucket answers or not.
+
+    A node belongs to the process that made it. A forked child has none of its threads, and nobody
+    to give back what they had locked, so there nothing of it may be used: hooks answer like a miss,
+    ``shared`` makes another, and ``release`` and ``close`` leave it alone. It is kept there, since
+    the ends of some of its parts would reach the parent's connections.
     """
 
     _shared: ClassVar[dict[tuple[int, str, str], Node]] = {}
-    _sharing = threading.RLock()  # a signal handler may release, see Counters
+    # By process. Reentrant, since a signal handler may release, see Counters.
+    _locks: ClassVar[dict[int, threading.RLock]] = {}
+
+    @classmethod
+    def _sharing(cls) -> threading.RLock:
+        return cls._locks.setdefault(runtime.process_number, threading.RLock())
 
     @classmethod
     def shared(cls, settings: Settings, namespace: Namespace) -> Node:
@@ -61,8 +71,8 @@ class Node:
         vLLM puts scheduler and worker into one process unless it runs tensor parallel: they
         share one client, one index and one set of counters then.
         """
-        with cls._sharing:
-            slot = (os.getpid(), namespace.name, settings.model_dump_json())
+        with cls._sharing():
+            slot = (runtime.process_number, namespace.name, settings.model_dump_json())
             node = cls._shared.get(slot)
             if node is None:
                 node = cls._shared[slot] = cls(settings, namespace)
@@ -71,7 +81,9 @@ class Node:
 
     def release(self, timeout_s: float) -> None:
         """Give a shared node back; the last user closes it."""
-        with self._sharing:
+        if self.is_foreign:
+            return
+        with self._sharing():
             self.users -= 1
             if self.users > 0:
                 return
@@ -102,6 +114,7 @@ class Node:
             TierError: The cache folder cannot be used; the message says why.
         """
         self.users = 0
+        self._process = runtime.process_number
         self._following: list[Future[None]] = []
         self.settings = settings
         self.namespace = namespace
@@ -128,7 +141,7 @@ class Node:
         self.destination = _destination(settings)
         self.local = LocalKeys()
         self.bad_objects = BadObjects(
-            settings.cache_dir,
+            self.tier.folders,
             namespace.name,
             self.destination,
             ttl_s=settings.quarantine_s,
@@ -155,6 +168,11 @@ class Node:
             limits=Limits(max_concurrency=settings.max_concurrency),
         )
 
+    @property
+    def is_foreign(self) -> bool:
+        """Whether a parent of this process made it. For hooks: no system call."""
+        return self._process != runtime.process_number
+
     def _open_tier(self) -> None:
         """Open it, or fail in time where the disk does not answer."""
         if not call_within(_OPEN_TIMEOUT_S, self.tier.open):
@@ -176,7 +194,7 @@ class Node:
             backlog=lambda: Backlog(*self.index.counts()),
             files=self.tier.open_index(),
             counters=self.counters,
-            making=Making(bloom_fpr=self.settings.bloom_fpr),
+            making=BuildOptions(bloom_fpr=self.settings.bloom_fpr),
         )
         self.loop.submit(compactor.run_forever())
 
@@ -250,7 +268,7 @@ class Node:
 
     def close(self, timeout_s: float) -> None:
         """End everything within about ``timeout_s``. Idempotent."""
-        if self.loop.closed:
+        if self.is_foreign or self.loop.closed:
             return
         for task in self._following:
             task.cancel()
@@ -269,7 +287,7 @@ class Node:
         await self.store.close()
 
 
-def _naming(settings: Settings, namespace: Namespace) -> Naming:
+def _naming(settings: Settings, namespace: Namespace) -> KeyPolicy:
     naming = naming_of(settings)
     mine = naming.tenant.id if naming.tenant else None
     if namespace.descriptor.get("tenant") != mine:

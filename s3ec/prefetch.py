@@ -24,14 +24,21 @@ from dataclasses import dataclass
 
 from s3ec.counters import Counters
 from s3ec.errors import AccessError, TierError, UnavailableError
-from s3ec.fetch import Fetched, Fetcher, Outcome, Priority, Sources, Want
-from s3ec.forks import call_in_forks
+from s3ec.fetch import Fetcher, FetchOutcome, FetchRequest, FetchResult, Priority, Sources
 from s3ec.identity import Key
 from s3ec.runtime import LoopThread, ends_task
 from s3ec.store.concurrency import within
 from s3ec.tier import Pin
 
-__all__ = ["Fetched", "Limits", "Outcome", "Prefetcher", "Priority", "Sources", "Want"]
+__all__ = [
+    "FetchOutcome",
+    "FetchRequest",
+    "FetchResult",
+    "Limits",
+    "Prefetcher",
+    "Priority",
+    "Sources",
+]
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +82,7 @@ class _Lane:
 class _Place:
     """Where a want is: queued in a lane under ``turn``, parked, or under way (with a task)."""
 
-    want: Want
+    want: FetchRequest
     rank: Priority
     turn: int
     lane: _Lane
@@ -100,18 +107,10 @@ class Prefetcher:
         self._counters = counters
         self._limits = limits
         self._clock = clock
-        self._reset()
-        call_in_forks(self, Prefetcher._reset)
-
-    def _reset(self) -> None:
-        """Start empty; also in a forked child, where the parent's tasks and pins are not ours."""
-        self._done: deque[Fetched] = deque()
+        self._done: deque[FetchResult] = deque()
         # The rest is touched by the loop's thread only.
         self._fetcher = Fetcher(
-            self._loop,
-            self._sources,
-            self._counters,
-            max_inflight_bytes=self._limits.max_inflight_bytes,
+            loop, sources, counters, max_inflight_bytes=limits.max_inflight_bytes
         )
         self._turns = itertools.count()
         self._places: dict[bytes, _Place] = {}
@@ -121,14 +120,14 @@ class Prefetcher:
 
     # -- any thread ------------------------------------------------------------------------
 
-    def submit(self, wants: Sequence[Want]) -> None:
+    def submit(self, wants: Sequence[FetchRequest]) -> None:
         """Queue some wants; a want that is queued or running already is not doubled."""
         if not wants:
             return
         try:
             self._loop.call(self._enqueue, list(wants))
         except RuntimeError:  # stopped, or no thread to be had
-            self._done.extend(Fetched(want, Outcome.UNAVAILABLE) for want in wants)
+            self._done.extend(FetchResult(want, FetchOutcome.UNAVAILABLE) for want in wants)
 
     def forget(self, keys: Iterable[Key]) -> None:
         """Nobody waits for these any more: those that have not begun go behind all others.
@@ -145,7 +144,7 @@ class Prefetcher:
         """Whether drain would return something."""
         return bool(self._done)
 
-    def drain(self) -> list[Fetched]:
+    def drain(self) -> list[FetchResult]:
         """Take what has finished since the last call."""
         done = []
         while self._done:
@@ -161,7 +160,7 @@ class Prefetcher:
 
     # -- the loop's thread -----------------------------------------------------------------
 
-    def _enqueue(self, wants: list[Want]) -> None:
+    def _enqueue(self, wants: list[FetchRequest]) -> None:
         for want in wants:
             digest = want.key.digest
             place = self._places.get(digest)
@@ -169,7 +168,7 @@ class Prefetcher:
                 under_way = self._looks.under_way + self._downloads.under_way
                 if len(self._places) - under_way >= self._limits.max_queued:
                     self._counters.add("prefetch.overflow")
-                    self._done.append(Fetched(want, Outcome.UNAVAILABLE))
+                    self._done.append(FetchResult(want, FetchOutcome.UNAVAILABLE))
                     continue
                 lane = self._looks if self._sources.local(want.key) else self._downloads
                 place = self._places[digest] = _Place(want, want.priority, 0, lane)
@@ -213,7 +212,7 @@ class Prefetcher:
     async def _run(self, place: _Place) -> None:
         want, lane = place.want, place.lane
         started = self._clock()
-        result: Fetched | None = Fetched(want, Outcome.UNAVAILABLE)
+        result: FetchResult | None = FetchResult(want, FetchOutcome.UNAVAILABLE)
         try:
             async with within(self._limits.deadline_s) as deadline:
                 if lane is self._looks:
@@ -246,7 +245,7 @@ class Prefetcher:
                 self._end(place, result, self._clock() - started)
             self._start_some()
 
-    def _denied(self, want: Want, exc: AccessError) -> Fetched:
+    def _denied(self, want: FetchRequest, exc: AccessError) -> FetchResult:
         """A refusal of this key alone says no more than that it is not to be had.
 
         To who may not list, S3 denies what is absent. Other keys may be there.
@@ -255,18 +254,18 @@ class Prefetcher:
             log.warning("an entry is denied and counts as a miss (logged once): %s", exc)
         self._counters.add("fetch.denied")
         if exc.is_general:
-            return Fetched(want, Outcome.UNAVAILABLE)
+            return FetchResult(want, FetchOutcome.UNAVAILABLE)
         if self._sources.index.maybe_contains(want.key):
             self._sources.index.forget(want.key)
-        return Fetched(want, Outcome.ABSENT)
+        return FetchResult(want, FetchOutcome.ABSENT)
 
-    def _end(self, place: _Place, result: Fetched, seconds: float) -> None:
+    def _end(self, place: _Place, result: FetchResult, seconds: float) -> None:
         want = place.want
         self._count(result, seconds)
-        self._done.append(Fetched(want, result.outcome, result.pin, result.source, seconds))
+        self._done.append(FetchResult(want, result.outcome, result.pin, result.source, seconds))
         del self._places[want.key.digest]
 
-    def _count(self, result: Fetched, seconds: float) -> None:
+    def _count(self, result: FetchResult, seconds: float) -> None:
         self._counters.add(f"fetch.{result.outcome.value}")
         if result.pin is not None:
             self._counters.add(f"fetch_items.{result.source}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs off the hooks: event loop, thread pools, and a disk that may hang."""
+"""What runs off the hooks: event loop, thread pools, a disk that may hang; and what forks do."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Coroutine
+import weakref
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from queue import Empty, SimpleQueue
@@ -17,9 +18,8 @@ from typing import Any, TypeVar
 
 from s3ec.counters import Counters
 from s3ec.errors import UnavailableError
-from s3ec.forks import call_in_forks
 
-SIGNALS = (KeyboardInterrupt, SystemExit)
+PASS_THROUGH = (KeyboardInterrupt, SystemExit)
 """What signal handlers raise, Python's and vLLM's, between any two lines of the main thread."""
 
 
@@ -31,7 +31,7 @@ def ends_task(exc: BaseException) -> bool:
     if isinstance(exc, asyncio.CancelledError):
         task = asyncio.current_task()
         return task is None or task.cancelling() > 0
-    return isinstance(exc, (GeneratorExit, *SIGNALS))
+    return isinstance(exc, (GeneratorExit, *PASS_THROUGH))
 
 
 T = TypeVar("T")
@@ -222,12 +222,6 @@ class DiskWatch:
             self._turn(hung)
         return hung
 
-    def after_fork(self) -> None:
-        """In the child: what is under way is the parent's."""
-        self._lock = threading.Lock()
-        self._begun = {}
-        self._hung = False
-
     def _turn(self, hung: bool) -> None:
         with self._lock:
             if hung == self._hung:
@@ -255,9 +249,8 @@ _OTHER_THREADS = 8
 class LoopThread:
     """Runs coroutines off the calling thread.
 
-    The thread starts with the first use and is rebuilt in a child after a fork, since threads
-    do not survive one. ``disk`` runs blocking file calls, so that the loop never waits for a disk;
-    the process does not either, since the pools' threads are daemons.
+    The thread starts with the first use. ``disk`` runs blocking file calls, so that the loop never
+    waits for a disk; the process does not either, since the pools' threads are daemons.
 
     Attributes:
         watch: Knows whether the disk answers.
@@ -280,27 +273,11 @@ class LoopThread:
             disk_threads = min(max(len(os.sched_getaffinity(0)) // 2, 1), 4)
         self._disk_threads = disk_threads
         self._closed = False
-        self._left_behind: list[object] = []
-        self._reset()
-        call_in_forks(self, LoopThread._after_fork)
-
-    def _reset(self) -> None:
         self._lock = threading.RLock()  # a signal handler may stop it, see Counters
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._pool: DaemonPool | None = None
         self._long_pool: DaemonPool | None = None
-
-    def _after_fork(self) -> None:
-        """In a forked child: the thread is not here, and the lock may be held by one that is not.
-
-        The parent's loop is kept, never closed: the kernel object behind its selector is shared.
-        """
-        if self._loop is not None:
-            _let_go(self._loop)
-        self.watch.after_fork()
-        self._left_behind += [self._loop, self._pool, self._long_pool]
-        self._reset()
 
     @property
     def closed(self) -> bool:
@@ -318,6 +295,7 @@ class LoopThread:
                     loop = asyncio.new_event_loop()
                 except OSError as exc:  # no descriptor is left
                     raise RuntimeError(f"{self._name} cannot start: {exc}") from exc
+                keep_loop(loop)
                 # A name that is looked up, or a corpus in a folder, may hang as a disk does.
                 loop.set_default_executor(DaemonPool(_OTHER_THREADS, f"{self._name}-other"))
                 self._pool = DaemonPool(self._disk_threads, f"{self._name}-disk")
@@ -467,26 +445,6 @@ def _cancel_all(loop: asyncio.AbstractEventLoop) -> None:
     loop.__dict__["s3ec_finish"] = loop.create_task(finish(), name="s3ec-finish")
 
 
-def _let_go(loop: asyncio.AbstractEventLoop) -> None:
-    """Have a parent's loop stand for nothing here: its sockets, its pipe and what it waits with.
-
-    Otherwise a socket that is collected here would be taken out of what the parent waits for, and
-    connections would stay open for as long as this child. Descriptors are replaced, not closed:
-    their objects will close them once more.
-    """
-    selector = getattr(loop, "_selector", None)  # other loops have none, and keep theirs
-    if selector is None:
-        return
-    with suppress(OSError), open(os.devnull, "rb") as nothing:
-        watched = list((selector.get_map() or {}).values())
-        fds = [key.fd for key in watched] + [selector.fileno()]
-        ringer = getattr(loop, "_csock", None)  # the other end of its pipe
-        if ringer is not None:
-            fds.append(ringer.fileno())
-        for fd in fds:
-            os.dup2(nothing.fileno(), fd, inheritable=False)
-
-
 def within(timeout_s: float, call: Callable[[], T]) -> T:
     """The result of ``call``, run in a thread that is given up after ``timeout_s``.
 
@@ -511,3 +469,67 @@ def within(timeout_s: float, call: Callable[[], T]) -> T:
         if future.done():  # the call's own TimeoutError
             raise
         raise UnavailableError(f"no answer within {timeout_s:.0f} s") from exc
+
+
+# -- forks -------------------------------------------------------------------------------------
+#
+# What was made before a fork is the parent's. Its threads are not in the child, and what they had
+# locked stays locked there; so a child uses nothing of it, see Node.is_foreign. But the kernel
+# gives it copies of all descriptors: a lock outlives a dead parent in them, and so do connections.
+
+process_number = 0
+"""Of this process in its line of forks. In a hook os.getpid() would be a system call too many."""
+
+_DESCRIPTORS = "/proc/self/fd"
+_paths: set[str] = set()
+_loops: weakref.WeakSet[asyncio.AbstractEventLoop] = weakref.WeakSet()
+
+
+def keep_files(path: str) -> None:
+    """Have children let go of every open file whose name begins so, locks above all.
+
+    Args:
+        path: Absolute, without symbolic links.
+    """
+    _paths.add(path)
+
+
+def keep_loop(loop: asyncio.AbstractEventLoop) -> None:
+    """Have children let go of a loop's sockets, of its pipe and of what it waits with.
+
+    Otherwise a socket that is collected there would be taken out of what the parent waits for, and
+    connections would stay open for as long as the child.
+    """
+    _loops.add(loop)
+
+
+def _in_child() -> None:
+    global process_number  # noqa: PLW0603 - the one place that changes it
+    process_number += 1
+    # Replaced, not closed: their objects will close them once more.
+    with suppress(OSError), open(os.devnull, "rb") as nothing:
+        for fd in itertools.chain(_of_loops(), _of_files()):
+            with suppress(OSError):
+                os.dup2(nothing.fileno(), fd, inheritable=False)
+
+
+def _of_loops() -> Iterator[int]:
+    for loop in list(_loops):
+        # Loops of other kinds have none of these, and keep theirs; one may be half closed.
+        with suppress(AttributeError, ValueError):
+            selector: Any = loop._selector  # type: ignore[attr-defined]
+            yield from [key.fd for key in selector.get_map().values()]
+            yield selector.fileno()
+            # The other end of its pipe.
+            yield loop._csock.fileno()  # type: ignore[attr-defined]
+
+
+def _of_files() -> Iterator[int]:
+    paths = tuple(_paths)
+    for name in os.listdir(_DESCRIPTORS):
+        with suppress(OSError):  # the listing's own is closed again
+            if os.readlink(f"{_DESCRIPTORS}/{name}").startswith(paths):
+                yield int(name)
+
+
+os.register_at_fork(after_in_child=_in_child)

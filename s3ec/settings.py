@@ -415,7 +415,7 @@ class Settings(BaseSettings):
 
 
 def settings_table() -> str:
-    """The README's table of settings, Markdown."""
+    """The table of docs/settings.md, Markdown."""
     rows = ["| setting | default | meaning |", "|---|---|---|"]
     for name, field in Settings.model_fields.items():
         if name == "bucket":  # or `url`, as its description says

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from s3ec.corpus import Corpus
     from s3ec.counters import Report
     from s3ec.identity import Layout
-    from s3ec.index.base_writer import Made, Making
+    from s3ec.index.base_writer import BuildOptions, BuildResult
     from s3ec.index.rebuild import Verified
     from s3ec.store.base import Store
 
@@ -155,7 +155,7 @@ def compact(source: Source, choice: NamespaceChoice, as_json: JsonOption = False
     """
     with counting("compacting") as report, source.corpus() as corpus:
 
-        async def work(store: Store, layout: Layout) -> Made | None:
+        async def work(store: Store, layout: Layout) -> BuildResult | None:
             from s3ec.index.compaction import compact as make
 
             return await make(store, layout, _making(corpus, report))
@@ -177,7 +177,7 @@ def rebuild(source: Source, choice: NamespaceChoice, as_json: JsonOption = False
     """
     with counting("listing objects") as report, source.corpus() as corpus:
 
-        async def work(store: Store, layout: Layout) -> Made:
+        async def work(store: Store, layout: Layout) -> BuildResult:
             from s3ec.index.rebuild import rebuild as make
 
             return await make(store, layout, _making(corpus, report))
@@ -186,7 +186,7 @@ def rebuild(source: Source, choice: NamespaceChoice, as_json: JsonOption = False
     _report(made, as_json=as_json)
 
 
-def _report(made: Made, *, as_json: bool) -> None:
+def _report(made: BuildResult, *, as_json: bool) -> None:
     head = made.head
     if as_json:
         print_json(
@@ -279,7 +279,7 @@ def _print_verified(found: Verified) -> None:
         print_note("`s3ec manifest rebuild` makes the index say what the bucket holds")
 
 
-def _making(corpus: Corpus, report: Report) -> Making:
-    from s3ec.index.base_writer import Making
+def _making(corpus: Corpus, report: Report) -> BuildOptions:
+    from s3ec.index.base_writer import BuildOptions
 
-    return Making(bloom_fpr=corpus.settings.bloom_fpr, report=report)
+    return BuildOptions(bloom_fpr=corpus.settings.bloom_fpr, report=report)

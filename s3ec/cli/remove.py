@@ -81,7 +81,7 @@ def rm(
     dry_run: DryRunOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Delete entries from the bucket with all revisions, and tell every reader by the index.
+    """Delete entries from the bucket with their revision, and tell every reader by the index.
 
     Without --yes, nothing is deleted unless you agree at a terminal. A node that has a copy on its
     disk serves it until it is evicted. Exit status 1 where one was not there; the others are

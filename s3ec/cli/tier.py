@@ -204,7 +204,7 @@ def evict(
     dry_run: DryRunOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Remove entries, those never used first, then the least recently used ones.
+    """Remove the least recently used entries.
 
     Without --yes, nothing is removed unless you agree at a terminal. What an engine has pinned and
     what the bucket has not confirmed stays. Entries come back from the bucket when they are needed
@@ -222,7 +222,9 @@ def evict(
         if inspection is None:
             return Freed(Evicted(0, 0), 0, 0)
         with progress("counting" if dry_run else "evicting"):
-            return inspection.evict_to(target_bytes, namespace=chosen, dry_run=dry_run)
+            return inspection.evict_to(
+                target_bytes, now_s=time.time(), namespace=chosen, dry_run=dry_run
+            )
 
     freed, done = evict_to(dry_run=not yes), yes
     if not as_json:
@@ -309,7 +311,6 @@ def _document(settings: Settings, inspection: Inspection, report: Report) -> dic
         "min_free_bytes": int(settings.min_free_bytes),
         "entry_count": usage.entries,
         "entry_bytes": usage.nbytes,
-        "never_used": {"entry_count": usage.unused_entries, "bytes": usage.unused_nbytes},
         "ages": {label: row(total) for label, total in report.ages.items()},
         "namespaces": {name: row(total) for name, total in report.namespaces.items()},
         "pins": {"bytes": usage.pinned_nbytes, "process_count": report.pinning_processes},

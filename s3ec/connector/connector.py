@@ -24,7 +24,7 @@ from s3ec.connector import compat, live_weights
 from s3ec.connector.adapters import AdapterCache, AdapterFiles, AdapterNames, name_in_plan
 from s3ec.connector.guard import fatal, guarded
 from s3ec.connector.messages import StepPlan, WorkerReport
-from s3ec.connector.remote_ranks import Ranks, tier_mark
+from s3ec.connector.remote_ranks import Ranks, tier_id
 from s3ec.connector.saves import SaveQueue
 from s3ec.connector.scheduler import SchedulerHalf
 from s3ec.connector.vllm_config import (
@@ -42,7 +42,7 @@ from s3ec.connector.vllm_config import (
 from s3ec.connector.worker import WorkerHalf
 from s3ec.errors import ConfigError, TierError
 from s3ec.node import Node
-from s3ec.runtime import SIGNALS
+from s3ec.runtime import PASS_THROUGH
 from s3ec.store.open import choose_transport
 
 try:  # vLLM 0.28 and newer
@@ -84,6 +84,7 @@ class S3ECConnector(ECConnectorBase):
 
     # What the namespace says about the encoder's weights; empty before it is known.
     _weights = ""
+    _node: Node | None = None
 
     def __init__(self, vllm_config: Any, role: ECConnectorRole) -> None:
         """Read the settings and build one half; a half that cannot be built leaves a plain engine.
@@ -92,7 +93,6 @@ class S3ECConnector(ECConnectorBase):
             ConfigError: The settings or vLLM's configuration cannot work; names what to change.
         """
         super().__init__(vllm_config=vllm_config, role=role)
-        self._node: Node | None = None
         self._scheduler: SchedulerHalf | AdapterNames | None = None
         self._worker: WorkerHalf | None = None
         self._features: FeatureReader | None = None
@@ -119,7 +119,7 @@ class S3ECConnector(ECConnectorBase):
             self._make_half(role, loaded)
         except TierError as exc:
             raise ConfigError(f"`cache_dir`: {exc}", field="cache_dir") from exc
-        except (ConfigError, *SIGNALS):
+        except (ConfigError, *PASS_THROUGH):
             raise
         except BaseException:
             # Whatever else it is, images can be encoded without us.
@@ -256,7 +256,7 @@ class S3ECConnector(ECConnectorBase):
             return True
         return self._scheduler.ensure_cache_available(request, num_computed_tokens)
 
-    @guarded(default=False)
+    @guarded(default=False, in_children=True)
     def _has_no_pixels(self, request: Any) -> bool:
         features = self._features
         return features is not None and any(map(features.needs_embedding, request.mm_features))
@@ -384,12 +384,19 @@ class S3ECConnector(ECConnectorBase):
             RuntimeError: One of them can be had neither from its file nor from the bucket; the
                 engine cannot go on without it.
         """
-        plan = self._plan()
-        if self._worker is None and plan is not None and plan.loads:
-            raise RuntimeError("this worker's half of s3ec did not start; its log says why")
-        if self._worker is not None and plan is not None:
+        plan, worker = self._plan(), self._own_worker()
+        if worker is None and plan is not None and plan.loads:
+            raise RuntimeError(
+                "this worker's half of s3ec did not start, as its log says, or was made by a "
+                "process that was forked then"
+            )
+        if worker is not None and plan is not None:
             cache = _as_planned(encoder_cache, plan)
-            self._worker.start_load_caches(cache, self._follow(plan) or plan)
+            worker.start_load_caches(cache, self._follow(plan) or plan)
+
+    def _own_worker(self) -> WorkerHalf | None:
+        """The worker half; None in a forked child of the process that made it."""
+        return None if self._node is not None and self._node.is_foreign else self._worker
 
     @guarded(default=None)
     def _follow(self, plan: StepPlan) -> StepPlan | None:
@@ -404,8 +411,9 @@ class S3ECConnector(ECConnectorBase):
         Raises:
             RuntimeError: As for start_load_caches.
         """
-        if self._worker is not None:
-            self._worker.finish_load_caches(_as_planned(encoder_cache, self._plan()))
+        worker = self._own_worker()
+        if worker is not None:
+            worker.finish_load_caches(_as_planned(encoder_cache, self._plan()))
 
     def externally_loaded_hashes(self) -> list[str]:
         """What this step loads: nothing that a producer has to save (vLLM after 0.33)."""
@@ -487,9 +495,9 @@ class S3ECConnector(ECConnectorBase):
     def _end_halves(self) -> None:
         # All at once: a second call may come from a signal handler, in the middle of this one,
         # and must not take away the node while the worker half drains.
+        self._scheduler = None
         worker, self._worker = self._worker, None
         node, self._node = self._node, None
-        self._scheduler = None
         try:
             if worker is not None:
                 worker.finish()
@@ -511,7 +519,7 @@ def _ranks_elsewhere(node: Node, role: Role, topology: Topology) -> Ranks | None
         return None
     return Ranks(
         topology.ranks,
-        tier_mark(node),
+        tier_id(node),
         steps_in_flight=role.steps_in_flight,
         heard_without_tokens=topology.heard_without_tokens,
     )

@@ -8,28 +8,38 @@ import logging
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
-from s3ec.runtime import SIGNALS
+from s3ec.runtime import PASS_THROUGH
 
 log = logging.getLogger(__name__)
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def guarded(default: Any) -> Callable[[F], F]:
+def guarded(default: Any, *, in_children: bool = False) -> Callable[[F], F]:
     """Let no exception of ours out of a hook: vLLM would end the engine.
+
+    In a forked child of the process that made the object's ``_node`` nothing is called.
 
     The fault is logged with its traceback, counted where the object has a ``_node``, and answered
     with ``default``, which must be what a miss would answer, and is never changed by the caller.
     BaseException too: Rust's panics are none of Exception's, and neither is a cancellation. What
     a signal handler raises passes.
+
+    Args:
+        default: The answer then.
+        in_children: What is called touches neither the node nor a lock, so children may.
     """
 
     def wrap(hook: F) -> F:
         @functools.wraps(hook)
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             node = getattr(self, "_node", None)  # shutdown() gives it away
+            if node is not None and node.is_foreign:
+                if not in_children:
+                    return default
+                node = None
             try:
                 return hook(self, *args, **kwargs)
-            except SIGNALS:
+            except PASS_THROUGH:
                 raise
             except BaseException:
                 if node is not None:
@@ -52,7 +62,7 @@ def fatal(hook: F) -> F:
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
             return hook(*args, **kwargs)
-        except (Exception, *SIGNALS):
+        except (Exception, *PASS_THROUGH):
             raise
         except BaseException as exc:
             raise RuntimeError(f"{hook.__name__} failed: {exc!r}") from exc

@@ -20,7 +20,7 @@ from s3ec.connector.remote_ranks import Ranks
 from s3ec.counters import Counters
 from s3ec.identity import Key
 from s3ec.index.base import Index
-from s3ec.prefetch import Fetched, Outcome, Priority, Want
+from s3ec.prefetch import FetchOutcome, FetchRequest, FetchResult, Priority
 from s3ec.tier import Pin
 
 # A failed fetch is not tried again for the same image within this time: the request that is
@@ -231,7 +231,7 @@ class _Wait:
     asked_s: float = 0.0
 
 
-class Waits:
+class DeferralBudget:
     """Adds up the deferrals of each request and says when they have lasted long enough.
 
     One object counts the waits for one source: the bucket, or this node's disk. They are counted
@@ -390,15 +390,15 @@ class SaveOrders:
 class PrefetchQueue(Protocol):
     """What the scheduler half needs of a Prefetcher."""
 
-    def submit(self, wants: list[Want]) -> None: ...
+    def submit(self, wants: list[FetchRequest]) -> None: ...
     def forget(self, keys: Iterable[Key]) -> None: ...
     @property
     def has_news(self) -> bool: ...
-    def drain(self) -> list[Fetched]: ...
+    def drain(self) -> list[FetchResult]: ...
     def release(self, pins: Iterable[Pin]) -> None: ...
 
 
-class Supply:
+class ItemTracker:
     """Items, the requests that wait for them, and the pins that serve them.
 
     Attributes:
@@ -442,7 +442,7 @@ class Supply:
         self.items: dict[str, Item] = {}
         self.interest = Interest()
         # Since the prefetcher was last told.
-        self._demand: dict[str, Want] = {}
+        self._demand: dict[str, FetchRequest] = {}
         self._forgotten: dict[str, None] = {}
 
     # -- requests come and go ----------------------------------------------------------------
@@ -494,7 +494,7 @@ class Supply:
         identifier = item.key.identifier
         item.priority = priority
         if item.pin is None:
-            self._demand[identifier] = Want(item.key, item.modality, item.rows, priority)
+            self._demand[identifier] = FetchRequest(item.key, item.modality, item.rows, priority)
         if self._ranks is not None:
             self._ranks.prepare(identifier, item.modality, item.rows, priority)
 
@@ -523,9 +523,9 @@ class Supply:
                     unwanted.append(fetched.pin)
                 continue
             item.touched_s = now
-            if fetched.outcome is not Outcome.READY or fetched.pin is None:
+            if fetched.outcome is not FetchOutcome.READY or fetched.pin is None:
                 # What does not fit this request never will.
-                self._fail(identifier, may_come=fetched.outcome is not Outcome.MISMATCH)
+                self._fail(identifier, may_come=fetched.outcome is not FetchOutcome.MISMATCH)
                 continue
             item.failures = 0
             item.pin = fetched.pin

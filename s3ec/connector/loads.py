@@ -25,7 +25,7 @@ from s3ec.connector.staging import Buffer, Staging
 from s3ec.errors import AccessError, CorruptEntryError
 from s3ec.identity import MAX_REVISION, Key
 from s3ec.node import Node
-from s3ec.runtime import SIGNALS, DaemonPool
+from s3ec.runtime import PASS_THROUGH, DaemonPool
 
 # Hashed while it is in the processor's last cache: 10% of a 30 MB entry. Not smaller, since each
 # part costs two turns at the GIL.
@@ -144,8 +144,7 @@ class Loader:
 
     One thread calls it, and never waits for a disk without a bound: it reads by itself what the
     kernel has in memory, and hands the rest to readers, whom it gives up after ``PATIENCE_S``, or
-    at once while the disk is known to hang. They are started when they are first needed, and
-    again in a child after a fork.
+    at once while the disk is known to hang. They are started when they are first needed.
     """
 
     def __init__(self, node: Node, make_staging: Callable[[], Staging]) -> None:
@@ -158,7 +157,6 @@ class Loader:
         self._node = node
         self._make_staging = make_staging
         self._readers: DaemonPool | None = None
-        self._pid = 0
 
     def start(self, loads: Sequence[Load], *, later: bool) -> Batch:
         """Begin with a step's loads.
@@ -177,7 +175,7 @@ class Loader:
 
     def close(self) -> None:
         """Read no more."""
-        if self._readers is not None and self._pid == os.getpid():
+        if self._readers is not None:
             self._readers.shutdown(wait=False, cancel_futures=True)
 
     @cached_property
@@ -186,11 +184,10 @@ class Loader:
 
     def hand_over(self, load: Load) -> Handed:
         """Have a reader do it."""
-        if self._readers is None or self._pid != os.getpid():
+        if self._readers is None:
             readers = min(_MAX_READERS, len(os.sched_getaffinity(0)))
             self._readers = DaemonPool(readers, "s3ec-load")
-            self._pid = os.getpid()
-        turn = Turn()
+        turn = BufferLease()
         return Handed(load, turn, self._readers.submit(self._load, load, turn))
 
     def load_at_once(self, load: Load) -> torch.Tensor:
@@ -200,7 +197,7 @@ class Loader:
             BlockingIOError: A disk would have to answer.
             RuntimeError: Neither the file nor the bucket has it.
         """
-        return self._load(load, Turn(), wait=False)
+        return self._load(load, BufferLease(), wait=False)
 
     @property
     def patience_s(self) -> float:
@@ -221,7 +218,7 @@ class Loader:
             self._staging.forget(left)  # the kernel may write to it for a long time yet
         return self._to_device(load, self._staging.take(load.shape), self._from_bucket)
 
-    def _load(self, load: Load, turn: Turn, *, wait: bool = True) -> torch.Tensor:
+    def _load(self, load: Load, turn: BufferLease, *, wait: bool = True) -> torch.Tensor:
         """Bring one embedding to the device; in any thread."""
         started = time.perf_counter()
         buffer = self._staging.take(load.shape)
@@ -246,7 +243,7 @@ class Loader:
         load: Load,
         buffer: Buffer,
         fill: Callable[[Load, torch.Tensor], None],
-        turn: Turn | None = None,
+        turn: BufferLease | None = None,
     ) -> torch.Tensor:
         try:
             fill(load, buffer.memory)
@@ -258,7 +255,7 @@ class Loader:
             raise _GivenUpError
         return self._staging.to_device(buffer, load.shape)
 
-    def _fill(self, memory: torch.Tensor, load: Load, turn: Turn, *, wait: bool) -> None:
+    def _fill(self, memory: torch.Tensor, load: Load, turn: BufferLease, *, wait: bool) -> None:
         failure: BaseException | None = None
         hashed = self._node.settings.verify == "always"
         for _ in range(2):
@@ -267,7 +264,7 @@ class Loader:
                     self._node.loop.watch.run(partial(read_data, load, memory, hashed=hashed))
                 else:
                     read_data(load, memory, hashed=hashed, wait=False)
-            except (BlockingIOError, *SIGNALS):
+            except (BlockingIOError, *PASS_THROUGH):
                 raise
             except BaseException as exc:
                 if turn.is_given_up:
@@ -287,7 +284,7 @@ class Loader:
     ) -> None:
         try:
             self._rescue(load, memory)
-        except SIGNALS:
+        except PASS_THROUGH:
             raise
         except BaseException as exc:
             why = failure or "the disk does not answer"
@@ -304,7 +301,7 @@ class Loader:
         # What is noted of revisions may be another process's, or may have run out since the grant.
         noted = min(self._node.bad_objects.revision(key), MAX_REVISION)
         failure: Exception = CorruptEntryError("the bucket no longer holds it", reason="length")
-        for revision in (noted, *(other for other in range(MAX_REVISION + 1) if other != noted)):
+        for revision in (noted, MAX_REVISION - noted):
             try:
                 values = self._stored_values(key, revision, load, deadline_s - time.monotonic())
             except (CorruptEntryError, AccessError) as exc:  # to some S3 denies what is absent
@@ -342,7 +339,7 @@ class _GivenUpError(Exception):
     """Nobody waits for what this reader brings."""
 
 
-class Turn:
+class BufferLease:
     """One load in somebody's hands: whose the buffer is, should the reader be given up."""
 
     def __init__(self) -> None:
@@ -374,7 +371,7 @@ class Handed(NamedTuple):
     """One load that a reader does."""
 
     load: Load
-    turn: Turn
+    turn: BufferLease
     outcome: Future[torch.Tensor]
 
 
@@ -418,7 +415,7 @@ class Batch:
             return self._loader.load_at_once(load)
         except BlockingIOError:
             return self._loader.hand_over(load)
-        except SIGNALS:
+        except PASS_THROUGH:
             raise
         except BaseException as exc:  # noqa: BLE001 - raised by finish's caller, behind the others
             return _as_exception(exc)
@@ -434,7 +431,7 @@ class Batch:
             if not one.outcome.done():
                 return self._loader.load_without_disk(one)
             return one.outcome.result()
-        except SIGNALS:
+        except PASS_THROUGH:
             raise
         except BaseException as exc:  # noqa: BLE001 - as above
             return _as_exception(exc)

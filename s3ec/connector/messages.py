@@ -65,7 +65,7 @@ class Save:
 
 
 @dataclass(frozen=True, slots=True)
-class TierMark:
+class TierId:
     """How a rank finds out whether it sees the scheduler's pins.
 
     Attributes:
@@ -109,7 +109,7 @@ class RankOrders:
         forget: Tickets that no request waits for at present.
     """
 
-    tier: TierMark
+    tier: TierId
     release: list[int] = field(default_factory=list)
     prepare: list[Prepare] = field(default_factory=list)
     forget: list[int] = field(default_factory=list)
@@ -151,7 +151,7 @@ class StepPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Presence:
+class RankStatus:
     """What a rank says about itself.
 
     Attributes:
@@ -181,7 +181,7 @@ class WorkerReport:
     published: list[str] = field(default_factory=list)
     stored: list[str] = field(default_factory=list)
     counts: dict[str, float] = field(default_factory=dict)
-    present: dict[int, Presence] = field(default_factory=dict)
+    present: dict[int, RankStatus] = field(default_factory=dict)
     ready: dict[int, dict[int, str]] = field(default_factory=dict)
     failed: dict[int, set[int]] = field(default_factory=dict)
 

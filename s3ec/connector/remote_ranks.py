@@ -15,23 +15,23 @@ from pathlib import Path
 from s3ec.connector.messages import (
     Load,
     Prepare,
-    Presence,
     RankOrders,
+    RankStatus,
     StepPlan,
-    TierMark,
+    TierId,
     WorkerReport,
 )
 from s3ec.errors import TierError
 from s3ec.identity import Key
 from s3ec.node import Node
-from s3ec.prefetch import Fetched, Outcome, Priority, Want
+from s3ec.prefetch import FetchOutcome, FetchRequest, FetchResult, Priority
 from s3ec.tier import Pin
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class Heard:
+class RankUpdate:
     """What a report changes.
 
     Attributes:
@@ -56,7 +56,7 @@ class Ranks:
     """Bookkeeping in memory, for the scheduler's thread."""
 
     def __init__(
-        self, count: int, tier: TierMark, *, steps_in_flight: int, heard_without_tokens: bool
+        self, count: int, tier: TierId, *, steps_in_flight: int, heard_without_tokens: bool
     ) -> None:
         """Know nobody yet.
 
@@ -70,7 +70,7 @@ class Ranks:
         self._tier = tier
         self._steps_in_flight = steps_in_flight
         self._heard_without_tokens = heard_without_tokens
-        self._present: dict[int, Presence] = {}
+        self._present: dict[int, RankStatus] = {}
         self._remote: frozenset[int] | None = None  # None until everybody was heard
         self._numbers = itertools.count(1)
         self._tickets: dict[str, int] = {}
@@ -147,9 +147,9 @@ class Ranks:
         out, self._out = self._out, RankOrders(self._tier)
         return out
 
-    def hear(self, report: WorkerReport) -> Heard:
+    def hear(self, report: WorkerReport) -> RankUpdate:
         """Take a report's part about ranks."""
-        heard = Heard(moved=self._meet(report.present))
+        heard = RankUpdate(moved=self._meet(report.present))
         remote = self._remote
         if heard.moved or not remote:
             return heard
@@ -164,7 +164,7 @@ class Ranks:
                 heard.ready.append(order.identifier)
         return heard
 
-    def _meet(self, present: dict[int, Presence]) -> bool:
+    def _meet(self, present: dict[int, RankStatus]) -> bool:
         known = self._present
         if all(known.get(rank) == presence for rank, presence in present.items()):
             return False
@@ -188,13 +188,13 @@ class Ranks:
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
-def tier_mark(node: Node) -> TierMark:
+def tier_id(node: Node) -> TierId:
     """How other processes recognise this one's pins.
 
     Raises:
         TierError: The tier is closed, or its folder for pins cannot be made.
     """
-    return TierMark(_host(), str(node.tier.pin_folder()))
+    return TierId(_host(), str(node.tier.pin_folder()))
 
 
 def _host() -> str:
@@ -212,7 +212,7 @@ class _Held:
     pin: Pin | None = None
 
 
-class OwnPins:
+class LocalPins:
     """Obeys the scheduler's orders to ranks. One thread: the model runner's.
 
     Does nothing at all while plans carry no such orders, or when this rank sees the scheduler's
@@ -222,7 +222,7 @@ class OwnPins:
     def __init__(self, node: Node) -> None:
         self._node = node
         self._incarnation = secrets.token_hex(8)
-        self._mark: TierMark | None = None
+        self._mark: TierId | None = None
         self._shares = True
         self._held: dict[str, _Held] = {}  # by identifier
         self._identifiers: dict[int, str] = {}  # by ticket
@@ -256,7 +256,7 @@ class OwnPins:
         if self._mark is None:
             return
         rank = rank_of()
-        report.present[rank] = Presence(self._incarnation, self._shares)
+        report.present[rank] = RankStatus(self._incarnation, self._shares)
         if self._shares:
             return
         self._take_news()
@@ -291,7 +291,7 @@ class OwnPins:
         unwanted = [self._held.get(self._identifiers.get(ticket, "")) for ticket in orders.forget]
         prefetcher.forget([held.key for held in unwanted if held is not None and held.pin is None])
 
-    def _prepare(self, order: Prepare) -> Want | None:
+    def _prepare(self, order: Prepare) -> FetchRequest | None:
         """Note one order; what it takes to fulfil it, None where that is nothing."""
         key = self._node.naming.make_key(order.identifier)
         if key is None:  # cannot be: the scheduler made a key of it too
@@ -307,7 +307,7 @@ class OwnPins:
         if held.pin is not None and held.pin.header.shape.rows == held.rows:
             self._ready[order.ticket] = held.pin.header.checksum
             return None
-        return Want(key, order.modality, order.rows, order.priority)
+        return FetchRequest(key, order.modality, order.rows, order.priority)
 
     def _take_news(self) -> None:
         prefetcher = self._node.prefetcher
@@ -318,13 +318,17 @@ class OwnPins:
             unwanted += self._arrived(fetched)
         prefetcher.release(unwanted)
 
-    def _arrived(self, fetched: Fetched) -> list[Pin]:
+    def _arrived(self, fetched: FetchResult) -> list[Pin]:
         """Keep one result, or tell that it failed; what of it is to be given back."""
         pin = fetched.pin
         held = self._held.get(fetched.want.key.identifier)
         if held is None or held.pin is not None:
             return [] if pin is None else [pin]
-        if fetched.outcome is Outcome.READY and pin is not None and fetched.want.rows == held.rows:
+        if (
+            fetched.outcome is FetchOutcome.READY
+            and pin is not None
+            and fetched.want.rows == held.rows
+        ):
             held.pin = pin
             self._ready[held.ticket] = pin.header.checksum
             return []
@@ -336,7 +340,7 @@ class OwnPins:
         return [] if pin is None else [pin]
 
 
-def _sees(mark: TierMark, node: Node) -> bool:
+def _sees(mark: TierId, node: Node) -> bool:
     """Whether the scheduler's pins lie in our own tier, under the paths that it names."""
     try:
         return (

@@ -20,7 +20,6 @@ from s3ec.connector.messages import Save
 from s3ec.connector.staging import HostCopy, Staging, open_staging
 from s3ec.connector.uploads import Upload, Uploader
 from s3ec.errors import CorruptEntryError, TierError
-from s3ec.forks import call_in_forks
 from s3ec.identity import Key
 from s3ec.node import Node
 from s3ec.tier import Spool
@@ -80,23 +79,6 @@ def describe(
 def encode(header: Header, tensor: torch.Tensor) -> tuple[bytes, memoryview]:
     """One entry as two pieces, header and tensor; the tensor is not copied."""
     return encode_header(header), tensor_bytes(tensor)
-
-
-def to_tensor(header: Header, data: bytearray | memoryview) -> torch.Tensor:
-    """Bytes of a verified entry as a tensor that shares their memory.
-
-    Args:
-        header: From verify or parse_header.
-        data: The tensor's bytes, writable, ``header.shape.nbytes`` long.
-
-    Returns:
-        CPU tensor, shape (rows, width), dtype as stored, not pinned.
-    """
-    import torch
-
-    dtype = getattr(torch, header.shape.dtype)
-    flat = torch.frombuffer(data, dtype=dtype)
-    return flat.view(header.shape.rows, header.shape.width)
 
 
 log = logging.getLogger(__name__)
@@ -169,7 +151,7 @@ class SaveQueue:
         self._memory_bytes = 0
         self._published: list[str] = []
         self._stored: list[str] = []
-        self._stopping = self._is_parents = False
+        self._stopping = False
         self._left: int | None = None  # by drain
         self._thread: threading.Thread | None = None
         self._writes_to_disk = False
@@ -183,13 +165,6 @@ class SaveQueue:
             announced=self._wake,
         )
         self._uploads.start_adopting()
-        call_in_forks(self, SaveQueue._after_fork)
-
-    def _after_fork(self) -> None:
-        """In the child: what is queued is the parent's, and nothing is taken."""
-        self._changed = threading.Condition()
-        self._stopping = self._is_parents = True
-        self._published, self._stored = [], []
 
     # -- the hook's thread -------------------------------------------------------------------
 
@@ -210,7 +185,7 @@ class SaveQueue:
         """
         nbytes = tensor.nbytes
         with self._changed:
-            if identifier in self._pending or self._is_parents:
+            if identifier in self._pending:
                 return False
             self._replace_writer_that_hangs()
             if not self._make_room_locked(nbytes) or self._stopping:
@@ -309,8 +284,6 @@ class SaveQueue:
             do not are lost, and counted as ``save_problem.abandoned``. The first call's answer
             is that of all others.
         """
-        if self._is_parents:
-            return 0
         self._uploads.stop_adopting()
         # A signal may have ended the hook between a job and its ring.
         self._bell.put(True)

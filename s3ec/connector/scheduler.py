@@ -22,19 +22,19 @@ from s3ec.connector.item_tracker import (
     FETCHING,
     LEASE_S,
     READY,
+    DeferralBudget,
     Item,
+    ItemTracker,
     PrefetchQueue,
     SaveOrders,
     State,
     Steps,
-    Supply,
-    Waits,
 )
 from s3ec.connector.messages import Load, StepPlan, WorkerReport
 from s3ec.connector.remote_ranks import Ranks
 from s3ec.connector.vllm_config import PASSED_THROUGH, Role
 from s3ec.counters import Counters
-from s3ec.identity import CountedKeys, Key, Naming
+from s3ec.identity import CountingKeyCache, Key, KeyPolicy
 from s3ec.index.base import Index
 from s3ec.prefetch import Priority
 from s3ec.tier.tier import LocalKeys
@@ -60,7 +60,7 @@ class SchedulerHalf:
         placeholder_of: Callable[[Any], dict[str, Any] | None],
         counters: Counters,
         ranks: Ranks | None = None,
-        naming: Naming | None = None,
+        naming: KeyPolicy | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Wire the half up.
@@ -91,11 +91,11 @@ class SchedulerHalf:
         self._counters = counters
         self._ranks = ranks
         self._clock = clock
-        self._keys = CountedKeys(naming or Naming(), counters)
-        self._waits = Waits(role.defer_timeout_s, counters, clock)  # for the bucket
-        self._tier_waits = Waits(role.defer_timeout_s, counters, clock)
+        self._keys = CountingKeyCache(naming or KeyPolicy(), counters)
+        self._waits = DeferralBudget(role.defer_timeout_s, counters, clock)  # for the bucket
+        self._tier_waits = DeferralBudget(role.defer_timeout_s, counters, clock)
         self._have_waited = self._waits.requests
-        self._supply = Supply(
+        self._supply = ItemTracker(
             prefetcher,
             ranks=ranks,
             requests_wait=role.defer_timeout_s > 0,

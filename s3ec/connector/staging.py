@@ -107,11 +107,6 @@ class HostPool:
         self._idle_bytes = 0
 
     @property
-    def taken_bytes(self) -> int:
-        """In the hands of takers."""
-        return self._taken_bytes
-
-    @property
     def held_bytes(self) -> int:
         """Of all buffers: taken, waiting for their copies, and idle."""
         with self._changed:

@@ -23,7 +23,7 @@ from s3ec.codec import Header
 from s3ec.errors import AccessError, ConflictError, CorruptEntryError, TierError, UnavailableError
 from s3ec.identity import MAX_REVISION, Key
 from s3ec.index.announce import ANNOUNCE_S, Announcer
-from s3ec.index.rows import Facts
+from s3ec.index.rows import EntryInfo
 from s3ec.modality import Record
 from s3ec.node import Node
 from s3ec.runtime import ends_task
@@ -168,7 +168,7 @@ class Announcing:
             return
         shape = header.shape
         checksum = int(header.checksum[:8], 16) if mine else 0
-        facts = Facts(nbytes, shape.rows, shape.width, shape.dtype, checksum)
+        facts = EntryInfo(nbytes, shape.rows, shape.width, shape.dtype, checksum)
         kept_bytes = nbytes if spooled and self._kept_bytes + nbytes <= self._limit_bytes else 0
         self.left += 1
         self._kept_bytes += kept_bytes

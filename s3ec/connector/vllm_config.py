@@ -127,11 +127,6 @@ class FeatureReader:
         for modality in MODALITIES:
             self._fields[modality] = frozenset(resolver.fields_for(modality))
 
-    @property
-    def metadata_modalities(self) -> list[str]:
-        """Modalities for which this model declares fields for requests without pixels."""
-        return [modality for modality, fields in self._fields.items() if fields]
-
     def needs_embedding(self, feature: Any) -> bool:
         """Whether this feature came without pixels: only a stored embedding can serve it.
 

@@ -12,7 +12,7 @@ import torch
 from s3ec.connector import compat
 from s3ec.connector.loads import Batch, Loader
 from s3ec.connector.messages import Load, StepPlan, WorkerReport
-from s3ec.connector.remote_ranks import OwnPins
+from s3ec.connector.remote_ranks import LocalPins
 from s3ec.connector.saves import SaveQueue
 from s3ec.connector.staging import open_staging
 from s3ec.node import Node
@@ -59,7 +59,7 @@ class WorkerHalf:
         self._started: _Started | None = None
         self._loaded: dict[int, set[int]] = {}
         self._counted: dict[str, float] = {}
-        self._own_pins = OwnPins(node)
+        self._own_pins = LocalPins(node)
 
     def follow(self, plan: StepPlan) -> StepPlan:
         """Obey orders to ranks on other nodes; the plan as this rank should execute it."""

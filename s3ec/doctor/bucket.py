@@ -27,7 +27,7 @@ from botocore.parsers import ResponseParserError
 from botocore.session import Session
 
 from s3ec.corpus import mend_endpoint
-from s3ec.doctor.patient import Patient
+from s3ec.doctor.patient import CheckContext
 from s3ec.doctor.report import Outcome, fail, ok, skip, warn
 from s3ec.errors import AccessError, S3ECError, UnavailableError
 from s3ec.settings import Settings
@@ -45,7 +45,7 @@ _REASON = re.compile(r"\[Errno -?\d+\] ([^)'\"\]]+)")
 
 
 @dataclass(frozen=True, slots=True)
-class Hello:
+class ServerProbe:
     """The answer to a request without credentials.
 
     Attributes:
@@ -113,7 +113,7 @@ class S3Probe:
         with self._boundary("AssumeRole"):
             self._role_session()
 
-    def hello(self) -> Hello:
+    def hello(self) -> ServerProbe:
         """Ask without credentials; any answer, a refusal too, proves that somebody is there.
 
         Raises:
@@ -135,12 +135,14 @@ class S3Probe:
         is_s3 = "html" not in headers.get("content-type", "") or "x-amz-request-id" in headers
         return self._hello(sent[0], headers, now_s, is_s3=is_s3)
 
-    def _hello(self, url: str, headers: Mapping[str, str], now_s: float, *, is_s3: bool) -> Hello:
+    def _hello(
+        self, url: str, headers: Mapping[str, str], now_s: float, *, is_s3: bool
+    ) -> ServerProbe:
         parts = urlsplit(url)
         virtual = (parts.hostname or "").startswith(f"{self._settings.bucket.lower()}.")
         host = parts.netloc.partition(".")[2] if virtual else parts.netloc
         skew_s = _date_s(headers.get("date", ""))
-        return Hello(
+        return ServerProbe(
             url=f"{parts.scheme}://{host}",
             server=headers.get("server", ""),
             virtual_host=virtual,
@@ -397,7 +399,7 @@ def outcome_of(exc: S3ECError, action: str) -> Outcome:
     return fail(found if separator else str(exc), mend)
 
 
-def credentials(patient: Patient) -> Outcome:
+def credentials(patient: CheckContext) -> Outcome:
     """Where the SDK's chain finds credentials, and whether the role can be assumed."""
     try:
         method = patient.ask(patient.s3.credentials_method)
@@ -424,7 +426,7 @@ def credentials(patient: Patient) -> Outcome:
     return ok(f"{found}, then {role}")
 
 
-def endpoint(patient: Patient) -> Outcome:
+def endpoint(patient: CheckContext) -> Outcome:
     """Whether somebody who speaks S3 answers there."""
     try:
         hello = patient.ask(patient.s3.hello)
@@ -441,7 +443,7 @@ def endpoint(patient: Patient) -> Outcome:
     return ok(f"{hello.url} answers{server}", cell=hello.server)
 
 
-def clock(patient: Patient) -> Outcome:
+def clock(patient: CheckContext) -> Outcome:
     """How far this machine's clock is from the server's; signatures depend on it."""
     skew_s = patient.hello.skew_s if patient.hello else None
     if skew_s is None:
@@ -455,7 +457,7 @@ def clock(patient: Patient) -> Outcome:
     return ok(f"within {max(abs(skew_s), 1):.0f} s of the server's")
 
 
-def bucket(patient: Patient) -> Outcome:
+def bucket(patient: CheckContext) -> Outcome:
     """Whether the bucket is there and can be listed; the index is read by listing."""
     try:
         patient.first_object = patient.ask_store(_first_object)
@@ -472,7 +474,7 @@ async def _first_object(store: Store) -> str | None:
     return None
 
 
-def addressing(patient: Patient) -> Outcome:
+def addressing(patient: CheckContext) -> Outcome:
     """Where the bucket's name goes, and whether the other place would do too."""
     hello = patient.hello
     used, other = ("virtual", "path") if hello and hello.virtual_host else ("path", "virtual")
@@ -502,7 +504,7 @@ def _is_address(host: str) -> bool:
     return True
 
 
-def read(patient: Patient) -> Outcome:
+def read(patient: CheckContext) -> Outcome:
     """Whether objects can be read, and how an absent one is answered."""
     if patient.first_object is not None:
         try:
@@ -523,11 +525,11 @@ def read(patient: Patient) -> Outcome:
     return ok("allowed; an object was read")
 
 
-def _read(patient: Patient, name: str) -> Blob | None:
+def _read(patient: CheckContext, name: str) -> Blob | None:
     return patient.ask_store(lambda store: store.get_range(name, 0, 1))
 
 
-def _denied_if_absent(patient: Patient) -> Outcome:
+def _denied_if_absent(patient: CheckContext) -> Outcome:
     """S3 says whether an object is absent to those only who may list the bucket."""
     listing = (
         "allow s3:ListBucket on the bucket itself (without a condition on `s3:prefix`), so that "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A line of the README's table of stores, made of what the checks found."""
+"""A line of the table of stores in docs/deployment.md, made of what the checks found."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from s3ec.doctor.patient import Patient
+from s3ec.doctor.patient import CheckContext
 from s3ec.doctor.report import Outcome, fail, ok, warn
 from s3ec.errors import TierError
 from s3ec.tier.files import Folders, check_folder, free_bytes, make_folder
@@ -24,7 +24,7 @@ _NETWORK = ("nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "glusterfs", "beegf
 _USEFUL_BYTES = 64 * 2**20  # below this a tier would hold a handful of images
 
 
-def cache_folder(patient: Patient) -> Outcome:
+def cache_folder(patient: CheckContext) -> Outcome:
     """Whether the tier can keep files there, safe from other users, and what kind of disk it is."""
     root = patient.settings.cache_dir
     try:
@@ -69,7 +69,7 @@ def _by_file_system(root: Path) -> Outcome:
     return ok(f"{root} is writable and private, on {kind}{memory}")
 
 
-def cache_links(patient: Patient) -> Outcome:
+def cache_links(patient: CheckContext) -> Outcome:
     """Whether pins can be hard links; otherwise each hit costs a copy."""
     try:
         with _at(patient.settings.cache_dir) as folder, _probe_file(folder) as path:
@@ -85,7 +85,7 @@ def cache_links(patient: Patient) -> Outcome:
     return ok("hard links work, so a pin costs no copy")
 
 
-def cache_space(patient: Patient) -> Outcome:
+def cache_space(patient: CheckContext) -> Outcome:
     """Whether the disk has room for `cache_bytes` and `min_free_bytes`."""
     settings = patient.settings
     try:

@@ -15,7 +15,7 @@ from s3ec.settings import Settings
 from s3ec.store.base import Store
 
 if TYPE_CHECKING:
-    from s3ec.doctor.bucket import Hello, S3Probe
+    from s3ec.doctor.bucket import S3Probe, ServerProbe
     from s3ec.doctor.vllm_child import VllmChild
     from s3ec.identity import Namespace
 
@@ -29,7 +29,7 @@ _CLOSE_S = 1.0
 
 
 @dataclass(slots=True)
-class Patient:
+class CheckContext:
     """One configuration on one machine.
 
     Attributes:
@@ -53,7 +53,7 @@ class Patient:
     s3: S3Probe
     with_vllm: bool = True
     child: VllmChild | None = None
-    hello: Hello | None = None
+    hello: ServerProbe | None = None
     first_object: str | None = None
     listed: bool = False
     may_delete: bool = True

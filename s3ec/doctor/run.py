@@ -20,7 +20,7 @@ from typing import Any, Literal
 from s3ec.config import Loaded
 from s3ec.doctor import bucket, node, serving, writing
 from s3ec.doctor.bucket import S3Probe
-from s3ec.doctor.patient import Patient
+from s3ec.doctor.patient import CheckContext
 from s3ec.doctor.report import Check, Outcome, Verdict, fail, ok, skip, warn
 from s3ec.doctor.vllm_child import VllmChild
 from s3ec.errors import ConfigError
@@ -47,14 +47,14 @@ class Step:
 
     name: str
     group: str
-    run: Callable[[Patient], Outcome]
+    run: Callable[[CheckContext], Outcome]
     needs: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
     where: Literal["s3", "url", "both"] = "both"
     silent: str = ""
 
 
-def _settings(patient: Patient) -> Outcome:
+def _settings(patient: CheckContext) -> Outcome:
     reference = patient.settings.tenant_key
     try:
         Tenant.read(reference)
@@ -74,7 +74,7 @@ def _settings(patient: Patient) -> Outcome:
     return ok("; ".join([*told, f"{len(defaults)} others at their defaults"]))
 
 
-def _transport(patient: Patient) -> Outcome:
+def _transport(patient: CheckContext) -> Outcome:
     chosen = choose_transport(patient.settings)
     return ok(f"{chosen.name} {version(chosen.name)}; {chosen.reason}")
 
@@ -196,7 +196,7 @@ def examine(
     else:
         open_store(loaded.settings)  # which sends nothing
     where = {"both", "s3" if loaded.settings.url is None else "url"}
-    patient = Patient(loaded, transfer, vllm_args, S3Probe(loaded.settings), with_vllm)
+    patient = CheckContext(loaded, transfer, vllm_args, S3Probe(loaded.settings), with_vllm)
     steps = [step for step in STEPS if step.where in where]
     imports_vllm = with_vllm and has_vllm()
     patience = Patience(timeout_s or (_LIMIT_WITH_VLLM_S if imports_vllm else _LIMIT_S))
@@ -221,7 +221,7 @@ def examine(
 
 def _side_by_side(
     steps: Sequence[Step],
-    patient: Patient,
+    patient: CheckContext,
     patience: Patience,
     starting: Callable[[Step], None],
 ) -> Iterator[tuple[Step, Outcome]]:

@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from s3ec.doctor.patient import Patient
+from s3ec.doctor.patient import CheckContext
 from s3ec.doctor.report import Outcome, fail, ok, skip, warn
 from s3ec.errors import S3ECError
 from s3ec.identity import Namespace
@@ -32,7 +32,7 @@ _SHOWN_NAMESPACES = 5
 _READ_NAMESPACES = 64
 
 
-def vllm(patient: Patient) -> Outcome:
+def vllm(patient: CheckContext) -> Outcome:
     """Whether vLLM imports here, and whether its version is one we know."""
     if not patient.with_vllm:
         return skip("left out by --no-vllm")
@@ -73,7 +73,7 @@ def _dotted(release: list[int]) -> str:
     return ".".join(str(part) for part in release)
 
 
-def hooks(patient: Patient) -> Outcome:
+def hooks(patient: CheckContext) -> Outcome:
     """Which of the connector hooks that s3ec can use this vLLM has."""
     answer = patient.child.stage("hooks") if patient.child else None
     if answer is None:
@@ -90,7 +90,7 @@ def hooks(patient: Patient) -> Outcome:
     return ok("; ".join([found, *costs]))
 
 
-def connector(patient: Patient) -> Outcome:
+def connector(patient: CheckContext) -> Outcome:
     """Whether vLLM will find S3ECConnector, by its name or by a module path."""
     named = patient.transfer.get("ec_connector", _CONNECTOR)
     if named != _CONNECTOR:
@@ -115,7 +115,7 @@ def connector(patient: Patient) -> Outcome:
     return ok(f"vLLM finds {_CONNECTOR} by its name ({_PLUGIN_GROUP})")
 
 
-def model(patient: Patient) -> Outcome:
+def model(patient: CheckContext) -> Outcome:
     """Whether the model has an encoder cache to connect to."""
     if not patient.with_vllm:
         return skip("left out by --no-vllm")
@@ -133,7 +133,7 @@ def model(patient: Patient) -> Outcome:
     return ok(found)
 
 
-def identifiers(patient: Patient) -> Outcome:
+def identifiers(patient: CheckContext) -> Outcome:
     """Whether images will be known by a hash of their content."""
     answer = patient.child.stage("identifiers") if patient.child else None
     if patient.child is None or answer is None:
@@ -144,7 +144,7 @@ def identifiers(patient: Patient) -> Outcome:
     return ok("content hashes: equal images share, whatever request brings them")
 
 
-def namespace(patient: Patient) -> Outcome:
+def namespace(patient: CheckContext) -> Outcome:
     """Where in the bucket this model reads and writes."""
     answer = patient.child.stage("namespace") if patient.child else None
     if patient.child is None or answer is None:
@@ -165,7 +165,7 @@ def namespace(patient: Patient) -> Outcome:
     return ok(told)
 
 
-def corpus(patient: Patient) -> Outcome:
+def corpus(patient: CheckContext) -> Outcome:
     """What the bucket holds already, and why it may not be what this model reads."""
     try:
         return patient.ask_store(lambda store: _corpus(store, patient))
@@ -173,7 +173,7 @@ def corpus(patient: Patient) -> Outcome:
         return fail(str(exc), "see `bucket` and `read`")
 
 
-async def _corpus(store: Any, patient: Patient) -> Outcome:
+async def _corpus(store: Any, patient: CheckContext) -> Outcome:
     names = await list_namespaces(store)
     ours = patient.namespace
     shown = ", ".join(names[:_SHOWN_NAMESPACES])

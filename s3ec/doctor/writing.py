@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Iterator
 
 from s3ec.doctor.bucket import PROBE_BODY, outcome_of
-from s3ec.doctor.patient import Patient
+from s3ec.doctor.patient import CheckContext
 from s3ec.doctor.report import Outcome, fail, ok, skip, warn
 from s3ec.errors import AccessError, CorruptEntryError, S3ECError
 from s3ec.store.base import Store
@@ -19,7 +19,7 @@ from s3ec.store.open import PROBE_PREFIX, ConditionalPut, probe_conditional_put
 
 
 @contextlib.contextmanager
-def _probe_object(patient: Patient) -> Iterator[str]:
+def _probe_object(patient: CheckContext) -> Iterator[str]:
     """The name of an object to write, deleted afterwards where that is allowed."""
     if not patient.may_delete:
         # One name for ever, so that one small object stays however often the doctor comes.
@@ -33,7 +33,7 @@ def _probe_object(patient: Patient) -> Iterator[str]:
             patient.ask(lambda: patient.s3.delete(name))
 
 
-def write(patient: Patient) -> Outcome:
+def write(patient: CheckContext) -> Outcome:
     """Whether objects can be written, as the settings ask for them to be."""
     if patient.only_reads:
         return skip("ec_role is ec_consumer, which never writes")
@@ -58,7 +58,7 @@ def write(patient: Patient) -> Outcome:
     return ok("allowed; a throw-away object was written and deleted")
 
 
-def write_by_store(patient: Patient) -> Outcome:
+def write_by_store(patient: CheckContext) -> Outcome:
     """Whether objects can be written where there is no S3 to ask for more."""
     if patient.only_reads:
         return skip("ec_role is ec_consumer, which never writes")
@@ -76,7 +76,7 @@ def write_by_store(patient: Patient) -> Outcome:
     return ok("allowed; a throw-away object was written and deleted")
 
 
-def _put(patient: Patient, name: str, *, sse: str | None = None) -> str | None:
+def _put(patient: CheckContext, name: str, *, sse: str | None = None) -> str | None:
     """Write with a CRC, or without one where the server refuses it."""
     try:
         return patient.ask(lambda: patient.s3.put(name, sse=sse)).sse
@@ -87,7 +87,7 @@ def _put(patient: Patient, name: str, *, sse: str | None = None) -> str | None:
     return None
 
 
-def _puts_plain(patient: Patient, name: str) -> bool:
+def _puts_plain(patient: CheckContext, name: str) -> bool:
     try:
         _put(patient, name, sse="none")
     except S3ECError:
@@ -95,7 +95,7 @@ def _puts_plain(patient: Patient, name: str) -> bool:
     return True
 
 
-def conditional_put(patient: Patient) -> Outcome:
+def conditional_put(patient: CheckContext) -> Outcome:
     """Whether a second ``If-None-Match: *`` of the same name is really refused."""
     try:
         answer = patient.ask_store(probe_conditional_put)
@@ -119,7 +119,7 @@ def conditional_put(patient: Patient) -> Outcome:
     )
 
 
-def checksums(patient: Patient) -> Outcome:
+def checksums(patient: CheckContext) -> Outcome:
     """Whether the CRC that SDKs send today is accepted, kept, and compared."""
     with _probe_object(patient) as name:
         try:
@@ -139,7 +139,7 @@ def checksums(patient: Patient) -> Outcome:
     return ok(f"CRC32 is {kept}; {also}. s3ec checks its own xxh3 at every read", cell=cell)
 
 
-def _refuses_wrong_crc(patient: Patient, name: str) -> bool:
+def _refuses_wrong_crc(patient: CheckContext, name: str) -> bool:
     try:
         patient.ask(lambda: patient.s3.put(name, wrong_crc=True))
     except S3ECError:
@@ -147,7 +147,7 @@ def _refuses_wrong_crc(patient: Patient, name: str) -> bool:
     return False
 
 
-def sse(patient: Patient) -> Outcome:
+def sse(patient: CheckContext) -> Outcome:
     """Whether the encryption that the settings ask for is accepted and confirmed."""
     wanted = patient.settings.sse
     if wanted == "none":
@@ -178,7 +178,7 @@ def sse(patient: Patient) -> Outcome:
     return ok(found, cell=f"{wanted} confirmed")
 
 
-def _answer_to_sse(patient: Patient) -> str:
+def _answer_to_sse(patient: CheckContext) -> str:
     """What becomes of a write that asks for AES256 where the settings ask for nothing."""
     with _probe_object(patient) as name:
         try:
@@ -188,7 +188,7 @@ def _answer_to_sse(patient: Patient) -> str:
     return "confirmed" if used == "AES256" else "ignored"
 
 
-def ranges(patient: Patient) -> Outcome:
+def ranges(patient: CheckContext) -> Outcome:
     """Whether a part of an object can be had; large objects and the index come in parts."""
     start, length = 2, 4
     mend = "s3ec reads large objects and the index in parts: take a server that gives them"
@@ -206,7 +206,7 @@ def ranges(patient: Patient) -> Outcome:
     return ok("a range of an object is what it should be", cell="right")
 
 
-def listing(patient: Patient) -> Outcome:
+def listing(patient: CheckContext) -> Outcome:
     """Whether a listing is whole when it comes in several pages (ListObjectsV2)."""
     with _probe_object(patient) as one, _probe_object(patient) as other:
         if one == other:

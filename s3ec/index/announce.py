@@ -15,7 +15,7 @@ from s3ec.counters import Counters
 from s3ec.errors import AccessError, ConflictError, UnavailableError
 from s3ec.identity import Key, Layout
 from s3ec.index.manifest import OVERLAP_S, Ulids
-from s3ec.index.rows import Facts, Rows, Tombstone
+from s3ec.index.rows import EntryInfo, Rows, Tombstone
 from s3ec.index.segment import encode_segment
 from s3ec.runtime import ends_task
 from s3ec.store.base import Store
@@ -54,7 +54,7 @@ class _Item:
         done: Called once each.
     """
 
-    facts: Facts | None
+    facts: EntryInfo | None
     added_s: float
     least_s: int
     done: list[Callable[[bool], None]]
@@ -111,7 +111,7 @@ class Announcer:
     def add(
         self,
         key: Key,
-        facts: Facts | None,
+        facts: EntryInfo | None,
         done: Callable[[bool], None],
         *,
         at_s: float | None = None,
@@ -269,7 +269,7 @@ class Announcer:
             return name
 
     def _rows(self, batch: dict[bytes, _Item]) -> Rows:
-        told: list[tuple[bytes, Facts | Tombstone]] = []
+        told: list[tuple[bytes, EntryInfo | Tombstone]] = []
         for digest, item in batch.items():
             time_s = min(max(int(item.added_s + self._offset_s), item.least_s), _MAX_TIME_S)
             if item.facts is None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from s3ec.identity import Key
-from s3ec.index.rows import Facts
+from s3ec.index.rows import EntryInfo
 
 
 class Index(Protocol):
@@ -23,11 +23,11 @@ class Index(Protocol):
         """Whether the corpus was told to hold this key; never True by a filter's chance."""
         ...
 
-    def facts(self, key: Key) -> Facts | None:
+    def facts(self, key: Key) -> EntryInfo | None:
         """What is known of an entry; None where nothing is. No I/O, some microseconds."""
         ...
 
-    def add(self, key: Key, facts: Facts | None = None) -> None:
+    def add(self, key: Key, facts: EntryInfo | None = None) -> None:
         """The key was just confirmed stored.
 
         Args:

@@ -17,11 +17,13 @@ import secrets
 import shutil
 import tempfile
 import time
+import weakref
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from s3ec import runtime
 from s3ec.counters import Report, unreported
 from s3ec.errors import (
     AccessError,
@@ -36,10 +38,10 @@ from s3ec.index.bloom import build_bloom
 from s3ec.index.listing import in_parallel
 from s3ec.index.manifest import (
     MAX_VERSION,
+    BaseManifest,
     Blob,
-    Head,
+    ManifestListing,
     Shard,
-    Snapshot,
     newest_head,
     read_head,
     shard_ranges,
@@ -58,7 +60,7 @@ _UNLOCKED_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Making:
+class BuildOptions:
     """How a base is made.
 
     Attributes:
@@ -78,7 +80,7 @@ class Making:
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class BuildResult:
     """What a compaction or a rebuild did.
 
     Attributes:
@@ -88,7 +90,7 @@ class Made:
         corrupt: Deltas that are unusable and were left where they are: ULID to what is wrong.
     """
 
-    head: Head
+    head: BaseManifest
     merged: int
     removed: int
     corrupt: Mapping[str, str] = field(default_factory=dict)
@@ -109,11 +111,10 @@ def temporary_folder(parent: Path | None, *names: str) -> Iterator[Path]:
         try:
             place = Path(parent or tempfile.gettempdir())
             _sweep(place)
-            # A thread of a cancelled piece of work may still be writing there.
-            made = tempfile.TemporaryDirectory(
-                prefix=_PREFIX, dir=place, ignore_cleanup_errors=True
-            )
-            folder = Path(stack.enter_context(made))
+            runtime.keep_files(f"{os.path.realpath(place)}/{_PREFIX}")
+            folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=place))
+            # Not by TemporaryDirectory, which would do it at the end of a forked child, too.
+            stack.callback(weakref.finalize(stack, _remove, folder, runtime.process_number))
             lock = stack.enter_context(open(folder / _LOCK, "wb"))
             fcntl.flock(lock, fcntl.LOCK_EX)
             for name in names:
@@ -121,6 +122,12 @@ def temporary_folder(parent: Path | None, *names: str) -> Iterator[Path]:
         except OSError as exc:
             raise TierError(f"cannot make a folder for temporary files: {exc}") from exc
         yield folder
+
+
+def _remove(folder: Path, process: int) -> None:
+    if process == runtime.process_number:
+        # A thread of a cancelled piece of work may still be writing there.
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _sweep(place: Path) -> None:
@@ -199,7 +206,7 @@ class BaseWriter:
         CorruptEntryError: There is no such version (``reason`` is ``version``).
     """
 
-    def __init__(self, store: Store, layout: Layout, version: int, making: Making) -> None:
+    def __init__(self, store: Store, layout: Layout, version: int, making: BuildOptions) -> None:
         if version > MAX_VERSION:  # its name would sort before, and no reader know it
             raise CorruptEntryError(
                 f"{layout.head(MAX_VERSION)} leaves no version for another base, so somebody made "
@@ -244,7 +251,7 @@ class BaseWriter:
         self.nbytes += blob.nbytes
         return blob
 
-    async def commit(self, merged: Collection[str]) -> Head | None:
+    async def commit(self, merged: Collection[str]) -> BaseManifest | None:
         """Make this the base that readers use, unless another became this version first.
 
         Args:
@@ -259,7 +266,7 @@ class BaseWriter:
                 have been deleted meanwhile. Whether it is committed is unknown then.
             AccessError: The store refuses.
         """
-        head = Head(
+        head = BaseManifest(
             version=self._version,
             run=self._run,
             created_s=int(self._clock()),
@@ -340,7 +347,9 @@ async def clean(store: Store, layout: Layout, *, grace_s: float = GRACE_S) -> in
     return len(due) + len(old)
 
 
-async def _read_heads(store: Store, layout: Layout, snapshot: Snapshot) -> dict[int, Head]:
+async def _read_heads(
+    store: Store, layout: Layout, snapshot: ManifestListing
+) -> dict[int, BaseManifest]:
     """All heads that can be read; the newest one must be."""
     newest = await newest_head(store, layout, snapshot)
     heads = {} if newest is None else {newest.version: newest}
@@ -356,7 +365,7 @@ async def _read_heads(store: Store, layout: Layout, snapshot: Snapshot) -> dict[
 
 
 def _due(
-    snapshot: Snapshot, heads: dict[int, Head], now_s: float, grace_s: float
+    snapshot: ManifestListing, heads: dict[int, BaseManifest], now_s: float, grace_s: float
 ) -> list[ObjectInfo]:
     """Shards, filters and deltas that may go at this time of the server."""
     settled = _settled(snapshot, now_s, grace_s)
@@ -379,12 +388,12 @@ def _due(
     return due
 
 
-def _old_heads(snapshot: Snapshot, now_s: float, grace_s: float) -> list[ObjectInfo]:
+def _old_heads(snapshot: ManifestListing, now_s: float, grace_s: float) -> list[ObjectInfo]:
     settled = _settled(snapshot, now_s, grace_s)
     return [info for version, info in snapshot.heads.items() if version < settled]
 
 
-def _settled(snapshot: Snapshot, now_s: float, grace_s: float) -> int:
+def _settled(snapshot: ManifestListing, now_s: float, grace_s: float) -> int:
     """The newest version that has been there for so long, 0 where none has."""
     settled = (v for v, info in snapshot.heads.items() if _are_older([info], now_s, grace_s))
     return max(settled, default=0)

@@ -23,7 +23,7 @@ import numpy as np
 from s3ec.errors import CorruptEntryError
 from s3ec.index import sealed
 from s3ec.index.rows import Array
-from s3ec.index.sealed import Front, Place
+from s3ec.index.sealed import ColumnSpec, FileHeader
 
 KIND = "bloom-1"
 BLOCK_BITS = 512
@@ -133,7 +133,7 @@ class Bloom:
         *("_bits", "_blob", "_first", "_front", "_second", "blocks", "entries", "name", "probes"),
     )
 
-    def __init__(self, front: Front, blob: memoryview, *, name: str) -> None:
+    def __init__(self, front: FileHeader, blob: memoryview, *, name: str) -> None:
         """Use open or parse."""
         place = front.places[_COLUMN]
         self.name = name
@@ -219,14 +219,14 @@ class Bloom:
         self.blocks = 1
 
 
-def _check_shape(front: Front, name: str) -> None:
+def _check_shape(front: FileHeader, name: str) -> None:
     """The column and what the metadata says of it."""
     entries, probes = (front.metadata.get(field, "") for field in ("entries", "probes"))
     if not (entries.isascii() and entries.isdigit() and len(entries) <= 12):
         raise CorruptEntryError(f"{name}: {entries!r:.40} keys", reason="size")
     if probes not in {str(number) for number in range(1, MAX_PROBES + 1)}:
         raise CorruptEntryError(f"{name}: {probes!r:.40} probes", reason="shape")
-    place: Place | None = front.places.get(_COLUMN)
+    place: ColumnSpec | None = front.places.get(_COLUMN)
     if place is None or len(front.places) != 1:
         raise CorruptEntryError(f"{name}: has other columns than a filter", reason="shape")
     fits = place.kind == "u1" and place.shape[1:] == (_BLOCK_BYTES,)

@@ -21,7 +21,7 @@ from s3ec.index import sealed
 from s3ec.index.bloom import Bloom
 from s3ec.index.listing import in_parallel
 from s3ec.index.lookup import Base
-from s3ec.index.manifest import Blob, Head
+from s3ec.index.manifest import BaseManifest, Blob
 from s3ec.index.rows import Rows
 from s3ec.index.segment import MAX_DELTA_BYTES, Segment, parse_segment
 from s3ec.store.base import Store, parts_in_order
@@ -278,7 +278,7 @@ class IndexCache:
 
     # -- bases -------------------------------------------------------------------------------
 
-    async def base(self, head: Head, *, exact: bool) -> Base:
+    async def base(self, head: BaseManifest, *, exact: bool) -> Base:
         """Open a base, downloading what is not here.
 
         Args:
@@ -304,7 +304,7 @@ class IndexCache:
             return await self._open_base(head, files, exact=exact)
 
     async def _open_base(
-        self, head: Head, files: Sequence[tuple[str, Blob]], *, exact: bool
+        self, head: BaseManifest, files: Sequence[tuple[str, Blob]], *, exact: bool
     ) -> Base:
         await in_parallel(files, lambda it: self._base_file(*it, exact=exact), width=_FILES)
         paths = [self._files.path(self._local(name)) for name, _ in files]
@@ -346,7 +346,7 @@ class IndexCache:
 
     # -- what is not needed any more -----------------------------------------------------------
 
-    async def clean(self, head: Head) -> None:
+    async def clean(self, head: BaseManifest) -> None:
         """Remove the files that this base has replaced.
 
         Those of newer bases stay: they are another process's, which is ahead of us.

@@ -22,9 +22,22 @@ from s3ec.errors import (
     UnavailableError,
 )
 from s3ec.identity import Layout
-from s3ec.index.base_writer import BaseWriter, Made, Making, clean, temporary_folder, write_base
-from s3ec.index.manifest import MAX_MERGED, Head, Snapshot, newest_head, take_snapshot
-from s3ec.index.merged_rows import Content, Deltas
+from s3ec.index.base_writer import (
+    BaseWriter,
+    BuildOptions,
+    BuildResult,
+    clean,
+    temporary_folder,
+    write_base,
+)
+from s3ec.index.manifest import (
+    MAX_MERGED,
+    BaseManifest,
+    ManifestListing,
+    newest_head,
+    take_snapshot,
+)
+from s3ec.index.merged_rows import Deltas, MergedRows
 from s3ec.index.rebuild import rebuild
 from s3ec.runtime import ends_task
 from s3ec.store.base import Store
@@ -32,7 +45,9 @@ from s3ec.store.open import require_conditional_put
 from s3ec.tier import IndexFiles
 
 
-async def compact(store: Store, layout: Layout, making: Making | None = None) -> Made | None:
+async def compact(
+    store: Store, layout: Layout, making: BuildOptions | None = None
+) -> BuildResult | None:
     """Merge all deltas into a new base, then delete what is older than the grace period.
 
     The first base is made by ``rebuild``, since entries may be older than the index. Safe to
@@ -55,7 +70,7 @@ async def compact(store: Store, layout: Layout, making: Making | None = None) ->
             unusable is left out, and named in the result.
         TierError: The folder for temporary files is full.
     """
-    making = making or Making()
+    making = making or BuildOptions()
     snapshot = await take_snapshot(store, layout)
     head = await newest_head(store, layout, snapshot)
     if head is None:
@@ -73,7 +88,7 @@ async def compact(store: Store, layout: Layout, making: Making | None = None) ->
             return None
         head = merged
     removed = await clean(store, layout, grace_s=making.grace_s)
-    return Made(head, len(deltas.read), removed, deltas.corrupt)
+    return BuildResult(head, len(deltas.read), removed, deltas.corrupt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,16 +97,16 @@ class _Work:
 
     store: Store
     layout: Layout
-    making: Making
-    snapshot: Snapshot
+    making: BuildOptions
+    snapshot: ManifestListing
 
-    async def merge(self, head: Head, deltas: Deltas) -> Head | None:
+    async def merge(self, head: BaseManifest, deltas: Deltas) -> BaseManifest | None:
         """Make the base after ``head``; the same one where no delta was of use, None if beaten."""
         listed = self.snapshot.deltas.keys()
         room = max(0, MAX_MERGED - len(head.merged & listed))
         pending = sorted(listed - head.merged)[:room]
         with temporary_folder(self.making.folder) as folder:
-            content = Content(self.store, self.layout, head, folder)
+            content = MergedRows(self.store, self.layout, head, folder)
             await content.add_deltas(pending, deltas)
             if not deltas.read:
                 return head
@@ -162,7 +177,7 @@ class ElectedCompactor:
         backlog: Callable[[], Backlog],
         files: IndexFiles,
         counters: Counters,
-        making: Making | None = None,
+        making: BuildOptions | None = None,
     ) -> None:
         """Nothing runs before ``run_forever``.
 
@@ -176,7 +191,7 @@ class ElectedCompactor:
         self._backlog = backlog
         self._files = files
         self._counters = counters
-        self._making = making or Making()
+        self._making = making or BuildOptions()
         self._allowed = False
 
     async def run_forever(self) -> None:

@@ -30,7 +30,7 @@ from s3ec.index.announce import Announcer
 from s3ec.index.base_writer import server_time, temporary_folder
 from s3ec.index.listing import few_objects, in_parallel, list_objects, listed
 from s3ec.index.manifest import newest_head, take_snapshot
-from s3ec.index.merged_rows import DELTAS, KnownTimes
+from s3ec.index.merged_rows import DELTAS, LastModifiedIndex
 from s3ec.store.base import DELETE_AT_A_TIME, ObjectInfo, Store
 
 
@@ -202,7 +202,7 @@ class Deleter:
         store: Store,
         layout: Layout,
         announcer: Announcer,
-        times: KnownTimes,
+        times: LastModifiedIndex,
         clock: Callable[[], float],
     ) -> None:
         self._store = store
@@ -212,7 +212,7 @@ class Deleter:
         self._clock = clock
 
     async def delete(self, keys: Sequence[Key]) -> None:
-        """Delete some entries with all revisions, and announce that; those that are absent too.
+        """Delete some entries with their revision, and announce that; those that are absent too.
 
         Killed in between, the index holds entries without an object: each costs readers one
         request, and ``s3ec manifest rebuild`` mends it.
@@ -354,7 +354,7 @@ async def deleting(
         TierError: The folder for temporary files is full: 42 bytes for each entry of the index.
     """
     with temporary_folder(None, DELTAS) as folder:
-        times = KnownTimes(store, layout, folder)
+        times = LastModifiedIndex(store, layout, folder)
         await times.open()
         announcer = Announcer(store, layout, Counters(), known_time_s=times, clock=clock)
         try:

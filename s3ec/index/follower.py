@@ -15,7 +15,7 @@ from s3ec.errors import CorruptEntryError, TierError
 from s3ec.index.cache import IndexCache, VanishedError
 from s3ec.index.listing import ListingIndex
 from s3ec.index.lookup import Overlay, View
-from s3ec.index.manifest import Head, News, Watch, read_head
+from s3ec.index.manifest import BaseManifest, ManifestChanges, ManifestPoller, read_head
 from s3ec.index.rows import Rows
 from s3ec.index.segment import Segment
 from s3ec.store.base import ObjectInfo
@@ -84,9 +84,9 @@ class Follower:
         self._options = options
         self._install = install
         self._clock = clock
-        self._watch = Watch(cache.store, cache.layout)
+        self._watch = ManifestPoller(cache.store, cache.layout)
         self._view = View()
-        self._head: Head | None = None  # of the base in the view
+        self._head: BaseManifest | None = None  # of the base in the view
         self._listed: dict[int, ObjectInfo] = {}  # heads as they were when they were read
         self._overlay = Overlay()  # the deltas in the view
         self._pending: set[str] = set()  # seen and not applied: the bucket did not answer
@@ -124,13 +124,13 @@ class Follower:
     async def close(self) -> None:
         """End what runs in the background."""
         task, self._filling = self._filling, None
-        if task is not None and task.get_loop() is asyncio.get_running_loop():  # no fork's parent
+        if task is not None:
             task.cancel()
             await asyncio.wait({task})
 
     # -- heads -------------------------------------------------------------------------------
 
-    async def _is_made_anew(self, known: Head, news: News) -> bool:
+    async def _is_made_anew(self, known: BaseManifest, news: ManifestChanges) -> bool:
         """Whether the manifest is another one than that which this head was read from.
 
         A head is deleted after a newer one only, and never written twice: unless somebody deleted
@@ -149,7 +149,7 @@ class Follower:
         self._listed[known.version] = info
         return head is not None and head.run != known.run
 
-    async def _newest_head(self, news: News) -> Head | None:
+    async def _newest_head(self, news: ManifestChanges) -> BaseManifest | None:
         """The newest head that can be read; the open base's where none is newer."""
         for version in news.versions:
             if self._head is not None and version <= self._head.version:
@@ -185,7 +185,7 @@ class Follower:
             self._told.add(what)
             log.warning("%s", message)
 
-    def _forgive(self, news: News) -> None:
+    def _forgive(self, news: ManifestChanges) -> None:
         """Try what was damaged once more, and forget what is gone."""
         there = {self._layout.delta(ulid) for ulid in news.deltas}
         there |= {self._layout.head(version) for version in news.heads}
@@ -200,7 +200,7 @@ class Follower:
 
     # -- deltas ------------------------------------------------------------------------------
 
-    async def _apply(self, news: News, newest: Head | None) -> None:
+    async def _apply(self, news: ManifestChanges, newest: BaseManifest | None) -> None:
         """Fetch what is new, and merge it into the overlay."""
         self._pending |= news.deltas.keys()
         # Before there is a base, the one to come will hold what is merged into it.
@@ -222,7 +222,7 @@ class Follower:
             self._overlay = overlay
             self._show(View(self._view.base, overlay.segment, self._view.listing), new.segment)
 
-    def _drop_pending(self, head: Head | None) -> None:
+    def _drop_pending(self, head: BaseManifest | None) -> None:
         self._pending -= self._overlay.ulids
         if head is not None:
             self._pending -= head.merged
@@ -247,7 +247,7 @@ class Follower:
 
     # -- bases and listings ------------------------------------------------------------------
 
-    async def _fill_up(self, newest: Head | None) -> None:
+    async def _fill_up(self, newest: BaseManifest | None) -> None:
         """Begin to open a base or to list where it is time; wait for it, but not for long."""
         if self._filling is None:
             due = self._is_due(newest)
@@ -265,7 +265,7 @@ class Follower:
             self._filling = None
             task.result()
 
-    def _is_due(self, newest: Head | None) -> bool:
+    def _is_due(self, newest: BaseManifest | None) -> bool:
         if newest is None or (self._head is not None and newest.version <= self._head.version):
             return False
         return self._clock() >= self._not_before.get(newest.version, -math.inf)
@@ -280,14 +280,14 @@ class Follower:
         if self._view.listing is not None and not self._needs_listing():
             self._show(View(self._view.base, self._view.overlay))
 
-    async def _fill(self, newest: Head | None) -> None:
+    async def _fill(self, newest: BaseManifest | None) -> None:
         if newest is not None:
             await self._open_base(newest)
         if self._is_listing_due():
             await self._list_objects()
         self.loaded = True
 
-    async def _open_base(self, head: Head) -> None:
+    async def _open_base(self, head: BaseManifest) -> None:
         """Show a base and drop the deltas that are in it."""
         for _ in range(_CHASES):
             try:
@@ -308,12 +308,12 @@ class Follower:
                 self._give_up(head, str(exc))
                 return
 
-    def _give_up(self, head: Head, why: str) -> None:
+    def _give_up(self, head: BaseManifest, why: str) -> None:
         self._not_before[head.version] = self._clock() + _RETRY_S
         name = self._layout.head(head.version)
         self._tell_once(name, f"the base of {name} cannot be used: {why}")
 
-    async def _swap_in(self, head: Head) -> None:
+    async def _swap_in(self, head: BaseManifest) -> None:
         exact = self._is_exact(head)
         nbytes = head.nbytes if exact else head.bloom_nbytes
         if nbytes > self._options.cache_bytes * _LARGEST_SHARE:
@@ -337,7 +337,7 @@ class Follower:
         )
         await self._cache.clean(head)
 
-    async def _left_by(self, head: Head) -> set[str]:
+    async def _left_by(self, head: BaseManifest) -> set[str]:
         """Deltas that the overlay needs beside this base.
 
         A head does not name what an earlier base has merged and the bucket has no more. For a
@@ -350,7 +350,7 @@ class Follower:
             left &= news.deltas.keys()
         return left
 
-    def _is_exact(self, head: Head) -> bool:
+    def _is_exact(self, head: BaseManifest) -> bool:
         if self._options.mode == "auto":
             return head.nbytes <= self._options.cache_bytes * _EXACT_SHARE
         return self._options.mode == "exact"

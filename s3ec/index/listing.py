@@ -22,7 +22,7 @@ from s3ec.counters import Counters, Report, unreported
 from s3ec.errors import UnavailableError
 from s3ec.identity import Key, Layout, digest_of_name, entry_name
 from s3ec.index.missing import NEGATIVE_ENTRIES, NEGATIVE_TTL_S
-from s3ec.index.rows import Facts, Rows
+from s3ec.index.rows import EntryInfo, Rows
 from s3ec.index.segment import SortedRuns
 from s3ec.store.base import ObjectInfo, Store
 
@@ -215,8 +215,8 @@ async def read_listing(
 def rows_of(layout: Layout, infos: Sequence[ObjectInfo]) -> Rows:
     """What a listing says of entries: digest, size and time; about 3 us each.
 
-    All revisions of an entry have its digest. The latest is what readers end with, and its row
-    counts: also where all of them were stored within one second, so each is that much later.
+    An entry's revision has its digest. It is what readers end with, and its row counts: also
+    where both were stored within one second, so it is that much later.
     """
     start = len(layout.objects)
     found = [entry_name(info.name[start:]) or (info.name[start:], 0) for info in infos]
@@ -274,11 +274,11 @@ class ListingIndex:
         """As maybe_contains: a listing is exact."""
         return self.maybe_contains(key)
 
-    def facts(self, key: Key) -> Facts | None:
+    def facts(self, key: Key) -> EntryInfo | None:
         """A listing tells nothing of an entry but that it is there."""
         return None
 
-    def add(self, key: Key, facts: Facts | None = None) -> None:
+    def add(self, key: Key, facts: EntryInfo | None = None) -> None:
         """Remember a key that was just stored; ends its negative entry."""
         with self._lock:
             self._known.add(key.digest)

@@ -20,8 +20,8 @@ from s3ec.errors import CorruptEntryError
 from s3ec.identity import Key, split_digest
 from s3ec.index.bloom import Bloom
 from s3ec.index.listing import ListingIndex
-from s3ec.index.manifest import Head, Shard
-from s3ec.index.rows import Array, Facts, Rows, concat
+from s3ec.index.manifest import BaseManifest, Shard
+from s3ec.index.rows import Array, EntryInfo, Rows, concat
 from s3ec.index.segment import LookupParts, Segment
 
 
@@ -49,7 +49,7 @@ class Base:
 
     __slots__ = ("_blooms", "_finds", "_segments", "entries", "exact", "version")
 
-    def __init__(self, head: Head, parts: Sequence[Segment | Bloom]) -> None:
+    def __init__(self, head: BaseManifest, parts: Sequence[Segment | Bloom]) -> None:
         """Put a head's shards together.
 
         Args:
@@ -86,7 +86,7 @@ class Base:
     @classmethod
     def open(
         cls,
-        head: Head,
+        head: BaseManifest,
         paths: Sequence[str | os.PathLike[str]],
         namespace: str,
         *,
@@ -117,7 +117,7 @@ class Base:
             return finds[hi >> 56](hi, lo) >= 0
         return self._blooms[hi >> 56].maybe(hi, lo)
 
-    def find(self, hi: int, lo: int) -> Facts | Literal[Unknown.UNKNOWN] | None:
+    def find(self, hi: int, lo: int) -> EntryInfo | Literal[Unknown.UNKNOWN] | None:
         """What is known of a digest; None where it is not there.
 
         UNKNOWN where only a filter was asked, and did not say no.
@@ -226,7 +226,7 @@ class Overlay:
         return Overlay(names, rows.select(stay), sources[stay])
 
 
-class Sieve:
+class PresenceFilter:
     """A byte for each value of the low bits of digests' first halves: 1 where the set has it.
 
     A 1 means "perhaps", a 0 "no". Nothing is ever taken out. One thread at a time may add, any
@@ -286,7 +286,7 @@ class View:
         # Items of a memoryview cost half of what numpy's do.
         self._marks = rows.deleted.data
         # Most keys are not in the overlay; a look at one byte says so in a tenth of a search.
-        sieve = Sieve(rows.digest_hi)
+        sieve = PresenceFilter(rows.digest_hi)
         self._overlaid, self._mask = sieve.marks, sieve.mask
 
     def counts(self) -> tuple[int, int]:
@@ -305,7 +305,9 @@ class View:
             return True
         return self.listing is not None and self.listing.maybe_contains(key)
 
-    def lookup(self, apart: Sieve, otherwise: Callable[[Key], bool]) -> Callable[[Key], bool]:
+    def lookup(
+        self, apart: PresenceFilter, otherwise: Callable[[Key], bool]
+    ) -> Callable[[Key], bool]:
         """``otherwise``, or what answers as it does and takes half of the time for most keys.
 
         A lookup is a dozen small steps, and each call in Python would cost as much as two.
@@ -352,7 +354,7 @@ class View:
             return not self._marks[row]
         return self.listing is not None and self.listing.maybe_contains(key)
 
-    def latest(self, digest: bytes) -> tuple[Facts, bool] | None:
+    def latest(self, digest: bytes) -> tuple[EntryInfo, bool] | None:
         """What is known of a key, and whether it was deleted; None where no row says anything.
 
         Some microseconds.
@@ -367,7 +369,7 @@ class View:
                     return facts, self.overlay.deleted(row)
         return None if in_base is None else (in_base, False)
 
-    def _in_base(self, hi: int, lo: int) -> Facts | None:
+    def _in_base(self, hi: int, lo: int) -> EntryInfo | None:
         found = None if self.base is None else self.base.find(hi, lo)
         return None if found is UNKNOWN else found
 

@@ -144,7 +144,7 @@ class Shard:
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class BaseManifest:
     """What ``manifest/head/VERSION.json`` says.
 
     Attributes:
@@ -220,7 +220,7 @@ def shard_ranges(entries: int) -> list[tuple[int, int]]:
     return [(first, first + step - 1) for first in range(0, 256, step)]
 
 
-def parse_head(blob: bytes | memoryview, *, name: str = "head") -> Head:
+def parse_head(blob: bytes | memoryview, *, name: str = "head") -> BaseManifest:
     """Read and check a head.
 
     Args:
@@ -255,7 +255,7 @@ class _WrongError(ValueError):
     """What a head says cannot be true."""
 
 
-def _checked(content: dict[str, Any]) -> Head:
+def _checked(content: dict[str, Any]) -> BaseManifest:
     if content.keys() != _HEAD_FIELDS:
         raise _WrongError("has other fields than a head")
     if not isinstance(content["shards"], list) or not isinstance(content["merged"], list):
@@ -268,7 +268,7 @@ def _checked(content: dict[str, Any]) -> Head:
         raise _WrongError("bloom_fpr must be between 0 and 1")
     shards = tuple(_checked_shard(shard) for shard in content["shards"])
     _check_cover(shards)
-    head = Head(
+    head = BaseManifest(
         version=_number(content, "version", 1, MAX_VERSION),
         run=_text(content, "run", _RUN),
         created_s=_number(content, "created_s", 0, _MAX_NUMBER),
@@ -332,7 +332,7 @@ Run = tuple[int, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class ManifestListing:
     """What one listing showed. Names of no known form are left out, and so never deleted.
 
     Attributes:
@@ -351,7 +351,7 @@ class Snapshot:
         return max(self.heads, default=0)
 
 
-async def take_snapshot(store: Store, layout: Layout) -> Snapshot:
+async def take_snapshot(store: Store, layout: Layout) -> ManifestListing:
     """List all of ``manifest/``, one request per 1000 objects.
 
     Raises:
@@ -368,10 +368,10 @@ async def take_snapshot(store: Store, layout: Layout) -> Snapshot:
             heads[version] = info
         elif info.name.endswith(OBJECT_SUFFIX) and (run := layout.run_of(info.name)) is not None:
             runs[run].append(info)
-    return Snapshot(deltas, heads, dict(runs))
+    return ManifestListing(deltas, heads, dict(runs))
 
 
-async def read_head(store: Store, layout: Layout, version: int) -> Head | None:
+async def read_head(store: Store, layout: Layout, version: int) -> BaseManifest | None:
     """The head of one version, or None where it is gone.
 
     Raises:
@@ -389,7 +389,9 @@ async def read_head(store: Store, layout: Layout, version: int) -> Head | None:
     return head
 
 
-async def newest_head(store: Store, layout: Layout, snapshot: Snapshot) -> Head | None:
+async def newest_head(
+    store: Store, layout: Layout, snapshot: ManifestListing
+) -> BaseManifest | None:
     """The head that readers use now; None where there is no base yet.
 
     Raises:
@@ -411,7 +413,7 @@ _FULL_EVERY = 30
 
 
 @dataclass(frozen=True, slots=True)
-class News:
+class ManifestChanges:
     """What one listing showed.
 
     Attributes:
@@ -430,7 +432,7 @@ class News:
         return sorted(self.heads, reverse=True)
 
 
-class Watch:
+class ManifestPoller:
     """Looks for news of one namespace. One request a look, and one per 1000 new deltas.
 
     ``base/`` sorts before ``delta/``, and ``head/`` after it: a listing that starts at a delta
@@ -444,7 +446,7 @@ class Watch:
         self._newest_ms = 0.0
         self._looks = 0
 
-    async def look(self, *, complete: bool = False) -> News:
+    async def look(self, *, complete: bool = False) -> ManifestChanges:
         """List once.
 
         Args:
@@ -468,7 +470,7 @@ class Watch:
         self._looks += 1
         for ulid, info in deltas.items():
             self._newest_ms = max(self._newest_ms, _seen_ms(ulid, info))
-        return News(deltas, heads, complete)
+        return ManifestChanges(deltas, heads, complete)
 
     def _start_after(self, *, complete: bool) -> str:
         start_ms = int(self._newest_ms - OVERLAP_S * 1000)

@@ -16,7 +16,7 @@ from pathlib import Path
 from s3ec.errors import CorruptEntryError, TierError
 from s3ec.identity import Key, Layout
 from s3ec.index.listing import in_parallel
-from s3ec.index.manifest import Blob, Head, Shard, newest_head, take_snapshot
+from s3ec.index.manifest import BaseManifest, Blob, Shard, newest_head, take_snapshot
 from s3ec.index.rows import Rows, merge
 from s3ec.index.segment import MAX_DELTA_BYTES, Segment, SortedRuns, encode_segment, parse_segment
 from s3ec.store.base import Store
@@ -41,7 +41,7 @@ class Deltas:
     corrupt: dict[str, str] = field(default_factory=dict)
 
 
-class Content:
+class MergedRows:
     """Base and deltas of one namespace, merged as readers merge them.
 
     Memory: the base's shards that overlap the asked range (one, where ranges are asked for in
@@ -54,7 +54,9 @@ class Content:
         folder: For files, see SortedRuns.
     """
 
-    def __init__(self, store: Store, layout: Layout, head: Head | None, folder: Path) -> None:
+    def __init__(
+        self, store: Store, layout: Layout, head: BaseManifest | None, folder: Path
+    ) -> None:
         self._store = store
         self._layout = layout
         self._head = head
@@ -122,7 +124,7 @@ class Content:
         return await asyncio.to_thread(merge, parts, keep_tombstones=keep_tombstones)
 
 
-async def read_shard(store: Store, layout: Layout, head: Head, shard: Shard) -> Rows:
+async def read_shard(store: Store, layout: Layout, head: BaseManifest, shard: Shard) -> Rows:
     """Download one shard of a base into memory, and check every byte.
 
     Raises:
@@ -179,7 +181,7 @@ log = logging.getLogger(__name__)
 DELTAS = "deltas"
 
 
-class KnownTimes:
+class LastModifiedIndex:
     """One look at the index, with the shards that are needed in a folder.
 
     Where a part of the index is unusable it knows no times, which a warning says: a tombstone
@@ -193,7 +195,7 @@ class KnownTimes:
         self._store = store
         self._layout = layout
         self._folder = folder
-        self._head: Head | None = None
+        self._head: BaseManifest | None = None
         self._deltas = Segment.of(Rows.empty())
         self._shards: dict[Shard, Segment | None] = {}
         self._of_byte: list[Shard | None] = [None] * 256
@@ -212,7 +214,7 @@ class KnownTimes:
         except CorruptEntryError as exc:
             log.warning("the base of the index is unusable: %s", exc)
         merged = self._head.merged if self._head else frozenset()
-        content = Content(self._store, self._layout, None, self._folder / DELTAS)
+        content = MergedRows(self._store, self._layout, None, self._folder / DELTAS)
         await content.add_deltas(sorted(snapshot.deltas.keys() - merged), Deltas())
         self._deltas = Segment.of(await content.between(0, 255, keep_tombstones=True))
         for shard in self._head.shards if self._head else ():

@@ -20,7 +20,7 @@ _MANY = 32
 _WINDOW_S = 600.0
 
 
-class Gone:
+class NegativeCache:
     """Keys that are not to be had for now. Each is believed again after a while.
 
     ``until`` may be read by any thread without a lock; everything else is under the owner's.
@@ -72,10 +72,6 @@ class VanishAlarm:
         self._clock = clock
         self._lock = threading.Lock()
         self.reset()
-
-    def after_fork(self) -> None:
-        """In the child: a thread of the parent may have held the lock."""
-        self._lock = threading.Lock()
 
     def reset(self) -> None:
         """The index was made anew: what vanished before is not in it."""

@@ -10,14 +10,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from s3ec.forks import call_in_forks
 from s3ec.identity import Key, split_digest
 from s3ec.index.cache import IndexCache
 from s3ec.index.follower import Follower, FollowOptions
-from s3ec.index.lookup import Sieve, View
+from s3ec.index.lookup import PresenceFilter, View
 from s3ec.index.manifest import OVERLAP_S
-from s3ec.index.missing import NEGATIVE_TTL_S, Gone, VanishAlarm
-from s3ec.index.rows import Array, Facts
+from s3ec.index.missing import NEGATIVE_TTL_S, NegativeCache, VanishAlarm
+from s3ec.index.rows import Array, EntryInfo
 from s3ec.index.segment import Segment
 
 # Keys that this process stored and that no delta has told yet.
@@ -30,7 +29,7 @@ _ROOM = 256
 class _Stored(NamedTuple):
     """What this process stored itself, and until when it is believed without being told."""
 
-    facts: Facts
+    facts: EntryInfo
     until_s: float
 
 
@@ -71,14 +70,13 @@ class ManifestIndex:
         self._wall_clock = wall_clock
         # Held by writers of the two dictionaries and the sieve, never by lookups.
         self._lock = threading.Lock()
-        call_in_forks(self, ManifestIndex._after_fork)
-        self._gone = Gone(negative_ttl_s, clock)
+        self._gone = NegativeCache(negative_ttl_s, clock)
         self._recent: dict[bytes, _Stored] = {}  # the oldest first
         self._distrusted: frozenset[bytes] = frozenset()
         self._alarm = VanishAlarm(cache.layout.namespace, cache.counters, clock)
         self._view = View()
         # Of what is in either dictionary or in the View's overlay.
-        self._apart = Sieve(np.empty(0, "<u8"), room=_ROOM)
+        self._apart = PresenceFilter(np.empty(0, "<u8"), room=_ROOM)
         self.maybe_contains: Callable[[Key], bool] = self._maybe_contains
         self._follower = Follower(
             cache,
@@ -86,11 +84,6 @@ class ManifestIndex:
             install=self._show,
             clock=clock,
         )
-
-    def _after_fork(self) -> None:
-        """In the child: lookups go on with what the parent knew; nothing is refreshed."""
-        self._lock = threading.Lock()
-        self._alarm.after_fork()
 
     @property
     def loaded(self) -> bool:
@@ -116,7 +109,7 @@ class ManifestIndex:
             return False
         return digest in self._recent or self._view.holds(key)
 
-    def facts(self, key: Key) -> Facts | None:
+    def facts(self, key: Key) -> EntryInfo | None:
         """What is known of an entry that is probably there; some microseconds."""
         digest = key.digest
         if self._gone.holds(digest):
@@ -143,11 +136,11 @@ class ManifestIndex:
 
     # -- what this process learns --------------------------------------------------------------
 
-    def add(self, key: Key, facts: Facts | None = None) -> None:
+    def add(self, key: Key, facts: EntryInfo | None = None) -> None:
         """The key was just confirmed stored: found from now on."""
         # Later than what is known of it, a deletion by somebody whose clock is ahead above all.
         time_s = max(int(self._wall_clock()), self.known_time_s(key) + 1)
-        stored = _Stored((facts or Facts())._replace(time_s=time_s), self._clock() + OVERLAP_S)
+        stored = _Stored((facts or EntryInfo())._replace(time_s=time_s), self._clock() + OVERLAP_S)
         with self._lock:
             self._apart.add(key.digest_hi)  # first: a lookup that finds no mark asks nothing else
             self._gone.discard_locked(key.digest)
@@ -248,14 +241,14 @@ class ManifestIndex:
                 if self._recent.get(digest) is stored:  # and was not stored once more meanwhile
                     del self._recent[digest]
 
-    def _sieve_locked(self, view: View) -> Sieve:
+    def _sieve_locked(self, view: View) -> PresenceFilter:
         """Of all digests that the base alone does not answer for."""
         halves: list[Array] = [] if view.overlay is None else [view.overlay.rows().digest_hi]
         halves += [
             np.frombuffer(b"".join(digests), ">u8")[::2].astype("<u8")
             for digests in (self._gone.until, self._recent)
         ]
-        return Sieve(np.concatenate(halves), room=_ROOM)
+        return PresenceFilter(np.concatenate(halves), room=_ROOM)
 
     def _heal(self, new: Segment) -> None:
         """What was written since is there again."""
@@ -269,7 +262,7 @@ class ManifestIndex:
                 self._gone.discard_locked(digest)
 
 
-def _told(view: View, digest: bytes, facts: Facts) -> bool:
+def _told(view: View, digest: bytes, facts: EntryInfo) -> bool:
     """Whether the view knows of this store, or of a later deletion."""
     latest = view.latest(digest)
     if latest is None:

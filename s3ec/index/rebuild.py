@@ -20,10 +20,24 @@ import numpy.typing as npt
 from s3ec.counters import Report
 from s3ec.errors import CorruptEntryError, UnavailableError
 from s3ec.identity import Layout, digest_of_name, entry_name
-from s3ec.index.base_writer import BaseWriter, Made, Making, clean, temporary_folder, write_base
+from s3ec.index.base_writer import (
+    BaseWriter,
+    BuildOptions,
+    BuildResult,
+    clean,
+    temporary_folder,
+    write_base,
+)
 from s3ec.index.listing import list_objects, read_listing
-from s3ec.index.manifest import MAX_MERGED, Head, Snapshot, newest_head, shard_ranges, take_snapshot
-from s3ec.index.merged_rows import Content, Deltas
+from s3ec.index.manifest import (
+    MAX_MERGED,
+    BaseManifest,
+    ManifestListing,
+    newest_head,
+    shard_ranges,
+    take_snapshot,
+)
+from s3ec.index.merged_rows import Deltas, MergedRows
 from s3ec.index.rows import Rows, find_in
 from s3ec.index.segment import SortedRuns
 from s3ec.store.base import ObjectInfo, Store
@@ -37,7 +51,7 @@ _SKEW_S = 600
 _FOLDERS = ("known", "listed")
 
 
-async def rebuild(store: Store, layout: Layout, making: Making | None = None) -> Made:
+async def rebuild(store: Store, layout: Layout, making: BuildOptions | None = None) -> BuildResult:
     """Make a base of what ``objects/`` holds now, whatever became of the index.
 
     What the old base and the deltas know of an entry besides its size is kept where it is still
@@ -56,16 +70,16 @@ async def rebuild(store: Store, layout: Layout, making: Making | None = None) ->
         CorruptEntryError: A newer s3ec wrote the index (reason ``version``).
         TierError: The folder for temporary files is full.
     """
-    making = making or Making()
+    making = making or BuildOptions()
     for _ in range(_ATTEMPTS):
         made = await _attempt(store, layout, making)
         if made is not None:
             removed = await clean(store, layout, grace_s=making.grace_s)
-            return Made(made, len(made.merged), removed)
+            return BuildResult(made, len(made.merged), removed)
     raise UnavailableError("other compactions were faster each time; try again later")
 
 
-async def _attempt(store: Store, layout: Layout, making: Making) -> Head | None:
+async def _attempt(store: Store, layout: Layout, making: BuildOptions) -> BaseManifest | None:
     """None where so much time was lost to others that the listing is of no use any more."""
     started_s = making.clock()
     # First the deltas, then the objects: what is announced after this stays unmerged.
@@ -90,17 +104,17 @@ async def _attempt(store: Store, layout: Layout, making: Making) -> Head | None:
 class _Source:
     """The rows of the new base."""
 
-    def __init__(self, listed: SortedRuns, known: Content) -> None:
+    def __init__(self, listed: SortedRuns, known: MergedRows) -> None:
         self._listed = listed
-        self._known: Content | None = known
+        self._known: MergedRows | None = known
 
     @classmethod
     async def read(
-        cls, store: Store, layout: Layout, snapshot: Snapshot, folder: Path, report: Report
+        cls, store: Store, layout: Layout, snapshot: ManifestListing, folder: Path, report: Report
     ) -> _Source:
         """Read the deltas, then list the objects."""
         head = await _usable_head(store, layout, snapshot)
-        known = Content(store, layout, head, folder / _FOLDERS[0])
+        known = MergedRows(store, layout, head, folder / _FOLDERS[0])
         pending = snapshot.deltas.keys() - (head.merged if head else frozenset())
         await known.add_deltas(sorted(pending), Deltas())
         listed = await read_listing(
@@ -128,7 +142,9 @@ class _Source:
         return listed
 
 
-async def _usable_head(store: Store, layout: Layout, snapshot: Snapshot) -> Head | None:
+async def _usable_head(
+    store: Store, layout: Layout, snapshot: ManifestListing
+) -> BaseManifest | None:
     try:
         return await newest_head(store, layout, snapshot)
     except CorruptEntryError as exc:
@@ -197,7 +213,7 @@ class Verified:
         return not (self.missing or self.extra or self.differing or self.corrupt)
 
 
-async def verify(store: Store, layout: Layout, making: Making | None = None) -> Verified:
+async def verify(store: Store, layout: Layout, making: BuildOptions | None = None) -> Verified:
     """Read the whole index and list the whole bucket; memory as for compact.
 
     Entries that are announced or deleted meanwhile are not complained about.
@@ -208,14 +224,14 @@ async def verify(store: Store, layout: Layout, making: Making | None = None) -> 
         CorruptEntryError: The base is unusable; the message names the file.
         TierError: The folder for temporary files is full.
     """
-    making = making or Making()
+    making = making or BuildOptions()
     names = ("known", "listed", "news")
     with temporary_folder(making.folder, *names) as folder:
         places = [folder / name for name in names]
         before = await take_snapshot(store, layout)
         head = await newest_head(store, layout, before)
         found = Verified(version=before.version)
-        known = Content(store, layout, head, places[0])
+        known = MergedRows(store, layout, head, places[0])
         pending = before.deltas.keys() - (head.merged if head else frozenset())
         await known.add_deltas(sorted(pending), Deltas(corrupt=found.corrupt))
         young_s = making.clock() - _UNANNOUNCED_S
@@ -223,7 +239,7 @@ async def verify(store: Store, layout: Layout, making: Making | None = None) -> 
         listed = await read_listing(
             store, layout, places[1], report=making.report, expected=expected
         )
-        news = Content(store, layout, None, places[2])
+        news = MergedRows(store, layout, None, places[2])
         after = await take_snapshot(store, layout)
         await news.add_deltas(sorted(after.deltas.keys() - before.deltas.keys()), Deltas())
         ranges = shard_ranges(max(known.max_entries, listed.added))

@@ -38,7 +38,7 @@ _DTYPE_NAMES = DTYPES + ("",) * (256 - len(DTYPES))
 _DTYPE_NUMBERS = {name: number for number, name in enumerate(DTYPES)}
 
 
-class Facts(NamedTuple):
+class EntryInfo(NamedTuple):
     """What the index says of one entry; 0 and "" mean unknown.
 
     Attributes:
@@ -117,13 +117,13 @@ class Rows:
         )
 
     @classmethod
-    def from_facts(cls, items: Sequence[tuple[bytes, Facts | Tombstone]]) -> Rows:
+    def from_facts(cls, items: Sequence[tuple[bytes, EntryInfo | Tombstone]]) -> Rows:
         """Rows of (digest, what is known) in the given order; about 1 us an item.
 
         A number that its column cannot hold counts as unknown. Digests have 16 bytes.
         """
         halves = np.frombuffer(b"".join(digest for digest, _ in items), ">u8").reshape(-1, 2)
-        facts = [Facts(time_s=f.time_s) if isinstance(f, Tombstone) else f for _, f in items]
+        facts = [EntryInfo(time_s=f.time_s) if isinstance(f, Tombstone) else f for _, f in items]
         return cls(
             halves[:, 0].astype("<u8"),
             halves[:, 1].astype("<u8"),
@@ -143,9 +143,9 @@ class Rows:
         """All columns by name, in the order of COLUMNS."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
-    def facts(self, row: int) -> Facts:
+    def facts(self, row: int) -> EntryInfo:
         """What one row says; some microseconds."""
-        return Facts(
+        return EntryInfo(
             int(self.nbytes[row]),
             int(self.rows[row]),
             int(self.width[row]),

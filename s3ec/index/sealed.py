@@ -45,7 +45,7 @@ _SPELLINGS = {np.dtype(kind): spelling for spelling, kind in _KINDS.items()}
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ColumnSpec:
     """Where one column lies.
 
     Attributes:
@@ -74,7 +74,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Front:
+class FileHeader:
     """The checked header of a file.
 
     Attributes:
@@ -85,7 +85,7 @@ class Front:
     """
 
     metadata: Mapping[str, str]
-    places: Mapping[str, Place]
+    places: Mapping[str, ColumnSpec]
     data_start: int
     total_bytes: int
 
@@ -127,7 +127,7 @@ def encode(metadata: Mapping[str, str], columns: Mapping[str, Array]) -> list[by
     return [struct.pack("<Q", len(body)) + body, *pieces]
 
 
-def parse_front(whole: memoryview, *, kind: str, namespace: str, name: str) -> Front:
+def parse_front(whole: memoryview, *, kind: str, namespace: str, name: str) -> FileHeader:
     """Read and check a header against the size of its file; allocates at most HEADER_LIMIT.
 
     Args:
@@ -161,7 +161,7 @@ def parse_front(whole: memoryview, *, kind: str, namespace: str, name: str) -> F
     places, total = _places(content, 8 + length, name)
     if whole.nbytes != total:
         raise CorruptEntryError(f"{name}: {whole.nbytes} bytes, expected {total}", reason="length")
-    return Front(metadata, places, 8 + length, total)
+    return FileHeader(metadata, places, 8 + length, total)
 
 
 def _read_json(blob: memoryview, name: str) -> tuple[dict[str, Any], int]:
@@ -186,7 +186,9 @@ def _seal(metadata: Mapping[str, str], tensors: object) -> str:
     return codec.checksum(canonical_json([rest, tensors]).encode())
 
 
-def _places(content: dict[str, Any], data_start: int, name: str) -> tuple[dict[str, Place], int]:
+def _places(
+    content: dict[str, Any], data_start: int, name: str
+) -> tuple[dict[str, ColumnSpec], int]:
     """Columns in the order of their places, which must follow each other without a gap."""
     try:
         ordered = sorted(content.items(), key=lambda item: item[1]["data_offsets"])
@@ -202,7 +204,7 @@ def _places(content: dict[str, Any], data_start: int, name: str) -> tuple[dict[s
     return places, end
 
 
-def _place(tensor: dict[str, Any], start: int) -> Place:
+def _place(tensor: dict[str, Any], start: int) -> ColumnSpec:
     if tensor.keys() != {"dtype", "shape", "data_offsets"}:
         raise ValueError("a column has other fields")
     kind = _KINDS[tensor["dtype"]]
@@ -213,7 +215,7 @@ def _place(tensor: dict[str, Any], start: int) -> Place:
             raise ValueError(f"{number!r:.40} is no length or offset")
     if not 1 <= len(lengths) <= 2:
         raise ValueError("a column has one or two lengths")
-    place = Place(kind, tuple(lengths), start)
+    place = ColumnSpec(kind, tuple(lengths), start)
     if place.nbytes > MAX_FILE_BYTES or start % np.dtype(kind).itemsize:
         raise ValueError("a column is too large or not aligned")
     return place
@@ -240,7 +242,7 @@ def map_file(path: str | os.PathLike[str]) -> mmap.mmap:
         os.close(fd)
 
 
-def advise(whole: mmap.mmap, soon: Iterable[Place]) -> None:
+def advise(whole: mmap.mmap, soon: Iterable[ColumnSpec]) -> None:
     """Have some columns read ahead, and of the others only the pages that are touched."""
     whole.madvise(mmap.MADV_RANDOM)
     for place in soon:

@@ -22,8 +22,8 @@ import numpy as np
 
 from s3ec.errors import CorruptEntryError, TierError
 from s3ec.index import sealed
-from s3ec.index.rows import COLUMNS, DTYPES, Array, Facts, Rows, merge
-from s3ec.index.sealed import Front
+from s3ec.index.rows import COLUMNS, DTYPES, Array, EntryInfo, Rows, merge
+from s3ec.index.sealed import FileHeader
 
 KIND = "index-1"
 MAX_ROWS = 2**28
@@ -90,7 +90,7 @@ class Segment:
         fences: Array,
         *,
         name: str,
-        front: Front | None = None,
+        front: FileHeader | None = None,
         blob: memoryview | None = None,
     ) -> None:
         """Use open, parse or of."""
@@ -193,7 +193,7 @@ class Segment:
         row = bisect_left(self._lo, lo, row, end)
         return row if row < end and self._lo[row] == lo else -1
 
-    def facts(self, row: int) -> Facts:
+    def facts(self, row: int) -> EntryInfo:
         """What a row that find gave says."""
         return self._rows.facts(row)
 
@@ -264,7 +264,7 @@ def _fences(hi: Array, slots: int) -> Array:
     return fences
 
 
-def _checked_entries(front: Front, name: str) -> int:
+def _checked_entries(front: FileHeader, name: str) -> int:
     """The number of rows, on which all columns must agree."""
     places = front.places
     text = front.metadata.get("entries", "")

@@ -24,7 +24,7 @@ from botocore.exceptions import HTTPClientError, IncompleteReadError, ResponseSt
 
 from s3ec.errors import CorruptEntryError
 from s3ec.settings import Settings
-from s3ec.store.botocore_s3 import BotocoreStore, Turn, length_and_part
+from s3ec.store.botocore_s3 import BotocoreStore, RequestSlot, length_and_part
 from s3ec.store.concurrency import Extend
 from s3ec.store.credentials import ChainCredentials
 from s3ec.store.replies import PIECE_BYTES, Pieces, Reply
@@ -53,11 +53,6 @@ class Aioboto3Store(BotocoreStore):
         super().__init__(settings, page_size=page_size, least_bytes_per_s=least_bytes_per_s)
         self._resources = contextlib.AsyncExitStack()
 
-    def _after_fork(self) -> None:
-        super()._after_fork()
-        self._parents.append(self._resources)
-        self._resources = contextlib.AsyncExitStack()
-
     async def _connect(self) -> Opened:
         settings = self._settings
         core = configured(get_session(), settings)
@@ -75,12 +70,12 @@ class Aioboto3Store(BotocoreStore):
     async def _disconnect(self, opened: Opened) -> None:
         await self._resources.aclose()
 
-    async def _call(self, turn: Turn, operation: str, **params: Any) -> Any:
+    async def _call(self, turn: RequestSlot, operation: str, **params: Any) -> Any:
         with _as_botocores():
             call = getattr(turn.opened.client, operation)
             return await call(Bucket=self._settings.bucket, **params)
 
-    def _reply(self, turn: Turn, response: Any) -> Reply:
+    def _reply(self, turn: RequestSlot, response: Any) -> Reply:
         return Aioboto3Reply(response)
 
 

@@ -23,7 +23,6 @@ from typing import Any, TypeVar
 from botocore.exceptions import ClientError, IncompleteReadError, ResponseStreamingError
 
 from s3ec.errors import AccessError, CorruptEntryError, S3ECError, UnavailableError
-from s3ec.forks import call_in_forks
 from s3ec.runtime import DaemonPool
 from s3ec.settings import Settings
 from s3ec.store.base import (
@@ -36,7 +35,7 @@ from s3ec.store.base import (
     content_type_of,
     delete_each,
 )
-from s3ec.store.concurrency import Extend, Turns, answer_begun, page_begun
+from s3ec.store.concurrency import Extend, RequestSlots, answer_begun, page_begun
 from s3ec.store.replies import PIECE_BYTES, Pieces, Reply, read_body
 from s3ec.store.s3_client import Exchange, Opened, check_settings, open_client, read_piece
 from s3ec.store.s3_errors import (
@@ -58,7 +57,7 @@ _CHECKSUM_REFUSED = frozenset({"InvalidArgument", "InvalidRequest", "NotImplemen
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class RequestSlot:
     """One operation's hold on the store.
 
     Attributes:
@@ -97,22 +96,12 @@ class BotocoreStore:
         self._settings = settings
         self._root = f"{settings.prefix}/" if settings.prefix else ""
         self._page_size = page_size
-        self._turns = Turns(settings, least_bytes_per_s)
+        self._turns = RequestSlots(settings, least_bytes_per_s)
         self._opening = asyncio.Lock()
         self._opened: Opened | None = None
-        self._pool = _pool_for(settings)
+        self._pool = DaemonPool(settings.max_concurrency, "s3ec-sdk")
         self._send_checksum = True
         self._has_batches = True
-        self._parents: list[object] = []
-        call_in_forks(self, type(self)._after_fork)
-
-    def _after_fork(self) -> None:
-        """In the child: the connections are the parent's. Kept, since the server heard a close."""
-        self._parents += [self._opened, self._pool]
-        self._opening = asyncio.Lock()
-        self._opened = None
-        self._pool = _pool_for(self._settings)
-        self._turns.after_fork()
 
     def __repr__(self) -> str:
         endpoint = self._settings.endpoint_url or "AWS"
@@ -278,7 +267,7 @@ class BotocoreStore:
         return self._settings.region or "unset"
 
     @contextlib.asynccontextmanager
-    async def _turn(self, what: str) -> AsyncIterator[Turn]:
+    async def _turn(self, what: str) -> AsyncIterator[RequestSlot]:
         """The client, one of the places, a deadline and the error boundary around an operation."""
         asked_s = time.monotonic()
         try:
@@ -288,7 +277,7 @@ class BotocoreStore:
                 # given up a moment ago is waited for behind the deadline.
                 async with self._turns.take(what) as extend:
                     asked_s = time.monotonic()
-                    yield Turn(opened, extend)
+                    yield RequestSlot(opened, extend)
             if self._opened is not None:
                 self._opened.credentials.accepted(asked_s)
         except AccessError as exc:
@@ -316,7 +305,7 @@ class BotocoreStore:
         if opened.transport is not None:
             opened.transport.close()
 
-    async def _call(self, turn: Turn, operation: str, **params: Any) -> Any:
+    async def _call(self, turn: RequestSlot, operation: str, **params: Any) -> Any:
         """Have the SDK make a request about the bucket.
 
         Args:
@@ -332,7 +321,7 @@ class BotocoreStore:
             turn, functools.partial(call, Bucket=self._settings.bucket, **params)
         )
 
-    async def _in_thread(self, turn: Turn, function: Callable[[], T]) -> T:
+    async def _in_thread(self, turn: RequestSlot, function: Callable[[], T]) -> T:
         """Have a thread make a call that may wait for the server; cancelled, it ends that wait."""
         if self._turns.is_closed:
             raise UnavailableError("the store was closed")
@@ -343,7 +332,9 @@ class BotocoreStore:
             turn.exchange.abort()
             raise
 
-    async def _get_object(self, turn: Turn, key: str, wanted: range | None = None) -> Reply | None:
+    async def _get_object(
+        self, turn: RequestSlot, key: str, wanted: range | None = None
+    ) -> Reply | None:
         """Ask for an object or a range of its bytes; None where it is absent.
 
         Raises:
@@ -357,12 +348,12 @@ class BotocoreStore:
                 return None
             raise
 
-    def _reply(self, turn: Turn, response: Any) -> Reply:
+    def _reply(self, turn: RequestSlot, response: Any) -> Reply:
         return BotocoreReply(response, functools.partial(self._in_thread, turn))
 
     async def _put_object(
         self,
-        turn: Turn,
+        turn: RequestSlot,
         key: str,
         body: Sequence[bytes | memoryview],
         what: str,
@@ -484,7 +475,3 @@ def length_and_part(response: Any) -> tuple[int | None, bool]:
     # `rclone serve s3` sends a range with status 200.
     is_206 = response["ResponseMetadata"]["HTTPStatusCode"] == 206
     return response.get("ContentLength"), is_206 or "ContentRange" in response
-
-
-def _pool_for(settings: Settings) -> DaemonPool:
-    return DaemonPool(settings.max_concurrency, "s3ec-sdk")

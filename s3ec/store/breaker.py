@@ -276,9 +276,3 @@ class Breaker:
 
     def _look(self) -> None:
         self.is_open = self._all.is_open or self._reads.is_open
-
-    def after_fork(self) -> None:
-        """In a forked child: requests under way are the parent's."""
-        self._lock = threading.Lock()
-        for one in (self._all, self._reads):
-            one.abandoned(probe=True)

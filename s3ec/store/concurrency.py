@@ -96,7 +96,7 @@ def _set(variable: ContextVar[T], value: T) -> Iterator[None]:
         variable.set(before)
 
 
-class Turns:
+class RequestSlots:
     """Hands out places and deadlines.
 
     Args:
@@ -112,12 +112,7 @@ class Turns:
         self._bytes_per_s = least_bytes_per_s
         # Connect, then the reply's head, then silence within the body: each may take its limit.
         self._budget_s = settings.connect_timeout_s + 2 * settings.read_timeout_s
-        self._places = settings.max_concurrency
-        self.after_fork()
-
-    def after_fork(self) -> None:
-        """In a forked child: the loop is the parent's, and so is what is under way."""
-        self._slots = asyncio.Semaphore(self._places)
+        self._slots = asyncio.Semaphore(settings.max_concurrency)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._under_way: set[asyncio.Timeout] = set()
 
@@ -186,7 +181,7 @@ _READS_IN_A_ROW = 3
 _Waiting = tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]
 
 
-class Pace:
+class AdaptiveConcurrency:
     """Places for requests; for any number of threads.
 
     Those of a kind, reads or not, get them in the order they were asked for.
@@ -198,9 +193,6 @@ class Pace:
     def __init__(self, places: int) -> None:
         self._most = places
         self._limit = float(places)
-        self._reset()
-
-    def _reset(self) -> None:
         self._lock = threading.Lock()
         self._used = 0
         self._cuts = 0
@@ -305,10 +297,6 @@ class Pace:
             return self._reads.popleft()
         self._reads_in_a_row = 0
         return self._others.popleft() if self._others else None
-
-    def after_fork(self) -> None:
-        """In a forked child: requests under way are the parent's."""
-        self._reset()
 
 
 def _grant(granted: asyncio.Future[None]) -> None:

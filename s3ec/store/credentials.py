@@ -113,7 +113,7 @@ class ChainCredentials:
     async def close(self) -> None:
         """End a look that is under way."""
         task, self._asking = self._asking, None
-        if task is not None and task.get_loop() is asyncio.get_running_loop():  # no fork's parent
+        if task is not None:
             task.cancel()
             await asyncio.wait({task})
         self._pool.shutdown(wait=False)

@@ -5,19 +5,18 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import os
 import threading
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TypeVar
 
+from s3ec import runtime
 from s3ec.counters import Counters
 from s3ec.errors import AccessError, S3ECError, UnavailableError
-from s3ec.forks import call_in_forks
 from s3ec.settings import Settings
 from s3ec.store.base import ObjectInfo, Store, Wrapper
 from s3ec.store.breaker import Breaker, BreakerOpenError, BreakerOptions, Ticket
-from s3ec.store.concurrency import Pace, counting, hearing
+from s3ec.store.concurrency import AdaptiveConcurrency, counting, hearing
 from s3ec.store.hedge import HedgeStore
 from s3ec.store.retry import Budget, RetryOptions, RetryStore
 
@@ -49,10 +48,9 @@ class Endpoint:
         breaker: Breaker | None = None,
     ) -> None:
         self.breaker = breaker or Breaker(options)
-        self.pace = Pace(places)
+        self.pace = AdaptiveConcurrency(places)
         self.retries = Budget(_RETRIES, at_most=_RETRIES_SAVED, at_first=1.0)
         self.hedges = Budget(_HEDGES, at_most=_HEDGES_SAVED, at_first=0.0)
-        call_in_forks(self, Endpoint._after_fork)
 
     @classmethod
     def of(cls, settings: Settings) -> Endpoint:
@@ -69,7 +67,7 @@ class Endpoint:
         A bucket is part of where: its existence, its policy and its request rates are its own.
         """
         where = (
-            os.getpid(),
+            runtime.process_number,
             settings.url,
             settings.endpoint_url,
             settings.region,
@@ -77,30 +75,23 @@ class Endpoint:
             settings.profile,
             settings.role_arn,
         )
-        with _sharing:
+        with _sharing.setdefault(runtime.process_number, threading.Lock()):
             found = _shared.get(where)
             if found is None:
                 found = _shared[where] = cls.of(settings)
             return found
-
-    def _after_fork(self) -> None:
-        """Requests under way are the parent's."""
-        self.breaker.after_fork()
-        self.pace.after_fork()
-        self.retries.renew_lock()
-        self.hedges.renew_lock()
 
 
 def resilient(store: Store, endpoint: Endpoint, counters: Counters, *, hedge: bool) -> Store:
     """The store, with all that makes bad days bearable around it."""
     if hedge:
         store = HedgeStore(store, counters, endpoint.pace, endpoint.hedges)
-    guarded = GuardStore(store, endpoint, counters)
+    guarded = BreakerStore(store, endpoint, counters)
     options = RetryOptions(may_repeat=lambda: endpoint.breaker.stands_alone)
     return RetryStore(guarded, counters, options=options, budget=endpoint.retries)
 
 
-class GuardStore(Wrapper):
+class BreakerStore(Wrapper):
     """Asks for a place and the breaker's leave before each request, and tells both how it ended.
 
     Raises BreakerOpenError at once where the breaker is open.
@@ -259,12 +250,5 @@ class _Watch:
 
 
 _shared: weakref.WeakValueDictionary[tuple[object, ...], Endpoint] = weakref.WeakValueDictionary()
-_sharing = threading.Lock()
-
-
-def _renew_lock() -> None:
-    global _sharing  # noqa: PLW0603 -- who held it is not here
-    _sharing = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_renew_lock)
+# By process: one of a parent may be held by a thread that is not here.
+_sharing: dict[int, threading.Lock] = {}

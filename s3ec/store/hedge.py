@@ -11,7 +11,7 @@ from typing import TypeVar
 from s3ec.counters import Counters
 from s3ec.errors import S3ECError
 from s3ec.store.base import Blob, Store, Wrapper
-from s3ec.store.concurrency import Pace
+from s3ec.store.concurrency import AdaptiveConcurrency
 from s3ec.store.retry import Budget
 
 T = TypeVar("T")
@@ -55,7 +55,9 @@ class HedgeStore(Wrapper):
         budget: What they are paid from: each GET pays in.
     """
 
-    def __init__(self, inner: Store, counters: Counters, pace: Pace, budget: Budget) -> None:
+    def __init__(
+        self, inner: Store, counters: Counters, pace: AdaptiveConcurrency, budget: Budget
+    ) -> None:
         super().__init__(inner)
         self._counters = counters
         self._pace = pace

@@ -50,10 +50,6 @@ class Budget:
             self._tokens -= 1
             return True
 
-    def renew_lock(self) -> None:
-        """In a forked child: who held it is not here."""
-        self._lock = threading.Lock()
-
 
 @dataclass(frozen=True, slots=True)
 class RetryOptions:

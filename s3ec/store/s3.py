@@ -30,7 +30,7 @@ from s3ec.errors import CorruptEntryError, UnavailableError
 from s3ec.settings import Settings
 from s3ec.store import obstore_runtime
 from s3ec.store.base import Blob, content_type_of
-from s3ec.store.botocore_s3 import BotocoreStore, Turn
+from s3ec.store.botocore_s3 import BotocoreStore, RequestSlot
 from s3ec.store.concurrency import Extend
 from s3ec.store.obstore_errors import AskAgainError, BrokenConnectionError, UnfitError, sdk_errors
 from s3ec.store.obstore_runtime import held
@@ -149,7 +149,9 @@ class ObstoreStore(BotocoreStore):
         )
         return opened
 
-    async def _get_object(self, turn: Turn, key: str, wanted: range | None = None) -> Reply | None:
+    async def _get_object(
+        self, turn: RequestSlot, key: str, wanted: range | None = None
+    ) -> Reply | None:
         if not self._can_take(key):
             return await super()._get_object(turn, key, wanted)
         part: Any = {} if wanted is None else {"range": (wanted.start, wanted.stop)}
@@ -170,7 +172,7 @@ class ObstoreStore(BotocoreStore):
 
     async def _put_object(
         self,
-        turn: Turn,
+        turn: RequestSlot,
         key: str,
         body: Sequence[bytes | memoryview],
         what: str,
@@ -299,7 +301,7 @@ class ObstoreStore(BotocoreStore):
         return options
 
     @contextlib.asynccontextmanager
-    async def _errors_of(self, turn: Turn, what: str, operation: str) -> AsyncIterator[None]:
+    async def _errors_of(self, turn: RequestSlot, what: str, operation: str) -> AsyncIterator[None]:
         """obstore's errors as the SDK's, with the bucket's region where the SDK would know it."""
         try:
             with sdk_errors(what, operation):
@@ -311,7 +313,7 @@ class ObstoreStore(BotocoreStore):
                 headers["x-amz-bucket-region"] = await self._ask_region(turn, status)
             raise
 
-    async def _ask_region(self, turn: Turn, status: int) -> str:
+    async def _ask_region(self, turn: RequestSlot, status: int) -> str:
         """The bucket's region as the server tells it; empty where it does not.
 
         Asked once for refusals, which can be many and mostly have other reasons, and for

@@ -37,7 +37,7 @@ from s3ec.store.base import (
     content_type_of,
     delete_each,
 )
-from s3ec.store.concurrency import Extend, Turns, page_begun
+from s3ec.store.concurrency import Extend, RequestSlots, page_begun
 from s3ec.store.obstore_errors import AbsentError, WrongRangeError, fault_of, plain_errors
 from s3ec.store.obstore_runtime import held
 from s3ec.store.replies import read_body
@@ -148,7 +148,7 @@ class UrlStore:
             self._folder, inside = RealFolder(Path(inside)), ""
         self._root = f"{inside}/" if inside else ""
         self._page_size = page_size
-        self._turns = Turns(settings, least_bytes_per_s)
+        self._turns = RequestSlots(settings, least_bytes_per_s)
         # A folder may appear later, so a missing one is an error of each request.
         self._client: Any = None if self._folder else _cloud_client(settings)
 
@@ -293,7 +293,7 @@ class UrlStore:
         return ObjectInfo(name, int(entry["size"]), entry["last_modified"].timestamp())
 
     @contextlib.asynccontextmanager
-    async def _turn(self, what: str) -> AsyncIterator[Turn]:
+    async def _turn(self, what: str) -> AsyncIterator[RequestSlot]:
         """The client, one of the places, a deadline and the error boundary around one request."""
         self._turns.check_loop()
         problem = obstore_runtime.obstacle()
@@ -304,7 +304,7 @@ class UrlStore:
             async with self._turns.take(what) as extend:
                 if self._client is None:
                     self._client = await asyncio.to_thread(self._open_folder)
-                yield Turn(self._client, extend)
+                yield RequestSlot(self._client, extend)
 
     def _open_folder(self) -> LocalStore:
         try:
@@ -324,7 +324,7 @@ class UrlStore:
                 ) from exc
 
     async def _get_object(
-        self, turn: Turn, key: str, what: str, wanted: tuple[int, int] | None = None
+        self, turn: RequestSlot, key: str, what: str, wanted: tuple[int, int] | None = None
     ) -> ObstoreReply:
         await self._require(key, what)
         part: Any = {} if wanted is None else {"range": wanted}
@@ -335,7 +335,7 @@ class UrlStore:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class RequestSlot:
     """One operation's hold on the store.
 
     Attributes:

@@ -7,7 +7,6 @@ from s3ec.tier.claims import Claim
 from s3ec.tier.entry_writer import Incoming
 from s3ec.tier.index_files import IndexFile, IndexFiles
 from s3ec.tier.pins import Pin
-from s3ec.tier.scan import Usage
 from s3ec.tier.spool import Loaded, Spool, Spooled
 from s3ec.tier.tier import Tier
 
@@ -21,5 +20,4 @@ __all__ = [
     "Spool",
     "Spooled",
     "Tier",
-    "Usage",
 ]

@@ -3,11 +3,18 @@
 
 An object is never replaced, so a bad one would be fetched in vain for ever. Who gets two bad
 copies notes it here: nobody on this node asks for that object again until the note runs out, and
-whoever encodes the image again writes it as the next revision. One small file per entry::
+whoever encodes the image again writes it beside the bad one, as its one revision (``.r1``).
+
+A note is a small file with a time to live::
 
     v1/bad-objects/NAMESPACE--DESTINATION--DIGEST.json
 
-It is read as anything from a disk is: whole, bounded, and refused where it is odd.
+It is read as anything from a disk is: whole, bounded, and refused where it is odd. Of an entry it
+says one of three things, each of which knows more than the one before:
+
+* revision 1: the object is bad, and ``.r1`` may be there or not;
+* revision 1, good: and this node has fetched or written ``.r1``;
+* revision 2: both are bad. There is nothing to ask for or to write until the note runs out.
 """
 
 from __future__ import annotations
@@ -16,20 +23,17 @@ import json
 import logging
 import os
 import re
-import stat
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from s3ec import plain_json
 from s3ec.counters import Counters
 from s3ec.errors import CorruptEntryError, TierError
-from s3ec.forks import call_in_forks
 from s3ec.identity import (
     MAX_REVISION,
     Key,
@@ -38,7 +42,7 @@ from s3ec.identity import (
     is_object_name,
     revised_name,
 )
-from s3ec.tier.files import Folders, Refusals, TempFile, open_entry, require_own_folders
+from s3ec.tier.files import DiskErrors, Folders, TempFile, open_entry, require_own_folders
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +54,8 @@ _WINDOW_S = 60.0
 _NOTE_LIMIT = 4096
 _NAME = re.compile(r"(.+)--([0-9a-f]{16})--([0-9a-f]{32})\.json")
 _REASON = re.compile(r"[a-z]{1,32}")
+_FIELDS = {"name": str, "reason": str, "since_s": float, "until_s": float, "revision": int,
+           "row_time_s": int, "good": bool}  # fmt: skip
 # A clock that was set back by more makes a note of the future, which is not believed.
 _SKEW_S = 300.0
 
@@ -65,10 +71,9 @@ class BadObject:
         reason: What was wrong with the last bad copy; a word, see CorruptEntryError.
         since_s: When the first was found, seconds since the epoch.
         until_s: When the note runs out.
-        revision: The first revision that is not known to be bad; one past MAX_REVISION where
-            none is left.
+        revision: The first revision that is not known to be bad, see above.
         row_time_s: Time of the row that the index held then; 0 where it held none. A later row
-            tells of a later revision.
+            tells that somebody has stored the entry since.
         good: ``revision`` was fetched, or written, by this node.
     """
 
@@ -92,6 +97,37 @@ class BadObject:
         """Of its note."""
         return f"{self.namespace}--{self.destination}--{self.key.digest.hex()}.json"
 
+    def counts(self, now_s: float) -> bool:
+        """Whether it has not run out; one from the future is not believed."""
+        return self.since_s - _SKEW_S <= now_s < self.until_s
+
+    def knows_more(self, other: BadObject | None) -> bool:
+        """Than another note about the same entry."""
+        return other is None or (self.revision, self.good) > (other.revision, other.good)
+
+    def encode(self) -> bytes:
+        """The file's content."""
+        fields = {name: getattr(self, name) for name in _FIELDS}
+        return (json.dumps(fields) + "\n").encode()
+
+    @classmethod
+    def parse(cls, namespace: str, destination: str, text: str) -> BadObject | None:
+        """The inverse; None for anything that is no note."""
+        try:
+            fields: Any = plain_json.loads(text)
+            note = cls(namespace, destination, **fields)
+        except (ValueError, TypeError, RecursionError):
+            return None
+        if any(type(getattr(note, name)) is not kind for name, kind in _FIELDS.items()):
+            return None
+        good = (
+            note.name.isascii()
+            and is_object_name(note.name)
+            and _REASON.fullmatch(note.reason)
+            and 1 <= note.revision <= MAX_REVISION + 1
+        )
+        return note if good else None
+
 
 class BadObjects:
     """The notes of one namespace and bucket, for one process; thread-safe.
@@ -103,7 +139,7 @@ class BadObjects:
 
     def __init__(
         self,
-        root: Path,
+        folders: Folders,
         namespace: str,
         destination: str,
         *,
@@ -114,14 +150,14 @@ class BadObjects:
         """Nothing is read before ``refresh``.
 
         Args:
-            root: The tier's.
+            folders: The tier's.
             namespace: ``Namespace.name``.
             destination: As for ``Tier.open_spool``.
             ttl_s: How long a note counts.
             clock: Seconds since the epoch.
         """
-        self._folders = Folders(Path(os.path.realpath(root)))
-        self._refused = Refusals(root, counters).note
+        self._folders = folders
+        self._refused = DiskErrors(folders.root, counters).note
         self._counters = counters
         self._place = (namespace, destination)
         self._ttl_s = ttl_s
@@ -133,23 +169,22 @@ class BadObjects:
         self._said_spent = False
         self._recent_s: deque[float] = deque(maxlen=MANY)
         self._said_many = False
-        call_in_forks(self, BadObjects._after_fork)
-
-    def _after_fork(self) -> None:
-        """In the child: the lock may be held by a thread that is not here."""
-        self._lock = threading.Lock()
 
     # -- from memory ---------------------------------------------------------------------------
 
     def revision(self, key: Key) -> int:
-        """The first revision that is worth asking for, or writing; past MAX_REVISION: none."""
-        note = self._notes.get(key.digest)
-        return 0 if note is None or self._clock() >= note.until_s else note.revision
+        """The one that is worth asking for, or writing; past MAX_REVISION: none."""
+        note = self._noted(key, self._clock())
+        return note.revision if note else 0
 
     def unhealed(self) -> Sequence[BadObject]:
         """Notes about entries of which this node knows no good revision."""
         now_s = self._clock()
         return [note for note in self._notes.values() if not note.good and now_s < note.until_s]
+
+    def _noted(self, key: Key, now_s: float) -> BadObject | None:
+        note = self._notes.get(key.digest)
+        return note if note is not None and now_s < note.until_s else None
 
     def is_stale(self) -> bool:
         """Whether another process has noted something: one stat of a folder, nothing is read."""
@@ -163,22 +198,7 @@ class BadObjects:
     def refresh(self) -> None:
         """Read what all processes have noted, and delete what has run out. Never raises."""
         with self._lock:
-            try:
-                seen_ns = os.stat(self._folders.bad_objects).st_mtime_ns
-                found = {note.key.digest: note for note in self._read_mine()}
-            except FileNotFoundError:  # somebody emptied the cache; it is made by the next note
-                seen_ns, found = -1, {}
-            except (OSError, TierError) as exc:
-                self._refused("read the notes of bad objects", exc)
-                return
-            mine = {digest: self._notes[digest] for digest in self._unwritten}
-            for digest, note in mine.items():
-                if _counts(note, self._clock()) and _knows_more(note, found.get(digest)):
-                    found[digest] = note
-                else:
-                    self._unwritten.discard(digest)
-            self._notes = found
-            self._seen_ns = seen_ns
+            self._refresh_locked()
 
     def note(self, key: Key, reason: str, revision: int, *, row_time_s: int = 0) -> int | None:
         """Two copies of a revision were bad. Never raises.
@@ -188,47 +208,81 @@ class BadObjects:
 
         Args:
             reason: A word, see CorruptEntryError.
-            revision: Which one.
+            revision: Which one: 0 or 1.
             row_time_s: See BadObject.
 
         Returns:
             The next revision to ask for; None where nothing was noted.
         """
-        now_s = self._clock()
         with self._lock:
-            old = self._notes.get(key.digest)
-            if old is not None and revision < old.revision and now_s < old.until_s:
-                return old.revision  # another thread was faster
+            self._refresh_locked(adding=1)
+            now_s = self._clock()
+            old = self._noted(key, now_s)
+            if old is not None and revision < old.revision:
+                return old.revision  # another thread or process was faster
             if self._are_many_locked(now_s):
                 return None
-            since_s = old.since_s if old is not None and now_s < old.until_s else now_s
             note = BadObject(
                 *self._place,
                 name=key.name,
                 reason=reason if _REASON.fullmatch(reason) else "unknown",
-                since_s=float(since_s),
+                since_s=float(old.since_s if old else now_s),
                 until_s=float(now_s + self._ttl_s),
                 revision=revision + 1,
                 row_time_s=row_time_s,
             )
-            if (theirs := self._write_locked(note)) is not None:
-                return theirs.revision
+            self._write_locked(note)
         self._counters.add("quarantined_objects")
         log.warning(
             "object %s of %s is bad (%s); nobody on this node asks for it for %.0f s. `s3ec "
             "quarantine ls` shows such objects; the image's next encode is stored beside it",
             *(revised_name(key.name, revision), note.namespace, note.reason, self._ttl_s),
         )
-        if note.revision > MAX_REVISION:
-            self._say_spent(note)
+        if note.revision > MAX_REVISION and not self._said_spent:
+            self._said_spent = True
+            log.error(
+                "entry %s of %s and its revision are both bad; its image is encoded each time "
+                "until `s3ec rm` deletes them (said for the first such entry only)",
+                *(note.name, note.namespace),
+            )
         return note.revision
 
     def heal(self, key: Key, revision: int) -> None:
         """This revision is good, or was written just now. Never raises."""
         with self._lock:
-            note = self._notes.get(key.digest)
-            if note is not None and not note.good and note.revision == revision:
-                self._write_locked(replace(note, good=True))
+            if not self._is_unhealed(key, revision):
+                return
+            self._refresh_locked()  # another process may have found it bad since
+            if self._is_unhealed(key, revision):
+                self._write_locked(replace(self._notes[key.digest], good=True))
+
+    def _is_unhealed(self, key: Key, revision: int) -> bool:
+        note = self._noted(key, self._clock())
+        return note is not None and not note.good and note.revision == revision
+
+    def _refresh_locked(self, *, adding: int = 0) -> None:
+        """See refresh; makes room for so many notes more."""
+        try:
+            seen_ns = os.stat(self._folders.bad_objects).st_mtime_ns
+            notes = prune(self._folders, self._clock(), kept=KEPT_NOTES - adding)
+        except FileNotFoundError:  # somebody emptied the cache; it is made by the next note
+            seen_ns, notes = -1, []
+        except (OSError, TierError) as exc:
+            self._refused("read the notes of bad objects", exc)
+            return
+        found = {
+            note.key.digest: note
+            for note in notes
+            if (note.namespace, note.destination) == self._place
+        }
+        for digest in list(self._unwritten):
+            note = self._notes[digest]
+            if note.counts(self._clock()) and note.knows_more(found.get(digest)):
+                found[digest] = note
+            else:
+                self._unwritten.discard(digest)
+        self._notes = found
+        self._seen_ns = seen_ns
 
     def _are_many_locked(self, now_s: float) -> bool:
         """Whether this one is one too many; they are until fewer come, noted or not."""
@@ -248,37 +302,15 @@ class BadObjects:
             )
         return True
 
-    def _say_spent(self, note: BadObject) -> None:
-        if self._said_spent:
-            return
-        self._said_spent = True
-        log.error(
-            "all %d revisions of entry %s of %s are bad; its image is encoded each time until "
-            "`s3ec rm` deletes them (said for the first such entry only)",
-            *(MAX_REVISION + 1, note.name, note.namespace),
-        )
-
-    def _write_locked(self, note: BadObject) -> BadObject | None:
-        """Answers another process's note, which stays, where that one knows of more."""
+    def _write_locked(self, note: BadObject) -> None:
         digest = note.key.digest
-        theirs = _read(f"{self._folders.bad_objects}/{note.file_name}")
-        if theirs is not None and _counts(theirs, self._clock()) and _knows_more(theirs, note):
-            self._notes[digest] = theirs
-            self._unwritten.discard(digest)
-            return theirs
         self._notes[digest] = note
         self._unwritten.add(digest)
         try:
             write_note(self._folders, note)
             self._unwritten.discard(digest)
-            prune(self._folders, self._clock())
         except (OSError, TierError) as exc:
             self._refused("note a bad object", exc)
-        return None
-
-    def _read_mine(self) -> list[BadObject]:
-        notes = prune(self._folders, self._clock())
-        return [note for note in notes if (note.namespace, note.destination) == self._place]
 
 
 def read_notes(folders: Folders) -> list[BadObject]:
@@ -310,7 +342,7 @@ def write_note(folders: Folders, note: BadObject) -> None:
         folders.make()
     file = TempFile(str(folders.incoming))
     try:
-        file.append([_encode(note)])
+        file.append([note.encode()])
         file.close()
         os.replace(file.path, f"{folders.bad_objects}/{note.file_name}")
     finally:
@@ -330,7 +362,7 @@ def remove_note(folders: Folders, note: BadObject) -> bool:
     return True
 
 
-def prune(folders: Folders, now_s: float) -> list[BadObject]:
+def prune(folders: Folders, now_s: float, *, kept: int) -> list[BadObject]:
     """Delete what has run out, and the oldest where there are too many; answers what is left.
 
     Raises:
@@ -342,29 +374,14 @@ def prune(folders: Folders, now_s: float) -> list[BadObject]:
             if _NAME.fullmatch(name):  # torn, or of no version that we know
                 with suppress(FileNotFoundError):
                     os.unlink(f"{folders.bad_objects}/{name}")
-        elif _counts(note, now_s):
+        elif note.counts(now_s):
             left.append(note)
         else:
             remove_note(folders, note)
     left.sort(key=lambda note: note.until_s)
-    for note in left[:-KEPT_NOTES]:
+    for note in left[:-kept]:
         remove_note(folders, note)
-    return left[-KEPT_NOTES:]
-
-
-def _counts(note: BadObject, now_s: float) -> bool:
-    return note.since_s - _SKEW_S <= now_s < note.until_s
-
-
-def _knows_more(note: BadObject, other: BadObject | None) -> bool:
-    return other is None or (note.revision, note.good) > (other.revision, other.good)
-
-
-def _encode(note: BadObject) -> bytes:
-    fields = {"name": note.name, "reason": note.reason, "since_s": note.since_s,
-              "until_s": note.until_s, "revision": note.revision,
-              "row_time_s": note.row_time_s, "good": note.good}  # fmt: skip
-    return (json.dumps(fields) + "\n").encode()
+    return left[-kept:]
 
 
 def _read(path: str) -> BadObject | None:
@@ -372,28 +389,12 @@ def _read(path: str) -> BadObject | None:
     match = _NAME.fullmatch(path.rpartition("/")[2])
     if match is None or not is_namespace_name(match[1]):
         return None
-    text = ""
-    with suppress(OSError, CorruptEntryError, UnicodeDecodeError):
-        fd = open_entry(path)
-        with open(fd, "rb") as file:
-            found = os.fstat(fd)
-            if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid():
-                text = file.read(_NOTE_LIMIT).decode()
-    note = _parse(match[1], match[2], text)
-    return note if note is not None and note.key.digest.hex() == match[3] else None
-
-
-def _parse(namespace: str, destination: str, text: str) -> BadObject | None:
     try:
-        fields: Any = plain_json.loads(text)
-        note = BadObject(namespace, destination, **fields)
-    except (ValueError, TypeError, RecursionError):
+        with open(open_entry(path), "rb") as file:
+            if os.fstat(file.fileno()).st_uid != os.geteuid():
+                return None
+            text = file.read(_NOTE_LIMIT).decode()
+    except (OSError, CorruptEntryError, UnicodeDecodeError):
         return None
-    kinds = {"name": str, "reason": str, "since_s": float, "until_s": float, "revision": int,
-             "row_time_s": int, "good": bool}  # fmt: skip
-    if any(type(getattr(note, name)) is not kind for name, kind in kinds.items()):
-        return None
-    if not note.name.isascii() or not is_object_name(note.name):
-        return None
-    good = _REASON.fullmatch(note.reason) and 1 <= note.revision <= MAX_REVISION + 1
-    return note if good else None
+    note = BadObject.parse(match[1], match[2], text)
+    return note if note is not None and note.key.digest.hex() == match[3] else None

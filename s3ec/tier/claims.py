@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 import xxhash
 
 from s3ec.errors import TierError
-from s3ec.tier.files import Folders, Refusals
+from s3ec.tier.files import DiskErrors, Folders
 
 # struct flock of 64-bit Linux: type, whence, start, length, pid (0 for this kind of lock).
 _FLOCK = struct.Struct("hhqqi4x")
@@ -55,23 +55,27 @@ class Claims:
     from memory, and never across a wait.
     """
 
-    def __init__(self, folders: Folders, namespace: str, refusals: Refusals) -> None:
+    def __init__(self, folders: Folders, namespace: str, refusals: DiskErrors) -> None:
         self._folders = folders
         self._seed = namespace.encode()
         self._refused = refusals.note
         self._lock = threading.Lock()
         self._file: _LockFile | None = None
+        self._closed = False
 
     def take(self, digest: bytes) -> Claim | None:
         """Claim an entry without waiting.
 
         Returns:
-            None where somebody else has it. Where the file system has no such locks a claim
-            that excludes nobody: an entry may be fetched twice, which is a waste and no more.
+            None where somebody else has it. Where the file system has no such locks, and after
+            ``close``, a claim that excludes nobody: an entry may be fetched twice, which is a
+            waste and no more.
         """
         place = self._place(digest)
         try:
             with self._lock:
+                if self._closed:
+                    return Claim()
                 file = self._opened()
                 if place in file.held or not _set_lock(file.fd, fcntl.F_WRLCK, place):
                     return None
@@ -86,6 +90,8 @@ class Claims:
         place = self._place(digest)
         try:
             with self._lock:
+                if self._closed:
+                    return False
                 file = self._opened()
                 return place in file.held or _is_locked(file.fd, place)
         except (OSError, TierError):
@@ -97,7 +103,7 @@ class Claims:
         if file is None or claim.place is None:
             return
         with self._lock, suppress(OSError):
-            if claim.place not in file.held:  # of a parent process, or ended by close
+            if claim.place not in file.held:  # ended by close
                 return
             file.held.discard(claim.place)
             _set_lock(file.fd, fcntl.F_UNLCK, claim.place)
@@ -105,21 +111,14 @@ class Claims:
                 os.close(file.fd)
 
     def close(self) -> None:
-        """Give all claims back."""
+        """Give all claims back, and make none any more."""
         with self._lock:
-            self._drop()
-
-    def after_fork(self) -> None:
-        """In the child: the claims are the parent's, and end with its last copy of the file."""
-        self._lock = threading.Lock()
-        self._drop()
-
-    def _drop(self) -> None:
-        file, self._file = self._file, None
-        if file is not None:
-            file.held.clear()
-            with suppress(OSError):
-                os.close(file.fd)
+            self._closed = True
+            file, self._file = self._file, None
+            if file is not None:
+                file.held.clear()
+                with suppress(OSError):
+                    os.close(file.fd)
 
     def _place(self, digest: bytes) -> int:
         return xxhash.xxh3_64_intdigest(self._seed + digest) & _PLACES

@@ -20,9 +20,8 @@ from s3ec.codec import Header
 from s3ec.counters import Counters
 from s3ec.errors import CorruptEntryError, TierError
 from s3ec.identity import Key
-from s3ec.tier.files import Folders, note_use, require_own_folders
+from s3ec.tier.files import Folders, require_own_folders
 from s3ec.tier.pins import Held, Pin, Pins
-from s3ec.tier.usage import UseClock
 
 
 class EntryPaths:
@@ -169,7 +168,7 @@ class Entries:
         paths: EntryPaths,
         pins: Pins,
         quarantine: Quarantine,
-        clock: UseClock,
+        clock: Callable[[], float],
         counters: Counters,
         failed: Callable[[str, OSError | TierError], None],
         *,
@@ -216,8 +215,8 @@ class Entries:
             self._failed("contains", exc)
             return False
 
-    def evict(self, key: Key) -> None:
-        """See ``Tier.evict``."""
+    def _evict(self, key: Key) -> None:
+        """Drop the local copy; pins of it stay."""
         try:
             require_own_folders(self._paths.parents(key))
             os.unlink(self._paths.path(key))
@@ -232,13 +231,14 @@ class Entries:
         label = f"{self._paths.namespace}--{key.digest.hex()}"
         try:
             require_own_folders(self._paths.parents(key))
-            if not self._quarantine.take(path, label, reason, mtime_ns=self._clock.use_ns()):
+            now_ns = int(self._clock() * 1e9)
+            if not self._quarantine.take(path, label, reason, mtime_ns=now_ns):
                 return
         except FileNotFoundError:
             return
         except (OSError, TierError) as exc:
             self._failed("quarantine", exc)
-            self.evict(key)  # the evidence is worth less than the next reader's time
+            self._evict(key)  # the evidence is worth less than the next reader's time
             if os.path.lexists(path):
                 return
         self._counters.add("tier.quarantined")
@@ -263,7 +263,7 @@ class Entries:
                     self.quarantine(key, exc.reason)
                 return None
             try:
-                note_use(held.fd, found, self._clock.use_ns(found.st_mtime_ns))
+                os.utime(held.fd, ns=(found.st_atime_ns, int(self._clock() * 1e9)))
             except OSError as exc:  # the entry is as good as before
                 self._failed("touch", exc)
         except BaseException:

@@ -18,11 +18,10 @@ from s3ec.tier.entries import Entries, EntryPaths
 from s3ec.tier.evictor import Evictor
 from s3ec.tier.files import Folders, TempFile, require_own_folders
 from s3ec.tier.pins import Pin, Pins
-from s3ec.tier.usage import UseClock
 
 
 class Intake:
-    """One Tier's; blocking and thread-safe.
+    """One Tier's; blocking and thread-safe. It takes nothing once that tier is closed.
 
     The pin is made before the entry gets its name: it costs no second look at the file, and
     nobody can evict the entry in between.
@@ -35,7 +34,11 @@ class Intake:
         self._claims = claims
 
     def try_claim(self, key: Key) -> Claim | None:
-        """See ``Tier.try_claim``."""
+        """Claim an entry that is not here. No disk has to answer, unless a folder is cold.
+
+        Returns:
+            None where it is here, or somebody else fetches it: ask ``Tier.pin_or_claim``.
+        """
         claim = self._claims.take(key.digest)
         # In this order: who had the claim before us has published by now.
         if claim is not None and self._entries.contains(key):
@@ -44,13 +47,28 @@ class Intake:
         return claim
 
     def receive(self, key: Key, pieces: Sequence[bytes | memoryview], header: Header) -> Pin:
-        """See ``Tier.receive``."""
+        """Publish an entry that came from the bucket, and pin it.
+
+        Args:
+            pieces: As in ``Tier.publish``.
+            header: Theirs, verified and compared with the key.
+
+        Raises:
+            TierError: As in ``Tier.publish``.
+        """
         return self._pinned(
             key, header, lambda hold: self._publisher.publish(key, pieces, hold=hold)
         )
 
     def begin(self, key: Key, first: bytes | memoryview, verifier: Verifier) -> Incoming:
-        """See ``Tier.begin``."""
+        """Receive one large entry part by part; it appears when the last one was good.
+
+        Args:
+            first: Its first bytes, which the verifier has been made from.
+
+        Raises:
+            TierError: As in ``Tier.publish``.
+        """
         try:
             file = self._publisher.begin(verifier.header.total_bytes)
         except OSError as exc:
@@ -90,7 +108,7 @@ class Intake:
 
 
 class Incoming:
-    """One large entry being received; made by ``Tier.begin``.
+    """One large entry being received; made by ``Intake.begin``.
 
     Blocking, and for one thread at a time. Nobody sees the entry before ``commit``, which only
     a good one reaches. Whoever makes one ends it by ``commit`` or ``discard``.
@@ -105,7 +123,7 @@ class Incoming:
         make_room: Callable[[int], int],
         commit: Callable[[], Pin],
     ) -> None:
-        """Take the first part; see Tier.begin.
+        """Take the first part; see Intake.begin.
 
         Args:
             make_room: Frees at least so many bytes if it can, and returns how many.
@@ -186,7 +204,7 @@ class Publisher:
         folders: Folders,
         paths: EntryPaths,
         evictor: Evictor,
-        clock: UseClock,
+        clock: Callable[[], float],
         counters: Counters,
     ) -> None:
         self._folders = folders
@@ -202,14 +220,12 @@ class Publisher:
         *,
         hold: Hold | None = None,
         counted: bool = False,
-        used: bool = True,
     ) -> None:
         """Write one entry, whole or not at all; see ``Tier.publish``.
 
         Args:
             hold: May be called again where an attempt failed after it.
             counted: ``hold`` tells the running total.
-            used: As in ``Tier.publish``.
 
         Raises:
             TierError: No room, or the disk refused.
@@ -217,7 +233,7 @@ class Publisher:
         nbytes = sum(memoryview(piece).nbytes for piece in pieces)
         try:
             self._evictor.need_room(nbytes)
-            self._write(key, pieces, nbytes, hold, used)
+            self._write(key, pieces, nbytes, hold)
         except OSError as exc:
             raise TierError(f"cannot write {self._paths.path(key)}: {exc}") from exc
         self._count(nbytes, counted=counted)
@@ -255,7 +271,7 @@ class Publisher:
         Raises:
             OSError, TierError: It is no entry, and gone.
         """
-        self._finish(key, file, hold, used=True)
+        self._finish(key, file, hold)
         self._count(file.nbytes, counted=False)
 
     def _write(
@@ -264,7 +280,6 @@ class Publisher:
         pieces: Sequence[bytes | memoryview],
         nbytes: int,
         hold: Hold | None,
-        used: bool,
     ) -> None:
         """Write; again after a vanished folder and after a full disk, a few times at most."""
         for attempt in range(_ATTEMPTS):
@@ -276,7 +291,7 @@ class Publisher:
                 except BaseException:
                     file.discard()
                     raise
-                self._finish(key, file, hold, used=used)
+                self._finish(key, file, hold)
                 return
             except FileNotFoundError:
                 if last:
@@ -291,7 +306,7 @@ class Publisher:
         require_own_folders((*self._folders.above, incoming))
         return TempFile(incoming)
 
-    def _finish(self, key: Key, file: TempFile, hold: Hold | None, *, used: bool) -> None:
+    def _finish(self, key: Key, file: TempFile, hold: Hold | None) -> None:
         """Give a finished file its name; a present one is replaced.
 
         Raises:
@@ -301,7 +316,7 @@ class Publisher:
         """
         try:
             file.close()
-            mtime_ns = self._clock.use_ns() if used else self._clock.unused_ns()
+            mtime_ns = int(self._clock() * 1e9)  # the time of use, which eviction goes by
             os.utime(file.path, ns=(mtime_ns, mtime_ns), follow_symlinks=False)
             if hold is not None:
                 hold(file.path)

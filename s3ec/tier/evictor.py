@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from operator import attrgetter
 from pathlib import Path
 
 from s3ec.counters import Counters
@@ -31,12 +30,15 @@ from s3ec.tier.files import (
     unlock,
 )
 from s3ec.tier.process_folders import sweep_dead
-from s3ec.tier.scan import Census, Entry, breathe, take_census
-from s3ec.tier.usage import RunningTotal, UseClock
+from s3ec.tier.scan import ScannedEntry, TierScan, take_census, yield_gil
+from s3ec.tier.usage import RunningTotal
 
 # Sorted apart and merged as far as needed: one sort of all would keep the interpreter.
 _CHUNK = 1024
 _REMOVALS_PER_PAUSE = 64
+# So far may clocks differ.
+_SKEW_NS = 300 * 10**9
+_BEFORE_ALL_NS = 1 << 65
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +49,24 @@ class Evicted:
     nbytes: int
 
 
+def latest_use_ns(now_s: float) -> int:
+    """Later uses were noted by a clock that has been set back since."""
+    return int(now_s * 1e9) + _SKEW_NS
+
+
 def oldest_first(
-    entries: Sequence[Entry], pause: Callable[[], None] | None = None
-) -> Iterator[Entry]:
-    """Entries by time of use; unused ones, whose times are below all others, come first."""
-    order = attrgetter("mtime_ns")
+    entries: Sequence[ScannedEntry], *, now_s: float, pause: Callable[[], None] | None = None
+) -> Iterator[ScannedEntry]:
+    """Entries by time of use; first those whose time is ahead, which would never be the oldest.
+
+    That may be wrong once: they come back, or are pinned before, with a time that is right.
+    """
+    latest_ns = latest_use_ns(now_s)
+
+    def order(entry: ScannedEntry) -> int:
+        used_ns = entry.mtime_ns
+        return used_ns if used_ns <= latest_ns else used_ns - _BEFORE_ALL_NS
+
     chunks = []
     for at in range(0, len(entries), _CHUNK):
         chunks.append(sorted(entries[at : at + _CHUNK], key=order))
@@ -61,7 +76,7 @@ def oldest_first(
 
 
 def evict(
-    entries: Iterable[Entry],
+    entries: Iterable[ScannedEntry],
     goal_bytes: int,
     *,
     objects: Path,
@@ -162,7 +177,7 @@ class StoppedError(Exception):
 
 
 class Background:
-    """Thread-safe. A forked child has no thread until its own first wake."""
+    """Thread-safe."""
 
     def __init__(self, name: str, work: Callable[[Callable[[], None]], float]) -> None:
         """Nothing is started.
@@ -176,7 +191,9 @@ class Background:
         self._work = work
         self._closed = False
         self._thread: threading.Thread | None = None
-        self.after_fork()
+        self._lock = threading.Lock()
+        self._wanted = threading.Event()
+        self._stopping = threading.Event()
 
     def wake(self) -> None:
         """Have the work done soon; no system call where it is due already. Never raises."""
@@ -207,13 +224,6 @@ class Background:
             if thread.is_alive():
                 _log.warning("%s did not end; left to the process's end", self._name)
 
-    def after_fork(self) -> None:
-        """In the child: the thread is the parent's, and may have held the lock."""
-        self._lock = threading.Lock()
-        self._wanted = threading.Event()
-        self._stopping = threading.Event()
-        self._thread = None
-
     def _run(self) -> None:
         while True:
             self._wanted.wait()
@@ -233,7 +243,7 @@ class Background:
     def _pause(self) -> None:
         if self._stopping.is_set():
             raise StoppedError
-        breathe()
+        yield_gil()
 
 
 # Eviction goes on down to this share of the budget, so that it is not needed at every publish.
@@ -242,7 +252,6 @@ LOW_WATER = 0.9
 AHEAD = 0.05
 # It passes over what was used so recently: its publisher may be about to pin it.
 _GRACE_NS = 2 * 10**9
-_NO_LIMIT_NS = 1 << 63
 # Of the budget: evicted beyond what a short disk asks for, and published at most while nobody
 # has counted what lies here.
 _SLACK = 1 / 64
@@ -254,12 +263,12 @@ _REST_SHARE = 10
 
 
 class Evictor:
-    """Decides when there is too much, and removes it. Thread-safe; survives a fork."""
+    """Decides when there is too much, and removes it. Thread-safe."""
 
     def __init__(
         self,
         folders: Folders,
-        clock: UseClock,
+        clock: Callable[[], float],
         counters: Counters,
         *,
         budget_bytes: int,
@@ -269,6 +278,7 @@ class Evictor:
         """Nothing is touched, no thread started.
 
         Args:
+            clock: Seconds since the epoch; may jump, either way.
             failed: Counts and logs what the disk refused.
         """
         self._folders = folders
@@ -285,9 +295,10 @@ class Evictor:
         self._lock = EvictLock(folders)
         self._total = RunningTotal(folders)
         self._background = Background("s3ec-evictor", self._work_ahead)
+        self._is_open = False
 
     def open(self, *, fresh: bool) -> None:
-        """Sweep what dead processes left, and read the total; no walk over the entries.
+        """Sweep what dead processes left; no walk over the entries.
 
         Args:
             fresh: The folder was made just now, so there is nothing to count.
@@ -296,33 +307,26 @@ class Evictor:
             OSError: The file system refused.
         """
         self._lock.make()
-        self._clock.learn(*self._total.open(fresh=fresh).newest)
+        if fresh:
+            self._total.begin()
         self._sweep()
+        self._is_open = True
 
     def close(self) -> None:
-        """End the thread."""
+        """End the thread; there is no room from now on."""
+        self._is_open = False
         self._background.stop()
-
-    def after_fork(self) -> None:
-        """In the child: the thread is the parent's."""
-        self._background.after_fork()
-
-    def estimated_bytes(self) -> int:
-        """What is here by the running total; a few system calls.
-
-        Raises:
-            OSError: The file system refused.
-        """
-        return self._total.read().total_bytes
 
     def need_room(self, nbytes: int) -> None:
         """Make sure of room before a publish; a few system calls where there is.
 
         Raises:
-            TierError: There will be no room. A budget full of pinned entries is no reason:
-                they stay on the disk whether they are entries or not.
+            TierError: Not open, or there will be no room. A budget full of pinned entries is no
+                reason: they stay on the disk whether they are entries or not.
             OSError: The file system refused.
         """
+        if not self._is_open:
+            raise TierError("the tier is not open")
         if nbytes > self._budget_bytes:
             raise TierError(f"{nbytes} bytes are more than the budget of {self._budget_bytes}")
         if self._has_room(nbytes):
@@ -345,12 +349,11 @@ class Evictor:
     def account(self, nbytes: int) -> None:
         """Count what was published; a few system calls. Never raises: the bytes are there."""
         try:
-            figures = self._total.add(nbytes, newest=self._clock.newest())
+            figures = self._total.add(nbytes)
         except OSError as exc:
             self._failed("count", exc)
             self._background.wake()
             return
-        self._clock.learn(*figures.newest)
         if not figures.counted or figures.total_bytes > self._budget_bytes - self._ahead_bytes:
             self._background.wake()
 
@@ -405,27 +408,25 @@ class Evictor:
         """With the lock held; answers the bytes freed."""
         with suppress(FileNotFoundError):  # emptied under us: nothing to evict
             require_own_folders((*self._folders.above, str(self._folders.objects)))
-        mark = self._total.read()
+        before = self._total.read()
         self._sweep()
         census = take_census(self._folders, pause)
         self._sweep_temps(census)
         goal_bytes = max(self._excess(census, incoming_bytes, ahead=ahead), at_least_bytes)
-        latest_ns = int(self._clock.now_s() * 1e9) - _GRACE_NS if ahead else _NO_LIMIT_NS
-        freed = self._evict(census, goal_bytes, latest_ns, pause) if goal_bytes > 0 else 0
-        figures = self._total.recount(mark, census.total_bytes - freed, newest=census.newest)
-        self._clock.learn(*figures.newest)
+        freed = self._evict(census, goal_bytes, pause, spare_recent=ahead) if goal_bytes > 0 else 0
+        self._total.recount(before, census.total_bytes - freed)
         return freed
 
     def _sweep(self) -> None:
         swept = sweep_dead(self._folders.pins)
-        swept += sweep_temps(self._folders.incoming, now_s=self._clock.now_s())
+        swept += sweep_temps(self._folders.incoming, now_s=self._clock())
         if swept:
             self._counters.add("tier.swept", swept)
 
-    def _sweep_temps(self, census: Census) -> None:
+    def _sweep_temps(self, census: TierScan) -> None:
         """Those in the spool, whose folders only a walk looks into."""
         for temp in census.temps:
-            if is_stale_temp(temp, now_s=self._clock.now_s()):
+            if is_stale_temp(temp, now_s=self._clock()):
                 with suppress(OSError):
                     os.unlink(temp)
                     self._counters.add("tier.swept")
@@ -437,7 +438,7 @@ class Evictor:
             self._folders.make()
             return free_bytes(self._folders.version)
 
-    def _excess(self, census: Census, incoming_bytes: int, *, ahead: bool) -> int:
+    def _excess(self, census: TierScan, incoming_bytes: int, *, ahead: bool) -> int:
         """How many bytes have to go; 0 or less: none."""
         limit = self._budget_bytes - (self._ahead_bytes if ahead else 0)
         floor = self._min_free_bytes + (self._ahead_of_floor_bytes if ahead else 0)
@@ -452,20 +453,23 @@ class Evictor:
 
     def _evict(
         self,
-        census: Census,
+        census: TierScan,
         goal_bytes: int,
-        latest_ns: int,
         pause: Callable[[], None] | None,
+        *,
+        spare_recent: bool,
     ) -> int:
         """Pinned and spooled entries are passed over: it would free nothing now."""
+        now_s = self._clock()
+        latest_ns = latest_use_ns(now_s)
+        spared_ns = int(now_s * 1e9) - _GRACE_NS if spare_recent else latest_ns + 1
         free = [
             entry
             for entry in census.entries
-            if entry.inode not in census.kept and entry.mtime_ns < latest_ns
+            if entry.inode not in census.kept and not spared_ns <= entry.mtime_ns <= latest_ns
         ]
-        gone = evict(
-            oldest_first(free, pause), goal_bytes, objects=self._folders.objects, pause=pause
-        )
+        ordered = oldest_first(free, now_s=now_s, pause=pause)
+        gone = evict(ordered, goal_bytes, objects=self._folders.objects, pause=pause)
         if gone.entries:
             self._counters.add("tier.evicted", gone.entries)
             self._counters.add("tier.evicted_bytes", gone.nbytes)

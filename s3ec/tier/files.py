@@ -29,7 +29,7 @@ from s3ec.errors import CorruptEntryError, TierError
 _log = logging.getLogger(__name__)
 
 
-class Refusals:
+class DiskErrors:
     """One tier's; the same one may come at each request, and would fill the log."""
 
     def __init__(self, root: Path, counters: Counters) -> None:
@@ -369,12 +369,6 @@ def copy_file(source_fd: int, target: str, nbytes: int) -> None:
         with suppress(OSError):
             os.unlink(target)
         raise
-
-
-def note_use(fd: int, found: os.stat_result, use_ns: int) -> None:
-    """Set an open file's time of use: one system call, none where it is not later."""
-    if use_ns > found.st_mtime_ns:
-        os.utime(fd, ns=(found.st_atime_ns, use_ns))
 
 
 def sweep_temps(folder: Path, *, now_s: float) -> int:

@@ -32,13 +32,12 @@ from s3ec.tier.files import (
     open_entry,
 )
 from s3ec.tier.process_folders import LOCK_NAME, SpoolName, is_dead, is_pin_folder_name, sweep_dead
-from s3ec.tier.scan import Census, Entry, Usage, breathe, take_census
-from s3ec.tier.usage import RunningTotal, is_unused
+from s3ec.tier.scan import ScannedEntry, TierScan, Usage, take_census, yield_gil
+from s3ec.tier.usage import RunningTotal
 
 # Longer than any round takes.
 _LOCK_TIMEOUT_S = 60.0
 
-NEVER_USED = "never used"
 _OLDEST = "older"
 _AGES_S = {"< 1 min": 60.0, "< 1 h": 3600.0, "< 1 day": 86400.0, "< 1 week": 604800.0}
 
@@ -67,9 +66,9 @@ class Report:
     Attributes:
         usage: Sums over everything.
         running_total_bytes: What the processes that publish believe ``usage.total_nbytes`` to
-            be; None where nobody has counted since the node started.
+            be; None where nobody has counted yet.
         free_bytes: Of the disk, for this user.
-        ages: Entries by the time since their last use, and those never used.
+        ages: Entries by the time since their last use.
         namespaces: Entries by namespace, in order of their bytes, largest first.
         pinning_processes: How many processes hold pins.
         spooled_files: Entries that the bucket has not confirmed.
@@ -148,7 +147,7 @@ class Inspection:
             TierError: It cannot be read.
         """
         census = self._census()
-        ages = {label: Sum() for label in (*_AGES_S, _OLDEST, NEVER_USED)}
+        ages = {label: Sum() for label in (*_AGES_S, _OLDEST)}
         namespaces: defaultdict[str, Sum] = defaultdict(Sum)
         for entry in census.entries:
             ages[_age(entry, now_s)].add(entry.nbytes)
@@ -181,9 +180,14 @@ class Inspection:
             raise TierError(f"cannot read {self.folders.objects}: {exc.strerror}") from exc
 
     def evict_to(
-        self, target_bytes: int, *, namespace: str | None = None, dry_run: bool = False
+        self,
+        target_bytes: int,
+        *,
+        now_s: float,
+        namespace: str | None = None,
+        dry_run: bool = False,
     ) -> Freed:
-        """Remove the least recently used entries, never used ones first, down to a size.
+        """Remove the least recently used entries, down to a size.
 
         What is pinned or spooled stays, whatever the size. Waits for an eviction that is
         under way.
@@ -191,6 +195,7 @@ class Inspection:
         Args:
             target_bytes: Of the whole folder, as the budget counts it, or of one namespace's
                 entries.
+            now_s: Seconds since the epoch.
             namespace: Only its entries; None takes from all.
             dry_run: Only count.
 
@@ -199,37 +204,39 @@ class Inspection:
         """
         try:
             if dry_run:
-                return self._evict_to(target_bytes, namespace, remove=False)
+                return self._evict_to(target_bytes, now_s, namespace, remove=False)
             with EvictLock(self.folders).hold(wait_s=_LOCK_TIMEOUT_S) as alone:
                 if not alone:
                     raise TierError(
                         f"another process has been evicting for {_LOCK_TIMEOUT_S:.0f} s; try later"
                     )
-                return self._evict_to(target_bytes, namespace, remove=True)
+                return self._evict_to(target_bytes, now_s, namespace, remove=True)
         except OSError as exc:
             raise TierError(f"cannot evict in {self.folders.root}: {exc}") from exc
 
-    def _evict_to(self, target_bytes: int, namespace: str | None, *, remove: bool) -> Freed:
+    def _evict_to(
+        self, target_bytes: int, now_s: float, namespace: str | None, *, remove: bool
+    ) -> Freed:
         total = RunningTotal(self.folders)
-        mark = total.read()
+        figures = total.read()
         census = self._census()
         mine = [e for e in census.entries if namespace in (None, e.namespace)]
         free = [e for e in mine if e.inode not in census.kept]
         in_entries = _bytes_of(mine)
         before = census.total_bytes if namespace is None else in_entries
         gone = evict(
-            oldest_first(free),
+            oldest_first(free, now_s=now_s),
             before - target_bytes,
             objects=self.folders.objects,
             remove=remove,
-            pause=breathe,
+            pause=yield_gil,
         )
         if remove:
-            total.recount(mark, census.total_bytes - gone.nbytes, newest=census.newest)
+            total.recount(figures, census.total_bytes - gone.nbytes)
         return Freed(gone, before, in_entries - _bytes_of(free))
 
-    def _census(self) -> Census:
-        census = take_census(self.folders, breathe)
+    def _census(self) -> TierScan:
+        census = take_census(self.folders, yield_gil)
         if census.troubles:
             raise TierError("; ".join(census.troubles[:3]))
         return census
@@ -242,14 +249,12 @@ class Inspection:
         return len(processes)
 
 
-def _age(entry: Entry, now_s: float) -> str:
-    if is_unused(entry.mtime_ns):
-        return NEVER_USED
+def _age(entry: ScannedEntry, now_s: float) -> str:
     age_s = now_s - entry.mtime_ns / 1e9
     return next((label for label, limit_s in _AGES_S.items() if age_s < limit_s), _OLDEST)
 
 
-def _bytes_of(entries: Iterable[Entry]) -> int:
+def _bytes_of(entries: Iterable[ScannedEntry]) -> int:
     return sum(entry.nbytes for entry in entries)
 
 
@@ -278,18 +283,12 @@ class Complaint:
     mend: Callable[[], bool] = lambda: False
 
 
-def audit(folders: Folders, *, now_s: float) -> list[str]:
-    """Every complaint about the folder, one line each; reads every byte of every entry.
-
-    May run while others use the folder: what they change meanwhile is not complained about.
-    """
-    return [complaint.text for complaint in complaints_about(folders, now_s=now_s)]
-
-
 def complaints_about(
     folders: Folders, *, now_s: float, report: ReportProgress = unreported
 ) -> list[Complaint]:
-    """The same with what can be done about it.
+    """Every complaint about the folder, with what can be done; reads every byte of every entry.
+
+    May run while others use the folder: what they change meanwhile is not complained about.
 
     Args:
         report: Told how many bytes were read.
@@ -372,7 +371,7 @@ def _remove_temp(path: str) -> bool:
     return True
 
 
-def _set_aside(folders: Folders, entry: Entry, reason: str) -> bool:
+def _set_aside(folders: Folders, entry: ScannedEntry, reason: str) -> bool:
     """Move a bad entry away, unless somebody has published a better one since."""
     label = f"{entry.namespace}--{digest_of_name(entry.name).hex()}"
     try:
@@ -388,7 +387,7 @@ def _folders_below(top: str) -> Iterator[str]:
         yield folder
 
 
-def _entry_complaints(folders: Folders, entry: Entry) -> Iterator[Complaint]:
+def _entry_complaints(folders: Folders, entry: ScannedEntry) -> Iterator[Complaint]:
     def bad(reason: str) -> Complaint:
         mend = partial(_set_aside, folders, entry, reason)
         return Complaint(f"{entry.path} is bad: {reason}", "set it aside", mend)
@@ -463,7 +462,7 @@ def _sweep_pins(folders: Folders, path: str) -> bool:
     return not os.path.lexists(path)
 
 
-def _accounting_complaints(folders: Folders, before: Census) -> Iterator[str]:
+def _accounting_complaints(folders: Folders, before: TierScan) -> Iterator[str]:
     """What eviction counts, compared with a plain walk that knows no names or levels.
 
     Where others work here, one entry may come and another of its size go between the walks, or

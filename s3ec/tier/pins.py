@@ -58,7 +58,7 @@ class Held:
 
 
 class Pins:
-    """This process's pins. Thread-safe without a lock of its own; survives a fork."""
+    """This process's pins. Thread-safe without a lock of its own."""
 
     def __init__(self, folders: Folders, counters: Counters, *, min_free_bytes: int) -> None:
         self._folders = folders
@@ -111,7 +111,7 @@ class Pins:
         return None
 
     def owns(self, path: str) -> bool:
-        """Whether this process made that pin; a forked child does not own its parent's."""
+        """Whether the pin is one of these; a forked parent's are not."""
         return self._own.owns(path)
 
     def drop(self, path: str) -> None:
@@ -129,11 +129,6 @@ class Pins:
     def close(self) -> None:
         """Drop all pins of this process and its folders."""
         self._own.close()
-
-    def after_fork(self) -> None:
-        """In the child: the pins are the parent's."""
-        self._undropped.clear()
-        self._own.after_fork()
 
     def _unlink(self, path: str) -> None:
         try:

@@ -56,7 +56,7 @@ class SpoolName:
 
 
 class OwnFolder:
-    """Thread-safe without a lock of its own; made anew when it vanished; survives a fork."""
+    """Thread-safe without a lock of its own; made anew when it vanished."""
 
     def __init__(self, folders: Folders, parent: Path, *, end: Callable[[PinFolder], None]) -> None:
         """Nothing is made yet.
@@ -109,7 +109,7 @@ class OwnFolder:
         return True
 
     def owns(self, path: str) -> bool:
-        """Whether a file lies in a folder of this process; a forked child has none at first."""
+        """Whether a file lies in such a folder."""
         folder = path.rpartition("/")[0]
         return any(made.path == folder for made in list(self._made.values()))
 
@@ -125,13 +125,6 @@ class OwnFolder:
             folder = self._made.pop(generation, None)
             if folder is not None:
                 self._end(folder)
-
-    def after_fork(self) -> None:
-        """In the child: the folders are the parent's. Its locks must not live on in us."""
-        for folder in self._made.values():
-            with suppress(OSError):
-                os.close(folder.lock_fd)
-        self._made.clear()
 
 
 LOCK_NAME = ".lock"

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from s3ec.identity import is_namespace_name, is_object_name
 from s3ec.tier.files import Folders, is_temp_name
 from s3ec.tier.process_folders import LOCK_NAME, SpoolName, is_pin_folder_name, is_pin_name
-from s3ec.tier.usage import LATEST_NS, is_unused
 
 _INDEX_NAME = re.compile(r"(?:base/[0-9]{12}-[0-9a-f]{16}|delta)/[0-9A-Za-z-]+(?:\.[a-z]+){1,2}")
 
@@ -35,7 +34,7 @@ _BREATH_S = 0.001
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class ScannedEntry:
     """One entry as the walk found it.
 
     Attributes:
@@ -62,8 +61,6 @@ class Usage:
     Attributes:
         entries: Number of entries.
         nbytes: Bytes of entries.
-        unused_entries: How many of them were published for later and never pinned.
-        unused_nbytes: Their bytes.
         pinned_nbytes: Bytes that some process has pinned, entries or not.
         spooled_nbytes: Bytes that the bucket has not confirmed, entries or not.
         held_nbytes: Pinned or spooled bytes that are no entry any more (evicted, or copied for
@@ -74,8 +71,6 @@ class Usage:
 
     entries: int
     nbytes: int
-    unused_entries: int
-    unused_nbytes: int
     pinned_nbytes: int
     spooled_nbytes: int
     held_nbytes: int
@@ -89,7 +84,7 @@ class Usage:
 
 
 @dataclass
-class Census:
+class TierScan:
     """What lies below the root. Built while others work: each figure was true at some moment.
 
     Sums are made during the walk, where it breathes, and not after it.
@@ -97,10 +92,6 @@ class Census:
     Attributes:
         entries: Of all namespaces, in no order.
         entry_bytes: Bytes of all entries.
-        unused_entries: Number of those that nobody has pinned yet.
-        unused_bytes: Their bytes.
-        newest_ns: The latest use of any entry, 0 where there are none.
-        newest_unused_ns: The same on the scale of unused entries.
         kept: Inode to bytes of what is pinned or spooled: evicting it would free nothing.
         pinned: Inode to bytes of every file that a process holds, entries among them.
         spooled: Path to inode and bytes of every file that waits for the bucket, likewise.
@@ -112,12 +103,8 @@ class Census:
         troubles: Folders that could not be read, with the reason.
     """
 
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[ScannedEntry] = field(default_factory=list)
     entry_bytes: int = 0
-    unused_entries: int = 0
-    unused_bytes: int = 0
-    newest_ns: int = 0
-    newest_unused_ns: int = 0
     kept: dict[int, int] = field(default_factory=dict)
     pinned: dict[int, int] = field(default_factory=dict)
     spooled: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -128,18 +115,12 @@ class Census:
     foreign: list[str] = field(default_factory=list)
     troubles: list[str] = field(default_factory=list)
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: ScannedEntry) -> None:
         """Count one entry; pins and spool must be known by then."""
         self.entries.append(entry)
         self.entry_bytes += entry.nbytes
         if entry.inode in self.kept:
             self.named.add(entry.inode)
-        if is_unused(entry.mtime_ns):
-            self.unused_entries += 1
-            self.unused_bytes += entry.nbytes
-            self.newest_unused_ns = max(self.newest_unused_ns, entry.mtime_ns)
-        elif entry.mtime_ns < LATEST_NS:
-            self.newest_ns = max(self.newest_ns, entry.mtime_ns)
 
     @property
     def held_bytes(self) -> int:
@@ -152,18 +133,11 @@ class Census:
         """All that the byte budget is about."""
         return self.usage().total_nbytes
 
-    @property
-    def newest(self) -> tuple[int, int]:
-        """The latest time on each scale, as UseClock and RunningTotal take it."""
-        return self.newest_ns, self.newest_unused_ns
-
     def usage(self) -> Usage:
         """The sums."""
         return Usage(
             entries=len(self.entries),
             nbytes=self.entry_bytes,
-            unused_entries=self.unused_entries,
-            unused_nbytes=self.unused_bytes,
             pinned_nbytes=sum(self.pinned.values()),
             spooled_nbytes=sum(dict(self.spooled.values()).values()),
             held_nbytes=self.held_bytes,
@@ -172,19 +146,19 @@ class Census:
         )
 
 
-def breathe() -> None:
+def yield_gil() -> None:
     """Leave the interpreter to others for a moment; walks in the background call this."""
     time.sleep(_BREATH_S)
 
 
-def take_census(folders: Folders, pause: Callable[[], None] | None = None) -> Census:
+def take_census(folders: Folders, pause: Callable[[], None] | None = None) -> TierScan:
     """Walk the whole folder; about 10 us per file. Never raises OSError: see ``troubles``.
 
     Args:
-        pause: Called after every hundred entries or so: ``breathe`` where nobody waits for the
+        pause: Called after every hundred entries or so: ``yield_gil`` where nobody waits for the
             walk. What it raises ends the walk.
     """
-    census = Census()
+    census = TierScan()
     for item in _items(str(folders.version), census):
         if item.name not in _TOP_LEVEL:
             census.foreign.append(item.path)
@@ -221,7 +195,7 @@ def entry_names(objects: str, pause: Callable[[], None]) -> Iterator[str]:
     Args:
         pause: Called after every hundred names or so.
     """
-    unread = Census()  # troubles are the audit's
+    unread = TierScan()  # troubles are the audit's
     for seen, item in enumerate(_below(objects, _LEVELS, unread), 1):
         name = item.path[len(objects) + 1 :]
         if is_object_name(name) and item.is_file(follow_symlinks=False):
@@ -230,7 +204,7 @@ def entry_names(objects: str, pause: Callable[[], None]) -> Iterator[str]:
             pause()
 
 
-def _count_index(above: str, census: Census) -> None:
+def _count_index(above: str, census: TierScan) -> None:
     for namespace in _items(above, census):
         if not is_namespace_name(namespace.name) or not namespace.is_dir(follow_symlinks=False):
             census.foreign.append(namespace.path)
@@ -242,7 +216,7 @@ def _count_index(above: str, census: Census) -> None:
                 census.foreign.append(item.path)
 
 
-def _items(folder: str, census: Census) -> list[os.DirEntry[str]]:
+def _items(folder: str, census: TierScan) -> list[os.DirEntry[str]]:
     try:
         if stat.S_ISLNK(os.lstat(folder).st_mode):
             census.troubles.append(f"{folder} is a symbolic link, which is not followed")
@@ -256,7 +230,7 @@ def _items(folder: str, census: Census) -> list[os.DirEntry[str]]:
         return []
 
 
-def _owned(above: str, census: Census) -> Iterator[os.DirEntry[str]]:
+def _owned(above: str, census: TierScan) -> Iterator[os.DirEntry[str]]:
     """What processes keep in their folders, without the locks."""
     for folder in _items(above, census):
         if is_pin_folder_name(folder.name) and folder.is_dir(follow_symlinks=False):
@@ -267,7 +241,7 @@ def _owned(above: str, census: Census) -> Iterator[os.DirEntry[str]]:
             census.foreign.append(folder.path)
 
 
-def _below(folder: str, levels: int, census: Census) -> Iterator[os.DirEntry[str]]:
+def _below(folder: str, levels: int, census: TierScan) -> Iterator[os.DirEntry[str]]:
     for item in _items(folder, census):
         if levels and item.is_dir(follow_symlinks=False):
             yield from _below(item.path, levels - 1, census)
@@ -275,7 +249,7 @@ def _below(folder: str, levels: int, census: Census) -> Iterator[os.DirEntry[str
             yield item
 
 
-def _sort(item: os.DirEntry[str], namespace: os.DirEntry[str], census: Census) -> None:
+def _sort(item: os.DirEntry[str], namespace: os.DirEntry[str], census: TierScan) -> None:
     if is_temp_name(item.name):
         census.temps.append(item.path)
         return
@@ -288,11 +262,13 @@ def _sort(item: os.DirEntry[str], namespace: os.DirEntry[str], census: Census) -
         census.foreign.append(item.path)
         return
     census.add(
-        Entry(item.path, namespace.name, name, found.st_size, found.st_mtime_ns, found.st_ino)
+        ScannedEntry(
+            item.path, namespace.name, name, found.st_size, found.st_mtime_ns, found.st_ino
+        )
     )
 
 
-def _sort_spooled(item: os.DirEntry[str], census: Census) -> None:
+def _sort_spooled(item: os.DirEntry[str], census: TierScan) -> None:
     if is_temp_name(item.name):
         census.temps.append(item.path)
         return

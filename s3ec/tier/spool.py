@@ -46,7 +46,6 @@ from s3ec.tier.process_folders import (
     take_lock,
 )
 from s3ec.tier.scan import take_census
-from s3ec.tier.usage import UseClock
 
 _log = logging.getLogger(__name__)
 
@@ -89,12 +88,13 @@ class SpoolParts:
     """What a spool shares with its tier.
 
     Attributes:
+        clock: Seconds since the epoch.
         account: Counts bytes that came onto the disk; never raises.
         failed: Counts and logs what the disk refused.
     """
 
     folders: Folders
-    clock: UseClock
+    clock: Callable[[], float]
     account: Callable[[int], None]
     quarantine: Quarantine
     counters: Counters
@@ -239,12 +239,6 @@ class Spool:
         self._own.close()
         self._forget_all()
 
-    def after_fork(self) -> None:
-        """In the child: the entries are the parent's."""
-        self._lock = threading.Lock()
-        self._own.after_fork()
-        self._forget_all()
-
     def _require_own(self, path: str) -> None:
         require_own_folders((*self._above, path.rpartition("/")[0]))
 
@@ -304,7 +298,7 @@ class Spool:
         label = f"{self._namespace}--{spooled.digest.hex()}"
         try:
             inode = os.lstat(spooled.path).st_ino
-            mtime_ns = self._parts.clock.use_ns()
+            mtime_ns = int(self._parts.clock() * 1e9)
             if not self._parts.quarantine.take(spooled.path, label, reason, mtime_ns=mtime_ns):
                 return
             with suppress(FileNotFoundError):

@@ -22,23 +22,19 @@ from errno import EDQUOT, ENOSPC
 from functools import partial
 from pathlib import Path
 
-from s3ec import codec
-from s3ec.codec import Header
+from s3ec import runtime
 from s3ec.counters import Counters
 from s3ec.errors import TierError
-from s3ec.forks import call_in_forks
 from s3ec.identity import Key, digest_of_name, is_namespace_name
 from s3ec.tier.claims import Claim, Claims
 from s3ec.tier.entries import Entries, EntryPaths, Quarantine
-from s3ec.tier.entry_writer import Incoming, Intake, Publisher
+from s3ec.tier.entry_writer import Intake, Publisher
 from s3ec.tier.evictor import Evictor
-from s3ec.tier.files import Folders, Refusals, make_folder
+from s3ec.tier.files import DiskErrors, Folders, make_folder
 from s3ec.tier.index_files import IndexFiles
-from s3ec.tier.inspection import audit
 from s3ec.tier.pins import Pin, Pins
-from s3ec.tier.scan import Usage, breathe, entry_names, take_census
+from s3ec.tier.scan import entry_names, yield_gil
 from s3ec.tier.spool import Spool, SpoolParts
-from s3ec.tier.usage import UseClock
 
 
 class LocalKeys:
@@ -84,6 +80,11 @@ class Tier:
     The budget is for the whole folder: eviction takes the least recently used entry of any
     namespace. Before ``open`` and after ``close`` the tier is empty: ``pin`` answers None and
     ``publish`` raises.
+
+    Attributes:
+        folders: Where things lie. This and what follows is for who is made after ``open``.
+        claims: Who fetches what, among all processes of the node.
+        intake: What comes from the bucket, published and pinned in one go.
     """
 
     def __init__(
@@ -117,23 +118,22 @@ class Tier:
         self._budget_bytes = budget_bytes
         self._min_free_bytes = min_free_bytes
         self._counters = counters
-        self._clock = UseClock(clock)
+        self._clock = clock
         self._check_values = check_values
         self._opened = False
         self._settle(self._given_root)
-        call_in_forks(self, Tier._after_fork)
 
     def _settle(self, root: Path) -> None:
-        self._folders = Folders(root)
-        refusals = Refusals(root, self._counters)
+        self.folders = Folders(root)
+        refusals = DiskErrors(root, self._counters)
         self._failed = refusals.note
-        self._claims = Claims(self._folders, self._namespace, refusals)
-        self._paths = EntryPaths(self._folders, self._namespace)
-        self._pins = Pins(self._folders, self._counters, min_free_bytes=self._min_free_bytes)
-        self._quarantine = Quarantine(self._folders)
+        self.claims = Claims(self.folders, self._namespace, refusals)
+        self._paths = EntryPaths(self.folders, self._namespace)
+        self._pins = Pins(self.folders, self._counters, min_free_bytes=self._min_free_bytes)
+        self._quarantine = Quarantine(self.folders)
         self._spools: list[Spool] = []
         self._evictor = Evictor(
-            self._folders,
+            self.folders,
             self._clock,
             self._counters,
             budget_bytes=self._budget_bytes,
@@ -141,7 +141,7 @@ class Tier:
             failed=self._failed,
         )
         self._publisher = Publisher(
-            self._folders, self._paths, self._evictor, self._clock, self._counters
+            self.folders, self._paths, self._evictor, self._clock, self._counters
         )
         self._entries = Entries(
             self._paths,
@@ -152,14 +152,14 @@ class Tier:
             self._failed,
             check_values=self._check_values,
         )
-        self._intake = Intake(self._publisher, self._pins, self._entries, self._claims)
+        self.intake = Intake(self._publisher, self._pins, self._entries, self.claims)
 
     def open(self) -> None:
         """Make and check the folders, and sweep what dead processes left.
 
         Costs the same however many entries there are: the total is read from a file that all
-        processes keep. Where it is missing or in doubt (another boot), the first publish has
-        it counted in the background, and not more than 1/64 of the budget is published before.
+        processes keep. Where it is missing or bad, the first publish has it counted in the
+        background, and not more than 1/64 of the budget is published before.
 
         Raises:
             TierError: The folder is not ours alone, or cannot be written; names the fix.
@@ -168,8 +168,9 @@ class Tier:
             return
         try:
             self._settle(Path(os.path.realpath(self._given_root)))
-            fresh = not os.path.lexists(self._folders.version)
-            self._folders.make()
+            runtime.keep_files(f"{self.folders.version}/")
+            fresh = not os.path.lexists(self.folders.version)
+            self.folders.make()
             make_folder(Path(self._paths.objects))
             self._evictor.open(fresh=fresh)
             self._open_pins()
@@ -185,7 +186,7 @@ class Tier:
         """Drop our pins; entries and spool stay. Never raises; more than once is fine."""
         self._opened = False
         self._evictor.close()
-        self._claims.close()
+        self.claims.close()
         self._pins.close()
         for spool in self._spools:
             spool.close()
@@ -201,7 +202,7 @@ class Tier:
         """
         self._require_open()
         parts = SpoolParts(
-            self._folders,
+            self.folders,
             self._clock,
             self._evictor.account,
             self._quarantine,
@@ -220,7 +221,7 @@ class Tier:
             TierError: The tier is not open.
         """
         self._require_open()
-        return IndexFiles(self._folders, self._namespace, self._publisher, self._claims)
+        return IndexFiles(self.folders, self._namespace, self._publisher, self.claims)
 
     def pin_folder(self) -> Path:
         """Where this process's pins lie now; its name is random, and no other process's.
@@ -259,7 +260,6 @@ class Tier:
         pieces: Sequence[bytes | memoryview],
         *,
         spool: Spool | None = None,
-        used: bool = True,
     ) -> None:
         """Write one entry, whole or not at all; a present one is replaced, its use included.
 
@@ -271,8 +271,6 @@ class Tier:
             pieces: The verified bytes of the object, in order; not joined, not copied.
             spool: Holds the entry from before it appears until the bucket has it, so that a
                 process killed at any point leaves no entry here that nobody uploads.
-            used: False where nobody has asked for the entry yet: until its first pin it is
-                evicted before all that were used.
 
         Raises:
             TierError: Closed, larger than the budget, or the disk is full or failing. The
@@ -281,42 +279,7 @@ class Tier:
         self._require_open()
         hold = None if spool is None else partial(spool.add, key)
         # The spool tells the running total.
-        self._publisher.publish(key, pieces, hold=hold, counted=spool is not None, used=used)
-
-    def receive(self, key: Key, pieces: Sequence[bytes | memoryview], header: Header) -> Pin:
-        """Publish an entry that came from the bucket, and pin it.
-
-        Cheaper than publish and pin, and nobody can evict it in between.
-
-        Args:
-            pieces: As in publish.
-            header: Theirs, verified and compared with the key.
-
-        Raises:
-            TierError: As in publish.
-        """
-        self._require_open()
-        return self._intake.receive(key, pieces, header)
-
-    def begin(self, key: Key, first: bytes | memoryview, verifier: codec.Verifier) -> Incoming:
-        """Receive one large entry part by part; it appears when the last one was good.
-
-        Args:
-            first: Its first bytes, which the verifier has been made from.
-
-        Raises:
-            TierError: As in publish.
-        """
-        self._require_open()
-        return self._intake.begin(key, first, verifier)
-
-    def try_claim(self, key: Key) -> Claim | None:
-        """Claim an entry that is not here. No disk has to answer, unless a folder is cold.
-
-        Returns:
-            None where it is here, or somebody else fetches it: ask pin_or_claim.
-        """
-        return self._intake.try_claim(key) if self._opened else None
+        self._publisher.publish(key, pieces, hold=hold, counted=spool is not None)
 
     def pin_or_claim(self, key: Key, *, at_any_rate: bool = False) -> Pin | Claim | None:
         """Pin an entry that is here, or claim the right to fetch it; never waits.
@@ -330,29 +293,16 @@ class Tier:
         if not self._opened:
             return Claim()
         for _ in range(2):  # it may come between the look for it and the claim
-            found = self.pin(key) or self.try_claim(key)
+            found = self.pin(key) or self.intake.try_claim(key)
             if found is not None:
                 return found
             if not self.contains(key):
                 return Claim() if at_any_rate else None
         return Claim()  # here, and cannot be pinned: the disk refuses
 
-    def is_claimed(self, key: Key) -> bool:
-        """Whether somebody fetches this entry at the moment; one system call."""
-        return self._opened and self._claims.is_taken(key.digest)
-
-    def release(self, claim: Claim) -> None:
-        """Give a claim back, after the entry was published or was not to be had."""
-        self._claims.release(claim)
-
     def contains(self, key: Key) -> bool:
         """Whether a file stands under this name: one stat, nothing read, nothing promised."""
         return self._opened and self._entries.contains(key)
-
-    def evict(self, key: Key) -> None:
-        """Drop the local copy (it can be fetched again); pins of it stay. Never raises."""
-        if self._opened:
-            self._entries.evict(key)
 
     def quarantine(self, key: Key, reason: str) -> None:
         """Move the entry away so that nobody pins it again. Counted; never raises.
@@ -363,50 +313,12 @@ class Tier:
         if self._opened:
             self._entries.quarantine(key, reason)
 
-    def make_room(self, incoming_bytes: int = 0) -> int:
-        """Evict where the budget or the disk's free space asks for it; walks the folder.
-
-        Returns:
-            Bytes freed; 0 also where another thread or process is at it (this one does not
-            wait), where everything left is pinned, or where the disk refused (counted).
-        """
-        if not self._opened:
-            return 0
-        try:
-            return self._evictor.make_room(incoming_bytes)
-        except (OSError, TierError) as exc:
-            self._failed("make_room", exc)
-            return 0
-
     def names(self) -> Iterator[str]:
         """Object names of this namespace's entries, in no order, as a walk finds them.
 
         About 3 us each; rests 1 ms after every hundred or so, since it runs beside a scheduler.
         """
-        return entry_names(self._paths.objects, breathe)
-
-    def usage(self) -> Usage:
-        """Count what the folder holds; walks it."""
-        return take_census(self._folders).usage()
-
-    def check(self) -> list[str]:
-        """Audit everything, checksums included: reads every byte of every namespace.
-
-        Returns:
-            One line per complaint; empty when all is well. Nothing is changed.
-        """
-        return audit(self._folders, now_s=self._clock.now_s())
-
-    def estimated_bytes(self) -> int:
-        """The running total of all processes, which decides when to evict; no walk.
-
-        Never below the truth unless a process was killed in the middle of a publish since
-        the last walk; above it by what was deleted since.
-
-        Raises:
-            OSError: The file system refused.
-        """
-        return self._evictor.estimated_bytes()
+        return entry_names(self._paths.objects, yield_gil)
 
     def _require_open(self) -> None:
         if not self._opened:
@@ -421,11 +333,3 @@ class Tier:
             if not full or not self._evictor.make_room(0, at_least_bytes=1):
                 raise
             self._pins.open()
-
-    def _after_fork(self) -> None:
-        self._clock.after_fork()
-        self._evictor.after_fork()
-        self._claims.after_fork()
-        self._pins.after_fork()
-        for spool in self._spools:
-            spool.after_fork()

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import pytest
 
-from s3ec.index.base_writer import Making
+from s3ec.index.base_writer import BuildOptions
 from s3ec.index.compaction import compact
 from s3ec.index.listing import in_parallel
 from s3ec.index.manifest import take_snapshot
 from s3ec.index.rebuild import rebuild, verify
-from s3ec.index.rows import Facts
+from s3ec.index.rows import EntryInfo
 from s3ec.store.s3 import ObstoreStore
 from tests.contract.conftest import Configure, Transport
 from tests.unit.index.basics import LAYOUT, key_of
@@ -26,7 +26,7 @@ async def test_deltas_on_both_sides_of_a_page_are_merged(on_seaweed: Configure) 
         keys = [key_of(number) for number in range(PAGE + 1)]
 
         async def announce(number: int) -> None:
-            await put_delta(store, number, {keys[number]: Facts(9, time_s=number)})
+            await put_delta(store, number, {keys[number]: EntryInfo(9, time_s=number)})
 
         await in_parallel(range(PAGE + 1), announce)
         made = await compact(store, LAYOUT)
@@ -47,9 +47,9 @@ async def test_an_index_lives_below_any_prefix(
         for number in (1, 2):
             await put_object(store, key_of(number), 100)
         first = (await rebuild(store, LAYOUT)).head
-        await put_delta(store, 3, {key_of(3): Facts(100, time_s=1)})
+        await put_delta(store, 3, {key_of(3): EntryInfo(100, time_s=1)})
         await put_object(store, key_of(3), 100)
-        made = await compact(store, LAYOUT, Making(grace_s=-60))
+        made = await compact(store, LAYOUT, BuildOptions(grace_s=-60))
         assert made is not None
         assert made.head.entries == 3
         assert (await verify(store, LAYOUT)).agrees

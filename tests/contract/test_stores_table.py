@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The README's table of stores holds lines of ``s3ec doctor``, and still says what it says."""
+"""The table of stores in docs/deployment.md holds lines of ``s3ec doctor``, and is still right."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from s3ec.doctor.compatibility import COLUMNS, row
 from s3ec.testing.server import Endpoint, LocalS3, MotoServer
 from tests.contract.conftest import BUCKET
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "deployment.md"
 Doctor = Callable[..., str]
 
 
@@ -45,9 +45,9 @@ def doctor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Doctor:
     return run
 
 
-def readme_table() -> list[list[str]]:
+def told_table() -> list[list[str]]:
     """Cells of the table of stores, the headings first."""
-    found = re.search(r"<!-- stores.*?-->\n(.*?)<!-- /stores -->", README.read_text(), re.DOTALL)
+    found = re.search(r"<!-- stores.*?-->\n(.*?)<!-- /stores -->", PAGE.read_text(), re.DOTALL)
     assert found is not None
     rows = [line.removeprefix("| ").removesuffix(" |") for line in found[1].splitlines()]
     headings, rule, *stores = [line.split(" | ") for line in rows]
@@ -55,16 +55,18 @@ def readme_table() -> list[list[str]]:
     return [headings, *stores]
 
 
-def readme_fields(server: str) -> dict[str, str]:
+def told_fields(server: str) -> dict[str, str]:
     """The line of one store, as ``compatibility`` of --json."""
-    for cells in readme_table():
+    for cells in told_table():
         if cells[0] == server:
             return dict(zip(COLUMNS, cells, strict=True))
-    raise AssertionError(f"README.md has no line of {server!r}: run `s3ec doctor` and add it")
+    raise AssertionError(
+        f"docs/deployment.md has no line of {server!r}: run `s3ec doctor` and add it"
+    )
 
 
 def test_table_of_stores_has_the_doctors_columns_and_a_day_for_each_store() -> None:
-    headings, *stores = readme_table()
+    headings, *stores = told_table()
     assert headings == list(COLUMNS.values())
     assert stores
     for cells in stores:
@@ -80,7 +82,7 @@ def test_seaweedfs_is_what_the_table_says(
 ) -> None:
     told = json.loads(doctor(local_s3, "--json"))["compatibility"]
     # The version is the server's own word: a newer one wants a new line.
-    assert told == readme_fields(told["server"]) | {"date": told["date"]}
+    assert told == told_fields(told["server"]) | {"date": told["date"]}
     date.fromisoformat(told["date"])
 
 
@@ -89,7 +91,7 @@ def test_moto_is_what_the_table_says_under_the_name_that_it_is_given(
 ) -> None:
     name = f"moto {version('moto')}"
     told = json.loads(doctor(moto_server, "--json", "--server", name))["compatibility"]
-    assert told == readme_fields(name) | {"date": told["date"]}
+    assert told == told_fields(name) | {"date": told["date"]}
 
 
 def test_store_that_ignores_the_condition_has_a_line_that_says_so(
@@ -99,7 +101,7 @@ def test_store_that_ignores_the_condition_has_a_line_that_says_so(
         rule = proxy.add(Rule(ForgetCondition(), method="PUT", header="if-none-match"))
         printed = doctor(moto_server, "--server", "careless 1.0", url=proxy.url).splitlines()
         assert rule.fired == 2
-    good = readme_fields(f"moto {version('moto')}")
+    good = told_fields(f"moto {version('moto')}")
     headings, line = printed[-2:]
     assert headings == row(list(COLUMNS.values()))
     cells = line.removeprefix("| ").removesuffix(" |").split(" | ")

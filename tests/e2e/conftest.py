@@ -18,7 +18,7 @@ import pytest
 
 from s3ec.dev.rigs.engine import EngineProcess, ec_config
 from s3ec.dev.rigs.models import write_gemma3, write_qwen2_vl
-from s3ec.dev.rigs.nursery import Nursery
+from s3ec.dev.rigs.nursery import EngineForkServer
 from s3ec.dev.rigs.pictures import write_pictures
 from s3ec.testing.server import LocalS3
 from tests.e2e.consumers import Exchange, Place, ask_engine, ask_server
@@ -84,9 +84,9 @@ def workdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def nursery(_vllm_is_here: None, workdir: Path) -> Iterator[Nursery]:
+def nursery(_vllm_is_here: None, workdir: Path) -> Iterator[EngineForkServer]:
     """Starts engines in a third of the time; those of ``consumers`` start as deployed."""
-    with Nursery(workdir / "nursery.log", STEADY) as here:
+    with EngineForkServer(workdir / "nursery.log", STEADY) as here:
         yield here
 
 
@@ -110,7 +110,7 @@ def qwen(workdir: Path) -> Path:
 
 
 def _answers(
-    workdir: Path, gallery: Gallery, gemma: Path, nursery: Nursery
+    workdir: Path, gallery: Gallery, gemma: Path, nursery: EngineForkServer
 ) -> dict[str, list[Answer]]:
     with EngineProcess(
         gemma,
@@ -133,7 +133,12 @@ def _answers(
 
 
 def _produced(
-    workdir: Path, gallery: Gallery, gemma: Path, server: LocalS3, bucket: str, nursery: Nursery
+    workdir: Path,
+    gallery: Gallery,
+    gemma: Path,
+    server: LocalS3,
+    bucket: str,
+    nursery: EngineForkServer,
 ) -> Corpus:
     client = server.client()
     objects: dict[str, str] = {}
@@ -161,7 +166,7 @@ def _produced(
 
 @pytest.fixture(scope="session")
 def made(
-    workdir: Path, gallery: Gallery, gemma: Path, local_s3: LocalS3, nursery: Nursery
+    workdir: Path, gallery: Gallery, gemma: Path, local_s3: LocalS3, nursery: EngineForkServer
 ) -> Iterator[tuple[dict[str, list[Answer]], Corpus]]:
     """``reference`` and ``corpus``."""
     bucket = local_s3.create_bucket("corpus")

@@ -14,6 +14,7 @@ import pytest
 
 from tests.e2e.consumers import Exchange
 from tests.e2e.rig import Answer, Corpus, Record, tier_of
+from tests.on_disk import audit_of, usage_of
 
 
 @pytest.fixture
@@ -48,7 +49,7 @@ def test_pins_of_the_killed_server_are_swept_by_the_next_user_of_the_nodes_disk(
     tier = tier_of(workdir / "server-tier", corpus.namespace)
     tier.open()
     try:
-        assert tier.check() == []
-        assert tier.usage().entries == 1
+        assert audit_of(tier) == []
+        assert usage_of(tier).entries == 1
     finally:
         tier.close()

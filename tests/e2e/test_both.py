@@ -15,7 +15,7 @@ import pytest
 
 from s3ec import codec
 from s3ec.dev.rigs.engine import EngineProcess, ec_config
-from s3ec.dev.rigs.nursery import Nursery
+from s3ec.dev.rigs.nursery import EngineForkServer
 from s3ec.identity import Layout, digest_of_name, is_namespace_name, make_key
 from s3ec.index.rows import merge
 from s3ec.index.segment import parse_segment
@@ -43,6 +43,7 @@ from tests.e2e.rig import (
     settings,
     tier_of,
 )
+from tests.on_disk import audit_of
 
 _PURPOSES = [f"both-{number}" for number in range(BOTH)]
 _PREFIX = "fleet/a"
@@ -60,7 +61,7 @@ class _Run:
 
 @pytest.fixture(scope="module")
 def run(
-    workdir: Path, gallery: Gallery, gemma: Path, local_s3: LocalS3, nursery: Nursery
+    workdir: Path, gallery: Gallery, gemma: Path, local_s3: LocalS3, nursery: EngineForkServer
 ) -> Iterator[_Run]:
     bucket = local_s3.create_bucket("both")
     more = {"prefix": _PREFIX, "transport": "aioboto3"}
@@ -147,7 +148,7 @@ def test_the_bucket_holds_a_verifiable_object_per_picture_after_the_engines_end(
         assert name == layout.object(key)
         assert header.modality == "image"
         assert header.shape == codec.Shape(64, 64, "bfloat16")
-    assert tier_of(workdir / "both-tier", namespace).check() == []
+    assert audit_of(tier_of(workdir / "both-tier", namespace)) == []
     descriptor = json.loads(run.objects[f"{_PREFIX}/{layout.descriptor}"])
     assert descriptor["model"] == str(gemma)
     record = json.loads(run.objects[f"{_PREFIX}/{layout.modality('image')}"])

@@ -28,6 +28,7 @@ from tests.e2e.rig import (
     scenarios,
     tier_of,
 )
+from tests.on_disk import audit_of, usage_of
 
 _NAMES = [scenario.name for scenario in scenarios(Gallery(dict.fromkeys(PURPOSES, Path("/"))))]
 
@@ -127,8 +128,8 @@ def test_the_nodes_disk_is_clean_after_the_engines_end(
     records: dict[str, Record], workdir: Path, corpus: Corpus
 ) -> None:
     tier = tier_of(workdir / "consumer-tier", corpus.namespace)
-    assert tier.check() == []
-    assert tier.usage().entries >= MANY
+    assert audit_of(tier) == []
+    assert usage_of(tier).entries >= MANY
 
 
 def test_no_internal_error_was_contained(records: dict[str, Record]) -> None:

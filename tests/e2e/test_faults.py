@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from s3ec.dev.rigs.engine import EngineProcess, ec_config, text
-from s3ec.dev.rigs.nursery import Nursery
+from s3ec.dev.rigs.nursery import EngineForkServer
 from s3ec.testing.server import LocalS3
 from tests.e2e import damage
 from tests.e2e.metadata import MetadataService
@@ -49,6 +49,7 @@ from tests.e2e.rig import (
     settings,
     tier_of,
 )
+from tests.on_disk import audit_of
 
 _BUCKET = "corpus"
 # How the log tells of the breaker, whose state no counter shows.
@@ -144,7 +145,7 @@ def rig(
     corpus: Corpus,
     reference: dict[str, list[Answer]],
     local_s3: LocalS3,
-    nursery: Nursery,
+    nursery: EngineForkServer,
 ) -> Iterator[_Rig]:
     """The consumer, after the server was down, then up with an empty bucket, then filled."""
     tier = workdir / "faults-tier"
@@ -174,7 +175,7 @@ def rig(
             )
             _start(made)
             yield made
-    assert tier_of(tier, corpus.namespace).check() == []
+    assert audit_of(tier_of(tier, corpus.namespace)) == []
 
 
 def _on_disk(tier: Path, key: str) -> Path:

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from s3ec.dev.rigs.engine import EngineProcess, ec_config
-from s3ec.dev.rigs.nursery import Nursery
+from s3ec.dev.rigs.nursery import EngineForkServer
 from s3ec.testing.server import LocalS3
 from tests.e2e.rig import (
     HITS,
@@ -56,7 +56,7 @@ def _ask(engine: EngineProcess, gallery: Gallery, purposes: tuple[str, ...]) -> 
     return [engine.chat([gallery.solo(each)], logprobs=2)[0] for each in purposes]
 
 
-def _plain(workdir: Path, gallery: Gallery, gemma: Path, nursery: Nursery) -> list[Answer]:
+def _plain(workdir: Path, gallery: Gallery, gemma: Path, nursery: EngineForkServer) -> list[Answer]:
     with EngineProcess(
         gemma,
         ec=None,
@@ -71,7 +71,12 @@ def _plain(workdir: Path, gallery: Gallery, gemma: Path, nursery: Nursery) -> li
 
 
 def _with_s3ec(
-    workdir: Path, gallery: Gallery, gemma: Path, server: LocalS3, bucket: str, nursery: Nursery
+    workdir: Path,
+    gallery: Gallery,
+    gemma: Path,
+    server: LocalS3,
+    bucket: str,
+    nursery: EngineForkServer,
 ) -> _Seen:
     client = server.client()
 
@@ -131,7 +136,7 @@ def _delete(key: str, bucket: str, server: LocalS3) -> None:
 
 @pytest.fixture(scope="module")
 def both(
-    workdir: Path, gallery: Gallery, gemma: Path, local_s3: LocalS3, nursery: Nursery
+    workdir: Path, gallery: Gallery, gemma: Path, local_s3: LocalS3, nursery: EngineForkServer
 ) -> Iterator[tuple[list[Answer], _Seen]]:
     bucket = local_s3.create_bucket("live-weights")
     yield at_once(

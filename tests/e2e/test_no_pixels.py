@@ -17,7 +17,7 @@ from PIL import Image
 
 from s3ec import codec
 from s3ec.dev.rigs.engine import EngineProcess, ec_config, image, text
-from s3ec.dev.rigs.nursery import Nursery
+from s3ec.dev.rigs.nursery import EngineForkServer
 from tests.e2e.rig import (
     FROM_BUCKET,
     HITS,
@@ -61,7 +61,7 @@ class _Rig:
 
 
 @pytest.fixture(scope="module")
-def rig(workdir: Path, gallery: Gallery, qwen: Path, nursery: Nursery) -> Iterator[_Rig]:
+def rig(workdir: Path, gallery: Gallery, qwen: Path, nursery: EngineForkServer) -> Iterator[_Rig]:
     """A consumer of a folder that a producer filled with pictures under uuids."""
     pictures = {}
     for name in _PICTURES:

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from s3ec.dev.rigs.engine import EngineError, EngineProcess, ec_config
-from s3ec.dev.rigs.nursery import Nursery
+from s3ec.dev.rigs.nursery import EngineForkServer
 from s3ec.testing.server import LocalS3
 from tests.e2e.rig import ONE_PROCESS, settings
 
 
 def test_an_engine_that_would_only_have_request_scoped_identifiers_names_the_flag_to_change(
-    workdir: Path, qwen: Path, local_s3: LocalS3, nursery: Nursery
+    workdir: Path, qwen: Path, local_s3: LocalS3, nursery: EngineForkServer
 ) -> None:
     engine = EngineProcess(
         qwen,

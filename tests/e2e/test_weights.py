@@ -13,7 +13,7 @@ import pytest
 from s3ec import codec
 from s3ec.dev.rigs.engine import EngineProcess, ec_config
 from s3ec.dev.rigs.models import write_gemma3
-from s3ec.dev.rigs.nursery import Nursery
+from s3ec.dev.rigs.nursery import EngineForkServer
 from s3ec.testing.server import LocalS3
 from tests.e2e.rig import (
     HITS,
@@ -36,7 +36,9 @@ PURPOSE = "single"
 class Fleet:
     """Engines that share a bucket, a disk tier and the path of their model."""
 
-    def __init__(self, workdir: Path, gallery: Gallery, s3: LocalS3, nursery: Nursery) -> None:
+    def __init__(
+        self, workdir: Path, gallery: Gallery, s3: LocalS3, nursery: EngineForkServer
+    ) -> None:
         self.model = write_gemma3(workdir / "weights-gemma3")
         self.bucket = s3.create_bucket("weights")
         self.client = s3.client()
@@ -91,7 +93,7 @@ class Fleet:
 
 
 @pytest.fixture
-def fleet(workdir: Path, gallery: Gallery, local_s3: LocalS3, nursery: Nursery) -> Any:
+def fleet(workdir: Path, gallery: Gallery, local_s3: LocalS3, nursery: EngineForkServer) -> Any:
     made = Fleet(workdir, gallery, local_s3, nursery)
     yield made
     local_s3.delete_bucket(made.bucket)

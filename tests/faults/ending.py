@@ -155,9 +155,9 @@ def interrupted(*, settings: dict[str, str]) -> None:
     def holding(name: str) -> Any:
         def hold(engine: _Engine) -> None:
             engine.node.loop.disk_soon(int)
-            pool = engine.node.loop._pool
+            loop, pool = engine.node.loop, engine.node.loop._pool
             assert pool is not None
-            locks = {"sharing": Node._sharing, "loop": engine.node.loop._lock, "pool": pool._guard}
+            locks = {"sharing": Node._sharing(), "loop": loop._lock, "pool": pool._guard}
             with locks[name]:
                 signal.raise_signal(signal.SIGUSR1)
 

@@ -11,7 +11,7 @@ import pytest
 
 from s3ec.identity import OBJECT_SUFFIX, Key
 from s3ec.node import Node
-from s3ec.prefetch import Fetched, Outcome, Want
+from s3ec.prefetch import FetchOutcome, FetchRequest, FetchResult
 from s3ec.settings import Settings
 from tests.faults.living import ROWS, object_at
 from tests.faults.saving import NAMESPACE, WIDTH, data_at, identifier_at, key_at
@@ -75,22 +75,22 @@ class Engine:
         self.node.loop.run(self.node.index.refresh(), PATIENCE_S)
         self.node.loop.run(self.node._heed_bad_objects(), PATIENCE_S)
 
-    def fetch(self, number: int, *, rows: int = ROWS) -> Fetched:
+    def fetch(self, number: int, *, rows: int = ROWS) -> FetchResult:
         """As a scheduler half does. What is served has the right bytes, and is unpinned."""
         return self._fetch(number, rows=rows)[0]
 
-    def outcomes(self, *numbers: int) -> list[Outcome]:
+    def outcomes(self, *numbers: int) -> list[FetchOutcome]:
         """How fetches at the same time end."""
         return [fetched.outcome for fetched in self._fetch(*numbers, rows=ROWS)]
 
     def fetch_in_the_end(self, number: int) -> None:
         """Want it again and again, as requests do, until it is there with the right bytes."""
-        eventually(lambda: self.fetch(number).outcome is Outcome.READY)
+        eventually(lambda: self.fetch(number).outcome is FetchOutcome.READY)
 
-    def _fetch(self, *numbers: int, rows: int) -> list[Fetched]:
+    def _fetch(self, *numbers: int, rows: int) -> list[FetchResult]:
         prefetcher = self.node.prefetcher
-        prefetcher.submit([Want(key_at(number), "image", rows) for number in numbers])
-        ended: dict[bytes, Fetched] = {}
+        prefetcher.submit([FetchRequest(key_at(number), "image", rows) for number in numbers])
+        ended: dict[bytes, FetchResult] = {}
 
         def have_ended() -> bool:
             ended.update({one.want.key.digest: one for one in prefetcher.drain()})
@@ -99,7 +99,7 @@ class Engine:
         eventually(have_ended)
         fetched = [ended[key_at(number).digest] for number in numbers]
         for number, one in zip(numbers, fetched, strict=True):
-            assert (one.pin is None) is (one.outcome is not Outcome.READY)
+            assert (one.pin is None) is (one.outcome is not FetchOutcome.READY)
             if one.pin is not None:
                 assert one.pin.path.read_bytes() == body_at(number)
                 prefetcher.release([one.pin])

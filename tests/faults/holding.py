@@ -16,7 +16,7 @@ from tests.faults.saving import NAMESPACE, WIDTH, data_at, identifier_at, key_at
 if TYPE_CHECKING:
     from s3ec.connector.saves import SaveQueue
     from s3ec.node import Node
-    from s3ec.prefetch import Fetched
+    from s3ec.prefetch import FetchResult
 
 ROWS = 256
 _DEADLINE_S = 60.0
@@ -61,13 +61,13 @@ class Holder:
             if not self.queue.put(identifier, Save("image", {}), tensor.view(ROWS, WIDTH)):
                 say(f"bad not taken {number}")
 
-    def fetch(self, *numbers: int) -> dict[int, Fetched]:
+    def fetch(self, *numbers: int) -> dict[int, FetchResult]:
         """Fetch and compare; the pins are the caller's."""
-        from s3ec.prefetch import Outcome, Want
+        from s3ec.prefetch import FetchOutcome, FetchRequest
 
         wanted = {key_at(number).digest: number for number in numbers}
-        self.node.prefetcher.submit([Want(key_at(n), "image", ROWS) for n in numbers])
-        found: dict[int, Fetched] = {}
+        self.node.prefetcher.submit([FetchRequest(key_at(n), "image", ROWS) for n in numbers])
+        found: dict[int, FetchResult] = {}
 
         def have_all() -> bool:
             found.update({wanted[f.want.key.digest]: f for f in self.node.prefetcher.drain()})
@@ -75,7 +75,7 @@ class Holder:
 
         eventually(have_all, "fetches")
         for number, one in found.items():
-            if one.outcome is Outcome.READY and one.pin is not None:
+            if one.outcome is FetchOutcome.READY and one.pin is not None:
                 with _descriptors(None):
                     if one.pin.path.read_bytes() != self.body_at(number):
                         say(f"bad bytes {number}")

@@ -10,19 +10,21 @@ from pathlib import Path
 from typing import Any
 
 from s3ec.identity import Layout
-from s3ec.index.base_writer import Made, Making
+from s3ec.index.base_writer import BuildOptions, BuildResult
 from s3ec.index.compaction import compact
 from s3ec.index.manifest import Ulids
 from s3ec.index.rebuild import Verified, rebuild, verify
-from s3ec.index.rows import Facts, Rows, Tombstone
+from s3ec.index.rows import EntryInfo, Rows, Tombstone
 from s3ec.index.segment import encode_segment
 from s3ec.node import Node
-from s3ec.prefetch import Fetched, Outcome, Want
+from s3ec.prefetch import FetchOutcome, FetchRequest, FetchResult
 from s3ec.settings import Settings
 from s3ec.testing.server import LocalS3
 from tests.faults.living import ROWS, object_at
 from tests.faults.saving import NAMESPACE, WIDTH, key_at
 from tests.faults.site import eventually
+from tests.on_disk import audit_of
+from tests.on_disk import evict as evict_copy
 
 LAYOUT = Layout(NAMESPACE.name)
 _TIMEOUT_S = 60.0
@@ -92,7 +94,7 @@ class Bucket:
         """One delta of these entries, as a writer of this moment writes it; answers its name."""
         now_s = time.time()
         at_s = int(now_s) if time_s is None else time_s
-        told: list[tuple[bytes, Facts | Tombstone]] = [
+        told: list[tuple[bytes, EntryInfo | Tombstone]] = [
             (key_at(n).digest, Tombstone(at_s) if deleted else facts_of(n, at_s)) for n in numbers
         ]
         rows = Rows.from_facts(told).sorted_unique()
@@ -101,8 +103,8 @@ class Bucket:
         return name
 
 
-def facts_of(number: int, time_s: int) -> Facts:
-    return Facts(len(b"".join(object_at(number))), ROWS, WIDTH, "bfloat16", time_s=time_s)
+def facts_of(number: int, time_s: int) -> EntryInfo:
+    return EntryInfo(len(b"".join(object_at(number))), ROWS, WIDTH, "bfloat16", time_s=time_s)
 
 
 @contextmanager
@@ -112,7 +114,7 @@ def noding(settings: dict[str, str], *, audit: bool = True) -> Iterator[Node]:
     try:
         yield node
         assert node.counters.get("internal_errors") == 0
-        assert not audit or node.tier.check() == []
+        assert not audit or audit_of(node.tier) == []
     finally:
         node.close(5)
 
@@ -122,12 +124,12 @@ def refresh(node: Node, times: int = 1) -> None:
         node.loop.run(node.index.refresh(), _TIMEOUT_S)
 
 
-def fetch(node: Node, numbers: Iterable[int]) -> dict[int, Fetched]:
+def fetch(node: Node, numbers: Iterable[int]) -> dict[int, FetchResult]:
     """Fetch, whatever the index says; bytes are compared, and pins given back."""
     wanted = {key_at(number).digest: number for number in numbers}
     if wanted:
-        node.prefetcher.submit([Want(key_at(n), "image", ROWS) for n in wanted.values()])
-    got: dict[int, Fetched] = {}
+        node.prefetcher.submit([FetchRequest(key_at(n), "image", ROWS) for n in wanted.values()])
+    got: dict[int, FetchResult] = {}
 
     def have_all() -> bool:
         got.update({wanted[one.want.key.digest]: one for one in node.prefetcher.drain()})
@@ -135,7 +137,7 @@ def fetch(node: Node, numbers: Iterable[int]) -> dict[int, Fetched]:
 
     eventually(have_all)
     for number, one in got.items():
-        if one.outcome is Outcome.READY:
+        if one.outcome is FetchOutcome.READY:
             assert one.pin is not None
             assert one.pin.path.read_bytes() == b"".join(object_at(number)), "wrong bytes"
             node.prefetcher.release([one.pin])
@@ -148,16 +150,18 @@ def serve(node: Node, numbers: Iterable[int]) -> set[int]:
     worth = [number for number in numbers if node.index.maybe_contains(key_at(number))]
     found = fetch(node, worth)
     unknown = node.counters.get("mismatch.no_record") > without_record
-    expected = {Outcome.READY, Outcome.ABSENT} | ({Outcome.MISMATCH} if unknown else set())
+    expected = {FetchOutcome.READY, FetchOutcome.ABSENT} | (
+        {FetchOutcome.MISMATCH} if unknown else set()
+    )
     assert {one.outcome for one in found.values()} <= expected
-    return {number for number, one in found.items() if one.outcome is Outcome.READY}
+    return {number for number, one in found.items() if one.outcome is FetchOutcome.READY}
 
 
 def evict(node: Node, numbers: Iterable[int]) -> None:
     """Have the bucket be asked again."""
 
     def gone(number: int) -> bool:
-        node.tier.evict(key_at(number))
+        evict_copy(node.tier, key_at(number))
         return not node.tier.contains(key_at(number))
 
     for number in numbers:
@@ -165,15 +169,17 @@ def evict(node: Node, numbers: Iterable[int]) -> None:
         node.local.discard(key_at(number))
 
 
-def run_compact(node: Node, **making: Any) -> Made | None:
-    return node.loop.run(compact(node.store, LAYOUT, Making(**making)), _TIMEOUT_S)
+def run_compact(node: Node, **making: Any) -> BuildResult | None:
+    return node.loop.run(compact(node.store, LAYOUT, BuildOptions(**making)), _TIMEOUT_S)
 
 
-def run_rebuild(node: Node, **making: Any) -> Made:
-    return node.loop.run(rebuild(node.store, LAYOUT, Making(**making)), _TIMEOUT_S)
+def run_rebuild(node: Node, **making: Any) -> BuildResult:
+    return node.loop.run(rebuild(node.store, LAYOUT, BuildOptions(**making)), _TIMEOUT_S)
 
 
 def run_verify(node: Node, **making: Any) -> Verified:
     """Objects of this moment count as missing too: the clock is an hour ahead."""
     ahead: Callable[[], float] = lambda: time.time() + 3600  # noqa: E731
-    return node.loop.run(verify(node.store, LAYOUT, Making(clock=ahead, **making)), _TIMEOUT_S)
+    return node.loop.run(
+        verify(node.store, LAYOUT, BuildOptions(clock=ahead, **making)), _TIMEOUT_S
+    )

@@ -63,7 +63,7 @@ async def _store(node: Node, announcer: Announcer, numbers: range) -> None:
 
 def squeeze(*, settings: dict[str, str], grace_s: float, stop: str = "") -> None:
     """Compact; over and over until a file appears, where one is named."""
-    from s3ec.index.base_writer import Making
+    from s3ec.index.base_writer import BuildOptions
     from s3ec.index.compaction import compact
 
     node = _node(settings)
@@ -71,7 +71,7 @@ def squeeze(*, settings: dict[str, str], grace_s: float, stop: str = "") -> None
     while True:
         over = not stop or Path(stop).exists()
         try:
-            coroutine = compact(node.store, LAYOUT, Making(grace_s=grace_s))
+            coroutine = compact(node.store, LAYOUT, BuildOptions(grace_s=grace_s))
             made = node.loop.run(coroutine, _TIMEOUT_S)
             if made is None:
                 say("beaten")

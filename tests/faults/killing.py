@@ -22,6 +22,7 @@ from pathlib import Path
 from s3ec import codec
 from s3ec.tier import Spool, Tier
 from s3ec.tier.evictor import Background
+from tests.on_disk import audit_of, evict, make_room
 from tests.unit.tier.cases import DESTINATION, NAMESPACE, entry, key_at, new_tier, read
 
 # What changes a folder or a file; `open` only where it may make one.
@@ -107,7 +108,7 @@ def begin(tier: Tier) -> Callable[[], None]:
     blob, key = ENTRIES[9], key_at(9)
     first, rest = blob[: 1 << 16], blob[1 << 16 :]
     verifier = codec.Verifier(first, namespace=NAMESPACE, identifier=key.identifier)
-    incoming = tier.begin(key, first, verifier)
+    incoming = tier.intake.begin(key, first, verifier)
 
     def finish() -> None:
         incoming.append(rest)
@@ -128,16 +129,16 @@ def live(root: Path, bucket: Path) -> None:
     for number in (5, 6, 7):  # of a LoRA folder, a client's name and a plain one
         blob = ENTRIES[number]
         header = codec.verify(blob, namespace=NAMESPACE, identifier=key_at(number).identifier)
-        tier.unpin(tier.receive(key_at(number), [blob], header))
+        tier.unpin(tier.intake.receive(key_at(number), [blob], header))
     begin(tier)()
     pin = tier.pin(key_at(5))
     tier.quarantine(key_at(6), "checksum")
-    tier.evict(key_at(7))
+    evict(tier, key_at(7))
     files = tier.open_index()
     file = files.begin(100)
     file.append([bytes(100)])
     files.finish(_INDEX_FILE, file)
-    tier.make_room(1 << 20)
+    make_room(tier, 1 << 20, budget_bytes=1 << 20)
     files.remove(_INDEX_FILE)
     if pin is not None:
         tier.unpin(pin)
@@ -151,8 +152,8 @@ def succeed(root: Path, bucket: Path) -> None:
     spool = tier.open_spool(DESTINATION)
     for one in spool.adopt():
         confirm(bucket, spool, one.digest)
-    tier.make_room()
-    expect("swept", tier.check() == [], tier.check())
+    make_room(tier)
+    expect("swept", audit_of(tier) == [], audit_of(tier))
     for number in (5, 6, 9):
         tier.publish(key_at(number), [ENTRIES[number]])
         pin = tier.pin(key_at(number))
@@ -199,7 +200,7 @@ def spooled(root: Path) -> set[str]:
 def check_left(root: Path, bucket: Path) -> set[str]:
     """What must hold right after the kill; answers the digests that wait in the spool."""
     tier = new_tier(root)
-    complaints = [line for line in tier.check() if not line.endswith(_SWEPT)]
+    complaints = [line for line in audit_of(tier) if not line.endswith(_SWEPT)]
     expect("audit", complaints == [], complaints)
     objects = root / "v1" / "objects" / NAMESPACE
     shown = {number for number in ENTRIES if (objects / key_at(number).name).exists()}

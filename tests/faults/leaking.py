@@ -16,7 +16,7 @@ from tests.faults.saving import key_at
 
 if TYPE_CHECKING:
     from s3ec.node import Node
-    from s3ec.prefetch import Fetched
+    from s3ec.prefetch import FetchResult
 
 _DEADLINE_S = 60.0
 
@@ -44,17 +44,17 @@ def _tasks(node: Node) -> int:
 
 def _fetch_by_many(engine: Holder, number: int) -> None:
     """Eight threads want one entry eight times each."""
-    from s3ec.prefetch import Outcome, Want
+    from s3ec.prefetch import FetchOutcome, FetchRequest
 
     prefetcher = engine.node.prefetcher
-    wants = [Want(key_at(number), "image", ROWS)] * 8
+    wants = [FetchRequest(key_at(number), "image", ROWS)] * 8
     threads = [threading.Thread(target=prefetcher.submit, args=(wants,)) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     # Who submits after the first one was answered gets an answer, and a pin, of its own.
-    done: list[Fetched] = []
+    done: list[FetchResult] = []
 
     def all_answered() -> bool:
         done.extend(prefetcher.drain())
@@ -63,7 +63,7 @@ def _fetch_by_many(engine: Holder, number: int) -> None:
     engine.node.loop.run(_turn(), _DEADLINE_S)  # behind the last of what was submitted
     eventually(all_answered, "the end of its fetches")
     for one in done:
-        if one.outcome is not Outcome.READY or one.pin is None:
+        if one.outcome is not FetchOutcome.READY or one.pin is None:
             say(f"bad outcome {one.outcome.value}")
             return
         if one.pin.path.read_bytes() != engine.body_at(number):
@@ -77,30 +77,32 @@ async def _turn() -> None:
 
 def _abort(node: Node, number: int) -> None:
     """A fetch that nobody waits for any more ends by its deadline."""
-    from s3ec.prefetch import Outcome, Want
+    from s3ec.prefetch import FetchOutcome, FetchRequest
 
     prefetcher, limits = node.prefetcher, node.prefetcher._limits
     prefetcher._limits = replace(limits, deadline_s=1.0)
-    prefetcher.submit([Want(key_at(number), "image", ROWS)])
+    prefetcher.submit([FetchRequest(key_at(number), "image", ROWS)])
     prefetcher.forget([key_at(number)])
     eventually(lambda: prefetcher.has_news, "its end")
     prefetcher._limits = limits
     (late,) = prefetcher.drain()
-    if late.outcome is not Outcome.UNAVAILABLE or node.tier.is_claimed(late.want.key):
+    if late.outcome is not FetchOutcome.UNAVAILABLE or node.tier.claims.is_taken(
+        late.want.key.digest
+    ):
         say(f"bad end {late.outcome.value}")
 
 
 def _end_early(node: Node, settings: dict[str, str], number: int) -> None:
     """One more engine of this process ends while it fetches and saves."""
-    from s3ec.prefetch import Want
+    from s3ec.prefetch import FetchRequest
 
     other = Holder(settings)
-    other.node.prefetcher.submit([Want(key_at(number), "image", ROWS)])
+    other.node.prefetcher.submit([FetchRequest(key_at(number), "image", ROWS)])
     other.save(2000 + number)
-    eventually(lambda: node.tier.is_claimed(key_at(number)), "its claim")
+    eventually(lambda: node.tier.claims.is_taken(key_at(number).digest), "its claim")
     other.queue.drain(0)
     other.node.close(10)
-    eventually(lambda: not node.tier.is_claimed(key_at(number)), "the end of its claim")
+    eventually(lambda: not node.tier.claims.is_taken(key_at(number).digest), "the end of its claim")
     other.complain()
 
 

@@ -26,11 +26,12 @@ from s3ec.errors import TierError
 from tests.faults import ending, holding, indexing, leaking
 from tests.faults.saving import NAMESPACE, WIDTH, data_at, identifier_at, key_at, spooled_below
 from tests.faults.seccomp import refuse_hard_links
+from tests.on_disk import evict
 
 if TYPE_CHECKING:
     from s3ec.connector.saves import SaveQueue
     from s3ec.node import Node
-    from s3ec.prefetch import Fetched
+    from s3ec.prefetch import FetchResult
 
 # 64 KiB each: large enough to be killed in the middle of one.
 ROWS = 256
@@ -67,15 +68,15 @@ class Life:
         self.chance = random.Random(seed)
         self.node: Node = Node(Settings.model_validate(settings), NAMESPACE)
         self.queue: SaveQueue = SaveQueue(self.node, budget_bytes=2**22, overflow="drop")
-        self.held: list[tuple[int, Fetched]] = []
+        self.held: list[tuple[int, FetchResult]] = []
 
     def fetch(self, numbers: list[int], *, must: bool) -> None:
         """Fetch, compare every byte, and keep some pins for later."""
-        from s3ec.prefetch import Outcome, Want
+        from s3ec.prefetch import FetchOutcome, FetchRequest
 
         prefetcher = self.node.prefetcher
         wanted = {key_at(number).digest: number for number in numbers}
-        prefetcher.submit([Want(key_at(number), "image", ROWS) for number in numbers])
+        prefetcher.submit([FetchRequest(key_at(number), "image", ROWS) for number in numbers])
         deadline = time.monotonic() + _FETCH_DEADLINE_S
         while wanted:
             if time.monotonic() > deadline:
@@ -83,10 +84,10 @@ class Life:
                 return
             for one in prefetcher.drain():
                 number = wanted.pop(one.want.key.digest)
-                if one.outcome is Outcome.READY:
+                if one.outcome is FetchOutcome.READY:
                     self.held.append((number, one))
                     self.compare(number, one)
-                elif must or one.outcome is not Outcome.ABSENT:
+                elif must or one.outcome is not FetchOutcome.ABSENT:
                     say(f"bad outcome {number} {one.outcome.value}")
             time.sleep(0.001)
         self.chance.shuffle(self.held)
@@ -96,7 +97,7 @@ class Life:
             assert one.pin is not None
             prefetcher.release([one.pin])
 
-    def compare(self, number: int, one: Fetched) -> None:
+    def compare(self, number: int, one: FetchResult) -> None:
         if one.pin is None or one.pin.path.read_bytes() != b"".join(object_at(number)):
             say(f"bad bytes {number} {one.source}")
 
@@ -156,13 +157,13 @@ def want(*, settings: dict[str, str], numbers: list[int], patience_s: float) -> 
     from functools import partial
 
     import s3ec.node
-    from s3ec.prefetch import Limits, Outcome, Want
+    from s3ec.prefetch import FetchOutcome, FetchRequest, Limits
 
     s3ec.node.Limits = partial(Limits, claim_patience_s=patience_s)  # type: ignore[misc,assignment]
     life = Life(settings, 0)
     loop, prefetcher = life.node.loop, life.node.prefetcher
     loop.run(life.node.records.get("image"), _FETCH_DEADLINE_S)  # the client is ready from here on
-    prefetcher.submit([Want(key_at(number), "image", ROWS) for number in numbers])
+    prefetcher.submit([FetchRequest(key_at(number), "image", ROWS) for number in numbers])
 
     async def turns() -> None:
         for _ in range(20):
@@ -174,7 +175,7 @@ def want(*, settings: dict[str, str], numbers: list[int], patience_s: float) -> 
     while by_digest:
         for one in prefetcher.drain():
             number = by_digest.pop(one.want.key.digest)
-            if one.outcome is Outcome.READY:
+            if one.outcome is FetchOutcome.READY:
                 life.compare(number, one)
             say(f"got {number} {one.source or one.outcome.value}")
         time.sleep(0.001)
@@ -208,7 +209,7 @@ def work(*, settings: dict[str, str], stock: int, first: int, **how: int | bool)
             life.save(number)
         life.fetch(life.chance.sample(range(stock), 6), must=True)
         for number in life.chance.sample(range(stock), 3):
-            life.node.tier.evict(key_at(number))
+            evict(life.node.tier, key_at(number))
     say("worked")
     spool = Path(settings["cache_dir"])
     while spooled_below(spool):
@@ -235,21 +236,21 @@ def fork(*, settings: dict[str, str], stock: int, first: int) -> None:
     if pid == 0:
         try:
             say(f"shared {len(sockets & open_sockets())} of {len(sockets)}")
-            life.held.clear()
-            life.save(first + 50)  # is not taken
-            life.fetch(list(range(stock // 2, stock)), must=True)
-            life.complain()
-            say(f"left {life.queue.drain(30)}")
-            life.node.close(5)
-            del life
+            own = Life(settings, first)
+            own.fetch(list(range(stock // 2, stock)), must=True)
+            own.complain()
+            say(f"left {own.queue.drain(30)}")
+            own.node.close(5)
+            life.node.close(5)  # is its parent's, and stays as it is
+            del life, own
             gc.collect()
             say("child done")
         except BaseException as exc:  # noqa: BLE001 - the top of a process
             say(f"bad child {exc!r}")
             traceback.print_exc()
-        finally:
-            os._exit(0)
-    os.waitpid(pid, 0)
+        sys.exit()
+    if os.waitpid(pid, 0)[1]:
+        say("bad end of the child")
     life.fetch(list(range(stock)), must=True)
     say("went on")
     while spooled_below(Path(settings["cache_dir"])):
@@ -298,11 +299,12 @@ def main() -> None:
             try:
                 COMMANDS[order.pop("command")](**order)
                 status = 0
+            except SystemExit:
+                return  # in order, as no other ends
             except BaseException as exc:  # noqa: BLE001 - the top of a process
                 say(f"bad end {exc!r}")
                 traceback.print_exc()
-            finally:
-                os._exit(status)
+            os._exit(status)
         say(f"forked {pid}")
 
 

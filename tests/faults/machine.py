@@ -16,13 +16,14 @@ from s3ec.connector.saves import SaveQueue
 from s3ec.errors import UnavailableError
 from s3ec.identity import Layout, digest_of_name
 from s3ec.node import Node
-from s3ec.prefetch import Fetched, Outcome, Want
+from s3ec.prefetch import FetchOutcome, FetchRequest, FetchResult
 from s3ec.settings import Settings
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
 from s3ec.testing.memory_store import MemoryBucket, MemoryStore
 from tests.faults.living import ROWS, object_at
 from tests.faults.saving import NAMESPACE, WIDTH, data_at, identifier_at, key_at, spooled_below
 from tests.faults.site import eventually
+from tests.on_disk import audit_of, usage_of
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
@@ -114,11 +115,11 @@ class Machine:
     def file(self, number: int) -> Path:
         return self.cache_dir / "v1" / "objects" / NAMESPACE.name / key_at(number).name
 
-    def fetch(self, *numbers: int) -> dict[int, Fetched]:
+    def fetch(self, *numbers: int) -> dict[int, FetchResult]:
         """As a scheduler half does; whoever calls this releases the pins."""
         wanted = {key_at(number).digest: number for number in numbers}
-        self.node.prefetcher.submit([Want(key_at(n), "image", ROWS) for n in numbers])
-        fetched: dict[int, Fetched] = {}
+        self.node.prefetcher.submit([FetchRequest(key_at(n), "image", ROWS) for n in numbers])
+        fetched: dict[int, FetchResult] = {}
 
         def have_all() -> bool:
             for one in self.node.prefetcher.drain():
@@ -128,7 +129,7 @@ class Machine:
         eventually(have_all)
         return fetched
 
-    def load(self, fetched: dict[int, Fetched]) -> None:
+    def load(self, fetched: dict[int, FetchResult]) -> None:
         """As a worker half does, with what was granted; then the pins are released."""
         granted = {n: one.pin for n, one in fetched.items() if one.pin is not None}
         loads = [Load.of(identifier_at(number), pin) for number, pin in granted.items()]
@@ -147,9 +148,9 @@ class Machine:
         fetched = self.fetch(*numbers)
         self.load(fetched)
         for number, one in fetched.items():
-            absent = one.outcome is Outcome.ABSENT and number in missing
-            assert absent or one.outcome in (Outcome.READY, Outcome.UNAVAILABLE)
-        return {n for n, one in fetched.items() if one.outcome is Outcome.READY}
+            absent = one.outcome is FetchOutcome.ABSENT and number in missing
+            assert absent or one.outcome in (FetchOutcome.READY, FetchOutcome.UNAVAILABLE)
+        return {n for n, one in fetched.items() if one.outcome is FetchOutcome.READY}
 
     def save(self, *numbers: int) -> None:
         """As a worker half does after an encode."""
@@ -177,8 +178,8 @@ class Machine:
 
     def assert_in_order(self) -> None:
         """The audit is clean, and what the tier shows is in the bucket or on its way there."""
-        eventually(lambda: not self.node.tier.usage().pinned_nbytes)  # released, but not yet gone
-        assert self.node.tier.check() == []
+        eventually(lambda: not usage_of(self.node.tier).pinned_nbytes)  # released, but not yet gone
+        assert audit_of(self.node.tier) == []
         names = set(self.node.tier.names())
         spooled = spooled_below(self.cache_dir)
         known = {key_at(number).name: number for number in range(1000)}

@@ -17,6 +17,7 @@ from s3ec.index.segment import parse_segment
 from s3ec.testing.server import LocalS3
 from s3ec.tier import Tier
 from tests.faults.saving import NAMESPACE, spooled_below
+from tests.on_disk import audit_of
 
 DEADLINE_S = 60.0
 OBJECTS = f"/{NAMESPACE.name}/objects/"
@@ -140,14 +141,14 @@ class Site:
 
     def complaints_unswept(self) -> list[str]:
         """The audit, as the dead left it."""
-        return self._tier().check()
+        return audit_of(self._tier())
 
     def tier_complaints(self) -> list[str]:
         """The audit, after the sweep that every start of a process does."""
         tier = self._tier()
         tier.open()
         try:
-            return tier.check()
+            return audit_of(tier)
         finally:
             tier.close()
 

@@ -12,7 +12,7 @@ import pytest
 
 from s3ec.dev.rigs.proxy import Exchange, FaultProxy, Rule
 from s3ec.dev.rigs.proxy_faults import s3_error
-from s3ec.prefetch import Outcome
+from s3ec.prefetch import FetchOutcome
 from s3ec.testing.server import Identity, LocalS3
 from tests.faults.engine import Engine, Kind, stock
 from tests.faults.saving import key_at
@@ -79,7 +79,7 @@ def test_a_consumer_with_get_and_list_reads_and_its_saves_wait_in_the_spool(
     with Engine(site.settings(transport=transport)) as engine:
         engine.follow()
         assert engine.node.index.maybe_contains(key_at(0))
-        assert engine.outcomes(0, 7) == [Outcome.READY, Outcome.ABSENT]
+        assert engine.outcomes(0, 7) == [FetchOutcome.READY, FetchOutcome.ABSENT]
         engine.save(2, 3)
         eventually(lambda: engine.count("save_problem.denied") >= 1)
         engine.fetch_in_the_end(1)
@@ -87,7 +87,7 @@ def test_a_consumer_with_get_and_list_reads_and_its_saves_wait_in_the_spool(
         assert engine.count("save.items") == 0
         assert len(site.spooled()) == 2
         # And served from this node meanwhile, as what an encoder gave.
-        assert engine.outcomes(2) == [Outcome.READY]
+        assert engine.outcomes(2) == [FetchOutcome.READY]
     assert len(site.spooled()) == 2
     assert "s3:PutObject" in warnings_of(caplog, "uploads are failing")[0]
 
@@ -113,7 +113,7 @@ def test_a_producer_without_leave_to_delete_probes_writes_and_announces(
     other = site.settings(transport=transport, cache_dir=str(site.cache_dir.parent / "other"))
     with Engine(other) as engine:
         engine.follow()
-        assert engine.outcomes(0, 1) == [Outcome.READY] * 2
+        assert engine.outcomes(0, 1) == [FetchOutcome.READY] * 2
 
 
 @transports
@@ -147,9 +147,9 @@ def test_an_absent_key_that_is_denied_is_a_miss_named_once(
         eventually(lambda: engine.count("index.refresh_failed") > 0)
         (line,) = warnings_of(caplog, "cannot read the index")
         assert "s3:ListBucket" in line
-        assert engine.outcomes(0) == [Outcome.READY]
+        assert engine.outcomes(0) == [FetchOutcome.READY]
         for absent in range(10, 12):
-            assert engine.outcomes(absent) == [Outcome.ABSENT]
+            assert engine.outcomes(absent) == [FetchOutcome.ABSENT]
         assert deny.denied == 2
         assert engine.count("fetch.denied") == 2
         assert len(warnings_of(caplog, "an entry is denied")) == 1

@@ -11,6 +11,7 @@ import pytest
 
 from s3ec.tier import Tier
 from tests.faults.machine import ENTRY_BYTES, Corpus, Machine
+from tests.on_disk import make_room
 
 _DAY_S = 86400.0
 
@@ -69,7 +70,7 @@ def test_clock_that_jumps_while_the_spool_is_full_loses_nothing(
         machine.save(*range(8))
         machine.wait_written(*range(8))
         clock.ahead_s = jump_s
-        machine.node.tier.make_room()
+        make_room(machine.node.tier, clock=clock)
         gate.release()
         machine.wait_confirmed(*range(8))
         machine.assert_in_order()

@@ -17,7 +17,7 @@ import pytest
 
 from s3ec.dev.rigs.proxy import Exchange, Reply, Rule
 from s3ec.dev.rigs.proxy_faults import s3_error
-from s3ec.prefetch import Outcome
+from s3ec.prefetch import FetchOutcome
 from s3ec.store import credentials
 from s3ec.testing.server import Identity, LocalS3
 from tests.faults.engine import Engine, Kind, stock
@@ -66,17 +66,17 @@ def test_a_credentials_file_that_is_rotated_is_read_again_and_said_once(
     me = Identity("me", access_key=local_s3.access_key, secret_key=local_s3.secret_key)
     with Engine(site.settings(transport=transport)) as engine:
         # The server's own word for keys that it does not know any more.
-        assert engine.outcomes(0) == [Outcome.UNAVAILABLE]
+        assert engine.outcomes(0) == [FetchOutcome.UNAVAILABLE]
         assert "InvalidAccessKeyId" in warnings_of(caplog, "an entry is denied")[0]
         eventually(
             lambda: (
-                engine.outcomes(0) == [Outcome.UNAVAILABLE]
+                engine.outcomes(0) == [FetchOutcome.UNAVAILABLE]
                 and bool(warnings_of(caplog, "there are no others yet"))
             )
         )
         write_keys(keys, me)
         engine.fetch_in_the_end(0)
-        assert engine.outcomes(1) == [Outcome.READY]
+        assert engine.outcomes(1) == [FetchOutcome.READY]
         assert engine.count("fetch.denied") >= 2
     assert len(warnings_of(caplog, "there are no others yet")) == 1
     assert len(warnings_of(caplog, "others are used now (shared-credentials-file)")) == 1
@@ -100,7 +100,7 @@ def test_leave_to_write_that_is_revoked_keeps_the_reads_and_loses_no_save(
         revoked = site.proxy.add(Rule(s3_error(403, "AccessDenied"), method="PUT"))
         engine.save(3)
         eventually(lambda: engine.count("save_problem.denied") >= 1)
-        assert engine.outcomes(0) == [Outcome.READY]
+        assert engine.outcomes(0) == [FetchOutcome.READY]
         assert key_at(3).digest.hex() in site.spooled()
         fired = revoked.fired
         site.let_through()
@@ -152,7 +152,7 @@ def test_clocks_an_hour_apart_are_named_with_the_difference_and_heal(
     with Engine(site.settings(transport=transport, index_refresh_s="0.1")) as engine:
         engine.node.follow_the_bucket()
         eventually(lambda: bool(warnings_of(caplog, "cannot read the index")))
-        assert engine.outcomes(0) == [Outcome.UNAVAILABLE]
+        assert engine.outcomes(0) == [FetchOutcome.UNAVAILABLE]
         eventually(lambda: engine.node.breaker.is_open)
         (line,) = warnings_of(caplog, "cannot read the index")
         assert re.search(r"set this machine's clock, it is 36\d\d s ahead of the server's", line)
@@ -248,9 +248,9 @@ def test_metadata_that_does_not_answer_holds_nothing_up_and_is_asked_seldom(
         monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", url)
         with Engine(site.settings(transport=transport, index_refresh_s="0.1")) as engine:
             engine.node.follow_the_bucket()
-            assert engine.outcomes(0) == [Outcome.UNAVAILABLE]
+            assert engine.outcomes(0) == [FetchOutcome.UNAVAILABLE]
             eventually(lambda: engine.node.breaker.is_open)
-            assert engine.outcomes(0) == [Outcome.UNAVAILABLE]
+            assert engine.outcomes(0) == [FetchOutcome.UNAVAILABLE]
             assert service.asked >= 1
             assert site.proxy.requests == []
             assert len(warnings_of(caplog, "cannot read the index")) == 1

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from s3ec.prefetch import Outcome
+from s3ec.prefetch import FetchOutcome
 from s3ec.testing.server import LocalS3
 from tests.faults.engine import Engine, body_at
 from tests.faults.saving import WIDTH, key_at
 from tests.faults.site import LAYOUT, Site, eventually
+from tests.on_disk import evict
 
 
 @pytest.fixture
@@ -38,7 +39,7 @@ def test_object_deleted_out_of_band_is_one_miss_written_again_and_found_by_other
         assert both.node.index.holds(key_at(1))
         reply = stocked.client.delete_object(Bucket=stocked.bucket, Key=LAYOUT.object(key_at(1)))
         assert bool(reply.get("DeleteMarker")) is versioned
-        assert both.fetch(1).outcome is Outcome.ABSENT
+        assert both.fetch(1).outcome is FetchOutcome.ABSENT
         assert both.count("index.vanished") == 1
         assert not both.node.index.maybe_contains(key_at(1))
         assert not both.node.index.holds(key_at(1))
@@ -46,7 +47,7 @@ def test_object_deleted_out_of_band_is_one_miss_written_again_and_found_by_other
         both.announce()
         assert both.node.index.holds(key_at(1))
         assert stocked.body(key_at(1).name) == body_at(1)
-        other.node.tier.evict(key_at(1))
+        evict(other.node.tier, key_at(1))
         other.refresh()
         assert other.fetch(1).source == "bucket"
     if versioned:
@@ -59,14 +60,14 @@ def test_bucket_that_is_deleted_is_a_miss_and_hits_come_back_with_it(
     with Engine.at(stocked, tmp_path / "a") as engine:
         engine.save_and_wait(1)
         engine.announce()
-        engine.node.tier.evict(key_at(1))
+        evict(engine.node.tier, key_at(1))
         local_s3.delete_bucket(stocked.bucket)
-        assert engine.fetch(1).outcome in (Outcome.ABSENT, Outcome.UNAVAILABLE)
+        assert engine.fetch(1).outcome in (FetchOutcome.ABSENT, FetchOutcome.UNAVAILABLE)
         local_s3.create_bucket(stocked.bucket)
         stocked.stock_record(WIDTH)
         stocked.stock(key_at(1).name, body_at(1))
         # The breaker lets the bucket rest for a second or more.
-        eventually(lambda: engine.fetch(1).outcome is Outcome.READY)
+        eventually(lambda: engine.fetch(1).outcome is FetchOutcome.READY)
 
 
 def _empty(site: Site) -> None:

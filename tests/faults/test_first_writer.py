@@ -14,7 +14,7 @@ import pytest
 
 from s3ec.connector.messages import Save
 from s3ec.node import Node
-from s3ec.prefetch import Fetched, Outcome, Want
+from s3ec.prefetch import FetchOutcome, FetchRequest, FetchResult
 from s3ec.settings import Settings
 from s3ec.testing.server import LocalS3
 from tests.faults.saving import NAMESPACE, ROWS, WIDTH, data_at, identifier_at, key_at
@@ -48,8 +48,8 @@ def save(node: Node, *numbers: int) -> None:
     assert queue.drain(30) == 0
 
 
-def fetch(node: Node, number: int) -> Fetched:
-    node.prefetcher.submit([Want(key_at(number), "image", ROWS)])
+def fetch(node: Node, number: int) -> FetchResult:
+    node.prefetcher.submit([FetchRequest(key_at(number), "image", ROWS)])
     eventually(lambda: node.prefetcher.has_news)
     (fetched,) = node.prefetcher.drain()
     if fetched.pin is not None:
@@ -76,9 +76,9 @@ def test_in_an_engines_life_an_entry_is_written_once_and_conditionally(
     site.client.delete_object(Bucket=site.bucket, Key=OBJECTS[1:] + gone)
     with engine(site, "second", transport) as second:
         eventually(lambda: second.index.maybe_contains(key_at(2)))
-        assert fetch(second, 0).outcome is Outcome.CORRUPT
-        assert fetch(second, 1).outcome is Outcome.ABSENT
-        assert fetch(second, 2).outcome is Outcome.READY
+        assert fetch(second, 0).outcome is FetchOutcome.CORRUPT
+        assert fetch(second, 1).outcome is FetchOutcome.ABSENT
+        assert fetch(second, 2).outcome is FetchOutcome.READY
         save(second, *range(COUNT))  # what a producer does that encoded them again
         assert second.counters.get("save.items") >= 1  # what vanished
         assert second.counters.get("save.existed") >= 1

@@ -18,12 +18,13 @@ from s3ec.codec import Header, Shape
 from s3ec.dev.rigs.proxy import Fault, Rule
 from s3ec.dev.rigs.proxy_faults import Flip, Replace, html_page
 from s3ec.identity import canonical_json
-from s3ec.prefetch import Outcome
+from s3ec.prefetch import FetchOutcome
 from s3ec.testing.server import LocalS3
 from tests.faults.engine import Engine, body_at, gets, overwrite
 from tests.faults.living import ROWS
 from tests.faults.saving import NAMESPACE, WIDTH, data_at, identifier_at, key_at
 from tests.faults.site import LAYOUT, Site
+from tests.on_disk import audit_of, usage_of
 
 ENTRY_BYTES = len(body_at(0))
 
@@ -61,17 +62,17 @@ def test_bit_flipped_anywhere_is_a_miss_or_the_right_bytes(stocked: Site, tmp_pa
                 overwrite(stocked, key, flipped(body_at(number), bit))
             fetched = engine.fetch(number)
             if where == "once":
-                assert (rule.fired, fetched.outcome) == (1, Outcome.READY)
+                assert (rule.fired, fetched.outcome) == (1, FetchOutcome.READY)
                 assert gets(stocked, number) == ["r0", "r0"]
                 assert engine.count("quarantined_objects") == before
             else:
-                assert fetched.outcome is Outcome.CORRUPT
+                assert fetched.outcome is FetchOutcome.CORRUPT
                 assert gets(stocked, number)[:2] == ["r0", "r0"]
                 assert engine.count("quarantined_objects") == before + 1
                 assert not engine.node.tier.contains(key)
 
         flip()
-        assert engine.node.tier.check() == []
+        assert audit_of(engine.node.tier) == []
 
 
 BODIES: dict[str, Callable[[], Fault]] = {
@@ -90,12 +91,12 @@ def test_body_that_is_something_else_is_a_miss_and_the_object_is_quarantined(
             rule = stocked.proxy.add(
                 Rule(fault(), method="GET", target=f"{LAYOUT.object(key_at(number))}", times=2)
             )
-            assert engine.fetch(number).outcome is Outcome.CORRUPT, what
+            assert engine.fetch(number).outcome is FetchOutcome.CORRUPT, what
             assert rule.fired == 2, what
             assert engine.count("quarantined_objects") == number + 1, what
             engine.node.bad_objects.refresh()
             assert engine.node.bad_objects.revision(key_at(number)) == 1, what
-        assert engine.node.tier.usage().entries == 0
+        assert usage_of(engine.node.tier).entries == 0
 
 
 def entry_of(number: int, **changes: object) -> bytes:
@@ -155,10 +156,12 @@ def test_entry_that_does_not_fit_is_a_miss_and_its_field_is_counted(
         for number, (field, make) in enumerate(MISFITS.items()):
             stocked.stock(key_at(number).name, make(number))
             outcome = engine.fetch(number).outcome
-            assert outcome is (Outcome.CORRUPT if field in unusable else Outcome.MISMATCH), field
+            assert outcome is (
+                FetchOutcome.CORRUPT if field in unusable else FetchOutcome.MISMATCH
+            ), field
             assert engine.count(f"mismatch.{field}") == (2 if field in unusable else 1), field
         assert engine.count("quarantined_objects") == len(unusable)
-        assert engine.node.tier.usage().entries == 0
+        assert usage_of(engine.node.tier).entries == 0
 
 
 def tensors(count: int) -> bytes:
@@ -187,10 +190,10 @@ def test_hostile_safetensors_are_refused_and_quarantined(stocked: Site, tmp_path
             stocked.stock(key_at(number).name, body)
             outcome = engine.fetch(number).outcome
             if what == "100,000 names":  # larger than any honest entry: refused unread
-                assert outcome is Outcome.MISMATCH
+                assert outcome is FetchOutcome.MISMATCH
                 assert engine.count("mismatch.size") == 1
             else:
-                assert outcome is Outcome.CORRUPT, what
+                assert outcome is FetchOutcome.CORRUPT, what
         assert engine.count("quarantined_objects") == len(HOSTILE) - 1
         assert engine.count("corrupt.header") == 2 * (len(HOSTILE) - 1)
-        assert engine.node.tier.usage().entries == 0
+        assert usage_of(engine.node.tier).entries == 0

@@ -18,7 +18,7 @@ import pytest
 from s3ec.connector.scheduler import SchedulerHalf
 from s3ec.connector.vllm_config import Role
 from s3ec.errors import TierError
-from s3ec.prefetch import Outcome, Want
+from s3ec.prefetch import FetchOutcome, FetchRequest
 from tests.faults.disks import FailingDisk, failing_disk
 from tests.faults.living import ROWS
 from tests.faults.machine import Corpus, Machine
@@ -113,7 +113,7 @@ def test_hooks_go_on_while_the_disk_hangs_and_hits_come_back_with_it(disk: Faili
             assert machine.node.counters.get("tier.hung") == 1
             held = engine.request(6)
             assert engine.ask(held)  # at once
-            assert machine.fetch(7)[7].outcome is Outcome.UNAVAILABLE
+            assert machine.fetch(7)[7].outcome is FetchOutcome.UNAVAILABLE
             hang.end()
             eventually(lambda: not machine.node.loop.watch.hangs)
             machine.node.prefetcher.drain()
@@ -166,7 +166,7 @@ def test_node_ends_in_time_though_its_disk_hangs(disk: FailingDisk) -> None:
     granted = machine.fetch(0)
     with disk.hanging():
         machine.save(10)
-        machine.node.prefetcher.submit([Want(key_at(1), "image", ROWS)])
+        machine.node.prefetcher.submit([FetchRequest(key_at(1), "image", ROWS)])
         eventually(lambda: machine.node.loop.watch.hangs)
         machine.worker.finish()
         machine.node.close(0.3)

@@ -17,9 +17,9 @@ import pytest
 from s3ec.dev.rigs.proxy import FaultProxy
 from s3ec.identity import Namespace
 from s3ec.index import cache, follower, manifest, sealed
-from s3ec.index.rows import Facts, Rows
+from s3ec.index.rows import EntryInfo, Rows
 from s3ec.index.segment import encode_segment
-from s3ec.prefetch import Outcome
+from s3ec.prefetch import FetchOutcome
 from s3ec.testing.server import LocalS3
 from tests.faults.indexed import (
     LAYOUT,
@@ -53,7 +53,7 @@ def newer(body: bytes) -> bytes:
 
 def foreign(_: bytes) -> bytes:
     """Right in all but the namespace: it would hide and invent entries."""
-    rows = Rows.from_facts([(key_at(4).digest, Facts())])
+    rows = Rows.from_facts([(key_at(4).digest, EntryInfo())])
     return b"".join(encode_segment(rows, _OTHER.name))
 
 
@@ -305,7 +305,7 @@ def test_what_only_a_filter_says_costs_one_request_for_each_negative_ttl(
         assert not any(node.index.holds(key_at(n)) for n in absent)  # a producer would encode
         proxy.requests.clear()
         found = fetch(node, believed)
-        assert {one.outcome for one in found.values()} == {Outcome.ABSENT}
+        assert {one.outcome for one in found.values()} == {FetchOutcome.ABSENT}
         for _ in range(3):
             assert serve(node, absent) == set()
         assert [gets_of(proxy, n) for n in believed] == [1] * len(believed)
@@ -321,7 +321,7 @@ def test_facts_that_are_wrong_skip_an_entry_and_never_serve_it_with_another_shap
     """Whoever may write to the bucket may announce anything, with the right checksums."""
     corpus, proxy = bucket
     fill(corpus, tmp_path)
-    lies = [Facts(rows=ROWS + 1), Facts(width=WIDTH * 2), Facts(dtype="float32")]
+    lies = [EntryInfo(rows=ROWS + 1), EntryInfo(width=WIDTH * 2), EntryInfo(dtype="float32")]
     rows = Rows.from_facts(
         [
             (key_at(n).digest, lie._replace(time_s=2**32 - 1))
@@ -334,8 +334,12 @@ def test_facts_that_are_wrong_skip_an_entry_and_never_serve_it_with_another_shap
         refresh(node, 2)
         worth = [n for n in ASKED if node.index.maybe_contains(key_at(n))]
         outcomes = {n: one.outcome for n, one in fetch(node, worth).items()}
-        assert {n for n, outcome in outcomes.items() if outcome is Outcome.MISMATCH} == {0, 1, 2}
-        assert outcomes[3] is Outcome.READY
+        assert {n for n, outcome in outcomes.items() if outcome is FetchOutcome.MISMATCH} == {
+            0,
+            1,
+            2,
+        }
+        assert outcomes[3] is FetchOutcome.READY
         assert node.counters.get("mismatch.index") == 3
         assert [gets_of(proxy, n) for n in (0, 1, 2)] == [0, 0, 0]
         corpus.delete(lie)

@@ -89,7 +89,7 @@ def test_memory_of_a_listing_for_a_base_does_not_grow_with_the_bucket(
 
 
 def peak_of_listing(folder: Path, entries: int) -> int:
-    """Bytes that were allocated at the most; one page is under way at a time."""
+    """Bytes that were allocated at the most. One page is under way at a time, whatever the load."""
     folder.mkdir()
     loop = LoopThread("listing")
     with Pages(f"corpus/{LAYOUT.objects}", entries, folders=1, breaks=5) as pages:

@@ -21,7 +21,7 @@ import pytest
 from s3ec.dev.rigs.proxy import Exchange, FaultProxy, Rule
 from s3ec.index.delete import deleting
 from s3ec.node import Node
-from s3ec.prefetch import Outcome
+from s3ec.prefetch import FetchOutcome
 from s3ec.testing.server import LocalS3
 from tests.faults.herd import Herd
 from tests.faults.indexed import (
@@ -291,7 +291,7 @@ def test_announcement_that_comes_after_its_entry_was_deleted_costs_one_request_a
     assert run_verify(place.node).extra == 1
     refresh(place.node)
     assert place.node.index.maybe_contains(key_at(1))
-    assert {one.outcome for one in fetch(place.node, [1]).values()} == {Outcome.ABSENT}
+    assert {one.outcome for one in fetch(place.node, [1]).values()} == {FetchOutcome.ABSENT}
     for _ in range(3):
         assert serve(place.node, [1]) == set()
     assert place.node.counters.get("index.vanished") == 1

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from s3ec.cli.app import app
 from s3ec.dev.rigs.proxy import FaultProxy, Rule
 from s3ec.dev.rigs.proxy_faults import ForgetCondition
-from s3ec.prefetch import Outcome
+from s3ec.prefetch import FetchOutcome
 from s3ec.settings import Settings
 from s3ec.store.open import ConditionalPut, open_store, probe_conditional_put
 from s3ec.testing.server import LocalS3, MotoServer
@@ -68,7 +68,7 @@ def test_server_without_conditions_is_named_not_compacted_on_and_serves_right_by
         assert (one.count("save.items"), other.count("save.existed")) == (2, 1)
         other.refresh()
         assert other.node.index.maybe_contains(key_at(2))
-        assert other.fetch(2).outcome is Outcome.READY
+        assert other.fetch(2).outcome is FetchOutcome.READY
         assert careless.body(key_at(1).name) == body_at(1)
 
     for name, value in careless.settings().items():

@@ -23,7 +23,7 @@ from s3ec.dev.rigs import proxy_faults as faults
 from s3ec.dev.rigs.proxy import FaultProxy, Rule
 from s3ec.identity import Layout, make_key
 from s3ec.node import Node
-from s3ec.prefetch import Want
+from s3ec.prefetch import FetchRequest
 from s3ec.settings import Settings
 from s3ec.testing.server import MotoServer
 from tests.faults.saving import NAMESPACE, WIDTH
@@ -81,7 +81,7 @@ def use(settings: Settings) -> str:
         node.loop.run(_try_everything(node, said), 60)
         key = make_key(NAME)
         assert key is not None
-        node.prefetcher.submit([Want(key, "image", SHAPE.rows)])
+        node.prefetcher.submit([FetchRequest(key, "image", SHAPE.rows)])
         eventually(lambda: node.prefetcher.has_news)
         for one in node.prefetcher.drain():
             said.append(repr(one.outcome))

@@ -22,7 +22,7 @@ from s3ec.config import load_settings
 from s3ec.dev.rigs import proxy_faults as faults
 from s3ec.dev.rigs.proxy import Fault, FaultProxy, Rule
 from s3ec.node import Node
-from s3ec.prefetch import Fetched, Outcome, Want
+from s3ec.prefetch import FetchOutcome, FetchRequest, FetchResult
 from s3ec.testing.server import LocalS3
 from tests.faults.living import ROWS, object_at
 from tests.faults.saving import NAMESPACE, WIDTH, data_at, identifier_at, key_at
@@ -31,7 +31,7 @@ from tests.faults.site import OBJECTS, Site, eventually
 torch = pytest.importorskip("torch")
 
 TRANSPORTS = ["aioboto3", "obstore"]
-READY, MISMATCH, UNAVAILABLE = Outcome.READY, Outcome.MISMATCH, Outcome.UNAVAILABLE
+READY, MISMATCH, UNAVAILABLE = FetchOutcome.READY, FetchOutcome.MISMATCH, FetchOutcome.UNAVAILABLE
 SLOW_DOWN = faults.s3_error(503, "SlowDown")
 
 
@@ -56,10 +56,10 @@ class Rig:
     def counted(self, name: str) -> float:
         return self.node.counters.get(name)
 
-    def fetch(self, number: int) -> Fetched:
+    def fetch(self, number: int) -> FetchResult:
         """Its end; bytes that come are those of the encoder."""
-        self.node.prefetcher.submit([Want(key_at(number), "image", ROWS)])
-        done: list[Fetched] = []
+        self.node.prefetcher.submit([FetchRequest(key_at(number), "image", ROWS)])
+        done: list[FetchResult] = []
         eventually(lambda: bool(done.extend(self.node.prefetcher.drain()) or done))
         (fetched,) = done
         if fetched.pin is not None:
@@ -322,10 +322,10 @@ def test_a_server_killed_while_it_reads_and_writes_loses_nothing_and_is_found_ag
             assert server.pid is not None
             os.kill(server.pid, signal.SIGSTOP)  # so that no request is over before the kill
             rig.save(saved)
-            rig.node.prefetcher.submit([Want(key_at(wanted), "image", ROWS)])
+            rig.node.prefetcher.submit([FetchRequest(key_at(wanted), "image", ROWS)])
             eventually(lambda: rig.node.endpoint.pace.used >= 2)
             server.kill()
-            done: list[Fetched] = []
+            done: list[FetchResult] = []
             eventually(lambda: bool(done.extend(rig.node.prefetcher.drain()) or done))
             assert done[0].outcome is UNAVAILABLE
             eventually(lambda: rig.node.breaker.is_open)

@@ -20,11 +20,12 @@ import pytest
 
 from s3ec.identity import digest_of_name
 from s3ec.node import Node
-from s3ec.prefetch import Outcome, Want
+from s3ec.prefetch import FetchOutcome, FetchRequest
 from s3ec.settings import Settings
 from s3ec.testing.server import LocalS3
 from tests.faults.saving import NAMESPACE, ROWS, data_at, identifier_at, key_at
 from tests.faults.site import DEADLINE_S, Site, eventually
+from tests.on_disk import audit_of
 
 pytest.importorskip("torch")
 
@@ -133,7 +134,9 @@ def assert_all_is_well(
         monkeypatch.setenv(name, value)
     node = Node(Settings.model_validate(site.settings(cache_dir=str(empty))), NAMESPACE)
     try:
-        node.prefetcher.submit([Want(key_at(number), "image", ROWS) for number in range(count)])
+        node.prefetcher.submit(
+            [FetchRequest(key_at(number), "image", ROWS) for number in range(count)]
+        )
         fetched = []
 
         def have_all() -> bool:
@@ -141,13 +144,13 @@ def assert_all_is_well(
             return len(fetched) == count
 
         eventually(have_all)
-        assert {(one.outcome, one.source) for one in fetched} == {(Outcome.READY, "bucket")}
+        assert {(one.outcome, one.source) for one in fetched} == {(FetchOutcome.READY, "bucket")}
         by_identifier = {one.want.key.identifier: one.pin for one in fetched}
         for number in range(count):
             pin = by_identifier[identifier_at(number)]
             assert pin is not None
             assert pin.path.read_bytes()[pin.header.data_start :] == data_at(number)
-        assert node.tier.check() == []
+        assert audit_of(node.tier) == []
     finally:
         node.close(5)
 

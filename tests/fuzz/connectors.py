@@ -24,7 +24,7 @@ from vllm.v1.request import Request
 from s3ec.connector import live_weights
 from s3ec.connector.item_tracker import MAX_WAITS, NO_PIXELS_WAIT_S
 from s3ec.connector.messages import StepPlan, WorkerReport
-from s3ec.connector.remote_ranks import Ranks, tier_mark
+from s3ec.connector.remote_ranks import Ranks, tier_id
 from s3ec.connector.scheduler import SchedulerHalf
 from s3ec.connector.vllm_config import Role
 from s3ec.connector.worker import WorkerHalf
@@ -237,7 +237,7 @@ class S3EC(Connector):
     def _make_bookkeeping(self, bench: Bench) -> Ranks:
         return Ranks(
             self.options.ranks,
-            tier_mark(bench.node),
+            tier_id(bench.node),
             steps_in_flight=self.options.depth,
             heard_without_tokens=self.options.v2,
         )

@@ -11,7 +11,7 @@ from s3ec.connector.item_tracker import MAX_WAITS
 from s3ec.connector.messages import Load, StepPlan, WorkerReport
 from s3ec.connector.scheduler import SchedulerHalf
 from s3ec.connector.worker import WorkerHalf
-from s3ec.prefetch import Want
+from s3ec.prefetch import FetchRequest
 from s3ec.tier import Pin
 from tests.fuzz.connectors import S3EC
 from tests.fuzz.engine import Options, has_pixels
@@ -187,7 +187,7 @@ class ForgetsFetches(S3EC):
         super().__init__(*args)
         submit = self.prefetcher.submit
 
-        def some(wants: Sequence[Want]) -> None:
+        def some(wants: Sequence[FetchRequest]) -> None:
             submit(wants[1:])
 
         self.prefetcher.submit = some  # type: ignore[method-assign, assignment]

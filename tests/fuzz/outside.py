@@ -22,8 +22,8 @@ from s3ec import codec
 from s3ec.connector import saves
 from s3ec.connector.messages import Save
 from s3ec.identity import Key
-from s3ec.index.rows import Facts
-from s3ec.prefetch import Fetched, Outcome, Want
+from s3ec.index.rows import EntryInfo
+from s3ec.prefetch import FetchOutcome, FetchRequest, FetchResult
 from s3ec.tier import Pin
 from s3ec.tier.tier import LocalKeys
 from tests.unit.connector.scheduling import Clock
@@ -118,10 +118,10 @@ class PlayedIndex:
     def holds(self, key: Key) -> bool:
         return self.maybe_contains(key) and self._sure[key.digest]
 
-    def facts(self, key: Key) -> Facts | None:
+    def facts(self, key: Key) -> EntryInfo | None:
         return None
 
-    def add(self, key: Key, facts: Facts | None = None) -> None:
+    def add(self, key: Key, facts: EntryInfo | None = None) -> None:
         self._sure[key.digest] = True
         self._hidden_until.pop(key.digest, None)
 
@@ -188,17 +188,17 @@ class PlayedPrefetcher:
         self._outside = outside
         self._files = files
         self._is_read = is_read
-        self._done: list[Fetched] = []
-        self.open: dict[str, Want] = {}
+        self._done: list[FetchResult] = []
+        self.open: dict[str, FetchRequest] = {}
         self.live: dict[Path, Pin] = {}
         self.misfits: set[str] = set()
 
     @property
-    def news(self) -> Collection[Fetched]:
+    def news(self) -> Collection[FetchResult]:
         """What has ended and was not drained."""
         return self._done
 
-    def submit(self, wants: Sequence[Want]) -> None:
+    def submit(self, wants: Sequence[FetchRequest]) -> None:
         for want in wants:
             self.open.setdefault(want.key.identifier, want)
 
@@ -209,7 +209,7 @@ class PlayedPrefetcher:
     def has_news(self) -> bool:
         return bool(self._done)
 
-    def drain(self) -> list[Fetched]:
+    def drain(self) -> list[FetchResult]:
         done, self._done = self._done, []
         return done
 
@@ -223,7 +223,7 @@ class PlayedPrefetcher:
                     "pin given back before it was loaded", pin.header.identifier[:12]
                 )
 
-    def end(self, identifier: str, fault: Outcome | None = None) -> None:
+    def end(self, identifier: str, fault: FetchOutcome | None = None) -> None:
         """One fetch ends, as the real one would.
 
         Args:
@@ -238,23 +238,25 @@ class PlayedPrefetcher:
         if fault is not None:
             outcome = fault
         elif found is None:
-            outcome = Outcome.UNAVAILABLE if outside.down or outside.hung else Outcome.ABSENT
+            outcome = (
+                FetchOutcome.UNAVAILABLE if outside.down or outside.hung else FetchOutcome.ABSENT
+            )
         elif found.rows != want.rows:
-            outcome = Outcome.MISMATCH
+            outcome = FetchOutcome.MISMATCH
         else:
-            outcome = Outcome.READY
+            outcome = FetchOutcome.READY
             pin = self._files.link(identifier, found)
             self.live[pin.path] = pin
             outside.tier.setdefault(identifier, found)
             outside.local.add(want.key)
-        if outcome is Outcome.MISMATCH:
+        if outcome is FetchOutcome.MISMATCH:
             self.misfits.add(identifier)
-        if outcome in (Outcome.ABSENT, Outcome.CORRUPT):
-            outside.index.forget(want.key, absent=outcome is Outcome.ABSENT)
+        if outcome in (FetchOutcome.ABSENT, FetchOutcome.CORRUPT):
+            outside.index.forget(want.key, absent=outcome is FetchOutcome.ABSENT)
         if here is None and not outside.hung and pin is None:
             outside.local.discard(want.key)
         source = None if pin is None else "bucket" if here is None else "tier"
-        self._done.append(Fetched(want, outcome, pin, source, 0.05))
+        self._done.append(FetchResult(want, outcome, pin, source, 0.05))
 
     def close(self) -> None:
         """Remove the links that are left."""

@@ -37,7 +37,7 @@ from s3ec.modality import _parse as parse_record
 from s3ec.settings import check_endpoint, check_prefix, parse_url
 from s3ec.store.obstore_errors import _translate as translate
 from s3ec.tenant import Tenant, check_reference
-from s3ec.tier.bad_objects import _parse as parse_note
+from s3ec.tier.bad_objects import BadObject
 from s3ec.tier.process_folders import SpoolName, is_pin_folder_name
 from s3ec.tier.scan import is_index_name
 from s3ec.tier.usage import Figures
@@ -281,7 +281,7 @@ def usage(data: bytes) -> None:
 
 def note(data: bytes) -> None:
     """What this node has noted of a bad object, on a disk that others write to."""
-    found = parse_note(NAMESPACE, "0" * 16, data.decode("utf-8", "replace"))
+    found = BadObject.parse(NAMESPACE, "0" * 16, data.decode("utf-8", "replace"))
     if found is not None:
         require(is_object_name(found.key.name), "an unsafe object name")
         require("/" not in found.file_name and ".." not in found.file_name, "an unsafe file name")

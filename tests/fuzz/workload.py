@@ -24,13 +24,18 @@ from vllm.multimodal.inputs import (
 from vllm.v1.engine.input_processor import InputProcessor
 
 from s3ec.connector.item_tracker import MAX_WAITS
-from s3ec.prefetch import Outcome
+from s3ec.prefetch import FetchOutcome
 from tests.fuzz.connectors import S3EC, Bench
 from tests.fuzz.engine import BLOCK, Asked, Engine, Options
 from tests.fuzz.outside import FIRST_WEIGHTS, BrokenPromiseError, Stored
 from tests.unit.connector.scheduling import identifier_of, key_of
 
-_FAULTS = (Outcome.ABSENT, Outcome.UNAVAILABLE, Outcome.CORRUPT, Outcome.MISMATCH)
+_FAULTS = (
+    FetchOutcome.ABSENT,
+    FetchOutcome.UNAVAILABLE,
+    FetchOutcome.CORRUPT,
+    FetchOutcome.MISMATCH,
+)
 # More than any run takes: a request that never ends would go on.
 _MOST_ROUNDS = 20_000
 _STEP_S = 0.01

@@ -32,8 +32,8 @@ def test_each_check_that_is_skipped_everywhere_has_its_reason_above_it() -> None
         assert line.strip().startswith("#") or above.strip().startswith("#"), line
 
 
-def test_audits_are_pinned() -> None:
-    for name in ("audit", "checkov"):
+def test_tools_with_an_environment_of_their_own_are_pinned() -> None:
+    for name in ("audit", "checkov", "docs"):
         asked = (REPOSITORY / "requirements" / f"{name}.in").read_text().splitlines()
         pinned = (REPOSITORY / "requirements" / f"{name}.txt").read_text().splitlines()
         named = {line.partition("==")[0].replace("_", "-").lower() for line in pinned}

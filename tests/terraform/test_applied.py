@@ -13,7 +13,7 @@ import boto3
 import pytest
 from botocore.exceptions import ClientError
 
-from s3ec.prefetch import Outcome
+from s3ec.prefetch import FetchOutcome
 from s3ec.testing.server import Identity, LocalS3, MotoServer
 from tests.faults.engine import Engine
 from tests.faults.site import eventually
@@ -199,7 +199,11 @@ def test_connector_works_as_producer_and_as_consumer(
         assert engine.count("save_problem.denied") == 0
     with Engine(settings("consumer")) as engine:
         engine.follow()
-        assert engine.outcomes(0, 1, 7) == [Outcome.READY, Outcome.READY, Outcome.ABSENT]
+        assert engine.outcomes(0, 1, 7) == [
+            FetchOutcome.READY,
+            FetchOutcome.READY,
+            FetchOutcome.ABSENT,
+        ]
         engine.save(2)
         eventually(lambda: engine.count("save_problem.denied") >= 1)
         assert engine.count("save.items") == 0

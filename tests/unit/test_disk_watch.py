@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 
 import pytest
@@ -86,14 +85,3 @@ def test_asking_bears_calls_that_begin_and_end_meanwhile(watch: DiskWatch) -> No
         over.set()
         for worker in workers:
             worker.join()
-
-
-def test_forked_child_does_not_wait_for_its_parents_calls(watch: DiskWatch, clock: Clock) -> None:
-    watch.begin()
-    clock.now_s += 60
-    pid = os.fork()
-    if pid == 0:
-        watch.after_fork()  # as its loop does
-        os._exit(watch.hangs)
-    assert os.waitpid(pid, 0)[1] == 0
-    assert watch.hangs

@@ -465,7 +465,9 @@ def test_revisions_have_names_of_their_own_and_lead_back_to_the_entry(identifier
     assert not is_object_name(revised_name(key.name, 1))
 
 
-@pytest.mark.parametrize("mark", ["r0", "r10", "r", "R1", "r1.r2", "r\u0661", "1", "r-1"])
+@pytest.mark.parametrize(
+    "mark", ["r0", "r2", "r9", "r10", "r", "R1", "r1.r2", "r\u0661", "1", "r-1"]
+)
 def test_what_only_looks_like_a_revision_is_none(mark: str) -> None:
     name = key_of(A).name.removesuffix(OBJECT_SUFFIX)
     assert entry_name(f"{name}.{mark}{OBJECT_SUFFIX}") is None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loop thread: late to start, sure to end, and new in a forked child."""
+"""The loop thread: late to start, and sure to end."""
 
 from __future__ import annotations
 
@@ -308,7 +308,7 @@ def test_stop_gives_up_on_what_ignores_it(
             thread.join(TIMEOUT_S)
 
 
-# -- forking -----------------------------------------------------------------------------------
+# -- the end of the process --------------------------------------------------------------------
 
 
 def run_child(code: str) -> str:
@@ -326,87 +326,14 @@ def run_child(code: str) -> str:
 
 
 PRELUDE = """
-import asyncio, os, signal, sys, threading
+import asyncio, os, signal, threading
 from s3ec.runtime import LoopThread
 signal.alarm(30)
-loop = LoopThread("s3ec-fork")
+loop = LoopThread("s3ec-end")
 
 async def where():
     return os.getpid(), threading.get_native_id()
-
-def child_of(function):
-    pid = os.fork()
-    if pid == 0:
-        signal.alarm(20)
-        try:
-            function()
-        except BaseException as exc:
-            print("child:", repr(exc), file=sys.stderr, flush=True)
-            os._exit(1)
-        os._exit(0)
-    assert os.waitpid(pid, 0)[1] == 0
 """
-
-
-def test_a_forked_child_gets_a_loop_and_thread_of_its_own() -> None:
-    run_child(
-        PRELUDE
-        + """
-parent = loop.run(where(), 10)
-
-def child():
-    mine = loop.run(where(), 10)
-    assert mine[0] == os.getpid() != parent[0], (mine, parent)
-    assert mine[1] != parent[1]
-    async def disk():
-        return await loop.disk(os.getpid)
-    assert loop.run(disk(), 10) == os.getpid()
-    loop.stop(10)
-    assert loop.closed
-
-child_of(child)
-assert loop.run(where(), 10) == parent  # the parent's goes on
-child_of(child)
-assert loop.run(where(), 10) == parent
-loop.stop(10)
-"""
-    )
-
-
-def test_a_child_forked_while_another_thread_holds_the_lock_does_not_hang() -> None:
-    run_child(
-        PRELUDE
-        + """
-loop.run(where(), 10)
-held, release = threading.Event(), threading.Event()
-
-def hold():
-    with loop._lock:
-        held.set()
-        release.wait(20)
-
-holder = threading.Thread(target=hold)
-holder.start()
-held.wait(10)
-child_of(lambda: loop.run(where(), 10))
-release.set()
-holder.join()
-loop.stop(10)
-"""
-    )
-
-
-def test_stop_in_a_child_leaves_the_parents_thread_alone() -> None:
-    run_child(
-        PRELUDE
-        + """
-parent = loop.run(where(), 10)
-child_of(lambda: loop.stop(10))
-assert not loop.closed
-assert loop.run(where(), 10) == parent
-loop.stop(10)
-"""
-    )
 
 
 def test_the_process_ends_though_nobody_stopped_the_loop() -> None:

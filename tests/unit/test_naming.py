@@ -7,19 +7,19 @@ import tracemalloc
 
 import pytest
 
-from s3ec.identity import KeyMaker, Naming, make_key
+from s3ec.identity import KeyCache, KeyPolicy, make_key
 from s3ec.tenant import Tenant
 from tests.unit.test_identity import TRICKY
 
 
 def test_key_maker_answers_as_make_key_does() -> None:
-    make = KeyMaker(capacity=8)
+    make = KeyCache(capacity=8)
     for identifier in [*TRICKY, "renderer0-mm-1-image-0", "", *TRICKY]:
         assert make(identifier) == make_key(identifier)
 
 
 def test_key_maker_remembers_a_bounded_number_and_nothing_refused() -> None:
-    make = KeyMaker(capacity=8)
+    make = KeyCache(capacity=8)
     for number in range(100):
         make(f"picture {number}")
         make(f"renderer0-mm-{number}-image-0")
@@ -36,7 +36,7 @@ def test_names_in_any_number_and_of_any_length_take_a_bounded_memory(
     """Measured with a small one: 1 KiB an entry, so 64 MiB with the default capacity."""
     capacity = 512
     for characters in (128, 129, 1000):
-        make = KeyMaker(Naming(tenant).make_key, capacity=capacity)
+        make = KeyCache(KeyPolicy(tenant).make_key, capacity=capacity)
         tracemalloc.start()
         for number in range(capacity + 100):
             name = f"{number:06}".ljust(characters, character)

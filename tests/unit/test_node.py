@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,10 +12,15 @@ import pytest
 from s3ec.config import load_settings
 from s3ec.identity import Namespace
 from s3ec.index import compaction
+from s3ec.index.base_writer import temporary_folder
 from s3ec.node import Node, _destination
 from s3ec.testing.memory_store import MemoryStore
+from s3ec.tier.evictor import EvictLock
+from s3ec.tier.files import Folders
+from tests.on_disk import audit_of
 from tests.unit.index.basics import NAMESPACE, key_of
 from tests.unit.index.corpus import Corpus, rows_of
+from tests.unit.tier.cases import DESTINATION, child, key_at, new_tier, pin_folders
 
 
 def destination(**changes: Any) -> str:
@@ -128,7 +134,7 @@ def test_a_node_that_ends_in_the_middle_of_a_refresh_leaves_no_file_half(
     until(lambda: node.counters.get("index.downloads") > 0)
     node.close(10)
     again = make_node()
-    assert again.tier.check() == []
+    assert audit_of(again.tier) == []
     again.follow_the_bucket()
     until(lambda: again.index.loaded)
     assert all(again.index.maybe_contains(key_of(number)) for number in range(1000))
@@ -148,3 +154,36 @@ def test_a_node_compacts_what_piles_up(
     until(lambda: node.index.counts() == (0, 0, compaction.MAX_DELTAS + 1))
     assert all(node.index.holds(key_of(number)) for number in range(compaction.MAX_DELTAS + 1))
     assert node.counters.get("compact.bases") == 1
+
+
+# -- forks -------------------------------------------------------------------------------------
+
+
+def test_a_forked_child_makes_a_node_of_its_own_and_leaves_its_parents_alone(
+    tmp_path: Path,
+) -> None:
+    with child("fork", tmp_path / "cache") as parent:
+        assert parent.hear() == "done"
+        parent.end()
+
+
+def test_a_forked_child_keeps_no_lock_of_its_dead_parent(tmp_path: Path) -> None:
+    root = tmp_path / "cache"
+    with child("orphan", root) as parent:
+        temp = Path(parent.hear())
+        parent.kill()  # its child lives
+        tier = new_tier(root)
+        tier.open()
+        assert [folder.name.split("-")[0] for folder in pin_folders(root)] == [str(os.getpid())]
+        claim = tier.try_claim(key_at(1))
+        assert claim is not None
+        tier.release(claim)
+        assert len(tier.open_spool(DESTINATION).adopt()) == 1
+        assert not temp.exists()
+        with EvictLock(Folders(root)).hold() as alone:
+            assert alone
+        assert tier.estimated_bytes() > 0
+        with temporary_folder(tmp_path) as work:
+            assert set(tmp_path.iterdir()) == {root, work}
+        parent.say()
+        tier.close()

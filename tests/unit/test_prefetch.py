@@ -6,10 +6,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import hashlib
-import os
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -30,16 +26,26 @@ from s3ec.index.base import Index
 from s3ec.index.cache import IndexCache
 from s3ec.index.listing import ListingIndex
 from s3ec.index.reader import ManifestIndex
-from s3ec.index.rows import Facts
+from s3ec.index.rows import EntryInfo
 from s3ec.modality import ModalityRecords
-from s3ec.prefetch import Fetched, Limits, Outcome, Prefetcher, Priority, Sources, Want
+from s3ec.prefetch import (
+    FetchOutcome,
+    FetchRequest,
+    FetchResult,
+    Limits,
+    Prefetcher,
+    Priority,
+    Sources,
+)
 from s3ec.runtime import LoopThread
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script, cut, flip, replace
 from s3ec.testing.memory_store import MemoryStore
 from s3ec.tier import Claim, Pin, Tier
 from s3ec.tier.bad_objects import BadObjects
+from s3ec.tier.files import Folders
 from s3ec.tier.tier import LocalKeys
 from tests.finite import FINITE
+from tests.on_disk import audit_of, evict, usage_of
 
 NAMESPACE = "gemma-0123456789abcdef"
 LAYOUT = Layout(NAMESPACE)
@@ -72,9 +78,9 @@ def entry(
     return codec.encode_header(header) + data
 
 
-def want(text: object, priority: Priority = Priority.DEMAND, **changes: object) -> Want:
+def want(text: object, priority: Priority = Priority.DEMAND, **changes: object) -> FetchRequest:
     values: dict[str, object] = {"modality": "image", "rows": ROWS, **changes}
-    return Want(key_of(text), priority=priority, **values)  # type: ignore[arg-type]
+    return FetchRequest(key_of(text), priority=priority, **values)  # type: ignore[arg-type]
 
 
 def until(true: Callable[[], bool], what: str) -> None:
@@ -120,7 +126,7 @@ class Bench:
         self.local = LocalKeys()
         self.loop = LoopThread("s3ec-prefetch-test", disk_threads=4)
         self.bad_objects = BadObjects(
-            folder, NAMESPACE, "0" * 16, ttl_s=3600, counters=self.counters, clock=self.now
+            Folders(folder), NAMESPACE, "0" * 16, ttl_s=3600, counters=self.counters, clock=self.now
         )
         self.tier = self.make_tier()
         self.records = ModalityRecords(self.store, LAYOUT)
@@ -181,8 +187,8 @@ class Bench:
         self.script.faults.insert(0, Fault(**{"op": "get", "name": OBJECTS} | where, gate=gate))  # type: ignore[arg-type]
         return gate
 
-    def collect(self, count: int) -> list[Fetched]:
-        done: list[Fetched] = []
+    def collect(self, count: int) -> list[FetchResult]:
+        done: list[FetchResult] = []
 
         def enough() -> bool:
             done.extend(self.prefetcher.drain())
@@ -191,11 +197,11 @@ class Bench:
         until(enough, f"{count} fetches, have {done}")
         return done
 
-    def fetch(self, *wants: Want) -> list[Fetched]:
+    def fetch(self, *wants: FetchRequest) -> list[FetchResult]:
         self.prefetcher.submit(wants)
         return self.collect(len(wants))
 
-    def one(self, text: object = "a", **changes: object) -> Fetched:
+    def one(self, text: object = "a", **changes: object) -> FetchResult:
         return self.fetch(want(text, **changes))[0]
 
     def fence(self) -> None:
@@ -207,8 +213,15 @@ class Bench:
 
         self.loop.run(turn(), TIMEOUT_S)
 
+    def knows_the_record(self) -> bool:
+        """Whether the reading that nobody waits for has ended."""
+        try:
+            return self.loop.run(self.records.get_soon("image", 0.0), TIMEOUT_S) is not None
+        except UnavailableError:
+            return False
+
     def pinned(self) -> int:
-        return self.tier.usage().pinned_nbytes
+        return usage_of(self.tier).pinned_nbytes
 
     def end(self) -> None:
         self.loop.stop(TIMEOUT_S)
@@ -252,7 +265,7 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
     yield bench
     bench.end()
     assert bench.counters.get("internal_errors") == 0
-    assert bench.tier.check() == []
+    assert audit_of(bench.tier) == []
 
 
 # -- outcomes ----------------------------------------------------------------------------------
@@ -261,12 +274,12 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
 def test_an_entry_comes_from_the_bucket_once_and_from_the_tier_then(bench: Bench) -> None:
     bench.stock("a")
     first = bench.one()
-    assert (first.outcome, first.source) == (Outcome.READY, "bucket")
+    assert (first.outcome, first.source) == (FetchOutcome.READY, "bucket")
     assert first.pin is not None
     assert first.pin.path.read_bytes() == entry(key_of("a"))
     assert bench.local(key_of("a"))
     second = bench.one()
-    assert (second.outcome, second.source) == (Outcome.READY, "tier")
+    assert (second.outcome, second.source) == (FetchOutcome.READY, "tier")
     assert len(bench.store.fetched) == 1
     assert bench.counters.get("fetch.ready") == 2
     assert bench.counters.get("fetch_items.bucket") == bench.counters.get("fetch_items.tier") == 1
@@ -276,7 +289,7 @@ def test_an_entry_comes_from_the_bucket_once_and_from_the_tier_then(bench: Bench
 def test_a_pin_is_held_until_it_is_released(bench: Bench) -> None:
     bench.stock("a", "b")
     pins = [done.pin for done in bench.fetch(want("a"), want("b")) if done.pin]
-    bench.tier.evict(key_of("a"))
+    evict(bench.tier, key_of("a"))
     assert pins[0].path.exists()
     assert bench.pinned() > 0
     bench.prefetcher.release(pins)
@@ -296,7 +309,7 @@ def test_releasing_nothing_or_after_the_end_is_fine(bench: Bench) -> None:
 
 def test_absent_is_forgotten(bench: Bench) -> None:
     bench.index.add(key_of("a"))
-    assert bench.one().outcome is Outcome.ABSENT
+    assert bench.one().outcome is FetchOutcome.ABSENT
     assert not bench.index.maybe_contains(key_of("a"))
     # What the index holds for certain may have been stored again, as a revision.
     assert bench.store.fetched == [LAYOUT.object(key_of("a")), LAYOUT.object(key_of("a"), 1)]
@@ -305,18 +318,18 @@ def test_absent_is_forgotten(bench: Bench) -> None:
 
 def test_what_the_index_never_held_is_no_less_to_be_had_after_a_404(bench: Bench) -> None:
     """Who asks for it all the same expects it at any moment."""
-    assert bench.one().outcome is Outcome.ABSENT
+    assert bench.one().outcome is FetchOutcome.ABSENT
     assert bench.counters.get("index.forgotten") == 0
 
     def denied(message: str) -> Exception:
         return AccessError(message, is_general=False)
 
     bench.script.faults = [Fault(op="get", name=OBJECTS, error=denied)]
-    assert bench.one().outcome is Outcome.ABSENT  # so S3 says it to who may not list
+    assert bench.one().outcome is FetchOutcome.ABSENT  # so S3 says it to who may not list
     assert bench.counters.get("index.forgotten") == 0
     bench.script.faults = []
     bench.bucket[LAYOUT.object(key_of("a"))] = entry(key_of("a"))
-    assert bench.one().outcome is Outcome.READY
+    assert bench.one().outcome is FetchOutcome.READY
 
 
 def test_what_lies_here_does_not_queue_behind_downloads_that_hang(bench: Bench) -> None:
@@ -328,9 +341,9 @@ def test_what_lies_here_does_not_queue_behind_downloads_that_hang(bench: Bench) 
     bench.prefetcher.submit([want(f"slow {n}") for n in (1, 2, 3)])
     assert gate.reached.wait(TIMEOUT_S)
     again = bench.one("here")
-    assert (again.outcome, again.source) == (Outcome.READY, "tier")
+    assert (again.outcome, again.source) == (FetchOutcome.READY, "tier")
     gate.release()
-    assert all(each.outcome is Outcome.READY for each in bench.collect(3))
+    assert all(each.outcome is FetchOutcome.READY for each in bench.collect(3))
 
 
 def test_what_was_believed_to_be_here_is_downloaded_in_its_turn(bench: Bench) -> None:
@@ -357,18 +370,18 @@ def test_what_lies_here_does_not_wait_for_the_record_of_a_slow_bucket(bench: Ben
     bench.records = ModalityRecords(bench.store, LAYOUT)  # as after a restart
     bench.make()
     gate = bench.hold(name="/modality/")
-    assert bench.one("a").outcome is Outcome.READY
-    assert bench.one("b").outcome is Outcome.READY
+    assert bench.one("a").outcome is FetchOutcome.READY
+    assert bench.one("b").outcome is FetchOutcome.READY
     assert bench.store.log.count(("get", LAYOUT.modality("image"))) == 2  # one reading goes on
     gate.release()
-    until(lambda: bench.records.known("image") is not None, "the record")
+    until(bench.knows_the_record, "the record")
 
 
 def test_corrupt_once_is_fetched_again(bench: Bench) -> None:
     bench.stock("a")
     bench.script.faults = [Fault(op="get", name=OBJECTS, change=flip(-1), times=1)]
     done = bench.one()
-    assert (done.outcome, done.source) == (Outcome.READY, "bucket")
+    assert (done.outcome, done.source) == (FetchOutcome.READY, "bucket")
     assert bench.counters.get("corrupt.checksum") == 1
     assert bench.index.maybe_contains(key_of("a"))
 
@@ -397,21 +410,21 @@ def test_corrupt_twice_is_a_miss_and_forgotten(
     bench.stock("a")
     bench.script.faults = [Fault(op="get", name=OBJECTS, change=change)]
     done = bench.one()
-    assert (done.outcome, done.pin) == (Outcome.CORRUPT, None)
+    assert (done.outcome, done.pin) == (FetchOutcome.CORRUPT, None)
     assert bench.counters.get("quarantined_objects") == 1
     assert bench.counters.get(f"corrupt.{reason}") == 2
     first, second = LAYOUT.object(key_of("a")), LAYOUT.object(key_of("a"), 1)
     assert bench.store.fetched == [first, first, second]
     assert not bench.index.maybe_contains(key_of("a"))
     assert not bench.tier.contains(key_of("a"))
-    assert bench.tier.usage().entries == 0
+    assert usage_of(bench.tier).entries == 0
 
 
 def test_a_bad_file_in_the_tier_is_fetched_anew(bench: Bench) -> None:
     bench.stock("a")
     bench.tier.publish(key_of("a"), [entry(key_of("b"))])
     done = bench.one()
-    assert (done.outcome, done.source) == (Outcome.READY, "bucket")
+    assert (done.outcome, done.source) == (FetchOutcome.READY, "bucket")
     assert bench.counters.get("tier.quarantined") == 1
 
 
@@ -429,10 +442,10 @@ def test_an_entry_of_another_shape_is_a_mismatch(
     bench: Bench, changes: dict[str, object], counter: str
 ) -> None:
     bench.put(key_of("a"), entry(key_of("a"), **changes))  # type: ignore[arg-type]
-    assert bench.one().outcome is Outcome.MISMATCH
+    assert bench.one().outcome is FetchOutcome.MISMATCH
     assert bench.counters.get(f"mismatch.{counter}") == 1
     assert bench.index.maybe_contains(key_of("a"))  # somebody else may need just this
-    assert bench.tier.usage().entries == 0
+    assert usage_of(bench.tier).entries == 0
 
 
 @pytest.mark.parametrize("known", [{"rows": 3}, {"width": 31}, {"dtype": "float16"}])
@@ -441,9 +454,9 @@ def test_what_the_index_knows_to_be_of_another_shape_is_not_asked_for(
 ) -> None:
     index = bench.read_the_manifest()
     bench.bucket[LAYOUT.object(key_of("a"))] = entry(key_of("a"))
-    index.add(key_of("a"), Facts(**known))
-    assert bench.one().outcome is Outcome.MISMATCH
-    assert bench.one().outcome is Outcome.MISMATCH
+    index.add(key_of("a"), EntryInfo(**known))
+    assert bench.one().outcome is FetchOutcome.MISMATCH
+    assert bench.one().outcome is FetchOutcome.MISMATCH
     assert bench.counters.get("mismatch.index") == 2
     assert caplog.text.count("does not fit a request by its index") == 1
     assert bench.store.fetched == []
@@ -452,16 +465,16 @@ def test_what_the_index_knows_to_be_of_another_shape_is_not_asked_for(
 
 def test_what_the_index_knows_to_fit_or_does_not_know_is_fetched(bench: Bench) -> None:
     index = bench.read_the_manifest()
-    for text, facts in (("a", Facts(rows=ROWS, width=WIDTH, dtype="bfloat16")), ("b", None)):
+    for text, facts in (("a", EntryInfo(rows=ROWS, width=WIDTH, dtype="bfloat16")), ("b", None)):
         bench.bucket[LAYOUT.object(key_of(text))] = entry(key_of(text))
         index.add(key_of(text), facts)
-        assert bench.one(text).outcome is Outcome.READY
+        assert bench.one(text).outcome is FetchOutcome.READY
 
 
 def test_absent_counts_as_vanished_where_the_index_held_it(bench: Bench) -> None:
     index = bench.read_the_manifest()
     index.add(key_of("a"))
-    assert bench.one().outcome is Outcome.ABSENT
+    assert bench.one().outcome is FetchOutcome.ABSENT
     assert bench.counters.get("index.vanished") == 1
 
 
@@ -470,7 +483,7 @@ def test_an_entry_of_another_shape_in_the_tier_is_a_mismatch_and_not_kept_pinned
     bench: Bench, changes: dict[str, object]
 ) -> None:
     bench.tier.publish(key_of("a"), [entry(key_of("a"), **changes)])  # type: ignore[arg-type]
-    assert bench.one().outcome is Outcome.MISMATCH
+    assert bench.one().outcome is FetchOutcome.MISMATCH
     until(lambda: bench.pinned() == 0, "the pin's release")
     assert bench.store.fetched == []
 
@@ -486,7 +499,7 @@ def test_a_mismatch_is_logged_once_per_kind(bench: Bench, caplog: pytest.LogCapt
 def test_a_larger_object_is_refused_unread_and_stays_known(bench: Bench) -> None:
     """A client may have made its row count up; others need the entry."""
     bench.put(key_of("a"), entry(key_of("a"), rows=10_000))
-    assert bench.one().outcome is Outcome.MISMATCH
+    assert bench.one().outcome is FetchOutcome.MISMATCH
     assert len(bench.store.fetched) == 1
     assert bench.counters.get("mismatch.size") == 1
     assert bench.index.maybe_contains(key_of("a"))
@@ -508,7 +521,7 @@ def test_no_more_is_asked_for_than_the_request_needs(bench: Bench) -> None:
 
 def test_without_a_record_nothing_is_fetched(bench: Bench) -> None:
     bench.stock("a")
-    assert bench.one(modality="video").outcome is Outcome.ABSENT
+    assert bench.one(modality="video").outcome is FetchOutcome.ABSENT
     assert bench.counters.get("mismatch.no_record") == 1
     assert bench.store.fetched == []
 
@@ -519,7 +532,7 @@ def test_a_record_that_is_garbage_is_as_good_as_none(bench: Bench) -> None:
         bench.bucket[LAYOUT.modality("image")] = body
         bench.records = ModalityRecords(bench.store, LAYOUT)
         bench.make()
-        assert bench.one().outcome is Outcome.ABSENT
+        assert bench.one().outcome is FetchOutcome.ABSENT
 
 
 # -- a store or disk that does not answer ------------------------------------------------------
@@ -532,11 +545,11 @@ def test_a_store_that_fails_is_unavailable_and_nothing_is_forgotten(
 ) -> None:
     bench.stock("a")
     bench.script.faults = [Fault(op="get", name=where, error=error)]
-    assert bench.one().outcome is Outcome.UNAVAILABLE
+    assert bench.one().outcome is FetchOutcome.UNAVAILABLE
     assert bench.index.maybe_contains(key_of("a"))
     assert bench.counters.get("fetch.denied") == (error is AccessError)
     bench.script.faults = []
-    assert bench.one().outcome is Outcome.READY
+    assert bench.one().outcome is FetchOutcome.READY
 
 
 @pytest.mark.parametrize("error", [UnavailableError, AccessError])
@@ -546,9 +559,9 @@ def test_the_tier_serves_though_the_bucket_is_down_since_the_start(
     bench.tier.publish(key_of("a"), [entry(key_of("a"))])
     bench.script.faults = [Fault(error=error)]
     done = bench.one()
-    assert (done.outcome, done.source) == (Outcome.READY, "tier")
-    assert bench.one("b").outcome is Outcome.UNAVAILABLE
-    assert bench.one("a", rows=ROWS + 1).outcome is Outcome.MISMATCH
+    assert (done.outcome, done.source) == (FetchOutcome.READY, "tier")
+    assert bench.one("b").outcome is FetchOutcome.UNAVAILABLE
+    assert bench.one("a", rows=ROWS + 1).outcome is FetchOutcome.MISMATCH
 
 
 def test_a_full_disk_is_unavailable_and_the_next_want_is_served(
@@ -557,9 +570,9 @@ def test_a_full_disk_is_unavailable_and_the_next_want_is_served(
     bench.stock("a")
     full = bench.make_tier(min_free_bytes=1 << 60)
     with monkeypatch.context() as patch:
-        patch.setattr(bench.tier, "receive", full.receive)
-        assert bench.one().outcome is Outcome.UNAVAILABLE
-    assert bench.one().outcome is Outcome.READY
+        patch.setattr(bench.tier.intake, "receive", full.intake.receive)
+        assert bench.one().outcome is FetchOutcome.UNAVAILABLE
+    assert bench.one().outcome is FetchOutcome.READY
     full.close()
 
 
@@ -578,11 +591,11 @@ def test_an_error_of_ours_is_counted_and_the_want_is_answered(
         raise kind("a fault of ours")
 
     with monkeypatch.context() as patch:
-        patch.setattr(bench.tier, "try_claim", broken)
-        assert bench.one().outcome is Outcome.UNAVAILABLE
+        patch.setattr(bench.tier.intake, "try_claim", broken)
+        assert bench.one().outcome is FetchOutcome.UNAVAILABLE
     assert bench.counters.get("internal_errors") == 1
     assert "a fault of ours" in caplog.text
-    assert bench.one().outcome is Outcome.READY
+    assert bench.one().outcome is FetchOutcome.READY
     bench.end()
 
 
@@ -595,7 +608,7 @@ def test_a_fetch_ends_at_its_deadline_and_makes_room(bench: Bench, deadlines: De
     assert deadlines.seconds == [7.0]
     deadlines.expire(bench.loop)
     done = {each.want.key: each.outcome for each in bench.collect(2)}
-    assert done == {key_of("a"): Outcome.UNAVAILABLE, key_of("b"): Outcome.READY}
+    assert done == {key_of("a"): FetchOutcome.UNAVAILABLE, key_of("b"): FetchOutcome.READY}
     assert bench.store.active == 0
 
 
@@ -607,7 +620,7 @@ def test_a_pin_made_after_the_deadline_is_given_back(
     bench.tier.publish(key_of("a"), [entry(key_of("a"))])
     release, slow_ones = threading.Event(), threading.Semaphore(0)
     made: list[Pin | None] = []
-    pin, receive = bench.tier.pin, bench.tier.receive
+    pin, receive = bench.tier.pin, bench.tier.intake.receive
 
     def slow(key: Key) -> Pin | None:
         if key == key_of("a"):
@@ -623,12 +636,12 @@ def test_a_pin_made_after_the_deadline_is_given_back(
         return made[-1]
 
     monkeypatch.setattr(bench.tier, "pin", slow)
-    monkeypatch.setattr(bench.tier, "receive", slowly)
+    monkeypatch.setattr(bench.tier.intake, "receive", slowly)
     bench.prefetcher.submit([want("a"), want("b")])
     assert slow_ones.acquire(timeout=TIMEOUT_S)
     assert slow_ones.acquire(timeout=TIMEOUT_S)
     deadlines.expire(bench.loop)
-    assert {each.outcome for each in bench.collect(2)} == {Outcome.UNAVAILABLE}
+    assert {each.outcome for each in bench.collect(2)} == {FetchOutcome.UNAVAILABLE}
     release.set()
     until(lambda: sum(each is not None for each in made) == 2, "both late pins")
     until(lambda: bench.pinned() == 0, "their release")
@@ -642,14 +655,14 @@ def test_a_pin_is_given_back_when_the_record_cannot_be_had_in_time(
     bench.prefetcher.submit([want("a")])
     assert gate.reached.wait(TIMEOUT_S)
     deadlines.expire(bench.loop)
-    assert bench.collect(1)[0].outcome is Outcome.UNAVAILABLE
+    assert bench.collect(1)[0].outcome is FetchOutcome.UNAVAILABLE
     until(lambda: bench.pinned() == 0, "the pin's release")
 
 
 def test_what_the_disk_no_longer_holds_is_not_believed_to_be_there(bench: Bench) -> None:
     """Another process evicted it; while the store is down nobody shall wait for it again."""
     bench.local.add(key_of("a"))
-    assert bench.one().outcome is Outcome.ABSENT
+    assert bench.one().outcome is FetchOutcome.ABSENT
     assert not bench.local(key_of("a"))
 
 
@@ -665,7 +678,7 @@ def test_many_wants_for_one_key_are_one_fetch(bench: Bench) -> None:
     bench.prefetcher.submit([want("a")])
     bench.fence()
     gate.release()
-    assert [done.outcome for done in bench.collect(1)] == [Outcome.READY]
+    assert [done.outcome for done in bench.collect(1)] == [FetchOutcome.READY]
     bench.fence()
     assert bench.prefetcher.drain() == []
     assert len(bench.store.fetched) == 1
@@ -673,7 +686,7 @@ def test_many_wants_for_one_key_are_one_fetch(bench: Bench) -> None:
 
 def test_a_want_after_the_end_of_the_first_is_a_new_one(bench: Bench) -> None:
     bench.stock("a")
-    assert [bench.one().outcome for _ in range(3)] == [Outcome.READY] * 3
+    assert [bench.one().outcome for _ in range(3)] == [FetchOutcome.READY] * 3
 
 
 def order_of(bench: Bench) -> list[str]:
@@ -720,7 +733,7 @@ def test_no_more_than_the_allowed_number_runs_at_a_time(bench: Bench) -> None:
     bench.fence()
     assert bench.store.active == 3
     gate.release()
-    assert {done.outcome for done in bench.collect(12)} == {Outcome.READY}
+    assert {done.outcome for done in bench.collect(12)} == {FetchOutcome.READY}
     assert bench.store.peak == 3
 
 
@@ -737,7 +750,7 @@ def test_no_more_than_the_allowed_bytes_are_in_flight(
     bench.fence()
     assert bench.store.active == at_once
     gate.release()
-    assert {done.outcome for done in bench.collect(6)} == {Outcome.READY}
+    assert {done.outcome for done in bench.collect(6)} == {FetchOutcome.READY}
     assert bench.store.peak == at_once
 
 
@@ -751,10 +764,10 @@ def test_a_fetch_that_waits_for_bytes_ends_at_its_deadline_too(
     assert gate.reached.wait(TIMEOUT_S)
     bench.fence()
     deadlines.expire(bench.loop)
-    assert {done.outcome for done in bench.collect(2)} == {Outcome.UNAVAILABLE}
+    assert {done.outcome for done in bench.collect(2)} == {FetchOutcome.UNAVAILABLE}
     assert len(bench.store.fetched) == 1
     bench.script.faults = []
-    assert bench.one("b").outcome is Outcome.READY
+    assert bench.one("b").outcome is FetchOutcome.READY
 
 
 def test_a_full_queue_answers_at_once(bench: Bench) -> None:
@@ -765,11 +778,11 @@ def test_a_full_queue_answers_at_once(bench: Bench) -> None:
     assert gate.reached.wait(TIMEOUT_S)
     bench.prefetcher.submit([want("b"), want("c"), want("d")])
     assert [(each.want.key, each.outcome) for each in bench.collect(1)] == [
-        (key_of("d"), Outcome.UNAVAILABLE)
+        (key_of("d"), FetchOutcome.UNAVAILABLE)
     ]
     assert bench.counters.get("prefetch.overflow") == 1
     gate.release()
-    assert {each.outcome for each in bench.collect(3)} == {Outcome.READY}
+    assert {each.outcome for each in bench.collect(3)} == {FetchOutcome.READY}
 
 
 # -- large objects -----------------------------------------------------------------------------
@@ -792,12 +805,12 @@ def ranges(bench: Bench) -> int:
 
 def test_a_large_object_comes_in_parts_and_is_whole(in_parts: Bench) -> None:
     done = in_parts.one(rows=LARGE_ROWS)
-    assert (done.outcome, done.source) == (Outcome.READY, "bucket")
+    assert (done.outcome, done.source) == (FetchOutcome.READY, "bucket")
     assert done.pin is not None
     assert done.pin.path.read_bytes() == entry(key_of("a"), rows=LARGE_ROWS)
     assert ranges(in_parts) == -(-done.pin.nbytes // PART_BYTES)
     assert in_parts.store.fetched == []
-    assert not in_parts.tier.is_claimed(key_of("a"))
+    assert not in_parts.tier.claims.is_taken(key_of("a").digest)
 
 
 def test_a_large_object_takes_the_memory_of_a_few_parts(in_parts: Bench) -> None:
@@ -809,7 +822,7 @@ def test_a_large_object_takes_the_memory_of_a_few_parts(in_parts: Bench) -> None
     in_parts.fence()
     assert ranges(in_parts) == PARTS_AT_A_TIME  # the first, and all that may be out behind it
     gate.release()
-    assert in_parts.collect(1)[0].outcome is Outcome.READY
+    assert in_parts.collect(1)[0].outcome is FetchOutcome.READY
 
 
 @pytest.mark.parametrize(
@@ -819,34 +832,34 @@ def test_a_large_object_with_one_bad_part_is_fetched_again(
     in_parts: Bench, change: Callable[[bytes], bytes], reason: str
 ) -> None:
     in_parts.script.faults = [Fault(op="get_range", name=OBJECTS, change=change, skip=4, times=1)]
-    assert in_parts.one(rows=LARGE_ROWS).outcome is Outcome.READY
+    assert in_parts.one(rows=LARGE_ROWS).outcome is FetchOutcome.READY
     assert in_parts.counters.get(f"corrupt.{reason}") == 1
 
 
 def test_a_large_object_that_stays_bad_is_a_miss_and_leaves_nothing(in_parts: Bench) -> None:
     in_parts.script.faults = [Fault(op="get_range", name=OBJECTS, change=flip(-1))]
-    assert in_parts.one(rows=LARGE_ROWS).outcome is Outcome.CORRUPT
+    assert in_parts.one(rows=LARGE_ROWS).outcome is FetchOutcome.CORRUPT
     assert not in_parts.index.maybe_contains(key_of("a"))
-    assert in_parts.tier.usage().total_nbytes == 0
+    assert usage_of(in_parts.tier).total_nbytes == 0
 
 
 def test_a_large_object_of_another_shape_is_not_read_to_its_end(in_parts: Bench) -> None:
-    assert in_parts.one(rows=LARGE_ROWS - 1).outcome is Outcome.MISMATCH
+    assert in_parts.one(rows=LARGE_ROWS - 1).outcome is FetchOutcome.MISMATCH
     assert ranges(in_parts) == 1
-    assert in_parts.tier.usage().total_nbytes == 0
+    assert usage_of(in_parts.tier).total_nbytes == 0
 
 
 def test_a_large_object_that_is_absent_or_vanishes_is_a_miss(in_parts: Bench) -> None:
     in_parts.index.add(key_of("b"))
-    assert in_parts.one("b", rows=LARGE_ROWS).outcome is Outcome.ABSENT
+    assert in_parts.one("b", rows=LARGE_ROWS).outcome is FetchOutcome.ABSENT
     gate = in_parts.hold(op="get_range", name=OBJECTS)
     in_parts.script.faults[0].skip = 1
     in_parts.prefetcher.submit([want("a", rows=LARGE_ROWS)])
     assert gate.reached.wait(TIMEOUT_S)
     del in_parts.bucket[LAYOUT.object(key_of("a"))]
     gate.release()
-    assert in_parts.collect(1)[0].outcome is Outcome.ABSENT  # at the second attempt
-    assert in_parts.tier.usage().total_nbytes == 0
+    assert in_parts.collect(1)[0].outcome is FetchOutcome.ABSENT  # at the second attempt
+    assert usage_of(in_parts.tier).total_nbytes == 0
 
 
 def test_a_large_object_that_is_broken_off_leaves_nothing(
@@ -857,11 +870,11 @@ def test_a_large_object_that_is_broken_off_leaves_nothing(
     in_parts.prefetcher.submit([want("a", rows=LARGE_ROWS)])
     assert gate.reached.wait(TIMEOUT_S)
     deadlines.expire(in_parts.loop)
-    assert in_parts.collect(1)[0].outcome is Outcome.UNAVAILABLE
+    assert in_parts.collect(1)[0].outcome is FetchOutcome.UNAVAILABLE
     until(lambda: not list(in_parts.folder.rglob(".tmp-*")), "the temp file's end")
-    assert not in_parts.tier.is_claimed(key_of("a"))
+    assert not in_parts.tier.claims.is_taken(key_of("a").digest)
     in_parts.script.faults = []
-    assert in_parts.one(rows=LARGE_ROWS).outcome is Outcome.READY
+    assert in_parts.one(rows=LARGE_ROWS).outcome is FetchOutcome.READY
 
 
 # -- what others want, and nobody any more -----------------------------------------------------
@@ -899,7 +912,7 @@ def test_many_parked_wants_are_all_looked_at(bench: Bench) -> None:
     bench.prefetcher.submit([want(text) for text in texts])
     until(lambda: bench.counters.get("fetch_parked") == 150, "all parked")
     end()
-    assert {each.outcome for each in bench.collect(150)} == {Outcome.READY}
+    assert {each.outcome for each in bench.collect(150)} == {FetchOutcome.READY}
 
 
 def test_a_process_that_hangs_with_its_claim_holds_nobody_up_for_ever(bench: Bench) -> None:
@@ -933,7 +946,7 @@ def test_what_nobody_waits_for_goes_behind_all_others_and_comes_all_the_same(
     bench.prefetcher.submit([want("d", Priority.LOOKAHEAD)])
     bench.fence()
     gate.release()
-    assert {each.outcome for each in bench.collect(4)} == {Outcome.READY}
+    assert {each.outcome for each in bench.collect(4)} == {FetchOutcome.READY}
     assert order_of(bench) == list("acdb")
 
 
@@ -966,7 +979,7 @@ def test_stopping_ends_running_and_queued_fetches_and_frees_every_pin(
     bench.stock(*"abcdefgh")
     bench.tier.publish(key_of("h"), [entry(key_of("h"))])
     bench.make(max_concurrency=2)
-    assert bench.one("h").outcome is Outcome.READY
+    assert bench.one("h").outcome is FetchOutcome.READY
     gate = bench.hold()
     bench.prefetcher.submit([want(text) for text in "abcdefg"])
     assert gate.reached.wait(TIMEOUT_S)
@@ -984,7 +997,7 @@ def test_stopping_ends_running_and_queued_fetches_and_frees_every_pin(
 
 def test_a_want_after_the_end_is_answered(bench: Bench) -> None:
     bench.loop.stop(TIMEOUT_S)
-    assert bench.one().outcome is Outcome.UNAVAILABLE
+    assert bench.one().outcome is FetchOutcome.UNAVAILABLE
 
 
 @pytest.mark.slow
@@ -992,57 +1005,12 @@ def test_stopping_with_a_hundred_thousand_queued_wants_is_quick(bench: Bench) ->
     bench.stock("a")
     bench.make(max_concurrency=1)
     gate = bench.hold()
-    wants = [Want(Key(str(n), "x", n.to_bytes(16, "big")), "image", ROWS) for n in range(100_000)]
+    wants = [
+        FetchRequest(Key(str(n), "x", n.to_bytes(16, "big")), "image", ROWS) for n in range(100_000)
+    ]
     bench.prefetcher.submit([want("a")])
     assert gate.reached.wait(TIMEOUT_S)
     bench.prefetcher.submit(wants)
     bench.fence()
     bench.loop.stop(TIMEOUT_S)
     assert bench.store.fetched == [LAYOUT.object(key_of("a"))]
-
-
-CHILD = """
-import os, signal, sys
-from pathlib import Path
-from tests.unit.test_prefetch import Bench, Outcome, want, key_of, TIMEOUT_S
-signal.alarm(40)
-bench = Bench(Path(sys.argv[1]))
-bench.stock("a", "b")
-parents = bench.one("b").pin
-gate = bench.hold()
-bench.prefetcher.submit([want("a")])
-assert gate.reached.wait(TIMEOUT_S)
-pid = os.fork()
-if pid == 0:
-    signal.alarm(30)
-    try:
-        bench.script.faults = []
-        mine = bench.one("a")
-        assert mine.outcome is Outcome.READY, mine
-        assert bench.one("b").pin.path != parents.path
-        bench.end()
-        assert parents.path.exists()
-    except BaseException as exc:
-        print("child:", repr(exc), file=sys.stderr, flush=True)
-        os._exit(1)
-    os._exit(0)
-status = os.waitpid(pid, 0)[1]
-gate.release()
-assert bench.collect(1)[0].outcome is Outcome.READY
-bench.end()
-assert status == 0
-"""
-
-
-@pytest.mark.slow
-def test_a_forked_child_fetches_for_itself(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(CHILD), str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=90,
-        check=False,
-        cwd=REPOSITORY,
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
-    )
-    assert done.returncode == 0, done.stderr

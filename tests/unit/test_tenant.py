@@ -17,14 +17,7 @@ from typer.testing import CliRunner
 from s3ec.cli.app import app
 from s3ec.config import load_settings
 from s3ec.errors import ConfigError
-from s3ec.identity import (
-    Namespace,
-    Naming,
-    is_object_name,
-    key_of_header,
-    make_key,
-    naming_of,
-)
+from s3ec.identity import KeyPolicy, Namespace, is_object_name, key_of_header, make_key, naming_of
 from s3ec.node import Node
 from s3ec.settings import Settings
 from s3ec.tenant import Tenant, exposure
@@ -249,14 +242,14 @@ def test_what_has_no_key_without_a_tenant_has_none_with_one() -> None:
 def test_identifiers_of_clients_have_no_key_where_they_are_not_trusted(
     tenant: Tenant | None,
 ) -> None:
-    naming = Naming(tenant, trust_client_ids=False)
+    naming = KeyPolicy(tenant, trust_client_ids=False)
     for identifier in (HASH, f"my-lora:{HASH}"):
         assert naming.make_key(identifier) == make_key(identifier, tenant)
         assert not naming.refuses(identifier)
     for identifier in ("picture.png", HASH.upper(), f"{HASH}x", f"x-{HASH}", "x" * 10_000_000):
         assert naming.make_key(identifier) is None
         assert naming.refuses(identifier)
-    assert not Naming().refuses("picture.png")
+    assert not KeyPolicy().refuses("picture.png")
 
 
 # -- nodes ---------------------------------------------------------------------------------------

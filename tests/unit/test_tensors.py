@@ -61,7 +61,7 @@ def test_an_entry_comes_back_bit_for_bit(dtype: torch.dtype, shape: tuple[int, i
     assert header.shape == Shape(*shape, str(dtype).removeprefix("torch."))
     assert header.total_bytes == len(blob)
     assert header.data_start % 64 == 0
-    back = saves.to_tensor(header, bytearray(blob[header.data_start :]))
+    back = safetensors.torch.load(blob)["ec_cache"]
     assert back.dtype is dtype
     assert torch.equal(back.view(torch.uint8), tensor.view(torch.uint8))
 
@@ -69,7 +69,7 @@ def test_an_entry_comes_back_bit_for_bit(dtype: torch.dtype, shape: tuple[int, i
 def test_special_but_finite_values_keep_their_bits() -> None:
     tensor = torch.tensor([[0.0, -0.0, 1e-45, -1e-40, 3.4028234e38, -3.4028234e38]])
     blob = entry_of(tensor)
-    back = saves.to_tensor(verify(blob), bytearray(blob[-24:]))
+    back = safetensors.torch.load(blob)["ec_cache"]
     assert torch.equal(back.view(torch.int32), tensor.view(torch.int32))
 
 
@@ -95,7 +95,7 @@ def test_a_view_of_a_larger_tensor_is_stored_alone() -> None:
         blob = entry_of(view)
         header = verify(blob)
         assert len(blob) == header.data_start + view.numel() * 4
-        assert torch.equal(saves.to_tensor(header, bytearray(blob[header.data_start :])), view)
+        assert torch.equal(safetensors.torch.load(blob)["ec_cache"], view)
 
 
 def test_a_tensor_that_needs_gradients_is_stored() -> None:

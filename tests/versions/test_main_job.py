@@ -22,7 +22,7 @@ from PIL import Image
 from s3ec import codec
 from s3ec.dev.rigs.engine import EngineProcess, ec_config, image, text
 from s3ec.dev.rigs.models import write_gemma3, write_qwen2_vl
-from s3ec.dev.rigs.nursery import Nursery
+from s3ec.dev.rigs.nursery import EngineForkServer
 from s3ec.dev.rigs.pictures import write_pictures
 from s3ec.testing.server import LocalS3
 from tests.e2e.damage import flipped
@@ -45,6 +45,7 @@ from tests.e2e.rig import (
     settings,
     tier_of,
 )
+from tests.on_disk import audit_of
 
 
 def _release() -> tuple[int, ...]:
@@ -126,8 +127,8 @@ def workdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def nursery(workdir: Path) -> Iterator[Nursery]:
-    with Nursery(workdir / "nursery.log", STEADY) as here:
+def nursery(workdir: Path) -> Iterator[EngineForkServer]:
+    with EngineForkServer(workdir / "nursery.log", STEADY) as here:
         yield here
 
 
@@ -138,7 +139,9 @@ def gallery(workdir: Path) -> Gallery:
 
 
 @pytest.fixture(scope="module")
-def job(workdir: Path, gallery: Gallery, nursery: Nursery, local_s3: LocalS3) -> Iterator[_Job]:
+def job(
+    workdir: Path, gallery: Gallery, nursery: EngineForkServer, local_s3: LocalS3
+) -> Iterator[_Job]:
     model = write_gemma3(workdir / "gemma3")
     bucket, client = local_s3.create_bucket("versions"), local_s3.client()
     again = [Scenario(f"again {name}", [gallery.again(name)]) for name in _AGAIN]
@@ -184,7 +187,7 @@ def job(workdir: Path, gallery: Gallery, nursery: Nursery, local_s3: LocalS3) ->
             one.shuffle_vision_tower()
             changed = ask(one, Scenario("changed", [gallery.solo("single")]))
     (namespace,) = {key.split("/")[0] for key in keys(client, bucket)}
-    audit = tier_of(workdir / "tier", namespace).check()
+    audit = audit_of(tier_of(workdir / "tier", namespace))
     logs = "".join(path.read_text(errors="replace") for path in workdir.glob("*.log"))
     yield _Job(plain, consumer, restarted, changed, logs, audit)
     local_s3.delete_bucket(bucket)
@@ -257,7 +260,7 @@ class _Folder:
 
 
 @pytest.fixture(scope="module")
-def folder(workdir: Path, gallery: Gallery, nursery: Nursery) -> Iterator[_Folder]:
+def folder(workdir: Path, gallery: Gallery, nursery: EngineForkServer) -> Iterator[_Folder]:
     model = write_qwen2_vl(workdir / "qwen2-vl")
     pictures = {}
     for name in _PICTURES:

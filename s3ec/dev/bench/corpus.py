@@ -18,7 +18,7 @@ from s3ec.config import load_settings
 from s3ec.dev.bench.context import CannotMeasureError, Context
 from s3ec.errors import ConfigError
 from s3ec.identity import Key, Layout, Namespace, canonical_json, make_key
-from s3ec.prefetch import Want
+from s3ec.prefetch import FetchRequest
 from s3ec.settings import Settings
 from s3ec.testing.server import LocalS3
 
@@ -65,9 +65,9 @@ class Corpus:
         layout = Layout(self.namespace.name)
         return [layout.object(key) for key in self.keys]
 
-    def wants(self) -> list[Want]:
+    def wants(self) -> list[FetchRequest]:
         """Every entry, for a prefetcher."""
-        return [Want(key, MODALITY, SHAPE.rows) for key in self.keys]
+        return [FetchRequest(key, MODALITY, SHAPE.rows) for key in self.keys]
 
     def settings(self, cache_dir: Path, transport: str) -> Settings:
         """Settings of a process that reads this corpus into a tier without bounds."""

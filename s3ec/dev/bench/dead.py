@@ -166,11 +166,11 @@ def _announce(server: LocalS3, namespace: str, names: Sequence[str]) -> None:
     """Write an index that holds all of these; there are no objects."""
     from s3ec.identity import Layout, canonical_json, make_key
     from s3ec.index.manifest import Ulids
-    from s3ec.index.rows import Facts, Rows
+    from s3ec.index.rows import EntryInfo, Rows
     from s3ec.index.segment import encode_segment
 
     layout, now_s = Layout(namespace), time.time()
-    facts = Facts(nbytes=9000, rows=64, width=64, dtype="bfloat16", time_s=int(now_s))
+    facts = EntryInfo(nbytes=9000, rows=64, width=64, dtype="bfloat16", time_s=int(now_s))
     keys = [key for key in map(make_key, names) if key is not None]
     rows = Rows.from_facts([(key.digest, facts) for key in keys]).sorted_unique()
     client = server.client()

@@ -10,7 +10,7 @@ from pathlib import Path
 from s3ec.dev.bench.context import CannotMeasureError
 from s3ec.dev.bench.corpus import Corpus
 from s3ec.node import Node
-from s3ec.prefetch import Outcome
+from s3ec.prefetch import FetchOutcome
 from s3ec.store.open import choose_transport
 from s3ec.tier import Pin
 
@@ -52,7 +52,7 @@ class Fetcher:
             RuntimeError: An entry could not be had.
         """
         for fetched in self.node.prefetcher.drain():
-            if fetched.outcome is not Outcome.READY or fetched.pin is None:
+            if fetched.outcome is not FetchOutcome.READY or fetched.pin is None:
                 raise RuntimeError(f"an entry ended as {fetched.outcome}")
             self._pins.append(fetched.pin)
         return len(self._pins) == len(self.corpus.keys)
@@ -77,7 +77,8 @@ class Fetcher:
             tier.unpin(pin)
         self._pins.clear()
         for key in self.corpus.keys:
-            tier.evict(key)
+            path = tier.folders.objects / self.node.namespace.name / key.name
+            path.unlink(missing_ok=True)
             self.node.local.discard(key)
 
     def close(self) -> None:

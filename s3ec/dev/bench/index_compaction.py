@@ -21,7 +21,7 @@ from s3ec.dev.bench.corpus import Corpus
 from s3ec.dev.bench.index_bucket import settings_of
 from s3ec.dev.bench.index_made import LAYOUT, NAMESPACE, Made
 from s3ec.dev.rigs.index_corpus import IndexCorpus
-from s3ec.index.base_writer import Making
+from s3ec.index.base_writer import BuildOptions
 from s3ec.index.compaction import compact
 from s3ec.index.manifest import Ulids
 from s3ec.index.rows import Rows
@@ -116,7 +116,7 @@ async def _compact_once(pipe: Connection, corpus: Corpus, folder: Path) -> None:
         pipe.send("ready")
         pipe.recv()
         started = time.perf_counter()
-        made = await compact(store, LAYOUT, Making(folder=folder))
+        made = await compact(store, LAYOUT, BuildOptions(folder=folder))
         seconds = time.perf_counter() - started
         if made is None:
             raise RuntimeError("nobody else compacts, and it was beaten")

@@ -18,7 +18,7 @@ from s3ec.config import load_settings
 from s3ec.dev.rigs.index_corpus import IndexCorpus, hits
 from s3ec.identity import Key, Layout, Namespace
 from s3ec.index.lookup import Base
-from s3ec.index.manifest import Head
+from s3ec.index.manifest import BaseManifest
 from s3ec.node import Node
 from s3ec.testing.memory_store import MemoryBucket, MemoryStore
 
@@ -40,7 +40,7 @@ class Made:
     """
 
     entries: int
-    head: Head
+    head: BaseManifest
     folder: Path
     cache_dir: Path
 

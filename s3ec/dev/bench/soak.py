@@ -25,7 +25,7 @@ from s3ec.dev.bench.soak_report import ROWS
 if TYPE_CHECKING:
     from s3ec.dev.bench.soak_pictures import Answer
     from s3ec.dev.bench.soak_run import Cast
-    from s3ec.dev.rigs.nursery import Nursery
+    from s3ec.dev.rigs.nursery import EngineForkServer
     from s3ec.testing.server import LocalS3
 
 _BUCKET = "soak"
@@ -97,10 +97,10 @@ class _Scene:
 def _scene(context: Context, minutes: float, seed: int, stop: threading.Event) -> Iterator[_Scene]:
     from s3ec.dev.bench.soak_engine import LiveEngine
     from s3ec.dev.bench.soak_faults import Site
-    from s3ec.dev.bench.soak_pictures import Album, write_patterns
+    from s3ec.dev.bench.soak_pictures import PictureSet, write_patterns
     from s3ec.dev.bench.soak_run import Cast
     from s3ec.dev.rigs.models import write_gemma3
-    from s3ec.dev.rigs.nursery import Nursery
+    from s3ec.dev.rigs.nursery import EngineForkServer
     from s3ec.dev.rigs.proxy import FaultProxy
     from s3ec.errors import ConfigError
     from s3ec.testing.server import LocalS3
@@ -121,12 +121,12 @@ def _scene(context: Context, minutes: float, seed: int, stop: threading.Event) -
         paths = write_patterns(scratch / "pictures", count, seed)
         site = Site(server, proxy, _BUCKET, (disk or scratch) / "tier", disk)
         context.say("starting three engines")
-        nursery = stack.enter_context(Nursery(scratch / "nursery.log", _STEADY))
+        nursery = stack.enter_context(EngineForkServer(scratch / "nursery.log", _STEADY))
         trio = _Trio(context, model, server, proxy.url, site.tier, nursery)
         reference = _start(trio, paths, stop, stack)
         if stop.is_set():
             raise CannotMeasureError("it was ended before it began")
-        album = Album(list(reference))
+        album = PictureSet(list(reference))
         engines = [
             LiveEngine(name, engine, album=album, reference=reference, seed=seed)
             for name, engine in (("saver", trio.saver), ("reader", trio.reader))
@@ -149,7 +149,7 @@ class _Trio:
         server: LocalS3,
         endpoint_url: str,
         tier: Path,
-        nursery: Nursery,
+        nursery: EngineForkServer,
     ) -> None:
         from s3ec.dev.rigs.engine import EngineProcess, ec_config
 

@@ -17,7 +17,7 @@ from s3ec.config import load_settings
 from s3ec.errors import CorruptEntryError
 from s3ec.identity import Key, Namespace, digest_of_name, entry_name, make_key
 from s3ec.node import Node
-from s3ec.prefetch import Outcome, Want
+from s3ec.prefetch import FetchOutcome, FetchRequest
 from s3ec.testing.server import LocalS3
 
 _STORED = re.compile(r"(\d\d-\d\d \d\d:\d\d:\d\d).*? stored digest=([0-9a-f]{32})")
@@ -128,7 +128,7 @@ def _through_a_tier(
         "cache_dir": str(scratch),
         "min_free_bytes": 0,
     }
-    wants = [Want(key, header.modality, header.shape.rows) for key, header in keys]
+    wants = [FetchRequest(key, header.modality, header.shape.rows) for key, header in keys]
     left = {key.digest.hex(): "did not come" for key, _ in keys}
     with mock.patch.dict(os.environ, server.env()):
         node = Node(load_settings(extra).settings, Namespace(keys[0][1].namespace, {}))
@@ -145,7 +145,7 @@ def _through_a_tier(
                     break
                 for fetched in node.prefetcher.drain():
                     digest = fetched.want.key.digest.hex()
-                    if fetched.outcome is Outcome.READY and fetched.pin is not None:
+                    if fetched.outcome is FetchOutcome.READY and fetched.pin is not None:
                         del left[digest]
                         node.tier.unpin(fetched.pin)
                     else:

@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from s3ec.dev.bench.soak_pictures import Album, Answer, Verdict, ask, compare
+from s3ec.dev.bench.soak_pictures import Answer, PictureSet, Verdict, ask, compare
 from s3ec.dev.rigs.engine import EngineError, EngineProcess
 
 HITS, MISSES = "vllm:s3ec_hits", "vllm:s3ec_misses"
@@ -77,7 +77,7 @@ class LiveEngine:
         name: str,
         engine: EngineProcess,
         *,
-        album: Album,
+        album: PictureSet,
         reference: Mapping[Path, Answer],
         seed: int,
     ) -> None:

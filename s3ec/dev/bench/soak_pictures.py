@@ -112,7 +112,7 @@ def compare(answer: Answer, reference: Answer) -> Verdict:
 
 
 @dataclass(slots=True)
-class Album:
+class PictureSet:
     """Which pictures are asked about when: most often new ones, sometimes any seen before.
 
     Attributes:

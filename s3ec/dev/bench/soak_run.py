@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from s3ec.dev.bench.soak_engine import LiveEngine
 from s3ec.dev.bench.soak_faults import FAULTS, Site
-from s3ec.dev.bench.soak_pictures import Album
+from s3ec.dev.bench.soak_pictures import PictureSet
 from s3ec.dev.bench.soak_plan import Step, plan
 from s3ec.dev.bench.soak_watch import Sample, Watch
 
@@ -45,7 +45,7 @@ class Cast:
 
     site: Site
     engines: Sequence[LiveEngine]
-    album: Album
+    album: PictureSet
 
 
 @dataclass(frozen=True, slots=True)

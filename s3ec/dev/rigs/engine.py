@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from s3ec.dev.rigs.nursery import Forked, Nursery
+from s3ec.dev.rigs.nursery import EngineForkServer, Forked
 from s3ec.dev.rigs.vllm_cpu import engine_env
 
 START_TIMEOUT_S = 300.0
@@ -68,7 +68,7 @@ class EngineProcess:
         media: Path,
         env: Mapping[str, str] | None = None,
         options: Mapping[str, Any] | None = None,
-        nursery: Nursery | None = None,
+        nursery: EngineForkServer | None = None,
     ) -> None:
         """Describe the engine; start() spawns it.
 

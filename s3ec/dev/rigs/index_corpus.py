@@ -15,7 +15,7 @@ import numpy as np
 from s3ec.identity import Layout
 from s3ec.index.bloom import build_bloom
 from s3ec.index.lookup import Base
-from s3ec.index.manifest import Blob, Head, Shard, shard_ranges
+from s3ec.index.manifest import BaseManifest, Blob, Shard, shard_ranges
 from s3ec.index.rows import Array, Rows
 from s3ec.index.segment import encode_segment
 
@@ -76,7 +76,7 @@ class IndexCorpus:
 
     def write(
         self, folder: Path, namespace: str, *, bloom_fpr: float = 0.01, version: int = 1
-    ) -> Head:
+    ) -> BaseManifest:
         """Write a base below ``folder`` under its names in the bucket, its head last.
 
         Cost: per million keys 0.3 to 1 s and 43 MB of disk; the memory of one shard.
@@ -90,7 +90,7 @@ class IndexCorpus:
             _write(folder / layout.bloom(version, _RUN, first, last), bloom)
             shards.append(shard)
         entries = sum(shard.entries for shard in shards)
-        head = Head(version, _RUN, 1_700_000_000, entries, bloom_fpr, tuple(shards))
+        head = BaseManifest(version, _RUN, 1_700_000_000, entries, bloom_fpr, tuple(shards))
         _write(folder / layout.head(version), [head.to_json()])
         return head
 

@@ -69,7 +69,7 @@ class Forked:
         return bool(poller.poll(None if timeout_s is None else timeout_s * 1000))
 
 
-class Nursery:
+class EngineForkServer:
     """Forks engines; a context manager, for any number of threads."""
 
     def __init__(self, log_path: Path, env: Mapping[str, str] | None = None) -> None:
@@ -84,7 +84,7 @@ class Nursery:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
 
-    def __enter__(self) -> Nursery:
+    def __enter__(self) -> EngineForkServer:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, open(self._log_path, "ab") as log:
             self._process = subprocess.Popen(

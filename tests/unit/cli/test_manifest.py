@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from s3ec.identity import Layout, make_key
-from s3ec.index.rows import Facts
+from s3ec.index.rows import EntryInfo
 from tests.unit.cli.conftest import Cli
 from tests.unit.cli.corpus import MODEL, Corpus, content_hash
 from tests.unit.index.manifests import delta_bytes, ulid_of
@@ -21,7 +21,7 @@ def announce(corpus: Corpus, namespace: str, number: int, *identifiers: str) -> 
         blob = corpus.entry(namespace, identifier)
         key = make_key(identifier)
         assert key is not None
-        rows.append((key.digest, Facts(len(blob), 4, 8, "bfloat16", 1, 1_700_000_000 + number)))
+        rows.append((key.digest, EntryInfo(len(blob), 4, 8, "bfloat16", 1, 1_700_000_000 + number)))
     layout = Layout(namespace)
     corpus.put(layout.delta(ulid_of(number)), delta_bytes(rows, layout))
 

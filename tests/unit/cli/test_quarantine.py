@@ -10,6 +10,7 @@ import pytest
 from s3ec.counters import Counters
 from s3ec.identity import Key, Layout
 from s3ec.tier.bad_objects import BadObjects
+from s3ec.tier.files import Folders
 from tests.unit.cli.conftest import Cli
 from tests.unit.index.basics import NAMESPACE, key_of
 
@@ -17,7 +18,9 @@ from tests.unit.index.basics import NAMESPACE, key_of
 @pytest.fixture
 def notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> BadObjects:
     monkeypatch.setenv("S3EC_CACHE_DIR", str(tmp_path / "cache"))
-    return BadObjects(tmp_path / "cache", NAMESPACE, "0" * 16, ttl_s=600, counters=Counters())
+    return BadObjects(
+        Folders(tmp_path / "cache"), NAMESPACE, "0" * 16, ttl_s=600, counters=Counters()
+    )
 
 
 def object_of(key: Key) -> str:

@@ -15,10 +15,10 @@ from s3ec.connector.remote_ranks import Ranks
 from s3ec.connector.scheduler import SchedulerHalf
 from s3ec.connector.vllm_config import Role
 from s3ec.counters import Counters
-from s3ec.identity import Key, Layout, Naming, make_key
+from s3ec.identity import Key, KeyPolicy, Layout, make_key
 from s3ec.index.base import Index
 from s3ec.index.listing import ListingIndex
-from s3ec.prefetch import Fetched, Outcome, Want
+from s3ec.prefetch import FetchOutcome, FetchRequest, FetchResult
 from s3ec.testing.memory_store import MemoryStore
 from s3ec.tier import Pin
 from s3ec.tier.tier import LocalKeys
@@ -84,15 +84,15 @@ class FakePrefetcher:
     """Fetches end when the test says so, and every pin is accounted for."""
 
     def __init__(self) -> None:
-        self.submitted: list[Want] = []
+        self.submitted: list[FetchRequest] = []
         self.forgotten: list[str] = []
-        self.open: dict[str, Want] = {}
-        self.done: list[Fetched] = []
+        self.open: dict[str, FetchRequest] = {}
+        self.done: list[FetchResult] = []
         self.live: set[Path] = set()
         self.released: list[Path] = []
         self._pins = 0
 
-    def submit(self, wants: Sequence[Want]) -> None:
+    def submit(self, wants: Sequence[FetchRequest]) -> None:
         self.submitted += wants
         for want in wants:
             self.open.setdefault(want.key.identifier, want)
@@ -104,7 +104,7 @@ class FakePrefetcher:
     def has_news(self) -> bool:
         return bool(self.done)
 
-    def drain(self) -> list[Fetched]:
+    def drain(self) -> list[FetchResult]:
         done, self.done = self.done, []
         return done
 
@@ -117,7 +117,7 @@ class FakePrefetcher:
     def finish(
         self,
         identifier: str,
-        outcome: Outcome = Outcome.READY,
+        outcome: FetchOutcome = FetchOutcome.READY,
         *,
         holds: int | None = None,
         source: Literal["tier", "bucket"] = "bucket",
@@ -131,16 +131,16 @@ class FakePrefetcher:
             seconds: That it took.
         """
         want = self.open.pop(identifier)
-        if outcome is Outcome.READY and holds is not None and holds != want.rows:
-            outcome = Outcome.MISMATCH
+        if outcome is FetchOutcome.READY and holds is not None and holds != want.rows:
+            outcome = FetchOutcome.MISMATCH
         pin = None
-        if outcome is Outcome.READY:
+        if outcome is FetchOutcome.READY:
             self._pins += 1
             shape = Shape(want.rows, 32, "bfloat16")
             header = Header(identifier, LAYOUT.namespace, want.modality, shape, "0" * 32)
             pin = Pin(Path(f"/pins/{self._pins}"), shape.nbytes, header)
             self.live.add(pin.path)
-        self.done.append(Fetched(want, outcome, pin, source if pin else None, seconds))
+        self.done.append(FetchResult(want, outcome, pin, source if pin else None, seconds))
         return pin
 
 
@@ -153,7 +153,7 @@ class World:
         *,
         ranks_apart: Ranks | None = None,
         index: Index | None = None,
-        naming: Naming | None = None,
+        naming: KeyPolicy | None = None,
         **role: Any,
     ) -> None:
         values = {
@@ -216,7 +216,9 @@ class World:
         loaded = {step: set(ranks or (0,))}
         self.half.update_connector_output(WorkerReport(loaded=loaded, **more))
 
-    def finish(self, text: object, outcome: Outcome = Outcome.READY, **more: Any) -> Pin | None:
+    def finish(
+        self, text: object, outcome: FetchOutcome = FetchOutcome.READY, **more: Any
+    ) -> Pin | None:
         return self.prefetcher.finish(identifier_of(text), outcome, **more)
 
     def bring(self, *texts: object) -> list[Path]:

@@ -19,12 +19,13 @@ from s3ec.connector.uploads import Upload, Uploader
 from s3ec.errors import AccessError, UnavailableError
 from s3ec.identity import Key, Namespace, make_key
 from s3ec.index.manifest import Ulids
-from s3ec.index.rows import Facts, Rows, Tombstone
+from s3ec.index.rows import EntryInfo, Rows, Tombstone
 from s3ec.index.segment import encode_segment, parse_segment
 from s3ec.node import Node
 from s3ec.settings import Settings
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
 from s3ec.testing.memory_store import MemoryBucket, MemoryStore
+from tests.on_disk import audit_of
 
 _DEADLINE_S = 20.0
 _NEVER_S = 3600.0
@@ -110,9 +111,9 @@ class Rig:
         self.uploader.flush()
         eventually(lambda: self.uploader.unannounced == 0)
 
-    def told(self) -> dict[bytes, Facts]:
+    def told(self) -> dict[bytes, EntryInfo]:
         """What the deltas say, each key once."""
-        told: dict[bytes, Facts] = {}
+        told: dict[bytes, EntryInfo] = {}
         layout = self.node.layout
         for name, blob in list(self.bucket.objects.items()):
             if layout.delta_of(name) is not None:
@@ -139,7 +140,7 @@ class Rig:
 def rig(tmp_path: Path) -> Iterator[Rig]:
     rig = Rig(tmp_path)
     yield rig
-    assert rig.node.tier.check() == []
+    assert audit_of(rig.node.tier) == []
     assert rig.counted("internal_errors") == 0
     rig.close()
 
@@ -172,7 +173,7 @@ def test_announcement_says_what_was_stored(rig: Rig) -> None:
     blob = rig.bucket.objects[rig.node.layout.object(key_at(1))]
     header = codec.verify(blob, namespace=rig.node.namespace.name, identifier=key_at(1).identifier)
     (facts,) = rig.told().values()
-    assert facts._replace(time_s=0) == Facts(
+    assert facts._replace(time_s=0) == EntryInfo(
         len(blob), ROWS, WIDTH, "bfloat16", int(header.checksum[:8], 16)
     )
     assert abs(facts.time_s - time.time()) < 3600
@@ -292,7 +293,7 @@ def test_next_process_announces_what_the_last_one_uploaded(tmp_path: Path) -> No
     second.flush()
     assert second.told().keys() == digests(1, 2, 3)
     assert second.spooled() == 0
-    assert second.node.tier.check() == []
+    assert audit_of(second.node.tier) == []
     second.close()
 
 
@@ -311,7 +312,7 @@ def test_announcements_that_fail_do_not_hold_uploads_up_nor_fill_the_disk(tmp_pa
     assert rig.told().keys() == digests(*range(40))
     assert rig.spooled() == 0
     assert rig.counted("announce_dropped") == 0
-    assert rig.node.tier.check() == []
+    assert audit_of(rig.node.tier) == []
     rig.close()
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from s3ec.codec import Shape
+from s3ec.connector import guard
 from s3ec.connector.messages import Load, StepPlan, WorkerReport
 from s3ec.counters import Counters
 from s3ec.errors import ConfigError, TierError
@@ -72,6 +73,8 @@ class Broken:
 
 class Node:
     """Counts, and can be released."""
+
+    is_foreign = False
 
     def __init__(self) -> None:
         self.counters = Counters()
@@ -137,6 +140,71 @@ def test_a_panic_while_granted_embeddings_are_loaded_is_an_error_that_vllm_repor
 ) -> None:
     with pytest.raises(RuntimeError, match="Panic"):
         getattr(broken(), hook)({})
+
+
+class Untouched:
+    """A part of a node that a forked child must leave alone."""
+
+    is_foreign = True
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(f"{name} was used in a forked child")
+
+
+def forked(monkeypatch: pytest.MonkeyPatch) -> shell.S3ECConnector:
+    """A connector in a child of the process that made it; what is contained there fails."""
+    made = connector(Untouched(), StepPlan())
+    made._scheduler, made._node = Untouched(), Untouched()
+    made._features = SimpleNamespace(needs_embedding=lambda feature: feature == "no pixels")
+    made._weights, made._counted, made._adapter_files = "of the parent", {}, Untouched()
+    monkeypatch.setattr(guard.log, "exception", lambda *_: pytest.fail("a fault in a child"))
+    return made
+
+
+CHILDS_HOOKS = HOOKS | {
+    "bind_connector_metadata": lambda it: it.bind_connector_metadata(
+        shell.S3ECMetadata(StepPlan(weights="others"))
+    ),
+    "start_load_caches": lambda it: it.start_load_caches({}),
+    "finish_load_caches": lambda it: it.finish_load_caches({}),
+    "externally_loaded_hashes": lambda it: bool(it.externally_loaded_hashes()),
+    "start_save_caches": lambda it: it.start_save_caches({}),
+    "get_ec_connector_stats": lambda it: it.get_ec_connector_stats(),
+    "weights_may_have_changed": lambda it: it.weights_may_have_changed("", was_reset=True),
+    "adapter_loaded": lambda it: it.adapter_loaded(None),
+}
+
+
+@pytest.mark.parametrize("hook", CHILDS_HOOKS)
+def test_in_a_forked_child_a_hook_uses_nothing_and_answers_like_a_miss(
+    hook: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers: dict[str, Any] = ANSWERS | {
+        "build_connector_meta": StepPlan(weights="of the parent"),
+        "externally_loaded_hashes": False,
+    }
+    assert CHILDS_HOOKS[hook](forked(monkeypatch)) == answers.get(hook)
+
+
+def test_in_a_forked_child_no_engine_ends_for_a_request_without_pixels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = SimpleNamespace(mm_features=("pixels", "no pixels"))
+    it = forked(monkeypatch)
+    assert it.ensure_cache_available(asked, 0) is False
+    it._features = Broken()
+    monkeypatch.undo()
+    assert it.ensure_cache_available(asked, 0) is True  # and nothing was counted
+
+
+def test_in_a_forked_child_a_granted_load_is_an_error_and_no_made_up_tensor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    it = forked(monkeypatch)
+    load = Load("a", "/x", Shape(1, 1, "float32"), "0" * 32, 64, "0" * 32)
+    it._connector_metadata = shell.S3ECMetadata(StepPlan(loads=[load]))
+    with pytest.raises(RuntimeError, match="forked"):
+        it.start_load_caches({})
 
 
 @pytest.mark.parametrize("cancelled", [asyncio.CancelledError, futures.CancelledError])

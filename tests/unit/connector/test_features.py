@@ -142,7 +142,6 @@ def test_the_processor_is_built_at_the_start_and_never_again(reader: FeatureRead
     reader.placeholder(feature(image_grid_thw=GRID))
     reader.needs_embedding(feature("vision_chunk"))
     assert Resolver.asked == []
-    assert reader.metadata_modalities == ["image", "video"]
 
 
 @pytest.mark.parametrize("module", [None, SimpleNamespace()])
@@ -151,6 +150,5 @@ def test_a_release_that_declares_nothing_knows_no_placeholders(
 ) -> None:
     monkeypatch.setitem(sys.modules, UTILS, module)
     reader = FeatureReader(FIELDS)
-    assert reader.metadata_modalities == []
     assert not reader.needs_embedding(feature(pixel_values=torch.zeros(4)))
     assert reader.placeholder(feature(image_grid_thw=GRID)) == {}

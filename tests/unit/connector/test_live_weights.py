@@ -29,6 +29,7 @@ class Engine:
         self.connector = shell.S3ECConnector.__new__(shell.S3ECConnector)
         self.connector._scheduler = self.world.half
         self.connector._node = SimpleNamespace(
+            is_foreign=False,
             counters=Counters(),
             settings=SimpleNamespace(live_weights=live),
             namespace=SimpleNamespace(name="tiny-0123456789abcdef"),

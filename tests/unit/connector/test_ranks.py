@@ -102,7 +102,7 @@ class Engine:
         self.clock = Clock()
         self.bookkeeping = Ranks(
             len(folders),
-            remote.tier_mark(self.node),
+            remote.tier_id(self.node),
             steps_in_flight=1,
             heard_without_tokens=heard_without_tokens,
         )
@@ -459,7 +459,7 @@ def shares(here: Path, there: Path, mark: Any = None) -> bool:
     bucket = MemoryBucket()
     scheduler, rank = node_on(here, bucket, []), RankRig(0, there, bucket)
     try:
-        plan = StepPlan(1, ranks=remote.RankOrders(mark or remote.tier_mark(scheduler)))
+        plan = StepPlan(1, ranks=remote.RankOrders(mark or remote.tier_id(scheduler)))
         report = rank.execute(plan)
         assert report is not None
         return report.present[0].shares
@@ -485,18 +485,18 @@ def test_a_folder_under_two_names_is_shared_where_the_schedulers_name_works(
 def test_a_folder_whose_name_does_not_exist_here_is_not_shared(tmp_path: Path) -> None:
     bucket = MemoryBucket()
     node = node_on(tmp_path / "a", bucket, [])
-    mark = remote.tier_mark(node)
+    mark = remote.tier_id(node)
     node.close(5)
-    moved = remote.TierMark(mark.host, mark.folder.replace("/a/", "/mounted-elsewhere/"))
+    moved = remote.TierId(mark.host, mark.folder.replace("/a/", "/mounted-elsewhere/"))
     assert not shares(tmp_path / "a", tmp_path / "a", moved)
 
 
 def test_a_folder_of_another_host_is_not_shared(tmp_path: Path) -> None:
     node = node_on(tmp_path / "a", MemoryBucket(), [])
     try:
-        mark = remote.tier_mark(node)
+        mark = remote.tier_id(node)
         assert shares(tmp_path / "a", tmp_path / "a", mark)
-        other = remote.TierMark("another kernel", mark.folder)
+        other = remote.TierId("another kernel", mark.folder)
         assert not shares(tmp_path / "a", tmp_path / "a", other)
     finally:
         node.close(5)

@@ -30,13 +30,15 @@ from s3ec.store.breaker import BreakerOptions
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
 from s3ec.testing.memory_store import MemoryBucket, MemoryStore
 from s3ec.tier.bad_objects import BadObjects
+from tests.on_disk import audit_of, evict
 
 torch = pytest.importorskip("torch")
 SaveQueue = pytest.importorskip("s3ec.connector.saves").SaveQueue
 saves = pytest.importorskip("s3ec.connector.saves")
 uploads = pytest.importorskip("s3ec.connector.uploads")
 AcceleratorStaging = pytest.importorskip("s3ec.connector.staging").AcceleratorStaging
-FakeAccelerator = pytest.importorskip("tests.unit.connector.accelerators").FakeAccelerator
+accelerators = pytest.importorskip("tests.unit.connector.accelerators")
+safetensors_torch = pytest.importorskip("safetensors.torch")
 
 CPU = torch.device("cpu")
 
@@ -107,6 +109,9 @@ class Rig:
         assert key is not None
         return self.bucket.objects.get(self.node.layout.object(key))
 
+    def record(self) -> Record | None:
+        return self.node.loop.run(self.node.records.get("image"), _DEADLINE_S)
+
     def counted(self, name: str) -> float:
         return self.node.counters.get(name)
 
@@ -133,7 +138,7 @@ def test_saved_tensor_is_in_bucket_and_tier_and_reads_back(rig: Rig) -> None:
     header = codec.verify(blob, namespace=rig.node.namespace.name, identifier=HASHES[0])
     assert header.placeholder == {"image_grid_thw": [1, 2, 2]}
     assert header.modality == "image"
-    read = saves.to_tensor(header, bytearray(blob[header.data_start :]))
+    read = safetensors_torch.load(blob)["ec_cache"]
     assert torch.equal(read, tensor(1))
     key = make_key(HASHES[0])
     assert key is not None
@@ -142,7 +147,7 @@ def test_saved_tensor_is_in_bucket_and_tier_and_reads_back(rig: Rig) -> None:
     assert rig.node.index.maybe_contains(key)
     assert queue.take_report() == ([HASHES[0]], [HASHES[0]])
     assert rig.spooled_files() == 0
-    assert rig.node.tier.check() == []
+    assert audit_of(rig.node.tier) == []
 
 
 def test_a_store_that_overwrites_is_warned_about_once(
@@ -180,7 +185,7 @@ def test_tensor_of_another_width_than_the_record_is_not_saved(rig: Rig) -> None:
     assert queue.drain(_DEADLINE_S) == 0
     assert rig.stored(HASHES[1]) is None
     assert rig.node.counters.get("save_problem.record") == 1
-    assert rig.node.records.known("image") == Record(8, "bfloat16")
+    assert rig.record() == Record(8, "bfloat16")
     assert rig.spooled_files() == 0  # refused for good
 
 
@@ -484,9 +489,9 @@ def test_many_saves_are_all_stored_once(rig: Rig) -> None:
 # The spool
 
 
-def held_bytes(queue: SaveQueue) -> int:
-    """Of host buffers in use."""
-    return sum(staging._pool.taken_bytes for staging in queue._stagings.values())
+def is_all_idle(queue: SaveQueue) -> bool:
+    """Whether no host buffer is in use."""
+    return all(accelerators.is_all_idle(staging._pool) for staging in queue._stagings.values())
 
 
 def test_tensor_leaves_memory_when_it_is_on_the_disk(rig: Rig) -> None:
@@ -500,7 +505,7 @@ def test_tensor_leaves_memory_when_it_is_on_the_disk(rig: Rig) -> None:
     gc.collect()
     assert kept() is None  # the queue has a copy
     assert gate.reached.wait(_DEADLINE_S)
-    eventually(lambda: held_bytes(queue) == 0)
+    eventually(lambda: rig.spooled_files() == 1)
     rig.put_spooled(queue, *HASHES[1:5])  # each fills the budget
     gate.release()
     assert queue.drain(_DEADLINE_S) == 0
@@ -515,8 +520,8 @@ def test_output_may_be_changed_when_put_returns(rig: Rig) -> None:
     assert queue.drain(_DEADLINE_S) == 0
     blob = rig.stored(HASHES[0])
     assert blob is not None
-    header = codec.verify(blob, namespace=rig.node.namespace.name, identifier=HASHES[0])
-    saved = saves.to_tensor(header, bytearray(blob[header.data_start :]))
+    codec.verify(blob, namespace=rig.node.namespace.name, identifier=HASHES[0])
+    saved = safetensors_torch.load(blob)["ec_cache"]
     assert torch.equal(saved, torch.arange(16, 48, dtype=torch.float32).view(4, 8))
 
 
@@ -533,10 +538,10 @@ def test_buffer_is_not_reused_while_it_is_uploaded_from_memory(tmp_path: Path) -
     for number, identifier in enumerate(HASHES[:6]):
         blob = rig.stored(identifier)
         assert blob is not None
-        header = codec.verify(blob, namespace=rig.node.namespace.name, identifier=identifier)
-        saved = saves.to_tensor(header, bytearray(blob[header.data_start :]))
+        codec.verify(blob, namespace=rig.node.namespace.name, identifier=identifier)
+        saved = safetensors_torch.load(blob)["ec_cache"]
         assert torch.equal(saved, tensor(number))
-    assert held_bytes(queue) == 0
+    assert is_all_idle(queue)
     rig.close()
 
 
@@ -554,7 +559,7 @@ def test_save_that_fails_gives_its_room_back(
         with pytest.raises((NotImplementedError, TypeError)):
             queue.put(HASHES[0], IMAGE, meta)
     eventually(lambda: not queue._pending)
-    assert held_bytes(queue) == 0
+    assert is_all_idle(queue)
     assert queue.put(HASHES[1], IMAGE, tensor())
     assert queue.drain(_DEADLINE_S) == 0
     assert rig.stored(HASHES[1]) is not None
@@ -563,7 +568,7 @@ def test_save_that_fails_gives_its_room_back(
 def test_hook_does_not_wait_for_the_device_and_the_writer_does(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    device = FakeAccelerator()
+    device = accelerators.FakeAccelerator()
     staging = AcceleratorStaging(device)
     queue = rig.queue()
     monkeypatch.setattr(queue, "_staging", lambda _: staging)
@@ -575,10 +580,10 @@ def test_hook_does_not_wait_for_the_device_and_the_writer_does(
     assert queue.drain(_DEADLINE_S) == 0
     blob = rig.stored(HASHES[0])
     assert blob is not None
-    header = codec.verify(blob, namespace=rig.node.namespace.name, identifier=HASHES[0])
-    saved = saves.to_tensor(header, bytearray(blob[header.data_start :]))
+    codec.verify(blob, namespace=rig.node.namespace.name, identifier=HASHES[0])
+    saved = safetensors_torch.load(blob)["ec_cache"]
     assert torch.equal(saved, tensor(1))
-    assert staging._saves.taken_bytes == 0
+    assert accelerators.is_all_idle(staging._saves)
 
 
 def test_queue_drops_before_it_copies(tmp_path: Path) -> None:
@@ -617,7 +622,7 @@ def test_next_process_uploads_what_the_last_one_could_not(tmp_path: Path) -> Non
     assert (published, sorted(stored)) == ([], HASHES[:5])
     assert second.counted("save.items") == 5
     assert second.spooled_files() == 0
-    assert second.node.tier.check() == []
+    assert audit_of(second.node.tier) == []
     second.close()
     assert list((tmp_path / "tier" / "v1" / "spool").iterdir()) == []
 
@@ -660,7 +665,7 @@ def test_spoiled_entry_is_set_aside_and_never_uploaded(tmp_path: Path) -> None:
     assert second.stored(HASHES[0]) is None
     assert second.stored(HASHES[1]) is not None
     assert second.spooled_files() == 0
-    assert second.node.tier.check() == []
+    assert audit_of(second.node.tier) == []
     second.close()
 
 
@@ -683,7 +688,7 @@ def test_entries_of_another_model_or_for_another_bucket_are_left_alone(
     assert queue.drain(_DEADLINE_S) == 0
     assert stranger.counted("spool.adopted") == 0
     assert stranger.spooled_files() == 2
-    assert stranger.node.tier.check() == []
+    assert audit_of(stranger.node.tier) == []
     stranger.close()
 
     second = Rig(tmp_path, shared=first.bucket)
@@ -706,7 +711,7 @@ def test_dead_bucket_that_comes_back_gets_everything(
     rig.faults.clear()
     assert queue.drain(_DEADLINE_S) == 0
     assert all(rig.stored(identifier) for identifier in HASHES)
-    assert rig.node.tier.check() == []
+    assert audit_of(rig.node.tier) == []
 
 
 def test_adopted_uploads_that_hang_leave_room_for_fresh_ones(tmp_path: Path) -> None:
@@ -798,7 +803,7 @@ def test_upload_reads_the_tiers_entry_where_somebody_emptied_the_spool(
     rig.put_spooled(queue, *HASHES[:2])
     key = make_key(HASHES[1])
     assert key is not None
-    rig.node.tier.evict(key)
+    evict(rig.node.tier, key)
     shutil.rmtree(rig.node.settings.cache_dir / "v1" / "spool")
     eventually(lambda: rig.counted("save_problem.vanished") == 1)
     rig.faults.clear()
@@ -824,7 +829,7 @@ def test_adopted_uploads_that_never_end_are_left_at_the_end(tmp_path: Path) -> N
     second.close()
     assert second.counted("internal_errors") == 0
     assert second.spooled_files() == 5
-    assert second.node.tier.check() == []
+    assert audit_of(second.node.tier) == []
 
 
 @pytest.mark.slow
@@ -858,7 +863,7 @@ def test_revision_that_another_process_asks_for_is_the_one_that_is_written(rig: 
     key = make_key(HASHES[0])
     assert key is not None
     rig.bucket.objects[rig.node.layout.object(key)] = b"<html>"
-    where = (rig.node.settings.cache_dir, rig.node.namespace.name, rig.node.destination)
+    where = (rig.node.tier.folders, rig.node.namespace.name, rig.node.destination)
     scheduler = BadObjects(*where, ttl_s=3600, counters=Counters())
     assert scheduler.note(key, "header", 0) == 1
     queue = rig.queue()

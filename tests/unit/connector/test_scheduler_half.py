@@ -19,9 +19,9 @@ from s3ec.connector.item_tracker import (
     UNWANTED_LEASE_S,
     VAIN_REST_S,
 )
-from s3ec.connector.messages import Presence, Save, TierMark, WorkerReport
+from s3ec.connector.messages import RankStatus, Save, TierId, WorkerReport
 from s3ec.connector.remote_ranks import Ranks
-from s3ec.prefetch import Outcome, Priority
+from s3ec.prefetch import FetchOutcome, Priority
 from tests.unit.connector.scheduling import (
     ROWS,
     WINDOW,
@@ -120,10 +120,11 @@ def test_two_requests_for_one_image_share_the_fetch(world: World) -> None:
 
 
 @pytest.mark.parametrize(
-    "outcome", [Outcome.ABSENT, Outcome.MISMATCH, Outcome.CORRUPT, Outcome.UNAVAILABLE]
+    "outcome",
+    [FetchOutcome.ABSENT, FetchOutcome.MISMATCH, FetchOutcome.CORRUPT, FetchOutcome.UNAVAILABLE],
 )
 def test_a_failed_fetch_ends_the_wait_and_is_not_tried_again_for_a_while(
-    world: World, outcome: Outcome
+    world: World, outcome: FetchOutcome
 ) -> None:
     world.stock("a")
     asker = request("r", feature("a"))
@@ -342,13 +343,13 @@ def test_a_failure_of_the_bucket_is_forgotten_when_the_entry_comes_to_this_disk(
     asker = request("r", feature("a"))
     assert not world.ask(asker)
     world.step()
-    world.finish("a", Outcome.UNAVAILABLE)
+    world.finish("a", FetchOutcome.UNAVAILABLE)
     assert world.ask(asker)
     world.local.add(key_of(identifier_of("a")))
     other = request("other", feature("a"))
     assert not world.ask(other)
     world.step()
-    world.finish("a", Outcome.UNAVAILABLE)  # the disk refuses: not again at once
+    world.finish("a", FetchOutcome.UNAVAILABLE)  # the disk refuses: not again at once
     assert world.ask(other)
 
 
@@ -1162,7 +1163,7 @@ def test_it_is_waited_for_beside_one_of_another_size_that_nobody_would_fetch(
     asker = request("r", bare("a"), feature("a", 10, rows=ROWS + 1))
     assert not world.ask(asker)
     world.step()
-    world.finish("a", Outcome.ABSENT)
+    world.finish("a", FetchOutcome.ABSENT)
     assert not world.ask(asker)
     world.clock.now_s += 0.1
     assert not world.ask(asker)
@@ -1176,7 +1177,7 @@ def test_it_is_given_up_at_once_where_what_is_stored_does_not_fit(world: World) 
     asker = request("r", feature("x"), bare("a", 10))
     assert not world.ask(asker)
     world.step()
-    world.finish("a", Outcome.MISMATCH)
+    world.finish("a", FetchOutcome.MISMATCH)
     assert not world.ask(asker)
     assert not world.ask(asker)
     assert world.half.take_unavailable_requests() == {"r"}
@@ -1184,11 +1185,13 @@ def test_it_is_given_up_at_once_where_what_is_stored_does_not_fit(world: World) 
     assert world.counters.get("unavailable_requests") == 1
 
 
-NOT_YET = [Outcome.ABSENT, Outcome.CORRUPT, Outcome.UNAVAILABLE]
+NOT_YET = [FetchOutcome.ABSENT, FetchOutcome.CORRUPT, FetchOutcome.UNAVAILABLE]
 
 
 @pytest.mark.parametrize("outcome", NOT_YET)
-def test_it_is_asked_for_again_until_its_upload_has_ended(world: World, outcome: Outcome) -> None:
+def test_it_is_asked_for_again_until_its_upload_has_ended(
+    world: World, outcome: FetchOutcome
+) -> None:
     asker = request("r", bare("a"))
     began_s = world.clock.now_s
     assert not world.ask(asker)
@@ -1213,7 +1216,7 @@ def test_it_is_asked_for_again_until_its_upload_has_ended(world: World, outcome:
 
 @pytest.mark.parametrize("outcome", NOT_YET)
 def test_it_fails_alone_when_its_embedding_does_not_come_in_time(
-    world: World, outcome: Outcome
+    world: World, outcome: FetchOutcome
 ) -> None:
     asker = request("r", bare("a"))
     other = request("other", feature("b"))
@@ -1238,7 +1241,7 @@ def test_the_next_request_for_it_asks_again_too(world: World) -> None:
     first = request("first", bare("a"))
     assert not world.ask(first)
     world.step()
-    world.finish("a", Outcome.ABSENT)
+    world.finish("a", FetchOutcome.ABSENT)
     assert not world.ask(first)
     world.half.request_finished(first)
     world.clock.now_s += 0.1
@@ -1254,7 +1257,7 @@ def test_one_prompt_may_name_it_with_and_without_pixels(world: World) -> None:
     asker = request("r", bare("a"), feature("a", 10), feature("a", 20, rows=ROWS + 1))
     assert not world.ask(asker)
     world.step()
-    world.finish("a", Outcome.ABSENT)
+    world.finish("a", FetchOutcome.ABSENT)
     assert not world.ask(asker)
     world.clock.now_s += RETRY_AFTER_S + 0.1
     assert not world.ask(asker)
@@ -1268,7 +1271,7 @@ def test_who_has_pixels_does_not_wait_for_what_it_asks_for_again(world: World) -
     asker, other = request("r", bare("a")), request("other", feature("a"))
     assert not world.ask(asker)
     world.step()
-    world.finish("a", Outcome.ABSENT)
+    world.finish("a", FetchOutcome.ABSENT)
     assert not world.ask(asker)
     world.clock.now_s += 2 * FIRST_PAUSE_S
     assert not world.ask(asker)
@@ -1284,7 +1287,7 @@ def test_who_has_pixels_waits_for_what_came_to_this_node_while_it_is_asked_for_a
     asker, other = request("r", bare("a")), request("other", feature("a"))
     assert not world.ask(asker)
     world.step()
-    world.finish("a", Outcome.ABSENT)
+    world.finish("a", FetchOutcome.ABSENT)
     assert not world.ask(asker)
     world.local.add(key_of(identifier_of("a")))  # another engine of this node fetched it
     world.clock.now_s += 2 * FIRST_PAUSE_S
@@ -1374,7 +1377,7 @@ def test_beyond_the_window_it_is_not_waited_for_yet(world: World) -> None:
     assert not world.ask(asker)
     world.step()
     world.finish("a")
-    world.finish("b", Outcome.MISMATCH)
+    world.finish("b", FetchOutcome.MISMATCH)
     assert world.ask(asker)
     world.schedule(asker, 0)
     world.step()
@@ -1437,7 +1440,7 @@ def test_what_the_index_holds_is_not_saved_though_it_was_encoded() -> None:
     asker = request("r", feature("a"))
     world.ask(asker)
     world.step()
-    world.finish("a", Outcome.UNAVAILABLE)
+    world.finish("a", FetchOutcome.UNAVAILABLE)
     assert world.ask(asker)
     assert world.schedule(asker) == [False]
     assert world.step().saves == {}
@@ -1640,7 +1643,7 @@ def test_what_requests_leave_behind_is_given_back_in_time(world: World) -> None:
         asker = request(str(number), feature(number))
         world.ask(asker)
         world.step()
-        world.finish(number, Outcome.READY if number % 3 else Outcome.ABSENT)
+        world.finish(number, FetchOutcome.READY if number % 3 else FetchOutcome.ABSENT)
         world.ask(asker)
         world.schedule(asker)
         plan = world.step(freed=[number - 1])
@@ -1654,11 +1657,11 @@ def test_what_requests_leave_behind_is_given_back_in_time(world: World) -> None:
 
 
 def test_a_new_process_prepares_what_is_urgent_first_and_what_nobody_wants_last() -> None:
-    mark = TierMark("host", "folder")
+    mark = TierId("host", "folder")
     ranks = Ranks(1, mark, steps_in_flight=2, heard_without_tokens=True)
     world = World(ranks_apart=ranks, ranks=1)
     world.stock("a", "b")
-    world.report(0, present={0: Presence("one", shares=False)})
+    world.report(0, present={0: RankStatus("one", shares=False)})
     world.step()  # orders go out with steps
     leaving = request("leaving", feature("b"))
     assert not world.ask(request("waiting", feature("a")))
@@ -1670,7 +1673,7 @@ def test_a_new_process_prepares_what_is_urgent_first_and_what_nobody_wants_last(
     assert world.ask(leaving)
     world.half.request_finished(leaving)
     world.step()
-    world.report(2, present={0: Presence("two", shares=False)})
+    world.report(2, present={0: RankStatus("two", shares=False)})
     orders = world.step().ranks
     assert orders is not None
     by_ticket = {order.ticket: (order.identifier, order.priority) for order in orders.prepare}

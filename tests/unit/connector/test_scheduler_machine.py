@@ -24,9 +24,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from s3ec.connector.item_tracker import FETCHING, LEASE_S, NO_PIXELS_WAIT_S
-from s3ec.connector.messages import Presence, RankOrders, StepPlan, TierMark, WorkerReport
+from s3ec.connector.messages import RankOrders, RankStatus, StepPlan, TierId, WorkerReport
 from s3ec.connector.remote_ranks import Ranks
-from s3ec.prefetch import Outcome
+from s3ec.prefetch import FetchOutcome
 from tests.unit.connector.scheduling import (
     ROWS,
     WINDOW,
@@ -108,7 +108,7 @@ class RemoteRank:
             )
         for rank in range(self.rank + 1):
             shares = rank != self.rank
-            self.report.present[rank] = Presence("0" if shares else str(self.lives), shares)
+            self.report.present[rank] = RankStatus("0" if shares else str(self.lives), shares)
 
     def fetched(self, identifier: str, fine: bool) -> None:
         ticket = self.open.pop(identifier)
@@ -138,7 +138,7 @@ class HalfMachine(RuleBasedStateMachine):
             self.remote = RemoteRank(ranks - 1)
             bookkeeping = Ranks(
                 ranks,
-                TierMark("host", "/pins"),
+                TierId("host", "/pins"),
                 steps_in_flight=steps_in_flight,
                 heard_without_tokens=False,
             )
@@ -180,10 +180,10 @@ class HalfMachine(RuleBasedStateMachine):
         self.world.clock.now_s += seconds
 
     @precondition(lambda self: self.world.prefetcher.open)
-    @rule(data=st.data(), fine=often, failure=st.sampled_from(list(Outcome)))
-    def a_fetch_ends(self, data: st.DataObject, fine: bool, failure: Outcome) -> None:
+    @rule(data=st.data(), fine=often, failure=st.sampled_from(list(FetchOutcome)))
+    def a_fetch_ends(self, data: st.DataObject, fine: bool, failure: FetchOutcome) -> None:
         identifier = data.draw(st.sampled_from(sorted(self.world.prefetcher.open)))
-        outcome = Outcome.READY if fine else failure
+        outcome = FetchOutcome.READY if fine else failure
         self.world.prefetcher.finish(identifier, outcome, holds=ROWS)
 
     @rule()
@@ -222,7 +222,7 @@ class HalfMachine(RuleBasedStateMachine):
         self.remote.begin()
         self.remote.rescued = set(map(identifier_of, TEXTS))
         if heard:  # as it is once its first step has ended
-            self.remote.execute(StepPlan(ranks=RankOrders(TierMark("host", "/pins"))))
+            self.remote.execute(StepPlan(ranks=RankOrders(TierId("host", "/pins"))))
             self.the_remote_rank_is_heard(False)
 
     def retire(self) -> None:

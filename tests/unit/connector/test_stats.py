@@ -10,27 +10,13 @@ from typing import Any
 
 import pytest
 
+from s3ec.connector.metrics import LABELLED, LEVELS, NOT_EXPORTED, PLAIN
+from s3ec.fetch import FetchOutcome
+
 pytest.importorskip("vllm")
 stats = pytest.importorskip("s3ec.connector.stats")
 
 PACKAGE = Path(__file__).parents[3] / "s3ec"
-# Of interest to a debugger only.
-NOT_EXPORTED = {
-    "compact.in_vain",
-    "compact.merged",
-    "fetch_parked",
-    "index.bases",
-    "index.downloads",
-    "index.forgotten",
-    "index.junk",
-    "index.not_kept",
-    "index.vanished_base",
-    "tier.pin_copies",
-    "tier.published",
-    "tier.published_bytes",
-    "tier.spool_copies",
-    "tier.swept",
-}
 
 
 class FakeCounter:
@@ -59,16 +45,12 @@ def metrics() -> Any:
     made = object.__new__(stats.S3ECPromMetrics)
     made.per_engine_labelvalues = {0: ["model", "0"]}
     labels = ["model_name", "engine"]
-    made._plain = {
-        ours: FakeCounter(name, text, labels) for ours, (name, text) in stats._PLAIN.items()
-    }
-    made._levels = {
-        ours: FakeCounter(name, text, labels) for ours, (name, text) in stats._LEVELS.items()
-    }
+    made._plain = {ours: FakeCounter(name, text, labels) for ours, (name, text) in PLAIN.items()}
+    made._levels = {ours: FakeCounter(name, text, labels) for ours, (name, text) in LEVELS.items()}
     made._sums = Counter()
     made._by_prefix = {
         prefix: FakeCounter(name, text, [*labels, label])
-        for prefix, (name, text, label) in stats._LABELLED.items()
+        for prefix, (name, text, label, _) in LABELLED.items()
     }
     return made
 
@@ -79,19 +61,30 @@ def counted_names() -> set[str]:
     for file in PACKAGE.rglob("*.py"):
         for name in re.findall(r'counters\.add\(\s*f?"([^"]+)"', file.read_text()):
             names.add(name.split("{")[0])
+        names.update(re.findall(r'"(load\.[a-z]+)"', file.read_text()))  # added as a mapping
     return names
 
 
 def test_every_counter_is_exported_or_left_out_on_purpose() -> None:
     names = counted_names()
     assert "spool.adopted" in names
-    prefixes = tuple(stats._LABELLED)
+    prefixes = tuple(LABELLED)
     missing = {
         name
-        for name in names - NOT_EXPORTED
-        if name not in {**stats._PLAIN, **stats._LEVELS} and not name.startswith(prefixes)
+        for name in names - set(NOT_EXPORTED)
+        if name not in {**PLAIN, **LEVELS} and not name.startswith(prefixes)
     }
     assert missing == set()
+    assert set(NOT_EXPORTED) <= names
+
+
+def test_every_value_of_a_label_has_a_meaning() -> None:
+    names = counted_names()
+    for prefix, (_, _, _, values) in LABELLED.items():
+        used = {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
+        assert {value for value in used if value and not value.endswith(".")} <= set(values), prefix
+    outcomes = {outcome.value for outcome in FetchOutcome}
+    assert outcomes <= set(LABELLED["fetch."][3])
 
 
 def test_a_report_is_added_to_the_counters_by_name_and_by_label(metrics: Any) -> None:
@@ -108,8 +101,5 @@ def test_a_level_goes_up_and_down(metrics: Any) -> None:
 
 
 def test_metric_names_are_unique() -> None:
-    names = [
-        entry[0]
-        for entry in (*stats._PLAIN.values(), *stats._LEVELS.values(), *stats._LABELLED.values())
-    ]
+    names = [entry[0] for entry in (*PLAIN.values(), *LEVELS.values(), *LABELLED.values())]
     assert len(names) == len(set(names))

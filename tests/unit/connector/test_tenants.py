@@ -13,20 +13,21 @@ import pytest
 from s3ec import codec
 from s3ec.connector.messages import Save
 from s3ec.identity import (
-    CountedKeys,
+    CountingKeyCache,
+    KeyPolicy,
     Layout,
     Namespace,
-    Naming,
     digest_of_name,
     is_object_name,
     key_of_header,
     make_key,
 )
 from s3ec.node import Node
-from s3ec.prefetch import Fetched, Outcome, Want
+from s3ec.prefetch import FetchOutcome, FetchRequest, FetchResult
 from s3ec.settings import Settings
 from s3ec.tenant import Tenant
 from s3ec.testing.memory_store import MemoryBucket, MemoryStore
+from tests.on_disk import audit_of
 from tests.unit.connector.scheduling import World, feature, identifier_of, request
 
 torch = pytest.importorskip("torch")
@@ -60,10 +61,10 @@ class Engine:
         report: tuple[list[str], list[str]] = queue.take_report()
         return report
 
-    def fetch(self, identifier: str) -> Fetched:
+    def fetch(self, identifier: str) -> FetchResult:
         key = self.node.naming.make_key(identifier)
         assert key is not None
-        self.node.prefetcher.submit([Want(key, "image", 4)])
+        self.node.prefetcher.submit([FetchRequest(key, "image", 4)])
         eventually(lambda: self.node.prefetcher.has_news)
         (fetched,) = self.node.prefetcher.drain()
         return fetched
@@ -106,7 +107,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
 
     yield start
     for engine in engines:
-        assert engine.node.tier.check() == []
+        assert audit_of(engine.node.tier) == []
         engine.node.close(5)
 
 
@@ -144,7 +145,7 @@ def test_what_a_tenant_stores_holds_no_identifier_and_is_read_by_another_process
             assert text not in name.encode()
     for identifier in ("report.png", HASH, f"my-lora:{HASH}"):
         fetched = reader.fetch(identifier)
-        assert fetched.outcome is Outcome.READY
+        assert fetched.outcome is FetchOutcome.READY
         assert fetched.source == "bucket"
         assert fetched.pin is not None
         reader.node.prefetcher.release([fetched.pin])
@@ -164,7 +165,7 @@ def test_a_tenants_entry_in_anothers_place_is_refused(start: Callable[..., Engin
     acme.bucket.objects[acme.node.layout.object(ours)] = copied
     acme.bucket.objects[other.node.layout.object(theirs)] = copied
     for engine, identifier in ((acme, "c"), (other, "a")):
-        assert engine.fetch(identifier).outcome is Outcome.CORRUPT
+        assert engine.fetch(identifier).outcome is FetchOutcome.CORRUPT
         assert engine.node.counters.get("corrupt.identifier") == 2
 
 
@@ -212,7 +213,7 @@ def test_one_identifier_for_two_pictures_is_one_entry_and_the_first_one_stays(
 
 
 def untrusting(**role: Any) -> World:
-    return World(naming=Naming(trust_client_ids=False), **role)
+    return World(naming=KeyPolicy(trust_client_ids=False), **role)
 
 
 @pytest.mark.parametrize("consumer", [True, False])
@@ -256,7 +257,7 @@ def test_distinct_identifiers_in_any_number_leave_nothing_behind(characters: int
     world = World(producer=False)
     before = world.sizes()
     capacity = 256
-    world.half._keys = CountedKeys(Naming(), world.counters, capacity=capacity)
+    world.half._keys = CountingKeyCache(KeyPolicy(), world.counters, capacity=capacity)
     for number in range(2000):
         name = f"{number:0{characters}}"
         asker = request(name[-9:], feature(name, raw=True))

@@ -13,11 +13,11 @@ import pytest
 from s3ec.config import load_settings
 from s3ec.dev.rigs.proxy import Exchange, FaultProxy
 from s3ec.doctor.bucket import S3Probe
-from s3ec.doctor.patient import Patient
+from s3ec.doctor.patient import CheckContext
 from s3ec.testing.server import MotoServer
 
 BUCKET = "doctor"
-MakePatient = Callable[..., Patient]
+MakePatient = Callable[..., CheckContext]
 
 
 @dataclass(frozen=True)
@@ -68,11 +68,11 @@ def make_patient(
     tmp_path: Path,
 ) -> Iterator[MakePatient]:
     """Makes patients that reach moto through the proxy, each in a folder of its own."""
-    patients: list[Patient] = []
+    patients: list[CheckContext] = []
     for name, value in moto_server.env().items():
         monkeypatch.setenv(name, value)
 
-    def make(transfer: Mapping[str, Any] | None = None, **settings: Any) -> Patient:
+    def make(transfer: Mapping[str, Any] | None = None, **settings: Any) -> CheckContext:
         defaults = {
             "bucket": doctor_bucket,
             "prefix": tmp_path.name,
@@ -83,7 +83,7 @@ def make_patient(
             "read_timeout_s": 30,
         }
         loaded = load_settings({**defaults, **settings})
-        patient = Patient(loaded, transfer or {}, None, S3Probe(loaded.settings))
+        patient = CheckContext(loaded, transfer or {}, None, S3Probe(loaded.settings))
         patients.append(patient)
         return patient
 

@@ -15,7 +15,7 @@ import pytest
 from s3ec.dev.rigs.proxy import FaultProxy, Rule
 from s3ec.dev.rigs.proxy_faults import Stall, html_page, s3_error
 from s3ec.doctor import bucket
-from s3ec.doctor.patient import Patient
+from s3ec.doctor.patient import CheckContext
 from s3ec.doctor.report import Outcome, Verdict
 from s3ec.errors import ConfigError
 from s3ec.store.s3_client import check_settings
@@ -247,7 +247,7 @@ def test_absent_object_that_is_denied_names_the_right_to_list(
     assert "missing s3:ListBucket" in outcome.found
 
 
-def listed(patient: Patient) -> Patient:
+def listed(patient: CheckContext) -> CheckContext:
     """The patient after the checks that `addressing` builds on."""
     bucket.endpoint(patient)
     bucket.bucket(patient)
@@ -286,7 +286,7 @@ def no_wildcard_dns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
 
 
-OnLocalhost = Callable[..., Patient]
+OnLocalhost = Callable[..., CheckContext]
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from s3ec.doctor import serving, vllm_child
-from s3ec.doctor.patient import Patient
+from s3ec.doctor.patient import CheckContext
 from s3ec.doctor.report import Verdict
 from s3ec.doctor.vllm_child import VllmChild
 from s3ec.doctor.vllm_probe import _without_command
@@ -21,7 +21,7 @@ from tests.unit.doctor.conftest import MakePatient
 HOOKS = ("has_cache_item", "update_state_after_alloc", "build_connector_meta")
 LATER = ("ensure_cache_available", "build_connector_worker_meta")
 Install = Callable[..., None]
-Examine = Callable[..., Patient]
+Examine = Callable[..., CheckContext]
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def examine(make_patient: MakePatient) -> Iterator[Examine]:
     """Starts the child of a patient."""
     children = []
 
-    def start(vllm_args: list[str] | None = None) -> Patient:
+    def start(vllm_args: list[str] | None = None) -> CheckContext:
         patient = make_patient()
         patient.vllm_args = vllm_args
         patient.child = VllmChild(patient.settings, vllm_args)

@@ -12,13 +12,13 @@ from typing import Any
 from hypothesis import strategies as st
 
 from s3ec.index import sealed
-from s3ec.index.rows import Facts, Rows, Tombstone
+from s3ec.index.rows import EntryInfo, Rows, Tombstone
 
 NAMESPACE = "gemma-0123456789abcdef"
 OTHER = "gemma-fedcba9876543210"
 TOP = 2**64 - 1
 
-Items = list[tuple[bytes, Facts | Tombstone]]
+Items = list[tuple[bytes, EntryInfo | Tombstone]]
 Half = tuple[int, int]
 
 # Halves that meet: edges, neighbours, equal first halves, a shared leading byte, and anything.
@@ -30,7 +30,7 @@ halves = st.one_of(
 digests = st.builds(lambda hi, lo: struct.pack(">QQ", hi, lo), halves, halves)
 times = st.integers(0, 3) | st.integers(0, 2**32 - 1)
 facts = st.builds(
-    Facts,
+    EntryInfo,
     nbytes=st.integers(0, TOP),
     rows=st.integers(0, 2**32 - 1),
     width=st.integers(0, 2**32 - 1),
@@ -54,9 +54,9 @@ def as_items(rows: Rows) -> Items:
     ]
 
 
-def winners(parts: Iterable[Items]) -> dict[bytes, Facts | Tombstone]:
+def winners(parts: Iterable[Items]) -> dict[bytes, EntryInfo | Tombstone]:
     """The rule of conflicts, as a loop over a dict."""
-    result: dict[bytes, Facts | Tombstone] = {}
+    result: dict[bytes, EntryInfo | Tombstone] = {}
     for part in parts:
         for digest, said in part:
             if digest not in result or said.time_s >= result[digest].time_s:
@@ -73,7 +73,7 @@ def rows_of(count: int, *, seed: int = 0, deleted: bool = False) -> Rows:
         if deleted and number % 5 == 0:
             made.append((digest, Tombstone(number)))
         else:
-            made.append((digest, Facts(100 + number, number + 1, 8, "bfloat16", number, 50)))
+            made.append((digest, EntryInfo(100 + number, number + 1, 8, "bfloat16", number, 50)))
     return Rows.from_facts(made).sorted_unique()
 
 

@@ -12,6 +12,7 @@ import pytest
 from s3ec.counters import Counters
 from s3ec.testing.fault_store import Script
 from s3ec.testing.memory_store import MemoryStore
+from tests.on_disk import audit_of
 from tests.unit.index.basics import Clock
 from tests.unit.index.corpus import Corpus, Reader
 
@@ -53,7 +54,7 @@ async def make_reader(corpus: Corpus, tmp_path: Path) -> AsyncIterator[Callable[
     yield make
     for reader in made:
         await reader.close()
-        assert reader.tier.check() == []
+        assert audit_of(reader.tier) == []
 
 
 @pytest.fixture

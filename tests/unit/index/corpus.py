@@ -15,9 +15,9 @@ from s3ec.identity import Key
 from s3ec.index.bloom import build_bloom
 from s3ec.index.cache import IndexCache
 from s3ec.index.follower import FollowOptions
-from s3ec.index.manifest import Blob, Head, Shard, Ulids
+from s3ec.index.manifest import BaseManifest, Blob, Shard, Ulids
 from s3ec.index.reader import ManifestIndex
-from s3ec.index.rows import Facts, Rows, Tombstone
+from s3ec.index.rows import EntryInfo, Rows, Tombstone
 from s3ec.index.segment import encode_segment
 from s3ec.testing.fault_store import FaultStore, Script
 from s3ec.testing.memory_store import MemoryStore
@@ -30,13 +30,13 @@ HOUR_S = 3600.0
 
 
 def rows_of(*items: object, time_s: float = START_S) -> Rows:
-    """Rows of texts, keys, (key, Facts) or (key, Tombstone)."""
-    told: list[tuple[bytes, Facts | Tombstone]] = []
+    """Rows of texts, keys, (key, EntryInfo) or (key, Tombstone)."""
+    told: list[tuple[bytes, EntryInfo | Tombstone]] = []
     for item in items:
         if isinstance(item, tuple):
             told.append((_as_key(item[0]).digest, item[1]))
         else:
-            told.append((_as_key(item).digest, Facts(time_s=int(time_s))))
+            told.append((_as_key(item).digest, EntryInfo(time_s=int(time_s))))
     return Rows.from_facts(told).sorted_unique()
 
 
@@ -87,7 +87,7 @@ class Corpus:
 
     def base(
         self, version: int, rows: Rows, *, merged: Iterable[str] = (), shards: int = 2
-    ) -> Head:
+    ) -> BaseManifest:
         """Commit a base of so many shards; answers its head."""
         run = secrets.token_hex(8)
         made = []
@@ -99,13 +99,13 @@ class Corpus:
             made.append(Shard(first, last, len(part), Blob.of(segment), Blob.of(bloom)))
             self.put(LAYOUT.shard(version, run, first, last), b"".join(segment))
             self.put(LAYOUT.bloom(version, run, first, last), b"".join(bloom))
-        head = Head(
+        head = BaseManifest(
             version, run, int(self.clock.now_s), len(rows), 0.01, tuple(made), frozenset(merged)
         )
         self.put(LAYOUT.head(version), head.to_json())
         return head
 
-    def drop_base(self, head: Head) -> None:
+    def drop_base(self, head: BaseManifest) -> None:
         """What a later compaction does after the grace period."""
         names = [name for name in self.objects if LAYOUT.run_of(name) == (head.version, head.run)]
         self.delete(LAYOUT.head(head.version), *names)

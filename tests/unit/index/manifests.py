@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from s3ec.errors import S3ECError
 from s3ec.identity import Key, Layout
-from s3ec.index.rows import Facts, Rows, Tombstone
+from s3ec.index.rows import EntryInfo, Rows, Tombstone
 from s3ec.index.segment import encode_segment, parse_segment
 from s3ec.store.base import Blob, ObjectInfo, Store
 from s3ec.testing.memory_store import MemoryBucket, MemoryStore
@@ -18,7 +18,7 @@ from tests.unit.index.basics import LAYOUT
 
 T = TypeVar("T")
 
-View = dict[bytes, Facts]
+View = dict[bytes, EntryInfo]
 
 
 def ulid_of(number: int) -> str:
@@ -26,11 +26,13 @@ def ulid_of(number: int) -> str:
     return f"{number:026}"
 
 
-def facts_of(number: int, time_s: int = 0) -> Facts:
-    return Facts(1000 + number, number, 8, "bfloat16", number, time_s)
+def facts_of(number: int, time_s: int = 0) -> EntryInfo:
+    return EntryInfo(1000 + number, number, 8, "bfloat16", number, time_s)
 
 
-def delta_bytes(items: Iterable[tuple[bytes, Facts | Tombstone]], layout: Layout = LAYOUT) -> bytes:
+def delta_bytes(
+    items: Iterable[tuple[bytes, EntryInfo | Tombstone]], layout: Layout = LAYOUT
+) -> bytes:
     rows = Rows.from_facts(list(items)).sorted_unique()
     return b"".join(encode_segment(rows, layout.namespace))
 
@@ -38,7 +40,7 @@ def delta_bytes(items: Iterable[tuple[bytes, Facts | Tombstone]], layout: Layout
 async def put_delta(
     store: Store,
     number: int,
-    items: Mapping[Key, Facts | Tombstone],
+    items: Mapping[Key, EntryInfo | Tombstone],
     layout: Layout = LAYOUT,
 ) -> str:
     """Announce some keys; the delta's ULID."""
@@ -56,7 +58,7 @@ async def view(store: Store, layout: Layout = LAYOUT) -> View:
     """What a reader that starts now holds: head, shards, then deltas one after the other."""
     names = [info.name async for info in store.list(layout.manifest)]
     heads = sorted(name for name in names if layout.version_of(name))
-    state: dict[bytes, tuple[Facts, bool]] = {}
+    state: dict[bytes, tuple[EntryInfo, bool]] = {}
     merged: set[str] = set()
     if heads:
         head = json.loads(await read(store, heads[-1]))
@@ -73,7 +75,7 @@ async def view(store: Store, layout: Layout = LAYOUT) -> View:
     return {digest: facts for digest, (facts, deleted) in state.items() if not deleted}
 
 
-def apply(state: dict[bytes, tuple[Facts, bool]], rows: Rows) -> None:
+def apply(state: dict[bytes, tuple[EntryInfo, bool]], rows: Rows) -> None:
     for row in range(len(rows)):
         digest, facts = rows.digest(row), rows.facts(row)
         if digest not in state or facts.time_s >= state[digest][0].time_s:

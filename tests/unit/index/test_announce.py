@@ -16,14 +16,14 @@ from s3ec.identity import Key, Layout, make_key
 from s3ec.index import announce
 from s3ec.index.announce import BATCH_ITEMS, Announcer
 from s3ec.index.manifest import time_ms
-from s3ec.index.rows import Facts, Rows
+from s3ec.index.rows import EntryInfo, Rows
 from s3ec.index.segment import parse_segment
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
 from s3ec.testing.memory_store import MemoryBucket, MemoryStore
 
 LAYOUT = Layout("tiny-0123456789abcdef")
 NOW_S = 1_700_000_000.0
-FACTS = Facts(1024, 4, 8, "bfloat16", 77)
+FACTS = EntryInfo(1024, 4, 8, "bfloat16", 77)
 _DEADLINE_S = 20.0
 _NEVER_S = 3600.0
 TRULY_OFF_S = announce.OVERLAP_S  # a clock that is so far off is corrected in names too
@@ -68,7 +68,7 @@ class Rig:
             batch_s=batch_s,
         )
 
-    def add(self, *numbers: int, facts: Facts | None = FACTS) -> None:
+    def add(self, *numbers: int, facts: EntryInfo | None = FACTS) -> None:
         for number in numbers:
             self.announcer.add(key_at(number), facts, partial(self._done, number))
 
@@ -86,7 +86,7 @@ class Rig:
         ]
 
 
-def contents(rows: Rows) -> dict[bytes, Facts | int]:
+def contents(rows: Rows) -> dict[bytes, EntryInfo | int]:
     """Digest to facts, of tombstones to their time."""
     return {
         rows.digest(row): int(rows.time_s[row]) if rows.deleted[row] else rows.facts(row)
@@ -186,7 +186,7 @@ async def test_tombstone_of_a_key_that_waits_takes_the_place_of_its_facts() -> N
 
 
 @pytest.mark.parametrize("facts", [FACTS, None])
-async def test_row_is_later_than_the_one_that_the_index_knows(facts: Facts | None) -> None:
+async def test_row_is_later_than_the_one_that_the_index_knows(facts: EntryInfo | None) -> None:
     known = {1: at(500), 2: at(-500), 3: 2**32 - 1}  # the last one is as late as can be
     rig = Rig(known={key_at(number).digest: time_s for number, time_s in known.items()})
     rig.add(1, 2, 3, facts=facts)

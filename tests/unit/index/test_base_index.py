@@ -15,7 +15,7 @@ from s3ec.errors import CorruptEntryError
 from s3ec.identity import Layout, split_digest
 from s3ec.index.bloom import Bloom, build_bloom
 from s3ec.index.lookup import UNKNOWN, Base
-from s3ec.index.manifest import Blob, Head, Shard, parse_head
+from s3ec.index.manifest import BaseManifest, Blob, Shard, parse_head
 from s3ec.index.rows import Rows, merge
 from s3ec.index.segment import Segment, encode_segment
 from tests.unit.index import columns
@@ -36,7 +36,7 @@ def base_of(rows: Rows, shards: int = 4, *, exact: bool = True) -> Base:
         shard_of(first, first + step - 1, rows.between(first, first + step - 1))
         for first in range(0, 256, step)
     ]
-    head = Head(3, "0" * 16, 0, len(rows), 0.01, tuple(shard for shard, _, _ in made))
+    head = BaseManifest(3, "0" * 16, 0, len(rows), 0.01, tuple(shard for shard, _, _ in made))
     parts: list[Segment | Bloom] = [
         Segment.parse(segment, NAMESPACE) if exact else Bloom.parse(bloom, NAMESPACE)
         for _, segment, bloom in made
@@ -83,12 +83,12 @@ def test_an_empty_base_holds_nothing(exact: bool) -> None:
 
 ROWS = rows_of(200)
 HALVES = [shard_of(0, 127, ROWS.between(0, 127)), shard_of(128, 255, ROWS.between(128, 255))]
-HEAD = Head(3, "0" * 16, 0, 200, 0.01, tuple(shard for shard, _, _ in HALVES))
+HEAD = BaseManifest(3, "0" * 16, 0, 200, 0.01, tuple(shard for shard, _, _ in HALVES))
 SEGMENTS = [Segment.parse(segment, NAMESPACE, name="a shard") for _, segment, _ in HALVES]
 BLOOMS = [Bloom.parse(bloom, NAMESPACE, name="a shard") for _, _, bloom in HALVES]
 
 
-def reason_of(head: Head, parts: list[Segment | Bloom]) -> str:
+def reason_of(head: BaseManifest, parts: list[Segment | Bloom]) -> str:
     with pytest.raises(CorruptEntryError) as caught:
         Base(head, parts)
     return caught.value.reason

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from s3ec.errors import AccessError, CorruptEntryError, TierError, UnavailableError
 from s3ec.index import base_writer, manifest, segment
-from s3ec.index.base_writer import GRACE_S, Made, Making, server_time
+from s3ec.index.base_writer import GRACE_S, BuildOptions, BuildResult, server_time
 from s3ec.index.compaction import compact
-from s3ec.index.rows import Facts, Tombstone
+from s3ec.index.rows import EntryInfo, Tombstone
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script, flip
 from s3ec.testing.memory_store import MemoryStore
 from tests.unit.index.basics import LAYOUT, START_S, Clock, key_of
@@ -36,7 +36,9 @@ from tests.unit.index.manifests import (
 KEYS = [key_of(number) for number in range(12)]
 
 
-async def compacted(store: MemoryStore | FaultStore, making: Making | None = None) -> Made:
+async def compacted(
+    store: MemoryStore | FaultStore, making: BuildOptions | None = None
+) -> BuildResult:
     made = await compact(store, LAYOUT, making)
     assert made is not None
     return made
@@ -68,7 +70,7 @@ def test_compaction_equals_a_merge_of_dictionaries(
 async def _merges_as_dictionaries_do(steps: list[object]) -> None:
     store = MemoryStore()
     await compacted(store)
-    model: dict[bytes, Facts | Tombstone] = {}
+    model: dict[bytes, EntryInfo | Tombstone] = {}
     for number, step in enumerate(steps):
         if isinstance(step, dict):
             await put_delta(store, number, step)
@@ -78,8 +80,8 @@ async def _merges_as_dictionaries_do(steps: list[object]) -> None:
                     model[key.digest] = what
         else:
             await compacted(store)
-            model = {digest: what for digest, what in model.items() if isinstance(what, Facts)}
-        alive = {digest: what for digest, what in model.items() if isinstance(what, Facts)}
+            model = {digest: what for digest, what in model.items() if isinstance(what, EntryInfo)}
+        alive = {digest: what for digest, what in model.items() if isinstance(what, EntryInfo)}
         assert await view(store) == alive
     made = await compacted(store)
     assert await view(store) == alive if steps else True
@@ -162,7 +164,7 @@ async def test_where_no_temporary_folder_can_be_made_that_is_said(
     await compacted(memory)
     await put_delta(memory, 1, {KEYS[1]: facts_of(1)})
     with pytest.raises(TierError, match="temporary"):
-        await compact(memory, LAYOUT, Making(folder=tmp_path / "gone"))
+        await compact(memory, LAYOUT, BuildOptions(folder=tmp_path / "gone"))
 
 
 # -- racing ------------------------------------------------------------------------------------
@@ -358,7 +360,7 @@ async def test_a_compactor_that_took_half_a_day_does_not_commit(
         return clock.now_s
 
     with pytest.raises(UnavailableError, match="start again"):
-        await compact(memory, LAYOUT, Making(clock=late))
+        await compact(memory, LAYOUT, BuildOptions(clock=late))
     assert [name for name in names(memory.bucket) if name.startswith("head/")] == [
         "head/000000000001.json"
     ]
@@ -389,7 +391,7 @@ async def test_ages_are_by_the_clock_of_the_server(memory: MemoryStore, clock: C
     await compacted(memory)
     await put_delta(memory, 1, {KEYS[1]: facts_of(1)})
     await compacted(memory)
-    ahead = Making(clock=lambda: clock.now_s + 1000 * GRACE_S)
+    ahead = BuildOptions(clock=lambda: clock.now_s + 1000 * GRACE_S)
     assert (await compacted(memory, ahead)).removed == 0
 
 
@@ -404,7 +406,7 @@ async def test_where_the_server_says_no_times_nothing_is_deleted(memory: MemoryS
     timeless = MemoryStore(memory.bucket, clock=lambda: 0.0)
     for number in range(3):
         await put_delta(timeless, number, {KEYS[1]: facts_of(1)})
-        assert (await compacted(timeless, Making(grace_s=0))).removed == 0
+        assert (await compacted(timeless, BuildOptions(grace_s=0))).removed == 0
 
 
 async def test_without_the_right_to_delete_compaction_goes_on(
@@ -504,7 +506,7 @@ async def test_memory_is_bounded_by_a_shard_and_not_by_the_base(
     store = Forgetful(memory)
     tracemalloc.start()
     try:
-        await compact(store, LAYOUT, Making(folder=tmp_path))
+        await compact(store, LAYOUT, BuildOptions(folder=tmp_path))
         peak_bytes = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

@@ -14,7 +14,7 @@ from s3ec.index import listing, manifest
 from s3ec.index.compaction import compact
 from s3ec.index.delete import count_older, delete_older, deleting, find_objects
 from s3ec.index.rebuild import verify
-from s3ec.index.rows import Facts
+from s3ec.index.rows import EntryInfo
 from s3ec.store.base import Store
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
 from s3ec.testing.memory_store import MemoryStore
@@ -26,7 +26,9 @@ KEYS = [key_of(number) for number in range(8)]
 
 async def put_entry(store: MemoryStore, number: int, *, time_s: int = 1) -> None:
     await put_object(store, KEYS[number], 100 + number)
-    await put_delta(store, time_s * 10 + number, {KEYS[number]: Facts(100 + number, time_s=time_s)})
+    await put_delta(
+        store, time_s * 10 + number, {KEYS[number]: EntryInfo(100 + number, time_s=time_s)}
+    )
 
 
 async def delete(store: Store, *numbers: int) -> None:
@@ -63,7 +65,7 @@ async def test_a_tombstone_is_later_than_what_a_fast_clock_announced(
     made = await compact(memory, LAYOUT)
     assert made is not None
     assert len(made.head.shards) > 1
-    await put_delta(memory, 90, {KEYS[5]: Facts(105, time_s=future_s + 5)})
+    await put_delta(memory, 90, {KEYS[5]: EntryInfo(105, time_s=future_s + 5)})
     await delete(memory, 0, 3, 5)
     assert set(await view(memory)) == {KEYS[number].digest for number in (1, 2, 4)}
 
@@ -305,16 +307,17 @@ async def put_revisions(memory: MemoryStore, number: int, *revisions: int) -> li
     return objects
 
 
-async def test_deleting_an_entry_deletes_all_its_revisions_and_nobody_elses(
+async def test_deleting_an_entry_deletes_its_revision_and_nobody_elses(
     memory: MemoryStore,
 ) -> None:
     await put_entry(memory, 1)
     await put_entry(memory, 2)
-    await put_revisions(memory, 1, 1, 2)
+    await put_revisions(memory, 1, 1)
+    (unread,) = await put_revisions(memory, 1, 2)  # of no release: somebody else's
     (kept,) = await put_revisions(memory, 2, 1)
     await delete(memory, 1)
     left = {name for name in memory.bucket.objects if name.startswith(LAYOUT.objects)}
-    assert left == {LAYOUT.object(KEYS[2]), kept}
+    assert left == {LAYOUT.object(KEYS[2]), kept, unread}
     assert set(await view(memory)) == {KEYS[2].digest}
 
 
@@ -343,14 +346,14 @@ async def test_of_many_entries_those_that_are_there_are_found_with_their_revisio
     keys = [key_of(("many", number)) for number in range(40)]
     for key in keys[:3]:
         await put_object(memory, key, 9)
-    await memory.put_if_absent(LAYOUT.object(keys[1], 2), [bytes(5)])
+    await memory.put_if_absent(LAYOUT.object(keys[1], 1), [bytes(5)])
     await put_entry(memory, 7)
     store = FaultStore(memory, Script())
     found = await find_objects(store, LAYOUT, keys)
     assert store.calls["list"] == (1 if few > 1 else 41)
     assert list(found) == keys
     names = [sorted(info.name for info in found[key]) for key in keys]
-    assert names[1] == sorted([LAYOUT.object(keys[1]), LAYOUT.object(keys[1], 2)])
+    assert names[1] == sorted([LAYOUT.object(keys[1]), LAYOUT.object(keys[1], 1)])
     assert [len(each) for each in names] == [1, 2, 1, *[0] * 37]
 
 

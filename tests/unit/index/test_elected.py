@@ -14,7 +14,7 @@ from s3ec.counters import Counters
 from s3ec.errors import AccessError, UnavailableError
 from s3ec.index import compaction
 from s3ec.index.compaction import MAX_DELTAS, MIN_ROWS, Backlog, ElectedCompactor, compact
-from s3ec.index.rows import Facts
+from s3ec.index.rows import EntryInfo
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
 from s3ec.testing.memory_store import MemoryStore
 from s3ec.tier import IndexFiles, Tier
@@ -55,7 +55,7 @@ def compactor(
 async def pile_up(memory: MemoryStore, count: int = MAX_DELTAS + 1) -> None:
     await compact(memory, LAYOUT)
     for number in range(count):
-        await put_delta(memory, number, {key_of(number): Facts(9, time_s=1)})
+        await put_delta(memory, number, {key_of(number): EntryInfo(9, time_s=1)})
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ async def test_server_without_conditional_writes_is_never_compacted_and_that_is_
     monkeypatch.setattr(compaction, "_SPREAD_S", 0.0)
     memory = OverwritingStore()
     for number in range(MAX_DELTAS + 1):
-        await put_delta(memory, number, {key_of(number): Facts(9, time_s=1)})
+        await put_delta(memory, number, {key_of(number): EntryInfo(9, time_s=1)})
     before = set(memory.bucket.objects)
     compactor = ElectedCompactor(
         memory, LAYOUT, backlog=lambda: backlog[0], files=files, counters=counters

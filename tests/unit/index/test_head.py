@@ -18,8 +18,8 @@ from s3ec.identity import Layout
 from s3ec.index.manifest import (
     MAX_HEAD_BYTES,
     MAX_SHARD_ROWS,
+    BaseManifest,
     Blob,
-    Head,
     Shard,
     parse_head,
     shard_ranges,
@@ -29,10 +29,12 @@ ULID = "01ARZ3NDEKTSV4RRFFQ69G5FAV"
 BLOB = Blob(100, "0123456789abcdef" * 2)
 
 
-def head_of(*ranges: tuple[int, int, int]) -> Head:
+def head_of(*ranges: tuple[int, int, int]) -> BaseManifest:
     shards = tuple(Shard(first, last, entries, BLOB, BLOB) for first, last, entries in ranges)
     entries = sum(shard.entries for shard in shards)
-    return Head(7, "0123456789abcdef", 1_700_000_000, entries, 0.01, shards, frozenset({ULID}))
+    return BaseManifest(
+        7, "0123456789abcdef", 1_700_000_000, entries, 0.01, shards, frozenset({ULID})
+    )
 
 
 HEAD = head_of((0, 127, 5), (128, 255, 0))

@@ -20,11 +20,11 @@ from s3ec.counters import Counters
 from s3ec.errors import ConflictError
 from s3ec.identity import Key
 from s3ec.index.announce import Announcer
-from s3ec.index.base_writer import GRACE_S, Making
+from s3ec.index.base_writer import GRACE_S, BuildOptions
 from s3ec.index.compaction import compact
 from s3ec.index.delete import deleting
 from s3ec.index.rebuild import rebuild, verify
-from s3ec.index.rows import Facts
+from s3ec.index.rows import EntryInfo
 from s3ec.testing.memory_store import MemoryStore
 from tests.unit.index.basics import LAYOUT, Clock, key_of
 from tests.unit.index.corpus import Corpus, Reader
@@ -67,7 +67,7 @@ class Manifest(RuleBasedStateMachine):
         self.spools: list[dict[Key, int]] = [{} for _ in SKEWS_S]
         self.deletions = dict.fromkeys(KEYS, 0)
         self.told: dict[Key, bool] = dict.fromkeys(KEYS, False)
-        self.making = Making(clock=self.clock)
+        self.making = BuildOptions(clock=self.clock)
 
     def _announcer(self, number: int) -> Announcer:
         return Announcer(
@@ -116,7 +116,7 @@ class Manifest(RuleBasedStateMachine):
                 # It was deleted before this came through; a base may have forgotten that.
                 del self.told[key]
 
-        facts = Facts(5, 1, 8, "bfloat16", 1)
+        facts = EntryInfo(5, 1, 8, "bfloat16", 1)
         self.announcers[number].add(key, facts, done)
         self.readers[number].index.add(key, facts)
 

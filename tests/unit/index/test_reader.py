@@ -14,7 +14,7 @@ from s3ec.errors import AccessError, UnavailableError
 from s3ec.identity import Key, make_key
 from s3ec.index import reader as reader_module
 from s3ec.index.manifest import OVERLAP_S
-from s3ec.index.rows import Facts, Tombstone
+from s3ec.index.rows import EntryInfo, Tombstone
 from s3ec.testing.fault_store import Fault, Gate
 from tests.unit.index.basics import LAYOUT, START_S, key_of
 from tests.unit.index.corpus import HOUR_S, Corpus, Reader, rows_of
@@ -71,7 +71,7 @@ async def test_a_base_without_keys_is_fine(corpus: Corpus, reader: Reader) -> No
 
 
 async def test_facts_come_from_the_latest_row(corpus: Corpus, reader: Reader) -> None:
-    old = Facts(1000, 4, 32, "bfloat16", 7, int(START_S))
+    old = EntryInfo(1000, 4, 32, "bfloat16", 7, int(START_S))
     new = old._replace(rows=8, time_s=int(START_S) + 5)
     corpus.base(1, rows_of((key_of("a"), old), (key_of("b"), new)))
     corpus.delta((key_of("a"), new), (key_of("b"), old))
@@ -280,12 +280,12 @@ async def test_a_delta_that_appears_late_costs_no_second_look_at_the_others(
 ) -> None:
     """Whatever the backlog, and also where this node's disk has lost it."""
     corpus.base(1, rows_of("base"))
-    corpus.delta("a", ("twice", Facts(rows=2, time_s=7)))
+    corpus.delta("a", ("twice", EntryInfo(rows=2, time_s=7)))
     corpus.delta("b")
     await reader.refresh()
     for file in list(reader.files.walk()):
         reader.files.remove(file.name)
-    late = corpus.delta("late", ("twice", Facts(rows=1, time_s=7)), ahead_s=-30.0)
+    late = corpus.delta("late", ("twice", EntryInfo(rows=1, time_s=7)), ahead_s=-30.0)
     assert await reader.calls() == {"list": 1, "get": 1}
     assert reader.store.log[-1] == ("get", LAYOUT.delta(late))
     assert reader.finds("a", "b", "late") == [True] * 3
@@ -299,7 +299,7 @@ async def test_own_stores_are_found_at_once_and_after_their_delta(
 ) -> None:
     corpus.base(1, rows_of("b"))
     await reader.refresh()
-    facts = Facts(100, 4, 32, "bfloat16", 1)
+    facts = EntryInfo(100, 4, 32, "bfloat16", 1)
     reader.index.add(key_of("a"), facts)
     assert reader.finds("a") == [True]
     assert reader.index.holds(key_of("a"))
@@ -424,7 +424,7 @@ async def test_deltas_of_a_base_that_a_reader_passed_over_are_dropped(
     await reader.refresh()
     corpus.base(2, rows_of("b"), merged=[dead])
     corpus.delete(LAYOUT.delta(dead))
-    corpus.base(3, rows_of("b", (key_of("a"), Facts(time_s=int(START_S) + 1))))
+    corpus.base(3, rows_of("b", (key_of("a"), EntryInfo(time_s=int(START_S) + 1))))
     await reader.refresh()
     assert reader.finds("a", "b") == [True, True]
     assert reader.index.counts() == (0, 0, 2)

@@ -19,7 +19,7 @@ import pytest
 from s3ec.errors import TierError
 from s3ec.identity import Layout
 from s3ec.index import sealed
-from s3ec.index.manifest import Head
+from s3ec.index.manifest import BaseManifest
 from s3ec.index.rows import Rows
 from s3ec.index.segment import encode_segment
 from s3ec.testing.fault_store import Fault, cut, flip
@@ -29,7 +29,7 @@ from tests.unit.index.corpus import Corpus, Reader, rows_of
 MakeReader = Callable[..., Reader]
 
 
-def first_shard(head: Head) -> str:
+def first_shard(head: BaseManifest) -> str:
     return head.segment_name(LAYOUT, head.shards[0])
 
 

@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from s3ec.identity import Key
-from s3ec.index.manifest import Head
-from s3ec.index.rows import Facts, Rows, Tombstone, merge
+from s3ec.index.manifest import BaseManifest
+from s3ec.index.rows import EntryInfo, Rows, Tombstone, merge
 from s3ec.index.segment import parse_segment
+from tests.on_disk import audit_of
 from tests.unit.index.basics import LAYOUT, NAMESPACE, key_of
 from tests.unit.index.corpus import Corpus, Reader
 
@@ -46,7 +47,7 @@ class Machine(RuleBasedStateMachine):
         self.folder = Path(tempfile.mkdtemp(prefix="s3ec-test-"))
         self.truth: dict[Key, bool] = {}
         self.deltas: dict[str, Rows] = {}  # in the bucket
-        self.heads: list[Head] = []
+        self.heads: list[BaseManifest] = []
         self.base = Rows.empty()
         self.readers = [self.make(number) for number in range(3)]
         self.fresh = [False] * 3  # nothing has happened since its refresh
@@ -94,7 +95,7 @@ class Machine(RuleBasedStateMachine):
         self.unseen[number].add(key)
         assert index.maybe_contains(key)
         assert index.holds(key)
-        self.announce((key, Facts(time_s=index.known_time_s(key))), ahead_s=ahead_s)
+        self.announce((key, EntryInfo(time_s=index.known_time_s(key))), ahead_s=ahead_s)
         self.truth[key] = True
 
     @rule(shards=st.sampled_from([1, 2, 4]), wipe=st.booleans())
@@ -160,7 +161,7 @@ class Machine(RuleBasedStateMachine):
             self.who_has_looked_knows()
             for reader in self.readers:
                 assert reader.counters.get("index.refused") == 0
-                assert reader.tier.check() == []
+                assert audit_of(reader.tier) == []
         finally:
             for reader in self.readers:
                 self.runner.run(reader.close())

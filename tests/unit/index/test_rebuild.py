@@ -12,11 +12,11 @@ import pytest
 from s3ec.errors import CorruptEntryError, UnavailableError
 from s3ec.identity import Key, make_key
 from s3ec.index import listing, segment
-from s3ec.index.base_writer import GRACE_S, Making
+from s3ec.index.base_writer import GRACE_S, BuildOptions
 from s3ec.index.compaction import compact
 from s3ec.index.manifest import MAX_VERSION
 from s3ec.index.rebuild import rebuild, verify
-from s3ec.index.rows import Facts, Tombstone
+from s3ec.index.rows import EntryInfo, Tombstone
 from s3ec.store.base import ObjectInfo
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
 from s3ec.testing.memory_store import MemoryStore
@@ -36,7 +36,7 @@ KEYS = [key_of(number) for number in range(8)]
 NOW_S = int(START_S)
 
 
-def known_of(number: int) -> Facts:
+def known_of(number: int) -> EntryInfo:
     return facts_of(number, NOW_S)
 
 
@@ -67,7 +67,7 @@ async def test_rebuild_adds_what_is_missing_and_drops_what_is_gone(memory: Memor
     found = await view(memory)
     assert found == {
         **{KEYS[number].digest: known_of(number) for number in (1, 2, 3)},
-        KEYS[5].digest: Facts(known_of(5).nbytes, time_s=NOW_S),
+        KEYS[5].digest: EntryInfo(known_of(5).nbytes, time_s=NOW_S),
     }
     assert (await verify(memory, LAYOUT)).agrees
 
@@ -164,8 +164,8 @@ async def test_rebuild_forgets_the_shape_of_an_object_that_was_written_again(
     await put_object(memory, KEYS[2], known_of(2).nbytes)
     await rebuild(memory, LAYOUT)
     assert await view(memory) == {
-        KEYS[1].digest: Facts(7, time_s=NOW_S),
-        KEYS[2].digest: Facts(known_of(2).nbytes, time_s=NOW_S + 3600),
+        KEYS[1].digest: EntryInfo(7, time_s=NOW_S),
+        KEYS[2].digest: EntryInfo(known_of(2).nbytes, time_s=NOW_S + 3600),
     }
 
 
@@ -194,7 +194,7 @@ async def test_rebuild_comes_after_a_compaction_that_was_faster(
     await compact(memory, LAYOUT)
     gate = Gate()
     held = FaultStore(memory, Script([Fault("put_if_absent", "/head/", gate=gate)]))
-    running = asyncio.create_task(rebuild(held, LAYOUT, Making(clock=clock)))
+    running = asyncio.create_task(rebuild(held, LAYOUT, BuildOptions(clock=clock)))
     await reached(gate)
     await put_entry(memory, 3, 3)
     await compact(memory, LAYOUT)
@@ -235,7 +235,7 @@ async def test_rebuild_gives_up_where_others_are_always_faster(
             await super().put_if_absent(name, body)  # type: ignore[arg-type]
 
     with pytest.raises(UnavailableError, match="faster"):
-        await rebuild(Beaten(memory), LAYOUT, Making(clock=clock))
+        await rebuild(Beaten(memory), LAYOUT, BuildOptions(clock=clock))
 
 
 @pytest.mark.parametrize("damage", ["head", "shard", "no shard", "delta"])
@@ -308,9 +308,9 @@ async def test_verify_counts_what_is_missing_extra_and_of_another_size(
     assert (await verify(memory, LAYOUT)).agrees
     await put_entry(memory, 5)
     await memory.delete(LAYOUT.object(KEYS[1]))
-    await put_delta(memory, 9, {KEYS[2]: Facts(5, time_s=NOW_S)})
+    await put_delta(memory, 9, {KEYS[2]: EntryInfo(5, time_s=NOW_S)})
     clock.now_s += 3600
-    found = await verify(memory, LAYOUT, Making(clock=clock))
+    found = await verify(memory, LAYOUT, BuildOptions(clock=clock))
     assert not found.agrees
     assert (found.version, found.entries, found.objects) == (1, 4, 4)
     assert (found.missing, found.extra, found.differing, found.unannounced) == (1, 1, 1, 0)
@@ -325,7 +325,7 @@ async def test_verify_lets_uploads_of_the_last_minute_pass(
     memory: MemoryStore, clock: Clock
 ) -> None:
     await put_entry(memory, 1)
-    found = await verify(memory, LAYOUT, Making(clock=clock))
+    found = await verify(memory, LAYOUT, BuildOptions(clock=clock))
     assert (found.agrees, found.missing, found.unannounced) == (True, 0, 1)
 
 
@@ -338,7 +338,7 @@ async def test_verify_does_not_complain_about_what_happens_meanwhile(
     await compact(memory, LAYOUT)
     gate = Gate()
     held = FaultStore(memory, Script([Fault("list_folders", gate=gate)]))
-    running = asyncio.create_task(verify(held, LAYOUT, Making(clock=lambda: START_S + 3600)))
+    running = asyncio.create_task(verify(held, LAYOUT, BuildOptions(clock=lambda: START_S + 3600)))
     await reached(gate)
     await put_entry(memory, 3, 3)
     await memory.delete(LAYOUT.object(KEYS[1]))

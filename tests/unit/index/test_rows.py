@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from s3ec.codec import Shape
 from s3ec.identity import split_digest
-from s3ec.index.rows import COLUMNS, Facts, Rows, Tombstone, concat, merge
+from s3ec.index.rows import COLUMNS, EntryInfo, Rows, Tombstone, concat, merge
 from tests.unit.index import columns
 from tests.unit.index.columns import Items, as_items, halves_of, rows_of, winners
 
@@ -55,20 +55,20 @@ def test_merging_in_steps_is_merging_at_once(parts: list[Items]) -> None:
 
 
 def test_at_equal_times_the_later_part_wins() -> None:
-    base, delta = (Rows.from_facts([(b"k" * 16, Facts(rows=n, time_s=7))]) for n in (1, 2))
+    base, delta = (Rows.from_facts([(b"k" * 16, EntryInfo(rows=n, time_s=7))]) for n in (1, 2))
     assert merge([base, delta], keep_tombstones=True).facts(0).rows == 2
     assert merge([delta, base], keep_tombstones=True).facts(0).rows == 1
 
 
 def test_an_older_tombstone_in_a_later_part_deletes_nothing() -> None:
-    stored = Rows.from_facts([(b"k" * 16, Facts(rows=3, time_s=9))])
+    stored = Rows.from_facts([(b"k" * 16, EntryInfo(rows=3, time_s=9))])
     deleted = Rows.from_facts([(b"k" * 16, Tombstone(8))])
     assert as_items(merge([stored, deleted], keep_tombstones=False)) == as_items(stored)
 
 
 def test_deleted_and_stored_again_is_there() -> None:
-    story: Items = [(b"k" * 16, Facts(time_s=1)), (b"k" * 16, Tombstone(2))]
-    again: Items = [(b"k" * 16, Facts(rows=5, time_s=3))]
+    story: Items = [(b"k" * 16, EntryInfo(time_s=1)), (b"k" * 16, Tombstone(2))]
+    again: Items = [(b"k" * 16, EntryInfo(rows=5, time_s=3))]
     merged = merge([Rows.from_facts(story), Rows.from_facts(again)], keep_tombstones=False)
     assert as_items(merged) == again
 
@@ -101,26 +101,26 @@ def test_ranges_put_together_are_the_whole() -> None:
 
 
 def test_numbers_that_no_column_can_hold_are_unknown() -> None:
-    wild = Facts(2**64, 2**32, -1, "int4", 2**40, 2**33)
-    assert Rows.from_facts([(bytes(16), wild)]).facts(0) == Facts()
+    wild = EntryInfo(2**64, 2**32, -1, "int4", 2**40, 2**33)
+    assert Rows.from_facts([(bytes(16), wild)]).facts(0) == EntryInfo()
 
 
 def test_a_digest_is_two_big_endian_numbers() -> None:
     digest = bytes(range(16))
     assert split_digest(digest) == (0x0001020304050607, 0x08090A0B0C0D0E0F)
-    assert Rows.from_facts([(digest, Facts())]).digest(0) == digest
+    assert Rows.from_facts([(digest, EntryInfo())]).digest(0) == digest
 
 
 @pytest.mark.parametrize(
     ("known", "contradicts"),
     [
-        (Facts(), False),
-        (Facts(rows=4, width=8, dtype="bfloat16"), False),
-        (Facts(rows=5), True),
-        (Facts(width=9), True),
-        (Facts(dtype="float16"), True),
-        (Facts(rows=4, dtype="float32"), True),
+        (EntryInfo(), False),
+        (EntryInfo(rows=4, width=8, dtype="bfloat16"), False),
+        (EntryInfo(rows=5), True),
+        (EntryInfo(width=9), True),
+        (EntryInfo(dtype="float16"), True),
+        (EntryInfo(rows=4, dtype="float32"), True),
     ],
 )
-def test_only_what_is_known_contradicts(known: Facts, contradicts: bool) -> None:
+def test_only_what_is_known_contradicts(known: EntryInfo, contradicts: bool) -> None:
     assert known.contradicts(Shape(4, 8, "bfloat16")) is contradicts

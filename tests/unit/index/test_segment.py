@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from s3ec.errors import CorruptEntryError
 from s3ec.identity import split_digest
 from s3ec.index import sealed, segment
-from s3ec.index.lookup import Sieve, View
-from s3ec.index.rows import Facts, Rows, Tombstone
+from s3ec.index.lookup import PresenceFilter, View
+from s3ec.index.rows import EntryInfo, Rows, Tombstone
 from s3ec.index.segment import Segment, encode_segment, parse_segment
 from tests.unit.index import columns
 from tests.unit.index.columns import (
@@ -132,7 +132,7 @@ def inline_lookup(found_in: Segment) -> Callable[[int, int], bool]:
         lookup_parts=lambda: [found_in.lookup_parts()] * 256,
     )
     view = View(cast("Base", base))
-    lookup = view.lookup(Sieve(np.empty(0, np.uint64), room=1000), view.maybe)
+    lookup = view.lookup(PresenceFilter(np.empty(0, np.uint64), room=1000), view.maybe)
     return lambda hi, lo: lookup(cast("Key", SimpleNamespace(digest_hi=hi, digest_lo=lo)))
 
 
@@ -159,7 +159,7 @@ def test_lookups_agree_with_a_dict(items: Items) -> None:
     for digest, expected in said.items():
         row = found_in.find(*split_digest(digest))
         assert found_in.deleted(row) is isinstance(expected, Tombstone)
-        if isinstance(expected, Facts):
+        if isinstance(expected, EntryInfo):
             assert found_in.facts(row) == expected
 
 
@@ -215,13 +215,13 @@ def test_slots_hold_few_rows_each() -> None:
 
 @pytest.mark.parametrize("offset", range(1, 8))
 def test_a_blob_at_any_address_can_be_looked_up(offset: int) -> None:
-    rows = Rows.from_facts([(bytes([n]) * 16, Facts(n)) for n in range(1, 100)])
+    rows = Rows.from_facts([(bytes([n]) * 16, EntryInfo(n)) for n in range(1, 100)])
     blob = memoryview(bytes(offset) + file_of(rows))[offset:]
     parsed = parse_segment(blob, NAMESPACE)
     for segment_ in (Segment.parse(blob, NAMESPACE), Segment.of(parsed)):
         for n in range(1, 100):
             row = segment_.find(*split_digest(bytes([n]) * 16))
-            assert segment_.facts(row) == Facts(n)
+            assert segment_.facts(row) == EntryInfo(n)
 
 
 def test_an_opened_file_outlives_its_name(tmp_path: Path) -> None:
@@ -323,7 +323,7 @@ def test_lookups_in_damaged_columns_are_harmless(data: st.DataObject) -> None:
         row = opened.find(*half)
         assert -1 <= row < len(rows)
         if row >= 0:
-            assert isinstance(opened.facts(row), Facts)
+            assert isinstance(opened.facts(row), EntryInfo)
             assert opened.deleted(row) in (False, True)
 
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 
 import numpy as np
 
-from s3ec.index.lookup import Sieve
+from s3ec.index.lookup import PresenceFilter
 
 
-def passes(sieve: Sieve, hi: int) -> bool:
+def passes(sieve: PresenceFilter, hi: int) -> bool:
     return bool(sieve.marks[hi & sieve.mask])
 
 
 def test_what_is_in_the_set_and_what_is_added_passes_and_few_others() -> None:
     numbers = np.random.default_rng(0).integers(0, 2**64, 3000, "u8")
     inside, added, others = (part.tolist() for part in np.split(numbers, 3))
-    sieve = Sieve(np.array(inside, "<u8"), room=len(added))
+    sieve = PresenceFilter(np.array(inside, "<u8"), room=len(added))
     for hi in added:
         sieve.add(hi)
     assert all(passes(sieve, hi) for hi in inside + added)
@@ -23,5 +23,5 @@ def test_what_is_in_the_set_and_what_is_added_passes_and_few_others() -> None:
 
 
 def test_an_empty_set_lets_nothing_through() -> None:
-    sieve = Sieve(np.empty(0, "<u8"))
+    sieve = PresenceFilter(np.empty(0, "<u8"))
     assert not any(passes(sieve, hi) for hi in (0, 1, 2**64 - 1))

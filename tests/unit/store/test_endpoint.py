@@ -25,7 +25,7 @@ from s3ec.settings import Settings
 from s3ec.store.base import ObjectInfo, Store
 from s3ec.store.breaker import Breaker, BreakerOptions, Ticket
 from s3ec.store.concurrency import page_begun
-from s3ec.store.endpoint import Endpoint, GuardStore
+from s3ec.store.endpoint import BreakerStore, Endpoint
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
 from s3ec.testing.memory_store import MemoryStore
 
@@ -53,9 +53,9 @@ def breaker(clock: Clock) -> Breaker:
     return Breaker(clock=clock)
 
 
-def guarded(inner: object, breaker: Breaker, counters: Counters | None = None) -> GuardStore:
+def guarded(inner: object, breaker: Breaker, counters: Counters | None = None) -> BreakerStore:
     endpoint = Endpoint(100, breaker=breaker)
-    return GuardStore(inner, endpoint, counters or Counters())  # type: ignore[arg-type]
+    return BreakerStore(inner, endpoint, counters or Counters())  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def inner(script: Script) -> FaultStore:
 
 
 @pytest.fixture
-def store(inner: FaultStore, breaker: Breaker, counters: Counters) -> GuardStore:
+def store(inner: FaultStore, breaker: Breaker, counters: Counters) -> BreakerStore:
     return guarded(inner, breaker, counters)
 
 
@@ -128,7 +128,7 @@ def admitted(breaker: Breaker, *, is_read: bool = False) -> Ticket:
 
 @every_operation
 async def test_a_closed_breaker_passes_everything_on(
-    store: GuardStore, inner: FaultStore, operation: str
+    store: BreakerStore, inner: FaultStore, operation: str
 ) -> None:
     await OPERATIONS[operation](store)
     assert inner.calls == {operation: 1}
@@ -137,7 +137,7 @@ async def test_a_closed_breaker_passes_everything_on(
 @every_operation
 @pytest.mark.parametrize("kind", FAILURES)
 async def test_failures_in_a_row_open_it_and_then_nothing_is_asked(
-    store: GuardStore,
+    store: BreakerStore,
     inner: FaultStore,
     breaker: Breaker,
     counters: Counters,
@@ -161,7 +161,7 @@ async def test_failures_in_a_row_open_it_and_then_nothing_is_asked(
 
 
 async def test_a_success_between_failures_keeps_it_closed(
-    store: GuardStore, breaker: Breaker, script: Script
+    store: BreakerStore, breaker: Breaker, script: Script
 ) -> None:
     for _ in range(5):
         await open_up(store, script, times=2)
@@ -171,7 +171,7 @@ async def test_a_success_between_failures_keeps_it_closed(
 
 @pytest.mark.parametrize("error", [ConflictError, corrupt])
 async def test_a_conflict_and_a_corrupt_body_are_answers(
-    store: GuardStore,
+    store: BreakerStore,
     breaker: Breaker,
     script: Script,
     clock: Clock,
@@ -192,7 +192,7 @@ async def test_a_conflict_and_a_corrupt_body_are_answers(
 
 
 async def test_the_pause_doubles_with_each_failed_probe_up_to_a_limit_and_starts_over(
-    store: GuardStore, breaker: Breaker, script: Script, clock: Clock, inner: FaultStore
+    store: BreakerStore, breaker: Breaker, script: Script, clock: Clock, inner: FaultStore
 ) -> None:
     await open_up(store, script)
     for pause_s in (1, 2, 4, 8, 16, 30, 30):
@@ -214,7 +214,7 @@ async def test_the_pause_doubles_with_each_failed_probe_up_to_a_limit_and_starts
 
 
 async def test_one_probe_at_a_time(
-    store: GuardStore, breaker: Breaker, script: Script, clock: Clock
+    store: BreakerStore, breaker: Breaker, script: Script, clock: Clock
 ) -> None:
     await open_up(store, script)
     clock.now_s += 1
@@ -232,7 +232,7 @@ async def test_one_probe_at_a_time(
 
 
 async def test_a_cancelled_probe_makes_room_for_the_next(
-    store: GuardStore, breaker: Breaker, script: Script, clock: Clock
+    store: BreakerStore, breaker: Breaker, script: Script, clock: Clock
 ) -> None:
     await open_up(store, script)
     clock.now_s += 1
@@ -249,7 +249,7 @@ async def test_a_cancelled_probe_makes_room_for_the_next(
 
 
 async def test_a_probe_that_is_a_fault_of_ours_says_nothing_and_makes_room(
-    store: GuardStore, breaker: Breaker, script: Script, clock: Clock
+    store: BreakerStore, breaker: Breaker, script: Script, clock: Clock
 ) -> None:
     await open_up(store, script)
     clock.now_s += 1
@@ -263,7 +263,7 @@ async def test_a_probe_that_is_a_fault_of_ours_says_nothing_and_makes_room(
 
 
 async def test_cancelling_a_request_from_before_does_not_let_a_second_probe_out(
-    store: GuardStore, breaker: Breaker, script: Script, clock: Clock
+    store: BreakerStore, breaker: Breaker, script: Script, clock: Clock
 ) -> None:
     old_gate, probe_gate = Gate(), Gate()
     script.faults = [Fault(op="get_range", gate=old_gate)]
@@ -284,7 +284,7 @@ async def test_cancelling_a_request_from_before_does_not_let_a_second_probe_out(
 
 
 async def test_a_late_failure_from_before_is_not_taken_for_the_probes(
-    store: GuardStore, breaker: Breaker, script: Script, clock: Clock
+    store: BreakerStore, breaker: Breaker, script: Script, clock: Clock
 ) -> None:
     old_gate, probe_gate = Gate(), Gate()
     script.faults = [Fault(op="get_range", gate=old_gate, error=UnavailableError)]
@@ -307,7 +307,7 @@ async def test_a_late_failure_from_before_is_not_taken_for_the_probes(
 
 
 async def test_a_late_success_from_before_closes_it(
-    store: GuardStore, breaker: Breaker, script: Script
+    store: BreakerStore, breaker: Breaker, script: Script
 ) -> None:
     gate = Gate()
     script.faults = [Fault(op="get_range", gate=gate)]
@@ -329,7 +329,7 @@ async def test_a_conflict_is_an_answer_for_the_pace_too(
 ) -> None:
     """A producer that finds all of its entries there is answered by nothing else."""
     endpoint = Endpoint(8, breaker=breaker)
-    store = GuardStore(inner, endpoint, Counters())
+    store = BreakerStore(inner, endpoint, Counters())
     await store.put_if_absent("a", [b""])
     endpoint.pace.slow_down(await endpoint.pace.take())
     endpoint.pace.give_back()
@@ -359,7 +359,7 @@ async def paged(endpoint: Endpoint, names: str) -> AsyncIterator[ObjectInfo]:
     inner = Paged()
     for name in names:
         await inner.put_if_absent(name, [b""])
-    return GuardStore(inner, endpoint, Counters()).list("")
+    return BreakerStore(inner, endpoint, Counters()).list("")
 
 
 async def test_entries_of_a_page_that_is_here_wait_for_no_place(breaker: Breaker) -> None:
@@ -460,7 +460,7 @@ def forbidden(message: str) -> AccessError:
 
 
 async def test_refusals_of_single_keys_do_not_open_it_while_other_reads_succeed(
-    store: GuardStore, breaker: Breaker, script: Script
+    store: BreakerStore, breaker: Breaker, script: Script
 ) -> None:
     """So answers S3 for absent keys to who may not list; the listing itself is refused too."""
     script.faults = [Fault(name="absent", error=forbidden), Fault(op="list", error=forbidden)]
@@ -475,7 +475,7 @@ async def test_refusals_of_single_keys_do_not_open_it_while_other_reads_succeed(
 
 
 async def test_nothing_but_refused_reads_is_a_rest_from_reads_alone(
-    store: GuardStore, inner: FaultStore, breaker: Breaker, script: Script, clock: Clock
+    store: BreakerStore, inner: FaultStore, breaker: Breaker, script: Script, clock: Clock
 ) -> None:
     fault = Fault(op="get|head", error=forbidden)
     script.faults = [fault]
@@ -495,7 +495,7 @@ async def test_nothing_but_refused_reads_is_a_rest_from_reads_alone(
 
 
 async def test_writes_that_are_refused_do_not_stop_reads(
-    store: GuardStore, breaker: Breaker, script: Script
+    store: BreakerStore, breaker: Breaker, script: Script
 ) -> None:
     script.faults = [Fault(op="put_if_absent|delete", error=forbidden)]
     for _ in range(20):
@@ -505,7 +505,7 @@ async def test_writes_that_are_refused_do_not_stop_reads(
 
 
 async def test_it_stays_open_for_as_long_as_the_server_asks(
-    store: GuardStore, breaker: Breaker, script: Script
+    store: BreakerStore, breaker: Breaker, script: Script
 ) -> None:
     script.faults = [
         Fault(error=lambda message: UnavailableError(message, status=503, retry_after_s=12.0))
@@ -605,7 +605,7 @@ async def test_a_listing_cancelled_between_and_within_items_leaves_nothing_stuck
 
 
 async def test_an_empty_listing_is_an_answer(
-    store: GuardStore, breaker: Breaker, script: Script, clock: Clock
+    store: BreakerStore, breaker: Breaker, script: Script, clock: Clock
 ) -> None:
     await open_up(store, script)
     clock.now_s += 1

@@ -9,7 +9,7 @@ import pytest
 
 from s3ec.counters import Counters
 from s3ec.errors import UnavailableError
-from s3ec.store.concurrency import Pace
+from s3ec.store.concurrency import AdaptiveConcurrency
 from s3ec.store.hedge import HEDGED_BYTES, HedgeStore
 from s3ec.store.retry import Budget
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
@@ -22,7 +22,7 @@ class Rig:
         self.script = Script()
         self.inner = FaultStore(MemoryStore(), self.script)
         self.counters = Counters()
-        self.pace = Pace(4)
+        self.pace = AdaptiveConcurrency(4)
         self.store = HedgeStore(
             self.inner, self.counters, self.pace, Budget(share, at_most=5, at_first=0)
         )

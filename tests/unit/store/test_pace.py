@@ -13,8 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from s3ec.counters import Counters
 from s3ec.errors import UnavailableError
 from s3ec.store.breaker import BreakerOpenError
-from s3ec.store.concurrency import Pace
-from s3ec.store.endpoint import Endpoint, GuardStore
+from s3ec.store.concurrency import AdaptiveConcurrency
+from s3ec.store.endpoint import BreakerStore, Endpoint
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
 from s3ec.testing.memory_store import MemoryStore
 from tests.unit.store.test_endpoint import reached
@@ -27,7 +27,7 @@ def throttled(message: str) -> UnavailableError:
 async def test_throttling_halves_the_places_and_answers_give_them_back() -> None:
     script = Script([Fault(error=throttled, times=2)])
     counters, endpoint = Counters(), Endpoint(8)
-    store = GuardStore(FaultStore(MemoryStore(), script), endpoint, counters)
+    store = BreakerStore(FaultStore(MemoryStore(), script), endpoint, counters)
     for withheld in (4, 6):
         with pytest.raises(UnavailableError):
             await store.head("a")
@@ -40,14 +40,14 @@ async def test_throttling_halves_the_places_and_answers_give_them_back() -> None
 
 
 async def test_requests_that_were_out_together_count_once() -> None:
-    pace = Pace(16)
+    pace = AdaptiveConcurrency(16)
     since = [await pace.take() for _ in range(3)]
     assert [pace.slow_down(one) for one in since] == [True, False, False]
     assert pace.withheld == 8
 
 
 async def test_reads_go_before_uploads_that_came_earlier_and_not_before_all_of_them() -> None:
-    pace = Pace(1)
+    pace = AdaptiveConcurrency(1)
     await pace.take()
     order: list[str] = []
 
@@ -73,7 +73,7 @@ async def test_a_read_through_the_guard_passes_uploads_that_wait() -> None:
     gate = Gate()
     inner = FaultStore(MemoryStore(), Script([Fault(op="put_if_absent", gate=gate, times=1)]))
     endpoint = Endpoint(1)
-    store = GuardStore(inner, endpoint, Counters())
+    store = BreakerStore(inner, endpoint, Counters())
     first = asyncio.create_task(store.put_if_absent("a", [b"x"]))
     await reached(gate)
     waiting = asyncio.create_task(store.put_if_absent("b", [b"x"]))
@@ -89,7 +89,7 @@ async def test_who_waits_for_a_place_when_the_breaker_opens_is_told_at_once() ->
     script = Script([Fault(op="put_if_absent", gate=gate), Fault(error=UnavailableError)])
     inner = FaultStore(MemoryStore(), script)
     endpoint = Endpoint(1)
-    store = GuardStore(inner, endpoint, Counters())
+    store = BreakerStore(inner, endpoint, Counters())
     stuck = asyncio.create_task(store.put_if_absent("a", [b"x"]))
     await reached(gate)
     waiting = [asyncio.create_task(store.head("a")) for _ in range(5)]
@@ -116,7 +116,7 @@ class PaceMachine(RuleBasedStateMachine):
     def begin(self, places: int) -> None:
         self.loop = asyncio.new_event_loop()
         self.places = places
-        self.pace = Pace(places)
+        self.pace = AdaptiveConcurrency(places)
         self.holders: list[int] = []
         self.waiters: list[asyncio.Task[int]] = []
 

@@ -20,7 +20,7 @@ from s3ec.errors import (
 )
 from s3ec.store.base import Store
 from s3ec.store.concurrency import seconds_left, within
-from s3ec.store.endpoint import Endpoint, GuardStore, resilient
+from s3ec.store.endpoint import BreakerStore, Endpoint, resilient
 from s3ec.store.retry import Budget, RetryOptions, RetryStore
 from s3ec.store.s3_errors import retry_after_s
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
@@ -120,7 +120,7 @@ async def test_an_open_breaker_is_not_asked_twice(
 ) -> None:
     """A miss while the store is down must not cost a pause."""
     sleeps = Sleeps()
-    guarded = GuardStore(inner, Endpoint(16), counters)
+    guarded = BreakerStore(inner, Endpoint(16), counters)
     store = retrying(guarded, counters, sleeps, 5)
     script.faults = [Fault(error=UnavailableError)]
     with pytest.raises(UnavailableError, match="breaker is open"):

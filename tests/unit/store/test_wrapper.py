@@ -10,7 +10,7 @@ import pytest
 from s3ec.counters import Counters
 from s3ec.errors import AccessError, S3ECError, UnavailableError
 from s3ec.store.breaker import BreakerOptions
-from s3ec.store.endpoint import Endpoint, GuardStore
+from s3ec.store.endpoint import BreakerStore, Endpoint
 from s3ec.store.retry import Budget, RetryOptions, RetryStore
 from s3ec.testing.fault_store import Fault, FaultStore, Script
 from s3ec.testing.memory_store import MemoryStore
@@ -102,7 +102,7 @@ async def test_names_that_are_throttled_slow_the_endpoint_down(bucket: Asked) ->
 
     fault = Fault(op="delete_many", name="b", error=throttled, partial=True)
     endpoint = Endpoint(8, BreakerOptions(threshold=2))
-    store = GuardStore(FaultStore(bucket, Script([fault])), endpoint, Counters())
+    store = BreakerStore(FaultStore(bucket, Script([fault])), endpoint, Counters())
     assert list(await store.delete_many(NAMES)) == ["b"]
     assert endpoint.pace.withheld == 4
     assert not endpoint.breaker.is_open

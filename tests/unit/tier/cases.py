@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -97,16 +97,26 @@ def publish_spooled(tier: Tier, spool: Spool, *numbers: int) -> None:
 
 
 class Clock:
-    """Seconds since the epoch, moved by hand; starts now, for files that the kernel stamps."""
+    """Seconds since the epoch, moved by hand and a little by each look.
+
+    It starts now, for files that the kernel stamps.
+    """
 
     def __init__(self) -> None:
         self.now_s = float(int(time.time()))
 
     def __call__(self) -> float:
+        self.now_s += 0.001  # uses have an order
         return self.now_s
 
 
-def new_tier(root: Path, *, budget_bytes: int = 1 << 30, min_free_bytes: int = 0) -> Tier:
+def new_tier(
+    root: Path,
+    *,
+    budget_bytes: int = 1 << 30,
+    min_free_bytes: int = 0,
+    clock: Callable[[], float] = time.time,
+) -> Tier:
     """For child processes and threads; tests take the fixture ``make_tier``."""
     return Tier(
         root,
@@ -114,6 +124,7 @@ def new_tier(root: Path, *, budget_bytes: int = 1 << 30, min_free_bytes: int = 0
         budget_bytes=budget_bytes,
         min_free_bytes=min_free_bytes,
         counters=Counters(),
+        clock=clock,
     )
 
 

@@ -3,26 +3,36 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
-import itertools
+import gc
 import os
 import resource
+import signal
+import socket
 import sys
-import time
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import MethodType
+from typing import Any
 
 from s3ec.errors import TierError
+from s3ec.tier.evictor import EvictLock
+from s3ec.tier.files import Folders, TempFile, try_lock
+from tests.on_disk import make_room
 from tests.unit.tier.cases import (
     DESTINATION,
+    NAMESPACE,
     entry,
     file_of,
     key_at,
-    key_of,
     new_tier,
     pin_folders,
     publish_spooled,
     read,
-    spool_folders,
     temps_below,
 )
 
@@ -85,7 +95,7 @@ def churn(root: Path, budget_bytes: int, first: int, count: int) -> None:
     hear()
     for number in range(first, first + count):
         tier.publish(key_at(number), [entry(key_at(number))])
-    tier.make_room()
+    make_room(tier, budget_bytes=budget_bytes)
     tier.close()
     say("done")
 
@@ -114,62 +124,6 @@ def occupy(root: Path) -> None:
     fcntl.flock(fd, fcntl.LOCK_EX)
     say("locked")
     hear()
-
-
-def fork(root: Path) -> None:
-    """Pin in a parent and its forked child; neither may touch the other's pins."""
-    tier, key = new_tier(root), key_at(0)
-    tier.open()
-    tier.publish(key, [entry(key)])
-    parents = tier.pin(key)
-    assert parents is not None
-    pid = os.fork()
-    if pid == 0:
-        status = 1
-        try:
-            tier.unpin(parents)
-            own = tier.pin(key)
-            assert own is not None
-            assert own.path.parent != parents.path.parent
-            assert own.path.parent.name.startswith(f"{os.getpid()}-")
-            assert own.path.parent.exists()
-            tier.close()
-            assert not own.path.parent.exists()
-            assert read(parents, key) == entry(key)
-            status = 0
-        finally:
-            os._exit(status)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    assert read(parents, key) == entry(key)
-    tier.close()
-    say(len(pin_folders(root)))
-
-
-def fork_evicting(root: Path) -> None:
-    """Evict in the background in a parent, then in its forked child."""
-    count = 0
-    keys = (key_of(f"{number:064x}") for number in itertools.count())
-
-    def fill_up() -> int:
-        """Publish until the thread has evicted, and say what it left."""
-        nonlocal count
-        for key in itertools.islice(keys, 96 - count):
-            tier.publish(key, [entry(key)], used=False)
-        deadline_s = time.monotonic() + 20
-        while (count := tier.usage().entries) > 90 and time.monotonic() < deadline_s:
-            time.sleep(0.002)
-        return count
-
-    tier = new_tier(root, budget_bytes=100 * len(entry(key_of("0" * 64))))
-    tier.open()
-    in_parent = fill_up()
-    pid = os.fork()
-    if pid == 0:
-        say(f"parent: {in_parent} child: {fill_up()}")
-        tier.close()
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    tier.close()
 
 
 def spool(root: Path, first: int, count: int) -> None:
@@ -213,49 +167,124 @@ def adopt(root: Path) -> None:
     tier.close()
 
 
-def fork_spool(root: Path) -> None:
-    """Spool in a parent and its forked child; neither may touch the other's."""
-    tier = new_tier(root)
-    tier.open()
-    own = tier.open_spool(DESTINATION)
-    publish_spooled(tier, own, 0)
-    (parents,) = spool_folders(root)
-    pid = os.fork()
-    if pid == 0:
-        status = 1
-        try:
-            assert own.nbytes == 0
-            own.remove(key_at(0).digest)
-            assert own.load(key_at(0).digest) is None
-            publish_spooled(tier, own, 1)
-            (childs,) = set(spool_folders(root)) - {parents}
-            assert childs.name.startswith(f"{os.getpid()}-")
-            own.remove(key_at(1).digest)
-            tier.close()
-            assert not childs.exists()
-            status = 0
-        finally:
-            os._exit(status)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    loaded = own.load(key_at(0).digest)
-    assert loaded is not None
-    assert loaded.blob == entry(key_at(0))
-    own.remove(key_at(0).digest)
-    tier.close()
-    say(len(spool_folders(root)))
+def fork(root: Path) -> None:
+    """Fork a node's process while a thread has locked all there is; the child ends in order."""
+    # Not above: most of these processes need none of it.
+    from s3ec.config import load_settings
+    from s3ec.identity import Namespace
+    from s3ec.index.base_writer import temporary_folder
+    from s3ec.node import Node
+    from s3ec.store import endpoint
+
+    given = {"bucket": "corpus", "cache_dir": str(root), "endpoint_url": "http://127.0.0.1:9"}
+    settings, namespace = load_settings(given).settings, Namespace(NAMESPACE, {})
+    node, key = Node.shared(settings, namespace), key_at(0)
+    node.tier.publish(key, [entry(key)])
+    pin, claim = node.tier.pin(key), node.tier.try_claim(key_at(1))
+    assert pin is not None
+    assert claim is not None
+    ours, theirs = socket.socketpair()
+    reader, _ = node.loop.run(_connect(ours), 10)
+    locked = _all_locked(node, Node._locks, endpoint._sharing)
+    with temporary_folder(root.parent) as work, locked:
+        pid = os.fork()
+        if pid == 0:
+            signal.alarm(20)
+            assert node.is_foreign
+            assert os.readlink(f"/proc/self/fd/{ours.fileno()}") == os.devnull
+            own = Node.shared(settings, namespace)
+            assert own is not node
+            assert own.endpoint is not node.endpoint
+            assert own.counters.get("tier.published") == 0
+            mine = own.tier.pin(key)
+            assert mine is not None
+            assert mine.path.parent.name.startswith(f"{os.getpid()}-")
+            assert own.tier.is_claimed(key_at(1))
+            own.tier.unpin(pin)
+            own.tier.release(claim)
+            assert own.loop.run(_pid(), 10) == os.getpid()
+            for _ in range(2):
+                node.release(1)
+                node.close(1)
+            assert node in Node._shared.values()
+            own.release(10)
+            assert not mine.path.exists()
+            sys.exit()
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        assert work.exists()
+    assert read(pin, key) == entry(key)
+    assert node.tier.is_claimed(key_at(1))
+    theirs.send(b"here")
+    assert node.loop.run(reader.read(4), 10) == b"here"
+    assert node.users == 1
+    node.release(10)
+    assert pin_folders(root) == []
+    say("done")
+
+
+async def _connect(sock: socket.socket) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    return await asyncio.open_connection(sock=sock)
+
+
+async def _pid() -> int:
+    return os.getpid()
+
+
+@contextmanager
+def _all_locked(*things: object) -> Iterator[None]:
+    """Have another thread hold every lock in them."""
+    kinds = (type(threading.Lock()), type(threading.RLock()))
+    inside = (*(dict, list, tuple, set, deque, MethodType), threading.Condition, threading.Event)
+    found: dict[int, Any] = {}
+    seen: set[int] = set()
+    left: list[object] = [*things]
+    while left:
+        one = left.pop()
+        if id(one) in seen or isinstance(one, type):
+            continue
+        seen.add(id(one))
+        if isinstance(one, kinds):
+            found[id(one)] = one
+        elif isinstance(one, inside) or type(one).__module__.startswith("s3ec."):
+            left += gc.get_referents(one)
+    assert len(found) > 15
+    held, over = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with ExitStack() as stack:
+            for lock in found.values():
+                stack.enter_context(lock)
+            held.set()
+            over.wait()
+
+    holder = threading.Thread(target=hold, daemon=True)
+    holder.start()
+    assert held.wait(20)
+    yield
+    over.set()
+    holder.join()
 
 
 def orphan(root: Path) -> None:
-    """Pin, then fork a child that does nothing; it says its parent's pin and outlives it."""
+    """Hold all that can be held, fork a child that does nothing, and be killed."""
+    from s3ec.index.base_writer import temporary_folder
+
     tier, key = new_tier(root), key_at(0)
     tier.open()
-    pin = tier.pin(key)
+    publish_spooled(tier, tier.open_spool(DESTINATION), 0)
+    pin, claim = tier.pin(key), tier.try_claim(key_at(1))
     assert pin is not None
-    if os.fork() == 0:
-        say(pin.path)
-        hear()
-        os._exit(0)
-    os._exit(0)
+    assert claim is not None
+    folders = Folders(root)
+    temp = TempFile(str(folders.incoming))
+    with temporary_folder(root.parent), EvictLock(folders).hold() as alone:
+        assert alone
+        assert try_lock(folders.open_own(folders.usage))
+        if os.fork() == 0:
+            say(temp.path)
+            hear()
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def limit(root: Path) -> None:
@@ -276,7 +305,7 @@ if __name__ == "__main__":
         function.__name__: function
         for function in (
             *(race, hold, stop_before_rename, churn, flood, occupy, fork, orphan, limit),
-            *(spool, spool_before_rename, adopt, fork_spool, fork_evicting),
+            *(spool, spool_before_rename, adopt),
         )
     }
     commands[sys.argv[1]](Path(sys.argv[2]), *(int(argument) for argument in sys.argv[3:]))

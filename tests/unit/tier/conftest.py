@@ -15,6 +15,7 @@ from s3ec.counters import Counters
 from s3ec.tier import Tier
 from s3ec.tier.evictor import Background
 from tests.faults.disks import as_plain_user, read_only, small_tmpfs
+from tests.on_disk import audit_of
 from tests.unit.tier.cases import NAMESPACE, Clock
 
 
@@ -82,7 +83,7 @@ def tier(make_tier: Callable[..., Tier]) -> Iterator[Tier]:
     """One that must be in order at the end."""
     tier = make_tier()
     yield tier
-    assert tier.check() == []
+    assert audit_of(tier) == []
 
 
 @pytest.fixture

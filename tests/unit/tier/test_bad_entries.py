@@ -18,6 +18,7 @@ from s3ec import codec
 from s3ec.counters import Counters
 from s3ec.tier import Tier, entries, inspection, pins
 from s3ec.tier.files import Folders
+from tests.on_disk import audit_of, evict, usage_of
 from tests.unit.tier.cases import (
     NAMESPACE,
     OTHER_NAMESPACE,
@@ -61,15 +62,15 @@ def test_bad_entry_is_not_pinned_but_set_aside_and_counted(
 ) -> None:
     blob, reason = BAD[name]
     tier.publish(KEY, [blob])
-    (complaint,) = tier.check()
+    (complaint,) = audit_of(tier)
     assert str(file_of(root, KEY)) in complaint
     assert tier.pin(KEY) is None
     assert not tier.contains(KEY)
     assert counters.get("tier.quarantined") == 1
     aside = root / "v1" / "quarantine" / f"{NAMESPACE}--{KEY.digest.hex()}-{reason}"
     assert aside.read_bytes() == blob
-    assert tier.usage().pinned_nbytes == 0
-    assert tier.usage().quarantined_nbytes == len(blob)
+    assert usage_of(tier).pinned_nbytes == 0
+    assert usage_of(tier).quarantined_nbytes == len(blob)
     assert tier.pin(KEY) is None
     assert counters.get("tier.quarantined") == 1
     tier.publish(KEY, [entry(KEY)])
@@ -84,7 +85,7 @@ def test_flipped_bit_is_for_the_reader_who_quarantines_it(
     blob = bytearray(entry(KEY))
     blob[-1] ^= 1
     tier.publish(KEY, [bytes(blob)])
-    (complaint,) = tier.check()
+    (complaint,) = audit_of(tier)
     assert "checksum" in complaint
     pin = tier.pin(KEY)
     assert pin is not None
@@ -118,7 +119,7 @@ def test_what_is_not_a_file_is_set_aside_and_not_followed_or_waited_for(
         assert hasattr(socket, "AF_UNIX")
     assert not tier.contains(KEY)
     if kind != "folder":  # an empty folder could be an adapter's
-        assert str(path) in "".join(tier.check())
+        assert str(path) in "".join(audit_of(tier))
     assert tier.pin(KEY) is None
     assert counters.get("tier.quarantined") == 1
     assert not os.path.lexists(path)
@@ -201,9 +202,9 @@ def test_check_is_empty_for_a_tier_in_use(make_tier: Callable[..., Tier]) -> Non
         one.publish(key, [entry(key)])
         two.publish(key, [entry(key, namespace=OTHER_NAMESPACE)])
         one.pin(key)
-    one.evict(key_at(0))
+    evict(one, key_at(0))
     one.quarantine(key_at(1), "checksum")
-    assert one.check() == two.check() == []
+    assert audit_of(one) == audit_of(two) == []
 
 
 def test_check_finds_an_entry_under_another_entrys_name(tier: Tier, root: Path) -> None:
@@ -212,7 +213,7 @@ def test_check_finds_an_entry_under_another_entrys_name(tier: Tier, root: Path) 
     file_of(root, two).parent.mkdir(mode=0o700)
     file_of(root, two).touch(mode=0o600)
     file_of(root, two).write_bytes(entry(one))
-    (complaint,) = tier.check()
+    (complaint,) = audit_of(tier)
     assert "another identifier" in complaint
     file_of(root, two).unlink()
 
@@ -224,7 +225,7 @@ def test_check_finds_an_entry_in_another_namespaces_folder(tier: Tier, root: Pat
         folder.mkdir(mode=0o700)
     path.write_bytes(entry(KEY))
     path.chmod(0o600)
-    (complaint,) = tier.check()
+    (complaint,) = audit_of(tier)
     assert "written for namespace" in complaint
     path.unlink()
 
@@ -235,7 +236,7 @@ def test_check_finds_wrong_modes(tier: Tier, root: Path) -> None:
     path.chmod(0o644)
     path.parent.chmod(0o755)
     root.chmod(0o755)  # the user's own choice
-    complaints = tier.check()
+    complaints = audit_of(tier)
     assert len(complaints) == 2
     path.chmod(0o600)
     path.parent.chmod(0o700)
@@ -247,7 +248,7 @@ def test_check_finds_other_owners(tier: Tier, root: Path) -> None:
     path = file_of(root, KEY)
     for target in (path, path.parent):
         os.chown(target, 65534, 65534)
-    assert ["belongs to uid 65534" in complaint for complaint in tier.check()] == [True, True]
+    assert ["belongs to uid 65534" in complaint for complaint in audit_of(tier)] == [True, True]
     for target in (path, path.parent):
         os.chown(target, 0, 0)
 
@@ -258,16 +259,16 @@ def test_check_finds_an_entry_that_eviction_counts_twice(tier: Tier, root: Path)
     file_of(root, two).parent.mkdir(mode=0o700)
     os.link(file_of(root, one), file_of(root, two))
     size = len(entry(one))
-    assert f"eviction counts {2 * size} bytes, but there are {size}" in tier.check()
+    assert f"eviction counts {2 * size} bytes, but there are {size}" in audit_of(tier)
     file_of(root, two).unlink()
 
 
 def test_check_does_not_read_a_forged_size_into_memory(tier: Tier, root: Path) -> None:
     tier.publish(KEY, [forged_size()])
     os.truncate(file_of(root, KEY), 1 << 33)  # sparse
-    (complaint,) = tier.check()
+    (complaint,) = audit_of(tier)
     assert "expected" in complaint
-    tier.evict(KEY)
+    evict(tier, KEY)
 
 
 def test_check_bears_entries_that_vanish_meanwhile(
@@ -277,11 +278,11 @@ def test_check_bears_entries_that_vanish_meanwhile(
     open_entry = pins.open_entry
 
     def vanish_first(path: str) -> int:
-        tier.evict(KEY)
+        evict(tier, KEY)
         return open_entry(path)
 
     monkeypatch.setattr("s3ec.tier.inspection.open_entry", vanish_first)
-    assert tier.check() == []
+    assert audit_of(tier) == []
 
 
 def test_check_bears_entries_that_come_and_go_between_its_walks(
@@ -295,11 +296,11 @@ def test_check_bears_entries_that_come_and_go_between_its_walks(
         monkeypatch.setattr("s3ec.tier.inspection._plain_bytes", plain_bytes)
         tier.publish(two, [entry(two)])
         found = plain_bytes(folders, skip=skip)
-        tier.evict(one)  # as large, so that both counts around the walk agree
+        evict(tier, one)  # as large, so that both counts around the walk agree
         return found
 
     monkeypatch.setattr("s3ec.tier.inspection._plain_bytes", busy)
-    assert tier.check() == []
+    assert audit_of(tier) == []
 
 
 def test_check_bears_a_writer_that_begins_between_its_walks(
@@ -313,6 +314,6 @@ def test_check_bears_a_writer_that_begins_between_its_walks(
         return plain_bytes(folders, skip=skip)
 
     monkeypatch.setattr("s3ec.tier.inspection._plain_bytes", busy)
-    assert tier.check() == []
+    assert audit_of(tier) == []
     for temp in root.rglob(".tmp-*"):
         temp.unlink()

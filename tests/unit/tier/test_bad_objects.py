@@ -39,7 +39,7 @@ def make(tmp_path: Path, clock: Clock) -> Callable[..., BadObjects]:
 
     def make(namespace: str = NAMESPACE, destination: str = PLACE) -> BadObjects:
         return BadObjects(
-            tmp_path, namespace, destination, ttl_s=100, counters=Counters(), clock=clock
+            Folders(tmp_path), namespace, destination, ttl_s=100, counters=Counters(), clock=clock
         )
 
     return make
@@ -115,6 +115,7 @@ def test_notes_are_bounded_and_the_oldest_go_first(
     for number in range(5):
         clock.now_s += 1
         mine.note(key_of(number), "checksum", 0)
+        assert len(note_files(tmp_path)) <= 3
     mine.refresh()
     assert [mine.revision(key_of(number)) for number in range(5)] == [0, 0, 1, 1, 1]
     assert len(note_files(tmp_path)) == 3
@@ -129,7 +130,9 @@ def test_notes_are_bounded_and_the_oldest_go_first(
         "[1]",
         '{"name": "../../etc/passwd"}',
         json.dumps({"name": KEY.name, "reason": "x", "since_s": 1.7e9, "until_s": 1.8e9,
-                    "revision": 11}),
+                    "revision": 3}),  # as of a build before the first release
+        json.dumps({"name": KEY.name, "reason": "x", "since_s": 1.7e9, "until_s": 1.8e9,
+                    "revision": 0}),
         json.dumps({"name": KEY.name, "reason": "x", "since_s": 1.7e9, "until_s": 1.8e9,
                     "revision": True}),
         json.dumps({"name": key_of("b").name, "reason": "x", "since_s": 1.7e9,
@@ -202,7 +205,7 @@ def test_the_last_revision_is_said_once(
     for revision in range(MAX_REVISION + 1):
         assert mine.note(KEY, "header", revision) == revision + 1
     assert mine.revision(KEY) > MAX_REVISION
-    assert caplog.text.count("revisions of entry") == 1
+    assert caplog.text.count("both bad") == 1
 
 
 def test_a_process_that_knows_less_does_not_take_back_what_another_noted(
@@ -240,6 +243,22 @@ def test_what_the_disk_refused_is_not_replaced_by_what_it_has_and_runs_out(
     assert (mine.revision(KEY), mine._notes, mine._unwritten) == (0, {}, set())
 
 
+def test_what_the_disk_refused_gives_way_to_a_note_that_knows_more(
+    make: Callable[..., BadObjects], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    mine, neighbour = make(), make()
+    with monkeypatch.context() as patch:
+        patch.setattr(bad_objects, "write_note", refuse)
+        assert mine.note(KEY, "checksum", 0) == 1
+    assert neighbour.note(KEY, "checksum", 0) == 1
+    assert neighbour.note(KEY, "checksum", 1) == 2
+    mine.refresh()
+    assert mine.revision(KEY) == 2
+
+
 def test_as_long_as_too_many_come_bad_none_is_noted(
     make: Callable[..., BadObjects], clock: Clock
 ) -> None:
@@ -249,14 +268,3 @@ def test_as_long_as_too_many_come_bad_none_is_noted(
         noted += mine.note(key_of(number), "header", 0) is not None
         clock.now_s += 2
     assert noted == bad_objects.MANY
-
-
-def test_a_forked_child_does_not_wait_for_a_note_that_its_parent_was_writing(
-    make: Callable[..., BadObjects],
-) -> None:
-    mine = make()
-    with mine._lock:  # as by a thread in the midst of a note
-        child = os.fork()
-        if child == 0:  # pragma: no cover - in the child
-            os._exit(0 if mine._lock.acquire(timeout=1) else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

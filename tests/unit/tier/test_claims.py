@@ -63,12 +63,12 @@ def test_a_claimed_entry_is_refused_until_it_is_released(make_tier: Callable[...
     taken = claim(one)
     assert two.pin_or_claim(KEY) is None
     assert one.pin_or_claim(KEY) is None  # also by the Tier that has it
-    assert two.is_claimed(KEY)
-    assert one.is_claimed(KEY)
+    assert two.claims.is_taken(KEY.digest)
+    assert one.claims.is_taken(KEY.digest)
     claim(two, OTHER)
-    one.release(taken)
-    one.release(taken)
-    assert not two.is_claimed(KEY)
+    one.claims.release(taken)
+    one.claims.release(taken)
+    assert not two.claims.is_taken(KEY.digest)
     claim(two)
 
 
@@ -96,20 +96,22 @@ def test_what_was_published_meanwhile_is_pinned_not_claimed(
 
     monkeypatch.setattr(tier, "pin", late)
     assert isinstance(tier.pin_or_claim(KEY), Pin)
-    assert not tier.is_claimed(KEY)
+    assert not tier.claims.is_taken(KEY.digest)
 
 
 def test_what_is_here_is_not_claimed_without_a_look_at_it(make_tier: Callable[..., Tier]) -> None:
     one, two = make_tier(), make_tier()
-    taken = one.try_claim(KEY)
+    taken = one.intake.try_claim(KEY)
     assert taken is not None
-    assert two.try_claim(KEY) is None
+    assert two.intake.try_claim(KEY) is None
     one.publish(KEY, [entry(KEY)])
-    one.release(taken)
-    assert two.try_claim(KEY) is None
-    assert not one.is_claimed(KEY)
+    one.claims.release(taken)
+    assert two.intake.try_claim(KEY) is None
+    assert not one.claims.is_taken(KEY.digest)
     one.close()
-    assert one.try_claim(OTHER) is None
+    late = one.intake.try_claim(OTHER)
+    assert late is not None
+    assert late.place is None  # it excludes nobody
 
 
 def test_a_hanging_holder_can_be_passed_over(make_tier: Callable[..., Tier]) -> None:
@@ -118,9 +120,9 @@ def test_a_hanging_holder_can_be_passed_over(make_tier: Callable[..., Tier]) -> 
     mine = two.pin_or_claim(KEY, at_any_rate=True)
     assert isinstance(mine, Claim)
     assert mine.place is None
-    two.release(mine)
-    assert two.is_claimed(KEY)  # still the other's
-    one.release(taken)
+    two.claims.release(mine)
+    assert two.claims.is_taken(KEY.digest)  # still the other's
+    one.claims.release(taken)
 
 
 def test_a_killed_process_leaves_no_claim(make_tier: Callable[..., Tier], root: Path) -> None:
@@ -139,35 +141,10 @@ def test_a_closed_tier_leaves_no_claim_and_takes_none(make_tier: Callable[..., T
     one, two = make_tier(), make_tier()
     taken = claim(one)
     one.close()
-    one.release(taken)
+    one.claims.release(taken)
     claim(two)
     assert claim(one).place is None
-    assert not one.is_claimed(KEY)
-
-
-def test_a_forked_child_neither_holds_nor_releases_its_parents_claims(
-    make_tier: Callable[..., Tier],
-) -> None:
-    tier = make_tier()
-    taken = claim(tier)
-    pid = os.fork()
-    if pid == 0:
-        tier.release(taken)
-        os._exit(0 if tier.is_claimed(KEY) else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    assert tier.is_claimed(KEY)
-    # And a child that lives on does not keep the claim.
-    read, write = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        os.read(read, 1)
-        os._exit(0)
-    tier.release(taken)
-    assert not make_tier().is_claimed(KEY)
-    os.write(write, b"x")
-    os.waitpid(pid, 0)
-    os.close(read)
-    os.close(write)
+    assert not one.claims.is_taken(KEY.digest)
 
 
 def test_a_deleted_folder_does_not_part_those_who_come_later(
@@ -178,8 +155,8 @@ def test_a_deleted_folder_does_not_part_those_who_come_later(
     shutil.rmtree(root)
     fresh = claim(two)  # of the new file, which the first one finds too
     assert one.pin_or_claim(KEY) is None
-    one.release(old)
-    two.release(fresh)
+    one.claims.release(old)
+    two.claims.release(fresh)
     claim(one)
 
 
@@ -194,6 +171,6 @@ def test_a_file_system_without_such_locks_shares_no_fetches(
     for tier in (one, two):
         taken = claim(tier)
         assert taken.place is None
-        tier.release(taken)
-        assert not tier.is_claimed(KEY)
+        tier.claims.release(taken)
+        assert not tier.claims.is_taken(KEY.digest)
     assert counters.get("tier.errors") == 2

@@ -16,6 +16,7 @@ from s3ec import codec
 from s3ec.counters import Counters
 from s3ec.errors import TierError
 from s3ec.tier import Pin, Spool, Tier
+from tests.on_disk import audit_of, evict, make_room, usage_of
 from tests.unit.tier.cases import (
     DESTINATION,
     NAMESPACE,
@@ -39,7 +40,7 @@ _NO_PIN = Pin(Path("/nowhere/1"), 0, codec.parse_header(entry(KEY)))
 def test_missing_root_is_made_with_its_parents(make_tier: Callable[..., Tier], root: Path) -> None:
     tier = make_tier(root / "a" / "b")
     assert (root / "a").stat().st_mode & 0o777 == 0o700
-    assert tier.check() == []
+    assert audit_of(tier) == []
 
 
 def test_root_of_another_user_is_refused_with_the_fix(tmp_path: Path) -> None:
@@ -96,7 +97,7 @@ def test_root_may_be_a_link_and_is_resolved_once(
     tier.publish(KEY, [entry(KEY)])
     assert file_of(real, KEY).exists()
     assert not other.exists()
-    assert tier.check() == []
+    assert audit_of(tier) == []
 
 
 def test_root_that_is_a_file_is_refused(root: Path) -> None:
@@ -120,14 +121,13 @@ def test_folder_replaced_by_a_link_is_not_followed(
     assert tier.pin(KEY) is None
     with pytest.raises(TierError, match="symbolic link"):
         tier.publish(KEY, [entry(KEY, seed=1)])
-    tier.evict(KEY)
     tier.quarantine(KEY, "checksum")
-    assert tier.usage().entries == 0
-    assert tier.make_room(1 << 30) == 0
+    assert usage_of(tier).entries == 0
+    assert make_room(tier, 1 << 30) == 0
     assert files_below(elsewhere) == before
-    # pin, evict, quarantine and the evict that quarantine falls back to
-    assert counters.get("tier.errors") == 4
-    assert str(folder) in "".join(tier.check())
+    # pin, quarantine and the removal that it falls back to
+    assert counters.get("tier.errors") == 3
+    assert str(folder) in "".join(audit_of(tier))
 
 
 def _everything(tier: Tier, spool: Spool) -> int:
@@ -137,8 +137,7 @@ def _everything(tier: Tier, spool: Spool) -> int:
         lambda: tier.publish(key_at(3), [entry(key_at(3))]),
         lambda: tier.unpin(tier.pin(key_at(4)) or _NO_PIN),
         lambda: tier.quarantine(key_at(4), "checksum"),
-        lambda: tier.evict(key_at(5)),
-        lambda: tier.make_room(1 << 30),
+        lambda: make_room(tier, 1 << 30),
         lambda: spool.load(key_at(6).digest),
         lambda: spool.remove(key_at(6).digest),
         spool.adopt,
@@ -221,8 +220,8 @@ def test_folder_that_is_spoiled_under_a_running_tier_is_left_alone_until_it_is_m
     assert pin is not None
     assert read(pin, key_at(3)) == entry(key_at(3))
     tier.unpin(pin)
-    tier.make_room()
-    assert tier.check() == []
+    make_room(tier)
+    assert audit_of(tier) == []
 
 
 def test_vanished_folder_is_made_again(make_tier: Callable[..., Tier], root: Path) -> None:
@@ -234,17 +233,17 @@ def test_vanished_folder_is_made_again(make_tier: Callable[..., Tier], root: Pat
         shutil.rmtree(root)
         assert tier.pin(KEY) is None
         assert not tier.contains(KEY)
-        assert tier.usage().entries == 0
-        tier.evict(KEY)
+        assert usage_of(tier).entries == 0
+        evict(tier, KEY)
         tier.quarantine(KEY, "checksum")
         tier.unpin(held)
         if again:
-            assert tier.make_room() == 0
+            assert make_room(tier) == 0
         tier.publish(KEY, [entry(KEY)])
         held = tier.pin(KEY)
         assert held is not None
         assert read(held, KEY) == entry(KEY)
-        assert tier.check() == []
+        assert audit_of(tier) == []
     tier.close()
     assert pin_folders(root) == []
 
@@ -255,7 +254,7 @@ def test_vanished_part_is_made_again(
 ) -> None:
     tier = make_tier()
     tier.publish(KEY, [entry(KEY)])
-    tier.make_room()
+    make_room(tier)
     part = root / name
     if part.is_dir():
         shutil.rmtree(part)
@@ -263,11 +262,11 @@ def test_vanished_part_is_made_again(
         part.unlink()
     assert tier.pin(KEY) is not None
     tier.quarantine(KEY, "checksum")
-    tier.make_room()
+    make_room(tier)
     assert part.exists()
     assert counters.get("tier.quarantined") == 1
     assert counters.get("tier.errors") == 0
-    assert tier.check() == []
+    assert audit_of(tier) == []
 
 
 def test_full_disk_evicts_what_it_can_and_then_refuses(
@@ -282,16 +281,16 @@ def test_full_disk_evicts_what_it_can_and_then_refuses(
     pins = [pin for number in range(12) if (pin := tier.pin(key_at(number)))]
     found = os.statvfs(small_disk)
     (small_disk / "somebody's").write_bytes(bytes(found.f_bavail * found.f_frsize))
-    before = tier.usage()
+    before = usage_of(tier)
     with pytest.raises(TierError, match="min_free_bytes"):
         tier.publish(key_at(20), [entry(key_at(20), rows=2000)])
-    assert tier.usage() == before
+    assert usage_of(tier) == before
     for pin in pins:
         read(pin, key_of(pin.header.identifier))
         tier.unpin(pin)
     tier.publish(key_at(30), [entry(key_at(30), rows=2000)])
     assert tier.pin(key_at(30)) is not None
-    assert tier.check() == []
+    assert audit_of(tier) == []
 
 
 def test_disk_out_of_inodes_evicts_and_goes_on(
@@ -307,7 +306,7 @@ def test_disk_out_of_inodes_evicts_and_goes_on(
     assert all("No space" in reason for reason in refused)
     assert len(refused) < 20
     assert counters.get("tier.evicted") > 100
-    assert tier.check() == []
+    assert audit_of(tier) == []
 
 
 def test_disk_that_is_full_at_the_start_loses_entries_not_the_tier(
@@ -320,8 +319,8 @@ def test_disk_that_is_full_at_the_start_loses_entries_not_the_tier(
     for number in range(os.statvfs(small_disk).f_favail):
         (small_disk / f"somebody's {number}").touch()
     tier = make_tier(small_disk)
-    assert 0 < tier.usage().entries < 6
-    assert tier.check() == []
+    assert 0 < usage_of(tier).entries < 6
+    assert audit_of(tier) == []
 
 
 def test_disk_that_is_full_of_other_things_is_refused_and_left_alone(
@@ -356,15 +355,14 @@ def test_read_only_disk_misses_and_refuses_and_recovers(
         assert tier.pin(KEY) is None
         assert counters.get("tier.errors") == 1
         assert tier.contains(KEY)
-        assert tier.make_room() == 0
+        assert make_room(tier) == 0
         tier.unpin(held)
-        tier.evict(KEY)
         tier.quarantine(KEY, "checksum")
-        # make_room, unpin, evict, quarantine and the evict that quarantine falls back to
-        assert counters.get("tier.errors") == 6
+        # pin, unpin, quarantine and the removal that it falls back to
+        assert counters.get("tier.errors") == 4
         assert counters.get("tier.quarantined") == 0
         assert read(held, KEY) == entry(KEY)
-        assert tier.check() == []
+        assert audit_of(tier) == []
     tier.unpin(held)
     assert tier.pin(KEY) is not None
 
@@ -382,8 +380,8 @@ def test_folder_without_permission_is_refused_counted_and_bypassed(
     assert counters.get("tier.errors") == 2
     with pytest.raises(TierError, match="Permission denied"):
         tier.publish(KEY, [entry(KEY)])
-    assert tier.make_room() == 0
-    assert any(f"cannot read {folder}" in complaint for complaint in tier.check())
+    assert make_room(tier) == 0
+    assert any(f"cannot read {folder}" in complaint for complaint in audit_of(tier))
     folder.chmod(0o700)
     assert tier.pin(KEY) is not None
     plain_user.chmod(0o500)

@@ -11,6 +11,7 @@ import pytest
 
 from s3ec.errors import TierError
 from s3ec.tier import IndexFiles, Tier
+from tests.on_disk import audit_of, running_total, usage_of
 from tests.unit.tier.cases import NAMESPACE, OTHER_NAMESPACE, entry, key_at, temps_below
 
 SHARD = "base/000000000007-0123456789abcdef/00-ff.safetensors"
@@ -108,16 +109,16 @@ def test_files_count_for_the_budget_and_are_not_evicted(make_tier: Callable[...,
     for number in range(6):
         tier.publish(key_at(number), [entry(key_at(0))])
     write(tier.open_index(), SHARD, bytes(6 * nbytes))
-    usage = tier.usage()
+    usage = usage_of(tier)
     assert usage.index_nbytes == 6 * nbytes
     assert usage.total_nbytes == usage.nbytes + 6 * nbytes <= 10 * nbytes
-    assert tier.estimated_bytes() >= usage.total_nbytes
+    assert running_total(tier) >= usage.total_nbytes
     assert tier.open_index().find(SHARD) is not None
     assert usage.entries < 6
     for number in range(10, 20):
         tier.publish(key_at(number), [entry(key_at(0))])
-    assert tier.usage().total_nbytes <= 10 * nbytes
-    assert tier.usage().index_nbytes == 6 * nbytes
+    assert usage_of(tier).total_nbytes <= 10 * nbytes
+    assert usage_of(tier).index_nbytes == 6 * nbytes
 
 
 def test_a_file_larger_than_the_budget_is_refused(make_tier: Callable[..., Tier]) -> None:
@@ -133,7 +134,7 @@ def test_a_full_disk_is_an_error_and_leaves_nothing(
     files = tier.open_index()
     with pytest.raises(TierError):
         files.begin(2 << 20)
-    assert tier.check() == []
+    assert audit_of(tier) == []
 
 
 def test_an_emptied_cache_is_made_anew(tier: Tier, root: Path) -> None:
@@ -163,7 +164,7 @@ def test_foreign_files_are_complained_about(make_tier: Callable[..., Tier], root
     write(tier.open_index(), SHARD)
     foreign = root / "v1" / "index" / NAMESPACE / "notes.txt"
     foreign.write_text("mine")
-    assert [str(foreign) in complaint for complaint in tier.check()] == [True]
+    assert [str(foreign) in complaint for complaint in audit_of(tier)] == [True]
 
 
 def test_a_file_from_before_this_boot_is_doubtful_until_it_is_trusted(tier: Tier) -> None:

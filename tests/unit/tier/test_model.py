@@ -28,6 +28,7 @@ from s3ec.errors import CorruptEntryError
 from s3ec.identity import Key
 from s3ec.tier import Pin, Tier
 from s3ec.tier.inspection import Inspection
+from tests.on_disk import audit_of, evict, make_room, running_total, usage_of
 from tests.unit.tier.cases import DESTINATION, NAMESPACE, Clock, entry, file_of, key_at
 
 KEYS = [key_at(number) for number in range(7)]
@@ -49,18 +50,12 @@ DAMAGES = {
 
 @dataclass(eq=False)
 class File:
-    """One inode: what it holds, how many pins it has, and when it was used if it ever was."""
+    """One inode: what it holds, how many pins it has, and when it was used."""
 
     key: Key
     blob: bytes
-    published: int
-    used: int | None
+    used_s: float
     pins: int = 0
-
-    @property
-    def order(self) -> tuple[bool, int]:
-        """Never used ones go first."""
-        return (False, self.published) if self.used is None else (True, self.used)
 
     @property
     def complaint(self) -> str | None:
@@ -103,16 +98,20 @@ class Model:
     def total_bytes(self) -> int:
         return sum(len(file.blob) for file in self.files())
 
-    def make_room(self, incoming_bytes: int) -> int:
+    def make_room(self, incoming_bytes: int, now_s: float) -> int:
         """The rule of eviction, said once more."""
         if self.total_bytes() + incoming_bytes <= BUDGET_BYTES:
             return 0
-        return self.evict_to(LOW_BYTES - incoming_bytes)
+        return self.evict_to(LOW_BYTES - incoming_bytes, now_s)
 
-    def evict_to(self, target_bytes: int) -> int:
-        """Never used entries first, then by use; what is held stays."""
+    def evict_to(self, target_bytes: int, now_s: float) -> int:
+        """By use, after those that a clock noted which was ahead; what is held stays."""
+
+        def order(item: tuple[Key, File]) -> tuple[bool, float]:
+            return item[1].used_s <= now_s + 300, item[1].used_s
+
         total, freed = self.total_bytes(), 0
-        for key, file in sorted(self.entries.items(), key=lambda item: item[1].order):
+        for key, file in sorted(self.entries.items(), key=order):
             if total - freed <= target_bytes:
                 break
             if file not in self.kept():
@@ -132,7 +131,6 @@ class TierMachine(RuleBasedStateMachine):
         self.clock = Clock()
         self.counters = Counters()
         self.model = Model()
-        self.uses = 0
         self.quarantines = 0
         self.tier = self.new_tier()
         self.spool = self.tier.open_spool(DESTINATION)
@@ -157,10 +155,6 @@ class TierMachine(RuleBasedStateMachine):
         shutil.rmtree(self.root)
         assert left == []
 
-    def use(self) -> int:
-        self.uses += 1
-        return self.uses
-
     def set_aside(self, key: Key, reason: str) -> None:
         file = self.model.entries.pop(key, None)
         if file is not None:
@@ -172,17 +166,13 @@ class TierMachine(RuleBasedStateMachine):
         seed=st.integers(0, 2),
         rows=st.sampled_from([1, 4, 16]),
         spool=st.booleans(),
-        used=st.booleans(),
     )
-    def publish(self, key: Key, seed: int, rows: int, spool: bool, used: bool) -> None:
+    def publish(self, key: Key, seed: int, rows: int, spool: bool) -> None:
         blob = entry(key, seed=seed, rows=rows)
         # The estimate may make the tier look sooner than needed, but what it then finds decides.
-        self.model.make_room(len(blob))
-        self.tier.publish(
-            key, [blob[:64], blob[64:]], spool=self.spool if spool else None, used=used
-        )
-        now = self.use()
-        self.model.entries[key] = File(key, blob, now, now if used else None)
+        self.model.make_room(len(blob), self.clock.now_s)
+        self.tier.publish(key, [blob[:64], blob[64:]], spool=self.spool if spool else None)
+        self.model.entries[key] = File(key, blob, self.clock.now_s)
         if spool:
             self.model.spooled[key] = self.model.entries[key]
         kept = sum(len(file.blob) for file in self.model.kept())
@@ -215,7 +205,7 @@ class TierMachine(RuleBasedStateMachine):
         held = Held(pin, file)
         self.model.held.append(held)
         file.pins += 1
-        file.used = self.use()
+        file.used_s = self.clock.now_s
         if file.complaint:  # the reader's part
             self.tier.quarantine(key, file.complaint)
             self.set_aside(key, file.complaint)
@@ -232,25 +222,33 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule(key=keys)
     def evict(self, key: Key) -> None:
-        self.tier.evict(key)
+        evict(self.tier, key)
         self.model.entries.pop(key, None)
 
     @rule(incoming_bytes=st.integers(0, 2 * BUDGET_BYTES))
     def make_room(self, incoming_bytes: int) -> None:
-        assert self.tier.make_room(incoming_bytes) == self.model.make_room(incoming_bytes)
+        wanted = self.model.make_room(incoming_bytes, self.clock.now_s)
+        assert wanted == make_room(
+            self.tier,
+            incoming_bytes,
+            budget_bytes=BUDGET_BYTES,
+            clock=self.clock,
+            counters=self.counters,
+        )
 
     @rule(target_bytes=st.integers(0, BUDGET_BYTES))
     def evict_by_hand(self, target_bytes: int) -> None:
-        freed = Inspection.open(self.root).evict_to(target_bytes)
+        now_s = self.clock()
+        freed = Inspection.open(self.root).evict_to(target_bytes, now_s=now_s)
         assert freed.before_bytes == self.model.total_bytes()
-        assert freed.gone.nbytes == self.model.evict_to(target_bytes)
-        assert self.tier.estimated_bytes() == freed.after_bytes == self.model.total_bytes()
+        assert freed.gone.nbytes == self.model.evict_to(target_bytes, now_s)
+        assert running_total(self.tier) == freed.after_bytes == self.model.total_bytes()
 
     @rule()
     def recount(self) -> None:
         """After a walk the running total is exact."""
         self.make_room(0)
-        assert self.tier.estimated_bytes() == self.model.total_bytes()
+        assert running_total(self.tier) == self.model.total_bytes()
 
     @rule()
     def lose_the_total(self) -> None:
@@ -286,7 +284,7 @@ class TierMachine(RuleBasedStateMachine):
         other.write_bytes(blob)
         os.utime(other, ns=(before.st_atime_ns, before.st_mtime_ns))
         other.replace(path)
-        self.model.entries[key] = File(key, blob, file.published, file.used)
+        self.model.entries[key] = File(key, blob, file.used_s)
         self.make_room(0)  # a walk: no estimate knows of bytes that others bring
 
     @precondition(lambda self: self.model.entries)
@@ -316,7 +314,7 @@ class TierMachine(RuleBasedStateMachine):
 
     @invariant()
     def what_is_there_is_what_should_be(self) -> None:
-        usage, model = self.tier.usage(), self.model
+        usage, model = usage_of(self.tier), self.model
         named = {*model.entries.values(), *model.quarantined.values()}
         pinned = {held.file for held in model.held}
         spooled = model.spooled.values()
@@ -324,9 +322,6 @@ class TierMachine(RuleBasedStateMachine):
         assert [self.tier.contains(key) for key in KEYS] == [key in model.entries for key in KEYS]
         assert usage.entries == len(model.entries)
         assert usage.nbytes == sum(len(file.blob) for file in model.entries.values())
-        unused = [file for file in model.entries.values() if file.used is None]
-        assert usage.unused_entries == len(unused)
-        assert usage.unused_nbytes == sum(len(file.blob) for file in unused)
         assert usage.pinned_nbytes == sum(len(file.blob) for file in pinned)
         assert usage.spooled_nbytes == sum(len(file.blob) for file in spooled)
         assert self.spool.nbytes == usage.spooled_nbytes
@@ -335,11 +330,11 @@ class TierMachine(RuleBasedStateMachine):
 
     @invariant()
     def estimate_is_never_too_low(self) -> None:
-        assert self.tier.estimated_bytes() >= self.tier.usage().total_nbytes
+        assert running_total(self.tier) >= usage_of(self.tier).total_nbytes
 
     @invariant()
     def check_complains_about_what_is_bad_and_nothing_else(self) -> None:
-        complaints = self.tier.check()
+        complaints = audit_of(self.tier)
         bad = [key for key, file in self.model.entries.items() if file.complaint]
         assert len(complaints) == len(bad), complaints
         for key in bad:

@@ -15,6 +15,7 @@ from s3ec.counters import Counters
 from s3ec.errors import TierError
 from s3ec.tier import Tier
 from s3ec.tier.files import free_bytes
+from tests.on_disk import audit_of, evict, make_room, running_total, usage_of
 from tests.unit.tier.cases import child, entry, key_at, pin_folders, read, temps_below
 
 pytestmark = pytest.mark.slow  # processes, and many at once
@@ -33,9 +34,9 @@ def test_sixteen_processes_publish_and_pin_one_key(
         for other in others:
             assert other.hear() == "done"
             other.end()
-    assert tier.check() == []
-    assert tier.usage().entries == 1
-    assert tier.usage().held_nbytes == 0
+    assert audit_of(tier) == []
+    assert usage_of(tier).entries == 1
+    assert usage_of(tier).held_nbytes == 0
     assert temps_below(root) == set()
     assert len(pin_folders(root)) == 1
 
@@ -75,7 +76,7 @@ def test_evictors_of_other_processes_never_take_a_readers_bytes(
     for key, kept in held.items():
         assert kept is not None
         assert read(kept, key) == entry(key)
-    assert tier.check() == []
+    assert audit_of(tier) == []
 
 
 ROWS = 1000
@@ -110,13 +111,13 @@ def test_four_processes_that_publish_at_once_keep_the_budget(
     tier = make_tier(budget_bytes=budget_bytes)
     seen: list[int] = []
     # Four are in flight: each may have been let through before the others were counted.
-    refused = flood(root, budget_bytes, 0, lambda: seen.append(tier.usage().total_nbytes))
+    refused = flood(root, budget_bytes, 0, lambda: seen.append(usage_of(tier).total_nbytes))
     assert refused == 0
     assert max(seen) <= budget_bytes + 4 * (LARGE + 128)
     assert max(seen) > budget_bytes // 2
-    assert tier.make_room() >= 0
-    assert tier.estimated_bytes() == tier.usage().total_nbytes <= budget_bytes
-    assert tier.check() == []
+    assert make_room(tier, budget_bytes=budget_bytes) >= 0
+    assert running_total(tier) == usage_of(tier).total_nbytes <= budget_bytes
+    assert audit_of(tier) == []
 
 
 def test_four_processes_that_publish_at_once_keep_the_free_space_floor(
@@ -129,7 +130,7 @@ def test_four_processes_that_publish_at_once_keep_the_free_space_floor(
     page = 4096  # files take whole ones, and folders one each
     assert min(seen) >= min_free_bytes - 4 * (LARGE + 3 * page)
     assert min(seen) < 2 * min_free_bytes
-    assert tier.check() == []
+    assert audit_of(tier) == []
 
 
 def test_threads_share_one_tier(make_tier: Callable[..., Tier], counters: Counters) -> None:
@@ -145,9 +146,9 @@ def test_threads_share_one_tier(make_tier: Callable[..., Tier], counters: Counte
             tier.publish(key, [entry(key)])
             pin = tier.pin(key)
             if turn % 5 == worker % 5:
-                tier.make_room(size)
+                make_room(tier, size, budget_bytes=12 * size, counters=counters)
             if turn % 11 == worker:
-                tier.evict(key)
+                evict(tier, key)
             if pin is not None:
                 assert read(pin, key) == entry(key)
                 tier.unpin(pin)
@@ -156,12 +157,12 @@ def test_threads_share_one_tier(make_tier: Callable[..., Tier], counters: Counte
 
     with ThreadPoolExecutor(8) as pool:
         assert sum(pool.map(work, range(8))) > 240
-    tier.make_room()
-    assert tier.usage().total_nbytes <= 12 * size
-    assert tier.usage().pinned_nbytes == 0
-    assert tier.estimated_bytes() == tier.usage().total_nbytes
+    make_room(tier, budget_bytes=12 * size)
+    assert usage_of(tier).total_nbytes <= 12 * size
+    assert usage_of(tier).pinned_nbytes == 0
+    assert running_total(tier) == usage_of(tier).total_nbytes
     assert counters.get("tier.errors") == 0
-    assert tier.check() == []
+    assert audit_of(tier) == []
 
 
 def test_threads_that_find_the_pin_folder_gone_agree_on_a_new_one(
@@ -211,4 +212,4 @@ def test_publishing_while_another_thread_closes_ends_in_a_tier_error(
     thread.join()
     assert refused.is_set()
     assert pin_folders(root) == []
-    assert tier.check() == []
+    assert audit_of(tier) == []

@@ -11,7 +11,8 @@ import pytest
 
 from s3ec.tier import Tier
 from s3ec.tier.tier import LocalKeys
-from tests.unit.tier.cases import HOUR_S, NAMESPACE, Clock, child, entry, key_at, key_of
+from tests.on_disk import running_total, usage_of
+from tests.unit.tier.cases import NAMESPACE, child, entry, key_at
 
 
 class Walks:
@@ -89,28 +90,7 @@ def test_total_survives_a_restart(make_tier: Callable[..., Tier]) -> None:
         tier.publish(key_at(number), [entry(key_at(number))])
     tier.close()
     again = make_tier()
-    assert again.estimated_bytes() == again.usage().total_nbytes
-
-
-def test_order_of_use_survives_a_restart_with_a_clock_that_was_set_back(
-    make_tier: Callable[..., Tier], clock: Clock
-) -> None:
-    size = len(entry(key_of("0" * 64)))
-    keys = [key_of(f"{number:064x}") for number in range(10)]
-    for used in (True, False):
-        tier = make_tier(budget_bytes=10 * size)
-        for key in keys[:5]:
-            tier.publish(key, [entry(key)], used=used)
-        tier.close()
-        clock.now_s -= HOUR_S
-        tier = make_tier(budget_bytes=10 * size)
-        for key in keys[5:]:
-            tier.publish(key, [entry(key)], used=used)
-        tier.make_room(size)
-        assert [tier.contains(key) for key in keys] == [False] * 2 + [True] * 8
-        for key in keys:
-            tier.evict(key)
-        tier.make_room()
+    assert running_total(again) == usage_of(again).total_nbytes
 
 
 def test_temp_file_of_a_killed_writer_is_swept_at_the_start_without_a_walk(

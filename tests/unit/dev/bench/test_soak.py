@@ -20,7 +20,7 @@ from s3ec.dev.bench import soak, soak_check, soak_engine, soak_pictures, soak_pl
 from s3ec.dev.bench.context import Context
 from s3ec.dev.bench.result import Result
 from s3ec.dev.bench.soak_engine import LiveEngine
-from s3ec.dev.bench.soak_pictures import Album, compare
+from s3ec.dev.bench.soak_pictures import PictureSet, compare
 from s3ec.dev.bench.soak_report import LOST, ROWS
 from s3ec.dev.bench.soak_watch import Sample, growths
 from s3ec.dev.rigs.engine import EngineError, EngineProcess
@@ -102,7 +102,7 @@ def live(fake: FakeEngine, tmp_path: Path) -> LiveEngine:
     paths = [tmp_path / "a.png", tmp_path / "b.png"]
     reference = {path: answer(number) for number, path in enumerate(paths)}
     return LiveEngine(
-        "one", cast("EngineProcess", fake), album=Album(paths), reference=reference, seed=0
+        "one", cast("EngineProcess", fake), album=PictureSet(paths), reference=reference, seed=0
     )
 
 
@@ -155,7 +155,7 @@ def test_a_wrong_answer_is_counted_and_told(tmp_path: Path) -> None:
 
 
 def test_pictures_that_come_later_are_asked_about_later() -> None:
-    album = Album([Path(f"{number}") for number in range(100)], window=10)
+    album = PictureSet([Path(f"{number}") for number in range(100)], window=10)
     source = random.Random(0)
     early = {path for _ in range(200) for path in album.pick(source)}
     album.share = 1.0

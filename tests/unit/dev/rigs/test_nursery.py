@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from s3ec.dev.rigs.nursery import Forked, Nursery
+from s3ec.dev.rigs.nursery import EngineForkServer, Forked
 from s3ec.dev.rigs.vllm_cpu import engine_env
 
 
 def test_an_environment_that_was_read_before_the_fork_is_refused_by_name(tmp_path: Path) -> None:
-    nursery = Nursery(tmp_path / "log", {"OMP_NUM_THREADS": "1"})
+    nursery = EngineForkServer(tmp_path / "log", {"OMP_NUM_THREADS": "1"})
     env = engine_env({**os.environ, "OMP_NUM_THREADS": "2"})
     with pytest.raises(ValueError, match="OMP_NUM_THREADS"):
         nursery.fork(env, 0, 1, 2)

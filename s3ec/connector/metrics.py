@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every count of s3ec: its name on /metrics, its type and what it means.
+
+Data only. ``stats.py`` makes vLLM's metrics of it, and ``make docs`` makes docs/metrics.md of it,
+without vLLM.
+"""
+
+from __future__ import annotations
+
+# counter of ours -> (Prometheus name without _total, help)
+PLAIN = {
+    "hits": ("vllm:s3ec_hits", "Encoder inputs answered from the cache instead of encoded."),
+    "misses": ("vllm:s3ec_misses", "Encoder inputs that were encoded."),
+    "deferred_requests": ("vllm:s3ec_deferred_requests", "Requests that waited for embeddings."),
+    "deferred_seconds": ("vllm:s3ec_deferred_seconds", "Time that requests were deferred."),
+    "defer_timeouts": ("vllm:s3ec_defer_timeouts", "Deferrals that ended without the embedding."),
+    "load.items": ("vllm:s3ec_loads", "Embeddings read into the encoder cache."),
+    "load.bytes": ("vllm:s3ec_load_bytes", "Bytes of embeddings read into the encoder cache."),
+    "load.seconds": ("vllm:s3ec_load_seconds", "Time spent inside start_load_caches."),
+    "load.failed": ("vllm:s3ec_load_failures", "Reads of granted files that failed."),
+    "load.rescued": (
+        "vllm:s3ec_load_rescues",
+        "Loads that the bucket served after such a failure.",
+    ),
+    "load.hung": ("vllm:s3ec_load_hangs", "Loads that the disk did not answer in time."),
+    "save.items": ("vllm:s3ec_saves", "Embeddings that the bucket confirmed."),
+    "save.bytes": ("vllm:s3ec_save_bytes", "Bytes of embeddings that the bucket confirmed."),
+    "save.seconds": ("vllm:s3ec_save_seconds", "Time uploads took, in sum."),
+    "save.existed": ("vllm:s3ec_saves_existing", "Uploads that found the object stored already."),
+    "save.blocked": ("vllm:s3ec_save_blocked", "Times that a full save queue held the encoder up."),
+    "announced": (
+        "vllm:s3ec_announced",
+        "Stored embeddings that were announced in the index.",
+    ),
+    "announce_failed": (
+        "vllm:s3ec_announce_failures",
+        "Announcements in the index that failed. They are tried again.",
+    ),
+    "announce_dropped": (
+        "vllm:s3ec_announce_dropped",
+        "Stored embeddings that the index does not know until it is rebuilt.",
+    ),
+    "tier.evicted": ("vllm:s3ec_evictions", "Entries that this process evicted from the tier."),
+    "tier.evicted_bytes": ("vllm:s3ec_evicted_bytes", "Bytes that this process evicted."),
+    "tier.quarantined": ("vllm:s3ec_quarantined", "Bad entries that were set aside."),
+    "quarantined_objects": (
+        "vllm:s3ec_quarantined_objects",
+        "Objects of the bucket that came bad twice and are not asked for again for a while.",
+    ),
+    "tier.errors": ("vllm:s3ec_tier_errors", "Times that the disk refused."),
+    "tier.hung": ("vllm:s3ec_tier_hangs", "Times that the disk was found not to answer."),
+    "store.retries": ("vllm:s3ec_store_retries", "Requests to the store that were repeated."),
+    "store.too_late": (
+        "vllm:s3ec_store_retries_too_late",
+        "Requests not repeated because the pause would have been too long.",
+    ),
+    "store.retry_budget_spent": (
+        "vllm:s3ec_store_retries_unpaid",
+        "Requests not repeated because too many had been repeated already.",
+    ),
+    "store.slow_starts": (
+        "vllm:s3ec_store_slow_starts",
+        "Requests without an answer after a time that is long for this store.",
+    ),
+    "hedge.sent": ("vllm:s3ec_hedges", "Late requests that were sent a second time."),
+    "hedge.won": ("vllm:s3ec_hedges_won", "Second requests whose answer came first."),
+    "pace.slowed": ("vllm:s3ec_slowdowns", "Times that the store asked for fewer requests."),
+    "index.refresh_failed": (
+        "vllm:s3ec_index_failures",
+        "Refreshes of the index that failed.",
+    ),
+    "index.downloaded_bytes": ("vllm:s3ec_index_bytes", "Bytes of the index that were downloaded."),
+    "compact.bases": ("vllm:s3ec_index_compactions", "Bases of the index that this engine made."),
+    "compact.failed": (
+        "vllm:s3ec_index_compaction_failures",
+        "Compactions of the index that failed and will be tried again.",
+    ),
+    "index.refused": ("vllm:s3ec_index_refused", "Files of the index that could not be used."),
+    "index.vanished": (
+        "vllm:s3ec_index_vanished",
+        "Embeddings that the index holds and the bucket lacks.",
+    ),
+    "index.rebuild_wanted": (
+        "vllm:s3ec_index_rebuild_wanted",
+        "Times that so many vanished that the index should be rebuilt.",
+    ),
+    "prefetch.overflow": ("vllm:s3ec_fetch_overflows", "Fetches that the full queue refused."),
+    "refused_identifiers": (
+        "vllm:s3ec_refused_identifiers",
+        "Lookups of identifiers that may not be shared (request-scoped, too long).",
+    ),
+    "ids.refused": (
+        "vllm:s3ec_refused_client_ids",
+        "Lookups of identifiers that are no content hash, with trust_client_ids off.",
+    ),
+    "unavailable_requests": (
+        "vllm:s3ec_unavailable_requests",
+        "Requests without pixels whose embedding could not be had.",
+    ),
+    "stopped_by_weights": (
+        "vllm:s3ec_stopped_by_weights",
+        "1 once nothing is loaded or saved any more, since the weights may have changed.",
+    ),
+    "breaker.opened": (
+        "vllm:s3ec_breaker_opened",
+        "Times that the breaker opened: the store is not asked for a while.",
+    ),
+    "internal_errors": ("vllm:s3ec_internal_errors", "Errors inside s3ec that were contained."),
+}
+# sum of ours that also goes down -> (Prometheus name, help)
+LEVELS = {
+    "pace.withheld": (
+        "vllm:s3ec_places_withheld",
+        "Requests at a time that are held back, because the store asked for fewer.",
+    ),
+}
+_SOURCES = {
+    "tier": "It was on this node's disk. It only had to be verified and pinned.",
+    "bucket": "It was downloaded.",
+}
+_REASONS = {
+    "checksum": "The bytes of the tensor do not have the checksum that the header names.",
+    "dtype": "The data type is none that s3ec stores.",
+    "header": "The header is not what s3ec writes.",
+    "identifier": "It was written for another identifier.",
+    "length": "There are fewer or more bytes than the header says.",
+    "namespace": "It was written for another namespace.",
+    "nonfinite": "The tensor holds NaN or infinity.",
+    "shape": "Rows and width are not two positive numbers, or contradict each other.",
+    "size": "It is larger than any sound entry can be.",
+    "version": "It has a format that this release does not know.",
+}
+# prefix of counters -> (Prometheus name, help, label name, what the label's values mean)
+LABELLED: dict[str, tuple[str, str, str, dict[str, str]]] = {
+    "fetch_items.": (
+        "vllm:s3ec_fetches",
+        "Embeddings brought to this node.",
+        "source",
+        _SOURCES,
+    ),
+    "fetch_bytes.": (
+        "vllm:s3ec_fetch_bytes",
+        "Bytes brought to this node.",
+        "source",
+        _SOURCES,
+    ),
+    "fetch_seconds.": (
+        "vllm:s3ec_fetch_seconds",
+        "Time fetches took, in sum.",
+        "source",
+        _SOURCES,
+    ),
+    "fetch.": (
+        "vllm:s3ec_fetch_outcomes",
+        "How fetches ended.",
+        "outcome",
+        {
+            "ready": "The embedding is on this node, verified and pinned.",
+            "absent": "Neither this node nor the bucket has it.",
+            "mismatch": "It is there, but it is not what the request needs.",
+            "corrupt": "It is there, but it is unusable.",
+            "unavailable": "Bucket or disk did not answer in time.",
+            "denied": "The bucket refused. The fetch is also counted as absent or unavailable.",
+        },
+    ),
+    "corrupt.": ("vllm:s3ec_corrupt", "Stored entries that were unusable.", "reason", _REASONS),
+    "mismatch.": (
+        "vllm:s3ec_mismatches",
+        "Entries that did not fit the request.",
+        "field",
+        {
+            "rows": "The entry has other rows than the request has room for.",
+            "width": "The entry has another width than the namespace's record.",
+            "dtype": "The entry has another data type than the namespace's record.",
+            "modality": "The entry is of another modality than the request's item.",
+            "index": "The index knows other rows, width or data type, so nothing was fetched.",
+            "size": "The object is larger than the request's embedding can be.",
+            "no_record": "The namespace has no record of width and data type yet.",
+            "ranks": "Ranks on several nodes hold different bytes.",
+            "namespace": "Also counted as corrupt for that reason.",
+            "version": "Also counted as corrupt for that reason.",
+            "nonfinite": "Also counted as corrupt for that reason.",
+        },
+    ),
+    "spool.": (
+        "vllm:s3ec_spool",
+        "Embeddings that were taken over, uploaded late, left behind, or refused by the disk.",
+        "event",
+        {
+            "adopted": "Taken over from a process that ended.",
+            "replayed": "Of those, the ones that the bucket has answered for.",
+            "left": "Left for the next process when this one ended.",
+            "refused": "Not written to the disk. They are uploaded from memory.",
+        },
+    ),
+    "save_problem.": (
+        "vllm:s3ec_save_problems",
+        "Embeddings that were not stored, or not at the first try.",
+        "reason",
+        {
+            "unavailable": "An upload failed and is tried again: the bucket gave no good answer.",
+            "denied": "An upload failed and is tried again: the bucket refused.",
+            "dropped": "The save queue was full. Not stored.",
+            "abandoned": "Neither bucket nor spool took it before the process ended. Not stored.",
+            "record": "Its width or data type is not that of the namespace's record. Not stored.",
+            "revisions": "All names for a bad object's replacement are taken. Not stored.",
+            "shape": "The encoder's output was no tensor. Not stored.",
+            "adapter": "The LoRA adapter's files have changed. Not stored.",
+            "unreadable": "The spooled file cannot be read. It stays in the spool.",
+            "vanished": "The spooled file is gone. Not stored.",
+            "refused.identifier": "The identifier may not be shared. Not stored.",
+            "refused.REASON": "The tensor cannot be stored, for a reason as of `s3ec_corrupt`.",
+        },
+    ),
+}
+# Of interest to a debugger only: counted, and not on /metrics.
+NOT_EXPORTED = {
+    "compact.in_vain": "Compactions for which another process had been faster.",
+    "compact.merged": "Deltas that this engine merged into a base.",
+    "fetch_parked": "Fetches that waited for another process of the node.",
+    "index.bases": "Bases of the index that were opened.",
+    "index.downloads": "Files of the index that were downloaded.",
+    "index.forgotten": "Keys that were taken for absent for a while.",
+    "index.junk": "Listed objects with a name that is none of ours.",
+    "index.not_kept": "Files of the index that this node's disk did not take.",
+    "index.vanished_base": "Bases that were deleted while they were downloaded.",
+    "tier.pin_copies": "Pins that are copies, since the file system has no hard links.",
+    "tier.published": "Entries that this process wrote to the tier.",
+    "tier.published_bytes": "Bytes of these entries.",
+    "tier.spool_copies": "Spooled files that are copies, since there are no hard links.",
+    "tier.swept": "Files and folders of dead processes that were removed.",
+}

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tables of docs/ that are made from the code: settings, commands and metrics.
+
+``python -m tests.docs_pages`` writes them between the marker comments of their pages, and
+``make docs`` calls it. tests/unit/test_docs.py fails while a page is stale.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from s3ec.cli.app import app
+from s3ec.connector.metrics import LABELLED, LEVELS, NOT_EXPORTED, PLAIN
+from s3ec.settings import settings_table
+
+DOCS = Path(__file__).parents[1] / "docs"
+# Options that many commands have; docs/commands.md explains them once, at its beginning.
+_SETTINGS = {
+    "--config", "--url", "--bucket", "--prefix", "--endpoint-url", "--region", "--profile",
+    "--role-arn", "--ca-bundle", "--allow-http", "--cache-dir", "--cache-bytes",
+}  # fmt: skip
+_SHARED = {"--json", "--namespace", "--model", "--yes", "--dry-run"}
+_LEFT_OUT = {"--help", "--install-completion", "--show-completion"}
+
+
+def _table(headings: str, rows: Iterator[tuple[str, ...]]) -> str:
+    lines = [headings, re.sub(r"[^|]+", "---", headings)]
+    lines += [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def _prometheus(name: str, label: str = "") -> str:
+    return f"`{name}_total{{{label}}}`" if label else f"`{name}_total`"
+
+
+def metrics_tables() -> str:
+    """All metrics, the values of their labels, and what is counted and not exported."""
+    counters = ((_prometheus(name), text) for name, text in PLAIN.values())
+    gauges = ((f"`{name}`", text) for name, text in LEVELS.values())
+    labelled = (
+        (_prometheus(name, label), text) for name, text, label, _values in LABELLED.values()
+    )
+    parts = ["### Counters\n\n" + _table("| metric | meaning |", counters)]
+    parts.append("### Gauges\n\n" + _table("| metric | meaning |", gauges))
+    parts.append("### Counters with a label\n\n" + _table("| metric | meaning |", labelled))
+    parts.append("### Values of the labels\n")
+    for label, of_label in groupby(LABELLED.values(), key=lambda metric: metric[2]):
+        metrics = list(of_label)
+        rows = ((f"`{value}`", meaning) for value, meaning in metrics[0][3].items())
+        named = ", ".join(f"`{name}`" for name, *_rest in metrics)
+        parts.append(f"{named}:\n\n" + _table(f"| {label} | meaning |", rows))
+    hidden = ((f"`{name}`", meaning) for name, meaning in NOT_EXPORTED.items())
+    parts.append("### Not exported\n\n" + _table("| counter | meaning |", hidden))
+    return "\n".join(parts)
+
+
+def _sentence(text: str | None) -> str:
+    return " ".join(re.sub(r"\\?\[", "[", text or "").split())
+
+
+def _options(parameters: list[Any]) -> Iterator[tuple[str, ...]]:
+    for parameter in parameters:
+        names = [*parameter.opts, *parameter.secondary_opts]
+        if _LEFT_OUT & set(names) or (_SHARED | _SETTINGS) & set(names):
+            continue
+        if parameter.param_type_name == "argument":
+            spelt = f"`{parameter.metavar or parameter.name.upper()}`"
+        else:
+            word = f" {parameter.metavar}" if parameter.metavar else ""
+            spelt = ", ".join(f"`{name}{word}`" for name in names)
+        yield spelt, _sentence(parameter.help)
+
+
+def _shared(parameters: list[Any]) -> str:
+    found = {name for parameter in parameters for name in parameter.opts}
+    said = [f"`{name}`" for name in sorted(_SHARED & found)]
+    if "--bucket" in found:
+        said.append("[options of the bucket](#options-of-the-bucket)")
+    elif "--cache-dir" in found:
+        said.append("[options of the node](#options-of-the-node)")
+    return f"Also: {', '.join(said)}.\n" if said else ""
+
+
+def _commands(command: Any, name: str, parent: Any = None) -> Iterator[str]:
+    """One section for a command and each below it."""
+    context = command.context_class(command, info_name=name, parent=parent)
+    parameters = command.get_params(context)
+    if parent is not None:
+        parts = [f"### {context.command_path}\n", f"{(command.help or '').strip()}\n"]
+        if rows := list(_options(parameters)):
+            parts.append(_table("| argument or option | meaning |", iter(rows)))
+        if also := _shared(parameters):
+            parts.append(also)
+        yield "\n".join(parts)
+    for below in getattr(command, "list_commands", lambda _context: [])(context):
+        yield from _commands(command.get_command(context, below), below, context)
+
+
+def commands_reference() -> str:
+    """Every command with its arguments and options."""
+    return "\n".join(_commands(typer.main.get_command(app), "s3ec"))
+
+
+# Page and marker -> what stands there.
+MADE: dict[tuple[str, str], Callable[[], str]] = {
+    ("settings.md", "settings"): settings_table,
+    ("commands.md", "commands"): commands_reference,
+    ("metrics.md", "metrics"): metrics_tables,
+}
+
+
+def with_tables(page: str) -> str:
+    """A page of docs/ as it ought to be."""
+    text = (DOCS / page).read_text()
+    for (name, marker), make in MADE.items():
+        if name == page:
+            pattern = rf"(<!-- {marker}: made by [^\n]* -->\n).*?(<!-- /{marker} -->)"
+            made = make()
+            text, count = re.subn(
+                pattern,
+                lambda found, made=made: f"{found[1]}{made}{found[2]}",
+                text,
+                flags=re.DOTALL,
+            )
+            if count != 1:
+                raise ValueError(f"docs/{page} needs the markers of `{marker}` once")
+    return text
+
+
+def main() -> None:
+    """Write all pages anew."""
+    for page in {name for name, _ in MADE}:
+        (DOCS / page).write_text(with_tables(page))
+
+
+if __name__ == "__main__":
+    main()

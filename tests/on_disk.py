@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What lies in a tier's folder: looked at from outside, as ``s3ec tier`` and other processes do."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from s3ec.counters import Counters
+from s3ec.errors import TierError
+from s3ec.identity import Key
+from s3ec.tier import Tier
+from s3ec.tier.evictor import Evictor
+from s3ec.tier.inspection import complaints_about
+from s3ec.tier.scan import Usage, take_census
+from s3ec.tier.usage import RunningTotal
+
+
+def usage_of(tier: Tier) -> Usage:
+    """Count what the folder holds; walks it."""
+    return take_census(tier.folders).usage()
+
+
+def audit_of(tier: Tier) -> list[str]:
+    """Audit everything, checksums included; empty when all is well."""
+    return [one.text for one in complaints_about(tier.folders, now_s=time.time())]
+
+
+def running_total(tier: Tier) -> int:
+    """What all processes believe to be there; no walk."""
+    return RunningTotal(tier.folders).read().total_bytes
+
+
+def evict(tier: Tier, key: Key) -> None:
+    """Drop the local copy, as the eviction of another process may at any time."""
+    for path in tier.folders.objects.glob(f"*/{key.name}"):
+        path.unlink()
+
+
+def make_room(
+    tier: Tier,
+    incoming_bytes: int = 0,
+    *,
+    budget_bytes: int = 1 << 30,
+    min_free_bytes: int = 0,
+    clock: Callable[[], float] = time.time,
+    counters: Counters | None = None,
+) -> int:
+    """One round of eviction by another process with these limits; answers the bytes freed.
+
+    0 where the disk refused.
+    """
+    counters = counters or Counters()
+    evictor = Evictor(
+        tier.folders,
+        clock,
+        counters,
+        budget_bytes=budget_bytes,
+        min_free_bytes=min_free_bytes,
+        failed=lambda what, exc: None,
+    )
+    try:
+        return evictor.make_room(incoming_bytes)
+    except (OSError, TierError):
+        return 0
