@@ -17,7 +17,7 @@ from s3ec.node import Node, _destination
 from s3ec.testing.memory_store import MemoryStore
 from s3ec.tier.evictor import EvictLock
 from s3ec.tier.files import Folders
-from tests.on_disk import audit_of
+from tests.on_disk import audit_of, running_total
 from tests.unit.index.basics import NAMESPACE, key_of
 from tests.unit.index.corpus import Corpus, rows_of
 from tests.unit.tier.cases import DESTINATION, child, key_at, new_tier, pin_folders
@@ -175,14 +175,14 @@ def test_a_forked_child_keeps_no_lock_of_its_dead_parent(tmp_path: Path) -> None
         tier = new_tier(root)
         tier.open()
         assert [folder.name.split("-")[0] for folder in pin_folders(root)] == [str(os.getpid())]
-        claim = tier.try_claim(key_at(1))
+        claim = tier.intake.try_claim(key_at(1))
         assert claim is not None
-        tier.release(claim)
+        tier.claims.release(claim)
         assert len(tier.open_spool(DESTINATION).adopt()) == 1
         assert not temp.exists()
         with EvictLock(Folders(root)).hold() as alone:
             assert alone
-        assert tier.estimated_bytes() > 0
+        assert running_total(tier) > 0
         with temporary_folder(tmp_path) as work:
             assert set(tmp_path.iterdir()) == {root, work}
         parent.say()

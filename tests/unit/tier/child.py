@@ -180,7 +180,7 @@ def fork(root: Path) -> None:
     settings, namespace = load_settings(given).settings, Namespace(NAMESPACE, {})
     node, key = Node.shared(settings, namespace), key_at(0)
     node.tier.publish(key, [entry(key)])
-    pin, claim = node.tier.pin(key), node.tier.try_claim(key_at(1))
+    pin, claim = node.tier.pin(key), node.tier.intake.try_claim(key_at(1))
     assert pin is not None
     assert claim is not None
     ours, theirs = socket.socketpair()
@@ -199,9 +199,9 @@ def fork(root: Path) -> None:
             mine = own.tier.pin(key)
             assert mine is not None
             assert mine.path.parent.name.startswith(f"{os.getpid()}-")
-            assert own.tier.is_claimed(key_at(1))
+            assert own.tier.claims.is_taken(key_at(1).digest)
             own.tier.unpin(pin)
-            own.tier.release(claim)
+            own.tier.claims.release(claim)
             assert own.loop.run(_pid(), 10) == os.getpid()
             for _ in range(2):
                 node.release(1)
@@ -213,7 +213,7 @@ def fork(root: Path) -> None:
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
         assert work.exists()
     assert read(pin, key) == entry(key)
-    assert node.tier.is_claimed(key_at(1))
+    assert node.tier.claims.is_taken(key_at(1).digest)
     theirs.send(b"here")
     assert node.loop.run(reader.read(4), 10) == b"here"
     assert node.users == 1
@@ -272,7 +272,7 @@ def orphan(root: Path) -> None:
     tier, key = new_tier(root), key_at(0)
     tier.open()
     publish_spooled(tier, tier.open_spool(DESTINATION), 0)
-    pin, claim = tier.pin(key), tier.try_claim(key_at(1))
+    pin, claim = tier.pin(key), tier.intake.try_claim(key_at(1))
     assert pin is not None
     assert claim is not None
     folders = Folders(root)
