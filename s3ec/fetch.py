@@ -166,13 +166,13 @@ class Fetcher:
         return await self._check_local(want, pin)
 
     async def fetch(
-        self, want: FetchRequest, deadline: asyncio.Timeout, *, at_any_rate: bool
+        self, want: FetchRequest, deadline: asyncio.Timeout, *, ignore_claim: bool
     ) -> FetchResult | None:
         """Bring one entry to this node.
 
         Args:
             deadline: Ends this call; moved for a large object.
-            at_any_rate: Fetch it also while somebody else does.
+            ignore_claim: Fetch it also while somebody else does.
 
         Returns:
             None where somebody else fetches it.
@@ -188,7 +188,7 @@ class Fetcher:
         if not self._local(key):
             found = watch.run(self._intake.try_claim, key)
         if found is None:
-            look = partial(self._tier.pin_or_claim, key, at_any_rate=at_any_rate)
+            look = partial(self._tier.pin_or_claim, key, ignore_claim=ignore_claim)
             found = await self._loop.disk(look, undo=self._let_go)
         if found is None:
             return None
@@ -318,7 +318,7 @@ class Fetcher:
                 row_s = facts.time_s if facts else 0
                 note = partial(bad.note, key, answer, revision, row_time_s=row_s)
                 if (following := await self._loop.disk(note)) is None:
-                    self._index.forget(key)
+                    self._index.mark_missing(key)
                     return FetchResult(want, FetchOutcome.CORRUPT)
                 revision = following
             elif answer is not None:
@@ -332,7 +332,7 @@ class Fetcher:
         absent = not bad.revision(key)
         if self._index.maybe_contains(key):
             # Of what it never held an index need not be told. It may come at any moment.
-            self._index.forget(key, absent=absent)
+            self._index.mark_missing(key, absent=absent)
         return FetchResult(want, FetchOutcome.ABSENT if absent else FetchOutcome.CORRUPT)
 
     async def _twice(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Brings wanted embeddings to this node and pins them, off the scheduler's thread.
 
-``submit``, ``forget`` and ``drain`` are memory only and callable from any thread; everything else
+``submit``, ``demote`` and ``drain`` are memory only and callable from any thread; everything else
 happens on a LoopThread and its disk pool.
 
 There are two lanes, so that nothing that lies on this node waits for the bucket: in one the disk is
@@ -129,7 +129,7 @@ class Prefetcher:
         except RuntimeError:  # stopped, or no thread to be had
             self._done.extend(FetchResult(want, FetchOutcome.UNAVAILABLE) for want in wants)
 
-    def forget(self, keys: Iterable[Key]) -> None:
+    def demote(self, keys: Iterable[Key]) -> None:
         """Nobody waits for these any more: those that have not begun go behind all others.
 
         They are still fetched and answered, and a later want brings one forward again.
@@ -219,7 +219,7 @@ class Prefetcher:
                     result = await self._fetcher.look(want)
                 else:
                     late = self._is_late(place)
-                    result = await self._fetcher.fetch(want, deadline, at_any_rate=late)
+                    result = await self._fetcher.fetch(want, deadline, ignore_claim=late)
         except (UnavailableError, TimeoutError, TierError) as exc:
             log.debug("fetch of %s: %s", want.key.digest.hex(), exc)
         except AccessError as exc:
@@ -256,7 +256,7 @@ class Prefetcher:
         if exc.is_general:
             return FetchResult(want, FetchOutcome.UNAVAILABLE)
         if self._sources.index.maybe_contains(want.key):
-            self._sources.index.forget(want.key)
+            self._sources.index.mark_missing(want.key)
         return FetchResult(want, FetchOutcome.ABSENT)
 
     def _end(self, place: _Place, result: FetchResult, seconds: float) -> None:

@@ -321,7 +321,7 @@ class DeferralBudget:
         if seconds < self._limit_s:
             self._in_vain = 0
 
-    def forget(self, request_id: str) -> None:
+    def end_request(self, request_id: str) -> None:
         """The request has ended."""
         self._waits.pop(request_id, None)
 
@@ -391,7 +391,7 @@ class PrefetchQueue(Protocol):
     """What the scheduler half needs of a Prefetcher."""
 
     def submit(self, wants: list[FetchRequest]) -> None: ...
-    def forget(self, keys: Iterable[Key]) -> None: ...
+    def demote(self, keys: Iterable[Key]) -> None: ...
     @property
     def has_news(self) -> bool: ...
     def drain(self) -> list[FetchResult]: ...
@@ -400,6 +400,23 @@ class PrefetchQueue(Protocol):
 
 class ItemTracker:
     """Items, the requests that wait for them, and the pins that serve them.
+
+    An identifier that is not in ``items`` is unknown. The states of one that is:
+
+    ========  ===============================  =============================================
+    state     goes to                          when
+    ========  ===============================  =============================================
+    FETCHING  READY                            its pin has come, and ranks elsewhere have theirs
+    FETCHING  FAILED                           nothing came, it does not fit, or ranks differ
+    READY     FETCHING                         other ranks fetch for themselves now
+    READY     unknown                          it was loaded, or nobody asked for LEASE_S
+    FAILED    FETCHING                         somebody asks again, see ``again``
+    FAILED    unknown                          RETRY_AFTER_S have passed
+    ========  ===============================  =============================================
+
+    Only READY is granted, and READY always has a pin. ABSENT is an answer and never stored. What
+    becomes unknown gives its pin back; the bytes stay in the tier. An item that steps still have
+    to load stays, whatever the time.
 
     Attributes:
         items: By identifier. For reading.
@@ -443,7 +460,7 @@ class ItemTracker:
         self.interest = Interest()
         # Since the prefetcher was last told.
         self._demand: dict[str, FetchRequest] = {}
-        self._forgotten: dict[str, None] = {}
+        self._demoted: dict[str, None] = {}
 
     # -- requests come and go ----------------------------------------------------------------
 
@@ -505,7 +522,7 @@ class ItemTracker:
             return
         if self._requests_wait:
             item.priority = None
-            self._forgotten[identifier] = None
+            self._demoted[identifier] = None
 
     # -- what arrives ------------------------------------------------------------------------
 
@@ -535,17 +552,17 @@ class ItemTracker:
                 item.touched_s -= LEASE_S - self._unwanted_lease_s
         self._release(unwanted)
 
-    def hear(self, report: WorkerReport) -> None:
+    def on_report(self, report: WorkerReport) -> None:
         """Learn what ranks elsewhere have finished."""
         ranks = self._ranks
         if ranks is None:
             return
-        heard = ranks.hear(report)
-        if heard.moved:
+        update = ranks.on_report(report)
+        if update.moved:
             self._prepare_again(ranks)
-        for identifier in heard.failed:
+        for identifier in update.failed:
             self._fail(identifier)
-        for identifier in list(self.items) if heard.moved else heard.ready:
+        for identifier in list(self.items) if update.moved else update.ready:
             self._settle(identifier)
 
     def _prepare_again(self, ranks: Ranks) -> None:
@@ -559,7 +576,7 @@ class ItemTracker:
             ranks.prepare(identifier, item.modality, item.rows, priority)
             if self._requests_wait and not self.interest.is_wanted(identifier):
                 item.priority = None
-                self._forgotten[identifier] = None
+                self._demoted[identifier] = None
 
     def _settle(self, identifier: str) -> None:
         """Decide whether what has a pin can be granted, as far as that is known."""
@@ -598,19 +615,19 @@ class ItemTracker:
             wants = list(self._demand.values())
             self._demand.clear()
             self._prefetcher.submit(wants)
-        if not self._forgotten:
+        if not self._demoted:
             return
         keys = []
-        for identifier in self._forgotten:
+        for identifier in self._demoted:
             item = self.items.get(identifier)
             # Unless somebody wants it again.
             if item is not None and item.state is FETCHING and item.priority is None:
                 if item.pin is None:
                     keys.append(item.key)
                 if self._ranks is not None:
-                    self._ranks.forget(identifier)
-        self._forgotten.clear()
-        self._prefetcher.forget(keys)
+                    self._ranks.demote(identifier)
+        self._demoted.clear()
+        self._prefetcher.demote(keys)
 
     def loaded(self, identifiers: list[str], on_device: Collection[str]) -> None:
         """Steps that were told to load these have ended: unpin what the device holds now."""

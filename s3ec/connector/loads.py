@@ -215,7 +215,7 @@ class Loader:
         log.warning("the disk does not answer; asking the bucket for what %s holds", load.path)
         left = handed.turn.give_up()
         if left is not None:
-            self._staging.forget(left)  # the kernel may write to it for a long time yet
+            self._staging.leak(left)  # the kernel may write to it for a long time yet
         return self._to_device(load, self._staging.take(load.shape), self._from_bucket)
 
     def _load(self, load: Load, turn: BufferLease, *, wait: bool = True) -> torch.Tensor:

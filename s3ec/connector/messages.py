@@ -106,13 +106,13 @@ class RankOrders:
         tier: Who need not obey.
         release: Tickets whose pins are no longer needed.
         prepare: What to bring.
-        forget: Tickets that no request waits for at present.
+        demoted: Tickets that no request waits for at present.
     """
 
     tier: TierId
     release: list[int] = field(default_factory=list)
     prepare: list[Prepare] = field(default_factory=list)
-    forget: list[int] = field(default_factory=list)
+    demoted: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

@@ -124,11 +124,11 @@ class Ranks:
             self._orders[ticket] = _Order(identifier)
         self._out.prepare.append(Prepare(ticket, identifier, modality, rows, priority))
 
-    def forget(self, identifier: str) -> None:
+    def demote(self, identifier: str) -> None:
         """No request waits for it at present."""
         ticket = self._tickets.get(identifier)
         if ticket is not None:
-            self._out.forget.append(ticket)
+            self._out.demoted.append(ticket)
 
     def release(self, identifier: str) -> None:
         """The pins are no longer needed."""
@@ -147,7 +147,7 @@ class Ranks:
         out, self._out = self._out, RankOrders(self._tier)
         return out
 
-    def hear(self, report: WorkerReport) -> RankUpdate:
+    def on_report(self, report: WorkerReport) -> RankUpdate:
         """Take a report's part about ranks."""
         heard = RankUpdate(moved=self._meet(report.present))
         remote = self._remote
@@ -288,8 +288,8 @@ class LocalPins:
             if want is not None:
                 wants.append(want)
         prefetcher.submit(wants)
-        unwanted = [self._held.get(self._identifiers.get(ticket, "")) for ticket in orders.forget]
-        prefetcher.forget([held.key for held in unwanted if held is not None and held.pin is None])
+        unwanted = [self._held.get(self._identifiers.get(ticket, "")) for ticket in orders.demoted]
+        prefetcher.demote([held.key for held in unwanted if held is not None and held.pin is None])
 
     def _prepare(self, order: Prepare) -> FetchRequest | None:
         """Note one order; what it takes to fulfil it, None where that is nothing."""

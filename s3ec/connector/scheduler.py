@@ -95,7 +95,7 @@ class SchedulerHalf:
         self._waits = DeferralBudget(role.defer_timeout_s, counters, clock)  # for the bucket
         self._tier_waits = DeferralBudget(role.defer_timeout_s, counters, clock)
         self._have_waited = self._waits.requests
-        self._supply = ItemTracker(
+        self._tracker = ItemTracker(
             prefetcher,
             ranks=ranks,
             requests_wait=role.defer_timeout_s > 0,
@@ -104,8 +104,8 @@ class SchedulerHalf:
             local=local,
             came={"bucket": self._waits.came, "tier": self._tier_waits.came},
         )
-        self._items = self._supply.items
-        self._waiting = self._supply.interest.requests
+        self._items = self._tracker.items
+        self._waiting = self._tracker.interest.requests
         self._unavailable: set[str] = set()
         self._on_device: set[str] = set()  # vLLM's encoder cache, as its manager told us
         # Rows that the request being scheduled has room for. Where vLLM asks once only, what
@@ -160,10 +160,10 @@ class SchedulerHalf:
         features = request.mm_features
         if decoding:  # everything is in the KV cache
             if self._waiting and request.request_id in self._waiting:
-                self._supply.leave_all(request.request_id)
+                self._tracker.leave_all(request.request_id)
             return True
         if self._prefetcher.has_news:
-            self._supply.take_news()
+            self._tracker.take_news()
         window_end = num_computed_tokens + self._role.window_tokens
         if not self._role.asked_every_pass:
             # There will be no second question: wait for all.
@@ -186,14 +186,14 @@ class SchedulerHalf:
                 if needed_now:
                     pending.append(feature)
                 else:
-                    self._supply.expect(request.request_id, feature.identifier, _LOOKAHEAD)
+                    self._tracker.expect(request.request_id, feature.identifier, _LOOKAHEAD)
             elif needed_now and state is not ABSENT and self._needs_embedding(feature):
                 return self._give_up(request, pending)
         if pending:
             return self._wait_for(pending, request)
         request_id = request.request_id
         if request_id in self._waiting:
-            self._supply.leave_covered(request, num_computed_tokens)
+            self._tracker.leave_covered(request, num_computed_tokens)
         self._end_waits(request_id)
         return True
 
@@ -278,7 +278,7 @@ class SchedulerHalf:
             if misfit and item.rows == rows:
                 return FAILED
             if misfit or item.is_due(now):
-                self._supply.again(feature.identifier, rows, _DEMAND)
+                self._tracker.again(feature.identifier, rows, _DEMAND)
             return FETCHING
         # One that asks for other rows has a chance: those may have been a client's invention.
         # And so has one that came to this node's disk since.
@@ -289,7 +289,7 @@ class SchedulerHalf:
             return ABSENT
         self._rows_asked[feature.identifier] = rows
         item.failures = 0
-        self._supply.again(feature.identifier, rows, _DEMAND if needed_now else _LOOKAHEAD)
+        self._tracker.again(feature.identifier, rows, _DEMAND if needed_now else _LOOKAHEAD)
         return FETCHING
 
     def _is_out_of_reach(self, feature: Any, item: Item, rows: int) -> bool:
@@ -319,7 +319,7 @@ class SchedulerHalf:
             return None
         priority = _DEMAND if needed_now else _LOOKAHEAD
         self._rows_asked[identifier] = rows
-        self._supply.want(key, feature.modality, rows, priority)
+        self._tracker.want(key, feature.modality, rows, priority)
         return FETCHING
 
     def _is_worthwhile(self, feature: Any, key: Key) -> bool:
@@ -351,11 +351,11 @@ class SchedulerHalf:
         identifiers = {feature.identifier for feature in awaited}
         for feature in pending:
             if feature.identifier not in identifiers:
-                self._supply.leave(request_id, feature.identifier)
+                self._tracker.leave(request_id, feature.identifier)
         noted = self._waiting.get(request_id, ())
         for identifier in identifiers:
             if identifier not in noted or self._items[identifier].priority is not _DEMAND:
-                self._supply.expect(request_id, identifier, _DEMAND)
+                self._tracker.expect(request_id, identifier, _DEMAND)
         return not awaited
 
     def _worth_waiting(self, pending: list[Any], request: Any) -> list[Any] | None:
@@ -396,8 +396,8 @@ class SchedulerHalf:
             self._unavailable.add(request.request_id)
             self._counters.add("unavailable_requests")
         for feature in pending:
-            self._supply.leave(request.request_id, feature.identifier)
-        self._supply.leave_all(request.request_id)
+            self._tracker.leave(request.request_id, feature.identifier)
+        self._tracker.leave_all(request.request_id)
         return False
 
     # -- while scheduling a request --------------------------------------------------------
@@ -440,7 +440,7 @@ class SchedulerHalf:
         elif not granted and self._role.producer and not self._stopped:
             self._plan_save(feature, identifier)
         if request_id in self._waiting:
-            self._supply.leave(request_id, identifier)
+            self._tracker.leave(request_id, identifier)
 
     def _plan_load(self, identifier: str) -> None:
         item = self._items[identifier]
@@ -477,9 +477,9 @@ class SchedulerHalf:
         self._stored.clear()
         if self._role.asked_every_pass:
             self._rows_asked.clear()
-        self._supply.loaded(self._steps.begin(), self._on_device)
+        self._tracker.loaded(self._steps.begin(), self._on_device)
         self._sweep()
-        self._supply.hand_over()
+        self._tracker.hand_over()
         orders = None
         if self._ranks is not None:
             orders = self._ranks.take_orders(scheduled_tokens=scheduled_tokens)
@@ -524,8 +524,8 @@ class SchedulerHalf:
 
     def update_connector_output(self, report: WorkerReport) -> None:
         """Take the workers' report: unpin what was loaded, learn what was stored."""
-        self._supply.loaded(self._steps.reported(report.loaded), self._on_device)
-        self._supply.hear(report)
+        self._tracker.loaded(self._steps.reported(report.loaded), self._on_device)
+        self._tracker.on_report(report)
         for identifier in report.published:
             key = self._keys(identifier)
             if key is not None:
@@ -547,7 +547,7 @@ class SchedulerHalf:
         if now - self._swept_s < _SWEEP_EVERY_S:
             return
         self._swept_s = now
-        self._supply.sweep(now)
+        self._tracker.sweep(now)
         if not self._role.asked_every_pass:
             for identifier in self._rows_asked.keys() - self._items.keys():
                 del self._rows_asked[identifier]
@@ -564,10 +564,10 @@ class SchedulerHalf:
 
     def request_finished(self, request: Any) -> None:
         """Forget the request. What it waited for is for others, or for nobody."""
-        self._waits.forget(request.request_id)
-        self._tier_waits.forget(request.request_id)
+        self._waits.end_request(request.request_id)
+        self._tier_waits.end_request(request.request_id)
         self._unavailable.discard(request.request_id)
-        self._supply.leave_all(request.request_id)
+        self._tracker.leave_all(request.request_id)
 
     # -- at any time between two hooks -------------------------------------------------------
 
@@ -605,4 +605,4 @@ class SchedulerHalf:
             if identifier not in device
         ]
         late_s = self._clock() - 2 * _SWEEP_EVERY_S
-        return complaints + self._supply.audit(fetching=fetching, pins=pins, late_s=late_s)
+        return complaints + self._tracker.audit(fetching=fetching, pins=pins, late_s=late_s)

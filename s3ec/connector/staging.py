@@ -162,7 +162,7 @@ class HostPool:
             self._taken_bytes -= buffer.nbytes
             self._changed.notify_all()
 
-    def forget(self, buffer: Buffer) -> None:
+    def leak(self, buffer: Buffer) -> None:
         """Leave a buffer to whoever still uses it: it is never reused, and freed with them."""
         self._untake(buffer.nbytes)
 
@@ -248,7 +248,7 @@ class HostCopy:
         """Leave the memory to those who use the tensor: it will never be reused."""
         buffer, self._buffer = self._buffer, None
         if buffer is not None:
-            self._pool.forget(buffer)
+            self._pool.leak(buffer)
 
 
 class Staging(Protocol):
@@ -263,7 +263,7 @@ class Staging(Protocol):
     def drop(self, buffer: Buffer) -> None:
         """Give memory back that nothing came of."""
 
-    def forget(self, buffer: Buffer) -> None:
+    def leak(self, buffer: Buffer) -> None:
         """Leave memory to a reader who may write to it still: it is never reused."""
 
     def to_device(self, buffer: Buffer, shape: Shape) -> torch.Tensor:
@@ -298,7 +298,7 @@ class HostStaging:
     def drop(self, buffer: Buffer) -> None:
         """Nothing: it is freed with its last reference."""
 
-    def forget(self, buffer: Buffer) -> None:
+    def leak(self, buffer: Buffer) -> None:
         """Nothing, likewise: the reader has the last one."""
 
     def to_device(self, buffer: Buffer, shape: Shape) -> torch.Tensor:
@@ -400,9 +400,9 @@ class AcceleratorStaging:
         """Nothing was queued for it: the next may have it at once."""
         self._loads.give(buffer)
 
-    def forget(self, buffer: Buffer) -> None:
+    def leak(self, buffer: Buffer) -> None:
         """Another may be pinned in its place."""
-        self._loads.forget(buffer)
+        self._loads.leak(buffer)
 
     def to_device(self, buffer: Buffer, shape: Shape) -> torch.Tensor:
         """Queue the copy into new memory of the side stream; the buffer comes back by itself."""
@@ -416,7 +416,7 @@ class AcceleratorStaging:
                 device.copy(target, values)
                 copied = device.record(self._load_stream)
         except BaseException:
-            self._loads.forget(buffer)  # a copy may be under way
+            self._loads.leak(buffer)  # a copy may be under way
             raise
         self._loads.give(buffer, after=copied)
         return target
@@ -442,7 +442,7 @@ class AcceleratorStaging:
                 copied = device.record(self._save_stream)
             device.protect(output, self._save_stream)
         except BaseException:
-            self._saves.forget(buffer)  # a copy may be under way
+            self._saves.leak(buffer)  # a copy may be under way
             raise
         return HostCopy(self._saves, buffer, values, copied)
 

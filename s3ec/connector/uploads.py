@@ -142,9 +142,9 @@ class Announcing:
         self._removing: asyncio.Task[None] | None = None
         self.left = 0
 
-    def hurry(self) -> None:
+    def send_soon(self) -> None:
         """Announce what waits at once, whatever failed before."""
-        self._announcer.hurry(retry=True)
+        self._announcer.send_soon(retry=True)
 
     def close(self) -> None:
         """Announce no more; what is spooled stays there."""
@@ -179,7 +179,7 @@ class Announcing:
             # be the very one, and would be fetched in vain at every request.
             self._node.index.add(key, facts)
         if self._kept_bytes > self._limit_bytes // 2:
-            self._announcer.hurry()
+            self._announcer.send_soon()
         if spooled and not kept_bytes:
             # A crash before it is announced leaves it to `s3ec manifest rebuild`.
             await self._node.loop.disk(self._spool.remove, key.digest)
@@ -310,7 +310,7 @@ class Uploader:
     def flush(self) -> None:
         """Announce what waits for that at once; never waits."""
         with suppress(RuntimeError):  # the loop has ended already
-            self._node.loop.call(self._announcing.hurry)
+            self._node.loop.call(self._announcing.send_soon)
 
     def stop(self) -> None:
         """Break off what is under way; returns at once. What is spooled stays there."""

@@ -148,7 +148,7 @@ class Announcer:
             self._due.set()
         self._start()
 
-    def hurry(self, *, retry: bool = False) -> None:
+    def send_soon(self, *, retry: bool = False) -> None:
         """Hold what waits now back for no fuller batch; returns at once.
 
         Args:
@@ -173,7 +173,7 @@ class Announcer:
 
         for item in items:
             item.done.append(one)
-        self.hurry(retry=True)
+        self.send_soon(retry=True)
         if items:
             await settled.wait()
 

@@ -35,7 +35,7 @@ class Index(Protocol):
         """
         ...
 
-    def forget(self, key: Key, *, absent: bool = False) -> None:
+    def mark_missing(self, key: Key, *, absent: bool = False) -> None:
         """The key is not to be had: answer False for a while.
 
         Args:

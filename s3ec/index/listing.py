@@ -286,7 +286,7 @@ class ListingIndex:
             if self._added is not None:
                 self._added.add(key.digest)
 
-    def forget(self, key: Key, *, absent: bool = False) -> None:
+    def mark_missing(self, key: Key, *, absent: bool = False) -> None:
         """Answer False for this key until the negative TTL has passed."""
         with self._lock:
             self._gone[key.digest] = True

@@ -306,25 +306,25 @@ class View:
         return self.listing is not None and self.listing.maybe_contains(key)
 
     def lookup(
-        self, apart: PresenceFilter, otherwise: Callable[[Key], bool]
+        self, overrides: PresenceFilter, fallback: Callable[[Key], bool]
     ) -> Callable[[Key], bool]:
-        """``otherwise``, or what answers as it does and takes half of the time for most keys.
+        """``fallback``, or what answers as it does and takes half of the time for most keys.
 
         A lookup is a dozen small steps, and each call in Python would cost as much as two.
 
         Args:
-            apart: Lets through the digests about which ``otherwise`` knows more than the base.
-            otherwise: Answers for all keys.
+            overrides: Lets through the digests about which ``fallback`` knows more than the base.
+            fallback: Answers for all keys.
         """
         base = self.base
         if base is None or not base.exact or self.listing is not None:
-            return otherwise
-        shards, marks, mask = base.lookup_parts(), apart.marks, apart.mask
+            return fallback
+        shards, marks, mask = base.lookup_parts(), overrides.marks, overrides.mask
 
         def lookup(key: Key) -> bool:
             hi = key.digest_hi
             if marks[hi & mask]:
-                return otherwise(key)
+                return fallback(key)
             # Segment.find, inline, and the first two steps of its search as well: most slots hold
             # two to four rows.
             shift, slots, fences, his, los = shards[hi >> 56]
@@ -338,7 +338,7 @@ class View:
                     if found < hi:
                         row = bisect_left(his, hi, row + 1, fences[slot + 1])
                         found = his[row]
-                return found == hi and (los[row] == key.digest_lo or otherwise(key))
+                return found == hi and (los[row] == key.digest_lo or fallback(key))
             except IndexError:  # behind the last row
                 return False
 

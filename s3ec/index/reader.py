@@ -170,7 +170,7 @@ class ManifestIndex:
                 if digest not in self._recent or self._recent[digest].facts.time_s <= time_s
             )
 
-    def forget(self, key: Key, *, absent: bool = False) -> None:
+    def mark_missing(self, key: Key, *, absent: bool = False) -> None:
         """The key is not to be had: answer False for a while.
 
         Args:

@@ -157,7 +157,7 @@ class BadObjects:
             clock: Seconds since the epoch.
         """
         self._folders = folders
-        self._refused = DiskErrors(folders.root, counters).note
+        self._refused = DiskErrors(folders.root, counters).record
         self._counters = counters
         self._place = (namespace, destination)
         self._ttl_s = ttl_s

@@ -55,10 +55,10 @@ class Claims:
     from memory, and never across a wait.
     """
 
-    def __init__(self, folders: Folders, namespace: str, refusals: DiskErrors) -> None:
+    def __init__(self, folders: Folders, namespace: str, disk_errors: DiskErrors) -> None:
         self._folders = folders
         self._seed = namespace.encode()
-        self._refused = refusals.note
+        self._refused = disk_errors.record
         self._lock = threading.Lock()
         self._file: _LockFile | None = None
         self._closed = False

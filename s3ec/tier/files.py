@@ -37,7 +37,7 @@ class DiskErrors:
         self._counters = counters
         self._warned: set[tuple[str, int | None]] = set()
 
-    def note(self, what: str, exc: OSError | TierError) -> None:
+    def record(self, what: str, exc: OSError | TierError) -> None:
         """Count a refusal.
 
         Args:

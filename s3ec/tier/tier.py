@@ -125,9 +125,9 @@ class Tier:
 
     def _settle(self, root: Path) -> None:
         self.folders = Folders(root)
-        refusals = DiskErrors(root, self._counters)
-        self._failed = refusals.note
-        self.claims = Claims(self.folders, self._namespace, refusals)
+        disk_errors = DiskErrors(root, self._counters)
+        self._failed = disk_errors.record
+        self.claims = Claims(self.folders, self._namespace, disk_errors)
         self._paths = EntryPaths(self.folders, self._namespace)
         self._pins = Pins(self.folders, self._counters, min_free_bytes=self._min_free_bytes)
         self._quarantine = Quarantine(self.folders)
@@ -281,11 +281,11 @@ class Tier:
         # The spool tells the running total.
         self._publisher.publish(key, pieces, hold=hold, counted=spool is not None)
 
-    def pin_or_claim(self, key: Key, *, at_any_rate: bool = False) -> Pin | Claim | None:
+    def pin_or_claim(self, key: Key, *, ignore_claim: bool = False) -> Pin | Claim | None:
         """Pin an entry that is here, or claim the right to fetch it; never waits.
 
         Args:
-            at_any_rate: Claim it also while somebody else has it, who may hang.
+            ignore_claim: Claim it also while somebody else has it, who may hang.
 
         Returns:
             None while another process (or Tier) fetches it.
@@ -297,7 +297,7 @@ class Tier:
             if found is not None:
                 return found
             if not self.contains(key):
-                return Claim() if at_any_rate else None
+                return Claim() if ignore_claim else None
         return Claim()  # here, and cannot be pinned: the disk refuses
 
     def contains(self, key: Key) -> bool:

@@ -82,7 +82,7 @@ def _abort(node: Node, number: int) -> None:
     prefetcher, limits = node.prefetcher, node.prefetcher._limits
     prefetcher._limits = replace(limits, deadline_s=1.0)
     prefetcher.submit([FetchRequest(key_at(number), "image", ROWS)])
-    prefetcher.forget([key_at(number)])
+    prefetcher.demote([key_at(number)])
     eventually(lambda: prefetcher.has_news, "its end")
     prefetcher._limits = limits
     (late,) = prefetcher.drain()

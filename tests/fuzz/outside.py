@@ -125,7 +125,7 @@ class PlayedIndex:
         self._sure[key.digest] = True
         self._hidden_until.pop(key.digest, None)
 
-    def forget(self, key: Key, *, absent: bool = False) -> None:
+    def mark_missing(self, key: Key, *, absent: bool = False) -> None:
         self._hidden_until[key.digest] = self._clock() + _HIDDEN_S
 
     async def refresh(self) -> None:
@@ -202,7 +202,7 @@ class PlayedPrefetcher:
         for want in wants:
             self.open.setdefault(want.key.identifier, want)
 
-    def forget(self, keys: Iterable[Key]) -> None:
+    def demote(self, keys: Iterable[Key]) -> None:
         """They are fetched all the same, later than others."""
 
     @property
@@ -252,7 +252,7 @@ class PlayedPrefetcher:
         if outcome is FetchOutcome.MISMATCH:
             self.misfits.add(identifier)
         if outcome in (FetchOutcome.ABSENT, FetchOutcome.CORRUPT):
-            outside.index.forget(want.key, absent=outcome is FetchOutcome.ABSENT)
+            outside.index.mark_missing(want.key, absent=outcome is FetchOutcome.ABSENT)
         if here is None and not outside.hung and pin is None:
             outside.local.discard(want.key)
         source = None if pin is None else "bucket" if here is None else "tier"

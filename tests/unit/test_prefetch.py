@@ -942,7 +942,7 @@ def test_what_nobody_waits_for_goes_behind_all_others_and_comes_all_the_same(
     gate = bench.hold()
     bench.prefetcher.submit([want(text) for text in "abc"])
     assert gate.reached.wait(TIMEOUT_S)
-    bench.prefetcher.forget([key_of("a"), key_of("b"), key_of("x")])  # a is half fetched
+    bench.prefetcher.demote([key_of("a"), key_of("b"), key_of("x")])  # a is half fetched
     bench.prefetcher.submit([want("d", Priority.LOOKAHEAD)])
     bench.fence()
     gate.release()
@@ -956,7 +956,7 @@ def test_what_was_forgotten_can_be_wanted_again(bench: Bench) -> None:
     gate = bench.hold()
     bench.prefetcher.submit([want(text) for text in "abc"])
     assert gate.reached.wait(TIMEOUT_S)
-    bench.prefetcher.forget([key_of("b"), key_of("c")])
+    bench.prefetcher.demote([key_of("b"), key_of("c")])
     bench.prefetcher.submit([want("c")])
     bench.fence()
     gate.release()
@@ -965,9 +965,9 @@ def test_what_was_forgotten_can_be_wanted_again(bench: Bench) -> None:
 
 
 def test_forgetting_nothing_or_after_the_end_is_fine(bench: Bench) -> None:
-    bench.prefetcher.forget([])
+    bench.prefetcher.demote([])
     bench.loop.stop(TIMEOUT_S)
-    bench.prefetcher.forget([key_of("a")])
+    bench.prefetcher.demote([key_of("a")])
 
 
 # -- the end -----------------------------------------------------------------------------------

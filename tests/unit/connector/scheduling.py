@@ -85,7 +85,7 @@ class FakePrefetcher:
 
     def __init__(self) -> None:
         self.submitted: list[FetchRequest] = []
-        self.forgotten: list[str] = []
+        self.demoted: list[str] = []
         self.open: dict[str, FetchRequest] = {}
         self.done: list[FetchResult] = []
         self.live: set[Path] = set()
@@ -97,8 +97,8 @@ class FakePrefetcher:
         for want in wants:
             self.open.setdefault(want.key.identifier, want)
 
-    def forget(self, keys: Iterable[Key]) -> None:
-        self.forgotten += [key.identifier for key in keys]
+    def demote(self, keys: Iterable[Key]) -> None:
+        self.demoted += [key.identifier for key in keys]
 
     @property
     def has_news(self) -> bool:
@@ -250,13 +250,13 @@ class World:
             "allocated",
         )
         sizes = {name: len(getattr(half, f"_{name}")) for name in names}
-        supply = half._supply
+        tracker = half._tracker
         return sizes | {
             "saving": len(half._save_orders),
-            "items": len(supply.items),
+            "items": len(tracker.items),
             "loading": len(half._steps),
-            "demand": len(supply._demand),
-            "forgotten": len(supply._forgotten),
-            "interest": len(supply.interest) + len(supply.interest.requests),
+            "demand": len(tracker._demand),
+            "forgotten": len(tracker._demoted),
+            "interest": len(tracker.interest) + len(tracker.interest.requests),
             "ranks": 0 if self.ranks is None else len(self.ranks),
         }

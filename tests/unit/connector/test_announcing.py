@@ -192,7 +192,7 @@ def test_object_that_was_there_is_announced_without_a_checksum_of_ours(
     other = Rig(tmp_path / "other", shared=rig.bucket)
     other.save(1)
     other.close()
-    rig.node.index.forget(key_at(1))
+    rig.node.index.mark_missing(key_at(1))
     rig.save(1)
     assert rig.counted("save.existed") == 1
     assert not rig.node.index.maybe_contains(key_at(1))  # it may be what was found bad
@@ -222,7 +222,7 @@ def test_object_that_the_index_holds_already_is_not_announced_again(
     other.flush()
     other.close()
     rig.node.loop.run(rig.node.index.refresh(), _DEADLINE_S)
-    rig.node.index.forget(key_at(1))
+    rig.node.index.mark_missing(key_at(1))
     rig.save(1)
     assert rig.counted("save.existed") == 1
     assert rig.uploader.unannounced == 0

@@ -147,7 +147,7 @@ def test_failed_allocation_takes_nothing() -> None:
 def test_forgotten_buffer_is_never_handed_out_again() -> None:
     pool = HostPool(allocate, idle_bytes=2**20, limit_bytes=SMALLEST)
     mine = pool.take(1)
-    pool.forget(mine)
+    pool.leak(mine)
     assert pool.held_bytes == 0
     assert pool.take(1) is not mine
 

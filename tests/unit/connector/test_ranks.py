@@ -373,8 +373,8 @@ def test_released_and_wanted_again_in_one_pass_is_pinned_anew(engine: Engine) ->
     first = request("first", feature("a"))
     engine.ask(first)
     engine.step_until(lambda: engine.item_state("a") == "READY", "ready")
-    supply = engine.half._supply
-    supply._release(supply._drop(identifier_of("a")))
+    tracker = engine.half._tracker
+    tracker._release(tracker._drop(identifier_of("a")))
     assert not engine.ask(first)
     assert engine.bookkeeping._out.release
     assert engine.bookkeeping._out.prepare

@@ -253,7 +253,7 @@ def test_entry_that_is_in_the_way_is_not_believed_to_be_good(rig: Rig) -> None:
     key = make_key(HASHES[0])
     assert key is not None
     rig.bucket.objects[rig.node.layout.object(key)] = b"rubbish"
-    rig.node.index.forget(key)
+    rig.node.index.mark_missing(key)
     queue = rig.queue()
     queue.put(HASHES[0], IMAGE, tensor())
     assert queue.drain(_DEADLINE_S) == 0

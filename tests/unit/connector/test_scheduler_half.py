@@ -822,13 +822,13 @@ def test_a_wait_that_is_over_costs_the_item_its_place_and_a_new_one_gives_it_bac
     world.step()
     world.clock.now_s += 2.0
     assert world.ask(first)
-    assert world.prefetcher.forgotten == []  # told at the end of the pass
+    assert world.prefetcher.demoted == []  # told at the end of the pass
     world.step()
-    assert world.prefetcher.forgotten == [identifier_of("a")]
+    assert world.prefetcher.demoted == [identifier_of("a")]
     for _ in range(3):  # waits for room on the device
         assert world.ask(first)
         world.step()
-    assert len(world.prefetcher.forgotten) == len(world.wanted) == 1
+    assert len(world.prefetcher.demoted) == len(world.wanted) == 1
     assert not world.ask(request("second", feature("a")))
     world.step()
     assert [want.priority for want in world.prefetcher.submitted] == [Priority.DEMAND] * 2
@@ -843,10 +843,10 @@ def test_a_client_that_leaves_takes_only_its_own_interest_along(world: World) ->
     world.step()
     world.half.request_finished(first)
     world.step(tokens=0)
-    assert world.prefetcher.forgotten == [identifier_of("a")]
+    assert world.prefetcher.demoted == [identifier_of("a")]
     world.half.request_finished(second)
     world.step(tokens=0)
-    assert world.prefetcher.forgotten == [identifier_of("a"), identifier_of("b")]
+    assert world.prefetcher.demoted == [identifier_of("a"), identifier_of("b")]
     assert world.sizes()["interest"] == 0
 
 
@@ -858,7 +858,7 @@ def test_left_and_wanted_again_within_a_pass_keeps_its_place(world: World) -> No
     world.half.request_finished(first)
     assert not world.ask(request("second", feature("a")))
     world.step()
-    assert world.prefetcher.forgotten == []
+    assert world.prefetcher.demoted == []
 
 
 def test_fetched_ahead_is_waited_for_and_a_forgotten_one_is_ordered_ahead_again(
@@ -868,10 +868,10 @@ def test_fetched_ahead_is_waited_for_and_a_forgotten_one_is_ordered_ahead_again(
     first = request("first", feature("a"), feature("b", WINDOW))
     world.ask(first)
     world.step()
-    assert world.prefetcher.forgotten == []
+    assert world.prefetcher.demoted == []
     world.half.request_finished(first)
     world.step()
-    assert set(world.prefetcher.forgotten) == {identifier_of("a"), identifier_of("b")}
+    assert set(world.prefetcher.demoted) == {identifier_of("a"), identifier_of("b")}
     world.ask(request("second", feature("c"), feature("b", WINDOW)))
     world.step()
     assert world.prefetcher.submitted[-1].priority is Priority.LOOKAHEAD
@@ -899,7 +899,7 @@ def test_a_prefix_that_others_computed_ends_the_interest_in_its_images(world: Wo
     world.finish("b")
     assert world.ask(asker, 10)
     world.step()
-    assert world.prefetcher.forgotten == [identifier_of("a")]
+    assert world.prefetcher.demoted == [identifier_of("a")]
     assert world.ask(asker, 20)
     assert world.sizes()["interest"] == 0
 
@@ -928,7 +928,7 @@ def test_where_nobody_ever_waits_what_arrives_is_kept_for_the_next() -> None:
     world.stock("a")
     assert world.ask(request("first", feature("a")))
     world.step()
-    assert world.prefetcher.forgotten == []
+    assert world.prefetcher.demoted == []
     world.finish("a")
     world.step()
     world.clock.now_s += LEASE_S - 1
@@ -1539,7 +1539,7 @@ def test_what_the_device_holds_and_the_corpus_lost_is_stored_again() -> None:
     world.half.update_connector_output(WorkerReport(stored=[identifier_of("a")]))
     world.ask(again)
     assert world.step().saves == {}
-    world.index.forget(key_of(identifier_of("a")), absent=True)
+    world.index.mark_missing(key_of(identifier_of("a")), absent=True)
     world.ask(again)
     assert list(world.step().saves) == [identifier_of("a")]
 
@@ -1586,7 +1586,9 @@ def test_a_pure_producer_encodes_nothing_that_came_without_pixels() -> None:
     world.stock("a")
     stored, unknown = request("stored", bare("a")), request("unknown", bare("b"))
     assert world.ask(stored)
-    world.index.forget(key_of(identifier_of("a")), absent=True)  # between two hooks of one pass
+    world.index.mark_missing(
+        key_of(identifier_of("a")), absent=True
+    )  # between two hooks of one pass
     assert world.schedule(stored) == [True]
     assert not world.ask(unknown)
     assert world.half.take_unavailable_requests() == {"unknown"}
@@ -1678,4 +1680,4 @@ def test_a_new_process_prepares_what_is_urgent_first_and_what_nobody_wants_last(
     assert orders is not None
     by_ticket = {order.ticket: (order.identifier, order.priority) for order in orders.prepare}
     assert (identifier_of("a"), Priority.DEMAND) in by_ticket.values()
-    assert [by_ticket[ticket][0] for ticket in orders.forget] == [identifier_of("b")]
+    assert [by_ticket[ticket][0] for ticket in orders.demoted] == [identifier_of("b")]

@@ -165,7 +165,7 @@ class HalfMachine(RuleBasedStateMachine):
 
     @rule(text=st.sampled_from(TEXTS))
     def the_index_forgets(self, text: str) -> None:
-        self.world.index.forget(key_of(identifier_of(text)))
+        self.world.index.mark_missing(key_of(identifier_of(text)))
 
     @rule(text=st.sampled_from(TEXTS))
     def the_tier_holds(self, text: str) -> None:
@@ -412,17 +412,17 @@ class HalfMachine(RuleBasedStateMachine):
         if not hasattr(self, "world"):
             return
         names = {running.it.request_id for running in self.requests}
-        for name, identifiers in self.half._supply.interest.requests.items():
+        for name, identifiers in self.half._tracker.interest.requests.items():
             assert name in names
-            assert identifiers <= self.half._supply.items.keys()
+            assert identifiers <= self.half._tracker.items.keys()
 
     @invariant()
     def what_nobody_waits_for_has_no_place_in_the_queue(self) -> None:
         if not hasattr(self, "world"):
             return
-        supply = self.half._supply
-        for identifier, item in supply.items.items():
-            if item.state is FETCHING and not supply.interest.is_wanted(identifier):
+        tracker = self.half._tracker
+        for identifier, item in tracker.items.items():
+            if item.state is FETCHING and not tracker.interest.is_wanted(identifier):
                 assert item.priority is None
 
     def teardown(self) -> None:

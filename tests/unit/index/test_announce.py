@@ -116,7 +116,7 @@ async def test_what_is_added_becomes_one_delta_with_facts_and_time() -> None:
 async def test_nothing_is_asked_of_the_bucket_before_something_is_told() -> None:
     rig = Rig()
     await rig.announcer.flush()
-    rig.announcer.hurry()
+    rig.announcer.send_soon()
     await asyncio.sleep(0)
     assert rig.store.log == []
 
@@ -146,12 +146,12 @@ async def test_hurry_sends_what_waits_and_holds_back_what_comes_later() -> None:
     gate = Gate()
     rig = Rig(Fault(op="put_if_absent", gate=gate, times=1))
     rig.add(1)
-    rig.announcer.hurry()
+    rig.announcer.send_soon()
     await eventually(gate.reached.is_set)
     rig.add(2)
     gate.release()
     await eventually(lambda: rig.told == {1: [True]})
-    rig.announcer.hurry()
+    rig.announcer.send_soon()
     await eventually(lambda: rig.told == {1: [True], 2: [True]})
     assert [len(delta) for delta in rig.deltas()] == [1, 1]
 
@@ -160,7 +160,7 @@ async def test_add_waits_for_nothing_while_a_delta_hangs() -> None:
     gate = Gate()
     rig = Rig(Fault(op="put_if_absent", gate=gate))
     rig.add(1)
-    rig.announcer.hurry()
+    rig.announcer.send_soon()
     await eventually(gate.reached.is_set)
     rig.add(*range(2, 100))
     assert rig.told == {}
@@ -239,7 +239,7 @@ async def test_delta_that_comes_late_has_a_fresh_name(monkeypatch: pytest.Monkey
     dead = Fault(op="put_if_absent", error=UnavailableError)
     rig = Rig(dead)
     rig.add(1)
-    rig.announcer.hurry()
+    rig.announcer.send_soon()
     await eventually(lambda: dead.struck > 0)
     rig.now_s += announce.OVERLAP_S
     rig.server_now_s += announce.OVERLAP_S
@@ -254,7 +254,7 @@ async def test_flush_waits_for_no_pause_after_a_failure() -> None:
     dead = Fault(op="put_if_absent", error=AccessError)
     rig = Rig(dead)
     rig.add(1)
-    rig.announcer.hurry()
+    rig.announcer.send_soon()
     await eventually(lambda: rig.counters.get("announce_failed") == 1)
     rig.faults.clear()
     async with asyncio.timeout(_DEADLINE_S):  # much less than the pause
@@ -316,7 +316,7 @@ async def give_up_while_it_sends(rig: Rig) -> None:
     gate = Gate()
     rig.faults.append(Fault(op="put_if_absent", gate=gate))
     rig.add(2)
-    rig.announcer.hurry()
+    rig.announcer.send_soon()
     await eventually(gate.reached.is_set)
     rig.add(1)
     rig.announcer.close()
@@ -431,7 +431,7 @@ async def test_delta_that_was_long_on_its_way_does_not_move_the_clock(
         Fault(op="put_if_absent", error=UnavailableError),
     )
     rig.add(1)
-    rig.announcer.hurry()
+    rig.announcer.send_soon()
     await eventually(lambda: rig.faults[1].struck > 0)
     rig.now_s += 50
     rig.server_now_s += 50

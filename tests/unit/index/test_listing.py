@@ -144,8 +144,8 @@ async def test_a_key_forgotten_while_a_refresh_runs_stays_forgotten(
     refresh = asyncio.create_task(index.refresh())
     await reached(gate)
     index.add(key_of(2))
-    index.forget(key_of(1))
-    index.forget(key_of(2))
+    index.mark_missing(key_of(1))
+    index.mark_missing(key_of(2))
     index.add(key_of(2))
     gate.release()
     await refresh
@@ -163,7 +163,7 @@ async def test_a_key_added_and_then_forgotten_while_a_refresh_runs_is_gone(
     refresh = asyncio.create_task(index.refresh())
     await reached(gate)
     index.add(key_of(1))
-    index.forget(key_of(1))
+    index.mark_missing(key_of(1))
     gate.release()
     await refresh
     clock.now_s += 60
@@ -262,7 +262,7 @@ async def test_a_forgotten_key_is_denied_for_a_while_though_listed(
 ) -> None:
     await store(memory, key_of(1))
     await index.refresh()
-    index.forget(key_of(1))
+    index.mark_missing(key_of(1))
     assert counters.get("index.forgotten") == 1
     assert not index.maybe_contains(key_of(1))
     await index.refresh()
@@ -276,7 +276,7 @@ async def test_a_forgotten_key_that_nobody_lists_again_stays_unknown(
     index: ListingIndex, clock: Clock
 ) -> None:
     index.add(key_of(1))
-    index.forget(key_of(1))
+    index.mark_missing(key_of(1))
     clock.now_s += 1000
     assert not index.maybe_contains(key_of(1))
 
@@ -287,7 +287,7 @@ async def test_deleted_and_written_again_is_found_again(
     await store(memory, key_of(1))
     await index.refresh()
     await memory.delete(LAYOUT.object(key_of(1)))
-    index.forget(key_of(1))  # what the first 404 does
+    index.mark_missing(key_of(1))  # what the first 404 does
     await index.refresh()
     clock.now_s += 61
     assert not index.maybe_contains(key_of(1))
@@ -297,7 +297,7 @@ async def test_deleted_and_written_again_is_found_again(
 
 
 async def test_what_this_node_stores_is_found_at_once(index: ListingIndex) -> None:
-    index.forget(key_of(1))
+    index.mark_missing(key_of(1))
     index.add(key_of(1))
     assert index.maybe_contains(key_of(1))
 
@@ -307,10 +307,10 @@ def test_forgetting_is_bounded(memory: MemoryStore, counters: Counters, clock: C
     index = ListingIndex(memory, LAYOUT, counters, clock=clock)
     for number in range(101_000):
         digest = number.to_bytes(16, "big")
-        index.forget(Key("x", "x", digest))
+        index.mark_missing(Key("x", "x", digest))
     assert len(index._gone) == 100_000
     clock.now_s += 61
-    index.forget(key_of(1))
+    index.mark_missing(key_of(1))
     assert len(index._gone) == 1
 
 
@@ -361,7 +361,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(number=numbers)
     def we_are_told_404(self, number: int) -> None:
-        self.index.forget(key_of(number))
+        self.index.mark_missing(key_of(number))
         self.forgotten[number] = self.clock.now_s
         self.believed.discard(number)
 

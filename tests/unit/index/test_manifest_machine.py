@@ -225,7 +225,7 @@ class Manifest(RuleBasedStateMachine):
     def fetch(self, number: int, key: Key) -> None:
         index = self.readers[number].index
         if index.maybe_contains(key) and not self.is_there(key):
-            index.forget(key, absent=True)
+            index.mark_missing(key, absent=True)
             assert not index.maybe_contains(key)
 
     @rule(number=readers)

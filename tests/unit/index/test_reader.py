@@ -670,7 +670,7 @@ async def test_a_key_that_the_bucket_lacks_is_not_believed_for_a_while(
 ) -> None:
     corpus.base(1, rows_of("a"))
     await reader.refresh()
-    reader.index.forget(key_of("a"), absent=True)
+    reader.index.mark_missing(key_of("a"), absent=True)
     assert reader.finds("a") == [False]
     assert not reader.index.holds(key_of("a"))
     assert reader.index.facts(key_of("a")) is None
@@ -688,7 +688,7 @@ async def test_a_key_that_was_forgotten_and_is_announced_again_is_found_at_once(
     corpus.base(1, rows_of("a", "b"))
     await reader.refresh()
     for text in "ab":
-        reader.index.forget(key_of(text), absent=True)
+        reader.index.mark_missing(key_of(text), absent=True)
     corpus.delta("a", (key_of("b"), Tombstone(int(START_S) + 5)))
     await reader.refresh()
     assert reader.finds("a", "b") == [True, False]
@@ -699,15 +699,15 @@ async def test_a_key_that_was_forgotten_and_is_stored_here_is_found_at_once(
 ) -> None:
     corpus.base(1, rows_of("a"))
     await reader.refresh()
-    reader.index.forget(key_of("a"), absent=True)
+    reader.index.mark_missing(key_of("a"), absent=True)
     reader.index.add(key_of("a"))
     assert reader.finds("a") == [True]
 
 
 async def test_what_the_index_never_held_does_not_count_as_vanished(reader: Reader) -> None:
-    reader.index.forget(key_of("a"), absent=True)
+    reader.index.mark_missing(key_of("a"), absent=True)
     reader.index.add(key_of("b"))
-    reader.index.forget(key_of("b"))  # bad, not absent
+    reader.index.mark_missing(key_of("b"))  # bad, not absent
     assert reader.counters.get("index.vanished") == 0
     assert reader.counters.get("index.forgotten") == 2
 
@@ -728,11 +728,11 @@ async def test_many_vanished_keys_are_one_line_in_the_log_for_each_folder(
     caplog.clear()
     with caplog.at_level(logging.WARNING):
         for key in keys:
-            reader.index.forget(key, absent=True)
+            reader.index.mark_missing(key, absent=True)
         assert len(caplog.records) == 1
         assert "s3ec manifest rebuild" in caplog.text
         for key in others:
-            reader.index.forget(key, absent=True)
+            reader.index.mark_missing(key, absent=True)
     assert len(caplog.records) == 2
     assert "below adapter/" in caplog.records[1].getMessage()
     assert reader.counters.get("index.rebuild_wanted") == 2
@@ -747,7 +747,7 @@ async def test_single_deletions_over_a_long_time_ask_for_nothing(
     with caplog.at_level(logging.WARNING):
         for number in range(100):
             reader.clock.now_s += 60
-            reader.index.forget(key_of(number), absent=True)
+            reader.index.mark_missing(key_of(number), absent=True)
     assert caplog.records == []
 
 
@@ -759,7 +759,7 @@ async def test_after_a_rebuild_many_vanished_keys_are_told_again(
             corpus.base(version, rows_of(*range(200)))
             await reader.refresh()
             for number in range(100):
-                reader.index.forget(key_of(100 * (version - 1) + number), absent=True)
+                reader.index.mark_missing(key_of(100 * (version - 1) + number), absent=True)
             assert len(caplog.records) == version
 
 

@@ -142,7 +142,7 @@ class Machine(RuleBasedStateMachine):
         key = KEYS[at]
         reader = self.readers[number]
         if not self.truth.get(key):
-            reader.index.forget(key, absent=True)
+            reader.index.mark_missing(key, absent=True)
             assert not reader.index.maybe_contains(key)
 
     @invariant()

@@ -117,7 +117,7 @@ def test_what_is_here_is_not_claimed_without_a_look_at_it(make_tier: Callable[..
 def test_a_hanging_holder_can_be_passed_over(make_tier: Callable[..., Tier]) -> None:
     one, two = make_tier(), make_tier()
     taken = claim(one)
-    mine = two.pin_or_claim(KEY, at_any_rate=True)
+    mine = two.pin_or_claim(KEY, ignore_claim=True)
     assert isinstance(mine, Claim)
     assert mine.place is None
     two.claims.release(mine)
