@@ -90,7 +90,7 @@ class Engine:
         eventually(lambda: self.ask(request))
         granted = self.half.has_cache_item(identifier_at(number))
         self.half.update_state_after_alloc(request, 0)
-        plan = self.half.build_connector_meta([identifier_at(number)], scheduled_tokens=10)
+        plan = self.half.build_connector_meta((), scheduled_tokens=10)
         assert [load.identifier for load in plan.loads] == [identifier_at(number)] * granted
         self.half.build_connector_meta([identifier_at(number)], scheduled_tokens=10)
         self.half.request_finished(request)

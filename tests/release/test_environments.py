@@ -143,13 +143,19 @@ def test_installed_without_vllm_the_commands_work(
         "cache_dir": str(tmp_path),
     }
     config = json.dumps(settings)
+    namespace = "gemma-0123456789abcdef"
+    for name in ("namespace.json", f"objects/ab/{'ab' * 32}.safetensors"):
+        local_s3.client().put_object(
+            Bucket=settings["bucket"], Key=f"{namespace}/{name}", Body=b"{}"
+        )
 
     def s3ec(*words: str) -> subprocess.CompletedProcess[str]:
         return run(python.with_name("s3ec"), *words, **local_s3.env())
 
-    for words in (("doctor", "--no-vllm"), ("ls",)):
+    for words, shown in ((("doctor", "--no-vllm"), " 0 fail"), (("ls",), "abababab")):
         done = s3ec(*words, "--config", config)
         assert done.returncode == 0, done.stdout + done.stderr
+        assert shown in done.stdout
     done = s3ec("bench", "hooks")
     assert done.returncode == 2
     assert "In a checkout" in done.stderr
