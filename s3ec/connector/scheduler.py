@@ -200,7 +200,8 @@ class SchedulerHalf:
     def _end_waits(self, request_id: str) -> None:
         if request_id in self._have_waited:
             self._waits.end(request_id)
-        self._tier_waits.end(request_id)
+        if request_id in self._tier_waits.requests:
+            self._tier_waits.end(request_id)
 
     def _can_be_encoded(self, request: Any, num_computed_tokens: int) -> bool:
         """Whether the encoder can make all that the request needs, since nothing is loaded."""
@@ -348,12 +349,14 @@ class SchedulerHalf:
             self._counters.add("deferred_requests")
         if not awaited:
             self._end_waits(request_id)
-        identifiers = {feature.identifier for feature in awaited}
-        for feature in pending:
-            if feature.identifier not in identifiers:
-                self._tracker.leave(request_id, feature.identifier)
+        if awaited is not pending:
+            kept = {feature.identifier for feature in awaited}
+            for feature in pending:
+                if feature.identifier not in kept:
+                    self._tracker.leave(request_id, feature.identifier)
         noted = self._waiting.get(request_id, ())
-        for identifier in identifiers:
+        for feature in awaited:
+            identifier = feature.identifier
             if identifier not in noted or self._items[identifier].priority is not _DEMAND:
                 self._tracker.expect(request_id, identifier, _DEMAND)
         return not awaited
@@ -367,6 +370,12 @@ class SchedulerHalf:
         """
         request_id = request.request_id
         turns = len(request.mm_features)
+        here = [feature for feature in pending if self._local(self._items[feature.identifier].key)]
+        all_here = len(here) == len(pending)
+        can_wait = self._ranks is None or not self._ranks.cannot_answer
+        # First, since most requests wait for the bucket, and to look for pixels takes longer.
+        if can_wait and not all_here and not self._waits.is_over(request_id, turns):
+            return pending
         if any(map(self._needs_embedding, pending)):
             if not self._waits.is_over(request_id, turns, no_pixels=True):
                 return pending
@@ -374,12 +383,9 @@ class SchedulerHalf:
             late = any(self._items[one.identifier].state is FETCHING for one in pending)
             self._waits.end(request_id, in_vain=late)
             return None
-        if self._ranks is not None and self._ranks.cannot_answer:
+        if not can_wait:
             return []  # not in vain: nothing was late
-        here = [feature for feature in pending if self._local(self._items[feature.identifier].key)]
-        if len(here) < len(pending):
-            if not self._waits.is_over(request_id, turns):
-                return pending
+        if not all_here:
             self._waits.end(request_id, in_vain=True)
         if here:
             if not self._tier_waits.is_over(request_id, turns):

@@ -138,8 +138,9 @@ class FeatureReader:
         data = feature.data
         if data is not None:
             fields = self._fields.get(feature.modality, ())
-            for key, element in data.items():  # pixels show at the first name in most models
-                if key not in fields and not element.field.keep_on_cpu:
+            # Pixels show at the first name in most models. Not items(): it takes a microsecond.
+            for key in data:
+                if key not in fields and not data[key].field.keep_on_cpu:
                     return False
         return bool(feature.modality != PASSED_THROUGH)
 

@@ -161,6 +161,7 @@ class Rig:
                 "min_free_bytes": 0,
                 "index_refresh_s": 86400,  # once: the loop has to be idle afterwards
                 "defer_timeout_s": 60,
+                "read_timeout_s": 60,  # what stays pending is no silence before then
             }
         )
         with mock.patch("s3ec.node.open_store", return_value=store):
