@@ -11,7 +11,6 @@ from typing import Any
 from s3ec import plain_json
 from s3ec.errors import AmbiguousError, CorruptEntryError, NotFoundError
 from s3ec.identity import Layout, canonical_json, entry_name, is_namespace_name
-from s3ec.index.listing import in_parallel
 from s3ec.store.base import Store
 
 # Descriptors are a few kilobytes; more is not one of ours.
@@ -68,6 +67,7 @@ async def list_namespaces(store: Store) -> list[str]:
 
 async def read_namespaces(store: Store, names: Sequence[str]) -> list[NamespaceInfo]:
     """Fetch the descriptors of some namespaces, several at a time."""
+    from s3ec.index.listing import in_parallel  # with numpy: the doctor does without
 
     async def read(name: str) -> NamespaceInfo:
         return NamespaceInfo(name, await _read_descriptor(store, name))
@@ -214,6 +214,8 @@ def _fitting(
 
 async def _newest(store: Store, fitting: Sequence[NamespaceInfo]) -> str | None:
     """The one that was made last; None where the store says of none when that was."""
+    from s3ec.index.listing import in_parallel
+
     infos = await in_parallel(fitting, lambda each: store.head(Layout(each.name).descriptor))
     times_s = [info.modified_s if info else 0.0 for info in infos]
     newest_s = max(times_s)
