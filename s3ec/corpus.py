@@ -53,7 +53,6 @@ from s3ec.identity import (
     key_of_header,
     make_key,
 )
-from s3ec.index.listing import REQUESTS_AT_A_TIME, in_parallel
 from s3ec.namespaces import (
     NamespaceInfo,
     Wording,
@@ -64,6 +63,7 @@ from s3ec.namespaces import (
 )
 from s3ec.runtime import LoopThread
 from s3ec.store.base import Blob, ObjectInfo, Store, parts_in_order
+from s3ec.store.concurrency import REQUESTS_AT_A_TIME, in_parallel
 from s3ec.store.open import open_store, require_conditional_put, with_conditional_put
 from s3ec.store.retry import RetryOptions, RetryStore
 from s3ec.tenant import Tenant

@@ -26,6 +26,8 @@ from s3ec.tier import Claim, Incoming, Pin, Tier
 from s3ec.tier.bad_objects import BadObjects
 from s3ec.tier.tier import LocalKeys
 
+log = logging.getLogger(__name__)
+
 
 class ByteBudget:
     """Who needs more than is free waits; what is larger than the budget goes alone."""
@@ -99,7 +101,6 @@ class FetchResult:
 
 
 T = TypeVar("T")
-log = logging.getLogger(__name__)
 
 PART_BYTES = 8 * 2**20
 # Parts of one object that are asked for, or wait to be written, at a time.

@@ -12,6 +12,7 @@ from s3ec import plain_json
 from s3ec.errors import AmbiguousError, CorruptEntryError, NotFoundError
 from s3ec.identity import Layout, canonical_json, entry_name, is_namespace_name
 from s3ec.store.base import Store
+from s3ec.store.concurrency import in_parallel
 
 # Descriptors are a few kilobytes; more is not one of ours.
 _DESCRIPTOR_BYTES = 256 * 1024
@@ -67,7 +68,6 @@ async def list_namespaces(store: Store) -> list[str]:
 
 async def read_namespaces(store: Store, names: Sequence[str]) -> list[NamespaceInfo]:
     """Fetch the descriptors of some namespaces, several at a time."""
-    from s3ec.index.listing import in_parallel  # with numpy: the doctor does without
 
     async def read(name: str) -> NamespaceInfo:
         return NamespaceInfo(name, await _read_descriptor(store, name))
@@ -214,8 +214,6 @@ def _fitting(
 
 async def _newest(store: Store, fitting: Sequence[NamespaceInfo]) -> str | None:
     """The one that was made last; None where the store says of none when that was."""
-    from s3ec.index.listing import in_parallel
-
     infos = await in_parallel(fitting, lambda each: store.head(Layout(each.name).descriptor))
     times_s = [info.modified_s if info else 0.0 for info in infos]
     newest_s = max(times_s)

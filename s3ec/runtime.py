@@ -19,6 +19,8 @@ from typing import Any, TypeVar
 from s3ec.counters import Counters
 from s3ec.errors import UnavailableError
 
+log = logging.getLogger(__name__)
+
 PASS_THROUGH = (KeyboardInterrupt, SystemExit)
 """What signal handlers raise, Python's and vLLM's, between any two lines of the main thread."""
 
@@ -237,8 +239,6 @@ class DiskWatch:
         else:
             _log.info("the disk of `cache_dir` answers again")
 
-
-log = logging.getLogger(__name__)
 
 # For calls that may take long: walks, whole files of the index.
 _LONG_THREADS = 2

@@ -194,7 +194,7 @@ def ls(
 
     async def look(store: Store, layout: Layout) -> None:
         from s3ec.corpus import scan
-        from s3ec.index.listing import REQUESTS_AT_A_TIME
+        from s3ec.store.concurrency import REQUESTS_AT_A_TIME
 
         width = 1 if quick else REQUESTS_AT_A_TIME
         begin = starts_with or ""
@@ -253,7 +253,7 @@ async def _modalities(
 ) -> Sequence[str | None]:
     """The modality of each entry where one is asked for; None where it is gone or unreadable."""
     from s3ec.corpus import read_modality
-    from s3ec.index.listing import in_parallel
+    from s3ec.store.concurrency import in_parallel
 
     if wanted is None:
         return [None] * len(entries)

@@ -27,6 +27,8 @@ from s3ec.identity import MAX_REVISION, Key
 from s3ec.node import Node
 from s3ec.runtime import PASS_THROUGH, DaemonPool
 
+log = logging.getLogger(__name__)
+
 # Hashed while it is in the processor's last cache: 10% of a 30 MB entry. Not smaller, since each
 # part costs two turns at the GIL.
 _PART_BYTES = 2**22
@@ -127,8 +129,6 @@ def _is_in_memory(device: int) -> bool:
         pass
     return False
 
-
-log = logging.getLogger(__name__)
 
 # The last resort of a load whose pinned file failed: the engine waits for it, since without
 # the embedding it would end.

@@ -27,6 +27,8 @@ from s3ec.tier import Spool
 if TYPE_CHECKING:
     import torch
 
+log = logging.getLogger(__name__)
+
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     """A contiguous CPU tensor's memory as bytes, without a copy; keeps the tensor alive."""
@@ -80,8 +82,6 @@ def encode(header: Header, tensor: torch.Tensor) -> tuple[bytes, memoryview]:
     """One entry as two pieces, header and tensor; the tensor is not copied."""
     return encode_header(header), tensor_bytes(tensor)
 
-
-log = logging.getLogger(__name__)
 
 # One part in so many of `cache_bytes` may wait for the bucket, per process.
 _SPOOL_SHARE = 4

@@ -13,6 +13,8 @@ from s3ec.settings import Settings
 from s3ec.tenant import Tenant
 from s3ec.weights import Checkpoint, Weights, content_digest, weights_of
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class Role:
@@ -98,8 +100,6 @@ def _silence(backend: Any, ranks: int, stages: int, *, v2: bool) -> str | None:
         )
     return None
 
-
-log = logging.getLogger(__name__)
 
 # Those for which some model of vLLM declares placeholder metadata.
 MODALITIES = ("image", "video", "audio")

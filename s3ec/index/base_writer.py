@@ -35,7 +35,6 @@ from s3ec.errors import (
 )
 from s3ec.identity import Layout
 from s3ec.index.bloom import build_bloom
-from s3ec.index.listing import in_parallel
 from s3ec.index.manifest import (
     MAX_VERSION,
     BaseManifest,
@@ -50,7 +49,10 @@ from s3ec.index.manifest import (
 from s3ec.index.rows import Rows
 from s3ec.index.segment import encode_segment
 from s3ec.store.base import ObjectInfo, Store
+from s3ec.store.concurrency import in_parallel
 from s3ec.store.open import PROBE_PREFIX
+
+log = logging.getLogger(__name__)
 
 GRACE_S = 3600.0
 """A reader that is slower than this finds files gone, and lists again."""
@@ -309,9 +311,6 @@ class BaseWriter:
             await in_parallel(self._names, self._store.delete)
         except (AccessError, UnavailableError):
             return
-
-
-log = logging.getLogger(__name__)
 
 
 async def clean(store: Store, layout: Layout, *, grace_s: float = GRACE_S) -> int:

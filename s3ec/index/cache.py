@@ -19,12 +19,12 @@ from s3ec.errors import CorruptEntryError, TierError
 from s3ec.identity import Layout
 from s3ec.index import sealed
 from s3ec.index.bloom import Bloom
-from s3ec.index.listing import in_parallel
 from s3ec.index.lookup import Base
 from s3ec.index.manifest import BaseManifest, Blob
 from s3ec.index.rows import Rows
 from s3ec.index.segment import MAX_DELTA_BYTES, Segment, parse_segment
 from s3ec.store.base import Store, parts_in_order
+from s3ec.store.concurrency import in_parallel
 from s3ec.tier import IndexFile, IndexFiles
 
 T = TypeVar("T")

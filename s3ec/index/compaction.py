@@ -44,6 +44,8 @@ from s3ec.store.base import Store
 from s3ec.store.open import require_conditional_put
 from s3ec.tier import IndexFiles
 
+log = logging.getLogger(__name__)
+
 
 async def compact(
     store: Store, layout: Layout, making: BuildOptions | None = None
@@ -114,8 +116,6 @@ class _Work:
             await write_base(writer, content.between, content.max_entries)
             return await writer.commit((head.merged & listed) | deltas.read)
 
-
-log = logging.getLogger(__name__)
 
 MAX_DELTAS = 128
 """Unmerged deltas that are never too many; each costs a reader that starts a request."""

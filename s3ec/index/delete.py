@@ -28,10 +28,11 @@ from s3ec.errors import AccessError, ConflictError, CorruptEntryError, S3ECError
 from s3ec.identity import Key, Layout, digest_of_name, entry_name
 from s3ec.index.announce import Announcer
 from s3ec.index.base_writer import server_time, temporary_folder
-from s3ec.index.listing import few_objects, in_parallel, list_objects, listed
+from s3ec.index.listing import few_objects, list_objects, listed
 from s3ec.index.manifest import newest_head, take_snapshot
 from s3ec.index.merged_rows import DELTAS, LastModifiedIndex
 from s3ec.store.base import DELETE_AT_A_TIME, ObjectInfo, Store
+from s3ec.store.concurrency import in_parallel
 
 
 @dataclass(slots=True)

@@ -10,10 +10,9 @@ import asyncio
 import re
 import threading
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 from cachetools import TTLCache
@@ -25,44 +24,7 @@ from s3ec.index.missing import NEGATIVE_ENTRIES, NEGATIVE_TTL_S
 from s3ec.index.rows import EntryInfo, Rows
 from s3ec.index.segment import SortedRuns
 from s3ec.store.base import ObjectInfo, Store
-
-T = TypeVar("T")
-R = TypeVar("R")
-
-REQUESTS_AT_A_TIME = 16
-
-
-async def in_parallel(
-    items: Iterable[T],
-    call: Callable[[T], Awaitable[R]],
-    *,
-    width: int = REQUESTS_AT_A_TIME,
-) -> list[R]:
-    """Await ``call`` for every item, at most ``width`` at a time.
-
-    Returns:
-        The results in the order of the items.
-
-    Raises:
-        BaseException: That of the first call that failed, as it is and in no group; the others
-            were cancelled and have ended by then.
-    """
-    results: dict[int, R] = {}
-    turns = iter(enumerate(items))
-
-    async def work() -> None:
-        for number, item in turns:
-            results[number] = await call(item)
-
-    workers = [asyncio.ensure_future(work()) for _ in range(width)]
-    try:
-        await asyncio.gather(*workers)
-    finally:
-        for worker in workers:
-            worker.cancel()
-        await asyncio.gather(*workers, return_exceptions=True)
-    return [results[number] for number in sorted(results)]
-
+from s3ec.store.concurrency import in_parallel
 
 # Objects that are handed on at a time.
 _BATCH = 4096

@@ -15,11 +15,13 @@ from pathlib import Path
 
 from s3ec.errors import CorruptEntryError, TierError
 from s3ec.identity import Key, Layout
-from s3ec.index.listing import in_parallel
 from s3ec.index.manifest import BaseManifest, Blob, Shard, newest_head, take_snapshot
 from s3ec.index.rows import Rows, merge
 from s3ec.index.segment import MAX_DELTA_BYTES, Segment, SortedRuns, encode_segment, parse_segment
 from s3ec.store.base import Store
+from s3ec.store.concurrency import in_parallel
+
+log = logging.getLogger(__name__)
 
 # A hundred times a shard as they are written; nothing larger is taken into memory.
 MAX_SHARD_BYTES = 4 * 2**30
@@ -175,8 +177,6 @@ async def _download(store: Store, name: str, nbytes: int) -> bytearray:
     await in_parallel(range(0, nbytes, _PART_BYTES), part, width=_PARTS_AT_A_TIME)
     return blob
 
-
-log = logging.getLogger(__name__)
 
 DELTAS = "deltas"
 

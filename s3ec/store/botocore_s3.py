@@ -4,7 +4,7 @@
 The SDK does less here than it could: no retries (time is ours, see retry.py), no following
 of regions (a wrong region is an error that names the right one), no checksum of what is read
 (the object's own is checked by codec). Each request runs in a thread of this store, and a caller
-that gives up breaks it off there, see sdk_session.py.
+that gives up breaks it off there, see s3_client.py.
 """
 
 from __future__ import annotations

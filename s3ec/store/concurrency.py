@@ -17,7 +17,7 @@ import contextlib
 import math
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import TypeVar
@@ -26,6 +26,7 @@ from s3ec.errors import UnavailableError
 from s3ec.settings import Settings
 
 T = TypeVar("T")
+R = TypeVar("R")
 Extend = Callable[[int], None]
 """Grants the time that so many bytes may take."""
 
@@ -302,3 +303,38 @@ class AdaptiveConcurrency:
 def _grant(granted: asyncio.Future[None]) -> None:
     if not granted.done():
         granted.set_result(None)
+
+
+REQUESTS_AT_A_TIME = 16
+
+
+async def in_parallel(
+    items: Iterable[T],
+    call: Callable[[T], Awaitable[R]],
+    *,
+    width: int = REQUESTS_AT_A_TIME,
+) -> list[R]:
+    """Await ``call`` for every item, at most ``width`` at a time.
+
+    Returns:
+        The results in the order of the items.
+
+    Raises:
+        BaseException: That of the first call that failed, as it is and in no group; the others
+            were cancelled and have ended by then.
+    """
+    results: dict[int, R] = {}
+    turns = iter(enumerate(items))
+
+    async def work() -> None:
+        for number, item in turns:
+            results[number] = await call(item)
+
+    workers = [asyncio.ensure_future(work()) for _ in range(width)]
+    try:
+        await asyncio.gather(*workers)
+    finally:
+        for worker in workers:
+            worker.cancel()
+        await asyncio.gather(*workers, return_exceptions=True)
+    return [results[number] for number in sorted(results)]

@@ -38,6 +38,8 @@ from s3ec.store.replies import Reply
 from s3ec.store.s3_client import Address, Opened, address_of
 from s3ec.store.s3_errors import SDK_ERRORS, is_absent, status_of
 
+log = logging.getLogger(__name__)
+
 # Up to here a body is collected in one buffer of the announced length; a server that announces
 # much and sends nothing then costs this much address space, and no process is ended for lack of it.
 _COLLECT_BYTES = 64 * 2**20
@@ -106,7 +108,6 @@ class ObstoreReply:
 # What a server says to requests signed for another region, among others.
 _PERHAPS_WRONG_REGION = frozenset({301, 302, 307, 308, 400, 403})
 _NOWHERE = "http://127.0.0.1:0"
-log = logging.getLogger(__name__)
 
 
 class ObstoreStore(BotocoreStore):

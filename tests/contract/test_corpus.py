@@ -11,8 +11,8 @@ import pytest
 from s3ec.corpus import Corpus
 from s3ec.errors import AccessError, UnavailableError
 from s3ec.identity import Layout
-from s3ec.index.listing import in_parallel
 from s3ec.store.base import Store
+from s3ec.store.concurrency import in_parallel
 from s3ec.testing.server import LocalS3
 from tests.contract.conftest import Configure
 from tests.unit.cli.corpus import content_hash

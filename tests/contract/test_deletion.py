@@ -9,8 +9,8 @@ import pytest
 
 from s3ec.dev.rigs.proxy import FaultProxy
 from s3ec.index.delete import delete_older, deleting, remove_namespace
-from s3ec.index.listing import in_parallel
 from s3ec.index.rebuild import verify
+from s3ec.store.concurrency import in_parallel
 from s3ec.testing.server import LocalS3
 from tests.contract.conftest import Configure, Transport
 from tests.unit.index.basics import LAYOUT, key_of

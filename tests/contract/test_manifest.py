@@ -7,10 +7,10 @@ import pytest
 
 from s3ec.index.base_writer import BuildOptions
 from s3ec.index.compaction import compact
-from s3ec.index.listing import in_parallel
 from s3ec.index.manifest import take_snapshot
 from s3ec.index.rebuild import rebuild, verify
 from s3ec.index.rows import EntryInfo
+from s3ec.store.concurrency import in_parallel
 from s3ec.store.s3 import ObstoreStore
 from tests.contract.conftest import Configure, Transport
 from tests.unit.index.basics import LAYOUT, key_of

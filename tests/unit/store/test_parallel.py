@@ -8,7 +8,7 @@ import asyncio
 import pytest
 
 from s3ec.errors import UnavailableError
-from s3ec.index.listing import in_parallel
+from s3ec.store.concurrency import in_parallel
 
 
 async def test_results_come_in_the_order_of_the_items() -> None:
