@@ -67,7 +67,7 @@ def reach_ins(source: str) -> Iterator[str]:
             and isinstance(node.args[1], ast.Constant)
         ):
             name = str(node.args[1].value)
-            if _is_private(name.split(".")[-1]):
+            if _is_private(name.rsplit(".", maxsplit=1)[-1]):
                 yield name
 
 
