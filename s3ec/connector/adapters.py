@@ -415,6 +415,11 @@ class AdapterFiles:
         return found.digest == use.digest
 
 
+def as_planned(cache: MutableMapping[str, Any], plan: StepPlan) -> MutableMapping[str, Any]:
+    """vLLM's encoder cache under the plan's names; itself where those are vLLM's."""
+    return AdapterCache(cache, plan) if plan.adapters else cache
+
+
 def name_in_plan(identifier: str, plan: StepPlan) -> str:
     """What a plan calls an embedding that vLLM calls so."""
     for ours, use in plan.adapters.items():

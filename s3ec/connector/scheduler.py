@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from s3ec.connector.item_tracker import (
     ABSENT,
@@ -44,6 +44,20 @@ _SWEEP_EVERY_S = 1.0
 _DEMAND, _LOOKAHEAD = Priority.DEMAND, Priority.LOOKAHEAD
 
 
+class StoreState(Protocol):
+    """What the half needs of a Breaker."""
+
+    @property
+    def is_open(self) -> bool: ...
+
+
+class DiskState(Protocol):
+    """What the half needs of a DiskWatch."""
+
+    @property
+    def hangs(self) -> bool: ...
+
+
 class SchedulerHalf:
     """Decides what is fetched, granted, loaded and saved. One thread: the scheduler's."""
 
@@ -54,8 +68,8 @@ class SchedulerHalf:
         index: Index,
         local: LocalKeys,
         prefetcher: PrefetchQueue,
-        store_is_down: Callable[[], bool],
-        disk_hangs: Callable[[], bool],
+        store: StoreState,
+        disk: DiskState,
         needs_embedding: Callable[[Any], bool],
         placeholder_of: Callable[[Any], dict[str, Any] | None],
         counters: Counters,
@@ -70,8 +84,8 @@ class SchedulerHalf:
             index: What the corpus holds.
             local: What this node's disk holds, as far as memory knows.
             prefetcher: Brings and pins entries.
-            store_is_down: Whether the breaker is open.
-            disk_hangs: Whether this node's disk is known not to answer.
+            store: Whether the breaker is open.
+            disk: Whether this node's disk is known not to answer.
             needs_embedding: Whether a feature came without pixels, so that a miss is fatal.
             placeholder_of: Placeholder metadata of a feature, stored with it; None where it
                 cannot be seen.
@@ -84,8 +98,8 @@ class SchedulerHalf:
         self._index = index
         self._local = local
         self._prefetcher = prefetcher
-        self._store_is_down = store_is_down
-        self._disk_hangs = disk_hangs
+        self._store = store
+        self._disk = disk
         self._hung = False  # as of the request being scheduled
         self._needs_embedding = needs_embedding
         self._counters = counters
@@ -169,7 +183,7 @@ class SchedulerHalf:
             # There will be no second question: wait for all.
             window_end = features[-1].mm_position.offset + 1
         now = self._clock()
-        self._hung = self._disk_hangs()
+        self._hung = self._disk.hangs
         if self._must_grant:
             self._must_grant.clear()
         pending = []
@@ -218,7 +232,7 @@ class SchedulerHalf:
 
     def _is_stored(self, key: Key) -> bool:
         """Whether the corpus holds it, as far as can be told without waiting for the disk."""
-        return not self._disk_hangs() and self._index.holds(key)
+        return not self._disk.hangs and self._index.holds(key)
 
     def _store_again(self, request: Any) -> None:
         """Have stored what the device holds and the corpus does not.
@@ -231,7 +245,7 @@ class SchedulerHalf:
             if identifier not in self._on_device or self._save_orders.is_recent(identifier):
                 continue
             key = self._keys(identifier)
-            if key is not None and not self._disk_hangs() and not self._index.maybe_contains(key):
+            if key is not None and not self._disk.hangs and not self._index.maybe_contains(key):
                 self._plan.saves[identifier] = self._save_orders.again(feature)
 
     def _look(self, feature: Any, needed_now: bool, now: float) -> State | None:
@@ -266,7 +280,7 @@ class SchedulerHalf:
             return FAILED  # asked for again and again by a request that has no other chance
         if identifier in self._on_device and not self._needs_embedding(feature):
             return ABSENT  # another request had it encoded while this one waited
-        out_of_reach = self._store_is_down() and not self._local(item.key)
+        out_of_reach = self._store.is_open and not self._local(item.key)
         if out_of_reach and not self._needs_embedding(feature):
             return ABSENT  # on its way when the store went down, and of use to a later request
         return FETCHING
@@ -334,7 +348,7 @@ class SchedulerHalf:
             return self._needs_embedding(feature)
         if self._local(key):
             return True
-        if not self._store_is_down() and self._index.maybe_contains(key):
+        if not self._store.is_open and self._index.maybe_contains(key):
             return True
         return self._needs_embedding(feature)
 
@@ -538,7 +552,7 @@ class SchedulerHalf:
                 self._local.add(key)
         # Adding looks into the index, which is mapped from the disk. What is not added is found
         # when it was announced.
-        hangs = bool(report.stored) and self._disk_hangs()
+        hangs = bool(report.stored) and self._disk.hangs
         for identifier in report.stored:
             self._save_orders.release(identifier)
             key = self._keys(identifier)

@@ -173,16 +173,16 @@ class World:
         self.local = LocalKeys()
         self.prefetcher = FakePrefetcher()
         self.ranks = ranks_apart
-        self.down = False
-        self.hung = False
+        self.store = SimpleNamespace(is_open=False)
+        self.disk = SimpleNamespace(hangs=False)
         self.placeholders: dict[str, Any] = {"image_grid_thw": [[1, 2, 2]]}
         self.half = SchedulerHalf(
             self.role,
             index=self.index,
             local=self.local,
             prefetcher=self.prefetcher,
-            store_is_down=lambda: self.down,
-            disk_hangs=lambda: self.hung,
+            store=self.store,
+            disk=self.disk,
             needs_embedding=has_no_pixels,
             placeholder_of=lambda _: self.placeholders,
             counters=self.counters,

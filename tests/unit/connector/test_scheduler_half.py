@@ -962,11 +962,11 @@ def test_interest_ends_with_the_item_where_vllm_does_not_tell_of_ended_requests(
 
 def test_while_the_store_is_down_nobody_waits_for_it(world: World) -> None:
     world.stock("a")
-    world.down = True
+    world.store.is_open = True
     assert world.ask(request("r", feature("a")))
     world.step()
     assert world.wanted == []
-    world.down = False
+    world.store.is_open = False
     assert not world.ask(request("r", feature("a")))
 
 
@@ -975,7 +975,7 @@ def test_who_waits_when_the_store_goes_down_waits_no_longer(world: World) -> Non
     first, second = (request(name, feature("a")) for name in ("first", "second"))
     assert not world.ask(first)
     world.step()
-    world.down = True
+    world.store.is_open = True
     assert world.ask(first)
     assert world.schedule(first) == [False]
     # What was on its way arrives all the same, and serves the next one.
@@ -989,13 +989,13 @@ def test_who_has_no_pixels_waits_though_the_store_is_down(world: World) -> None:
     asker = request("r", feature("a", pixels=False))
     assert not world.ask(asker)
     world.step()
-    world.down = True
+    world.store.is_open = True
     assert not world.ask(asker)
 
 
 def test_while_the_store_is_down_this_nodes_disk_still_serves(world: World) -> None:
     world.local.add(key_of(identifier_of("a")))
-    world.down = True
+    world.store.is_open = True
     asker = request("r", feature("a"))
     assert not world.ask(asker)
     world.step()
@@ -1046,7 +1046,7 @@ def test_while_the_disk_hangs_nothing_is_waited_for_or_granted(world: World) -> 
     world.stock("new", "coming")
     coming = request("coming", feature("coming"))
     assert not world.ask(coming)
-    world.hung = True
+    world.disk.hangs = True
     assert world.ask(coming)
     assert world.schedule(coming) == [False]
     for text in ("ready", "new"):
@@ -1054,7 +1054,7 @@ def test_while_the_disk_hangs_nothing_is_waited_for_or_granted(world: World) -> 
         assert world.ask(asker)
         assert world.schedule(asker) == [False]
     assert world.step().loads == []
-    world.hung = False
+    world.disk.hangs = False
     again = request("again", feature("ready"))
     assert world.ask(again)
     assert world.schedule(again) == [True]
@@ -1067,7 +1067,7 @@ def test_while_the_disk_hangs_the_index_is_not_asked_since_it_may_hang_too(
         raise AssertionError("a page of a mapped file")
 
     monkeypatch.setattr(world.index, "maybe_contains", touch)
-    world.hung = True
+    world.disk.hangs = True
     assert world.ask(request("r", feature("a")))
 
 
@@ -1083,7 +1083,7 @@ def test_while_the_disk_hangs_no_hook_of_a_pure_producer_or_a_report_asks_the_in
 
     monkeypatch.setattr(world.index, "holds", touch)
     monkeypatch.setattr(world.index, "add", touch)
-    world.hung = True
+    world.disk.hangs = True
     assert world.ask(request("r", feature("a")))
     assert not world.has("a")
     world.report(1, stored=[identifier_of("b")])
@@ -1096,7 +1096,7 @@ def test_what_came_without_pixels_is_granted_though_the_disk_hangs(world: World)
     assert not world.ask(asker)
     world.step()
     world.finish("a")
-    world.hung = True
+    world.disk.hangs = True
     assert world.ask(asker)
     assert world.schedule(asker) == [True]
 
@@ -1110,7 +1110,7 @@ def test_the_same_with_pixels_in_the_prompt_takes_no_grant_away_while_the_disk_h
     assert not world.ask(asker)
     world.step()
     world.finish("a")
-    world.hung = True
+    world.disk.hangs = True
     assert world.ask(asker)
     assert world.schedule(asker, 0) == [True]
 
@@ -1122,7 +1122,7 @@ def test_while_the_disk_hangs_a_grant_is_for_the_rows_that_are_asked_for_first(
     world.bring("a")
     bare = feature("a", 60, pixels=False)
     asker = request("r", feature("a", rows=ROWS + 1), feature("a", 30), bare)
-    world.hung = True
+    world.disk.hangs = True
     assert world.ask(asker)
     assert not world.has("a")
 
@@ -1132,7 +1132,7 @@ def test_where_vllm_asks_once_a_grant_outlives_that_the_disk_hangs() -> None:
     world.bring("a")
     asker = request("r", feature("a"))
     assert world.ask(asker)
-    world.hung = True
+    world.disk.hangs = True
     assert world.ask(request("other", feature("a")))
     assert world.schedule(asker) == [True]
 
@@ -1146,7 +1146,7 @@ def bare(text: object, offset: int = 0, **more: Any) -> Any:
 
 def test_a_feature_without_pixels_is_asked_for_even_when_the_index_says_no(world: World) -> None:
     asker = request("r", bare("a"))
-    world.down = True
+    world.store.is_open = True
     assert not world.ask(asker)
     world.step()
     assert world.wanted == [identifier_of("a")]

@@ -173,7 +173,7 @@ class HalfMachine(RuleBasedStateMachine):
 
     @rule(down=st.booleans())
     def the_breaker(self, down: bool) -> None:
-        self.world.down = down
+        self.world.store.is_open = down
 
     @rule(seconds=st.sampled_from([0.1, 0.7, 1.1, 6.0, LEASE_S + 1]))
     def wait(self, seconds: float) -> None:
