@@ -44,6 +44,7 @@ class WorkerHalf:
         rank: Callable[[], int],
         drain_timeout_s: float,
         finish_later: bool = False,
+        own_pins: LocalPins | None = None,
     ) -> None:
         """Wire the half up.
 
@@ -54,6 +55,8 @@ class WorkerHalf:
             rank: Number of this worker among those that load.
             drain_timeout_s: How long finish() waits for the bucket to confirm queued saves.
             finish_later: The model runner calls finish_load_caches; else start_load_caches does.
+            own_pins: What a rank does that does not see the scheduler's pins; None for one of the
+                node's.
         """
         self._node = node
         self._saves = saves
@@ -64,7 +67,7 @@ class WorkerHalf:
         self._started: _Started | None = None
         self._loaded: dict[int, set[int]] = {}
         self._increments = Increments(node.counters)
-        self._own_pins = LocalPins(node)
+        self._own_pins = LocalPins(node) if own_pins is None else own_pins
         self._adapter_files = AdapterFiles()
 
     def follow(self, plan: StepPlan) -> StepPlan:

@@ -237,26 +237,6 @@ class World:
         """Identifiers submitted so far, in order."""
         return [want.key.identifier for want in self.prefetcher.submitted]
 
-    def sizes(self) -> dict[str, int]:
-        """How much the half remembers."""
-        half = self.half
-        names = (
-            "waits",
-            "tier_waits",
-            "unavailable",
-            "on_device",
-            "rows_asked",
-            "decisions",
-            "allocated",
-        )
-        sizes = {name: len(getattr(half, f"_{name}")) for name in names}
-        tracker = half._tracker
-        return sizes | {
-            "saving": len(half._save_orders),
-            "items": len(tracker.items),
-            "loading": len(half._steps),
-            "demand": len(tracker._demand),
-            "forgotten": len(tracker._demoted),
-            "interest": len(tracker.interest) + len(tracker.interest.requests),
-            "ranks": 0 if self.ranks is None else len(self.ranks),
-        }
+    def leftovers(self) -> list[str]:
+        """What is remembered though all requests, steps and leases have ended."""
+        return self.half.audit(requests=(), device=(), fetching=(), pins=(), at_rest=True)

@@ -210,7 +210,6 @@ def test_a_timeout_of_zero_never_waits_and_still_fetches() -> None:
     world.step()
     assert world.wanted == [identifier_of("a")]
     assert world.counters.get("deferred_requests") == 0
-    assert world.sizes()["waits"] == 0
 
 
 def test_more_waiting_requests_than_can_be_remembered_still_time_out(
@@ -227,7 +226,6 @@ def test_more_waiting_requests_than_can_be_remembered_still_time_out(
     world.clock.now_s += 0.1
     assert sum(answers) == 5
     assert all(world.ask(asker) for asker in askers)
-    assert world.sizes()["waits"] <= 10
 
 
 def test_requests_that_end_unseen_leave_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,7 +239,6 @@ def test_requests_that_end_unseen_leave_room_for_others(monkeypatch: pytest.Monk
             deferred += not world.ask(request(f"gone {burst} {number}", feature("a")))
             world.step()
         assert deferred == 10
-        assert world.sizes()["waits"] == 10
         world.clock.now_s += LEASE_S + 0.1
         world.step()
 
@@ -249,11 +246,15 @@ def test_requests_that_end_unseen_leave_room_for_others(monkeypatch: pytest.Monk
 def test_a_finished_request_is_forgotten(world: World) -> None:
     world.stock("a")
     asker = request("r", feature("a"))
-    world.ask(asker)
-    assert world.sizes()["waits"] == 1
+    assert not world.ask(asker)
+    world.step()
+    world.finish("a", FetchOutcome.ABSENT)
     world.half.request_finished(asker)
-    assert world.sizes()["waits"] == 0
     world.half.request_finished(asker)
+    for _ in range(2):  # the answer is taken, and then forgotten
+        world.clock.now_s += LEASE_S + 1
+        world.step()
+    assert world.leftovers() == []
 
 
 def test_a_pure_producer_never_waits() -> None:
@@ -549,7 +550,7 @@ def on_device(world: World) -> Any:
     world.ask(asker)
     world.schedule(asker)
     assert len(world.step().loads) == 1
-    assert world.half.is_on_device(identifier_of("a"))
+    assert identifier_of("a") in world.half.on_device
     return asker
 
 
@@ -559,7 +560,7 @@ def test_given_up_and_allocated_in_one_pass_is_loaded(world: World) -> None:
     world.ask(again)
     assert world.schedule(again) == [True]
     assert len(world.step(freed="a").loads) == 1
-    assert world.half.is_on_device(identifier_of("a"))
+    assert identifier_of("a") in world.half.on_device
 
 
 def test_allocated_and_given_up_in_one_pass_is_not_loaded(world: World) -> None:
@@ -569,7 +570,7 @@ def test_allocated_and_given_up_in_one_pass_is_not_loaded(world: World) -> None:
     world.ask(preempted)
     assert world.schedule(preempted) == [True]
     assert world.step(freed="a").loads == []
-    assert not world.half.is_on_device(identifier_of("a"))
+    assert identifier_of("a") not in world.half.on_device
     world.ask(preempted)
     assert world.schedule(preempted) == [True]
     assert len(world.step().loads) == 1
@@ -580,7 +581,7 @@ def test_given_up_allocated_and_given_up_in_one_pass_is_not_loaded(world: World)
     world.ask(again)
     assert world.schedule(again) == [True]
     assert world.step(freed="aa").loads == []
-    assert not world.half.is_on_device(identifier_of("a"))
+    assert identifier_of("a") not in world.half.on_device
 
 
 def test_two_requests_with_other_rows_for_one_identifier_get_only_their_own(world: World) -> None:
@@ -637,7 +638,7 @@ def test_a_pin_is_released_by_the_workers_report(world: World) -> None:
     assert path in world.prefetcher.live
     world.report(step)
     assert world.prefetcher.released == [path]
-    assert world.sizes()["items"] == 0
+    assert not world.half.tracker.items
 
 
 def test_a_pin_is_held_until_every_rank_has_reported() -> None:
@@ -750,7 +751,7 @@ def test_what_nobody_asks_for_is_released_when_its_lease_ends(world: World) -> N
     world.clock.now_s += 1.1
     world.step()
     assert path not in world.prefetcher.live
-    assert world.sizes()["items"] == 0
+    assert not world.half.tracker.items
 
 
 def test_asking_renews_the_lease(world: World) -> None:
@@ -788,7 +789,7 @@ def test_what_arrives_after_everybody_left_is_released(world: World) -> None:
     world.clock.now_s += LEASE_S + 2
     world.step()
     assert not world.prefetcher.live
-    assert world.sizes()["items"] == 0
+    assert not world.half.tracker.items
 
 
 def test_a_second_answer_for_one_item_is_released(world: World) -> None:
@@ -847,7 +848,7 @@ def test_a_client_that_leaves_takes_only_its_own_interest_along(world: World) ->
     world.half.request_finished(second)
     world.step(tokens=0)
     assert world.prefetcher.demoted == [identifier_of("a"), identifier_of("b")]
-    assert world.sizes()["interest"] == 0
+    assert not world.half.tracker.waiting
 
 
 def test_left_and_wanted_again_within_a_pass_keeps_its_place(world: World) -> None:
@@ -901,7 +902,7 @@ def test_a_prefix_that_others_computed_ends_the_interest_in_its_images(world: Wo
     world.step()
     assert world.prefetcher.demoted == [identifier_of("a")]
     assert world.ask(asker, 20)
-    assert world.sizes()["interest"] == 0
+    assert not world.half.tracker.waiting
 
 
 def test_what_arrives_for_nobody_is_released_soon(world: World) -> None:
@@ -920,7 +921,7 @@ def test_what_arrives_for_nobody_is_released_soon(world: World) -> None:
     world.clock.now_s += UNWANTED_LEASE_S + 0.1
     world.step()
     assert pin.path not in world.prefetcher.live
-    assert world.sizes()["items"] == 0
+    assert not world.half.tracker.items
 
 
 def test_where_nobody_ever_waits_what_arrives_is_kept_for_the_next() -> None:
@@ -952,8 +953,8 @@ def test_interest_ends_with_the_item_where_vllm_does_not_tell_of_ended_requests(
     world.step()
     world.clock.now_s += LEASE_S + 1
     world.step()
-    sizes = world.sizes()
-    assert (sizes["items"], sizes["interest"]) == (0, 0)
+    assert not world.half.tracker.items
+    assert not world.half.tracker.waiting
     assert not world.prefetcher.live
 
 
@@ -1491,7 +1492,6 @@ def test_a_reported_save_is_known_to_the_index_and_to_the_tier_at_once() -> None
     assert world.index.maybe_contains(key_of(identifier_of("a")))
     assert world.local(key_of(identifier_of("a")))
     assert world.counters.get("save.items") == 1
-    assert world.sizes()["saving"] == 0
     world.step(freed="a")
     assert not world.ask(asker)  # it is worth fetching now
 
@@ -1636,7 +1636,7 @@ def test_a_hundred_thousand_absent_pictures_leave_nothing_behind(every_pass: boo
         if number % 100 == 0:
             world.step()
     world.step()
-    assert set(world.sizes().values()) == {0}
+    assert world.leftovers() == []
 
 
 def test_what_requests_leave_behind_is_given_back_in_time(world: World) -> None:
@@ -1654,7 +1654,7 @@ def test_what_requests_leave_behind_is_given_back_in_time(world: World) -> None:
         world.clock.now_s += 0.5
     world.clock.now_s += LEASE_S + 2
     world.step(freed=[299])
-    assert set(world.sizes().values()) == {0}
+    assert world.leftovers() == []
     assert not world.prefetcher.live
 
 
