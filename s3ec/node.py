@@ -14,7 +14,7 @@ from typing import ClassVar
 from s3ec import runtime
 from s3ec.counters import Counters
 from s3ec.errors import AccessError, ConfigError, CorruptEntryError, TierError, UnavailableError
-from s3ec.identity import Key, KeyPolicy, Layout, Namespace, canonical_json, naming_of
+from s3ec.identity import KeyPolicy, Layout, Namespace, canonical_json, naming_of
 from s3ec.index.base_writer import BuildOptions
 from s3ec.index.cache import IndexCache
 from s3ec.index.compaction import Backlog, ElectedCompactor
@@ -103,6 +103,7 @@ class Node:
         namespace: Namespace,
         *,
         store: Store | None = None,
+        endpoint: Endpoint | None = None,
         name: str = "s3ec",
     ) -> None:
         """Set up.
@@ -111,6 +112,8 @@ class Node:
             settings: This process's settings.
             namespace: What this engine reads and writes.
             store: The bucket, without retries; opened from the settings if None.
+            endpoint: Its health and limits; None for this process's, or for fresh ones with a
+                ``store``.
             name: The loop thread's.
 
         Raises:
@@ -126,7 +129,8 @@ class Node:
         self.naming = _naming(settings, namespace)
         self.layout = Layout(namespace.name)
         self.counters = Counters()
-        self.endpoint = Endpoint.of(settings) if store else Endpoint.shared(settings)
+        usual = Endpoint.of if store else Endpoint.shared
+        self.endpoint = endpoint or usual(settings)
         self.breaker = self.endpoint.breaker
         self.loop = LoopThread(name, watch=DiskWatch(self.counters))
         self.store = resilient(
@@ -244,12 +248,6 @@ class Node:
                 raise
             self.counters.add("internal_errors")
             log.exception("notes of bad objects")
-
-    async def revision_to_store(self, key: Key) -> int:
-        """The first that no process of this node knows to be bad; who fetches may be another."""
-        if not self.loop.watch.hangs and self.loop.watch.run(self.bad_objects.is_stale):
-            await self.loop.disk(self.bad_objects.refresh)
-        return self.bad_objects.revision(key)
 
     async def _probe(self) -> None:
         """One small request that the breaker may let through, also where nobody else asks.

@@ -174,8 +174,8 @@ def test_accelerator_gets_all_through_few_buffers(bench: Bench, buffers: int, la
     loads = bench.loads(len(HASHES))
     bench.only_in_the_bucket(loads[5], 5)
     check(loader.start(loads, later=later).finish(), len(HASHES))
-    assert accelerators.is_all_idle(device._loads)
-    assert device._loads.held_bytes <= buffers * SMALLEST
+    assert accelerators.is_all_idle(device.loads)
+    assert device.loads.held_bytes <= buffers * SMALLEST
     assert fake.log.count("computing waits") == 1
     loader.close()
 
@@ -206,7 +206,7 @@ def test_buffer_comes_back_from_a_load_that_failed(bench: Bench) -> None:
         one for one in loader.start(loads, later=False).finish() if isinstance(one, Exception)
     ]
     assert len(failed) == 2
-    assert accelerators.is_all_idle(device._loads)
+    assert accelerators.is_all_idle(device.loads)
     loader.close()
 
 
