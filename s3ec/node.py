@@ -25,6 +25,7 @@ from s3ec.prefetch import Limits, Prefetcher, Sources
 from s3ec.runtime import DiskWatch, LoopThread, call_within, ends_task
 from s3ec.settings import Settings
 from s3ec.store.base import Store
+from s3ec.store.breaker import Breaker
 from s3ec.store.endpoint import Endpoint, resilient
 from s3ec.store.open import open_store
 from s3ec.tenant import FIELD as TENANT_FIELD
@@ -147,7 +148,7 @@ class Node:
             check_values=settings.verify == "always",
         )
         self._open_tier()
-        self.destination = _destination(settings)
+        self.destination = destination_of(settings)
         self.local = LocalKeys()
         self.bad_objects = BadObjects(
             self.tier.folders,
@@ -227,15 +228,8 @@ class Node:
                 self.counters.add("internal_errors")
                 log.exception("index refresh")
             await self._heed_bad_objects()
-            await asyncio.sleep(self._until_refresh_s() * random.uniform(0.9, 1.1))
-
-    def _until_refresh_s(self) -> float:
-        pause = self.settings.index_refresh_s
-        if not self.breaker.is_open:
-            return pause
-        # The loop also probes. Nothing is left to wait for while another one
-        # is out, which a silent server lets last for seconds.
-        return min(pause, max(self.breaker.pause_s, _BETWEEN_PROBES_S) + 0.05)
+            pause_s = refresh_pause_s(self.settings.index_refresh_s, self.breaker)
+            await asyncio.sleep(pause_s * random.uniform(0.9, 1.1))
 
     async def _heed_bad_objects(self) -> None:
         """Have producers store again what any process of this node found bad."""
@@ -290,6 +284,15 @@ class Node:
         await self.store.close()
 
 
+def refresh_pause_s(interval_s: float, breaker: Breaker) -> float:
+    """How long to wait before the index is read again, and the store is probed."""
+    if not breaker.is_open:
+        return interval_s
+    # Nothing is left to wait for while another probe is out, which a silent server lets last for
+    # seconds.
+    return min(interval_s, max(breaker.pause_s, _BETWEEN_PROBES_S) + 0.05)
+
+
 def _naming(settings: Settings, namespace: Namespace) -> KeyPolicy:
     naming = naming_of(settings)
     mine = naming.tenant.id if naming.tenant else None
@@ -305,7 +308,7 @@ def _naming(settings: Settings, namespace: Namespace) -> KeyPolicy:
     return naming
 
 
-def _destination(settings: Settings) -> str:
+def destination_of(settings: Settings) -> str:
     """16 hex digits for where saves go: namespaces are the same in every bucket, spools not."""
     where = [settings.endpoint_url, settings.bucket, settings.prefix]
     if settings.url:  # not always: entries of S3 that wait on disk keep their names

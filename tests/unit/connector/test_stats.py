@@ -9,13 +9,13 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
-from prometheus_client import Counter, Gauge, Histogram
 
 from s3ec.connector.metrics import LABELLED, LEVELS, NOT_EXPORTED, PLAIN
 from s3ec.fetch import FetchOutcome
 
 pytest.importorskip("vllm")
 stats = pytest.importorskip("s3ec.connector.stats")
+prometheus = pytest.importorskip("prometheus_client")
 
 PACKAGE = Path(__file__).parents[3] / "s3ec"
 
@@ -48,7 +48,7 @@ class FakeMetric:
 @pytest.fixture
 def metrics() -> Any:
     FakeMetric.made.clear()
-    types = dict.fromkeys((Counter, Gauge, Histogram), FakeMetric)
+    types = dict.fromkeys((prometheus.Counter, prometheus.Gauge, prometheus.Histogram), FakeMetric)
     labels = {0: ["model", "0"]}
     config = SimpleNamespace(ec_transfer_config=None)
     return stats.S3ECPromMetrics(config, types, ["model_name", "engine"], labels)
