@@ -71,6 +71,11 @@ def feature(
     )
 
 
+def bare(text: object, offset: int = 0, **more: Any) -> Any:
+    """A feature that came without pixels."""
+    return feature(text, offset, pixels=False, **more)
+
+
 def request(name: str, *features: Any) -> Any:
     ends = [one.mm_position.offset + one.mm_position.length for one in features]
     return SimpleNamespace(request_id=name, mm_features=list(features), num_prompt_tokens=max(ends))
@@ -195,6 +200,34 @@ class World:
         for text in texts:
             self.index.add(key_of(identifier_of(text)))
 
+    def put_here(self, *texts: object) -> None:
+        """This node's disk is believed to hold them."""
+        for text in texts:
+            self.local.add(key_of(identifier_of(text)))
+
+    def defer(self, text: object, *, stocked: bool = True, **more: Any) -> Any:
+        """A request for one picture that waits for it; the pass is over."""
+        if stocked:
+            self.stock(text)
+        asker = request("r", feature(text, **more))
+        assert not self.ask(asker)
+        self.step()
+        return asker
+
+    def run(self, request: Any) -> list[bool]:
+        """Schedule a request that need not wait; what was granted."""
+        assert self.ask(request)
+        return self.schedule(request)
+
+    def end(self, request: Any) -> None:
+        self.half.request_finished(request)
+
+    def failed(self) -> set[str]:
+        return self.half.take_unavailable_requests()
+
+    def is_on_device(self, text: object) -> bool:
+        return identifier_of(text) in self.half.on_device
+
     def ask(self, request: Any, computed: int = 0) -> bool:
         return self.half.ensure_cache_available(request, computed)
 
@@ -231,6 +264,12 @@ class World:
         assert self.ask(asker)
         self.half.request_finished(asker)
         return [pin.path for pin in pins if pin is not None]
+
+    def load_one(self, text: str = "a") -> tuple[int, Path]:
+        """Have it loaded; the step that loads it, and the pin."""
+        (path,) = self.bring(text)
+        assert self.run(request(f"load {text}", feature(text))) == [True]
+        return self.step().step, path
 
     @property
     def wanted(self) -> list[str]:
