@@ -21,7 +21,7 @@ from s3ec import codec
 from s3ec.connector.messages import Save
 from s3ec.counters import Counters
 from s3ec.errors import AccessError, TierError, UnavailableError
-from s3ec.identity import Namespace, make_key
+from s3ec.identity import Namespace
 from s3ec.modality import Record
 from s3ec.node import Node
 from s3ec.runtime import DiskWatch
@@ -33,6 +33,7 @@ from s3ec.testing.memory_store import MemoryBucket, MemoryStore
 from s3ec.tier import Spool
 from s3ec.tier.bad_objects import BadObjects
 from tests.on_disk import audit_of, evict
+from tests.unit.connector.scheduling import key_of
 
 torch = pytest.importorskip("torch")
 SaveQueue = pytest.importorskip("s3ec.connector.saves").SaveQueue
@@ -101,8 +102,7 @@ class Rig:
         """Queue some, and wait until they are on the disk and none is in memory."""
         for identifier in identifiers:
             assert queue.put(identifier, IMAGE, tensor())
-        keys = [make_key(identifier) for identifier in identifiers]
-        eventually(lambda: all(key is not None and self.node.local(key) for key in keys))
+        eventually(lambda: all(self.node.local(key_of(each)) for each in identifiers))
         assert self.spooled_files() >= len(identifiers)
 
     def spooled_files(self) -> int:
@@ -111,9 +111,14 @@ class Rig:
         return sum(name.endswith(".safetensors") for _, _, names in walk for name in names)
 
     def stored(self, identifier: str) -> bytes | None:
-        key = make_key(identifier)
-        assert key is not None
-        return self.bucket.objects.get(self.node.layout.object(key))
+        return self.bucket.objects.get(self.node.layout.object(key_of(identifier)))
+
+    def read(self, identifier: str) -> torch.Tensor:
+        """What the bucket holds, verified."""
+        blob = self.stored(identifier)
+        assert blob is not None
+        codec.verify(blob, namespace=self.node.namespace.name, identifier=identifier)
+        return safetensors_torch.load(blob)["ec_cache"]
 
     def record(self) -> Record | None:
         return self.node.loop.run(self.node.records.get("image"), _DEADLINE_S)
@@ -125,6 +130,15 @@ class Rig:
         for queue in self.queues:
             queue.drain(0)
         self.node.close(5)
+
+
+def dead_process(folder: Path, *identifiers: str) -> Rig:
+    """One that ended while the bucket took nothing, and left these in the spool."""
+    rig = Rig(folder)
+    rig.faults.append(Fault(error=UnavailableError))
+    rig.put_spooled(rig.queue(), *identifiers)
+    rig.close()
+    return rig
 
 
 @pytest.fixture
@@ -146,8 +160,7 @@ def test_saved_tensor_is_in_bucket_and_tier_and_reads_back(rig: Rig) -> None:
     assert header.modality == "image"
     read = safetensors_torch.load(blob)["ec_cache"]
     assert torch.equal(read, tensor(1))
-    key = make_key(HASHES[0])
-    assert key is not None
+    key = key_of(HASHES[0])
     assert rig.node.tier.contains(key)
     assert rig.node.local(key)
     assert rig.node.index.maybe_contains(key)
@@ -190,7 +203,7 @@ def test_tensor_of_another_width_than_the_record_is_not_saved(rig: Rig) -> None:
     queue.put(HASHES[1], IMAGE, tensor(width=16))
     assert queue.drain(_DEADLINE_S) == 0
     assert rig.stored(HASHES[1]) is None
-    assert rig.node.counters.get("save_problem.record") == 1
+    assert rig.counted("save_problem.record") == 1
     assert rig.record() == Record(8, "bfloat16")
     assert rig.spooled_files() == 0  # refused for good
 
@@ -203,7 +216,7 @@ def test_tensor_that_is_not_finite_is_not_saved(rig: Rig, bad: float) -> None:
     queue.put(HASHES[0], IMAGE, spoiled)
     assert queue.drain(_DEADLINE_S) == 0
     assert rig.bucket.objects == {}
-    assert rig.node.counters.get("save_problem.refused.nonfinite") == 1
+    assert rig.counted("save_problem.refused.nonfinite") == 1
 
 
 def test_refused_identifier_is_not_stored(rig: Rig) -> None:
@@ -211,7 +224,7 @@ def test_refused_identifier_is_not_stored(rig: Rig) -> None:
     queue.put("renderer0-mm-1-image-0", IMAGE, tensor())
     assert queue.drain(_DEADLINE_S) == 0
     assert rig.bucket.objects == {}
-    assert rig.node.counters.get("save_problem.refused.identifier") == 1
+    assert rig.counted("save_problem.refused.identifier") == 1
 
 
 # A breaker that lets a probe through soon, and one that never opens.
@@ -231,8 +244,8 @@ def test_upload_is_repeated_until_the_bucket_confirms(tmp_path: Path) -> None:
     assert queue.drain(_DEADLINE_S) == 0
     assert [fault.struck for fault in rig.faults] == [7, 2]
     assert rig.stored(HASHES[0]) is not None
-    assert rig.node.counters.get("save_problem.unavailable") >= 1
-    assert rig.node.counters.get("save_problem.denied") >= 1
+    assert rig.counted("save_problem.unavailable") >= 1
+    assert rig.counted("save_problem.denied") >= 1
     rig.close()
 
 
@@ -243,13 +256,12 @@ def test_lost_reply_of_a_stored_object_leaves_one_object_and_ends(rig: Rig) -> N
     assert queue.drain(_DEADLINE_S) == 0
     assert rig.faults[0].struck == 1
     assert rig.stored(HASHES[0]) is not None
-    assert rig.node.counters.get("save.existed") == 1
+    assert rig.counted("save.existed") == 1
     assert rig.spooled_files() == 0
 
 
 def test_entry_that_is_in_the_way_is_not_believed_to_be_good(rig: Rig) -> None:
-    key = make_key(HASHES[0])
-    assert key is not None
+    key = key_of(HASHES[0])
     rig.bucket.objects[rig.node.layout.object(key)] = b"rubbish"
     rig.node.index.mark_missing(key)
     queue = rig.queue()
@@ -260,51 +272,34 @@ def test_entry_that_is_in_the_way_is_not_believed_to_be_good(rig: Rig) -> None:
     assert queue.take_report() == ([HASHES[0]], [])
 
 
+@pytest.mark.parametrize("overflow", ["drop", "block"])
 @pytest.mark.parametrize("where", ["memory", "spool"])
-def test_full_queue_drops_and_counts_where_it_may_not_wait(tmp_path: Path, where: str) -> None:
+def test_full_queue_drops_and_counts_or_waits_where_the_work_must_be_complete(
+    tmp_path: Path, where: str, overflow: str
+) -> None:
     """Memory fills where the disk takes nothing; the spool's share where it does."""
     gate, one = Gate(), tensor()
     disk = {"min_free_bytes": NO_ROOM} if where == "memory" else {"cache_bytes": 4 * 520}
     rig = Rig(tmp_path, **disk)
     rig.faults.append(Fault(op="put_if_absent", name="objects/", gate=gate))
     budget_bytes = one.numel() * 2 if where == "memory" else 2**20
-    queue = rig.queue(budget_bytes=budget_bytes, overflow="drop")
+    queue = rig.queue(budget_bytes=budget_bytes, overflow=overflow)
     assert queue.put(HASHES[0], IMAGE, one)
     assert gate.reached.wait(_DEADLINE_S)
-    assert not queue.put(HASHES[1], IMAGE, tensor())
-    assert rig.counted("save_problem.dropped") == 1
+    taken: list[bool] = []
+    second = threading.Thread(target=lambda: taken.append(queue.put(HASHES[1], IMAGE, tensor(2))))
+    second.start()
+    told = "save.blocked" if overflow == "block" else "save_problem.dropped"
+    eventually(lambda: rig.counted(told) > 0)
+    if overflow == "block":
+        assert not taken
+        gate.release()
+    second.join()
+    assert taken == [overflow == "block"]
     gate.release()
     assert queue.drain(_DEADLINE_S) == 0
     assert rig.stored(HASHES[0]) is not None
-    assert rig.stored(HASHES[1]) is None
-    rig.close()
-
-
-@pytest.mark.parametrize("where", ["memory", "spool"])
-def test_full_queue_waits_where_the_work_must_be_complete(tmp_path: Path, where: str) -> None:
-    gate, one = Gate(), tensor()
-    disk = {"min_free_bytes": NO_ROOM} if where == "memory" else {"cache_bytes": 4 * 520}
-    rig = Rig(tmp_path, **disk)
-    rig.faults.append(Fault(op="put_if_absent", name="objects/", gate=gate))
-    budget_bytes = one.numel() * 2 if where == "memory" else 2**20
-    queue = rig.queue(budget_bytes=budget_bytes, overflow="block")
-    queue.put(HASHES[0], IMAGE, one)
-    assert gate.reached.wait(_DEADLINE_S)
-    taken = threading.Event()
-
-    def second() -> None:
-        if queue.put(HASHES[1], IMAGE, tensor(2)):
-            taken.set()
-
-    thread = threading.Thread(target=second)
-    thread.start()
-    eventually(lambda: rig.counted("save.blocked") > 0)
-    assert not taken.is_set()
-    gate.release()
-    assert taken.wait(_DEADLINE_S)
-    thread.join()
-    assert queue.drain(_DEADLINE_S) == 0
-    assert rig.stored(HASHES[1]) is not None
+    assert (rig.stored(HASHES[1]) is not None) is taken[0]
     rig.close()
 
 
@@ -335,10 +330,7 @@ def test_a_hook_waits_a_bounded_time_for_a_bucket_that_takes_nothing(
 def test_a_bucket_that_takes_something_now_and_then_blocks_no_step_for_longer(
     tmp_path: Path,
 ) -> None:
-    dead = Rig(tmp_path)
-    dead.faults.append(Fault(error=UnavailableError))
-    dead.put_spooled(dead.queue(), HASHES[9])
-    dead.close()
+    dead = dead_process(tmp_path, HASHES[9])
     first, last = Gate(), Gate()
     rig = Rig(tmp_path, shared=dead.bucket, cache_bytes=4 * 1300)
     rig.faults += [
@@ -488,8 +480,8 @@ def test_many_saves_are_all_stored_once(rig: Rig) -> None:
         queue.put(identifier, IMAGE, tensor(number))
     assert queue.drain(_DEADLINE_S) == 0
     assert all(rig.stored(identifier) for identifier in HASHES)
-    assert rig.node.counters.get("save.items") == len(HASHES)
-    assert rig.node.counters.get("internal_errors") == 0
+    assert rig.counted("save.items") == len(HASHES)
+    assert rig.counted("internal_errors") == 0
     assert rig.spooled_files() == 0
 
 
@@ -520,11 +512,7 @@ def test_output_may_be_changed_when_put_returns(rig: Rig) -> None:
     queue.put(HASHES[0], IMAGE, batch[2:6])
     batch.zero_()
     assert queue.drain(_DEADLINE_S) == 0
-    blob = rig.stored(HASHES[0])
-    assert blob is not None
-    codec.verify(blob, namespace=rig.node.namespace.name, identifier=HASHES[0])
-    saved = safetensors_torch.load(blob)["ec_cache"]
-    assert torch.equal(saved, torch.arange(16, 48, dtype=torch.float32).view(4, 8))
+    assert torch.equal(rig.read(HASHES[0]), torch.arange(16, 48, dtype=torch.float32).view(4, 8))
 
 
 def test_buffer_is_not_reused_while_it_is_uploaded_from_memory(tmp_path: Path) -> None:
@@ -539,11 +527,7 @@ def test_buffer_is_not_reused_while_it_is_uploaded_from_memory(tmp_path: Path) -
     gate.release()
     assert queue.drain(_DEADLINE_S) == 0
     for number, identifier in enumerate(HASHES[:6]):
-        blob = rig.stored(identifier)
-        assert blob is not None
-        codec.verify(blob, namespace=rig.node.namespace.name, identifier=identifier)
-        saved = safetensors_torch.load(blob)["ec_cache"]
-        assert torch.equal(saved, tensor(number))
+        assert torch.equal(rig.read(identifier), tensor(number))
     assert accelerators.is_all_idle(staging.saves)
     rig.close()
 
@@ -575,11 +559,7 @@ def test_hook_does_not_wait_for_the_device_and_the_writer_does(rig: Rig) -> None
     assert rig.stored(HASHES[0]) is None
     device.release()
     assert queue.drain(_DEADLINE_S) == 0
-    blob = rig.stored(HASHES[0])
-    assert blob is not None
-    codec.verify(blob, namespace=rig.node.namespace.name, identifier=HASHES[0])
-    saved = safetensors_torch.load(blob)["ec_cache"]
-    assert torch.equal(saved, tensor(1))
+    assert torch.equal(rig.read(HASHES[0]), tensor(1))
     assert accelerators.is_all_idle(staging.saves)
 
 
@@ -609,11 +589,8 @@ def test_next_process_uploads_what_the_last_one_could_not(tmp_path: Path) -> Non
     eventually(lambda: second.counted("spool.replayed") == 5)
     assert queue.drain(_DEADLINE_S) == 0
     for identifier in HASHES[:5]:
-        blob = second.stored(identifier)
-        assert blob is not None
-        codec.verify(blob, namespace=second.node.namespace.name, identifier=identifier)
-        key = make_key(identifier)
-        assert key is not None
+        second.read(identifier)
+        key = key_of(identifier)
         assert second.node.index.maybe_contains(key)
     published, stored = queue.take_report()
     assert (published, sorted(stored)) == ([], HASHES[:5])
@@ -644,12 +621,8 @@ def test_adopted_entry_that_the_bucket_holds_already_is_done(tmp_path: Path) -> 
 
 
 def test_spoiled_entry_is_set_aside_and_never_uploaded(tmp_path: Path) -> None:
-    first = Rig(tmp_path)
-    first.faults.append(Fault(error=UnavailableError))
-    first.put_spooled(first.queue(), *HASHES[:2])
-    first.close()
-    key = make_key(HASHES[0])
-    assert key is not None
+    first = dead_process(tmp_path, *HASHES[:2])
+    key = key_of(HASHES[0])
     (spoiled,) = (tmp_path / "tier").rglob(f"v1/spool/*/*{key.digest.hex()}*")
     blob = bytearray(spoiled.read_bytes())
     blob[-1] ^= 1
@@ -673,10 +646,7 @@ def test_spoiled_entry_is_set_aside_and_never_uploaded(tmp_path: Path) -> None:
 def test_entries_of_another_model_or_for_another_bucket_are_left_alone(
     tmp_path: Path, other: dict[str, str]
 ) -> None:
-    first = Rig(tmp_path)
-    first.faults.append(Fault(error=UnavailableError))
-    first.put_spooled(first.queue(), *HASHES[:2])
-    first.close()
+    first = dead_process(tmp_path, *HASHES[:2])
 
     stranger = Rig(tmp_path, **other)
     queue = stranger.queue()
@@ -710,10 +680,7 @@ def test_dead_bucket_that_comes_back_gets_everything(tmp_path: Path) -> None:
 
 
 def test_adopted_uploads_that_hang_leave_room_for_fresh_ones(tmp_path: Path) -> None:
-    first = Rig(tmp_path)
-    first.faults.append(Fault(error=UnavailableError))
-    first.put_spooled(first.queue(), *HASHES[:20])
-    first.close()
+    first = dead_process(tmp_path, *HASHES[:20])
 
     second = Rig(tmp_path, shared=first.bucket, max_concurrency=4)
     hang = Gate()
@@ -765,10 +732,7 @@ def test_processes_that_die_later_are_found_too(tmp_path: Path) -> None:
 
 
 def test_fresh_save_of_an_adopted_entry_stores_it_once(tmp_path: Path) -> None:
-    first = Rig(tmp_path)
-    first.faults.append(Fault(error=UnavailableError))
-    first.put_spooled(first.queue(), HASHES[0])
-    first.close()
+    first = dead_process(tmp_path, HASHES[0])
 
     second = Rig(tmp_path, shared=first.bucket)
     hang = Gate()
@@ -790,8 +754,7 @@ def test_upload_reads_the_tiers_entry_where_somebody_emptied_the_spool(rig: Rig)
     rig.faults.append(Fault(error=UnavailableError))
     queue = rig.queue(pauses=uploads.Pauses(first_s=0.001))
     rig.put_spooled(queue, *HASHES[:2])
-    key = make_key(HASHES[1])
-    assert key is not None
+    key = key_of(HASHES[1])
     evict(rig.node.tier, key)
     shutil.rmtree(rig.node.settings.cache_dir / "v1" / "spool")
     eventually(lambda: rig.counted("save_problem.vanished") == 1)
@@ -802,10 +765,7 @@ def test_upload_reads_the_tiers_entry_where_somebody_emptied_the_spool(rig: Rig)
 
 
 def test_adopted_uploads_that_never_end_are_left_at_the_end(tmp_path: Path) -> None:
-    first = Rig(tmp_path)
-    first.faults.append(Fault(error=UnavailableError))
-    first.put_spooled(first.queue(), *HASHES[:5])
-    first.close()
+    first = dead_process(tmp_path, *HASHES[:5])
     assert first.counted("spool.left") == 5
 
     second = Rig(tmp_path)
@@ -848,8 +808,7 @@ def test_spooled_file_that_cannot_be_read_is_tried_again_and_then_left_for_the_n
 
 def test_revision_that_another_process_asks_for_is_the_one_that_is_written(rig: Rig) -> None:
     """The scheduler's process fetches and notes, a worker's may be another one, and stores."""
-    key = make_key(HASHES[0])
-    assert key is not None
+    key = key_of(HASHES[0])
     rig.bucket.objects[rig.node.layout.object(key)] = b"<html>"
     where = (rig.node.tier.folders, rig.node.namespace.name, rig.node.destination)
     scheduler = BadObjects(*where, ttl_s=3600, counters=Counters())
