@@ -266,7 +266,7 @@ def _ranks_elsewhere(node: Node, role: Role, topology: Topology) -> Ranks | None
         return None
     return Ranks(
         topology.ranks,
-        tier_id(node),
+        tier_id(node.tier),
         steps_in_flight=role.steps_in_flight,
         heard_without_tokens=topology.heard_without_tokens,
     )

@@ -71,7 +71,9 @@ class WorkerHalf:
         self._sync_allowed = compat.sync_allowed()
         self._increments = Increments(node.counters)
         self._has_orders = False
-        self._own_pins = LocalPins(node) if own_pins is None else own_pins
+        if own_pins is None:
+            own_pins = LocalPins(node.prefetcher, node.tier, node.naming.make_key)
+        self._own_pins = own_pins
         self._adapter_files = AdapterFiles()
 
     def follow(self, plan: StepPlan) -> StepPlan:

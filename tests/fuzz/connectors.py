@@ -237,7 +237,7 @@ class S3EC(Connector):
     def _make_bookkeeping(self, bench: Bench) -> Ranks:
         return Ranks(
             self.options.ranks,
-            tier_id(bench.node),
+            tier_id(bench.node.tier),
             steps_in_flight=self.options.depth,
             heard_without_tokens=self.options.v2,
         )

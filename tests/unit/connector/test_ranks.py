@@ -63,7 +63,9 @@ class RankRig:
         self.faults: list[Fault] = []
         self.node = node_on(folder, bucket, self.faults)
         self.cache: dict[str, Any] = {}
-        self.own_pins = remote.LocalPins(self.node)
+        self.own_pins = remote.LocalPins(
+            self.node.prefetcher, self.node.tier, self.node.naming.make_key
+        )
         self.worker = WorkerHalf(
             self.node,
             own_pins=self.own_pins,
@@ -104,7 +106,7 @@ class Engine:
         self.clock = Clock()
         self.bookkeeping = Ranks(
             len(folders),
-            remote.tier_id(self.node),
+            remote.tier_id(self.node.tier),
             steps_in_flight=1,
             heard_without_tokens=heard_without_tokens,
         )
@@ -476,7 +478,7 @@ def shares(here: Path, there: Path, mark: Any = None) -> bool:
     bucket = MemoryBucket()
     scheduler, rank = node_on(here, bucket, []), RankRig(0, there, bucket)
     try:
-        plan = StepPlan(1, ranks=remote.RankOrders(mark or remote.tier_id(scheduler)))
+        plan = StepPlan(1, ranks=remote.RankOrders(mark or remote.tier_id(scheduler.tier)))
         report = rank.execute(plan)
         assert report is not None
         return report.present[0].shares
@@ -502,7 +504,7 @@ def test_a_folder_under_two_names_is_shared_where_the_schedulers_name_works(
 def test_a_folder_whose_name_does_not_exist_here_is_not_shared(tmp_path: Path) -> None:
     bucket = MemoryBucket()
     node = node_on(tmp_path / "a", bucket, [])
-    mark = remote.tier_id(node)
+    mark = remote.tier_id(node.tier)
     node.close(5)
     moved = remote.TierId(mark.host, mark.folder.replace("/a/", "/mounted-elsewhere/"))
     assert not shares(tmp_path / "a", tmp_path / "a", moved)
@@ -511,7 +513,7 @@ def test_a_folder_whose_name_does_not_exist_here_is_not_shared(tmp_path: Path) -
 def test_a_folder_of_another_host_is_not_shared(tmp_path: Path) -> None:
     node = node_on(tmp_path / "a", MemoryBucket(), [])
     try:
-        mark = remote.tier_id(node)
+        mark = remote.tier_id(node.tier)
         assert shares(tmp_path / "a", tmp_path / "a", mark)
         other = remote.TierId("another kernel", mark.folder)
         assert not shares(tmp_path / "a", tmp_path / "a", other)
