@@ -12,13 +12,9 @@ from types import SimpleNamespace
 import pytest
 
 from s3ec.codec import Shape
-from s3ec.connector import saves
 from s3ec.connector.messages import Load
 from s3ec.errors import CorruptEntryError
-from s3ec.identity import Namespace, make_key
-from s3ec.node import Node
-from s3ec.settings import Settings
-from s3ec.testing.memory_store import MemoryBucket, MemoryStore
+from tests.unit.connector.processes import DEADLINE_S, HASHES, Process
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
@@ -28,8 +24,6 @@ host_pool = pytest.importorskip("s3ec.connector.staging")
 staging = pytest.importorskip("s3ec.connector.staging")
 accelerators = pytest.importorskip("tests.unit.connector.accelerators")
 
-HASHES = [f"{n:064x}" for n in range(1, 21)]
-DEADLINE_S = 20.0
 SMALLEST = 64 * 1024
 
 
@@ -37,39 +31,16 @@ def tensor(seed: int) -> torch.Tensor:
     return torch.full((4, 8), float(seed), dtype=torch.bfloat16)
 
 
-class Bench:
-    def __init__(self, folder: Path) -> None:
-        self.bucket = MemoryBucket()
-        settings = Settings.model_validate(
-            {"bucket": "corpus", "cache_dir": folder / "tier", "min_free_bytes": 0}
-        )
-        name = Namespace.from_descriptor({"model": "tiny"})
-        self.node = Node(settings, name, store=MemoryStore(self.bucket))
-
-    def entry(self, number: int) -> bytes:
-        header = saves.describe(
-            tensor(number),
-            identifier=HASHES[number],
-            namespace=self.node.namespace.name,
-            modality="image",
-        )
-        return b"".join(saves.encode(header, tensor(number)))
-
+class Bench(Process):
     def load(self, number: int) -> Load:
-        key = make_key(HASHES[number])
-        assert key is not None
-        self.node.tier.publish(key, [self.entry(number)])
-        pin = self.node.tier.pin(key)
-        assert pin is not None
-        return Load.of(HASHES[number], pin)
+        return self.pinned(HASHES[number], tensor(number))
 
     def loads(self, count: int) -> list[Load]:
         return [self.load(number) for number in range(count)]
 
     def only_in_the_bucket(self, load: Load, number: int) -> None:
-        key = make_key(load.identifier)
-        assert key is not None
-        self.bucket.objects[self.node.layout.object(key)] = self.entry(number)
+        blob = self.entry(load.identifier, tensor(number))
+        self.bucket.objects[self.object_name(load.identifier)] = blob
         Path(load.path).unlink()
 
 
@@ -77,7 +48,7 @@ class Bench:
 def bench(tmp_path: Path) -> Iterator[Bench]:
     bench = Bench(tmp_path)
     yield bench
-    bench.node.close(5)
+    bench.close()
 
 
 class Watched(staging.HostStaging):
