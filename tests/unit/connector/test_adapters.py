@@ -21,7 +21,7 @@ from s3ec.connector.adapters import (
 from s3ec.connector.messages import AdapterUse, StepPlan
 from s3ec.identity import is_object_name, make_key, with_adapter
 from s3ec.weights import read_adapter
-from tests.unit.connector.scheduling import World, feature, identifier_of, request
+from tests.unit.connector.scheduling import World, feature, identifier_of, key_of, request
 from tests.unit.test_weights import adapter, tensors_of
 
 NAME = "my-lora"
@@ -96,8 +96,7 @@ def content_name(folder: Path, text: object) -> str:
 
 
 def stock(engine: Engine, name: str) -> None:
-    key = make_key(name)
-    assert key is not None
+    key = key_of(name)
     engine.world.index.add(key)
 
 
@@ -144,8 +143,7 @@ def test_an_encoded_image_is_saved_under_the_adapter_s_content(tmp_path: Path) -
     assert engine.allocate(asked) == [False]
     plan = engine.step()
     assert list(plan.saves) == list(plan.adapters) == [name]
-    key = make_key(name)
-    assert key is not None
+    key = key_of(name)
     assert is_object_name(key.name)
     assert key.name.startswith(name.split(":")[0] + "/")
 

@@ -21,9 +21,9 @@ from s3ec.errors import UnavailableError
 from s3ec.identity import Namespace
 from s3ec.modality import Record
 from s3ec.node import Node
-from s3ec.settings import Settings
-from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
-from s3ec.testing.memory_store import MemoryBucket, MemoryStore
+from s3ec.testing.fault_store import Fault, Gate
+from s3ec.testing.memory_store import MemoryBucket
+from tests.unit.connector.processes import Process
 from tests.unit.connector.scheduling import (
     Clock,
     feature,
@@ -60,8 +60,8 @@ class RankRig:
 
     def __init__(self, rank: int, folder: Path, bucket: MemoryBucket) -> None:
         self.rank = rank
-        self.faults: list[Fault] = []
-        self.node = node_on(folder, bucket, self.faults)
+        process = Process(folder, shared=bucket, cache_dir=folder)
+        self.node, self.faults = process.node, process.faults
         self.cache: dict[str, Any] = {}
         self.own_pins = remote.LocalPins(
             self.node.prefetcher, self.node.tier, self.node.naming.make_key
@@ -86,11 +86,8 @@ class RankRig:
         return [path for path in self.node.tier.pin_folder().iterdir() if path.name != ".lock"]
 
 
-def node_on(folder: Path, bucket: MemoryBucket, faults: list[Fault]) -> Node:
-    settings = Settings.model_validate(
-        {"bucket": "corpus", "cache_dir": folder, "min_free_bytes": 0}
-    )
-    return Node(settings, NAMESPACE, store=FaultStore(MemoryStore(bucket), Script(faults)))
+def node_on(folder: Path, bucket: MemoryBucket) -> Node:
+    return Process(folder, shared=bucket, cache_dir=folder).node
 
 
 class Engine:
@@ -100,7 +97,7 @@ class Engine:
         self, here: Path, folders: list[Path], *, heard_without_tokens: bool = False
     ) -> None:
         self.bucket = MemoryBucket()
-        self.node = node_on(here, self.bucket, [])
+        self.node = node_on(here, self.bucket)
         self.ranks = [RankRig(rank, path, self.bucket) for rank, path in enumerate(folders)]
         self.heard_without_tokens = heard_without_tokens
         self.clock = Clock()
@@ -476,7 +473,7 @@ def test_a_load_that_reaches_a_rank_which_has_no_pin_is_rescued(
 
 def shares(here: Path, there: Path, mark: Any = None) -> bool:
     bucket = MemoryBucket()
-    scheduler, rank = node_on(here, bucket, []), RankRig(0, there, bucket)
+    scheduler, rank = node_on(here, bucket), RankRig(0, there, bucket)
     try:
         plan = StepPlan(1, ranks=remote.RankOrders(mark or remote.tier_id(scheduler.tier)))
         report = rank.execute(plan)
@@ -503,7 +500,7 @@ def test_a_folder_under_two_names_is_shared_where_the_schedulers_name_works(
 
 def test_a_folder_whose_name_does_not_exist_here_is_not_shared(tmp_path: Path) -> None:
     bucket = MemoryBucket()
-    node = node_on(tmp_path / "a", bucket, [])
+    node = node_on(tmp_path / "a", bucket)
     mark = remote.tier_id(node.tier)
     node.close(5)
     moved = remote.TierId(mark.host, mark.folder.replace("/a/", "/mounted-elsewhere/"))
@@ -511,7 +508,7 @@ def test_a_folder_whose_name_does_not_exist_here_is_not_shared(tmp_path: Path) -
 
 
 def test_a_folder_of_another_host_is_not_shared(tmp_path: Path) -> None:
-    node = node_on(tmp_path / "a", MemoryBucket(), [])
+    node = node_on(tmp_path / "a", MemoryBucket())
     try:
         mark = remote.tier_id(node.tier)
         assert shares(tmp_path / "a", tmp_path / "a", mark)

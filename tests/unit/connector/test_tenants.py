@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,42 +14,35 @@ from s3ec.connector.messages import Save
 from s3ec.identity import (
     KeyPolicy,
     Layout,
-    Namespace,
     digest_of_name,
     is_object_name,
     key_of_header,
-    make_key,
 )
-from s3ec.node import Node
 from s3ec.prefetch import FetchOutcome, FetchRequest, FetchResult
 from s3ec.settings import Settings
 from s3ec.tenant import Tenant
-from s3ec.testing.memory_store import MemoryBucket, MemoryStore
+from s3ec.testing.memory_store import MemoryBucket
 from tests.on_disk import audit_of
-from tests.unit.connector.scheduling import World, feature, identifier_of, request
+from tests.unit.connector.processes import DEADLINE_S, Process, eventually
+from tests.unit.connector.scheduling import World, feature, identifier_of, key_of, request
 
 torch = pytest.importorskip("torch")
 SaveQueue = pytest.importorskip("s3ec.connector.saves").SaveQueue
 
-DEADLINE_S = 20.0
 SECRETS = {"ACME": "the secret of acme, long enough", "OTHER": "the secret of another tenant"}
 HASH = "ab" * 32
 
 
-class Engine:
+class Engine(Process):
     """One process of a tenant, without vLLM."""
 
     def __init__(self, bucket: MemoryBucket, folder: Path, tenant: str | None) -> None:
-        self.bucket = bucket
         descriptor: dict[str, Any] = {"model": "tiny"}
         if tenant:
             descriptor["tenant"] = Tenant(SECRETS[tenant].encode()).id
-        given = {"bucket": "corpus", "cache_dir": folder, "min_free_bytes": "0"}
         reference = f"env:{tenant}" if tenant else None
-        self.node = Node(
-            Settings.model_validate({**given, "tenant_key": reference}),
-            Namespace.from_descriptor(descriptor),
-            store=MemoryStore(bucket),
+        super().__init__(
+            folder, shared=bucket, descriptor=descriptor, cache_dir=folder, tenant_key=reference
         )
 
     def save(self, identifier: str, value: float) -> tuple[list[str], list[str]]:
@@ -83,13 +75,6 @@ class Engine:
 
 def picture(value: float) -> torch.Tensor:
     return torch.full((4, 8), value, dtype=torch.bfloat16)
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.005)
 
 
 @pytest.fixture
@@ -220,8 +205,7 @@ def test_what_a_client_chose_is_neither_looked_up_nor_saved_where_that_is_not_tr
     consumer: bool,
 ) -> None:
     world = untrusting(producer=True, consumer=consumer)
-    key = make_key("report.png")
-    assert key is not None
+    key = key_of("report.png")
     world.index.add(key)  # stored by somebody who trusts
     asker = request("r", feature("report.png", raw=True))
     assert world.ask(asker)

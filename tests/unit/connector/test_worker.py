@@ -13,9 +13,9 @@ import pytest
 from s3ec import codec
 from s3ec.connector.messages import Save, StepPlan
 from s3ec.errors import UnavailableError
-from s3ec.identity import make_key
 from s3ec.testing.fault_store import Fault
 from tests.unit.connector.processes import HASHES, Process, tensor
+from tests.unit.connector.scheduling import key_of
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
@@ -112,8 +112,7 @@ def test_damaged_file_is_replaced_by_the_bucket_s_copy(rig: Rig, damage: str) ->
     rig.worker.start_load_caches(cache, StepPlan(step=1, loads=[load]))
     assert torch.equal(cache[HASHES[0]], tensor(1))
     assert rig.node.counters.get("load.rescued") == 1
-    key = make_key(HASHES[0])
-    assert key is not None
+    key = key_of(HASHES[0])
     if damage != "missing":  # the entry is the same file as the pin: nobody may pin it again
         assert not rig.node.tier.contains(key)
 
@@ -137,8 +136,7 @@ def test_what_was_granted_is_rescued_from_whichever_revision_is_good(
 ) -> None:
     """The notes are another process's, may have run out, and may be ahead of what is stored."""
     load = rig.pinned(HASHES[0], tensor(1))
-    key = make_key(HASHES[0])
-    assert key is not None
+    key = key_of(HASHES[0])
     if plain != "absent":
         misfit = rig.entry(HASHES[0], tensor(2)[:2]) if plain == "other" else b"<html>"
         rig.bucket.objects[rig.object_name(HASHES[0])] = misfit
