@@ -114,110 +114,6 @@ KEPT_SHARE = 16
 REMOVED_AT_ONCE = 64
 
 
-class Announcing:
-    """The last part of a save: what is in the bucket is announced, then leaves the spool.
-
-    Uploads and hooks never wait for it.
-
-    Memory holds a key and some numbers per embedding. A process that ends in between leaves the
-    spooled file; the next one finds the object in the bucket, and announces it.
-    """
-
-    def __init__(self, node: Node, spool: Spool, ended: Callable[[], None]) -> None:
-        """Set up; nothing runs yet.
-
-        Args:
-            ended: Called in the loop's thread when ``left`` becomes 0. Must not wait.
-        """
-        self._node = node
-        self._spool = spool
-        self._ended = ended
-        self._announcer = Announcer(
-            node.store,
-            node.layout,
-            node.counters,
-            known_time_s=node.index.known_time_s,
-            batch_s=ANNOUNCE_S,
-        )
-        self._limit_bytes = int(node.settings.cache_bytes) // KEPT_SHARE
-        self._kept_bytes = 0
-        self._removable: list[tuple[bytes, int]] = []
-        self._removing: asyncio.Task[None] | None = None
-        self.left = 0
-
-    def send_soon(self) -> None:
-        """Announce what waits at once, whatever failed before."""
-        self._announcer.send_soon(retry=True)
-
-    def close(self) -> None:
-        """Announce no more; what is spooled stays there."""
-        self._announcer.close()
-
-    async def add(
-        self, key: Key, header: Header, nbytes: int, *, mine: bool, news: bool = False
-    ) -> None:
-        """Take one embedding that is in the bucket; waits at most for a file to be unlinked.
-
-        Args:
-            nbytes: Of the whole object.
-            mine: This upload put it there. Otherwise it is somebody's of the same name: of the
-                same shape, but perhaps of other last digits.
-            news: It is a revision: what the index has about the entry is about a bad object.
-        """
-        spooled = self._spool.holds(key.digest)  # not where the disk refused it
-        if not (mine or news) and self._node.index.is_announced(key):
-            if spooled:
-                await self._node.loop.disk(self._spool.remove, key.digest)
-            return
-        shape = header.shape
-        checksum = int(header.checksum[:8], 16) if mine else 0
-        facts = EntryInfo(nbytes, shape.rows, shape.width, shape.dtype, checksum)
-        kept_bytes = nbytes if spooled and self._kept_bytes + nbytes <= self._limit_bytes else 0
-        self.left += 1
-        self._kept_bytes += kept_bytes
-        # Before the index hears of it otherwise: the row must be later than what is known.
-        self._announcer.add(key, facts, partial(self._done, key.digest, kept_bytes))
-        if mine or news:
-            # Not where it was there before: an entry that this process holds for gone or bad may
-            # be the very one, and would be fetched in vain at every request.
-            self._node.index.add(key, facts)
-        if self._kept_bytes > self._limit_bytes // 2:
-            self._announcer.send_soon()
-        if spooled and not kept_bytes:
-            # A crash before it is announced leaves it to `s3ec manifest rebuild`.
-            await self._node.loop.disk(self._spool.remove, key.digest)
-
-    def _done(self, digest: bytes, kept_bytes: int, confirmed: bool) -> None:
-        if confirmed and kept_bytes:
-            self._removable.append((digest, kept_bytes))
-            if self._removing is None:
-                self._removing = asyncio.get_running_loop().create_task(
-                    self._remove(), name="s3ec-unspool"
-                )
-            return
-        if not confirmed and not kept_bytes:  # what is spooled is left to the next process
-            self._node.counters.add("announce_dropped")
-        self._leave(1)
-
-    async def _remove(self) -> None:
-        while self._removable:
-            batch = self._removable[:REMOVED_AT_ONCE]
-            del self._removable[:REMOVED_AT_ONCE]
-            await self._node.loop.disk(self._unspool, [digest for digest, _ in batch])
-            self._kept_bytes -= sum(nbytes for _, nbytes in batch)
-            self._leave(len(batch))
-        self._removing = None
-
-    def _unspool(self, digests: list[bytes]) -> None:
-        for digest in digests:
-            self._spool.remove(digest)
-
-    def _leave(self, count: int) -> None:
-        self.left -= count
-        if self.left == 0:
-            self._ended()
-
-
 # How often a hanging disk is thought of.
 _HANG_PAUSE_S = 1.0
 # A spooled file that cannot be read so often stays for the next process.
@@ -265,6 +161,13 @@ class Uploader:
     What is in memory only comes first, then fresh saves, then adopted ones, which never take more
     than a quarter of the places; a quarter stays free of uploads altogether. While the disk hangs
     nothing spooled is begun, and what hangs in it takes no place.
+
+    What is in the bucket is announced, and then leaves the spool. Uploads and hooks never wait for
+    that. Memory holds a key and some numbers per embedding meanwhile. A process that ends in
+    between leaves the spooled file; the next one finds the object in the bucket, and announces it.
+
+    Attributes:
+        unannounced: How many are in the bucket and not announced yet; from another thread, about.
     """
 
     def __init__(
@@ -292,8 +195,15 @@ class Uploader:
         self._inflight_limit_bytes = inflight_bytes
         self._ended = ended
         self._announced = announced
-        self._announcing = Announcing(node, spool, self._all_announced)
         self._pauses = pauses or Pauses()
+        self._announcer = Announcer(
+            node.store,
+            node.layout,
+            node.counters,
+            known_time_s=node.index.known_time_s,
+            batch_s=ANNOUNCE_S,
+        )
+        self.unannounced = 0
         places = node.settings.max_concurrency
         # The rest is the fetches': requests wait for those, and uploads may hang for long.
         self._max_active = max(1, places - places // 4)
@@ -306,6 +216,11 @@ class Uploader:
         self._adopted: deque[Upload] = deque()
         self._active: dict[asyncio.Task[None], Upload] = {}
         self._reading = 0  # of these, from the spool
+        # What stays in the spool for want of an announcement only.
+        self._kept_limit_bytes = int(node.settings.cache_bytes) // KEPT_SHARE
+        self._kept_bytes = 0
+        self._removable: list[tuple[bytes, int]] = []
+        self._removing: asyncio.Task[None] | None = None
         self._looking: asyncio.TimerHandle | None = None
 
     # -- any thread --------------------------------------------------------------------------
@@ -327,9 +242,9 @@ class Uploader:
         self._adopting = False
 
     def flush(self) -> None:
-        """Announce what waits for that at once; never waits."""
+        """Announce what waits for that at once, whatever failed before; never waits."""
         with suppress(RuntimeError):  # the loop has ended already
-            self._node.loop.call(self._announcing.send_soon)
+            self._node.loop.call(partial(self._announcer.send_soon, retry=True))
 
     def stop(self) -> None:
         """Break off what is under way; returns at once. What is spooled stays there."""
@@ -342,19 +257,11 @@ class Uploader:
         """How many of those are not in the bucket yet; from another thread, about."""
         return len(self._adopted) + sum(up.adopted for up in list(self._active.values()))
 
-    @property
-    def unannounced(self) -> int:
-        """How many are in the bucket and not announced yet; from another thread, about."""
-        return self._announcing.left
-
     # -- the loop's thread -------------------------------------------------------------------
-
-    def _all_announced(self) -> None:
-        self._announced()
 
     def _cancel(self) -> None:
         self._stopped = True
-        self._announcing.close()
+        self._announcer.close()  # what is spooled stays there
         for waiting in (self._unspooled, self._fresh, self._adopted):
             waiting.clear()
         for task in self._active:
@@ -516,10 +423,76 @@ class Uploader:
         if revision:
             await self._node.loop.disk(self._node.bad_objects.heal, upload.key, revision)
         # A revision is announced whoever wrote it: what readers know is the row of a bad object.
-        await self._announcing.add(
+        await self._announce(
             upload.key, header, nbytes, mine=answer is Answer.STORED, news=revision > 0
         )
         return header if answer is Answer.STORED else None
+
+    async def _announce(
+        self, key: Key, header: Header, nbytes: int, *, mine: bool, news: bool
+    ) -> None:
+        """Have one announced that is in the bucket; waits at most for a file to be unlinked.
+
+        Args:
+            nbytes: Of the whole object.
+            mine: This upload put it there. Otherwise it is somebody's of the same name: of the
+                same shape, but perhaps of other last digits.
+            news: It is a revision: what the index has about the entry is about a bad object.
+        """
+        spooled = self._spool.holds(key.digest)  # not where the disk refused it
+        if not (mine or news) and self._node.index.is_announced(key):
+            if spooled:
+                await self._node.loop.disk(self._spool.remove, key.digest)
+            return
+        shape = header.shape
+        checksum = int(header.checksum[:8], 16) if mine else 0
+        facts = EntryInfo(nbytes, shape.rows, shape.width, shape.dtype, checksum)
+        fits = self._kept_bytes + nbytes <= self._kept_limit_bytes
+        kept_bytes = nbytes if spooled and fits else 0
+        self.unannounced += 1
+        self._kept_bytes += kept_bytes
+        # Before the index hears of it otherwise: the row must be later than what is known.
+        self._announcer.add(key, facts, partial(self._answered, key.digest, kept_bytes))
+        if mine or news:
+            # Not where it was there before: an entry that this process holds for gone or bad may
+            # be the very one, and would be fetched in vain at every request.
+            self._node.index.add(key, facts)
+        if self._kept_bytes > self._kept_limit_bytes // 2:
+            self._announcer.send_soon(retry=True)
+        if spooled and not kept_bytes:
+            # A crash before it is announced leaves it to `s3ec manifest rebuild`.
+            await self._node.loop.disk(self._spool.remove, key.digest)
+
+    def _answered(self, digest: bytes, kept_bytes: int, confirmed: bool) -> None:
+        """The announcement is in the bucket, or was given up as the loop ends."""
+        if confirmed and kept_bytes:
+            self._removable.append((digest, kept_bytes))
+            if self._removing is None:
+                self._removing = asyncio.get_running_loop().create_task(
+                    self._remove(), name="s3ec-unspool"
+                )
+            return
+        if not confirmed and not kept_bytes:  # what is spooled is left to the next process
+            self._node.counters.add("announce_dropped")
+        self._leave(1)
+
+    async def _remove(self) -> None:
+        while self._removable:
+            batch = self._removable[:REMOVED_AT_ONCE]
+            del self._removable[:REMOVED_AT_ONCE]
+            await self._node.loop.disk(self._unspool, [digest for digest, _ in batch])
+            self._kept_bytes -= sum(nbytes for _, nbytes in batch)
+            self._leave(len(batch))
+        self._removing = None
+
+    def _unspool(self, digests: list[bytes]) -> None:
+        for digest in digests:
+            self._spool.remove(digest)
+
+    def _leave(self, count: int) -> None:
+        self.unannounced -= count
+        if self.unannounced == 0:
+            self._announced()
 
     async def _revision_of(self, key: Key) -> int:
         """The first that no process of this node knows to be bad; who fetches may be another."""
