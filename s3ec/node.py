@@ -227,11 +227,11 @@ class Node:
                     raise
                 self.counters.add("internal_errors")
                 log.exception("index refresh")
-            await self._heed_bad_objects()
+            await self.apply_bad_objects()
             pause_s = refresh_pause_s(self.settings.index_refresh_s, self.breaker)
             await asyncio.sleep(pause_s * random.uniform(0.9, 1.1))
 
-    async def _heed_bad_objects(self) -> None:
+    async def apply_bad_objects(self) -> None:
         """Have producers store again what any process of this node found bad."""
         try:
             await self.loop.disk(self.bad_objects.refresh)

@@ -364,7 +364,7 @@ class AdapterNames:
         return self._half.take_unavailable_requests()
 
     def request_finished(self, request: Any) -> None:
-        """Forget the request."""
+        """The request has ended."""
         self._requests.pop(request.request_id, None)
         self._half.request_finished(request)
 

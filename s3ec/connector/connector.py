@@ -147,7 +147,7 @@ class S3ECConnector(ECConnectorBase):
 
     @guarded(default=(False, None))
     def request_finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
-        """Forget the request; never delays the release of its blocks."""
+        """The request has ended; the release of its blocks is never delayed."""
         scheduler = self.parts.scheduler
         if scheduler is not None:
             scheduler.request_finished(request)

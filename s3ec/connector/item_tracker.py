@@ -86,7 +86,7 @@ class Item:
         return now - self.touched_s >= pause_s
 
     def is_over(self, now: float) -> bool:
-        """Whether it is time to forget it."""
+        """Whether its time is over, so that it becomes unknown."""
         if self.loads:
             return False
         if self.state is FAILED:
@@ -322,7 +322,7 @@ class DeferralBudget:
         self._waits.pop(request_id, None)
 
     def sweep(self, idle_s: float) -> None:
-        """Forget requests that were not asked about for this long, once there are many."""
+        """Drop requests that were not asked about for this long, once there are many."""
         if len(self._waits) <= MAX_WAITS // 2:
             return
         now = self._clock()
@@ -744,7 +744,7 @@ class ItemTracker:
         self._tier_waits.sweep(LEASE_S)
 
     def _drop(self, identifier: str) -> list[Pin]:
-        """Forget an item; its pins are to be given back, the bytes stay on the tier."""
+        """The item becomes unknown. Its pins are to be given back; the bytes stay on the tier."""
         item = self.items.pop(identifier)
         self._interest.drop(identifier)
         if self._ranks is not None:

@@ -87,10 +87,11 @@ def encode(header: Header, tensor: torch.Tensor) -> tuple[bytes, memoryview]:
 # One part in so many of `cache_bytes` may wait for the bucket, per process.
 _SPOOL_SHARE = 4
 
-# The writer lets a step's saves come in before it begins: it would take the interpreter's lock
-# and the memory's bandwidth from the hook that makes the next copy.
-_LINGER_S = 0.002
-_MAX_LINGER_S = 0.02
+# The writer begins when no save has come for so long, and at the latest after the second figure.
+# Earlier it would take the interpreter's lock and the memory's bandwidth from the hook that makes
+# the next copy.
+_QUIET_S = 0.002
+_LONGEST_WAIT_S = 0.02
 
 # A hook waits at most so long for room, in one step and for one outage of the bucket. vLLM ends an
 # engine of several workers when a step takes 300 s (VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS).
@@ -188,7 +189,7 @@ class SaveQueue:
             node,
             self._spool,
             inflight_bytes=budget_bytes,
-            ended=self._end,
+            ended=self._upload_ended,
             announced=self._wake,
             pauses=pauses,
         )
@@ -225,7 +226,7 @@ class SaveQueue:
         try:
             copy = self._staging(tensor.device).to_host(tensor)
         except BaseException:
-            self._forget(identifier, stored=False)
+            self._end_save(identifier, stored=False)
             raise
         self._jobs.append(_Job(identifier, save, copy))
         if not self._rung:
@@ -374,20 +375,20 @@ class SaveQueue:
     def _write(self) -> None:
         me = threading.current_thread()
         while self._bell.get():
-            self._linger()
+            self._wait_for_more()
             self._rung = False  # first: what comes in from here on rings again
             while self._jobs:
                 self._write_next()
                 if self._thread is not me:
                     return
 
-    def _linger(self) -> None:
+    def _wait_for_more(self) -> None:
         """Wait until the hook has been silent for a moment."""
-        deadline = time.monotonic() + _MAX_LINGER_S
+        deadline = time.monotonic() + _LONGEST_WAIT_S
         seen = -1
         while seen != len(self._jobs) and time.monotonic() < deadline:
             seen = len(self._jobs)
-            time.sleep(_LINGER_S)
+            time.sleep(_QUIET_S)
 
     def _write_next(self) -> None:
         """Take one job to its upload. A call of its own, so that no tensor outlives it."""
@@ -409,7 +410,7 @@ class SaveQueue:
                 return
             except RuntimeError as exc:  # the loop is stopped; what is spooled stays there
                 log.debug("save of %s: %s", upload.digest.hex(), exc)
-        self._forget(job.identifier, stored=False)
+        self._end_save(job.identifier, stored=False)
 
     def _write_one(self, job: _Job) -> Upload | None:
         """Encode one embedding and put it on the disk; None where it is none to be kept."""
@@ -466,10 +467,10 @@ class SaveQueue:
 
     # -- the loop's thread -------------------------------------------------------------------
 
-    def _end(self, upload: Upload, stored: bool) -> None:
+    def _upload_ended(self, upload: Upload, stored: bool) -> None:
         self._blocked_in_outage_s = 0.0  # the bucket answered; it is asked until it does
         if upload.key is not None:
-            self._forget(upload.key.identifier, stored=stored, adopted=upload.adopted)
+            self._end_save(upload.key.identifier, stored=stored, adopted=upload.adopted)
         else:
             self._wake()
 
@@ -477,7 +478,7 @@ class SaveQueue:
         with self._changed:
             self._changed.notify_all()
 
-    def _forget(self, identifier: str, *, stored: bool, adopted: bool = False) -> None:
+    def _end_save(self, identifier: str, *, stored: bool, adopted: bool = False) -> None:
         with self._changed:
             if not adopted:
                 self._memory_bytes -= self._pending.pop(identifier, 0)

@@ -547,7 +547,7 @@ class SchedulerHalf:
             self._counters.add(name, amount)
 
     def _sweep(self, now: float) -> None:
-        """Forget what is too old to matter; at most once a second."""
+        """Drop what is too old to matter; at most once a second."""
         self._swept_s = now
         if not self._role.asked_every_pass:
             for identifier in self._rows_asked.keys() - self._items.keys():
@@ -562,7 +562,7 @@ class SchedulerHalf:
         return taken
 
     def request_finished(self, request: Any) -> None:
-        """Forget the request."""
+        """The request has ended."""
         self._unavailable.discard(request.request_id)
         self.tracker.end_request(request.request_id)
 

@@ -110,11 +110,11 @@ class ObjectWriter:
 # One part in so many of `cache_bytes` may be spooled only for want of an announcement: a quarter
 # of the spool's share. Where announcements fail for long, saves go on with the rest.
 KEPT_SHARE = 16
-# A disk thread unlinks so many before another call gets its turn.
+# A disk thread unlinks so many in one call, so that others are not held up.
 REMOVED_AT_ONCE = 64
 
 
-# How often a hanging disk is thought of.
+# While the disk hangs, how long to wait before looking whether it answers again.
 _HANG_PAUSE_S = 1.0
 # A spooled file that cannot be read so often stays for the next process.
 _DISK_ATTEMPTS = 5
@@ -451,7 +451,7 @@ class Uploader:
         kept_bytes = nbytes if spooled and fits else 0
         self.unannounced += 1
         self._kept_bytes += kept_bytes
-        # Before the index hears of it otherwise: the row must be later than what is known.
+        # Before the index is told below: the row's time must be later than what is known.
         self._announcer.add(key, facts, partial(self._answered, key.digest, kept_bytes))
         if mine or news:
             # Not where it was there before: an entry that this process holds for gone or bad may
