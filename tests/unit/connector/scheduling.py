@@ -209,15 +209,18 @@ class World:
         """A request for one picture that waits for it; the pass is over."""
         if stocked:
             self.stock(text)
-        asker = request("r", feature(text, **more))
-        assert not self.ask(asker)
-        self.step()
-        return asker
+        return self.deferred(request("r", feature(text, **more)))
 
-    def run(self, request: Any) -> list[bool]:
+    def deferred(self, request: Any) -> Any:
+        """A request that waits; the pass is over."""
+        assert not self.ask(request)
+        self.step()
+        return request
+
+    def run(self, request: Any, *indices: int) -> list[bool]:
         """Schedule a request that need not wait; what was granted."""
         assert self.ask(request)
-        return self.schedule(request)
+        return self.schedule(request, *indices)
 
     def end(self, request: Any) -> None:
         self.half.request_finished(request)

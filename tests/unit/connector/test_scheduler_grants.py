@@ -3,13 +3,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
-from s3ec.connector.item_tracker import (
-    LEASE_S,
-)
+from s3ec.connector.item_tracker import LEASE_S
 from s3ec.connector.messages import RankStatus, TierId
 from s3ec.connector.remote_ranks import Ranks
 from s3ec.prefetch import FetchOutcome, Priority
@@ -61,8 +57,7 @@ def test_what_lies_beyond_the_window_is_fetched_ahead_and_not_waited_for(world: 
         Priority.LOOKAHEAD,
     ]
     world.finish("a")
-    assert world.ask(asker)
-    world.schedule(asker, 0)
+    world.run(asker, 0)
     world.step()
     assert not world.ask(asker, 1)  # now it is within the window
     world.step()
@@ -78,14 +73,11 @@ def test_what_lies_beyond_the_window_is_fetched_ahead_and_not_waited_for(world: 
 def test_where_vllm_asks_once_everything_is_waited_for() -> None:
     world = World(asked_every_pass=False)
     world.stock("a", "b")
-    asker = request("r", feature("a"), feature("b", 10 * WINDOW))
-    assert not world.ask(asker)
-    world.step()
+    asker = world.deferred(request("r", feature("a"), feature("b", 10 * WINDOW)))
     world.finish("a")
     assert not world.ask(asker)
     world.finish("b")
-    assert world.ask(asker)
-    assert world.schedule(asker, 0) == [True]
+    assert world.run(asker, 0) == [True]
     world.report(world.step().step)
     world.step()
     assert world.schedule(asker, 1) == [True]
@@ -94,13 +86,10 @@ def test_where_vllm_asks_once_everything_is_waited_for() -> None:
 
 def test_the_same_picture_twice_in_one_prompt_is_fetched_and_loaded_once(world: World) -> None:
     world.stock("a")
-    asker = request("r", feature("a"), feature("a", 20))
-    assert not world.ask(asker)
-    world.step()
+    asker = world.deferred(request("r", feature("a"), feature("a", 20)))
     assert len(world.wanted) == 1
     world.finish("a")
-    assert world.ask(asker)
-    assert world.schedule(asker, 0) == [True]  # vLLM does not ask for the second
+    assert world.run(asker, 0) == [True]  # vLLM does not ask for the second
     assert len(world.step().loads) == 1
 
 
@@ -192,40 +181,27 @@ def test_what_the_device_gave_up_before_it_was_loaded_is_not_loaded(world: World
     assert path not in world.prefetcher.live
 
 
-def on_device(world: World) -> Any:
-    """A request whose embedding was loaded in the step before."""
-    world.bring("a")
+@pytest.mark.parametrize(
+    ("held", "freed", "loads"),
+    [
+        (True, "a", 1),  # given up, and allocated: old releases name it all the same
+        (True, "aa", 0),  # and given up once more
+        (False, "a", 0),  # allocated, and preempted in the same pass: another needed the room
+    ],
+)
+def test_only_what_the_device_holds_at_the_end_of_the_pass_is_loaded(
+    world: World, held: bool, freed: str, loads: int
+) -> None:
     asker = request("r", feature("a"))
-    world.run(asker)
+    if held:
+        world.load_one()
+    else:
+        world.bring("a")
+    assert world.run(asker) == [True]
+    assert len(world.step(freed=freed).loads) == loads
+    assert world.is_on_device("a") is bool(loads)
+    assert world.run(asker) == [True]
     assert len(world.step().loads) == 1
-    assert world.is_on_device("a")
-    return asker
-
-
-def test_given_up_and_allocated_in_one_pass_is_loaded(world: World) -> None:
-    """Old releases name it among the freed ones all the same."""
-    again = on_device(world)
-    assert world.run(again) == [True]
-    assert len(world.step(freed="a").loads) == 1
-    assert world.is_on_device("a")
-
-
-def test_allocated_and_given_up_in_one_pass_is_not_loaded(world: World) -> None:
-    """The request was preempted in the pass that scheduled it, and another needed the room."""
-    world.bring("a")
-    preempted = request("r", feature("a"))
-    assert world.run(preempted) == [True]
-    assert world.step(freed="a").loads == []
-    assert not world.is_on_device("a")
-    assert world.run(preempted) == [True]
-    assert len(world.step().loads) == 1
-
-
-def test_given_up_allocated_and_given_up_in_one_pass_is_not_loaded(world: World) -> None:
-    again = on_device(world)
-    assert world.run(again) == [True]
-    assert world.step(freed="aa").loads == []
-    assert not world.is_on_device("a")
 
 
 def test_two_requests_with_other_rows_for_one_identifier_get_only_their_own(world: World) -> None:

@@ -49,23 +49,18 @@ def test_it_is_waited_for_beside_one_of_another_size_that_nobody_would_fetch(
     world: World,
 ) -> None:
     """Both have one uuid. The second look must not take away what the first one waits for."""
-    asker = request("r", bare("a"), feature("a", 10, rows=ROWS + 1))
-    assert not world.ask(asker)
-    world.step()
+    asker = world.deferred(request("r", bare("a"), feature("a", 10, rows=ROWS + 1)))
     world.finish("a", FetchOutcome.ABSENT)
     assert not world.ask(asker)
     world.clock.now_s += 0.1
     assert not world.ask(asker)
     world.step()
     world.finish("a")
-    assert world.ask(asker)
-    assert world.schedule(asker, 0) == [True]
+    assert world.run(asker, 0) == [True]
 
 
 def test_it_is_given_up_at_once_where_what_is_stored_does_not_fit(world: World) -> None:
-    asker = request("r", feature("x"), bare("a", 10))
-    assert not world.ask(asker)
-    world.step()
+    asker = world.deferred(request("r", feature("x"), bare("a", 10)))
     world.finish("a", FetchOutcome.MISMATCH)
     assert not world.ask(asker)
     assert not world.ask(asker)
@@ -126,25 +121,21 @@ def test_it_fails_alone_when_its_embedding_does_not_come_in_time(
 
 def test_the_next_request_for_it_asks_again_too(world: World) -> None:
     """Where its embedding came between the two."""
-    first = request("first", bare("a"))
-    assert not world.ask(first)
-    world.step()
+    first = world.deferred(request("first", bare("a")))
     world.finish("a", FetchOutcome.ABSENT)
     assert not world.ask(first)
     world.end(first)
     world.clock.now_s += 0.1
-    second = request("second", bare("a"))
-    assert not world.ask(second)
-    world.step()
+    second = world.deferred(request("second", bare("a")))
     world.finish("a")
     assert world.ask(second)
     assert world.failed() == set()
 
 
 def test_one_prompt_may_name_it_with_and_without_pixels(world: World) -> None:
-    asker = request("r", bare("a"), feature("a", 10), feature("a", 20, rows=ROWS + 1))
-    assert not world.ask(asker)
-    world.step()
+    asker = world.deferred(
+        request("r", bare("a"), feature("a", 10), feature("a", 20, rows=ROWS + 1))
+    )
     world.finish("a", FetchOutcome.ABSENT)
     assert not world.ask(asker)
     world.clock.now_s += RETRY_AFTER_S + 0.1
@@ -204,9 +195,7 @@ def test_it_waits_longer_than_others_and_is_given_up_in_the_end(defer_timeout_s:
 def test_without_deferral_it_is_served_when_its_embedding_comes() -> None:
     world = World(defer_timeout_s=0.0)
     world.stock("b")
-    asker = request("r", bare("a"), feature("b", 10))
-    assert not world.ask(asker)
-    world.step()
+    asker = world.deferred(request("r", bare("a"), feature("b", 10)))
     world.clock.now_s += NO_PIXELS_WAIT_S / 2
     world.finish("a")
     assert world.ask(asker)  # pixels are not waited for
@@ -256,13 +245,10 @@ def test_it_is_pinned_though_the_device_holds_it(world: World) -> None:
 
 
 def test_beyond_the_window_it_is_not_waited_for_yet(world: World) -> None:
-    asker = request("r", bare("a"), bare("b", WINDOW))
-    assert not world.ask(asker)
-    world.step()
+    asker = world.deferred(request("r", bare("a"), bare("b", WINDOW)))
     world.finish("a")
     world.finish("b", FetchOutcome.MISMATCH)
-    assert world.ask(asker)
-    world.schedule(asker, 0)
+    world.run(asker, 0)
     world.step()
     assert not world.ask(asker, 1)
     assert world.failed() == {"r"}
@@ -365,13 +351,10 @@ def test_the_same_with_pixels_in_the_prompt_takes_no_grant_away_while_the_disk_h
     world: World, bare_first: bool
 ) -> None:
     one, two = (bare("a"), feature("a", 10)) if bare_first else (feature("a"), bare("a", 10))
-    asker = request("r", one, two)
-    assert not world.ask(asker)
-    world.step()
+    asker = world.deferred(request("r", one, two))
     world.finish("a")
     world.disk.hangs = True
-    assert world.ask(asker)
-    assert world.schedule(asker, 0) == [True]
+    assert world.run(asker, 0) == [True]
 
 
 def test_while_the_disk_hangs_a_grant_is_for_the_rows_that_are_asked_for_first(

@@ -8,9 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from s3ec.connector.item_tracker import (
-    LEASE_S,
-)
+from s3ec.connector.item_tracker import LEASE_S
 from s3ec.connector.messages import Save, WorkerReport
 from s3ec.prefetch import FetchOutcome
 from tests.unit.connector.scheduling import (
@@ -79,6 +77,9 @@ def test_a_reported_save_is_known_to_the_index_and_to_the_tier_at_once() -> None
     assert world.counters.get("save.items") == 1
     world.step(freed="a")
     assert not world.ask(asker)  # it is worth fetching now
+    world.index.mark_missing(key_of(identifier_of("a")), absent=True)
+    world.schedule(asker)  # deleted, and encoded again
+    assert list(world.step().saves) == [identifier_of("a")]
 
 
 def test_a_pure_producer_skips_what_the_index_holds_and_saves_the_rest() -> None:

@@ -65,9 +65,7 @@ def test_a_miss_is_not_waited_for(world: World) -> None:
 
 def test_a_request_waits_for_all_of_its_images_and_no_longer(world: World) -> None:
     world.stock("a", "b")
-    asker = request("r", feature("a"), feature("x", 10), feature("b", 20))
-    assert not world.ask(asker)
-    world.step()
+    asker = world.deferred(request("r", feature("a"), feature("x", 10), feature("b", 20)))
     world.finish("b")
     assert not world.ask(asker)
     world.finish("a")
@@ -149,13 +147,10 @@ def test_the_wait_is_bounded_in_all_across_the_chunks_of_a_prompt(world: World) 
 
 def test_time_between_waits_does_not_count(world: World) -> None:
     world.stock("a", "b")
-    asker = request("r", feature("a"), feature("b", 200))
-    assert not world.ask(asker)
-    world.step()
+    asker = world.deferred(request("r", feature("a"), feature("b", 200)))
     world.clock.now_s += 1.0
     world.finish("a")
-    assert world.ask(asker)
-    world.schedule(asker, 0)
+    world.run(asker, 0)
     world.step()
     world.clock.now_s += 100.0
     assert not world.ask(asker, 150)
@@ -262,18 +257,14 @@ def test_what_lies_on_this_node_is_waited_for_however_slow_the_bucket_was(world:
     wait_for_nothing(world)
     world.stock("here", "away")
     world.put_here("here")
-    asker = request("r", feature("here"), feature("away", 10))
-    assert not world.ask(asker)
-    world.step()
+    asker = world.deferred(request("r", feature("here"), feature("away", 10)))
     world.finish("here", source="tier")
     assert world.run(asker) == [True, False]
 
 
 def test_who_has_waited_for_the_bucket_still_waits_for_what_lies_here(world: World) -> None:
     world.stock("here", "away")
-    asker = request("r", feature("away"), feature("here", 10))
-    assert not world.ask(asker)
-    world.step()
+    asker = world.deferred(request("r", feature("away"), feature("here", 10)))
     world.clock.now_s += 2.1
     world.put_here("here")  # another process has brought it meanwhile
     assert not world.ask(asker)
@@ -301,18 +292,14 @@ def test_a_failure_of_the_bucket_is_forgotten_when_the_entry_comes_to_this_disk(
     world.finish("a", FetchOutcome.UNAVAILABLE)
     assert world.ask(asker)
     world.put_here("a")
-    other = request("other", feature("a"))
-    assert not world.ask(other)
-    world.step()
+    other = world.deferred(request("other", feature("a")))
     world.finish("a", FetchOutcome.UNAVAILABLE)  # the disk refuses: not again at once
     assert world.ask(other)
 
 
 def test_each_turn_of_a_session_waits_anew(world: World) -> None:
     world.stock("a", "b")
-    session = request("r", feature("a"))
-    assert not world.ask(session)
-    world.step()
+    session = world.deferred(request("r", feature("a")))
     world.clock.now_s += 2.1
     world.run(session)
     world.step()
@@ -338,9 +325,7 @@ def test_a_wait_that_is_over_costs_the_item_its_place_and_a_new_one_gives_it_bac
     world: World,
 ) -> None:
     world.stock("a")
-    first = request("first", feature("a"))
-    assert not world.ask(first)
-    world.step()
+    first = world.deferred(request("first", feature("a")))
     world.clock.now_s += 2.0
     assert world.ask(first)
     assert world.prefetcher.demoted == []  # told at the end of the pass
@@ -499,9 +484,7 @@ def test_who_waits_when_the_store_goes_down_waits_no_longer(world: World) -> Non
 
 def test_who_has_no_pixels_waits_though_the_store_is_down(world: World) -> None:
     world.stock("a")
-    asker = request("r", feature("a", pixels=False))
-    assert not world.ask(asker)
-    world.step()
+    asker = world.deferred(request("r", feature("a", pixels=False)))
     world.store.is_open = True
     assert not world.ask(asker)
 
@@ -509,18 +492,14 @@ def test_who_has_no_pixels_waits_though_the_store_is_down(world: World) -> None:
 def test_while_the_store_is_down_this_nodes_disk_still_serves(world: World) -> None:
     world.put_here("a")
     world.store.is_open = True
-    asker = request("r", feature("a"))
-    assert not world.ask(asker)
-    world.step()
+    asker = world.deferred(request("r", feature("a")))
     world.finish("a")
     assert world.run(asker) == [True]
 
 
 def wait_in_vain(world: World, text: str) -> None:
     world.stock(text)
-    asker = request(text, feature(text))
-    assert not world.ask(asker)
-    world.step()
+    asker = world.deferred(request(text, feature(text)))
     world.clock.now_s += 2.0
     assert world.ask(asker)
 

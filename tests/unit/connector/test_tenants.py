@@ -208,8 +208,7 @@ def test_what_a_client_chose_is_neither_looked_up_nor_saved_where_that_is_not_tr
     key = key_of("report.png")
     world.index.add(key)  # stored by somebody who trusts
     asker = request("r", feature("report.png", raw=True))
-    assert world.ask(asker)
-    assert world.schedule(asker) == [False]
+    assert world.run(asker) == [False]
     plan = world.step()
     assert (plan.loads, plan.saves, world.wanted) == ([], {}, [])
     assert world.counters.get("ids.refused") == 1 + consumer
@@ -220,8 +219,7 @@ def test_a_content_hash_is_served_where_clients_are_not_trusted() -> None:
     world = untrusting(producer=True)
     world.bring("a")
     asker = request("r", feature("a"), feature("new", 20))
-    assert world.ask(asker)
-    assert world.schedule(asker) == [True, False]
+    assert world.run(asker) == [True, False]
     plan = world.step()
     assert [load.identifier for load in plan.loads] == [identifier_of("a")]
     assert list(plan.saves) == [identifier_of("new")]
