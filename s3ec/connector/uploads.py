@@ -428,6 +428,49 @@ class Uploader:
         )
         return header if answer is Answer.STORED else None
 
+    async def _revision_of(self, key: Key) -> int:
+        """The first that no process of this node knows to be bad; who fetches may be another."""
+        watch, bad_objects = self._node.loop.watch, self._node.bad_objects
+        if not watch.hangs and watch.run(bad_objects.is_stale):
+            await self._node.loop.disk(bad_objects.refresh)
+        return bad_objects.revision(key)
+
+    def _load(self, upload: Upload) -> Loaded | None:
+        """Read an embedding back from the disk; blocking.
+
+        Raises:
+            TierError: The disk did not answer.
+        """
+        loaded = self._spool.load(upload.digest)
+        if loaded is not None or upload.key is None:
+            return loaded
+        if self._node.loop.closed:  # and the tier, perhaps
+            raise TierError("the end")
+        loaded = self._load_entry(upload.key)
+        if loaded is None:
+            self._node.counters.add("save_problem.vanished")
+            log.error("embedding %s vanished from the disk", upload.digest.hex())
+        return loaded
+
+    def _load_entry(self, key: Key) -> Loaded | None:
+        """From the tier, where somebody emptied the spool."""
+        pin = self._node.tier.pin(key)
+        if pin is None:
+            return None
+        try:
+            blob = pin.path.read_bytes()
+            name = self._node.namespace.name
+            return Loaded(key, codec.verify(blob, namespace=name, identifier=key.stored), blob)
+        except CorruptEntryError as exc:
+            self._node.tier.quarantine(key, exc.reason)
+            return None
+        except OSError as exc:
+            raise TierError(f"cannot read {pin.path}: {exc}") from exc
+        finally:
+            self._node.tier.unpin(pin)
+
+    # -- the loop's thread: from the bucket into the index ------------------------------------
+
     async def _announce(
         self, key: Key, header: Header, nbytes: int, *, mine: bool, news: bool
     ) -> None:
@@ -493,44 +536,3 @@ class Uploader:
         self.unannounced -= count
         if self.unannounced == 0:
             self._announced()
-
-    async def _revision_of(self, key: Key) -> int:
-        """The first that no process of this node knows to be bad; who fetches may be another."""
-        watch, bad_objects = self._node.loop.watch, self._node.bad_objects
-        if not watch.hangs and watch.run(bad_objects.is_stale):
-            await self._node.loop.disk(bad_objects.refresh)
-        return bad_objects.revision(key)
-
-    def _load(self, upload: Upload) -> Loaded | None:
-        """Read an embedding back from the disk; blocking.
-
-        Raises:
-            TierError: The disk did not answer.
-        """
-        loaded = self._spool.load(upload.digest)
-        if loaded is not None or upload.key is None:
-            return loaded
-        if self._node.loop.closed:  # and the tier, perhaps
-            raise TierError("the end")
-        loaded = self._load_entry(upload.key)
-        if loaded is None:
-            self._node.counters.add("save_problem.vanished")
-            log.error("embedding %s vanished from the disk", upload.digest.hex())
-        return loaded
-
-    def _load_entry(self, key: Key) -> Loaded | None:
-        """From the tier, where somebody emptied the spool."""
-        pin = self._node.tier.pin(key)
-        if pin is None:
-            return None
-        try:
-            blob = pin.path.read_bytes()
-            name = self._node.namespace.name
-            return Loaded(key, codec.verify(blob, namespace=name, identifier=key.stored), blob)
-        except CorruptEntryError as exc:
-            self._node.tier.quarantine(key, exc.reason)
-            return None
-        except OSError as exc:
-            raise TierError(f"cannot read {pin.path}: {exc}") from exc
-        finally:
-            self._node.tier.unpin(pin)
