@@ -279,11 +279,11 @@ class Prefetcher:
         del self._places[want.key.digest]
 
     def _count(self, result: FetchResult, seconds: float) -> None:
-        self._counters.add(f"fetch.{result.outcome.value}")
+        sums: dict[str, float] = {f"fetch.{result.outcome.value}": 1}
         if result.pin is not None:
-            self._counters.add(f"fetch_items.{result.source}")
-            self._counters.add(f"fetch_bytes.{result.source}", result.pin.nbytes)
-            self._counters.add(f"fetch_seconds.{result.source}", seconds)
+            sums[f"fetch_items.{result.source}"] = 1
+            sums[f"fetch_bytes.{result.source}"] = result.pin.nbytes
+            sums[f"fetch_seconds.{result.source}"] = seconds
             log.debug(
                 "fetched digest=%s source=%s nbytes=%d seconds=%.6f",
                 result.want.key.digest.hex(),
@@ -291,6 +291,7 @@ class Prefetcher:
                 result.pin.nbytes,
                 seconds,
             )
+        self._counters.add_all(sums)
 
     def _requeue(self, place: _Place, lane: _Lane) -> None:
         """Have it go on in that lane, at its old place."""

@@ -355,15 +355,10 @@ class Uploader:
         self._start_some()
 
     def _count(self, upload: Upload, header: Header, seconds: float) -> None:
-        self._node.counters.add("save.items")
-        self._node.counters.add("save.bytes", header.shape.nbytes)
-        self._node.counters.add("save.seconds", seconds)
-        log.debug(
-            "stored digest=%s nbytes=%d seconds=%.6f",
-            upload.digest.hex(),
-            header.shape.nbytes,
-            seconds,
-        )
+        nbytes = header.shape.nbytes
+        sums = {"save.items": 1, "save.bytes": nbytes, "save.seconds": seconds}
+        self._node.counters.add_all(sums)
+        log.debug("stored digest=%s nbytes=%d seconds=%.6f", upload.digest.hex(), nbytes, seconds)
 
     async def _until_answered(self, upload: Upload) -> Header | None:
         """Try until the bucket took it (its header), or had it or may not take it (None).

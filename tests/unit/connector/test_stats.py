@@ -60,7 +60,9 @@ def counted_names() -> set[str]:
     for file in PACKAGE.rglob("*.py"):
         for name in re.findall(r'counters\.add\(\s*f?"([^"]+)"', file.read_text()):
             names.add(name.split("{")[0])
-        names.update(re.findall(r'"(load\.[a-z]+)"', file.read_text()))  # added as a mapping
+        # Added as a mapping.
+        names.update(re.findall(r'"((?:load|save)\.[a-z]+)"', file.read_text()))
+        names.update(re.findall(r'f"(fetch[a-z_]*\.)\{', file.read_text()))
     return names
 
 
