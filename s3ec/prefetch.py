@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Brings wanted embeddings to this node and pins them, off the scheduler's thread.
+"""The queue of fetches: brings embeddings to this node and pins them, off the scheduler's thread.
 
-``submit``, ``demote`` and ``drain`` are memory only and callable from any thread; everything else
-happens on a LoopThread and its disk pool.
+``submit``, ``demote`` and ``drain`` touch memory only and may be called from any thread. Everything
+else happens on a LoopThread and its disk pool.
 
-There are two lanes, so that nothing that lies on this node waits for the bucket: in one the disk is
-looked at for what it is believed to hold, in the other entries are downloaded. What another process
-of the node fetches at the moment is parked: it takes no place in either, is looked at again every
-few milliseconds until its claim is gone, and is then looked for on the disk.
+There are two lanes, so that nothing that lies on this node waits for the bucket. In one, the disk
+is searched for what it is believed to hold. In the other, entries are downloaded. What another
+process of the node fetches at the moment is parked: it takes no place in either lane. Every few
+milliseconds its claim is looked at. When the claim is gone, the entry is looked for on the disk.
 """
 
 from __future__ import annotations
@@ -80,11 +80,24 @@ class _Lane:
 
 @dataclass(slots=True)
 class _Place:
-    """Where a want is: queued in a lane under ``turn``, parked, or under way (with a task)."""
+    """Where a request is: queued in a lane under ``number``, going (it has a task), or parked.
+
+    ========  =========  ====================================================================
+    state     goes to    when
+    ========  =========  ====================================================================
+    (new)     queued     for a look at the disk if it is believed to be there, else a download
+    queued    queued     it is wanted sooner, or nobody waits any more
+    queued    going      its lane has room
+    going     queued     the disk does not have it: it goes on to the download lane
+    going     parked     another process of the node fetches it
+    parked    queued     that claim is gone or too old: it is looked for on the disk
+    going     (ended)    there is a result, which ``drain`` hands out
+    ========  =========  ====================================================================
+    """
 
     want: FetchRequest
     rank: Priority
-    turn: int
+    number: int
     lane: _Lane
     parked_s: float | None = None
     task: asyncio.Task[None] | None = None
@@ -112,7 +125,7 @@ class Prefetcher:
         self._fetcher = Fetcher(
             loop, sources, counters, max_inflight_bytes=limits.max_inflight_bytes
         )
-        self._turns = itertools.count()
+        self._numbers = itertools.count()
         self._places: dict[bytes, _Place] = {}
         self._looks, self._downloads = _Lane(), _Lane()
         self._parked: dict[bytes, _Place] = {}
@@ -190,8 +203,8 @@ class Prefetcher:
             self._push(digest, place)
 
     def _push(self, digest: bytes, place: _Place) -> None:
-        place.turn = next(self._turns)
-        heapq.heappush(place.lane.heap, (place.rank, place.turn, digest))
+        place.number = next(self._numbers)
+        heapq.heappush(place.lane.heap, (place.rank, place.number, digest))
 
     def _start_some(self) -> None:
         for lane in (self._looks, self._downloads):
@@ -199,9 +212,9 @@ class Prefetcher:
 
     def _start_some_of(self, lane: _Lane) -> None:
         while lane.heap and lane.under_way < self._limits.max_concurrency:
-            _, turn, digest = heapq.heappop(lane.heap)
+            _, number, digest = heapq.heappop(lane.heap)
             place = self._places.get(digest)
-            moved = place is None or place.turn != turn or place.lane is not lane
+            moved = place is None or place.number != number or place.lane is not lane
             if place is None or moved or place.task is not None:
                 continue
             lane.under_way += 1
@@ -266,11 +279,11 @@ class Prefetcher:
         del self._places[want.key.digest]
 
     def _count(self, result: FetchResult, seconds: float) -> None:
-        self._counters.add(f"fetch.{result.outcome.value}")
+        sums: dict[str, float] = {f"fetch.{result.outcome.value}": 1}
         if result.pin is not None:
-            self._counters.add(f"fetch_items.{result.source}")
-            self._counters.add(f"fetch_bytes.{result.source}", result.pin.nbytes)
-            self._counters.add(f"fetch_seconds.{result.source}", seconds)
+            sums[f"fetch_items.{result.source}"] = 1
+            sums[f"fetch_bytes.{result.source}"] = result.pin.nbytes
+            sums[f"fetch_seconds.{result.source}"] = seconds
             log.debug(
                 "fetched digest=%s source=%s nbytes=%d seconds=%.6f",
                 result.want.key.digest.hex(),
@@ -278,11 +291,12 @@ class Prefetcher:
                 result.pin.nbytes,
                 seconds,
             )
+        self._counters.add_all(sums)
 
     def _requeue(self, place: _Place, lane: _Lane) -> None:
         """Have it go on in that lane, at its old place."""
         place.lane = lane
-        heapq.heappush(lane.heap, (place.rank, place.turn, place.want.key.digest))
+        heapq.heappush(lane.heap, (place.rank, place.number, place.want.key.digest))
 
     # -- what another process fetches --------------------------------------------------------
 

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 # Hashed while it is in the processor's last cache: 10% of a 30 MB entry. Not smaller, since each
 # part costs two turns at the GIL.
-_PART_BYTES = 2**22
+PART_BYTES = 2**22
 # Follows no link and waits for no pipe's writer, should somebody have put one there.
 _OPEN = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 # Linux; elsewhere a load alone is handed to a reader.
@@ -68,9 +68,9 @@ def read_data(load: Load, memory: torch.Tensor, *, hashed: bool = True, wait: bo
             raise CorruptEntryError(
                 f"{found.st_size} bytes, expected {len(front) + nbytes}", reason="length"
             )
-        flags = 0 if wait or _is_in_memory(found.st_dev) else _no_wait()
+        flags = 0 if wait or is_in_memory(found.st_dev) else _no_wait()
         # All at once where nothing is hashed in between.
-        step = _PART_BYTES if hashed else nbytes
+        step = PART_BYTES if hashed else nbytes
         done = _read(fd, [front, view[:step]], 0, flags) - len(front)
         if flags and done <= 0:  # of a long header the kernel has a part
             raise BlockingIOError(errno.EAGAIN, "a disk would have to answer")
@@ -116,7 +116,7 @@ def _no_wait() -> int:
 
 
 @functools.lru_cache(maxsize=16)
-def _is_in_memory(device: int) -> bool:
+def is_in_memory(device: int) -> bool:
     """Whether a file system (``st_dev``) is one of memory; looked up once."""
     number = f"{os.major(device)}:{os.minor(device)}"
     try:
@@ -134,7 +134,7 @@ def _is_in_memory(device: int) -> bool:
 # the embedding it would end.
 _RESCUE_TIMEOUT_S = 20.0
 # More do not help: a few fill the memory bus.
-_MAX_READERS = 4
+MAX_READERS = 4
 # How long the engine waits for a disk that does not answer, before the bucket is asked.
 PATIENCE_S = 5.0
 
@@ -142,9 +142,10 @@ PATIENCE_S = 5.0
 class Loader:
     """Brings embeddings from pinned files to the device.
 
-    One thread calls it, and never waits for a disk without a bound: it reads by itself what the
-    kernel has in memory, and hands the rest to readers, whom it gives up after ``PATIENCE_S``, or
-    at once while the disk is known to hang. They are started when they are first needed.
+    One thread calls it. That thread never waits for a disk without a bound. It reads by itself
+    what the kernel has in memory, and hands the rest to reader threads. It gives a reader up after
+    ``PATIENCE_S``, or at once while the disk is known to hang. Readers are started when they are
+    first needed.
     """
 
     def __init__(self, node: Node, make_staging: Callable[[], Staging]) -> None:
@@ -185,10 +186,10 @@ class Loader:
     def hand_over(self, load: Load) -> Handed:
         """Have a reader do it."""
         if self._readers is None:
-            readers = min(_MAX_READERS, len(os.sched_getaffinity(0)))
+            readers = min(MAX_READERS, len(os.sched_getaffinity(0)))
             self._readers = DaemonPool(readers, "s3ec-load")
-        turn = BufferLease()
-        return Handed(load, turn, self._readers.submit(self._load, load, turn))
+        lease = BufferLease()
+        return Handed(load, lease, self._readers.submit(self._load, load, lease))
 
     def load_at_once(self, load: Load) -> torch.Tensor:
         """Bring one embedding to the device, in the calling thread.
@@ -213,20 +214,20 @@ class Loader:
         load = handed.load
         self._node.counters.add("load.hung")
         log.warning("the disk does not answer; asking the bucket for what %s holds", load.path)
-        left = handed.turn.give_up()
+        left = handed.lease.give_up()
         if left is not None:
             self._staging.leak(left)  # the kernel may write to it for a long time yet
         return self._to_device(load, self._staging.take(load.shape), self._from_bucket)
 
-    def _load(self, load: Load, turn: BufferLease, *, wait: bool = True) -> torch.Tensor:
+    def _load(self, load: Load, lease: BufferLease, *, wait: bool = True) -> torch.Tensor:
         """Bring one embedding to the device; in any thread."""
         started = time.perf_counter()
         buffer = self._staging.take(load.shape)
-        if not turn.take(buffer):
+        if not lease.take(buffer):
             self._staging.drop(buffer)
             raise _GivenUpError
         tensor = self._to_device(
-            load, buffer, lambda load, memory: self._fill(memory, load, turn, wait=wait), turn
+            load, buffer, lambda load, memory: self._fill(memory, load, lease, wait=wait), lease
         )
         if log.isEnabledFor(logging.DEBUG):
             key = self._node.naming.make_key(load.identifier)
@@ -243,19 +244,19 @@ class Loader:
         load: Load,
         buffer: Buffer,
         fill: Callable[[Load, torch.Tensor], None],
-        turn: BufferLease | None = None,
+        lease: BufferLease | None = None,
     ) -> torch.Tensor:
         try:
             fill(load, buffer.memory)
         except BaseException:
-            if turn is None or turn.end():
+            if lease is None or lease.end():
                 self._staging.drop(buffer)
             raise
-        if turn is not None and not turn.end():
+        if lease is not None and not lease.end():
             raise _GivenUpError
         return self._staging.to_device(buffer, load.shape)
 
-    def _fill(self, memory: torch.Tensor, load: Load, turn: BufferLease, *, wait: bool) -> None:
+    def _fill(self, memory: torch.Tensor, load: Load, lease: BufferLease, *, wait: bool) -> None:
         failure: BaseException | None = None
         hashed = self._node.settings.verify == "always"
         for _ in range(2):
@@ -267,7 +268,7 @@ class Loader:
             except (BlockingIOError, *PASS_THROUGH):
                 raise
             except BaseException as exc:
-                if turn.is_given_up:
+                if lease.is_given_up:
                     raise _GivenUpError from exc
                 failure = exc
                 self._node.counters.add("load.failed")
@@ -340,7 +341,17 @@ class _GivenUpError(Exception):
 
 
 class BufferLease:
-    """One load in somebody's hands: whose the buffer is, should the reader be given up."""
+    """Who may reuse a load's buffer: its reader, or whoever has given that reader up.
+
+    =========  ========  ======================================================================
+    state      goes to   when
+    =========  ========  ======================================================================
+    waiting    reading   the reader begins, ``take``
+    reading    done      the disk has answered, ``end``: the buffer is the reader's
+    waiting    given up  nobody waits any more, ``give_up``: the reader will not begin
+    reading    given up  likewise: the buffer is the caller's, and the kernel may still write to it
+    =========  ========  ======================================================================
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -354,7 +365,7 @@ class BufferLease:
             return not self.is_given_up
 
     def end(self) -> bool:
-        """The reader has done with the disk; False where the buffer is not its any more."""
+        """The disk has answered; False where the reader was given up, and the buffer with it."""
         with self._lock:
             self._buffer = None
             return not self.is_given_up
@@ -371,7 +382,7 @@ class Handed(NamedTuple):
     """One load that a reader does."""
 
     load: Load
-    turn: BufferLease
+    lease: BufferLease
     outcome: Future[torch.Tensor]
 
 
@@ -406,7 +417,7 @@ class Batch:
         return done
 
     def cancel(self) -> None:
-        """Forget it: nobody will ask for the results."""
+        """Nobody will ask for the results: what has not begun does not begin."""
         for handed in self._handed_over:
             handed.outcome.cancel()
 

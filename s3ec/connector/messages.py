@@ -149,6 +149,12 @@ class StepPlan:
     saves: dict[str, Save] = field(default_factory=dict)
     ranks: RankOrders | None = None
 
+    @property
+    def loaded_names(self) -> list[str]:
+        """What this step loads, as vLLM calls it."""
+        names = [load.identifier for load in self.loads]
+        return [self.adapters[one].identifier if one in self.adapters else one for one in names]
+
 
 @dataclass(frozen=True, slots=True)
 class RankStatus:
@@ -184,19 +190,6 @@ class WorkerReport:
     present: dict[int, RankStatus] = field(default_factory=dict)
     ready: dict[int, dict[int, str]] = field(default_factory=dict)
     failed: dict[int, set[int]] = field(default_factory=dict)
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether there is nothing to send."""
-        return not (
-            self.loaded
-            or self.published
-            or self.stored
-            or self.counts
-            or self.present
-            or self.ready
-            or self.failed
-        )
 
     def merge(self, other: WorkerReport) -> WorkerReport:
         """Add another rank's report to this one."""

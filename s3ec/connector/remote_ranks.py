@@ -1,5 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks on other nodes: what the scheduler half orders, and what a worker there does."""
+"""Ranks on other nodes: what the scheduler half orders, and what a worker there does.
+
+A rank that does not see the scheduler's pins keeps pins of its own. The two sides talk by the plans
+and reports that vLLM carries between them (``messages.py``):
+
+=========================  ===================================================================
+the scheduler (``Ranks``)  a rank (``LocalPins``)
+=========================  ===================================================================
+``orders.tier``            says by its status whether it sees the scheduler's pins; if it does,
+                           nothing else here concerns it
+``orders.prepare``         fetches and pins it, and reports it ready, with the checksum of its
+                           bytes, or failed
+``orders.demoted``         fetches it behind all that requests wait for
+``orders.release``         gives the pin back
+a load                     loads its own file instead, where that has the granted bytes
+=========================  ===================================================================
+
+A ticket names each order. An item is granted once every such rank holds the very bytes that are
+pinned on the scheduler's node. A rank whose status changes is a new process and holds nothing.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +42,8 @@ from s3ec.connector.messages import (
 )
 from s3ec.errors import TierError
 from s3ec.identity import Key
-from s3ec.node import Node
-from s3ec.prefetch import FetchOutcome, FetchRequest, FetchResult, Priority
-from s3ec.tier import Pin
+from s3ec.prefetch import FetchOutcome, FetchRequest, FetchResult, Prefetcher, Priority
+from s3ec.tier import Pin, Tier
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +71,7 @@ class _Order:
 
 
 class Ranks:
-    """Bookkeeping in memory, for the scheduler's thread."""
+    """The scheduler's side: bookkeeping in memory, for the scheduler's thread."""
 
     def __init__(
         self, count: int, tier: TierId, *, steps_in_flight: int, heard_without_tokens: bool
@@ -188,13 +206,13 @@ class Ranks:
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
-def tier_id(node: Node) -> TierId:
+def tier_id(tier: Tier) -> TierId:
     """How other processes recognise this one's pins.
 
     Raises:
         TierError: The tier is closed, or its folder for pins cannot be made.
     """
-    return TierId(_host(), str(node.tier.pin_folder()))
+    return TierId(_host(), str(tier.pin_folder()))
 
 
 def _host() -> str:
@@ -213,14 +231,25 @@ class _Held:
 
 
 class LocalPins:
-    """Obeys the scheduler's orders to ranks. One thread: the model runner's.
+    """A rank's side: obeys the scheduler's orders. One thread: the model runner's.
 
     Does nothing at all while plans carry no such orders, or when this rank sees the scheduler's
     pins. Fetching happens on this process's prefetcher, whose results only this object drains.
     """
 
-    def __init__(self, node: Node) -> None:
-        self._node = node
+    def __init__(
+        self, prefetcher: Prefetcher, tier: Tier, make_key: Callable[[str], Key | None]
+    ) -> None:
+        """Hold nothing yet.
+
+        Args:
+            prefetcher: Of this process.
+            tier: Likewise.
+            make_key: The key of an identifier; None where it has none.
+        """
+        self._prefetcher = prefetcher
+        self._tier = tier
+        self._make_key = make_key
         self._incarnation = secrets.token_hex(8)
         self._mark: TierId | None = None
         self._shares = True
@@ -245,7 +274,7 @@ class LocalPins:
             return plan
         if orders.tier != self._mark:
             self._mark = orders.tier
-            self._shares = _sees(orders.tier, self._node)
+            self._shares = _sees(orders.tier, self._tier)
         if self._shares:
             return plan
         self._obey(orders)
@@ -275,7 +304,7 @@ class LocalPins:
 
     def _obey(self, orders: RankOrders) -> None:
         self._take_news()
-        prefetcher = self._node.prefetcher
+        prefetcher = self._prefetcher
         pins = []
         for ticket in orders.release:
             held = self._held.pop(self._identifiers.pop(ticket, ""), None)
@@ -293,7 +322,7 @@ class LocalPins:
 
     def _prepare(self, order: Prepare) -> FetchRequest | None:
         """Note one order; what it takes to fulfil it, None where that is nothing."""
-        key = self._node.naming.make_key(order.identifier)
+        key = self._make_key(order.identifier)
         if key is None:  # cannot be: the scheduler made a key of it too
             self._failed.append(order.ticket)
             return None
@@ -310,7 +339,7 @@ class LocalPins:
         return FetchRequest(key, order.modality, order.rows, order.priority)
 
     def _take_news(self) -> None:
-        prefetcher = self._node.prefetcher
+        prefetcher = self._prefetcher
         if not prefetcher.has_news:
             return
         unwanted = []
@@ -340,13 +369,13 @@ class LocalPins:
         return [] if pin is None else [pin]
 
 
-def _sees(mark: TierId, node: Node) -> bool:
+def _sees(mark: TierId, tier: Tier) -> bool:
     """Whether the scheduler's pins lie in our own tier, under the paths that it names."""
     try:
         return (
             mark.host == _host()
             and os.access(mark.folder, os.R_OK | os.X_OK)
-            and os.path.samefile(Path(mark.folder).parent, node.tier.pin_folder().parent)
+            and os.path.samefile(Path(mark.folder).parent, tier.pin_folder().parent)
         )
     except (OSError, TierError):
         return False

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saves written behind: from a tensor to the bytes of an entry, through a bounded queue.
+"""The first half of a save: off the device, through a bounded queue, to spool and tier.
 
-A thread writes them to tier and spool. torch is imported where it is needed.
+``SaveQueue`` says what the life of a save is. ``uploads.py`` has the second half. torch is
+imported where it is needed.
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from s3ec.codec import DTYPES, Header, Shape, checksum, encode_header, is_finite
 from s3ec.connector.messages import Save
 from s3ec.connector.staging import HostCopy, Staging, open_staging
-from s3ec.connector.uploads import Upload, Uploader
+from s3ec.connector.uploads import Pauses, Upload, Uploader
 from s3ec.errors import CorruptEntryError, TierError
 from s3ec.identity import Key
 from s3ec.node import Node
@@ -86,10 +87,11 @@ def encode(header: Header, tensor: torch.Tensor) -> tuple[bytes, memoryview]:
 # One part in so many of `cache_bytes` may wait for the bucket, per process.
 _SPOOL_SHARE = 4
 
-# The writer lets a step's saves come in before it begins: it would take the interpreter's lock
-# and the memory's bandwidth from the hook that makes the next copy.
-_LINGER_S = 0.002
-_MAX_LINGER_S = 0.02
+# The writer begins when no save has come for so long, and at the latest after the second figure.
+# Earlier it would take the interpreter's lock and the memory's bandwidth from the hook that makes
+# the next copy.
+_QUIET_S = 0.002
+_LONGEST_WAIT_S = 0.02
 
 # A hook waits at most so long for room, in one step and for one outage of the bucket. vLLM ends an
 # engine of several workers when a step takes 300 s (VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS).
@@ -103,11 +105,31 @@ class _Job(NamedTuple):
 
 
 class SaveQueue:
-    """Takes tensors from a hook and sees them into tier and bucket.
+    """Takes tensors from a hook and sees them into tier, bucket and index.
 
-    An entry counts as stored only after the bucket confirmed it (or said that it holds it
-    already); until then the spool keeps it on the disk, past the end of this process if need be,
-    and the next process that makes a SaveQueue for the same namespace and bucket goes on.
+    The life of a save:
+
+    =========  =========  ====================================================================
+    state      goes to    when
+    =========  =========  ====================================================================
+    (a hook)   queued     ``put`` has begun its copy into host memory
+    (a hook)   dropped    it is queued already, there is no room, or the queue is drained
+    queued     spooled    the writer's thread has it in spool and tier; its memory is free
+    queued     in memory  the disk refuses or hangs: it is uploaded from memory
+    queued     refused    it is not finite, not two-dimensional, or has no key
+    spooled    stored     the bucket took it, or said that it holds it already
+    in memory  stored     likewise
+    spooled    refused    its width or dtype is not the namespace's
+    stored     announced  a delta with its row is confirmed; only now it leaves the spool
+    =========  =========  ====================================================================
+
+    The process may end at any time. What is spooled, or stored and still in the spool, stays on
+    the disk, and the next process that makes a SaveQueue for the same namespace and bucket goes
+    on with it. What was queued or in memory is lost.
+
+    ``put`` and ``take_report`` belong to the hooks' thread. The writer's thread goes as far as
+    ``spooled``, the Uploader on the loop's thread does the rest, and tells by ``ended`` what the
+    bucket answered.
 
     Two bounds: ``budget_bytes`` for tensors in host memory, which are let go of when they are on
     the disk (their buffers are powers of two, and 64 MiB of them are kept for the next ones), and
@@ -123,6 +145,8 @@ class SaveQueue:
         budget_bytes: int,
         overflow: Literal["block", "drop"],
         max_blocked_s: float = MAX_BLOCKED_S,
+        stage: Callable[[torch.device], Staging] | None = None,
+        pauses: Pauses | None = None,
     ) -> None:
         """Start looking for what dead processes left, in the background.
 
@@ -131,6 +155,9 @@ class SaveQueue:
             overflow: What put does when either bound is reached. ``block`` waits for room, at
                 most MAX_BLOCKED_S in a step and since the bucket took something last; from then
                 on it drops, until the bucket takes something again.
+            max_blocked_s: In place of MAX_BLOCKED_S.
+            stage: Makes what copies from a device; None for ``open_staging``.
+            pauses: Of the uploads; None for the usual ones.
         """
         self._node = node
         self._budget_bytes = budget_bytes
@@ -155,14 +182,16 @@ class SaveQueue:
         self._left: int | None = None  # by drain
         self._thread: threading.Thread | None = None
         self._writes_to_disk = False
+        self._stage = stage or _open_staging
         self._stagings: dict[torch.device, Staging] = {}
         self._spool: Spool = node.tier.open_spool(node.destination)
         self._uploads = Uploader(
             node,
             self._spool,
             inflight_bytes=budget_bytes,
-            ended=self._end,
+            ended=self._upload_ended,
             announced=self._wake,
+            pauses=pauses,
         )
         self._uploads.start_adopting()
 
@@ -197,7 +226,7 @@ class SaveQueue:
         try:
             copy = self._staging(tensor.device).to_host(tensor)
         except BaseException:
-            self._forget(identifier, stored=False)
+            self._end_save(identifier, stored=False)
             raise
         self._jobs.append(_Job(identifier, save, copy))
         if not self._rung:
@@ -251,7 +280,7 @@ class SaveQueue:
     def _staging(self, device: torch.device) -> Staging:
         staging = self._stagings.get(device)
         if staging is None:
-            staging = self._stagings[device] = open_staging(device, can_pin=_can_pin_memory)
+            staging = self._stagings[device] = self._stage(device)
         return staging
 
     def _is_full(self, nbytes: int) -> bool:
@@ -346,20 +375,20 @@ class SaveQueue:
     def _write(self) -> None:
         me = threading.current_thread()
         while self._bell.get():
-            self._linger()
+            self._wait_for_more()
             self._rung = False  # first: what comes in from here on rings again
             while self._jobs:
                 self._write_next()
                 if self._thread is not me:
                     return
 
-    def _linger(self) -> None:
+    def _wait_for_more(self) -> None:
         """Wait until the hook has been silent for a moment."""
-        deadline = time.monotonic() + _MAX_LINGER_S
+        deadline = time.monotonic() + _LONGEST_WAIT_S
         seen = -1
         while seen != len(self._jobs) and time.monotonic() < deadline:
             seen = len(self._jobs)
-            time.sleep(_LINGER_S)
+            time.sleep(_QUIET_S)
 
     def _write_next(self) -> None:
         """Take one job to its upload. A call of its own, so that no tensor outlives it."""
@@ -381,7 +410,7 @@ class SaveQueue:
                 return
             except RuntimeError as exc:  # the loop is stopped; what is spooled stays there
                 log.debug("save of %s: %s", upload.digest.hex(), exc)
-        self._forget(job.identifier, stored=False)
+        self._end_save(job.identifier, stored=False)
 
     def _write_one(self, job: _Job) -> Upload | None:
         """Encode one embedding and put it on the disk; None where it is none to be kept."""
@@ -438,10 +467,10 @@ class SaveQueue:
 
     # -- the loop's thread -------------------------------------------------------------------
 
-    def _end(self, upload: Upload, stored: bool) -> None:
+    def _upload_ended(self, upload: Upload, stored: bool) -> None:
         self._blocked_in_outage_s = 0.0  # the bucket answered; it is asked until it does
         if upload.key is not None:
-            self._forget(upload.key.identifier, stored=stored, adopted=upload.adopted)
+            self._end_save(upload.key.identifier, stored=stored, adopted=upload.adopted)
         else:
             self._wake()
 
@@ -449,13 +478,17 @@ class SaveQueue:
         with self._changed:
             self._changed.notify_all()
 
-    def _forget(self, identifier: str, *, stored: bool, adopted: bool = False) -> None:
+    def _end_save(self, identifier: str, *, stored: bool, adopted: bool = False) -> None:
         with self._changed:
             if not adopted:
                 self._memory_bytes -= self._pending.pop(identifier, 0)
             if stored:
                 self._stored.append(identifier)
             self._changed.notify_all()
+
+
+def _open_staging(device: torch.device) -> Staging:
+    return open_staging(device, can_pin=_can_pin_memory)
 
 
 def _can_pin_memory() -> bool:

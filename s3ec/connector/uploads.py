@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sees spooled embeddings into the bucket: this process's own, and what dead ones left.
+"""The second half of a save: from the spool to the bucket, and from there into the index.
 
-Each is written as an object, once, after the bucket's records allow it. Then it is announced, and
-kept in the spool until the announcement is confirmed.
+It serves this process's own saves and what dead processes left. Each is written as an object, once,
+after the bucket's records allow it. Then it is announced, and kept in the spool until the
+announcement is confirmed. ``saves.py`` has the first half, and the life of a save as a whole.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Answer(enum.Enum):
 
 
 class ObjectWriter:
-    """The loop's thread only; any number of calls at once."""
+    """Writes objects, each once. The loop's thread only; any number of calls at once."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
@@ -108,121 +109,31 @@ class ObjectWriter:
 
 # One part in so many of `cache_bytes` may be spooled only for want of an announcement: a quarter
 # of the spool's share. Where announcements fail for long, saves go on with the rest.
-_KEPT_SHARE = 16
-# A disk thread unlinks so many before another call gets its turn.
-_REMOVED_AT_ONCE = 64
+KEPT_SHARE = 16
+# A disk thread unlinks so many in one call, so that others are not held up.
+REMOVED_AT_ONCE = 64
 
 
-class Announcing:
-    """The last part of a save; uploads and hooks never wait for it.
-
-    Memory holds a key and some numbers per embedding. A process that ends in between leaves the
-    spooled file; the next one finds the object in the bucket, and announces it.
-    """
-
-    def __init__(self, node: Node, spool: Spool, ended: Callable[[], None]) -> None:
-        """Set up; nothing runs yet.
-
-        Args:
-            ended: Called in the loop's thread when ``left`` becomes 0. Must not wait.
-        """
-        self._node = node
-        self._spool = spool
-        self._ended = ended
-        self._announcer = Announcer(
-            node.store,
-            node.layout,
-            node.counters,
-            known_time_s=node.index.known_time_s,
-            batch_s=ANNOUNCE_S,
-        )
-        self._limit_bytes = int(node.settings.cache_bytes) // _KEPT_SHARE
-        self._kept_bytes = 0
-        self._removable: list[tuple[bytes, int]] = []
-        self._removing: asyncio.Task[None] | None = None
-        self.left = 0
-
-    def send_soon(self) -> None:
-        """Announce what waits at once, whatever failed before."""
-        self._announcer.send_soon(retry=True)
-
-    def close(self) -> None:
-        """Announce no more; what is spooled stays there."""
-        self._announcer.close()
-
-    async def add(
-        self, key: Key, header: Header, nbytes: int, *, mine: bool, news: bool = False
-    ) -> None:
-        """Take one embedding that is in the bucket; waits at most for a file to be unlinked.
-
-        Args:
-            nbytes: Of the whole object.
-            mine: This upload put it there. Otherwise it is somebody's of the same name: of the
-                same shape, but perhaps of other last digits.
-            news: It is a revision: what the index has about the entry is about a bad object.
-        """
-        spooled = self._spool.holds(key.digest)  # not where the disk refused it
-        if not (mine or news) and self._node.index.is_announced(key):
-            if spooled:
-                await self._node.loop.disk(self._spool.remove, key.digest)
-            return
-        shape = header.shape
-        checksum = int(header.checksum[:8], 16) if mine else 0
-        facts = EntryInfo(nbytes, shape.rows, shape.width, shape.dtype, checksum)
-        kept_bytes = nbytes if spooled and self._kept_bytes + nbytes <= self._limit_bytes else 0
-        self.left += 1
-        self._kept_bytes += kept_bytes
-        # Before the index hears of it otherwise: the row must be later than what is known.
-        self._announcer.add(key, facts, partial(self._done, key.digest, kept_bytes))
-        if mine or news:
-            # Not where it was there before: an entry that this process holds for gone or bad may
-            # be the very one, and would be fetched in vain at every request.
-            self._node.index.add(key, facts)
-        if self._kept_bytes > self._limit_bytes // 2:
-            self._announcer.send_soon()
-        if spooled and not kept_bytes:
-            # A crash before it is announced leaves it to `s3ec manifest rebuild`.
-            await self._node.loop.disk(self._spool.remove, key.digest)
-
-    def _done(self, digest: bytes, kept_bytes: int, confirmed: bool) -> None:
-        if confirmed and kept_bytes:
-            self._removable.append((digest, kept_bytes))
-            if self._removing is None:
-                self._removing = asyncio.get_running_loop().create_task(
-                    self._remove(), name="s3ec-unspool"
-                )
-            return
-        if not confirmed and not kept_bytes:  # what is spooled is left to the next process
-            self._node.counters.add("announce_dropped")
-        self._leave(1)
-
-    async def _remove(self) -> None:
-        while self._removable:
-            batch = self._removable[:_REMOVED_AT_ONCE]
-            del self._removable[:_REMOVED_AT_ONCE]
-            await self._node.loop.disk(self._unspool, [digest for digest, _ in batch])
-            self._kept_bytes -= sum(nbytes for _, nbytes in batch)
-            self._leave(len(batch))
-        self._removing = None
-
-    def _unspool(self, digests: list[bytes]) -> None:
-        for digest in digests:
-            self._spool.remove(digest)
-
-    def _leave(self, count: int) -> None:
-        self.left -= count
-        if self.left == 0:
-            self._ended()
-
-
-_FIRST_PAUSE_S = 0.5
-_MAX_PAUSE_S = 15.0
-# How often the spool is searched for what other processes of this node left when they died.
-_ADOPT_EVERY_S = 60.0
-# How often a hanging disk is thought of.
+# While the disk hangs, how long to wait before looking whether it answers again.
 _HANG_PAUSE_S = 1.0
 # A spooled file that cannot be read so often stays for the next process.
 _DISK_ATTEMPTS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Pauses:
+    """How long an Uploader rests.
+
+    Attributes:
+        first_s: Before the second attempt of an upload; then twice as long each time.
+        longest_s: At most, whatever the bucket asks for.
+        adopt_every_s: Between two searches for what other processes of this node left when they
+            died.
+    """
+
+    first_s: float = 0.5
+    longest_s: float = 15.0
+    adopt_every_s: float = 60.0
 
 
 @dataclass(slots=True)
@@ -250,6 +161,13 @@ class Uploader:
     What is in memory only comes first, then fresh saves, then adopted ones, which never take more
     than a quarter of the places; a quarter stays free of uploads altogether. While the disk hangs
     nothing spooled is begun, and what hangs in it takes no place.
+
+    What is in the bucket is announced, and then leaves the spool. Uploads and hooks never wait for
+    that. Memory holds a key and some numbers per embedding meanwhile. A process that ends in
+    between leaves the spooled file; the next one finds the object in the bucket, and announces it.
+
+    Attributes:
+        unannounced: How many are in the bucket and not announced yet; from another thread, about.
     """
 
     def __init__(
@@ -260,6 +178,7 @@ class Uploader:
         inflight_bytes: int,
         ended: Callable[[Upload, bool], None],
         announced: Callable[[], None],
+        pauses: Pauses | None = None,
     ) -> None:
         """Set up; nothing runs yet.
 
@@ -268,13 +187,23 @@ class Uploader:
             ended: Called in the loop's thread once per upload, also when the loop ends; True
                 where the bucket took it. Must not wait.
             announced: Called there when nothing is unannounced any more. Must not wait.
+            pauses: None for the usual ones.
         """
         self._node = node
         self._spool = spool
         self._objects = ObjectWriter(node)
         self._inflight_limit_bytes = inflight_bytes
         self._ended = ended
-        self._announcing = Announcing(node, spool, announced)
+        self._announced = announced
+        self._pauses = pauses or Pauses()
+        self._announcer = Announcer(
+            node.store,
+            node.layout,
+            node.counters,
+            known_time_s=node.index.known_time_s,
+            batch_s=ANNOUNCE_S,
+        )
+        self.unannounced = 0
         places = node.settings.max_concurrency
         # The rest is the fetches': requests wait for those, and uploads may hang for long.
         self._max_active = max(1, places - places // 4)
@@ -287,6 +216,11 @@ class Uploader:
         self._adopted: deque[Upload] = deque()
         self._active: dict[asyncio.Task[None], Upload] = {}
         self._reading = 0  # of these, from the spool
+        # What stays in the spool for want of an announcement only.
+        self._kept_limit_bytes = int(node.settings.cache_bytes) // KEPT_SHARE
+        self._kept_bytes = 0
+        self._removable: list[tuple[bytes, int]] = []
+        self._removing: asyncio.Task[None] | None = None
         self._looking: asyncio.TimerHandle | None = None
 
     # -- any thread --------------------------------------------------------------------------
@@ -308,9 +242,9 @@ class Uploader:
         self._adopting = False
 
     def flush(self) -> None:
-        """Announce what waits for that at once; never waits."""
+        """Announce what waits for that at once, whatever failed before; never waits."""
         with suppress(RuntimeError):  # the loop has ended already
-            self._node.loop.call(self._announcing.send_soon)
+            self._node.loop.call(partial(self._announcer.send_soon, retry=True))
 
     def stop(self) -> None:
         """Break off what is under way; returns at once. What is spooled stays there."""
@@ -323,16 +257,11 @@ class Uploader:
         """How many of those are not in the bucket yet; from another thread, about."""
         return len(self._adopted) + sum(up.adopted for up in list(self._active.values()))
 
-    @property
-    def unannounced(self) -> int:
-        """How many are in the bucket and not announced yet; from another thread, about."""
-        return self._announcing.left
-
     # -- the loop's thread -------------------------------------------------------------------
 
     def _cancel(self) -> None:
         self._stopped = True
-        self._announcing.close()
+        self._announcer.close()  # what is spooled stays there
         for waiting in (self._unspooled, self._fresh, self._adopted):
             waiting.clear()
         for task in self._active:
@@ -352,7 +281,7 @@ class Uploader:
                     raise
                 self._node.counters.add("internal_errors")
                 log.exception("adopting the spool")
-            await asyncio.sleep(_ADOPT_EVERY_S)
+            await asyncio.sleep(self._pauses.adopt_every_s)
 
     def _enqueue(self, upload: Upload) -> None:
         if self._stopped:
@@ -426,15 +355,10 @@ class Uploader:
         self._start_some()
 
     def _count(self, upload: Upload, header: Header, seconds: float) -> None:
-        self._node.counters.add("save.items")
-        self._node.counters.add("save.bytes", header.shape.nbytes)
-        self._node.counters.add("save.seconds", seconds)
-        log.debug(
-            "stored digest=%s nbytes=%d seconds=%.6f",
-            upload.digest.hex(),
-            header.shape.nbytes,
-            seconds,
-        )
+        nbytes = header.shape.nbytes
+        sums = {"save.items": 1, "save.bytes": nbytes, "save.seconds": seconds}
+        self._node.counters.add_all(sums)
+        log.debug("stored digest=%s nbytes=%d seconds=%.6f", upload.digest.hex(), nbytes, seconds)
 
     async def _until_answered(self, upload: Upload) -> Header | None:
         """Try until the bucket took it (its header), or had it or may not take it (None).
@@ -442,7 +366,7 @@ class Uploader:
         None also for what cannot be read any more. Between two attempts a spooled embedding
         is not in memory.
         """
-        pause_s = _FIRST_PAUSE_S
+        pause_s = self._pauses.first_s
         unread = 0
         while True:
             asked_s = 0.0
@@ -462,8 +386,8 @@ class Uploader:
                 asked_s = getattr(exc, "retry_after_s", None) or 0.0
             # At random, or all processes of a fleet would come back at once.
             drawn_s = random.uniform(pause_s / 2, pause_s)
-            await asyncio.sleep(max(drawn_s, min(asked_s, _MAX_PAUSE_S)))
-            pause_s = min(pause_s * 2, _MAX_PAUSE_S)
+            await asyncio.sleep(max(drawn_s, min(asked_s, self._pauses.longest_s)))
+            pause_s = min(pause_s * 2, self._pauses.longest_s)
 
     async def _attempt(self, upload: Upload) -> Header | None:
         if upload.pieces is not None:
@@ -481,7 +405,7 @@ class Uploader:
             header, pieces = loaded.header, [loaded.blob]
         if upload.key is None:  # a queued upload with pieces has one
             raise ValueError("an upload without a key")
-        revision = await self._node.revision_to_store(upload.key)
+        revision = await self._revision_of(upload.key)
         answer = await self._objects.write(upload.key, revision, header, pieces)
         if upload.adopted:
             self._node.counters.add("spool.replayed")
@@ -494,10 +418,17 @@ class Uploader:
         if revision:
             await self._node.loop.disk(self._node.bad_objects.heal, upload.key, revision)
         # A revision is announced whoever wrote it: what readers know is the row of a bad object.
-        await self._announcing.add(
+        await self._announce(
             upload.key, header, nbytes, mine=answer is Answer.STORED, news=revision > 0
         )
         return header if answer is Answer.STORED else None
+
+    async def _revision_of(self, key: Key) -> int:
+        """The first that no process of this node knows to be bad; who fetches may be another."""
+        watch, bad_objects = self._node.loop.watch, self._node.bad_objects
+        if not watch.hangs and watch.run(bad_objects.is_stale):
+            await self._node.loop.disk(bad_objects.refresh)
+        return bad_objects.revision(key)
 
     def _load(self, upload: Upload) -> Loaded | None:
         """Read an embedding back from the disk; blocking.
@@ -532,3 +463,71 @@ class Uploader:
             raise TierError(f"cannot read {pin.path}: {exc}") from exc
         finally:
             self._node.tier.unpin(pin)
+
+    # -- the loop's thread: from the bucket into the index ------------------------------------
+
+    async def _announce(
+        self, key: Key, header: Header, nbytes: int, *, mine: bool, news: bool
+    ) -> None:
+        """Have one announced that is in the bucket; waits at most for a file to be unlinked.
+
+        Args:
+            nbytes: Of the whole object.
+            mine: This upload put it there. Otherwise it is somebody's of the same name: of the
+                same shape, but perhaps of other last digits.
+            news: It is a revision: what the index has about the entry is about a bad object.
+        """
+        spooled = self._spool.holds(key.digest)  # not where the disk refused it
+        if not (mine or news) and self._node.index.is_announced(key):
+            if spooled:
+                await self._node.loop.disk(self._spool.remove, key.digest)
+            return
+        shape = header.shape
+        checksum = int(header.checksum[:8], 16) if mine else 0
+        facts = EntryInfo(nbytes, shape.rows, shape.width, shape.dtype, checksum)
+        fits = self._kept_bytes + nbytes <= self._kept_limit_bytes
+        kept_bytes = nbytes if spooled and fits else 0
+        self.unannounced += 1
+        self._kept_bytes += kept_bytes
+        # Before the index is told below: the row's time must be later than what is known.
+        self._announcer.add(key, facts, partial(self._answered, key.digest, kept_bytes))
+        if mine or news:
+            # Not where it was there before: an entry that this process holds for gone or bad may
+            # be the very one, and would be fetched in vain at every request.
+            self._node.index.add(key, facts)
+        if self._kept_bytes > self._kept_limit_bytes // 2:
+            self._announcer.send_soon(retry=True)
+        if spooled and not kept_bytes:
+            # A crash before it is announced leaves it to `s3ec manifest rebuild`.
+            await self._node.loop.disk(self._spool.remove, key.digest)
+
+    def _answered(self, digest: bytes, kept_bytes: int, confirmed: bool) -> None:
+        """The announcement is in the bucket, or was given up as the loop ends."""
+        if confirmed and kept_bytes:
+            self._removable.append((digest, kept_bytes))
+            if self._removing is None:
+                self._removing = asyncio.get_running_loop().create_task(
+                    self._remove(), name="s3ec-unspool"
+                )
+            return
+        if not confirmed and not kept_bytes:  # what is spooled is left to the next process
+            self._node.counters.add("announce_dropped")
+        self._leave(1)
+
+    async def _remove(self) -> None:
+        while self._removable:
+            batch = self._removable[:REMOVED_AT_ONCE]
+            del self._removable[:REMOVED_AT_ONCE]
+            await self._node.loop.disk(self._unspool, [digest for digest, _ in batch])
+            self._kept_bytes -= sum(nbytes for _, nbytes in batch)
+            self._leave(len(batch))
+        self._removing = None
+
+    def _unspool(self, digests: list[bytes]) -> None:
+        for digest in digests:
+            self._spool.remove(digest)
+
+    def _leave(self, count: int) -> None:
+        self.unannounced -= count
+        if self.unannounced == 0:
+            self._announced()

@@ -73,7 +73,7 @@ class Engine:
     def refresh(self) -> None:
         """One look at the index, and at what other processes of the node noted."""
         self.node.loop.run(self.node.index.refresh(), PATIENCE_S)
-        self.node.loop.run(self.node._heed_bad_objects(), PATIENCE_S)
+        self.node.loop.run(self.node.apply_bad_objects(), PATIENCE_S)
 
     def fetch(self, number: int, *, rows: int = ROWS) -> FetchResult:
         """As a scheduler half does. What is served has the right bytes, and is unpinned."""

@@ -57,8 +57,8 @@ def half_of(machine: Machine) -> SchedulerHalf:
         index=node.index,
         local=node.local,
         prefetcher=node.prefetcher,
-        store_is_down=lambda: node.breaker.is_open,
-        disk_hangs=lambda: node.loop.watch.hangs,
+        store=node.breaker,
+        disk=node.loop.watch,
         needs_embedding=lambda _: False,
         placeholder_of=lambda _: {},
         counters=node.counters,
@@ -221,7 +221,7 @@ def forget_pages(path: Path) -> None:
 def test_load_that_hangs_is_answered_from_the_bucket_and_the_next_at_once(
     disk: FailingDisk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("s3ec.connector.loads._MAX_READERS", 1)
+    monkeypatch.setattr("s3ec.connector.loads.MAX_READERS", 1)
     corpus = Corpus()
     corpus.stock(*range(4))
     with Machine(corpus, disk.path / "cache") as machine:

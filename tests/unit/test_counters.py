@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 
-from s3ec.counters import Counters
+from s3ec.counters import Counters, Increments
 
 
 def test_what_was_never_added_is_zero() -> None:
@@ -31,6 +31,18 @@ def test_a_snapshot_does_not_change_later() -> None:
     assert before == {"hits": 1}
     before["hits"] = 99
     assert counters.get("hits") == 2
+
+
+def test_increments_are_what_was_added_since_they_were_last_taken() -> None:
+    counters = Counters()
+    counters.add("hits", 2)
+    counters.add("misses")
+    increments = Increments(counters)
+    assert increments.take() == {"hits": 2, "misses": 1}
+    assert increments.take() == {}
+    counters.add("hits", -1)
+    counters.add("misses", 0)
+    assert increments.take() == {"hits": -1}
 
 
 def test_no_addition_is_lost_between_threads() -> None:

@@ -30,7 +30,11 @@ ALWAYS = {
         "free_encoder_mm_hashes",
         "total_num_scheduled_tokens",
     ),
-    "config.ec_transfer:ECTransferConfig": ("ec_connector_extra_config",),
+    "config.ec_transfer:ECTransferConfig": (
+        "ec_connector_extra_config",
+        "is_ec_producer",
+        "is_ec_consumer",
+    ),
     "config.vllm:VllmConfig": ("max_concurrent_batches", "weight_transfer_config"),
     "config.scheduler:SchedulerConfig": ("max_num_batched_tokens",),
     "config.parallel:ParallelConfig": (

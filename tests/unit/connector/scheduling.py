@@ -71,6 +71,11 @@ def feature(
     )
 
 
+def bare(text: object, offset: int = 0, **more: Any) -> Any:
+    """A feature that came without pixels."""
+    return feature(text, offset, pixels=False, **more)
+
+
 def request(name: str, *features: Any) -> Any:
     ends = [one.mm_position.offset + one.mm_position.length for one in features]
     return SimpleNamespace(request_id=name, mm_features=list(features), num_prompt_tokens=max(ends))
@@ -173,16 +178,16 @@ class World:
         self.local = LocalKeys()
         self.prefetcher = FakePrefetcher()
         self.ranks = ranks_apart
-        self.down = False
-        self.hung = False
+        self.store = SimpleNamespace(is_open=False)
+        self.disk = SimpleNamespace(hangs=False)
         self.placeholders: dict[str, Any] = {"image_grid_thw": [[1, 2, 2]]}
         self.half = SchedulerHalf(
             self.role,
             index=self.index,
             local=self.local,
             prefetcher=self.prefetcher,
-            store_is_down=lambda: self.down,
-            disk_hangs=lambda: self.hung,
+            store=self.store,
+            disk=self.disk,
             needs_embedding=has_no_pixels,
             placeholder_of=lambda _: self.placeholders,
             counters=self.counters,
@@ -194,6 +199,37 @@ class World:
     def stock(self, *texts: object) -> None:
         for text in texts:
             self.index.add(key_of(identifier_of(text)))
+
+    def put_here(self, *texts: object) -> None:
+        """This node's disk is believed to hold them."""
+        for text in texts:
+            self.local.add(key_of(identifier_of(text)))
+
+    def defer(self, text: object, *, stocked: bool = True, **more: Any) -> Any:
+        """A request for one picture that waits for it; the pass is over."""
+        if stocked:
+            self.stock(text)
+        return self.deferred(request("r", feature(text, **more)))
+
+    def deferred(self, request: Any) -> Any:
+        """A request that waits; the pass is over."""
+        assert not self.ask(request)
+        self.step()
+        return request
+
+    def run(self, request: Any, *indices: int) -> list[bool]:
+        """Schedule a request that need not wait; what was granted."""
+        assert self.ask(request)
+        return self.schedule(request, *indices)
+
+    def end(self, request: Any) -> None:
+        self.half.request_finished(request)
+
+    def failed(self) -> set[str]:
+        return self.half.take_unavailable_requests()
+
+    def is_on_device(self, text: object) -> bool:
+        return identifier_of(text) in self.half.on_device
 
     def ask(self, request: Any, computed: int = 0) -> bool:
         return self.half.ensure_cache_available(request, computed)
@@ -232,31 +268,17 @@ class World:
         self.half.request_finished(asker)
         return [pin.path for pin in pins if pin is not None]
 
+    def load_one(self, text: str = "a") -> tuple[int, Path]:
+        """Have it loaded; the step that loads it, and the pin."""
+        (path,) = self.bring(text)
+        assert self.run(request(f"load {text}", feature(text))) == [True]
+        return self.step().step, path
+
     @property
     def wanted(self) -> list[str]:
         """Identifiers submitted so far, in order."""
         return [want.key.identifier for want in self.prefetcher.submitted]
 
-    def sizes(self) -> dict[str, int]:
-        """How much the half remembers."""
-        half = self.half
-        names = (
-            "waits",
-            "tier_waits",
-            "unavailable",
-            "on_device",
-            "rows_asked",
-            "decisions",
-            "allocated",
-        )
-        sizes = {name: len(getattr(half, f"_{name}")) for name in names}
-        tracker = half._tracker
-        return sizes | {
-            "saving": len(half._save_orders),
-            "items": len(tracker.items),
-            "loading": len(half._steps),
-            "demand": len(tracker._demand),
-            "forgotten": len(tracker._demoted),
-            "interest": len(tracker.interest) + len(tracker.interest.requests),
-            "ranks": 0 if self.ranks is None else len(self.ranks),
-        }
+    def leftovers(self) -> list[str]:
+        """What is remembered though all requests, steps and leases have ended."""
+        return self.half.audit(requests=(), device=(), fetching=(), pins=(), at_rest=True)

@@ -21,7 +21,7 @@ from s3ec.connector.adapters import (
 from s3ec.connector.messages import AdapterUse, StepPlan
 from s3ec.identity import is_object_name, make_key, with_adapter
 from s3ec.weights import read_adapter
-from tests.unit.connector.scheduling import World, feature, identifier_of, request
+from tests.unit.connector.scheduling import World, feature, identifier_of, key_of, request
 from tests.unit.test_weights import adapter, tensors_of
 
 NAME = "my-lora"
@@ -59,6 +59,10 @@ class Engine:
             self.names.update_state_after_alloc(request, index)
         return granted
 
+    def complaints(self, *requests: str, device: tuple[str, ...] = ()) -> list[str]:
+        pins = self.world.prefetcher.live
+        return self.names.audit(requests=requests, device=device, fetching=(), pins=pins)
+
     def until_asked(self, request: Any) -> None:
         """Passes until the request may be scheduled: the look, and nothing else, is awaited."""
         for _ in range(5):
@@ -92,8 +96,7 @@ def content_name(folder: Path, text: object) -> str:
 
 
 def stock(engine: Engine, name: str) -> None:
-    key = make_key(name)
-    assert key is not None
+    key = key_of(name)
     engine.world.index.add(key)
 
 
@@ -123,9 +126,10 @@ def test_an_entry_is_found_by_the_adapter_s_content(tmp_path: Path) -> None:
     assert [load.identifier for load in plan.loads] == [name]
     raw = asked.mm_features[0].identifier
     assert plan.adapters[name].identifier == raw
-    cache = AdapterCache({}, plan)
+    held: dict[str, Any] = {}
+    cache = AdapterCache(held, plan)
     cache[name] = "tensor"
-    assert dict(cache._cache) == {raw: "tensor"}
+    assert held == {raw: "tensor"}
     assert name in cache
     assert name_in_plan(raw, plan) == name
     assert name_in_plan("another", plan) == "another"
@@ -139,8 +143,7 @@ def test_an_encoded_image_is_saved_under_the_adapter_s_content(tmp_path: Path) -
     assert engine.allocate(asked) == [False]
     plan = engine.step()
     assert list(plan.saves) == list(plan.adapters) == [name]
-    key = make_key(name)
-    assert key is not None
+    key = key_of(name)
     assert is_object_name(key.name)
     assert key.name.startswith(name.split(":")[0] + "/")
 
@@ -304,13 +307,12 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
     engine.until_asked(again)
     engine.allocate(again)  # the same place in vLLM's cache, another content
     engine.step()
-    assert len(engine.world.half._on_device) == 1
+    assert len(engine.world.half.on_device) == 1
     engine.step((raw,))
-    assert len(engine.world.half._on_device) == 0
+    assert len(engine.world.half.on_device) == 0
     for one in (asked, again):
         engine.names.request_finished(one)
-    names = engine.names
-    assert [len(it) for it in (names._requests, names._on_device, names._uses)] == [0, 0, 0]
+    assert engine.complaints() == []
 
 
 def test_what_is_given_up_is_told_by_the_adapter_s_content(tmp_path: Path) -> None:
@@ -320,22 +322,22 @@ def test_what_is_given_up_is_told_by_the_adapter_s_content(tmp_path: Path) -> No
     asked = adapted("r", "cat", lora(tmp_path))
     engine.until_asked(asked)
     raw = asked.mm_features[0].identifier
-    half, names = engine.world.half, engine.names
+    half = engine.world.half
     ours = content_name(tmp_path, "cat")
     engine.allocate(asked)
     assert not engine.step((raw,)).saves
-    assert not half.is_on_device(ours)
+    assert ours not in half.on_device
     engine.allocate(asked)
     engine.step()
-    assert half.is_on_device(ours)
+    assert ours in half.on_device
     engine.allocate(asked)
     engine.step((raw,))
-    assert half.is_on_device(ours)
-    assert names._on_device == {raw: ours}
+    assert ours in half.on_device
+    assert engine.complaints("r", device=(raw,)) == []
     engine.allocate(asked)
     engine.step((raw, raw))
-    assert not half.is_on_device(ours)
-    assert not names._on_device
+    assert ours not in half.on_device
+    assert engine.complaints("r") == []
 
 
 def test_another_content_in_the_same_place_and_both_given_up_in_one_pass(tmp_path: Path) -> None:
@@ -355,10 +357,10 @@ def test_another_content_in_the_same_place_and_both_given_up_in_one_pass(tmp_pat
     plan = engine.step((raw,))  # the first one only: old releases name it
     new = content_name(tmp_path, "cat")
     assert list(plan.saves) == [new] != [old]
-    assert engine.world.half.is_on_device(new)
-    assert not engine.world.half.is_on_device(old)
+    assert new in engine.world.half.on_device
+    assert old not in engine.world.half.on_device
     assert not engine.step((raw,)).saves
-    assert not engine.world.half.is_on_device(new)
+    assert new not in engine.world.half.on_device
 
 
 def test_a_worker_vouches_for_an_adapter_while_its_files_are_the_same(tmp_path: Path) -> None:

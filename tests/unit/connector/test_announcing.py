@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +16,15 @@ from s3ec.codec import Header, Shape
 from s3ec.connector import uploads
 from s3ec.connector.uploads import Upload, Uploader
 from s3ec.errors import AccessError, UnavailableError
-from s3ec.identity import Key, Namespace, make_key
+from s3ec.identity import Key
 from s3ec.index.manifest import Ulids
 from s3ec.index.rows import EntryInfo, Rows, Tombstone
 from s3ec.index.segment import encode_segment, parse_segment
-from s3ec.node import Node
-from s3ec.settings import Settings
-from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
-from s3ec.testing.memory_store import MemoryBucket, MemoryStore
+from s3ec.testing.fault_store import Fault, Gate
 from tests.on_disk import audit_of
+from tests.unit.connector.processes import DEADLINE_S, Process, eventually
+from tests.unit.connector.scheduling import key_of
 
-_DEADLINE_S = 20.0
 _NEVER_S = 3600.0
 ROWS, WIDTH = 4, 8
 DELTA = "manifest/delta/"
@@ -40,33 +37,14 @@ def _only_when_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def key_at(number: int) -> Key:
-    key = make_key(f"{number:064x}")
-    assert key is not None
-    return key
+    return key_of(f"{number:064x}")
 
 
-def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + _DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.005)
+class Rig(Process):
+    """One process that uploads."""
 
-
-class Rig:
-    """One process that uploads; a second Rig on the same folder is the next process."""
-
-    def __init__(
-        self, folder: Path, *faults: Fault, shared: MemoryBucket | None = None, **settings: Any
-    ) -> None:
-        self.bucket = shared or MemoryBucket()
-        self.faults = list(faults)
-        self.store = FaultStore(MemoryStore(self.bucket), Script(self.faults))
-        given = {"bucket": "corpus", "cache_dir": folder / "tier", "min_free_bytes": "0"}
-        self.node = Node(
-            Settings.model_validate({**given, **settings}),
-            Namespace.from_descriptor({"model": "tiny"}),
-            store=self.store,
-        )
+    def __init__(self, folder: Path, *faults: Fault, **more: Any) -> None:
+        super().__init__(folder, *faults, **more)
         self.spool = self.node.tier.open_spool(self.node.destination)
         self.ended: dict[str, bool] = {}
         self.announced = threading.Event()
@@ -123,17 +101,9 @@ class Rig:
                     told[rows.digest(row)] = rows.facts(row)
         return told
 
-    def spooled(self) -> int:
-        # Not Path.rglob: it does not bear folders that vanish meanwhile.
-        walk = os.walk(self.node.settings.cache_dir / "v1" / "spool")
-        return sum(name.endswith(".safetensors") for _, _, names in walk for name in names)
-
-    def counted(self, name: str) -> float:
-        return self.node.counters.get(name)
-
     def close(self) -> None:
         self.uploader.stop()
-        self.node.close(5)
+        super().close()
 
 
 @pytest.fixture
@@ -157,11 +127,11 @@ def test_entry_stays_in_the_spool_until_its_announcement_is_confirmed(rig: Rig) 
     assert rig.node.index.maybe_contains(key_at(1))  # this process need not wait
     assert (rig.spooled(), rig.uploader.unannounced) == (2, 2)
     rig.uploader.flush()
-    assert gate.reached.wait(_DEADLINE_S)
+    assert gate.reached.wait(DEADLINE_S)
     assert (rig.spooled(), rig.uploader.unannounced) == (2, 2)
     assert not rig.announced.is_set()
     gate.release()
-    assert rig.announced.wait(_DEADLINE_S)
+    assert rig.announced.wait(DEADLINE_S)
     assert (rig.spooled(), rig.uploader.unannounced) == (0, 0)
     assert rig.told().keys() == digests(1, 2)
     assert rig.counted("announced") == 2
@@ -173,10 +143,10 @@ def test_announcement_says_what_was_stored(rig: Rig) -> None:
     blob = rig.bucket.objects[rig.node.layout.object(key_at(1))]
     header = codec.verify(blob, namespace=rig.node.namespace.name, identifier=key_at(1).identifier)
     (facts,) = rig.told().values()
-    assert facts._replace(time_s=0) == EntryInfo(
-        len(blob), ROWS, WIDTH, "bfloat16", int(header.checksum[:8], 16)
-    )
     assert abs(facts.time_s - time.time()) < 3600
+    assert facts == EntryInfo(
+        len(blob), ROWS, WIDTH, "bfloat16", int(header.checksum[:8], 16), facts.time_s
+    )
 
 
 def test_what_the_disk_refused_is_announced_all_the_same(rig: Rig) -> None:
@@ -204,10 +174,10 @@ def test_object_that_was_there_is_announced_without_a_checksum_of_ours(
 
 def test_another_process_finds_what_was_announced(rig: Rig, tmp_path: Path) -> None:
     other = Rig(tmp_path / "other", shared=rig.bucket)
-    other.node.loop.run(other.node.index.refresh(), _DEADLINE_S)
+    other.node.loop.run(other.node.index.refresh(), DEADLINE_S)
     rig.save(1, 2)
     rig.flush()
-    other.node.loop.run(other.node.index.refresh(), _DEADLINE_S)
+    other.node.loop.run(other.node.index.refresh(), DEADLINE_S)
     assert [other.node.index.holds(key_at(number)) for number in (1, 2, 3)] == [True, True, False]
     assert other.node.index.facts(key_at(1)) == rig.told()[key_at(1).digest]
     other.close()
@@ -221,7 +191,7 @@ def test_object_that_the_index_holds_already_is_not_announced_again(
     other.save(1)
     other.flush()
     other.close()
-    rig.node.loop.run(rig.node.index.refresh(), _DEADLINE_S)
+    rig.node.loop.run(rig.node.index.refresh(), DEADLINE_S)
     rig.node.index.mark_missing(key_at(1))
     rig.save(1)
     assert rig.counted("save.existed") == 1
@@ -255,14 +225,14 @@ def test_what_was_deleted_and_saved_again_is_told_later_than_its_deletion(
     del rig.bucket.objects[layout.object(key_at(1))]
     del rig.bucket.modified_s[layout.object(key_at(1))]
     rig.bucket.objects[layout.delta(Ulids().next(time.time() + 1))] = body
-    rig.node.loop.run(rig.node.index.refresh(), _DEADLINE_S)
+    rig.node.loop.run(rig.node.index.refresh(), DEADLINE_S)
     assert not rig.node.index.maybe_contains(key_at(1))
 
     rig.ended.clear()
     rig.save(1)
     rig.flush()
     other = Rig(tmp_path / "other", shared=rig.bucket)
-    other.node.loop.run(other.node.index.refresh(), _DEADLINE_S)
+    other.node.loop.run(other.node.index.refresh(), DEADLINE_S)
     facts = other.node.index.facts(key_at(1))
     assert facts is not None
     assert facts.time_s == ahead_s + 1
@@ -300,7 +270,7 @@ def test_next_process_announces_what_the_last_one_uploaded(tmp_path: Path) -> No
 def test_announcements_that_fail_do_not_hold_uploads_up_nor_fill_the_disk(tmp_path: Path) -> None:
     denied = Fault(op="put_if_absent", name=DELTA, error=AccessError)
     nbytes = 512 + 2 * ROWS * WIDTH
-    rig = Rig(tmp_path, denied, cache_bytes=4 * nbytes * uploads._KEPT_SHARE)
+    rig = Rig(tmp_path, denied, cache_bytes=4 * nbytes * uploads.KEPT_SHARE)
     rig.save(*range(40))
     assert all(rig.ended.values())
     eventually(lambda: rig.spooled() <= 4)  # the last ones are being unlinked
@@ -318,7 +288,7 @@ def test_announcements_that_fail_do_not_hold_uploads_up_nor_fill_the_disk(tmp_pa
 
 def test_spool_that_fills_with_what_waits_is_announced_early(tmp_path: Path) -> None:
     nbytes = 512 + 2 * ROWS * WIDTH
-    rig = Rig(tmp_path, cache_bytes=4 * nbytes * uploads._KEPT_SHARE)
+    rig = Rig(tmp_path, cache_bytes=4 * nbytes * uploads.KEPT_SHARE)
     rig.save(1, 2)
     assert rig.told() == {}
     rig.save(3)
@@ -340,7 +310,7 @@ def test_what_is_given_up_stays_in_the_spool_or_is_counted(tmp_path: Path) -> No
 
 
 def test_many_confirmed_at_once_are_all_removed(rig: Rig) -> None:
-    rig.save(*range(2 * uploads._REMOVED_AT_ONCE + 1))
+    rig.save(*range(2 * uploads.REMOVED_AT_ONCE + 1))
     rig.flush()
     assert rig.spooled() == 0
-    assert len(rig.told()) == 2 * uploads._REMOVED_AT_ONCE + 1
+    assert len(rig.told()) == 2 * uploads.REMOVED_AT_ONCE + 1

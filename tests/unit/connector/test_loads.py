@@ -12,13 +12,9 @@ from types import SimpleNamespace
 import pytest
 
 from s3ec.codec import Shape
-from s3ec.connector import saves
 from s3ec.connector.messages import Load
 from s3ec.errors import CorruptEntryError
-from s3ec.identity import Namespace, make_key
-from s3ec.node import Node
-from s3ec.settings import Settings
-from s3ec.testing.memory_store import MemoryBucket, MemoryStore
+from tests.unit.connector.processes import DEADLINE_S, HASHES, Process
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
@@ -28,8 +24,6 @@ host_pool = pytest.importorskip("s3ec.connector.staging")
 staging = pytest.importorskip("s3ec.connector.staging")
 accelerators = pytest.importorskip("tests.unit.connector.accelerators")
 
-HASHES = [f"{n:064x}" for n in range(1, 21)]
-DEADLINE_S = 20.0
 SMALLEST = 64 * 1024
 
 
@@ -37,39 +31,16 @@ def tensor(seed: int) -> torch.Tensor:
     return torch.full((4, 8), float(seed), dtype=torch.bfloat16)
 
 
-class Bench:
-    def __init__(self, folder: Path) -> None:
-        self.bucket = MemoryBucket()
-        settings = Settings.model_validate(
-            {"bucket": "corpus", "cache_dir": folder / "tier", "min_free_bytes": 0}
-        )
-        name = Namespace.from_descriptor({"model": "tiny"})
-        self.node = Node(settings, name, store=MemoryStore(self.bucket))
-
-    def entry(self, number: int) -> bytes:
-        header = saves.describe(
-            tensor(number),
-            identifier=HASHES[number],
-            namespace=self.node.namespace.name,
-            modality="image",
-        )
-        return b"".join(saves.encode(header, tensor(number)))
-
+class Bench(Process):
     def load(self, number: int) -> Load:
-        key = make_key(HASHES[number])
-        assert key is not None
-        self.node.tier.publish(key, [self.entry(number)])
-        pin = self.node.tier.pin(key)
-        assert pin is not None
-        return Load.of(HASHES[number], pin)
+        return self.pinned(HASHES[number], tensor(number))
 
     def loads(self, count: int) -> list[Load]:
         return [self.load(number) for number in range(count)]
 
     def only_in_the_bucket(self, load: Load, number: int) -> None:
-        key = make_key(load.identifier)
-        assert key is not None
-        self.bucket.objects[self.node.layout.object(key)] = self.entry(number)
+        blob = self.entry(load.identifier, tensor(number))
+        self.bucket.objects[self.object_name(load.identifier)] = blob
         Path(load.path).unlink()
 
 
@@ -77,7 +48,7 @@ class Bench:
 def bench(tmp_path: Path) -> Iterator[Bench]:
     bench = Bench(tmp_path)
     yield bench
-    bench.node.close(5)
+    bench.close()
 
 
 class Watched(staging.HostStaging):
@@ -107,7 +78,6 @@ def test_one_alone_is_read_in_the_calling_thread(bench: Bench) -> None:
     loader = loading.Loader(bench.node, lambda: watched)
     check(loader.start(bench.loads(1), later=False).finish(), 1)
     assert watched.threads == [threading.current_thread().name]
-    assert loader._readers is None
 
 
 def test_two_are_read_at_the_same_time(bench: Bench) -> None:
@@ -135,7 +105,9 @@ def test_caller_reads_what_the_readers_have_not_begun(bench: Bench) -> None:
         def take(self, shape: Shape) -> host_pool.Buffer:
             if threading.current_thread() is me:
                 mine.append(shape.nbytes)
-                if len(mine) == len(HASHES) - loader._readers._max_workers:
+                if len(mine) == len(HASHES) - min(
+                    loading.MAX_READERS, len(os.sched_getaffinity(0))
+                ):
                     gate.set()
             else:
                 assert gate.wait(DEADLINE_S)
@@ -174,8 +146,8 @@ def test_accelerator_gets_all_through_few_buffers(bench: Bench, buffers: int, la
     loads = bench.loads(len(HASHES))
     bench.only_in_the_bucket(loads[5], 5)
     check(loader.start(loads, later=later).finish(), len(HASHES))
-    assert accelerators.is_all_idle(device._loads)
-    assert device._loads.held_bytes <= buffers * SMALLEST
+    assert accelerators.is_all_idle(device.loads)
+    assert device.loads.held_bytes <= buffers * SMALLEST
     assert fake.log.count("computing waits") == 1
     loader.close()
 
@@ -206,7 +178,7 @@ def test_buffer_comes_back_from_a_load_that_failed(bench: Bench) -> None:
         one for one in loader.start(loads, later=False).finish() if isinstance(one, Exception)
     ]
     assert len(failed) == 2
-    assert accelerators.is_all_idle(device._loads)
+    assert accelerators.is_all_idle(device.loads)
     loader.close()
 
 
@@ -214,7 +186,7 @@ def test_buffer_comes_back_from_a_load_that_failed(bench: Bench) -> None:
 
 
 def test_large_entry_is_read_in_parts(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "_PART_BYTES", 7)
+    monkeypatch.setattr(reading, "PART_BYTES", 7)
     load = bench.load(1)
     memory = torch.empty(load.shape.nbytes, dtype=torch.uint8)
     loading.read_data(load, memory)
@@ -238,7 +210,7 @@ def test_file_of_which_the_kernel_has_the_front_only_is_no_bad_one(
         return min(real(fd, views, offset), cached - offset)
 
     monkeypatch.setattr(reading.os, "preadv", preadv)
-    monkeypatch.setattr(reading, "_is_in_memory", lambda _: False)
+    monkeypatch.setattr(reading, "is_in_memory", lambda _: False)
     memory = torch.empty(load.shape.nbytes, dtype=torch.uint8)
     with pytest.raises(BlockingIOError):
         reading.read_data(load, memory, wait=False)

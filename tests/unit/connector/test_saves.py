@@ -5,13 +5,11 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import os
 import queue as queue_module
 import shutil
 import threading
-import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,72 +19,43 @@ from s3ec import codec
 from s3ec.connector.messages import Save
 from s3ec.counters import Counters
 from s3ec.errors import AccessError, TierError, UnavailableError
-from s3ec.identity import Namespace, make_key
 from s3ec.modality import Record
-from s3ec.node import Node
 from s3ec.runtime import DiskWatch
-from s3ec.settings import Settings
 from s3ec.store.breaker import BreakerOptions
-from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
-from s3ec.testing.memory_store import MemoryBucket, MemoryStore
+from s3ec.testing.fault_store import Fault, Gate
+from s3ec.testing.memory_store import MemoryStore
+from s3ec.tier import Spool
 from s3ec.tier.bad_objects import BadObjects
 from tests.on_disk import audit_of, evict
+from tests.unit.connector.processes import DEADLINE_S, HASHES, Process, eventually, tensor
+from tests.unit.connector.scheduling import key_of
 
 torch = pytest.importorskip("torch")
 SaveQueue = pytest.importorskip("s3ec.connector.saves").SaveQueue
 saves = pytest.importorskip("s3ec.connector.saves")
 uploads = pytest.importorskip("s3ec.connector.uploads")
-AcceleratorStaging = pytest.importorskip("s3ec.connector.staging").AcceleratorStaging
+staging_module = pytest.importorskip("s3ec.connector.staging")
+AcceleratorStaging, HostStaging = staging_module.AcceleratorStaging, staging_module.HostStaging
 accelerators = pytest.importorskip("tests.unit.connector.accelerators")
 safetensors_torch = pytest.importorskip("safetensors.torch")
 
 CPU = torch.device("cpu")
 
 IMAGE = Save("image", {"image_grid_thw": [1, 2, 2]})
-HASHES = [f"{n:064x}" for n in range(1, 40)]
-_DEADLINE_S = 20.0
-
-
-def tensor(seed: int = 0, *, width: int = 8) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(4, width, generator=generator).to(torch.bfloat16)
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + _DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.005)
-
 
 # A disk on which nothing may be written: embeddings go to the bucket from memory.
 NO_ROOM = "1EiB"
 
 
-class Rig:
-    """One process's save queues; a second Rig on the same folder is the next process."""
+class Rig(Process):
+    """One process's save queues."""
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        shared: MemoryBucket | None = None,
-        model: str = "tiny",
-        **settings: Any,
-    ) -> None:
-        self.bucket = shared or MemoryBucket()
-        self.faults: list[Fault] = []
-        self.store = FaultStore(MemoryStore(self.bucket), Script(self.faults))
-        given = {"bucket": "corpus", "cache_dir": folder / "tier", "min_free_bytes": "0"}
-        self.node = Node(
-            Settings.model_validate({**given, **settings}),
-            Namespace.from_descriptor({"model": model}),
-            store=self.store,
-        )
+    def __init__(self, folder: Path, **more: Any) -> None:
+        super().__init__(folder, **more)
         self.queues: list[SaveQueue] = []
 
     def queue(
-        self, *, budget_bytes: int = 2**20, overflow: str = "block", **more: float
+        self, *, budget_bytes: int = 2**20, overflow: str = "block", **more: Any
     ) -> SaveQueue:
         queue = SaveQueue(self.node, budget_bytes=budget_bytes, overflow=overflow, **more)
         self.queues.append(queue)
@@ -96,29 +65,25 @@ class Rig:
         """Queue some, and wait until they are on the disk and none is in memory."""
         for identifier in identifiers:
             assert queue.put(identifier, IMAGE, tensor())
-        eventually(lambda: not any(queue._pending.values()))
-        assert self.spooled_files() >= len(identifiers)
-
-    def spooled_files(self) -> int:
-        # Not Path.rglob: it does not bear folders that vanish meanwhile.
-        walk = os.walk(self.node.settings.cache_dir / "v1" / "spool")
-        return sum(name.endswith(".safetensors") for _, _, names in walk for name in names)
-
-    def stored(self, identifier: str) -> bytes | None:
-        key = make_key(identifier)
-        assert key is not None
-        return self.bucket.objects.get(self.node.layout.object(key))
+        eventually(lambda: all(self.node.local(key_of(each)) for each in identifiers))
+        assert self.spooled() >= len(identifiers)
 
     def record(self) -> Record | None:
-        return self.node.loop.run(self.node.records.get("image"), _DEADLINE_S)
-
-    def counted(self, name: str) -> float:
-        return self.node.counters.get(name)
+        return self.node.loop.run(self.node.records.get("image"), DEADLINE_S)
 
     def close(self) -> None:
         for queue in self.queues:
             queue.drain(0)
-        self.node.close(5)
+        super().close()
+
+
+def dead_process(folder: Path, *identifiers: str) -> Rig:
+    """One that ended while the bucket took nothing, and left these in the spool."""
+    rig = Rig(folder)
+    rig.faults.append(Fault(error=UnavailableError))
+    rig.put_spooled(rig.queue(), *identifiers)
+    rig.close()
+    return rig
 
 
 @pytest.fixture
@@ -131,7 +96,7 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
 def test_saved_tensor_is_in_bucket_and_tier_and_reads_back(rig: Rig) -> None:
     queue = rig.queue()
     assert queue.put(HASHES[0], IMAGE, tensor(1))
-    assert queue.drain(_DEADLINE_S) == 0
+    assert queue.drain(DEADLINE_S) == 0
 
     blob = rig.stored(HASHES[0])
     assert blob is not None
@@ -140,13 +105,12 @@ def test_saved_tensor_is_in_bucket_and_tier_and_reads_back(rig: Rig) -> None:
     assert header.modality == "image"
     read = safetensors_torch.load(blob)["ec_cache"]
     assert torch.equal(read, tensor(1))
-    key = make_key(HASHES[0])
-    assert key is not None
+    key = key_of(HASHES[0])
     assert rig.node.tier.contains(key)
     assert rig.node.local(key)
     assert rig.node.index.maybe_contains(key)
     assert queue.take_report() == ([HASHES[0]], [HASHES[0]])
-    assert rig.spooled_files() == 0
+    assert rig.spooled() == 0
     assert audit_of(rig.node.tier) == []
 
 
@@ -162,7 +126,7 @@ def test_a_store_that_overwrites_is_warned_about_once(
     monkeypatch.setattr(MemoryStore, "put_if_absent", overwrite)
     queue = rig.queue()
     queue.put(HASHES[0], IMAGE, tensor())
-    assert queue.drain(_DEADLINE_S) == 0
+    assert queue.drain(DEADLINE_S) == 0
     assert rig.stored(HASHES[0]) is not None
     assert sum("If-None-Match" in record.getMessage() for record in caplog.records) == 1
 
@@ -170,7 +134,7 @@ def test_a_store_that_overwrites_is_warned_about_once(
 def test_first_save_writes_descriptor_and_modality_record(rig: Rig) -> None:
     queue = rig.queue()
     queue.put(HASHES[0], IMAGE, tensor())
-    assert queue.drain(_DEADLINE_S) == 0
+    assert queue.drain(DEADLINE_S) == 0
     layout = rig.node.layout
     assert rig.bucket.objects[layout.descriptor] == rig.node.namespace.to_json()
     assert rig.bucket.objects[layout.modality("image")] == b'{"dtype":"bfloat16","width":8}'
@@ -182,11 +146,11 @@ def test_tensor_of_another_width_than_the_record_is_not_saved(rig: Rig) -> None:
     queue.put(HASHES[0], IMAGE, tensor())
     eventually(lambda: rig.stored(HASHES[0]) is not None)
     queue.put(HASHES[1], IMAGE, tensor(width=16))
-    assert queue.drain(_DEADLINE_S) == 0
+    assert queue.drain(DEADLINE_S) == 0
     assert rig.stored(HASHES[1]) is None
-    assert rig.node.counters.get("save_problem.record") == 1
+    assert rig.counted("save_problem.record") == 1
     assert rig.record() == Record(8, "bfloat16")
-    assert rig.spooled_files() == 0  # refused for good
+    assert rig.spooled() == 0  # refused for good
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
@@ -195,118 +159,92 @@ def test_tensor_that_is_not_finite_is_not_saved(rig: Rig, bad: float) -> None:
     spoiled = tensor()
     spoiled[3, 7] = bad
     queue.put(HASHES[0], IMAGE, spoiled)
-    assert queue.drain(_DEADLINE_S) == 0
+    assert queue.drain(DEADLINE_S) == 0
     assert rig.bucket.objects == {}
-    assert rig.node.counters.get("save_problem.refused.nonfinite") == 1
+    assert rig.counted("save_problem.refused.nonfinite") == 1
 
 
 def test_refused_identifier_is_not_stored(rig: Rig) -> None:
     queue = rig.queue()
     queue.put("renderer0-mm-1-image-0", IMAGE, tensor())
-    assert queue.drain(_DEADLINE_S) == 0
+    assert queue.drain(DEADLINE_S) == 0
     assert rig.bucket.objects == {}
-    assert rig.node.counters.get("save_problem.refused.identifier") == 1
+    assert rig.counted("save_problem.refused.identifier") == 1
 
 
-def pause_shortly(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the breaker let a probe through soon."""
-    circuit = rig.node.breaker._all
-    monkeypatch.setattr(circuit, "_options", BreakerOptions(first_pause_s=0.01, max_pause_s=0.01))
-    monkeypatch.setattr(circuit, "_pause_s", 0.01)
-
-
-def never_open(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rig.node.breaker._all, "_options", BreakerOptions(threshold=10**6))
+# A breaker that lets a probe through soon, and one that never opens.
+SHORT_PAUSES = BreakerOptions(first_pause_s=0.01, max_pause_s=0.01)
+NEVER_OPEN = BreakerOptions(threshold=10**6)
 
 
 @pytest.mark.slow
-def test_upload_is_repeated_until_the_bucket_confirms(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(uploads, "_FIRST_PAUSE_S", 0.01)
-    pause_shortly(rig, monkeypatch)
+def test_upload_is_repeated_until_the_bucket_confirms(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, breaker=SHORT_PAUSES)
     rig.faults += [
         Fault(op="put_if_absent", name="objects/", error=UnavailableError, times=7),
         Fault(op="put_if_absent", name="objects/", error=AccessError, times=2),
     ]
-    queue = rig.queue()
+    queue = rig.queue(pauses=uploads.Pauses(first_s=0.01))
     queue.put(HASHES[0], IMAGE, tensor())
-    assert queue.drain(_DEADLINE_S) == 0
+    assert queue.drain(DEADLINE_S) == 0
     assert [fault.struck for fault in rig.faults] == [7, 2]
     assert rig.stored(HASHES[0]) is not None
-    assert rig.node.counters.get("save_problem.unavailable") >= 1
-    assert rig.node.counters.get("save_problem.denied") >= 1
+    assert rig.counted("save_problem.unavailable") >= 1
+    assert rig.counted("save_problem.denied") >= 1
+    rig.close()
 
 
 def test_lost_reply_of_a_stored_object_leaves_one_object_and_ends(rig: Rig) -> None:
     rig.faults.append(Fault(op="put_if_absent", name="objects/", lost_reply=True, times=1))
     queue = rig.queue()
     queue.put(HASHES[0], IMAGE, tensor())
-    assert queue.drain(_DEADLINE_S) == 0
+    assert queue.drain(DEADLINE_S) == 0
     assert rig.faults[0].struck == 1
     assert rig.stored(HASHES[0]) is not None
-    assert rig.node.counters.get("save.existed") == 1
-    assert rig.spooled_files() == 0
+    assert rig.counted("save.existed") == 1
+    assert rig.spooled() == 0
 
 
 def test_entry_that_is_in_the_way_is_not_believed_to_be_good(rig: Rig) -> None:
-    key = make_key(HASHES[0])
-    assert key is not None
+    key = key_of(HASHES[0])
     rig.bucket.objects[rig.node.layout.object(key)] = b"rubbish"
     rig.node.index.mark_missing(key)
     queue = rig.queue()
     queue.put(HASHES[0], IMAGE, tensor())
-    assert queue.drain(_DEADLINE_S) == 0
+    assert queue.drain(DEADLINE_S) == 0
     assert rig.stored(HASHES[0]) == b"rubbish"  # never overwritten by a serving engine
     assert not rig.node.index.maybe_contains(key)
     assert queue.take_report() == ([HASHES[0]], [])
 
 
+@pytest.mark.parametrize("overflow", ["drop", "block"])
 @pytest.mark.parametrize("where", ["memory", "spool"])
-def test_full_queue_drops_and_counts_where_it_may_not_wait(tmp_path: Path, where: str) -> None:
+def test_full_queue_drops_and_counts_or_waits_where_the_work_must_be_complete(
+    tmp_path: Path, where: str, overflow: str
+) -> None:
     """Memory fills where the disk takes nothing; the spool's share where it does."""
     gate, one = Gate(), tensor()
     disk = {"min_free_bytes": NO_ROOM} if where == "memory" else {"cache_bytes": 4 * 520}
     rig = Rig(tmp_path, **disk)
     rig.faults.append(Fault(op="put_if_absent", name="objects/", gate=gate))
     budget_bytes = one.numel() * 2 if where == "memory" else 2**20
-    queue = rig.queue(budget_bytes=budget_bytes, overflow="drop")
+    queue = rig.queue(budget_bytes=budget_bytes, overflow=overflow)
     assert queue.put(HASHES[0], IMAGE, one)
-    assert gate.reached.wait(_DEADLINE_S)
-    assert not queue.put(HASHES[1], IMAGE, tensor())
-    assert rig.counted("save_problem.dropped") == 1
+    assert gate.reached.wait(DEADLINE_S)
+    taken: list[bool] = []
+    second = threading.Thread(target=lambda: taken.append(queue.put(HASHES[1], IMAGE, tensor(2))))
+    second.start()
+    told = "save.blocked" if overflow == "block" else "save_problem.dropped"
+    eventually(lambda: rig.counted(told) > 0)
+    if overflow == "block":
+        assert not taken
+        gate.release()
+    second.join()
+    assert taken == [overflow == "block"]
     gate.release()
-    assert queue.drain(_DEADLINE_S) == 0
+    assert queue.drain(DEADLINE_S) == 0
     assert rig.stored(HASHES[0]) is not None
-    assert rig.stored(HASHES[1]) is None
-    rig.close()
-
-
-@pytest.mark.parametrize("where", ["memory", "spool"])
-def test_full_queue_waits_where_the_work_must_be_complete(tmp_path: Path, where: str) -> None:
-    gate, one = Gate(), tensor()
-    disk = {"min_free_bytes": NO_ROOM} if where == "memory" else {"cache_bytes": 4 * 520}
-    rig = Rig(tmp_path, **disk)
-    rig.faults.append(Fault(op="put_if_absent", name="objects/", gate=gate))
-    budget_bytes = one.numel() * 2 if where == "memory" else 2**20
-    queue = rig.queue(budget_bytes=budget_bytes, overflow="block")
-    queue.put(HASHES[0], IMAGE, one)
-    assert gate.reached.wait(_DEADLINE_S)
-    taken = threading.Event()
-
-    def second() -> None:
-        if queue.put(HASHES[1], IMAGE, tensor(2)):
-            taken.set()
-
-    thread = threading.Thread(target=second)
-    thread.start()
-    eventually(lambda: rig.counted("save.blocked") > 0)
-    assert not taken.is_set()
-    gate.release()
-    assert taken.wait(_DEADLINE_S)
-    thread.join()
-    assert queue.drain(_DEADLINE_S) == 0
-    assert rig.stored(HASHES[1]) is not None
+    assert (rig.stored(HASHES[1]) is not None) is taken[0]
     rig.close()
 
 
@@ -318,7 +256,7 @@ def test_a_hook_waits_a_bounded_time_for_a_bucket_that_takes_nothing(
     rig.faults.append(Fault(op="put_if_absent", name="objects/", gate=gate))
     queue = rig.queue(max_blocked_s=0.05)
     assert queue.put(HASHES[0], IMAGE, one)
-    assert gate.reached.wait(_DEADLINE_S)
+    assert gate.reached.wait(DEADLINE_S)
     for number in range(1, 6):  # in steps of their own: the bound is for the outage
         queue.begin_step(number)
         assert not queue.put(HASHES[number], IMAGE, one)
@@ -326,9 +264,9 @@ def test_a_hook_waits_a_bounded_time_for_a_bucket_that_takes_nothing(
     assert rig.counted("save.blocked") == 1  # those behind the first did not wait at all
     assert caplog.text.count("not saved, and are encoded") == 1
     gate.release()
-    eventually(lambda: rig.stored(HASHES[0]) is not None and not queue._pending)
+    eventually(lambda: HASHES[0] in queue.take_report()[1])
     assert queue.put(HASHES[6], IMAGE, one)
-    assert queue.drain(_DEADLINE_S) == 0
+    assert queue.drain(DEADLINE_S) == 0
     assert rig.stored(HASHES[6]) is not None
     assert "5 embeddings were not saved" in caplog.text  # so that a job does not look complete
     rig.close()
@@ -337,29 +275,35 @@ def test_a_hook_waits_a_bounded_time_for_a_bucket_that_takes_nothing(
 def test_a_bucket_that_takes_something_now_and_then_blocks_no_step_for_longer(
     tmp_path: Path,
 ) -> None:
-    gate, one = Gate(), tensor()
-    rig = Rig(tmp_path, cache_bytes=4 * 520)
-    rig.faults.append(Fault(op="put_if_absent", name="objects/", gate=gate))
+    dead = dead_process(tmp_path, HASHES[9])
+    first, last = Gate(), Gate()
+    rig = Rig(tmp_path, shared=dead.bucket, cache_bytes=4 * 1300)
+    rig.faults += [
+        Fault(op="put_if_absent", name=HASHES[9], gate=first),
+        Fault(op="put_if_absent", name=HASHES[0], gate=last),
+    ]
     queue = rig.queue(max_blocked_s=0.05)
-    assert queue.put(HASHES[0], IMAGE, one)
-    assert gate.reached.wait(_DEADLINE_S)
+    assert first.reached.wait(DEADLINE_S)
+    assert queue.put(HASHES[0], IMAGE, tensor())
+    assert last.reached.wait(DEADLINE_S)
+    large = tensor(width=128)  # finds no room beside one of the others
     queue.begin_step(1)
-    assert not queue.put(HASHES[1], IMAGE, one)
-    upload = uploads.Upload(b"another", 0)
-    queue._end(upload, True)  # the bucket took it
-    assert not queue.put(HASHES[2], IMAGE, one)
+    assert not queue.put(HASHES[1], IMAGE, large)
+    first.release()
+    eventually(lambda: HASHES[9] in queue.take_report()[1])  # the bucket took it
+    assert not queue.put(HASHES[2], IMAGE, large)
     assert rig.counted("save.blocked") == 1
     queue.begin_step(2)
-    assert not queue.put(HASHES[3], IMAGE, one)
+    assert not queue.put(HASHES[3], IMAGE, large)
     assert rig.counted("save.blocked") == 2
-    gate.release()
+    last.release()
     rig.close()
 
 
 def test_one_tensor_larger_than_the_budget_is_taken_alone(rig: Rig) -> None:
     queue = rig.queue(budget_bytes=1)
     assert queue.put(HASHES[0], IMAGE, tensor())
-    assert queue.drain(_DEADLINE_S) == 0
+    assert queue.drain(DEADLINE_S) == 0
     assert rig.stored(HASHES[0]) is not None
 
 
@@ -386,7 +330,9 @@ def test_drain_that_is_called_again_answers_at_once_and_counts_nothing_twice(rig
     assert rig.counted("spool.left") == 3
 
 
-def test_drain_finds_the_save_of_a_hook_that_a_signal_ended_before_its_ring(rig: Rig) -> None:
+def test_drain_finds_the_save_of_a_hook_that_a_signal_ended_before_its_ring(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Bell(queue_module.SimpleQueue[bool]):
         rings = 0
 
@@ -396,11 +342,12 @@ def test_drain_finds_the_save_of_a_hook_that_a_signal_ended_before_its_ring(rig:
                 raise SystemExit  # as vLLM's handler does
             super().put(item)
 
-    queue = rig.queue()
-    queue._bell = Bell()
+    with monkeypatch.context() as patch:
+        patch.setattr(queue_module, "SimpleQueue", Bell)
+        queue = rig.queue()
     with pytest.raises(SystemExit):
         queue.put(HASHES[0], IMAGE, tensor())
-    assert queue.drain(_DEADLINE_S) == 0
+    assert queue.drain(DEADLINE_S) == 0
     assert rig.stored(HASHES[0]) is not None
 
 
@@ -409,10 +356,10 @@ def test_drain_announces_what_the_bucket_took(rig: Rig, monkeypatch: pytest.Monk
     queue = rig.queue()
     for identifier in HASHES[:5]:
         queue.put(identifier, IMAGE, tensor())
-    assert queue.drain(_DEADLINE_S) == 0
+    assert queue.drain(DEADLINE_S) == 0
     assert rig.counted("announced") == 5
     assert any(rig.node.layout.delta_of(name) for name in rig.bucket.objects)
-    assert rig.spooled_files() == 0
+    assert rig.spooled() == 0
 
 
 def test_drain_that_cannot_announce_leaves_it_to_the_next_process(
@@ -426,27 +373,24 @@ def test_drain_that_cannot_announce_leaves_it_to_the_next_process(
     assert queue.drain(0.1) == 3
     assert rig.counted("spool.left") == 3
     assert rig.counted("save_problem.abandoned") == 0
-    assert rig.spooled_files() == 3
+    assert rig.spooled() == 3
     assert "3 embeddings are in the bucket and not in its index yet" in caplog.text
     assert sorted(queue.take_report()[1]) == HASHES[:3]
 
 
-def test_nothing_is_asked_of_the_bucket_after_a_drain(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(uploads, "_FIRST_PAUSE_S", 0.001)
-    monkeypatch.setattr(uploads, "_MAX_PAUSE_S", 0.001)
-    never_open(rig, monkeypatch)
+def test_nothing_is_asked_of_the_bucket_after_a_drain(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, breaker=NEVER_OPEN)
     dead = Fault(error=UnavailableError)
     rig.faults.append(dead)
-    queue = rig.queue()
+    queue = rig.queue(pauses=uploads.Pauses(first_s=0.001, longest_s=0.001))
     queue.put(HASHES[0], IMAGE, tensor())
     eventually(lambda: dead.struck > 3)
     assert queue.drain(0) == 1
-    rig.node.loop.run(asyncio.sleep(0), _DEADLINE_S)  # behind the end of the uploads
+    rig.node.loop.run(asyncio.sleep(0), DEADLINE_S)  # behind the end of the uploads
     asked = dead.struck
-    rig.node.loop.run(asyncio.sleep(0.3), _DEADLINE_S)
+    rig.node.loop.run(asyncio.sleep(0.3), DEADLINE_S)
     assert dead.struck == asked
+    rig.close()
 
 
 def test_only_what_neither_disk_nor_bucket_took_is_lost(
@@ -468,7 +412,7 @@ def test_full_disk_does_not_keep_an_entry_from_the_bucket(tmp_path: Path) -> Non
     rig = Rig(tmp_path, min_free_bytes=NO_ROOM)
     queue = rig.queue()
     queue.put(HASHES[0], IMAGE, tensor())
-    assert queue.drain(_DEADLINE_S) == 0
+    assert queue.drain(DEADLINE_S) == 0
     assert rig.stored(HASHES[0]) is not None
     assert rig.counted("spool.refused") == 1
     assert queue.take_report() == ([], [HASHES[0]])
@@ -479,19 +423,14 @@ def test_many_saves_are_all_stored_once(rig: Rig) -> None:
     queue = rig.queue(budget_bytes=300)
     for number, identifier in enumerate(HASHES):
         queue.put(identifier, IMAGE, tensor(number))
-    assert queue.drain(_DEADLINE_S) == 0
+    assert queue.drain(DEADLINE_S) == 0
     assert all(rig.stored(identifier) for identifier in HASHES)
-    assert rig.node.counters.get("save.items") == len(HASHES)
-    assert rig.node.counters.get("internal_errors") == 0
-    assert rig.spooled_files() == 0
+    assert rig.counted("save.items") == len(HASHES)
+    assert rig.counted("internal_errors") == 0
+    assert rig.spooled() == 0
 
 
 # The spool
-
-
-def is_all_idle(queue: SaveQueue) -> bool:
-    """Whether no host buffer is in use."""
-    return all(accelerators.is_all_idle(staging._pool) for staging in queue._stagings.values())
 
 
 def test_tensor_leaves_memory_when_it_is_on_the_disk(rig: Rig) -> None:
@@ -504,11 +443,11 @@ def test_tensor_leaves_memory_when_it_is_on_the_disk(rig: Rig) -> None:
     del one
     gc.collect()
     assert kept() is None  # the queue has a copy
-    assert gate.reached.wait(_DEADLINE_S)
-    eventually(lambda: rig.spooled_files() == 1)
+    assert gate.reached.wait(DEADLINE_S)
+    eventually(lambda: rig.spooled() == 1)
     rig.put_spooled(queue, *HASHES[1:5])  # each fills the budget
     gate.release()
-    assert queue.drain(_DEADLINE_S) == 0
+    assert queue.drain(DEADLINE_S) == 0
     assert all(rig.stored(identifier) for identifier in HASHES[:5])
 
 
@@ -517,73 +456,56 @@ def test_output_may_be_changed_when_put_returns(rig: Rig) -> None:
     batch = torch.arange(64, dtype=torch.float32).view(8, 8)
     queue.put(HASHES[0], IMAGE, batch[2:6])
     batch.zero_()
-    assert queue.drain(_DEADLINE_S) == 0
-    blob = rig.stored(HASHES[0])
-    assert blob is not None
-    codec.verify(blob, namespace=rig.node.namespace.name, identifier=HASHES[0])
-    saved = safetensors_torch.load(blob)["ec_cache"]
-    assert torch.equal(saved, torch.arange(16, 48, dtype=torch.float32).view(4, 8))
+    assert queue.drain(DEADLINE_S) == 0
+    assert torch.equal(rig.read(HASHES[0]), torch.arange(16, 48, dtype=torch.float32).view(4, 8))
 
 
 def test_buffer_is_not_reused_while_it_is_uploaded_from_memory(tmp_path: Path) -> None:
     gate = Gate()
     rig = Rig(tmp_path, min_free_bytes=NO_ROOM)
     rig.faults.append(Fault(op="put_if_absent", name="objects/", gate=gate))
-    queue = rig.queue()
+    staging = HostStaging()
+    queue = rig.queue(stage=lambda _: staging)
     for number, identifier in enumerate(HASHES[:6]):
         queue.put(identifier, IMAGE, tensor(number))
-    assert gate.reached.wait(_DEADLINE_S)
+    assert gate.reached.wait(DEADLINE_S)
     gate.release()
-    assert queue.drain(_DEADLINE_S) == 0
+    assert queue.drain(DEADLINE_S) == 0
     for number, identifier in enumerate(HASHES[:6]):
-        blob = rig.stored(identifier)
-        assert blob is not None
-        codec.verify(blob, namespace=rig.node.namespace.name, identifier=identifier)
-        saved = safetensors_torch.load(blob)["ec_cache"]
-        assert torch.equal(saved, tensor(number))
-    assert is_all_idle(queue)
+        assert torch.equal(rig.read(identifier), tensor(number))
+    assert accelerators.is_all_idle(staging.saves)
     rig.close()
 
 
 @pytest.mark.parametrize("problem", ["nonfinite", "copy"])
-def test_save_that_fails_gives_its_room_back(
-    rig: Rig, problem: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    queue = rig.queue(budget_bytes=64)
+def test_save_that_fails_gives_its_room_back(rig: Rig, problem: str) -> None:
+    staging = HostStaging()
+    queue = rig.queue(budget_bytes=64, stage=lambda _: staging)
     bad = torch.full((4, 8), float("nan"), dtype=torch.bfloat16)
     if problem == "nonfinite":
         queue.put(HASHES[0], IMAGE, bad)
     else:
         meta = torch.empty(4, 8, dtype=torch.bfloat16, device="meta")
-        monkeypatch.setattr(queue, "_staging", lambda _: saves.open_staging(CPU, can_pin=bool))
         with pytest.raises((NotImplementedError, TypeError)):
             queue.put(HASHES[0], IMAGE, meta)
-    eventually(lambda: not queue._pending)
-    assert is_all_idle(queue)
-    assert queue.put(HASHES[1], IMAGE, tensor())
-    assert queue.drain(_DEADLINE_S) == 0
+    assert queue.put(HASHES[1], IMAGE, tensor())  # when there is room again
+    assert queue.drain(DEADLINE_S) == 0
     assert rig.stored(HASHES[1]) is not None
+    assert accelerators.is_all_idle(staging.saves)
 
 
-def test_hook_does_not_wait_for_the_device_and_the_writer_does(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hook_does_not_wait_for_the_device_and_the_writer_does(rig: Rig) -> None:
     device = accelerators.FakeAccelerator()
     staging = AcceleratorStaging(device)
-    queue = rig.queue()
-    monkeypatch.setattr(queue, "_staging", lambda _: staging)
+    queue = rig.queue(stage=lambda _: staging)
     device.streams[1].held = True
     output = tensor(1)
     assert queue.put(HASHES[0], IMAGE, output)  # returns while nothing is copied yet
     assert rig.stored(HASHES[0]) is None
     device.release()
-    assert queue.drain(_DEADLINE_S) == 0
-    blob = rig.stored(HASHES[0])
-    assert blob is not None
-    codec.verify(blob, namespace=rig.node.namespace.name, identifier=HASHES[0])
-    saved = safetensors_torch.load(blob)["ec_cache"]
-    assert torch.equal(saved, tensor(1))
-    assert accelerators.is_all_idle(staging._saves)
+    assert queue.drain(DEADLINE_S) == 0
+    assert torch.equal(rig.read(HASHES[0]), tensor(1))
+    assert accelerators.is_all_idle(staging.saves)
 
 
 def test_queue_drops_before_it_copies(tmp_path: Path) -> None:
@@ -607,21 +529,18 @@ def test_next_process_uploads_what_the_last_one_could_not(tmp_path: Path) -> Non
     assert first.bucket.objects == {}
 
     second = Rig(tmp_path, shared=first.bucket)
-    assert second.spooled_files() == 5
+    assert second.spooled() == 5
     queue = second.queue(overflow="drop")
     eventually(lambda: second.counted("spool.replayed") == 5)
-    assert queue.drain(_DEADLINE_S) == 0
+    assert queue.drain(DEADLINE_S) == 0
     for identifier in HASHES[:5]:
-        blob = second.stored(identifier)
-        assert blob is not None
-        codec.verify(blob, namespace=second.node.namespace.name, identifier=identifier)
-        key = make_key(identifier)
-        assert key is not None
+        second.read(identifier)
+        key = key_of(identifier)
         assert second.node.index.maybe_contains(key)
     published, stored = queue.take_report()
     assert (published, sorted(stored)) == ([], HASHES[:5])
     assert second.counted("save.items") == 5
-    assert second.spooled_files() == 0
+    assert second.spooled() == 0
     assert audit_of(second.node.tier) == []
     second.close()
     assert list((tmp_path / "tier" / "v1" / "spool").iterdir()) == []
@@ -639,20 +558,16 @@ def test_adopted_entry_that_the_bucket_holds_already_is_done(tmp_path: Path) -> 
     first.close()
 
     second = Rig(tmp_path, shared=first.bucket)
-    assert second.spooled_files() == 1
+    assert second.spooled() == 1
     second.queue()
     eventually(lambda: second.counted("save.existed") == 1)
-    eventually(lambda: second.spooled_files() == 0)
+    eventually(lambda: second.spooled() == 0)
     second.close()
 
 
 def test_spoiled_entry_is_set_aside_and_never_uploaded(tmp_path: Path) -> None:
-    first = Rig(tmp_path)
-    first.faults.append(Fault(error=UnavailableError))
-    first.put_spooled(first.queue(), *HASHES[:2])
-    first.close()
-    key = make_key(HASHES[0])
-    assert key is not None
+    first = dead_process(tmp_path, *HASHES[:2])
+    key = key_of(HASHES[0])
     (spoiled,) = (tmp_path / "tier").rglob(f"v1/spool/*/*{key.digest.hex()}*")
     blob = bytearray(spoiled.read_bytes())
     blob[-1] ^= 1
@@ -661,33 +576,35 @@ def test_spoiled_entry_is_set_aside_and_never_uploaded(tmp_path: Path) -> None:
     second = Rig(tmp_path, shared=first.bucket)
     queue = second.queue()
     eventually(lambda: second.counted("tier.quarantined") == 1)
-    assert queue.drain(_DEADLINE_S) == 0
+    assert queue.drain(DEADLINE_S) == 0
     assert second.stored(HASHES[0]) is None
     assert second.stored(HASHES[1]) is not None
-    assert second.spooled_files() == 0
+    assert second.spooled() == 0
     assert audit_of(second.node.tier) == []
     second.close()
 
 
 @pytest.mark.parametrize(
     "other",
-    [{"model": "b"}, {"bucket": "another"}, {"prefix": "b"}, {"endpoint_url": "https://b:9000"}],
+    [
+        {"descriptor": {"model": "b"}},
+        {"bucket": "another"},
+        {"prefix": "b"},
+        {"endpoint_url": "https://b:9000"},
+    ],
 )
 def test_entries_of_another_model_or_for_another_bucket_are_left_alone(
-    tmp_path: Path, other: dict[str, str]
+    tmp_path: Path, other: dict[str, Any]
 ) -> None:
-    first = Rig(tmp_path)
-    first.faults.append(Fault(error=UnavailableError))
-    first.put_spooled(first.queue(), *HASHES[:2])
-    first.close()
+    first = dead_process(tmp_path, *HASHES[:2])
 
     stranger = Rig(tmp_path, **other)
     queue = stranger.queue()
     queue.put(HASHES[3], IMAGE, tensor())
     eventually(lambda: stranger.stored(HASHES[3]) is not None)
-    assert queue.drain(_DEADLINE_S) == 0
+    assert queue.drain(DEADLINE_S) == 0
     assert stranger.counted("spool.adopted") == 0
-    assert stranger.spooled_files() == 2
+    assert stranger.spooled() == 2
     assert audit_of(stranger.node.tier) == []
     stranger.close()
 
@@ -698,42 +615,37 @@ def test_entries_of_another_model_or_for_another_bucket_are_left_alone(
     second.close()
 
 
-def test_dead_bucket_that_comes_back_gets_everything(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(uploads, "_FIRST_PAUSE_S", 0.01)
-    pause_shortly(rig, monkeypatch)
+def test_dead_bucket_that_comes_back_gets_everything(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, breaker=SHORT_PAUSES)
     dead = Fault(error=UnavailableError)
     rig.faults.append(dead)
-    queue = rig.queue(budget_bytes=64)
+    queue = rig.queue(budget_bytes=64, pauses=uploads.Pauses(first_s=0.01))
     rig.put_spooled(queue, *HASHES)
     eventually(lambda: dead.struck > 5)
     rig.faults.clear()
-    assert queue.drain(_DEADLINE_S) == 0
+    assert queue.drain(DEADLINE_S) == 0
     assert all(rig.stored(identifier) for identifier in HASHES)
     assert audit_of(rig.node.tier) == []
+    rig.close()
 
 
 def test_adopted_uploads_that_hang_leave_room_for_fresh_ones(tmp_path: Path) -> None:
-    first = Rig(tmp_path)
-    first.faults.append(Fault(error=UnavailableError))
-    first.put_spooled(first.queue(), *HASHES[:20])
-    first.close()
+    first = dead_process(tmp_path, *HASHES[:20])
 
     second = Rig(tmp_path, shared=first.bucket, max_concurrency=4)
     hang = Gate()
     names = "|".join(HASHES[:20])
     second.faults.append(Fault(op="put_if_absent", name=names, gate=hang))
     queue = second.queue()
-    assert hang.reached.wait(_DEADLINE_S)
+    assert hang.reached.wait(DEADLINE_S)
     for identifier in HASHES[20:30]:
         queue.put(identifier, IMAGE, tensor())
     eventually(lambda: all(second.stored(identifier) for identifier in HASHES[20:30]))
     assert not any(second.stored(identifier) for identifier in HASHES[:20])
     hang.release()
-    assert queue.drain(_DEADLINE_S) == 0
+    assert queue.drain(DEADLINE_S) == 0
     assert all(second.stored(identifier) for identifier in HASHES[:20])
-    assert second.spooled_files() == 0
+    assert second.spooled() == 0
     second.close()
 
 
@@ -749,19 +661,16 @@ def test_uploads_that_hang_leave_a_quarter_of_the_places_to_fetches(tmp_path: Pa
 
     eventually(lambda: hanging() >= 6)
     for _ in range(20):  # so that whatever else may start has started
-        rig.node.loop.run(rig.node.loop.disk(int), _DEADLINE_S)
+        rig.node.loop.run(rig.node.loop.disk(int), DEADLINE_S)
     assert hanging() == 6
     gate.release()
-    assert queue.drain(_DEADLINE_S) == 0
+    assert queue.drain(DEADLINE_S) == 0
     rig.close()
 
 
-def test_processes_that_die_later_are_found_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(uploads, "_ADOPT_EVERY_S", 0.02)
+def test_processes_that_die_later_are_found_too(tmp_path: Path) -> None:
     second = Rig(tmp_path)
-    second.queue()
+    second.queue(pauses=uploads.Pauses(adopt_every_s=0.02))
     first = Rig(tmp_path)
     first.faults.append(Fault(error=UnavailableError))
     first.put_spooled(first.queue(), *HASHES[:2])
@@ -773,62 +682,52 @@ def test_processes_that_die_later_are_found_too(
 
 
 def test_fresh_save_of_an_adopted_entry_stores_it_once(tmp_path: Path) -> None:
-    first = Rig(tmp_path)
-    first.faults.append(Fault(error=UnavailableError))
-    first.put_spooled(first.queue(), HASHES[0])
-    first.close()
+    first = dead_process(tmp_path, HASHES[0])
 
     second = Rig(tmp_path, shared=first.bucket)
     hang = Gate()
     second.faults.append(Fault(op="put_if_absent", name=HASHES[0], gate=hang, times=1))
     queue = second.queue()
-    assert hang.reached.wait(_DEADLINE_S)
+    assert hang.reached.wait(DEADLINE_S)
     assert queue.put(HASHES[0], IMAGE, tensor())
     eventually(lambda: second.stored(HASHES[0]) is not None)
     hang.release()
-    assert queue.drain(_DEADLINE_S) == 0
+    assert queue.drain(DEADLINE_S) == 0
     assert second.counted("save.items") == 1
-    assert second.spooled_files() == 0
+    assert second.spooled() == 0
     assert second.counted("internal_errors") == 0
     second.close()
 
 
 @pytest.mark.slow
-def test_upload_reads_the_tiers_entry_where_somebody_emptied_the_spool(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(uploads, "_FIRST_PAUSE_S", 0.001)
+def test_upload_reads_the_tiers_entry_where_somebody_emptied_the_spool(rig: Rig) -> None:
     rig.faults.append(Fault(error=UnavailableError))
-    queue = rig.queue()
+    queue = rig.queue(pauses=uploads.Pauses(first_s=0.001))
     rig.put_spooled(queue, *HASHES[:2])
-    key = make_key(HASHES[1])
-    assert key is not None
+    key = key_of(HASHES[1])
     evict(rig.node.tier, key)
     shutil.rmtree(rig.node.settings.cache_dir / "v1" / "spool")
     eventually(lambda: rig.counted("save_problem.vanished") == 1)
     rig.faults.clear()
-    assert queue.drain(_DEADLINE_S) == 0
+    assert queue.drain(DEADLINE_S) == 0
     assert rig.stored(HASHES[0]) is not None
     assert rig.stored(HASHES[1]) is None
 
 
 def test_adopted_uploads_that_never_end_are_left_at_the_end(tmp_path: Path) -> None:
-    first = Rig(tmp_path)
-    first.faults.append(Fault(error=UnavailableError))
-    first.put_spooled(first.queue(), *HASHES[:5])
-    first.close()
+    first = dead_process(tmp_path, *HASHES[:5])
     assert first.counted("spool.left") == 5
 
     second = Rig(tmp_path)
     gate = Gate()
     second.faults.append(Fault(op="put_if_absent", name="objects/", gate=gate))
     queue = second.queue()
-    assert gate.reached.wait(_DEADLINE_S)
+    assert gate.reached.wait(DEADLINE_S)
     assert queue.drain(0.1) == 5
     assert second.counted("spool.left") == 5
     second.close()
     assert second.counted("internal_errors") == 0
-    assert second.spooled_files() == 5
+    assert second.spooled() == 5
     assert audit_of(second.node.tier) == []
 
 
@@ -836,39 +735,37 @@ def test_adopted_uploads_that_never_end_are_left_at_the_end(tmp_path: Path) -> N
 def test_spooled_file_that_cannot_be_read_is_tried_again_and_then_left_for_the_next_process(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(uploads, "_FIRST_PAUSE_S", 0.001)
-    queue = rig.queue()
-    load, refusals = type(queue._spool).load, [2, 10**6]
+    queue = rig.queue(pauses=uploads.Pauses(first_s=0.001))
+    load, refusals = Spool.load, [2, 10**6]
 
-    def refuse_some(spool: Any, digest: bytes) -> Any:
+    def refuse_some(spool: Spool, digest: bytes) -> Any:
         if refusals[0]:
             refusals[0] -= 1
             raise TierError("too many open files")
         return load(spool, digest)
 
-    monkeypatch.setattr(type(queue._spool), "load", refuse_some)
+    monkeypatch.setattr(Spool, "load", refuse_some)
     queue.put(HASHES[0], IMAGE, tensor())
     eventually(lambda: rig.stored(HASHES[0]) is not None)
-    eventually(lambda: rig.spooled_files() == 0)
+    eventually(lambda: rig.spooled() == 0)
     refusals.pop(0)
     queue.put(HASHES[1], IMAGE, tensor())
     eventually(lambda: rig.counted("save_problem.unreadable") == 1)
-    assert queue.drain(_DEADLINE_S) == 0
+    assert queue.drain(DEADLINE_S) == 0
     assert rig.stored(HASHES[1]) is None
-    assert rig.spooled_files() == 1
+    assert rig.spooled() == 1
 
 
 def test_revision_that_another_process_asks_for_is_the_one_that_is_written(rig: Rig) -> None:
     """The scheduler's process fetches and notes, a worker's may be another one, and stores."""
-    key = make_key(HASHES[0])
-    assert key is not None
+    key = key_of(HASHES[0])
     rig.bucket.objects[rig.node.layout.object(key)] = b"<html>"
     where = (rig.node.tier.folders, rig.node.namespace.name, rig.node.destination)
     scheduler = BadObjects(*where, ttl_s=3600, counters=Counters())
     assert scheduler.note(key, "header", 0) == 1
     queue = rig.queue()
     assert queue.put(HASHES[0], IMAGE, tensor(1))
-    assert queue.drain(_DEADLINE_S) == 0
+    assert queue.drain(DEADLINE_S) == 0
     blob = rig.bucket.objects[rig.node.layout.object(key, 1)]
     codec.verify(blob, namespace=rig.node.namespace.name, identifier=HASHES[0])
     scheduler.refresh()
@@ -885,27 +782,22 @@ def test_drain_stores_what_waits_behind_a_save_that_hangs_in_the_disk(
 
     def hang(*args: Any, **kwargs: Any) -> None:
         reached.set()
-        assert answers.wait(_DEADLINE_S)
+        assert answers.wait(DEADLINE_S)
         publish(*args, **kwargs)
 
     monkeypatch.setattr(rig.node.tier, "publish", hang)
     queue = rig.queue()
     assert queue.put(HASHES[0], IMAGE, tensor(0))
-    assert reached.wait(_DEADLINE_S)
+    assert reached.wait(DEADLINE_S)
     assert queue.put(HASHES[1], IMAGE, tensor(1))
     now_s = 10.0  # and no save comes any more, whose hook would notice
     left: list[int] = []
-    draining = threading.Thread(target=lambda: left.append(queue.drain(2 * _DEADLINE_S)))
+    draining = threading.Thread(target=lambda: left.append(queue.drain(2 * DEADLINE_S)))
     draining.start()
     try:
         eventually(lambda: rig.stored(HASHES[1]) is not None)
     finally:
         answers.set()
-        draining.join(2 * _DEADLINE_S)
+        draining.join(2 * DEADLINE_S)
     assert left == [0]
     assert rig.stored(HASHES[0]) is not None
-
-
-def test_writer_finds_that_another_was_faster(rig: Rig) -> None:
-    rig.queue()._write_next()
-    assert rig.counted("internal_errors") == 0

@@ -11,34 +11,20 @@ from typing import Any
 import pytest
 
 from s3ec import codec
-from s3ec.connector import saves
-from s3ec.connector.messages import Load, Save, StepPlan
+from s3ec.connector.messages import Save, StepPlan
 from s3ec.errors import UnavailableError
-from s3ec.identity import Namespace, make_key
-from s3ec.node import Node
-from s3ec.settings import Settings
-from s3ec.testing.fault_store import Fault, FaultStore, Script
-from s3ec.testing.memory_store import MemoryBucket, MemoryStore
+from s3ec.testing.fault_store import Fault
+from tests.unit.connector.processes import HASHES, Process, tensor
+from tests.unit.connector.scheduling import key_of
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 WorkerHalf = pytest.importorskip("s3ec.connector.worker").WorkerHalf
 
-HASHES = [f"{n:064x}" for n in range(1, 9)]
 
-
-class Rig:
+class Rig(Process):
     def __init__(self, folder: Path) -> None:
-        self.bucket = MemoryBucket()
-        self.faults: list[Fault] = []
-        settings = Settings.model_validate(
-            {"bucket": "corpus", "cache_dir": folder / "tier", "min_free_bytes": 0}
-        )
-        self.node = Node(
-            settings,
-            Namespace.from_descriptor({"model": "tiny"}),
-            store=FaultStore(MemoryStore(self.bucket), Script(self.faults)),
-        )
+        super().__init__(folder)
         self.steps: list[int] = []
         self.saved: list[tuple[str, Save, torch.Tensor]] = []
         self.rank = 0
@@ -68,34 +54,12 @@ class Rig:
     def drain(self, timeout_s: float) -> int:
         return 0
 
-    def entry(self, identifier: str, tensor: torch.Tensor, **other: Any) -> bytes:
-        fields = {"identifier": identifier, "namespace": self.node.namespace.name, **other}
-        header = saves.describe(tensor, modality="image", **fields)
-        return b"".join(saves.encode(header, tensor))
-
-    def pinned(self, identifier: str, tensor: torch.Tensor) -> Load:
-        key = make_key(identifier)
-        assert key is not None
-        self.node.tier.publish(key, [self.entry(identifier, tensor)])
-        pin = self.node.tier.pin(key)
-        assert pin is not None
-        return Load.of(identifier, pin)
-
-    def store(self, identifier: str, blob: bytes) -> None:
-        key = make_key(identifier)
-        assert key is not None
-        self.bucket.objects[self.node.layout.object(key)] = blob
-
 
 @pytest.fixture
 def rig(tmp_path: Path) -> Iterator[Rig]:
     rig = Rig(tmp_path)
     yield rig
-    rig.node.close(5)
-
-
-def tensor(seed: int = 0) -> torch.Tensor:
-    return torch.randn(4, 8, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
+    rig.close()
 
 
 def test_granted_embeddings_are_loaded_and_reported(rig: Rig) -> None:
@@ -130,7 +94,7 @@ def test_embedding_that_the_device_holds_is_left_alone(rig: Rig) -> None:
 @pytest.mark.parametrize("damage", ["missing", "cut", "flipped", "other", "grown"])
 def test_damaged_file_is_replaced_by_the_bucket_s_copy(rig: Rig, damage: str) -> None:
     load = rig.pinned(HASHES[0], tensor(1))
-    rig.store(HASHES[0], rig.entry(HASHES[0], tensor(1)))
+    rig.bucket.objects[rig.object_name(HASHES[0])] = rig.entry(HASHES[0], tensor(1))
     path = Path(load.path)
     blob = bytearray(path.read_bytes())
     if damage == "missing":
@@ -148,8 +112,7 @@ def test_damaged_file_is_replaced_by_the_bucket_s_copy(rig: Rig, damage: str) ->
     rig.worker.start_load_caches(cache, StepPlan(step=1, loads=[load]))
     assert torch.equal(cache[HASHES[0]], tensor(1))
     assert rig.node.counters.get("load.rescued") == 1
-    key = make_key(HASHES[0])
-    assert key is not None
+    key = key_of(HASHES[0])
     if damage != "missing":  # the entry is the same file as the pin: nobody may pin it again
         assert not rig.node.tier.contains(key)
 
@@ -173,11 +136,10 @@ def test_what_was_granted_is_rescued_from_whichever_revision_is_good(
 ) -> None:
     """The notes are another process's, may have run out, and may be ahead of what is stored."""
     load = rig.pinned(HASHES[0], tensor(1))
-    key = make_key(HASHES[0])
-    assert key is not None
+    key = key_of(HASHES[0])
     if plain != "absent":
         misfit = rig.entry(HASHES[0], tensor(2)[:2]) if plain == "other" else b"<html>"
-        rig.store(HASHES[0], misfit)
+        rig.bucket.objects[rig.object_name(HASHES[0])] = misfit
     good = rig.entry(HASHES[0], tensor(1))
     rig.bucket.objects[rig.node.layout.object(key, 1)] = good
     for revision in range(noted):
@@ -203,7 +165,7 @@ def test_entry_of_another_shape_than_granted_is_never_loaded(rig: Rig, other: to
     load = rig.pinned(HASHES[0], tensor())
     changed = rig.entry(HASHES[0], other.contiguous())
     Path(load.path).write_bytes(changed)
-    rig.store(HASHES[0], changed)
+    rig.bucket.objects[rig.object_name(HASHES[0])] = changed
     cache: dict[str, torch.Tensor] = {}
     with pytest.raises(RuntimeError):
         rig.worker.start_load_caches(cache, StepPlan(step=1, loads=[load]))

@@ -1,0 +1,482 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler half: what is fetched and granted, and when a pin is given back."""
+
+from __future__ import annotations
+
+import pytest
+
+from s3ec.connector.item_tracker import LEASE_S
+from s3ec.connector.messages import RankStatus, TierId
+from s3ec.connector.remote_ranks import Ranks
+from s3ec.prefetch import FetchOutcome, Priority
+from tests.unit.connector.scheduling import (
+    ROWS,
+    WINDOW,
+    World,
+    bare,
+    feature,
+    identifier_of,
+    request,
+)
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+# -- which features -------------------------------------------------------------------------------
+
+
+def test_a_feature_within_another_does_not_hide_the_end_of_the_other(world: World) -> None:
+    """The audio of a video lies within the video's tokens."""
+    world.stock("video", "audio")
+    asker = request("r", feature("video", length=20), feature("audio", 4, modality="audio"))
+    assert not world.ask(asker, 8)
+    world.step()
+    assert world.wanted == [identifier_of("video")]
+
+
+def test_what_the_kv_cache_covers_is_not_fetched(world: World) -> None:
+    world.stock("a", "b")
+    asker = request("r", feature("a", 0, length=10), feature("b", 10, length=10))
+    assert not world.ask(asker, 10)
+    world.step()
+    assert world.wanted == [identifier_of("b")]
+    assert world.ask(asker, 20)
+    assert not world.ask(asker, 19)  # covered in part
+
+
+def test_what_lies_beyond_the_window_is_fetched_ahead_and_not_waited_for(world: World) -> None:
+    world.stock("a", "b")
+    asker = request("r", feature("a"), feature("b", WINDOW))
+    world.ask(asker)
+    world.step()
+    assert [want.priority for want in world.prefetcher.submitted] == [
+        Priority.DEMAND,
+        Priority.LOOKAHEAD,
+    ]
+    world.finish("a")
+    world.run(asker, 0)
+    world.step()
+    assert not world.ask(asker, 1)  # now it is within the window
+    world.step()
+    assert [want.priority for want in world.prefetcher.submitted[2:]] == [Priority.DEMAND]
+    assert not world.ask(asker, 1)
+    world.step()
+    assert len(world.wanted) == 3
+    world.finish("b")
+    assert world.ask(asker, 1)
+    assert world.schedule(asker, 1) == [True]
+
+
+def test_where_vllm_asks_once_everything_is_waited_for() -> None:
+    world = World(asked_every_pass=False)
+    world.stock("a", "b")
+    asker = world.deferred(request("r", feature("a"), feature("b", 10 * WINDOW)))
+    world.finish("a")
+    assert not world.ask(asker)
+    world.finish("b")
+    assert world.run(asker, 0) == [True]
+    world.report(world.step().step)
+    world.step()
+    assert world.schedule(asker, 1) == [True]
+    assert [load.identifier for load in world.step().loads] == [identifier_of("b")]
+
+
+def test_the_same_picture_twice_in_one_prompt_is_fetched_and_loaded_once(world: World) -> None:
+    world.stock("a")
+    asker = world.deferred(request("r", feature("a"), feature("a", 20)))
+    assert len(world.wanted) == 1
+    world.finish("a")
+    assert world.run(asker, 0) == [True]  # vLLM does not ask for the second
+    assert len(world.step().loads) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "counted"),
+    [("renderer0-mm-1-image-0", 1), ("\ud800", 1), ("x" * 5000, 1), ("lora:renderer0-mm-1-a-0", 1)],
+)
+def test_a_refused_identifier_is_a_counted_miss(name: str, counted: int) -> None:
+    world = World(producer=True)
+    asker = request("r", feature(name, raw=True))
+    assert world.ask(asker)
+    assert world.counters.get("refused_identifiers") == counted
+    assert not world.half.has_cache_item(name)
+    world.half.update_state_after_alloc(asker, 0)
+    plan = world.step()
+    assert (plan.loads, plan.saves, world.wanted) == ([], {}, [])
+
+
+def test_embeddings_that_the_request_brought_are_ignored() -> None:
+    world = World(producer=True)
+    world.stock("a")
+    asker = request("r", feature("a", modality="prompt_embeds"))
+    assert world.run(asker) == [False]
+    plan = world.step()
+    assert (plan.loads, plan.saves, world.wanted) == ([], {}, [])
+    assert world.counters.get("refused_identifiers") == 0
+    assert world.counters.get("misses") == 0
+
+
+# -- grants ---------------------------------------------------------------------------------------
+
+
+def test_nothing_is_granted_that_was_not_asked_for_in_this_pass(world: World) -> None:
+    """Rows are compared with the request at hand; another one's do not count."""
+    world.bring("a")
+    assert world.ask(request("other", feature("z")))
+    assert not world.has("a")
+
+
+def test_a_grant_without_an_allocation_is_dropped(world: World) -> None:
+    world.bring("a")
+    asker = request("r", feature("a"))
+    assert world.ask(asker)
+    assert world.has("a")
+    assert world.step().loads == []
+    world.half.update_state_after_alloc(asker, 0)  # without a new grant it is a miss
+    assert world.step().loads == []
+    assert world.counters.get("hits") == 0
+
+
+def test_the_grant_of_this_pass_decides_and_not_what_is_known_later(world: World) -> None:
+    asker = world.defer("a")
+    world.clock.now_s += 3.0
+    assert world.ask(asker)
+    assert not world.has("a")
+    world.finish("a")
+    world.ask(request("other", feature("b")))  # takes the news
+    world.half.update_state_after_alloc(asker, 0)
+    assert world.step().loads == []
+
+
+def test_a_step_without_tokens_carries_its_loads_over(world: World) -> None:
+    """The V1 runner does not call the worker half in such a step."""
+    (path,) = world.bring("a")
+    asker = request("r", feature("a"))
+    world.run(asker)
+    for _ in range(10):
+        assert world.step(tokens=0).loads == []
+    assert path in world.prefetcher.live
+    plan = world.step(tokens=5)
+    assert [load.path for load in plan.loads] == [str(path)]
+    world.report(plan.step)
+    assert path not in world.prefetcher.live
+    assert world.step().loads == []
+
+
+def test_what_the_device_gave_up_before_it_was_loaded_is_not_loaded(world: World) -> None:
+    """The worker frees first and then loads: nobody would free it again."""
+    (path, _) = world.bring("a", "b")
+    asker = request("r", feature("a"), feature("b", 10))
+    world.run(asker)
+    world.step(tokens=0)
+    plan = world.step(freed="a")
+    assert [load.identifier for load in plan.loads] == [identifier_of("b")]
+    assert world.run(request("again", feature("a"))) == [True]
+    plan = world.step()
+    assert [load.path for load in plan.loads] == [str(path)]
+    world.report(plan.step)
+    assert path not in world.prefetcher.live
+
+
+@pytest.mark.parametrize(
+    ("held", "freed", "loads"),
+    [
+        (True, "a", 1),  # given up, and allocated: old releases name it all the same
+        (True, "aa", 0),  # and given up once more
+        (False, "a", 0),  # allocated, and preempted in the same pass: another needed the room
+    ],
+)
+def test_only_what_the_device_holds_at_the_end_of_the_pass_is_loaded(
+    world: World, held: bool, freed: str, loads: int
+) -> None:
+    asker = request("r", feature("a"))
+    if held:
+        world.load_one()
+    else:
+        world.bring("a")
+    assert world.run(asker) == [True]
+    assert len(world.step(freed=freed).loads) == loads
+    assert world.is_on_device("a") is bool(loads)
+    assert world.run(asker) == [True]
+    assert len(world.step().loads) == 1
+
+
+def test_two_requests_with_other_rows_for_one_identifier_get_only_their_own(world: World) -> None:
+    world.bring("a")
+    liar = request("liar", feature("a", rows=ROWS + 1))
+    honest = request("honest", feature("a"))
+    assert world.ask(liar)
+    assert not world.has("a")
+    assert world.ask(honest)
+    assert world.has("a")
+    assert world.counters.get("mismatch.rows") == 1
+    assert world.ask(liar)
+    assert not world.has("a")
+
+
+def test_where_vllm_asks_once_disagreeing_requests_get_nothing() -> None:
+    world = World(asked_every_pass=False)
+    world.bring("a")
+    assert world.ask(request("honest", feature("a")))
+    assert world.has("a")
+    assert world.ask(request("liar", feature("a", rows=ROWS + 1)))
+    assert not world.has("a")
+
+
+def test_a_fetch_that_failed_for_made_up_rows_does_not_spoil_the_real_ones(world: World) -> None:
+    """Identifiers can be chosen by clients, and so can their rows."""
+    world.stock("a")
+    liar = request("liar", feature("a", rows=ROWS + 1))
+    honest = request("honest", feature("a"))
+    assert not world.ask(liar)
+    world.step()
+    world.finish("a", holds=ROWS)
+    assert world.ask(liar)
+    assert not world.ask(honest)
+    world.step()
+    world.finish("a", holds=ROWS)
+    assert world.ask(honest)
+    assert world.has("a")
+
+
+# -- pins -----------------------------------------------------------------------------------------
+
+
+def test_a_pin_is_released_by_the_workers_report(world: World) -> None:
+    step, path = world.load_one()
+    assert path in world.prefetcher.live
+    world.report(step)
+    assert world.prefetcher.released == [path]
+    assert not world.half.tracker.items
+
+
+def test_a_pin_is_held_until_every_rank_has_reported() -> None:
+    world = World(ranks=4)
+    step, path = world.load_one()
+    world.report(step, 0, 1)
+    world.report(step, 1)
+    world.report(step, 3)
+    assert path in world.prefetcher.live
+    world.report(step, 2)
+    assert path not in world.prefetcher.live
+
+
+@pytest.mark.parametrize("steps", [1, 2, 4])
+def test_without_a_report_a_pin_outlives_the_steps_in_flight(steps: int) -> None:
+    """Old releases do not report; a step that reads the file can still be running."""
+    world = World(steps_in_flight=steps)
+    _, path = world.load_one()
+    for _ in range(steps):
+        world.step()
+        assert path in world.prefetcher.live
+    world.step()
+    assert path not in world.prefetcher.live
+
+
+def test_steps_without_tokens_are_steps_too(world: World) -> None:
+    _, path = world.load_one()
+    for _ in range(3):
+        world.step(tokens=0)
+    assert path not in world.prefetcher.live
+
+
+def test_late_double_and_unknown_reports_are_harmless(world: World) -> None:
+    step, path = world.load_one()
+    world.report(step)
+    world.report(step)
+    world.report(step + 100)
+    assert world.prefetcher.released == [path]
+
+
+def test_an_image_loaded_by_two_steps_is_pinned_until_both_are_done(world: World) -> None:
+    """Evicted on the device in between, as async scheduling allows."""
+    first, path = world.load_one()
+    again = request("again", feature("a"))
+    assert world.ask(again)  # while the device still holds it
+    assert world.has("a")  # and then no more
+    world.half.update_state_after_alloc(again, 0)
+    second = world.step(freed="a").step
+    world.report(first)
+    assert path in world.prefetcher.live
+    world.report(second)
+    assert world.prefetcher.released == [path]
+
+
+def test_evicted_on_the_device_and_wanted_again_is_fetched_again(world: World) -> None:
+    step, first = world.load_one()
+    world.report(step)
+    asker = request("r", feature("a"))
+    assert world.ask(asker)  # on the device: nothing to wait for
+    assert len(world.wanted) == 1
+    world.step(freed="a")
+    assert not world.ask(asker)
+    world.step()
+    second = world.finish("a")
+    assert second is not None
+    assert second.path != first
+    assert world.run(asker) == [True]
+    assert [load.path for load in world.step().loads] == [str(second.path)]
+
+
+def test_evicted_before_the_report_is_kept_pinned_for_the_next_request(world: World) -> None:
+    step, path = world.load_one()
+    world.step(freed="a")
+    world.report(step)
+    assert path in world.prefetcher.live
+    assert world.run(request("r", feature("a"))) == [True]
+
+
+def test_a_reset_gives_back_the_pin_of_a_load_that_no_step_has_carried_yet(world: World) -> None:
+    world.bring("a")
+    asker = request("r", feature("a"))
+    assert world.run(asker) == [True]
+    world.step(tokens=0)
+    world.half.stop(was_reset=True)
+    world.end(asker)
+    world.clock.now_s += LEASE_S + 1
+    assert world.step().loads == []
+    assert not world.prefetcher.live
+
+
+def test_a_device_cache_that_was_reset_without_a_word_costs_one_encode(world: World) -> None:
+    step, _ = world.load_one()
+    world.report(step)
+    asker = request("r", feature("a"))
+    assert world.ask(asker)
+    assert not world.has("a")  # vLLM asks, so the device does not hold it
+    world.step()
+    assert not world.ask(asker)
+
+
+def test_what_nobody_asks_for_is_released_when_its_lease_ends(world: World) -> None:
+    (path,) = world.bring("a")
+    world.clock.now_s += LEASE_S
+    world.step()
+    assert path in world.prefetcher.live
+    world.clock.now_s += 1.1
+    world.step()
+    assert path not in world.prefetcher.live
+    assert not world.half.tracker.items
+
+
+def test_asking_renews_the_lease(world: World) -> None:
+    (path,) = world.bring("a")
+    for _ in range(10):
+        world.clock.now_s += LEASE_S - 1
+        assert world.ask(request("r", feature("a")))
+        world.step()
+    assert path in world.prefetcher.live
+
+
+def test_a_lease_does_not_end_while_a_step_loads_the_file() -> None:
+    world = World(steps_in_flight=1000)
+    step, path = world.load_one()
+    world.step(freed="a")
+    for _ in range(5):
+        world.clock.now_s += LEASE_S
+        world.step()
+    assert path in world.prefetcher.live
+    world.report(step)
+    world.clock.now_s += LEASE_S
+    world.step()
+    assert path not in world.prefetcher.live
+
+
+def test_what_arrives_after_everybody_left_is_released(world: World) -> None:
+    asker = world.defer("a")
+    world.end(asker)
+    world.finish("a")
+    world.clock.now_s += 2
+    world.step()
+    world.clock.now_s += LEASE_S + 2
+    world.step()
+    assert not world.prefetcher.live
+    assert not world.half.tracker.items
+
+
+def test_a_second_answer_for_one_item_is_released(world: World) -> None:
+    (path,) = world.bring("a")
+    world.prefetcher.open[identifier_of("a")] = world.prefetcher.submitted[0]
+    extra = world.finish("a")
+    world.ask(request("r", feature("b")))
+    assert extra is not None
+    assert world.prefetcher.live == {path}
+
+
+# -- ranks that cannot be told to load ------------------------------------------------------------
+
+
+def test_where_ranks_cannot_be_told_nothing_is_fetched_waited_for_or_granted() -> None:
+    world = World(producer=True, can_load=False)
+    world.stock("a")
+    asker = request("r", feature("a"), feature("b", 10))
+    assert world.run(asker) == [False, False]
+    plan = world.step()
+    assert (plan.loads, world.wanted) == ([], [])
+    assert list(plan.saves) == [identifier_of("b")]
+    assert not world.ask(request("bare", bare("a")))
+    assert world.failed() == {"bare"}
+
+
+# -- memory ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("every_pass", [True, False])
+def test_a_hundred_thousand_absent_pictures_leave_nothing_behind(every_pass: bool) -> None:
+    world = World(producer=True, asked_every_pass=every_pass)
+    for number in range(100_000):
+        asker = request(str(number), feature(f"picture {number}", raw=True))
+        assert world.ask(asker)
+        assert not world.half.has_cache_item(f"picture {number}")
+        if number % 100 == 0:
+            world.step()
+    world.step()
+    assert world.leftovers() == []
+
+
+def test_what_requests_leave_behind_is_given_back_in_time(world: World) -> None:
+    for number in range(300):
+        world.stock(number)
+        asker = request(str(number), feature(number))
+        world.ask(asker)
+        world.step()
+        world.finish(number, FetchOutcome.READY if number % 3 else FetchOutcome.ABSENT)
+        world.ask(asker)
+        world.schedule(asker)
+        plan = world.step(freed=[number - 1])
+        world.report(plan.step)
+        world.end(asker)
+        world.clock.now_s += 0.5
+    world.clock.now_s += LEASE_S + 2
+    world.step(freed=[299])
+    assert world.leftovers() == []
+    assert not world.prefetcher.live
+
+
+def test_a_new_process_prepares_what_is_urgent_first_and_what_nobody_wants_last() -> None:
+    mark = TierId("host", "folder")
+    ranks = Ranks(1, mark, steps_in_flight=2, heard_without_tokens=True)
+    world = World(ranks_apart=ranks, ranks=1)
+    world.stock("a", "b")
+    world.report(0, present={0: RankStatus("one", shares=False)})
+    world.step()  # orders go out with steps
+    leaving = request("leaving", feature("b"))
+    assert not world.ask(request("waiting", feature("a")))
+    assert not world.ask(leaving)
+    world.step()
+    world.finish("b")  # pinned here; the rank elsewhere has not answered
+    world.ask(leaving)
+    world.report(1, ready={2: {0: "0" * 32}})
+    assert world.ask(leaving)
+    world.end(leaving)
+    world.step()
+    world.report(2, present={0: RankStatus("two", shares=False)})
+    orders = world.step().ranks
+    assert orders is not None
+    by_ticket = {order.ticket: (order.identifier, order.priority) for order in orders.prepare}
+    assert (identifier_of("a"), Priority.DEMAND) in by_ticket.values()
+    assert [by_ticket[ticket][0] for ticket in orders.demoted] == [identifier_of("b")]

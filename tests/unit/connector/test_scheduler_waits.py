@@ -1,0 +1,529 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler half: which requests wait, for what, and for how long."""
+
+from __future__ import annotations
+
+import pytest
+
+from s3ec.connector.item_tracker import (
+    LEASE_S,
+    MOST_IN_VAIN,
+    RETRY_AFTER_S,
+    UNWANTED_LEASE_S,
+    VAIN_REST_S,
+)
+from s3ec.prefetch import FetchOutcome, Priority
+from tests.unit.connector.scheduling import (
+    ROWS,
+    WINDOW,
+    World,
+    feature,
+    identifier_of,
+    request,
+)
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+# -- deferral -------------------------------------------------------------------------------------
+
+
+def test_a_request_waits_until_its_embedding_is_here(world: World) -> None:
+    world.stock("a")
+    asker = request("r", feature("a"))
+    assert not world.ask(asker)
+    assert world.wanted == []  # nothing leaves the half before the end of the pass
+    world.step(tokens=0)
+    assert world.wanted == [identifier_of("a")]
+    for _ in range(5):
+        assert not world.ask(asker)
+        world.step(tokens=0)
+    assert len(world.wanted) == 1
+    world.clock.now_s += 0.3
+    pin = world.finish("a")
+    assert pin is not None
+    assert world.run(asker) == [True]
+    plan = world.step()
+    assert [(load.identifier, load.path) for load in plan.loads] == [
+        (identifier_of("a"), str(pin.path))
+    ]
+    assert plan.loads[0].shape.rows == ROWS
+    assert world.counters.get("hits") == 1
+    assert world.counters.get("deferred_requests") == 1
+    assert world.counters.get("deferred_seconds") == pytest.approx(0.3)
+
+
+def test_a_miss_is_not_waited_for(world: World) -> None:
+    assert world.run(request("r", feature("a"))) == [False]
+    assert world.step().loads == []
+    assert world.wanted == []
+    assert world.counters.get("misses") == 1
+
+
+def test_a_request_waits_for_all_of_its_images_and_no_longer(world: World) -> None:
+    world.stock("a", "b")
+    asker = world.deferred(request("r", feature("a"), feature("x", 10), feature("b", 20)))
+    world.finish("b")
+    assert not world.ask(asker)
+    world.finish("a")
+    assert world.run(asker) == [True, False, True]
+    assert {load.identifier for load in world.step().loads} == {
+        identifier_of("a"),
+        identifier_of("b"),
+    }
+
+
+def test_two_requests_for_one_image_share_the_fetch(world: World) -> None:
+    world.stock("a")
+    first, second = request("1", feature("a")), request("2", feature("a", 50))
+    assert not world.ask(first)
+    assert not world.ask(second)
+    world.step()
+    assert not world.ask(second)
+    world.step()
+    assert len(world.wanted) == 1
+    world.finish("a")
+    assert world.run(first) == [True]
+    assert world.ask(second)
+
+
+@pytest.mark.parametrize(
+    "outcome",
+    [FetchOutcome.ABSENT, FetchOutcome.MISMATCH, FetchOutcome.CORRUPT, FetchOutcome.UNAVAILABLE],
+)
+def test_a_failed_fetch_ends_the_wait_and_is_not_tried_again_for_a_while(
+    world: World, outcome: FetchOutcome
+) -> None:
+    asker = world.defer("a")
+    world.finish("a", outcome)
+    assert world.run(asker) == [False]
+    world.clock.now_s += RETRY_AFTER_S - 0.01
+    assert world.ask(request("other", feature("a")))
+    world.step(freed="a")
+    assert len(world.wanted) == 1
+    world.clock.now_s += 0.01
+    assert not world.ask(request("later", feature("a")))
+    world.step()
+    assert len(world.wanted) == 2
+
+
+def test_the_wait_is_bounded_and_the_download_goes_on(world: World) -> None:
+    asker = world.defer("a")
+    world.clock.now_s += 1.99
+    assert not world.ask(asker)
+    world.clock.now_s += 0.01
+    assert world.run(asker) == [False]
+    assert world.step().loads == []
+    assert world.counters.get("defer_timeouts") == 1
+    assert world.counters.get("deferred_seconds") == pytest.approx(2.0)
+    world.finish("a")
+    later = request("later", feature("a"))
+    world.step(freed="a")
+    assert world.run(later) == [True]
+
+
+def test_the_wait_is_bounded_in_all_across_the_chunks_of_a_prompt(world: World) -> None:
+    """A prompt of many images must not wait the whole time for each of them."""
+    texts = "abcde"
+    world.stock(*texts)
+    asker = request("r", *(feature(text, 200 * n) for n, text in enumerate(texts)))
+    waited_s = 0.0
+    for number, text in enumerate(texts):
+        while not world.ask(asker, 200 * number):
+            world.step()
+            world.clock.now_s += 0.1
+            waited_s += 0.1
+            if waited_s > 0.75 * (number + 1):
+                world.finish(text)
+        world.schedule(asker, number)
+        world.step()
+    assert waited_s == pytest.approx(2.0, abs=0.11)
+    assert world.counters.get("deferred_seconds") == pytest.approx(2.0, abs=0.11)
+    assert world.counters.get("deferred_requests") == 1
+
+
+def test_time_between_waits_does_not_count(world: World) -> None:
+    world.stock("a", "b")
+    asker = world.deferred(request("r", feature("a"), feature("b", 200)))
+    world.clock.now_s += 1.0
+    world.finish("a")
+    world.run(asker, 0)
+    world.step()
+    world.clock.now_s += 100.0
+    assert not world.ask(asker, 150)
+    world.clock.now_s += 0.9
+    assert not world.ask(asker, 150)
+    world.clock.now_s += 0.1
+    assert world.ask(asker, 150)
+
+
+def test_a_timeout_of_zero_never_waits_and_still_fetches() -> None:
+    world = World(defer_timeout_s=0.0)
+    world.stock("a")
+    assert world.run(request("r", feature("a"))) == [False]
+    world.step()
+    assert world.wanted == [identifier_of("a")]
+    assert world.counters.get("deferred_requests") == 0
+
+
+def test_more_waiting_requests_than_can_be_remembered_still_time_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("s3ec.connector.item_tracker.MAX_WAITS", 10)
+    world = World()
+    world.stock("a")
+    askers = [request(str(number), feature("a")) for number in range(15)]
+    for _ in range(20):
+        answers = [world.ask(asker) for asker in askers]
+        world.step()
+        world.clock.now_s += 0.1
+    world.clock.now_s += 0.1
+    assert sum(answers) == 5
+    assert all(world.ask(asker) for asker in askers)
+
+
+def test_requests_that_end_unseen_leave_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM 0.24 and 0.25 have no request_finished."""
+    monkeypatch.setattr("s3ec.connector.item_tracker.MAX_WAITS", 10)
+    world = World()
+    world.stock("a")
+    for burst in range(5):
+        deferred = 0
+        for number in range(20):
+            deferred += not world.ask(request(f"gone {burst} {number}", feature("a")))
+            world.step()
+        assert deferred == 10
+        world.clock.now_s += LEASE_S + 0.1
+        world.step()
+
+
+def test_a_finished_request_is_forgotten(world: World) -> None:
+    asker = world.defer("a")
+    world.finish("a", FetchOutcome.ABSENT)
+    world.end(asker)
+    world.end(asker)
+    for _ in range(2):  # the answer is taken, and then forgotten
+        world.clock.now_s += LEASE_S + 1
+        world.step()
+    assert world.leftovers() == []
+
+
+def test_a_pure_producer_never_waits() -> None:
+    world = World(producer=True, consumer=False)
+    world.stock("a")
+    assert world.ask(request("r", feature("a")))
+    assert world.step().loads == []
+    assert world.wanted == []
+
+
+# -- the bucket's troubles and this node's disk ---------------------------------------------------
+
+
+def wait_for_nothing(world: World, times: int = MOST_IN_VAIN, *, local: bool = False) -> None:
+    """Have requests wait as long as they may for what comes 4 s after it was asked for."""
+    slow = [f"slow {world.clock.now_s} {number}" for number in range(times)]
+    world.stock(*slow)
+    askers = [request(text, feature(text)) for text in slow]
+    for text in slow if local else ():
+        world.put_here(text)
+    for asker in askers:
+        assert not world.ask(asker)
+    world.step()
+    world.clock.now_s += 2.1
+    for asker in askers:
+        assert world.ask(asker)
+        world.end(asker)
+    for text in slow:
+        world.finish(text, source="tier" if local else "bucket", seconds=4.0)
+    world.step()
+
+
+def test_after_waits_in_vain_nobody_waits_for_the_bucket_for_a_while(world: World) -> None:
+    wait_for_nothing(world)
+    world.stock("a", "b", "c")
+    assert world.ask(request("a", feature("a")))
+    world.clock.now_s += VAIN_REST_S - 1.0
+    assert world.ask(request("b", feature("b")))
+    world.clock.now_s += 1.1
+    assert not world.ask(request("c", feature("c")))  # such a state ends by itself
+    wait_for_nothing(world, 1)  # and one more in vain brings it back
+    assert world.ask(request("a2", feature("a")))
+
+
+def test_what_lies_on_this_node_is_waited_for_however_slow_the_bucket_was(world: World) -> None:
+    wait_for_nothing(world)
+    world.stock("here", "away")
+    world.put_here("here")
+    asker = world.deferred(request("r", feature("here"), feature("away", 10)))
+    world.finish("here", source="tier")
+    assert world.run(asker) == [True, False]
+
+
+def test_who_has_waited_for_the_bucket_still_waits_for_what_lies_here(world: World) -> None:
+    world.stock("here", "away")
+    asker = world.deferred(request("r", feature("away"), feature("here", 10)))
+    world.clock.now_s += 2.1
+    world.put_here("here")  # another process has brought it meanwhile
+    assert not world.ask(asker)
+    world.step()
+    world.finish("here", source="tier")
+    assert world.run(asker) == [False, True]
+
+
+def test_a_disk_too_slow_for_anybody_is_not_waited_for_either_and_hides_no_bucket(
+    world: World,
+) -> None:
+    wait_for_nothing(world, local=True)
+    world.stock("here", "away")
+    world.put_here("here")
+    assert world.ask(request("here", feature("here")))
+    assert not world.ask(request("away", feature("away")))
+    world.clock.now_s += VAIN_REST_S + 0.1
+    assert not world.ask(request("again", feature("here")))
+
+
+def test_a_failure_of_the_bucket_is_forgotten_when_the_entry_comes_to_this_disk(
+    world: World,
+) -> None:
+    asker = world.defer("a")
+    world.finish("a", FetchOutcome.UNAVAILABLE)
+    assert world.ask(asker)
+    world.put_here("a")
+    other = world.deferred(request("other", feature("a")))
+    world.finish("a", FetchOutcome.UNAVAILABLE)  # the disk refuses: not again at once
+    assert world.ask(other)
+
+
+def test_each_turn_of_a_session_waits_anew(world: World) -> None:
+    world.stock("a", "b")
+    session = world.deferred(request("r", feature("a")))
+    world.clock.now_s += 2.1
+    world.run(session)
+    world.step()
+    session.mm_features.append(feature("b", 10))
+    session.num_prompt_tokens = 20
+    assert not world.ask(session, 8)
+
+
+# -- who waits for what ---------------------------------------------------------------------------
+
+
+def test_what_is_first_in_the_queue_is_submitted_first(world: World) -> None:
+    texts = [f"picture {number}" for number in range(6)]
+    world.stock(*texts)
+    for place in range(0, 6, 2):
+        asker = request(str(place), feature(texts[place]), feature(texts[place + 1], 10))
+        assert not world.ask(asker)
+    world.step(tokens=0)
+    assert world.wanted == [identifier_of(text) for text in texts]
+
+
+def test_a_wait_that_is_over_costs_the_item_its_place_and_a_new_one_gives_it_back(
+    world: World,
+) -> None:
+    world.stock("a")
+    first = world.deferred(request("first", feature("a")))
+    world.clock.now_s += 2.0
+    assert world.ask(first)
+    assert world.prefetcher.demoted == []  # told at the end of the pass
+    world.step()
+    assert world.prefetcher.demoted == [identifier_of("a")]
+    for _ in range(3):  # waits for room on the device
+        assert world.ask(first)
+        world.step()
+    assert len(world.prefetcher.demoted) == len(world.wanted) == 1
+    assert not world.ask(request("second", feature("a")))
+    world.step()
+    assert [want.priority for want in world.prefetcher.submitted] == [Priority.DEMAND] * 2
+
+
+def test_a_client_that_leaves_takes_only_its_own_interest_along(world: World) -> None:
+    world.stock("a", "b")
+    first = request("first", feature("a"), feature("b", 10))
+    second = request("second", feature("b"))
+    world.ask(first)
+    world.ask(second)
+    world.step()
+    world.end(first)
+    world.step(tokens=0)
+    assert world.prefetcher.demoted == [identifier_of("a")]
+    world.end(second)
+    world.step(tokens=0)
+    assert world.prefetcher.demoted == [identifier_of("a"), identifier_of("b")]
+    assert not world.half.tracker.waiting
+
+
+def test_left_and_wanted_again_within_a_pass_keeps_its_place(world: World) -> None:
+    world.stock("a")
+    first = request("first", feature("a"))
+    world.ask(first)
+    world.step()
+    world.end(first)
+    assert not world.ask(request("second", feature("a")))
+    world.step()
+    assert world.prefetcher.demoted == []
+
+
+def test_fetched_ahead_is_waited_for_and_a_forgotten_one_is_ordered_ahead_again(
+    world: World,
+) -> None:
+    world.stock("a", "b")
+    first = request("first", feature("a"), feature("b", WINDOW))
+    world.ask(first)
+    world.step()
+    assert world.prefetcher.demoted == []
+    world.end(first)
+    world.step()
+    assert set(world.prefetcher.demoted) == {identifier_of("a"), identifier_of("b")}
+    world.ask(request("second", feature("c"), feature("b", WINDOW)))
+    world.step()
+    assert world.prefetcher.submitted[-1].priority is Priority.LOOKAHEAD
+
+
+def test_an_image_that_another_request_had_encoded_is_not_waited_for(world: World) -> None:
+    world.stock("a")
+    first, second = request("first", feature("a")), request("second", feature("a"))
+    assert not world.ask(first)
+    world.step()
+    world.clock.now_s += 1.0
+    assert not world.ask(second)
+    world.clock.now_s += 1.0
+    assert world.run(first) == [False]
+    world.step()
+    assert world.ask(second)  # the device holds it
+
+
+def test_a_prefix_that_others_computed_ends_the_interest_in_its_images(world: World) -> None:
+    world.stock("a", "b")
+    asker = request("r", feature("a", 0, length=10), feature("b", 10, length=10))
+    world.ask(asker)
+    world.step()
+    world.finish("b")
+    assert world.ask(asker, 10)
+    world.step()
+    assert world.prefetcher.demoted == [identifier_of("a")]
+    assert world.ask(asker, 20)
+    assert not world.half.tracker.waiting
+
+
+def test_what_arrives_for_nobody_is_released_soon(world: World) -> None:
+    asker = world.defer("a")
+    world.end(asker)
+    world.clock.now_s += 20
+    world.step()
+    pin = world.finish("a")
+    assert pin is not None
+    world.clock.now_s += 1
+    world.step()
+    assert pin.path in world.prefetcher.live
+    world.clock.now_s += UNWANTED_LEASE_S + 0.1
+    world.step()
+    assert pin.path not in world.prefetcher.live
+    assert not world.half.tracker.items
+
+
+def test_where_nobody_ever_waits_what_arrives_is_kept_for_the_next() -> None:
+    world = World(defer_timeout_s=0.0)
+    world.stock("a")
+    assert world.ask(request("first", feature("a")))
+    world.step()
+    assert world.prefetcher.demoted == []
+    world.finish("a")
+    world.step()
+    world.clock.now_s += LEASE_S - 1
+    world.step()
+    assert world.run(request("second", feature("a"))) == [True]
+
+
+def test_interest_ends_with_the_item_where_vllm_does_not_tell_of_ended_requests(
+    world: World,
+) -> None:
+    """vLLM 0.24 and 0.25 have no request_finished."""
+    for number in range(100):
+        world.stock(number)
+        world.ask(request(str(number), feature(number)))
+        world.step()
+        world.finish(number)
+        world.step()
+    world.clock.now_s += LEASE_S + 1
+    world.step()
+    world.clock.now_s += LEASE_S + 1
+    world.step()
+    assert not world.half.tracker.items
+    assert not world.half.tracker.waiting
+    assert not world.prefetcher.live
+
+
+# -- a store that is down -------------------------------------------------------------------------
+
+
+def test_while_the_store_is_down_nobody_waits_for_it(world: World) -> None:
+    world.stock("a")
+    world.store.is_open = True
+    assert world.ask(request("r", feature("a")))
+    world.step()
+    assert world.wanted == []
+    world.store.is_open = False
+    assert not world.ask(request("r", feature("a")))
+
+
+def test_who_waits_when_the_store_goes_down_waits_no_longer(world: World) -> None:
+    world.stock("a")
+    first, second = (request(name, feature("a")) for name in ("first", "second"))
+    assert not world.ask(first)
+    world.step()
+    world.store.is_open = True
+    assert world.run(first) == [False]
+    # What was on its way arrives all the same, and serves the next one.
+    world.finish("a")
+    assert world.run(second) == [True]
+
+
+def test_who_has_no_pixels_waits_though_the_store_is_down(world: World) -> None:
+    world.stock("a")
+    asker = world.deferred(request("r", feature("a", pixels=False)))
+    world.store.is_open = True
+    assert not world.ask(asker)
+
+
+def test_while_the_store_is_down_this_nodes_disk_still_serves(world: World) -> None:
+    world.put_here("a")
+    world.store.is_open = True
+    asker = world.deferred(request("r", feature("a")))
+    world.finish("a")
+    assert world.run(asker) == [True]
+
+
+def wait_in_vain(world: World, text: str) -> None:
+    world.stock(text)
+    asker = world.deferred(request(text, feature(text)))
+    world.clock.now_s += 2.0
+    assert world.ask(asker)
+
+
+def test_a_store_that_is_too_slow_for_three_requests_holds_no_other_up(world: World) -> None:
+    for text in ("a", "b", "c"):
+        wait_in_vain(world, text)
+    world.stock("d")
+    asker = request("d", feature("d"))
+    assert world.ask(asker)
+    world.step()
+    assert world.wanted[-1] == identifier_of("d")  # fetched all the same, for later ones
+    assert world.counters.get("deferred_requests") == 3
+    world.finish("a", seconds=20.0)  # one that took too long changes nothing
+    world.stock("e")
+    assert world.ask(request("e", feature("e")))
+    world.step()
+    world.finish("d", seconds=0.5)
+    world.stock("f")
+    assert not world.ask(request("f", feature("f")))
+
+
+def test_who_has_no_pixels_waits_for_a_store_that_is_too_slow(world: World) -> None:
+    for text in ("a", "b", "c"):
+        wait_in_vain(world, text)
+    world.stock("d")
+    assert not world.ask(request("d", feature("d", pixels=False)))
