@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether waiting pays: the arithmetic, and the states of a request."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+
+import pytest
+
+from s3ec.connector.waiting import (
+    IDLE_PAUSE_S,
+    PRIOR_ENCODE_S,
+    EncodeCosts,
+    EngineLoad,
+    FetchTimes,
+    Missing,
+    WaitPolicy,
+    Want,
+    is_waiting_cheaper,
+)
+
+BUCKET = ("bucket", 9)
+PAUSE_S = 0.0012
+
+
+def times(median_s: float, *, sigma: float = 0.7, count: int = 128, seed: int = 1) -> FetchTimes:
+    source = random.Random(seed)
+    made = FetchTimes()
+    for _ in range(count):
+        made.add(median_s * math.exp(sigma * source.gauss(0, 1)))
+    return made
+
+
+# -- how long fetches take -------------------------------------------------------------------
+
+
+def test_share_that_takes_longer_never_rises_and_ends_near_nothing() -> None:
+    for count in (0, 1, 2, 3, 7, 128, 300):
+        one = times(0.03, count=count)
+        shares = [one.later_than(0.001 * step) for step in range(-5, 2000)]
+        assert shares[0] == 1.0
+        assert all(0.0 <= share <= 1.0 for share in shares)
+        assert all(later <= sooner for sooner, later in itertools.pairwise(shares))
+        assert shares[-1] < 0.05
+
+
+def test_old_fetches_are_forgotten() -> None:
+    one = times(0.03)
+    for _ in range(128):
+        one.add(1.0)
+    assert one.later_than(0.5) == 1.0
+    assert one.mean_s == pytest.approx(1.0)
+
+
+# -- one decision ----------------------------------------------------------------------------
+
+
+def test_waits_where_a_fetch_is_short_beside_the_encoder() -> None:
+    assert is_waiting_cheaper([Missing(1, 0.0, times(0.03))], 1.0, PAUSE_S)
+
+
+def test_encodes_where_a_fetch_is_long_beside_the_encoder() -> None:
+    assert not is_waiting_cheaper([Missing(1, 0.0, times(0.08))], 0.003, PAUSE_S)
+
+
+def test_what_costs_nothing_is_not_waited_for() -> None:
+    assert not is_waiting_cheaper([Missing(1, 0.0, times(0.001))], 0.0, PAUSE_S)
+    assert not is_waiting_cheaper([], 1.0, PAUSE_S)
+
+
+def test_a_dearer_encoder_never_ends_a_wait() -> None:
+    for median_s in (0.0005, 0.005, 0.03, 0.08):
+        for count in (1, 4, 20):
+            missing = [Missing(count, 0.01, times(median_s))]
+            answers = [is_waiting_cheaper(missing, 1e-4 * 1.3**step, PAUSE_S) for step in range(50)]
+            assert answers == sorted(answers)
+            assert answers[-1]
+
+
+def test_a_place_far_back_in_the_queue_is_not_worth_the_wait() -> None:
+    fetches = times(0.005)
+    assert is_waiting_cheaper([Missing(1, 0.0, fetches)], 0.1, PAUSE_S)
+    assert not is_waiting_cheaper([Missing(1, -3.0, fetches)], 0.1, PAUSE_S)
+
+
+def test_stragglers_are_given_up_once_they_have_taken_unusually_long() -> None:
+    fetches = times(0.03)
+    assert is_waiting_cheaper([Missing(1, 0.0, fetches)], 0.06, PAUSE_S)
+    assert not is_waiting_cheaper([Missing(1, 0.5, fetches)], 0.06, PAUSE_S)
+
+
+# -- what encoding costs ---------------------------------------------------------------------
+
+
+def test_cost_is_learned_by_modality_and_size_without_the_first_sample() -> None:
+    costs = EncodeCosts()
+    assert costs.cost_s("image", 256) == PRIOR_ENCODE_S
+    costs.add("image", 256, 9.0)  # compilation
+    assert costs.cost_s("image", 256) == PRIOR_ENCODE_S
+    for _ in range(20):
+        costs.add("image", 256, 0.1)
+    assert costs.cost_s("image", 256) == pytest.approx(0.1)
+    # A size that was never seen takes the nearest one; a modality that was not, the first guess.
+    assert costs.cost_s("image", 1024) == pytest.approx(0.4)
+    assert costs.cost_s("video", 256) == PRIOR_ENCODE_S
+
+
+def test_a_hiccup_counts_for_little() -> None:
+    costs = EncodeCosts()
+    for _ in range(30):
+        costs.add("image", 256, 0.1)
+    costs.add("image", 256, 60.0)
+    assert costs.cost_s("image", 256) <= 0.2
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, math.inf, math.nan])
+def test_a_time_that_cannot_be_is_ignored(seconds: float) -> None:
+    costs = EncodeCosts()
+    for _ in range(3):
+        costs.add("image", 256, seconds)
+        costs.add("image", 0, 0.1)
+    assert costs.document == {}
+
+
+def test_costs_come_back_from_a_file_and_bad_lines_of_it_do_not() -> None:
+    costs = EncodeCosts()
+    for _ in range(3):
+        costs.add("image", 256, 0.1)
+    again = EncodeCosts(
+        {**costs.document, "image": 1.0, "image:x": 1.0, "video:9": -1.0, ":9": 1.0}
+    )
+    assert again.document == costs.document
+    assert not again.explore("image", 256)
+
+
+def test_each_kind_is_explored_once() -> None:
+    costs = EncodeCosts()
+    assert costs.explore("image", 256)
+    assert not costs.explore("image", 257)  # of the same size class
+    assert costs.explore("image", 1024)
+    assert costs.explore("video", 256)
+
+
+# -- whom an encode delays -------------------------------------------------------------------
+
+
+def run_passes(load: EngineLoad, *, asked: int, deferred: int, prefill: bool, now: float) -> float:
+    for _ in range(400):
+        for _ in range(asked):
+            load.asked()
+        for _ in range(deferred):
+            load.deferred()
+        now += 0.01
+        load.end_pass(now, has_prefill=prefill, tokens=1)
+    return now
+
+
+def test_encoding_costs_its_own_time_where_a_request_is_alone() -> None:
+    load = EngineLoad(2)
+    run_passes(load, asked=1, deferred=1, prefill=False, now=0.0)
+    assert load.price == 1.0
+
+
+def test_encoding_is_dearer_the_more_requests_it_delays() -> None:
+    idle, busy = EngineLoad(2), EngineLoad(2)
+    run_passes(idle, asked=3, deferred=2, prefill=False, now=0.0)
+    now = run_passes(busy, asked=30, deferred=0, prefill=False, now=0.0)
+    run_passes(busy, asked=30, deferred=0, prefill=True, now=now)
+    assert 1.0 < idle.price < busy.price
+    assert busy.price < (1 + 500) / (1 - 0.97) ** 2 + 1
+
+
+def test_those_that_wait_for_fetches_are_not_delayed_by_an_encode() -> None:
+    working, waiting = EngineLoad(1), EngineLoad(1)
+    run_passes(working, asked=20, deferred=0, prefill=False, now=0.0)
+    run_passes(waiting, asked=20, deferred=20, prefill=False, now=0.0)
+    assert waiting.price < working.price
+
+
+def test_pause_is_that_of_the_steps_and_short_where_none_runs() -> None:
+    load = EngineLoad(1)
+    assert load.pause_s == IDLE_PAUSE_S
+    now = run_passes(load, asked=1, deferred=0, prefill=True, now=0.0)
+    assert load.pause_s == pytest.approx(0.01, rel=0.05)
+    load.end_pass(now + 0.01, has_prefill=False, tokens=0)
+    assert load.pause_s == IDLE_PAUSE_S
+
+
+# -- a request -------------------------------------------------------------------------------
+
+
+def policy(*, encode_s: float, fetch_s: float) -> WaitPolicy:
+    costs = EncodeCosts({"image:9": encode_s / 256})
+    made = WaitPolicy(costs, EngineLoad(2))
+    source = random.Random(5)
+    for _ in range(128):
+        made.fetched(BUCKET, fetch_s * math.exp(0.7 * source.gauss(0, 1)))
+    return made
+
+
+def want(age_s: float, kind: tuple[str, int] = BUCKET) -> Want:
+    return Want("image", 256, kind, age_s)
+
+
+def test_request_waits_while_it_pays_then_doubts_then_encodes() -> None:
+    one = policy(encode_s=0.06, fetch_s=0.03)
+    assert one.waits("a", [want(0.0)], 0.0)
+    assert len(one) == 1
+    ages = [0.001 * step for step in range(1, 2000)]
+    waited = next(age for age in ages if not one.waits("a", [want(age)], age))
+    assert 0.03 < waited < 0.6
+    assert len(one) == 0
+    assert not one.waits("a", [want(waited + 0.01)], waited + 0.01)
+
+
+def test_request_that_doubts_waits_longer_than_one_that_comes_new() -> None:
+    one = policy(encode_s=0.06, fetch_s=0.03)
+    ages = [0.001 * step for step in range(1, 2000)]
+    new = next(age for age in ages if not one.waits(f"new {age}", [want(age)], age))
+    assert one.waits("a", [want(0.0)], 0.0)
+    doubtful = next(age for age in ages if not one.waits("a", [want(age)], age))
+    assert doubtful > new
+
+
+def test_cost_that_is_not_known_is_learned_by_encoding_once() -> None:
+    one = WaitPolicy(EncodeCosts(), EngineLoad(2))
+    for _ in range(128):
+        one.fetched(BUCKET, 0.001)
+    assert not one.waits("a", [want(0.0)], 0.0)
+    assert one.waits("b", [want(0.0)], 0.0)
+
+
+def test_request_that_has_ended_is_forgotten() -> None:
+    one = policy(encode_s=1.0, fetch_s=0.03)
+    assert one.waits("a", [want(0.0)], 0.0)
+    one.end("a")
+    one.end("never seen")
+    assert len(one) == 0
+
+
+def test_what_is_under_way_and_what_is_queued_are_told_apart() -> None:
+    one = policy(encode_s=0.1, fetch_s=0.005)
+    assert one.waits("a", [want(0.001), want(0.001)], 0.0)
+    # For the one that is under way: then the others are encoded, as they would be now.
+    assert one.waits("b", [want(0.001), want(-5.0), want(-5.0), want(-5.0)], 0.0)
+    assert not one.waits("c", [want(-5.0), want(-5.0), want(-5.0)], 0.0)
