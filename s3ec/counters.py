@@ -48,3 +48,24 @@ class Counters:
         """A copy of all sums."""
         with self._lock:
             return dict(self._sums)
+
+
+class Increments:
+    """What was added to some Counters since it was last taken. For one thread."""
+
+    def __init__(self, counters: Counters) -> None:
+        """The first take answers with all that was counted so far."""
+        self._counters = counters
+        self._taken: dict[str, float] = {}
+
+    def take(self) -> dict[str, float]:
+        """What was added since the last call; names without a change are left out."""
+        sums, before = self._counters.snapshot(), self._taken
+        if sums == before:
+            return {}
+        self._taken = sums
+        return {
+            name: total - before.get(name, 0)
+            for name, total in sums.items()
+            if total != before.get(name, 0)
+        }

@@ -54,6 +54,11 @@ class Node:
     to give back what they had locked, so there nothing of it may be used: hooks answer like a miss,
     ``shared`` makes another, and ``release`` and ``close`` leave it alone. It is kept there, since
     the ends of some of its parts would reach the parent's connections.
+
+    Attributes:
+        process: Which process of this line of forks made it, see ``runtime.process_number``. Hooks
+            compare the two numbers themselves.
+        users: Halves that share it.
     """
 
     _shared: ClassVar[dict[tuple[int, str, str], Node]] = {}
@@ -114,7 +119,7 @@ class Node:
             TierError: The cache folder cannot be used; the message says why.
         """
         self.users = 0
-        self._process = runtime.process_number
+        self.process = runtime.process_number
         self._following: list[Future[None]] = []
         self.settings = settings
         self.namespace = namespace
@@ -170,8 +175,8 @@ class Node:
 
     @property
     def is_foreign(self) -> bool:
-        """Whether a parent of this process made it. For hooks: no system call."""
-        return self._process != runtime.process_number
+        """Whether a parent of this process made it."""
+        return self.process != runtime.process_number
 
     def _open_tier(self) -> None:
         """Open it, or fail in time where the disk does not answer."""

@@ -222,7 +222,7 @@ class Half:
             loaded.settings, Namespace.from_descriptor({"model": "s3ec/trips"}), store=store
         )
         self.node.users = 2  # each half counts as one
-        self.scheduler = scheduler_shell(self.node, loaded)
+        self.scheduler = scheduler_shell(self.node)
         self.worker = worker_shell(self.node)
         self.cache: dict[str, torch.Tensor] = {}
 

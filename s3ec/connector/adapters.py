@@ -12,7 +12,7 @@ import contextlib
 import logging
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -278,10 +278,14 @@ class AdapterNames:
 
     def has_cache_item(self, identifier: str) -> bool:
         """Whether vLLM may skip the encoder for this item."""
+        return self._half.has_cache_item(self.name_of(identifier))
+
+    def name_of(self, identifier: str) -> str:
+        """What we call an image that vLLM calls so, as of the request asked about last."""
         adapter = self._by_name.get(identifier.rpartition(":")[0])
-        if adapter is not None:
-            identifier = with_adapter(identifier, adapter.name, adapter.digest)
-        return self._half.has_cache_item(identifier)
+        if adapter is None:
+            return identifier
+        return with_adapter(identifier, adapter.name, adapter.digest)
 
     def update_state_after_alloc(self, request: Any, index: int) -> None:
         """The request will be scheduled: turn the last decision into a load or a save."""
@@ -311,7 +315,7 @@ class AdapterNames:
         plan = self._half.build_connector_meta(gone, scheduled_tokens=scheduled_tokens)
         for identifier in times:
             ours = self._on_device.get(identifier)
-            if ours is not None and not self._half.is_on_device(ours):
+            if ours is not None and ours not in self._half.on_device:
                 del self._on_device[identifier]
                 self._uses.pop(ours, None)
         for identifier in [one for one, save in plan.saves.items() if save.on_device]:
@@ -364,6 +368,26 @@ class AdapterNames:
         self._requests.pop(request.request_id, None)
         self._half.request_finished(request)
 
+    # -- at any time between two hooks -------------------------------------------------------
+
+    def audit(
+        self, *, requests: Collection[str], device: Collection[str], **more: Any
+    ) -> list[str]:
+        """As SchedulerHalf.audit; all names are vLLM's, but for those being fetched."""
+        ours = {self._on_device.get(name, name) for name in device}
+        kept: dict[str, tuple[Collection[str], Collection[str]]] = {
+            "a request": (self._requests, requests),
+            "a name on the device": (self._on_device, device),
+            "a use": (self._uses, ours),
+        }
+        complaints = [
+            f"{what} is kept of {name}"
+            for what, (names, there) in kept.items()
+            for name in names
+            if name not in there
+        ]
+        return complaints + self._half.audit(requests=requests, device=ours, **more)
+
 
 class AdapterCache(MutableMapping[str, Any]):
     """vLLM's encoder cache in a worker, under the identifiers of a plan."""
@@ -413,6 +437,11 @@ class AdapterFiles:
             return False
         self._read[use.path] = found
         return found.digest == use.digest
+
+
+def as_planned(cache: MutableMapping[str, Any], plan: StepPlan) -> MutableMapping[str, Any]:
+    """vLLM's encoder cache under the plan's names; itself where those are vLLM's."""
+    return AdapterCache(cache, plan) if plan.adapters else cache
 
 
 def name_in_plan(identifier: str, plan: StepPlan) -> str:

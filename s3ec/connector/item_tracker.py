@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the scheduler half knows of each embedding: where it is, who waits for it, and how long.
 
-All of it is in memory and belongs to the scheduler's thread. The parts, in this order: the states
-of one item; which requests wait for which items; which steps may still read pinned files; how long
-each request has waited; which saves were ordered; and the tracker that moves items from state to
-state and tells the prefetcher once per step.
+All of it is in memory and belongs to the scheduler's thread. The parts, in this order: one item;
+which requests wait for which items; which steps may still read pinned files; how long each request
+has waited; and the tracker, which has all of these and moves items from state to state.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from s3ec.connector.messages import Save, WorkerReport
+from s3ec.connector.messages import WorkerReport
 from s3ec.connector.remote_ranks import Ranks
+from s3ec.connector.vllm_config import Role
 from s3ec.counters import Counters
 from s3ec.identity import Key
-from s3ec.index.base import Index
 from s3ec.prefetch import FetchOutcome, FetchRequest, FetchResult, Priority
 from s3ec.tier import Pin
 
@@ -47,6 +46,7 @@ class State(enum.Enum):
 
 # Looking a member up in its class costs 65 ns in Python 3.11, five times a global.
 FETCHING, READY, FAILED, ABSENT = State
+_DEMAND = Priority.DEMAND
 
 
 @dataclass(slots=True)
@@ -110,9 +110,6 @@ class Interest:
         self.requests: dict[str, set[str]] = {}
         self._identifiers: dict[str, set[str]] = {}
 
-    def __len__(self) -> int:
-        return len(self._identifiers)
-
     def note(self, request_id: str, identifier: str) -> None:
         """The request waits for it, or will need it later."""
         wanted = self.requests.get(request_id)
@@ -157,7 +154,12 @@ def _take_out(sets: dict[str, set[str]], name: str, member: str) -> None:
 
 
 class Steps:
-    """Counts steps, and says when one that loads has ended on every rank."""
+    """Counts steps, and says when one that loads has ended on every rank.
+
+    Attributes:
+        current: Number of the step that is being scheduled.
+        loading: Steps that load and have not ended. For reading.
+    """
 
     def __init__(self, *, ranks: int, in_flight: int) -> None:
         """Start before the first step.
@@ -169,11 +171,8 @@ class Steps:
         self._ranks = ranks
         self._in_flight = in_flight
         # Identifiers, and the ranks that reported.
-        self._loading: dict[int, tuple[list[str], set[int]]] = {}
+        self.loading: dict[int, tuple[list[str], set[int]]] = {}
         self.current = 0
-
-    def __len__(self) -> int:
-        return len(self._loading)
 
     def begin(self) -> list[str]:
         """Go on to the next step.
@@ -185,15 +184,15 @@ class Steps:
         """
         self.current += 1
         ended: list[str] = []
-        for step in list(self._loading):
+        for step in list(self.loading):
             if self.current - step <= self._in_flight:
                 break
-            ended += self._loading.pop(step)[0]
+            ended += self.loading.pop(step)[0]
         return ended
 
     def load(self, identifiers: Iterable[str]) -> None:
         """The current step loads these."""
-        self._loading[self.current] = (list(identifiers), set())
+        self.loading[self.current] = (list(identifiers), set())
 
     def reported(self, loaded: Mapping[int, set[int]]) -> list[str]:
         """Take the ranks' word for what they have finished.
@@ -203,11 +202,11 @@ class Steps:
         """
         ended: list[str] = []
         for step, ranks in loaded.items():
-            entry = self._loading.get(step)
+            entry = self.loading.get(step)
             if entry is not None:
                 entry[1].update(ranks)
                 if len(entry[1]) >= self._ranks:
-                    ended += self._loading.pop(step)[0]
+                    ended += self.loading.pop(step)[0]
         return ended
 
 
@@ -255,9 +254,6 @@ class DeferralBudget:
         self._in_vain = 0
         self._vain_s = 0.0  # when the last wait in vain ended
         self.requests: Collection[str] = self._waits
-
-    def __len__(self) -> int:
-        return len(self._waits)
 
     def is_over(self, request_id: str, features: int = 0, *, no_pixels: bool = False) -> bool:
         """Start or continue this request's wait; True once it has waited long enough.
@@ -335,58 +331,6 @@ class DeferralBudget:
                 del self._waits[request_id]
 
 
-class SaveOrders:
-    """Remembers what was ordered, so that an embedding is not saved by each of its requests."""
-
-    def __init__(
-        self,
-        index: Index,
-        placeholder_of: Callable[[Any], dict[str, Any] | None],
-        clock: Callable[[], float],
-    ) -> None:
-        self._index = index
-        self._placeholder_of = placeholder_of
-        self._clock = clock
-        self._since_s: dict[str, float] = {}
-        self._again_s: dict[str, float] = {}  # those that the device held already
-
-    def __len__(self) -> int:
-        return len(self._since_s) + len(self._again_s)
-
-    def order(self, key: Key, feature: Any) -> Save | None:
-        """What to save of a feature that is about to be encoded; None where that is done."""
-        identifier = feature.identifier
-        if identifier in self._since_s or self._index.holds(key):
-            return None
-        self._since_s[identifier] = self._clock()
-        return Save(feature.modality, self._placeholder_of(feature))
-
-    def is_recent(self, identifier: str) -> bool:
-        """Whether what the device holds was ordered to be stored, too lately to do so again."""
-        again_s = self._again_s.get(identifier)
-        return again_s is not None and self._clock() - again_s < RETRY_AFTER_S
-
-    def again(self, feature: Any) -> Save:
-        """What to save of a feature that the device holds, whatever was ordered before.
-
-        The worker knows whether it is under way.
-        """
-        self._again_s[feature.identifier] = self._clock()
-        return Save(feature.modality, self._placeholder_of(feature), on_device=True)
-
-    def release(self, identifier: str) -> None:
-        """The bucket holds it, or it will not be saved: it may be ordered again."""
-        self._since_s.pop(identifier, None)
-        self._again_s.pop(identifier, None)
-
-    def sweep(self, now: float) -> None:
-        """A save that was dropped or failed may be tried again at the next encode."""
-        for ordered_s, lease_s in ((self._since_s, LEASE_S), (self._again_s, RETRY_AFTER_S)):
-            for identifier, since_s in list(ordered_s.items()):
-                if now - since_s > lease_s:
-                    del ordered_s[identifier]
-
-
 class PrefetchQueue(Protocol):
     """What the scheduler half needs of a Prefetcher."""
 
@@ -418,51 +362,61 @@ class ItemTracker:
     becomes unknown gives its pin back; the bytes stay in the tier. An item that steps still have
     to load stays, whatever the time.
 
+    The prefetcher is told once per step, by ``next_step``.
+
     Attributes:
-        items: By identifier. For reading.
-        interest: Which requests wait. For reading.
+        items: By identifier. For reading, but for ``touched_s``: who asks about an item sets it.
+        waiting: Request id to the identifiers that it waits for, or will need later. For reading.
+        waited: Ids of requests that have waited for the bucket, and for this node's disk. For
+            reading.
     """
 
     def __init__(
         self,
         prefetcher: PrefetchQueue,
         *,
+        role: Role,
         ranks: Ranks | None,
-        requests_wait: bool,
         counters: Counters,
         clock: Callable[[], float],
         local: Callable[[Key], bool],
-        came: Mapping[str, Callable[[float], None]],
+        needs_embedding: Callable[[Any], bool],
     ) -> None:
         """Start empty.
 
         Args:
             prefetcher: Brings and pins entries.
+            role: How many ranks load, and how long a request may wait.
             ranks: Ranks that may not see this node's pins; None where all do for certain.
-            requests_wait: Whether requests are deferred at all. Where they are not, everything
-                is fetched for a later request, so nothing is ever fetched for nobody.
             counters: Where to count.
             clock: Monotonic seconds.
             local: Whether this node's disk is believed to hold a key.
-            came: By source (``bucket``, ``tier``): told how many seconds each entry took.
+            needs_embedding: Whether a feature came without pixels.
         """
         self._counters = counters
         self._local = local
-        self._came = came
+        self._needs_embedding = needs_embedding
         self._prefetcher = prefetcher
         self._ranks = ranks
-        self._requests_wait = requests_wait
+        # Where requests are not deferred, everything is fetched for a later request, so nothing is
+        # ever fetched for nobody.
+        self._requests_wait = role.defer_timeout_s > 0
         self._clock = clock
         # Ranks elsewhere take some steps to get back what was released.
-        brief = requests_wait and ranks is None
+        brief = self._requests_wait and ranks is None
         self._unwanted_lease_s = UNWANTED_LEASE_S if brief else LEASE_S
+        self._steps = Steps(ranks=role.ranks, in_flight=role.steps_in_flight)
+        self._waits = DeferralBudget(role.defer_timeout_s, counters, clock)  # for the bucket
+        self._tier_waits = DeferralBudget(role.defer_timeout_s, counters, clock)
+        self._interest = Interest()
         self.items: dict[str, Item] = {}
-        self.interest = Interest()
+        self.waiting: Mapping[str, set[str]] = self._interest.requests
+        self.waited = (self._waits.requests, self._tier_waits.requests)
         # Since the prefetcher was last told.
         self._demand: dict[str, FetchRequest] = {}
         self._demoted: dict[str, None] = {}
 
-    # -- requests come and go ----------------------------------------------------------------
+    # -- what a request needs ----------------------------------------------------------------
 
     def want(self, key: Key, modality: str, rows: int, priority: Priority) -> None:
         """Begin with an item that is not known."""
@@ -470,9 +424,13 @@ class ItemTracker:
         self.items[key.identifier] = item
         self._order(item, priority)
 
-    def again(self, identifier: str, rows: int, priority: Priority) -> None:
-        """Fetch once more what has FAILED."""
-        item = self.items[identifier]
+    def again(self, item: Item, rows: int, priority: Priority, *, anew: bool = False) -> None:
+        """Fetch once more what has FAILED.
+
+        Args:
+            anew: Its failures so far do not count.
+        """
+        item.failures = 0 if anew else item.failures
         item.state = FETCHING
         item.rows = rows
         self._order(item, priority)
@@ -482,29 +440,10 @@ class ItemTracker:
 
         One that has FAILED is fetched again when it is due, see Item.
         """
-        self.interest.note(request_id, identifier)
+        self._interest.note(request_id, identifier)
         item = self.items[identifier]
         if item.state is FETCHING and (item.priority is None or item.priority > priority):
             self._order(item, priority)
-
-    def leave(self, request_id: str, identifier: str) -> None:
-        """The request does not wait for this any more; perhaps nobody does now."""
-        self.interest.leave(request_id, identifier)
-        if not self.interest.is_wanted(identifier):
-            self._abandon(identifier)
-
-    def leave_all(self, request_id: str) -> None:
-        """The request waits for nothing any more."""
-        if request_id in self.interest.requests:
-            for identifier in self.interest.leave_all(request_id):
-                self._abandon(identifier)
-
-    def leave_covered(self, request: Any, num_computed_tokens: int) -> None:
-        """The KV cache holds what this request waited for: a prefix that others computed."""
-        for feature in request.mm_features:
-            position = feature.mm_position
-            if position.offset + position.length <= num_computed_tokens:
-                self.leave(request.request_id, feature.identifier)
 
     def _order(self, item: Item, priority: Priority) -> None:
         """Have an item fetched, or fetched sooner."""
@@ -514,6 +453,121 @@ class ItemTracker:
             self._demand[identifier] = FetchRequest(item.key, item.modality, item.rows, priority)
         if self._ranks is not None:
             self._ranks.prepare(identifier, item.modality, item.rows, priority)
+
+    # -- how long a request waits for it -----------------------------------------------------
+
+    def defer(self, request: Any, pending: list[Any]) -> bool | None:
+        """Defer a request, unless it has waited long enough or would wait in vain.
+
+        Args:
+            pending: Those of its features that are needed now and have not come.
+
+        Returns:
+            False where it is deferred, True where it is to go on without them. None where it
+            cannot: one came without pixels, and it has waited its time.
+        """
+        request_id = request.request_id
+        bucket, tier = self.waited
+        is_new = request_id not in bucket and request_id not in tier
+        awaited = self._worth_waiting(pending, request)
+        if awaited is None:
+            return None
+        if not awaited:
+            self._end_waits(request_id)
+        elif is_new:
+            self._counters.add("deferred_requests")
+        if awaited is not pending:
+            kept = {feature.identifier for feature in awaited}
+            for feature in pending:
+                if feature.identifier not in kept:
+                    self._leave(request_id, feature.identifier)
+        noted = self.waiting.get(request_id, ())
+        for feature in awaited:
+            identifier = feature.identifier
+            if identifier not in noted or self.items[identifier].priority is not _DEMAND:
+                self.expect(request_id, identifier, _DEMAND)
+        return not awaited
+
+    def _worth_waiting(self, pending: list[Any], request: Any) -> list[Any] | None:
+        """What of the pending features the request should still wait for.
+
+        Returns:
+            All, those that lie on this node, or none. None instead of a list where one came
+            without pixels and has waited its time.
+        """
+        request_id = request.request_id
+        turns = len(request.mm_features)
+        here = [feature for feature in pending if self._local(self.items[feature.identifier].key)]
+        all_here = len(here) == len(pending)
+        can_wait = self._ranks is None or not self._ranks.cannot_answer
+        # First, since most requests wait for the bucket, and to look for pixels takes longer.
+        if can_wait and not all_here and not self._waits.is_over(request_id, turns):
+            return pending
+        if any(map(self._needs_embedding, pending)):
+            if not self._waits.is_over(request_id, turns, no_pixels=True):
+                return pending
+            # What is not in the bucket says nothing about how fast the bucket is.
+            late = any(self.items[one.identifier].state is FETCHING for one in pending)
+            self._waits.end(request_id, in_vain=late)
+            return None
+        if not can_wait:
+            return []  # not in vain: nothing was late
+        if not all_here:
+            self._waits.end(request_id, in_vain=True)
+        if here:
+            if not self._tier_waits.is_over(request_id, turns):
+                return here
+            self._tier_waits.end(request_id, in_vain=True)
+        return []
+
+    def _end_waits(self, request_id: str) -> None:
+        self._waits.end(request_id)
+        self._tier_waits.end(request_id)
+
+    # -- requests go on, and go --------------------------------------------------------------
+
+    def let_through(self, request: Any, num_computed_tokens: int) -> None:
+        """All that the request needs now is here, or will be encoded.
+
+        The KV cache may hold what it waited for: a prefix that others computed.
+        """
+        request_id = request.request_id
+        self._end_waits(request_id)
+        if request_id in self.waiting:
+            for feature in request.mm_features:
+                position = feature.mm_position
+                if position.offset + position.length <= num_computed_tokens:
+                    self._leave(request_id, feature.identifier)
+
+    def scheduled(self, request_id: str, identifier: str) -> None:
+        """The request got room for one item: it need not wait, and has done with this one."""
+        self._end_waits(request_id)
+        if request_id in self.waiting:
+            self._leave(request_id, identifier)
+
+    def give_up(self, request_id: str, pending: Iterable[str]) -> None:
+        """The request fails: it waits for nothing, not even for what it has just asked for."""
+        for identifier in pending:
+            self._leave(request_id, identifier)
+        self.leave(request_id)
+
+    def leave(self, request_id: str) -> None:
+        """The request waits for nothing any more; perhaps nobody does now."""
+        if request_id in self.waiting:
+            for identifier in self._interest.leave_all(request_id):
+                self._abandon(identifier)
+
+    def end_request(self, request_id: str) -> None:
+        """The request has ended. What it waited for is for others, or for nobody."""
+        self._waits.end_request(request_id)
+        self._tier_waits.end_request(request_id)
+        self.leave(request_id)
+
+    def _leave(self, request_id: str, identifier: str) -> None:
+        """The request does not wait for this any more; perhaps nobody does now."""
+        self._interest.leave(request_id, identifier)
+        if not self._interest.is_wanted(identifier):
+            self._abandon(identifier)
 
     def _abandon(self, identifier: str) -> None:
         """Nobody waits for it: it loses its place in the queue. A pin runs out as others do."""
@@ -532,7 +586,8 @@ class ItemTracker:
         unwanted = []
         for fetched in self._prefetcher.drain():
             if fetched.source is not None:
-                self._came[fetched.source](fetched.seconds)
+                source = self._waits if fetched.source == "bucket" else self._tier_waits
+                source.came(fetched.seconds)
             identifier = fetched.want.key.identifier
             item = self.items.get(identifier)
             if item is None or item.state is not FETCHING or item.pin is not None:
@@ -548,12 +603,17 @@ class ItemTracker:
             item.pin = fetched.pin
             item.rows = fetched.pin.header.shape.rows
             self._settle(identifier)
-            if item.pin is not None and not self.interest.is_wanted(identifier):
+            if item.pin is not None and not self._interest.is_wanted(identifier):
                 item.touched_s -= LEASE_S - self._unwanted_lease_s
         self._release(unwanted)
 
-    def on_report(self, report: WorkerReport) -> None:
-        """Learn what ranks elsewhere have finished."""
+    def on_report(self, report: WorkerReport, on_device: Collection[str]) -> None:
+        """Learn what workers have loaded, and what ranks elsewhere have finished.
+
+        Args:
+            on_device: What vLLM's encoder cache holds.
+        """
+        self._unpin_loaded(self._steps.reported(report.loaded), on_device)
         ranks = self._ranks
         if ranks is None:
             return
@@ -574,7 +634,7 @@ class ItemTracker:
             # Not `or`: the most urgent one is 0.
             priority = Priority.LOOKAHEAD if item.priority is None else item.priority
             ranks.prepare(identifier, item.modality, item.rows, priority)
-            if self._requests_wait and not self.interest.is_wanted(identifier):
+            if self._requests_wait and not self._interest.is_wanted(identifier):
                 item.priority = None
                 self._demoted[identifier] = None
 
@@ -600,23 +660,54 @@ class ItemTracker:
         item.failures += 1
         item.may_come = may_come
         item.was_local = self._local(item.key)
-        self.interest.drop(identifier)
+        self._interest.drop(identifier)
         pin, item.pin = item.pin, None
         if pin is not None:
             self._prefetcher.release([pin])
         if self._ranks is not None:
             self._ranks.release(identifier)
 
-    # -- once per step -----------------------------------------------------------------------
+    # -- loads, and the end of a step --------------------------------------------------------
 
-    def hand_over(self) -> None:
-        """Tell the prefetcher what has changed since it was last told."""
+    def load(self, identifier: str) -> Pin:
+        """The next step loads what was granted; its pin stays until that step has ended."""
+        item = self.items[identifier]
+        if item.pin is None:  # cannot be: granted items are READY, and READY items have a pin
+            raise RuntimeError(f"granted item {item.key.digest.hex()} has no pin")
+        item.loads += 1
+        return item.pin
+
+    def do_not_load(self, identifier: str) -> None:
+        """The load is taken back: no step was told of it."""
+        self.items[identifier].loads -= 1
+
+    def next_step(self, on_device: Collection[str], now: float, *, sweep: bool) -> int:
+        """Close a scheduling pass: unpin what was loaded, and tell the prefetcher what changed.
+
+        Args:
+            on_device: What vLLM's encoder cache holds at the end of the pass.
+            now: Monotonic seconds.
+            sweep: Also give back what nobody asked for lately.
+
+        Returns:
+            The step's number.
+        """
+        self._unpin_loaded(self._steps.begin(), on_device)
+        if sweep:
+            self._sweep(now)
         if self._demand:
             wants = list(self._demand.values())
             self._demand.clear()
             self._prefetcher.submit(wants)
-        if not self._demoted:
-            return
+        if self._demoted:
+            self._hand_over_demoted()
+        return self._steps.current
+
+    def step_loads(self, identifiers: Iterable[str]) -> None:
+        """The step that was closed last carries these loads to the workers."""
+        self._steps.load(identifiers)
+
+    def _hand_over_demoted(self) -> None:
         keys = []
         for identifier in self._demoted:
             item = self.items.get(identifier)
@@ -629,7 +720,7 @@ class ItemTracker:
         self._demoted.clear()
         self._prefetcher.demote(keys)
 
-    def loaded(self, identifiers: list[str], on_device: Collection[str]) -> None:
+    def _unpin_loaded(self, identifiers: list[str], on_device: Collection[str]) -> None:
         """Steps that were told to load these have ended: unpin what the device holds now."""
         pins = []
         for identifier in identifiers:
@@ -641,8 +732,7 @@ class ItemTracker:
                 pins += self._drop(identifier)
         self._release(pins)
 
-    def sweep(self, now: float) -> None:
-        """Give back what nobody asked for lately."""
+    def _sweep(self, now: float) -> None:
         if self._prefetcher.has_news:
             self.take_news()
         pins = []
@@ -650,11 +740,13 @@ class ItemTracker:
             if item.is_over(now):
                 pins += self._drop(identifier)
         self._release(pins)
+        self._waits.sweep(LEASE_S)
+        self._tier_waits.sweep(LEASE_S)
 
     def _drop(self, identifier: str) -> list[Pin]:
         """Forget an item; its pins are to be given back, the bytes stay on the tier."""
         item = self.items.pop(identifier)
-        self.interest.drop(identifier)
+        self._interest.drop(identifier)
         if self._ranks is not None:
             self._ranks.release(identifier)
         return [] if item.pin is None else [item.pin]
@@ -664,11 +756,28 @@ class ItemTracker:
             self._prefetcher.release(pins)
 
     def audit(
-        self, *, fetching: Collection[str], pins: Collection[Path], late_s: float
+        self,
+        *,
+        requests: Collection[str],
+        fetching: Collection[str],
+        pins: Collection[Path],
+        late_s: float,
     ) -> list[str]:
         """As SchedulerHalf.audit; what has failed is forgotten by ``late_s`` at the latest."""
+        bucket, tier = self.waited
+        kept: dict[str, Collection[str]] = {
+            "a wait": bucket,
+            "a wait for the tier": tier,
+            "an interest": self.waiting,
+        }
+        complaints = [
+            f"{what} of {name}, which has ended"
+            for what, names in kept.items()
+            for name in names
+            if name not in requests
+        ]
         held = {item.pin.path: name for name, item in self.items.items() if item.pin is not None}
-        complaints = [f"{path} is pinned for nothing" for path in pins if path not in held]
+        complaints += [f"{path} is pinned for nothing" for path in pins if path not in held]
         complaints += [f"{held[path]} has no pin any more" for path in held if path not in pins]
         for identifier, item in self.items.items():
             if item.pin is not None:
@@ -682,8 +791,21 @@ class ItemTracker:
                 complaints.append(f"{identifier} waits for a fetch that nobody makes")
         complaints += [
             f"{name} waits for {identifier}, which is not known"
-            for name, wanted in self.interest.requests.items()
+            for name, wanted in self.waiting.items()
             for identifier in wanted
             if identifier not in self.items
         ]
         return complaints
+
+    @property
+    def remembered(self) -> dict[str, Collection[Any]]:
+        """All that is kept; an audit at rest expects it to be empty."""
+        return {
+            "waits": self.waited[0],
+            "waits for the tier": self.waited[1],
+            "interests": self.waiting,
+            "items": self.items,
+            "steps that load": self._steps.loading,
+            "demand": self._demand,
+            "demoted": self._demoted,
+        }

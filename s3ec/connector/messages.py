@@ -149,6 +149,12 @@ class StepPlan:
     saves: dict[str, Save] = field(default_factory=dict)
     ranks: RankOrders | None = None
 
+    @property
+    def loaded_names(self) -> list[str]:
+        """What this step loads, as vLLM calls it."""
+        names = [load.identifier for load in self.loads]
+        return [self.adapters[one].identifier if one in self.adapters else one for one in names]
+
 
 @dataclass(frozen=True, slots=True)
 class RankStatus:

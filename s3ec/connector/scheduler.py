@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from s3ec.connector.item_tracker import (
     ABSENT,
@@ -22,15 +22,13 @@ from s3ec.connector.item_tracker import (
     FETCHING,
     LEASE_S,
     READY,
-    DeferralBudget,
+    RETRY_AFTER_S,
     Item,
     ItemTracker,
     PrefetchQueue,
-    SaveOrders,
     State,
-    Steps,
 )
-from s3ec.connector.messages import Load, StepPlan, WorkerReport
+from s3ec.connector.messages import Load, Save, StepPlan, WorkerReport
 from s3ec.connector.remote_ranks import Ranks
 from s3ec.connector.vllm_config import PASSED_THROUGH, Role
 from s3ec.counters import Counters
@@ -44,8 +42,82 @@ _SWEEP_EVERY_S = 1.0
 _DEMAND, _LOOKAHEAD = Priority.DEMAND, Priority.LOOKAHEAD
 
 
+class SaveOrders:
+    """Remembers what was ordered, so that an embedding is not saved by each of its requests.
+
+    Attributes:
+        ordered_s: When each was ordered. For reading, as the next one.
+        again_s: The same for those that the device held already.
+    """
+
+    def __init__(
+        self,
+        index: Index,
+        placeholder_of: Callable[[Any], dict[str, Any] | None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._index = index
+        self._placeholder_of = placeholder_of
+        self._clock = clock
+        self.ordered_s: dict[str, float] = {}
+        self.again_s: dict[str, float] = {}
+
+    def order(self, key: Key, feature: Any) -> Save | None:
+        """What to save of a feature that is about to be encoded; None where that is done."""
+        identifier = feature.identifier
+        if identifier in self.ordered_s or self._index.holds(key):
+            return None
+        self.ordered_s[identifier] = self._clock()
+        return Save(feature.modality, self._placeholder_of(feature))
+
+    def is_recent(self, identifier: str) -> bool:
+        """Whether what the device holds was ordered to be stored, too lately to do so again."""
+        again_s = self.again_s.get(identifier)
+        return again_s is not None and self._clock() - again_s < RETRY_AFTER_S
+
+    def again(self, feature: Any) -> Save:
+        """What to save of a feature that the device holds, whatever was ordered before.
+
+        The worker knows whether it is under way.
+        """
+        self.again_s[feature.identifier] = self._clock()
+        return Save(feature.modality, self._placeholder_of(feature), on_device=True)
+
+    def release(self, identifier: str) -> None:
+        """The bucket holds it, or it will not be saved: it may be ordered again."""
+        self.ordered_s.pop(identifier, None)
+        self.again_s.pop(identifier, None)
+
+    def sweep(self, now: float) -> None:
+        """A save that was dropped or failed may be tried again at the next encode."""
+        for times_s, lease_s in ((self.ordered_s, LEASE_S), (self.again_s, RETRY_AFTER_S)):
+            for identifier, since_s in list(times_s.items()):
+                if now - since_s > lease_s:
+                    del times_s[identifier]
+
+
+class StoreState(Protocol):
+    """What the half needs of a Breaker."""
+
+    @property
+    def is_open(self) -> bool: ...
+
+
+class DiskState(Protocol):
+    """What the half needs of a DiskWatch."""
+
+    @property
+    def hangs(self) -> bool: ...
+
+
 class SchedulerHalf:
-    """Decides what is fetched, granted, loaded and saved. One thread: the scheduler's."""
+    """Decides what is fetched, granted, loaded and saved. One thread: the scheduler's.
+
+    Attributes:
+        tracker: What is known of each embedding. For reading.
+        on_device: What vLLM's encoder cache holds, or will when the last step was executed, as its
+            manager told us. For reading.
+    """
 
     def __init__(
         self,
@@ -54,8 +126,8 @@ class SchedulerHalf:
         index: Index,
         local: LocalKeys,
         prefetcher: PrefetchQueue,
-        store_is_down: Callable[[], bool],
-        disk_hangs: Callable[[], bool],
+        store: StoreState,
+        disk: DiskState,
         needs_embedding: Callable[[Any], bool],
         placeholder_of: Callable[[Any], dict[str, Any] | None],
         counters: Counters,
@@ -70,8 +142,8 @@ class SchedulerHalf:
             index: What the corpus holds.
             local: What this node's disk holds, as far as memory knows.
             prefetcher: Brings and pins entries.
-            store_is_down: Whether the breaker is open.
-            disk_hangs: Whether this node's disk is known not to answer.
+            store: Whether the breaker is open.
+            disk: Whether this node's disk is known not to answer.
             needs_embedding: Whether a feature came without pixels, so that a miss is fatal.
             placeholder_of: Placeholder metadata of a feature, stored with it; None where it
                 cannot be seen.
@@ -84,30 +156,28 @@ class SchedulerHalf:
         self._index = index
         self._local = local
         self._prefetcher = prefetcher
-        self._store_is_down = store_is_down
-        self._disk_hangs = disk_hangs
+        self._store = store
+        self._disk = disk
         self._hung = False  # as of the request being scheduled
         self._needs_embedding = needs_embedding
         self._counters = counters
         self._ranks = ranks
         self._clock = clock
         self._keys = CountingKeyCache(naming or KeyPolicy(), counters)
-        self._waits = DeferralBudget(role.defer_timeout_s, counters, clock)  # for the bucket
-        self._tier_waits = DeferralBudget(role.defer_timeout_s, counters, clock)
-        self._have_waited = self._waits.requests
-        self._tracker = ItemTracker(
+        self.tracker = ItemTracker(
             prefetcher,
+            role=role,
             ranks=ranks,
-            requests_wait=role.defer_timeout_s > 0,
             counters=counters,
             clock=clock,
             local=local,
-            came={"bucket": self._waits.came, "tier": self._tier_waits.came},
+            needs_embedding=needs_embedding,
         )
-        self._items = self._tracker.items
-        self._waiting = self._tracker.interest.requests
+        self._items = self.tracker.items
+        self._waiting = self.tracker.waiting
+        self._waited, self._waited_for_tier = self.tracker.waited
         self._unavailable: set[str] = set()
-        self._on_device: set[str] = set()  # vLLM's encoder cache, as its manager told us
+        self.on_device: set[str] = set()
         # Rows that the request being scheduled has room for. Where vLLM asks once only, what
         # all requests asked for, as long as the item lives.
         self._rows_asked: dict[str, int] = {}
@@ -120,7 +190,6 @@ class SchedulerHalf:
         # The device gave them up in this pass: vLLM asks for them, and they were there.
         self._evicted: set[str] = set()
         self._plan = StepPlan()
-        self._steps = Steps(ranks=role.ranks, in_flight=role.steps_in_flight)
         self._save_orders = SaveOrders(index, placeholder_of, clock)
         self._swept_s = clock()
         self._stopped = False
@@ -137,7 +206,7 @@ class SchedulerHalf:
         """
         if was_reset:
             self._drop_orders({load.identifier for load in self._plan.loads})
-            self._on_device.clear()
+            self.on_device.clear()
         self._plan.saves.clear()
         stopped, self._stopped = self._stopped, True
         return not stopped
@@ -151,7 +220,7 @@ class SchedulerHalf:
         # Not by the end of the last feature: where they nest (the audio of a video), an earlier
         # one ends behind it.
         decoding = num_computed_tokens >= request.num_prompt_tokens
-        if self._stores_again and self._on_device and not decoding:
+        if self._stores_again and self.on_device and not decoding:
             self._store_again(request)
         if not self._role.consumer:
             return self._can_be_encoded(request, num_computed_tokens)
@@ -160,16 +229,16 @@ class SchedulerHalf:
         features = request.mm_features
         if decoding:  # everything is in the KV cache
             if self._waiting and request.request_id in self._waiting:
-                self._tracker.leave_all(request.request_id)
+                self.tracker.leave(request.request_id)
             return True
         if self._prefetcher.has_news:
-            self._tracker.take_news()
+            self.tracker.take_news()
         window_end = num_computed_tokens + self._role.window_tokens
         if not self._role.asked_every_pass:
             # There will be no second question: wait for all.
             window_end = features[-1].mm_position.offset + 1
         now = self._clock()
-        self._hung = self._disk_hangs()
+        self._hung = self._disk.hangs
         if self._must_grant:
             self._must_grant.clear()
         pending = []
@@ -186,22 +255,23 @@ class SchedulerHalf:
                 if needed_now:
                     pending.append(feature)
                 else:
-                    self._tracker.expect(request.request_id, feature.identifier, _LOOKAHEAD)
+                    self.tracker.expect(request.request_id, feature.identifier, _LOOKAHEAD)
             elif needed_now and state is not ABSENT and self._needs_embedding(feature):
                 return self._give_up(request, pending)
         if pending:
-            return self._wait_for(pending, request)
-        request_id = request.request_id
-        if request_id in self._waiting:
-            self._tracker.leave_covered(request, num_computed_tokens)
-        self._end_waits(request_id)
+            goes_on = self.tracker.defer(request, pending)
+            return self._give_up(request, pending) if goes_on is None else goes_on
+        if self._is_known(request.request_id):
+            self.tracker.let_through(request, num_computed_tokens)
         return True
 
-    def _end_waits(self, request_id: str) -> None:
-        if request_id in self._have_waited:
-            self._waits.end(request_id)
-        if request_id in self._tier_waits.requests:
-            self._tier_waits.end(request_id)
+    def _is_known(self, request_id: str) -> bool:
+        """Whether the tracker has anything of a request. Most requests never wait."""
+        return (
+            request_id in self._waiting
+            or request_id in self._waited
+            or request_id in self._waited_for_tier
+        )
 
     def _can_be_encoded(self, request: Any, num_computed_tokens: int) -> bool:
         """Whether the encoder can make all that the request needs, since nothing is loaded."""
@@ -218,7 +288,7 @@ class SchedulerHalf:
 
     def _is_stored(self, key: Key) -> bool:
         """Whether the corpus holds it, as far as can be told without waiting for the disk."""
-        return not self._disk_hangs() and self._index.holds(key)
+        return not self._disk.hangs and self._index.holds(key)
 
     def _store_again(self, request: Any) -> None:
         """Have stored what the device holds and the corpus does not.
@@ -228,10 +298,10 @@ class SchedulerHalf:
         """
         for feature in request.mm_features:
             identifier = feature.identifier
-            if identifier not in self._on_device or self._save_orders.is_recent(identifier):
+            if identifier not in self.on_device or self._save_orders.is_recent(identifier):
                 continue
             key = self._keys(identifier)
-            if key is not None and not self._disk_hangs() and not self._index.maybe_contains(key):
+            if key is not None and not self._disk.hangs and not self._index.maybe_contains(key):
                 self._plan.saves[identifier] = self._save_orders.again(feature)
 
     def _look(self, feature: Any, needed_now: bool, now: float) -> State | None:
@@ -242,7 +312,7 @@ class SchedulerHalf:
         if item is None:
             # What the device holds needs no fetch. A feature without pixels is pinned all the
             # same: the device may evict it between this call and the next.
-            if identifier in self._on_device and not self._needs_embedding(feature):
+            if identifier in self.on_device and not self._needs_embedding(feature):
                 return ABSENT
             return self._want(feature, rows, needed_now, now)
         # A request whose features disagree asks for the first of them first.
@@ -264,9 +334,9 @@ class SchedulerHalf:
         came = not item.was_local and self._local(item.key)
         if item.failures and not came and not self._needs_embedding(feature):
             return FAILED  # asked for again and again by a request that has no other chance
-        if identifier in self._on_device and not self._needs_embedding(feature):
+        if identifier in self.on_device and not self._needs_embedding(feature):
             return ABSENT  # another request had it encoded while this one waited
-        out_of_reach = self._store_is_down() and not self._local(item.key)
+        out_of_reach = self._store.is_open and not self._local(item.key)
         if out_of_reach and not self._needs_embedding(feature):
             return ABSENT  # on its way when the store went down, and of use to a later request
         return FETCHING
@@ -279,7 +349,7 @@ class SchedulerHalf:
             if misfit and item.rows == rows:
                 return FAILED
             if misfit or item.is_due(now):
-                self._tracker.again(feature.identifier, rows, _DEMAND)
+                self.tracker.again(item, rows, _DEMAND)
             return FETCHING
         # One that asks for other rows has a chance: those may have been a client's invention.
         # And so has one that came to this node's disk since.
@@ -289,8 +359,7 @@ class SchedulerHalf:
         if not self._is_worthwhile(feature, item.key):
             return ABSENT
         self._rows_asked[feature.identifier] = rows
-        item.failures = 0
-        self._tracker.again(feature.identifier, rows, _DEMAND if needed_now else _LOOKAHEAD)
+        self.tracker.again(item, rows, _DEMAND if needed_now else _LOOKAHEAD, anew=True)
         return FETCHING
 
     def _is_out_of_reach(self, feature: Any, item: Item, rows: int) -> bool:
@@ -320,7 +389,7 @@ class SchedulerHalf:
             return None
         priority = _DEMAND if needed_now else _LOOKAHEAD
         self._rows_asked[identifier] = rows
-        self._tracker.want(key, feature.modality, rows, priority)
+        self.tracker.want(key, feature.modality, rows, priority)
         return FETCHING
 
     def _is_worthwhile(self, feature: Any, key: Key) -> bool:
@@ -334,64 +403,9 @@ class SchedulerHalf:
             return self._needs_embedding(feature)
         if self._local(key):
             return True
-        if not self._store_is_down() and self._index.maybe_contains(key):
+        if not self._store.is_open and self._index.maybe_contains(key):
             return True
         return self._needs_embedding(feature)
-
-    def _wait_for(self, pending: list[Any], request: Any) -> bool:
-        """Defer the request, unless it has waited long enough or would wait in vain."""
-        request_id = request.request_id
-        is_new = request_id not in self._have_waited and request_id not in self._tier_waits.requests
-        awaited = self._worth_waiting(pending, request)
-        if awaited is None:
-            return self._give_up(request, pending)
-        if awaited and is_new:
-            self._counters.add("deferred_requests")
-        if not awaited:
-            self._end_waits(request_id)
-        if awaited is not pending:
-            kept = {feature.identifier for feature in awaited}
-            for feature in pending:
-                if feature.identifier not in kept:
-                    self._tracker.leave(request_id, feature.identifier)
-        noted = self._waiting.get(request_id, ())
-        for feature in awaited:
-            identifier = feature.identifier
-            if identifier not in noted or self._items[identifier].priority is not _DEMAND:
-                self._tracker.expect(request_id, identifier, _DEMAND)
-        return not awaited
-
-    def _worth_waiting(self, pending: list[Any], request: Any) -> list[Any] | None:
-        """What of the pending features the request should still wait for.
-
-        Returns:
-            All, those that lie on this node, or none. None instead of a list where one came
-            without pixels and has waited its time.
-        """
-        request_id = request.request_id
-        turns = len(request.mm_features)
-        here = [feature for feature in pending if self._local(self._items[feature.identifier].key)]
-        all_here = len(here) == len(pending)
-        can_wait = self._ranks is None or not self._ranks.cannot_answer
-        # First, since most requests wait for the bucket, and to look for pixels takes longer.
-        if can_wait and not all_here and not self._waits.is_over(request_id, turns):
-            return pending
-        if any(map(self._needs_embedding, pending)):
-            if not self._waits.is_over(request_id, turns, no_pixels=True):
-                return pending
-            # What is not in the bucket says nothing about how fast the bucket is.
-            late = any(self._items[one.identifier].state is FETCHING for one in pending)
-            self._waits.end(request_id, in_vain=late)
-            return None
-        if not can_wait:
-            return []  # not in vain: nothing was late
-        if not all_here:
-            self._waits.end(request_id, in_vain=True)
-        if here:
-            if not self._tier_waits.is_over(request_id, turns):
-                return here
-            self._tier_waits.end(request_id, in_vain=True)
-        return []
 
     def _give_up(self, request: Any, pending: list[Any]) -> bool:
         """Fail a request that came without pixels and whose embedding cannot be had.
@@ -401,9 +415,7 @@ class SchedulerHalf:
         if request.request_id not in self._unavailable:
             self._unavailable.add(request.request_id)
             self._counters.add("unavailable_requests")
-        for feature in pending:
-            self._tracker.leave(request.request_id, feature.identifier)
-        self._tracker.leave_all(request.request_id)
+        self.tracker.give_up(request.request_id, [feature.identifier for feature in pending])
         return False
 
     # -- while scheduling a request --------------------------------------------------------
@@ -424,8 +436,8 @@ class SchedulerHalf:
                 and item.rows == self._rows_asked.get(identifier)
             )
             # vLLM asks only for what its device cache lacks.
-            if identifier in self._on_device:
-                self._on_device.discard(identifier)
+            if identifier in self.on_device:
+                self.on_device.discard(identifier)
                 self._evicted.add(identifier)
         self._decisions[identifier] = granted
         return granted
@@ -436,30 +448,20 @@ class SchedulerHalf:
         identifier = feature.identifier
         self._allocated.append(identifier)
         request_id = request.request_id
-        self._end_waits(request_id)
+        if self._is_known(request_id):
+            self.tracker.scheduled(request_id, identifier)
         if feature.modality == PASSED_THROUGH:
             return
         granted = self._decisions.pop(identifier, False)
         self._counters.add("hits" if granted else "misses")
         if granted and self._role.consumer:
-            self._plan_load(identifier)
+            pin = self.tracker.load(identifier)
+            self._plan.loads.append(Load.of(identifier, pin))
         elif not granted and self._role.producer and not self._stopped:
-            self._plan_save(feature, identifier)
-        if request_id in self._waiting:
-            self._tracker.leave(request_id, identifier)
-
-    def _plan_load(self, identifier: str) -> None:
-        item = self._items[identifier]
-        if item.pin is None:  # cannot be: granted items are READY, and READY items have a pin
-            raise RuntimeError(f"granted item {item.key.digest.hex()} has no pin")
-        item.loads += 1
-        self._plan.loads.append(Load.of(identifier, item.pin))
-
-    def _plan_save(self, feature: Any, identifier: str) -> None:
-        key = self._keys.asked(identifier)
-        save = None if key is None else self._save_orders.order(key, feature)
-        if save is not None:
-            self._plan.saves[identifier] = save
+            key = self._keys.asked(identifier)
+            save = None if key is None else self._save_orders.order(key, feature)
+            if save is not None:
+                self._plan.saves[identifier] = save
 
     # -- once per step ---------------------------------------------------------------------
 
@@ -475,27 +477,29 @@ class SchedulerHalf:
         gone = self._gone(freed)
         if gone:
             self._drop_orders(gone)
-        self._on_device.update(self._allocated)
-        self._on_device.difference_update(gone)
+        self.on_device.update(self._allocated)
+        self.on_device.difference_update(gone)
         self._allocated.clear()
         self._evicted.clear()
         self._decisions.clear()
         self._stored.clear()
         if self._role.asked_every_pass:
             self._rows_asked.clear()
-        self._tracker.loaded(self._steps.begin(), self._on_device)
-        self._sweep()
-        self._tracker.hand_over()
+        now = self._clock()
+        is_late = now - self._swept_s >= _SWEEP_EVERY_S
+        step = self.tracker.next_step(self.on_device, now, sweep=is_late)
+        if is_late:
+            self._sweep(now)
         orders = None
         if self._ranks is not None:
             orders = self._ranks.take_orders(scheduled_tokens=scheduled_tokens)
         if not scheduled_tokens:
-            return StepPlan(self._steps.current, ranks=orders)
+            return StepPlan(step, ranks=orders)
         plan, self._plan = self._plan, StepPlan()
-        plan.step = self._steps.current
+        plan.step = step
         plan.ranks = orders
         if plan.loads:
-            self._steps.load(load.identifier for load in plan.loads)
+            self.tracker.step_loads([load.identifier for load in plan.loads])
         return plan
 
     def _gone(self, freed: Iterable[str]) -> set[str]:
@@ -511,10 +515,6 @@ class SchedulerHalf:
             if count - (identifier in self._evicted) >= self._allocated.count(identifier)
         }
 
-    def is_on_device(self, identifier: str) -> bool:
-        """Whether vLLM's encoder cache holds it, or will when the last step was executed."""
-        return identifier in self._on_device
-
     def _drop_orders(self, freed: set[str]) -> None:
         """Take back what is to be loaded or stored again and the device has given up since.
 
@@ -525,20 +525,19 @@ class SchedulerHalf:
             self._save_orders.release(identifier)
         for load in self._plan.loads:
             if load.identifier in freed:
-                self._items[load.identifier].loads -= 1
+                self.tracker.do_not_load(load.identifier)
         self._plan.loads = [load for load in self._plan.loads if load.identifier not in freed]
 
     def update_connector_output(self, report: WorkerReport) -> None:
         """Take the workers' report: unpin what was loaded, learn what was stored."""
-        self._tracker.loaded(self._steps.reported(report.loaded), self._on_device)
-        self._tracker.on_report(report)
+        self.tracker.on_report(report, self.on_device)
         for identifier in report.published:
             key = self._keys(identifier)
             if key is not None:
                 self._local.add(key)
         # Adding looks into the index, which is mapped from the disk. What is not added is found
         # when it was announced.
-        hangs = bool(report.stored) and self._disk_hangs()
+        hangs = bool(report.stored) and self._disk.hangs
         for identifier in report.stored:
             self._save_orders.release(identifier)
             key = self._keys(identifier)
@@ -547,18 +546,12 @@ class SchedulerHalf:
         for name, amount in report.counts.items():
             self._counters.add(name, amount)
 
-    def _sweep(self) -> None:
-        """Give back what nobody asked for lately; at most once a second."""
-        now = self._clock()
-        if now - self._swept_s < _SWEEP_EVERY_S:
-            return
+    def _sweep(self, now: float) -> None:
+        """Forget what is too old to matter; at most once a second."""
         self._swept_s = now
-        self._tracker.sweep(now)
         if not self._role.asked_every_pass:
             for identifier in self._rows_asked.keys() - self._items.keys():
                 del self._rows_asked[identifier]
-        self._waits.sweep(LEASE_S)
-        self._tier_waits.sweep(LEASE_S)
         self._save_orders.sweep(now)
 
     # -- the end of a request --------------------------------------------------------------
@@ -569,11 +562,9 @@ class SchedulerHalf:
         return taken
 
     def request_finished(self, request: Any) -> None:
-        """Forget the request. What it waited for is for others, or for nobody."""
-        self._waits.end_request(request.request_id)
-        self._tier_waits.end_request(request.request_id)
+        """Forget the request."""
         self._unavailable.discard(request.request_id)
-        self._tracker.leave_all(request.request_id)
+        self.tracker.end_request(request.request_id)
 
     # -- at any time between two hooks -------------------------------------------------------
 
@@ -584,6 +575,7 @@ class SchedulerHalf:
         device: Collection[str],
         fetching: Collection[str],
         pins: Collection[Path],
+        at_rest: bool = False,
     ) -> list[str]:
         """Every complaint about what is remembered, one line each.
 
@@ -592,23 +584,31 @@ class SchedulerHalf:
             device: What its encoder-cache manager counts.
             fetching: Identifiers that the prefetcher has not answered yet.
             pins: Taken from the prefetcher and not given back.
+            at_rest: Nothing has happened for longer than anything is kept, so that nothing at all
+                may be remembered.
         """
-        kept = {
-            "a wait": self._waits.requests,
-            "a wait for the tier": self._tier_waits.requests,
-            "an interest": self._waiting,
-            "a failure to tell": self._unavailable,
-        }
         complaints = [
-            f"{what} of {name}, which has ended"
-            for what, names in kept.items()
-            for name in names
+            f"a failure to tell of {name}, which has ended"
+            for name in self._unavailable
             if name not in requests
         ]
         complaints += [
             f"{identifier} is believed to be on the device"
-            for identifier in self._on_device
+            for identifier in self.on_device
             if identifier not in device
         ]
         late_s = self._clock() - 2 * _SWEEP_EVERY_S
-        return complaints + self._tracker.audit(fetching=fetching, pins=pins, late_s=late_s)
+        complaints += self.tracker.audit(
+            requests=requests, fetching=fetching, pins=pins, late_s=late_s
+        )
+        kept: dict[str, Collection[Any]] = {
+            "rows": self._rows_asked,
+            "decisions": self._decisions,
+            "allocations": self._allocated,
+            "saves": self._save_orders.ordered_s,
+            "saves again": self._save_orders.again_s,
+            **self.tracker.remembered,
+        }
+        if at_rest:
+            complaints += [f"{what}: {len(of)} are kept" for what, of in kept.items() if of]
+        return complaints

@@ -4,31 +4,36 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, NamedTuple
 
 import torch
 
 from s3ec.connector import compat
+from s3ec.connector.adapters import AdapterFiles, as_planned, name_in_plan
 from s3ec.connector.loads import Batch, Loader
 from s3ec.connector.messages import Load, StepPlan, WorkerReport
 from s3ec.connector.remote_ranks import LocalPins
 from s3ec.connector.saves import SaveQueue
 from s3ec.connector.staging import open_staging
+from s3ec.counters import Increments
 from s3ec.node import Node
 
 
 class _Started(NamedTuple):
     """A step's loads that finish_load_caches has not put into the encoder cache yet."""
 
-    step: int
-    asked: int
+    plan: StepPlan
     loads: list[Load]
     batch: Batch
 
 
 class WorkerHalf:
-    """Loads and saves of one worker process. One thread: the model runner's."""
+    """Loads and saves of one worker process. One thread: the model runner's.
+
+    The encoder caches that it is given are vLLM's, under vLLM's names. Where a plan has names of
+    its own for what adapters have their part in, it translates.
+    """
 
     def __init__(
         self,
@@ -39,6 +44,7 @@ class WorkerHalf:
         rank: Callable[[], int],
         drain_timeout_s: float,
         finish_later: bool = False,
+        own_pins: LocalPins | None = None,
     ) -> None:
         """Wire the half up.
 
@@ -49,6 +55,8 @@ class WorkerHalf:
             rank: Number of this worker among those that load.
             drain_timeout_s: How long finish() waits for the bucket to confirm queued saves.
             finish_later: The model runner calls finish_load_caches; else start_load_caches does.
+            own_pins: What a rank does that does not see the scheduler's pins; None for one of the
+                node's.
         """
         self._node = node
         self._saves = saves
@@ -58,14 +66,15 @@ class WorkerHalf:
         self._loader = Loader(node, lambda: open_staging(device(), can_pin=compat.can_pin_memory))
         self._started: _Started | None = None
         self._loaded: dict[int, set[int]] = {}
-        self._counted: dict[str, float] = {}
-        self._own_pins = LocalPins(node)
+        self._increments = Increments(node.counters)
+        self._own_pins = LocalPins(node) if own_pins is None else own_pins
+        self._adapter_files = AdapterFiles()
 
     def follow(self, plan: StepPlan) -> StepPlan:
         """Obey orders to ranks on other nodes; the plan as this rank should execute it."""
         return self._own_pins.follow(plan)
 
-    def start_load_caches(self, encoder_cache: dict[str, torch.Tensor], plan: StepPlan) -> None:
+    def start_load_caches(self, cache: MutableMapping[str, Any], plan: StepPlan) -> None:
         """Begin to bring every granted embedding into the encoder cache.
 
         Raises:
@@ -77,18 +86,19 @@ class WorkerHalf:
         if not plan.loads:
             return
         began = time.perf_counter()
+        encoder_cache = as_planned(cache, plan)
         wanted = {one.identifier: one for one in plan.loads if not _holds(encoder_cache, one)}
         loads = list(wanted.values())
         with compat.sync_allowed():
             batch = self._loader.start(loads, later=self._finish_later)
-            started = _Started(plan.step, len(plan.loads), loads, batch)
+            started = _Started(plan, loads, batch)
             if not self._finish_later:
-                self._finish(started, encoder_cache, began)
+                self._finish(started, cache, began)
                 return
         self._started = started
         self._node.counters.add("load.seconds", time.perf_counter() - began)
 
-    def finish_load_caches(self, encoder_cache: dict[str, torch.Tensor]) -> None:
+    def finish_load_caches(self, cache: MutableMapping[str, Any]) -> None:
         """Put what start_load_caches began into the encoder cache. More than once is fine.
 
         The thread waits for files; the device waits for its copies by itself.
@@ -102,11 +112,10 @@ class WorkerHalf:
         started, self._started = self._started, None
         if started is not None:
             with compat.sync_allowed():
-                self._finish(started, encoder_cache, time.perf_counter())
+                self._finish(started, cache, time.perf_counter())
 
-    def _finish(
-        self, started: _Started, encoder_cache: dict[str, torch.Tensor], began: float
-    ) -> None:
+    def _finish(self, started: _Started, cache: MutableMapping[str, Any], began: float) -> None:
+        encoder_cache = as_planned(cache, started.plan)
         failure: Exception | None = None
         nbytes = 0
         for load, outcome in zip(started.loads, started.batch.finish(), strict=True):
@@ -117,38 +126,47 @@ class WorkerHalf:
                 nbytes += load.shape.nbytes
         sums = {"load.seconds": time.perf_counter() - began}
         if failure is None:
-            self._loaded.setdefault(started.step, set()).add(self._rank())
-            sums |= {"load.items": started.asked, "load.bytes": nbytes}
+            self._loaded.setdefault(started.plan.step, set()).add(self._rank())
+            sums |= {"load.items": len(started.plan.loads), "load.bytes": nbytes}
         self._node.counters.add_all(sums)
         if failure is not None:
             raise failure
 
-    def start_save_caches(self, encoder_cache: Mapping[str, Any], plan: StepPlan) -> None:
+    def start_save_caches(self, cache: MutableMapping[str, Any], plan: StepPlan) -> None:
         """Store what the device holds and the corpus lacks.
 
         An entry that a pure producer was told to skip holds no tensor; it stays as it is.
         """
+        encoder_cache = as_planned(cache, plan)
         for identifier, save in plan.saves.items():
             if save.on_device and identifier in encoder_cache:
-                self.save_caches(encoder_cache, identifier, plan)
+                self._save(encoder_cache[identifier], identifier, plan)
 
-    def save_caches(
-        self, encoder_cache: Mapping[str, Any], identifier: str, plan: StepPlan
-    ) -> None:
-        """Begin to copy one encoded tensor off the device and queue it; nothing else is done."""
-        save = plan.saves.get(identifier)
-        if save is None or self._saves is None or self._rank() != 0:
+    def save_caches(self, cache: Mapping[str, Any], mm_hash: str, plan: StepPlan) -> None:
+        """Begin to copy one encoded tensor off the device and queue it; nothing else is done.
+
+        Args:
+            mm_hash: vLLM's name of it.
+        """
+        identifier = name_in_plan(mm_hash, plan) if plan.adapters else mm_hash
+        use = plan.adapters.get(identifier)
+        if use is not None and not self._adapter_files.vouch_for(use):
+            self._node.counters.add("save_problem.adapter")
+        elif identifier in plan.saves:
+            self._save(cache[mm_hash], identifier, plan)
+
+    def _save(self, output: Any, identifier: str, plan: StepPlan) -> None:
+        if self._saves is None or self._rank() != 0:
             return
+        save = plan.saves[identifier]
         self._saves.begin_step(plan.step)
-        output = encoder_cache[identifier]
         if not isinstance(output, torch.Tensor):
             self._node.counters.add("save_problem.shape")
-            return
-        if output.is_cpu:  # nothing that the checker looks at
+        elif output.is_cpu:  # nothing that the checker looks at
             self._saves.put(identifier, save, output)
-            return
-        with compat.sync_allowed():
-            self._saves.put(identifier, save, output)
+        else:
+            with compat.sync_allowed():
+                self._saves.put(identifier, save, output)
 
     def report(self) -> WorkerReport | None:
         """What happened since the last report; None if nothing did."""
@@ -158,14 +176,8 @@ class WorkerHalf:
             report.published, report.stored = self._saves.take_report()
         self._own_pins.report(report, self._rank)
         # A scheduler half in this process reads the same counters itself.
-        counts = {} if self._node.users > 1 else self._node.counters.snapshot()
-        if counts and counts != self._counted:
-            report.counts = {
-                name: total - self._counted.get(name, 0)
-                for name, total in counts.items()
-                if total != self._counted.get(name, 0)
-            }
-            self._counted = counts
+        if self._node.users <= 1:
+            report.counts = self._increments.take()
         return None if report.is_empty else report
 
     def finish(self) -> None:

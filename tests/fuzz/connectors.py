@@ -200,8 +200,8 @@ class S3EC(Connector):
             index=self.outside.index,
             local=self.outside.local,
             prefetcher=self.prefetcher,
-            store_is_down=lambda: self.outside.down,
-            disk_hangs=lambda: self.outside.hung,
+            store=self.outside.store,
+            disk=self.outside.disk,
             needs_embedding=needs_embedding,
             placeholder_of=lambda _: {},
             counters=self.counters,
@@ -282,7 +282,7 @@ class S3EC(Connector):
         answer = self.half.has_cache_item(identifier)
         self.answers.append(("has", answer))
         if answer and self.options.loads:
-            self._check_grant(identifier)
+            self.check_grant(identifier)
         if not answer and identifier in self._lie_here and self._is_sure_to_wait:
             raise BrokenPromiseError("what lies on this node is encoded", identifier[:12])
         return answer
@@ -307,7 +307,7 @@ class S3EC(Connector):
         taken = self.half.take_unavailable_requests()
         self.answers.append(("unavailable", set(taken)))
         for name in taken:
-            self._check_failure(name)
+            self.check_failure(name)
         return taken
 
     def request_finished(self, request: Request) -> tuple[bool, None]:
@@ -351,7 +351,7 @@ class S3EC(Connector):
         for prefetcher in self.prefetchers:
             prefetcher.close()
 
-    def _check_grant(self, identifier: str) -> None:
+    def check_grant(self, identifier: str) -> None:
         held = [
             pin.header.shape.rows
             for pin in self.prefetcher.live.values()
@@ -391,7 +391,7 @@ class S3EC(Connector):
             and not self._is_stopped
         )
 
-    def _check_failure(self, name: str) -> None:
+    def check_failure(self, name: str) -> None:
         """A request is failed only where it came without pixels, and not before its time."""
         request = self.requests.get(name)
         if request is None:

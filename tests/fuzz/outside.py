@@ -15,6 +15,7 @@ import os
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
@@ -150,8 +151,8 @@ class Outside:
         self.local = LocalKeys()
         self.index = PlayedIndex(clock)
         self.weights = FIRST_WEIGHTS
-        self.down = False
-        self.hung = False
+        self.store = SimpleNamespace(is_open=False)
+        self.disk = SimpleNamespace(hangs=False)
 
     def upload(self, identifier: str, stored: Stored) -> None:
         """Somebody's upload ends."""
@@ -232,14 +233,18 @@ class PlayedPrefetcher:
         """
         want = self.open.pop(identifier)
         outside = self._outside
-        here = None if outside.hung else outside.tier.get(identifier)
-        found = here or (None if outside.down or outside.hung else outside.bucket.get(identifier))
+        here = None if outside.disk.hangs else outside.tier.get(identifier)
+        found = here or (
+            None if outside.store.is_open or outside.disk.hangs else outside.bucket.get(identifier)
+        )
         pin = None
         if fault is not None:
             outcome = fault
         elif found is None:
             outcome = (
-                FetchOutcome.UNAVAILABLE if outside.down or outside.hung else FetchOutcome.ABSENT
+                FetchOutcome.UNAVAILABLE
+                if outside.store.is_open or outside.disk.hangs
+                else FetchOutcome.ABSENT
             )
         elif found.rows != want.rows:
             outcome = FetchOutcome.MISMATCH
@@ -253,7 +258,7 @@ class PlayedPrefetcher:
             self.misfits.add(identifier)
         if outcome in (FetchOutcome.ABSENT, FetchOutcome.CORRUPT):
             outside.index.mark_missing(want.key, absent=outcome is FetchOutcome.ABSENT)
-        if here is None and not outside.hung and pin is None:
+        if here is None and not outside.disk.hangs and pin is None:
             outside.local.discard(want.key)
         source = None if pin is None else "bucket" if here is None else "tier"
         self._done.append(FetchResult(want, outcome, pin, source, 0.05))

@@ -95,29 +95,18 @@ def wire_of(kind: type[Any], files: Files, seen: Counter[str]) -> type[Any]:
                 self._looks.pop(0)()
             return super().build_connector_meta(output)
 
-        def audit(self, *, requests: Any, device: Any) -> None:
-            ours = {self._names._on_device.get(name, name) for name in device}
-            self.half = self._inner
-            try:
-                super().audit(requests=requests, device=ours)
-            finally:
-                self.half = self._names
-
-        def _check_failure(self, name: str) -> None:
+        def check_failure(self, name: str) -> None:
             request = self.requests.get(name)
             if request is None or request.lora_request is None:
-                super()._check_failure(name)
+                super().check_failure(name)
             # Else it may be failed at once: what its adapter is may not be known, and what is
             # stored under the adapter's content may have other rows.
 
         def _count_deferred(self) -> None:
             """Not checked: who waits for a look at adapter files does not count as deferred."""
 
-        def _check_grant(self, identifier: str) -> None:
-            adapter = self._names._by_name.get(identifier.rpartition(":")[0])
-            if adapter is not None:
-                identifier = adapters.with_adapter(identifier, adapter.name, adapter.digest)
-            super()._check_grant(identifier)
+        def check_grant(self, identifier: str) -> None:
+            super().check_grant(self._names.name_of(identifier))
 
     return Wire
 

@@ -387,9 +387,9 @@ class Run:
         if outside.tier and rnd.random() < 0.02:
             outside.evict(rnd.choice(sorted(outside.tier)))
         if rnd.random() < habits.outages:
-            outside.down = not outside.down
+            outside.store.is_open = not outside.store.is_open
         if rnd.random() < habits.outages:
-            outside.hung = not outside.hung
+            outside.disk.hangs = not outside.disk.hangs
         if s3ec.saves is not None:
             self._uploads(s3ec)
         s3ec.clock.now_s += _STEP_S
@@ -403,7 +403,7 @@ class Run:
         for identifier in sorted(saves.pending):
             if rnd.random() < 0.3:
                 saves.publish(identifier)
-            if rnd.random() < 0.3 and not s3ec.outside.down:
+            if rnd.random() < 0.3 and not s3ec.outside.store.is_open:
                 saves.end(identifier, stored=rnd.random() < 0.8)
 
     def _turn(self) -> None:
@@ -430,7 +430,7 @@ class Run:
         Requests with text only come in between: nothing else moves an engine.
         """
         if self.s3ec is not None:
-            self.s3ec.outside.down = self.s3ec.outside.hung = False
+            self.s3ec.outside.store.is_open = self.s3ec.outside.disk.hangs = False
         for number in range(6):
             if self.s3ec is not None:
                 self.s3ec.clock.now_s += 40

@@ -23,7 +23,7 @@ from unittest import mock
 
 import torch
 from vllm.config import ECTransferConfig
-from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase, ECConnectorRole
+from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorRole
 from vllm.distributed.ec_transfer.ec_connector.example_connector import ECExampleConnector
 from vllm.multimodal.inputs import (
     MultiModalFeatureSpec,
@@ -37,9 +37,10 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
 from s3ec import codec
-from s3ec.config import Loaded, load_settings
+from s3ec.config import load_settings
 from s3ec.connector import saves
 from s3ec.connector.connector import S3ECConnector
+from s3ec.connector.parts import Parts
 from s3ec.identity import Key, Layout, Namespace, make_key
 from s3ec.modality import Record
 from s3ec.node import Node
@@ -168,7 +169,7 @@ class Rig:
             self.node = Node(loaded.settings, namespace, name="s3ec-bench")
         limits = self.node.prefetcher._limits
         self.node.prefetcher._limits = dataclasses.replace(limits, deadline_s=_HOUR_S)
-        self.shell = scheduler_shell(self.node, loaded)
+        self.shell = scheduler_shell(self.node)
         self.requests = {
             (kind, images): self._requests(kind, images) for kind in Kind for images in (1, IMAGES)
         }
@@ -289,15 +290,13 @@ def _entry(identifier: str, namespace: str) -> bytes:
     return codec.encode_header(header) + bytes(saves.tensor_bytes(tensor))
 
 
-def scheduler_shell(node: Node, loaded: Loaded) -> S3ECConnector:
+def scheduler_shell(node: Node) -> S3ECConnector:
     """S3ECConnector as its constructor leaves it, without the model that it would look into."""
-    shell = S3ECConnector.__new__(S3ECConnector)
     config = engine_config("S3ECConnector", {})
-    ECConnectorBase.__init__(shell, vllm_config=config, role=ECConnectorRole.SCHEDULER)
-    shell._node, shell._worker, shell._counted = node, None, {}
+    parts = Parts(config)
     with _as_for_qwen2_vl():
-        shell._scheduler = shell._make_scheduler(node, loaded)
-    return shell
+        parts.start_scheduler(node)
+    return S3ECConnector(config, ECConnectorRole.SCHEDULER, parts=parts)
 
 
 def _as_for_qwen2_vl() -> AbstractContextManager[object]:

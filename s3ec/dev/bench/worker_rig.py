@@ -16,7 +16,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase, ECConnectorRole
+from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorRole
 from vllm.distributed.ec_transfer.ec_connector.example_connector import (
     ECExampleConnector,
     ECExampleConnectorMetadata,
@@ -27,6 +27,7 @@ from s3ec.config import load_settings
 from s3ec.connector import saves
 from s3ec.connector.connector import S3ECConnector, S3ECMetadata
 from s3ec.connector.messages import Load, Save, StepPlan
+from s3ec.connector.parts import Parts
 from s3ec.dev.bench.corpus import MODALITY, SHAPE
 from s3ec.dev.bench.hooks_rig import Identifiers, engine_config
 from s3ec.identity import Key, Namespace, make_key
@@ -170,14 +171,12 @@ def example_orders(names: Sequence[str]) -> ECExampleConnectorMetadata:
 
 def worker_shell(node: Node) -> S3ECConnector:
     """S3ECConnector as its constructor leaves it in a worker, without an engine around it."""
-    shell = S3ECConnector.__new__(S3ECConnector)
     config = engine_config("S3ECConnector", {})
-    ECConnectorBase.__init__(shell, vllm_config=config, role=ECConnectorRole.WORKER)
-    shell._node, shell._scheduler, shell._counted = node, None, {}
+    parts = Parts(config)
     # There are no ranks where no engine set them up. Not a mock: its calls are timed.
     with mock.patch("s3ec.connector.compat.loading_rank", new=int):
-        shell._worker = shell._make_worker(node)
-    return shell
+        parts.start_worker(node)
+    return S3ECConnector(config, ECConnectorRole.WORKER, parts=parts)
 
 
 def _key(identifier: str) -> Key:

@@ -173,16 +173,16 @@ class World:
         self.local = LocalKeys()
         self.prefetcher = FakePrefetcher()
         self.ranks = ranks_apart
-        self.down = False
-        self.hung = False
+        self.store = SimpleNamespace(is_open=False)
+        self.disk = SimpleNamespace(hangs=False)
         self.placeholders: dict[str, Any] = {"image_grid_thw": [[1, 2, 2]]}
         self.half = SchedulerHalf(
             self.role,
             index=self.index,
             local=self.local,
             prefetcher=self.prefetcher,
-            store_is_down=lambda: self.down,
-            disk_hangs=lambda: self.hung,
+            store=self.store,
+            disk=self.disk,
             needs_embedding=has_no_pixels,
             placeholder_of=lambda _: self.placeholders,
             counters=self.counters,
@@ -237,26 +237,6 @@ class World:
         """Identifiers submitted so far, in order."""
         return [want.key.identifier for want in self.prefetcher.submitted]
 
-    def sizes(self) -> dict[str, int]:
-        """How much the half remembers."""
-        half = self.half
-        names = (
-            "waits",
-            "tier_waits",
-            "unavailable",
-            "on_device",
-            "rows_asked",
-            "decisions",
-            "allocated",
-        )
-        sizes = {name: len(getattr(half, f"_{name}")) for name in names}
-        tracker = half._tracker
-        return sizes | {
-            "saving": len(half._save_orders),
-            "items": len(tracker.items),
-            "loading": len(half._steps),
-            "demand": len(tracker._demand),
-            "forgotten": len(tracker._demoted),
-            "interest": len(tracker.interest) + len(tracker.interest.requests),
-            "ranks": 0 if self.ranks is None else len(self.ranks),
-        }
+    def leftovers(self) -> list[str]:
+        """What is remembered though all requests, steps and leases have ended."""
+        return self.half.audit(requests=(), device=(), fetching=(), pins=(), at_rest=True)

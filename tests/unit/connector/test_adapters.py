@@ -59,6 +59,10 @@ class Engine:
             self.names.update_state_after_alloc(request, index)
         return granted
 
+    def complaints(self, *requests: str, device: tuple[str, ...] = ()) -> list[str]:
+        pins = self.world.prefetcher.live
+        return self.names.audit(requests=requests, device=device, fetching=(), pins=pins)
+
     def until_asked(self, request: Any) -> None:
         """Passes until the request may be scheduled: the look, and nothing else, is awaited."""
         for _ in range(5):
@@ -304,13 +308,12 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
     engine.until_asked(again)
     engine.allocate(again)  # the same place in vLLM's cache, another content
     engine.step()
-    assert len(engine.world.half._on_device) == 1
+    assert len(engine.world.half.on_device) == 1
     engine.step((raw,))
-    assert len(engine.world.half._on_device) == 0
+    assert len(engine.world.half.on_device) == 0
     for one in (asked, again):
         engine.names.request_finished(one)
-    names = engine.names
-    assert [len(it) for it in (names._requests, names._on_device, names._uses)] == [0, 0, 0]
+    assert engine.complaints() == []
 
 
 def test_what_is_given_up_is_told_by_the_adapter_s_content(tmp_path: Path) -> None:
@@ -320,22 +323,22 @@ def test_what_is_given_up_is_told_by_the_adapter_s_content(tmp_path: Path) -> No
     asked = adapted("r", "cat", lora(tmp_path))
     engine.until_asked(asked)
     raw = asked.mm_features[0].identifier
-    half, names = engine.world.half, engine.names
+    half = engine.world.half
     ours = content_name(tmp_path, "cat")
     engine.allocate(asked)
     assert not engine.step((raw,)).saves
-    assert not half.is_on_device(ours)
+    assert ours not in half.on_device
     engine.allocate(asked)
     engine.step()
-    assert half.is_on_device(ours)
+    assert ours in half.on_device
     engine.allocate(asked)
     engine.step((raw,))
-    assert half.is_on_device(ours)
-    assert names._on_device == {raw: ours}
+    assert ours in half.on_device
+    assert engine.complaints("r", device=(raw,)) == []
     engine.allocate(asked)
     engine.step((raw, raw))
-    assert not half.is_on_device(ours)
-    assert not names._on_device
+    assert ours not in half.on_device
+    assert engine.complaints("r") == []
 
 
 def test_another_content_in_the_same_place_and_both_given_up_in_one_pass(tmp_path: Path) -> None:
@@ -355,10 +358,10 @@ def test_another_content_in_the_same_place_and_both_given_up_in_one_pass(tmp_pat
     plan = engine.step((raw,))  # the first one only: old releases name it
     new = content_name(tmp_path, "cat")
     assert list(plan.saves) == [new] != [old]
-    assert engine.world.half.is_on_device(new)
-    assert not engine.world.half.is_on_device(old)
+    assert new in engine.world.half.on_device
+    assert old not in engine.world.half.on_device
     assert not engine.step((raw,)).saves
-    assert not engine.world.half.is_on_device(new)
+    assert new not in engine.world.half.on_device
 
 
 def test_a_worker_vouches_for_an_adapter_while_its_files_are_the_same(tmp_path: Path) -> None:

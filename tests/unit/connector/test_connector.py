@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from s3ec import runtime
 from s3ec.codec import Shape
 from s3ec.connector import guard
 from s3ec.connector.messages import Load, StepPlan, WorkerReport
@@ -25,6 +26,8 @@ ECConnectorRole = pytest.importorskip(
     "vllm.distributed.ec_transfer.ec_connector.base"
 ).ECConnectorRole
 shell = pytest.importorskip("s3ec.connector.connector")
+parts_module = pytest.importorskip("s3ec.connector.parts")
+Parts = parts_module.Parts
 
 
 class Worker:
@@ -36,9 +39,13 @@ class Worker:
 
 
 def connector(worker: Worker | None, plan: StepPlan | None) -> shell.S3ECConnector:
-    made = shell.S3ECConnector.__new__(shell.S3ECConnector)
-    made._worker = worker
-    made._connector_metadata = shell.S3ECMetadata(plan) if plan is not None else None
+    transfer = SimpleNamespace(is_ec_producer=True, is_ec_consumer=True)
+    config = SimpleNamespace(ec_transfer_config=transfer)
+    parts = Parts(config)
+    parts.worker = worker
+    made = shell.S3ECConnector(config, ECConnectorRole.WORKER, parts=parts)
+    if plan is not None:
+        made.bind_connector_metadata(shell.S3ECMetadata(plan))
     return made
 
 
@@ -74,9 +81,8 @@ class Broken:
 class Node:
     """Counts, and can be released."""
 
-    is_foreign = False
-
     def __init__(self) -> None:
+        self.process = runtime.process_number
         self.counters = Counters()
         self.released = 0
 
@@ -86,8 +92,8 @@ class Node:
 
 def broken() -> shell.S3ECConnector:
     made = connector(Broken(), StepPlan())
-    made._scheduler, made._features, made._node = Broken(), Broken(), Node()
-    made._counted = {}
+    parts = made.parts
+    parts.scheduler, parts.features, parts.node = Broken(), Broken(), Node()
     return made
 
 
@@ -129,7 +135,7 @@ ANSWERS = {
 @pytest.mark.parametrize("hook", HOOKS)
 def test_a_panic_inside_a_hook_is_counted_and_answered_like_a_miss(hook: str) -> None:
     it = broken()
-    node = it._node
+    node = it.parts.node
     assert HOOKS[hook](it) == ANSWERS.get(hook)
     assert node.counters.get("internal_errors") >= 1
 
@@ -145,7 +151,7 @@ def test_a_panic_while_granted_embeddings_are_loaded_is_an_error_that_vllm_repor
 class Untouched:
     """A part of a node that a forked child must leave alone."""
 
-    is_foreign = True
+    process = -1
 
     def __getattr__(self, name: str) -> Any:
         raise AssertionError(f"{name} was used in a forked child")
@@ -154,9 +160,10 @@ class Untouched:
 def forked(monkeypatch: pytest.MonkeyPatch) -> shell.S3ECConnector:
     """A connector in a child of the process that made it; what is contained there fails."""
     made = connector(Untouched(), StepPlan())
-    made._scheduler, made._node = Untouched(), Untouched()
-    made._features = SimpleNamespace(needs_embedding=lambda feature: feature == "no pixels")
-    made._weights, made._counted, made._adapter_files = "of the parent", {}, Untouched()
+    parts = made.parts
+    parts.scheduler, parts.node = Untouched(), Untouched()
+    parts.features = SimpleNamespace(needs_embedding=lambda feature: feature == "no pixels")
+    parts.weights = "of the parent"
     monkeypatch.setattr(guard.log, "exception", lambda *_: pytest.fail("a fault in a child"))
     return made
 
@@ -192,7 +199,7 @@ def test_in_a_forked_child_no_engine_ends_for_a_request_without_pixels(
     asked = SimpleNamespace(mm_features=("pixels", "no pixels"))
     it = forked(monkeypatch)
     assert it.ensure_cache_available(asked, 0) is False
-    it._features = Broken()
+    it.parts.features = Broken()
     monkeypatch.undo()
     assert it.ensure_cache_available(asked, 0) is True  # and nothing was counted
 
@@ -202,7 +209,7 @@ def test_in_a_forked_child_a_granted_load_is_an_error_and_no_made_up_tensor(
 ) -> None:
     it = forked(monkeypatch)
     load = Load("a", "/x", Shape(1, 1, "float32"), "0" * 32, 64, "0" * 32)
-    it._connector_metadata = shell.S3ECMetadata(StepPlan(loads=[load]))
+    it.bind_connector_metadata(shell.S3ECMetadata(StepPlan(loads=[load])))
     with pytest.raises(RuntimeError, match="forked"):
         it.start_load_caches({})
 
@@ -212,7 +219,7 @@ def test_a_cancellation_of_what_a_hook_waits_for_stays_inside(
     cancelled: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     it = broken()
-    monkeypatch.setattr(it._scheduler, "has_cache_item", _raising(cancelled), raising=False)
+    monkeypatch.setattr(it.parts.scheduler, "has_cache_item", _raising(cancelled), raising=False)
     assert it.has_cache_item("a") is False
 
 
@@ -221,10 +228,10 @@ def test_what_a_signal_handler_raises_inside_a_hook_ends_the_process_as_always(
     signal: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     it = broken()
-    monkeypatch.setattr(it._scheduler, "has_cache_item", _raising(signal), raising=False)
+    monkeypatch.setattr(it.parts.scheduler, "has_cache_item", _raising(signal), raising=False)
     with pytest.raises(signal):
         it.has_cache_item("a")
-    assert it._node.counters.get("internal_errors") == 0
+    assert it.parts.node.counters.get("internal_errors") == 0
 
 
 def _raising(kind: type[BaseException]) -> Callable[..., Any]:
@@ -236,7 +243,7 @@ def _raising(kind: type[BaseException]) -> Callable[..., Any]:
 
 def test_shutdown_releases_the_node_where_the_worker_panics() -> None:
     it = broken()
-    node = it._node
+    node = it.parts.node
     it.shutdown()
     it.shutdown()
     assert node.released == 1
@@ -244,7 +251,7 @@ def test_shutdown_releases_the_node_where_the_worker_panics() -> None:
 
 def test_a_second_shutdown_in_the_middle_of_the_first_leaves_it_the_node() -> None:
     it = broken()
-    node = it._node
+    node = it.parts.node
     released = []
 
     class Draining:
@@ -252,7 +259,7 @@ def test_a_second_shutdown_in_the_middle_of_the_first_leaves_it_the_node() -> No
             it.shutdown()  # as a signal handler would, while this waits
             released.append(node.released)
 
-    it._worker = Draining()
+    it.parts.worker = Draining()
     it.shutdown()
     assert released == [0]
     assert node.released == 1
@@ -260,7 +267,7 @@ def test_a_second_shutdown_in_the_middle_of_the_first_leaves_it_the_node() -> No
 
 def test_a_panic_while_counts_are_reported_stays_inside(monkeypatch: pytest.MonkeyPatch) -> None:
     it = broken()
-    monkeypatch.setattr(it._node.counters, "snapshot", _panics)
+    monkeypatch.setattr(it.parts.node.counters, "snapshot", _panics)
     assert it.get_ec_connector_stats() is None
     monkeypatch.setattr(stats, "S3ECStats", _panics)
     assert shell.S3ECConnector.build_ec_connector_stats({}) is None
@@ -309,15 +316,14 @@ def _started(
     def fails(*_: Any) -> Any:
         raise fault
 
-    monkeypatch.setattr(shell.ECConnectorBase, "__init__", lambda *_, **__: None)
-    monkeypatch.setattr(shell.S3ECConnector, "_vllm_config", None, raising=False)
-    monkeypatch.setattr(shell.S3ECConnector, "_connector_metadata", None, raising=False)
     checks = ("model_problem", "identifier_problem", "trust_problem", "live_weights_problem")
     for name in (*checks, "namespace_of"):
-        monkeypatch.setattr(shell, name, lambda *_: None)
-    monkeypatch.setattr(shell, "encoder_weights", lambda *_: Weights("sha256:0"))
-    monkeypatch.setattr(shell.Node, "shared", fails)
+        monkeypatch.setattr(parts_module, name, lambda *_: None)
+    monkeypatch.setattr(parts_module, "encoder_weights", lambda *_: Weights("sha256:0"))
+    monkeypatch.setattr(parts_module.Node, "shared", fails)
     config = SimpleNamespace(
-        ec_transfer_config=SimpleNamespace(ec_connector_extra_config={"bucket": "some"})
+        ec_transfer_config=SimpleNamespace(
+            ec_connector_extra_config={"bucket": "some"}, is_ec_producer=True, is_ec_consumer=True
+        )
     )
     return shell.S3ECConnector(config, role)

@@ -21,6 +21,7 @@ import os, sys
 from pathlib import Path
 from s3ec.connector.vllm_config import Role
 from s3ec.connector.scheduler import SchedulerHalf
+from s3ec.store.breaker import Breaker
 from tests.unit.connector.scheduling import feature, has_no_pixels, identifier_of, key_of, request
 from tests.unit.test_prefetch import LAYOUT, Bench, entry, want
 
@@ -28,7 +29,7 @@ bench = Bench(Path(sys.argv[1]))
 role = Role(producer=True, consumer=True, window_tokens=1000, ranks=1, steps_in_flight=2,
             defer_timeout_s=60.0)
 half = SchedulerHalf(role, index=bench.index, local=bench.local, prefetcher=bench.prefetcher,
-                     store_is_down=lambda: False, disk_hangs=lambda: False,
+                     store=Breaker(), disk=bench.loop.watch,
                      needs_embedding=has_no_pixels,
                      placeholder_of=lambda _: {{}}, counters=bench.counters)
 gate = bench.hold(name=key_of(identifier_of("slow")).name)

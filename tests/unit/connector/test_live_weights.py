@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 
+from s3ec import runtime
 from s3ec.counters import Counters
 from tests.unit.connector.scheduling import World, feature, identifier_of, request
 
 live_weights = pytest.importorskip("s3ec.connector.live_weights")
 shell = pytest.importorskip("s3ec.connector.connector")
+Parts = pytest.importorskip("s3ec.connector.parts").Parts
 EngineCore = pytest.importorskip("vllm.v1.engine.core").EngineCore
 Scheduler = pytest.importorskip("vllm.v1.core.sched.scheduler").Scheduler
 
@@ -26,14 +28,18 @@ class Engine:
         live_weights.watch()
         live_weights.watch()  # as by a second engine of this process
         self.world = World(producer=True)
-        self.connector = shell.S3ECConnector.__new__(shell.S3ECConnector)
-        self.connector._scheduler = self.world.half
-        self.connector._node = SimpleNamespace(
-            is_foreign=False,
-            counters=Counters(),
+        self.counters = Counters()
+        transfer = SimpleNamespace(is_ec_producer=True, is_ec_consumer=True)
+        config = SimpleNamespace(ec_transfer_config=transfer)
+        parts = Parts(config)
+        parts.scheduler = self.world.half
+        parts.node = SimpleNamespace(
+            process=runtime.process_number,
+            counters=self.counters,
             settings=SimpleNamespace(live_weights=live),
             namespace=SimpleNamespace(name="tiny-0123456789abcdef"),
         )
+        self.connector = shell.S3ECConnector(config, shell.ECConnectorRole.SCHEDULER, parts=parts)
         self.calls: list[Any] = []
         self.scheduler = Scheduler.__new__(Scheduler)
         self.scheduler.ec_connector = self.connector
@@ -47,7 +53,7 @@ class Engine:
 
     @property
     def stopped(self) -> bool:
-        return self.connector._node.counters.get("stopped_by_weights") == 1
+        return self.counters.get("stopped_by_weights") == 1
 
     def hits(self, text: str) -> bool:
         """Whether a request about what is pinned here is granted it."""

@@ -63,8 +63,10 @@ class RankRig:
         self.faults: list[Fault] = []
         self.node = node_on(folder, bucket, self.faults)
         self.cache: dict[str, Any] = {}
+        self.own_pins = remote.LocalPins(self.node)
         self.worker = WorkerHalf(
             self.node,
+            own_pins=self.own_pins,
             saves=None,
             device=lambda: torch.device("cpu"),
             rank=lambda: rank,
@@ -119,8 +121,8 @@ class Engine:
             index=self.node.index,
             local=self.node.local,
             prefetcher=self.node.prefetcher,
-            store_is_down=lambda: False,
-            disk_hangs=lambda: False,
+            store=self.node.breaker,
+            disk=self.node.loop.watch,
             needs_embedding=has_no_pixels,
             placeholder_of=lambda _: {},
             counters=self.node.counters,
@@ -151,12 +153,14 @@ class Engine:
             self.half.update_state_after_alloc(asker, index)
         return granted
 
-    def step(self, *, tokens: int = 10, loses: Callable[[], bool] = lambda: False) -> StepPlan:
+    def step(
+        self, *, tokens: int = 10, loses: Callable[[WorkerReport], bool] = lambda _: False
+    ) -> StepPlan:
         """One pass and its execution; plan and reports cross processes as vLLM sends them.
 
         Args:
             tokens: That are scheduled.
-            loses: Asked after the execution: whether its reports get lost.
+            loses: Whether the reports of its execution get lost.
         """
         plan = self.half.build_connector_meta([], scheduled_tokens=tokens)
         if not tokens and not self.heard_without_tokens:
@@ -167,7 +171,7 @@ class Engine:
             report = rank.execute(pickle.loads(sent))
             if report is not None:
                 merged.merge(pickle.loads(pickle.dumps(report)))
-        if not loses():
+        if not loses(merged):
             self.half.update_connector_output(merged)
         return plan
 
@@ -190,11 +194,11 @@ class Engine:
                 assert each.identifier in rank.cache
 
     def item_state(self, text: str) -> str:
-        item = self.half._items.get(identifier_of(text))
+        item = self.half.tracker.items.get(identifier_of(text))
         return "gone" if item is None else item.state.name
 
     def all_given_back(self) -> bool:
-        rigs = (len(rank.pins()) + len(rank.worker._own_pins) for rank in self.ranks)
+        rigs = (len(rank.pins()) + len(rank.own_pins) for rank in self.ranks)
         own = [path for path in self.node.tier.pin_folder().iterdir() if path.name != ".lock"]
         return not sum(rigs) and not own
 
@@ -242,7 +246,7 @@ def test_nothing_is_granted_before_the_slow_rank_is_ready(engine: Engine) -> Non
     engine.step()
     assert gate.reached.wait(GIVE_UP_S)
     engine.step_until(
-        lambda: engine.half._items[identifier_of("a")].pin is not None, "here it is pinned"
+        lambda: engine.half.tracker.items[identifier_of("a")].pin is not None, "here it is pinned"
     )
     for _ in range(5):
         assert not engine.ask(asker)
@@ -270,7 +274,7 @@ def test_a_rank_that_cannot_have_it_ends_the_wait(engine: Engine) -> None:
     engine.clock.now_s += RETRY_AFTER_S + 1
     engine.step()
     later = request("later", feature("a"))
-    engine.half._on_device.clear()
+    engine.half.on_device.clear()
     engine.load(later)
 
 
@@ -314,7 +318,7 @@ def test_on_an_idle_engine_nobody_waits_for_orders_that_do_not_go_out(engine: En
     assert engine.schedule(asker) == [False]
     engine.step()  # the encoder's own step takes the orders along
     engine.step_until(lambda: engine.item_state("a") == "READY", "ready for the next request")
-    engine.half._on_device.clear()
+    engine.half.on_device.clear()
     engine.load(request("next", feature("a")))
 
 
@@ -377,13 +381,16 @@ def test_released_and_wanted_again_in_one_pass_is_pinned_anew(engine: Engine) ->
     engine.step()
     first = request("first", feature("a"))
     engine.ask(first)
-    engine.step_until(lambda: engine.item_state("a") == "READY", "ready")
-    tracker = engine.half._tracker
-    tracker._release(tracker._drop(identifier_of("a")))
-    assert not engine.ask(first)
-    assert engine.bookkeeping._out.release
-    assert engine.bookkeeping._out.prepare
     engine.load(first)
+    # Loaded and released. It has no pixels, so it is pinned though the device holds it.
+    second = request("second", feature("a", pixels=False))
+    assert not engine.ask(second)
+    orders = engine.step().ranks
+    assert orders is not None
+    assert orders.release
+    assert orders.prepare
+    engine.step_until(lambda: engine.ask(second), "pinned anew")
+    assert engine.schedule(second) == [True]
 
 
 def test_freed_before_its_load_went_out_and_granted_again_is_loaded(engine: Engine) -> None:
@@ -405,16 +412,17 @@ def test_a_lost_report_costs_a_wait_and_heals(engine: Engine) -> None:
     assert not engine.ask(asker)
     engine.step()
     give_up_s = time.monotonic() + GIVE_UP_S
-    holding = engine.ranks[1].worker._own_pins._held
-    item = engine.half._items[identifier_of("a")]
-    news = engine.half._prefetcher
+    item = engine.half.tracker.items[identifier_of("a")]
+    lost: list[WorkerReport] = []
 
-    def is_pinned() -> bool:
-        return any(held.pin for held in holding.values())
+    def is_ready(report: WorkerReport) -> bool:
+        if report.ready:
+            lost.append(report)
+        return bool(report.ready)
 
-    while not (item.pin or news.has_news) or not is_pinned():
+    while not (item.pin or engine.node.prefetcher.has_news) or not lost:
         assert time.monotonic() < give_up_s
-        engine.step(loses=is_pinned)  # with others missing too, nobody would wait for ranks
+        engine.step(loses=is_ready)  # with others missing too, nobody would wait for ranks
     engine.step()
     assert engine.item_state("a") == "FETCHING"
     assert not engine.ask(asker)

@@ -210,7 +210,6 @@ def test_a_timeout_of_zero_never_waits_and_still_fetches() -> None:
     world.step()
     assert world.wanted == [identifier_of("a")]
     assert world.counters.get("deferred_requests") == 0
-    assert world.sizes()["waits"] == 0
 
 
 def test_more_waiting_requests_than_can_be_remembered_still_time_out(
@@ -227,7 +226,6 @@ def test_more_waiting_requests_than_can_be_remembered_still_time_out(
     world.clock.now_s += 0.1
     assert sum(answers) == 5
     assert all(world.ask(asker) for asker in askers)
-    assert world.sizes()["waits"] <= 10
 
 
 def test_requests_that_end_unseen_leave_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,7 +239,6 @@ def test_requests_that_end_unseen_leave_room_for_others(monkeypatch: pytest.Monk
             deferred += not world.ask(request(f"gone {burst} {number}", feature("a")))
             world.step()
         assert deferred == 10
-        assert world.sizes()["waits"] == 10
         world.clock.now_s += LEASE_S + 0.1
         world.step()
 
@@ -249,11 +246,15 @@ def test_requests_that_end_unseen_leave_room_for_others(monkeypatch: pytest.Monk
 def test_a_finished_request_is_forgotten(world: World) -> None:
     world.stock("a")
     asker = request("r", feature("a"))
-    world.ask(asker)
-    assert world.sizes()["waits"] == 1
+    assert not world.ask(asker)
+    world.step()
+    world.finish("a", FetchOutcome.ABSENT)
     world.half.request_finished(asker)
-    assert world.sizes()["waits"] == 0
     world.half.request_finished(asker)
+    for _ in range(2):  # the answer is taken, and then forgotten
+        world.clock.now_s += LEASE_S + 1
+        world.step()
+    assert world.leftovers() == []
 
 
 def test_a_pure_producer_never_waits() -> None:
@@ -549,7 +550,7 @@ def on_device(world: World) -> Any:
     world.ask(asker)
     world.schedule(asker)
     assert len(world.step().loads) == 1
-    assert world.half.is_on_device(identifier_of("a"))
+    assert identifier_of("a") in world.half.on_device
     return asker
 
 
@@ -559,7 +560,7 @@ def test_given_up_and_allocated_in_one_pass_is_loaded(world: World) -> None:
     world.ask(again)
     assert world.schedule(again) == [True]
     assert len(world.step(freed="a").loads) == 1
-    assert world.half.is_on_device(identifier_of("a"))
+    assert identifier_of("a") in world.half.on_device
 
 
 def test_allocated_and_given_up_in_one_pass_is_not_loaded(world: World) -> None:
@@ -569,7 +570,7 @@ def test_allocated_and_given_up_in_one_pass_is_not_loaded(world: World) -> None:
     world.ask(preempted)
     assert world.schedule(preempted) == [True]
     assert world.step(freed="a").loads == []
-    assert not world.half.is_on_device(identifier_of("a"))
+    assert identifier_of("a") not in world.half.on_device
     world.ask(preempted)
     assert world.schedule(preempted) == [True]
     assert len(world.step().loads) == 1
@@ -580,7 +581,7 @@ def test_given_up_allocated_and_given_up_in_one_pass_is_not_loaded(world: World)
     world.ask(again)
     assert world.schedule(again) == [True]
     assert world.step(freed="aa").loads == []
-    assert not world.half.is_on_device(identifier_of("a"))
+    assert identifier_of("a") not in world.half.on_device
 
 
 def test_two_requests_with_other_rows_for_one_identifier_get_only_their_own(world: World) -> None:
@@ -637,7 +638,7 @@ def test_a_pin_is_released_by_the_workers_report(world: World) -> None:
     assert path in world.prefetcher.live
     world.report(step)
     assert world.prefetcher.released == [path]
-    assert world.sizes()["items"] == 0
+    assert not world.half.tracker.items
 
 
 def test_a_pin_is_held_until_every_rank_has_reported() -> None:
@@ -750,7 +751,7 @@ def test_what_nobody_asks_for_is_released_when_its_lease_ends(world: World) -> N
     world.clock.now_s += 1.1
     world.step()
     assert path not in world.prefetcher.live
-    assert world.sizes()["items"] == 0
+    assert not world.half.tracker.items
 
 
 def test_asking_renews_the_lease(world: World) -> None:
@@ -788,7 +789,7 @@ def test_what_arrives_after_everybody_left_is_released(world: World) -> None:
     world.clock.now_s += LEASE_S + 2
     world.step()
     assert not world.prefetcher.live
-    assert world.sizes()["items"] == 0
+    assert not world.half.tracker.items
 
 
 def test_a_second_answer_for_one_item_is_released(world: World) -> None:
@@ -847,7 +848,7 @@ def test_a_client_that_leaves_takes_only_its_own_interest_along(world: World) ->
     world.half.request_finished(second)
     world.step(tokens=0)
     assert world.prefetcher.demoted == [identifier_of("a"), identifier_of("b")]
-    assert world.sizes()["interest"] == 0
+    assert not world.half.tracker.waiting
 
 
 def test_left_and_wanted_again_within_a_pass_keeps_its_place(world: World) -> None:
@@ -901,7 +902,7 @@ def test_a_prefix_that_others_computed_ends_the_interest_in_its_images(world: Wo
     world.step()
     assert world.prefetcher.demoted == [identifier_of("a")]
     assert world.ask(asker, 20)
-    assert world.sizes()["interest"] == 0
+    assert not world.half.tracker.waiting
 
 
 def test_what_arrives_for_nobody_is_released_soon(world: World) -> None:
@@ -920,7 +921,7 @@ def test_what_arrives_for_nobody_is_released_soon(world: World) -> None:
     world.clock.now_s += UNWANTED_LEASE_S + 0.1
     world.step()
     assert pin.path not in world.prefetcher.live
-    assert world.sizes()["items"] == 0
+    assert not world.half.tracker.items
 
 
 def test_where_nobody_ever_waits_what_arrives_is_kept_for_the_next() -> None:
@@ -952,8 +953,8 @@ def test_interest_ends_with_the_item_where_vllm_does_not_tell_of_ended_requests(
     world.step()
     world.clock.now_s += LEASE_S + 1
     world.step()
-    sizes = world.sizes()
-    assert (sizes["items"], sizes["interest"]) == (0, 0)
+    assert not world.half.tracker.items
+    assert not world.half.tracker.waiting
     assert not world.prefetcher.live
 
 
@@ -962,11 +963,11 @@ def test_interest_ends_with_the_item_where_vllm_does_not_tell_of_ended_requests(
 
 def test_while_the_store_is_down_nobody_waits_for_it(world: World) -> None:
     world.stock("a")
-    world.down = True
+    world.store.is_open = True
     assert world.ask(request("r", feature("a")))
     world.step()
     assert world.wanted == []
-    world.down = False
+    world.store.is_open = False
     assert not world.ask(request("r", feature("a")))
 
 
@@ -975,7 +976,7 @@ def test_who_waits_when_the_store_goes_down_waits_no_longer(world: World) -> Non
     first, second = (request(name, feature("a")) for name in ("first", "second"))
     assert not world.ask(first)
     world.step()
-    world.down = True
+    world.store.is_open = True
     assert world.ask(first)
     assert world.schedule(first) == [False]
     # What was on its way arrives all the same, and serves the next one.
@@ -989,13 +990,13 @@ def test_who_has_no_pixels_waits_though_the_store_is_down(world: World) -> None:
     asker = request("r", feature("a", pixels=False))
     assert not world.ask(asker)
     world.step()
-    world.down = True
+    world.store.is_open = True
     assert not world.ask(asker)
 
 
 def test_while_the_store_is_down_this_nodes_disk_still_serves(world: World) -> None:
     world.local.add(key_of(identifier_of("a")))
-    world.down = True
+    world.store.is_open = True
     asker = request("r", feature("a"))
     assert not world.ask(asker)
     world.step()
@@ -1046,7 +1047,7 @@ def test_while_the_disk_hangs_nothing_is_waited_for_or_granted(world: World) -> 
     world.stock("new", "coming")
     coming = request("coming", feature("coming"))
     assert not world.ask(coming)
-    world.hung = True
+    world.disk.hangs = True
     assert world.ask(coming)
     assert world.schedule(coming) == [False]
     for text in ("ready", "new"):
@@ -1054,7 +1055,7 @@ def test_while_the_disk_hangs_nothing_is_waited_for_or_granted(world: World) -> 
         assert world.ask(asker)
         assert world.schedule(asker) == [False]
     assert world.step().loads == []
-    world.hung = False
+    world.disk.hangs = False
     again = request("again", feature("ready"))
     assert world.ask(again)
     assert world.schedule(again) == [True]
@@ -1067,7 +1068,7 @@ def test_while_the_disk_hangs_the_index_is_not_asked_since_it_may_hang_too(
         raise AssertionError("a page of a mapped file")
 
     monkeypatch.setattr(world.index, "maybe_contains", touch)
-    world.hung = True
+    world.disk.hangs = True
     assert world.ask(request("r", feature("a")))
 
 
@@ -1083,7 +1084,7 @@ def test_while_the_disk_hangs_no_hook_of_a_pure_producer_or_a_report_asks_the_in
 
     monkeypatch.setattr(world.index, "holds", touch)
     monkeypatch.setattr(world.index, "add", touch)
-    world.hung = True
+    world.disk.hangs = True
     assert world.ask(request("r", feature("a")))
     assert not world.has("a")
     world.report(1, stored=[identifier_of("b")])
@@ -1096,7 +1097,7 @@ def test_what_came_without_pixels_is_granted_though_the_disk_hangs(world: World)
     assert not world.ask(asker)
     world.step()
     world.finish("a")
-    world.hung = True
+    world.disk.hangs = True
     assert world.ask(asker)
     assert world.schedule(asker) == [True]
 
@@ -1110,7 +1111,7 @@ def test_the_same_with_pixels_in_the_prompt_takes_no_grant_away_while_the_disk_h
     assert not world.ask(asker)
     world.step()
     world.finish("a")
-    world.hung = True
+    world.disk.hangs = True
     assert world.ask(asker)
     assert world.schedule(asker, 0) == [True]
 
@@ -1122,7 +1123,7 @@ def test_while_the_disk_hangs_a_grant_is_for_the_rows_that_are_asked_for_first(
     world.bring("a")
     bare = feature("a", 60, pixels=False)
     asker = request("r", feature("a", rows=ROWS + 1), feature("a", 30), bare)
-    world.hung = True
+    world.disk.hangs = True
     assert world.ask(asker)
     assert not world.has("a")
 
@@ -1132,7 +1133,7 @@ def test_where_vllm_asks_once_a_grant_outlives_that_the_disk_hangs() -> None:
     world.bring("a")
     asker = request("r", feature("a"))
     assert world.ask(asker)
-    world.hung = True
+    world.disk.hangs = True
     assert world.ask(request("other", feature("a")))
     assert world.schedule(asker) == [True]
 
@@ -1146,7 +1147,7 @@ def bare(text: object, offset: int = 0, **more: Any) -> Any:
 
 def test_a_feature_without_pixels_is_asked_for_even_when_the_index_says_no(world: World) -> None:
     asker = request("r", bare("a"))
-    world.down = True
+    world.store.is_open = True
     assert not world.ask(asker)
     world.step()
     assert world.wanted == [identifier_of("a")]
@@ -1491,7 +1492,6 @@ def test_a_reported_save_is_known_to_the_index_and_to_the_tier_at_once() -> None
     assert world.index.maybe_contains(key_of(identifier_of("a")))
     assert world.local(key_of(identifier_of("a")))
     assert world.counters.get("save.items") == 1
-    assert world.sizes()["saving"] == 0
     world.step(freed="a")
     assert not world.ask(asker)  # it is worth fetching now
 
@@ -1636,7 +1636,7 @@ def test_a_hundred_thousand_absent_pictures_leave_nothing_behind(every_pass: boo
         if number % 100 == 0:
             world.step()
     world.step()
-    assert set(world.sizes().values()) == {0}
+    assert world.leftovers() == []
 
 
 def test_what_requests_leave_behind_is_given_back_in_time(world: World) -> None:
@@ -1654,7 +1654,7 @@ def test_what_requests_leave_behind_is_given_back_in_time(world: World) -> None:
         world.clock.now_s += 0.5
     world.clock.now_s += LEASE_S + 2
     world.step(freed=[299])
-    assert set(world.sizes().values()) == {0}
+    assert world.leftovers() == []
     assert not world.prefetcher.live
 
 

@@ -153,6 +153,7 @@ class HalfMachine(RuleBasedStateMachine):
         self.requests: list[Running] = []
         self.device: dict[str, int] = {}
         self.in_flight: deque[tuple[StepPlan, set[int]]] = deque()  # and the ranks that reported
+        self.failed: set[str] = set()  # vLLM is told at the end of the pass
         self.carried: dict[str, int] = {}  # granted and allocated, not yet in a plan
         self.number = 0
         self.world.stock(*TEXTS)
@@ -173,7 +174,7 @@ class HalfMachine(RuleBasedStateMachine):
 
     @rule(down=st.booleans())
     def the_breaker(self, down: bool) -> None:
-        self.world.down = down
+        self.world.store.is_open = down
 
     @rule(seconds=st.sampled_from([0.1, 0.7, 1.1, 6.0, LEASE_S + 1]))
     def wait(self, seconds: float) -> None:
@@ -311,7 +312,8 @@ class HalfMachine(RuleBasedStateMachine):
             return True
         waited = running.spent_s + (0 if running.since_s is None else now - running.since_s)
         limit_s = NO_PIXELS_WAIT_S if running.is_bare else 2.0
-        assert waited < limit_s or running.it.request_id in self.half._unavailable
+        self.failed |= self.half.take_unavailable_requests()
+        assert waited < limit_s or running.it.request_id in self.failed
         if running.since_s is None:
             running.since_s = now
         return False
@@ -376,7 +378,8 @@ class HalfMachine(RuleBasedStateMachine):
             self.carried = {}
         else:
             assert plan.loads == []
-        taken = self.half.take_unavailable_requests()
+        taken = self.failed | self.half.take_unavailable_requests()
+        self.failed = set()
         for running in [each for each in self.requests if each.it.request_id in taken]:
             assert running.is_bare
             self.end(running)
@@ -412,17 +415,18 @@ class HalfMachine(RuleBasedStateMachine):
         if not hasattr(self, "world"):
             return
         names = {running.it.request_id for running in self.requests}
-        for name, identifiers in self.half._tracker.interest.requests.items():
+        for name, identifiers in self.half.tracker.waiting.items():
             assert name in names
-            assert identifiers <= self.half._tracker.items.keys()
+            assert identifiers <= self.half.tracker.items.keys()
 
     @invariant()
     def what_nobody_waits_for_has_no_place_in_the_queue(self) -> None:
         if not hasattr(self, "world"):
             return
-        tracker = self.half._tracker
+        tracker = self.half.tracker
+        wanted = set().union(*tracker.waiting.values())
         for identifier, item in tracker.items.items():
-            if item.state is FETCHING and not tracker.interest.is_wanted(identifier):
+            if item.state is FETCHING and identifier not in wanted:
                 assert item.priority is None
 
     def teardown(self) -> None:
@@ -435,13 +439,14 @@ class HalfMachine(RuleBasedStateMachine):
             self.world.prefetcher.finish(identifier)
         for _ in range(6):
             self.world.clock.now_s += LEASE_S + 1
-            plan = self.half.build_connector_meta(list(self.half._on_device), scheduled_tokens=1)
+            plan = self.half.build_connector_meta(list(self.half.on_device), scheduled_tokens=1)
             self.in_flight.append((plan, set()))
         while self.in_flight:
             self.retire()
         assert not self.live
         assert self.remote is None or not (self.remote.pinned or self.remote.open)
-        assert set(self.world.sizes().values()) == {0}
+        assert self.world.leftovers() == []
+        assert self.world.ranks is None or len(self.world.ranks) == 0
 
 
 HalfMachine.TestCase.settings = settings(max_examples=250, stateful_step_count=30, deadline=None)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -183,7 +183,7 @@ def connectors(model: Path, settings: dict[str, Any]) -> Iterator[Any]:
 
 
 def namespace(connector: Any) -> Namespace | None:
-    return None if connector._node is None else connector._node.namespace
+    return None if connector.parts.node is None else connector.parts.node.namespace
 
 
 class Step:
@@ -219,9 +219,9 @@ def test_a_worker_goes_on_where_the_scheduler_reads_and_says_that_its_files_diff
         worker.bind_connector_metadata(scheduler.build_connector_meta(Step()))
     assert namespace(worker) == namespace(scheduler)
     assert "going on with the scheduler's" in caplog.text
-    half = worker._worker
+    half = worker.parts.worker
     worker.bind_connector_metadata(scheduler.build_connector_meta(Step()))
-    assert worker._worker is half
+    assert worker.parts.worker is half
 
 
 def test_a_scheduler_without_the_files_says_once_that_the_name_is_all_it_knows(
@@ -335,9 +335,10 @@ class Adapted:
             max_lora_rank=8,
             enable_tower_connector_lora=True,
         )
-        self.worker = shell.S3ECConnector(config, shell.ECConnectorRole.WORKER)
+        # vLLM's ranks are not set up here.
+        with mock.patch("s3ec.connector.compat.loading_rank", new=int):
+            self.worker = shell.S3ECConnector(config, shell.ECConnectorRole.WORKER)
         self.scheduler = shell.S3ECConnector(config, shell.ECConnectorRole.SCHEDULER)
-        self.worker._worker._rank = lambda: 0  # vLLM's ranks are not set up here
         self.cache: dict[str, Any] = {}
         self.requests = 0
 
@@ -363,8 +364,14 @@ class Adapted:
             self.step()
             time.sleep(0.005)
 
-    def ask(self, name: str, lora: Any, tensor: Any) -> bool:
-        """One request for one picture; whether it was a hit. Afterwards the device is empty."""
+    def ask(
+        self, name: str, lora: Any, tensor: Any, scheduled: Callable[[], object] = bool
+    ) -> bool:
+        """One request for one picture; whether it was a hit. Afterwards the device is empty.
+
+        Args:
+            scheduled: Called between the scheduler's decision and the step.
+        """
         self.requests += 1
         pixels = {"pixel_values": SimpleNamespace(field=SimpleNamespace(keep_on_cpu=False))}
         position = SimpleNamespace(offset=0, length=_ROWS, get_num_embeds=lambda: _ROWS)
@@ -381,6 +388,7 @@ class Adapted:
         self.until(lambda: self.scheduler.ensure_cache_available(request, 0))
         granted = bool(self.scheduler.has_cache_item(name))
         self.scheduler.update_state_after_alloc(request, 0)
+        scheduled()
         self.step(encoded={} if granted else {name: tensor})
         assert torch.equal(self.cache[name], tensor)
         self.scheduler.request_finished(request)
@@ -388,7 +396,7 @@ class Adapted:
         return granted
 
     def counted(self, name: str) -> float:
-        return float(self.scheduler._node.counters.get(name))
+        return float(self.scheduler.parts.node.counters.get(name))
 
 
 def test_an_adapter_s_embeddings_are_shared_until_it_is_replaced_under_its_name(
@@ -426,8 +434,9 @@ def test_an_adapter_s_embeddings_are_shared_until_it_is_replaced_under_its_name(
         assert engine.ask(name, lora(inplace=True), new)
 
         # Replaced between the scheduler's decision and the save: nobody vouches for it.
-        engine.worker._adapter_files = SimpleNamespace(vouch_for=lambda use: False)
-        assert not engine.ask("my-lora:" + "cd" * 32, lora(inplace=True), old)
+        third = tensors_of(["vision_tower.lora_C"])
+        other, again = "my-lora:" + "cd" * 32, lora(inplace=True)
+        assert not engine.ask(other, again, old, lambda: adapter(place, third))
         assert engine.counted("save_problem.adapter") == 1
     finally:
         engine.worker.shutdown()

@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one instance of the connector works with, made from vLLM's configuration and the settings.
+
+That is a node and one of the two halves. Here are the checks before the start, and what each half
+is told about this engine. The hooks themselves are in ``connector.py``.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any, Literal
+
+from s3ec.config import load_settings
+from s3ec.connector import compat, live_weights
+from s3ec.connector.adapters import AdapterNames
+from s3ec.connector.remote_ranks import Ranks, tier_id
+from s3ec.connector.saves import SaveQueue
+from s3ec.connector.scheduler import SchedulerHalf
+from s3ec.connector.vllm_config import (
+    FeatureReader,
+    Role,
+    Topology,
+    encoder_weights,
+    identifier_problem,
+    live_weights_problem,
+    model_problem,
+    namespace_of,
+    topology_of,
+    trust_problem,
+)
+from s3ec.connector.worker import WorkerHalf
+from s3ec.errors import ConfigError, TierError
+from s3ec.node import Node
+from s3ec.settings import Settings
+from s3ec.store.open import choose_transport
+
+log = logging.getLogger(__name__)
+
+_SHUTDOWN_TIMEOUT_S = 1.0
+
+
+class Parts:
+    """One half of the connector and the node it works with.
+
+    The scheduler half decides which weights the namespace names, since it is made after they were
+    loaded; its plans carry that to the workers. A worker half is made earlier: at once where the
+    model's files are here by then, else with the first plan.
+
+    Attributes:
+        node: This process's parts; None before the start, after the end and where nothing started.
+        scheduler: The scheduler half; None in a worker, and where ``node`` is.
+        worker: The worker half; None in the scheduler's instance, and where ``node`` is.
+        features: Tells what came without pixels; None in a worker. Stays after the end.
+        weights: What the namespace says about the encoder's weights; empty before it is known.
+            Stays after the end.
+    """
+
+    def __init__(self, vllm_config: Any) -> None:
+        """Nothing is made yet."""
+        self._vllm_config = vllm_config
+        self._settings: Settings | None = None
+        self.node: Node | None = None
+        self.scheduler: SchedulerHalf | AdapterNames | None = None
+        self.worker: WorkerHalf | None = None
+        self.features: FeatureReader | None = None
+        self.weights = ""
+
+    # -- start and end -----------------------------------------------------------------------
+
+    def start(self, *, scheduler: bool) -> None:
+        """Read the settings and make one half, or none where there is nothing to do.
+
+        Args:
+            scheduler: Which half.
+
+        Raises:
+            ConfigError: The settings or vLLM's configuration cannot work; names what to change.
+            BaseException: Whatever else may fail; what was made by then is for ``end``.
+        """
+        config = self._vllm_config
+        settings = load_settings(config.ec_transfer_config.ec_connector_extra_config).settings
+        _set_up_logging(settings.log_level)
+        if not _is_for_us(config, settings):
+            return
+        self._settings = settings
+        try:
+            weights = encoder_weights(config, settings)
+            if scheduler:
+                if weights.problem is not None:
+                    log.warning(
+                        "the namespace knows the encoder's weights by the model's name only: %s",
+                        weights.problem,
+                    )
+                self.start_scheduler(self._open_node(settings, weights.mark))
+            elif weights.problem is None:
+                self.start_worker(self._open_node(settings, weights.mark))
+        except TierError as exc:
+            raise ConfigError(f"`cache_dir`: {exc}", field="cache_dir") from exc
+
+    def _open_node(self, settings: Settings, weights: str) -> Node:
+        self.weights = weights  # first: what fails once is not tried again in every step
+        namespace = namespace_of(self._vllm_config, settings, weights)
+        return Node.shared(settings, namespace)
+
+    def agree_on_weights(self, weights: str) -> None:
+        """Have the worker half read and write where the scheduler half does.
+
+        Args:
+            weights: What the scheduler made of the model's files, whatever this process made of
+                them.
+        """
+        if self.weights:
+            log.warning(
+                "the model's weights are %s for the scheduler and were %s when this worker "
+                "started; going on with the scheduler's",
+                weights,
+                self.weights,
+            )
+        self.end()
+        if self._settings is not None:
+            self.start_worker(self._open_node(self._settings, weights))
+
+    def end(self) -> None:
+        """Drain saves within a deadline and end our threads. Safe to call twice."""
+        # All at once: a second call may come from a signal handler, in the middle of this one,
+        # and must not take away the node while the worker half drains.
+        self.scheduler = None
+        worker, self.worker = self.worker, None
+        node, self.node = self.node, None
+        try:
+            if worker is not None:
+                worker.finish()
+        finally:
+            if node is not None:
+                node.release(_SHUTDOWN_TIMEOUT_S)
+
+    # -- the two halves ----------------------------------------------------------------------
+
+    def start_scheduler(self, node: Node) -> None:
+        """Make the scheduler half on a node, and have the node follow the bucket."""
+        self.node = node
+        config, settings = self._vllm_config, node.settings
+        log.info(
+            "s3ec namespace %s in %s by %s, tier %s; %s",
+            node.namespace.name,
+            settings.corpus,
+            choose_transport(settings).name,
+            settings.cache_dir,
+            compat.summary(),
+        )
+        if not settings.trust_client_ids:
+            log.warning(
+                "identifiers that clients choose are neither looked up nor saved "
+                "(`trust_client_ids`); vllm:s3ec_refused_client_ids counts them"
+            )
+        features = self.features = FeatureReader(config.model_config)
+        topology = topology_of(config)
+        role = _role_of(config, topology, settings)
+        if topology.problem is not None and role.consumer:
+            log.warning(
+                "nothing will be loaded: ranks may run on other nodes than the scheduler, and %s",
+                topology.problem,
+            )
+        if settings.live_weights == "stop":
+            live_weights.watch()
+        node.follow_the_bucket()
+        if role.producer:
+            node.compact_the_index()
+        half = SchedulerHalf(
+            role,
+            index=node.index,
+            local=node.local,
+            prefetcher=node.prefetcher,
+            store=node.breaker,
+            disk=node.loop.watch,
+            needs_embedding=features.needs_embedding,
+            placeholder_of=features.placeholder,
+            counters=node.counters,
+            ranks=_ranks_elsewhere(node, role, topology),
+            naming=node.naming,
+        )
+        lora = getattr(config, "lora_config", None)
+        if not getattr(lora, "enable_tower_connector_lora", False):
+            self.scheduler = half
+            return
+
+        def look(work: Callable[[], None]) -> None:
+            node.loop.submit(node.loop.disk_long(work))
+
+        self.scheduler = AdapterNames(
+            half,
+            start=look,
+            needs_embedding=features.needs_embedding,
+            defer_timeout_s=settings.defer_timeout_s,
+            counters=node.counters,
+        )
+        live_weights.watch_adapters()
+
+    def start_worker(self, node: Node) -> None:
+        """Make the worker half on a node."""
+        self.node = node
+        transfer = self._vllm_config.ec_transfer_config
+        saves = None
+        if transfer.is_ec_producer:
+            settings = node.settings
+            overflow = settings.save_overflow or _overflow(is_consumer=transfer.is_ec_consumer)
+            log.info("a full save queue: %s (`save_overflow`)", overflow)
+            saves = SaveQueue(node, budget_bytes=int(settings.save_queue_bytes), overflow=overflow)
+        self.worker = WorkerHalf(
+            node,
+            saves=saves,
+            device=compat.current_device,
+            # It never changes, and asking vLLM is a good part of what a save costs beside its copy.
+            rank=functools.cache(compat.loading_rank),
+            drain_timeout_s=4.0 if transfer.is_ec_consumer else 30.0,
+            finish_later=compat.installed_hooks()["finish_load_caches"],
+        )
+
+
+def _is_for_us(vllm_config: Any, settings: Settings) -> bool:
+    """Whether there is anything to do in this engine; False was logged with its reason.
+
+    Raises:
+        ConfigError: Something must be changed first.
+    """
+    problem = model_problem(vllm_config)
+    if problem is not None:
+        log.warning("%s", problem)
+        return False
+    problem = identifier_problem(vllm_config)
+    if problem is not None:
+        raise ConfigError(problem, field="mm_processor_cache_gb")
+    problem = trust_problem(vllm_config, settings)
+    if problem is not None:
+        raise ConfigError(problem, field="trust_client_ids")
+    problem = live_weights_problem(vllm_config, settings)
+    if problem is not None:
+        log.warning("%s", problem)
+        return False
+    return True
+
+
+def _role_of(vllm_config: Any, topology: Topology, settings: Settings) -> Role:
+    this = compat.release(compat.vllm_version())
+    transfer = vllm_config.ec_transfer_config
+    return Role(
+        producer=transfer.is_ec_producer,
+        consumer=transfer.is_ec_consumer,
+        # A drafter looks one token ahead; a few more cost nothing.
+        window_tokens=vllm_config.scheduler_config.max_num_batched_tokens + 16,
+        ranks=topology.ranks,
+        steps_in_flight=vllm_config.max_concurrent_batches,
+        defer_timeout_s=settings.defer_timeout_s,
+        asked_every_pass=this is None or this >= (0, 30),
+        can_load=topology.problem is None,
+        stores_again=compat.installed_hooks()["start_save_caches"],
+    )
+
+
+def _ranks_elsewhere(node: Node, role: Role, topology: Topology) -> Ranks | None:
+    """Bookkeeping for ranks that may not see this node's disk; None if there are none."""
+    if topology.beside_scheduler or not role.consumer or not role.can_load:
+        return None
+    return Ranks(
+        topology.ranks,
+        tier_id(node),
+        steps_in_flight=role.steps_in_flight,
+        heard_without_tokens=topology.heard_without_tokens,
+    )
+
+
+def _overflow(*, is_consumer: bool) -> Literal["block", "drop"]:
+    """What a full save queue does where nobody said so.
+
+    Somebody waits for the answers of ``ec_both`` and of an encoder that serves requests. A job
+    that fills a corpus is to be complete.
+    """
+    return "drop" if is_consumer or compat.serves_requests() else "block"
+
+
+def _set_up_logging(level: str) -> None:
+    """Give the ``s3ec`` loggers a level and, where the application set none up, a handler.
+
+    vLLM configures its own logger only; without a handler our lines would be lost.
+    """
+    logger = logging.getLogger("s3ec")
+    logger.setLevel(level)
+    if not logger.hasHandlers():
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(
+            logging.Formatter("%(levelname)s %(asctime)s [%(name)s] %(message)s", "%m-%d %H:%M:%S")
+        )
+        logger.addHandler(handler)
