@@ -84,6 +84,6 @@ class EncodeTimer:
     def _now(self) -> Any:
         if self._device().type != "cuda":
             return self._clock()
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event

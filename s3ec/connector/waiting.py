@@ -36,7 +36,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, KeysView, Mapping, Sequence
 from dataclasses import dataclass
 
 # How many durations are remembered for each kind of fetch.
@@ -67,6 +67,10 @@ _IDLE_CROWD = 0.02
 # The smoothing of what is seen once a pass or once a request.
 _PASS_WEIGHT = 0.1
 _REQUEST_WEIGHT = 0.05
+# So many fetches without an answer say that the store has gone silent; fewer may be bad luck.
+_SILENT_FROM = 3
+# In one scheduling pass; 64 of them take less than a millisecond.
+MOST_DECISIONS = 64
 # A scheduler that runs nothing looks again after about this long (vLLM sleeps 1 ms).
 IDLE_PAUSE_S = 0.0012
 _LONGEST_PAUSE_S = 1.0
@@ -92,6 +96,12 @@ class FetchTimes:
             self._unsorted = 0
             self._sorted = sorted(self._last)
             self.mean_s = sum(self._sorted) / len(self._sorted)
+
+    @property
+    def late_s(self) -> float:
+        """What one in a hundred takes; 0 before there are enough to tell."""
+        times = self._sorted
+        return times[-max(1, len(times) // 100)] if len(times) >= _FEW else 0.0
 
     def later_than(self, age_s: float) -> float:
         """Share of the fetches that take longer than this: 0 to 1, never rising with the age."""
@@ -306,6 +316,66 @@ def is_waiting_cheaper(
     return False
 
 
+class FetchQueue:
+    """Which fetches have begun, as far as the scheduler's thread can tell.
+
+    The prefetcher begins them in their order, some at a time, and says when each has ended.
+    """
+
+    def __init__(self, places: int) -> None:
+        """Start empty.
+
+        Args:
+            places: Fetches that run at a time.
+        """
+        self._places = places
+        self._ordered = self._ended = 0
+        # Since when something is under way and nothing has come.
+        self._silent_since_s = 0.0
+
+    def order(self, now: float) -> int:
+        """One more fetch; its number."""
+        if self._ordered <= self._ended:
+            self._silent_since_s = now
+        self._ordered += 1
+        return self._ordered
+
+    def end(self, now: float) -> None:
+        """One of them has ended."""
+        self._ended += 1
+        self._silent_since_s = now
+
+    def reset(self) -> None:
+        """Nothing is under way: what was counted otherwise was ordered twice and came once."""
+        self._ended = self._ordered
+
+    def ahead(self, number: int) -> int:
+        """How many must end before this one begins; 0 once it has begun."""
+        return max(0, number - self._ended - self._places)
+
+    def until_begin_s(self, ahead: int, mean_s: float) -> float:
+        """When a fetch with so many ahead of it is expected to begin."""
+        return ahead / self._places * mean_s
+
+    def silent_s(self, now: float) -> float:
+        """How long nothing has come though at least three are under way."""
+        under_way = self._ordered - self._ended
+        return now - self._silent_since_s if under_way >= _SILENT_FROM else 0.0
+
+
+@dataclass(slots=True)
+class Fetching:
+    """One item that is on its way.
+
+    Attributes:
+        number: Its place in the queue, of ``FetchQueue.order``.
+        began_s: When it was seen to have begun.
+    """
+
+    number: int
+    began_s: float | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Want:
     """One item that a request lacks.
@@ -313,60 +383,98 @@ class Want:
     Attributes:
         modality: ``image``, ``video``...
         rows: Rows of its embedding.
-        kind: Which fetches it resembles.
-        age_s: As for Missing.
+        source: Where it comes from: ``bucket`` or ``tier``.
+        fetching: Its place in the queue.
     """
 
     modality: str
     rows: int
-    kind: tuple[str, int]
-    age_s: float
+    source: str
+    fetching: Fetching
 
 
 class WaitPolicy:
-    """Decides for each request and pass; see the module for its states."""
+    """Decides for each request and pass; see the module for its states.
 
-    def __init__(self, costs: EncodeCosts, load: EngineLoad) -> None:
+    Attributes:
+        costs: What encoding costs.
+        load: How busy the engine is.
+        queue: Fetches under way.
+        declined: Requests that were to encode at once, since the start.
+    """
+
+    def __init__(self, costs: EncodeCosts, load: EngineLoad, queue: FetchQueue) -> None:
         self.costs = costs
         self.load = load
+        self.queue = queue
+        self.declined = 0
         self._times: dict[tuple[str, int], FetchTimes] = {}
-        self._doubtful_since: dict[str, float] = {}
-        self._waiting: set[str] = set()
+        self._waiting: dict[str, float | None] = {}  # since when in doubt
+        self._decisions = 0
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def fetched(self, kind: tuple[str, int], seconds: float) -> None:
-        """A fetch of this kind has taken so long."""
-        self.times(kind).add(seconds)
+    @property
+    def waiting(self) -> KeysView[str]:
+        """Requests that wait at present."""
+        return self._waiting.keys()
 
-    def times(self, kind: tuple[str, int]) -> FetchTimes:
-        """How long fetches of this kind take."""
+    def times(self, source: str, rows: int) -> FetchTimes:
+        """How long fetches of this source and size take."""
+        kind = (source, rows.bit_length())
         found = self._times.get(kind)
         if found is None:
             found = self._times[kind] = FetchTimes()
         return found
 
-    def waits(self, request_id: str, wants: Iterable[Want], now: float) -> bool:
-        """Whether the request should wait for what it lacks."""
-        wants = list(wants)
-        if not wants:
-            return False
+    def end_pass(self, now: float, *, has_prefill: bool, tokens: int) -> None:
+        """A scheduling pass has ended."""
+        self._decisions = 0
+        self.load.end_pass(now, has_prefill=has_prefill, tokens=tokens)
+
+    def waits(self, request_id: str, wants: Callable[[], Sequence[Want]], now: float) -> bool:
+        """Whether the request should wait for what it lacks.
+
+        Args:
+            request_id: Of the request.
+            wants: What it lacks, at least one; only asked where something is to be decided.
+            now: Monotonic seconds.
+        """
+        # A decision takes some microseconds. What was decided in an earlier pass holds for one
+        # more where many wait.
+        if self._decisions >= MOST_DECISIONS:
+            return True
+        self._decisions += 1
+        waits = self._decide(request_id, wants(), now)
+        if waits:
+            self.load.deferred()
+        else:
+            self.declined += 1
+        return waits
+
+    def _decide(self, request_id: str, wants: Sequence[Want], now: float) -> bool:
         costs = self.costs
-        known = request_id in self._waiting
-        if not known and any(costs.explore(one.modality, one.rows) for one in wants):
+        is_new = request_id not in self._waiting
+        # All of them, not the first one only: each kind is explored once.
+        if is_new and sum([costs.explore(one.modality, one.rows) for one in wants]):
+            return False
+        missing = self._group(wants, now)
+        late_s = max(one.times.late_s for one in missing)
+        if late_s and self.queue.silent_s(now) > 2 * late_s:
+            self.end(request_id)
             return False
         price = self.load.price
         encode_s = price * sum(costs.cost_s(one.modality, one.rows) for one in wants) / len(wants)
-        missing = self._group(wants)
         pause_s = self.load.pause_s
         if is_waiting_cheaper(missing, encode_s, pause_s):
-            self._waiting.add(request_id)
-            self._doubtful_since.pop(request_id, None)
+            self._waiting[request_id] = None
             return True
-        if not known:
+        if is_new:
             return False
-        since_s = self._doubtful_since.setdefault(request_id, now)
+        since_s = self._waiting[request_id]
+        if since_s is None:
+            since_s = self._waiting[request_id] = now
         if now - since_s < _DOUBT_SHARE * encode_s * len(wants) and is_waiting_cheaper(
             missing, encode_s, pause_s, most=_DOUBT_COST
         ):
@@ -374,17 +482,28 @@ class WaitPolicy:
         self.end(request_id)
         return False
 
-    def _group(self, wants: list[Want]) -> list[Missing]:
+    def _group(self, wants: Sequence[Want], now: float) -> list[Missing]:
         """Those that are alike, and whether they have begun; each group has the mean age."""
-        groups: dict[tuple[tuple[str, int], bool], list[float]] = {}
+        groups: dict[tuple[int, bool], list[float]] = {}
+        times: dict[int, FetchTimes] = {}
         for one in wants:
-            groups.setdefault((one.kind, one.age_s >= 0), []).append(one.age_s)
+            kind = self.times(one.source, one.rows)
+            times[id(kind)] = kind
+            age_s = self._age_s(one.fetching, kind.mean_s, now)
+            groups.setdefault((id(kind), age_s >= 0), []).append(age_s)
         return [
-            Missing(len(ages), sum(ages) / len(ages), self.times(kind))
+            Missing(len(ages), sum(ages) / len(ages), times[kind])
             for (kind, _), ages in groups.items()
         ]
 
+    def _age_s(self, fetching: Fetching, mean_s: float, now: float) -> float:
+        ahead = self.queue.ahead(fetching.number)
+        if ahead:
+            return -self.queue.until_begin_s(ahead, mean_s)
+        if fetching.began_s is None:
+            fetching.began_s = now
+        return now - fetching.began_s
+
     def end(self, request_id: str) -> None:
         """The request waits for nothing any more."""
-        self._waiting.discard(request_id)
-        self._doubtful_since.pop(request_id, None)
+        self._waiting.pop(request_id, None)

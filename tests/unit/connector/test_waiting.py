@@ -11,9 +11,12 @@ import pytest
 
 from s3ec.connector.waiting import (
     IDLE_PAUSE_S,
+    MOST_DECISIONS,
     PRIOR_ENCODE_S,
     EncodeCosts,
     EngineLoad,
+    Fetching,
+    FetchQueue,
     FetchTimes,
     Missing,
     WaitPolicy,
@@ -21,7 +24,7 @@ from s3ec.connector.waiting import (
     is_waiting_cheaper,
 )
 
-BUCKET = ("bucket", 9)
+ROWS = 256
 PAUSE_S = 0.0012
 
 
@@ -191,58 +194,114 @@ def test_pause_is_that_of_the_steps_and_short_where_none_runs() -> None:
 # -- a request -------------------------------------------------------------------------------
 
 
-def policy(*, encode_s: float, fetch_s: float) -> WaitPolicy:
-    costs = EncodeCosts({"image:9": encode_s / 256})
-    made = WaitPolicy(costs, EngineLoad(2))
+PLACES = 16
+
+
+def make(costs: EncodeCosts, *, fetch_s: float, sigma: float = 0.7) -> WaitPolicy:
+    made = WaitPolicy(costs, EngineLoad(2), FetchQueue(PLACES))
     source = random.Random(5)
     for _ in range(128):
-        made.fetched(BUCKET, fetch_s * math.exp(0.7 * source.gauss(0, 1)))
+        made.times("bucket", ROWS).add(fetch_s * math.exp(sigma * source.gauss(0, 1)))
     return made
 
 
-def want(age_s: float, kind: tuple[str, int] = BUCKET) -> Want:
-    return Want("image", 256, kind, age_s)
+def policy(*, encode_s: float, fetch_s: float) -> WaitPolicy:
+    return make(EncodeCosts({"image:9": encode_s / ROWS}), fetch_s=fetch_s)
+
+
+def want(one: WaitPolicy, *, began_s: float = 0.0) -> Want:
+    return Want("image", ROWS, "bucket", Fetching(one.queue.order(began_s), began_s))
+
+
+def decide(one: WaitPolicy, request_id: str, wants: list[Want], now: float) -> bool:
+    """In a pass of its own."""
+    one.end_pass(now, has_prefill=False, tokens=0)
+    return one.waits(request_id, lambda: wants, now)
 
 
 def test_request_waits_while_it_pays_then_doubts_then_encodes() -> None:
     one = policy(encode_s=0.06, fetch_s=0.03)
-    assert one.waits("a", [want(0.0)], 0.0)
-    assert len(one) == 1
-    ages = [0.001 * step for step in range(1, 2000)]
-    waited = next(age for age in ages if not one.waits("a", [want(age)], age))
+    wants = [want(one)]
+    assert decide(one, "a", wants, 0.0)
+    assert list(one.waiting) == ["a"]
+    times_s = [0.001 * step for step in range(1, 2000)]
+    waited = next(now for now in times_s if not decide(one, "a", wants, now))
     assert 0.03 < waited < 0.6
-    assert len(one) == 0
-    assert not one.waits("a", [want(waited + 0.01)], waited + 0.01)
+    assert not one.waiting
+    assert one.declined == 1
+    assert not decide(one, "a", wants, waited + 0.01)
 
 
 def test_request_that_doubts_waits_longer_than_one_that_comes_new() -> None:
     one = policy(encode_s=0.06, fetch_s=0.03)
-    ages = [0.001 * step for step in range(1, 2000)]
-    new = next(age for age in ages if not one.waits(f"new {age}", [want(age)], age))
-    assert one.waits("a", [want(0.0)], 0.0)
-    doubtful = next(age for age in ages if not one.waits("a", [want(age)], age))
+    times_s = [0.001 * step for step in range(1, 2000)]
+    wants = [want(one)]
+    new = next(now for now in times_s if not decide(one, f"new {now}", wants, now))
+    assert decide(one, "a", wants, 0.0)
+    doubtful = next(now for now in times_s if not decide(one, "a", wants, now))
     assert doubtful > new
 
 
 def test_cost_that_is_not_known_is_learned_by_encoding_once() -> None:
-    one = WaitPolicy(EncodeCosts(), EngineLoad(2))
-    for _ in range(128):
-        one.fetched(BUCKET, 0.001)
-    assert not one.waits("a", [want(0.0)], 0.0)
-    assert one.waits("b", [want(0.0)], 0.0)
+    one = make(EncodeCosts(), fetch_s=0.001)
+    assert not decide(one, "a", [want(one)], 0.0)
+    assert decide(one, "b", [want(one)], 0.0)
 
 
 def test_request_that_has_ended_is_forgotten() -> None:
     one = policy(encode_s=1.0, fetch_s=0.03)
-    assert one.waits("a", [want(0.0)], 0.0)
+    assert decide(one, "a", [want(one)], 0.0)
     one.end("a")
     one.end("never seen")
-    assert len(one) == 0
+    assert not one.waiting
 
 
-def test_what_is_under_way_and_what_is_queued_are_told_apart() -> None:
-    one = policy(encode_s=0.1, fetch_s=0.005)
-    assert one.waits("a", [want(0.001), want(0.001)], 0.0)
-    # For the one that is under way: then the others are encoded, as they would be now.
-    assert one.waits("b", [want(0.001), want(-5.0), want(-5.0), want(-5.0)], 0.0)
-    assert not one.waits("c", [want(-5.0), want(-5.0), want(-5.0)], 0.0)
+def test_what_stands_far_back_in_the_queue_is_encoded() -> None:
+    one = policy(encode_s=0.5, fetch_s=0.1)
+    first = want(one)
+    for _ in range(400):
+        one.queue.order(0.0)
+    last = Want("image", ROWS, "bucket", Fetching(one.queue.order(0.0)))
+    assert decide(one, "front", [first], 0.0)
+    assert not decide(one, "behind", [last], 0.0)
+
+
+def test_fetch_has_begun_once_enough_others_have_ended() -> None:
+    queue = FetchQueue(2)
+    numbers = [queue.order(0.0) for _ in range(4)]
+    assert [queue.ahead(number) for number in numbers] == [0, 0, 1, 2]
+    queue.end(1.0)
+    assert [queue.ahead(number) for number in numbers] == [0, 0, 0, 1]
+
+
+def test_nobody_waits_for_a_store_that_has_gone_silent() -> None:
+    one = policy(encode_s=5.0, fetch_s=0.03)
+    wants = [want(one) for _ in range(3)]
+    assert decide(one, "a", wants[:1], 0.0)
+    assert not decide(one, "b", [wants[2]], 5.0)
+    one.queue.end(5.0)
+    assert decide(one, "c", [want(one, began_s=5.0)], 5.0)
+
+
+def test_two_fetches_without_an_answer_are_no_silence() -> None:
+    queue = FetchQueue(PLACES)
+    queue.order(0.0)
+    queue.order(0.0)
+    assert queue.silent_s(100.0) == 0.0
+    queue.order(100.0)
+    assert queue.silent_s(100.5) == 100.5
+
+
+def test_only_so_many_are_decided_in_one_pass_and_the_others_go_on_waiting() -> None:
+    one = policy(encode_s=0.001, fetch_s=0.1)
+    asked = []
+
+    def wants() -> list[Want]:
+        asked.append(1)
+        return [want(one)]
+
+    answers = [one.waits(str(number), wants, 0.0) for number in range(MOST_DECISIONS + 10)]
+    assert answers == [False] * MOST_DECISIONS + [True] * 10
+    assert len(asked) == MOST_DECISIONS
+    one.end_pass(0.1, has_prefill=False, tokens=0)
+    assert not one.waits("x", wants, 0.1)
