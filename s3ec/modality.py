@@ -67,7 +67,7 @@ class ModalityRecords:
         if self._clock() < self._absent_until.get(modality, float("-inf")):
             return None
         body = await self._read(self._layout.modality(modality))
-        record = _parse(body) if body is not None else None
+        record = parse_record(body) if body is not None else None
         if record is None:
             if body is not None:
                 log.error("%s is not a modality record", self._layout.modality(modality))
@@ -131,7 +131,7 @@ class ModalityRecords:
         return mine
 
 
-def _parse(body: bytes) -> Record | None:
+def parse_record(body: bytes) -> Record | None:
     try:
         content = plain_json.loads(body.decode("utf-8"))
         width, dtype = content["width"], content["dtype"]

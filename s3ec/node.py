@@ -14,7 +14,7 @@ from typing import ClassVar
 from s3ec import runtime
 from s3ec.counters import Counters
 from s3ec.errors import AccessError, ConfigError, CorruptEntryError, TierError, UnavailableError
-from s3ec.identity import Key, KeyPolicy, Layout, Namespace, canonical_json, naming_of
+from s3ec.identity import KeyPolicy, Layout, Namespace, canonical_json, naming_of
 from s3ec.index.base_writer import BuildOptions
 from s3ec.index.cache import IndexCache
 from s3ec.index.compaction import Backlog, ElectedCompactor
@@ -25,6 +25,7 @@ from s3ec.prefetch import Limits, Prefetcher, Sources
 from s3ec.runtime import DiskWatch, LoopThread, call_within, ends_task
 from s3ec.settings import Settings
 from s3ec.store.base import Store
+from s3ec.store.breaker import Breaker
 from s3ec.store.endpoint import Endpoint, resilient
 from s3ec.store.open import open_store
 from s3ec.tenant import FIELD as TENANT_FIELD
@@ -103,6 +104,7 @@ class Node:
         namespace: Namespace,
         *,
         store: Store | None = None,
+        endpoint: Endpoint | None = None,
         name: str = "s3ec",
     ) -> None:
         """Set up.
@@ -111,6 +113,8 @@ class Node:
             settings: This process's settings.
             namespace: What this engine reads and writes.
             store: The bucket, without retries; opened from the settings if None.
+            endpoint: Its health and limits; None for this process's, or for fresh ones with a
+                ``store``.
             name: The loop thread's.
 
         Raises:
@@ -126,7 +130,8 @@ class Node:
         self.naming = _naming(settings, namespace)
         self.layout = Layout(namespace.name)
         self.counters = Counters()
-        self.endpoint = Endpoint.of(settings) if store else Endpoint.shared(settings)
+        usual = Endpoint.of if store else Endpoint.shared
+        self.endpoint = endpoint or usual(settings)
         self.breaker = self.endpoint.breaker
         self.loop = LoopThread(name, watch=DiskWatch(self.counters))
         self.store = resilient(
@@ -143,7 +148,7 @@ class Node:
             check_values=settings.verify == "always",
         )
         self._open_tier()
-        self.destination = _destination(settings)
+        self.destination = destination_of(settings)
         self.local = LocalKeys()
         self.bad_objects = BadObjects(
             self.tier.folders,
@@ -223,15 +228,8 @@ class Node:
                 self.counters.add("internal_errors")
                 log.exception("index refresh")
             await self._heed_bad_objects()
-            await asyncio.sleep(self._until_refresh_s() * random.uniform(0.9, 1.1))
-
-    def _until_refresh_s(self) -> float:
-        pause = self.settings.index_refresh_s
-        if not self.breaker.is_open:
-            return pause
-        # The loop also probes. Nothing is left to wait for while another one
-        # is out, which a silent server lets last for seconds.
-        return min(pause, max(self.breaker.pause_s, _BETWEEN_PROBES_S) + 0.05)
+            pause_s = refresh_pause_s(self.settings.index_refresh_s, self.breaker)
+            await asyncio.sleep(pause_s * random.uniform(0.9, 1.1))
 
     async def _heed_bad_objects(self) -> None:
         """Have producers store again what any process of this node found bad."""
@@ -244,12 +242,6 @@ class Node:
                 raise
             self.counters.add("internal_errors")
             log.exception("notes of bad objects")
-
-    async def revision_to_store(self, key: Key) -> int:
-        """The first that no process of this node knows to be bad; who fetches may be another."""
-        if not self.loop.watch.hangs and self.loop.watch.run(self.bad_objects.is_stale):
-            await self.loop.disk(self.bad_objects.refresh)
-        return self.bad_objects.revision(key)
 
     async def _probe(self) -> None:
         """One small request that the breaker may let through, also where nobody else asks.
@@ -292,6 +284,15 @@ class Node:
         await self.store.close()
 
 
+def refresh_pause_s(interval_s: float, breaker: Breaker) -> float:
+    """How long to wait before the index is read again, and the store is probed."""
+    if not breaker.is_open:
+        return interval_s
+    # Nothing is left to wait for while another probe is out, which a silent server lets last for
+    # seconds.
+    return min(interval_s, max(breaker.pause_s, _BETWEEN_PROBES_S) + 0.05)
+
+
 def _naming(settings: Settings, namespace: Namespace) -> KeyPolicy:
     naming = naming_of(settings)
     mine = naming.tenant.id if naming.tenant else None
@@ -307,7 +308,7 @@ def _naming(settings: Settings, namespace: Namespace) -> KeyPolicy:
     return naming
 
 
-def _destination(settings: Settings) -> str:
+def destination_of(settings: Settings) -> str:
     """16 hex digits for where saves go: namespaces are the same in every bucket, spools not."""
     where = [settings.endpoint_url, settings.bucket, settings.prefix]
     if settings.url:  # not always: entries of S3 that wait on disk keep their names

@@ -394,7 +394,7 @@ class AdapterNames:
 
 
 class AdapterCache(MutableMapping[str, Any]):
-    """vLLM's encoder cache in a worker, under the identifiers of a plan."""
+    """vLLM's encoder cache in a worker, under the identifiers of a plan that names adapters."""
 
     def __init__(self, cache: MutableMapping[str, Any], plan: StepPlan) -> None:
         self._cache = cache
@@ -441,11 +441,6 @@ class AdapterFiles:
             return False
         self._read[use.path] = found
         return found.digest == use.digest
-
-
-def as_planned(cache: MutableMapping[str, Any], plan: StepPlan) -> MutableMapping[str, Any]:
-    """vLLM's encoder cache under the plan's names; itself where those are vLLM's."""
-    return AdapterCache(cache, plan) if plan.adapters else cache
 
 
 def name_in_plan(identifier: str, plan: StepPlan) -> str:

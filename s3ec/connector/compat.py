@@ -119,18 +119,16 @@ def can_pin_memory() -> bool:
     return bool(current_platform.is_pin_memory_available())
 
 
-def sync_allowed() -> AbstractContextManager[Any]:
-    """Tells vLLM's sync checker (VLLM_GPU_SYNC_CHECK, 0.25 and newer) that a copy may wait."""
-    make = _sync_allowed()
-    allowed: AbstractContextManager[Any] = make() if make else contextlib.nullcontext()
-    return allowed
-
-
 @functools.cache
-def _sync_allowed() -> Callable[[], Any] | None:
+def sync_allowed() -> Callable[[], AbstractContextManager[Any]]:
+    """What tells vLLM's sync checker (VLLM_GPU_SYNC_CHECK, 0.25 and newer) that a copy may wait.
+
+    Returns:
+        Called anew for each block of such copies.
+    """
     try:
         from vllm.utils.gpu_sync_debug import gpu_sync_allowed
     except ImportError:
-        return None
-    found: Callable[[], Any] = gpu_sync_allowed
-    return found
+        return contextlib.nullcontext
+    allowed: Callable[[], AbstractContextManager[Any]] = gpu_sync_allowed
+    return allowed

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 # Hashed while it is in the processor's last cache: 10% of a 30 MB entry. Not smaller, since each
 # part costs two turns at the GIL.
-_PART_BYTES = 2**22
+PART_BYTES = 2**22
 # Follows no link and waits for no pipe's writer, should somebody have put one there.
 _OPEN = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 # Linux; elsewhere a load alone is handed to a reader.
@@ -68,9 +68,9 @@ def read_data(load: Load, memory: torch.Tensor, *, hashed: bool = True, wait: bo
             raise CorruptEntryError(
                 f"{found.st_size} bytes, expected {len(front) + nbytes}", reason="length"
             )
-        flags = 0 if wait or _is_in_memory(found.st_dev) else _no_wait()
+        flags = 0 if wait or is_in_memory(found.st_dev) else _no_wait()
         # All at once where nothing is hashed in between.
-        step = _PART_BYTES if hashed else nbytes
+        step = PART_BYTES if hashed else nbytes
         done = _read(fd, [front, view[:step]], 0, flags) - len(front)
         if flags and done <= 0:  # of a long header the kernel has a part
             raise BlockingIOError(errno.EAGAIN, "a disk would have to answer")
@@ -116,7 +116,7 @@ def _no_wait() -> int:
 
 
 @functools.lru_cache(maxsize=16)
-def _is_in_memory(device: int) -> bool:
+def is_in_memory(device: int) -> bool:
     """Whether a file system (``st_dev``) is one of memory; looked up once."""
     number = f"{os.major(device)}:{os.minor(device)}"
     try:
@@ -134,7 +134,7 @@ def _is_in_memory(device: int) -> bool:
 # the embedding it would end.
 _RESCUE_TIMEOUT_S = 20.0
 # More do not help: a few fill the memory bus.
-_MAX_READERS = 4
+MAX_READERS = 4
 # How long the engine waits for a disk that does not answer, before the bucket is asked.
 PATIENCE_S = 5.0
 
@@ -185,7 +185,7 @@ class Loader:
     def hand_over(self, load: Load) -> Handed:
         """Have a reader do it."""
         if self._readers is None:
-            readers = min(_MAX_READERS, len(os.sched_getaffinity(0)))
+            readers = min(MAX_READERS, len(os.sched_getaffinity(0)))
             self._readers = DaemonPool(readers, "s3ec-load")
         turn = BufferLease()
         return Handed(load, turn, self._readers.submit(self._load, load, turn))

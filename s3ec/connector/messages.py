@@ -225,20 +225,6 @@ class WorkerReport:
     ready: dict[int, dict[int, str]] = field(default_factory=dict)
     failed: dict[int, set[int]] = field(default_factory=dict)
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether there is nothing to send."""
-        return not (
-            self.loaded
-            or self.published
-            or self.stored
-            or self.counts
-            or self.encoded
-            or self.present
-            or self.ready
-            or self.failed
-        )
-
     def merge(self, other: WorkerReport) -> WorkerReport:
         """Add another rank's report to this one."""
         for mine, others in ((self.loaded, other.loaded), (self.failed, other.failed)):

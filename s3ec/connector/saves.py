@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saves written behind: from a tensor to the bytes of an entry, through a bounded queue.
+"""The first half of a save: off the device, through a bounded queue, to spool and tier.
 
-A thread writes them to tier and spool. torch is imported where it is needed.
+``SaveQueue`` says what the life of a save is. ``uploads.py`` has the second half. torch is
+imported where it is needed.
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from s3ec.codec import DTYPES, Header, Shape, checksum, encode_header, is_finite
 from s3ec.connector.messages import Save
 from s3ec.connector.staging import HostCopy, Staging, open_staging
-from s3ec.connector.uploads import Upload, Uploader
+from s3ec.connector.uploads import Pauses, Upload, Uploader
 from s3ec.errors import CorruptEntryError, TierError
 from s3ec.identity import Key
 from s3ec.node import Node
@@ -103,11 +104,31 @@ class _Job(NamedTuple):
 
 
 class SaveQueue:
-    """Takes tensors from a hook and sees them into tier and bucket.
+    """Takes tensors from a hook and sees them into tier, bucket and index.
 
-    An entry counts as stored only after the bucket confirmed it (or said that it holds it
-    already); until then the spool keeps it on the disk, past the end of this process if need be,
-    and the next process that makes a SaveQueue for the same namespace and bucket goes on.
+    The life of a save:
+
+    =========  =========  ====================================================================
+    state      goes to    when
+    =========  =========  ====================================================================
+    (a hook)   queued     ``put`` has begun its copy into host memory
+    (a hook)   dropped    it is queued already, there is no room, or the queue is drained
+    queued     spooled    the writer's thread has it in spool and tier; its memory is free
+    queued     in memory  the disk refuses or hangs: it is uploaded from memory
+    queued     refused    it is not finite, not two-dimensional, or has no key
+    spooled    stored     the bucket took it, or said that it holds it already
+    in memory  stored     likewise
+    spooled    refused    its width or dtype is not the namespace's
+    stored     announced  a delta with its row is confirmed; only now it leaves the spool
+    =========  =========  ====================================================================
+
+    The process may end at any time. What is spooled, or stored and still in the spool, stays on
+    the disk, and the next process that makes a SaveQueue for the same namespace and bucket goes
+    on with it. What was queued or in memory is lost.
+
+    ``put`` and ``take_report`` belong to the hooks' thread. The writer's thread goes as far as
+    ``spooled``, the Uploader on the loop's thread does the rest, and tells by ``ended`` what the
+    bucket answered.
 
     Two bounds: ``budget_bytes`` for tensors in host memory, which are let go of when they are on
     the disk (their buffers are powers of two, and 64 MiB of them are kept for the next ones), and
@@ -123,6 +144,8 @@ class SaveQueue:
         budget_bytes: int,
         overflow: Literal["block", "drop"],
         max_blocked_s: float = MAX_BLOCKED_S,
+        stage: Callable[[torch.device], Staging] | None = None,
+        pauses: Pauses | None = None,
     ) -> None:
         """Start looking for what dead processes left, in the background.
 
@@ -131,6 +154,9 @@ class SaveQueue:
             overflow: What put does when either bound is reached. ``block`` waits for room, at
                 most MAX_BLOCKED_S in a step and since the bucket took something last; from then
                 on it drops, until the bucket takes something again.
+            max_blocked_s: In place of MAX_BLOCKED_S.
+            stage: Makes what copies from a device; None for ``open_staging``.
+            pauses: Of the uploads; None for the usual ones.
         """
         self._node = node
         self._budget_bytes = budget_bytes
@@ -155,6 +181,7 @@ class SaveQueue:
         self._left: int | None = None  # by drain
         self._thread: threading.Thread | None = None
         self._writes_to_disk = False
+        self._stage = stage or _open_staging
         self._stagings: dict[torch.device, Staging] = {}
         self._spool: Spool = node.tier.open_spool(node.destination)
         self._uploads = Uploader(
@@ -163,6 +190,7 @@ class SaveQueue:
             inflight_bytes=budget_bytes,
             ended=self._end,
             announced=self._wake,
+            pauses=pauses,
         )
         self._uploads.start_adopting()
 
@@ -251,7 +279,7 @@ class SaveQueue:
     def _staging(self, device: torch.device) -> Staging:
         staging = self._stagings.get(device)
         if staging is None:
-            staging = self._stagings[device] = open_staging(device, can_pin=_can_pin_memory)
+            staging = self._stagings[device] = self._stage(device)
         return staging
 
     def _is_full(self, nbytes: int) -> bool:
@@ -456,6 +484,10 @@ class SaveQueue:
             if stored:
                 self._stored.append(identifier)
             self._changed.notify_all()
+
+
+def _open_staging(device: torch.device) -> Staging:
+    return open_staging(device, can_pin=_can_pin_memory)
 
 
 def _can_pin_memory() -> bool:

@@ -285,10 +285,14 @@ class Staging(Protocol):
 
 
 class HostStaging:
-    """The device is the CPU: what was read is the result, a save is one copy."""
+    """The device is the CPU: what was read is the result, a save is one copy.
+
+    Attributes:
+        saves: Where buffers for saves come from.
+    """
 
     def __init__(self) -> None:
-        self._pool = HostPool(_empty, idle_bytes=SAVE_IDLE_BYTES)
+        self.saves = HostPool(_empty, idle_bytes=SAVE_IDLE_BYTES)
 
     def take(self, shape: Shape) -> Buffer:
         """Fresh memory, since it becomes the result."""
@@ -310,14 +314,14 @@ class HostStaging:
 
     def to_host(self, output: torch.Tensor) -> HostCopy:
         """Copy into reused memory, now."""
-        buffer = self._pool.take(output.nbytes)
+        buffer = self.saves.take(output.nbytes)
         try:
             values = buffer.values(output.dtype, output.shape)
             values.copy_(output.detach() if output.requires_grad else output)
         except BaseException:
-            self._pool.give(buffer)
+            self.saves.give(buffer)
             raise
-        return HostCopy(self._pool, buffer, values, None)
+        return HostCopy(self.saves, buffer, values, None)
 
 
 class Accelerator:
@@ -372,6 +376,10 @@ class AcceleratorStaging:
     """Through pinned memory, on a side stream for each direction.
 
     A buffer is reused after the event behind its copy, never earlier. Not measured on a GPU.
+
+    Attributes:
+        loads: Where buffers for loads come from; bounded.
+        saves: Where buffers for saves come from.
     """
 
     def __init__(
@@ -385,24 +393,22 @@ class AcceleratorStaging:
         """
         self._accelerator = accelerator
         allocate = accelerator.allocate_host
-        self._loads = HostPool(
-            allocate, limit_bytes=load_buffer_bytes, idle_bytes=load_buffer_bytes
-        )
-        self._saves = HostPool(allocate, idle_bytes=SAVE_IDLE_BYTES)
+        self.loads = HostPool(allocate, limit_bytes=load_buffer_bytes, idle_bytes=load_buffer_bytes)
+        self.saves = HostPool(allocate, idle_bytes=SAVE_IDLE_BYTES)
         self._load_stream = accelerator.make_stream()
         self._save_stream = accelerator.make_stream()
 
     def take(self, shape: Shape) -> Buffer:
         """Pinned memory of the bounded pool."""
-        return self._loads.take(shape.nbytes)
+        return self.loads.take(shape.nbytes)
 
     def drop(self, buffer: Buffer) -> None:
         """Nothing was queued for it: the next may have it at once."""
-        self._loads.give(buffer)
+        self.loads.give(buffer)
 
     def leak(self, buffer: Buffer) -> None:
         """Another may be pinned in its place."""
-        self._loads.leak(buffer)
+        self.loads.leak(buffer)
 
     def to_device(self, buffer: Buffer, shape: Shape) -> torch.Tensor:
         """Queue the copy into new memory of the side stream; the buffer comes back by itself."""
@@ -416,9 +422,9 @@ class AcceleratorStaging:
                 device.copy(target, values)
                 copied = device.record(self._load_stream)
         except BaseException:
-            self._loads.leak(buffer)  # a copy may be under way
+            self.loads.leak(buffer)  # a copy may be under way
             raise
-        self._loads.give(buffer, after=copied)
+        self.loads.give(buffer, after=copied)
         return target
 
     def finish_loads(self, loaded: Iterable[torch.Tensor]) -> None:
@@ -433,7 +439,7 @@ class AcceleratorStaging:
         """Queue the copy behind what the computing stream has queued so far."""
         device = self._accelerator
         output = output.detach()
-        buffer = self._saves.take(output.nbytes)
+        buffer = self.saves.take(output.nbytes)
         try:
             values = buffer.values(output.dtype, output.shape)
             self._save_stream.wait_event(device.record(device.current_stream()))
@@ -442,9 +448,9 @@ class AcceleratorStaging:
                 copied = device.record(self._save_stream)
             device.protect(output, self._save_stream)
         except BaseException:
-            self._saves.leak(buffer)  # a copy may be under way
+            self.saves.leak(buffer)  # a copy may be under way
             raise
-        return HostCopy(self._saves, buffer, values, copied)
+        return HostCopy(self.saves, buffer, values, copied)
 
 
 def open_staging(device: torch.device, *, can_pin: Callable[[], bool]) -> Staging:

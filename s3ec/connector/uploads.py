@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sees spooled embeddings into the bucket: this process's own, and what dead ones left.
+"""The second half of a save: from the spool to the bucket, and from there into the index.
 
-Each is written as an object, once, after the bucket's records allow it. Then it is announced, and
-kept in the spool until the announcement is confirmed.
+It serves this process's own saves and what dead processes left. Each is written as an object, once,
+after the bucket's records allow it. Then it is announced, and kept in the spool until the
+announcement is confirmed. ``saves.py`` has the first half, and the life of a save as a whole.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Answer(enum.Enum):
 
 
 class ObjectWriter:
-    """The loop's thread only; any number of calls at once."""
+    """Writes objects, each once. The loop's thread only; any number of calls at once."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
@@ -108,13 +109,15 @@ class ObjectWriter:
 
 # One part in so many of `cache_bytes` may be spooled only for want of an announcement: a quarter
 # of the spool's share. Where announcements fail for long, saves go on with the rest.
-_KEPT_SHARE = 16
+KEPT_SHARE = 16
 # A disk thread unlinks so many before another call gets its turn.
-_REMOVED_AT_ONCE = 64
+REMOVED_AT_ONCE = 64
 
 
 class Announcing:
-    """The last part of a save; uploads and hooks never wait for it.
+    """The last part of a save: what is in the bucket is announced, then leaves the spool.
+
+    Uploads and hooks never wait for it.
 
     Memory holds a key and some numbers per embedding. A process that ends in between leaves the
     spooled file; the next one finds the object in the bucket, and announces it.
@@ -136,7 +139,7 @@ class Announcing:
             known_time_s=node.index.known_time_s,
             batch_s=ANNOUNCE_S,
         )
-        self._limit_bytes = int(node.settings.cache_bytes) // _KEPT_SHARE
+        self._limit_bytes = int(node.settings.cache_bytes) // KEPT_SHARE
         self._kept_bytes = 0
         self._removable: list[tuple[bytes, int]] = []
         self._removing: asyncio.Task[None] | None = None
@@ -198,8 +201,8 @@ class Announcing:
 
     async def _remove(self) -> None:
         while self._removable:
-            batch = self._removable[:_REMOVED_AT_ONCE]
-            del self._removable[:_REMOVED_AT_ONCE]
+            batch = self._removable[:REMOVED_AT_ONCE]
+            del self._removable[:REMOVED_AT_ONCE]
             await self._node.loop.disk(self._unspool, [digest for digest, _ in batch])
             self._kept_bytes -= sum(nbytes for _, nbytes in batch)
             self._leave(len(batch))
@@ -215,14 +218,26 @@ class Announcing:
             self._ended()
 
 
-_FIRST_PAUSE_S = 0.5
-_MAX_PAUSE_S = 15.0
-# How often the spool is searched for what other processes of this node left when they died.
-_ADOPT_EVERY_S = 60.0
 # How often a hanging disk is thought of.
 _HANG_PAUSE_S = 1.0
 # A spooled file that cannot be read so often stays for the next process.
 _DISK_ATTEMPTS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Pauses:
+    """How long an Uploader rests.
+
+    Attributes:
+        first_s: Before the second attempt of an upload; then twice as long each time.
+        longest_s: At most, whatever the bucket asks for.
+        adopt_every_s: Between two searches for what other processes of this node left when they
+            died.
+    """
+
+    first_s: float = 0.5
+    longest_s: float = 15.0
+    adopt_every_s: float = 60.0
 
 
 @dataclass(slots=True)
@@ -260,6 +275,7 @@ class Uploader:
         inflight_bytes: int,
         ended: Callable[[Upload, bool], None],
         announced: Callable[[], None],
+        pauses: Pauses | None = None,
     ) -> None:
         """Set up; nothing runs yet.
 
@@ -268,13 +284,16 @@ class Uploader:
             ended: Called in the loop's thread once per upload, also when the loop ends; True
                 where the bucket took it. Must not wait.
             announced: Called there when nothing is unannounced any more. Must not wait.
+            pauses: None for the usual ones.
         """
         self._node = node
         self._spool = spool
         self._objects = ObjectWriter(node)
         self._inflight_limit_bytes = inflight_bytes
         self._ended = ended
-        self._announcing = Announcing(node, spool, announced)
+        self._announced = announced
+        self._announcing = Announcing(node, spool, self._all_announced)
+        self._pauses = pauses or Pauses()
         places = node.settings.max_concurrency
         # The rest is the fetches': requests wait for those, and uploads may hang for long.
         self._max_active = max(1, places - places // 4)
@@ -330,6 +349,9 @@ class Uploader:
 
     # -- the loop's thread -------------------------------------------------------------------
 
+    def _all_announced(self) -> None:
+        self._announced()
+
     def _cancel(self) -> None:
         self._stopped = True
         self._announcing.close()
@@ -352,7 +374,7 @@ class Uploader:
                     raise
                 self._node.counters.add("internal_errors")
                 log.exception("adopting the spool")
-            await asyncio.sleep(_ADOPT_EVERY_S)
+            await asyncio.sleep(self._pauses.adopt_every_s)
 
     def _enqueue(self, upload: Upload) -> None:
         if self._stopped:
@@ -442,7 +464,7 @@ class Uploader:
         None also for what cannot be read any more. Between two attempts a spooled embedding
         is not in memory.
         """
-        pause_s = _FIRST_PAUSE_S
+        pause_s = self._pauses.first_s
         unread = 0
         while True:
             asked_s = 0.0
@@ -462,8 +484,8 @@ class Uploader:
                 asked_s = getattr(exc, "retry_after_s", None) or 0.0
             # At random, or all processes of a fleet would come back at once.
             drawn_s = random.uniform(pause_s / 2, pause_s)
-            await asyncio.sleep(max(drawn_s, min(asked_s, _MAX_PAUSE_S)))
-            pause_s = min(pause_s * 2, _MAX_PAUSE_S)
+            await asyncio.sleep(max(drawn_s, min(asked_s, self._pauses.longest_s)))
+            pause_s = min(pause_s * 2, self._pauses.longest_s)
 
     async def _attempt(self, upload: Upload) -> Header | None:
         if upload.pieces is not None:
@@ -481,7 +503,7 @@ class Uploader:
             header, pieces = loaded.header, [loaded.blob]
         if upload.key is None:  # a queued upload with pieces has one
             raise ValueError("an upload without a key")
-        revision = await self._node.revision_to_store(upload.key)
+        revision = await self._revision_of(upload.key)
         answer = await self._objects.write(upload.key, revision, header, pieces)
         if upload.adopted:
             self._node.counters.add("spool.replayed")
@@ -498,6 +520,13 @@ class Uploader:
             upload.key, header, nbytes, mine=answer is Answer.STORED, news=revision > 0
         )
         return header if answer is Answer.STORED else None
+
+    async def _revision_of(self, key: Key) -> int:
+        """The first that no process of this node knows to be bad; who fetches may be another."""
+        watch, bad_objects = self._node.loop.watch, self._node.bad_objects
+        if not watch.hangs and watch.run(bad_objects.is_stale):
+            await self._node.loop.disk(bad_objects.refresh)
+        return bad_objects.revision(key)
 
     def _load(self, upload: Upload) -> Loaded | None:
         """Read an embedding back from the disk; blocking.

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from s3ec.connector import compat
-from s3ec.connector.adapters import AdapterFiles, as_planned, name_in_plan
+from s3ec.connector.adapters import AdapterCache, AdapterFiles, name_in_plan
 from s3ec.connector.encode_timer import EncodeTimer
 from s3ec.connector.loads import Batch, Loader
 from s3ec.connector.messages import Load, StepPlan, WorkerReport
@@ -19,6 +19,8 @@ from s3ec.connector.saves import SaveQueue
 from s3ec.connector.staging import open_staging
 from s3ec.counters import Increments
 from s3ec.node import Node
+
+_NOTHING = WorkerReport()
 
 
 class _Started(NamedTuple):
@@ -68,12 +70,15 @@ class WorkerHalf:
         self._loader = Loader(node, lambda: open_staging(device(), can_pin=compat.can_pin_memory))
         self._started: _Started | None = None
         self._loaded: dict[int, set[int]] = {}
+        self._sync_allowed = compat.sync_allowed()
         self._increments = Increments(node.counters)
+        self._has_orders = False
         self._own_pins = LocalPins(node) if own_pins is None else own_pins
         self._adapter_files = AdapterFiles()
 
     def follow(self, plan: StepPlan) -> StepPlan:
         """Obey orders to ranks on other nodes; the plan as this rank should execute it."""
+        self._has_orders = True
         return self._own_pins.follow(plan)
 
     def start_load_caches(self, cache: MutableMapping[str, Any], plan: StepPlan) -> None:
@@ -97,10 +102,10 @@ class WorkerHalf:
         if not plan.loads:
             return
         began = time.perf_counter()
-        encoder_cache = as_planned(cache, plan)
+        encoder_cache = AdapterCache(cache, plan) if plan.adapters else cache
         wanted = {one.identifier: one for one in plan.loads if not _holds(encoder_cache, one)}
         loads = list(wanted.values())
-        with compat.sync_allowed():
+        with self._sync_allowed():
             batch = self._loader.start(loads, later=self._finish_later)
             started = _Started(plan, loads, batch)
             if not self._finish_later:
@@ -123,11 +128,12 @@ class WorkerHalf:
         self._timer.end()
         started, self._started = self._started, None
         if started is not None:
-            with compat.sync_allowed():
+            with self._sync_allowed():
                 self._finish(started, cache, time.perf_counter())
 
     def _finish(self, started: _Started, cache: MutableMapping[str, Any], began: float) -> None:
-        encoder_cache = as_planned(cache, started.plan)
+        plan = started.plan
+        encoder_cache = AdapterCache(cache, plan) if plan.adapters else cache
         failure: Exception | None = None
         nbytes = 0
         for load, outcome in zip(started.loads, started.batch.finish(), strict=True):
@@ -138,8 +144,8 @@ class WorkerHalf:
                 nbytes += load.shape.nbytes
         sums = {"load.seconds": time.perf_counter() - began}
         if failure is None:
-            self._loaded.setdefault(started.plan.step, set()).add(self._rank())
-            sums |= {"load.items": len(started.plan.loads), "load.bytes": nbytes}
+            self._loaded.setdefault(plan.step, set()).add(self._rank())
+            sums |= {"load.items": len(plan.loads), "load.bytes": nbytes}
         self._node.counters.add_all(sums)
         if failure is not None:
             raise failure
@@ -149,7 +155,7 @@ class WorkerHalf:
 
         An entry that a pure producer was told to skip holds no tensor; it stays as it is.
         """
-        encoder_cache = as_planned(cache, plan)
+        encoder_cache = AdapterCache(cache, plan) if plan.adapters else cache
         for identifier, save in plan.saves.items():
             if save.on_device and identifier in encoder_cache:
                 self._save(encoder_cache[identifier], identifier, plan)
@@ -178,7 +184,7 @@ class WorkerHalf:
         elif output.is_cpu:  # nothing that the checker looks at
             self._saves.put(identifier, save, output)
         else:
-            with compat.sync_allowed():
+            with self._sync_allowed():
                 self._saves.put(identifier, save, output)
 
     def report(self) -> WorkerReport | None:
@@ -187,14 +193,15 @@ class WorkerHalf:
         self._loaded = {}
         if self._saves is not None:
             report.published, report.stored = self._saves.take_report()
-        self._own_pins.report(report, self._rank)
+        if self._has_orders:
+            self._own_pins.report(report, self._rank)
         encoded = self._timer.take()
         if encoded and self._rank() == 0:
             report.encoded = encoded
         # A scheduler half in this process reads the same counters itself.
         if self._node.users <= 1:
             report.counts = self._increments.take()
-        return None if report.is_empty else report
+        return None if report == _NOTHING else report
 
     def finish(self) -> None:
         """Wait for queued saves within a deadline; what is left was logged and counted."""

@@ -33,7 +33,7 @@ from s3ec.index.bloom import Bloom
 from s3ec.index.manifest import parse_head
 from s3ec.index.segment import Segment, parse_segment
 from s3ec.middleware import BodyError, rewrite
-from s3ec.modality import _parse as parse_record
+from s3ec.modality import parse_record
 from s3ec.settings import check_endpoint, check_prefix, parse_url
 from s3ec.store.obstore_errors import _translate as translate
 from s3ec.tenant import Tenant, check_reference

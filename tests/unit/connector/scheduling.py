@@ -14,6 +14,7 @@ from s3ec.connector.messages import StepPlan, WorkerReport
 from s3ec.connector.remote_ranks import Ranks
 from s3ec.connector.scheduler import SchedulerHalf
 from s3ec.connector.vllm_config import Role
+from s3ec.connector.waiting import WaitPolicy
 from s3ec.counters import Counters
 from s3ec.identity import Key, KeyPolicy, Layout, make_key
 from s3ec.index.base import Index
@@ -73,7 +74,12 @@ def feature(
 
 def request(name: str, *features: Any) -> Any:
     ends = [one.mm_position.offset + one.mm_position.length for one in features]
-    return SimpleNamespace(request_id=name, mm_features=list(features), num_prompt_tokens=max(ends))
+    return SimpleNamespace(
+        request_id=name,
+        mm_features=list(features),
+        num_prompt_tokens=max(ends),
+        arrival_time=1000.0,
+    )
 
 
 def has_no_pixels(feature: Any) -> bool:
@@ -154,6 +160,7 @@ class World:
         ranks_apart: Ranks | None = None,
         index: Index | None = None,
         naming: KeyPolicy | None = None,
+        policy: WaitPolicy | None = None,
         **role: Any,
     ) -> None:
         values = {
@@ -188,7 +195,9 @@ class World:
             counters=self.counters,
             ranks=ranks_apart,
             naming=naming,
+            policy=policy,
             clock=self.clock,
+            wall_clock=self.clock,
         )
 
     def stock(self, *texts: object) -> None:

@@ -127,9 +127,10 @@ def test_an_entry_is_found_by_the_adapter_s_content(tmp_path: Path) -> None:
     assert [load.identifier for load in plan.loads] == [name]
     raw = asked.mm_features[0].identifier
     assert plan.adapters[name].identifier == raw
-    cache = AdapterCache({}, plan)
+    held: dict[str, Any] = {}
+    cache = AdapterCache(held, plan)
     cache[name] = "tensor"
-    assert dict(cache._cache) == {raw: "tensor"}
+    assert held == {raw: "tensor"}
     assert name in cache
     assert name_in_plan(raw, plan) == name
     assert name_in_plan("another", plan) == "another"

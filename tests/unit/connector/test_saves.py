@@ -27,8 +27,10 @@ from s3ec.node import Node
 from s3ec.runtime import DiskWatch
 from s3ec.settings import Settings
 from s3ec.store.breaker import BreakerOptions
+from s3ec.store.endpoint import Endpoint
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
 from s3ec.testing.memory_store import MemoryBucket, MemoryStore
+from s3ec.tier import Spool
 from s3ec.tier.bad_objects import BadObjects
 from tests.on_disk import audit_of, evict
 
@@ -36,7 +38,8 @@ torch = pytest.importorskip("torch")
 SaveQueue = pytest.importorskip("s3ec.connector.saves").SaveQueue
 saves = pytest.importorskip("s3ec.connector.saves")
 uploads = pytest.importorskip("s3ec.connector.uploads")
-AcceleratorStaging = pytest.importorskip("s3ec.connector.staging").AcceleratorStaging
+staging_module = pytest.importorskip("s3ec.connector.staging")
+AcceleratorStaging, HostStaging = staging_module.AcceleratorStaging, staging_module.HostStaging
 accelerators = pytest.importorskip("tests.unit.connector.accelerators")
 safetensors_torch = pytest.importorskip("safetensors.torch")
 
@@ -72,6 +75,7 @@ class Rig:
         *,
         shared: MemoryBucket | None = None,
         model: str = "tiny",
+        breaker: BreakerOptions | None = None,
         **settings: Any,
     ) -> None:
         self.bucket = shared or MemoryBucket()
@@ -82,11 +86,12 @@ class Rig:
             Settings.model_validate({**given, **settings}),
             Namespace.from_descriptor({"model": model}),
             store=self.store,
+            endpoint=Endpoint(16, breaker) if breaker else None,
         )
         self.queues: list[SaveQueue] = []
 
     def queue(
-        self, *, budget_bytes: int = 2**20, overflow: str = "block", **more: float
+        self, *, budget_bytes: int = 2**20, overflow: str = "block", **more: Any
     ) -> SaveQueue:
         queue = SaveQueue(self.node, budget_bytes=budget_bytes, overflow=overflow, **more)
         self.queues.append(queue)
@@ -96,7 +101,8 @@ class Rig:
         """Queue some, and wait until they are on the disk and none is in memory."""
         for identifier in identifiers:
             assert queue.put(identifier, IMAGE, tensor())
-        eventually(lambda: not any(queue._pending.values()))
+        keys = [make_key(identifier) for identifier in identifiers]
+        eventually(lambda: all(key is not None and self.node.local(key) for key in keys))
         assert self.spooled_files() >= len(identifiers)
 
     def spooled_files(self) -> int:
@@ -208,34 +214,26 @@ def test_refused_identifier_is_not_stored(rig: Rig) -> None:
     assert rig.node.counters.get("save_problem.refused.identifier") == 1
 
 
-def pause_shortly(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the breaker let a probe through soon."""
-    circuit = rig.node.breaker._all
-    monkeypatch.setattr(circuit, "_options", BreakerOptions(first_pause_s=0.01, max_pause_s=0.01))
-    monkeypatch.setattr(circuit, "_pause_s", 0.01)
-
-
-def never_open(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rig.node.breaker._all, "_options", BreakerOptions(threshold=10**6))
+# A breaker that lets a probe through soon, and one that never opens.
+SHORT_PAUSES = BreakerOptions(first_pause_s=0.01, max_pause_s=0.01)
+NEVER_OPEN = BreakerOptions(threshold=10**6)
 
 
 @pytest.mark.slow
-def test_upload_is_repeated_until_the_bucket_confirms(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(uploads, "_FIRST_PAUSE_S", 0.01)
-    pause_shortly(rig, monkeypatch)
+def test_upload_is_repeated_until_the_bucket_confirms(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, breaker=SHORT_PAUSES)
     rig.faults += [
         Fault(op="put_if_absent", name="objects/", error=UnavailableError, times=7),
         Fault(op="put_if_absent", name="objects/", error=AccessError, times=2),
     ]
-    queue = rig.queue()
+    queue = rig.queue(pauses=uploads.Pauses(first_s=0.01))
     queue.put(HASHES[0], IMAGE, tensor())
     assert queue.drain(_DEADLINE_S) == 0
     assert [fault.struck for fault in rig.faults] == [7, 2]
     assert rig.stored(HASHES[0]) is not None
     assert rig.node.counters.get("save_problem.unavailable") >= 1
     assert rig.node.counters.get("save_problem.denied") >= 1
+    rig.close()
 
 
 def test_lost_reply_of_a_stored_object_leaves_one_object_and_ends(rig: Rig) -> None:
@@ -326,7 +324,7 @@ def test_a_hook_waits_a_bounded_time_for_a_bucket_that_takes_nothing(
     assert rig.counted("save.blocked") == 1  # those behind the first did not wait at all
     assert caplog.text.count("not saved, and are encoded") == 1
     gate.release()
-    eventually(lambda: rig.stored(HASHES[0]) is not None and not queue._pending)
+    eventually(lambda: HASHES[0] in queue.take_report()[1])
     assert queue.put(HASHES[6], IMAGE, one)
     assert queue.drain(_DEADLINE_S) == 0
     assert rig.stored(HASHES[6]) is not None
@@ -337,22 +335,31 @@ def test_a_hook_waits_a_bounded_time_for_a_bucket_that_takes_nothing(
 def test_a_bucket_that_takes_something_now_and_then_blocks_no_step_for_longer(
     tmp_path: Path,
 ) -> None:
-    gate, one = Gate(), tensor()
-    rig = Rig(tmp_path, cache_bytes=4 * 520)
-    rig.faults.append(Fault(op="put_if_absent", name="objects/", gate=gate))
+    dead = Rig(tmp_path)
+    dead.faults.append(Fault(error=UnavailableError))
+    dead.put_spooled(dead.queue(), HASHES[9])
+    dead.close()
+    first, last = Gate(), Gate()
+    rig = Rig(tmp_path, shared=dead.bucket, cache_bytes=4 * 1300)
+    rig.faults += [
+        Fault(op="put_if_absent", name=HASHES[9], gate=first),
+        Fault(op="put_if_absent", name=HASHES[0], gate=last),
+    ]
     queue = rig.queue(max_blocked_s=0.05)
-    assert queue.put(HASHES[0], IMAGE, one)
-    assert gate.reached.wait(_DEADLINE_S)
+    assert first.reached.wait(_DEADLINE_S)
+    assert queue.put(HASHES[0], IMAGE, tensor())
+    assert last.reached.wait(_DEADLINE_S)
+    large = tensor(width=128)  # finds no room beside one of the others
     queue.begin_step(1)
-    assert not queue.put(HASHES[1], IMAGE, one)
-    upload = uploads.Upload(b"another", 0)
-    queue._end(upload, True)  # the bucket took it
-    assert not queue.put(HASHES[2], IMAGE, one)
+    assert not queue.put(HASHES[1], IMAGE, large)
+    first.release()
+    eventually(lambda: HASHES[9] in queue.take_report()[1])  # the bucket took it
+    assert not queue.put(HASHES[2], IMAGE, large)
     assert rig.counted("save.blocked") == 1
     queue.begin_step(2)
-    assert not queue.put(HASHES[3], IMAGE, one)
+    assert not queue.put(HASHES[3], IMAGE, large)
     assert rig.counted("save.blocked") == 2
-    gate.release()
+    last.release()
     rig.close()
 
 
@@ -386,7 +393,9 @@ def test_drain_that_is_called_again_answers_at_once_and_counts_nothing_twice(rig
     assert rig.counted("spool.left") == 3
 
 
-def test_drain_finds_the_save_of_a_hook_that_a_signal_ended_before_its_ring(rig: Rig) -> None:
+def test_drain_finds_the_save_of_a_hook_that_a_signal_ended_before_its_ring(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Bell(queue_module.SimpleQueue[bool]):
         rings = 0
 
@@ -396,8 +405,9 @@ def test_drain_finds_the_save_of_a_hook_that_a_signal_ended_before_its_ring(rig:
                 raise SystemExit  # as vLLM's handler does
             super().put(item)
 
-    queue = rig.queue()
-    queue._bell = Bell()
+    with monkeypatch.context() as patch:
+        patch.setattr(queue_module, "SimpleQueue", Bell)
+        queue = rig.queue()
     with pytest.raises(SystemExit):
         queue.put(HASHES[0], IMAGE, tensor())
     assert queue.drain(_DEADLINE_S) == 0
@@ -431,15 +441,11 @@ def test_drain_that_cannot_announce_leaves_it_to_the_next_process(
     assert sorted(queue.take_report()[1]) == HASHES[:3]
 
 
-def test_nothing_is_asked_of_the_bucket_after_a_drain(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(uploads, "_FIRST_PAUSE_S", 0.001)
-    monkeypatch.setattr(uploads, "_MAX_PAUSE_S", 0.001)
-    never_open(rig, monkeypatch)
+def test_nothing_is_asked_of_the_bucket_after_a_drain(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, breaker=NEVER_OPEN)
     dead = Fault(error=UnavailableError)
     rig.faults.append(dead)
-    queue = rig.queue()
+    queue = rig.queue(pauses=uploads.Pauses(first_s=0.001, longest_s=0.001))
     queue.put(HASHES[0], IMAGE, tensor())
     eventually(lambda: dead.struck > 3)
     assert queue.drain(0) == 1
@@ -447,6 +453,7 @@ def test_nothing_is_asked_of_the_bucket_after_a_drain(
     asked = dead.struck
     rig.node.loop.run(asyncio.sleep(0.3), _DEADLINE_S)
     assert dead.struck == asked
+    rig.close()
 
 
 def test_only_what_neither_disk_nor_bucket_took_is_lost(
@@ -489,11 +496,6 @@ def test_many_saves_are_all_stored_once(rig: Rig) -> None:
 # The spool
 
 
-def is_all_idle(queue: SaveQueue) -> bool:
-    """Whether no host buffer is in use."""
-    return all(accelerators.is_all_idle(staging._pool) for staging in queue._stagings.values())
-
-
 def test_tensor_leaves_memory_when_it_is_on_the_disk(rig: Rig) -> None:
     gate = Gate()
     rig.faults.append(Fault(op="put_if_absent", name="objects/", gate=gate))
@@ -529,7 +531,8 @@ def test_buffer_is_not_reused_while_it_is_uploaded_from_memory(tmp_path: Path) -
     gate = Gate()
     rig = Rig(tmp_path, min_free_bytes=NO_ROOM)
     rig.faults.append(Fault(op="put_if_absent", name="objects/", gate=gate))
-    queue = rig.queue()
+    staging = HostStaging()
+    queue = rig.queue(stage=lambda _: staging)
     for number, identifier in enumerate(HASHES[:6]):
         queue.put(identifier, IMAGE, tensor(number))
     assert gate.reached.wait(_DEADLINE_S)
@@ -541,37 +544,31 @@ def test_buffer_is_not_reused_while_it_is_uploaded_from_memory(tmp_path: Path) -
         codec.verify(blob, namespace=rig.node.namespace.name, identifier=identifier)
         saved = safetensors_torch.load(blob)["ec_cache"]
         assert torch.equal(saved, tensor(number))
-    assert is_all_idle(queue)
+    assert accelerators.is_all_idle(staging.saves)
     rig.close()
 
 
 @pytest.mark.parametrize("problem", ["nonfinite", "copy"])
-def test_save_that_fails_gives_its_room_back(
-    rig: Rig, problem: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    queue = rig.queue(budget_bytes=64)
+def test_save_that_fails_gives_its_room_back(rig: Rig, problem: str) -> None:
+    staging = HostStaging()
+    queue = rig.queue(budget_bytes=64, stage=lambda _: staging)
     bad = torch.full((4, 8), float("nan"), dtype=torch.bfloat16)
     if problem == "nonfinite":
         queue.put(HASHES[0], IMAGE, bad)
     else:
         meta = torch.empty(4, 8, dtype=torch.bfloat16, device="meta")
-        monkeypatch.setattr(queue, "_staging", lambda _: saves.open_staging(CPU, can_pin=bool))
         with pytest.raises((NotImplementedError, TypeError)):
             queue.put(HASHES[0], IMAGE, meta)
-    eventually(lambda: not queue._pending)
-    assert is_all_idle(queue)
-    assert queue.put(HASHES[1], IMAGE, tensor())
+    assert queue.put(HASHES[1], IMAGE, tensor())  # when there is room again
     assert queue.drain(_DEADLINE_S) == 0
     assert rig.stored(HASHES[1]) is not None
+    assert accelerators.is_all_idle(staging.saves)
 
 
-def test_hook_does_not_wait_for_the_device_and_the_writer_does(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hook_does_not_wait_for_the_device_and_the_writer_does(rig: Rig) -> None:
     device = accelerators.FakeAccelerator()
     staging = AcceleratorStaging(device)
-    queue = rig.queue()
-    monkeypatch.setattr(queue, "_staging", lambda _: staging)
+    queue = rig.queue(stage=lambda _: staging)
     device.streams[1].held = True
     output = tensor(1)
     assert queue.put(HASHES[0], IMAGE, output)  # returns while nothing is copied yet
@@ -583,7 +580,7 @@ def test_hook_does_not_wait_for_the_device_and_the_writer_does(
     codec.verify(blob, namespace=rig.node.namespace.name, identifier=HASHES[0])
     saved = safetensors_torch.load(blob)["ec_cache"]
     assert torch.equal(saved, tensor(1))
-    assert accelerators.is_all_idle(staging._saves)
+    assert accelerators.is_all_idle(staging.saves)
 
 
 def test_queue_drops_before_it_copies(tmp_path: Path) -> None:
@@ -698,20 +695,18 @@ def test_entries_of_another_model_or_for_another_bucket_are_left_alone(
     second.close()
 
 
-def test_dead_bucket_that_comes_back_gets_everything(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(uploads, "_FIRST_PAUSE_S", 0.01)
-    pause_shortly(rig, monkeypatch)
+def test_dead_bucket_that_comes_back_gets_everything(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, breaker=SHORT_PAUSES)
     dead = Fault(error=UnavailableError)
     rig.faults.append(dead)
-    queue = rig.queue(budget_bytes=64)
+    queue = rig.queue(budget_bytes=64, pauses=uploads.Pauses(first_s=0.01))
     rig.put_spooled(queue, *HASHES)
     eventually(lambda: dead.struck > 5)
     rig.faults.clear()
     assert queue.drain(_DEADLINE_S) == 0
     assert all(rig.stored(identifier) for identifier in HASHES)
     assert audit_of(rig.node.tier) == []
+    rig.close()
 
 
 def test_adopted_uploads_that_hang_leave_room_for_fresh_ones(tmp_path: Path) -> None:
@@ -756,12 +751,9 @@ def test_uploads_that_hang_leave_a_quarter_of_the_places_to_fetches(tmp_path: Pa
     rig.close()
 
 
-def test_processes_that_die_later_are_found_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(uploads, "_ADOPT_EVERY_S", 0.02)
+def test_processes_that_die_later_are_found_too(tmp_path: Path) -> None:
     second = Rig(tmp_path)
-    second.queue()
+    second.queue(pauses=uploads.Pauses(adopt_every_s=0.02))
     first = Rig(tmp_path)
     first.faults.append(Fault(error=UnavailableError))
     first.put_spooled(first.queue(), *HASHES[:2])
@@ -794,12 +786,9 @@ def test_fresh_save_of_an_adopted_entry_stores_it_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_upload_reads_the_tiers_entry_where_somebody_emptied_the_spool(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(uploads, "_FIRST_PAUSE_S", 0.001)
+def test_upload_reads_the_tiers_entry_where_somebody_emptied_the_spool(rig: Rig) -> None:
     rig.faults.append(Fault(error=UnavailableError))
-    queue = rig.queue()
+    queue = rig.queue(pauses=uploads.Pauses(first_s=0.001))
     rig.put_spooled(queue, *HASHES[:2])
     key = make_key(HASHES[1])
     assert key is not None
@@ -836,17 +825,16 @@ def test_adopted_uploads_that_never_end_are_left_at_the_end(tmp_path: Path) -> N
 def test_spooled_file_that_cannot_be_read_is_tried_again_and_then_left_for_the_next_process(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(uploads, "_FIRST_PAUSE_S", 0.001)
-    queue = rig.queue()
-    load, refusals = type(queue._spool).load, [2, 10**6]
+    queue = rig.queue(pauses=uploads.Pauses(first_s=0.001))
+    load, refusals = Spool.load, [2, 10**6]
 
-    def refuse_some(spool: Any, digest: bytes) -> Any:
+    def refuse_some(spool: Spool, digest: bytes) -> Any:
         if refusals[0]:
             refusals[0] -= 1
             raise TierError("too many open files")
         return load(spool, digest)
 
-    monkeypatch.setattr(type(queue._spool), "load", refuse_some)
+    monkeypatch.setattr(Spool, "load", refuse_some)
     queue.put(HASHES[0], IMAGE, tensor())
     eventually(lambda: rig.stored(HASHES[0]) is not None)
     eventually(lambda: rig.spooled_files() == 0)
@@ -904,8 +892,3 @@ def test_drain_stores_what_waits_behind_a_save_that_hangs_in_the_disk(
         draining.join(2 * _DEADLINE_S)
     assert left == [0]
     assert rig.stored(HASHES[0]) is not None
-
-
-def test_writer_finds_that_another_was_faster(rig: Rig) -> None:
-    rig.queue()._write_next()
-    assert rig.counted("internal_errors") == 0

@@ -154,7 +154,7 @@ def test_failed_load_gives_its_bytes_back_and_never_reuses_what_may_be_read(what
     fake.fail_next = what
     with pytest.raises(RuntimeError, match=what):
         load(device, 1)
-    assert device._loads.held_bytes == 0
+    assert device.loads.held_bytes == 0
     tensor = load(device, 2)  # does not wait for room
     fake.release()
     assert torch.equal(tensor, values(2))
@@ -202,7 +202,7 @@ def test_failed_save_gives_its_bytes_back(what: str) -> None:
     fake.fail_next = what
     with pytest.raises(RuntimeError, match=what):
         device.to_host(values(1))
-    assert accelerators.is_all_idle(device._saves)
+    assert accelerators.is_all_idle(device.saves)
     assert torch.equal(device.to_host(values(2)).wait(), values(2))
 
 

@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 
@@ -15,15 +15,20 @@ from s3ec.fetch import FetchOutcome
 
 pytest.importorskip("vllm")
 stats = pytest.importorskip("s3ec.connector.stats")
+prometheus = pytest.importorskip("prometheus_client")
 
 PACKAGE = Path(__file__).parents[3] / "s3ec"
 
 
-class FakeCounter:
-    def __init__(self, name: str, documentation: str, labelnames: list[str]) -> None:
-        self.name = name
+class FakeMetric:
+    """A counter or a gauge of prometheus_client, as far as vLLM promises that Ray's has it."""
+
+    made: ClassVar[dict[str, FakeMetric]] = {}
+
+    def __init__(self, *, name: str, labelnames: list[str], **_: str) -> None:
         self.labelnames = labelnames
         self.values: dict[tuple[str, ...], float] = {}
+        self.made[name] = self
 
     def labels(self, *values: str) -> Any:
         assert len(values) == len(self.labelnames)
@@ -42,17 +47,11 @@ class FakeCounter:
 
 @pytest.fixture
 def metrics() -> Any:
-    made = object.__new__(stats.S3ECPromMetrics)
-    made.per_engine_labelvalues = {0: ["model", "0"]}
-    labels = ["model_name", "engine"]
-    made._plain = {ours: FakeCounter(name, text, labels) for ours, (name, text) in PLAIN.items()}
-    made._levels = {ours: FakeCounter(name, text, labels) for ours, (name, text) in LEVELS.items()}
-    made._sums = Counter()
-    made._by_prefix = {
-        prefix: FakeCounter(name, text, [*labels, label])
-        for prefix, (name, text, label, _) in LABELLED.items()
-    }
-    return made
+    FakeMetric.made.clear()
+    types = dict.fromkeys((prometheus.Counter, prometheus.Gauge, prometheus.Histogram), FakeMetric)
+    labels = {0: ["model", "0"]}
+    config = SimpleNamespace(ec_transfer_config=None)
+    return stats.S3ECPromMetrics(config, types, ["model_name", "engine"], labels)
 
 
 def counted_names() -> set[str]:
@@ -90,14 +89,14 @@ def test_every_value_of_a_label_has_a_meaning() -> None:
 def test_a_report_is_added_to_the_counters_by_name_and_by_label(metrics: Any) -> None:
     for _ in range(2):
         metrics.observe({"load.rescued": 1, "spool.adopted": 3, "fetch_parked": 1})
-    assert metrics._plain["load.rescued"].values == {("model", "0"): 2}
-    assert metrics._by_prefix["spool."].values == {("model", "0", "adopted"): 6}
+    assert FakeMetric.made["vllm:s3ec_load_rescues"].values == {("model", "0"): 2}
+    assert FakeMetric.made["vllm:s3ec_spool"].values == {("model", "0", "adopted"): 6}
 
 
 def test_a_level_goes_up_and_down(metrics: Any) -> None:
     for amount, level in ((8, 8), (4, 12), (-5, 7)):
         metrics.observe({"pace.withheld": amount})
-        assert metrics._levels["pace.withheld"].values == {("model", "0"): level}
+        assert FakeMetric.made["vllm:s3ec_places_withheld"].values == {("model", "0"): level}
 
 
 def test_metric_names_are_unique() -> None:

@@ -9,6 +9,7 @@ import random
 
 import pytest
 
+from s3ec.connector.messages import Encode, EncodeTime, WorkerReport
 from s3ec.connector.waiting import (
     IDLE_PAUSE_S,
     MOST_DECISIONS,
@@ -23,8 +24,10 @@ from s3ec.connector.waiting import (
     Want,
     is_waiting_cheaper,
 )
+from tests.unit.connector.scheduling import World, feature, identifier_of, request
 
 ROWS = 256
+SMALL = 4  # rows of the features that ``scheduling`` makes
 PAUSE_S = 0.0012
 
 
@@ -305,3 +308,97 @@ def test_only_so_many_are_decided_in_one_pass_and_the_others_go_on_waiting() -> 
     assert len(asked) == MOST_DECISIONS
     one.end_pass(0.1, has_prefill=False, tokens=0)
     assert not one.waits("x", wants, 0.1)
+
+
+# -- the scheduler half that asks it -----------------------------------------------------------
+
+
+def world(*, encode_s: float = 0.06, fetch_s: float = 0.03, known: bool = True) -> World:
+    costs = EncodeCosts({f"image:{SMALL.bit_length()}": encode_s / SMALL} if known else None)
+    one = WaitPolicy(costs, EngineLoad(2), FetchQueue(PLACES))
+    source = random.Random(5)
+    for _ in range(128):
+        one.times("bucket", SMALL).add(fetch_s * math.exp(0.7 * source.gauss(0, 1)))
+    return World(policy=one)
+
+
+def test_request_is_encoded_at_once_where_the_encoder_is_cheap_and_the_fetch_goes_on() -> None:
+    here = world(encode_s=0.001)
+    here.stock("a")
+    asker = request("r", feature("a"))
+    assert here.ask(asker)
+    assert here.schedule(asker) == [False]
+    plan = here.step()
+    assert here.wanted == [identifier_of("a")]
+    assert plan.encodes == {identifier_of("a"): Encode("image", SMALL)}
+    assert here.counters.get("waits_declined") == 1
+    assert here.counters.get("deferred_requests") == 0
+    here.finish("a")
+    later = request("s", feature("b"))
+    here.ask(later)
+    here.half.request_finished(asker)
+    here.half.request_finished(later)
+    here.clock.now_s += 100
+    here.step(freed=["a"])
+    assert here.leftovers() == []
+
+
+def test_request_waits_where_the_encoder_is_dear_and_gives_up_on_a_straggler_before_the_cap() -> (
+    None
+):
+    here = world()
+    here.stock("a", "b")
+    asker = request("r", feature("a"), feature("b", 10))
+    assert not here.ask(asker)
+    here.step(tokens=0)
+    here.finish("a", seconds=0.03)
+    asked = 0
+    while not here.ask(asker):
+        here.clock.now_s += 0.001
+        here.step(tokens=0)
+        asked += 1
+        assert asked < 1900, "waited until the cap"
+    assert asked > 20
+    assert here.schedule(asker) == [True, False]
+    assert list(here.step().encodes) == [identifier_of("b")]
+
+
+def test_request_without_pixels_waits_whatever_it_costs() -> None:
+    here = world(encode_s=0.001)
+    here.stock("a")
+    asker = request("r", feature("a", pixels=False))
+    assert not here.ask(asker)
+    here.step(tokens=0)
+    here.clock.now_s += 5
+    assert not here.ask(asker)
+
+
+def test_costs_are_learned_from_the_reports_of_workers() -> None:
+    here = world(known=False)
+    here.stock("a", "b")
+    asker = request("r", feature("a"))
+    assert here.ask(asker)  # once, so that the cost becomes known
+    here.schedule(asker)
+    here.step()
+    for _ in range(12):
+        here.half.update_connector_output(
+            WorkerReport(encoded=[EncodeTime("image", 2, 2 * SMALL, 0.002)])
+        )
+    assert here.ask(request("s", feature("b")))
+    assert here.counters.get("waits_declined") == 2
+    assert here.counters.get("encode.seconds") == pytest.approx(0.024)
+    assert here.counters.get("encode.rows") == 24 * SMALL
+
+
+def test_many_that_wait_are_not_all_decided_anew_in_one_pass() -> None:
+    here = world(encode_s=10.0)
+    texts = [str(number) for number in range(200)]
+    here.stock(*texts)
+    askers = [request(text, feature(text)) for text in texts]
+    assert not any(here.ask(asker) for asker in askers)
+    here.step(tokens=0)
+    assert not any(here.ask(asker) for asker in askers)
+    here.step(tokens=0)
+    for text in texts:
+        here.finish(text, seconds=0.03)
+    assert all(here.ask(asker) for asker in askers)
