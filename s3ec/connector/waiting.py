@@ -52,6 +52,8 @@ PRIOR_FETCH_S = 0.05
 PRIOR_ENCODE_S = 0.05
 # Weight of a new sample among the earlier ones of its kind.
 _NEW_WEIGHT = 0.2
+# Encodes that only teach what encoding costs, for each kind.
+_MOST_EXPLORED = 3
 # A sample counts for at most so many times what was learned: a hiccup says nothing.
 _MOST_TIMES = 5.0
 # Times that are tried for the end of a wait.
@@ -132,7 +134,7 @@ class EncodeCosts:
     def __init__(self, learned: Mapping[str, float] | None = None) -> None:
         """Start with what an earlier engine has learned, as ``document`` gave it."""
         self._row_s: dict[tuple[str, int], float] = {}
-        self._explored: set[tuple[str, int]] = set()
+        self._explored: dict[tuple[str, int], int] = {}
         # The first sample of a process holds compilation and lazy loading.
         self._seen: set[tuple[str, int]] = set()
         for name, row_s in (learned or {}).items():
@@ -172,11 +174,16 @@ class EncodeCosts:
         return row_s * rows
 
     def explore(self, modality: str, rows: int) -> bool:
-        """Whether an item should be encoded so that its cost becomes known: once for each kind."""
+        """Whether an item should be encoded so that its cost becomes known.
+
+        A few times for each kind: the first sample does not count, and what has been encoded for
+        this is reported some steps later, if at all.
+        """
         kind = (modality, rows.bit_length())
-        if kind in self._row_s or kind in self._explored:
+        explored = self._explored.get(kind, 0)
+        if kind in self._row_s or explored >= _MOST_EXPLORED:
             return False
-        self._explored.add(kind)
+        self._explored[kind] = explored + 1
         return True
 
     @property

@@ -141,12 +141,16 @@ def test_costs_come_back_from_a_file_and_bad_lines_of_it_do_not() -> None:
     assert not again.explore("image", 256)
 
 
-def test_each_kind_is_explored_once() -> None:
+def test_each_kind_is_explored_until_its_cost_is_known_and_never_for_long() -> None:
     costs = EncodeCosts()
     assert costs.explore("image", 256)
-    assert not costs.explore("image", 257)  # of the same size class
+    assert costs.explore("image", 257)  # of the same size class
+    assert [costs.explore("image", 256) for _ in range(5)] == [True] + 4 * [False]
     assert costs.explore("image", 1024)
     assert costs.explore("video", 256)
+    for _ in range(2):
+        costs.add("video", 256, 0.1)
+    assert not costs.explore("video", 256)
 
 
 # -- whom an encode delays -------------------------------------------------------------------
@@ -245,9 +249,11 @@ def test_request_that_doubts_waits_longer_than_one_that_comes_new() -> None:
     assert doubtful > new
 
 
-def test_cost_that_is_not_known_is_learned_by_encoding_once() -> None:
+def test_cost_that_is_not_known_is_learned_by_encoding() -> None:
     one = make(EncodeCosts(), fetch_s=0.001)
     assert not decide(one, "a", [want(one)], 0.0)
+    for _ in range(2):
+        one.costs.add("image", ROWS, 0.1)
     assert decide(one, "b", [want(one)], 0.0)
 
 
