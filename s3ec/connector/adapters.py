@@ -305,14 +305,18 @@ class AdapterNames:
 
     # -- once per step ---------------------------------------------------------------------
 
-    def build_connector_meta(self, freed: Iterable[str], *, scheduled_tokens: int) -> StepPlan:
+    def build_connector_meta(
+        self, freed: Iterable[str], *, scheduled_tokens: int, decode_tokens: int = 0
+    ) -> StepPlan:
         """Close the pass; as SchedulerHalf's. Digests change here only, between two passes."""
         times = Counter(freed)
         times.subtract(one for one, _ in self._replaced)  # each was given up before
         gone = [ours for _, ours in self._replaced]
         for identifier, count in times.items():
             gone += [self._on_device.get(identifier, identifier)] * count
-        plan = self._half.build_connector_meta(gone, scheduled_tokens=scheduled_tokens)
+        plan = self._half.build_connector_meta(
+            gone, scheduled_tokens=scheduled_tokens, decode_tokens=decode_tokens
+        )
         for identifier in times:
             ours = self._on_device.get(identifier)
             if ours is not None and ours not in self._half.on_device:

@@ -50,6 +50,13 @@ def installed_hooks() -> dict[str, bool]:
     return {name: name in declared for name in (*always, *OPTIONAL_HOOKS)}
 
 
+def passes_reports() -> bool:
+    """Whether what workers report reaches the scheduler: 0.30 and newer."""
+    this = release(vllm_version())
+    too_old = this is not None and this < (0, 30)
+    return installed_hooks()["build_connector_worker_meta"] and not too_old
+
+
 def summary() -> str:
     """One line for the log: version, and what the missing hooks cost."""
     missing = [name for name, there in installed_hooks().items() if not there]

@@ -53,6 +53,12 @@ class S3ECWorkerMetadata(ECConnectorWorkerMetadata):
         return S3ECWorkerMetadata(WorkerReport().merge(self.report).merge(other.report))
 
 
+def _decode_tokens(scheduler_output: Any) -> int:
+    """What a step would schedule if every request of it only decoded: one token, and drafts."""
+    drafts = scheduler_output.scheduled_spec_decode_tokens.values()
+    return len(scheduler_output.num_scheduled_tokens) + sum(map(len, drafts))
+
+
 class S3ECConnector(ECConnectorBase):
     """vLLM's encoder cache in an S3 bucket, with a disk tier on this node.
 
@@ -127,6 +133,7 @@ class S3ECConnector(ECConnectorBase):
         plan = scheduler.build_connector_meta(
             scheduler_output.free_encoder_mm_hashes,
             scheduled_tokens=scheduler_output.total_num_scheduled_tokens,
+            decode_tokens=_decode_tokens(scheduler_output),
         )
         plan.weights = self.parts.weights
         return S3ECMetadata(plan)
@@ -271,6 +278,14 @@ class S3ECConnector(ECConnectorBase):
         plan, worker = self._plan(), self.parts.worker
         if worker is not None and plan is not None:
             worker.save_caches(encoder_cache, mm_hash, plan)
+
+    @guarded(default=(None, None))
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """The encoder has run, where there was something to encode. Nothing is ever sent."""
+        worker = self.parts.worker
+        if worker is not None:
+            worker.encoder_ended()
+        return None, None
 
     @guarded()
     def build_connector_worker_meta(self) -> Any:

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from s3ec.connector.messages import WorkerReport
 from s3ec.connector.remote_ranks import Ranks
 from s3ec.connector.vllm_config import Role
+from s3ec.connector.waiting import Fetching, WaitPolicy, Want
 from s3ec.counters import Counters
 from s3ec.identity import Key
 from s3ec.prefetch import FetchOutcome, FetchRequest, FetchResult, Priority
@@ -62,6 +63,8 @@ class Item:
         failures: Fetches in a row that brought nothing.
         may_come: Of one that has FAILED: another fetch may bring it.
         was_local: Of one that has FAILED: this node's disk was believed to hold it.
+        fetching: Its place among the fetches, while it is being fetched; None where waits are not
+            weighed.
     """
 
     key: Key
@@ -75,6 +78,7 @@ class Item:
     failures: int = 0
     may_come: bool = True
     was_local: bool = False
+    fetching: Fetching | None = None
 
     def failed_lately(self, now: float) -> bool:
         """Of one that has FAILED: whether it is too soon to try again."""
@@ -381,6 +385,7 @@ class ItemTracker:
         clock: Callable[[], float],
         local: Callable[[Key], bool],
         needs_embedding: Callable[[Any], bool],
+        policy: WaitPolicy | None = None,
     ) -> None:
         """Start empty.
 
@@ -392,7 +397,9 @@ class ItemTracker:
             clock: Monotonic seconds.
             local: Whether this node's disk is believed to hold a key.
             needs_embedding: Whether a feature came without pixels.
+            policy: Weighs each wait against encoding; None where every wait is worth it.
         """
+        self._policy = policy
         self._counters = counters
         self._local = local
         self._needs_embedding = needs_embedding
@@ -451,6 +458,8 @@ class ItemTracker:
         item.priority = priority
         if item.pin is None:
             self._demand[identifier] = FetchRequest(item.key, item.modality, item.rows, priority)
+            if self._policy is not None and item.fetching is None:
+                item.fetching = Fetching(self._policy.queue.order(self._clock()))
         if self._ranks is not None:
             self._ranks.prepare(identifier, item.modality, item.rows, priority)
 
@@ -500,6 +509,8 @@ class ItemTracker:
         here = [feature for feature in pending if self._local(self.items[feature.identifier].key)]
         all_here = len(here) == len(pending)
         can_wait = self._ranks is None or not self._ranks.cannot_answer
+        if can_wait and self._policy is not None and not self._pays(self._policy, request, pending):
+            return []
         # First, since most requests wait for the bucket, and to look for pixels takes longer.
         if can_wait and not all_here and not self._waits.is_over(request_id, turns):
             return pending
@@ -520,7 +531,31 @@ class ItemTracker:
             self._tier_waits.end(request_id, in_vain=True)
         return []
 
+    def _pays(self, policy: WaitPolicy, request: Any, pending: list[Any]) -> bool:
+        """Whether waiting costs less than encoding; what has no pixels is always waited for."""
+        if any(map(self._needs_embedding, pending)):
+            return True
+
+        def wants() -> list[Want]:
+            items = [self.items[feature.identifier] for feature in pending]
+            return [
+                Want(
+                    item.modality,
+                    item.rows,
+                    "tier" if self._local(item.key) else "bucket",
+                    item.fetching or Fetching(0),
+                )
+                for item in items
+            ]
+
+        if policy.waits(request.request_id, wants, self._clock()):
+            return True
+        self._counters.add("waits_declined")
+        return False
+
     def _end_waits(self, request_id: str) -> None:
+        if self._policy is not None:
+            self._policy.end(request_id)
         self._waits.end(request_id)
         self._tier_waits.end(request_id)
 
@@ -561,6 +596,8 @@ class ItemTracker:
         """The request has ended. What it waited for is for others, or for nobody."""
         self._waits.end_request(request_id)
         self._tier_waits.end_request(request_id)
+        if self._policy is not None:
+            self._policy.end(request_id)
         self.leave(request_id)
 
     def _leave(self, request_id: str, identifier: str) -> None:
@@ -590,6 +627,13 @@ class ItemTracker:
                 source.came(fetched.seconds)
             identifier = fetched.want.key.identifier
             item = self.items.get(identifier)
+            if self._policy is not None:
+                self._policy.queue.end(now)
+                if fetched.source is not None:
+                    times = self._policy.times(fetched.source, fetched.want.rows)
+                    times.add(fetched.seconds)
+                if item is not None:
+                    item.fetching = None
             if item is None or item.state is not FETCHING or item.pin is not None:
                 if fetched.pin is not None:
                     unwanted.append(fetched.pin)
@@ -742,6 +786,13 @@ class ItemTracker:
         self._release(pins)
         self._waits.sweep(LEASE_S)
         self._tier_waits.sweep(LEASE_S)
+        if self._policy is not None:
+            bucket, tier = self.waited
+            for request_id in list(self._policy.waiting):
+                if request_id not in bucket and request_id not in tier:
+                    self._policy.end(request_id)
+            if not any(item.fetching for item in self.items.values()):
+                self._policy.queue.reset()
 
     def _drop(self, identifier: str) -> list[Pin]:
         """The item becomes unknown. Its pins are to be given back; the bytes stay on the tier."""

@@ -65,6 +65,36 @@ class Save:
 
 
 @dataclass(frozen=True, slots=True)
+class Encode:
+    """One embedding that the encoder makes in this step.
+
+    Attributes:
+        modality: ``image``, ``video``...
+        rows: Rows of the embedding.
+    """
+
+    modality: str
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeTime:
+    """How long the encoder ran in one step.
+
+    Attributes:
+        modality: Of all that it made.
+        items: How many.
+        rows: Of all of them.
+        seconds: In sum.
+    """
+
+    modality: str
+    items: int
+    rows: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class TierId:
     """How a rank finds out whether it sees the scheduler's pins.
 
@@ -139,6 +169,7 @@ class StepPlan:
             did not start.
         adapters: Identifier by an adapter's content, as it stands in ``loads`` and ``saves``, to
             what it is for vLLM.
+        encodes: By identifier; empty where nobody asks what encoding costs.
         ranks: None where all ranks are known to be on the scheduler's node.
     """
 
@@ -147,6 +178,7 @@ class StepPlan:
     adapters: dict[str, AdapterUse] = field(default_factory=dict)
     loads: list[Load] = field(default_factory=list)
     saves: dict[str, Save] = field(default_factory=dict)
+    encodes: dict[str, Encode] = field(default_factory=dict)
     ranks: RankOrders | None = None
 
     @property
@@ -178,6 +210,7 @@ class WorkerReport:
         published: Identifiers whose entries are on this node's disk now.
         stored: Identifiers that the bucket confirmed.
         counts: Counter increments.
+        encoded: What rank 0 has measured.
         present: Rank to what it says about itself, where it was asked.
         ready: Ticket to the ranks that hold its pin, each with the checksum of its bytes.
         failed: Ticket to the ranks that could not have it.
@@ -187,6 +220,7 @@ class WorkerReport:
     published: list[str] = field(default_factory=list)
     stored: list[str] = field(default_factory=list)
     counts: dict[str, float] = field(default_factory=dict)
+    encoded: list[EncodeTime] = field(default_factory=list)
     present: dict[int, RankStatus] = field(default_factory=dict)
     ready: dict[int, dict[int, str]] = field(default_factory=dict)
     failed: dict[int, set[int]] = field(default_factory=dict)
@@ -201,6 +235,7 @@ class WorkerReport:
         self.present.update(other.present)
         self.published += other.published
         self.stored += other.stored
+        self.encoded += other.encoded
         for name, amount in other.counts.items():
             self.counts[name] = self.counts.get(name, 0) + amount
         return self

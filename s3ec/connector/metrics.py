@@ -14,6 +14,15 @@ PLAIN = {
     "deferred_requests": ("vllm:s3ec_deferred_requests", "Requests that waited for embeddings."),
     "deferred_seconds": ("vllm:s3ec_deferred_seconds", "Time that requests were deferred."),
     "defer_timeouts": ("vllm:s3ec_defer_timeouts", "Deferrals that ended without the embedding."),
+    "waits_declined": (
+        "vllm:s3ec_waits_declined",
+        "Decisions to encode at once, because waiting was expected to cost more (`wait`).",
+    ),
+    "encode.seconds": (
+        "vllm:s3ec_encode_seconds",
+        "Time that the encoder ran, as far as it was measured (`wait` = auto).",
+    ),
+    "encode.rows": ("vllm:s3ec_encoded_rows", "Rows of embeddings that it made in that time."),
     "load.items": ("vllm:s3ec_loads", "Embeddings read into the encoder cache."),
     "load.bytes": ("vllm:s3ec_load_bytes", "Bytes of embeddings read into the encoder cache."),
     "load.seconds": ("vllm:s3ec_load_seconds", "Time spent inside start_load_caches."),

@@ -31,6 +31,7 @@ from s3ec.connector.vllm_config import (
     topology_of,
     trust_problem,
 )
+from s3ec.connector.waiting import EncodeCosts, EngineLoad, FetchQueue, WaitPolicy
 from s3ec.connector.worker import WorkerHalf
 from s3ec.errors import ConfigError, TierError
 from s3ec.node import Node
@@ -181,6 +182,7 @@ class Parts:
             counters=node.counters,
             ranks=_ranks_elsewhere(node, role, topology),
             naming=node.naming,
+            policy=_policy_of(role, settings),
         )
         lora = getattr(config, "lora_config", None)
         if not getattr(lora, "enable_tower_connector_lora", False):
@@ -253,10 +255,25 @@ def _role_of(vllm_config: Any, topology: Topology, settings: Settings) -> Role:
         window_tokens=vllm_config.scheduler_config.max_num_batched_tokens + 16,
         ranks=topology.ranks,
         steps_in_flight=vllm_config.max_concurrent_batches,
-        defer_timeout_s=settings.defer_timeout_s,
+        defer_timeout_s=0.0 if settings.wait == "never" else settings.defer_timeout_s,
         asked_every_pass=this is None or this >= (0, 30),
         can_load=topology.problem is None,
         stores_again=compat.installed_hooks()["start_save_caches"],
+    )
+
+
+def _policy_of(role: Role, settings: Settings) -> WaitPolicy | None:
+    """What weighs waits against encoding; None where every wait is worth it, or none is."""
+    if settings.wait != "auto" or not role.consumer or not role.defer_timeout_s:
+        return None
+    if not compat.passes_reports():
+        log.warning(
+            "requests wait as with `wait` = always: this vLLM drops the workers' reports, which "
+            "say what encoding costs (0.30 and newer pass them on)"
+        )
+        return None
+    return WaitPolicy(
+        EncodeCosts(), EngineLoad(role.steps_in_flight), FetchQueue(settings.max_concurrency)
     )
 
 

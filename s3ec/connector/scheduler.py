@@ -28,9 +28,10 @@ from s3ec.connector.item_tracker import (
     PrefetchQueue,
     State,
 )
-from s3ec.connector.messages import Load, Save, StepPlan, WorkerReport
+from s3ec.connector.messages import Encode, Load, Save, StepPlan, WorkerReport
 from s3ec.connector.remote_ranks import Ranks
 from s3ec.connector.vllm_config import PASSED_THROUGH, Role
+from s3ec.connector.waiting import WaitPolicy
 from s3ec.counters import Counters
 from s3ec.identity import CountingKeyCache, Key, KeyPolicy
 from s3ec.index.base import Index
@@ -38,6 +39,7 @@ from s3ec.prefetch import Priority
 from s3ec.tier.tier import LocalKeys
 
 _SWEEP_EVERY_S = 1.0
+_MOST_SEEN = 10_000
 # As for the states: a global is found faster than a member of a class.
 _DEMAND, _LOOKAHEAD = Priority.DEMAND, Priority.LOOKAHEAD
 
@@ -133,7 +135,9 @@ class SchedulerHalf:
         counters: Counters,
         ranks: Ranks | None = None,
         naming: KeyPolicy | None = None,
+        policy: WaitPolicy | None = None,
         clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
         """Wire the half up.
 
@@ -150,9 +154,14 @@ class SchedulerHalf:
             counters: Where to count.
             ranks: Ranks that may not see this node's pins; None where all do for certain.
             naming: Which identifiers have keys, and which; None for the plain ones.
+            policy: Weighs each wait against encoding; None where every wait is worth it.
             clock: Monotonic seconds.
+            wall_clock: Seconds as in a request's ``arrival_time``.
         """
         self._role = role
+        self._policy = policy
+        self._wall_clock = wall_clock
+        self._seen: dict[str, None] = {}  # requests that were asked about; with a policy only
         self._index = index
         self._local = local
         self._prefetcher = prefetcher
@@ -172,6 +181,7 @@ class SchedulerHalf:
             clock=clock,
             local=local,
             needs_embedding=needs_embedding,
+            policy=policy,
         )
         self._items = self.tracker.items
         self._waiting = self.tracker.waiting
@@ -231,6 +241,8 @@ class SchedulerHalf:
             if self._waiting and request.request_id in self._waiting:
                 self.tracker.leave(request.request_id)
             return True
+        if self._policy is not None:
+            self._note_asked(self._policy, request)
         if self._prefetcher.has_news:
             self.tracker.take_news()
         window_end = num_computed_tokens + self._role.window_tokens
@@ -264,6 +276,16 @@ class SchedulerHalf:
         if self._is_known(request.request_id):
             self.tracker.let_through(request, num_computed_tokens)
         return True
+
+    def _note_asked(self, policy: WaitPolicy, request: Any) -> None:
+        """Tell the policy that vLLM wants to schedule a request, and since when it is here."""
+        if request.request_id in self._seen:
+            policy.load.asked()
+            return
+        while len(self._seen) >= _MOST_SEEN:  # before 0.26 vLLM does not tell when a request ends
+            del self._seen[next(iter(self._seen))]
+        self._seen[request.request_id] = None
+        policy.load.asked(delay_s=self._wall_clock() - request.arrival_time)
 
     def _is_known(self, request_id: str) -> bool:
         """Whether the tracker has anything of a request. Most requests never wait."""
@@ -462,10 +484,15 @@ class SchedulerHalf:
             save = None if key is None else self._save_orders.order(key, feature)
             if save is not None:
                 self._plan.saves[identifier] = save
+        if not granted and self._policy is not None:
+            rows = feature.mm_position.get_num_embeds()
+            self._plan.encodes[identifier] = Encode(feature.modality, rows)
 
     # -- once per step ---------------------------------------------------------------------
 
-    def build_connector_meta(self, freed: Iterable[str], *, scheduled_tokens: int) -> StepPlan:
+    def build_connector_meta(
+        self, freed: Iterable[str], *, scheduled_tokens: int, decode_tokens: int = 0
+    ) -> StepPlan:
         """Close the pass: hand the demand over, drop unused grants, return the step's orders.
 
         Args:
@@ -473,7 +500,15 @@ class SchedulerHalf:
                 often as it did.
             scheduled_tokens: Of the whole step. The V1 runner does not call the worker half
                 in a step without tokens, so orders wait for the next one.
+            decode_tokens: What the step would have if all its requests decoded; fewer than it has
+                where some are prefilled. Of use to a policy only.
         """
+        if self._policy is not None:
+            self._policy.end_pass(
+                self._clock(),
+                has_prefill=scheduled_tokens > decode_tokens,
+                tokens=scheduled_tokens,
+            )
         gone = self._gone(freed)
         if gone:
             self._drop_orders(gone)
@@ -523,6 +558,8 @@ class SchedulerHalf:
         for identifier in freed & self._plan.saves.keys():
             del self._plan.saves[identifier]
             self._save_orders.release(identifier)
+        for identifier in freed:
+            self._plan.encodes.pop(identifier, None)
         for load in self._plan.loads:
             if load.identifier in freed:
                 self.tracker.do_not_load(load.identifier)
@@ -545,6 +582,10 @@ class SchedulerHalf:
                 self._index.add(key)
         for name, amount in report.counts.items():
             self._counters.add(name, amount)
+        for one in report.encoded:
+            self._counters.add_all({"encode.seconds": one.seconds, "encode.rows": one.rows})
+            if self._policy is not None:
+                self._policy.costs.add(one.modality, one.rows // one.items, one.seconds / one.items)
 
     def _sweep(self, now: float) -> None:
         """Drop what is too old to matter; at most once a second."""
@@ -563,6 +604,7 @@ class SchedulerHalf:
 
     def request_finished(self, request: Any) -> None:
         """The request has ended."""
+        self._seen.pop(request.request_id, None)
         self._unavailable.discard(request.request_id)
         self.tracker.end_request(request.request_id)
 

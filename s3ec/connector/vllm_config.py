@@ -86,10 +86,7 @@ def _silence(backend: Any, ranks: int, stages: int, *, v2: bool) -> str | None:
     """Why reports of ranks do not reach the scheduler; None if they do."""
     from s3ec.connector import compat  # which imports vllm; the scheduler half does not
 
-    this = compat.release(compat.vllm_version())
-    if not compat.installed_hooks()["build_connector_worker_meta"] or (
-        this is not None and this < (0, 30)
-    ):
+    if not compat.passes_reports():
         return "this vLLM drops the workers' reports (0.30 and newer pass them on)"
     if stages > 1 and not v2:
         return "vLLM's V1 model runner drops the workers' reports with pipeline parallelism"

@@ -11,6 +11,7 @@ import torch
 
 from s3ec.connector import compat
 from s3ec.connector.adapters import AdapterCache, AdapterFiles, name_in_plan
+from s3ec.connector.encode_timer import EncodeTimer
 from s3ec.connector.loads import Batch, Loader
 from s3ec.connector.messages import Load, StepPlan, WorkerReport
 from s3ec.connector.remote_ranks import LocalPins
@@ -65,6 +66,7 @@ class WorkerHalf:
         self._rank = rank
         self._drain_timeout_s = drain_timeout_s
         self._finish_later = finish_later
+        self._timer = EncodeTimer(device)
         self._loader = Loader(node, lambda: open_staging(device(), can_pin=compat.can_pin_memory))
         self._started: _Started | None = None
         self._loaded: dict[int, set[int]] = {}
@@ -87,6 +89,15 @@ class WorkerHalf:
         Raises:
             RuntimeError: As for finish_load_caches, where that is not called by the runner.
         """
+        self._start_loads(cache, plan)
+        if plan.encodes:
+            self._timer.begin(list(plan.encodes.values()))
+
+    def encoder_ended(self) -> None:
+        """The runner has called the encoder for this step, if it had to."""
+        self._timer.end()
+
+    def _start_loads(self, cache: MutableMapping[str, Any], plan: StepPlan) -> None:
         left, self._started = self._started, None
         if left is not None:  # of a step that failed before it asked for its loads
             left.batch.cancel()
@@ -116,6 +127,7 @@ class WorkerHalf:
                 tensor would be answered from, and cached under the image's hash for later
                 requests.
         """
+        self._timer.end()
         started, self._started = self._started, None
         if started is not None:
             with self._sync_allowed():
@@ -156,6 +168,7 @@ class WorkerHalf:
         Args:
             mm_hash: vLLM's name of it.
         """
+        self._timer.end()
         identifier = name_in_plan(mm_hash, plan) if plan.adapters else mm_hash
         use = plan.adapters.get(identifier)
         if use is not None and not self._adapter_files.vouch_for(use):
@@ -184,6 +197,9 @@ class WorkerHalf:
             report.published, report.stored = self._saves.take_report()
         if self._has_orders:
             self._own_pins.report(report, self._rank)
+        encoded = self._timer.take()
+        if encoded and self._rank() == 0:
+            report.encoded = encoded
         # A scheduler half in this process reads the same counters itself.
         if self._node.users <= 1:
             report.counts = self._increments.take()

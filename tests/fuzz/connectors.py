@@ -8,6 +8,7 @@ whole and in time: what goes wrong with it as well is vLLM's fault.
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -27,6 +28,7 @@ from s3ec.connector.messages import StepPlan, WorkerReport
 from s3ec.connector.remote_ranks import Ranks, tier_id
 from s3ec.connector.scheduler import SchedulerHalf
 from s3ec.connector.vllm_config import Role
+from s3ec.connector.waiting import EncodeCosts, EngineLoad, FetchQueue, WaitPolicy
 from s3ec.connector.worker import WorkerHalf
 from s3ec.counters import Counters
 from s3ec.identity import Namespace
@@ -128,6 +130,7 @@ class Rank:
         self.half.save_caches(cache, identifier, plan)
 
     def report(self) -> WorkerReport | None:
+        self.half.encoder_ended()
         return self.half.report()
 
     def close(self) -> None:
@@ -206,7 +209,9 @@ class S3EC(Connector):
             placeholder_of=lambda _: {},
             counters=self.counters,
             ranks=None if self.far is None else self._make_bookkeeping(bench),
+            policy=self._make_policy(),
             clock=self.clock,
+            wall_clock=self.clock,
         )
         self.ranks = [
             self._make_rank(bench.far_node if is_far else bench.node, rank)
@@ -233,6 +238,11 @@ class S3EC(Connector):
         made = PlayedPrefetcher(outside, bench.files, lambda _: False)
         bench.far_node.prefetcher = made  # type: ignore[assignment]
         return made
+
+    def _make_policy(self) -> WaitPolicy | None:
+        if self.options.encode_row_s is None:
+            return None
+        return WaitPolicy(EncodeCosts(), EngineLoad(self.options.depth), FetchQueue(16))
 
     def _make_bookkeeping(self, bench: Bench) -> Ranks:
         return Ranks(
@@ -292,7 +302,9 @@ class S3EC(Connector):
 
     def build_connector_meta(self, output: SchedulerOutput) -> StepPlan:
         plan = self.half.build_connector_meta(
-            output.free_encoder_mm_hashes, scheduled_tokens=output.total_num_scheduled_tokens
+            output.free_encoder_mm_hashes,
+            scheduled_tokens=output.total_num_scheduled_tokens,
+            decode_tokens=len(output.num_scheduled_tokens),
         )
         self._held = set(self.device)
         for load in plan.loads:
@@ -301,7 +313,13 @@ class S3EC(Connector):
         return plan
 
     def update_connector_output(self, output: ECConnectorOutput) -> None:
-        self.half.update_connector_output(output.ec_connector_worker_meta)
+        report = output.ec_connector_worker_meta
+        # Engines here take no time, so what encoding costs is part of the seed.
+        report.encoded = [
+            dataclasses.replace(one, seconds=one.rows * (self.options.encode_row_s or 0.0))
+            for one in report.encoded
+        ]
+        self.half.update_connector_output(report)
 
     def take_unavailable_requests(self) -> set[str]:
         taken = self.half.take_unavailable_requests()
@@ -386,6 +404,7 @@ class S3EC(Connector):
             self.is_calm
             and self.far is None
             and self.options.loads
+            and self.options.encode_row_s is None
             and self.options.defer_timeout_s >= _AMPLE_S
             and self.most_waits == MAX_WAITS
             and not self._is_stopped

@@ -169,7 +169,9 @@ def draw(seed: int) -> tuple[Options, Habits]:
         weights=rnd.choice([0.0, 0.0, 0.0, 0.01]),
         most_waits=rnd.choice([MAX_WAITS] * 5 + [1, 4]),
     )
-    return options, habits
+    # Drawn last, so that what an older seed was is what it is.
+    row_s = rnd.choice([None, None, 1e-5, 1e-3, 1e-1])
+    return dataclasses.replace(options, encode_row_s=row_s), habits
 
 
 class Run:

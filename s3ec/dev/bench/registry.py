@@ -68,6 +68,12 @@ ENTRIES: dict[str, Entry] = {
         "The index: lookups, memory, opening, compaction, and how soon a save is found.",
         240,
     ),
+    "payoff": Entry(
+        "s3ec.dev.bench.payoff",
+        "What weighing waits gains, in vLLM's scheduler with a virtual clock.",
+        1800,
+        alone=True,
+    ),
     "weights": Entry(
         "s3ec.dev.bench.weights",
         "The fingerprint of a 27B model's encoder, as an engine takes it when it starts.",

@@ -14,6 +14,7 @@ from s3ec.connector.messages import StepPlan, WorkerReport
 from s3ec.connector.remote_ranks import Ranks
 from s3ec.connector.scheduler import SchedulerHalf
 from s3ec.connector.vllm_config import Role
+from s3ec.connector.waiting import WaitPolicy
 from s3ec.counters import Counters
 from s3ec.identity import Key, KeyPolicy, Layout, make_key
 from s3ec.index.base import Index
@@ -78,7 +79,12 @@ def bare(text: object, offset: int = 0, **more: Any) -> Any:
 
 def request(name: str, *features: Any) -> Any:
     ends = [one.mm_position.offset + one.mm_position.length for one in features]
-    return SimpleNamespace(request_id=name, mm_features=list(features), num_prompt_tokens=max(ends))
+    return SimpleNamespace(
+        request_id=name,
+        mm_features=list(features),
+        num_prompt_tokens=max(ends),
+        arrival_time=1000.0,
+    )
 
 
 def has_no_pixels(feature: Any) -> bool:
@@ -159,6 +165,7 @@ class World:
         ranks_apart: Ranks | None = None,
         index: Index | None = None,
         naming: KeyPolicy | None = None,
+        policy: WaitPolicy | None = None,
         **role: Any,
     ) -> None:
         values = {
@@ -193,7 +200,9 @@ class World:
             counters=self.counters,
             ranks=ranks_apart,
             naming=naming,
+            policy=policy,
             clock=self.clock,
+            wall_clock=self.clock,
         )
 
     def stock(self, *texts: object) -> None:

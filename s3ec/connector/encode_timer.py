@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long the encoder runs in a step, measured in the worker without waiting for the device.
+
+vLLM's runners call the worker half directly before the encoder runs (at the end of
+``start_load_caches``) and directly after it: at the first ``save_caches`` of a producer, else at
+``get_finished``. On a GPU both points are events in the stream that the encoder runs in. They are
+asked in later steps whether they have passed, so nothing ever waits for them. Gaps in which the
+device waits for the CPU count as encoding, as they should.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from s3ec.connector.messages import Encode, EncodeTime
+
+# Steps whose events have not passed yet. More are dropped: the device hangs, or nobody asks.
+_MOST_UNDER_WAY = 64
+
+
+class EncodeTimer:
+    """One worker's measurements. One thread: the model runner's.
+
+    A step is idle, then ``begun``, then ``ended`` and, where the device is a GPU, waits for its
+    two events. A step that begins before the last one has ended drops that one: it has failed.
+    """
+
+    def __init__(
+        self,
+        device: Callable[[], torch.device],
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """Start idle.
+
+        Args:
+            device: The model's device.
+            clock: Seconds, for a device that runs in the caller's thread.
+        """
+        self._device = device
+        self._clock = clock
+        self._begun: tuple[Sequence[Encode], Any] | None = None
+        self._under_way: deque[tuple[Sequence[Encode], Any, Any]] = deque(maxlen=_MOST_UNDER_WAY)
+        self._done: list[EncodeTime] = []
+
+    def begin(self, encodes: Sequence[Encode]) -> None:
+        """The encoder is about to run for these; nothing is measured where there are none.
+
+        Items of two modalities in one step say nothing about either, so they are left out.
+        """
+        self._begun = None
+        if encodes and len({one.modality for one in encodes}) == 1:
+            self._begun = (encodes, self._now())
+
+    def end(self) -> None:
+        """The encoder has run, or was launched. Only the first call after ``begin`` counts."""
+        begun, self._begun = self._begun, None
+        if begun is None:
+            return
+        encodes, before = begun
+        after = self._now()
+        if isinstance(before, float):
+            self._finish(encodes, after - before)
+        else:
+            self._under_way.append((encodes, before, after))
+
+    def take(self) -> list[EncodeTime]:
+        """What has been measured since the last call."""
+        while self._under_way and self._under_way[0][2].query():
+            encodes, before, after = self._under_way.popleft()
+            self._finish(encodes, before.elapsed_time(after) / 1000)
+        done, self._done = self._done, []
+        return done
+
+    def _finish(self, encodes: Sequence[Encode], seconds: float) -> None:
+        rows = sum(one.rows for one in encodes)
+        self._done.append(EncodeTime(encodes[0].modality, len(encodes), rows, seconds))
+
+    def _now(self) -> Any:
+        if self._device().type != "cuda":
+            return self._clock()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event

@@ -1,0 +1,516 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a request waits for its embeddings or has them encoded: whichever costs less.
+
+Everything here is arithmetic on what it is told. There is no clock, no I/O and no lock; the
+scheduler's thread owns it all. Times are seconds.
+
+A decision compares two costs, anew in each scheduling pass:
+
+* to stop now: what is still missing is encoded. That takes the learned encoding cost of each
+  missing item, times a price: an encode delays every request that is being worked on.
+* to wait until some time T from now: the expected wait, and then the encoding of what is expected
+  to be missing still. How long a fetch takes is learned, by source and size, as a distribution.
+
+The request waits while some T is cheaper than to stop now. What it does not wait for is fetched all
+the same, for later requests.
+
+A request, as ``WaitPolicy`` sees it:
+
+=========  =========  ==================================================================
+state      goes to    when
+=========  =========  ==================================================================
+new        waiting    some T is cheaper than to stop now
+new        declined   none is, or the encoding cost of this kind is to be learned first
+waiting    doubtful   no T is cheaper any more
+doubtful   waiting    some T is cheaper again
+doubtful   declined   a quarter of the cost to stop has passed, or to wait costs a fifth more
+any        (unknown)  the request has ended, or waits for nothing any more
+=========  =========  ==================================================================
+
+``doubtful`` still waits. The expected rest of a long wait is always "a little more", so without it
+a wait would end just before its end.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, KeysView, Mapping, Sequence
+from dataclasses import dataclass
+
+# How many durations are remembered for each kind of fetch.
+_SAMPLES = 128
+# Sorting is done after so many new ones, and each time while there are few.
+_SORT_EVERY = 8
+_FEW = 16
+# Beyond the third longest, the share that takes longer falls with the age to this power.
+_TAIL_POWER = 3.0
+# Before anything was fetched.
+PRIOR_FETCH_S = 0.05
+# Before anything was encoded: for one item, whatever its size.
+PRIOR_ENCODE_S = 0.05
+# Weight of a new sample among the earlier ones of its kind.
+_NEW_WEIGHT = 0.2
+# Encodes that only teach what encoding costs, for each kind.
+_MOST_EXPLORED = 3
+# A sample counts for at most so many times what was learned: a hiccup says nothing.
+_MOST_TIMES = 5.0
+# Times that are tried for the end of a wait.
+_TRIES = 25
+# Doubt: how much more a wait may cost, and for which share of the cost to stop.
+_DOUBT_COST = 1.2
+_DOUBT_SHARE = 0.25
+# How fast the engine's load is forgotten, and what it counts at most.
+_MEMORY_S = 3.0
+_BUSIEST = 0.97
+_MOST_OTHERS = 500.0
+_IDLE_CROWD = 0.02
+# The smoothing of what is seen once a pass or once a request.
+_PASS_WEIGHT = 0.1
+_REQUEST_WEIGHT = 0.05
+# So many fetches without an answer say that the store has gone silent; fewer may be bad luck.
+_SILENT_FROM = 3
+# In one scheduling pass; 64 of them take less than a millisecond.
+MOST_DECISIONS = 64
+# A scheduler that runs nothing looks again after about this long (vLLM sleeps 1 ms).
+IDLE_PAUSE_S = 0.0012
+_LONGEST_PAUSE_S = 1.0
+
+
+class FetchTimes:
+    """How long fetches of one kind take, from their begin: the last 128 of them."""
+
+    def __init__(self) -> None:
+        self._last: deque[float] = deque(maxlen=_SAMPLES)
+        self._sorted: list[float] = []
+        self._unsorted = 0
+        self.mean_s = PRIOR_FETCH_S
+
+    def __len__(self) -> int:
+        return len(self._last)
+
+    def add(self, seconds: float) -> None:
+        """One fetch has taken so long."""
+        self._last.append(seconds)
+        self._unsorted += 1
+        if self._unsorted >= _SORT_EVERY or len(self._sorted) < _FEW:
+            self._unsorted = 0
+            self._sorted = sorted(self._last)
+            self.mean_s = sum(self._sorted) / len(self._sorted)
+
+    @property
+    def late_s(self) -> float:
+        """What one in a hundred takes; 0 before there are enough to tell."""
+        times = self._sorted
+        return times[-max(1, len(times) // 100)] if len(times) >= _FEW else 0.0
+
+    def later_than(self, age_s: float) -> float:
+        """Share of the fetches that take longer than this: 0 to 1, never rising with the age."""
+        if age_s <= 0:
+            return 1.0
+        times = self._sorted
+        count = len(times)
+        if not count:
+            return math.exp(-age_s / PRIOR_FETCH_S)
+        longer = count - bisect_right(times, age_s)
+        if longer > 2:
+            return longer / count
+        # Of the few longest nothing is known but that they were long.
+        third = times[max(0, count - 3)]
+        share = min(3, count) / count
+        if age_s <= third:
+            return max(longer / count, share)
+        return share * math.pow(third / age_s, _TAIL_POWER)
+
+
+class EncodeCosts:
+    """What encoding costs, by modality and size: seconds per row, learned from the worker.
+
+    Sizes fall into classes by powers of two. A class that was never seen takes the nearest one of
+    its modality; a modality that was never seen takes PRIOR_ENCODE_S per item.
+    """
+
+    def __init__(self, learned: Mapping[str, float] | None = None) -> None:
+        """Start with what an earlier engine has learned, as ``document`` gave it."""
+        self._row_s: dict[tuple[str, int], float] = {}
+        self._explored: dict[tuple[str, int], int] = {}
+        # The first sample of a process holds compilation and lazy loading.
+        self._seen: set[tuple[str, int]] = set()
+        for name, row_s in (learned or {}).items():
+            modality, _, size = name.rpartition(":")
+            if modality and size.isdigit() and 0.0 < row_s < math.inf:
+                self._row_s[modality, int(size)] = row_s
+
+    def add(self, modality: str, rows: int, seconds: float) -> None:
+        """The encoder took so long for so many rows."""
+        if rows <= 0 or not 0.0 < seconds < math.inf:
+            return
+        kind = (modality, rows.bit_length())
+        if kind not in self._seen:
+            self._seen.add(kind)
+            return
+        row_s = seconds / rows
+        known = self._row_s.get(kind)
+        if known is None:
+            self._row_s[kind] = row_s
+        else:
+            row_s = min(row_s, _MOST_TIMES * known)
+            self._row_s[kind] = known + _NEW_WEIGHT * (row_s - known)
+
+    def cost_s(self, modality: str, rows: int) -> float:
+        """What one item of this size is expected to take."""
+        size = rows.bit_length()
+        row_s = self._row_s.get((modality, size))
+        if row_s is None:
+            near = [
+                (abs(other - size), value)
+                for (name, other), value in self._row_s.items()
+                if name == modality
+            ]
+            if not near:
+                return PRIOR_ENCODE_S
+            row_s = min(near)[1]
+        return row_s * rows
+
+    def explore(self, modality: str, rows: int) -> bool:
+        """Whether an item should be encoded so that its cost becomes known.
+
+        A few times for each kind: the first sample does not count, and what has been encoded for
+        this is reported some steps later, if at all.
+        """
+        kind = (modality, rows.bit_length())
+        explored = self._explored.get(kind, 0)
+        if kind in self._row_s or explored >= _MOST_EXPLORED:
+            return False
+        self._explored[kind] = explored + 1
+        return True
+
+    @property
+    def document(self) -> dict[str, float]:
+        """For a file: seconds per row by ``modality:size class``."""
+        return {f"{modality}:{size}": row_s for (modality, size), row_s in self._row_s.items()}
+
+
+class EngineLoad:
+    """How busy the engine is, from what the hooks are asked: whom an encode would delay."""
+
+    def __init__(self, steps_in_flight: int) -> None:
+        """Start idle.
+
+        Args:
+            steps_in_flight: Scheduling passes until the one whose step runs now: 1, or 2 with
+                asynchronous scheduling.
+        """
+        idle = (False, False)  # whether the step had a prefill, and any tokens
+        self._steps = deque([idle] * steps_in_flight, maxlen=steps_in_flight)
+        self._last_s: float | None = None
+        self._busy_s = 0.0
+        self._wall_s = 1e-6
+        self._plain_s = 0.0  # a step that only decodes
+        self._pause_s = IDLE_PAUSE_S
+        self._arrivals = 0.0  # requests a second
+        self._delay_s = 0.0  # from arrival to the first question
+        self._crowd = 0.0
+        self._others = 0
+        self._asked = self._fresh = self._deferred = 0
+
+    def asked(self, *, delay_s: float | None = None) -> None:
+        """A request was asked about; ``delay_s`` since its arrival, if for the first time."""
+        self._asked += 1
+        if delay_s is not None:
+            self._fresh += 1
+            self._delay_s += _REQUEST_WEIGHT * (max(0.0, delay_s) - self._delay_s)
+
+    def deferred(self) -> None:
+        """One of those asked about waits."""
+        self._deferred += 1
+
+    def end_pass(self, now: float, *, has_prefill: bool, tokens: int) -> None:
+        """A scheduling pass has ended."""
+        last, self._last_s = self._last_s, now
+        if last is not None and now > last:
+            self._learn(now - last)
+            self._fresh = 0
+        self._steps.append((has_prefill, tokens > 0))
+        self._others = max(0, self._asked - self._deferred)
+        self._asked = self._deferred = 0
+
+    def _learn(self, interval_s: float) -> None:
+        kept = math.exp(-interval_s / _MEMORY_S)
+        had_prefill, had_tokens = self._steps[0]  # of the step that has run meanwhile
+        exclusive_s = 0.0
+        if had_prefill:
+            exclusive_s = max(0.0, interval_s - self._plain_s)
+        elif had_tokens:
+            weight = _PASS_WEIGHT if self._plain_s else 1.0
+            self._plain_s += weight * (interval_s - self._plain_s)
+        self._busy_s = self._busy_s * kept + exclusive_s
+        self._wall_s = self._wall_s * kept + interval_s
+        if self._steps[-1][1]:
+            self._pause_s += _PASS_WEIGHT * (min(interval_s, _LONGEST_PAUSE_S) - self._pause_s)
+        self._arrivals += (1 - kept) * (self._fresh / interval_s - self._arrivals)
+        self._crowd += (1 - kept) * (max(0, self._asked - 1) - self._crowd)
+
+    @property
+    def pause_s(self) -> float:
+        """How long until a decision can be changed."""
+        return self._pause_s if self._steps[-1][1] else IDLE_PAUSE_S
+
+    @property
+    def price(self) -> float:
+        """What a second of encoding costs, in seconds of all requests: 1 and more."""
+        if self._crowd < _IDLE_CROWD:
+            return 1.0
+        busy = min(_BUSIEST, self._busy_s / self._wall_s)
+        others = min(_MOST_OTHERS, self._others + self._arrivals * self._delay_s)
+        return (1.0 + others) / (1.0 - busy) ** 2
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """Items of one request that are being fetched and are alike.
+
+    Attributes:
+        count: How many.
+        age_s: Since their fetch began. Negative while they stand in the queue: minus the time
+            until they are expected to begin.
+        times: How long such fetches take.
+    """
+
+    count: int
+    age_s: float
+    times: FetchTimes
+
+
+def is_waiting_cheaper(
+    missing: Sequence[Missing], encode_s: float, pause_s: float, *, most: float = 1.0
+) -> bool:
+    """Whether to wait until some time costs less than to encode all now.
+
+    Args:
+        missing: What the request lacks.
+        encode_s: What it costs to encode one of them, price included, less what loading costs.
+        pause_s: How long until the decision can be changed.
+        most: How many times the cost of encoding a wait may cost.
+    """
+    count = sum(one.count for one in missing)
+    stop_s = encode_s * count
+    limit_s = stop_s * most
+    if stop_s <= 0:
+        return False
+    missing_now = [max(one.times.later_than(one.age_s), 1e-6) for one in missing]
+    horizon_s = stop_s + 4 * pause_s
+    step = max(1.0001, horizon_s / pause_s) ** (1 / (_TRIES - 1))
+    end_s, waited_s, not_all = 0.0, 0.0, 1.0
+    for number in range(_TRIES):
+        next_s = max(pause_s * step**number, end_s + pause_s)
+        all_here, left = 1.0, 0.0
+        for one, share_now in zip(missing, missing_now, strict=True):
+            share = min(1.0, one.times.later_than(one.age_s + next_s) / share_now)
+            all_here *= (1.0 - share) ** one.count
+            left += one.count * share
+        span_s = next_s - end_s
+        waited_s += not_all * span_s
+        if span_s > 1.5 * pause_s:
+            # All may be here in the middle of the span; that is seen at the next pass.
+            waited_s -= (not_all - (1.0 - all_here)) * (span_s - pause_s) * 0.5
+        if waited_s + encode_s * left < limit_s:
+            return True
+        if waited_s >= limit_s or next_s > horizon_s:
+            return False
+        end_s, not_all = next_s, 1.0 - all_here
+    return False
+
+
+class FetchQueue:
+    """Which fetches have begun, as far as the scheduler's thread can tell.
+
+    The prefetcher begins them in their order, some at a time, and says when each has ended.
+    """
+
+    def __init__(self, places: int) -> None:
+        """Start empty.
+
+        Args:
+            places: Fetches that run at a time.
+        """
+        self._places = places
+        self._ordered = self._ended = 0
+        # Since when something is under way and nothing has come.
+        self._silent_since_s = 0.0
+
+    def order(self, now: float) -> int:
+        """One more fetch; its number."""
+        if self._ordered <= self._ended:
+            self._silent_since_s = now
+        self._ordered += 1
+        return self._ordered
+
+    def end(self, now: float) -> None:
+        """One of them has ended."""
+        self._ended += 1
+        self._silent_since_s = now
+
+    def reset(self) -> None:
+        """Nothing is under way: what was counted otherwise was ordered twice and came once."""
+        self._ended = self._ordered
+
+    def ahead(self, number: int) -> int:
+        """How many must end before this one begins; 0 once it has begun."""
+        return max(0, number - self._ended - self._places)
+
+    def until_begin_s(self, ahead: int, mean_s: float) -> float:
+        """When a fetch with so many ahead of it is expected to begin."""
+        return ahead / self._places * mean_s
+
+    def silent_s(self, now: float) -> float:
+        """How long nothing has come though at least three are under way."""
+        under_way = self._ordered - self._ended
+        return now - self._silent_since_s if under_way >= _SILENT_FROM else 0.0
+
+
+@dataclass(slots=True)
+class Fetching:
+    """One item that is on its way.
+
+    Attributes:
+        number: Its place in the queue, of ``FetchQueue.order``.
+        began_s: When it was seen to have begun.
+    """
+
+    number: int
+    began_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """One item that a request lacks.
+
+    Attributes:
+        modality: ``image``, ``video``...
+        rows: Rows of its embedding.
+        source: Where it comes from: ``bucket`` or ``tier``.
+        fetching: Its place in the queue.
+    """
+
+    modality: str
+    rows: int
+    source: str
+    fetching: Fetching
+
+
+class WaitPolicy:
+    """Decides for each request and pass; see the module for its states.
+
+    Attributes:
+        costs: What encoding costs.
+        load: How busy the engine is.
+        queue: Fetches under way.
+        declined: Requests that were to encode at once, since the start.
+    """
+
+    def __init__(self, costs: EncodeCosts, load: EngineLoad, queue: FetchQueue) -> None:
+        self.costs = costs
+        self.load = load
+        self.queue = queue
+        self.declined = 0
+        self._times: dict[tuple[str, int], FetchTimes] = {}
+        self._waiting: dict[str, float | None] = {}  # since when in doubt
+        self._decisions = 0
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def waiting(self) -> KeysView[str]:
+        """Requests that wait at present."""
+        return self._waiting.keys()
+
+    def times(self, source: str, rows: int) -> FetchTimes:
+        """How long fetches of this source and size take."""
+        kind = (source, rows.bit_length())
+        found = self._times.get(kind)
+        if found is None:
+            found = self._times[kind] = FetchTimes()
+        return found
+
+    def end_pass(self, now: float, *, has_prefill: bool, tokens: int) -> None:
+        """A scheduling pass has ended."""
+        self._decisions = 0
+        self.load.end_pass(now, has_prefill=has_prefill, tokens=tokens)
+
+    def waits(self, request_id: str, wants: Callable[[], Sequence[Want]], now: float) -> bool:
+        """Whether the request should wait for what it lacks.
+
+        Args:
+            request_id: Of the request.
+            wants: What it lacks, at least one; only asked where something is to be decided.
+            now: Monotonic seconds.
+        """
+        # A decision takes some microseconds. What was decided in an earlier pass holds for one
+        # more where many wait.
+        if self._decisions >= MOST_DECISIONS:
+            return True
+        self._decisions += 1
+        waits = self._decide(request_id, wants(), now)
+        if waits:
+            self.load.deferred()
+        else:
+            self.declined += 1
+        return waits
+
+    def _decide(self, request_id: str, wants: Sequence[Want], now: float) -> bool:
+        costs = self.costs
+        is_new = request_id not in self._waiting
+        # All of them, not the first one only: each kind is explored once.
+        if is_new and sum([costs.explore(one.modality, one.rows) for one in wants]):
+            return False
+        missing = self._group(wants, now)
+        late_s = max(one.times.late_s for one in missing)
+        if late_s and self.queue.silent_s(now) > 2 * late_s:
+            self.end(request_id)
+            return False
+        price = self.load.price
+        encode_s = price * sum(costs.cost_s(one.modality, one.rows) for one in wants) / len(wants)
+        pause_s = self.load.pause_s
+        if is_waiting_cheaper(missing, encode_s, pause_s):
+            self._waiting[request_id] = None
+            return True
+        if is_new:
+            return False
+        since_s = self._waiting[request_id]
+        if since_s is None:
+            since_s = self._waiting[request_id] = now
+        if now - since_s < _DOUBT_SHARE * encode_s * len(wants) and is_waiting_cheaper(
+            missing, encode_s, pause_s, most=_DOUBT_COST
+        ):
+            return True
+        self.end(request_id)
+        return False
+
+    def _group(self, wants: Sequence[Want], now: float) -> list[Missing]:
+        """Those that are alike, and whether they have begun; each group has the mean age."""
+        groups: dict[tuple[int, bool], list[float]] = {}
+        times: dict[int, FetchTimes] = {}
+        for one in wants:
+            kind = self.times(one.source, one.rows)
+            times[id(kind)] = kind
+            age_s = self._age_s(one.fetching, kind.mean_s, now)
+            groups.setdefault((id(kind), age_s >= 0), []).append(age_s)
+        return [
+            Missing(len(ages), sum(ages) / len(ages), times[kind])
+            for (kind, _), ages in groups.items()
+        ]
+
+    def _age_s(self, fetching: Fetching, mean_s: float, now: float) -> float:
+        ahead = self.queue.ahead(fetching.number)
+        if ahead:
+            return -self.queue.until_begin_s(ahead, mean_s)
+        if fetching.began_s is None:
+            fetching.began_s = now
+        return now - fetching.began_s
+
+    def end(self, request_id: str) -> None:
+        """The request waits for nothing any more."""
+        self._waiting.pop(request_id, None)

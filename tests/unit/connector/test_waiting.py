@@ -1,0 +1,410 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether waiting pays: the arithmetic, and the states of a request."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+
+import pytest
+
+from s3ec.connector.messages import Encode, EncodeTime, WorkerReport
+from s3ec.connector.waiting import (
+    IDLE_PAUSE_S,
+    MOST_DECISIONS,
+    PRIOR_ENCODE_S,
+    EncodeCosts,
+    EngineLoad,
+    Fetching,
+    FetchQueue,
+    FetchTimes,
+    Missing,
+    WaitPolicy,
+    Want,
+    is_waiting_cheaper,
+)
+from tests.unit.connector.scheduling import World, feature, identifier_of, request
+
+ROWS = 256
+SMALL = 4  # rows of the features that ``scheduling`` makes
+PAUSE_S = 0.0012
+
+
+def times(median_s: float, *, sigma: float = 0.7, count: int = 128, seed: int = 1) -> FetchTimes:
+    source = random.Random(seed)
+    made = FetchTimes()
+    for _ in range(count):
+        made.add(median_s * math.exp(sigma * source.gauss(0, 1)))
+    return made
+
+
+# -- how long fetches take -------------------------------------------------------------------
+
+
+def test_share_that_takes_longer_never_rises_and_ends_near_nothing() -> None:
+    for count in (0, 1, 2, 3, 7, 128, 300):
+        one = times(0.03, count=count)
+        shares = [one.later_than(0.001 * step) for step in range(-5, 2000)]
+        assert shares[0] == 1.0
+        assert all(0.0 <= share <= 1.0 for share in shares)
+        assert all(later <= sooner for sooner, later in itertools.pairwise(shares))
+        assert shares[-1] < 0.05
+
+
+def test_old_fetches_are_forgotten() -> None:
+    one = times(0.03)
+    for _ in range(128):
+        one.add(1.0)
+    assert one.later_than(0.5) == 1.0
+    assert one.mean_s == pytest.approx(1.0)
+
+
+# -- one decision ----------------------------------------------------------------------------
+
+
+def test_waits_where_a_fetch_is_short_beside_the_encoder() -> None:
+    assert is_waiting_cheaper([Missing(1, 0.0, times(0.03))], 1.0, PAUSE_S)
+
+
+def test_encodes_where_a_fetch_is_long_beside_the_encoder() -> None:
+    assert not is_waiting_cheaper([Missing(1, 0.0, times(0.08))], 0.003, PAUSE_S)
+
+
+def test_what_costs_nothing_is_not_waited_for() -> None:
+    assert not is_waiting_cheaper([Missing(1, 0.0, times(0.001))], 0.0, PAUSE_S)
+    assert not is_waiting_cheaper([], 1.0, PAUSE_S)
+
+
+def test_a_dearer_encoder_never_ends_a_wait() -> None:
+    for median_s in (0.0005, 0.005, 0.03, 0.08):
+        for count in (1, 4, 20):
+            missing = [Missing(count, 0.01, times(median_s))]
+            answers = [is_waiting_cheaper(missing, 1e-4 * 1.3**step, PAUSE_S) for step in range(50)]
+            assert answers == sorted(answers)
+            assert answers[-1]
+
+
+def test_a_place_far_back_in_the_queue_is_not_worth_the_wait() -> None:
+    fetches = times(0.005)
+    assert is_waiting_cheaper([Missing(1, 0.0, fetches)], 0.1, PAUSE_S)
+    assert not is_waiting_cheaper([Missing(1, -3.0, fetches)], 0.1, PAUSE_S)
+
+
+def test_stragglers_are_given_up_once_they_have_taken_unusually_long() -> None:
+    fetches = times(0.03)
+    assert is_waiting_cheaper([Missing(1, 0.0, fetches)], 0.06, PAUSE_S)
+    assert not is_waiting_cheaper([Missing(1, 0.5, fetches)], 0.06, PAUSE_S)
+
+
+# -- what encoding costs ---------------------------------------------------------------------
+
+
+def test_cost_is_learned_by_modality_and_size_without_the_first_sample() -> None:
+    costs = EncodeCosts()
+    assert costs.cost_s("image", 256) == PRIOR_ENCODE_S
+    costs.add("image", 256, 9.0)  # compilation
+    assert costs.cost_s("image", 256) == PRIOR_ENCODE_S
+    for _ in range(20):
+        costs.add("image", 256, 0.1)
+    assert costs.cost_s("image", 256) == pytest.approx(0.1)
+    # A size that was never seen takes the nearest one; a modality that was not, the first guess.
+    assert costs.cost_s("image", 1024) == pytest.approx(0.4)
+    assert costs.cost_s("video", 256) == PRIOR_ENCODE_S
+
+
+def test_a_hiccup_counts_for_little() -> None:
+    costs = EncodeCosts()
+    for _ in range(30):
+        costs.add("image", 256, 0.1)
+    costs.add("image", 256, 60.0)
+    assert costs.cost_s("image", 256) <= 0.2
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, math.inf, math.nan])
+def test_a_time_that_cannot_be_is_ignored(seconds: float) -> None:
+    costs = EncodeCosts()
+    for _ in range(3):
+        costs.add("image", 256, seconds)
+        costs.add("image", 0, 0.1)
+    assert costs.document == {}
+
+
+def test_costs_come_back_from_a_file_and_bad_lines_of_it_do_not() -> None:
+    costs = EncodeCosts()
+    for _ in range(3):
+        costs.add("image", 256, 0.1)
+    again = EncodeCosts(
+        {**costs.document, "image": 1.0, "image:x": 1.0, "video:9": -1.0, ":9": 1.0}
+    )
+    assert again.document == costs.document
+    assert not again.explore("image", 256)
+
+
+def test_each_kind_is_explored_until_its_cost_is_known_and_never_for_long() -> None:
+    costs = EncodeCosts()
+    assert costs.explore("image", 256)
+    assert costs.explore("image", 257)  # of the same size class
+    assert [costs.explore("image", 256) for _ in range(5)] == [True] + 4 * [False]
+    assert costs.explore("image", 1024)
+    assert costs.explore("video", 256)
+    for _ in range(2):
+        costs.add("video", 256, 0.1)
+    assert not costs.explore("video", 256)
+
+
+# -- whom an encode delays -------------------------------------------------------------------
+
+
+def run_passes(load: EngineLoad, *, asked: int, deferred: int, prefill: bool, now: float) -> float:
+    for _ in range(400):
+        for _ in range(asked):
+            load.asked()
+        for _ in range(deferred):
+            load.deferred()
+        now += 0.01
+        load.end_pass(now, has_prefill=prefill, tokens=1)
+    return now
+
+
+def test_encoding_costs_its_own_time_where_a_request_is_alone() -> None:
+    load = EngineLoad(2)
+    run_passes(load, asked=1, deferred=1, prefill=False, now=0.0)
+    assert load.price == 1.0
+
+
+def test_encoding_is_dearer_the_more_requests_it_delays() -> None:
+    idle, busy = EngineLoad(2), EngineLoad(2)
+    run_passes(idle, asked=3, deferred=2, prefill=False, now=0.0)
+    now = run_passes(busy, asked=30, deferred=0, prefill=False, now=0.0)
+    run_passes(busy, asked=30, deferred=0, prefill=True, now=now)
+    assert 1.0 < idle.price < busy.price
+    assert busy.price < (1 + 500) / (1 - 0.97) ** 2 + 1
+
+
+def test_those_that_wait_for_fetches_are_not_delayed_by_an_encode() -> None:
+    working, waiting = EngineLoad(1), EngineLoad(1)
+    run_passes(working, asked=20, deferred=0, prefill=False, now=0.0)
+    run_passes(waiting, asked=20, deferred=20, prefill=False, now=0.0)
+    assert waiting.price < working.price
+
+
+def test_pause_is_that_of_the_steps_and_short_where_none_runs() -> None:
+    load = EngineLoad(1)
+    assert load.pause_s == IDLE_PAUSE_S
+    now = run_passes(load, asked=1, deferred=0, prefill=True, now=0.0)
+    assert load.pause_s == pytest.approx(0.01, rel=0.05)
+    load.end_pass(now + 0.01, has_prefill=False, tokens=0)
+    assert load.pause_s == IDLE_PAUSE_S
+
+
+# -- a request -------------------------------------------------------------------------------
+
+
+PLACES = 16
+
+
+def make(costs: EncodeCosts, *, fetch_s: float, sigma: float = 0.7) -> WaitPolicy:
+    made = WaitPolicy(costs, EngineLoad(2), FetchQueue(PLACES))
+    source = random.Random(5)
+    for _ in range(128):
+        made.times("bucket", ROWS).add(fetch_s * math.exp(sigma * source.gauss(0, 1)))
+    return made
+
+
+def policy(*, encode_s: float, fetch_s: float) -> WaitPolicy:
+    return make(EncodeCosts({"image:9": encode_s / ROWS}), fetch_s=fetch_s)
+
+
+def want(one: WaitPolicy, *, began_s: float = 0.0) -> Want:
+    return Want("image", ROWS, "bucket", Fetching(one.queue.order(began_s), began_s))
+
+
+def decide(one: WaitPolicy, request_id: str, wants: list[Want], now: float) -> bool:
+    """In a pass of its own."""
+    one.end_pass(now, has_prefill=False, tokens=0)
+    return one.waits(request_id, lambda: wants, now)
+
+
+def test_request_waits_while_it_pays_then_doubts_then_encodes() -> None:
+    one = policy(encode_s=0.06, fetch_s=0.03)
+    wants = [want(one)]
+    assert decide(one, "a", wants, 0.0)
+    assert list(one.waiting) == ["a"]
+    times_s = [0.001 * step for step in range(1, 2000)]
+    waited = next(now for now in times_s if not decide(one, "a", wants, now))
+    assert 0.03 < waited < 0.6
+    assert not one.waiting
+    assert one.declined == 1
+    assert not decide(one, "a", wants, waited + 0.01)
+
+
+def test_request_that_doubts_waits_longer_than_one_that_comes_new() -> None:
+    one = policy(encode_s=0.06, fetch_s=0.03)
+    times_s = [0.001 * step for step in range(1, 2000)]
+    wants = [want(one)]
+    new = next(now for now in times_s if not decide(one, f"new {now}", wants, now))
+    assert decide(one, "a", wants, 0.0)
+    doubtful = next(now for now in times_s if not decide(one, "a", wants, now))
+    assert doubtful > new
+
+
+def test_cost_that_is_not_known_is_learned_by_encoding() -> None:
+    one = make(EncodeCosts(), fetch_s=0.001)
+    assert not decide(one, "a", [want(one)], 0.0)
+    for _ in range(2):
+        one.costs.add("image", ROWS, 0.1)
+    assert decide(one, "b", [want(one)], 0.0)
+
+
+def test_request_that_has_ended_is_forgotten() -> None:
+    one = policy(encode_s=1.0, fetch_s=0.03)
+    assert decide(one, "a", [want(one)], 0.0)
+    one.end("a")
+    one.end("never seen")
+    assert not one.waiting
+
+
+def test_what_stands_far_back_in_the_queue_is_encoded() -> None:
+    one = policy(encode_s=0.5, fetch_s=0.1)
+    first = want(one)
+    for _ in range(400):
+        one.queue.order(0.0)
+    last = Want("image", ROWS, "bucket", Fetching(one.queue.order(0.0)))
+    assert decide(one, "front", [first], 0.0)
+    assert not decide(one, "behind", [last], 0.0)
+
+
+def test_fetch_has_begun_once_enough_others_have_ended() -> None:
+    queue = FetchQueue(2)
+    numbers = [queue.order(0.0) for _ in range(4)]
+    assert [queue.ahead(number) for number in numbers] == [0, 0, 1, 2]
+    queue.end(1.0)
+    assert [queue.ahead(number) for number in numbers] == [0, 0, 0, 1]
+
+
+def test_nobody_waits_for_a_store_that_has_gone_silent() -> None:
+    one = policy(encode_s=5.0, fetch_s=0.03)
+    wants = [want(one) for _ in range(3)]
+    assert decide(one, "a", wants[:1], 0.0)
+    assert not decide(one, "b", [wants[2]], 5.0)
+    one.queue.end(5.0)
+    assert decide(one, "c", [want(one, began_s=5.0)], 5.0)
+
+
+def test_two_fetches_without_an_answer_are_no_silence() -> None:
+    queue = FetchQueue(PLACES)
+    queue.order(0.0)
+    queue.order(0.0)
+    assert queue.silent_s(100.0) == 0.0
+    queue.order(100.0)
+    assert queue.silent_s(100.5) == 100.5
+
+
+def test_only_so_many_are_decided_in_one_pass_and_the_others_go_on_waiting() -> None:
+    one = policy(encode_s=0.001, fetch_s=0.1)
+    asked = []
+
+    def wants() -> list[Want]:
+        asked.append(1)
+        return [want(one)]
+
+    answers = [one.waits(str(number), wants, 0.0) for number in range(MOST_DECISIONS + 10)]
+    assert answers == [False] * MOST_DECISIONS + [True] * 10
+    assert len(asked) == MOST_DECISIONS
+    one.end_pass(0.1, has_prefill=False, tokens=0)
+    assert not one.waits("x", wants, 0.1)
+
+
+# -- the scheduler half that asks it -----------------------------------------------------------
+
+
+def world(*, encode_s: float = 0.06, fetch_s: float = 0.03, known: bool = True) -> World:
+    costs = EncodeCosts({f"image:{SMALL.bit_length()}": encode_s / SMALL} if known else None)
+    one = WaitPolicy(costs, EngineLoad(2), FetchQueue(PLACES))
+    source = random.Random(5)
+    for _ in range(128):
+        one.times("bucket", SMALL).add(fetch_s * math.exp(0.7 * source.gauss(0, 1)))
+    return World(policy=one)
+
+
+def test_request_is_encoded_at_once_where_the_encoder_is_cheap_and_the_fetch_goes_on() -> None:
+    here = world(encode_s=0.001)
+    here.stock("a")
+    asker = request("r", feature("a"))
+    assert here.ask(asker)
+    assert here.schedule(asker) == [False]
+    plan = here.step()
+    assert here.wanted == [identifier_of("a")]
+    assert plan.encodes == {identifier_of("a"): Encode("image", SMALL)}
+    assert here.counters.get("waits_declined") == 1
+    assert here.counters.get("deferred_requests") == 0
+    here.finish("a")
+    later = request("s", feature("b"))
+    here.ask(later)
+    here.half.request_finished(asker)
+    here.half.request_finished(later)
+    here.clock.now_s += 100
+    here.step(freed=["a"])
+    assert here.leftovers() == []
+
+
+def test_request_waits_where_the_encoder_is_dear_and_gives_up_on_a_straggler_before_the_cap() -> (
+    None
+):
+    here = world()
+    here.stock("a", "b")
+    asker = request("r", feature("a"), feature("b", 10))
+    assert not here.ask(asker)
+    here.step(tokens=0)
+    here.finish("a", seconds=0.03)
+    asked = 0
+    while not here.ask(asker):
+        here.clock.now_s += 0.001
+        here.step(tokens=0)
+        asked += 1
+        assert asked < 1900, "waited until the cap"
+    assert asked > 20
+    assert here.schedule(asker) == [True, False]
+    assert list(here.step().encodes) == [identifier_of("b")]
+
+
+def test_request_without_pixels_waits_whatever_it_costs() -> None:
+    here = world(encode_s=0.001)
+    here.stock("a")
+    asker = request("r", feature("a", pixels=False))
+    assert not here.ask(asker)
+    here.step(tokens=0)
+    here.clock.now_s += 5
+    assert not here.ask(asker)
+
+
+def test_costs_are_learned_from_the_reports_of_workers() -> None:
+    here = world(known=False)
+    here.stock("a", "b")
+    asker = request("r", feature("a"))
+    assert here.ask(asker)  # once, so that the cost becomes known
+    here.schedule(asker)
+    here.step()
+    for _ in range(12):
+        here.half.update_connector_output(
+            WorkerReport(encoded=[EncodeTime("image", 2, 2 * SMALL, 0.002)])
+        )
+    assert here.ask(request("s", feature("b")))
+    assert here.counters.get("waits_declined") == 2
+    assert here.counters.get("encode.seconds") == pytest.approx(0.024)
+    assert here.counters.get("encode.rows") == 24 * SMALL
+
+
+def test_many_that_wait_are_not_all_decided_anew_in_one_pass() -> None:
+    here = world(encode_s=10.0)
+    texts = [str(number) for number in range(200)]
+    here.stock(*texts)
+    askers = [request(text, feature(text)) for text in texts]
+    assert not any(here.ask(asker) for asker in askers)
+    here.step(tokens=0)
+    assert not any(here.ask(asker) for asker in askers)
+    here.step(tokens=0)
+    for text in texts:
+        here.finish(text, seconds=0.03)
+    assert all(here.ask(asker) for asker in askers)

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Waiting in vLLM's own scheduler, with a virtual clock: figures do not depend on the machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from s3ec.dev.rigs.virtual_engine import Outcome
+
+pytestmark = [
+    pytest.mark.slow,
+    # vLLM's engine is imported here, and what it imports.
+    pytest.mark.filterwarnings("ignore"),
+]
+
+
+@pytest.fixture(scope="module")
+def virtual() -> Any:
+    pytest.importorskip("vllm")
+    from s3ec.dev.rigs import virtual_engine
+
+    return virtual_engine
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from s3ec.dev.rigs.models import write_gemma3
+
+    return write_gemma3(tmp_path_factory.mktemp("models") / "tiny")
+
+
+def outcomes(virtual: Any, model: Path, point: Any, count: int = 80) -> dict[str, Outcome]:
+    rate = point.load * virtual.capacity(model, point, count=80) if point.load else 0.0
+    return {
+        wait: virtual.simulate(model, point, wait, count=count, rate=rate, seed=3)
+        for wait in ("none", "always", "auto")
+    }
+
+
+def test_same_seed_gives_the_same_figures(virtual: Any, model: Path) -> None:
+    point = virtual.Point(0.015, 0.03, 0.0)
+    first, second = (
+        virtual.simulate(model, point, "auto", count=30, rate=0, seed=3) for _ in range(2)
+    )
+    assert first == second
+
+
+@pytest.mark.parametrize(
+    ("encode_ms", "fetch_ms", "load", "better"),
+    [
+        (3, 80, 0.0, "none"),  # a fetch takes far longer than the encoder
+        (15, 30, 0.0, "none"),
+        (1000, 30, 0.0, "always"),
+        (15, 30, 0.9, "always"),  # an encode delays all others
+    ],
+)
+def test_waits_where_that_is_better_and_only_there(
+    virtual: Any, model: Path, encode_ms: int, fetch_ms: int, load: float, better: str
+) -> None:
+    point = virtual.Point(encode_ms / 1000, fetch_ms / 1000, load)
+    found = outcomes(virtual, model, point)
+    other = found["always" if better == "none" else "none"]
+    best, auto = found[better], found["auto"]
+    assert best.ttft_p50_s < other.ttft_p50_s
+    assert auto.ttft_p50_s <= 1.1 * best.ttft_p50_s
+    assert auto.requests_per_s >= 0.97 * best.requests_per_s
+    assert auto.learned_encode_s == pytest.approx(point.encode_s, rel=0.01)
+
+
+def test_what_a_straggler_holds_up_is_encoded(virtual: Any, model: Path) -> None:
+    """The rest of its request is loaded all the same."""
+    found = outcomes(virtual, model, virtual.Point(0.02, 0.03, 0.0, pictures=4))
+    auto = found["auto"]
+    assert auto.loaded > 0
+    assert auto.encoded > 0
+    assert auto.ttft_p99_s < found["always"].ttft_p99_s
