@@ -49,7 +49,7 @@ from tests.e2e.rig import (
     settings,
     tier_of,
 )
-from tests.on_disk import audit_of
+from tests.support.on_disk import audit_of
 
 _BUCKET = "corpus"
 # How the log tells of the breaker, whose state no counter shows.

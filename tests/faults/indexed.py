@@ -23,8 +23,8 @@ from s3ec.testing.server import LocalS3
 from tests.faults.living import ROWS, object_at
 from tests.faults.saving import NAMESPACE, WIDTH, key_at
 from tests.faults.site import eventually
-from tests.on_disk import audit_of
-from tests.on_disk import evict as evict_copy
+from tests.support.on_disk import audit_of
+from tests.support.on_disk import evict as evict_copy
 
 LAYOUT = Layout(NAMESPACE.name)
 _TIMEOUT_S = 60.0

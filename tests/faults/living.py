@@ -26,7 +26,7 @@ from s3ec.errors import TierError
 from tests.faults import ending, holding, indexing, leaking
 from tests.faults.saving import NAMESPACE, WIDTH, data_at, identifier_at, key_at, spooled_below
 from tests.faults.seccomp import refuse_hard_links
-from tests.on_disk import evict
+from tests.support.on_disk import evict
 
 if TYPE_CHECKING:
     from s3ec.connector.saves import SaveQueue

@@ -23,7 +23,7 @@ from s3ec.testing.memory_store import MemoryBucket, MemoryStore
 from tests.faults.living import ROWS, object_at
 from tests.faults.saving import NAMESPACE, WIDTH, data_at, identifier_at, key_at, spooled_below
 from tests.faults.site import eventually
-from tests.on_disk import audit_of, usage_of
+from tests.support.on_disk import audit_of, usage_of
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")

@@ -17,7 +17,7 @@ from s3ec.index.segment import parse_segment
 from s3ec.testing.server import LocalS3
 from s3ec.tier import Tier
 from tests.faults.saving import NAMESPACE, spooled_below
-from tests.on_disk import audit_of
+from tests.support.on_disk import audit_of
 
 DEADLINE_S = 60.0
 OBJECTS = f"/{NAMESPACE.name}/objects/"

@@ -18,7 +18,7 @@ from s3ec.testing.server import LocalS3
 from tests.faults.engine import Engine, body_at, gets, overwrite
 from tests.faults.saving import WIDTH, key_at
 from tests.faults.site import LAYOUT, Site
-from tests.on_disk import audit_of, evict
+from tests.support.on_disk import audit_of, evict
 
 
 def flipped(body: bytes, at: int) -> bytes:

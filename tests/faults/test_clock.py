@@ -11,7 +11,7 @@ import pytest
 
 from s3ec.tier import Tier
 from tests.faults.machine import ENTRY_BYTES, Corpus, Machine
-from tests.on_disk import make_room
+from tests.support.on_disk import make_room
 
 _DAY_S = 86400.0
 

@@ -12,7 +12,7 @@ from s3ec.testing.server import LocalS3
 from tests.faults.engine import Engine, body_at
 from tests.faults.saving import WIDTH, key_at
 from tests.faults.site import LAYOUT, Site, eventually
-from tests.on_disk import evict
+from tests.support.on_disk import evict
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.disks import FailingDisk, failing_disk
 from tests.faults.machine import Corpus, Machine
 from tests.faults.site import eventually
+from tests.support.disks import FailingDisk, failing_disk
 
 
 @pytest.fixture

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.disks import small_tmpfs
 from tests.faults.machine import ENTRY_BYTES, Corpus, Machine
 from tests.faults.saving import spooled_below
 from tests.faults.site import eventually
+from tests.support.disks import small_tmpfs
 
 _DISK_BYTES = 2**20
 

@@ -24,7 +24,7 @@ from tests.faults.engine import Engine, body_at, gets, overwrite
 from tests.faults.living import ROWS
 from tests.faults.saving import NAMESPACE, WIDTH, data_at, identifier_at, key_at
 from tests.faults.site import LAYOUT, Site
-from tests.on_disk import audit_of, usage_of
+from tests.support.on_disk import audit_of, usage_of
 
 ENTRY_BYTES = len(body_at(0))
 

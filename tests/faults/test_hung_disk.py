@@ -19,11 +19,11 @@ from s3ec.connector.scheduler import SchedulerHalf
 from s3ec.connector.vllm_config import Role
 from s3ec.errors import TierError
 from s3ec.prefetch import FetchOutcome, FetchRequest
-from tests.faults.disks import FailingDisk, failing_disk
 from tests.faults.living import ROWS
 from tests.faults.machine import Corpus, Machine
 from tests.faults.saving import identifier_at, key_at
 from tests.faults.site import eventually
+from tests.support.disks import FailingDisk, failing_disk
 
 loads = pytest.importorskip("s3ec.connector.loads")
 scheduling = pytest.importorskip("tests.unit.connector.scheduling")

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.disks import as_plain_user, read_only, small_tmpfs
 from tests.faults.machine import Corpus, Machine, delete
 from tests.faults.saving import spooled_below
 from tests.faults.site import eventually
+from tests.support.disks import as_plain_user, read_only, small_tmpfs
 
 
 def test_deleted_folder_is_made_again_by_fetches_and_saves(tmp_path: Path) -> None:

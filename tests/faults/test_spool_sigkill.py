@@ -25,7 +25,7 @@ from s3ec.settings import Settings
 from s3ec.testing.server import LocalS3
 from tests.faults.saving import NAMESPACE, ROWS, data_at, identifier_at, key_at
 from tests.faults.site import DEADLINE_S, Site, eventually
-from tests.on_disk import audit_of
+from tests.support.on_disk import audit_of
 
 pytest.importorskip("torch")
 

@@ -45,7 +45,7 @@ from tests.e2e.rig import (
     settings,
     tier_of,
 )
-from tests.on_disk import audit_of
+from tests.support.on_disk import audit_of
 
 
 def _release() -> tuple[int, ...]:

@@ -25,7 +25,7 @@ from s3ec.node import Node
 from s3ec.settings import Settings
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
 from s3ec.testing.memory_store import MemoryBucket, MemoryStore
-from tests.on_disk import audit_of
+from tests.support.on_disk import audit_of
 
 _DEADLINE_S = 20.0
 _NEVER_S = 3600.0

@@ -24,14 +24,8 @@ from s3ec.node import Node
 from s3ec.settings import Settings
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
 from s3ec.testing.memory_store import MemoryBucket, MemoryStore
-from tests.unit.connector.scheduling import (
-    Clock,
-    feature,
-    has_no_pixels,
-    identifier_of,
-    key_of,
-    request,
-)
+from tests.support.clock import Clock
+from tests.unit.connector.scheduling import feature, has_no_pixels, identifier_of, key_of, request
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")

@@ -30,7 +30,7 @@ from s3ec.store.breaker import BreakerOptions
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
 from s3ec.testing.memory_store import MemoryBucket, MemoryStore
 from s3ec.tier.bad_objects import BadObjects
-from tests.on_disk import audit_of, evict
+from tests.support.on_disk import audit_of, evict
 
 torch = pytest.importorskip("torch")
 SaveQueue = pytest.importorskip("s3ec.connector.saves").SaveQueue

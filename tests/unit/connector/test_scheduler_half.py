@@ -22,10 +22,10 @@ from s3ec.connector.item_tracker import (
 from s3ec.connector.messages import RankStatus, Save, TierId, WorkerReport
 from s3ec.connector.remote_ranks import Ranks
 from s3ec.prefetch import FetchOutcome, Priority
+from tests.support.clock import Clock
 from tests.unit.connector.scheduling import (
     ROWS,
     WINDOW,
-    Clock,
     World,
     feature,
     identifier_of,
