@@ -14,9 +14,10 @@ from s3ec.dev.rigs.proxy import Exchange, FaultProxy, Rule
 from s3ec.dev.rigs.proxy_faults import s3_error
 from s3ec.prefetch import FetchOutcome
 from s3ec.testing.server import Identity, LocalS3
-from tests.faults.engine import Engine, Kind, stock
-from tests.faults.saving import key_at
-from tests.faults.site import Site, eventually
+from tests.faults.embeddings import key_at
+from tests.faults.engine import Engine, Kind
+from tests.faults.site import Site
+from tests.support.waiting import eventually
 
 CONSUMER = Identity("consumer", may=("s3:GetObject", "s3:ListBucket"))
 PRODUCER = Identity("producer", may=("s3:GetObject", "s3:ListBucket", "s3:PutObject"))
@@ -74,7 +75,7 @@ def test_a_consumer_with_get_and_list_reads_and_its_saves_wait_in_the_spool(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    stock(site, 0, 1)
+    site.stock(0, 1)
     become(CONSUMER, guarded, monkeypatch)
     with Engine(site.settings(transport=transport)) as engine:
         engine.follow()
@@ -138,7 +139,7 @@ def test_an_absent_key_that_is_denied_is_a_miss_named_once(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    stock(site, 0)
+    site.stock(0)
     deny = DenyAbsent()
     site.proxy.add(Rule(deny, method="GET"))
     become(BLIND, guarded, monkeypatch)

@@ -20,8 +20,8 @@ from s3ec.runtime import LoopThread
 from s3ec.settings import Settings
 from s3ec.store.base import Store
 from s3ec.store.open import open_store
+from tests.faults.embeddings import NAMESPACE
 from tests.faults.pages import Pages
-from tests.faults.saving import NAMESPACE
 
 LAYOUT = Layout(NAMESPACE.name)
 _TIMEOUT_S = 300.0
