@@ -72,7 +72,7 @@ def run(context: Context) -> None:
     Raises:
         CannotMeasureError: There is no server or no vLLM.
     """
-    from s3ec.dev.bench.soak_pictures import write_patterns
+    from s3ec.dev.bench.soak_engine import write_patterns
 
     rounds = context.rounds(ROUNDS)
     count = _WARM_UP + 2 * (rounds + 1) * (_ALONE + _TOGETHER)
