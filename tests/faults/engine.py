@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -26,6 +27,8 @@ from tests.faults.embeddings import (
 from tests.support.waiting import eventually
 
 if TYPE_CHECKING:
+    import pytest
+
     from s3ec.connector.saves import SaveQueue
     from tests.faults.site import Site
 
@@ -194,3 +197,12 @@ def asks_for(site: Site, number: int) -> list[str]:
     stem = key_at(number).name.removesuffix(".safetensors")
     names = (name.removesuffix(".safetensors") for name in site.gets() if name.startswith(stem))
     return [name[len(stem) :].lstrip(".") or "r0" for name in names]
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture, part: str) -> list[str]:
+    """What was logged as a warning or worse, and holds this."""
+    return [
+        record.getMessage()
+        for record in caplog.records
+        if record.levelno >= logging.WARNING and part in record.getMessage()
+    ]

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,7 @@ from s3ec.dev.rigs.proxy_faults import s3_error
 from s3ec.prefetch import FetchOutcome
 from s3ec.testing.server import Identity, LocalS3
 from tests.faults.embeddings import key_at
-from tests.faults.engine import Engine, Kind
+from tests.faults.engine import Engine, Kind, warnings_of
 from tests.faults.site import Site
 from tests.support.waiting import eventually
 
@@ -57,14 +56,6 @@ class DenyAbsent:
             answer = s3_error(403, "AccessDenied")
             reply = replace(reply, status=403, headers=dict(answer.headers), body=answer.body)
         await exchange.send(reply)
-
-
-def warnings_of(caplog: pytest.LogCaptureFixture, part: str) -> list[str]:
-    return [
-        record.getMessage()
-        for record in caplog.records
-        if record.levelno >= logging.WARNING and part in record.getMessage()
-    ]
 
 
 @transports

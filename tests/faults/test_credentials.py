@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import datetime
-import logging
 import re
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from s3ec.prefetch import FetchOutcome
 from s3ec.store import credentials
 from s3ec.testing.server import Identity, LocalS3
 from tests.faults.embeddings import key_at
-from tests.faults.engine import Engine, Kind
+from tests.faults.engine import Engine, Kind, warnings_of
 from tests.faults.site import Site
 from tests.support.metadata import MetadataService
 from tests.support.waiting import eventually
@@ -30,14 +29,6 @@ def write_keys(path: Path, who: Identity) -> None:
         f"[default]\naws_access_key_id = {who.access_key}\n"
         f"aws_secret_access_key = {who.secret_key}\n"
     )
-
-
-def warnings_of(caplog: pytest.LogCaptureFixture, part: str) -> list[str]:
-    return [
-        record.getMessage()
-        for record in caplog.records
-        if record.levelno >= logging.WARNING and part in record.getMessage()
-    ]
 
 
 @pytest.fixture
