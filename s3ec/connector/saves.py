@@ -323,6 +323,7 @@ class SaveQueue:
                 self._wait_for_bucket_locked(time.monotonic() + timeout_s)
             # A signal handler may have ended it while this waited, and is not to be told twice.
             if self._left is not None:
+                self._uploads.stop()  # which the drain that it interrupted has yet to do
                 return self._left
             lost = sum(nbytes > 0 for nbytes in self._pending.values())
             spooled = len(self._pending) - lost + self._uploads.adopted_left

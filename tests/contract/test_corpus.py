@@ -15,8 +15,8 @@ from s3ec.store.base import Store
 from s3ec.store.concurrency import in_parallel
 from s3ec.testing.server import LocalS3
 from tests.contract.conftest import Configure
+from tests.support.corpora import CorpusSuite, Filled
 from tests.unit.cli.corpus import content_hash
-from tests.unit.corpora import CorpusSuite, Filled
 
 
 @pytest.fixture

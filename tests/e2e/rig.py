@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import json
 import struct
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,9 +19,12 @@ from s3ec.counters import Counters
 from s3ec.dev.rigs.engine import EngineProcess, image, text
 from s3ec.testing.server import Endpoint
 from s3ec.tier import Tier
+from tests.support import waiting
 
 Prompt = list[dict[str, Any]]
 Answer = dict[str, Any]
+# Engines answer more slowly than threads do.
+eventually = partial(waiting.eventually, deadline_s=90.0, pause_s=0.05)
 First = TypeVar("First")
 Second = TypeVar("Second")
 
@@ -178,16 +181,6 @@ def at_once(first: Callable[[], First], second: Callable[[], Second]) -> tuple[F
     with ThreadPoolExecutor(2) as pool:
         futures = pool.submit(first), pool.submit(second)
         return futures[0].result(), futures[1].result()
-
-
-def eventually(
-    condition: Callable[[], bool], what: str, *, deadline_s: float = 90.0, pause_s: float = 0.05
-) -> None:
-    """Poll until a condition holds; fail, saying what was awaited, after a generous deadline."""
-    end = time.monotonic() + deadline_s
-    while not condition():
-        assert time.monotonic() < end, f"still not so after {deadline_s:.0f} s: {what}"
-        time.sleep(pause_s)
 
 
 def settings(server: Endpoint, bucket: str, cache_dir: Path, **more: Any) -> dict[str, Any]:

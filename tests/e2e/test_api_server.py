@@ -14,7 +14,7 @@ import pytest
 
 from tests.e2e.consumers import Exchange
 from tests.e2e.rig import Answer, Corpus, Record, tier_of
-from tests.on_disk import audit_of, usage_of
+from tests.support.on_disk import audit_of, usage_of
 
 
 @pytest.fixture

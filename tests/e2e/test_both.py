@@ -43,7 +43,7 @@ from tests.e2e.rig import (
     settings,
     tier_of,
 )
-from tests.on_disk import audit_of
+from tests.support.on_disk import audit_of
 
 _PURPOSES = [f"both-{number}" for number in range(BOTH)]
 _PREFIX = "fleet/a"

@@ -28,7 +28,7 @@ from tests.e2e.rig import (
     scenarios,
     tier_of,
 )
-from tests.on_disk import audit_of, usage_of
+from tests.support.on_disk import audit_of, usage_of
 
 _NAMES = [scenario.name for scenario in scenarios(Gallery(dict.fromkeys(PURPOSES, Path("/"))))]
 

@@ -22,8 +22,6 @@ import pytest
 from s3ec.dev.rigs.engine import EngineProcess, ec_config, text
 from s3ec.dev.rigs.nursery import EngineForkServer
 from s3ec.testing.server import LocalS3
-from tests.e2e import damage
-from tests.e2e.metadata import MetadataService
 from tests.e2e.rig import (
     DELETED,
     FROM_BUCKET,
@@ -49,7 +47,9 @@ from tests.e2e.rig import (
     settings,
     tier_of,
 )
-from tests.on_disk import audit_of
+from tests.support import damage
+from tests.support.metadata import MetadataService
+from tests.support.on_disk import audit_of
 
 _BUCKET = "corpus"
 # How the log tells of the breaker, whose state no counter shows.

@@ -24,19 +24,34 @@ def announced_soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def signed(local_s3: LocalS3, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process has the credentials of the session's server."""
+    for name, value in local_s3.env().items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.fixture
 def site(local_s3: LocalS3, s3_bucket: str, tmp_path: Path) -> Iterator[Site]:
     with FaultProxy(local_s3.endpoint_url) as proxy:
         yield Site(proxy, s3_bucket, local_s3, tmp_path / "cache")
 
 
-@pytest.fixture(scope="module")
-def herd_of_module(local_s3: LocalS3) -> Iterator[Herd]:
+@pytest.fixture
+def stocked(site: Site, signed: None) -> Site:
+    """A bucket with the modality's record, and credentials for it."""
+    site.stock()
+    return site
+
+
+@pytest.fixture(scope="session")
+def herd_of_session(local_s3: LocalS3) -> Iterator[Herd]:
+    """Its parent imports torch, which takes seconds."""
     with herding(local_s3.env()) as herd:
         yield herd
 
 
 @pytest.fixture
-def herd(herd_of_module: Herd) -> Iterator[Herd]:
+def herd(herd_of_session: Herd) -> Iterator[Herd]:
     """Processes to fork; those that a test left alive are killed after it."""
-    yield herd_of_module
-    herd_of_module.kill_all()
+    yield herd_of_session
+    herd_of_session.kill_all()

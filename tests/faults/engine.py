@@ -1,52 +1,83 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine has of s3ec, but for the hooks, over a real transport on a real bucket."""
+"""What an engine has of s3ec, but for the hooks: a node, its fetches and its saves."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterable, Mapping
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import pytest
-
-from s3ec.identity import OBJECT_SUFFIX, Key
 from s3ec.node import Node
 from s3ec.prefetch import FetchOutcome, FetchRequest, FetchResult
 from s3ec.settings import Settings
-from tests.faults.living import ROWS, object_at
-from tests.faults.saving import NAMESPACE, WIDTH, data_at, identifier_at, key_at
-from tests.faults.site import LAYOUT, OBJECTS, Site, eventually
+from s3ec.store.base import Store
+from tests.faults.embeddings import (
+    NAMESPACE,
+    ROWS,
+    WIDTH,
+    body_at,
+    data_at,
+    identifier_at,
+    key_at,
+    spooled_below,
+)
+from tests.support.waiting import eventually
 
 if TYPE_CHECKING:
-    from s3ec.connector.saves import SaveQueue
+    import pytest
 
-torch = pytest.importorskip("torch")
+    from s3ec.connector.saves import SaveQueue
+    from tests.faults.site import Site
 
 Kind = Literal["aioboto3", "obstore"]
-
 PATIENCE_S = 30.0
 
 
-def body_at(number: int) -> bytes:
-    """The right bytes of this number's object."""
-    return b"".join(object_at(number))
-
-
 class Engine:
-    """A node and its save queue; those that share a cache folder stand for one node's processes.
+    """A context manager; engines that share a cache folder stand for one node's processes.
 
-    Saves begin with the first one.
+    Every embedding that it serves is compared with the encoder's, byte by byte.
+
+    Args:
+        store: The bucket; None opens the one that the settings name.
+        shared: Take the process's shared node, as the connector does.
+        saves: Make the save queue at once, so that it adopts what the dead left. Otherwise the
+            first save makes it.
+        drain_s: How long the end waits for the bucket.
     """
 
-    def __init__(self, settings: dict[str, str], *, drain_s: float = 0.1) -> None:
-        self.node = Node(Settings.model_validate(settings), NAMESPACE)
-        self._drain_s = drain_s
-        self._saves: SaveQueue | None = None
+    def __init__(
+        self,
+        settings: Mapping[str, Any],
+        *,
+        store: Store | None = None,
+        shared: bool = False,
+        saves: bool = False,
+        overflow: Literal["block", "drop"] = "block",
+        drain_s: float = 0.1,
+    ) -> None:
+        given = Settings.model_validate(settings)
+        make = Node.shared if shared else Node
+        self.node = make(given, NAMESPACE, **({} if store is None else {"store": store}))
+        self.cache_dir = Path(given.cache_dir)
+        self._end = self.node.release if shared else self.node.close
+        self._overflow, self._drain_s = overflow, drain_s
+        if saves:
+            self.queue  # noqa: B018
 
     @classmethod
     def at(cls, site: Site, cache_dir: Path, **other: str) -> Engine:
         """One with a cache folder of its own, that waits at its end until all is confirmed."""
         return cls(site.settings(**{"cache_dir": str(cache_dir), **other}), drain_s=PATIENCE_S)
+
+    @cached_property
+    def queue(self) -> SaveQueue:
+        from s3ec.connector.saves import SaveQueue
+
+        return SaveQueue(self.node, budget_bytes=2**22, overflow=self._overflow)
 
     def __enter__(self) -> Engine:
         return self
@@ -57,13 +88,22 @@ class Engine:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self._saves is not None:
-            self._saves.drain(self._drain_s)
-        self.node.close(10)
-        assert self.count("internal_errors") == 0
+        self.close()
+
+    def close(self, drain_s: float | None = None, *, close_s: float = 10.0) -> int:
+        """End as the connector's shutdown does; how many saves the bucket has not confirmed."""
+        left = 0
+        if "queue" in self.__dict__:
+            left = self.queue.drain(self._drain_s if drain_s is None else drain_s)
+        end, self._end = self._end, lambda timeout_s: None
+        end(close_s)
+        assert self.count("internal_errors") == 0, self.node.counters.snapshot()
+        return left
 
     def count(self, name: str) -> float:
         return self.node.counters.get(name)
+
+    # -- the index -------------------------------------------------------------------------------
 
     def follow(self) -> None:
         """Read the index, and wait until that was done once."""
@@ -75,81 +115,94 @@ class Engine:
         self.node.loop.run(self.node.index.refresh(), PATIENCE_S)
         self.node.loop.run(self.node.apply_bad_objects(), PATIENCE_S)
 
+    # -- fetches ---------------------------------------------------------------------------------
+
+    def grant(self, *numbers: int, rows: int = ROWS) -> dict[int, FetchResult]:
+        """As a scheduler half does; whoever calls this releases the pins."""
+        granted = grant(self.node, numbers, rows=rows)
+        for number, one in granted.items():
+            self.compare(number, one)
+        return granted
+
+    def compare(self, number: int, one: FetchResult) -> None:
+        """Also long after the grant: eviction has done nothing to a pinned file."""
+        assert (one.pin is None) is (one.outcome is not FetchOutcome.READY)
+        assert one.pin is None or one.pin.path.read_bytes() == body_at(number), "wrong bytes"
+
+    def release(self, granted: Iterable[FetchResult]) -> None:
+        self.node.prefetcher.release([one.pin for one in granted if one.pin is not None])
+
     def fetch(self, number: int, *, rows: int = ROWS) -> FetchResult:
-        """As a scheduler half does. What is served has the right bytes, and is unpinned."""
-        return self._fetch(number, rows=rows)[0]
+        """How one fetch ends; its pin is released."""
+        granted = self.grant(number, rows=rows)
+        self.release(granted.values())
+        return granted[number]
 
     def outcomes(self, *numbers: int) -> list[FetchOutcome]:
         """How fetches at the same time end."""
-        return [fetched.outcome for fetched in self._fetch(*numbers, rows=ROWS)]
+        granted = self.grant(*numbers)
+        self.release(granted.values())
+        return [granted[number].outcome for number in numbers]
 
     def fetch_in_the_end(self, number: int) -> None:
-        """Want it again and again, as requests do, until it is there with the right bytes."""
+        """Want it again and again, as requests do, until it is there."""
         eventually(lambda: self.fetch(number).outcome is FetchOutcome.READY)
 
-    def _fetch(self, *numbers: int, rows: int) -> list[FetchResult]:
-        prefetcher = self.node.prefetcher
-        prefetcher.submit([FetchRequest(key_at(number), "image", rows) for number in numbers])
-        ended: dict[bytes, FetchResult] = {}
+    # -- saves -----------------------------------------------------------------------------------
 
-        def have_ended() -> bool:
-            ended.update({one.want.key.digest: one for one in prefetcher.drain()})
-            return len(ended) == len(numbers)
+    def offer(self, number: int) -> bool:
+        """Queue what an encoder gave, as a worker half does; whether it was taken."""
+        import torch
 
-        eventually(have_ended)
-        fetched = [ended[key_at(number).digest] for number in numbers]
-        for number, one in zip(numbers, fetched, strict=True):
-            assert (one.pin is None) is (one.outcome is not FetchOutcome.READY)
-            if one.pin is not None:
-                assert one.pin.path.read_bytes() == body_at(number)
-                prefetcher.release([one.pin])
-        return fetched
+        from s3ec.connector.messages import Save
+
+        tensor = torch.frombuffer(bytearray(data_at(number)), dtype=torch.bfloat16)
+        return self.queue.put(identifier_at(number), Save("image", {}), tensor.view(ROWS, WIDTH))
 
     def save(self, *numbers: int) -> None:
-        """Queue what an encoder gave, as a worker half does."""
-        from s3ec.connector.messages import Save
-        from s3ec.connector.saves import SaveQueue
-
-        if self._saves is None:
-            self._saves = SaveQueue(self.node, budget_bytes=2**22, overflow="block")
         for number in numbers:
-            tensor = torch.frombuffer(bytearray(data_at(number, ROWS)), dtype=torch.bfloat16)
-            tensor = tensor.view(ROWS, WIDTH)
-            assert self._saves.put(identifier_at(number), Save("image", {}), tensor)
+            assert self.offer(number), f"{number} was not taken"
 
     def save_and_wait(self, number: int) -> None:
         """Return when the bucket has answered."""
+        before = self._answered
         self.save(number)
-        saves = self._saves
-        assert saves is not None
-        eventually(lambda: identifier_at(number) not in saves._pending)
+        eventually(lambda: self._answered > before)
+
+    @property
+    def _answered(self) -> float:
+        return sum(map(self.count, ("save.items", "save.existed", "save_problem.revisions")))
 
     def announce(self) -> None:
-        """Tell the readers at once, and wait until that is confirmed."""
-        saves = self._saves
-        assert saves is not None
-        saves._uploads.flush()
-        eventually(lambda: not saves._uploads.unannounced)
+        """Wait until the readers were told of all that was saved: it leaves the spool then."""
+        eventually(lambda: not spooled_below(self.cache_dir))
 
 
-def stock(site: Site, *numbers: int) -> None:
-    """Put entries and the record of their width into the bucket, past the proxy."""
-    site.stock_record(WIDTH)
-    for number in numbers:
-        site.stock(key_at(number).name, body_at(number))
+def grant(node: Node, numbers: Iterable[int], *, rows: int = ROWS) -> dict[int, FetchResult]:
+    """Fetch at the same time, whatever the index says; all results, with their pins."""
+    wanted = {key_at(number).digest: number for number in numbers}
+    node.prefetcher.submit([FetchRequest(key_at(n), "image", rows) for n in wanted.values()])
+    granted: dict[int, FetchResult] = {}
+
+    def have_all() -> bool:
+        granted.update({wanted[one.want.key.digest]: one for one in node.prefetcher.drain()})
+        return len(granted) == len(wanted)
+
+    eventually(have_all, "fetches end")
+    return granted
 
 
-def gets(site: Site, number: int) -> list[str]:
+def asks_for(site: Site, number: int) -> list[str]:
     """What was asked for since the proxy was cleared: `r0`, `r1`... of one entry, in order."""
-    stem = key_at(number).name.removesuffix(OBJECT_SUFFIX)
-    asked = []
-    for request in site.proxy.requests:
-        below = request.target.partition("?")[0].rpartition(OBJECTS)[2]
-        if request.method == "GET" and below.startswith(stem):
-            asked.append(below[len(stem) :].removesuffix(OBJECT_SUFFIX).lstrip(".") or "r0")
-    return asked
+    stem = key_at(number).name.removesuffix(".safetensors")
+    names = (name.removesuffix(".safetensors") for name in site.gets() if name.startswith(stem))
+    return [name[len(stem) :].lstrip(".") or "r0" for name in names]
 
 
-def overwrite(site: Site, key: Key, body: bytes, revision: int = 0) -> None:
-    """Change an object past all conditions, as only an outsider can."""
-    site.client.put_object(Bucket=site.bucket, Key=LAYOUT.object(key, revision), Body=body)
+def warnings_of(caplog: pytest.LogCaptureFixture, part: str) -> list[str]:
+    """What was logged as a warning or worse, and holds this."""
+    return [
+        record.getMessage()
+        for record in caplog.records
+        if record.levelno >= logging.WARNING and part in record.getMessage()
+    ]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts, hears and kills the processes of living.py."""
+"""Starts, hears and kills the processes of children.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from tests.faults.site import eventually
+from tests.support.waiting import eventually
 
 _REPOSITORY = Path(__file__).parents[2]
 
@@ -109,7 +109,7 @@ class Herd:
 def herding(env: Mapping[str, str]) -> Iterator[Herd]:
     """The parent process; it and all its children are gone afterwards."""
     process = subprocess.Popen(
-        [sys.executable, str(Path(__file__).with_name("living.py"))],
+        [sys.executable, "-m", "tests.faults.children"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

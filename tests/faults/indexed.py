@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from s3ec.identity import Layout
 from s3ec.index.base_writer import BuildOptions, BuildResult
 from s3ec.index.compaction import compact
 from s3ec.index.manifest import Ulids
@@ -17,16 +16,24 @@ from s3ec.index.rebuild import Verified, rebuild, verify
 from s3ec.index.rows import EntryInfo, Rows, Tombstone
 from s3ec.index.segment import encode_segment
 from s3ec.node import Node
-from s3ec.prefetch import FetchOutcome, FetchRequest, FetchResult
+from s3ec.prefetch import FetchOutcome, FetchResult
 from s3ec.settings import Settings
 from s3ec.testing.server import LocalS3
-from tests.faults.living import ROWS, object_at
-from tests.faults.saving import NAMESPACE, WIDTH, key_at
-from tests.faults.site import eventually
-from tests.on_disk import audit_of
-from tests.on_disk import evict as evict_copy
+from tests.faults.embeddings import (
+    ENTRY_BYTES,
+    LAYOUT,
+    NAMESPACE,
+    RECORD,
+    ROWS,
+    WIDTH,
+    body_at,
+    key_at,
+)
+from tests.faults.engine import grant
+from tests.support.on_disk import audit_of
+from tests.support.on_disk import evict as evict_copy
+from tests.support.waiting import eventually
 
-LAYOUT = Layout(NAMESPACE.name)
 _TIMEOUT_S = 60.0
 
 
@@ -85,10 +92,9 @@ class Bucket:
 
     def stock(self, *numbers: int) -> None:
         """Objects and the modality's record, announced by nobody."""
-        record = b'{"dtype":"bfloat16","width":%d}' % WIDTH
-        self.put(LAYOUT.modality("image"), record)
+        self.put(LAYOUT.modality("image"), RECORD)
         for number in numbers:
-            self.put(LAYOUT.object(key_at(number)), b"".join(object_at(number)))
+            self.put(LAYOUT.object(key_at(number)), body_at(number))
 
     def announce(self, *numbers: int, deleted: bool = False, time_s: int | None = None) -> str:
         """One delta of these entries, as a writer of this moment writes it; answers its name."""
@@ -104,7 +110,7 @@ class Bucket:
 
 
 def facts_of(number: int, time_s: int) -> EntryInfo:
-    return EntryInfo(len(b"".join(object_at(number))), ROWS, WIDTH, "bfloat16", time_s=time_s)
+    return EntryInfo(ENTRY_BYTES, ROWS, WIDTH, "bfloat16", time_s=time_s)
 
 
 @contextmanager
@@ -126,20 +132,11 @@ def refresh(node: Node, times: int = 1) -> None:
 
 def fetch(node: Node, numbers: Iterable[int]) -> dict[int, FetchResult]:
     """Fetch, whatever the index says; bytes are compared, and pins given back."""
-    wanted = {key_at(number).digest: number for number in numbers}
-    if wanted:
-        node.prefetcher.submit([FetchRequest(key_at(n), "image", ROWS) for n in wanted.values()])
-    got: dict[int, FetchResult] = {}
-
-    def have_all() -> bool:
-        got.update({wanted[one.want.key.digest]: one for one in node.prefetcher.drain()})
-        return len(got) == len(wanted)
-
-    eventually(have_all)
+    got = grant(node, numbers)
     for number, one in got.items():
         if one.outcome is FetchOutcome.READY:
             assert one.pin is not None
-            assert one.pin.path.read_bytes() == b"".join(object_at(number)), "wrong bytes"
+            assert one.pin.path.read_bytes() == body_at(number), "wrong bytes"
             node.prefetcher.release([one.pin])
     return got
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from s3ec import codec
 from s3ec.tier import Spool, Tier
 from s3ec.tier.evictor import Background
-from tests.on_disk import audit_of, evict, make_room
+from tests.support.on_disk import audit_of, evict, make_room
 from tests.unit.tier.cases import DESTINATION, NAMESPACE, entry, key_at, new_tier, read
 
 # What changes a folder or a file; `open` only where it may make one.

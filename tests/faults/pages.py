@@ -42,7 +42,7 @@ class Pages:
             protocol_version = "HTTP/1.1"
 
             def do_GET(self) -> None:
-                pages._answer(self)
+                pages.answer(self)
 
             def log_message(self, format: str, *args: object) -> None:
                 """Nothing."""
@@ -97,7 +97,7 @@ class Pages:
                 elif name > after and name > prefix:
                     return
 
-    def _answer(self, handler: BaseHTTPRequestHandler) -> None:
+    def answer(self, handler: BaseHTTPRequestHandler) -> None:
         query = {name: values[0] for name, values in parse_qs(urlsplit(handler.path).query).items()}
         prefix = query.get("prefix", "")
         if "delimiter" in query:

@@ -4,24 +4,21 @@
 from __future__ import annotations
 
 import os
-import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 
 from s3ec.counters import Counters
 from s3ec.dev.rigs.proxy import Exchange, FaultProxy, Rule
 from s3ec.dev.rigs.proxy_faults import Stall, StallUpload
-from s3ec.identity import Layout, digest_of_name
+from s3ec.identity import digest_of_name
 from s3ec.index.segment import parse_segment
 from s3ec.testing.server import LocalS3
 from s3ec.tier import Tier
-from tests.faults.saving import NAMESPACE, spooled_below
-from tests.on_disk import audit_of
+from tests.faults.embeddings import LAYOUT, NAMESPACE, RECORD, body_at, key_at, spooled_below
+from tests.support.on_disk import audit_of
 
-DEADLINE_S = 60.0
-OBJECTS = f"/{NAMESPACE.name}/objects/"
-LAYOUT = Layout(NAMESPACE.name)
+OBJECTS = f"/{LAYOUT.objects}"
 
 
 class Created:
@@ -39,14 +36,18 @@ class Created:
 
 
 class Site:
-    """A bucket behind a proxy, and one node's cache folder."""
+    """A bucket behind a proxy, and one node's cache folder.
+
+    Attributes:
+        stocked: Names of objects that no client of the proxy put.
+    """
 
     def __init__(self, proxy: FaultProxy, bucket: str, server: LocalS3, cache_dir: Path) -> None:
         self.proxy = proxy
         self.bucket = bucket
         self.cache_dir = cache_dir
         self.created = Created()
-        self.stocked: set[str] = set()  # names of objects that no client of the proxy put
+        self.stocked: set[str] = set()
         self.proxy.add(Rule(self.created))
         self.client = server.client()
 
@@ -64,6 +65,8 @@ class Site:
             **other,
         }
 
+    # -- the way to the bucket -------------------------------------------------------------------
+
     def stall(self, after: int) -> None:
         """Let so many objects through, and no more."""
         self.proxy.add(Rule(StallUpload(), method="PUT", target=OBJECTS, skip=after))
@@ -77,44 +80,56 @@ class Site:
         self.proxy.clear()
         self.proxy.add(Rule(self.created))
 
+    def gets(self) -> list[str]:
+        """Names of the objects that were asked for since the proxy was cleared, in order."""
+        return [
+            request.target.partition(OBJECTS)[2].partition("?")[0]
+            for request in list(self.proxy.requests)
+            if request.method == "GET" and OBJECTS in request.target
+        ]
+
+    # -- the bucket, past the proxy --------------------------------------------------------------
+
+    def stock(self, *numbers: int) -> None:
+        """Put the modality's record, and these numbers' objects."""
+        self.client.put_object(Bucket=self.bucket, Key=LAYOUT.modality("image"), Body=RECORD)
+        for number in numbers:
+            self.put(number, body_at(number))
+
+    def put(self, number: int, body: bytes, revision: int = 0) -> None:
+        """Put anything under a number's name, past all conditions, as only an outsider can."""
+        name = LAYOUT.object(key_at(number), revision)
+        self.client.put_object(Bucket=self.bucket, Key=name, Body=body)
+        self.stocked.add(name.removeprefix(LAYOUT.objects))
+
+    def names(self, below: str) -> Iterator[str]:
+        """What the bucket holds below a name."""
+        pages = self.client.get_paginator("list_objects_v2").paginate(
+            Bucket=self.bucket, Prefix=below
+        )
+        return (entry["Key"] for page in pages for entry in page.get("Contents", ()))
+
     def objects(self) -> set[str]:
         """Names below ``objects/`` that the bucket holds."""
-        pages = self.client.get_paginator("list_objects_v2").paginate(
-            Bucket=self.bucket, Prefix=OBJECTS[1:]
-        )
-        return {
-            entry["Key"][len(OBJECTS) - 1 :] for page in pages for entry in page.get("Contents", ())
-        }
+        return {name.removeprefix(LAYOUT.objects) for name in self.names(LAYOUT.objects)}
 
     def announced(self) -> set[bytes]:
         """Digests that the bucket's deltas tell of."""
-        pages = self.client.get_paginator("list_objects_v2").paginate(
-            Bucket=self.bucket, Prefix=LAYOUT.deltas
-        )
         found = set()
-        for page in pages:
-            for entry in page.get("Contents", ()):
-                reply = self.client.get_object(Bucket=self.bucket, Key=entry["Key"])
-                rows = parse_segment(reply["Body"].read(), NAMESPACE.name)
-                found |= {rows.digest(row) for row in range(len(rows)) if not rows.deleted[row]}
+        for name in self.names(LAYOUT.deltas):
+            rows = parse_segment(self._get(name), NAMESPACE.name)
+            found |= {rows.digest(row) for row in range(len(rows)) if not rows.deleted[row]}
         return found
 
     def body(self, name: str) -> bytes:
         """One object as the bucket holds it."""
-        reply = self.client.get_object(Bucket=self.bucket, Key=OBJECTS[1:] + name)
-        body: bytes = reply["Body"].read()
+        return self._get(LAYOUT.objects + name)
+
+    def _get(self, name: str) -> bytes:
+        body: bytes = self.client.get_object(Bucket=self.bucket, Key=name)["Body"].read()
         return body
 
-    def stock(self, name: str, body: bytes) -> None:
-        """Put one object into the bucket, past the proxy."""
-        self.client.put_object(Bucket=self.bucket, Key=OBJECTS[1:] + name, Body=body)
-        self.stocked.add(name)
-
-    def stock_record(self, width: int) -> None:
-        """Put the modality's record, as the corpus's first producer did."""
-        name = f"{NAMESPACE.name}/modality/image.json"
-        body = b'{"dtype":"bfloat16","width":%d}' % width
-        self.client.put_object(Bucket=self.bucket, Key=name, Body=body)
+    # -- the node's folder -----------------------------------------------------------------------
 
     def spooled(self) -> set[str]:
         return spooled_below(self.cache_dir)
@@ -160,11 +175,3 @@ class Site:
             min_free_bytes=0,
             counters=Counters(),
         )
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    """Poll until it is true; fails after a generous deadline."""
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.005)

@@ -20,23 +20,15 @@ from s3ec.index.missing import NEGATIVE_TTL_S
 from s3ec.index.reader import ManifestIndex
 from s3ec.node import Node
 from s3ec.testing.server import LocalS3
+from tests.faults.embeddings import ROWS, identifier_at, key_at
 from tests.faults.indexed import Bucket, noding, refresh, run_compact, run_rebuild
-from tests.faults.living import ROWS
-from tests.faults.saving import identifier_at, key_at
-from tests.faults.site import eventually
+from tests.support.clock import Clock
+from tests.support.waiting import eventually
 
 _MINUTES = 10
 _STOCKED = range(4)
 _ANNOUNCED = range(1000, 4000)  # a filter of few keys is never wrong
 _FIRST_ABSENT = 10_000
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 class Lookups:
@@ -97,9 +89,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 @pytest.fixture
-def proxy(local_s3: LocalS3, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
-    for name, value in local_s3.env().items():
-        monkeypatch.setenv(name, value)
+def proxy(local_s3: LocalS3, signed: None) -> Iterator[FaultProxy]:
     with FaultProxy(local_s3.endpoint_url) as proxy:
         yield proxy
 

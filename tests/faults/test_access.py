@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,9 +13,10 @@ from s3ec.dev.rigs.proxy import Exchange, FaultProxy, Rule
 from s3ec.dev.rigs.proxy_faults import s3_error
 from s3ec.prefetch import FetchOutcome
 from s3ec.testing.server import Identity, LocalS3
-from tests.faults.engine import Engine, Kind, stock
-from tests.faults.saving import key_at
-from tests.faults.site import Site, eventually
+from tests.faults.embeddings import key_at
+from tests.faults.engine import Engine, Kind, warnings_of
+from tests.faults.site import Site
+from tests.support.waiting import eventually
 
 CONSUMER = Identity("consumer", may=("s3:GetObject", "s3:ListBucket"))
 PRODUCER = Identity("producer", may=("s3:GetObject", "s3:ListBucket", "s3:PutObject"))
@@ -58,14 +58,6 @@ class DenyAbsent:
         await exchange.send(reply)
 
 
-def warnings_of(caplog: pytest.LogCaptureFixture, part: str) -> list[str]:
-    return [
-        record.getMessage()
-        for record in caplog.records
-        if record.levelno >= logging.WARNING and part in record.getMessage()
-    ]
-
-
 @transports
 def test_a_consumer_with_get_and_list_reads_and_its_saves_wait_in_the_spool(
     transport: Kind,
@@ -74,7 +66,7 @@ def test_a_consumer_with_get_and_list_reads_and_its_saves_wait_in_the_spool(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    stock(site, 0, 1)
+    site.stock(0, 1)
     become(CONSUMER, guarded, monkeypatch)
     with Engine(site.settings(transport=transport)) as engine:
         engine.follow()
@@ -138,7 +130,7 @@ def test_an_absent_key_that_is_denied_is_a_miss_named_once(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    stock(site, 0)
+    site.stock(0)
     deny = DenyAbsent()
     site.proxy.add(Rule(deny, method="GET"))
     become(BLIND, guarded, monkeypatch)

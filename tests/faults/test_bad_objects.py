@@ -14,11 +14,10 @@ from s3ec.index.rebuild import rebuild, verify
 from s3ec.prefetch import FetchOutcome
 from s3ec.settings import Settings
 from s3ec.store.open import open_store
-from s3ec.testing.server import LocalS3
-from tests.faults.engine import Engine, body_at, gets, overwrite
-from tests.faults.saving import WIDTH, key_at
-from tests.faults.site import LAYOUT, Site
-from tests.on_disk import audit_of, evict
+from tests.faults.embeddings import LAYOUT, body_at, key_at
+from tests.faults.engine import Engine, asks_for
+from tests.faults.site import Site
+from tests.support.on_disk import audit_of, evict
 
 
 def flipped(body: bytes, at: int) -> bytes:
@@ -27,20 +26,11 @@ def flipped(body: bytes, at: int) -> bytes:
     return bytes(changed)
 
 
-@pytest.fixture
-def stocked(site: Site, local_s3: LocalS3, monkeypatch: pytest.MonkeyPatch) -> Site:
-    """A bucket with the modality's record, and credentials for it."""
-    for name, value in local_s3.env().items():
-        monkeypatch.setenv(name, value)
-    site.stock_record(WIDTH)
-    return site
-
-
 def test_bad_object_is_stored_again_as_a_revision_that_every_node_finds(
     stocked: Site, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     bad = flipped(body_at(1), -1)
-    stocked.stock(key_at(1).name, bad)
+    stocked.put(1, bad)
     with (
         Engine.at(stocked, tmp_path / "a") as both,
         Engine.at(stocked, tmp_path / "a") as neighbour,
@@ -48,7 +38,7 @@ def test_bad_object_is_stored_again_as_a_revision_that_every_node_finds(
     ):
         stocked.proxy.requests.clear()
         assert both.fetch(1).outcome is FetchOutcome.CORRUPT
-        assert gets(stocked, 1) == ["r0", "r0", "r1"]
+        assert asks_for(stocked, 1) == ["r0", "r0", "r1"]
         assert both.count("corrupt.checksum") == 2
         assert both.count("quarantined_objects") == 1
         assert caplog.text.count("is bad (checksum)") == 1
@@ -58,7 +48,7 @@ def test_bad_object_is_stored_again_as_a_revision_that_every_node_finds(
         for engine in (both, neighbour):
             assert not engine.node.index.holds(key_at(1))
             assert engine.fetch(1).outcome is FetchOutcome.CORRUPT
-        assert gets(stocked, 1) == ["r0", "r0", "r1", "r1", "r1"]
+        assert asks_for(stocked, 1) == ["r0", "r0", "r1", "r1", "r1"]
 
         both.save_and_wait(1)
         both.announce()
@@ -70,14 +60,14 @@ def test_bad_object_is_stored_again_as_a_revision_that_every_node_finds(
         stranger.refresh()
         assert stranger.node.index.maybe_contains(key_at(1))
         assert stranger.fetch(1).outcome is FetchOutcome.READY
-        assert gets(stocked, 1) == ["r0", "r0", "r1"]
+        assert asks_for(stocked, 1) == ["r0", "r0", "r1"]
         assert stranger.node.tier.contains(key_at(1))
         neighbour.refresh()
         assert neighbour.node.index.holds(key_at(1))
         assert neighbour.fetch(1).source == "tier"
         evict(neighbour.node.tier, key_at(1))
         assert neighbour.fetch(1).source == "bucket"
-        assert gets(stocked, 1) == ["r0", "r0", "r1", "r1"]
+        assert asks_for(stocked, 1) == ["r0", "r0", "r1", "r1"]
         for engine in (both, stranger):
             assert audit_of(engine.node.tier) == []
 
@@ -86,8 +76,8 @@ def test_index_made_from_a_listing_has_one_row_for_an_entry_and_its_revision(
     stocked: Site, tmp_path: Path
 ) -> None:
     for revision in range(2):
-        overwrite(stocked, key_at(1), body_at(1)[: 100 + revision], revision)
-    overwrite(stocked, key_at(2), body_at(2))
+        stocked.put(1, body_at(1)[: 100 + revision], revision)
+    stocked.put(2, body_at(2))
     settings = Settings.model_validate(stocked.settings())
 
     async def made() -> tuple[int, bool]:
@@ -110,13 +100,13 @@ def test_last_revision_that_is_bad_is_said_once_and_nothing_more_is_stored(
     stocked: Site, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for revision in range(MAX_REVISION + 1):
-        overwrite(stocked, key_at(1), b"no entry", revision)
+        stocked.put(1, b"no entry", revision)
     with Engine.at(stocked, tmp_path / "a") as engine:
         stocked.proxy.requests.clear()
         assert engine.fetch(1).outcome is FetchOutcome.CORRUPT
-        assert len(gets(stocked, 1)) == 2 * (MAX_REVISION + 1)
+        assert len(asks_for(stocked, 1)) == 2 * (MAX_REVISION + 1)
         assert engine.fetch(1).outcome is FetchOutcome.CORRUPT
-        assert len(gets(stocked, 1)) == 2 * (MAX_REVISION + 1)
+        assert len(asks_for(stocked, 1)) == 2 * (MAX_REVISION + 1)
         engine.save_and_wait(1)
         assert engine.count("save_problem.revisions") == 1
         assert len(stocked.objects()) == MAX_REVISION + 1
@@ -126,7 +116,7 @@ def test_last_revision_that_is_bad_is_said_once_and_nothing_more_is_stored(
 
 
 def test_writers_that_meet_at_a_revision_store_it_once(stocked: Site, tmp_path: Path) -> None:
-    stocked.stock(key_at(1).name, b"no entry")
+    stocked.put(1, b"no entry")
     with Engine.at(stocked, tmp_path / "a") as one, Engine.at(stocked, tmp_path / "b") as other:
         for engine in (one, other):
             assert engine.fetch(1).outcome is FetchOutcome.CORRUPT
@@ -141,10 +131,10 @@ def test_writers_that_meet_at_a_revision_store_it_once(stocked: Site, tmp_path: 
 def test_bad_object_that_an_outsider_mends_is_served_when_the_quarantine_ends(
     stocked: Site, tmp_path: Path
 ) -> None:
-    stocked.stock(key_at(1).name, b"no entry")
+    stocked.put(1, b"no entry")
     with Engine.at(stocked, tmp_path / "a") as engine:
         assert engine.fetch(1).outcome is FetchOutcome.CORRUPT
-        overwrite(stocked, key_at(1), body_at(1))
+        stocked.put(1, body_at(1))
         assert engine.fetch(1).outcome is FetchOutcome.CORRUPT
         for note in (tmp_path / "a" / "v1" / "bad-objects").iterdir():
             note.unlink()  # as `s3ec quarantine clear` does
@@ -156,7 +146,7 @@ def test_many_bad_objects_at_once_are_blamed_on_the_way_and_not_quarantined(
 ) -> None:
     monkeypatch.setattr("s3ec.tier.bad_objects.MANY", 2)
     for number in range(4):
-        stocked.stock(key_at(number).name, b"no entry")
+        stocked.put(number, b"no entry")
     with Engine.at(stocked, tmp_path / "a") as engine:
         with caplog.at_level(logging.ERROR):
             for number in range(4):

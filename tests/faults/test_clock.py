@@ -10,14 +10,15 @@ from pathlib import Path
 import pytest
 
 from s3ec.tier import Tier
-from tests.faults.machine import ENTRY_BYTES, Corpus, Machine
-from tests.on_disk import make_room
+from tests.faults.embeddings import ENTRY_BYTES
+from tests.faults.machine import Corpus, Machine
+from tests.support.on_disk import make_room
 
 _DAY_S = 86400.0
 
 
-class Clock:
-    """Seconds since the epoch; the files' own times are the kernel's."""
+class Jump:
+    """The machine's clock, set forward; the files' own times are the kernel's."""
 
     def __init__(self) -> None:
         self.ahead_s = 0.0
@@ -27,21 +28,21 @@ class Clock:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
+def clock(monkeypatch: pytest.MonkeyPatch) -> Jump:
+    clock = Jump()
     monkeypatch.setattr("s3ec.node.Tier", partial(Tier, clock=clock))
     return clock
 
 
 @pytest.mark.parametrize("jump_s", [-365 * _DAY_S, -1.0, 100 * 365 * _DAY_S])
 def test_clock_that_jumps_keeps_what_is_used_most_and_the_folder_in_order(
-    tmp_path: Path, clock: Clock, jump_s: float
+    tmp_path: Path, clock: Jump, jump_s: float
 ) -> None:
     corpus = Corpus()
-    corpus.stock(*range(60))
+    corpus.stock(*range(40))
     with Machine(corpus, tmp_path / "cache", cache_bytes=str(20 * ENTRY_BYTES)) as machine:
-        for first in range(0, 60, 10):
-            if first == 30:
+        for first in range(0, 40, 10):
+            if first == 20:
                 clock.ahead_s = jump_s
             for number in range(first, first + 10):
                 # The first five are used all the time, and so are never the oldest.
@@ -55,14 +56,14 @@ def test_clock_that_jumps_keeps_what_is_used_most_and_the_folder_in_order(
         machine.assert_in_order()
     clock.ahead_s = -jump_s
     with Machine(corpus, tmp_path / "cache", cache_bytes=str(20 * ENTRY_BYTES)) as machine:
-        for number in range(20, 40):
+        for number in range(20, 30):
             assert machine.serve(number) == {number}
         machine.assert_in_order()
 
 
 @pytest.mark.parametrize("jump_s", [-_DAY_S, _DAY_S])
 def test_clock_that_jumps_while_the_spool_is_full_loses_nothing(
-    tmp_path: Path, clock: Clock, jump_s: float
+    tmp_path: Path, clock: Jump, jump_s: float
 ) -> None:
     corpus = Corpus()
     gate = corpus.hold_saves()
@@ -77,7 +78,7 @@ def test_clock_that_jumps_while_the_spool_is_full_loses_nothing(
 
 
 def test_writer_whose_file_looks_old_after_a_jump_is_not_disturbed(
-    tmp_path: Path, clock: Clock
+    tmp_path: Path, clock: Jump
 ) -> None:
     """A sweep takes a temp file of more than an hour for an abandoned one."""
     corpus = Corpus()

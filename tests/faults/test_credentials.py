@@ -4,13 +4,7 @@
 from __future__ import annotations
 
 import datetime
-import http.server
-import json
-import logging
 import re
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -20,9 +14,11 @@ from s3ec.dev.rigs.proxy_faults import s3_error
 from s3ec.prefetch import FetchOutcome
 from s3ec.store import credentials
 from s3ec.testing.server import Identity, LocalS3
-from tests.faults.engine import Engine, Kind, stock
-from tests.faults.saving import key_at
-from tests.faults.site import Site, eventually
+from tests.faults.embeddings import key_at
+from tests.faults.engine import Engine, Kind, warnings_of
+from tests.faults.site import Site
+from tests.support.metadata import MetadataService
+from tests.support.waiting import eventually
 
 transports = pytest.mark.parametrize("transport", ["aioboto3", "obstore"])
 NOBODY = Identity("nobody")
@@ -33,14 +29,6 @@ def write_keys(path: Path, who: Identity) -> None:
         f"[default]\naws_access_key_id = {who.access_key}\n"
         f"aws_secret_access_key = {who.secret_key}\n"
     )
-
-
-def warnings_of(caplog: pytest.LogCaptureFixture, part: str) -> list[str]:
-    return [
-        record.getMessage()
-        for record in caplog.records
-        if record.levelno >= logging.WARNING and part in record.getMessage()
-    ]
 
 
 @pytest.fixture
@@ -59,7 +47,7 @@ def test_a_credentials_file_that_is_rotated_is_read_again_and_said_once(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    stock(site, 0, 1)
+    site.stock(0, 1)
     keys = tmp_path / "credentials"
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(keys))
     write_keys(keys, NOBODY)
@@ -88,15 +76,14 @@ def test_a_credentials_file_that_is_rotated_is_read_again_and_said_once(
 
 @transports
 def test_leave_to_write_that_is_revoked_keeps_the_reads_and_loses_no_save(
-    transport: Kind, site: Site, local_s3: LocalS3, monkeypatch: pytest.MonkeyPatch
+    transport: Kind, site: Site, signed: None
 ) -> None:
-    stock(site, 0, 1)
-    for name, value in local_s3.env().items():
-        monkeypatch.setenv(name, value)
+    site.stock(0, 1)
     with Engine(site.settings(transport=transport)) as engine:
         engine.follow()
         engine.save(2)
         eventually(lambda: key_at(2).name in site.objects())
+        engine.announce()  # else that is denied as well, and tried again a minute later
         revoked = site.proxy.add(Rule(s3_error(403, "AccessDenied"), method="PUT"))
         engine.save(3)
         eventually(lambda: engine.count("save_problem.denied") >= 1)
@@ -140,13 +127,10 @@ class OtherClock:
 def test_clocks_an_hour_apart_are_named_with_the_difference_and_heal(
     transport: Kind,
     site: Site,
-    local_s3: LocalS3,
-    monkeypatch: pytest.MonkeyPatch,
+    signed: None,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    stock(site, 0)
-    for name, value in local_s3.env().items():
-        monkeypatch.setenv(name, value)
+    site.stock(0)
     clock = OtherClock(datetime.timedelta(hours=1))
     site.proxy.add(Rule(clock))
     with Engine(site.settings(transport=transport, index_refresh_s="0.1")) as engine:
@@ -161,73 +145,6 @@ def test_clocks_an_hour_apart_are_named_with_the_difference_and_heal(
     assert 2 <= clock.refused < 20  # no storm
 
 
-class Metadata:
-    """An instance's metadata service on loopback.
-
-    Attributes:
-        mode: ``hang``, ``refuse`` (500 to all), or ``give`` keys.
-        asked: Requests so far.
-    """
-
-    def __init__(self, who: Identity) -> None:
-        self.mode = "hang"
-        self.asked = 0
-        self.released = threading.Event()
-        soon = datetime.datetime.now(datetime.UTC) + datetime.timedelta(hours=6)
-        self.keys = {
-            "Code": "Success",
-            "AccessKeyId": who.access_key,
-            "SecretAccessKey": who.secret_key,
-            "Token": "",
-            "Expiration": f"{soon:%Y-%m-%dT%H:%M:%SZ}",
-        }
-
-    def answer(self, path: str) -> tuple[int, bytes]:
-        self.asked += 1
-        if self.mode == "hang":
-            self.released.wait(60)
-        if self.mode != "give":
-            return 500, b""
-        if path.endswith("/token"):
-            return 200, b"metadata-token"
-        if path.endswith("/security-credentials/"):
-            return 200, b"node-role"
-        return 200, json.dumps(self.keys).encode()
-
-
-@contextmanager
-def metadata_service(who: Identity) -> Iterator[tuple[Metadata, str]]:
-    service = Metadata(who)
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            status, body = service.answer(self.path)
-            try:
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-            except OSError:
-                pass  # who asked has gone
-
-        do_PUT = do_GET  # noqa: N815
-
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield service, f"http://127.0.0.1:{server.server_port}/"
-    finally:
-        service.released.set()
-        server.shutdown()
-        server.server_close()
-        thread.join()
-
-
 @transports
 @pytest.mark.parametrize("mode", ["hang", "refuse"])
 def test_metadata_that_does_not_answer_holds_nothing_up_and_is_asked_seldom(
@@ -239,13 +156,14 @@ def test_metadata_that_does_not_answer_holds_nothing_up_and_is_asked_seldom(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    stock(site, 0)
-    me = Identity("me", access_key=local_s3.access_key, secret_key=local_s3.secret_key)
-    monkeypatch.delenv("AWS_EC2_METADATA_DISABLED")
+    site.stock(0)
     monkeypatch.setattr(credentials, "_PATIENCE_S", 0.3)
-    with metadata_service(me) as (service, url):
-        service.mode = mode
-        monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", url)
+    with MetadataService(local_s3) as service:
+        service.refusing = mode == "refuse"
+        if service.refusing:
+            service.answering.set()
+        for name, value in service.env.items():
+            monkeypatch.setenv(name, value)
         with Engine(site.settings(transport=transport, index_refresh_s="0.1")) as engine:
             engine.node.follow_the_bucket()
             assert engine.outcomes(0) == [FetchOutcome.UNAVAILABLE]
@@ -254,8 +172,8 @@ def test_metadata_that_does_not_answer_holds_nothing_up_and_is_asked_seldom(
             assert service.asked >= 1
             assert site.proxy.requests == []
             assert len(warnings_of(caplog, "cannot read the index")) == 1
-            service.mode = "give"
-            service.released.set()
+            service.refusing = False
+            service.answering.set()
             engine.fetch_in_the_end(0)
             eventually(lambda: not engine.node.breaker.is_open)
             assert service.asked < 30

@@ -11,10 +11,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.faults.living import object_at
-from tests.faults.machine import ENTRY_BYTES, Corpus, Machine
-from tests.faults.saving import spooled_below
-from tests.faults.site import eventually
+from tests.faults.embeddings import ENTRY_BYTES, body_at, spooled_below
+from tests.faults.machine import Corpus, Machine
+from tests.support.waiting import eventually
 
 
 def flip(at: int) -> Callable[[Path], None]:
@@ -76,7 +75,7 @@ def test_file_damaged_between_grant_and_load_gives_the_right_bytes(
     corpus = Corpus()
     corpus.stock(0, 1)
     with Machine(corpus, tmp_path / "cache") as machine:
-        granted = machine.fetch(0, 1)
+        granted = machine.grant(0, 1)
         pin = granted[0].pin
         assert pin is not None
         damage(pin.path)
@@ -86,7 +85,7 @@ def test_file_damaged_between_grant_and_load_gives_the_right_bytes(
         machine.assert_in_order()
 
 
-@pytest.mark.parametrize("damage", ["cut", "flipped"])
+@pytest.mark.parametrize("damage", ["cut in the tensor", "flipped in the tensor"])
 def test_damaged_entry_while_the_bucket_is_down_is_a_miss_for_the_scheduler(
     tmp_path: Path, damage: str
 ) -> None:
@@ -95,14 +94,7 @@ def test_damaged_entry_while_the_bucket_is_down_is_a_miss_for_the_scheduler(
     corpus.stock(0, 1)
     with Machine(corpus, tmp_path / "cache") as machine:
         assert machine.serve(0, 1) == {0, 1}
-        if damage == "cut":
-            os.truncate(machine.file(0), ENTRY_BYTES // 2)
-        else:
-            with machine.file(0).open("r+b") as file:
-                file.seek(-1, os.SEEK_END)
-                last = file.read(1)[0]
-                file.seek(-1, os.SEEK_END)
-                file.write(bytes([last ^ 1]))
+        DAMAGES[damage](machine.file(0))
         corpus.break_reads()
         assert machine.serve(0, 1) == {1}
         assert machine.node.counters.get("load.failed") == 0
@@ -169,7 +161,7 @@ def test_spool_file_deleted_by_somebody_is_uploaded_from_the_tier(tmp_path: Path
 def test_bit_flipped_anywhere_in_the_tier_gives_the_right_bytes(tmp_path: Path) -> None:
     corpus = Corpus()
     corpus.stock(1)
-    whole = b"".join(object_at(1))
+    whole = body_at(1)
     with Machine(corpus, tmp_path / "cache") as machine:
 
         @settings(max_examples=12, suppress_health_check=list(HealthCheck))
@@ -178,11 +170,11 @@ def test_bit_flipped_anywhere_in_the_tier_gives_the_right_bytes(tmp_path: Path) 
             flipped = bytearray(whole)
             flipped[bit // 8] ^= 1 << bit % 8
             counters = machine.node.counters
-            machine.load(machine.fetch(1))
+            machine.load(machine.grant(1))
             before = counters.get("tier.quarantined")
-            fetched = machine.fetch(1) if granted else {}
+            fetched = machine.grant(1) if granted else {}
             machine.file(1).write_bytes(flipped)
-            machine.load(fetched or machine.fetch(1))  # compares every byte
+            machine.load(fetched or machine.grant(1))  # compares every byte
             assert counters.get("tier.quarantined") == before + 1
             assert counters.get("quarantined_objects") == 0
 

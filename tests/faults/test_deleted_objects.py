@@ -9,19 +9,11 @@ import pytest
 
 from s3ec.prefetch import FetchOutcome
 from s3ec.testing.server import LocalS3
-from tests.faults.engine import Engine, body_at
-from tests.faults.saving import WIDTH, key_at
-from tests.faults.site import LAYOUT, Site, eventually
-from tests.on_disk import evict
-
-
-@pytest.fixture
-def stocked(site: Site, local_s3: LocalS3, monkeypatch: pytest.MonkeyPatch) -> Site:
-    """A bucket with the modality's record, and credentials for it."""
-    for name, value in local_s3.env().items():
-        monkeypatch.setenv(name, value)
-    site.stock_record(WIDTH)
-    return site
+from tests.faults.embeddings import LAYOUT, body_at, key_at
+from tests.faults.engine import Engine
+from tests.faults.site import Site
+from tests.support.on_disk import evict
+from tests.support.waiting import eventually
 
 
 @pytest.mark.parametrize("versioned", [False, True], ids=["deleted", "delete marker"])
@@ -64,8 +56,7 @@ def test_bucket_that_is_deleted_is_a_miss_and_hits_come_back_with_it(
         local_s3.delete_bucket(stocked.bucket)
         assert engine.fetch(1).outcome in (FetchOutcome.ABSENT, FetchOutcome.UNAVAILABLE)
         local_s3.create_bucket(stocked.bucket)
-        stocked.stock_record(WIDTH)
-        stocked.stock(key_at(1).name, body_at(1))
+        stocked.stock(1)
         # The breaker lets the bucket rest for a second or more.
         eventually(lambda: engine.fetch(1).outcome is FetchOutcome.READY)
 

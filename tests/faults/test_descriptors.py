@@ -6,8 +6,6 @@ from __future__ import annotations
 import pytest
 
 from tests.faults.herd import Herd
-from tests.faults.living import object_at
-from tests.faults.saving import WIDTH, key_at
 from tests.faults.site import Site
 
 pytest.importorskip("torch")
@@ -21,9 +19,7 @@ def test_process_without_descriptors_misses_and_recovers(
 ) -> None:
     if transport == "obstore":
         pytest.importorskip("obstore")
-    site.stock_record(WIDTH)
-    for number in range(_STOCK):
-        site.stock(key_at(number).name, b"".join(object_at(number)))
+    site.stock(*range(_STOCK))
     settings = site.settings(transport=transport, index_refresh_s="0.2")
     pid = herd.start("starved", settings=settings, stock=_STOCK)
     assert herd.hear(pid, "left") == "left 0"

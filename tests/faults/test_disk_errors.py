@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.disks import FailingDisk, failing_disk
 from tests.faults.machine import Corpus, Machine
-from tests.faults.site import eventually
+from tests.support.disks import FailingDisk, failing_disk
+from tests.support.waiting import eventually
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def test_failing_disk_is_a_miss_and_saves_pass_it_by(disk: FailingDisk) -> None:
     corpus.stock(*range(8))
     with Machine(corpus, disk.path / "cache") as machine:
         assert machine.serve(*range(4)) == set(range(4))
-        granted = machine.fetch(0, 1)
+        granted = machine.grant(0, 1)
         disk.fail()
         machine.load(granted)  # from the bucket
         assert machine.node.counters.get("load.rescued") == 2

@@ -12,76 +12,49 @@ from contextlib import contextmanager
 
 import pytest
 
-from s3ec.connector.messages import Save
-from s3ec.node import Node
-from s3ec.prefetch import FetchOutcome, FetchRequest, FetchResult
-from s3ec.settings import Settings
-from s3ec.testing.server import LocalS3
-from tests.faults.saving import NAMESPACE, ROWS, WIDTH, data_at, identifier_at, key_at
-from tests.faults.site import OBJECTS, Site, eventually
+from s3ec.prefetch import FetchOutcome
+from tests.faults.embeddings import key_at
+from tests.faults.engine import Engine
+from tests.faults.site import OBJECTS, Site
+from tests.support.waiting import eventually
 
-torch = pytest.importorskip("torch")
-SaveQueue = pytest.importorskip("s3ec.connector.saves").SaveQueue
+pytest.importorskip("torch")
 
 COUNT = 3
 WRITES = {"PUT", "POST", "DELETE", "PATCH"}
 
 
 @contextmanager
-def engine(site: Site, folder: str, transport: str) -> Iterator[Node]:
-    cache_dir = str(site.cache_dir / folder)
-    given = site.settings(transport=transport, index_refresh_s="0.1", cache_dir=cache_dir)
-    node = Node(Settings.model_validate(given), NAMESPACE)
-    node.follow_the_bucket()
-    node.compact_the_index()
-    try:
-        yield node
-    finally:
-        node.close(10)
-
-
-def save(node: Node, *numbers: int) -> None:
-    queue = SaveQueue(node, budget_bytes=2**20, overflow="block")
-    for number in numbers:
-        tensor = torch.frombuffer(bytearray(data_at(number)), dtype=torch.bfloat16)
-        assert queue.put(identifier_at(number), Save("image", {}), tensor.view(ROWS, WIDTH))
-    assert queue.drain(30) == 0
-
-
-def fetch(node: Node, number: int) -> FetchResult:
-    node.prefetcher.submit([FetchRequest(key_at(number), "image", ROWS)])
-    eventually(lambda: node.prefetcher.has_news)
-    (fetched,) = node.prefetcher.drain()
-    if fetched.pin is not None:
-        node.prefetcher.release([fetched.pin])
-    return fetched
+def serving(site: Site, folder: str, transport: str) -> Iterator[Engine]:
+    more = {"transport": transport, "index_refresh_s": "0.1"}
+    with Engine.at(site, site.cache_dir / folder, **more) as engine:
+        engine.node.follow_the_bucket()
+        engine.node.compact_the_index()
+        yield engine
 
 
 @pytest.mark.parametrize("transport", ["aioboto3", "obstore"])
 def test_in_an_engines_life_an_entry_is_written_once_and_conditionally(
-    site: Site, local_s3: LocalS3, monkeypatch: pytest.MonkeyPatch, transport: str
+    site: Site, signed: None, transport: str
 ) -> None:
-    for name, value in local_s3.env().items():
-        monkeypatch.setenv(name, value)
-    if transport == "obstore":
-        pytest.importorskip("obstore")
-    with engine(site, "first", transport) as first:
-        save(first, *range(COUNT))
+    with serving(site, "first", transport) as first:
+        first.save(*range(COUNT))
     before = {name: site.body(name) for name in site.objects()}
     assert len(before) == COUNT
 
     bad = key_at(0).name
-    site.client.put_object(Bucket=site.bucket, Key=OBJECTS[1:] + bad, Body=b"x" * 100)
+    site.put(0, b"x" * 100)
     gone = key_at(1).name
     site.client.delete_object(Bucket=site.bucket, Key=OBJECTS[1:] + gone)
-    with engine(site, "second", transport) as second:
-        eventually(lambda: second.index.maybe_contains(key_at(2)))
-        assert fetch(second, 0).outcome is FetchOutcome.CORRUPT
-        assert fetch(second, 1).outcome is FetchOutcome.ABSENT
-        assert fetch(second, 2).outcome is FetchOutcome.READY
-        save(second, *range(COUNT))  # what a producer does that encoded them again
-        assert second.counters.get("save.items") >= 1  # what vanished
-        assert second.counters.get("save.existed") >= 1
+    with serving(site, "second", transport) as second:
+        eventually(lambda: second.node.index.maybe_contains(key_at(2)))
+        assert second.fetch(0).outcome is FetchOutcome.CORRUPT
+        assert second.fetch(1).outcome is FetchOutcome.ABSENT
+        assert second.fetch(2).outcome is FetchOutcome.READY
+        second.save(*range(COUNT))  # what a producer does that encoded them again
+        assert second.close() == 0
+        assert second.count("save.items") >= 1  # what vanished
+        assert second.count("save.existed") >= 1
 
     after = {name: site.body(name) for name in site.objects()}
     assert after == after | before | {bad: b"x" * 100}  # nothing there was changed or deleted

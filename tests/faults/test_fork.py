@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import pytest
 
+from tests.faults.embeddings import key_at
 from tests.faults.herd import Herd
-from tests.faults.living import object_at
-from tests.faults.saving import WIDTH, key_at
-from tests.faults.site import Site, eventually
+from tests.faults.site import Site
+from tests.support.waiting import eventually
 
 pytest.importorskip("torch")
 
@@ -20,9 +20,7 @@ _FIRST = 100
 def test_forked_child_shares_no_connection_and_uploads_nothing_twice(
     site: Site, herd: Herd, transport: str
 ) -> None:
-    site.stock_record(WIDTH)
-    for number in range(_STOCK):
-        site.stock(key_at(number).name, b"".join(object_at(number)))
+    site.stock(*range(_STOCK))
     site.stall(after=1)  # uploads are under way when the child is made
     settings = site.settings(transport=transport)
     parent = herd.start("fork", settings=settings, stock=_STOCK, first=_FIRST)

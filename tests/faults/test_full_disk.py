@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.disks import small_tmpfs
-from tests.faults.machine import ENTRY_BYTES, Corpus, Machine
-from tests.faults.saving import spooled_below
-from tests.faults.site import eventually
+from tests.faults.embeddings import ENTRY_BYTES, spooled_below
+from tests.faults.machine import Corpus, Machine
+from tests.support.disks import small_tmpfs
+from tests.support.waiting import eventually
 
 _DISK_BYTES = 2**20
 
@@ -63,7 +63,7 @@ def test_pins_that_fill_the_disk_leave_the_others_unserved_and_stay_right(disk: 
     corpus = Corpus()
     corpus.stock(*range(40))
     with Machine(corpus, disk / "cache") as machine:
-        fetched = machine.fetch(*range(40))
+        fetched = machine.grant(*range(40))
         pinned = {number for number, one in fetched.items() if one.pin is not None}
         assert 8 < len(pinned) < 16
         machine.load(fetched)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -13,30 +12,25 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from s3ec import codec
-from s3ec.codec import Header, Shape
 from s3ec.dev.rigs.proxy import Fault, Rule
 from s3ec.dev.rigs.proxy_faults import Flip, Replace, html_page
-from s3ec.identity import canonical_json
 from s3ec.prefetch import FetchOutcome
-from s3ec.testing.server import LocalS3
-from tests.faults.engine import Engine, body_at, gets, overwrite
-from tests.faults.living import ROWS
-from tests.faults.saving import NAMESPACE, WIDTH, data_at, identifier_at, key_at
-from tests.faults.site import LAYOUT, Site
-from tests.on_disk import audit_of, usage_of
+from tests.faults.embeddings import (
+    LAYOUT,
+    body_at,
+    key_at,
+)
+from tests.faults.engine import Engine, asks_for
+from tests.faults.site import Site
+from tests.support import damage
+from tests.support.on_disk import audit_of, usage_of
 
 ENTRY_BYTES = len(body_at(0))
 
 
-@pytest.fixture
-def stocked(site: Site, local_s3: LocalS3, monkeypatch: pytest.MonkeyPatch) -> Site:
-    """A bucket with the modality's record, credentials for it, and no suspicion of the way."""
-    for name, value in local_s3.env().items():
-        monkeypatch.setenv(name, value)
+@pytest.fixture(autouse=True)
+def no_suspicion_of_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("s3ec.tier.bad_objects.MANY", 10_000)
-    site.stock_record(WIDTH)
-    return site
 
 
 def flipped(body: bytes, bit: int) -> bytes:
@@ -54,20 +48,20 @@ def test_bit_flipped_anywhere_is_a_miss_or_the_right_bytes(stocked: Site, tmp_pa
         def flip(bit: int, where: str) -> None:
             number = next(numbers)
             key, before = key_at(number), engine.count("quarantined_objects")
-            stocked.stock(key.name, body_at(number))
+            stocked.put(number, body_at(number))
             rule = Rule(Flip(bit // 8), method="GET", target=key.name, times=1)
             if where == "once":
                 stocked.proxy.add(rule)
             else:
-                overwrite(stocked, key, flipped(body_at(number), bit))
+                stocked.put(number, flipped(body_at(number), bit))
             fetched = engine.fetch(number)
             if where == "once":
                 assert (rule.fired, fetched.outcome) == (1, FetchOutcome.READY)
-                assert gets(stocked, number) == ["r0", "r0"]
+                assert asks_for(stocked, number) == ["r0", "r0"]
                 assert engine.count("quarantined_objects") == before
             else:
                 assert fetched.outcome is FetchOutcome.CORRUPT
-                assert gets(stocked, number)[:2] == ["r0", "r0"]
+                assert asks_for(stocked, number)[:2] == ["r0", "r0"]
                 assert engine.count("quarantined_objects") == before + 1
                 assert not engine.node.tier.contains(key)
 
@@ -87,7 +81,7 @@ def test_body_that_is_something_else_is_a_miss_and_the_object_is_quarantined(
 ) -> None:
     with Engine.at(stocked, tmp_path / "a") as engine:
         for number, (what, fault) in enumerate(BODIES.items()):
-            stocked.stock(key_at(number).name, body_at(number))
+            stocked.stock(number)
             rule = stocked.proxy.add(
                 Rule(fault(), method="GET", target=f"{LAYOUT.object(key_at(number))}", times=2)
             )
@@ -99,52 +93,19 @@ def test_body_that_is_something_else_is_a_miss_and_the_object_is_quarantined(
         assert usage_of(engine.node.tier).entries == 0
 
 
-def entry_of(number: int, **changes: object) -> bytes:
-    """A well-formed entry that is not what this number's key stands for."""
-    shape = Shape(ROWS, WIDTH, "bfloat16")
-    data = data_at(number, ROWS)
-    if changes.pop("nan", False):
-        data = b"\xc0\x7f" + data[2:]
-    values: dict[str, object] = {
-        "identifier": identifier_at(number),
-        "namespace": NAMESPACE.name,
-        "modality": "image",
-        "shape": shape,
-        **changes,
-    }
-    if isinstance(values["shape"], Shape) and values["shape"] != shape:
-        data = bytes(values["shape"].nbytes)
-    return codec.encode_header(Header(checksum=codec.checksum(data), **values)) + data  # type: ignore[arg-type]
-
-
-def sealed(number: int, change: Callable[[dict[str, object]], None], data: bytes = b"") -> bytes:
-    """An entry whose header was changed by somebody who knows the format."""
-    blob = entry_of(number)
-    (length,) = struct.unpack_from("<Q", blob)
-    content = json.loads(blob[8 : 8 + length])
-    change(content)
-    metadata = content["__metadata__"]
-    metadata["header_xxh3"] = codec._seal(metadata, content["ec_cache"])
-    return with_header(canonical_json(content).encode(), data or blob[8 + length :])
-
-
 def with_header(body: bytes, data: bytes = b"") -> bytes:
     body += b" " * (-(8 + len(body)) % 64)
     return struct.pack("<Q", len(body)) + body + data
 
 
-def of_another_version(content: dict[str, object]) -> None:
-    content["__metadata__"]["s3ec"] = "2"  # type: ignore[index]
-
-
 MISFITS = {
-    "rows": lambda n: entry_of(n, shape=Shape(ROWS // 2, WIDTH, "bfloat16")),
-    "width": lambda n: entry_of(n, shape=Shape(ROWS, WIDTH // 2, "bfloat16")),
-    "dtype": lambda n: entry_of(n, shape=Shape(ROWS, WIDTH, "float16")),
-    "modality": lambda n: entry_of(n, modality="video"),
-    "namespace": lambda n: entry_of(n, namespace="tiny-0123456789abcdef"),
-    "version": lambda n: sealed(n, of_another_version),
-    "nonfinite": lambda n: entry_of(n, nan=True),
+    "rows": damage.other_rows,
+    "width": damage.other_width,
+    "dtype": damage.other_dtype,
+    "modality": damage.other_modality,
+    "namespace": damage.other_model,
+    "version": damage.other_version,
+    "nonfinite": damage.not_finite,
 }
 
 
@@ -153,8 +114,8 @@ def test_entry_that_does_not_fit_is_a_miss_and_its_field_is_counted(
 ) -> None:
     unusable = {"namespace", "version", "nonfinite"}
     with Engine.at(stocked, tmp_path / "a") as engine:
-        for number, (field, make) in enumerate(MISFITS.items()):
-            stocked.stock(key_at(number).name, make(number))
+        for number, (field, wound) in enumerate(MISFITS.items()):
+            stocked.put(number, wound(body_at(number)))
             outcome = engine.fetch(number).outcome
             assert outcome is (
                 FetchOutcome.CORRUPT if field in unusable else FetchOutcome.MISMATCH
@@ -187,7 +148,7 @@ HOSTILE = {
 def test_hostile_safetensors_are_refused_and_quarantined(stocked: Site, tmp_path: Path) -> None:
     with Engine.at(stocked, tmp_path / "a") as engine:
         for number, (what, body) in enumerate(HOSTILE.items()):
-            stocked.stock(key_at(number).name, body)
+            stocked.put(number, body)
             outcome = engine.fetch(number).outcome
             if what == "100,000 names":  # larger than any honest entry: refused unread
                 assert outcome is FetchOutcome.MISMATCH

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,11 +20,10 @@ from s3ec.connector.scheduler import SchedulerHalf
 from s3ec.connector.vllm_config import Role
 from s3ec.errors import TierError
 from s3ec.prefetch import FetchOutcome, FetchRequest
-from tests.faults.disks import FailingDisk, failing_disk
-from tests.faults.living import ROWS
+from tests.faults.embeddings import ROWS, identifier_at, key_at
 from tests.faults.machine import Corpus, Machine
-from tests.faults.saving import identifier_at, key_at
-from tests.faults.site import eventually
+from tests.support.disks import FailingDisk, failing_disk
+from tests.support.waiting import eventually
 
 loads = pytest.importorskip("s3ec.connector.loads")
 scheduling = pytest.importorskip("tests.unit.connector.scheduling")
@@ -113,7 +113,7 @@ def test_hooks_go_on_while_the_disk_hangs_and_hits_come_back_with_it(disk: Faili
             assert machine.node.counters.get("tier.hung") == 1
             held = engine.request(6)
             assert engine.ask(held)  # at once
-            assert machine.fetch(7)[7].outcome is FetchOutcome.UNAVAILABLE
+            assert machine.fetch(7).outcome is FetchOutcome.UNAVAILABLE
             hang.end()
             eventually(lambda: not machine.node.loop.watch.hangs)
             machine.node.prefetcher.drain()
@@ -163,7 +163,7 @@ def test_node_ends_in_time_though_its_disk_hangs(disk: FailingDisk) -> None:
     corpus.stock(*range(4))
     machine = Machine(corpus, disk.path / "cache")
     assert machine.serve(*range(4)) == set(range(4))
-    granted = machine.fetch(0)
+    granted = machine.grant(0)
     with disk.hanging():
         machine.save(10)
         machine.node.prefetcher.submit([FetchRequest(key_at(1), "image", ROWS)])
@@ -228,13 +228,13 @@ def test_load_that_hangs_is_answered_from_the_bucket_and_the_next_at_once(
         counters = machine.node.counters
         for number in range(4):
             machine.serve(number)
-        first = machine.fetch(0)
+        first = machine.grant(0)
         forget_pages(machine.file(0))
         machine.load(first)  # by a reader, since a disk had to answer
-        (reader,) = machine.worker._loader._readers.threads
+        (reader,) = (one for one in threading.enumerate() if one.name.startswith("s3ec-load"))
         assert reader.native_id is not None
         assert counters.get("load.hung") == 0
-        granted = {number: machine.fetch(number)[number] for number in (1, 2, 3)}
+        granted = {number: machine.grant(number)[number] for number in (1, 2, 3)}
         for number in (1, 2):
             forget_pages(machine.file(number))
         with reads_that_hang(reader.native_id):

@@ -21,8 +21,8 @@ from s3ec.index.rows import EntryInfo, Rows
 from s3ec.index.segment import encode_segment
 from s3ec.prefetch import FetchOutcome
 from s3ec.testing.server import LocalS3
+from tests.faults.embeddings import LAYOUT, NAMESPACE, ROWS, WIDTH, key_at
 from tests.faults.indexed import (
-    LAYOUT,
     Bucket,
     evict,
     fetch,
@@ -32,8 +32,6 @@ from tests.faults.indexed import (
     run_rebuild,
     serve,
 )
-from tests.faults.living import ROWS
-from tests.faults.saving import NAMESPACE, WIDTH, key_at
 
 Damage = Callable[[bytes], bytes]
 
@@ -72,10 +70,8 @@ DAMAGES: dict[str, Damage] = {
 
 @pytest.fixture
 def bucket(
-    local_s3: LocalS3, s3_bucket: str, monkeypatch: pytest.MonkeyPatch
+    local_s3: LocalS3, s3_bucket: str, signed: None, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[Bucket, FaultProxy]]:
-    for name, value in local_s3.env().items():
-        monkeypatch.setenv(name, value)
     # What was refused is tried again at each second look, and not after minutes.
     monkeypatch.setattr(manifest, "_FULL_EVERY", 2)
     monkeypatch.setattr(follower, "_RETRY_S", 0.0)

@@ -9,10 +9,9 @@ import pytest
 
 from s3ec.dev.rigs.proxy import Rule
 from s3ec.dev.rigs.proxy_faults import Stall
+from tests.faults.embeddings import key_at
 from tests.faults.herd import Herd
-from tests.faults.living import object_at
-from tests.faults.saving import WIDTH, key_at
-from tests.faults.site import OBJECTS, Site
+from tests.faults.site import Site
 
 pytest.importorskip("torch")
 
@@ -23,9 +22,7 @@ _STALLED = 50
 def test_fetches_that_are_shared_aborted_or_ended_with_the_loop_leave_nothing_behind(
     site: Site, herd: Herd
 ) -> None:
-    site.stock_record(WIDTH)
-    for number in range(_ROUNDS):
-        site.stock(key_at(number).name, b"".join(object_at(number)))
+    site.stock(*range(_ROUNDS))
     silent = [_STALLED + n + more for n in range(_ROUNDS) for more in (0, 100)]
     names = "|".join(key_at(number).name for number in silent)
     rule = Rule(Stall(), method="GET", target=names)
@@ -36,11 +33,7 @@ def test_fetches_that_are_shared_aborted_or_ended_with_the_loop_leave_nothing_be
     assert herd.complaints() == []
     assert rule.fired >= _ROUNDS
     assert herd.hear(pid, "unavailable") == f"unavailable {_ROUNDS}"
-    asked = Counter(
-        request.target.partition(OBJECTS)[2].partition("?")[0]
-        for request in site.proxy.requests
-        if request.method == "GET" and OBJECTS in request.target
-    )
+    asked = Counter(site.gets())
     for number in range(_ROUNDS):
         assert asked[key_at(number).name] == 1
     assert site.tier_complaints() == []

@@ -20,8 +20,8 @@ from s3ec.runtime import LoopThread
 from s3ec.settings import Settings
 from s3ec.store.base import Store
 from s3ec.store.open import open_store
+from tests.faults.embeddings import NAMESPACE
 from tests.faults.pages import Pages
-from tests.faults.saving import NAMESPACE
 
 LAYOUT = Layout(NAMESPACE.name)
 _TIMEOUT_S = 300.0
@@ -58,7 +58,7 @@ def test_long_listing_that_breaks_off_is_gone_on_with_and_its_junk_counted(
     tmp_path: Path, transport: str
 ) -> None:
     counters, loop = Counters(), LoopThread("listing")
-    with Pages(f"corpus/{LAYOUT.objects}", 15_000, breaks=4) as pages:
+    with Pages(f"corpus/{LAYOUT.objects}", 8_000, breaks=3) as pages:
         store = store_of(pages, tmp_path, transport)
         try:
             index = ListingIndex(store, LAYOUT, counters)
@@ -66,13 +66,13 @@ def test_long_listing_that_breaks_off_is_gone_on_with_and_its_junk_counted(
         finally:
             loop.run(store.close(), _TIMEOUT_S)
             loop.stop(_TIMEOUT_S)
-        assert pages.broken >= 4
+        assert pages.broken >= 3
         given = len(pages.asked) - pages.broken
         assert given == -(-(pages.entries + pages.junk) // 1000)  # no page twice
         assert len(index) == pages.entries
         assert counters.get("index.junk") == pages.junk
-        assert all(index.maybe_contains(key_of(pages.name(n))) for n in range(0, 15_000, 7))
-        last = pages.name(14_999)
+        assert all(index.maybe_contains(key_of(pages.name(n))) for n in range(0, 8_000, 7))
+        last = pages.name(7_999)
         assert not index.maybe_contains(key_of(f"ff/{'f' * 64}{OBJECT_SUFFIX}"))
         assert index.maybe_contains(key_of(last))
 
@@ -84,8 +84,8 @@ def test_memory_of_a_listing_for_a_base_does_not_grow_with_the_bucket(
     monkeypatch.setattr(segment, "ROWS_PER_RUN", 2048)
     monkeypatch.setattr(listing, "_BATCH", 512)
     monkeypatch.setattr(listing, "_FEW", 100)
-    peaks = [peak_of_listing(tmp_path / str(entries), entries) for entries in (4_000, 16_000)]
-    assert peaks[1] - peaks[0] < 12_000 * 84
+    peaks = [peak_of_listing(tmp_path / str(entries), entries) for entries in (3_000, 9_000)]
+    assert peaks[1] - peaks[0] < 6_000 * 84
 
 
 def peak_of_listing(folder: Path, entries: int) -> int:

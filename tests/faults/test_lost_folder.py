@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.disks import as_plain_user, read_only, small_tmpfs
+from tests.faults.embeddings import spooled_below
 from tests.faults.machine import Corpus, Machine, delete
-from tests.faults.saving import spooled_below
-from tests.faults.site import eventually
+from tests.support.disks import as_plain_user, read_only, small_tmpfs
+from tests.support.waiting import eventually
 
 
 def test_deleted_folder_is_made_again_by_fetches_and_saves(tmp_path: Path) -> None:
@@ -42,7 +42,7 @@ def test_folder_deleted_between_grant_and_load_is_answered_from_the_bucket(
     corpus = Corpus()
     corpus.stock(*range(4))
     with Machine(corpus, tmp_path / "cache") as machine:
-        fetched = machine.fetch(*range(4))
+        fetched = machine.grant(*range(4))
         delete(machine.cache_dir)
         machine.load(fetched)
         assert machine.node.counters.get("load.rescued") == 4
@@ -129,7 +129,7 @@ def test_read_only_folder_serves_what_it_can_and_heals(place: Path) -> None:
     corpus.stock(*range(8))
     with Machine(corpus, place / "cache") as machine:
         assert machine.serve(*range(4)) == set(range(4))
-        granted = machine.fetch(*range(4))
+        granted = machine.grant(*range(4))
         with frozen(place):
             machine.load(granted)  # pinned before: read as ever
             machine.serve(*range(8))  # no pin can be made, and nothing is said to be there

@@ -23,9 +23,9 @@ from s3ec.index.delete import deleting
 from s3ec.node import Node
 from s3ec.prefetch import FetchOutcome
 from s3ec.testing.server import LocalS3
+from tests.faults.embeddings import LAYOUT, key_at, spooled_below
 from tests.faults.herd import Herd
 from tests.faults.indexed import (
-    LAYOUT,
     Bucket,
     fetch,
     noding,
@@ -35,8 +35,7 @@ from tests.faults.indexed import (
     run_verify,
     serve,
 )
-from tests.faults.saving import key_at, spooled_below
-from tests.faults.site import DEADLINE_S, eventually
+from tests.support.waiting import DEADLINE_S, eventually
 
 pytest.importorskip("torch")
 
@@ -132,14 +131,8 @@ class Place:
 
 @pytest.fixture
 def place(
-    local_s3: LocalS3,
-    s3_bucket: str,
-    herd: Herd,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    local_s3: LocalS3, s3_bucket: str, herd: Herd, tmp_path: Path, signed: None
 ) -> Iterator[Place]:
-    for name, value in local_s3.env().items():
-        monkeypatch.setenv(name, value)
     bucket = Bucket(local_s3, s3_bucket, "corpus")
     bucket.stock(0)
     with (

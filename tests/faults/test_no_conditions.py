@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,9 +20,9 @@ from s3ec.prefetch import FetchOutcome
 from s3ec.settings import Settings
 from s3ec.store.open import ConditionalPut, open_store, probe_conditional_put
 from s3ec.testing.server import LocalS3, MotoServer
-from tests.faults.engine import Engine, body_at
-from tests.faults.saving import WIDTH, key_at
-from tests.faults.site import LAYOUT, Site
+from tests.faults.embeddings import LAYOUT, body_at, key_at
+from tests.faults.engine import Engine
+from tests.faults.site import Site
 
 _numbers = itertools.count()
 
@@ -37,7 +38,7 @@ def careless(
     with FaultProxy(moto_server.endpoint_url) as proxy:
         site = Site(proxy, bucket, local_s3, tmp_path / "cache")
         site.client = moto_server.client()
-        site.stock_record(WIDTH)
+        site.stock()
         proxy.add(Rule(ForgetCondition(), method="PUT"))
         yield site
     moto_server.delete_bucket(bucket)
@@ -79,6 +80,7 @@ def test_server_without_conditions_is_named_not_compacted_on_and_serves_right_by
         assert result.exit_code == 2, result.output
         assert "ignores If-None-Match" in result.output
     assert _manifest(careless) == before
+    monkeypatch.setitem(sys.modules, "vllm", None)  # whose start is not what this is about
     report = CliRunner().invoke(app, ["doctor", "--json"]).stdout
     checks = {check["name"]: check for check in json.loads(report)["checks"]}
     assert checks["conditional_put"]["verdict"] == "warn"

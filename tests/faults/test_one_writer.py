@@ -8,9 +8,8 @@ import signal
 
 import pytest
 
+from tests.faults.embeddings import body_at, key_at
 from tests.faults.herd import Herd
-from tests.faults.living import object_at
-from tests.faults.saving import key_at
 from tests.faults.site import Site
 
 pytest.importorskip("torch")
@@ -40,7 +39,7 @@ def test_sixteen_processes_that_save_one_entry_store_it_once_and_whole(
     assert {left for _, _, left in ends} == {"0"}
     name = key_at(0).name
     assert site.created.names == {name: 1}
-    assert site.body(name) == b"".join(object_at(0))
+    assert site.body(name) == body_at(0)
     assert site.entries() == {name}
     assert site.spooled() == set()
     assert site.tier_complaints() == []

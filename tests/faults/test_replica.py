@@ -18,8 +18,8 @@ from s3ec import modality
 from s3ec.index import follower, manifest, reader
 from s3ec.node import Node
 from s3ec.testing.server import LocalS3
+from tests.faults.embeddings import LAYOUT, key_at
 from tests.faults.indexed import (
-    LAYOUT,
     Bucket,
     evict,
     noding,
@@ -29,7 +29,6 @@ from tests.faults.indexed import (
     run_verify,
     serve,
 )
-from tests.faults.saving import key_at
 
 ASKED = range(14)
 
@@ -66,10 +65,8 @@ class Replica:
 
 @pytest.fixture
 def replica(
-    local_s3: LocalS3, s3_bucket: str, monkeypatch: pytest.MonkeyPatch
+    local_s3: LocalS3, s3_bucket: str, signed: None, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Replica]:
-    for name, value in local_s3.env().items():
-        monkeypatch.setenv(name, value)
     monkeypatch.setattr(manifest, "_FULL_EVERY", 2)
     monkeypatch.setattr(follower, "_RETRY_S", 0.0)
     monkeypatch.setattr(follower, "_LISTING_EVERY_S", 0.0)

@@ -26,8 +26,8 @@ from s3ec.node import Node
 from s3ec.prefetch import FetchRequest
 from s3ec.settings import Settings
 from s3ec.testing.server import MotoServer
-from tests.faults.saving import NAMESPACE, WIDTH
-from tests.faults.site import eventually
+from tests.faults.embeddings import NAMESPACE, WIDTH
+from tests.support.waiting import eventually
 
 torch = pytest.importorskip("torch")
 

@@ -21,12 +21,12 @@ import pytest
 from s3ec.config import load_settings
 from s3ec.dev.rigs import proxy_faults as faults
 from s3ec.dev.rigs.proxy import Fault, FaultProxy, Rule
-from s3ec.node import Node
 from s3ec.prefetch import FetchOutcome, FetchRequest, FetchResult
 from s3ec.testing.server import LocalS3
-from tests.faults.living import ROWS, object_at
-from tests.faults.saving import NAMESPACE, WIDTH, data_at, identifier_at, key_at
-from tests.faults.site import OBJECTS, Site, eventually
+from tests.faults.embeddings import ROWS, body_at, key_at
+from tests.faults.engine import Engine
+from tests.faults.site import OBJECTS, Site
+from tests.support.waiting import eventually
 
 torch = pytest.importorskip("torch")
 
@@ -35,58 +35,33 @@ READY, MISMATCH, UNAVAILABLE = FetchOutcome.READY, FetchOutcome.MISMATCH, FetchO
 SLOW_DOWN = faults.s3_error(503, "SlowDown")
 
 
-class Rig:
-    """One node with a save queue, and the pictures that it has not seen yet."""
+class Rig(Engine):
+    """An engine that saves, and the pictures that it has not seen yet."""
 
     def __init__(self, settings: dict[str, Any], site: Site | None) -> None:
-        from s3ec.connector.saves import SaveQueue
-
+        super().__init__(load_settings(settings).settings.model_dump(), saves=True)
         self.site = site
-        self.node = Node(load_settings(settings).settings, NAMESPACE)
-        self.queue = SaveQueue(self.node, budget_bytes=2**20, overflow="block")
         self.last = 0
 
     def fresh(self, *, in_bucket: bool) -> int:
         self.last += 1
         if in_bucket:
             assert self.site is not None
-            self.site.stock(key_at(self.last).name, b"".join(object_at(self.last)))
+            self.site.stock(self.last)
         return self.last
-
-    def counted(self, name: str) -> float:
-        return self.node.counters.get(name)
-
-    def fetch(self, number: int) -> FetchResult:
-        """Its end; bytes that come are those of the encoder."""
-        self.node.prefetcher.submit([FetchRequest(key_at(number), "image", ROWS)])
-        done: list[FetchResult] = []
-        eventually(lambda: bool(done.extend(self.node.prefetcher.drain()) or done))
-        (fetched,) = done
-        if fetched.pin is not None:
-            assert fetched.pin.path.read_bytes() == b"".join(object_at(number))
-            self.node.prefetcher.release([fetched.pin])
-        return fetched
-
-    def save(self, number: int) -> None:
-        from s3ec.connector.messages import Save
-
-        tensor = torch.frombuffer(bytearray(data_at(number, ROWS)), dtype=torch.bfloat16)
-        assert self.queue.put(identifier_at(number), Save("image", {}), tensor.view(ROWS, WIDTH))
 
     @property
     def kept(self) -> float:
         """Embeddings that the bucket took, or had."""
-        return self.counted("save.items") + self.counted("save.existed")
+        return self.count("save.items") + self.count("save.existed")
 
     def hits_come_back(self) -> None:
-        number = self.fresh(in_bucket=True)
-        eventually(lambda: self.fetch(number).outcome is READY)
+        self.fetch_in_the_end(self.fresh(in_bucket=True))
 
-    def close(self) -> None:
-        self.queue.drain(30)
-        self.node.close(5)
-        assert self.counted("internal_errors") == 0
+    def close(self, drain_s: float | None = 30, *, close_s: float = 5) -> int:
+        left = super().close(drain_s, close_s=close_s)
         assert self.node.endpoint.pace.used == 0
+        return left
 
 
 def limits(cache_dir: Path, **other: Any) -> dict[str, Any]:
@@ -102,19 +77,18 @@ def limits(cache_dir: Path, **other: Any) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module", params=TRANSPORTS)
-def rig(
-    request: pytest.FixtureRequest, local_s3: LocalS3, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Rig]:
-    bucket = f"sick-{request.param}"
+@pytest.fixture(scope="module")
+def rig(local_s3: LocalS3, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+    """By the default transport; what each one makes of a fault is asked in tests/contract."""
+    bucket = "sick"
     cache_dir = tmp_path_factory.mktemp("cache")
     with FaultProxy(local_s3.endpoint_url) as proxy, pytest.MonkeyPatch.context() as environment:
         for name, value in local_s3.env().items():
             environment.setenv(name, value)
         site = Site(proxy, bucket, local_s3, cache_dir)
         site.client.create_bucket(Bucket=bucket)
-        site.stock_record(WIDTH)
-        place = {"bucket": bucket, "endpoint_url": proxy.url, "transport": request.param}
+        site.stock()
+        place = {"bucket": bucket, "endpoint_url": proxy.url, "transport": "obstore"}
         rig = Rig(limits(cache_dir, **place), site)
         rig.node.follow_the_bucket()
         rig.save(rig.fresh(in_bucket=False))  # asks what the server promises, once
@@ -145,7 +119,7 @@ ONCE: dict[str, tuple[Fault, str]] = {
     "1 KiB/s": (faults.Trickle(piece_bytes=256, pause_s=0.25), "store.retries"),
     "cut": (faults.Cut(1000), "corrupt.length"),
     "cut by a reset": (faults.Cut(1000, reset=True), "corrupt.length"),
-    "a short length": (faults.Replace(b"".join(object_at(0))[:5000]), ""),
+    "a short length": (faults.Replace(body_at(0)[:5000]), ""),
     "a flipped bit": (faults.Flip(6000), "corrupt.checksum"),
 }
 
@@ -156,11 +130,11 @@ def test_a_fault_that_comes_once_is_made_good_by_one_repetition(
 ) -> None:
     fault, counter = ONCE[what]
     number = rig.fresh(in_bucket=True)
-    before = rig.counted(counter)
+    before = rig.count(counter)
     rule = proxy.add(Rule(fault, method="GET", target=OBJECTS, times=1))
     assert rig.fetch(number).outcome is READY
     assert rule.fired == 1
-    assert not counter or rig.counted(counter) == before + 1
+    assert not counter or rig.count(counter) == before + 1
     asked = [one for one in proxy.requests if key_at(number).name in one.target]
     assert len(asked) == 2
 
@@ -171,11 +145,11 @@ def test_a_fault_that_comes_once_is_made_good_by_one_repetition(
 def test_a_body_larger_than_the_embedding_is_a_miss(
     fault: Fault, rig: Rig, proxy: FaultProxy
 ) -> None:
-    before = rig.counted("mismatch.size")
+    before = rig.count("mismatch.size")
     rule = proxy.add(Rule(fault, method="GET", target=OBJECTS))
     assert rig.fetch(rig.fresh(in_bucket=True)).outcome is MISMATCH
     assert 1 <= rule.fired <= 2  # where obstore cannot read a reply the SDK is asked
-    assert rig.counted("mismatch.size") == before + 1
+    assert rig.count("mismatch.size") == before + 1
 
 
 @pytest.mark.parametrize(
@@ -186,29 +160,29 @@ def test_a_body_larger_than_the_embedding_is_a_miss(
 def test_a_fault_that_stays_opens_the_breaker_and_closes_it_when_it_goes(
     fault: Fault, counter: str, rig: Rig, proxy: FaultProxy
 ) -> None:
-    opened, moved = rig.counted("breaker.opened"), rig.counted(counter)
+    opened, moved = rig.count("breaker.opened"), rig.count(counter)
     number = rig.fresh(in_bucket=True)
     rule = proxy.add(Rule(fault))
     while not rig.node.breaker.is_open:
         assert rig.fetch(number).outcome is UNAVAILABLE
     assert rule.fired >= 1
-    assert rig.counted("breaker.opened") == opened + 1
-    assert not counter or rig.counted(counter) > moved
+    assert rig.count("breaker.opened") == opened + 1
+    assert not counter or rig.count(counter) > moved
     assert rig.site is not None
     rig.site.let_through()
     eventually(lambda: not rig.node.breaker.is_open)  # by the look at the index, without traffic
     rig.hits_come_back()
-    eventually(lambda: rig.node.endpoint.pace.withheld == rig.counted("pace.withheld"))
+    eventually(lambda: rig.node.endpoint.pace.withheld == rig.count("pace.withheld"))
 
 
 def test_one_503_in_ten_is_hardly_noticed(rig: Rig, proxy: FaultProxy) -> None:
-    opened = rig.counted("breaker.opened")
+    opened = rig.count("breaker.opened")
     numbers = [rig.fresh(in_bucket=True) for _ in range(20)]
     rules = [proxy.add(Rule(SLOW_DOWN, target=OBJECTS, skip=skip, times=1)) for skip in (3, 7, 12)]
     outcomes = [rig.fetch(number).outcome for number in numbers]
     assert outcomes.count(READY) >= 19  # the budget may be spent by what came before
     assert [rule.fired for rule in rules] == [1, 1, 1]
-    assert rig.counted("breaker.opened") == opened
+    assert rig.count("breaker.opened") == opened
 
 
 # -- writing -----------------------------------------------------------------------------------
@@ -236,7 +210,7 @@ def test_a_save_is_stored_once_whatever_the_first_answers_were(
     eventually(lambda: rig.kept == before + 1)
     assert rule.fired == times
     assert rig.site is not None
-    assert rig.site.body(key_at(number).name) == b"".join(object_at(number))
+    assert rig.site.body(key_at(number).name) == body_at(number)
     eventually(lambda: not rig.site or not rig.site.spooled())
     assert rig.kept == before + 1
 
@@ -245,12 +219,12 @@ def test_saves_wait_on_disk_while_the_server_only_refuses_and_none_is_lost(
     rig: Rig, proxy: FaultProxy
 ) -> None:
     numbers = [rig.fresh(in_bucket=False) for _ in range(6)]
-    before, failed = rig.kept, rig.counted("save_problem.unavailable")
+    before, failed = rig.kept, rig.count("save_problem.unavailable")
     rule = proxy.add(Rule(SLOW_DOWN))
     for number in numbers:
         rig.save(number)
     eventually(lambda: rig.node.breaker.is_open)
-    eventually(lambda: rig.counted("save_problem.unavailable") > failed)
+    eventually(lambda: rig.count("save_problem.unavailable") > failed)
     assert rig.site is not None
     assert len(rig.site.spooled()) == len(numbers)
     assert rule.fired
@@ -284,23 +258,19 @@ def test_a_node_without_a_server_starts_and_soon_asks_no_more(
     transport: str,
     nowhere: str,
     tmp_path: Path,
-    local_s3: LocalS3,
-    monkeypatch: pytest.MonkeyPatch,
+    signed: None,
 ) -> None:
-    for name, value in local_s3.env().items():
-        monkeypatch.setenv(name, value)
     place = {"bucket": "corpus", "endpoint_url": nowhere, "transport": transport}
     rig = Rig(limits(tmp_path, **place), None)
     rig.node.follow_the_bucket()
     number = rig.fresh(in_bucket=False)
     while not rig.node.breaker.is_open:
         assert rig.fetch(number).outcome is UNAVAILABLE
-    assert rig.counted("breaker.opened") == 1
+    assert rig.count("breaker.opened") == 1
     rig.save(number)
-    eventually(lambda: rig.counted("save_problem.unavailable") > 0)
-    assert rig.queue.drain(0.1) == 1
-    rig.node.close(5)
-    assert rig.counted("spool.left") == 1
+    eventually(lambda: rig.count("save_problem.unavailable") > 0)
+    assert rig.close(0.1) == 1
+    assert rig.count("spool.left") == 1
 
 
 def test_a_server_killed_while_it_reads_and_writes_loses_nothing_and_is_found_again(
@@ -312,7 +282,7 @@ def test_a_server_killed_while_it_reads_and_writes_loses_nothing_and_is_found_ag
         server.client().create_bucket(Bucket="corpus")
         with FaultProxy(server.endpoint_url) as proxy:
             site = Site(proxy, "corpus", server, tmp_path / "cache")
-            site.stock_record(WIDTH)
+            site.stock()
             place = {"bucket": "corpus", "endpoint_url": server.endpoint_url}
             rig = Rig(limits(tmp_path / "cache", **place), site)
             rig.node.follow_the_bucket()

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.faults.embeddings import body_at, key_at
 from tests.faults.herd import Herd
 from tests.faults.killing import CALLS
-from tests.faults.living import object_at
-from tests.faults.saving import WIDTH, key_at
-from tests.faults.site import Site, eventually
+from tests.faults.site import Site
+from tests.support.waiting import eventually
 
 pytest.importorskip("torch")
 
@@ -53,7 +53,7 @@ def assert_bucket_is_right(site: Site, numbers: range) -> None:
     assert set(site.created.names.values()) == {1}
     assert site.entries() <= objects
     for name in objects:
-        assert site.body(name) == b"".join(object_at(by_name[name]))
+        assert site.body(name) == body_at(by_name[name])
 
 
 class Killer:
@@ -127,9 +127,7 @@ def test_kills_at_random_in_a_crowd_lose_nothing_and_serve_no_wrong_byte(
     seed = random.randrange(2**32) if seed is None else seed
     print(f"seed {seed}")  # noqa: T201 - shown when it fails
     chance = random.Random(seed)
-    site.stock_record(WIDTH)
-    for number in range(_STOCK):
-        site.stock(key_at(number).name, b"".join(object_at(number)))
+    site.stock(*range(_STOCK))
     killer = Killer(site, herd, chance)
     for _ in range(0, _KILLS, _KILLED_AT_ONCE):
         killer.fill_up()

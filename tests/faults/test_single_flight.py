@@ -13,9 +13,8 @@ import pytest
 from s3ec.dev.rigs.proxy import Exchange, Rule
 from s3ec.dev.rigs.proxy_faults import s3_error
 from s3ec.testing.fault_store import Gate
+from tests.faults.embeddings import key_at
 from tests.faults.herd import Herd
-from tests.faults.living import object_at
-from tests.faults.saving import WIDTH, key_at
 from tests.faults.site import OBJECTS, Site
 
 pytest.importorskip("torch")
@@ -52,19 +51,8 @@ def gate() -> Iterator[Gate]:
     gate.release()
 
 
-def gets(site: Site) -> Counter[str]:
-    """How often each object was asked for."""
-    return Counter(
-        request.target.partition(OBJECTS)[2].partition("?")[0]
-        for request in list(site.proxy.requests)
-        if request.method == "GET" and OBJECTS in request.target
-    )
-
-
 def stock(site: Site, count: int) -> list[int]:
-    site.stock_record(WIDTH)
-    for number in range(count):
-        site.stock(key_at(number).name, b"".join(object_at(number)))
+    site.stock(*range(count))
     return list(range(count))
 
 
@@ -88,7 +76,7 @@ def test_entries_that_four_processes_want_at_once_are_fetched_once_each(
     for pid in pids:
         herd.hear(pid, "done")
     assert herd.complaints() == []
-    assert gets(site) == Counter(key_at(number).name for number in numbers)
+    assert Counter(site.gets()) == Counter(key_at(number).name for number in numbers)
     from_bucket = [words for _, words in herd.said if words.endswith(" bucket")]
     assert len(from_bucket) == len(numbers)
     assert site.tier_complaints() == []
@@ -104,12 +92,12 @@ def test_fetch_of_a_killed_process_is_taken_over_at_once_by_one_other(
     others = [start(herd, site, [number]) for _ in range(3)]
     for pid in others:
         herd.hear(pid, "asked")
-    assert gets(site).total() == 1  # they wait
+    assert len(site.gets()) == 1  # they wait
     herd.kill(killed)
     for pid in others:
         herd.hear(pid, "done")
     assert herd.complaints() == []
-    assert gets(site).total() == 2
+    assert len(site.gets()) == 2
     sources = Counter(words for _, words in herd.said if words.startswith("got"))
     assert sources == {f"got {number} bucket": 1, f"got {number} tier": 2}
     assert site.tier_complaints() == []
@@ -125,7 +113,7 @@ def test_stopped_process_holds_up_the_others_for_their_patience_and_no_longer(
     os.kill(stopped, signal.SIGSTOP)
     other = start(herd, site, [number], patience_s=0.1)
     herd.hear(other, "done")  # it went on without the claim
-    assert gets(site).total() == 2
+    assert len(site.gets()) == 2
     gate.release()
     os.kill(stopped, signal.SIGCONT)
     herd.hear(stopped, "done")

@@ -12,10 +12,10 @@ import pytest
 
 from s3ec.dev.rigs.proxy import FaultProxy
 from s3ec.testing.server import LocalS3
+from tests.faults.embeddings import body_at, key_at
 from tests.faults.herd import Herd
-from tests.faults.living import object_at
-from tests.faults.saving import WIDTH, key_at
-from tests.faults.site import Site, eventually
+from tests.faults.site import Site
+from tests.support.waiting import eventually
 
 pytest.importorskip("torch")
 
@@ -32,9 +32,7 @@ def open_site(local_s3: LocalS3, s3_bucket: str) -> Iterator[Site]:
 
 
 def stock(site: Site) -> None:
-    site.stock_record(WIDTH)
-    for number in range(_STOCK):
-        site.stock(key_at(number).name, b"".join(object_at(number)))
+    site.stock(*range(_STOCK))
 
 
 def assert_all_saved(site: Site, *firsts: int) -> None:
@@ -42,7 +40,7 @@ def assert_all_saved(site: Site, *firsts: int) -> None:
     saved = {key_at(n).name: n for first in firsts for n in range(first, first + 24)}
     assert site.created.names == dict.fromkeys(saved, 1)
     for name, number in saved.items():
-        assert site.body(name) == b"".join(object_at(number))
+        assert site.body(name) == body_at(number)
     assert site.entries() <= site.objects()
     assert site.tier_complaints() == []
 

@@ -44,7 +44,8 @@ from tests.fuzz.outside import (
     PlayedSaves,
     embedding,
 )
-from tests.unit.connector.scheduling import Clock, key_of
+from tests.support.clock import Clock
+from tests.unit.connector.scheduling import key_of
 
 NAMESPACE = Namespace.from_descriptor({"model": "fuzz"})
 # What a worker counts when a pinned file was not there, or not what was granted.

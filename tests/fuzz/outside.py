@@ -27,7 +27,7 @@ from s3ec.index.rows import EntryInfo
 from s3ec.prefetch import FetchOutcome, FetchRequest, FetchResult
 from s3ec.tier import Pin
 from s3ec.tier.tier import LocalKeys
-from tests.unit.connector.scheduling import Clock
+from tests.support.clock import Clock
 
 WIDTH = 4
 FIRST_WEIGHTS = 1

@@ -16,7 +16,7 @@ from botocore.exceptions import ClientError
 from s3ec.prefetch import FetchOutcome
 from s3ec.testing.server import Identity, LocalS3, MotoServer
 from tests.faults.engine import Engine
-from tests.faults.site import eventually
+from tests.support.waiting import eventually
 from tests.terraform.cases import HOW, PLUGINS, Provider, Terraform, copy, transfer_json
 
 pytestmark = [

@@ -20,7 +20,7 @@ from s3ec.codec import HEADER_LIMIT, MAX_TENSOR_BYTES, Header, Shape
 from s3ec.connector.saves import tensor_bytes
 from s3ec.errors import CorruptEntryError
 from s3ec.identity import MAX_IDENTIFIER_BYTES, canonical_json, make_key
-from tests.finite import FINITE
+from tests.support.finite import FINITE
 
 NAMESPACE = "gemma-0123456789abcdef"
 IDENTIFIER = "ab" * 32

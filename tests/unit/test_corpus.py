@@ -32,8 +32,8 @@ from s3ec.tenant import Tenant
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
 from s3ec.testing.memory_store import MemoryStore
 from s3ec.testing.server import MotoServer
+from tests.support.corpora import IDS, Bucket, CorpusSuite, Filled
 from tests.unit.cli.corpus import MODEL, content_hash, entry_bytes
-from tests.unit.corpora import IDS, Bucket, CorpusSuite, Filled
 
 Make = Callable[..., Corpus]
 

@@ -9,13 +9,7 @@ import pytest
 
 from s3ec.counters import Counters
 from s3ec.runtime import DiskWatch
-
-
-class Clock:
-    now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
+from tests.support.clock import Clock
 
 
 @pytest.fixture

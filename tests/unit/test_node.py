@@ -18,7 +18,7 @@ from s3ec.store.breaker import Breaker
 from s3ec.testing.memory_store import MemoryStore
 from s3ec.tier.evictor import EvictLock
 from s3ec.tier.files import Folders
-from tests.on_disk import audit_of, running_total
+from tests.support.on_disk import audit_of, running_total
 from tests.unit.index.basics import NAMESPACE, key_of
 from tests.unit.index.corpus import Corpus, rows_of
 from tests.unit.tier.cases import DESTINATION, child, key_at, new_tier, pin_folders

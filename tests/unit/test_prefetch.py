@@ -44,8 +44,8 @@ from s3ec.tier import Claim, Pin, Tier
 from s3ec.tier.bad_objects import BadObjects
 from s3ec.tier.files import Folders
 from s3ec.tier.tier import LocalKeys
-from tests.finite import FINITE
-from tests.on_disk import audit_of, evict, usage_of
+from tests.support.finite import FINITE
+from tests.support.on_disk import audit_of, evict, usage_of
 
 NAMESPACE = "gemma-0123456789abcdef"
 LAYOUT = Layout(NAMESPACE)

@@ -25,7 +25,6 @@ from s3ec.dev.rigs.models import write_gemma3, write_qwen2_vl
 from s3ec.dev.rigs.nursery import EngineForkServer
 from s3ec.dev.rigs.pictures import write_pictures
 from s3ec.testing.server import LocalS3
-from tests.e2e.damage import flipped
 from tests.e2e.rig import (
     MANY,
     ONE_PROCESS,
@@ -45,7 +44,8 @@ from tests.e2e.rig import (
     settings,
     tier_of,
 )
-from tests.on_disk import audit_of
+from tests.support.damage import flipped
+from tests.support.on_disk import audit_of
 
 
 def _release() -> tuple[int, ...]:

@@ -54,7 +54,7 @@ _HITS, _MISSES = "vllm:s3ec_hits", "vllm:s3ec_misses"
 
 
 @dataclass
-class _Times:
+class RequestTimes:
     """Milliseconds of one engine in one round."""
 
     ttft: list[float] = field(default_factory=list)
@@ -72,7 +72,7 @@ def run(context: Context) -> None:
     Raises:
         CannotMeasureError: There is no server or no vLLM.
     """
-    from s3ec.dev.bench.soak_pictures import write_patterns
+    from s3ec.dev.bench.soak_engine import write_patterns
 
     rounds = context.rounds(ROUNDS)
     count = _WARM_UP + 2 * (rounds + 1) * (_ALONE + _TOGETHER)
@@ -87,19 +87,19 @@ def run(context: Context) -> None:
         _die(engines[DEAD], proxy, lambda: engines[DEAD].chat([next(asked)], max_tokens=1))
         before = engines[DEAD].counters()
         context.say(f"{rounds} rounds")
-        cases: dict[str, Callable[[], _Times]] = {
+        cases: dict[str, Callable[[], RequestTimes]] = {
             name: lambda engine=engine: _round(engine, asked)  # type: ignore[misc]
             for name, engine in engines.items()
         }
         kept = measure.interleave(cases, rounds=rounds, warmup=1)
         after = engines[DEAD].counters()
     moved = {name: after[name] - before.get(name, 0) for name in after if "s3ec" in name}
-    _report(context, kept, {name: count for name, count in moved.items() if count})
+    report(context, kept, {name: count for name, count in moved.items() if count})
 
 
-def _round(engine: EngineProcess, asked: Iterator[Prompt]) -> _Times:
+def _round(engine: EngineProcess, asked: Iterator[Prompt]) -> RequestTimes:
     """Some requests one after another, for their first token; some at once, for many steps."""
-    times = _Times()
+    times = RequestTimes()
     for _ in range(_ALONE):
         reply = engine.timed([next(asked)], max_tokens=1)
         times.ttft.append(reply["whole"] / 1e6)
@@ -206,7 +206,9 @@ def _until(condition: Callable[[], bool], ask: Callable[[], object], what: str) 
         ask()
 
 
-def _report(context: Context, kept: Mapping[str, list[_Times]], moved: Mapping[str, float]) -> None:
+def report(
+    context: Context, kept: Mapping[str, list[RequestTimes]], moved: Mapping[str, float]
+) -> None:
     if moved.get(_HITS, 0) or not moved.get(_MISSES, 0):
         raise CannotMeasureError(f"the engine was not asked without a store: {dict(moved)}")
     for row, what in ((TTFT, "ttft"), (STEP, "steps")):

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-_TMPFS = Path("/dev/shm")  # noqa: S108  only where it is a tmpfs; a folder of our own in it
+TMPFS = Path("/dev/shm")  # noqa: S108  only where it is a tmpfs; a folder of our own in it
 _PREFIX = "s3ec-bench-"
 
 
@@ -28,12 +28,12 @@ def memory_folder(otherwise: Path) -> Iterator[tuple[Path, bool]]:
     Yields:
         The folder, and whether it is on tmpfs.
     """
-    if not (_is_tmpfs(_TMPFS) and os.access(_TMPFS, os.W_OK)):
+    if not (is_tmpfs(TMPFS) and os.access(TMPFS, os.W_OK)):
         otherwise.mkdir(parents=True)
         yield otherwise, False
         return
     _sweep()
-    folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=_TMPFS))
+    folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=TMPFS))
     lock = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -44,7 +44,7 @@ def memory_folder(otherwise: Path) -> Iterator[tuple[Path, bool]]:
 
 
 def _sweep() -> None:
-    for folder in _TMPFS.glob(f"{_PREFIX}*"):
+    for folder in TMPFS.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):  # another user's, in use, or gone meanwhile
             lock = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW)
             try:
@@ -54,7 +54,7 @@ def _sweep() -> None:
                 os.close(lock)
 
 
-def _is_tmpfs(path: Path) -> bool:
+def is_tmpfs(path: Path) -> bool:
     try:
         mounts = Path("/proc/self/mounts").read_text(encoding="utf-8")
     except OSError:

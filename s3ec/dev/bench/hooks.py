@@ -15,21 +15,246 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-from collections.abc import Callable, Iterator
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from s3ec.dev.bench import measure
 from s3ec.dev.bench.context import Bench, CannotMeasureError, Context
 from s3ec.dev.bench.folders import memory_folder
-from s3ec.dev.bench.hooks_rows import EXAMPLE, ROWS, SYSCALLS, Reporter, Samples
+from s3ec.dev.bench.result import Spec
 from s3ec.dev.bench.syscalls import count_syscalls
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from s3ec.dev.bench.hooks_passes import Passes
+    from s3ec.dev.bench.hooks_rig import Passes
     from s3ec.dev.bench.result import Result
+
+
+_P50, _P99 = "hooks.has_cache_item_p50_us", "hooks.has_cache_item_p99_us"
+_RATIO = "hooks.has_cache_item_ratio_to_example"
+SYSCALLS = "hooks.syscalls_per_call"
+_ENSURE = "hooks.ensure_cache_available"
+ROWS = (
+    Spec(_P50, "us", "<= 5"),
+    Spec(_P99, "us"),
+    Spec(_RATIO, "ratio", "< 1"),
+    Spec(f"{_ENSURE}_p50_us", "us", "<= 5"),
+    Spec(f"{_ENSURE}_p99_us", "us"),
+    Spec(f"{_ENSURE}_ratio_to_example", "ratio", "< 1"),
+    Spec(f"{_ENSURE}_ratio_to_noop", "ratio"),
+    Spec(f"{_ENSURE}_4_images_p50_us", "us"),
+    Spec(f"{_ENSURE}_cold_p50_us", "us"),
+    Spec(f"{_ENSURE}_first_sight_p50_us", "us"),
+    Spec("hooks.decision_per_image_ratio_to_example", "ratio", "< 1"),
+    Spec("hooks.update_state_after_alloc_p50_us", "us"),
+    Spec("hooks.build_connector_meta_p50_us", "us"),
+    Spec(SYSCALLS, "1", "<= 0"),
+)
+# The values of hooks_rig.Kind, which cannot be imported without vllm.
+KINDS = (HIT, MISS, PENDING, DECODING) = ("hit", "miss", "pending", "decoding")
+EXAMPLE = "ECExampleConnector"
+
+
+class Samples:
+    """Nanoseconds of single calls, by name and round; names are those of hooks_rig.Passes."""
+
+    def __init__(self, rounds: Sequence[Mapping[str, Sequence[int]]]) -> None:
+        self._rounds = rounds
+
+    def us(self, name: str, percent: float) -> list[float]:
+        """One percentile of each round, in microseconds."""
+        return [measure.percentile(round_[name], percent) / 1000 for round_ in self._rounds]
+
+    def median_us(self, name: str, percent: float = 50) -> float:
+        """The median of that over the rounds."""
+        return statistics.median(self.us(name, percent))
+
+    def ratios(self, name: str, other: str, *, plus: str | None = None) -> list[float]:
+        """Median of one over median of another, in each round; ``plus`` adds to the upper one."""
+        above = self.us(name, 50)
+        if plus is not None:
+            above = [a + b for a, b in zip(above, self.us(plus, 50), strict=True)]
+        return [a / b for a, b in zip(above, self.us(other, 50), strict=True)]
+
+    def count(self, name: str) -> int:
+        """How many calls were timed."""
+        return sum(len(round_[name]) for round_ in self._rounds)
+
+
+class Reporter:
+    """Turns samples into rows. Of several cases the slowest gives a row its value."""
+
+    def __init__(self, context: Context, samples: Samples, about: Mapping[str, Any]) -> None:
+        """Take what was measured.
+
+        Args:
+            context: Where rows go.
+            samples: What was measured.
+            about: What every row's detail tells of the circumstances.
+        """
+        self._context = context
+        self._samples = samples
+        self._about = about
+
+    def all(self) -> None:
+        """Report every row that is about time."""
+        self._has_cache_item()
+        self._ensure()
+        self._ensure_first_calls()
+        self._ratios()
+        self._others()
+
+    def _report(
+        self,
+        row: str,
+        cases: Mapping[str, str],
+        *,
+        percent: float = 50,
+        others: Mapping[str, str] | None = None,
+        note: str = "",
+    ) -> None:
+        """Report a percentile.
+
+        Args:
+            row: Its name.
+            cases: What people call a case, to the name of its samples.
+            percent: Which percentile.
+            others: The same for what stands beside them, and does not give the value.
+            note: Goes in front of the name of the slowest case.
+        """
+        rounds = {label: self._samples.us(name, percent) for label, name in cases.items()}
+        beside = {
+            f"{EXAMPLE}{label}": self._samples.median_us(name, percent)
+            for label, name in (others or {}).items()
+        }
+        count = sum(map(self._samples.count, cases.values()))
+        self._worst(row, rounds, count, beside, note, {})
+
+    def _worst(
+        self,
+        row: str,
+        rounds: Mapping[str, Sequence[float]],
+        count: int,
+        beside: Mapping[str, float],
+        note: str,
+        detail: Mapping[str, Any],
+    ) -> None:
+        medians = {label: statistics.median(values) for label, values in rounds.items()}
+        worst = max(medians, key=lambda label: medians[label])
+        self._context.report(
+            row,
+            medians[worst],
+            samples=count,
+            detail={
+                "spread": measure.spread(rounds[worst]),
+                "note": f"{note}{'; ' if note else ''}the slowest case: {worst}",
+                "cases": medians | dict(beside),
+                **detail,
+                **self._about,
+            },
+        )
+
+    def _has_cache_item(self) -> None:
+        cases = {kind: f"has warm/{kind}/4" for kind in (HIT, MISS, PENDING)}
+        others = {f", {kind}": f"example warm/{kind}" for kind in (HIT, MISS)}
+        self._report(_P50, cases, others=others)
+        self._report(_P99, cases, others=others, percent=99)
+
+    def _ensure(self) -> None:
+        one = {f"{kind}, 1 image": f"ensure warm/{kind}/1" for kind in KINDS}
+        four = {f"{kind}, 4 images": f"ensure warm/{kind}/4" for kind in KINDS}
+        self._report(f"{_ENSURE}_p50_us", one, others={", which does nothing": "noop"})
+        self._report(f"{_ENSURE}_p99_us", one, percent=99)
+        self._report(f"{_ENSURE}_4_images_p50_us", four)
+
+    def _ensure_first_calls(self) -> None:
+        self._report(
+            f"{_ENSURE}_cold_p50_us",
+            {f"{kind}, 1 image": f"ensure cold/{kind}/1" for kind in KINDS},
+            others={f".has_cache_item, {kind}": f"example cold/{kind}" for kind in (HIT, MISS)},
+            note="little of the request in the processor's caches",
+        )
+        self._report(
+            f"{_ENSURE}_first_sight_p50_us",
+            {
+                f"{what}, {images} image{'s' if images > 1 else ''}": f"first/{what}/{images}"
+                for what in ("in the corpus", "not in it")
+                for images in (1, 4)
+            },
+            note="once per image: its key is derived, its fetch noted",
+        )
+
+    def _ratio(
+        self,
+        row: str,
+        cases: Mapping[str, tuple[str, str]],
+        *,
+        plus: Mapping[str, str] | None = None,
+        note: str,
+        denominator: str,
+    ) -> None:
+        """Report quotients of medians of the same round; ``plus`` adds to the upper one."""
+        rounds = {
+            label: self._samples.ratios(above, below, plus=(plus or {}).get(label))
+            for label, (above, below) in cases.items()
+        }
+        count = sum(self._samples.count(above) for above, _ in cases.values())
+        self._worst(row, rounds, count, {}, note, {"denominator": denominator})
+
+    def _ratios(self) -> None:
+        decision = (
+            f"{EXAMPLE}.has_cache_item, where it takes its whole decision for an image; its "
+            "ensure_cache_available is the base class's no-op"
+        )
+        # What the Example does for an image is the same while ours is on its way.
+        against = {kind: f"example warm/{MISS if kind == MISS else HIT}" for kind in KINDS}
+        one = {kind: f"ensure warm/{kind}/1" for kind in KINDS}
+        asked = (HIT, MISS, PENDING)  # of one that decodes the Example decides nothing
+        self._ratio(
+            _RATIO,
+            {kind: (f"has warm/{kind}/4", against[kind]) for kind in (HIT, MISS)},
+            note="over its has_cache_item",
+            denominator=f"{EXAMPLE}.has_cache_item",
+        )
+        self._ratio(
+            f"{_ENSURE}_ratio_to_example",
+            {kind: (one[kind], against[kind]) for kind in asked},
+            note="over its has_cache_item, its whole decision",
+            denominator=decision,
+        )
+        self._ratio(
+            f"{_ENSURE}_ratio_to_noop",
+            {kind: (one[kind], "noop") for kind in KINDS},
+            note="over its ensure_cache_available, which only returns True",
+            denominator=f"{EXAMPLE}.ensure_cache_available, which returns True and nothing else",
+        )
+        self._ratio(
+            "hooks.decision_per_image_ratio_to_example",
+            {kind: (one[kind], against[kind]) for kind in (HIT, MISS)},
+            plus={kind: f"has warm/{kind}/1" for kind in (HIT, MISS)},
+            note="both our hooks over its has_cache_item",
+            denominator=decision,
+        )
+
+    def _others(self) -> None:
+        self._report(
+            "hooks.update_state_after_alloc_p50_us",
+            {"load": "alloc/load", "save": "alloc/save"},
+            others={", load": "example/alloc"},
+        )
+        self._report(
+            "hooks.build_connector_meta_p50_us",
+            {
+                "idle step": "meta/idle",
+                "4 loads": "meta/loads",
+                "4 new demands, which wake the loop": "meta/demand",
+            },
+            others={", 4 loads": "example/meta"},
+        )
+
 
 ROUNDS = 25
 
@@ -41,12 +266,12 @@ def run(context: Context) -> None:
         CannotMeasureError: vllm is not there, or has no such connectors.
     """
     need_vllm(context)
-    from s3ec.dev.bench import hooks_passes, hooks_rig
+    from s3ec.dev.bench import hooks_rig
 
     size = hooks_rig.Size(8, 2_000) if context.quick else hooks_rig.Size()
     context.say(f"an index of {size.corpus} keys")
     with hooks_rig.rig(context.scratch, size) as rig, _example_folder(context) as (folder, on):
-        passes = hooks_passes.Passes(rig, hooks_rig.example(folder, rig.hits, rig.misses))
+        passes = hooks_rig.Passes(rig, hooks_rig.example(folder, rig.hits, rig.misses))
         context.say(f"{context.rounds(ROUNDS)} rounds")
         kept = measure.interleave(
             passes.cases(), rounds=context.rounds(ROUNDS), warmup=2, between=rig.settle

@@ -56,7 +56,7 @@ def run(context: Context, keys: int | None = None) -> None:
     Raises:
         CannotMeasureError: There is no server to be had; the other rows are reported by then.
     """
-    from s3ec.dev.bench import index_memory
+    from s3ec.dev.bench import index_lookups
     from s3ec.dev.bench.corpus import filled
     from s3ec.dev.bench.index_bucket import head_times
     from s3ec.dev.bench.index_made import make
@@ -67,8 +67,8 @@ def run(context: Context, keys: int | None = None) -> None:
     largest = make(context.scratch, keys)
     # What has its reach at 1e7 keys, or takes the server long, is measured with no more.
     made = make(context.scratch, _MOVED) if keys > _MOVED else largest
-    index_memory.measure_opening(context, made, largest)
-    index_memory.measure_filters(context, largest)
+    index_lookups.measure_opening(context, made, largest)
+    index_lookups.measure_filters(context, largest)
     with contextlib.ExitStack() as stack:
         try:
             server, corpus = stack.enter_context(filled(context, 1))
@@ -113,19 +113,19 @@ def _measure_lookups(context: Context, largest: Made, heads: Heads | None) -> No
 
 
 def _measure_in_bucket(context: Context, server: LocalS3, corpus: Corpus, made: Made) -> None:
-    from s3ec.dev.bench import index_bucket, index_compaction
-    from s3ec.dev.bench.index_visible import measure_visibility
+    from s3ec.dev.bench import index_bucket
+    from s3ec.dev.bench.index_bucket import measure_visibility
 
     context.say(f"uploading {made.entries} keys")
     index_bucket.upload(server, corpus, made)
     index_bucket.measure_cold(context, corpus, made)
     # An idle index has been busy before.
-    few, many = index_compaction.DELTAS_QUICK if context.quick else index_compaction.DELTAS
+    few, many = index_bucket.DELTAS_QUICK if context.quick else index_bucket.DELTAS
     context.say(f"uploading {few + many} deltas")
-    index_compaction.upload_deltas(server, corpus, few, seed=1)
+    index_bucket.upload_deltas(server, corpus, few, seed=1)
     index_bucket.measure_idle(context, corpus, made, deltas=few)
-    index_compaction.upload_deltas(server, corpus, many, seed=2)
-    index_compaction.measure_compaction(context, corpus, made, deltas=few + many)
+    index_bucket.upload_deltas(server, corpus, many, seed=2)
+    index_bucket.measure_compaction(context, corpus, made, deltas=few + many)
     measure_visibility(context, corpus)
 
 

@@ -1,33 +1,49 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A reader and its bucket, a real server: cold starts beside raw downloads, and idle refreshes."""
+"""The index in a bucket of a real server: cold starts, idle refreshes, a compaction, news."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
+import random
 import shutil
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from s3ec.counters import Counters
 from s3ec.dev.bench import measure
+from s3ec.dev.bench.children import Child, anonymous_bytes_of, most_resident_bytes, wait_for_end
 from s3ec.dev.bench.context import Context
 from s3ec.dev.bench.corpus import Corpus
 from s3ec.dev.bench.index_made import LAYOUT, NAMESPACE, Keys, Made, load
+from s3ec.dev.rigs.index_corpus import IndexCorpus
 from s3ec.dev.rigs.proxy import Exchange, FaultProxy, Rule
+from s3ec.identity import Key, Namespace, make_key
 from s3ec.index import cache
+from s3ec.index.base_writer import BuildOptions
+from s3ec.index.compaction import compact
+from s3ec.index.manifest import Ulids
+from s3ec.index.rows import Rows
+from s3ec.index.segment import encode_segment
 from s3ec.node import Node
 from s3ec.settings import Settings
 from s3ec.store.open import choose_transport, open_store
+from s3ec.store.retry import RetryStore
 
 if TYPE_CHECKING:
     from s3ec.identity import Key
     from s3ec.testing.server import LocalS3
+
 
 ROUNDS = 3
 _REFRESHES = 32  # one in thirty lists more than the others
@@ -231,3 +247,244 @@ def measure_idle(context: Context, corpus: Corpus, made: Made, *, deltas: int) -
             "note": "counted in front of the server; per hour at the default pause",
         },
     )
+
+
+# Those that an idle index has, and those that come later.
+DELTAS, DELTAS_QUICK = (100, 900), (10, 40)
+_DELTA_ROWS = 1000
+_LOOK_MEMORY_S = 0.005
+_COMPACTION_TIMEOUT_S = 1800.0
+PEAK, SECONDS = "compact.peak_mib", "compact.seconds"
+
+
+def upload_deltas(server: LocalS3, corpus: Corpus, count: int, *, seed: int) -> None:
+    """Put deltas of a thousand new keys each into the bucket.
+
+    Args:
+        count: How many.
+        seed: Of their keys.
+    """
+    client = server.client()
+    names = Ulids()
+
+    def put(name: str, rows: Rows) -> None:
+        body = b"".join(encode_segment(rows, NAMESPACE.name))
+        client.put_object(Bucket=corpus.bucket, Key=LAYOUT.delta(name), Body=body)
+
+    with ThreadPoolExecutor(_UPLOADS) as pool:
+        named = [names.next(time.time()) for _ in range(count)]
+        list(pool.map(put, named, _deltas(count, seed)))
+
+
+def _deltas(count: int, seed: int) -> Iterator[Rows]:
+    """Keys of another corpus, dealt out at random."""
+    every = next(IndexCorpus(count * _DELTA_ROWS, seed=seed).all_rows())  # fewer than fill a shard
+    order = np.random.default_rng(seed).permutation(len(every))
+    for some in np.array_split(order, count):
+        yield every.select(np.sort(some))
+
+
+def measure_compaction(context: Context, corpus: Corpus, made: Made, deltas: int) -> None:
+    """Report time and peak memory of one compaction.
+
+    The peak is of all anonymous memory of the process, the interpreter's included, looked at from
+    outside every 5 ms. Files that it maps are the page cache's.
+    """
+    context.say(f"compaction of {made.entries} keys and {deltas} deltas")
+    folder = context.scratch / "compaction"
+    folder.mkdir()
+    with Child(_compact, corpus, folder) as child:
+        child.answer()  # that it is ready
+        before = peak = anonymous_bytes_of(child.pid)
+        child.tell("go")
+        looks = 0
+        deadline = time.monotonic() + _COMPACTION_TIMEOUT_S
+        while not child.has_answer and time.monotonic() < deadline:
+            peak = max(peak, anonymous_bytes_of(child.pid))
+            looks += 1
+            time.sleep(_LOOK_MEMORY_S)
+        done: dict[str, Any] = child.answer(1)
+    about = {"entries": made.entries, "deltas": deltas, "entries_after": done["entries"]}
+    context.report(
+        PEAK,
+        peak / 2**20,
+        samples=looks,
+        detail={
+            **about,
+            "before_mib": before / 2**20,
+            "with_mapped_files_mib": done["most_resident_bytes"] / 2**20,
+            "note": "anonymous memory of the process, the interpreter's included",
+        },
+    )
+    context.report(SECONDS, done["seconds"], samples=1, detail=about)
+
+
+def _compact(pipe: Connection, corpus: Corpus, folder: Path) -> None:
+    """A child's whole life."""
+    with corpus.environment():
+        asyncio.run(_compact_once(pipe, corpus, folder))
+
+
+async def _compact_once(pipe: Connection, corpus: Corpus, folder: Path) -> None:
+    store = RetryStore(open_store(settings_of(corpus, folder)), Counters())
+    try:
+        gc.collect()
+        pipe.send("ready")
+        pipe.recv()
+        started = time.perf_counter()
+        made = await compact(store, LAYOUT, BuildOptions(folder=folder))
+        seconds = time.perf_counter() - started
+        if made is None:
+            raise RuntimeError("nobody else compacts, and it was beaten")
+        pipe.send(
+            {
+                "seconds": seconds,
+                "entries": made.head.entries,
+                "most_resident_bytes": most_resident_bytes(),
+            }
+        )
+    finally:
+        await store.close()
+
+
+VISIBLE = "index.visible_p99_s"
+_SAVES, _SAVES_QUICK = 400, 20
+_SAVING_S, _SAVING_S_QUICK = 60.0, 3.0
+_READERS = 4
+_LOOK_S = 0.005
+# A save that nobody found for so long is lost, and the benchmark has failed.
+_VISIBLE_TIMEOUT_S = 120.0
+_READY_S = 60.0
+_SAVE_ROWS, _WIDTH = 16, 64
+# Nobody's but this row's, so that no base is there yet: as on a corpus's first day.
+_VISIBLE_NAMESPACE = Namespace.from_descriptor({"model": "s3ec/bench-visible"})
+
+
+def measure_visibility(context: Context, corpus: Corpus) -> None:
+    """Report the delay; needs torch."""
+    try:
+        import torch  # noqa: F401  the producer will
+    except ImportError as exc:
+        context.cannot(VISIBLE, f"no torch, and so no saves: {exc}")
+        return
+    count, seconds = (_SAVES_QUICK, _SAVING_S_QUICK) if context.quick else (_SAVES, _SAVING_S)
+    source = random.Random(2)
+    names = [f"{source.getrandbits(256):064x}" for _ in range(count)]
+    folder = context.scratch / "visible"
+    with ExitStack() as stack:
+        reader = stack.enter_context(Child(_read, corpus, folder, names))
+        reader.answer()  # that all follow the bucket
+        context.say(f"{count} saves in {seconds:.0f} s")
+        producer = stack.enter_context(Child(_produce, corpus, folder / "producer", names, seconds))
+        stored: dict[str, float] = producer.answer(seconds + _VISIBLE_TIMEOUT_S + _READY_S)
+        context.say("waiting for the last to be found")
+        found: list[dict[str, float]] = reader.answer(_VISIBLE_TIMEOUT_S)
+    _report(context, stored, found)
+
+
+def _report(context: Context, stored: dict[str, float], found: Sequence[dict[str, float]]) -> None:
+    delays = [one[name] - stored[name] for one in found for name in stored]
+    context.report(
+        VISIBLE,
+        measure.percentile(delays, 99),
+        samples=len(delays),
+        detail={
+            "spread": measure.spread(delays),
+            "p50_s": statistics.median(delays),
+            "saves": len(stored),
+            "readers": len(found),
+            "note": "from the bucket's confirmation to a hit on another node",
+        },
+    )
+
+
+# -- the producer ----------------------------------------------------------------------------
+
+
+def _produce(
+    pipe: Connection, corpus: Corpus, folder: Path, names: Sequence[str], seconds: float
+) -> None:
+    """A child's whole life: save all at random times, tell when each was confirmed."""
+    import torch
+
+    from s3ec.connector.messages import Save
+    from s3ec.connector.saves import SaveQueue
+
+    source = random.Random(3)
+    due = sorted(source.uniform(0, seconds) for _ in names)
+    stored: dict[str, float] = {}
+    with corpus.environment():
+        settings = settings_of(corpus, folder)
+        node = Node(settings, _VISIBLE_NAMESPACE, name="s3ec-bench-producer")
+        node.follow_the_bucket()
+        saves = SaveQueue(node, budget_bytes=2**28, overflow="block")
+        started = time.monotonic()
+        deadline = started + seconds + _VISIBLE_TIMEOUT_S
+        left = list(zip(names, due, strict=True))
+        while len(stored) < len(names) and time.monotonic() < deadline:
+            while left and time.monotonic() - started >= left[0][1]:
+                saves.put(left.pop(0)[0], Save("image", {}), torch.ones(_SAVE_ROWS, _WIDTH))
+            now = time.monotonic()
+            stored.update(dict.fromkeys(saves.take_report()[1], now))
+            time.sleep(_LOOK_S)
+        if len(stored) < len(names):
+            raise RuntimeError(f"{len(names) - len(stored)} saves were not confirmed")
+        pipe.send(stored)
+        wait_for_end(pipe)  # what is announced late is announced by a process that goes on
+        saves.drain(20)
+        node.close(10)
+
+
+# -- the readers -----------------------------------------------------------------------------
+
+
+def _read(pipe: Connection, corpus: Corpus, folder: Path, names: Sequence[str]) -> None:
+    """A child's whole life: some nodes, and when each found each key first."""
+    with corpus.environment():
+        nodes = []
+        for number in range(_READERS):
+            settings = settings_of(corpus, folder / f"reader-{number}")
+            nodes.append(Node(settings, _VISIBLE_NAMESPACE, name=f"s3ec-bench-{number}"))
+        try:
+            # As engines that were started at different times.
+            for node in nodes:
+                node.follow_the_bucket()
+                time.sleep(settings.index_refresh_s / len(nodes))
+            _wait_until_loaded(nodes)
+            pipe.send("ready")
+            pipe.send(_find(pipe, nodes, [_key(name) for name in names]))
+            wait_for_end(pipe)
+        finally:
+            for node in nodes:
+                node.close(10)
+
+
+def _wait_until_loaded(nodes: Sequence[Node]) -> None:
+    deadline = time.monotonic() + _READY_S
+    while not all(node.index.loaded for node in nodes):
+        if time.monotonic() > deadline:
+            raise RuntimeError("the readers do not read the bucket")
+        time.sleep(_LOOK_S)
+
+
+def _find(pipe: Connection, nodes: Sequence[Node], keys: Sequence[Key]) -> list[dict[str, float]]:
+    """Look for all keys until all nodes have found all."""
+    found: list[dict[str, float]] = [{} for _ in nodes]
+    missing = [list(keys) for _ in nodes]
+    while any(missing):
+        if pipe.poll(0):  # nobody waits for it any more
+            raise RuntimeError(f"{sum(map(len, missing))} keys were not found")
+        for node, at, left in zip(nodes, found, missing, strict=True):
+            contains = node.index.maybe_contains
+            hits = [key for key in left if contains(key)]
+            at.update(dict.fromkeys([key.identifier for key in hits], time.monotonic()))
+            left[:] = [key for key in left if key.identifier not in at]
+        time.sleep(_LOOK_S)
+    return found
+
+
+def _key(identifier: str) -> Key:
+    key = make_key(identifier)
+    if key is None:
+        raise ValueError(f"{identifier} is no content hash")
+    return key

@@ -104,7 +104,7 @@ def child_env() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys([root, *others]))}
 
 
-def _command(name: str, quick: bool) -> list[str]:
+def bench_command(name: str, quick: bool) -> list[str]:
     command = [sys.executable, "-m", "s3ec", "bench", name, "--json", "-"]
     return [*command, "--quick"] if quick else command
 
@@ -115,7 +115,7 @@ def _run_child(name: str, *, quick: bool, limit_s: float) -> Result:
         return _fallen(name, bench, "there was no time left for it")
     with tempfile.TemporaryFile() as errors:
         child = subprocess.Popen(
-            _command(name, quick),
+            bench_command(name, quick),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=errors,

@@ -1,22 +1,152 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine under questions without a pause: it is asked, compared, killed, and started again."""
+"""An engine under questions without a pause, the pictures of them, and the engine's memory."""
 
 from __future__ import annotations
 
 import contextlib
 import random
 import re
+import statistics
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from s3ec.dev.bench.soak_pictures import Answer, PictureSet, Verdict, ask, compare
-from s3ec.dev.rigs.engine import EngineError, EngineProcess
+from s3ec.dev.rigs.engine import EngineError, EngineProcess, image, text
+
+Answer = dict[str, Any]
+
+QUESTION = "what is to be seen in it, and where?"
+ALTERNATIVES = 3
+AT_ONCE = 8
+# Beside other requests the sums of a bfloat16 model come out a little differently: 0.001 was seen
+# between log probabilities. Another picture's embedding changes the tokens, or moves them further.
+_TOLERANCE = 0.003
+_TOKENS = 4
+_SIDE, _BLOCKS = 112, 7
+
+
+def write_patterns(out: Path, count: int, seed: int) -> list[Path]:
+    """Write pictures of coloured blocks, 1 ms each; no two are alike."""
+    from PIL import Image
+
+    out.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for number in range(count):
+        source = random.Random(f"{seed} {number}")
+        blocks = Image.frombytes("RGB", (_BLOCKS, _BLOCKS), source.randbytes(3 * _BLOCKS**2))
+        path = out / f"pattern-{number:05d}.png"
+        blocks.resize((_SIDE, _SIDE), Image.Resampling.NEAREST).save(path)
+        paths.append(path)
+    return paths
+
+
+def prompt(path: Path) -> list[dict[str, Any]]:
+    """One picture and the question that is always asked."""
+    return [image(path), text(QUESTION)]
+
+
+def ask(engine: EngineProcess, paths: Sequence[Path]) -> list[Answer]:
+    """What an engine says about some pictures, asked at once."""
+    return engine.chat([prompt(path) for path in paths], logprobs=ALTERNATIVES, max_tokens=_TOKENS)
+
+
+def references(
+    engine: EngineProcess, paths: Sequence[Path], *, stop: Callable[[], bool] = lambda: False
+) -> dict[Path, Answer]:
+    """The answers to compare with, of the pictures that are fit for it.
+
+    Left out are those where two tokens are so close that the sums' differences could swap them,
+    and those whose answer is another's.
+    """
+    found: dict[Path, Answer] = {}
+    said: dict[tuple[int, ...], list[Answer]] = {}
+    for some in _batches(paths):
+        if stop():
+            break
+        for path, answer in zip(some, ask(engine, some), strict=True):
+            alike = said.setdefault(tuple(answer["token_ids"]), [])
+            if _is_clear(answer) and not any(compare(answer, other).right for other in alike):
+                found[path] = answer
+            alike.append(answer)
+    return found
+
+
+def _batches(paths: Sequence[Path]) -> Iterator[Sequence[Path]]:
+    for start in range(0, len(paths), AT_ONCE):
+        yield paths[start : start + AT_ONCE]
+
+
+def _is_clear(answer: Answer) -> bool:
+    for position in answer["logprobs"]:
+        first, second, *_ = sorted(position.values(), reverse=True)
+        if first - second < _TOLERANCE:
+            return False
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """How an answer compares with the recorded one.
+
+    Attributes:
+        right: Same tokens, same end, and log probabilities within the tolerance.
+        exact: All log probabilities equal to the last bit.
+    """
+
+    right: bool
+    exact: bool
+
+
+def compare(answer: Answer, reference: Answer) -> Verdict:
+    """Tokens, finish reason and the log probability of each token."""
+    same = all(answer[name] == reference[name] for name in ("token_ids", "finish_reason"))
+    if not same:
+        return Verdict(right=False, exact=False)
+    if answer["logprobs"] == reference["logprobs"]:
+        return Verdict(right=True, exact=True)
+    apart = max(
+        abs(mine[str(token)] - theirs[str(token)])
+        for token, mine, theirs in zip(
+            answer["token_ids"], answer["logprobs"], reference["logprobs"], strict=True
+        )
+    )
+    return Verdict(right=apart <= _TOLERANCE, exact=False)
+
+
+@dataclass(slots=True)
+class PictureSet:
+    """Which pictures are asked about when: most often new ones, sometimes any seen before.
+
+    Attributes:
+        paths: All of them, in the order in which they appear.
+        share: How far the soak is, 0 to 1.
+        window: How many are new at a time.
+    """
+
+    paths: Sequence[Path]
+    share: float = 0.0
+    window: int = 64
+
+    def pick(self, source: random.Random) -> list[Path]:
+        """Some pictures for requests at one time; one may come twice."""
+        there = self.window + int((len(self.paths) - self.window) * min(self.share, 1.0))
+        there = min(there, len(self.paths))
+        return [self.paths[_place(source, there, self.window)] for _ in range(_how_many(source))]
+
+
+def _how_many(source: random.Random) -> int:
+    return source.randint(1, AT_ONCE)
+
+
+def _place(source: random.Random, there: int, window: int) -> int:
+    first = 0 if source.random() < 0.3 else max(0, there - window)
+    return source.randrange(first, there)
+
 
 HITS, MISSES = "vllm:s3ec_hits", "vllm:s3ec_misses"
 FROM_BUCKET = "vllm:s3ec_fetches{source=bucket}"
@@ -262,3 +392,146 @@ class LiveEngine:
         self.tally.moments.append(
             Moment(began, ended, moved.get(HITS, 0), moved.get(FROM_BUCKET, 0))
         )
+
+
+_EVERY_S = 5.0
+# Fewer in a life say nothing about growth.
+_FEWEST = 50
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One engine with all its processes, at one time.
+
+    Attributes:
+        engine: Its name.
+        life: How often it had been started.
+        at_s: On the monotonic clock.
+        anon_bytes: Memory that is its own: no files, a shared page in equal parts.
+    """
+
+    engine: str
+    life: int
+    at_s: float
+    anon_bytes: int
+    fds: int
+    threads: int
+
+
+class Watch:
+    """Takes a sample of each engine every few seconds, in a thread of its own."""
+
+    def __init__(self, engines: Sequence[LiveEngine], *, every_s: float = _EVERY_S) -> None:
+        self.samples: list[Sample] = []
+        self._engines = engines
+        self._every_s = every_s
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="soak-watch", daemon=True)
+
+    def __enter__(self) -> Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._ended.wait(self._every_s):
+            for engine in self._engines:
+                life, pid = engine.life, engine.pid
+                found = None if pid is None else _look(family(pid))
+                if found is not None and engine.is_up and engine.life == life:
+                    self.samples.append(Sample(engine.name, life, time.monotonic(), *found))
+
+
+def family(pid: int) -> list[int]:
+    """A process and all that descend from it."""
+    parents: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, ValueError):  # it ended meanwhile
+            parent = int(stat.read_text().rpartition(")")[2].split()[1])
+            parents.setdefault(parent, []).append(int(stat.parent.name))
+    found = [pid]
+    for one in found:
+        found += parents.get(one, [])
+    return found
+
+
+def _look(pids: Sequence[int]) -> tuple[int, int, int] | None:
+    """Sums over the processes; None where the first of them is gone."""
+    anon = fds = threads = 0
+    for pid in pids:
+        folder = Path("/proc") / str(pid)
+        try:
+            anon += _anon_bytes(folder)
+            fds += len(list((folder / "fd").iterdir()))
+            threads += len(list((folder / "task").iterdir()))
+        except OSError:
+            if pid == pids[0]:
+                return None
+    return anon, fds, threads
+
+
+def _anon_bytes(folder: Path) -> int:
+    fields = {}
+    for line in (folder / "smaps_rollup").read_text().splitlines()[1:]:
+        name, _, rest = line.partition(":")
+        fields[name] = int(rest.split()[0]) * 1024
+    return fields.get("Pss_Anon", fields["Anonymous"])
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """Of one life of an engine.
+
+    Attributes:
+        share: Median of the last fifth over that of the second fifth, less 1; the first fifth is
+            the warm-up.
+        per_minute_bytes: Between the middles of the two.
+        spread: Quartiles of the second fifth, as a share of its median: what the engine's memory
+            goes up and down by itself.
+    """
+
+    engine: str
+    life: int
+    samples: int
+    minutes: float
+    share: float
+    per_minute_bytes: float
+    spread: float
+    fds: tuple[int, int]
+    threads: tuple[int, int]
+
+
+def growths(samples: Sequence[Sample]) -> list[Growth]:
+    """The growth of each life that was long enough."""
+    lives: dict[tuple[str, int], list[Sample]] = {}
+    for sample in samples:
+        lives.setdefault((sample.engine, sample.life), []).append(sample)
+    return [_growth(life) for life in lives.values() if len(life) >= _FEWEST]
+
+
+def _growth(life: Sequence[Sample]) -> Growth:
+    fifth = len(life) // 5
+    early, late = life[fifth : 2 * fifth], life[-fifth:]
+    before = statistics.median(one.anon_bytes for one in early)
+    after = statistics.median(one.anon_bytes for one in late)
+    minutes = (late[fifth // 2].at_s - early[fifth // 2].at_s) / 60
+    quartiles = statistics.quantiles((one.anon_bytes for one in early), n=4)
+    return Growth(
+        engine=life[0].engine,
+        life=life[0].life,
+        samples=len(life),
+        minutes=(life[-1].at_s - life[0].at_s) / 60,
+        share=after / before - 1,
+        per_minute_bytes=(after - before) / minutes,
+        spread=(quartiles[2] - quartiles[0]) / before,
+        fds=_medians(early, late, "fds"),
+        threads=_medians(early, late, "threads"),
+    )
+
+
+def _medians(early: Sequence[Sample], late: Sequence[Sample], name: str) -> tuple[int, int]:
+    first, last = (int(statistics.median(getattr(s, name) for s in some)) for some in (early, late))
+    return first, last

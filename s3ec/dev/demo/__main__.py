@@ -76,7 +76,7 @@ def main(
 ) -> None:
     """Run the demo; see the command's help."""
     _check_vllm()
-    _forget_other_stores()
+    forget_other_stores()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     from s3ec.dev.demo.run import Demo, run  # needs what came with vLLM
 
@@ -95,7 +95,7 @@ def main(
         _say(f"error: {exc}")
         raise typer.Exit(EXIT_USAGE) from exc
     except EngineError as exc:
-        _say(f"error: {_shortened(str(exc))}\nfull logs: {demo.logs}")
+        _say(f"error: {shortened(str(exc))}\nfull logs: {demo.logs}")
         raise typer.Exit(EXIT_WRONG) from exc
     except S3ECError as exc:
         _say(f"error: {exc}")
@@ -117,7 +117,7 @@ def _check_vllm() -> None:
         raise typer.Exit(EXIT_USAGE)
 
 
-def _forget_other_stores() -> None:
+def forget_other_stores() -> None:
     """Drop keys, profiles, proxies and s3ec settings of the caller's own from this process.
 
     The demo brings its server and its keys; nothing of it may go to a bucket of the caller's.
@@ -128,7 +128,7 @@ def _forget_other_stores() -> None:
     os.environ["AWS_CONFIG_FILE"] = os.environ["AWS_SHARED_CREDENTIALS_FILE"] = os.devnull
 
 
-def _shortened(message: str) -> str:
+def shortened(message: str) -> str:
     """The first line of an engine's error, and the end of the log that follows it."""
     first, *rest = message.splitlines() or [""]
     return "\n".join([first, *rest[-_LOG_LINES:]])

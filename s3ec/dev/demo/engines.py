@@ -24,7 +24,7 @@ _WORDS_ONLY = "How many hours has a day?"
 _TOKENS = 8
 _ALTERNATIVES = 3
 # vLLM ends its processes within about 6 s of an interrupt.
-_END_TIMEOUT_S = 20.0
+END_TIMEOUT_S = 20.0
 
 
 def transfer_config(role: str, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -96,7 +96,7 @@ class DemoEngine:
         traceback: TracebackType | None,
     ) -> None:
         if kind is not None:
-            _end(self._family or _family(self._engine))
+            end_all(self._family or _family(self._engine))
         self._engine.stop()
 
 
@@ -113,7 +113,7 @@ def _family(engine: EngineProcess) -> list[Any]:
         return []
 
 
-def _end(family: Sequence[Any]) -> None:
+def end_all(family: Sequence[Any]) -> None:
     """End an engine that nobody waits for any more, with everything it started.
 
     The child is interrupted, so that vLLM ends its own processes; after Ctrl-C it has been
@@ -125,10 +125,10 @@ def _end(family: Sequence[Any]) -> None:
     try:
         for process in family[:1]:
             _tell(process, signal.SIGINT)
-        _, left = psutil.wait_procs(family, timeout=_END_TIMEOUT_S)
+        _, left = psutil.wait_procs(family, timeout=END_TIMEOUT_S)
         for process in left:
             _tell(process, signal.SIGKILL)
-        psutil.wait_procs(left, timeout=_END_TIMEOUT_S)
+        psutil.wait_procs(left, timeout=END_TIMEOUT_S)
     finally:
         signal.signal(signal.SIGINT, before)
 

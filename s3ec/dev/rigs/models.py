@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import torch
     from tokenizers import Tokenizer
 
-_MARKER = ".s3ec-model"
+MARKER = ".s3ec-model"
 _MODEL_PACKAGES = ("safetensors", "tokenizers", "torch", "transformers")
 
 
@@ -97,7 +97,7 @@ def write_gemma3(out: Path, preset: str = "tiny", seed: int = 0) -> Path:
     """
     shape = GEMMA3_PRESETS[preset]
     recipe = {"family": "gemma3", "seed": seed, **asdict(shape)}
-    return _once(out, recipe, lambda: _build_gemma3(out, shape, seed))
+    return build_once(out, recipe, lambda: _build_gemma3(out, shape, seed))
 
 
 def write_qwen2_vl(out: Path, seed: int = 0) -> Path:
@@ -106,16 +106,16 @@ def write_qwen2_vl(out: Path, seed: int = 0) -> Path:
     The model for requests with a grid and a uuid but no pixels. A picture of 224 pixels
     square gives 64 rows of 64 values. A folder that already holds it is left as it is.
     """
-    return _once(out, {"family": "qwen2-vl", "seed": seed}, lambda: _build_qwen2_vl(out, seed))
+    return build_once(out, {"family": "qwen2-vl", "seed": seed}, lambda: _build_qwen2_vl(out, seed))
 
 
-def _once(out: Path, recipe: dict[str, Any], build: Callable[[], None]) -> Path:
+def build_once(out: Path, recipe: dict[str, Any], build: Callable[[], None]) -> Path:
     """Build unless the marker, written last, says that the same recipe was built here."""
     ingredients = {name: version(name) for name in _MODEL_PACKAGES}
     code = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
     wanted = json.dumps({"recipe": recipe, "packages": ingredients, "code": code})
     digest = hashlib.sha256(wanted.encode()).hexdigest()
-    marker = out / _MARKER
+    marker = out / MARKER
     if marker.is_file() and marker.read_text() == digest:
         return out
     out.mkdir(parents=True, exist_ok=True)

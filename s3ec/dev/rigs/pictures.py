@@ -62,7 +62,7 @@ def write_pictures(out: Path, count: int = 12) -> list[Path]:
         ConfigError: scikit-image is not installed, or its wheel lacks a picture.
     """
     out.mkdir(parents=True, exist_ok=True)
-    folder = _photo_folder()
+    folder = photo_folder()
     paths: list[Path] = []
     for name in _FILES[:count]:
         try:
@@ -91,7 +91,7 @@ def _font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
     return ImageFont.load_default(size)
 
 
-def _photo_folder() -> Path:
+def photo_folder() -> Path:
     # Found, not imported: importing skimage takes seconds and most of scipy.
     spec = importlib.util.find_spec("skimage")
     if spec is None or spec.origin is None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from s3ec import codec
 from s3ec.identity import Layout, Namespace, make_key
-from tests.finite import FINITE
+from tests.support.finite import FINITE
 
 MODEL = {
     "model": "acme/vision-9b",

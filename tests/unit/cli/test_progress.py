@@ -11,10 +11,10 @@ import sys
 import pytest
 
 from s3ec.cli.progress import Lines
+from tests.support.clock import Clock
 from tests.unit.cli.conftest import Cli
 from tests.unit.cli.corpus import MODEL, Corpus
 from tests.unit.cli.test_manifest import announce
-from tests.unit.index.basics import Clock
 
 
 def test_a_line_every_ten_seconds_has_count_rate_and_time_left() -> None:

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from s3ec.tier import Tier
-from tests.on_disk import audit_of, running_total
+from tests.support.clock import Clock
+from tests.support.on_disk import audit_of, running_total
 from tests.unit.cli.conftest import Cli
 from tests.unit.tier.cases import (
     DESTINATION,
     NAMESPACE,
     OTHER_NAMESPACE,
-    Clock,
     entry,
     file_of,
     key_of,

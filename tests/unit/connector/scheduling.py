@@ -23,20 +23,11 @@ from s3ec.prefetch import FetchOutcome, FetchRequest, FetchResult
 from s3ec.testing.memory_store import MemoryStore
 from s3ec.tier import Pin
 from s3ec.tier.tier import LocalKeys
+from tests.support.clock import Clock
 
 LAYOUT = Layout("gemma-0123456789abcdef")
 ROWS = 4
 WINDOW = 100
-
-
-class Clock:
-    def __init__(self, *, tick_s: float = 0.0) -> None:
-        self.now_s = 1000.0
-        self.tick_s = tick_s
-
-    def __call__(self) -> float:
-        self.now_s += self.tick_s
-        return self.now_s
 
 
 def identifier_of(text: object) -> str:

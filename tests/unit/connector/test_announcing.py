@@ -21,7 +21,7 @@ from s3ec.index.manifest import Ulids
 from s3ec.index.rows import EntryInfo, Rows, Tombstone
 from s3ec.index.segment import encode_segment, parse_segment
 from s3ec.testing.fault_store import Fault, Gate
-from tests.on_disk import audit_of
+from tests.support.on_disk import audit_of
 from tests.unit.connector.processes import DEADLINE_S, Process, eventually
 from tests.unit.connector.scheduling import key_of
 

@@ -23,9 +23,9 @@ from s3ec.modality import Record
 from s3ec.node import Node
 from s3ec.testing.fault_store import Fault, Gate
 from s3ec.testing.memory_store import MemoryBucket
+from tests.support.clock import Clock
 from tests.unit.connector.processes import Process
 from tests.unit.connector.scheduling import (
-    Clock,
     feature,
     has_no_pixels,
     identifier_of,

@@ -26,7 +26,7 @@ from s3ec.testing.fault_store import Fault, Gate
 from s3ec.testing.memory_store import MemoryStore
 from s3ec.tier import Spool
 from s3ec.tier.bad_objects import BadObjects
-from tests.on_disk import audit_of, evict
+from tests.support.on_disk import audit_of, evict
 from tests.unit.connector.processes import DEADLINE_S, HASHES, Process, eventually, tensor
 from tests.unit.connector.scheduling import key_of
 

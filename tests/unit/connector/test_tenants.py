@@ -22,7 +22,7 @@ from s3ec.prefetch import FetchOutcome, FetchRequest, FetchResult
 from s3ec.settings import Settings
 from s3ec.tenant import Tenant
 from s3ec.testing.memory_store import MemoryBucket
-from tests.on_disk import audit_of
+from tests.support.on_disk import audit_of
 from tests.unit.connector.processes import DEADLINE_S, Process, eventually
 from tests.unit.connector.scheduling import World, feature, identifier_of, key_of, request
 

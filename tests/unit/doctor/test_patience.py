@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 
 from s3ec.doctor.run import Patience, busy_s
-from tests.unit.index.basics import Clock
+from tests.support.clock import Clock
 
 
 def test_waiting_counts_and_being_busy_does_not() -> None:

@@ -12,8 +12,8 @@ import pytest
 from s3ec.counters import Counters
 from s3ec.testing.fault_store import Script
 from s3ec.testing.memory_store import MemoryStore
-from tests.on_disk import audit_of
-from tests.unit.index.basics import Clock
+from tests.support.clock import Clock
+from tests.support.on_disk import audit_of
 from tests.unit.index.corpus import Corpus, Reader
 
 

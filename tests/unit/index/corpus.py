@@ -22,7 +22,8 @@ from s3ec.index.segment import encode_segment
 from s3ec.testing.fault_store import FaultStore, Script
 from s3ec.testing.memory_store import MemoryStore
 from s3ec.tier import Tier
-from tests.unit.index.basics import LAYOUT, NAMESPACE, START_S, Clock, key_of
+from tests.support.clock import START_S, Clock
+from tests.unit.index.basics import LAYOUT, NAMESPACE, key_of
 
 T = TypeVar("T")
 

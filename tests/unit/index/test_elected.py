@@ -18,9 +18,9 @@ from s3ec.index.rows import EntryInfo
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
 from s3ec.testing.memory_store import MemoryStore
 from s3ec.tier import IndexFiles, Tier
+from tests.support.overwriting import OverwritingStore
 from tests.unit.index.basics import LAYOUT, key_of
 from tests.unit.index.manifests import names, put_delta, view
-from tests.unit.overwriting import OverwritingStore
 
 
 @pytest.fixture

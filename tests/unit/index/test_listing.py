@@ -21,7 +21,8 @@ from s3ec.index.listing import ListingIndex
 from s3ec.store.base import ObjectInfo
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
 from s3ec.testing.memory_store import MemoryStore
-from tests.unit.index.basics import LAYOUT, Clock, key_of
+from tests.support.clock import Clock
+from tests.unit.index.basics import LAYOUT, key_of
 
 OTHER = Layout("gemma-fedcba9876543210")
 

@@ -26,7 +26,8 @@ from s3ec.index.delete import deleting
 from s3ec.index.rebuild import rebuild, verify
 from s3ec.index.rows import EntryInfo
 from s3ec.testing.memory_store import MemoryStore
-from tests.unit.index.basics import LAYOUT, Clock, key_of
+from tests.support.clock import Clock
+from tests.unit.index.basics import LAYOUT, key_of
 from tests.unit.index.corpus import Corpus, Reader
 from tests.unit.index.manifests import Killed, MortalStore
 

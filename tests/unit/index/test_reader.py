@@ -16,7 +16,8 @@ from s3ec.index import reader as reader_module
 from s3ec.index.manifest import OVERLAP_S
 from s3ec.index.rows import EntryInfo, Tombstone
 from s3ec.testing.fault_store import Fault, Gate
-from tests.unit.index.basics import LAYOUT, START_S, key_of
+from tests.support.clock import START_S
+from tests.unit.index.basics import LAYOUT, key_of
 from tests.unit.index.corpus import HOUR_S, Corpus, Reader, rows_of
 
 MakeReader = Callable[..., Reader]

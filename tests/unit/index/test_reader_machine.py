@@ -19,7 +19,7 @@ from s3ec.identity import Key
 from s3ec.index.manifest import BaseManifest
 from s3ec.index.rows import EntryInfo, Rows, Tombstone, merge
 from s3ec.index.segment import parse_segment
-from tests.on_disk import audit_of
+from tests.support.on_disk import audit_of
 from tests.unit.index.basics import LAYOUT, NAMESPACE, key_of
 from tests.unit.index.corpus import Corpus, Reader
 

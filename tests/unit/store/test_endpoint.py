@@ -28,19 +28,12 @@ from s3ec.store.concurrency import page_begun
 from s3ec.store.endpoint import BreakerStore, Endpoint
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
 from s3ec.testing.memory_store import MemoryStore
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
+from tests.support.clock import Clock
 
 
 @pytest.fixture
 def clock() -> Clock:
-    return Clock()
+    return Clock(100.0)
 
 
 @pytest.fixture
@@ -645,7 +638,7 @@ class BreakerMachine(RuleBasedStateMachine):
     @initialize()
     def begin(self) -> None:
         self.loop = asyncio.new_event_loop()
-        self.clock = Clock()
+        self.clock = Clock(100.0)
         self.breaker = Breaker(BreakerOptions(threshold=4), clock=self.clock)
         self.held = Held()
         self.store = guarded(self.held, self.breaker)

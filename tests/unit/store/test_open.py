@@ -25,7 +25,7 @@ from s3ec.store.open import (
 from s3ec.store.s3 import ObstoreStore
 from s3ec.testing.fault_store import Fault, FaultStore, Script
 from s3ec.testing.memory_store import MemoryStore
-from tests.unit.overwriting import OverwritingStore
+from tests.support.overwriting import OverwritingStore
 
 
 async def test_probe_finds_a_server_that_enforces_and_leaves_nothing() -> None:

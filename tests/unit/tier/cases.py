@@ -18,7 +18,8 @@ from s3ec.codec import Header, Shape
 from s3ec.counters import Counters
 from s3ec.identity import Key, make_key
 from s3ec.tier import Pin, Spool, Tier
-from tests.finite import FINITE
+from tests.support.clock import Clock
+from tests.support.finite import FINITE
 
 NAMESPACE = "tiny-gemma3-0123456789abcdef"
 OTHER_NAMESPACE = "tiny-gemma3-fedcba9876543210"
@@ -96,18 +97,9 @@ def publish_spooled(tier: Tier, spool: Spool, *numbers: int) -> None:
         tier.publish(key_at(number), [entry(key_at(number))], spool=spool)
 
 
-class Clock:
-    """Seconds since the epoch, moved by hand and a little by each look.
-
-    It starts now, for files that the kernel stamps.
-    """
-
-    def __init__(self) -> None:
-        self.now_s = float(int(time.time()))
-
-    def __call__(self) -> float:
-        self.now_s += 0.001  # uses have an order
-        return self.now_s
+def disk_clock() -> Clock:
+    """Starts now, since the kernel stamps files; each look moves it, so uses have an order."""
+    return Clock(float(int(time.time())), tick_s=0.001)
 
 
 def new_tier(

@@ -22,7 +22,7 @@ from typing import Any
 from s3ec.errors import TierError
 from s3ec.tier.evictor import EvictLock
 from s3ec.tier.files import Folders, TempFile, try_lock
-from tests.on_disk import make_room
+from tests.support.on_disk import make_room
 from tests.unit.tier.cases import (
     DESTINATION,
     NAMESPACE,

@@ -14,9 +14,10 @@ import pytest
 from s3ec.counters import Counters
 from s3ec.tier import Tier
 from s3ec.tier.evictor import Background
-from tests.faults.disks import as_plain_user, read_only, small_tmpfs
-from tests.on_disk import audit_of
-from tests.unit.tier.cases import NAMESPACE, Clock
+from tests.support.clock import Clock
+from tests.support.disks import as_plain_user, read_only, small_tmpfs
+from tests.support.on_disk import audit_of
+from tests.unit.tier.cases import NAMESPACE, disk_clock
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +37,7 @@ def background() -> None:
 
 @pytest.fixture
 def clock() -> Clock:
-    return Clock()
+    return disk_clock()
 
 
 @pytest.fixture

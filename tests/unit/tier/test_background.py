@@ -14,8 +14,9 @@ import pytest
 from s3ec.counters import Counters
 from s3ec.tier import Tier, evictor
 from s3ec.tier.evictor import Background, StoppedError
-from tests.on_disk import audit_of, make_room, running_total, usage_of
-from tests.unit.tier.cases import HOUR_S, Clock, entry, key_of
+from tests.support.clock import Clock
+from tests.support.on_disk import audit_of, make_room, running_total, usage_of
+from tests.unit.tier.cases import HOUR_S, entry, key_of
 
 SIZE = len(entry(key_of("0" * 64)))
 DEADLINE_S = 30.0

@@ -18,11 +18,11 @@ from s3ec import codec
 from s3ec.counters import Counters
 from s3ec.tier import Tier, entries, inspection, pins
 from s3ec.tier.files import Folders
-from tests.on_disk import audit_of, evict, usage_of
+from tests.support.clock import Clock
+from tests.support.on_disk import audit_of, evict, usage_of
 from tests.unit.tier.cases import (
     NAMESPACE,
     OTHER_NAMESPACE,
-    Clock,
     entry,
     file_of,
     files_below,

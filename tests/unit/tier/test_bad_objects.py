@@ -15,17 +15,11 @@ from s3ec.identity import MAX_REVISION
 from s3ec.tier import bad_objects
 from s3ec.tier.bad_objects import BadObjects, read_notes
 from s3ec.tier.files import Folders
+from tests.support.clock import Clock
 from tests.unit.index.basics import NAMESPACE, key_of
 
 PLACE = "0123456789abcdef"
 KEY = key_of("a")
-
-
-class Clock:
-    now_s = 1_700_000_000.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 @pytest.fixture

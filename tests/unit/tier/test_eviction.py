@@ -14,11 +14,11 @@ from s3ec.counters import Counters
 from s3ec.errors import TierError
 from s3ec.tier import Tier, evictor
 from s3ec.tier.files import free_bytes, try_lock
-from tests.on_disk import audit_of, evict, make_room, running_total, usage_of
+from tests.support.clock import Clock
+from tests.support.on_disk import audit_of, evict, make_room, running_total, usage_of
 from tests.unit.tier.cases import (
     HOUR_S,
     OTHER_NAMESPACE,
-    Clock,
     child,
     entry,
     file_of,

@@ -16,7 +16,7 @@ from s3ec import codec
 from s3ec.counters import Counters
 from s3ec.errors import TierError
 from s3ec.tier import Pin, Spool, Tier
-from tests.on_disk import audit_of, evict, make_room, usage_of
+from tests.support.on_disk import audit_of, evict, make_room, usage_of
 from tests.unit.tier.cases import (
     DESTINATION,
     NAMESPACE,

@@ -15,8 +15,8 @@ from s3ec import codec
 from s3ec.codec import Header, Shape
 from s3ec.errors import CorruptEntryError, TierError
 from s3ec.tier import Incoming, Tier
-from tests.finite import FINITE
-from tests.on_disk import evict, running_total
+from tests.support.finite import FINITE
+from tests.support.on_disk import evict, running_total
 from tests.unit.tier.cases import NAMESPACE, entry, file_of, key_at, read, temps_below
 
 KEY = key_at(0)

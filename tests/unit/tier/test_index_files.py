@@ -11,7 +11,7 @@ import pytest
 
 from s3ec.errors import TierError
 from s3ec.tier import IndexFiles, Tier
-from tests.on_disk import audit_of, running_total, usage_of
+from tests.support.on_disk import audit_of, running_total, usage_of
 from tests.unit.tier.cases import NAMESPACE, OTHER_NAMESPACE, entry, key_at, temps_below
 
 SHARD = "base/000000000007-0123456789abcdef/00-ff.safetensors"

@@ -28,8 +28,8 @@ from s3ec.errors import CorruptEntryError
 from s3ec.identity import Key
 from s3ec.tier import Pin, Tier
 from s3ec.tier.inspection import Inspection
-from tests.on_disk import audit_of, evict, make_room, running_total, usage_of
-from tests.unit.tier.cases import DESTINATION, NAMESPACE, Clock, entry, file_of, key_at
+from tests.support.on_disk import audit_of, evict, make_room, running_total, usage_of
+from tests.unit.tier.cases import DESTINATION, NAMESPACE, disk_clock, entry, file_of, key_at
 
 KEYS = [key_at(number) for number in range(7)]
 UNIT = len(entry(KEYS[0], rows=4))
@@ -128,7 +128,7 @@ class TierMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.root = Path(tempfile.mkdtemp(prefix="s3ec-tier-"))
-        self.clock = Clock()
+        self.clock = disk_clock()
         self.counters = Counters()
         self.model = Model()
         self.quarantines = 0

@@ -14,16 +14,9 @@ import pytest
 from s3ec.counters import Counters
 from s3ec.tier import Tier, process_folders
 from s3ec.tier.files import own_start_time, seems_alive, start_time, try_lock
-from tests.on_disk import audit_of, evict, make_room, usage_of
-from tests.unit.tier.cases import (
-    Clock,
-    child,
-    entry,
-    file_of,
-    files_below,
-    key_at,
-    read,
-)
+from tests.support.clock import Clock
+from tests.support.on_disk import audit_of, evict, make_room, usage_of
+from tests.unit.tier.cases import child, entry, file_of, files_below, key_at, read
 from tests.unit.tier.cases import pin_folders as folders_in
 
 

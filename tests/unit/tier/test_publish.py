@@ -14,12 +14,12 @@ import pytest
 from s3ec.counters import Counters
 from s3ec.errors import TierError
 from s3ec.tier import Tier, files
-from tests.on_disk import audit_of, make_room, running_total, usage_of
+from tests.support.clock import Clock
+from tests.support.on_disk import audit_of, make_room, running_total, usage_of
 from tests.unit.tier.cases import (
     HOUR_S,
     NAMESPACE,
     OTHER_NAMESPACE,
-    Clock,
     child,
     entry,
     file_of,

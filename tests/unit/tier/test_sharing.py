@@ -15,7 +15,7 @@ from s3ec.counters import Counters
 from s3ec.errors import TierError
 from s3ec.tier import Tier
 from s3ec.tier.files import free_bytes
-from tests.on_disk import audit_of, evict, make_room, running_total, usage_of
+from tests.support.on_disk import audit_of, evict, make_room, running_total, usage_of
 from tests.unit.tier.cases import child, entry, key_at, pin_folders, read, temps_below
 
 pytestmark = pytest.mark.slow  # processes, and many at once

@@ -18,7 +18,7 @@ from s3ec.errors import TierError
 from s3ec.tier import Spool, Tier, entries, process_folders
 from s3ec.tier.files import own_start_time, try_lock
 from s3ec.tier.process_folders import SpoolName
-from tests.on_disk import audit_of, evict, make_room, running_total, usage_of
+from tests.support.on_disk import audit_of, evict, make_room, running_total, usage_of
 from tests.unit.tier.cases import (
     DESTINATION,
     NAMESPACE,

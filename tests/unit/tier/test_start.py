@@ -11,7 +11,7 @@ import pytest
 
 from s3ec.tier import Tier
 from s3ec.tier.tier import LocalKeys
-from tests.on_disk import running_total, usage_of
+from tests.support.on_disk import running_total, usage_of
 from tests.unit.tier.cases import NAMESPACE, child, entry, key_at
 
 

@@ -17,7 +17,7 @@ from s3ec.counters import Counters
 from s3ec.tier import Tier, usage
 from s3ec.tier.files import Folders, try_lock
 from s3ec.tier.usage import Figures, RunningTotal
-from tests.on_disk import make_room, running_total, usage_of
+from tests.support.on_disk import make_room, running_total, usage_of
 from tests.unit.tier.cases import entry, key_at
 
 

@@ -17,13 +17,13 @@ def context(tmp_path: Path) -> Context:
     return Context(dead.BENCH, quick=False, scratch=tmp_path, say=str)
 
 
-def times(ms: float) -> list[dead._Times]:
-    return [dead._Times([ms] * 4, [ms / 2] * 8, [0.1] * 8) for _ in range(10)]
+def times(ms: float) -> list[dead.RequestTimes]:
+    return [dead.RequestTimes([ms] * 4, [ms / 2] * 8, [0.1] * 8) for _ in range(10)]
 
 
 def test_the_rows_are_quotients_of_the_99th_percentiles(tmp_path: Path) -> None:
     made = context(tmp_path)
-    dead._report(made, {dead.PLAIN: times(10.0), dead.DEAD: times(11.0)}, ASKED)
+    dead.report(made, {dead.PLAIN: times(10.0), dead.DEAD: times(11.0)}, ASKED)
     ttft, step = made.rows("")
     assert ttft.value == pytest.approx(1.1)
     assert ttft.ok is False
@@ -36,4 +36,4 @@ def test_an_engine_that_had_hits_or_was_not_asked_gives_no_figure(
     moved: dict[str, float], tmp_path: Path
 ) -> None:
     with pytest.raises(CannotMeasureError):
-        dead._report(context(tmp_path), {dead.PLAIN: times(1), dead.DEAD: times(1)}, moved)
+        dead.report(context(tmp_path), {dead.PLAIN: times(1), dead.DEAD: times(1)}, moved)

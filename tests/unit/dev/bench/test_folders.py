@@ -13,8 +13,8 @@ from s3ec.dev.bench import folders
 @pytest.fixture
 def tmpfs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A folder that is taken for the tmpfs."""
-    monkeypatch.setattr(folders, "_TMPFS", tmp_path)
-    monkeypatch.setattr(folders, "_is_tmpfs", lambda _path: True)
+    monkeypatch.setattr(folders, "TMPFS", tmp_path)
+    monkeypatch.setattr(folders, "is_tmpfs", lambda _path: True)
     return tmp_path
 
 
@@ -46,7 +46,7 @@ def test_left_over_of_a_killed_one_is_deleted_and_one_in_use_is_not(tmpfs: Path)
 def test_without_tmpfs_the_other_folder_is_used(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(folders, "_is_tmpfs", lambda _path: False)
+    monkeypatch.setattr(folders, "is_tmpfs", lambda _path: False)
     with folders.memory_folder(tmp_path / "otherwise") as made:
         assert made == (tmp_path / "otherwise", False)
         assert made[0].is_dir()

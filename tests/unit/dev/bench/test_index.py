@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``bench index`` runs from end to end; its figures are not looked at, what they are of is."""
+"""The made-up bases of ``bench index``, their readers and its child processes."""
 
 from __future__ import annotations
 
-import importlib.util
 import mmap
 import os
 import shutil
@@ -18,31 +17,9 @@ from s3ec.dev.bench import registry, run
 from s3ec.dev.bench.children import Child, anonymous_bytes, anonymous_bytes_of, most_resident_bytes
 from s3ec.dev.bench.index_lookups import time_lookups
 from s3ec.dev.bench.index_made import LAYOUT, Keys, Made, Mode, keys_of, make, reader
-from s3ec.errors import ConfigError
 from s3ec.identity import Key
-from s3ec.testing.server import find_weed
-from tests.unit.dev.bench.benches import quick_rows
 
 _MIB = 2**20
-
-
-@pytest.mark.slow
-def test_index_is_measured_beside_the_example_and_the_server() -> None:
-    try:
-        find_weed()
-    except ConfigError as exc:
-        pytest.skip(str(exc))
-    rows = quick_rows("index")
-    missing = {"index.growth_1e6_to_max"}  # a quick run has no larger index to compare
-    if importlib.util.find_spec("vllm") is None:
-        missing.add("index.lookup_ratio_to_example")
-    assert {name for name, row in rows.items() if row["value"] is None} == missing
-    # Of these chance is no part.
-    for name in ("bloom.bytes_per_key", "index.idle_lists_per_refresh", "compact.peak_mib"):
-        assert rows[name]["ok"], rows[name]
-    assert rows["index.idle_lists_per_refresh"]["detail"]["requests"].keys() == {"LIST"}
-    compacted = rows["compact.seconds"]["detail"]
-    assert compacted["entries_after"] == compacted["entries"] + 1000 * compacted["deltas"]
 
 
 def test_too_little_scratch_space_is_said_before_any_of_it_is_used(

@@ -60,3 +60,13 @@ def test_machine_says_what_explains_figures_and_not_whose_it_is() -> None:
     text = repr(about)
     assert platform.node() not in text
     assert "/" not in text
+
+
+def test_any_latency_has_rows_of_its_own() -> None:
+    assert [spec.name for spec in registry.load("fetch5").rows] == [
+        "fetch5.ratio_to_raw",
+        "fetch5.gb_per_s",
+    ]
+    for name in ("fetch0", "fetch-1", "fetch80x"):
+        with pytest.raises(KeyError):
+            registry.load(name)

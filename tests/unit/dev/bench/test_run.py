@@ -106,7 +106,7 @@ def test_what_libraries_print_goes_to_stderr(
 
 
 def child(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
-    monkeypatch.setattr(run, "_command", lambda _name, _quick: [sys.executable, "-c", code])
+    monkeypatch.setattr(run, "bench_command", lambda _name, _quick: [sys.executable, "-c", code])
 
 
 def test_all_reads_the_result_of_each_child(

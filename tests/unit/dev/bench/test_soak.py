@@ -16,26 +16,24 @@ from typing import Any, cast
 
 import pytest
 
-from s3ec.dev.bench import soak, soak_check, soak_engine, soak_pictures, soak_plan, soak_plot
+from s3ec.dev.bench import soak, soak_engine, soak_report, soak_run
 from s3ec.dev.bench.context import Context
 from s3ec.dev.bench.result import Result
-from s3ec.dev.bench.soak_engine import LiveEngine
-from s3ec.dev.bench.soak_pictures import PictureSet, compare
-from s3ec.dev.bench.soak_report import LOST, ROWS
-from s3ec.dev.bench.soak_watch import Sample, growths
+from s3ec.dev.bench.soak import LOST, ROWS
+from s3ec.dev.bench.soak_engine import LiveEngine, PictureSet, Sample, compare, growths
 from s3ec.dev.rigs.engine import EngineError, EngineProcess
 
 KINDS = ["killed", "cut", "full", "flipped", "swapped"]
 
 
 def test_a_seed_gives_the_same_steps_and_another_seed_others() -> None:
-    first, again, other = (list(islice(soak_plan.plan(seed, KINDS), 20)) for seed in (7, 7, 8))
+    first, again, other = (list(islice(soak_run.plan(seed, KINDS), 20)) for seed in (7, 7, 8))
     assert first == again
     assert first != other
 
 
 def test_every_kind_comes_before_any_comes_again() -> None:
-    kinds = [kind for step in islice(soak_plan.plan(1, KINDS), 30) for kind in step.kinds]
+    kinds = [kind for step in islice(soak_run.plan(1, KINDS), 30) for kind in step.kinds]
     for start in range(0, len(kinds) - len(KINDS), len(KINDS)):
         assert Counter(kinds[start : start + len(KINDS)]) == Counter(KINDS)
 
@@ -165,7 +163,7 @@ def test_pictures_that_come_later_are_asked_about_later() -> None:
 
 
 def test_no_two_patterns_are_alike(tmp_path: Path) -> None:
-    paths = soak_pictures.write_patterns(tmp_path, 5, seed=1)
+    paths = soak_engine.write_patterns(tmp_path, 5, seed=1)
     assert len({path.read_bytes() for path in paths}) == 5
 
 
@@ -182,7 +180,7 @@ def test_growth_is_that_of_each_long_life_after_its_warm_up() -> None:
 def test_the_last_confirmation_of_each_entry_is_read_from_the_log() -> None:
     digest = "ab" * 16
     line = "DEBUG 11-22 05:00:0{} [s3ec.connector.uploads] stored digest={} nbytes=1 seconds=0.1\n"
-    found = soak_check.confirmations(
+    found = soak_report.confirmations(
         "".join(line.format(second, digest) for second in (1, 7)) + "INFO something else\n"
     )
     assert list(found) == [digest]
@@ -202,6 +200,6 @@ def test_its_plot_is_drawn_also_where_nothing_was_measured(tmp_path: Path) -> No
     figure = pytest.importorskip("matplotlib.figure").Figure()
     context = Context(soak.BENCH, quick=False, scratch=tmp_path, say=str)
     context.report(LOST, 0, samples=1)
-    soak_plot.draw(figure, Result("soak", {"cpus": 2}, context.rows("for a test")))
+    soak.draw(figure, Result("soak", {"cpus": 2}, context.rows("for a test")))
     assert len(figure.axes) == 3
     assert {spec.name for spec in ROWS} >= {LOST}

@@ -81,7 +81,7 @@ def test_transfer_config_has_the_module_path_where_it_is_not(
 
 def test_end_interrupts_first(spawned: list[subprocess.Popen[bytes]]) -> None:
     family = spawn(OBEDIENT, spawned)
-    engines._end(family)
+    engines.end_all(family)
     assert not family[0].is_running()
 
 
@@ -90,11 +90,11 @@ def test_end_kills_what_an_interrupt_leaves(
 ) -> None:
     family = spawn(STUBBORN, spawned)
     assert len(family) == 2
-    monkeypatch.setattr(engines, "_END_TIMEOUT_S", 0.2)
-    engines._end(family)
+    monkeypatch.setattr(engines, "END_TIMEOUT_S", 0.2)
+    engines.end_all(family)
     # The grandchild is nobody's child now, so it may stay a zombie until somebody reaps it.
     assert [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE] == []
 
 
 def test_end_of_no_process_does_nothing() -> None:
-    engines._end([])
+    engines.end_all([])

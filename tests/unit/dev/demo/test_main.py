@@ -41,7 +41,7 @@ def test_keys_profiles_and_proxies_of_the_caller_are_forgotten() -> None:
         "HOME_OF_SOMETHING": "stays",
     }
     with mock.patch.dict(os.environ, strange):
-        demo._forget_other_stores()
+        demo.forget_other_stores()
         assert not (strange.keys() - {"HOME_OF_SOMETHING"}) & os.environ.keys()
         assert os.environ["HOME_OF_SOMETHING"] == "stays"
         assert os.environ["AWS_CONFIG_FILE"] == os.devnull
@@ -49,7 +49,7 @@ def test_keys_profiles_and_proxies_of_the_caller_are_forgotten() -> None:
 
 def test_an_engine_error_is_shortened_to_its_first_line_and_the_end_of_the_log() -> None:
     message = "\n".join(["ValueError: no room", *(f"line {number}" for number in range(100))])
-    lines = demo._shortened(message).splitlines()
+    lines = demo.shortened(message).splitlines()
     assert lines[0] == "ValueError: no room"
     assert lines[-1] == "line 99"
     assert len(lines) == 26

@@ -69,7 +69,7 @@ def test_model_is_quiet_repeatable_and_depends_on_the_seed(
     assert one["model.safetensors"] != other["model.safetensors"]
     assert {name for name in one if one[name] != other[name]} <= {
         "model.safetensors",
-        models._MARKER,
+        models.MARKER,
     }
     with safe_open(folders[0] / "model.safetensors", framework="numpy") as file:
         assert tensor in file.keys()  # noqa: SIM118 - not a dictionary
@@ -77,7 +77,7 @@ def test_model_is_quiet_repeatable_and_depends_on_the_seed(
 
 
 def _count_builds(out: Path, recipe: dict[str, int], built: list[dict[str, int]]) -> None:
-    models._once(out, recipe, lambda: built.append(recipe))
+    models.build_once(out, recipe, lambda: built.append(recipe))
 
 
 def test_second_call_builds_nothing_and_other_recipe_builds(
@@ -99,7 +99,7 @@ def test_broken_build_is_built_again(tmp_path: Path) -> None:
     built: list[dict[str, int]] = []
     _count_builds(tmp_path, {"seed": 1}, built)
     with pytest.raises(OSError, match="disk full"):
-        models._once(tmp_path, {"seed": 2}, fail)
+        models.build_once(tmp_path, {"seed": 2}, fail)
     # Its files may be half the one model and half the other.
     _count_builds(tmp_path, {"seed": 1}, built)
     assert len(built) == 2

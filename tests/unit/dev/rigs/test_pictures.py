@@ -48,6 +48,6 @@ def test_fewer_pictures_than_photographs_are_possible(tmp_path: Path, count: int
 
 
 def test_missing_photograph_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pictures_module, "_photo_folder", lambda: tmp_path / "empty")
+    monkeypatch.setattr(pictures_module, "photo_folder", lambda: tmp_path / "empty")
     with pytest.raises(ConfigError, match=r"astronaut\.png"):
         write_pictures(tmp_path)

@@ -102,15 +102,6 @@ def test_operators_that_are_missing_are_declared(tmp_path: Path) -> None:
     assert _python(code, tmp_path) == "['torchvision.nms.default', 'torchvision.qnms.default']"
 
 
-@pytest.mark.slow
-def test_installed_torchvision_and_vllms_media_loaders_import_in_a_mended_python() -> None:
-    code = (
-        "from torchvision.transforms import v2; import vllm.multimodal.media as media\n"
-        "print(v2.__name__, media.__name__)"
-    )
-    assert _python(code) == "torchvision.transforms.v2 vllm.multimodal.media"
-
-
 def test_engine_environment_keeps_tunables_and_forbids_downloads() -> None:
     base = {"VLLM_CPU_KVCACHE_SPACE": "4", "HF_HUB_OFFLINE": "0", "PYTHONPATH": "a::b"}
     env = engine_env(base)

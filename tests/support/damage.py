@@ -29,10 +29,15 @@ def flipped(blob: bytes) -> bytes:
 
 
 def other_width(blob: bytes) -> bytes:
-    """A sound entry for this image and namespace, from a model with wider embeddings."""
+    """A sound entry for this image and namespace, from a model with narrower embeddings."""
     header = codec.parse_header(blob)
-    shape = Shape(header.shape.rows, 2 * header.shape.width, header.shape.dtype)
+    shape = Shape(header.shape.rows, header.shape.width // 2, header.shape.dtype)
     return _entry(dataclasses.replace(header, shape=shape))
+
+
+def other_modality(blob: bytes) -> bytes:
+    """A sound entry of the same shape, of another kind of input."""
+    return _entry(dataclasses.replace(codec.parse_header(blob), modality="video"))
 
 
 def other_dtype(blob: bytes) -> bytes:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A machine's metadata service, from which engines have their credentials; silent until told."""
+"""A machine's metadata service, which gives credentials; silent until it is told to answer."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ class MetadataService:
 
     Attributes:
         answering: Whether it answers.
+        refusing: Whether it then answers with an error.
         asked: How many requests it has got, answered or not.
     """
 
     def __init__(self, keys: Endpoint) -> None:
         self.answering = threading.Event()
+        self.refusing = False
         self.asked = 0
         self._ended = False
         until = datetime.now(UTC) + timedelta(hours=6)
@@ -47,8 +49,8 @@ class MetadataService:
                 service.answering.wait()
                 if service._ended:
                     return
-                body = answers.get(self.path, "").encode()
-                self.send_response(200 if body else 404)
+                body = b"" if service.refusing else answers.get(self.path, "").encode()
+                self.send_response(200 if body else 500 if service.refusing else 404)
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
                 self.wfile.write(body)

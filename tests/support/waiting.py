@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Waiting for what other threads and processes do."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+DEADLINE_S = 60.0
+
+
+def eventually(
+    condition: Callable[[], bool],
+    what: str = "it did not happen",
+    *,
+    deadline_s: float = DEADLINE_S,
+    pause_s: float = 0.005,
+) -> None:
+    """Poll until a condition holds; fail, saying what was awaited, after a generous deadline."""
+    end = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < end, f"after {deadline_s:.0f} s: {what}"
+        time.sleep(pause_s)

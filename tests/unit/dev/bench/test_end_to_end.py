@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Benchmarks run from end to end, quickly; their figures are not looked at, what they are of is.
+
+Most share one of two processes: what takes most of the time is importing vLLM, torch and the SDK.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from s3ec.dev.bench import load, registry, save
+from s3ec.dev.bench.run import child_env
+from s3ec.errors import ConfigError
+from s3ec.testing.server import find_weed
+
+Rows = dict[str, Any]
+
+_RUN = """
+import json, sys, traceback
+from s3ec.dev.bench import run
+for name, options in json.loads(sys.argv[1]):
+    try:
+        result = run.run_here(name, quick=True, say=lambda *_: None, **options).to_json()
+    except Exception:
+        result = traceback.format_exc()
+    print("RESULT", json.dumps([name, result]), flush=True)
+"""
+
+pytestmark = pytest.mark.slow
+needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="no vLLM here")
+
+
+class Ran:
+    """Benchmarks that ran in one process of their own, each whether or not another one failed."""
+
+    def __init__(self, **benches: dict[str, Any]) -> None:
+        self._done = subprocess.run(
+            [sys.executable, "-c", _RUN, json.dumps(list(benches.items()))],
+            env=child_env(),
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        lines = (line.partition("RESULT ")[2] for line in self._done.stdout.splitlines())
+        self._results = dict(json.loads(line) for line in lines if line)
+
+    def rows(self, name: str) -> Rows:
+        """By their names; they are those that the benchmark declares."""
+        result = self._results.get(name, "its process ended")
+        assert isinstance(result, dict), f"{result}\n{self._done.stderr}"
+        rows = {row["name"]: row for row in result["rows"]}
+        assert list(rows) == [spec.name for spec in registry.load(name).rows]
+        return rows
+
+
+def need_server() -> None:
+    try:
+        find_weed()
+    except ConfigError as exc:
+        pytest.skip(str(exc))
+
+
+@pytest.fixture(scope="module")
+def of_vllm() -> Ran:
+    return Ran(hooks={}, load={}, save={}, index={})
+
+
+@pytest.fixture(scope="module")
+def of_bytes() -> Ran:
+    need_server()
+    return Ran(fetch={}, fetch80={}, interference={})
+
+
+@needs_vllm
+def test_hooks_are_measured_beside_the_example(of_vllm: Ran) -> None:
+    rows = of_vllm.rows("hooks")
+    unmeasured = {name for name, row in rows.items() if row["value"] is None}
+    assert unmeasured <= {"hooks.syscalls_per_call"}
+    for hook in ("has_cache_item", "ensure_cache_available"):
+        assert rows[f"hooks.{hook}_p50_us"]["value"] > 0
+        assert rows[f"hooks.{hook}_ratio_to_example"]["value"] > 0
+    assert "no-op" in rows["hooks.ensure_cache_available_ratio_to_example"]["detail"]["denominator"]
+    syscalls = rows["hooks.syscalls_per_call"]
+    # Not a time: the hooks either make system calls or they don't.
+    assert syscalls["ok"] is not False, syscalls["detail"]
+
+
+@needs_vllm
+def test_loads_are_measured_beside_preadv_and_the_example(of_vllm: Ran) -> None:
+    rows = of_vllm.rows("load")
+    assert all(row["value"] > 0 for row in rows.values())
+    cases = rows["load.us_per_item"]["detail"]["cases"]
+    for size in (1, 8):
+        for name in ("s3ec", load.PREADV, load.EXAMPLE):
+            assert cases[f"{name}, {size} a step, disk"] > 0
+
+
+@needs_vllm
+def test_saves_are_measured_beside_a_clone_and_the_example(of_vllm: Ran) -> None:
+    rows = of_vllm.rows("save")
+    cases = rows["save.us_per_item"]["detail"]["cases"]
+    both = {f"{name}, {size} a step" for name in ("s3ec", save.CLONE) for size in (1, 8)}
+    assert cases.keys() == both | {save.EXAMPLE}
+    assert all(value > 0 for value in cases.values())
+    assert rows["save.ratio_to_example"]["value"] > 0
+    assert "50 us" in rows["save.ratio_to_clone"]["detail"]["formula"]
+
+
+@needs_vllm
+def test_index_is_measured_beside_the_example_and_the_server(of_vllm: Ran) -> None:
+    need_server()
+    rows = of_vllm.rows("index")
+    # A quick run has no larger index to compare.
+    assert {n for n, row in rows.items() if row["value"] is None} == {"index.growth_1e6_to_max"}
+    # Of these chance is no part.
+    for name in ("bloom.bytes_per_key", "index.idle_lists_per_refresh", "compact.peak_mib"):
+        assert rows[name]["ok"], rows[name]
+    assert rows["index.idle_lists_per_refresh"]["detail"]["requests"].keys() == {"LIST"}
+    compacted = rows["compact.seconds"]["detail"]
+    assert compacted["entries_after"] == compacted["entries"] + 1000 * compacted["deltas"]
+
+
+@pytest.mark.parametrize("name", ["fetch", "fetch80"])
+def test_fetch_is_measured_beside_raw_loops(name: str, of_bytes: Ran) -> None:
+    rows = of_bytes.rows(name)
+    assert all(row["value"] > 0 for row in rows.values())
+    speed = rows[f"{name}.gb_per_s"]["detail"]
+    assert {"raw aioboto3", "s3ec aioboto3"} <= speed["cases"].keys()
+    ratio = rows[f"{name}.ratio_to_raw"]["detail"]
+    assert {case for case in ratio["cases"] if case.startswith("s3ec ")} == {
+        case for case in speed["cases"] if case.startswith("s3ec ")
+    }
+    assert all(value >= 0 for value in ratio["floor_cpu_ms"].values())
+    assert ratio["objects"] % ratio["in_flight"] == 0
+
+
+def test_requests_of_two_processes_are_counted_by_key() -> None:
+    need_server()
+    rows = Ran(node={"processes": 2}).rows("node")  # by itself: it counts requests of two others
+    gets = rows["node.gets_per_key"]
+    # More where the machine is so busy that a process no longer waits for the other.
+    assert 1.0 <= gets["value"] <= 2.0, gets["detail"]
+    assert gets["detail"]["keys_never_asked_for"] == 0
+    assert rows["node.tier_gb_per_s"]["value"] > 0
+
+
+def test_lateness_is_measured_idle_here_and_beside_another_process(of_bytes: Ran) -> None:
+    rows = of_bytes.rows("interference")
+    detail = rows["interference.p99_ms"]["detail"]
+    here = f"during, {detail['transport']}"
+    raw = "during a raw loop that writes files, obstore"
+    assert {"idle", here, raw, "while another process fetches, aioboto3"} <= detail["cases"].keys()
+    assert all(value > 0 for value in detail["cases"].values())
+    assert all(ticks > 0 for ticks in detail["ticks"].values())
+    for added in ("p99_added_ms", "p99_added_by_interpreter_ms"):
+        assert here in rows[f"interference.{added}"]["detail"]["cases"]
