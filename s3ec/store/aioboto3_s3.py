@@ -25,9 +25,8 @@ from botocore.exceptions import HTTPClientError, IncompleteReadError, ResponseSt
 from s3ec.errors import CorruptEntryError
 from s3ec.settings import Settings
 from s3ec.store.botocore_s3 import BotocoreStore, RequestSlot, length_and_part
-from s3ec.store.concurrency import Extend
+from s3ec.store.concurrency import PIECE_BYTES, Extend, Pieces, Reply
 from s3ec.store.credentials import ChainCredentials
-from s3ec.store.replies import PIECE_BYTES, Pieces, Reply
 from s3ec.store.s3_client import (
     ANSWER_BYTES,
     Opened,

@@ -173,7 +173,10 @@ class _SomeLeftError(UnavailableError):
 
 
 class Wrapper:
-    """A Store whose operations are those of ``inner``, each awaited by ``_around``."""
+    """A Store whose operations are those of ``inner``, each awaited by ``_around``.
+
+    A subclass overrides ``_around``, or single operations.
+    """
 
     def __init__(self, inner: Store) -> None:
         self._inner = inner
@@ -190,7 +193,7 @@ class Wrapper:
                 ``delete_many`` raises where some names are to be asked for again, and asks for
                 no others then.
         """
-        raise NotImplementedError
+        return await call()
 
     async def get(self, name: str, *, max_bytes: int) -> Blob | None:
         return await self._around("get", lambda: self._inner.get(name, max_bytes=max_bytes))

@@ -35,8 +35,16 @@ from s3ec.store.base import (
     content_type_of,
     delete_each,
 )
-from s3ec.store.concurrency import Extend, RequestSlots, answer_begun, page_begun
-from s3ec.store.replies import PIECE_BYTES, Pieces, Reply, read_body
+from s3ec.store.concurrency import (
+    PIECE_BYTES,
+    Extend,
+    Pieces,
+    Reply,
+    RequestSlots,
+    answer_begun,
+    page_begun,
+    read_body,
+)
 from s3ec.store.s3_client import Exchange, Opened, check_settings, open_client, read_piece
 from s3ec.store.s3_errors import (
     CREDENTIAL_CODES,

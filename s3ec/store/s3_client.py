@@ -51,8 +51,8 @@ from urllib3.exceptions import HTTPError
 import s3ec
 from s3ec.errors import AccessError, ConfigError
 from s3ec.settings import PLAIN_HTTP, Settings, is_plain_http_elsewhere
+from s3ec.store.concurrency import PIECE_BYTES
 from s3ec.store.credentials import ChainCredentials
-from s3ec.store.replies import PIECE_BYTES
 
 T = TypeVar("T")
 

@@ -37,10 +37,9 @@ from s3ec.store.base import (
     content_type_of,
     delete_each,
 )
-from s3ec.store.concurrency import Extend, RequestSlots, page_begun
+from s3ec.store.concurrency import Extend, RequestSlots, page_begun, read_body
 from s3ec.store.obstore_errors import AbsentError, WrongRangeError, fault_of, plain_errors
 from s3ec.store.obstore_runtime import held
-from s3ec.store.replies import read_body
 from s3ec.store.s3 import ObstoreReply
 
 # obstore's names for what it is still writing.

@@ -26,7 +26,7 @@ from s3ec.modality import Record
 from s3ec.node import Node
 from s3ec.runtime import DiskWatch
 from s3ec.settings import Settings
-from s3ec.store.breaker import BreakerOptions
+from s3ec.store.endpoint import BreakerOptions
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
 from s3ec.testing.memory_store import MemoryBucket, MemoryStore
 from s3ec.tier.bad_objects import BadObjects

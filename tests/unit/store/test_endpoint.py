@@ -23,9 +23,8 @@ from s3ec.errors import (
 )
 from s3ec.settings import Settings
 from s3ec.store.base import ObjectInfo, Store
-from s3ec.store.breaker import Breaker, BreakerOptions, Ticket
 from s3ec.store.concurrency import page_begun
-from s3ec.store.endpoint import BreakerStore, Endpoint
+from s3ec.store.endpoint import Breaker, BreakerOptions, BreakerStore, Endpoint, Ticket
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
 from s3ec.testing.memory_store import MemoryStore
 
@@ -49,12 +48,16 @@ def counters() -> Counters:
 
 
 @pytest.fixture
-def breaker(clock: Clock) -> Breaker:
-    return Breaker(clock=clock)
+def endpoint(clock: Clock) -> Endpoint:
+    return Endpoint(100, clock=clock)
 
 
-def guarded(inner: object, breaker: Breaker, counters: Counters | None = None) -> BreakerStore:
-    endpoint = Endpoint(100, breaker=breaker)
+@pytest.fixture
+def breaker(endpoint: Endpoint) -> Breaker:
+    return endpoint.breaker
+
+
+def guarded(inner: object, endpoint: Endpoint, counters: Counters | None = None) -> BreakerStore:
     return BreakerStore(inner, endpoint, counters or Counters())  # type: ignore[arg-type]
 
 
@@ -69,8 +72,8 @@ def inner(script: Script) -> FaultStore:
 
 
 @pytest.fixture
-def store(inner: FaultStore, breaker: Breaker, counters: Counters) -> BreakerStore:
-    return guarded(inner, breaker, counters)
+def store(inner: FaultStore, endpoint: Endpoint, counters: Counters) -> BreakerStore:
+    return guarded(inner, endpoint, counters)
 
 
 def corrupt(message: str) -> CorruptEntryError:
@@ -324,11 +327,9 @@ async def reached(gate: Gate) -> None:
     assert await asyncio.to_thread(gate.reached.wait, 10)
 
 
-async def test_a_conflict_is_an_answer_for_the_pace_too(
-    inner: FaultStore, breaker: Breaker
-) -> None:
+async def test_a_conflict_is_an_answer_for_the_pace_too(inner: FaultStore) -> None:
     """A producer that finds all of its entries there is answered by nothing else."""
-    endpoint = Endpoint(8, breaker=breaker)
+    endpoint = Endpoint(8)
     store = BreakerStore(inner, endpoint, Counters())
     await store.put_if_absent("a", [b""])
     endpoint.pace.slow_down(await endpoint.pace.take())
@@ -362,8 +363,8 @@ async def paged(endpoint: Endpoint, names: str) -> AsyncIterator[ObjectInfo]:
     return BreakerStore(inner, endpoint, Counters()).list("")
 
 
-async def test_entries_of_a_page_that_is_here_wait_for_no_place(breaker: Breaker) -> None:
-    endpoint = Endpoint(1, breaker=breaker)
+async def test_entries_of_a_page_that_is_here_wait_for_no_place() -> None:
+    endpoint = Endpoint(1)
     listing = await paged(endpoint, "abcd")
     await anext(listing)
     await endpoint.pace.take()
@@ -380,10 +381,10 @@ async def test_entries_of_a_page_that_is_here_wait_for_no_place(breaker: Breaker
         assert [info.name async for info in listing] == ["a"]
 
 
-async def test_entries_of_a_page_that_is_here_are_no_answers(
-    breaker: Breaker, clock: Clock
-) -> None:
-    listing = await paged(Endpoint(1, breaker=breaker), "abcd")
+async def test_entries_of_a_page_that_is_here_are_no_answers(clock: Clock) -> None:
+    endpoint = Endpoint(1, clock=clock)
+    breaker = endpoint.breaker
+    listing = await paged(endpoint, "abcd")
     await anext(listing)
     open_by_hand(breaker)
     clock.now_s += 1000  # a probe is due
@@ -404,8 +405,9 @@ async def test_entries_of_a_page_that_is_here_are_no_answers(
 async def test_one_read_without_an_answer_opens_it_where_nobody_else_got_one(
     inner: FaultStore, script: Script, counters: Counters
 ) -> None:
-    breaker = Breaker(BreakerOptions(slow_s=0.02, max_pause_s=0.02, first_pause_s=0.02))
-    store = guarded(inner, breaker, counters)
+    options = BreakerOptions(slow_s=0.02, max_pause_s=0.02, first_pause_s=0.02)
+    endpoint = Endpoint(100, options)
+    breaker, store = endpoint.breaker, guarded(inner, endpoint, counters)
     gate = Gate()
     script.faults = [Fault(op="get", gate=gate)]
     hung = asyncio.create_task(store.get("a", max_bytes=10))
@@ -555,10 +557,10 @@ async def first_of(store: Store) -> str:
 
 
 async def test_a_listing_that_is_left_early_is_an_answer_and_closes_its_request(
-    breaker: Breaker, script: Script, clock: Clock
+    endpoint: Endpoint, breaker: Breaker, clock: Clock
 ) -> None:
     pages = Pages(["a", "b", "c"])
-    store = guarded(pages, breaker)
+    store = guarded(pages, endpoint)
     open_by_hand(breaker)
     clock.now_s += 1
     listing = store.list("")
@@ -572,12 +574,12 @@ async def test_a_listing_that_is_left_early_is_an_answer_and_closes_its_request(
 @pytest.mark.parametrize("error", [UnavailableError("x"), AccessError("x"), KeyError("x")])
 @pytest.mark.parametrize("before", [0, 2])
 async def test_a_probe_that_fails_while_listing_makes_room_for_the_next(
-    breaker: Breaker, clock: Clock, error: Exception, before: int
+    endpoint: Endpoint, breaker: Breaker, clock: Clock, error: Exception, before: int
 ) -> None:
     open_by_hand(breaker)
     clock.now_s += 1
     pages = Pages([*"abcd"[:before], error])
-    store = guarded(pages, breaker)
+    store = guarded(pages, endpoint)
     with pytest.raises(type(error)):
         await names(store)
     assert pages.closed == 1
@@ -586,9 +588,8 @@ async def test_a_probe_that_fails_while_listing_makes_room_for_the_next(
 
 
 async def test_a_listing_cancelled_between_and_within_items_leaves_nothing_stuck(
-    breaker: Breaker, script: Script, inner: FaultStore, clock: Clock
+    store: BreakerStore, breaker: Breaker, script: Script, clock: Clock
 ) -> None:
-    store = guarded(inner, breaker)
     await open_up(store, script)
     clock.now_s += 1
     gate = Gate()
@@ -613,13 +614,10 @@ async def test_an_empty_listing_is_an_answer(
     assert not breaker.is_open
 
 
-async def test_a_listing_ends_when_the_breaker_opens_meanwhile(
-    breaker: Breaker,
-) -> None:
-    store = guarded(Pages(["a", "b"]), breaker)
-    listing = store.list("")
+async def test_a_listing_ends_when_the_breaker_opens_meanwhile(endpoint: Endpoint) -> None:
+    listing = guarded(Pages(["a", "b"]), endpoint).list("")
     await anext(listing)
-    open_by_hand(breaker)
+    open_by_hand(endpoint.breaker)
     with pytest.raises(UnavailableError, match="breaker is open"):
         await anext(listing)
 
@@ -646,9 +644,10 @@ class BreakerMachine(RuleBasedStateMachine):
     def begin(self) -> None:
         self.loop = asyncio.new_event_loop()
         self.clock = Clock()
-        self.breaker = Breaker(BreakerOptions(threshold=4), clock=self.clock)
+        endpoint = Endpoint(100, BreakerOptions(threshold=4), clock=self.clock)
+        self.breaker = endpoint.breaker
         self.held = Held()
-        self.store = guarded(self.held, self.breaker)
+        self.store = guarded(self.held, endpoint)
         self.out: list[tuple[asyncio.Task[bytes | None], asyncio.Future[None], bool]] = []
 
     def turn(self) -> None:

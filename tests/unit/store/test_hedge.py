@@ -9,9 +9,8 @@ import pytest
 
 from s3ec.counters import Counters
 from s3ec.errors import UnavailableError
-from s3ec.store.concurrency import AdaptiveConcurrency
-from s3ec.store.hedge import HEDGED_BYTES, HedgeStore
-from s3ec.store.retry import Budget
+from s3ec.store.endpoint import Budget, Endpoint
+from s3ec.store.retry import HEDGED_BYTES, HedgeStore
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
 from s3ec.testing.memory_store import MemoryStore
 from tests.unit.store.test_endpoint import reached
@@ -22,10 +21,10 @@ class Rig:
         self.script = Script()
         self.inner = FaultStore(MemoryStore(), self.script)
         self.counters = Counters()
-        self.pace = AdaptiveConcurrency(4)
-        self.store = HedgeStore(
-            self.inner, self.counters, self.pace, Budget(share, at_most=5, at_first=0)
-        )
+        endpoint = Endpoint(4)
+        endpoint.hedges = Budget(share, at_most=5, at_first=0)
+        self.pace = endpoint.pace
+        self.store = HedgeStore(self.inner, endpoint, self.counters)
 
     async def learn(self, requests: int = 64) -> None:
         """See enough to know what late is: milliseconds, here."""

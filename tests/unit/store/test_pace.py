@@ -12,9 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from s3ec.counters import Counters
 from s3ec.errors import UnavailableError
-from s3ec.store.breaker import BreakerOpenError
-from s3ec.store.concurrency import AdaptiveConcurrency
-from s3ec.store.endpoint import BreakerStore, Endpoint
+from s3ec.store.endpoint import AdaptiveConcurrency, BreakerOpenError, BreakerStore, Endpoint
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
 from s3ec.testing.memory_store import MemoryStore
 from tests.unit.store.test_endpoint import reached
@@ -42,7 +40,7 @@ async def test_throttling_halves_the_places_and_answers_give_them_back() -> None
 async def test_requests_that_were_out_together_count_once() -> None:
     pace = AdaptiveConcurrency(16)
     since = [await pace.take() for _ in range(3)]
-    assert [pace.slow_down(one) for one in since] == [True, False, False]
+    assert [pace.slow_down(one) for one in since] == [8, 0, 0]
     assert pace.withheld == 8
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 import pytest
 
 from s3ec.errors import CorruptEntryError
-from s3ec.store.replies import PIECE_BYTES, Pieces
+from s3ec.store.concurrency import PIECE_BYTES, Pieces
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,9 @@ from s3ec.errors import (
 )
 from s3ec.store.base import Store
 from s3ec.store.concurrency import seconds_left, within
-from s3ec.store.endpoint import BreakerStore, Endpoint, resilient
-from s3ec.store.retry import Budget, RetryOptions, RetryStore
+from s3ec.store.endpoint import BreakerStore, Budget, Endpoint
+from s3ec.store.open import resilient
+from s3ec.store.retry import RetryStore
 from s3ec.store.s3_errors import retry_after_s
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
 from s3ec.testing.memory_store import MemoryStore
@@ -52,9 +53,8 @@ class Sleeps:
 
 
 def retrying(inner: Store, counters: Counters, sleeps: Sleeps, attempts: int = 2) -> RetryStore:
-    options = RetryOptions(attempts=attempts)
     return RetryStore(
-        inner, counters, options=options, sleep=sleeps, uniform=lambda low, high: high
+        inner, counters, attempts=attempts, sleep=sleeps, uniform=lambda low, high: high
     )
 
 
@@ -141,8 +141,7 @@ async def test_the_delay_is_drawn_from_zero_up(
         return low
 
     script.faults = [Fault(error=UnavailableError)]
-    options = RetryOptions(attempts=4)
-    store = RetryStore(inner, counters, options=options, sleep=Sleeps(), uniform=uniform)
+    store = RetryStore(inner, counters, attempts=4, sleep=Sleeps(), uniform=uniform)
     with pytest.raises(UnavailableError):
         await store.head("a")
     assert [low for low, _ in drawn] == [0, 0, 0]
@@ -231,8 +230,7 @@ async def test_nothing_is_repeated_past_the_callers_deadline(
 async def test_a_spent_budget_ends_repetitions_and_requests_fill_it_again(
     inner: FaultStore, script: Script, counters: Counters
 ) -> None:
-    budget = Budget(0.1, at_most=10, at_first=1)
-    store = RetryStore(inner, counters, budget=budget, sleep=Sleeps())
+    store = RetryStore(inner, counters, endpoint=Endpoint(16), sleep=Sleeps())
     script.faults = [Fault(op="head", error=UnavailableError)]
     for _ in range(2):
         with pytest.raises(UnavailableError):
