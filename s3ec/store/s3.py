@@ -32,10 +32,17 @@ from s3ec.store import obstore_runtime
 from s3ec.store.base import Blob, content_type_of
 from s3ec.store.botocore_s3 import BotocoreStore, RequestSlot
 from s3ec.store.concurrency import Extend, Reply
-from s3ec.store.obstore_errors import AskAgainError, BrokenConnectionError, UnfitError, sdk_errors
+from s3ec.store.obstore_errors import sdk_errors
 from s3ec.store.obstore_runtime import held
 from s3ec.store.s3_client import Address, Opened, address_of
-from s3ec.store.s3_errors import SDK_ERRORS, is_absent, status_of
+from s3ec.store.s3_errors import (
+    SDK_ERRORS,
+    AskAgainError,
+    BrokenConnectionError,
+    UnfitError,
+    is_absent,
+    status_of,
+)
 
 log = logging.getLogger(__name__)
 

@@ -38,9 +38,10 @@ from s3ec.store.base import (
     delete_each,
 )
 from s3ec.store.concurrency import Extend, RequestSlots, page_begun, read_body
-from s3ec.store.obstore_errors import AbsentError, WrongRangeError, fault_of, plain_errors
+from s3ec.store.obstore_errors import fault_of, plain_errors
 from s3ec.store.obstore_runtime import held
 from s3ec.store.s3 import ObstoreReply
+from s3ec.store.s3_errors import AbsentError, WrongRangeError
 
 # obstore's names for what it is still writing.
 _UNFINISHED = re.compile(r"#\d+$")
@@ -364,5 +365,5 @@ def _cloud_client(settings: Settings) -> GCSStore | AzureStore:
         return AzureStore(corpus.bucket, **common)
     except (BaseError, ValueError) as exc:
         hint = "; set AZURE_STORAGE_ACCOUNT_NAME" if corpus.scheme == "az" else ""
-        reason = fault_of(str(exc)).said
+        reason = fault_of(exc).text
         raise ConfigError(f"`url` = `{corpus}`: {reason}{hint}", field="url") from exc

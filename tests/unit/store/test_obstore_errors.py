@@ -12,12 +12,8 @@ from obstore.exceptions import AlreadyExistsError, BaseError, GenericError
 from obstore.store import MemoryStore
 
 from s3ec.errors import UnavailableError
-from s3ec.store.obstore_errors import (
-    AskAgainError,
-    BrokenConnectionError,
-    sdk_errors,
-)
-from s3ec.store.s3_errors import is_absent
+from s3ec.store.obstore_errors import sdk_errors
+from s3ec.store.s3_errors import AskAgainError, BrokenConnectionError, is_absent
 
 WHAT = "GET s3://b/n"
 

@@ -14,8 +14,9 @@ from obstore.store import AzureStore, GCSStore
 
 from s3ec.config import load_settings
 from s3ec.errors import AccessError, ConfigError, S3ECError, UnavailableError
-from s3ec.store.obstore_errors import AbsentError, plain_errors
+from s3ec.store.obstore_errors import plain_errors
 from s3ec.store.open import choose_transport, open_store
+from s3ec.store.s3_errors import AbsentError
 from s3ec.store.url_store import UrlStore
 
 
