@@ -120,7 +120,7 @@ class BotocoreStore:
         key = self._key(name)
         what = self._what("GET", key)
         async with self._turn(what) as turn:
-            reply = await self._get_object(turn, key)
+            reply = await _unless_absent(self._get_object(turn, key))
             return None if reply is None else await read_body(reply, max_bytes, what, turn.extend)
 
     async def get_range(self, name: str, start: int, length: int) -> Blob | None:
@@ -128,8 +128,9 @@ class BotocoreStore:
         key = self._key(name)
         what = self._what("GET", key)
         async with self._turn(what) as turn:
+            wanted = range(start, start + length)
             try:
-                reply = await self._get_object(turn, key, range(start, start + length))
+                reply = await _unless_absent(self._get_object(turn, key, wanted))
             except ClientError as exc:
                 if status_of(exc) == 416:  # the object ends before `start`
                     return b""
@@ -165,12 +166,9 @@ class BotocoreStore:
         key = self._key(name)
         what = self._what("HEAD", key)
         async with self._turn(what) as turn:
-            try:
-                response = await self._call(turn, "head_object", Key=key)
-            except ClientError as exc:
-                if is_absent(exc):
-                    return None
-                raise
+            response = await _unless_absent(self._call(turn, "head_object", Key=key))
+            if response is None:
+                return None
             if "ETag" not in response:
                 raise UnavailableError(f"{what}: the answer is not an S3 server's")
             modified = response.get("LastModified")
@@ -206,11 +204,7 @@ class BotocoreStore:
     async def delete(self, name: str) -> None:
         key = self._key(name)
         async with self._turn(self._what("DELETE", key)) as turn:
-            try:
-                await self._call(turn, "delete_object", Key=key)
-            except ClientError as exc:
-                if not is_absent(exc):
-                    raise
+            await _unless_absent(self._call(turn, "delete_object", Key=key))
 
     async def delete_many(self, names: Sequence[str]) -> dict[str, S3ECError]:
         check_batch(names)
@@ -340,21 +334,14 @@ class BotocoreStore:
             turn.exchange.abort()
             raise
 
-    async def _get_object(
-        self, turn: RequestSlot, key: str, wanted: range | None = None
-    ) -> Reply | None:
-        """Ask for an object or a range of its bytes; None where it is absent.
+    async def _get_object(self, turn: RequestSlot, key: str, wanted: range | None = None) -> Reply:
+        """Ask for an object or a range of its bytes.
 
         Raises:
-            ClientError: The SDK's, for any other refusal.
+            ClientError: The SDK's, for any refusal.
         """
         part = {} if wanted is None else {"Range": f"bytes={wanted.start}-{wanted.stop - 1}"}
-        try:
-            return self._reply(turn, await self._call(turn, "get_object", Key=key, **part))
-        except ClientError as exc:
-            if is_absent(exc):
-                return None
-            raise
+        return self._reply(turn, await self._call(turn, "get_object", Key=key, **part))
 
     def _reply(self, turn: RequestSlot, response: Any) -> Reply:
         return BotocoreReply(response, functools.partial(self._in_thread, turn))
@@ -423,6 +410,16 @@ class BotocoreStore:
             last, token = token, page.get("NextContinuationToken", "")
             if token in ("", last):
                 raise UnavailableError(f"{what}: the listing does not advance")
+
+
+async def _unless_absent(request: Awaitable[T]) -> T | None:
+    """What a request about an object brings; None where there is no such object."""
+    try:
+        return await request
+    except ClientError as exc:
+        if is_absent(exc):
+            return None
+        raise
 
 
 class BotocoreReply:

@@ -40,7 +40,6 @@ from s3ec.store.s3_errors import (
     AskAgainError,
     BrokenConnectionError,
     UnfitError,
-    is_absent,
     status_of,
 )
 
@@ -156,9 +155,7 @@ class ObstoreStore(BotocoreStore):
         )
         return opened
 
-    async def _get_object(
-        self, turn: RequestSlot, key: str, wanted: range | None = None
-    ) -> Reply | None:
+    async def _get_object(self, turn: RequestSlot, key: str, wanted: range | None = None) -> Reply:
         if not self._can_take(key):
             return await super()._get_object(turn, key, wanted)
         part: Any = {} if wanted is None else {"range": (wanted.start, wanted.stop)}
@@ -170,10 +167,6 @@ class ObstoreStore(BotocoreStore):
         except AskAgainError as exc:
             self._note(exc)
             return await super()._get_object(turn, key, wanted)
-        except ClientError as exc:
-            if is_absent(exc):
-                return None
-            raise
         errors = functools.partial(sdk_errors, what, "GetObject")
         return ObstoreReply(result, errors, is_part=wanted is not None)
 

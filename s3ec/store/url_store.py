@@ -15,7 +15,6 @@ import os
 import re
 import stat
 from collections.abc import AsyncIterator, Iterable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -158,10 +157,10 @@ class UrlStore:
     async def get(self, name: str, *, max_bytes: int) -> Blob | None:
         key = self._key(name)
         what = self._what("GET", key)
-        async with self._turn(what) as turn:
+        async with self._turn(what) as (client, extend):
             try:
-                reply = await self._get_object(turn, key, what)
-                return await read_body(reply, max_bytes, what, turn.extend)
+                reply = await self._get_object(client, key, what)
+                return await read_body(reply, max_bytes, what, extend)
             except AbsentError:
                 return None
 
@@ -169,10 +168,10 @@ class UrlStore:
         check_range(start, length)
         key = self._key(name)
         what = self._what("GET", key)
-        async with self._turn(what) as turn:
+        async with self._turn(what) as (client, extend):
             try:
-                reply = await self._get_object(turn, key, what, (start, start + length))
-                return await read_body(reply, length, what, turn.extend)
+                reply = await self._get_object(client, key, what, (start, start + length))
+                return await read_body(reply, length, what, extend)
             except AbsentError:
                 return None
             except WrongRangeError:  # the object ends before `start`
@@ -184,23 +183,23 @@ class UrlStore:
         what = self._what("PUT", key)
         # A folder keeps no attributes.
         about = None if self._folder else {"Content-Type": content_type_of(key)}
-        async with self._turn(what) as turn:
-            turn.extend(sum(piece.nbytes for piece in pieces))
+        async with self._turn(what) as (client, extend):
+            extend(sum(piece.nbytes for piece in pieces))
             await self._require(key, what)
             await held(
                 obstore.put_async(
-                    turn.client, key, pieces, attributes=about, mode="create", use_multipart=False
+                    client, key, pieces, attributes=about, mode="create", use_multipart=False
                 )
             )
 
     async def head(self, name: str) -> ObjectInfo | None:
         key = self._key(name)
         what = self._what("HEAD", key)
-        async with self._turn(what) as turn:
+        async with self._turn(what) as (client, _):
             await self._require(key, what)
             try:
                 with plain_errors(what):
-                    return self._info(await held(obstore.head_async(turn.client, key)))
+                    return self._info(await held(obstore.head_async(client, key)))
             except AbsentError:
                 return None
 
@@ -212,11 +211,11 @@ class UrlStore:
         above = wanted.rpartition("/")[0]
         pages: Any = None
         while True:
-            async with self._turn(what) as turn:
-                turn.extend(_PAGE_BYTES)
+            async with self._turn(what) as (client, extend):
+                extend(_PAGE_BYTES)
                 if pages is None:
                     pages = obstore.list(
-                        turn.client, above or None, offset=after, chunk_size=self._page_size
+                        client, above or None, offset=after, chunk_size=self._page_size
                     )
                 try:
                     page = await held(anext(pages))
@@ -235,10 +234,10 @@ class UrlStore:
         check_folder(prefix)
         above = self._root + prefix
         what = self._what("LIST", above)
-        async with self._turn(what) as turn:
-            turn.extend(_PAGE_BYTES)
+        async with self._turn(what) as (client, extend):
+            extend(_PAGE_BYTES)
             listed = await held(
-                obstore.list_with_delimiter_async(turn.client, above.rstrip("/") or None)
+                obstore.list_with_delimiter_async(client, above.rstrip("/") or None)
             )
             folders = [str(folder) for folder in listed["common_prefixes"]]
             if self._folder is not None:
@@ -248,10 +247,10 @@ class UrlStore:
     async def delete(self, name: str) -> None:
         key = self._key(name)
         what = self._what("DELETE", key)
-        async with self._turn(what) as turn:
+        async with self._turn(what) as (client, _):
             await self._require(key, what)
             with contextlib.suppress(AbsentError), plain_errors(what):
-                await held(obstore.delete_async(turn.client, key))
+                await held(obstore.delete_async(client, key))
 
     async def delete_many(self, names: Sequence[str]) -> dict[str, S3ECError]:
         check_batch(names)
@@ -259,9 +258,9 @@ class UrlStore:
         if self._folder is None and keys:
             what = self._what("DELETE", f"{keys[0]} and {len(keys) - 1} more")
             try:
-                async with self._turn(what) as turn:
-                    turn.extend(_PAGE_BYTES)
-                    await held(obstore.delete_async(turn.client, keys))
+                async with self._turn(what) as (client, extend):
+                    extend(_PAGE_BYTES)
+                    await held(obstore.delete_async(client, keys))
             except AccessError:  # of one of them, or one was absent: it does not say which
                 pass
             else:
@@ -293,8 +292,12 @@ class UrlStore:
         return ObjectInfo(name, int(entry["size"]), entry["last_modified"].timestamp())
 
     @contextlib.asynccontextmanager
-    async def _turn(self, what: str) -> AsyncIterator[RequestSlot]:
-        """The client, one of the places, a deadline and the error boundary around one request."""
+    async def _turn(self, what: str) -> AsyncIterator[tuple[Any, Extend]]:
+        """obstore's client, one of the places, a deadline and the error boundary of one request.
+
+        Yields:
+            The client, and what grants the time that a body of so many bytes may take.
+        """
         self._turns.check_loop()
         problem = obstore_runtime.obstacle()
         if problem:
@@ -304,7 +307,7 @@ class UrlStore:
             async with self._turns.take(what) as extend:
                 if self._client is None:
                     self._client = await asyncio.to_thread(self._open_folder)
-                yield RequestSlot(self._client, extend)
+                yield self._client, extend
 
     def _open_folder(self) -> LocalStore:
         try:
@@ -324,27 +327,14 @@ class UrlStore:
                 ) from exc
 
     async def _get_object(
-        self, turn: RequestSlot, key: str, what: str, wanted: tuple[int, int] | None = None
+        self, client: Any, key: str, what: str, wanted: tuple[int, int] | None = None
     ) -> ObstoreReply:
         await self._require(key, what)
         part: Any = {} if wanted is None else {"range": wanted}
         errors = functools.partial(plain_errors, what)
         with errors():
-            result = await held(obstore.get_async(turn.client, key, options=part))
+            result = await held(obstore.get_async(client, key, options=part))
         return ObstoreReply(result, errors, is_part=wanted is not None)
-
-
-@dataclass(frozen=True, slots=True)
-class RequestSlot:
-    """One operation's hold on the store.
-
-    Attributes:
-        client: obstore's.
-        extend: Grants the time that a body of so many bytes may take.
-    """
-
-    client: Any
-    extend: Extend
 
 
 def _cloud_client(settings: Settings) -> GCSStore | AzureStore:
