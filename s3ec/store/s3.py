@@ -47,8 +47,7 @@ log = logging.getLogger(__name__)
 
 # Up to here a body is collected in one buffer of the announced length; a server that announces
 # much and sends nothing then costs this much address space, and no process is ended for lack of it.
-_COLLECT_BYTES = 64 * 2**20
-_PIECE_BYTES = 2**20
+COLLECT_BYTES = 64 * 2**20
 
 
 class ObstoreReply:
@@ -73,7 +72,7 @@ class ObstoreReply:
         expected = self.nbytes or 0
         try:
             with self._errors():
-                if expected <= _COLLECT_BYTES and not self.is_part:
+                if expected <= COLLECT_BYTES and not self.is_part:
                     # Collected in Rust; the view holds that memory, and nothing is copied here.
                     # Only of a whole object is `expected` what the connection goes by: a part
                     # can say one length for itself and another for the body.
@@ -94,7 +93,7 @@ class ObstoreReply:
         """A body whose announced length may be a lie: little more is kept than it says."""
         chunks: list[bytes] = []
         nbytes = 0
-        stream = self._result.stream(min_chunk_size=_PIECE_BYTES)
+        stream = self._result.stream(min_chunk_size=2**20)
         with contextlib.suppress(StopAsyncIteration):
             while nbytes <= expected:
                 chunk = await held(anext(stream))

@@ -386,10 +386,10 @@ def open_client(settings: Settings) -> Opened:
 
 def chain_credentials(settings: Settings) -> ChainCredentials:
     """What signs, for each SDK; nothing is looked for yet."""
-    return ChainCredentials(functools.partial(_find_credentials, settings))
+    return ChainCredentials(functools.partial(find_credentials, settings))
 
 
-def _find_credentials(settings: Settings) -> Any:
+def find_credentials(settings: Settings) -> Any:
     """Walk the SDK's chain from its beginning; those of the role where one is set.
 
     May ask services and commands, so it takes its time.

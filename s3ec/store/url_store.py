@@ -149,7 +149,7 @@ class UrlStore:
         self._page_size = page_size
         self._turns = RequestSlots(settings, least_bytes_per_s)
         # A folder may appear later, so a missing one is an error of each request.
-        self._client: Any = None if self._folder else _cloud_client(settings)
+        self._client: Any = None if self._folder else cloud_client(settings)
 
     def __repr__(self) -> str:
         return f"UrlStore({self._corpus})"
@@ -337,7 +337,7 @@ class UrlStore:
         return ObstoreReply(result, errors, is_part=wanted is not None)
 
 
-def _cloud_client(settings: Settings) -> GCSStore | AzureStore:
+def cloud_client(settings: Settings) -> GCSStore | AzureStore:
     options: Any = {
         "connect_timeout": timedelta(seconds=settings.connect_timeout_s),
         # Off, so to speak: the deadline of the turn ends a request.
