@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 
 import pytest
 from hypothesis import settings as hypothesis_settings
@@ -17,16 +17,31 @@ from s3ec.counters import Counters
 from s3ec.errors import (
     AccessError,
     ConflictError,
-    CorruptEntryError,
     S3ECError,
     UnavailableError,
 )
 from s3ec.settings import Settings
 from s3ec.store.base import ObjectInfo, Store
 from s3ec.store.concurrency import page_begun
-from s3ec.store.endpoint import Breaker, BreakerOptions, BreakerStore, Endpoint, Ticket
+from s3ec.store.endpoint import (
+    AdaptiveConcurrency,
+    Breaker,
+    BreakerOpenError,
+    BreakerOptions,
+    BreakerStore,
+    Endpoint,
+    Ticket,
+)
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
 from s3ec.testing.memory_store import MemoryStore
+from tests.unit.store.conftest import (
+    OPERATIONS,
+    corrupt,
+    eventually,
+    every_operation,
+    names,
+    reached,
+)
 
 
 class Clock:
@@ -40,11 +55,6 @@ class Clock:
 @pytest.fixture
 def clock() -> Clock:
     return Clock()
-
-
-@pytest.fixture
-def counters() -> Counters:
-    return Counters()
 
 
 @pytest.fixture
@@ -62,45 +72,16 @@ def guarded(inner: object, endpoint: Endpoint, counters: Counters | None = None)
 
 
 @pytest.fixture
-def script() -> Script:
-    return Script()
-
-
-@pytest.fixture
-def inner(script: Script) -> FaultStore:
-    return FaultStore(MemoryStore(), script)
-
-
-@pytest.fixture
 def store(inner: FaultStore, endpoint: Endpoint, counters: Counters) -> BreakerStore:
     return guarded(inner, endpoint, counters)
 
 
-def corrupt(message: str) -> CorruptEntryError:
-    return CorruptEntryError(message, reason="length")
-
-
-OPERATIONS: dict[str, Callable[[Store], Awaitable[object]]] = {
-    "get": lambda store: store.get("a", max_bytes=10),
-    "get_range": lambda store: store.get_range("a", 0, 10),
-    "put_if_absent": lambda store: store.put_if_absent("b", [b"b"]),
-    "head": lambda store: store.head("a"),
-    "list": lambda store: names(store),
-    "list_folders": lambda store: store.list_folders(""),
-    "delete": lambda store: store.delete("b"),
-    "delete_many": lambda store: store.delete_many(["b", "c"]),
-}
-every_operation = pytest.mark.parametrize("operation", OPERATIONS)
 # How many of them in a row open it.
 FAILURES = {
     "no answer": (UnavailableError, 3),
     "503": (lambda message: UnavailableError(message, status=503), 6),
     "expired": (AccessError, 6),
 }
-
-
-async def names(store: Store, prefix: str = "") -> list[str]:
-    return [info.name async for info in store.list(prefix)]
 
 
 async def fail_once(store: Store, script: Script, error: type[Exception]) -> None:
@@ -234,20 +215,22 @@ async def test_one_probe_at_a_time(
     assert not breaker.is_open
 
 
+@pytest.mark.parametrize("operation", ["get", "list"])
 async def test_a_cancelled_probe_makes_room_for_the_next(
-    store: BreakerStore, breaker: Breaker, script: Script, clock: Clock
+    store: BreakerStore, breaker: Breaker, script: Script, clock: Clock, operation: str
 ) -> None:
     await open_up(store, script)
     clock.now_s += 1
     gate = Gate()
-    script.faults = [Fault(op="get", gate=gate)]
-    probe = asyncio.create_task(store.get("a", max_bytes=10))
+    script.faults = [Fault(op=operation, gate=gate)]
+    probe = asyncio.ensure_future(OPERATIONS[operation](store))
     await reached(gate)
     probe.cancel()
     with pytest.raises(asyncio.CancelledError):
         await probe
     assert breaker.is_open
-    await store.head("a")
+    script.faults = []
+    assert await names(store) == []  # an empty listing is an answer
     assert not breaker.is_open
 
 
@@ -322,11 +305,6 @@ async def test_a_late_success_from_before_closes_it(
     assert not breaker.is_open
 
 
-async def reached(gate: Gate) -> None:
-    """Return once an operation waits at the gate."""
-    assert await asyncio.to_thread(gate.reached.wait, 10)
-
-
 async def test_a_conflict_is_an_answer_for_the_pace_too(inner: FaultStore) -> None:
     """A producer that finds all of its entries there is answered by nothing else."""
     endpoint = Endpoint(8)
@@ -339,6 +317,100 @@ async def test_a_conflict_is_an_answer_for_the_pace_too(inner: FaultStore) -> No
         with pytest.raises(ConflictError):
             await store.put_if_absent("a", [b""])
     assert endpoint.pace.withheld == 0
+
+
+# -- places for requests -------------------------------------------------------------------------
+
+
+def throttled(message: str) -> UnavailableError:
+    return UnavailableError(message, status=503, is_throttle=True)
+
+
+async def test_throttling_halves_the_places_and_answers_give_them_back(
+    inner: FaultStore, script: Script, counters: Counters
+) -> None:
+    script.faults = [Fault(error=throttled, times=2)]
+    endpoint = Endpoint(8)
+    store = BreakerStore(inner, endpoint, counters)
+    for withheld in (4, 6):
+        with pytest.raises(UnavailableError):
+            await store.head("a")
+        assert counters.get("pace.withheld") == endpoint.pace.withheld == withheld
+    assert counters.get("pace.slowed") == 2
+    for _ in range(40):
+        await store.head("a")
+    assert counters.get("pace.withheld") == endpoint.pace.withheld == 0
+    assert endpoint.pace.used == 0
+
+
+async def test_requests_that_were_out_together_count_once() -> None:
+    pace = AdaptiveConcurrency(16)
+    since = [await pace.take() for _ in range(3)]
+    assert [pace.slow_down(one) for one in since] == [8, 0, 0]
+    assert pace.withheld == 8
+
+
+async def test_reads_go_before_uploads_that_came_earlier_and_not_before_all_of_them() -> None:
+    pace = AdaptiveConcurrency(1)
+    await pace.take()
+    order: list[str] = []
+
+    async def ask(name: str, *, is_read: bool) -> None:
+        await pace.take(is_read=is_read)
+        order.append(name)
+        pace.give_back()
+
+    asked = [asyncio.create_task(ask(f"upload {n}", is_read=False)) for n in range(3)]
+    asked += [asyncio.create_task(ask(f"read {n}", is_read=True)) for n in range(5)]
+    await asyncio.sleep(0)
+    pace.give_back()
+    async with asyncio.timeout(30):
+        await asyncio.gather(*asked)
+    assert order == [
+        *("read 0", "read 1", "read 2", "upload 0"),
+        *("read 3", "read 4", "upload 1", "upload 2"),
+    ]
+    assert pace.used == 0
+
+
+async def test_a_read_through_the_guard_passes_uploads_that_wait() -> None:
+    gate = Gate()
+    inner = FaultStore(MemoryStore(), Script([Fault(op="put_if_absent", gate=gate, times=1)]))
+    endpoint = Endpoint(1)
+    store = BreakerStore(inner, endpoint, Counters())
+    first = asyncio.create_task(store.put_if_absent("a", [b"x"]))
+    await reached(gate)
+    waiting = asyncio.create_task(store.put_if_absent("b", [b"x"]))
+    reading = asyncio.create_task(store.get("b", max_bytes=10))
+    await asyncio.sleep(0)
+    gate.release()
+    assert await reading is None  # it was asked for before the upload that came before it
+    await asyncio.gather(first, waiting)
+
+
+async def test_who_waits_for_a_place_when_the_breaker_opens_is_told_at_once() -> None:
+    gate = Gate()
+    script = Script([Fault(op="put_if_absent", gate=gate), Fault(error=UnavailableError)])
+    inner = FaultStore(MemoryStore(), script)
+    endpoint = Endpoint(1)
+    store = BreakerStore(inner, endpoint, Counters())
+    stuck = asyncio.create_task(store.put_if_absent("a", [b"x"]))
+    await reached(gate)
+    waiting = [asyncio.create_task(store.head("a")) for _ in range(5)]
+    await asyncio.sleep(0)
+    for _ in range(3):  # as requests of another thread's loop would
+        ticket = endpoint.breaker.admit(is_read=False)
+        assert ticket is not None
+        if endpoint.breaker.failed(ticket, UnavailableError("x")):
+            endpoint.pace.wake_all()
+    async with asyncio.timeout(30):
+        for task in waiting:
+            with pytest.raises(BreakerOpenError):
+                await task
+        gate.release()
+        await stuck
+    assert inner.calls["head"] == 0
+    assert endpoint.pace.used == 0
 
 
 # -- listings --------------------------------------------------------------------------------------
@@ -412,9 +484,7 @@ async def test_one_read_without_an_answer_opens_it_where_nobody_else_got_one(
     script.faults = [Fault(op="get", gate=gate)]
     hung = asyncio.create_task(store.get("a", max_bytes=10))
     await reached(gate)
-    async with asyncio.timeout(30):
-        while not breaker.is_open:  # noqa: ASYNC110 -- a timer of the loop
-            await asyncio.sleep(0.005)
+    await eventually(lambda: breaker.is_open)
     assert counters.get("store.slow_starts") == counters.get("breaker.opened") == 1
     gate.release()
     assert await hung is None
@@ -439,22 +509,19 @@ def test_silence_while_others_are_answered_is_one_failure_among_others(
     assert breaker.is_open
 
 
-def test_a_store_that_is_always_slow_is_not_late(breaker: Breaker, clock: Clock) -> None:
+@pytest.mark.parametrize(
+    ("took_s", "late_s"), [([0.5] * 4, 4.0), ([0.01] * 44 + [5.0] * 20, 1.0)], ids=["all", "some"]
+)
+def test_what_late_is_follows_a_store_that_is_always_slow_and_no_few_late_answers(
+    breaker: Breaker, clock: Clock, took_s: list[float], late_s: float
+) -> None:
     assert breaker.slow_s == 1.0
-    for _ in range(4):
+    for seconds in took_s:
         ticket = admitted(breaker, is_read=True)
-        clock.now_s += 0.5
+        clock.now_s += seconds
         breaker.began(ticket)
         breaker.succeeded(ticket)
-    assert breaker.slow_s == 4.0
-
-
-def test_a_few_late_answers_do_not_change_what_late_is(breaker: Breaker, clock: Clock) -> None:
-    for number in range(64):
-        ticket = admitted(breaker, is_read=True)
-        clock.now_s += 0.01 if number < 44 else 5.0
-        breaker.began(ticket)
-    assert breaker.slow_s == 1.0
+    assert breaker.slow_s == late_s
 
 
 def forbidden(message: str) -> AccessError:
@@ -587,33 +654,6 @@ async def test_a_probe_that_fails_while_listing_makes_room_for_the_next(
     assert breaker.admit(is_read=False)
 
 
-async def test_a_listing_cancelled_between_and_within_items_leaves_nothing_stuck(
-    store: BreakerStore, breaker: Breaker, script: Script, clock: Clock
-) -> None:
-    await open_up(store, script)
-    clock.now_s += 1
-    gate = Gate()
-    script.faults = [Fault(op="list", gate=gate)]
-    listing = asyncio.create_task(names(store))
-    await reached(gate)
-    listing.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await listing
-    assert breaker.is_open
-    script.faults = []
-    assert await names(store) == []
-    assert not breaker.is_open
-
-
-async def test_an_empty_listing_is_an_answer(
-    store: BreakerStore, breaker: Breaker, script: Script, clock: Clock
-) -> None:
-    await open_up(store, script)
-    clock.now_s += 1
-    assert await names(store) == []
-    assert not breaker.is_open
-
-
 async def test_a_listing_ends_when_the_breaker_opens_meanwhile(endpoint: Endpoint) -> None:
     listing = guarded(Pages(["a", "b"]), endpoint).list("")
     await anext(listing)
@@ -726,3 +766,70 @@ BreakerMachine.TestCase.settings = hypothesis_settings(
     max_examples=30, stateful_step_count=30, deadline=None
 )
 TestBreakerMachine = BreakerMachine.TestCase
+
+
+class PaceMachine(RuleBasedStateMachine):
+    """Requests that come, wait, are cancelled, are throttled and end, in any order."""
+
+    @initialize(places=st.integers(1, 5))
+    def begin(self, places: int) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.places = places
+        self.pace = AdaptiveConcurrency(places)
+        self.holders: list[int] = []
+        self.waiters: list[asyncio.Task[int]] = []
+
+    def turn(self) -> None:
+        for _ in range(3):
+            self.loop.run_until_complete(asyncio.sleep(0))
+        for task in [task for task in self.waiters if task.done()]:
+            self.waiters.remove(task)
+            if not task.cancelled():
+                self.holders.append(task.result())
+
+    @rule(is_read=st.booleans())
+    def come(self, is_read: bool) -> None:
+        self.waiters.append(self.loop.create_task(self.pace.take(is_read=is_read)))
+        self.turn()
+
+    @precondition(lambda self: self.holders)
+    @rule(how=st.sampled_from(["answered", "throttled", "cancelled"]))
+    def end(self, how: str) -> None:
+        since = self.holders.pop(0)
+        if how == "answered":
+            self.pace.speed_up()
+        elif how == "throttled":
+            self.pace.slow_down(since)
+        self.pace.give_back()
+        self.turn()
+
+    @precondition(lambda self: self.waiters)
+    @rule(granted_meanwhile=st.booleans())
+    def cancel(self, granted_meanwhile: bool) -> None:
+        if granted_meanwhile and self.holders:
+            self.holders.pop(0)
+            self.pace.give_back()
+        self.waiters[0].cancel()
+        self.turn()
+
+    @invariant()
+    def nothing_leaks(self) -> None:
+        if hasattr(self, "pace"):
+            assert self.pace.used == len(self.holders)
+            allowed = self.places - self.pace.withheld
+            assert 1 <= allowed <= self.places
+            # After a cut those that were out already may be more.
+            assert not self.waiters or len(self.holders) >= allowed
+
+    def teardown(self) -> None:
+        if hasattr(self, "loop"):
+            for task in self.waiters:
+                task.cancel()
+            self.turn()
+            self.loop.close()
+
+
+PaceMachine.TestCase.settings = hypothesis_settings(
+    max_examples=30, stateful_step_count=30, deadline=None
+)
+TestPaceMachine = PaceMachine.TestCase
