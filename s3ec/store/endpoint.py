@@ -32,7 +32,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
 from s3ec import runtime
@@ -77,6 +77,21 @@ class BreakerOptions:
     slowest_s: float = 4.0
 
 
+@dataclass(slots=True)
+class Ticket:
+    """One request that was let through.
+
+    Attributes:
+        asked_s: When.
+        is_read: Whether it reads an object.
+        is_slow: Whether its silence was counted as a failure already.
+    """
+
+    asked_s: float
+    is_read: bool
+    is_slow: bool = False
+
+
 class Circuit:
     """One part of the breaker. Its caller holds the breaker's lock.
 
@@ -99,40 +114,40 @@ class Circuit:
         self._what = what
         self._points = 0
         self._pause_s = options.first_pause_s
-        self._probing = False
+        self._probe: Ticket | None = None
 
     def may_ask(self) -> bool:
         """Whether a request may go out now."""
-        return not self.is_open or not (self._probing or self._clock() < self.probe_at)
+        return not self.is_open or (self._probe is None and self._clock() >= self.probe_at)
 
-    def begin(self) -> bool:
-        """A request goes out; True where it is the probe."""
-        self._probing = self.is_open
-        return self._probing
+    def begin(self, ticket: Ticket) -> None:
+        """A request goes out; while it is open that is the probe."""
+        self._probe = ticket if self.is_open else None
 
     def succeeded(self) -> None:
         """The endpoint answered."""
         if self.is_open:
             log.info("the store answers %s again; the breaker is closed", self._what)
-        self.is_open = self._probing = False
+        self.is_open = False
+        self._probe = None
         self._points = self.failures = 0
         self._pause_s = self._options.first_pause_s
 
-    def probe_abandoned(self) -> None:
-        """The probe ended before it said anything."""
-        self._probing = False
+    def abandoned(self, ticket: Ticket) -> None:
+        """The request ended before it said anything."""
+        if self._probe is ticket:
+            self._probe = None
 
-    def failed(self, points: int, error: Exception, *, probe: bool) -> bool:
+    def failed(self, ticket: Ticket, points: int, error: Exception) -> bool:
         """The request failed; True where that opened it.
 
-        Args:
-            probe: Whether it was the probe. Other requests that fail while it is open went out
-                before, and say nothing new.
+        Requests other than the probe that fail while it is open went out before, and say nothing
+        new.
         """
         self._points += points
         self.failures += 1
         opened = False
-        if self.is_open and probe:
+        if self._probe is ticket:
             self._pause_s = min(self._pause_s * 2, self._options.max_pause_s)
         elif self.is_open or self._points < self._options.threshold:
             return False
@@ -143,26 +158,9 @@ class Circuit:
             )
         asked_s = getattr(error, "retry_after_s", None) or 0.0
         pause_s = min(max(self._pause_s, asked_s), self._options.max_pause_s)
-        self._probing = False
+        self._probe = None
         self.probe_at = self._clock() + pause_s
         return opened
-
-
-@dataclass(slots=True)
-class Ticket:
-    """One request that was let through.
-
-    Attributes:
-        asked_s: When.
-        is_read: Whether it reads an object.
-        probes: Circuits whose probe it is.
-        is_slow: Whether its silence was counted as a failure already.
-    """
-
-    asked_s: float
-    is_read: bool
-    probes: list[Circuit] = field(default_factory=list)
-    is_slow: bool = False
 
 
 class Breaker:
@@ -214,8 +212,10 @@ class Breaker:
             concerned = self._concerned(is_read)
             if not all(one.may_ask() for one in concerned):
                 return None
-            probes = [one for one in concerned if one.begin()]
-            return Ticket(self._clock(), is_read, probes)
+            ticket = Ticket(self._clock(), is_read)
+            for one in concerned:
+                one.begin(ticket)
+            return ticket
 
     def _concerned(self, is_read: bool) -> tuple[Circuit, ...]:
         return (self._all, self._reads) if is_read else (self._all,)
@@ -286,15 +286,12 @@ class Breaker:
             self._abandon(ticket)
 
     def _abandon(self, ticket: Ticket) -> None:
-        for one in ticket.probes:
-            one.probe_abandoned()
-        ticket.probes = []
+        for one in self._concerned(ticket.is_read):
+            one.abandoned(ticket)
 
     def _fail(self, circuit: Circuit, points: int, error: Exception, ticket: Ticket) -> bool:
-        opened = circuit.failed(points, error, probe=circuit in ticket.probes)
-        # It says nothing of the other circuit's health, and a probe ends once.
-        ticket.probes = [one for one in ticket.probes if one is not circuit]
-        if not ticket.is_slow:
+        opened = circuit.failed(ticket, points, error)
+        if not ticket.is_slow:  # of the other circuit's health it says nothing
             self._abandon(ticket)
         self._look()
         return opened

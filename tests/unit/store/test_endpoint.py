@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 
 import pytest
 from hypothesis import settings as hypothesis_settings
@@ -17,7 +17,6 @@ from s3ec.counters import Counters
 from s3ec.errors import (
     AccessError,
     ConflictError,
-    S3ECError,
     UnavailableError,
 )
 from s3ec.settings import Settings
@@ -144,37 +143,6 @@ async def test_failures_in_a_row_open_it_and_then_nothing_is_asked(
     assert inner.calls.total() == asked
 
 
-async def test_a_success_between_failures_keeps_it_closed(
-    store: BreakerStore, breaker: Breaker, script: Script
-) -> None:
-    for _ in range(5):
-        await open_up(store, script, times=2)
-        await store.head("a")
-    assert not breaker.is_open
-
-
-@pytest.mark.parametrize("error", [ConflictError, corrupt])
-async def test_a_conflict_and_a_corrupt_body_are_answers(
-    store: BreakerStore,
-    breaker: Breaker,
-    script: Script,
-    clock: Clock,
-    error: Callable[[str], Exception],
-) -> None:
-    for _ in range(10):
-        await open_up(store, script, times=2)
-        script.faults = [Fault(error=error)]
-        with pytest.raises(S3ECError):
-            await store.get("a", max_bytes=10)
-    assert not breaker.is_open
-    await open_up(store, script)
-    clock.now_s += 1.0
-    script.faults = [Fault(error=error)]
-    with pytest.raises(S3ECError):
-        await store.get("a", max_bytes=10)
-    assert not breaker.is_open
-
-
 async def test_the_pause_doubles_with_each_failed_probe_up_to_a_limit_and_starts_over(
     store: BreakerStore, breaker: Breaker, script: Script, clock: Clock, inner: FaultStore
 ) -> None:
@@ -197,24 +165,6 @@ async def test_the_pause_doubles_with_each_failed_probe_up_to_a_limit_and_starts
     assert breaker.pause_s == 1
 
 
-async def test_one_probe_at_a_time(
-    store: BreakerStore, breaker: Breaker, script: Script, clock: Clock
-) -> None:
-    await open_up(store, script)
-    clock.now_s += 1
-    gate = Gate()
-    script.faults = [Fault(op="get", gate=gate)]
-    probe = asyncio.create_task(store.get("a", max_bytes=10))
-    await reached(gate)
-    clock.now_s += 1000
-    for _ in range(3):
-        with pytest.raises(UnavailableError, match="breaker is open"):
-            await store.head("a")
-    gate.release()
-    assert await probe is None
-    assert not breaker.is_open
-
-
 @pytest.mark.parametrize("operation", ["get", "list"])
 async def test_a_cancelled_probe_makes_room_for_the_next(
     store: BreakerStore, breaker: Breaker, script: Script, clock: Clock, operation: str
@@ -232,91 +182,6 @@ async def test_a_cancelled_probe_makes_room_for_the_next(
     script.faults = []
     assert await names(store) == []  # an empty listing is an answer
     assert not breaker.is_open
-
-
-async def test_a_probe_that_is_a_fault_of_ours_says_nothing_and_makes_room(
-    store: BreakerStore, breaker: Breaker, script: Script, clock: Clock
-) -> None:
-    await open_up(store, script)
-    clock.now_s += 1
-    script.faults = [Fault(error=KeyError)]
-    with pytest.raises(KeyError):
-        await store.head("a")
-    assert breaker.is_open
-    script.faults = []
-    await store.head("a")
-    assert not breaker.is_open
-
-
-async def test_cancelling_a_request_from_before_does_not_let_a_second_probe_out(
-    store: BreakerStore, breaker: Breaker, script: Script, clock: Clock
-) -> None:
-    old_gate, probe_gate = Gate(), Gate()
-    script.faults = [Fault(op="get_range", gate=old_gate)]
-    old = asyncio.create_task(store.get_range("a", 0, 1))
-    await reached(old_gate)
-    await open_up(store, script)
-    clock.now_s += 1
-    script.faults = [Fault(op="get", gate=probe_gate)]
-    probe = asyncio.create_task(store.get("a", max_bytes=10))
-    await reached(probe_gate)
-    old.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await old
-    with pytest.raises(UnavailableError, match="breaker is open"):
-        await store.head("a")
-    probe_gate.release()
-    await probe
-
-
-async def test_a_late_failure_from_before_is_not_taken_for_the_probes(
-    store: BreakerStore, breaker: Breaker, script: Script, clock: Clock
-) -> None:
-    old_gate, probe_gate = Gate(), Gate()
-    script.faults = [Fault(op="get_range", gate=old_gate, error=UnavailableError)]
-    old = asyncio.create_task(store.get_range("a", 0, 1))
-    await reached(old_gate)
-    await open_up(store, script)
-    clock.now_s += 1
-    script.faults = [Fault(op="get", gate=probe_gate)]
-    probe = asyncio.create_task(store.get("a", max_bytes=10))
-    await reached(probe_gate)
-    old_gate.release()
-    with pytest.raises(UnavailableError, match="fault"):
-        await old
-    assert breaker.pause_s == 0  # still the probe's turn, not a doubled pause
-    with pytest.raises(UnavailableError, match="breaker is open"):
-        await store.head("a")
-    probe_gate.release()
-    await probe
-    assert not breaker.is_open
-
-
-async def test_a_late_success_from_before_closes_it(
-    store: BreakerStore, breaker: Breaker, script: Script
-) -> None:
-    gate = Gate()
-    script.faults = [Fault(op="get_range", gate=gate)]
-    old = asyncio.create_task(store.get_range("a", 0, 1))
-    await reached(gate)
-    await open_up(store, script)
-    gate.release()
-    await old
-    assert not breaker.is_open
-
-
-async def test_a_conflict_is_an_answer_for_the_pace_too(inner: FaultStore) -> None:
-    """A producer that finds all of its entries there is answered by nothing else."""
-    endpoint = Endpoint(8)
-    store = BreakerStore(inner, endpoint, Counters())
-    await store.put_if_absent("a", [b""])
-    endpoint.pace.slow_down(await endpoint.pace.take())
-    endpoint.pace.give_back()
-    assert endpoint.pace.withheld == 4
-    for _ in range(60):
-        with pytest.raises(ConflictError):
-            await store.put_if_absent("a", [b""])
-    assert endpoint.pace.withheld == 0
 
 
 # -- places for requests -------------------------------------------------------------------------
@@ -411,6 +276,20 @@ async def test_who_waits_for_a_place_when_the_breaker_opens_is_told_at_once() ->
         await stuck
     assert inner.calls["head"] == 0
     assert endpoint.pace.used == 0
+
+
+async def test_a_conflict_is_an_answer_for_the_pace_too(inner: FaultStore) -> None:
+    """A producer that finds all of its entries there is answered by nothing else."""
+    endpoint = Endpoint(8)
+    store = BreakerStore(inner, endpoint, Counters())
+    await store.put_if_absent("a", [b""])
+    endpoint.pace.slow_down(await endpoint.pace.take())
+    endpoint.pace.give_back()
+    assert endpoint.pace.withheld == 4
+    for _ in range(60):
+        with pytest.raises(ConflictError):
+            await store.put_if_absent("a", [b""])
+    assert endpoint.pace.withheld == 0
 
 
 # -- listings --------------------------------------------------------------------------------------
@@ -677,6 +556,19 @@ class Held:
         return None
 
 
+# How a request can end, and the points that this is.
+ENDS: dict[str, tuple[BaseException | None, int]] = {
+    "fine": (None, 0),
+    "a corrupt body": (corrupt("x"), 0),
+    "a conflict": (ConflictError("x"), 0),
+    "no answer": (UnavailableError("x"), 2),
+    "denied": (AccessError("x"), 1),
+    "a fault of ours": (KeyError("x"), 0),
+    "cancelled": (asyncio.CancelledError(), 0),
+}
+NOTHING_LEARNT = ("a fault of ours", "cancelled")
+
+
 class BreakerMachine(RuleBasedStateMachine):
     """Requests that start, end and are cancelled in any order."""
 
@@ -689,6 +581,7 @@ class BreakerMachine(RuleBasedStateMachine):
         self.held = Held()
         self.store = guarded(self.held, endpoint)
         self.out: list[tuple[asyncio.Task[bytes | None], asyncio.Future[None], bool]] = []
+        self.points = 0
 
     def turn(self) -> None:
         for _ in range(3):
@@ -710,39 +603,41 @@ class BreakerMachine(RuleBasedStateMachine):
             assert isinstance(task.exception(), UnavailableError)
 
     @precondition(lambda self: self.out)
-    @rule(
-        data=st.data(), how=st.sampled_from(["fine", "unavailable", "denied", "corrupt", "cancel"])
-    )
+    @rule(data=st.data(), how=st.sampled_from(list(ENDS)))
     def end(self, data: st.DataObject, how: str) -> None:
         at = data.draw(st.integers(0, len(self.out) - 1))
         task, future, probe = self.out.pop(at)
         was_open, pause_s = self.breaker.is_open, self.breaker.pause_s
-        if how == "cancel":
+        error, points = ENDS[how]
+        if how == "cancelled":
             task.cancel()
-        elif how == "fine":
+        elif error is None:
             future.set_result(None)
         else:
-            future.set_exception(
-                {
-                    "unavailable": UnavailableError("x"),
-                    "denied": AccessError("x"),
-                    "corrupt": corrupt("x"),
-                }[how]
-            )
+            future.set_exception(error)
         self.turn()
-        assert task.done()
-        assert (
-            task.cancelled() or task.exception() is None or isinstance(task.exception(), S3ECError)
-        )
-        if how in ("fine", "corrupt"):
+        assert task.cancelled() if how == "cancelled" else task.exception() is error
+        if how in NOTHING_LEARNT:
+            assert (self.breaker.is_open, self.breaker.pause_s) == (was_open, pause_s)
+        elif points == 0:
+            self.points = 0
             assert not self.breaker.is_open
             # Whoever was probing is an ordinary request now.
             self.out = [(task, future, False) for task, future, _ in self.out]
-        elif how == "cancel" or (was_open and not probe):
-            assert (self.breaker.is_open, self.breaker.pause_s) == (was_open, pause_s)
-        elif was_open:
-            assert self.breaker.is_open
-            assert self.breaker.pause_s > 0
+        else:
+            self.points += points
+            if was_open and not probe:
+                assert (self.breaker.is_open, self.breaker.pause_s) == (was_open, pause_s)
+            else:
+                assert self.breaker.is_open == (was_open or self.points >= 4)
+                assert (self.breaker.pause_s > 0) == self.breaker.is_open
+
+    @rule()
+    def a_probe_is_due(self) -> None:
+        while not self.breaker.is_open:
+            self.breaker.failed(admitted(self.breaker), UnavailableError("x"))
+            self.points += 2
+        self.clock.now_s += 40
 
     @rule(seconds=st.sampled_from([0.1, 1.0, 40.0]))
     def wait(self, seconds: float) -> None:
