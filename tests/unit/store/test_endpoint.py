@@ -184,6 +184,29 @@ async def test_a_cancelled_probe_makes_room_for_the_next(
     assert not breaker.is_open
 
 
+async def test_a_late_failure_from_before_is_not_taken_for_the_probes(
+    store: BreakerStore, breaker: Breaker, script: Script, clock: Clock
+) -> None:
+    old_gate, probe_gate = Gate(), Gate()
+    script.faults = [Fault(op="get_range", gate=old_gate, error=UnavailableError)]
+    old = asyncio.create_task(store.get_range("a", 0, 1))
+    await reached(old_gate)
+    await open_up(store, script)
+    clock.now_s += 1
+    script.faults = [Fault(op="get", gate=probe_gate)]
+    probe = asyncio.create_task(store.get("a", max_bytes=10))
+    await reached(probe_gate)
+    old_gate.release()
+    with pytest.raises(UnavailableError, match="fault"):
+        await old
+    assert breaker.pause_s == 0  # still the probe's turn, not a doubled pause
+    with pytest.raises(UnavailableError, match="breaker is open"):
+        await store.head("a")
+    probe_gate.release()
+    await probe
+    assert not breaker.is_open
+
+
 # -- places for requests -------------------------------------------------------------------------
 
 
