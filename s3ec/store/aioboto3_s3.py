@@ -69,12 +69,12 @@ class Aioboto3Store(BotocoreStore):
     async def _disconnect(self, opened: Opened) -> None:
         await self._resources.aclose()
 
-    async def _call(self, turn: RequestSlot, operation: str, **params: Any) -> Any:
+    async def _call(self, slot: RequestSlot, operation: str, **params: Any) -> Any:
         with _as_botocores():
-            call = getattr(turn.opened.client, operation)
+            call = getattr(slot.opened.client, operation)
             return await call(Bucket=self._settings.bucket, **params)
 
-    def _reply(self, turn: RequestSlot, response: Any) -> Reply:
+    def _reply(self, slot: RequestSlot, response: Any) -> Reply:
         return Aioboto3Reply(response)
 
 

@@ -45,7 +45,7 @@ async def within(seconds: float) -> AsyncIterator[asyncio.Timeout]:
 
 
 def seconds_left() -> float:
-    """Until the caller's deadline; infinite where there is none."""
+    """Seconds until the caller's deadline; infinite where there is none."""
     deadline = _deadline.get()
     when = None if deadline is None else deadline.when()
     return math.inf if when is None else when - asyncio.get_running_loop().time()
@@ -64,15 +64,16 @@ def answer_begun() -> None:
 
 
 def counting(on_page: Callable[[int], None]) -> AbstractContextManager[None]:
-    """Have ``on_page`` called with how often a listing can be asked on without a request."""
+    """Have ``on_page`` called for each page of a listing, with its steps that need no request."""
     return _set(_on_page, on_page)
 
 
 def page_begun(entries: int, *, is_last: bool = False) -> None:
-    """For transports: a page of a listing is here, and so many entries of it will be given.
+    """For transports: a page of a listing is here.
 
     Args:
-        is_last: Nothing will be asked for behind them.
+        entries: How many of its entries the listing will give.
+        is_last: Whether no other page is asked for after it.
     """
     answer_begun()
     on_page = _on_page.get()
@@ -92,10 +93,10 @@ def _set(variable: ContextVar[T], value: T) -> Iterator[None]:
 
 
 class RequestSlots:
-    """Hands out places and deadlines.
+    """One store's requests: how many are under way, and until when each of them may be.
 
     Args:
-        settings: ``max_concurrency`` places, and the timeouts that a deadline is made of.
+        settings: ``max_concurrency`` slots, and the timeouts that a deadline is made of.
         least_bytes_per_s: A body that comes or goes slower is past its deadline.
 
     Attributes:
@@ -126,7 +127,7 @@ class RequestSlots:
 
     @contextlib.asynccontextmanager
     async def take(self, what: str) -> AsyncIterator[Extend]:
-        """Wait for a place without a limit; what then happens has a deadline.
+        """Wait for a slot without a limit; what then happens has a deadline.
 
         Yields:
             Grants the time that a body of so many bytes may take, from the call on.
@@ -136,7 +137,7 @@ class RequestSlots:
             TimeoutError: The deadline has passed.
         """
         async with self._slots, asyncio.timeout(self._limit_s(0)) as deadline:
-            if self.is_closed:  # while this one waited for its turn
+            if self.is_closed:  # while this one waited
                 raise UnavailableError(f"{what}: the store was closed")
             loop = asyncio.get_running_loop()
 
@@ -171,14 +172,14 @@ class RequestSlots:
 
 
 PIECE_BYTES = 256 * 1024
-"""What is read at a time of a body whose length nobody told."""
+"""What is read at a time of a body whose length was not announced."""
 
 
 class Reply(Protocol):
     """A GET's answer whose body has not been read.
 
     Attributes:
-        nbytes: Announced length of the body, None where nobody told.
+        nbytes: Announced length of the body, None where none was announced.
         is_part: Whether it holds the range that was asked for, or the whole object.
     """
 
@@ -200,12 +201,12 @@ class Reply(Protocol):
 
 
 class Pieces:
-    """A body of a length that nobody told, as it comes.
+    """A body whose length was not announced, as it comes.
 
     Args:
         max_bytes: The body may have.
         what: Begins every message.
-        extend: Called with what has come, at times.
+        extend: Called with the bytes that have come, once for each PIECE_BYTES.
     """
 
     def __init__(self, max_bytes: int, what: str, extend: Callable[[int], object]) -> None:

@@ -63,7 +63,7 @@ class ChainCredentials:
         self._since_s = 0.0  # when those came into use
         self._refused = ""  # the server's code; empty while they are good
         self._refused_s = 0.0
-        self._told: Any = None  # those of which the log says that there are no others
+        self._told: Any = None  # those that the log has called refused, with no others there
         self._problem: Exception | None = None
         self._asked_s = float("-inf")
         self._asking: asyncio.Task[None] | None = None

@@ -39,9 +39,9 @@ _is_ending = False
 
 
 class _Ref(weakref.ref[Any]):
-    """Hashed by identity: a buffer would be by its content, if at all.
+    """A weak reference that is hashed by identity; a buffer would be by its content, if at all.
 
-    Both are C functions. Python code could be interrupted in the midst of letting go.
+    Both methods are C functions: Python code could be interrupted halfway through letting go.
     """
 
     __slots__ = ()

@@ -49,8 +49,8 @@ _UNFINISHED = re.compile(r"#\d+$")
 class RealFolder:
     """Looks at the names below ``root``. Every method touches the disk, one call per part.
 
-    Looking comes before using: somebody who may write there can put a link in between. It keeps
-    links out that lie there, not a writer of the folder.
+    It keeps out links that lie there. Somebody who may write to the folder can still make a link
+    between the look and the use.
     """
 
     def __init__(self, root: Path) -> None:
@@ -147,7 +147,7 @@ class UrlStore:
             self._folder, inside = RealFolder(Path(inside)), ""
         self._root = f"{inside}/" if inside else ""
         self._page_size = page_size
-        self._turns = RequestSlots(settings, least_bytes_per_s)
+        self._slots = RequestSlots(settings, least_bytes_per_s)
         # A folder may appear later, so a missing one is an error of each request.
         self._client: Any = None if self._folder else cloud_client(settings)
 
@@ -157,7 +157,7 @@ class UrlStore:
     async def get(self, name: str, *, max_bytes: int) -> Blob | None:
         key = self._key(name)
         what = self._what("GET", key)
-        async with self._turn(what) as (client, extend):
+        async with self._slot(what) as (client, extend):
             try:
                 reply = await self._get_object(client, key, what)
                 return await read_body(reply, max_bytes, what, extend)
@@ -168,7 +168,7 @@ class UrlStore:
         check_range(start, length)
         key = self._key(name)
         what = self._what("GET", key)
-        async with self._turn(what) as (client, extend):
+        async with self._slot(what) as (client, extend):
             try:
                 reply = await self._get_object(client, key, what, (start, start + length))
                 return await read_body(reply, length, what, extend)
@@ -183,7 +183,7 @@ class UrlStore:
         what = self._what("PUT", key)
         # A folder keeps no attributes.
         about = None if self._folder else {"Content-Type": content_type_of(key)}
-        async with self._turn(what) as (client, extend):
+        async with self._slot(what) as (client, extend):
             extend(sum(piece.nbytes for piece in pieces))
             await self._require(key, what)
             await held(
@@ -195,7 +195,7 @@ class UrlStore:
     async def head(self, name: str) -> ObjectInfo | None:
         key = self._key(name)
         what = self._what("HEAD", key)
-        async with self._turn(what) as (client, _):
+        async with self._slot(what) as (client, _):
             await self._require(key, what)
             try:
                 with plain_errors(what):
@@ -211,7 +211,7 @@ class UrlStore:
         above = wanted.rpartition("/")[0]
         pages: Any = None
         while True:
-            async with self._turn(what) as (client, extend):
+            async with self._slot(what) as (client, extend):
                 extend(_PAGE_BYTES)
                 if pages is None:
                     pages = obstore.list(
@@ -234,7 +234,7 @@ class UrlStore:
         check_folder(prefix)
         above = self._root + prefix
         what = self._what("LIST", above)
-        async with self._turn(what) as (client, extend):
+        async with self._slot(what) as (client, extend):
             extend(_PAGE_BYTES)
             listed = await held(
                 obstore.list_with_delimiter_async(client, above.rstrip("/") or None)
@@ -247,7 +247,7 @@ class UrlStore:
     async def delete(self, name: str) -> None:
         key = self._key(name)
         what = self._what("DELETE", key)
-        async with self._turn(what) as (client, _):
+        async with self._slot(what) as (client, _):
             await self._require(key, what)
             with contextlib.suppress(AbsentError), plain_errors(what):
                 await held(obstore.delete_async(client, key))
@@ -258,7 +258,7 @@ class UrlStore:
         if self._folder is None and keys:
             what = self._what("DELETE", f"{keys[0]} and {len(keys) - 1} more")
             try:
-                async with self._turn(what) as (client, extend):
+                async with self._slot(what) as (client, extend):
                     extend(_PAGE_BYTES)
                     await held(obstore.delete_async(client, keys))
             except AccessError:  # of one of them, or one was absent: it does not say which
@@ -268,13 +268,13 @@ class UrlStore:
         return await delete_each(self, names)
 
     async def close(self) -> None:
-        self._turns.close()
+        self._slots.close()
         # obstore closes a client's connections when nothing holds it any more.
         self._client = None
 
     def abandon(self) -> None:
         """End the requests that are under way soon; for another thread, when the process ends."""
-        self._turns.abandon()
+        self._slots.abandon()
 
     def _key(self, name: str) -> str:
         # obstore silently changes such names, "a/" into "a".
@@ -292,19 +292,19 @@ class UrlStore:
         return ObjectInfo(name, int(entry["size"]), entry["last_modified"].timestamp())
 
     @contextlib.asynccontextmanager
-    async def _turn(self, what: str) -> AsyncIterator[tuple[Any, Extend]]:
+    async def _slot(self, what: str) -> AsyncIterator[tuple[Any, Extend]]:
         """obstore's client, one of the places, a deadline and the error boundary of one request.
 
         Yields:
             The client, and what grants the time that a body of so many bytes may take.
         """
-        self._turns.check_loop()
+        self._slots.check_loop()
         problem = obstore_runtime.obstacle()
         if problem:
             raise UnavailableError(f"{what}: {problem}")
         obstore_runtime.start(self)
         with plain_errors(what):
-            async with self._turns.take(what) as extend:
+            async with self._slots.take(what) as extend:
                 if self._client is None:
                     self._client = await asyncio.to_thread(self._open_folder)
                 yield self._client, extend
@@ -340,7 +340,7 @@ class UrlStore:
 def cloud_client(settings: Settings) -> GCSStore | AzureStore:
     options: Any = {
         "connect_timeout": timedelta(seconds=settings.connect_timeout_s),
-        # Off, so to speak: the deadline of the turn ends a request.
+        # Off, so to speak: the deadline of the slot ends a request.
         "timeout": timedelta(days=1),
         "user_agent": f"s3ec/{s3ec.__version__}",
     }
