@@ -157,25 +157,24 @@ class UrlStore:
     async def get(self, name: str, *, max_bytes: int) -> Blob | None:
         key = self._key(name)
         what = self._what("GET", key)
-        async with self._slot(what) as (client, extend):
-            try:
+        with contextlib.suppress(AbsentError):
+            async with self._slot(what) as (client, extend):
                 reply = await self._get_object(client, key, what)
                 return await read_body(reply, max_bytes, what, extend)
-            except AbsentError:
-                return None
+        return None
 
     async def get_range(self, name: str, start: int, length: int) -> Blob | None:
         check_range(start, length)
         key = self._key(name)
         what = self._what("GET", key)
-        async with self._slot(what) as (client, extend):
-            try:
+        try:
+            async with self._slot(what) as (client, extend):
                 reply = await self._get_object(client, key, what, (start, start + length))
                 return await read_body(reply, length, what, extend)
-            except AbsentError:
-                return None
-            except WrongRangeError:  # the object ends before `start`
-                return b""
+        except AbsentError:
+            return None
+        except WrongRangeError:  # the object ends before `start`
+            return b""
 
     async def put_if_absent(self, name: str, body: Sequence[bytes | memoryview]) -> None:
         key = self._key(name)
@@ -195,13 +194,11 @@ class UrlStore:
     async def head(self, name: str) -> ObjectInfo | None:
         key = self._key(name)
         what = self._what("HEAD", key)
-        async with self._slot(what) as (client, _):
-            await self._require(key, what)
-            try:
-                with plain_errors(what):
-                    return self._info(await held(obstore.head_async(client, key)))
-            except AbsentError:
-                return None
+        with contextlib.suppress(AbsentError):
+            async with self._slot(what) as (client, _):
+                await self._require(key, what)
+                return self._info(await held(obstore.head_async(client, key)))
+        return None
 
     async def list(self, prefix: str, *, start_after: str = "") -> AsyncIterator[ObjectInfo]:
         wanted = self._root + prefix
@@ -247,9 +244,9 @@ class UrlStore:
     async def delete(self, name: str) -> None:
         key = self._key(name)
         what = self._what("DELETE", key)
-        async with self._slot(what) as (client, _):
-            await self._require(key, what)
-            with contextlib.suppress(AbsentError), plain_errors(what):
+        with contextlib.suppress(AbsentError):
+            async with self._slot(what) as (client, _):
+                await self._require(key, what)
                 await held(obstore.delete_async(client, key))
 
     async def delete_many(self, names: Sequence[str]) -> dict[str, S3ECError]:
@@ -293,7 +290,7 @@ class UrlStore:
 
     @contextlib.asynccontextmanager
     async def _slot(self, what: str) -> AsyncIterator[tuple[Any, Extend]]:
-        """obstore's client, one of the places, a deadline and the error boundary of one request.
+        """obstore's client, one of the slots, a deadline and the error boundary of one request.
 
         Yields:
             The client, and what grants the time that a body of so many bytes may take.
@@ -331,9 +328,8 @@ class UrlStore:
     ) -> ObstoreReply:
         await self._require(key, what)
         part: Any = {} if wanted is None else {"range": wanted}
+        result = await held(obstore.get_async(client, key, options=part))
         errors = functools.partial(plain_errors, what)
-        with errors():
-            result = await held(obstore.get_async(client, key, options=part))
         return ObstoreReply(result, errors, is_part=wanted is not None)
 
 
