@@ -692,7 +692,7 @@ class BreakerMachine(RuleBasedStateMachine):
             self.points += 2
         self.clock.now_s += 40
 
-    @rule(seconds=st.sampled_from([0.1, 1.0, 40.0]))
+    @rule(seconds=st.sampled_from([0.125, 1.0, 40.0]))  # exact in binary, as pauses are
     def wait(self, seconds: float) -> None:
         self.clock.now_s += seconds
 
