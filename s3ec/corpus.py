@@ -65,7 +65,7 @@ from s3ec.runtime import LoopThread
 from s3ec.store.base import Blob, ObjectInfo, Store, parts_in_order
 from s3ec.store.concurrency import REQUESTS_AT_A_TIME, in_parallel
 from s3ec.store.open import open_store, require_conditional_put, with_conditional_put
-from s3ec.store.retry import RetryOptions, RetryStore
+from s3ec.store.retry import RetryStore
 from s3ec.tenant import Tenant
 
 if TYPE_CHECKING:
@@ -344,8 +344,7 @@ class Corpus:
         """
         self.settings = settings
         bare = store or open_store(settings)
-        options = RetryOptions(attempts=attempts)
-        self._store = RetryStore(bare, Counters(), options=options) if attempts > 1 else bare
+        self._store = RetryStore(bare, Counters(), attempts=attempts) if attempts > 1 else bare
         self._wording = wording or Wording()
         self._note = note or (lambda text: log.info("%s", text))
         self._thread = LoopThread("s3ec-corpus")

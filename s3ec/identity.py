@@ -112,9 +112,10 @@ def with_adapter(identifier: str, adapter: str, digest: str | None) -> str:
         digest: Of its content; None where that is not known.
 
     Returns:
-        ``adapter-digest:hash``, as it stands in names and headers. Without a digest one that
-        make_key has no key for, so that nothing is looked up or saved. What does not begin with
-        the adapter's name is vLLM's word that the adapter does not touch the encoder; it stays.
+        ``adapter-digest:hash``, as it stands in names and headers. Without a digest it is an
+        identifier that has no key, so that nothing is looked up or saved. An identifier that does
+        not begin with the adapter's name stays: vLLM says so that the adapter does not change the
+        encoder.
     """
     if not identifier.startswith(f"{adapter}:"):
         return identifier
@@ -421,14 +422,14 @@ def modality_name(modality: str) -> str:
     return modality if re.fullmatch(r"[a-z][a-z0-9_]{0,31}", modality) else _sha256_hex(modality)
 
 
-# A content hash and its adapter's name. What is longer is hashed at each lookup, which takes a
-# few microseconds.
+# Enough for a content hash and its adapter's name. A longer identifier is hashed at each lookup,
+# which takes a few microseconds.
 _REMEMBERED_CHARACTERS = 128
 
 
 @dataclass(frozen=True, slots=True)
 class KeyPolicy:
-    """The rules of one process; what identity.make_key does without any.
+    """By which rules one process makes keys.
 
     Attributes:
         tenant: Whose secret goes into every name.
@@ -445,7 +446,7 @@ class KeyPolicy:
         return make_key(identifier, self.tenant)
 
     def refuses(self, identifier: str) -> bool:
-        """Whether a client chose this identifier, and is not to."""
+        """Whether a client chose this identifier, and clients may not choose."""
         return not self.trust_client_ids and not is_content_hash(identifier)
 
 
@@ -461,8 +462,8 @@ def naming_of(settings: Settings) -> KeyPolicy:
 class KeyCache:
     """make_key with a bounded memory of recent answers; not thread-safe, one per owner.
 
-    A scheduler asks for the same identifiers at every step; hashing them each time would be
-    most of the cost of a lookup. At most 64 MiB, whatever clients call their pictures.
+    A scheduler asks for the same identifiers at every step. Hashing them each time would be most of
+    the cost of a lookup. It takes at most 64 MiB, whatever clients call their pictures.
     """
 
     def __init__(
@@ -486,7 +487,8 @@ class KeyCache:
 class CountingKeyCache(KeyCache):
     """A KeyCache that can count what has no key.
 
-    Counters: ``ids.refused``, what a client chose and is not to; ``refused_identifiers``, others.
+    ``ids.refused`` counts identifiers of clients where those may not choose, and
+    ``refused_identifiers`` counts the others.
     """
 
     def __init__(self, naming: KeyPolicy, counters: Counters, *, capacity: int = 65536) -> None:
@@ -495,7 +497,7 @@ class CountingKeyCache(KeyCache):
         self._counters = counters
 
     def asked(self, identifier: str) -> Key | None:
-        """As a call; counted where it answers None."""
+        """The key of an identifier; counted where there is none."""
         key = self(identifier)
         if key is None:
             chosen = self._naming.refuses(identifier)

@@ -5,11 +5,12 @@
 otherwise give a picture any ``uuid``, also the 64 hex digits of another one's hash, and nothing
 behind the API can tell.
 
-Where vLLM 0.32 takes an identifier from a request: ``uuid`` of a content part, in whatever
-``renderers/chat_utils.py`` and ``entrypoints/pooling/scoring/utils.py`` parse and in
-``content_parts``; ``features.mm_hashes`` of ``/inference/v1/generate``, which another server's
-render endpoint made up, so that it can only be refused. ``multi_modal_uuids`` is in no protocol of
-its server and looked for all the same. Standard library only: the API server imports this.
+vLLM 0.32 takes an identifier from two places of a request. One is ``uuid`` of a content part, in
+all that ``renderers/chat_utils.py`` and ``entrypoints/pooling/scoring/utils.py`` parse and in
+``content_parts``. The other is ``features.mm_hashes`` of ``/inference/v1/generate``. Another
+server's render endpoint made those up, so they can only be refused. ``multi_modal_uuids`` is in no
+protocol of vLLM's server, and is taken out all the same. Standard library only: the API server
+imports this.
 """
 
 from __future__ import annotations
@@ -32,9 +33,10 @@ LIMIT_VARIABLE = "S3EC_MAX_REQUEST_BYTES"
 DEFAULT_LIMIT_BYTES = 128 * 2**20
 
 _UUID, _UUIDS, _HASHES = "uuid", "multi_modal_uuids", "mm_hashes"
-# A key can be spelled otherwise only with an escape, or in UTF-16 or 32, which hold zeros.
+# A body without any of these holds no such key. Another spelling needs an escape, or UTF-16
+# or UTF-32, which hold zeros.
 _NAMES = (b"uuid", _HASHES.encode(), b"\\u", b"\0")
-# Data of others, of which vLLM makes no picture: schemas, and what templates and tools are given.
+# Below these keys vLLM looks for no picture: schemas, and what templates and tools are given.
 _FOREIGN = frozenset({
     "tools", "functions", "tool_choice", "arguments", "response_format", "structured_outputs",
     "schema", "chat_template_kwargs", "metadata", "vllm_xargs", "mm_processor_kwargs",
@@ -53,7 +55,7 @@ def rewrite(body: bytes, *, refuse: bool, must_be_json: bool = True) -> bytes:
     Args:
         body: The whole of it.
         refuse: Raise where there is one.
-        must_be_json: Whether anything will read it as JSON.
+        must_be_json: Whether the server will read it as JSON.
 
     Returns:
         The same object where there was none, else JSON without them.
@@ -132,8 +134,8 @@ def _is_call(value: dict[str, Any]) -> bool:
 class StripClientIds:
     """ASGI middleware: requests arrive without the identifiers that clients chose.
 
-    A picture is then known by its content. A part that has an identifier and no picture is one
-    without a picture, which vLLM refuses. Replies, also streamed ones, are not touched.
+    A picture is then known by its content. A part that had an identifier and no picture has
+    neither now, and vLLM refuses it. Replies, also streamed ones, are not touched.
     """
 
     refuse = False

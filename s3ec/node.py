@@ -25,9 +25,8 @@ from s3ec.prefetch import Limits, Prefetcher, Sources
 from s3ec.runtime import DiskWatch, LoopThread, call_within, ends_task
 from s3ec.settings import Settings
 from s3ec.store.base import Store
-from s3ec.store.breaker import Breaker
-from s3ec.store.endpoint import Endpoint, resilient
-from s3ec.store.open import open_store
+from s3ec.store.endpoint import Breaker, Endpoint
+from s3ec.store.open import open_store, resilient
 from s3ec.tenant import FIELD as TENANT_FIELD
 from s3ec.tenant import exposure
 from s3ec.tier.bad_objects import BadObjects

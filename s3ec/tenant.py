@@ -21,7 +21,8 @@ MIN_SECRET_BYTES = 16
 _MAX_SECRET_BYTES = 64 * 1024
 _VARIABLE = re.compile(r"env:([A-Za-z_][A-Za-z0-9_]{0,254})")
 _FILE = re.compile(r"file:(/[^\0\n]{1,4095})")
-# For the same string they give different digests, and none can end in another's beginning.
+# Each kind of name has a prefix of its own, so that equal strings give different digests. The zero
+# ends it: no prefix and text together can spell another prefix.
 _MESSAGES = {"identifier": b"s3ec identifier\0", "adapter": b"s3ec adapter\0"}
 _ID_MESSAGE = b"s3ec tenant id"
 
@@ -102,7 +103,7 @@ def path_of(reference: str | None) -> str | None:
 
 
 def exposure(reference: str | None) -> str | None:
-    """Why more people than the operator can read the secret; None where no more can be said."""
+    """A warning where everybody on this machine can read the secret's file; None otherwise."""
     path = path_of(reference)
     try:
         mode = os.stat(path).st_mode if path else 0

@@ -25,9 +25,8 @@ from botocore.exceptions import HTTPClientError, IncompleteReadError, ResponseSt
 from s3ec.errors import CorruptEntryError
 from s3ec.settings import Settings
 from s3ec.store.botocore_s3 import BotocoreStore, RequestSlot, length_and_part
-from s3ec.store.concurrency import Extend
+from s3ec.store.concurrency import PIECE_BYTES, Extend, Pieces, Reply
 from s3ec.store.credentials import ChainCredentials
-from s3ec.store.replies import PIECE_BYTES, Pieces, Reply
 from s3ec.store.s3_client import (
     ANSWER_BYTES,
     Opened,
@@ -70,12 +69,12 @@ class Aioboto3Store(BotocoreStore):
     async def _disconnect(self, opened: Opened) -> None:
         await self._resources.aclose()
 
-    async def _call(self, turn: RequestSlot, operation: str, **params: Any) -> Any:
+    async def _call(self, slot: RequestSlot, operation: str, **params: Any) -> Any:
         with _as_botocores():
-            call = getattr(turn.opened.client, operation)
+            call = getattr(slot.opened.client, operation)
             return await call(Bucket=self._settings.bucket, **params)
 
-    def _reply(self, turn: RequestSlot, response: Any) -> Reply:
+    def _reply(self, slot: RequestSlot, response: Any) -> Reply:
         return Aioboto3Reply(response)
 
 

@@ -2,8 +2,8 @@
 """What s3ec asks of a bucket: operations over names relative to a prefix.
 
 Every transport and wrapper implements Store and passes the suite in ``s3ec.testing.contract``.
-Wrap, don't branch: retry, breaker, latency and faults are each a Store around a Store. What those
-have in common is ``Wrapper``. A large object is read by ranges, some of them asked for at a time.
+Retry, breaker and faults are each a Store around a Store; ``Wrapper`` is what these have in common.
+A large object is read range by range, with several requests under way.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Store(Protocol):
             names: At most DELETE_AT_A_TIME; a name that comes twice counts once.
 
         Returns:
-            Why a name may still be there, for each that may: UnavailableError (ask again) or
+            For each name that may still be there, why: UnavailableError (ask again) or
             AccessError. Empty when all are gone; absent is fine.
 
         Raises:
@@ -126,7 +126,7 @@ def check_batch(names: Sequence[str]) -> None:
 
 
 async def delete_each(store: Store, names: Sequence[str]) -> dict[str, S3ECError]:
-    """delete_many by delete, for a store without such a request; it bounds how many are out."""
+    """delete_many by single deletions; the store bounds how many of them are under way."""
     left: dict[str, S3ECError] = {}
 
     async def delete(name: str) -> None:
@@ -146,7 +146,7 @@ def check_range(start: int, length: int) -> None:
 
 
 def check_folder(prefix: str) -> None:
-    """Raise ValueError for a prefix below which no folder can be cut off at its slash."""
+    """Raise ValueError for a prefix that does not end with the slash of a folder."""
     if prefix and not prefix.endswith("/"):
         raise ValueError("a folder's prefix is empty or ends with a slash")
 
@@ -160,7 +160,7 @@ T = TypeVar("T")
 
 
 class _SomeLeftError(UnavailableError):
-    """Of several names some are to be asked for again; only ``_around`` sees it."""
+    """Some of several names are to be asked for again. Only ``_around`` sees this error."""
 
     def __init__(self, reasons: Sequence[UnavailableError]) -> None:
         worst = next((reason for reason in reasons if reason.is_throttle), reasons[0])
@@ -173,7 +173,10 @@ class _SomeLeftError(UnavailableError):
 
 
 class Wrapper:
-    """A Store whose operations are those of ``inner``, each awaited by ``_around``."""
+    """A Store whose operations are those of ``inner``, each awaited by ``_around``.
+
+    A subclass overrides ``_around``, or single operations.
+    """
 
     def __init__(self, inner: Store) -> None:
         self._inner = inner
@@ -186,11 +189,11 @@ class Wrapper:
 
         Args:
             op: Name of the method of Store.
-            call: Makes the request; may be called again, except for ``list``. That of
-                ``delete_many`` raises where some names are to be asked for again, and asks for
-                no others then.
+            call: Makes the request; may be called again, except for ``list``. For
+                ``delete_many`` it raises while some names are to be asked for again. The next
+                call asks for those alone.
         """
-        raise NotImplementedError
+        return await call()
 
     async def get(self, name: str, *, max_bytes: int) -> Blob | None:
         return await self._around("get", lambda: self._inner.get(name, max_bytes=max_bytes))
@@ -263,13 +266,13 @@ async def parts_in_order(
 ) -> AsyncGenerator[Blob | None, None]:
     """Part of an object, range by range.
 
-    To be closed (``contextlib.aclosing``) by who may not come to the end: requests under way are
-    cancelled then, and have ended.
+    A caller that may leave early closes it (``contextlib.aclosing``). Requests under way are then
+    cancelled, and have ended when that returns.
 
     Args:
         starts: Offsets of the ranges in bytes; its step is their length, its stop where the last
             one ends.
-        at_a_time: Ranges that are asked for, have come, or are in the caller's hands.
+        at_a_time: The most ranges that are asked for, have come, or are in the caller's hands.
 
     Yields:
         What ``get_range`` answered, so None where the object is gone. The next range is asked for

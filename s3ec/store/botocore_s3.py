@@ -35,8 +35,16 @@ from s3ec.store.base import (
     content_type_of,
     delete_each,
 )
-from s3ec.store.concurrency import Extend, RequestSlots, answer_begun, page_begun
-from s3ec.store.replies import PIECE_BYTES, Pieces, Reply, read_body
+from s3ec.store.concurrency import (
+    PIECE_BYTES,
+    Extend,
+    Pieces,
+    Reply,
+    RequestSlots,
+    answer_begun,
+    page_begun,
+    read_body,
+)
 from s3ec.store.s3_client import Exchange, Opened, check_settings, open_client, read_piece
 from s3ec.store.s3_errors import (
     CREDENTIAL_CODES,
@@ -76,8 +84,8 @@ class BotocoreStore:
 
     May be made before a loop exists; the SDK's client is made once, at the first call, and later
     calls must come from the loop of that one. At most ``settings.max_concurrency`` requests are
-    out at a time, others wait their turn without a limit. From then on each is bounded by the
-    timeouts of ``settings`` and by the least throughput.
+    out at a time; others wait for a slot without a limit. Then each is bounded by the timeouts of
+    ``settings`` and by the least throughput.
 
     Args:
         settings: Where the bucket is and how to reach it.
@@ -96,7 +104,7 @@ class BotocoreStore:
         self._settings = settings
         self._root = f"{settings.prefix}/" if settings.prefix else ""
         self._page_size = page_size
-        self._turns = RequestSlots(settings, least_bytes_per_s)
+        self._slots = RequestSlots(settings, least_bytes_per_s)
         self._opening = asyncio.Lock()
         self._opened: Opened | None = None
         self._pool = DaemonPool(settings.max_concurrency, "s3ec-sdk")
@@ -111,17 +119,18 @@ class BotocoreStore:
     async def get(self, name: str, *, max_bytes: int) -> Blob | None:
         key = self._key(name)
         what = self._what("GET", key)
-        async with self._turn(what) as turn:
-            reply = await self._get_object(turn, key)
-            return None if reply is None else await read_body(reply, max_bytes, what, turn.extend)
+        async with self._slot(what) as slot:
+            reply = await _unless_absent(self._get_object(slot, key))
+            return None if reply is None else await read_body(reply, max_bytes, what, slot.extend)
 
     async def get_range(self, name: str, start: int, length: int) -> Blob | None:
         check_range(start, length)
         key = self._key(name)
         what = self._what("GET", key)
-        async with self._turn(what) as turn:
+        async with self._slot(what) as slot:
+            wanted = range(start, start + length)
             try:
-                reply = await self._get_object(turn, key, range(start, start + length))
+                reply = await _unless_absent(self._get_object(slot, key, wanted))
             except ClientError as exc:
                 if status_of(exc) == 416:  # the object ends before `start`
                     return b""
@@ -129,40 +138,37 @@ class BotocoreStore:
             if reply is None:
                 return None
             if reply.is_part:
-                return await read_body(reply, length, what, turn.extend)
+                return await read_body(reply, length, what, slot.extend)
             # The whole object, from a server that knows no ranges or has none of an empty body.
-            whole = await read_body(reply, start + length, what, turn.extend)
+            whole = await read_body(reply, start + length, what, slot.extend)
             return whole[start:]
 
     async def put_if_absent(self, name: str, body: Sequence[bytes | memoryview]) -> None:
         key = self._key(name)
         nbytes = sum(memoryview(piece).nbytes for piece in body)
         what = self._what("PUT", key)
-        async with self._turn(what) as turn:
-            turn.extend(nbytes)
+        async with self._slot(what) as slot:
+            slot.extend(nbytes)
             try:
-                await self._put_object(turn, key, body, what, checksum=self._send_checksum)
+                await self._put_object(slot, key, body, what, checksum=self._send_checksum)
             except ClientError as exc:
                 refused = status_of(exc) == 501 or code_of(exc) in _CHECKSUM_REFUSED
                 if not (self._send_checksum and refused):
                     raise
             else:
                 return
-            turn.extend(nbytes)
-            await self._put_object(turn, key, body, what, checksum=False)
+            slot.extend(nbytes)
+            await self._put_object(slot, key, body, what, checksum=False)
             # Only now is it known that the checksum was what the server did not like.
             self._send_checksum = False
 
     async def head(self, name: str) -> ObjectInfo | None:
         key = self._key(name)
         what = self._what("HEAD", key)
-        async with self._turn(what) as turn:
-            try:
-                response = await self._call(turn, "head_object", Key=key)
-            except ClientError as exc:
-                if is_absent(exc):
-                    return None
-                raise
+        async with self._slot(what) as slot:
+            response = await _unless_absent(self._call(slot, "head_object", Key=key))
+            if response is None:
+                return None
             if "ETag" not in response:
                 raise UnavailableError(f"{what}: the answer is not an S3 server's")
             modified = response.get("LastModified")
@@ -197,12 +203,8 @@ class BotocoreStore:
 
     async def delete(self, name: str) -> None:
         key = self._key(name)
-        async with self._turn(self._what("DELETE", key)) as turn:
-            try:
-                await self._call(turn, "delete_object", Key=key)
-            except ClientError as exc:
-                if not is_absent(exc):
-                    raise
+        async with self._slot(self._what("DELETE", key)) as slot:
+            await _unless_absent(self._call(slot, "delete_object", Key=key))
 
     async def delete_many(self, names: Sequence[str]) -> dict[str, S3ECError]:
         check_batch(names)
@@ -221,10 +223,10 @@ class BotocoreStore:
     async def _delete_objects(self, names: Sequence[str]) -> dict[str, S3ECError]:
         keys = {self._key(name): name for name in names}
         what = self._what("DELETE", f"{next(iter(keys))} and {len(keys) - 1} more")
-        async with self._turn(what) as turn:
-            turn.extend(_PAGE_BYTES)
+        async with self._slot(what) as slot:
+            slot.extend(_PAGE_BYTES)
             batch = {"Objects": [{"Key": key} for key in keys]}
-            answer = await self._call(turn, "delete_objects", Delete=batch)
+            answer = await self._call(slot, "delete_objects", Delete=batch)
         refused = answer.get("Errors", ())
         told = {str(entry.get("Key")) for entry in answer.get("Deleted", ())}
         if not told and not refused:
@@ -248,7 +250,7 @@ class BotocoreStore:
         async with self._opening:
             opened, self._opened = self._opened, None
             # Ends what is under way; closing a client does not.
-            self._turns.close()
+            self._slots.close()
             if opened is not None:
                 await opened.credentials.close()
                 await self._disconnect(opened)
@@ -267,7 +269,7 @@ class BotocoreStore:
         return self._settings.region or "unset"
 
     @contextlib.asynccontextmanager
-    async def _turn(self, what: str) -> AsyncIterator[RequestSlot]:
+    async def _slot(self, what: str) -> AsyncIterator[RequestSlot]:
         """The client, one of the places, a deadline and the error boundary around an operation."""
         asked_s = time.monotonic()
         try:
@@ -275,7 +277,7 @@ class BotocoreStore:
                 opened = await self._open()
                 # There are as many threads and connections as places, so nothing but what was
                 # given up a moment ago is waited for behind the deadline.
-                async with self._turns.take(what) as extend:
+                async with self._slots.take(what) as extend:
                     asked_s = time.monotonic()
                     yield RequestSlot(opened, extend)
             if self._opened is not None:
@@ -286,9 +288,9 @@ class BotocoreStore:
             raise
 
     async def _open(self) -> Opened:
-        self._turns.check_loop()
+        self._slots.check_loop()
         async with self._opening:
-            if self._turns.is_closed:
+            if self._slots.is_closed:
                 raise RuntimeError("the store is closed")
             if self._opened is None:
                 self._opened = await self._connect()
@@ -305,7 +307,7 @@ class BotocoreStore:
         if opened.transport is not None:
             opened.transport.close()
 
-    async def _call(self, turn: RequestSlot, operation: str, **params: Any) -> Any:
+    async def _call(self, slot: RequestSlot, operation: str, **params: Any) -> Any:
         """Have the SDK make a request about the bucket.
 
         Args:
@@ -315,45 +317,38 @@ class BotocoreStore:
         Raises:
             ClientError: The SDK's, for a refusal.
         """
-        turn.exchange.credentials = await turn.opened.credentials.get_frozen_credentials()
-        call = getattr(turn.opened.client, operation)
+        slot.exchange.credentials = await slot.opened.credentials.get_frozen_credentials()
+        call = getattr(slot.opened.client, operation)
         return await self._in_thread(
-            turn, functools.partial(call, Bucket=self._settings.bucket, **params)
+            slot, functools.partial(call, Bucket=self._settings.bucket, **params)
         )
 
-    async def _in_thread(self, turn: RequestSlot, function: Callable[[], T]) -> T:
+    async def _in_thread(self, slot: RequestSlot, function: Callable[[], T]) -> T:
         """Have a thread make a call that may wait for the server; cancelled, it ends that wait."""
-        if self._turns.is_closed:
+        if self._slots.is_closed:
             raise UnavailableError("the store was closed")
         loop = asyncio.get_running_loop()
         try:
-            return await loop.run_in_executor(self._pool, turn.exchange.run, function)
+            return await loop.run_in_executor(self._pool, slot.exchange.run, function)
         except asyncio.CancelledError:
-            turn.exchange.abort()
+            slot.exchange.abort()
             raise
 
-    async def _get_object(
-        self, turn: RequestSlot, key: str, wanted: range | None = None
-    ) -> Reply | None:
-        """Ask for an object or a range of its bytes; None where it is absent.
+    async def _get_object(self, slot: RequestSlot, key: str, wanted: range | None = None) -> Reply:
+        """Ask for an object or a range of its bytes.
 
         Raises:
-            ClientError: The SDK's, for any other refusal.
+            ClientError: The SDK's, for any refusal.
         """
         part = {} if wanted is None else {"Range": f"bytes={wanted.start}-{wanted.stop - 1}"}
-        try:
-            return self._reply(turn, await self._call(turn, "get_object", Key=key, **part))
-        except ClientError as exc:
-            if is_absent(exc):
-                return None
-            raise
+        return self._reply(slot, await self._call(slot, "get_object", Key=key, **part))
 
-    def _reply(self, turn: RequestSlot, response: Any) -> Reply:
-        return BotocoreReply(response, functools.partial(self._in_thread, turn))
+    def _reply(self, slot: RequestSlot, response: Any) -> Reply:
+        return BotocoreReply(response, functools.partial(self._in_thread, slot))
 
     async def _put_object(
         self,
-        turn: RequestSlot,
+        slot: RequestSlot,
         key: str,
         body: Sequence[bytes | memoryview],
         what: str,
@@ -378,7 +373,7 @@ class BotocoreStore:
         if self._settings.sse_kms_key_id:
             extra["SSEKMSKeyId"] = self._settings.sse_kms_key_id
         response = await self._call(
-            turn,
+            slot,
             "put_object",
             Key=key,
             # Shares the memory of `whole`; as bare bytes it would be written in one go.
@@ -395,10 +390,10 @@ class BotocoreStore:
         token = ""
         while True:
             resume = {"ContinuationToken": token} if token else {}
-            async with self._turn(what) as turn:
-                turn.extend(_PAGE_BYTES)
+            async with self._slot(what) as slot:
+                slot.extend(_PAGE_BYTES)
                 page = await self._call(
-                    turn,
+                    slot,
                     "list_objects_v2",
                     Prefix=self._root + prefix,
                     MaxKeys=self._page_size,
@@ -415,6 +410,16 @@ class BotocoreStore:
             last, token = token, page.get("NextContinuationToken", "")
             if token in ("", last):
                 raise UnavailableError(f"{what}: the listing does not advance")
+
+
+async def _unless_absent(request: Awaitable[T]) -> T | None:
+    """What a request about an object brings; None where there is no such object."""
+    try:
+        return await request
+    except ClientError as exc:
+        if is_absent(exc):
+            return None
+        raise
 
 
 class BotocoreReply:

@@ -1,13 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bounds on requests: how long each may take, and how many are under way at a time.
+"""Bounds on requests: how many at a time, how long each may take, how large a body may be.
 
-A request is told its caller's deadline, so that nobody begins what cannot end before it, and tells
-back that an answer has begun, which the end of an operation with a large body tells too late.
-
-How many requests an endpoint is asked at a time goes by additive increase and multiplicative
-decrease: each throttled request halves the places, once for all that were out together; each round
-of answers gives one back. What is left goes to reads first, since requests wait for those and
-nobody waits for an upload.
+A request knows its caller's deadline, so that nothing begins that cannot end before it. It tells
+its caller when an answer has begun: the end of an operation with a large body tells that too late.
 """
 
 from __future__ import annotations
@@ -15,15 +10,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import threading
-from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
-from s3ec.errors import UnavailableError
+from s3ec.errors import CorruptEntryError, UnavailableError
 from s3ec.settings import Settings
+from s3ec.store.base import Blob
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -51,7 +45,7 @@ async def within(seconds: float) -> AsyncIterator[asyncio.Timeout]:
 
 
 def seconds_left() -> float:
-    """Until the caller's deadline; infinite where there is none."""
+    """Seconds until the caller's deadline; infinite where there is none."""
     deadline = _deadline.get()
     when = None if deadline is None else deadline.when()
     return math.inf if when is None else when - asyncio.get_running_loop().time()
@@ -70,15 +64,16 @@ def answer_begun() -> None:
 
 
 def counting(on_page: Callable[[int], None]) -> AbstractContextManager[None]:
-    """Have ``on_page`` called with how often a listing can be asked on without a request."""
+    """Have ``on_page`` called for each page of a listing, with its steps that need no request."""
     return _set(_on_page, on_page)
 
 
 def page_begun(entries: int, *, is_last: bool = False) -> None:
-    """For transports: a page of a listing is here, and so many entries of it will be given.
+    """For transports: a page of a listing is here.
 
     Args:
-        is_last: Nothing will be asked for behind them.
+        entries: How many of its entries the listing will give.
+        is_last: Whether no other page is asked for after it.
     """
     answer_begun()
     on_page = _on_page.get()
@@ -98,10 +93,10 @@ def _set(variable: ContextVar[T], value: T) -> Iterator[None]:
 
 
 class RequestSlots:
-    """Hands out places and deadlines.
+    """One store's requests: how many are under way, and until when each of them may be.
 
     Args:
-        settings: ``max_concurrency`` places, and the timeouts that a deadline is made of.
+        settings: ``max_concurrency`` slots, and the timeouts that a deadline is made of.
         least_bytes_per_s: A body that comes or goes slower is past its deadline.
 
     Attributes:
@@ -132,7 +127,7 @@ class RequestSlots:
 
     @contextlib.asynccontextmanager
     async def take(self, what: str) -> AsyncIterator[Extend]:
-        """Wait for a place without a limit; what then happens has a deadline.
+        """Wait for a slot without a limit; what then happens has a deadline.
 
         Yields:
             Grants the time that a body of so many bytes may take, from the call on.
@@ -142,7 +137,7 @@ class RequestSlots:
             TimeoutError: The deadline has passed.
         """
         async with self._slots, asyncio.timeout(self._limit_s(0)) as deadline:
-            if self.is_closed:  # while this one waited for its turn
+            if self.is_closed:  # while this one waited
                 raise UnavailableError(f"{what}: the store was closed")
             loop = asyncio.get_running_loop()
 
@@ -176,133 +171,96 @@ class RequestSlots:
         return self._budget_s + nbytes / self._bytes_per_s
 
 
-# Where both wait, so many reads go before one that is none.
-_READS_IN_A_ROW = 3
-
-_Waiting = tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]
+PIECE_BYTES = 256 * 1024
+"""What is read at a time of a body whose length was not announced."""
 
 
-class AdaptiveConcurrency:
-    """Places for requests; for any number of threads.
+class Reply(Protocol):
+    """A GET's answer whose body has not been read.
 
-    Those of a kind, reads or not, get them in the order they were asked for.
-
-    Args:
-        places: With an endpoint that does not complain. At least one is left.
+    Attributes:
+        nbytes: Announced length of the body, None where none was announced.
+        is_part: Whether it holds the range that was asked for, or the whole object.
     """
 
-    def __init__(self, places: int) -> None:
-        self._most = places
-        self._limit = float(places)
-        self._lock = threading.Lock()
-        self._used = 0
-        self._cuts = 0
-        self._reads: deque[_Waiting] = deque()
-        self._others: deque[_Waiting] = deque()
-        self._reads_in_a_row = 0
+    nbytes: int | None
+    is_part: bool
 
-    @property
-    def withheld(self) -> int:
-        """Places that nobody gets now."""
-        return self._most - int(self._limit)
+    async def read(self, max_bytes: int, what: str, extend: Extend) -> Blob:
+        """The body; its announced length is within ``max_bytes``.
 
-    @property
-    def used(self) -> int:
-        """Places that are taken."""
-        return self._used
-
-    async def take(self, *, is_read: bool = False) -> int:
-        """Wait for a place without a limit; to be given back.
-
-        Args:
-            is_read: It goes before three of four that are none.
-
-        Returns:
-            For slow_down.
+        Raises:
+            CorruptEntryError: It ended before its announced length (reason ``length``), or it
+                went beyond what it may be (reason ``size``).
         """
-        if self.try_take():
-            return self._cuts
-        loop = asyncio.get_running_loop()
-        granted = loop.create_future()
-        queue = self._reads if is_read else self._others
-        with self._lock:
-            queue.append((loop, granted))
-            self._hand_out()
-        try:
-            await granted
-        except asyncio.CancelledError:
-            with self._lock, contextlib.suppress(ValueError):
-                queue.remove((loop, granted))
-                raise
-            # It was granted meanwhile.
-            self.give_back()
-            raise
-        return self._cuts
+        ...
 
-    def try_take(self) -> bool:
-        """Take a place that is free and that nobody waits for; to be given back."""
-        with self._lock:
-            if self._reads or self._others or self._used >= int(self._limit):
-                return False
-            self._used += 1
-            return True
+    def close(self) -> None:
+        """Give the connection back, or close it where the body was not read whole."""
+        ...
 
-    def give_back(self) -> None:
-        """Let go of a place."""
-        with self._lock:
-            self._used -= 1
-            self._hand_out()
 
-    def slow_down(self, since: int) -> bool:
-        """A request was throttled; True where that took places away.
+class Pieces:
+    """A body whose length was not announced, as it comes.
 
-        Args:
-            since: What take() returned to it. Those that were out when the places were halved
-                say nothing new.
+    Args:
+        max_bytes: The body may have.
+        what: Begins every message.
+        extend: Called with the bytes that have come, once for each PIECE_BYTES.
+    """
+
+    def __init__(self, max_bytes: int, what: str, extend: Callable[[int], object]) -> None:
+        self._max_bytes = max_bytes
+        self._what = what
+        self._extend = extend
+        self._pieces: list[bytes] = []
+        self._nbytes = self._granted = 0
+
+    def add(self, piece: bytes) -> None:
+        """Take what came next.
+
+        Raises:
+            CorruptEntryError: Now it is too long (reason ``size``).
         """
-        with self._lock:
-            if since != self._cuts:
-                return False
-            self._cuts += 1
-            self._limit = max(1.0, self._limit / 2)
-            return True
+        self._nbytes += len(piece)
+        if self._nbytes > self._max_bytes:
+            raise CorruptEntryError(
+                f"{self._what}: more than {self._max_bytes} bytes", reason="size"
+            )
+        self._pieces.append(piece)
+        # Not for each: every grant is worth a silence, and a read may bring one byte.
+        while self._nbytes - self._granted >= PIECE_BYTES:
+            self._granted += PIECE_BYTES
+            self._extend(PIECE_BYTES)
 
-    def speed_up(self) -> None:
-        """A request was answered."""
-        if self._limit >= self._most:
-            return
-        with self._lock:
-            self._limit = min(self._limit + 1 / self._limit, float(self._most))
-            self._hand_out()
-
-    def wake_all(self) -> None:
-        """Give everybody who waits a place at once; for when none of them will use it."""
-        with self._lock:
-            self._hand_out(everybody=True)
-
-    def _hand_out(self, *, everybody: bool = False) -> None:
-        """Under the lock."""
-        while everybody or self._used < int(self._limit):
-            waiting = self._next()
-            if waiting is None:
-                return
-            loop, granted = waiting
-            with contextlib.suppress(RuntimeError):  # its loop has ended, and nobody waits
-                loop.call_soon_threadsafe(_grant, granted)
-                self._used += 1
-
-    def _next(self) -> _Waiting | None:
-        """Take the next one out of its queue; under the lock."""
-        if self._reads and (self._reads_in_a_row < _READS_IN_A_ROW or not self._others):
-            self._reads_in_a_row += 1
-            return self._reads.popleft()
-        self._reads_in_a_row = 0
-        return self._others.popleft() if self._others else None
+    def whole(self) -> bytes:
+        """All that came."""
+        return b"".join(self._pieces)
 
 
-def _grant(granted: asyncio.Future[None]) -> None:
-    if not granted.done():
-        granted.set_result(None)
+async def read_body(reply: Reply, max_bytes: int, what: str, extend: Extend) -> Blob:
+    """The body of a GET; the reply is closed in any case.
+
+    Args:
+        reply: What the transport got.
+        max_bytes: A body that is announced as larger is refused unread.
+        what: Begins every message.
+        extend: Called with the length of the body once it is known.
+
+    Raises:
+        CorruptEntryError: See Reply.read, and reason ``size`` for one that is too large.
+    """
+    answer_begun()
+    try:
+        if reply.nbytes is not None:
+            if reply.nbytes > max_bytes:
+                raise CorruptEntryError(
+                    f"{what}: {reply.nbytes} bytes, at most {max_bytes} expected", reason="size"
+                )
+            extend(reply.nbytes)
+        return await reply.read(max_bytes, what, extend)
+    finally:
+        reply.close()
 
 
 REQUESTS_AT_A_TIME = 16

@@ -23,17 +23,9 @@ from s3ec.runtime import DaemonPool
 
 log = logging.getLogger(__name__)
 
-# The chain is asked at most so often: to ask an instance for its role takes seconds where there
-# is none, and what is refused stays so until somebody does something.
-_LOOK_EVERY_S = 5.0
-# A request waits so long for credentials that are being looked for, and the look itself so long.
-_PATIENCE_S = 5.0
-_LONGEST_LOOK_S = 30.0
-# A look that hangs for longer keeps its thread, and so many may: a command that prints credentials
-# has no limit of the SDK's.
+# A look that hangs for longer than ``longest_look_s`` keeps its thread, and so many may: a command
+# that prints credentials has no limit of the SDK's.
 _HANGING_LOOKS = 4
-# Sooner before their end than this, what is there is not used without asking.
-_LAST_S = 60
 
 
 class ChainCredentials:
@@ -46,9 +38,20 @@ class ChainCredentials:
         find: Walks the SDK's chain, in a thread; raises what the SDK raises, NoCredentialsError
             where there are none.
         clock: Monotonic seconds.
+
+    Attributes:
+        look_every_s: The chain is asked at most so often. To ask an instance for its role takes
+            seconds where there is none, and what is refused stays so until somebody acts.
+        patience_s: How long a request waits for credentials that are being looked for.
+        longest_look_s: How long the look itself may take.
+        last_s: Nearer to their end than this, credentials are not used without asking again.
     """
 
     method = "s3ec"
+    look_every_s = 5.0
+    patience_s = 5.0
+    longest_look_s = 30.0
+    last_s = 60
 
     def __init__(
         self, find: Callable[[], Any], *, clock: Callable[[], float] = time.monotonic
@@ -60,7 +63,7 @@ class ChainCredentials:
         self._since_s = 0.0  # when those came into use
         self._refused = ""  # the server's code; empty while they are good
         self._refused_s = 0.0
-        self._told: Any = None  # those of which the log says that there are no others
+        self._told: Any = None  # those that the log has called refused, with no others there
         self._problem: Exception | None = None
         self._asked_s = float("-inf")
         self._asking: asyncio.Task[None] | None = None
@@ -78,14 +81,14 @@ class ChainCredentials:
         """
         waited_s = self._clock() - self._asked_s
         if self._is_usable():
-            if waited_s >= _LOOK_EVERY_S and self._asking is None:
+            if waited_s >= self.look_every_s and self._asking is None:
                 self._ask()
             return self._frozen
         if self._asking is None:
-            if waited_s < _LOOK_EVERY_S:
+            if waited_s < self.look_every_s:
                 return self._last_answer()
             self._ask()
-        elif waited_s >= _PATIENCE_S:
+        elif waited_s >= self.patience_s:
             raise UnavailableError("the credentials are still being looked for")
         await self._wait()
         return self._last_answer()
@@ -122,7 +125,7 @@ class ChainCredentials:
         if self._frozen is None or self._refused:
             return False
         needed = getattr(self._found, "refresh_needed", None)
-        return needed is None or not needed(_LAST_S)
+        return needed is None or not needed(self.last_s)
 
     def _last_answer(self) -> Any:
         if self._problem is not None:
@@ -136,7 +139,7 @@ class ChainCredentials:
     async def _wait(self) -> None:
         if self._asking is None:
             return
-        await asyncio.wait({self._asking}, timeout=_PATIENCE_S)
+        await asyncio.wait({self._asking}, timeout=self.patience_s)
         if self._asking is not None:
             raise UnavailableError("the credentials are still being looked for")
 
@@ -144,7 +147,7 @@ class ChainCredentials:
         try:
             known = None if self._refused else self._found
             asking = asyncio.get_running_loop().run_in_executor(self._pool, self._ask_chain, known)
-            async with asyncio.timeout(_LONGEST_LOOK_S):
+            async with asyncio.timeout(self.longest_look_s):
                 self._take(*await asking)
         except TimeoutError:
             self._found = None  # others that ask the same object would wait for its lock

@@ -39,9 +39,9 @@ _is_ending = False
 
 
 class _Ref(weakref.ref[Any]):
-    """Hashed by identity: a buffer would be by its content, if at all.
+    """A weak reference that is hashed by identity; a buffer would be by its content, if at all.
 
-    Both are C functions. Python code could be interrupted in the midst of letting go.
+    Both methods are C functions: Python code could be interrupted halfway through letting go.
     """
 
     __slots__ = ()
@@ -57,7 +57,7 @@ class User(Protocol):
         ...
 
 
-_held: set[_Ref] = set()
+holding: set[_Ref] = set()
 _users: weakref.WeakSet[User] = weakref.WeakSet()
 
 
@@ -105,7 +105,7 @@ def _has_descriptors() -> bool:
 
 def held(thing: T) -> T:
     """Note what obstore holds from now on: every future of its own, every buffer it was given."""
-    _held.add(_Ref(thing, _held.discard))
+    holding.add(_Ref(thing, holding.discard))
     return thing
 
 
@@ -118,7 +118,7 @@ def _come_to_rest() -> None:
     for user in list(_users):
         user.abandon()
     until = time.monotonic() + _PATIENCE_S
-    while _held and time.monotonic() < until:
+    while holding and time.monotonic() < until:
         time.sleep(_PAUSE_S)  # without the lock
         # What obstore let go of without the lock is really let go of at the next call.
         obstore.Bytes()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From settings to a store: pick the transport, and find out what the server promises."""
+"""From settings to a store: the transport, what stands around it, and what the server promises."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ import enum
 import importlib.util
 import logging
 import secrets
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from s3ec.errors import AccessError, ConfigError, ConflictError, S3ECError, UnavailableError
+from s3ec.counters import Counters
+from s3ec.errors import AccessError, ConfigError, ConflictError, UnavailableError
 from s3ec.settings import Settings
-from s3ec.store.base import Blob, ObjectInfo, Store
+from s3ec.store.base import Store, Wrapper
+from s3ec.store.endpoint import BreakerStore, Endpoint
+from s3ec.store.retry import HedgeStore, RetryStore
 
 PROBE_PREFIX = ".s3ec-probe/"
 _PROBE_BODY = b"s3ec asked whether If-None-Match is honoured here; this can be deleted\n"
@@ -43,6 +46,13 @@ def open_store(settings: Settings) -> Store:
     from s3ec.store.s3 import ObstoreStore
 
     return ObstoreStore(settings)
+
+
+def resilient(store: Store, endpoint: Endpoint, counters: Counters, *, hedge: bool) -> Store:
+    """The store, with all that makes bad days bearable around it."""
+    if hedge:
+        store = HedgeStore(store, endpoint, counters)
+    return RetryStore(BreakerStore(store, endpoint, counters), counters, endpoint=endpoint)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +185,7 @@ async def _clean_up(store: Store, name: str) -> None:
         log.warning("the probe object %s stays in the bucket: %s", name, exc)
 
 
-class HeadBeforePut:
+class HeadBeforePut(Wrapper):
     """A Store for servers that ignore ``If-None-Match: *``: looks before it writes.
 
     Two writers can still both pass the look; then the later one wins. Entries are
@@ -184,41 +194,14 @@ class HeadBeforePut:
     """
 
     def __init__(self, inner: Store) -> None:
-        self._inner = inner
+        super().__init__(inner)
         log.warning(
             "the server ignores If-None-Match: each write is preceded by a HEAD request, and "
             "racing writers of one object overwrite each other (%r)",
             inner,
         )
 
-    def __repr__(self) -> str:
-        return f"HeadBeforePut({self._inner!r})"
-
-    async def get(self, name: str, *, max_bytes: int) -> Blob | None:
-        return await self._inner.get(name, max_bytes=max_bytes)
-
-    async def get_range(self, name: str, start: int, length: int) -> Blob | None:
-        return await self._inner.get_range(name, start, length)
-
     async def put_if_absent(self, name: str, body: Sequence[bytes | memoryview]) -> None:
         if await self._inner.head(name) is not None:
             raise ConflictError(f"PUT {name}: it is there already")
         await self._inner.put_if_absent(name, body)
-
-    async def head(self, name: str) -> ObjectInfo | None:
-        return await self._inner.head(name)
-
-    def list(self, prefix: str, *, start_after: str = "") -> AsyncIterator[ObjectInfo]:
-        return self._inner.list(prefix, start_after=start_after)
-
-    async def list_folders(self, prefix: str) -> Sequence[str]:
-        return await self._inner.list_folders(prefix)
-
-    async def delete(self, name: str) -> None:
-        await self._inner.delete(name)
-
-    async def delete_many(self, names: Sequence[str]) -> dict[str, S3ECError]:
-        return await self._inner.delete_many(names)
-
-    async def close(self) -> None:
-        await self._inner.close()

@@ -1,83 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A store that asks again: few times, later and later, within a budget and the caller's time."""
+"""Stores that send a request more than once: after a failure, and beside an answer that is late.
+
+Both pay for the extra requests from a budget of the endpoint.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import random
-import threading
+from collections import deque
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
 from typing import TypeVar
 
 from s3ec.counters import Counters
-from s3ec.errors import UnavailableError
-from s3ec.store.base import Store, Wrapper
-from s3ec.store.breaker import BreakerOpenError
+from s3ec.errors import S3ECError, UnavailableError
+from s3ec.store.base import Blob, Store, Wrapper
 from s3ec.store.concurrency import seconds_left
+from s3ec.store.endpoint import BreakerOpenError, Endpoint
 
 T = TypeVar("T")
+Call = Callable[[], Awaitable[Blob | None]]
 
-
-class Budget:
-    """A token bucket: each request pays in a share, each extra request takes one out.
-
-    Over any number of requests the extra ones are at most that share of them, and ``at_most`` more.
-    Safe to use from any thread.
-
-    Args:
-        share: Extra requests per request.
-        at_most: What can be saved up.
-        at_first: What is there before the first request.
-    """
-
-    def __init__(self, share: float, *, at_most: float, at_first: float) -> None:
-        self._share = share
-        self._at_most = at_most
-        self._tokens = at_first
-        self._lock = threading.Lock()
-
-    def pay_in(self) -> None:
-        """A request goes out."""
-        with self._lock:
-            self._tokens = min(self._tokens + self._share, self._at_most)
-
-    def take(self) -> bool:
-        """Whether an extra one may."""
-        with self._lock:
-            if self._tokens < 1:
-                return False
-            self._tokens -= 1
-            return True
-
-
-@dataclass(frozen=True, slots=True)
-class RetryOptions:
-    """How often and how soon.
-
-    Attributes:
-        attempts: Requests at most for one operation.
-        base_delay_s: The pause before the first repetition is up to this, then up to twice as much.
-        longest_delay_s: Who is asked to wait longer than this does not wait at all: its caller has
-            better to do, or a queue of its own.
-        may_repeat: Asked before each repetition; for who knows how the endpoint fares.
-    """
-
-    attempts: int = 3
-    base_delay_s: float = 0.1
-    longest_delay_s: float = 5.0
-    may_repeat: Callable[[], bool] = field(default=lambda: True)
+# The pause before the first repetition is up to this, before the next one up to twice as much.
+_BASE_DELAY_S = 0.1
+# A caller that is asked to wait longer than this has better to do, or a queue of its own.
+_LONGEST_DELAY_S = 5.0
 
 
 class RetryStore(Wrapper):
     """Tries an unavailable operation again, after a pause of random length (full jitter).
 
-    The pause is as long as the server asks for at least. Nothing is repeated that the budget does
-    not allow, or whose pause would end behind the caller's deadline. A listing is not repeated: its
-    caller asks again at the next refresh anyway.
+    The pause is at least as long as the server asks for. Nothing is repeated that the budget does
+    not allow, that did not fail alone, or whose pause would end after the caller's deadline. A
+    listing is not repeated: its caller asks again at the next refresh anyway.
 
     Args:
-        budget: None for people's commands, which ask little.
+        attempts: Requests at most for one operation.
+        endpoint: Whose budget and breaker are asked before a repetition. None for people's
+            commands, which ask little.
     """
 
     def __init__(
@@ -85,21 +45,21 @@ class RetryStore(Wrapper):
         inner: Store,
         counters: Counters,
         *,
-        options: RetryOptions | None = None,
-        budget: Budget | None = None,
+        attempts: int = 3,
+        endpoint: Endpoint | None = None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         uniform: Callable[[float, float], float] = random.uniform,
     ) -> None:
         super().__init__(inner)
         self._counters = counters
-        self._options = options or RetryOptions()
-        self._budget = budget
+        self._attempts = attempts
+        self._endpoint = endpoint
         self._sleep = sleep
         self._uniform = uniform
 
     async def _around(self, op: str, call: Callable[[], Awaitable[T]]) -> T:
-        if self._budget is not None and op != "list":  # whose entries are no requests
-            self._budget.pay_in()
+        if self._endpoint is not None and op != "list":  # whose entries are no requests
+            self._endpoint.retries.pay_in()
         attempt = 1
         while True:
             try:
@@ -107,7 +67,7 @@ class RetryStore(Wrapper):
             except BreakerOpenError:
                 raise  # it will be open for longer than we would wait
             except UnavailableError as exc:
-                if op == "list" or attempt >= self._options.attempts:
+                if op == "list" or attempt >= self._attempts:
                     raise
                 delay_s = self._delay_s(attempt, exc)
                 if not self._may_repeat(delay_s):
@@ -117,17 +77,165 @@ class RetryStore(Wrapper):
             await self._sleep(delay_s)
 
     def _delay_s(self, attempt: int, exc: UnavailableError) -> float:
-        drawn_s = self._uniform(0, self._options.base_delay_s * 2 ** (attempt - 1))
+        drawn_s = self._uniform(0, _BASE_DELAY_S * 2 ** (attempt - 1))
         return max(drawn_s, exc.retry_after_s or 0.0)
 
     def _may_repeat(self, delay_s: float) -> bool:
         """Whether it makes sense, is right, and can be afforded."""
-        if delay_s > self._options.longest_delay_s or delay_s >= seconds_left():
+        if delay_s > _LONGEST_DELAY_S or delay_s >= seconds_left():
             self._counters.add("store.too_late")
             return False
-        if not self._options.may_repeat():
+        if self._endpoint is None:
+            return True
+        if not self._endpoint.breaker.stands_alone:
             return False
-        if self._budget is None or self._budget.take():
+        if self._endpoint.retries.take():
             return True
         self._counters.add("store.retry_budget_spent")
         return False
+
+
+HEDGED_BYTES = 8 * 2**20
+"""Larger bodies are not asked for twice: throughput sets their time, and a second one halves it."""
+
+_SAMPLES = 128
+_FEWEST = 32
+_LATE = 0.95
+# Sorting that many takes about 5 us, so not for each request.
+_SAMPLES_BETWEEN_LOOKS = 16
+
+
+class Durations:
+    """How long recent GETs of about one size took; one event loop.
+
+    Attributes:
+        late_s: What nineteen in twenty took less than; None while too few are known.
+    """
+
+    def __init__(self) -> None:
+        self.late_s: float | None = None
+        self._last: deque[float] = deque(maxlen=_SAMPLES)
+        self._unseen = 0
+
+    def add(self, seconds: float) -> None:
+        """Note one that was answered."""
+        self._last.append(seconds)
+        self._unseen += 1
+        if len(self._last) >= _FEWEST and self._unseen >= _SAMPLES_BETWEEN_LOOKS:
+            self._unseen = 0
+            self.late_s = sorted(self._last)[int(_LATE * len(self._last))]
+
+
+class HedgeStore(Wrapper):
+    """Sends a late GET once more, over another connection, and gives up the one that loses.
+
+    Late is later than nineteen in twenty of about its size. All transports speak HTTP/1.1, so a
+    connection carries one request at a time. Nothing is sent a second time that the budget does not
+    allow, while requests wait for a place, or before enough was seen to tell what late is. One
+    event loop.
+
+    Args:
+        endpoint: Whose places the second requests take, and whose budget pays for them.
+    """
+
+    def __init__(self, inner: Store, endpoint: Endpoint, counters: Counters) -> None:
+        super().__init__(inner)
+        self._counters = counters
+        self._pace = endpoint.pace
+        self._budget = endpoint.hedges
+        self._durations: dict[int, Durations] = {}
+
+    async def get(self, name: str, *, max_bytes: int) -> Blob | None:
+        return await self._hedged(max_bytes, lambda: self._inner.get(name, max_bytes=max_bytes))
+
+    async def get_range(self, name: str, start: int, length: int) -> Blob | None:
+        return await self._hedged(length, lambda: self._inner.get_range(name, start, length))
+
+    async def _hedged(self, nbytes: int, call: Call) -> Blob | None:
+        self._budget.pay_in()
+        # Sizes are told apart by factors of two.
+        durations = self._durations.setdefault(nbytes.bit_length(), Durations())
+        clock = asyncio.get_running_loop().time
+        started = clock()
+        if durations.late_s is None or nbytes > HEDGED_BYTES:
+            result = await call()
+        else:
+            result = await _Race(call, self._begin_second, self._counters).run(durations.late_s)
+        durations.add(clock() - started)
+        return result
+
+    def _begin_second(self, call: Call) -> asyncio.Task[Blob | None] | None:
+        """Send it once more, where that is affordable."""
+        if not self._pace.try_take():
+            return None
+        if not self._budget.take():
+            self._pace.give_back()
+            return None
+        self._counters.add("hedge.sent")
+        second = asyncio.ensure_future(call())
+        second.add_done_callback(lambda _: self._pace.give_back())
+        return second
+
+
+class _Race:
+    """One GET and, when it is late, a second one.
+
+    The first runs in the caller's task: most are not late, and a task costs more than a timer.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        begin_second: Callable[[Call], asyncio.Future[Blob | None] | None],
+        counters: Counters,
+    ) -> None:
+        self._call = call
+        self._begin_second = begin_second
+        self._counters = counters
+        self._second: asyncio.Future[Blob | None] | None = None
+        self._caller: asyncio.Task[object] | None = None
+        self._cancelled_caller = False
+
+    async def run(self, late_s: float) -> Blob | None:
+        """The answer that comes first; an error only where both failed, then the first one's."""
+        caller = self._caller = asyncio.current_task()
+        before = 0 if caller is None else caller.cancelling()
+        timer = asyncio.get_running_loop().call_later(late_s, self._is_late)
+        try:
+            return await self._call()
+        except asyncio.CancelledError:
+            # As asyncio.timeout does it: ours is taken back, anybody else's goes on.
+            if not self._cancelled_caller or caller is None or caller.uncancel() > before:
+                raise
+            return self._won()
+        except S3ECError as exc:
+            self._caller = None
+            if self._second is None:
+                raise
+            try:
+                await self._second
+            except S3ECError:
+                raise exc from None
+            return self._won()
+        finally:
+            self._caller = None
+            timer.cancel()
+            if self._second is not None:
+                self._second.cancel()
+
+    def _is_late(self) -> None:
+        self._second = self._begin_second(self._call)
+        if self._second is not None:
+            self._second.add_done_callback(self._second_ended)
+
+    def _second_ended(self, second: asyncio.Future[Blob | None]) -> None:
+        # Asking for the exception marks it as seen.
+        if not second.cancelled() and second.exception() is None and self._caller is not None:
+            self._cancelled_caller = True
+            self._caller.cancel()
+
+    def _won(self) -> Blob | None:
+        if self._second is None:
+            raise RuntimeError("a race without a second")
+        self._counters.add("hedge.won")
+        return self._second.result()

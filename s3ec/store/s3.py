@@ -31,19 +31,23 @@ from s3ec.settings import Settings
 from s3ec.store import obstore_runtime
 from s3ec.store.base import Blob, content_type_of
 from s3ec.store.botocore_s3 import BotocoreStore, RequestSlot
-from s3ec.store.concurrency import Extend
-from s3ec.store.obstore_errors import AskAgainError, BrokenConnectionError, UnfitError, sdk_errors
+from s3ec.store.concurrency import Extend, Reply
+from s3ec.store.obstore_errors import sdk_errors
 from s3ec.store.obstore_runtime import held
-from s3ec.store.replies import Reply
 from s3ec.store.s3_client import Address, Opened, address_of
-from s3ec.store.s3_errors import SDK_ERRORS, is_absent, status_of
+from s3ec.store.s3_errors import (
+    SDK_ERRORS,
+    AskAgainError,
+    BrokenConnectionError,
+    UnfitError,
+    status_of,
+)
 
 log = logging.getLogger(__name__)
 
 # Up to here a body is collected in one buffer of the announced length; a server that announces
 # much and sends nothing then costs this much address space, and no process is ended for lack of it.
-_COLLECT_BYTES = 64 * 2**20
-_PIECE_BYTES = 2**20
+COLLECT_BYTES = 64 * 2**20
 
 
 class ObstoreReply:
@@ -68,7 +72,7 @@ class ObstoreReply:
         expected = self.nbytes or 0
         try:
             with self._errors():
-                if expected <= _COLLECT_BYTES and not self.is_part:
+                if expected <= COLLECT_BYTES and not self.is_part:
                     # Collected in Rust; the view holds that memory, and nothing is copied here.
                     # Only of a whole object is `expected` what the connection goes by: a part
                     # can say one length for itself and another for the body.
@@ -89,7 +93,7 @@ class ObstoreReply:
         """A body whose announced length may be a lie: little more is kept than it says."""
         chunks: list[bytes] = []
         nbytes = 0
-        stream = self._result.stream(min_chunk_size=_PIECE_BYTES)
+        stream = self._result.stream(min_chunk_size=2**20)
         with contextlib.suppress(StopAsyncIteration):
             while nbytes <= expected:
                 chunk = await held(anext(stream))
@@ -141,7 +145,7 @@ class ObstoreStore(BotocoreStore):
 
     def abandon(self) -> None:
         """End the requests that are under way soon; for another thread, when the process ends."""
-        self._turns.abandon()
+        self._slots.abandon()
 
     async def _connect(self) -> Opened:
         opened = await super()._connect()
@@ -150,30 +154,24 @@ class ObstoreStore(BotocoreStore):
         )
         return opened
 
-    async def _get_object(
-        self, turn: RequestSlot, key: str, wanted: range | None = None
-    ) -> Reply | None:
+    async def _get_object(self, slot: RequestSlot, key: str, wanted: range | None = None) -> Reply:
         if not self._can_take(key):
-            return await super()._get_object(turn, key, wanted)
+            return await super()._get_object(slot, key, wanted)
         part: Any = {} if wanted is None else {"range": (wanted.start, wanted.stop)}
         what = self._what("GET", key)
         try:
             client = await self._client_for("reads", what)
-            async with self._errors_of(turn, what, "GetObject"):
+            async with self._errors_of(slot, what, "GetObject"):
                 result = await held(obstore.get_async(client, key, options=part))
         except AskAgainError as exc:
             self._note(exc)
-            return await super()._get_object(turn, key, wanted)
-        except ClientError as exc:
-            if is_absent(exc):
-                return None
-            raise
+            return await super()._get_object(slot, key, wanted)
         errors = functools.partial(sdk_errors, what, "GetObject")
         return ObstoreReply(result, errors, is_part=wanted is not None)
 
     async def _put_object(
         self,
-        turn: RequestSlot,
+        slot: RequestSlot,
         key: str,
         body: Sequence[bytes | memoryview],
         what: str,
@@ -181,11 +179,11 @@ class ObstoreStore(BotocoreStore):
         checksum: bool,
     ) -> None:
         if not self._can_take(key):
-            await super()._put_object(turn, key, body, what, checksum=checksum)
+            await super()._put_object(slot, key, body, what, checksum=checksum)
             return
         try:
             client = await self._client_for("writes" if checksum else "bare writes", what)
-            async with self._errors_of(turn, what, "PutObject"):
+            async with self._errors_of(slot, what, "PutObject"):
                 await held(
                     obstore.put_async(
                         client,
@@ -199,7 +197,7 @@ class ObstoreStore(BotocoreStore):
                 )
         except AskAgainError as exc:
             self._note(exc)
-            await super()._put_object(turn, key, body, what, checksum=checksum)
+            await super()._put_object(slot, key, body, what, checksum=checksum)
 
     def _note(self, exc: AskAgainError) -> None:
         if isinstance(exc, UnfitError):
@@ -255,7 +253,7 @@ class ObstoreStore(BotocoreStore):
         options: dict[str, Any] = {
             "allow_http": not over_tls,
             "connect_timeout": timedelta(seconds=self._settings.connect_timeout_s),
-            # Off, so to speak: the deadline of the turn ends a request.
+            # Off, so to speak: the deadline of the slot ends a request.
             "timeout": timedelta(days=1),
             "user_agent": f"s3ec/{s3ec.__version__}",
         }
@@ -302,7 +300,7 @@ class ObstoreStore(BotocoreStore):
         return options
 
     @contextlib.asynccontextmanager
-    async def _errors_of(self, turn: RequestSlot, what: str, operation: str) -> AsyncIterator[None]:
+    async def _errors_of(self, slot: RequestSlot, what: str, operation: str) -> AsyncIterator[None]:
         """obstore's errors as the SDK's, with the bucket's region where the SDK would know it."""
         try:
             with sdk_errors(what, operation):
@@ -311,10 +309,10 @@ class ObstoreStore(BotocoreStore):
             status = status_of(exc)
             if status in _PERHAPS_WRONG_REGION:
                 headers = exc.response["ResponseMetadata"]["HTTPHeaders"]
-                headers["x-amz-bucket-region"] = await self._ask_region(turn, status)
+                headers["x-amz-bucket-region"] = await self._ask_region(slot, status)
             raise
 
-    async def _ask_region(self, turn: RequestSlot, status: int) -> str:
+    async def _ask_region(self, slot: RequestSlot, status: int) -> str:
         """The bucket's region as the server tells it; empty where it does not.
 
         Asked once for refusals, which can be many and mostly have other reasons, and for
@@ -322,7 +320,7 @@ class ObstoreStore(BotocoreStore):
         """
         if self._bucket_region is None or (status < 400 and not self._bucket_region):
             try:
-                answer = await self._call(turn, "head_bucket")
+                answer = await self._call(slot, "head_bucket")
             except ClientError as exc:  # the header comes with refusals too
                 answer = exc.response
             except SDK_ERRORS:

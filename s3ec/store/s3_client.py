@@ -51,8 +51,8 @@ from urllib3.exceptions import HTTPError
 import s3ec
 from s3ec.errors import AccessError, ConfigError
 from s3ec.settings import PLAIN_HTTP, Settings, is_plain_http_elsewhere
+from s3ec.store.concurrency import PIECE_BYTES
 from s3ec.store.credentials import ChainCredentials
-from s3ec.store.replies import PIECE_BYTES
 
 T = TypeVar("T")
 
@@ -386,10 +386,10 @@ def open_client(settings: Settings) -> Opened:
 
 def chain_credentials(settings: Settings) -> ChainCredentials:
     """What signs, for each SDK; nothing is looked for yet."""
-    return ChainCredentials(functools.partial(_find_credentials, settings))
+    return ChainCredentials(functools.partial(find_credentials, settings))
 
 
-def _find_credentials(settings: Settings) -> Any:
+def find_credentials(settings: Settings) -> Any:
     """Walk the SDK's chain from its beginning; those of the role where one is set.
 
     May ask services and commands, so it takes its time.

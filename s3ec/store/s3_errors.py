@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one place where errors of botocore become errors of s3ec, for every transport of S3.
+"""The one table from the errors of botocore, aiobotocore and obstore to those of s3ec.
 
 Mapped on the HTTP status first, because HEAD replies carry no error code and servers spell
-codes differently. Checked against botocore 1.40 and 1.44, and aiobotocore 2.25, which raises the
+codes differently. For a bucket of S3 obstore's errors become those of the SDK, so that all
+transports map alike. Checked against botocore 1.40 and 1.44, and aiobotocore 2.25, which raises the
 same. How long a server asks to be left alone is in the Retry-After header (RFC 9110, 10.2.3).
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import re
 import ssl
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from datetime import datetime
 from email.utils import parsedate_to_datetime
 from typing import Any
@@ -62,7 +65,7 @@ SDK_ERRORS = (
     ResponseParserError,
     OSError,
 )
-OPERATIONS = frozenset(
+_OPERATIONS = frozenset(
     {
         "GetObject",
         "PutObject",
@@ -73,6 +76,9 @@ OPERATIONS = frozenset(
         "HeadBucket",
     }
 )
+# Statuses that say "later"; those from 500 up do as well. The second set means "too much".
+_LATER = frozenset({408, 409, 425, 429})
+_THROTTLES = frozenset({429, 503})
 # "404" is how botocore spells a status without a code: a HEAD reply, or a page that is not XML.
 _ABSENT_CODES = frozenset({"NoSuchKey", "404", "NotFound"})
 # Status 400, but the fault lies in this transfer, not in the request.
@@ -227,7 +233,7 @@ def error_of_key(entry: Any, what: str, region: str) -> S3ECError | None:
 
 def _translate(exc: Exception, what: str, region: str) -> S3ECError:
     if isinstance(exc, sdk.ClientError):
-        if exc.operation_name in OPERATIONS:
+        if exc.operation_name in _OPERATIONS:
             return _from_answer(exc, what, region)
         return _from_credential_service(exc, what)
     if isinstance(exc, _NO_CREDENTIALS):
@@ -235,9 +241,9 @@ def _translate(exc: Exception, what: str, region: str) -> S3ECError:
             f"{what}: no usable credentials ({exc}); {_CREDENTIALS_FIX}", code=type(exc).__name__
         )
     if (unproven := _caused_by(exc, ssl.SSLCertVerificationError)) is not None:
-        return not_trusted(what, str(unproven))
+        return _not_trusted(what, str(unproven))
     if _caused_by(exc, CertificateError):
-        return not_trusted(what, "mismatch")
+        return _not_trusted(what, "mismatch")
     if _caused_by(exc, RedirectRefusedError):
         return AccessError(f"{what}: {_REDIRECT_FIX} (now {region})", code="TooManyRedirects")
     # A deadline of ours says nothing more, and the SDK's text ends with the query.
@@ -259,9 +265,7 @@ def _from_answer(exc: sdk.ClientError, what: str, region: str) -> S3ECError:
         return ConflictError(said)
     if status == 501:
         return AccessError(f"{said}; {_FIXES['NotImplemented']}", code=code, is_general=False)
-    if status < 300 or status in (408, 409, 425, 429) or status >= 500:
-        return _unavailable(said, exc)
-    if code in _TRANSIENT_CODES:
+    if status < 300 or _is_later(status) or code in _TRANSIENT_CODES:
         return _unavailable(said, exc)
     right = _right_region(exc.response)
     if right and right != region:
@@ -278,6 +282,10 @@ def _from_answer(exc: sdk.ClientError, what: str, region: str) -> S3ECError:
     )
 
 
+def _is_later(status: int) -> bool:
+    return status in _LATER or status >= 500
+
+
 def _unavailable(said: str, exc: sdk.ClientError) -> UnavailableError:
     status = status_of(exc)
     headers = exc.response.get("ResponseMetadata", {}).get("HTTPHeaders", {})
@@ -285,7 +293,7 @@ def _unavailable(said: str, exc: sdk.ClientError) -> UnavailableError:
         said,
         status=status,
         retry_after_s=retry_after_s(headers),
-        is_throttle=status in (429, 503) or code_of(exc) in _THROTTLE_CODES,
+        is_throttle=status in _THROTTLES or code_of(exc) in _THROTTLE_CODES,
     )
 
 
@@ -328,17 +336,18 @@ def _right_region(response: Any) -> str:
     return str(headers.get("x-amz-bucket-region") or response.get("Error", {}).get("Region") or "")
 
 
-def not_trusted(what: str, reason: str) -> AccessError:
+def _not_trusted(what: str, reason: str, setting: str = "endpoint_url") -> AccessError:
     """A server that cannot prove who it is; asking again is useless.
 
     Args:
         reason: OpenSSL's or rustls's words, of which the kind is taken.
+        setting: What names the server.
     """
     words = reason.lower()
     if "expired" in words:
         found, fix = "has expired", "renew it, or set this machine's clock"
     elif "mismatch" in words or "notvalidforname" in words:
-        found, fix = "is for another host", "correct `endpoint_url`, or the names in it"
+        found, fix = "is for another host", f"correct `{setting}`, or the names in it"
     else:
         found, fix = "is not trusted", "name its authority in `ca_bundle`"
     return AccessError(
@@ -362,3 +371,155 @@ def _one_line(value: object) -> str:
 
 def _scrubbed(text: str) -> str:
     return _SIGNED.sub(r"\1=***", _ACCESS_KEY.sub("***", text))
+
+
+# -- obstore -----------------------------------------------------------------------------------
+
+_REFUSED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.EISDIR})
+_ABSENT = frozenset({errno.ENOENT, errno.ENOTDIR})
+# What obstore_errors calls it, and what people are told.
+_NO_ANSWERS = {
+    "no connection": "cannot connect",
+    "broken": "the connection broke",
+    "unreadable": "the answer is not HTTP or cannot be read",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """An error of obstore, as obstore_errors reads it.
+
+    Attributes:
+        said: What its text says, in a word of ours; empty where that is unknown.
+        by_class: What its class says, the same way: what S3 says by codes others say so.
+        text: The reason, up to where a server's words could begin.
+        reason: Why there was no answer; may be empty.
+        status: HTTP status of a server that refused, None where none answered.
+        error: Of that server's answer: Code, Message, Region and ServerTime.
+        errno: Of the file system, None where it is not at fault.
+        debug: Rust's debug form, whose strings are escaped.
+    """
+
+    said: str
+    by_class: str
+    text: str
+    reason: str
+    status: int | None
+    error: Mapping[str, str]
+    errno: int | None
+    debug: str
+
+
+class AbsentError(AccessError):
+    """There is no such object; where none was asked for, no such bucket."""
+
+
+class WrongRangeError(UnavailableError):
+    """The object ends before the range begins."""
+
+
+class BrokenConnectionError(UnavailableError):
+    """The connection ended before the reply did."""
+
+
+class AskAgainError(UnavailableError):
+    """obstore cannot read the reply, or we cannot read obstore's words: the SDK may do better."""
+
+
+class UnfitError(AskAgainError):
+    """obstore refuses this server whatever is asked, and the SDK does not."""
+
+
+def from_obstore(fault: Fault, what: str, operation: str) -> sdk.ClientError | S3ECError:
+    """An error of obstore about a bucket of S3, as the SDK has it where a server answered.
+
+    Args:
+        what: Begins every message.
+        operation: The SDK's name of what was asked.
+    """
+    if fault.status is not None:
+        return _as_sdk(fault.status, fault.error, operation)
+    if fault.said == "redirected":
+        return _as_sdk(307, {"Code": "TooManyRedirects"}, operation)
+    if fault.said == "moved":
+        return _as_sdk(301, {"Code": "PermanentRedirect"}, operation)
+    if fault.said == "authority":
+        # rustls minds, OpenSSL does not.
+        return UnfitError(f"{what}: a server's certificate may not be an authority's as well")
+    if fault.said == "no etag":
+        return UnavailableError(f"{what}: the answer is not an S3 server's")
+    if fault.said == "wrong range":
+        return UnavailableError(f"{what}: the answer holds another range ({fault.text})")
+    # The whole object where a range was asked for, a body in chunks, a range "of *"; or the text
+    # of a release that words the above differently.
+    return _no_answer(fault, what) or AskAgainError(
+        f"{what}: {fault.text or 'obstore failed without a reason'}"
+    )
+
+
+def _as_sdk(status: int, error: Mapping[str, str], operation: str) -> sdk.ClientError:
+    """What botocore makes of such an answer."""
+    response = {
+        # botocore's way with a page that is not XML, or none.
+        "Error": {"Code": str(status), "Message": "", **error},
+        "ResponseMetadata": {"HTTPStatusCode": status, "HTTPHeaders": {}},
+    }
+    return sdk.ClientError(response, operation)
+
+
+def _no_answer(fault: Fault, what: str, setting: str = "endpoint_url") -> S3ECError | None:
+    """Why no server answered; None where it is something else."""
+    if fault.said in ("not trusted", "authority"):
+        return _not_trusted(what, fault.debug, setting)
+    if fault.said == "timeout":
+        return UnavailableError(f"{what}: timed out")
+    if fault.said not in _NO_ANSWERS:
+        return None
+    kind = BrokenConnectionError if fault.said == "broken" else UnavailableError
+    why = f" ({fault.reason})" if fault.reason else ""
+    return kind(f"{what}: {_NO_ANSWERS[fault.said]}{why}")
+
+
+def from_url(fault: Fault, what: str) -> S3ECError:
+    """An error of obstore about what a ``url`` names.
+
+    Args:
+        what: Begins every message.
+    """
+    if fault.by_class == "absent" or fault.errno in _ABSENT:
+        return AbsentError(f"{what}: there is no such thing; correct `url`", code="NotFound")
+    if fault.by_class == "taken":
+        return ConflictError(f"{what}: it is there already")
+    if fault.status == 416 or fault.said == "start too large":
+        return WrongRangeError(f"{what}: the object ends before that range")
+    if fault.by_class == "denied" or fault.status in (401, 403):
+        status = f" ({fault.status})" if fault.status else ""
+        return AccessError(
+            f"{what}: refused{status}; allow these credentials to read, list and create objects "
+            "here",
+            code=str(fault.status or "PermissionDenied"),
+            is_general=fault.status == 401,
+        )
+    if fault.errno is not None:
+        name = errno.errorcode.get(fault.errno, str(fault.errno))
+        said = f"{what}: {name} ({fault.text})"
+        if fault.errno not in _REFUSED:
+            return UnavailableError(said)
+        return AccessError(
+            f"{said}; give this user the right to do that", code=name, is_general=False
+        )
+    if fault.status is not None:
+        if _is_later(fault.status):
+            return UnavailableError(
+                f"{what}: {fault.status}",
+                status=fault.status,
+                is_throttle=fault.status in _THROTTLES,
+            )
+        return AccessError(f"{what}: {fault.status}; correct `url`", code=str(fault.status))
+    if (error := _no_answer(fault, what, "url")) is not None:
+        return error
+    if fault.by_class == "unsupported":
+        return AccessError(
+            f"{what}: {fault.text}; obstore cannot do that", code="NotSupported", is_general=False
+        )
+    return UnavailableError(f"{what}: {fault.text or 'obstore failed without a reason'}")

@@ -15,7 +15,6 @@ import os
 import re
 import stat
 from collections.abc import AsyncIterator, Iterable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -37,11 +36,11 @@ from s3ec.store.base import (
     content_type_of,
     delete_each,
 )
-from s3ec.store.concurrency import Extend, RequestSlots, page_begun
-from s3ec.store.obstore_errors import AbsentError, WrongRangeError, fault_of, plain_errors
+from s3ec.store.concurrency import Extend, RequestSlots, page_begun, read_body
+from s3ec.store.obstore_errors import fault_of, plain_errors
 from s3ec.store.obstore_runtime import held
-from s3ec.store.replies import read_body
 from s3ec.store.s3 import ObstoreReply
+from s3ec.store.s3_errors import AbsentError, WrongRangeError
 
 # obstore's names for what it is still writing.
 _UNFINISHED = re.compile(r"#\d+$")
@@ -50,8 +49,8 @@ _UNFINISHED = re.compile(r"#\d+$")
 class RealFolder:
     """Looks at the names below ``root``. Every method touches the disk, one call per part.
 
-    Looking comes before using: somebody who may write there can put a link in between. It keeps
-    links out that lie there, not a writer of the folder.
+    It keeps out links that lie there. Somebody who may write to the folder can still make a link
+    between the look and the use.
     """
 
     def __init__(self, root: Path) -> None:
@@ -148,9 +147,9 @@ class UrlStore:
             self._folder, inside = RealFolder(Path(inside)), ""
         self._root = f"{inside}/" if inside else ""
         self._page_size = page_size
-        self._turns = RequestSlots(settings, least_bytes_per_s)
+        self._slots = RequestSlots(settings, least_bytes_per_s)
         # A folder may appear later, so a missing one is an error of each request.
-        self._client: Any = None if self._folder else _cloud_client(settings)
+        self._client: Any = None if self._folder else cloud_client(settings)
 
     def __repr__(self) -> str:
         return f"UrlStore({self._corpus})"
@@ -158,25 +157,24 @@ class UrlStore:
     async def get(self, name: str, *, max_bytes: int) -> Blob | None:
         key = self._key(name)
         what = self._what("GET", key)
-        async with self._turn(what) as turn:
-            try:
-                reply = await self._get_object(turn, key, what)
-                return await read_body(reply, max_bytes, what, turn.extend)
-            except AbsentError:
-                return None
+        with contextlib.suppress(AbsentError):
+            async with self._slot(what) as (client, extend):
+                reply = await self._get_object(client, key, what)
+                return await read_body(reply, max_bytes, what, extend)
+        return None
 
     async def get_range(self, name: str, start: int, length: int) -> Blob | None:
         check_range(start, length)
         key = self._key(name)
         what = self._what("GET", key)
-        async with self._turn(what) as turn:
-            try:
-                reply = await self._get_object(turn, key, what, (start, start + length))
-                return await read_body(reply, length, what, turn.extend)
-            except AbsentError:
-                return None
-            except WrongRangeError:  # the object ends before `start`
-                return b""
+        try:
+            async with self._slot(what) as (client, extend):
+                reply = await self._get_object(client, key, what, (start, start + length))
+                return await read_body(reply, length, what, extend)
+        except AbsentError:
+            return None
+        except WrongRangeError:  # the object ends before `start`
+            return b""
 
     async def put_if_absent(self, name: str, body: Sequence[bytes | memoryview]) -> None:
         key = self._key(name)
@@ -184,25 +182,23 @@ class UrlStore:
         what = self._what("PUT", key)
         # A folder keeps no attributes.
         about = None if self._folder else {"Content-Type": content_type_of(key)}
-        async with self._turn(what) as turn:
-            turn.extend(sum(piece.nbytes for piece in pieces))
+        async with self._slot(what) as (client, extend):
+            extend(sum(piece.nbytes for piece in pieces))
             await self._require(key, what)
             await held(
                 obstore.put_async(
-                    turn.client, key, pieces, attributes=about, mode="create", use_multipart=False
+                    client, key, pieces, attributes=about, mode="create", use_multipart=False
                 )
             )
 
     async def head(self, name: str) -> ObjectInfo | None:
         key = self._key(name)
         what = self._what("HEAD", key)
-        async with self._turn(what) as turn:
-            await self._require(key, what)
-            try:
-                with plain_errors(what):
-                    return self._info(await held(obstore.head_async(turn.client, key)))
-            except AbsentError:
-                return None
+        with contextlib.suppress(AbsentError):
+            async with self._slot(what) as (client, _):
+                await self._require(key, what)
+                return self._info(await held(obstore.head_async(client, key)))
+        return None
 
     async def list(self, prefix: str, *, start_after: str = "") -> AsyncIterator[ObjectInfo]:
         wanted = self._root + prefix
@@ -212,11 +208,11 @@ class UrlStore:
         above = wanted.rpartition("/")[0]
         pages: Any = None
         while True:
-            async with self._turn(what) as turn:
-                turn.extend(_PAGE_BYTES)
+            async with self._slot(what) as (client, extend):
+                extend(_PAGE_BYTES)
                 if pages is None:
                     pages = obstore.list(
-                        turn.client, above or None, offset=after, chunk_size=self._page_size
+                        client, above or None, offset=after, chunk_size=self._page_size
                     )
                 try:
                     page = await held(anext(pages))
@@ -235,10 +231,10 @@ class UrlStore:
         check_folder(prefix)
         above = self._root + prefix
         what = self._what("LIST", above)
-        async with self._turn(what) as turn:
-            turn.extend(_PAGE_BYTES)
+        async with self._slot(what) as (client, extend):
+            extend(_PAGE_BYTES)
             listed = await held(
-                obstore.list_with_delimiter_async(turn.client, above.rstrip("/") or None)
+                obstore.list_with_delimiter_async(client, above.rstrip("/") or None)
             )
             folders = [str(folder) for folder in listed["common_prefixes"]]
             if self._folder is not None:
@@ -248,10 +244,10 @@ class UrlStore:
     async def delete(self, name: str) -> None:
         key = self._key(name)
         what = self._what("DELETE", key)
-        async with self._turn(what) as turn:
-            await self._require(key, what)
-            with contextlib.suppress(AbsentError), plain_errors(what):
-                await held(obstore.delete_async(turn.client, key))
+        with contextlib.suppress(AbsentError):
+            async with self._slot(what) as (client, _):
+                await self._require(key, what)
+                await held(obstore.delete_async(client, key))
 
     async def delete_many(self, names: Sequence[str]) -> dict[str, S3ECError]:
         check_batch(names)
@@ -259,9 +255,9 @@ class UrlStore:
         if self._folder is None and keys:
             what = self._what("DELETE", f"{keys[0]} and {len(keys) - 1} more")
             try:
-                async with self._turn(what) as turn:
-                    turn.extend(_PAGE_BYTES)
-                    await held(obstore.delete_async(turn.client, keys))
+                async with self._slot(what) as (client, extend):
+                    extend(_PAGE_BYTES)
+                    await held(obstore.delete_async(client, keys))
             except AccessError:  # of one of them, or one was absent: it does not say which
                 pass
             else:
@@ -269,13 +265,13 @@ class UrlStore:
         return await delete_each(self, names)
 
     async def close(self) -> None:
-        self._turns.close()
+        self._slots.close()
         # obstore closes a client's connections when nothing holds it any more.
         self._client = None
 
     def abandon(self) -> None:
         """End the requests that are under way soon; for another thread, when the process ends."""
-        self._turns.abandon()
+        self._slots.abandon()
 
     def _key(self, name: str) -> str:
         # obstore silently changes such names, "a/" into "a".
@@ -293,18 +289,22 @@ class UrlStore:
         return ObjectInfo(name, int(entry["size"]), entry["last_modified"].timestamp())
 
     @contextlib.asynccontextmanager
-    async def _turn(self, what: str) -> AsyncIterator[RequestSlot]:
-        """The client, one of the places, a deadline and the error boundary around one request."""
-        self._turns.check_loop()
+    async def _slot(self, what: str) -> AsyncIterator[tuple[Any, Extend]]:
+        """obstore's client, one of the slots, a deadline and the error boundary of one request.
+
+        Yields:
+            The client, and what grants the time that a body of so many bytes may take.
+        """
+        self._slots.check_loop()
         problem = obstore_runtime.obstacle()
         if problem:
             raise UnavailableError(f"{what}: {problem}")
         obstore_runtime.start(self)
         with plain_errors(what):
-            async with self._turns.take(what) as extend:
+            async with self._slots.take(what) as extend:
                 if self._client is None:
                     self._client = await asyncio.to_thread(self._open_folder)
-                yield RequestSlot(self._client, extend)
+                yield self._client, extend
 
     def _open_folder(self) -> LocalStore:
         try:
@@ -324,33 +324,19 @@ class UrlStore:
                 ) from exc
 
     async def _get_object(
-        self, turn: RequestSlot, key: str, what: str, wanted: tuple[int, int] | None = None
+        self, client: Any, key: str, what: str, wanted: tuple[int, int] | None = None
     ) -> ObstoreReply:
         await self._require(key, what)
         part: Any = {} if wanted is None else {"range": wanted}
+        result = await held(obstore.get_async(client, key, options=part))
         errors = functools.partial(plain_errors, what)
-        with errors():
-            result = await held(obstore.get_async(turn.client, key, options=part))
         return ObstoreReply(result, errors, is_part=wanted is not None)
 
 
-@dataclass(frozen=True, slots=True)
-class RequestSlot:
-    """One operation's hold on the store.
-
-    Attributes:
-        client: obstore's.
-        extend: Grants the time that a body of so many bytes may take.
-    """
-
-    client: Any
-    extend: Extend
-
-
-def _cloud_client(settings: Settings) -> GCSStore | AzureStore:
+def cloud_client(settings: Settings) -> GCSStore | AzureStore:
     options: Any = {
         "connect_timeout": timedelta(seconds=settings.connect_timeout_s),
-        # Off, so to speak: the deadline of the turn ends a request.
+        # Off, so to speak: the deadline of the slot ends a request.
         "timeout": timedelta(days=1),
         "user_agent": f"s3ec/{s3ec.__version__}",
     }
@@ -365,5 +351,5 @@ def _cloud_client(settings: Settings) -> GCSStore | AzureStore:
         return AzureStore(corpus.bucket, **common)
     except (BaseError, ValueError) as exc:
         hint = "; set AZURE_STORAGE_ACCOUNT_NAME" if corpus.scheme == "az" else ""
-        reason = fault_of(str(exc)).said
+        reason = fault_of(exc).text
         raise ConfigError(f"`url` = `{corpus}`: {reason}{hint}", field="url") from exc

@@ -27,8 +27,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import boto3
 from botocore.config import Config
@@ -65,11 +64,29 @@ class Identity:
 
 
 class Endpoint:
-    """What tests and the demo need of any S3 server."""
+    """What tests and the demo need of any S3 server. A context manager starts and closes it."""
 
     def __init__(self, admin: Identity, port: int) -> None:
         self._admin = admin
         self._port = port
+
+    def start(self) -> Self:
+        """Start the server; it answers when this returns."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """End the server."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        try:
+            return self.start()
+        except BaseException:
+            self.close()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     @property
     def endpoint_url(self) -> str:
@@ -135,8 +152,6 @@ class Endpoint:
         client.delete_bucket(Bucket=name)
 
 
-__all__ = ["Identity", "LocalS3", "MotoServer", "find_weed", "free_port"]
-
 # Every HTTP port P of SeaweedFS has a gRPC port P + 10000 beside it. Both stay below 32768,
 # where Linux begins to hand out ports for outgoing connections.
 _GRPC_OFFSET = 10_000
@@ -148,9 +163,8 @@ _START_ATTEMPTS = 5
 class LocalS3(Endpoint):
     """A SeaweedFS server, alive as long as this process at most.
 
-    Use it as a context manager, or call ``start`` and ``close``. It is up within a second, one
-    time in ten within six. A watchdog kills the server when this process ends in any way,
-    SIGKILL included. Not thread-safe.
+    It is up within a second, one time in ten within six. A watchdog kills the server when this
+    process ends in any way, SIGKILL included. Not thread-safe.
     """
 
     def __init__(
@@ -195,7 +209,7 @@ class LocalS3(Endpoint):
             return None
         return self._process.pid
 
-    def start(self, timeout_s: float = 60.0) -> LocalS3:
+    def start(self, timeout_s: float = 60.0) -> Self:
         """Start the server and wait until it takes and gives objects, within six seconds.
 
         Raises:
@@ -238,7 +252,7 @@ class LocalS3(Endpoint):
         """End the server with SIGTERM (it takes seconds), after ``grace_s`` with SIGKILL."""
         self._end(signal.SIGTERM, grace_s=grace_s)
 
-    def restart(self) -> LocalS3:
+    def restart(self) -> Self:
         """Start again on the same port and data, after a kill where it still runs."""
         self.kill()
         return self.start()
@@ -252,21 +266,6 @@ class LocalS3(Endpoint):
         if self._run_dir is not None:
             shutil.rmtree(self._run_dir, ignore_errors=True)
             self._run_dir = None
-
-    def __enter__(self) -> LocalS3:
-        try:
-            return self.start()
-        except BaseException:
-            self.close()
-            raise
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _spawn(self, run_dir: Path) -> None:
         data_dir = (self._data_dir or run_dir / "data").absolute()
@@ -371,8 +370,7 @@ class MotoServer(Endpoint):
         super().__init__(Identity("moto"), free_port())
         self._server = ThreadedMotoServer(ip_address=HOST, port=self._port, verbose=False)
 
-    def start(self) -> MotoServer:
-        """Start the server; it answers when this returns."""
+    def start(self) -> Self:
         # One line per request would bury what a test says.
         logging.getLogger("werkzeug").setLevel(logging.WARNING)
         self._server.start()
@@ -381,17 +379,6 @@ class MotoServer(Endpoint):
     def close(self) -> None:
         """Stop the server; everything in it is gone."""
         self._server.stop()
-
-    def __enter__(self) -> MotoServer:
-        return self.start()
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def find_weed() -> str:

@@ -127,23 +127,20 @@ def doctor(monkeypatch: pytest.MonkeyPatch) -> Doctor:
     return run
 
 
-def keys_of(server: Endpoint, identity: Identity | None = None) -> dict[str, str]:
-    return server.env(identity)
-
-
 def objects(server: Endpoint, bucket: str = BUCKET) -> list[str]:
     """What lies below the doctor's folder of a bucket."""
     page = server.client().list_objects_v2(Bucket=bucket, Prefix=".s3ec-probe/")
     return [entry["Key"] for entry in page.get("Contents", [])]
 
 
-def test_seaweedfs_is_well(
+def test_seaweedfs_is_well_and_encrypts_when_asked(
     doctor: Doctor, config: Callable[..., str], local_s3: LocalS3, seaweed_bucket: str
 ) -> None:
-    report = doctor(config(local_s3.endpoint_url), env=keys_of(local_s3))
+    report = doctor(config(local_s3.endpoint_url, sse="AES256"), env=local_s3.env())
     assert report.verdicts() == HEALTHY
     assert report.document["ok"] is True
     assert report.code == 0
+    assert "AES256 is accepted and confirmed" in report["sse"]["found"]
     assert "SeaweedFS" in report["endpoint"]["found"]
     assert report["transport"]["found"].startswith("obstore ")
     assert "a wrong one is refused" in report["checksums"]["found"]
@@ -153,18 +150,10 @@ def test_seaweedfs_is_well(
     assert objects(local_s3) == []
 
 
-def test_seaweedfs_encrypts_when_asked(
-    doctor: Doctor, config: Callable[..., str], local_s3: LocalS3, seaweed_bucket: str
-) -> None:
-    report = doctor(config(local_s3.endpoint_url, sse="AES256"), env=keys_of(local_s3))
-    assert report.verdicts() == HEALTHY
-    assert "AES256 is accepted and confirmed" in report["sse"]["found"]
-
-
 def test_moto_is_well(
     doctor: Doctor, config: Callable[..., str], moto_server: MotoServer, moto_bucket: str
 ) -> None:
-    report = doctor(config(moto_server.endpoint_url), env=keys_of(moto_server))
+    report = doctor(config(moto_server.endpoint_url), env=moto_server.env())
     assert report.verdicts() == HEALTHY
     assert report.code == 0
     assert "a wrong one is not noticed" in report["checksums"]["found"]
@@ -177,7 +166,7 @@ def test_dead_port_fails_at_the_endpoint_and_skips_the_rest(
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{probe.getsockname()[1]}"
-    report = doctor(config(url), env=keys_of(moto_server))
+    report = doctor(config(url), env=moto_server.env())
     assert report.verdicts() == {
         **HEALTHY,
         **NO_BUCKET,
@@ -199,7 +188,7 @@ def test_port_that_never_answers_fails_at_the_endpoint(
         silent.bind(("127.0.0.1", 0))
         silent.listen()
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        report = doctor(config(url, read_timeout_s=0.5), env=keys_of(moto_server))
+        report = doctor(config(url, read_timeout_s=0.5), env=moto_server.env())
     assert report["endpoint"]["verdict"] == "fail"
     assert report["bucket"]["verdict"] == "skip"
 
@@ -232,7 +221,7 @@ def test_a_check_without_an_answer_in_time_is_a_warning_and_holds_up_those_that_
 ) -> None:
     with FaultProxy(local_s3.endpoint_url) as proxy:
         proxy.add(Rule(Delay(600), method="PUT"))
-        report = doctor(config(proxy.url), "--timeout", "3", env=keys_of(local_s3))
+        report = doctor(config(proxy.url), "--timeout", "3", env=local_s3.env())
     unknown = dict.fromkeys(PROBING, "skip")
     assert report.verdicts() == {**HEALTHY, **unknown, "write": "warn"}
     assert report["write"]["found"] == "no answer within 3 s"
@@ -252,7 +241,7 @@ def test_vllm_is_left_out_when_asked_and_the_rest_is_examined(
 
     monkeypatch.setattr("s3ec.doctor.run.has_vllm", lambda: True)
     monkeypatch.setattr("s3ec.doctor.run.VllmChild", start)
-    report = doctor(config(local_s3.endpoint_url), "--no-vllm", env=keys_of(local_s3))
+    report = doctor(config(local_s3.endpoint_url), "--no-vllm", env=local_s3.env())
     assert report.verdicts() == {**HEALTHY, "vllm": "skip"}
     assert "--no-vllm" in report["vllm"]["found"]
     report = doctor(config(local_s3.endpoint_url), "--no-vllm", "--", "--model", "x")
@@ -277,7 +266,7 @@ def test_bucket_and_node_are_examined_before_vllm_is_imported(
 
     monkeypatch.setattr(run, "has_vllm", lambda: True)
     monkeypatch.setattr(run, "VllmChild", start)
-    for name, value in keys_of(local_s3).items():
+    for name, value in local_s3.env().items():
         monkeypatch.setenv(name, value)
     extra = json.loads(config(local_s3.endpoint_url))["ec_connector_extra_config"]
     checks = run.examine(load_settings(extra), {}, timeout_s=100)
@@ -292,33 +281,30 @@ def test_bucket_and_node_are_examined_before_vllm_is_imported(
     assert seen == [name for name in HEALTHY if name not in {*WITHOUT_VLLM, "corpus"}]
 
 
-def test_missing_bucket_fails_and_says_to_create_it(
-    doctor: Doctor, config: Callable[..., str], local_s3: LocalS3
+@pytest.mark.parametrize(
+    ("change", "variables", "found", "mend"),
+    [
+        ({"bucket": "nosuchbucket"}, {}, "NoSuchBucket", "create the bucket"),
+        ({}, {"AWS_SECRET_ACCESS_KEY": "wrong-hush-hush"}, "SignatureDoesNotMatch", "secret key"),
+        ({}, {"AWS_ACCESS_KEY_ID": "AKIANOBODY"}, "InvalidAccessKeyId", "credentials"),
+    ],
+)
+def test_what_the_bucket_refuses_fails_there_and_says_what_to_do(
+    change: dict[str, str],
+    variables: dict[str, str],
+    found: str,
+    mend: str,
+    doctor: Doctor,
+    config: Callable[..., str],
+    local_s3: LocalS3,
+    seaweed_bucket: str,
 ) -> None:
-    report = doctor(config(local_s3.endpoint_url, bucket="nosuchbucket"), env=keys_of(local_s3))
+    report = doctor(config(local_s3.endpoint_url, **change), env=local_s3.env() | variables)
     assert report.verdicts() == {**HEALTHY, **NO_BUCKET, "bucket": "fail"}
-    assert "create the bucket" in report["bucket"]["mend"]
-    assert report.code == 1
-
-
-def test_wrong_secret_fails_at_the_bucket(
-    doctor: Doctor, config: Callable[..., str], local_s3: LocalS3, seaweed_bucket: str
-) -> None:
-    env = {**keys_of(local_s3), "AWS_SECRET_ACCESS_KEY": "wrong-hush-hush"}
-    report = doctor(config(local_s3.endpoint_url), env=env)
-    assert report.verdicts() == {**HEALTHY, **NO_BUCKET, "bucket": "fail"}
-    assert "SignatureDoesNotMatch" in report["bucket"]["found"]
-    assert "secret key" in report["bucket"]["mend"]
+    assert found in report["bucket"]["found"]
+    assert mend in report["bucket"]["mend"]
     assert "wrong-hush-hush" not in report.text
-
-
-def test_unknown_access_key_fails_at_the_bucket(
-    doctor: Doctor, config: Callable[..., str], local_s3: LocalS3, seaweed_bucket: str
-) -> None:
-    env = {**keys_of(local_s3), "AWS_ACCESS_KEY_ID": "AKIANOBODY"}
-    report = doctor(config(local_s3.endpoint_url), env=env)
-    assert report.verdicts() == {**HEALTHY, **NO_BUCKET, "bucket": "fail"}
-    assert "InvalidAccessKeyId" in report["bucket"]["found"]
+    assert report.code == 1
 
 
 def test_no_credentials_fail_and_the_endpoint_is_still_examined(
@@ -337,7 +323,7 @@ def test_no_credentials_fail_and_the_endpoint_is_still_examined(
 def test_reader_without_list_is_told_which_right_is_missing(
     doctor: Doctor, config: Callable[..., str], guarded_s3: LocalS3
 ) -> None:
-    report = doctor(config(guarded_s3.endpoint_url), env=keys_of(guarded_s3, READER))
+    report = doctor(config(guarded_s3.endpoint_url), env=guarded_s3.env(READER))
     assert report["bucket"]["verdict"] == "fail"
     assert "s3:ListBucket" in report["bucket"]["mend"]
 
@@ -355,7 +341,7 @@ def test_read_only_credentials_fail_for_a_producer_and_do_for_a_consumer(
     doctor: Doctor, config: Callable[..., str], read_only: tuple[LocalS3, Identity]
 ) -> None:
     server, viewer = read_only
-    env = keys_of(server, viewer)
+    env = server.env(viewer)
     report = doctor(config(server.endpoint_url), env=env)
     unknown = dict.fromkeys(PROBING, "skip")
     assert report.verdicts() == {**HEALTHY, **unknown, "write": "fail"}
@@ -375,7 +361,7 @@ def test_untrusted_certificate_fails_until_its_authority_is_named(
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(certificate)
     with FaultProxy(local_s3.endpoint_url, tls=context) as proxy:
-        env = keys_of(local_s3)
+        env = local_s3.env()
         report = doctor(config(proxy.url), env=env)
         assert report["endpoint"]["verdict"] == "fail"
         assert "certificate" in report["endpoint"]["found"]
@@ -435,7 +421,7 @@ def test_read_only_cache_folder_fails(
     code = AS_ORDINARY_USER.replace('"-m", "s3ec"', '"-c", NO_VLLM')
     code = f"NO_VLLM = {NO_VLLM!r}\n{code}"
     command = ("doctor", "--json", "--timeout", "100", "--config", config(local_s3.endpoint_url))
-    out = run_process(*command, env=keys_of(local_s3), code=code)
+    out = run_process(*command, env=local_s3.env(), code=code)
     report = Report(out.stdout, out.returncode)
     assert report.verdicts() == {
         **HEALTHY,
@@ -466,7 +452,7 @@ def test_process_ends_with_the_documented_status(
     code: int,
 ) -> None:
     command = ("doctor", "--timeout", "100", "--config", config(local_s3.endpoint_url, **change))
-    out = run_process(*command, env=keys_of(local_s3), code=NO_VLLM)
+    out = run_process(*command, env=local_s3.env(), code=NO_VLLM)
     assert out.returncode == code, out.stderr
     assert "Traceback" not in out.stderr
     if code == 2:
@@ -497,7 +483,7 @@ def test_real_vllm_names_the_namespace_of_its_model(
     transfer = config(local_s3.endpoint_url, bucket=s3_bucket, model_identity="acme/tiny")
     model = str(write_gemma3(tmp_path / "tiny"))
     served = ["vllm", "serve", model, "--port", "8000", "--api-key", "hush-hush"]
-    env = {**engine_env(), **keys_of(local_s3)}
+    env = {**engine_env(), **local_s3.env()}
     asked = ("doctor", "--json", "--config", transfer, "--", *served, "--dtype", "bfloat16")
     out = run_process(*asked, env=env)
     report = Report(out.stdout, out.returncode)

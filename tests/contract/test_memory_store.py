@@ -9,8 +9,8 @@ import pytest
 
 from s3ec.counters import Counters
 from s3ec.store.base import Store
-from s3ec.store.endpoint import Endpoint, resilient
-from s3ec.store.open import HeadBeforePut
+from s3ec.store.endpoint import Endpoint
+from s3ec.store.open import HeadBeforePut, resilient
 from s3ec.testing.contract import MakeStore, StoreContract
 from s3ec.testing.fault_store import FaultStore
 from s3ec.testing.memory_store import MemoryBucket, MemoryStore

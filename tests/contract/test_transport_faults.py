@@ -183,16 +183,46 @@ async def test_broken_connection_is_unavailable(
     await _assert_works(store)
 
 
-@pytest.mark.parametrize("operation", ["get", "head", "put", "list"])
-async def test_silent_server_is_unavailable_after_the_read_timeout(
-    operation: str, store: BotocoreStore, make: Make, proxy: FaultProxy
+class Dribble:
+    """The head of an answer, which never ends."""
+
+    async def apply(self, exchange: Exchange) -> None:
+        await exchange.send_raw(b"HTTP/1.1 200 OK\r\nx-padding: ")
+        while not exchange.released.is_set():
+            await exchange.send_raw(b"x")
+            await asyncio.sleep(0.05)
+
+
+# More than the sockets' buffers take.
+LARGE = bytes(16_000_000)
+# What is too slow, what is asked for, and the throughput that the store insists on. obstore has no
+# limit for the silence after an upload but the deadline, 1.8 s here.
+SLOW: dict[str, tuple[Fault, str, float]] = {
+    "silence, get": (faults.Stall(), "get", 1e6),
+    "silence, head": (faults.Stall(), "head", 1e6),
+    "silence, put": (faults.Stall(), "put", 1e6),
+    "silence, list": (faults.Stall(), "list", 1e6),
+    "silence within the body": (faults.Stall(upto=1000), "get", 65536.0),
+    # No read timeout notices these; the deadline does.
+    "trickle, 300 kB in 60 s": (faults.Trickle(piece_bytes=100, pause_s=0.02), "get", 1e6),
+    "trickle of a head, get": (Dribble(), "get", 65536.0),
+    "trickle of a head, head": (Dribble(), "head", 65536.0),
+    "upload that nobody reads": (faults.StallUpload(), "large put", 1e9),
+}
+
+
+@pytest.mark.parametrize("case", SLOW)
+async def test_what_is_too_slow_is_unavailable_in_time_and_leaves_a_store_that_works(
+    case: str, store: BotocoreStore, make: Make, proxy: FaultProxy
 ) -> None:
-    # obstore has no limit for the silence after an upload but the deadline, 1.8 s here.
-    hasty = make(connect_timeout_s=0.5, read_timeout_s=0.5, least_bytes_per_s=1e6)
-    rule = proxy.add(Rule(faults.Stall()))
-    await _fails(OPERATIONS[operation](hasty), UnavailableError, r"[Tt]imeout|timed out")
+    fault, operation, least_bytes_per_s = SLOW[case]
+    hasty = make(connect_timeout_s=0.5, read_timeout_s=0.5, least_bytes_per_s=least_bytes_per_s)
+    call = OPERATIONS.get(operation, lambda store: store.put_if_absent("big", [LARGE]))
+    rule = proxy.add(Rule(fault))
+    await _fails(call(hasty), UnavailableError, r"[Tt]imeout|timed out")
     assert rule.fired == 1
     proxy.clear()
+    assert await store.head("big") is None
     await _assert_works(store)
 
 
@@ -304,38 +334,6 @@ async def test_wrong_bytes_of_the_right_length_are_left_to_the_codec(
     assert len(flipped) == len(BODY)
 
 
-async def test_silence_within_the_body_is_unavailable(
-    store: BotocoreStore, make: Make, proxy: FaultProxy
-) -> None:
-    hasty = make(read_timeout_s=0.5)
-    rule = proxy.add(Rule(faults.Stall(upto=1000)))
-    await _fails(hasty.get("a", max_bytes=AMPLE), UnavailableError, "timed out")
-    assert rule.fired == 1
-    proxy.clear()
-    assert await hasty.get("b/b", max_bytes=10) == b"b"
-
-
-async def test_trickle_that_no_read_timeout_notices_meets_the_deadline(
-    store: BotocoreStore, make: Make, proxy: FaultProxy
-) -> None:
-    hasty = make(connect_timeout_s=0.5, read_timeout_s=0.5, least_bytes_per_s=1e6)
-    proxy.add(Rule(faults.Trickle(piece_bytes=100, pause_s=0.02)))  # 300 kB would take 60 s
-    await _fails(hasty.get("a", max_bytes=AMPLE), UnavailableError, "timed out")
-    proxy.clear()
-    assert await hasty.get("b/b", max_bytes=10) == b"b"
-
-
-async def test_upload_that_nobody_reads_meets_the_deadline(
-    store: BotocoreStore, make: Make, proxy: FaultProxy
-) -> None:
-    hasty = make(connect_timeout_s=0.5, read_timeout_s=0.5, least_bytes_per_s=1e9)
-    proxy.add(Rule(faults.StallUpload(), method="PUT"))
-    body = bytes(16_000_000)  # more than the sockets' buffers take
-    await _fails(hasty.put_if_absent("big", [body]), UnavailableError, "timed out")
-    proxy.clear()
-    assert await hasty.head("big") is None
-
-
 async def test_upload_that_is_slow_but_moves_gets_the_time_its_size_needs(
     store: BotocoreStore, make: Make, proxy: FaultProxy
 ) -> None:
@@ -347,7 +345,7 @@ async def test_upload_that_is_slow_but_moves_gets_the_time_its_size_needs(
 
     proxy.add(Rule(Late(), method="PUT"))
     hasty = make(connect_timeout_s=0.3, read_timeout_s=0.5)  # 1.3 s for a request without a body
-    await hasty.put_if_absent("big", [bytes(16_000_000)])
+    await hasty.put_if_absent("big", [LARGE])
 
 
 async def test_uploads_do_not_wait_for_leave_to_send(
@@ -592,22 +590,6 @@ async def test_host_that_swallows_connection_requests_is_unavailable(make: Make)
                 client.close()
 
 
-async def test_head_of_a_reply_that_trickles_meets_the_deadline(
-    store: BotocoreStore, make: Make, proxy: FaultProxy
-) -> None:
-    class Dribble:
-        async def apply(self, exchange: Exchange) -> None:
-            await exchange.send_raw(b"HTTP/1.1 200 OK\r\nx-padding: ")
-            while not exchange.released.is_set():
-                await exchange.send_raw(b"x")
-                await asyncio.sleep(0.05)
-
-    hasty = make(connect_timeout_s=0.5, read_timeout_s=0.5)
-    proxy.add(Rule(Dribble()))
-    for operation in (hasty.get("a", max_bytes=AMPLE), hasty.head("a")):
-        await _fails(operation, UnavailableError, "timed out")
-
-
 async def test_waiting_for_a_turn_does_not_count_against_the_deadline(
     store: BotocoreStore, make: Make, proxy: FaultProxy
 ) -> None:
@@ -638,17 +620,12 @@ async def test_close_ends_what_is_under_way_and_what_waits(make: Make, proxy: Fa
         await store.get("a", max_bytes=AMPLE)
 
 
-async def test_https_needs_the_authority_in_ca_bundle_and_sends_bodies_unsigned(
+async def test_https_with_the_authority_in_ca_bundle_sends_bodies_unsigned(
     local_s3: LocalS3, on_seaweed: Configure, transport: Transport, issued: Issued
 ) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(issued.server)
     with FaultProxy(local_s3.endpoint_url, tls=context) as proxy:
-        untrusting = transport(on_seaweed(endpoint_url=proxy.url, prefix="tls"))
-        error = await _fails(untrusting.get("a", max_bytes=10), AccessError, "`ca_bundle`")
-        assert isinstance(error, AccessError)
-        assert error.code == "CertificateNotTrusted"
-        await untrusting.close()
         store = transport(
             on_seaweed(endpoint_url=proxy.url, prefix="tls", ca_bundle=issued.authority)
         )

@@ -43,7 +43,7 @@ def make_store(
         client_options={"allow_http": True, "timeout": "1 day"},
         retry_config={"max_retries": 0},
     )
-    monkeypatch.setattr(url_store, "_cloud_client", lambda settings: client)
+    monkeypatch.setattr(url_store, "cloud_client", lambda settings: client)
 
     def make(prefix: str) -> UrlStore:
         url = f"gs://{moto_bucket}/{quote(prefix)}"

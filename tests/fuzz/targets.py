@@ -35,7 +35,8 @@ from s3ec.index.segment import Segment, parse_segment
 from s3ec.middleware import BodyError, rewrite
 from s3ec.modality import parse_record
 from s3ec.settings import check_endpoint, check_prefix, parse_url
-from s3ec.store.obstore_errors import _translate as translate
+from s3ec.store.obstore_errors import fault_of
+from s3ec.store.s3_errors import from_obstore, from_url
 from s3ec.tenant import Tenant, check_reference
 from s3ec.tier.bad_objects import BadObject
 from s3ec.tier.process_folders import SpoolName, is_pin_folder_name
@@ -358,8 +359,9 @@ def request_body(data: bytes) -> None:
 
 def error_text(data: bytes) -> None:
     """What a client library says of a reply, which holds text of a server's."""
-    error = translate(data.decode("utf-8", "replace"), "GET", "GetObject")
-    require(isinstance(error, Exception), "no error")
+    fault = fault_of(Exception(data.decode("utf-8", "replace")))
+    for error in (from_obstore(fault, "GET", "GetObject"), from_url(fault, "GET")):
+        require(isinstance(error, Exception), "no error")
 
 
 TARGETS: dict[str, Callable[[bytes], None]] = {

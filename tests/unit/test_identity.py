@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import tracemalloc
 from collections.abc import Mapping
 
 import pytest
@@ -18,6 +19,8 @@ from s3ec.identity import (
     MAX_REVISION,
     OBJECT_SUFFIX,
     Key,
+    KeyCache,
+    KeyPolicy,
     Layout,
     Namespace,
     entry_name,
@@ -29,6 +32,7 @@ from s3ec.identity import (
     modality_name,
     revised_name,
 )
+from s3ec.tenant import Tenant
 
 A = hashlib.sha256(b"a").hexdigest()
 B = hashlib.sha256(b"b").hexdigest()
@@ -257,9 +261,11 @@ def test_junk_in_a_listing_is_no_object_name(name: str) -> None:
     assert not is_object_name(name)
 
 
-@given(st.text(alphabet="0123456789abcdef/x-.safetnors", max_size=100))
-def test_is_object_name_never_raises(name: str) -> None:
+@given(st.text(alphabet="0123456789abcdef/x-.safetnors", max_size=100) | st.text(max_size=100))
+def test_names_of_a_listing_are_read_without_an_exception(name: str) -> None:
     is_object_name(name)
+    entry_name(name)
+    entry_name(f"{name}.r1{OBJECT_SUFFIX}")
 
 
 # -- namespaces --------------------------------------------------------------------------------
@@ -473,7 +479,53 @@ def test_what_only_looks_like_a_revision_is_none(mark: str) -> None:
     assert entry_name(f"{name}.{mark}{OBJECT_SUFFIX}") is None
 
 
-@given(st.text(max_size=100))
-def test_entry_name_never_raises(name: str) -> None:
-    entry_name(name)
-    entry_name(f"{name}.r1{OBJECT_SUFFIX}")
+# -- the memory of recent keys --------------------------------------------------------------------
+
+
+def test_key_cache_answers_as_make_key_does() -> None:
+    make = KeyCache(capacity=8)
+    for identifier in [*TRICKY, "renderer0-mm-1-image-0", "", *TRICKY]:
+        assert make(identifier) == make_key(identifier)
+
+
+def test_key_cache_remembers_a_bounded_number_and_nothing_refused() -> None:
+    asked = 0
+
+    def counting(identifier: str) -> Key | None:
+        nonlocal asked
+        asked += 1
+        return make_key(identifier)
+
+    make = KeyCache(counting, capacity=8)
+    for number in range(100):
+        make(f"picture {number}")
+        make(f"renderer0-mm-{number}-image-0")
+        make(f"{number}" * 5000)
+    kept = [make(f"picture {number}") for number in range(92, 100)]
+    assert all(make(key.identifier) is key for key in kept if key is not None)
+    before = asked
+    make("picture 0")
+    make("renderer0-mm-0-image-0")
+    make("0" * 5000)
+    make("renderer0-mm-0-image-0")
+    make("0" * 5000)
+    assert asked == before + 5
+
+
+@pytest.mark.parametrize("character", ["x", "\U0001f600"])
+@pytest.mark.parametrize("tenant", [None, Tenant(b"0123456789abcdef")])
+def test_names_in_any_number_and_of_any_length_take_a_bounded_memory(
+    character: str, tenant: Tenant | None
+) -> None:
+    """Measured with a small one: 1 KiB an entry, so 64 MiB with the default capacity."""
+    capacity = 512
+    for characters in (128, 129, 1000):
+        make = KeyCache(KeyPolicy(tenant).make_key, capacity=capacity)
+        tracemalloc.start()
+        for number in range(capacity + 100):
+            name = f"{number:06}".ljust(characters, character)
+            key = make(name)
+            assert (key is None) is (len(name.encode()) > 4096)
+        used = tracemalloc.get_traced_memory()[0]
+        tracemalloc.stop()
+        assert used <= (capacity * 1024 if characters == 128 else 0) + 16 * 1024

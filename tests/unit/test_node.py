@@ -14,7 +14,7 @@ from s3ec.identity import Namespace
 from s3ec.index import compaction
 from s3ec.index.base_writer import temporary_folder
 from s3ec.node import Node, destination_of, refresh_pause_s
-from s3ec.store.breaker import Breaker
+from s3ec.store.endpoint import Breaker
 from s3ec.testing.memory_store import MemoryStore
 from s3ec.tier.evictor import EvictLock
 from s3ec.tier.files import Folders

@@ -89,8 +89,8 @@ async def _storm(settings: Settings, proxy: FaultProxy, workers: int) -> Storm:
     from s3ec.dev.rigs.proxy import Rule
     from s3ec.dev.rigs.proxy_faults import s3_error
     from s3ec.errors import UnavailableError
-    from s3ec.store.endpoint import Endpoint, resilient
-    from s3ec.store.open import open_store
+    from s3ec.store.endpoint import Endpoint
+    from s3ec.store.open import open_store, resilient
 
     endpoint = Endpoint.of(settings)
     store = resilient(open_store(settings), endpoint, Counters(), hedge=settings.hedge)

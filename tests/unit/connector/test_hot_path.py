@@ -21,7 +21,7 @@ import os, sys
 from pathlib import Path
 from s3ec.connector.vllm_config import Role
 from s3ec.connector.scheduler import SchedulerHalf
-from s3ec.store.breaker import Breaker
+from s3ec.store.endpoint import Breaker
 from tests.unit.connector.scheduling import feature, has_no_pixels, identifier_of, key_of, request
 from tests.unit.test_prefetch import LAYOUT, Bench, entry, want
 

@@ -21,7 +21,7 @@ from s3ec.counters import Counters
 from s3ec.errors import AccessError, TierError, UnavailableError
 from s3ec.modality import Record
 from s3ec.runtime import DiskWatch
-from s3ec.store.breaker import BreakerOptions
+from s3ec.store.endpoint import BreakerOptions
 from s3ec.testing.fault_store import Fault, Gate
 from s3ec.testing.memory_store import MemoryStore
 from s3ec.tier import Spool

@@ -22,43 +22,15 @@ import pytest
 from botocore.credentials import SSOProvider
 from botocore.exceptions import ConnectionClosedError
 
-from s3ec.config import load_settings
 from s3ec.dev.rigs import proxy_faults as faults
 from s3ec.dev.rigs.proxy import Fault, FaultProxy, Rule
 from s3ec.errors import UnavailableError
-from s3ec.settings import Settings
 from s3ec.store.botocore_s3 import BotocoreStore
 from s3ec.store.s3_client import Exchange
-from s3ec.testing.server import MotoServer
+from tests.unit.store.conftest import PATIENCE_S, ROLE, Configure, eventually
 
 BODY = os.urandom(300_000)
 AMPLE = 2**24
-# Far beyond what a test takes; a hang fails the test instead of the run.
-PATIENCE_S = 60.0
-Configure = Callable[..., Settings]
-
-
-@pytest.fixture
-def proxy(moto_server: MotoServer) -> Iterator[FaultProxy]:
-    with FaultProxy(moto_server.endpoint_url) as proxy:
-        yield proxy
-
-
-@pytest.fixture(scope="module")
-def bucket(moto_server: MotoServer) -> str:
-    return moto_server.create_bucket("unit-botocore")
-
-
-@pytest.fixture
-def configure(proxy: FaultProxy, bucket: str) -> Configure:
-    defaults = {"bucket": bucket, "endpoint_url": proxy.url, "region": "us-east-1"}
-    return lambda **changes: load_settings({**defaults, **changes}).settings
-
-
-@pytest.fixture
-def keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "an-access-key")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "s")
 
 
 PHASES: dict[str, tuple[Fault, Callable[[BotocoreStore], Awaitable[object]]]] = {
@@ -79,9 +51,8 @@ async def test_request_that_nobody_waits_for_gives_its_thread_back(
     fault, operation = PHASES[phase]
     rule = proxy.add(Rule(fault, times=1))
     hanging = asyncio.ensure_future(operation(store))
+    await eventually(lambda: rule.fired)
     async with asyncio.timeout(PATIENCE_S):
-        while not rule.fired:  # noqa: ASYNC110 -- the proxy's thread has no event of this loop
-            await asyncio.sleep(0.01)
         hanging.cancel()
         with pytest.raises(asyncio.CancelledError):
             await hanging
@@ -141,8 +112,7 @@ async def test_many_hanging_requests_leave_a_store_that_works_at_once(
     rule = proxy.add(Rule(faults.Stall(), times=3))
     async with asyncio.timeout(PATIENCE_S):
         tasks = [asyncio.create_task(store.get("many", max_bytes=AMPLE)) for _ in range(12)]
-        while rule.fired < 3:  # noqa: ASYNC110 -- as above
-            await asyncio.sleep(0.01)
+        await eventually(lambda: rule.fired == 3)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -188,8 +158,8 @@ async def test_length_that_is_no_number_is_unavailable(
     keys: None, configure: Configure, proxy: FaultProxy
 ) -> None:
     store = BotocoreStore(configure())
-    for headers in ({"content-length": "many"}, {"content-length": "-1"}):
-        proxy.add(Rule(_Raw(headers)))
+    for said in ("many", "-1"):
+        proxy.add(Rule(_Length(said)))
         for call in (store.get("x", max_bytes=10), store.head("x"), store.list_folders("")):
             with pytest.raises(UnavailableError):
                 await call
@@ -197,14 +167,13 @@ async def test_length_that_is_no_number_is_unavailable(
     await store.close()
 
 
-class _Raw:
-    def __init__(self, headers: dict[str, str]) -> None:
-        self._headers = headers
+class _Length:
+    def __init__(self, said: str) -> None:
+        self._said = said
 
     async def apply(self, exchange: Any) -> None:
         await exchange.read_body()
-        lines = [f"{name}: {value}" for name, value in self._headers.items()]
-        head = "\r\n".join(["HTTP/1.1 200 OK", 'etag: "x"', *lines, "", ""])
+        head = f'HTTP/1.1 200 OK\r\netag: "x"\r\ncontent-length: {self._said}\r\n\r\n'
         await exchange.send_raw(head.encode())
         exchange.close()
 
@@ -305,20 +274,13 @@ async def test_single_sign_on_of_a_profile_is_used(
 
 
 async def test_service_of_credentials_that_hangs_is_given_up_as_soon_as_a_store_would_be(
-    keys: None,
-    configure: Configure,
-    moto_server: MotoServer,
-    monkeypatch: pytest.MonkeyPatch,
+    keys: None, configure: Configure, sts: FaultProxy
 ) -> None:
-    with FaultProxy(moto_server.endpoint_url) as sts:
-        monkeypatch.setenv("AWS_ENDPOINT_URL_STS", sts.url)
-        rule = sts.add(Rule(faults.Stall()))
-        role = "arn:aws:iam::123456789012:role/corpus-reader"
-        store = BotocoreStore(configure(role_arn=role, read_timeout_s=0.3))
-        with pytest.raises(UnavailableError):
-            await store.get("x", max_bytes=1)
-        # It was asked again, which botocore's own limit puts off for a minute.
-        async with asyncio.timeout(PATIENCE_S / 2):
-            while rule.fired < 2:  # noqa: ASYNC110 -- as above
-                await asyncio.sleep(0.01)
-        await store.close()
+    rule = sts.add(Rule(faults.Stall()))
+    store = BotocoreStore(configure(role_arn=ROLE, read_timeout_s=0.3))
+    with pytest.raises(UnavailableError):
+        await store.get("x", max_bytes=1)
+    # It is asked again, which botocore's own limit would put off for a minute.
+    async with asyncio.timeout(PATIENCE_S / 2):
+        await eventually(lambda: rule.fired >= 2)
+    await store.close()

@@ -12,7 +12,6 @@ import pytest
 from botocore.exceptions import CredentialRetrievalError, NoCredentialsError
 
 from s3ec.errors import UnavailableError
-from s3ec.store import credentials
 from s3ec.store.credentials import ChainCredentials
 
 Keys = namedtuple("Keys", "access_key secret_key token account_id")
@@ -137,9 +136,9 @@ async def test_a_source_in_vain_is_remembered_for_a_while(chain: Chain) -> None:
 
 
 async def test_a_source_that_hangs_is_waited_for_once_and_not_by_those_that_come_later(
-    chain: Chain, monkeypatch: pytest.MonkeyPatch
+    chain: Chain,
 ) -> None:
-    monkeypatch.setattr(credentials, "_PATIENCE_S", 0.05)
+    chain.credentials.patience_s = 0.05
     chain.gate.clear()
     for _ in range(2):
         with pytest.raises(UnavailableError, match="still being looked for"):
@@ -147,8 +146,7 @@ async def test_a_source_that_hangs_is_waited_for_once_and_not_by_those_that_come
         chain.now_s += 1
     assert chain.walks == 1
     chain.gate.set()
-    while chain.credentials._asking is not None:  # noqa: ASYNC110 -- a task of its own
-        await asyncio.sleep(0)
+    chain.credentials.patience_s = 30
     assert await chain.name_used() == "first"
 
 
@@ -166,9 +164,9 @@ async def test_renewal_long_before_the_end_holds_no_request_up(chain: Chain) -> 
     assert chain.asked == 2
     chain.name = "second"
     chain.gate.set()
-    while chain.credentials._asking is not None:  # noqa: ASYNC110 -- a task of its own
-        await asyncio.sleep(0)
-    assert await chain.name_used() == "second"
+    async with asyncio.timeout(30):
+        while await chain.name_used() != "second":  # noqa: ASYNC110 -- a task of its own
+            await asyncio.sleep(0)
 
 
 async def test_renewed_ones_that_have_expired_are_an_error_of_the_sdk(chain: Chain) -> None:
@@ -187,10 +185,8 @@ async def test_repr_holds_no_key(chain: Chain) -> None:
     await chain.credentials.close()
 
 
-async def test_a_source_that_hangs_for_ever_keeps_few_threads(
-    chain: Chain, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(credentials, "_LONGEST_LOOK_S", 0.01)
+async def test_a_source_that_hangs_for_ever_keeps_few_threads(chain: Chain) -> None:
+    chain.credentials.longest_look_s = 0.01
     chain.gate.clear()
     for _ in range(10):
         with pytest.raises(UnavailableError, match="looked for in vain"):

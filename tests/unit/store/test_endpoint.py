@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 
 import pytest
 from hypothesis import settings as hypothesis_settings
@@ -17,18 +17,31 @@ from s3ec.counters import Counters
 from s3ec.errors import (
     AccessError,
     ConflictError,
-    CorruptEntryError,
-    S3ECError,
     UnavailableError,
 )
 from s3ec.settings import Settings
 from s3ec.store.base import ObjectInfo, Store
-from s3ec.store.breaker import Breaker, BreakerOptions, Ticket
 from s3ec.store.concurrency import page_begun
-from s3ec.store.endpoint import BreakerStore, Endpoint
+from s3ec.store.endpoint import (
+    AdaptiveConcurrency,
+    Breaker,
+    BreakerOpenError,
+    BreakerOptions,
+    BreakerStore,
+    Endpoint,
+    Ticket,
+)
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
 from s3ec.testing.memory_store import MemoryStore
 from tests.support.clock import Clock
+from tests.unit.store.conftest import (
+    OPERATIONS,
+    corrupt,
+    eventually,
+    every_operation,
+    names,
+    reached,
+)
 
 
 @pytest.fixture
@@ -37,60 +50,30 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def counters() -> Counters:
-    return Counters()
+def endpoint(clock: Clock) -> Endpoint:
+    return Endpoint(100, clock=clock)
 
 
 @pytest.fixture
-def breaker(clock: Clock) -> Breaker:
-    return Breaker(clock=clock)
+def breaker(endpoint: Endpoint) -> Breaker:
+    return endpoint.breaker
 
 
-def guarded(inner: object, breaker: Breaker, counters: Counters | None = None) -> BreakerStore:
-    endpoint = Endpoint(100, breaker=breaker)
+def guarded(inner: object, endpoint: Endpoint, counters: Counters | None = None) -> BreakerStore:
     return BreakerStore(inner, endpoint, counters or Counters())  # type: ignore[arg-type]
 
 
 @pytest.fixture
-def script() -> Script:
-    return Script()
+def store(inner: FaultStore, endpoint: Endpoint, counters: Counters) -> BreakerStore:
+    return guarded(inner, endpoint, counters)
 
 
-@pytest.fixture
-def inner(script: Script) -> FaultStore:
-    return FaultStore(MemoryStore(), script)
-
-
-@pytest.fixture
-def store(inner: FaultStore, breaker: Breaker, counters: Counters) -> BreakerStore:
-    return guarded(inner, breaker, counters)
-
-
-def corrupt(message: str) -> CorruptEntryError:
-    return CorruptEntryError(message, reason="length")
-
-
-OPERATIONS: dict[str, Callable[[Store], Awaitable[object]]] = {
-    "get": lambda store: store.get("a", max_bytes=10),
-    "get_range": lambda store: store.get_range("a", 0, 10),
-    "put_if_absent": lambda store: store.put_if_absent("b", [b"b"]),
-    "head": lambda store: store.head("a"),
-    "list": lambda store: names(store),
-    "list_folders": lambda store: store.list_folders(""),
-    "delete": lambda store: store.delete("b"),
-    "delete_many": lambda store: store.delete_many(["b", "c"]),
-}
-every_operation = pytest.mark.parametrize("operation", OPERATIONS)
 # How many of them in a row open it.
 FAILURES = {
     "no answer": (UnavailableError, 3),
     "503": (lambda message: UnavailableError(message, status=503), 6),
     "expired": (AccessError, 6),
 }
-
-
-async def names(store: Store, prefix: str = "") -> list[str]:
-    return [info.name async for info in store.list(prefix)]
 
 
 async def fail_once(store: Store, script: Script, error: type[Exception]) -> None:
@@ -162,28 +145,6 @@ async def test_a_success_between_failures_keeps_it_closed(
     assert not breaker.is_open
 
 
-@pytest.mark.parametrize("error", [ConflictError, corrupt])
-async def test_a_conflict_and_a_corrupt_body_are_answers(
-    store: BreakerStore,
-    breaker: Breaker,
-    script: Script,
-    clock: Clock,
-    error: Callable[[str], Exception],
-) -> None:
-    for _ in range(10):
-        await open_up(store, script, times=2)
-        script.faults = [Fault(error=error)]
-        with pytest.raises(S3ECError):
-            await store.get("a", max_bytes=10)
-    assert not breaker.is_open
-    await open_up(store, script)
-    clock.now_s += 1.0
-    script.faults = [Fault(error=error)]
-    with pytest.raises(S3ECError):
-        await store.get("a", max_bytes=10)
-    assert not breaker.is_open
-
-
 async def test_the_pause_doubles_with_each_failed_probe_up_to_a_limit_and_starts_over(
     store: BreakerStore, breaker: Breaker, script: Script, clock: Clock, inner: FaultStore
 ) -> None:
@@ -206,52 +167,22 @@ async def test_the_pause_doubles_with_each_failed_probe_up_to_a_limit_and_starts
     assert breaker.pause_s == 1
 
 
-async def test_one_probe_at_a_time(
-    store: BreakerStore, breaker: Breaker, script: Script, clock: Clock
-) -> None:
-    await open_up(store, script)
-    clock.now_s += 1
-    gate = Gate()
-    script.faults = [Fault(op="get", gate=gate)]
-    probe = asyncio.create_task(store.get("a", max_bytes=10))
-    await reached(gate)
-    clock.now_s += 1000
-    for _ in range(3):
-        with pytest.raises(UnavailableError, match="breaker is open"):
-            await store.head("a")
-    gate.release()
-    assert await probe is None
-    assert not breaker.is_open
-
-
+@pytest.mark.parametrize("operation", ["get", "list"])
 async def test_a_cancelled_probe_makes_room_for_the_next(
-    store: BreakerStore, breaker: Breaker, script: Script, clock: Clock
+    store: BreakerStore, breaker: Breaker, script: Script, clock: Clock, operation: str
 ) -> None:
     await open_up(store, script)
     clock.now_s += 1
     gate = Gate()
-    script.faults = [Fault(op="get", gate=gate)]
-    probe = asyncio.create_task(store.get("a", max_bytes=10))
+    script.faults = [Fault(op=operation, gate=gate)]
+    probe = asyncio.ensure_future(OPERATIONS[operation](store))
     await reached(gate)
     probe.cancel()
     with pytest.raises(asyncio.CancelledError):
         await probe
     assert breaker.is_open
-    await store.head("a")
-    assert not breaker.is_open
-
-
-async def test_a_probe_that_is_a_fault_of_ours_says_nothing_and_makes_room(
-    store: BreakerStore, breaker: Breaker, script: Script, clock: Clock
-) -> None:
-    await open_up(store, script)
-    clock.now_s += 1
-    script.faults = [Fault(error=KeyError)]
-    with pytest.raises(KeyError):
-        await store.head("a")
-    assert breaker.is_open
     script.faults = []
-    await store.head("a")
+    assert await names(store) == []  # an empty listing is an answer
     assert not breaker.is_open
 
 
@@ -299,29 +230,103 @@ async def test_a_late_failure_from_before_is_not_taken_for_the_probes(
     assert not breaker.is_open
 
 
-async def test_a_late_success_from_before_closes_it(
-    store: BreakerStore, breaker: Breaker, script: Script
+# -- places for requests -------------------------------------------------------------------------
+
+
+def throttled(message: str) -> UnavailableError:
+    return UnavailableError(message, status=503, is_throttle=True)
+
+
+async def test_throttling_halves_the_places_and_answers_give_them_back(
+    inner: FaultStore, script: Script, counters: Counters
 ) -> None:
+    script.faults = [Fault(error=throttled, times=2)]
+    endpoint = Endpoint(8)
+    store = BreakerStore(inner, endpoint, counters)
+    for withheld in (4, 6):
+        with pytest.raises(UnavailableError):
+            await store.head("a")
+        assert counters.get("pace.withheld") == endpoint.pace.withheld == withheld
+    assert counters.get("pace.slowed") == 2
+    for _ in range(40):
+        await store.head("a")
+    assert counters.get("pace.withheld") == endpoint.pace.withheld == 0
+    assert endpoint.pace.used == 0
+
+
+async def test_requests_that_were_out_together_count_once() -> None:
+    pace = AdaptiveConcurrency(16)
+    since = [await pace.take() for _ in range(3)]
+    assert [pace.slow_down(one) for one in since] == [8, 0, 0]
+    assert pace.withheld == 8
+
+
+async def test_reads_go_before_uploads_that_came_earlier_and_not_before_all_of_them() -> None:
+    pace = AdaptiveConcurrency(1)
+    await pace.take()
+    order: list[str] = []
+
+    async def ask(name: str, *, is_read: bool) -> None:
+        await pace.take(is_read=is_read)
+        order.append(name)
+        pace.give_back()
+
+    asked = [asyncio.create_task(ask(f"upload {n}", is_read=False)) for n in range(3)]
+    asked += [asyncio.create_task(ask(f"read {n}", is_read=True)) for n in range(5)]
+    await asyncio.sleep(0)
+    pace.give_back()
+    async with asyncio.timeout(30):
+        await asyncio.gather(*asked)
+    assert order == [
+        *("read 0", "read 1", "read 2", "upload 0"),
+        *("read 3", "read 4", "upload 1", "upload 2"),
+    ]
+    assert pace.used == 0
+
+
+async def test_a_read_through_the_guard_passes_uploads_that_wait() -> None:
     gate = Gate()
-    script.faults = [Fault(op="get_range", gate=gate)]
-    old = asyncio.create_task(store.get_range("a", 0, 1))
+    inner = FaultStore(MemoryStore(), Script([Fault(op="put_if_absent", gate=gate, times=1)]))
+    endpoint = Endpoint(1)
+    store = BreakerStore(inner, endpoint, Counters())
+    first = asyncio.create_task(store.put_if_absent("a", [b"x"]))
     await reached(gate)
-    await open_up(store, script)
+    waiting = asyncio.create_task(store.put_if_absent("b", [b"x"]))
+    reading = asyncio.create_task(store.get("b", max_bytes=10))
+    await asyncio.sleep(0)
     gate.release()
-    await old
-    assert not breaker.is_open
+    assert await reading is None  # it was asked for before the upload that came before it
+    await asyncio.gather(first, waiting)
 
 
-async def reached(gate: Gate) -> None:
-    """Return once an operation waits at the gate."""
-    assert await asyncio.to_thread(gate.reached.wait, 10)
+async def test_who_waits_for_a_place_when_the_breaker_opens_is_told_at_once() -> None:
+    gate = Gate()
+    script = Script([Fault(op="put_if_absent", gate=gate), Fault(error=UnavailableError)])
+    inner = FaultStore(MemoryStore(), script)
+    endpoint = Endpoint(1)
+    store = BreakerStore(inner, endpoint, Counters())
+    stuck = asyncio.create_task(store.put_if_absent("a", [b"x"]))
+    await reached(gate)
+    waiting = [asyncio.create_task(store.head("a")) for _ in range(5)]
+    await asyncio.sleep(0)
+    for _ in range(3):  # as requests of another thread's loop would
+        ticket = endpoint.breaker.admit(is_read=False)
+        assert ticket is not None
+        if endpoint.breaker.failed(ticket, UnavailableError("x")):
+            endpoint.pace.wake_all()
+    async with asyncio.timeout(30):
+        for task in waiting:
+            with pytest.raises(BreakerOpenError):
+                await task
+        gate.release()
+        await stuck
+    assert inner.calls["head"] == 0
+    assert endpoint.pace.used == 0
 
 
-async def test_a_conflict_is_an_answer_for_the_pace_too(
-    inner: FaultStore, breaker: Breaker
-) -> None:
+async def test_a_conflict_is_an_answer_for_the_pace_too(inner: FaultStore) -> None:
     """A producer that finds all of its entries there is answered by nothing else."""
-    endpoint = Endpoint(8, breaker=breaker)
+    endpoint = Endpoint(8)
     store = BreakerStore(inner, endpoint, Counters())
     await store.put_if_absent("a", [b""])
     endpoint.pace.slow_down(await endpoint.pace.take())
@@ -355,8 +360,8 @@ async def paged(endpoint: Endpoint, names: str) -> AsyncIterator[ObjectInfo]:
     return BreakerStore(inner, endpoint, Counters()).list("")
 
 
-async def test_entries_of_a_page_that_is_here_wait_for_no_place(breaker: Breaker) -> None:
-    endpoint = Endpoint(1, breaker=breaker)
+async def test_entries_of_a_page_that_is_here_wait_for_no_place() -> None:
+    endpoint = Endpoint(1)
     listing = await paged(endpoint, "abcd")
     await anext(listing)
     await endpoint.pace.take()
@@ -373,10 +378,10 @@ async def test_entries_of_a_page_that_is_here_wait_for_no_place(breaker: Breaker
         assert [info.name async for info in listing] == ["a"]
 
 
-async def test_entries_of_a_page_that_is_here_are_no_answers(
-    breaker: Breaker, clock: Clock
-) -> None:
-    listing = await paged(Endpoint(1, breaker=breaker), "abcd")
+async def test_entries_of_a_page_that_is_here_are_no_answers(clock: Clock) -> None:
+    endpoint = Endpoint(1, clock=clock)
+    breaker = endpoint.breaker
+    listing = await paged(endpoint, "abcd")
     await anext(listing)
     open_by_hand(breaker)
     clock.now_s += 1000  # a probe is due
@@ -397,15 +402,14 @@ async def test_entries_of_a_page_that_is_here_are_no_answers(
 async def test_one_read_without_an_answer_opens_it_where_nobody_else_got_one(
     inner: FaultStore, script: Script, counters: Counters
 ) -> None:
-    breaker = Breaker(BreakerOptions(slow_s=0.02, max_pause_s=0.02, first_pause_s=0.02))
-    store = guarded(inner, breaker, counters)
+    options = BreakerOptions(slow_s=0.02, max_pause_s=0.02, first_pause_s=0.02)
+    endpoint = Endpoint(100, options)
+    breaker, store = endpoint.breaker, guarded(inner, endpoint, counters)
     gate = Gate()
     script.faults = [Fault(op="get", gate=gate)]
     hung = asyncio.create_task(store.get("a", max_bytes=10))
     await reached(gate)
-    async with asyncio.timeout(30):
-        while not breaker.is_open:  # noqa: ASYNC110 -- a timer of the loop
-            await asyncio.sleep(0.005)
+    await eventually(lambda: breaker.is_open)
     assert counters.get("store.slow_starts") == counters.get("breaker.opened") == 1
     gate.release()
     assert await hung is None
@@ -430,22 +434,19 @@ def test_silence_while_others_are_answered_is_one_failure_among_others(
     assert breaker.is_open
 
 
-def test_a_store_that_is_always_slow_is_not_late(breaker: Breaker, clock: Clock) -> None:
+@pytest.mark.parametrize(
+    ("took_s", "late_s"), [([0.5] * 4, 4.0), ([0.01] * 44 + [5.0] * 20, 1.0)], ids=["all", "some"]
+)
+def test_what_late_is_follows_a_store_that_is_always_slow_and_no_few_late_answers(
+    breaker: Breaker, clock: Clock, took_s: list[float], late_s: float
+) -> None:
     assert breaker.slow_s == 1.0
-    for _ in range(4):
+    for seconds in took_s:
         ticket = admitted(breaker, is_read=True)
-        clock.now_s += 0.5
+        clock.now_s += seconds
         breaker.began(ticket)
         breaker.succeeded(ticket)
-    assert breaker.slow_s == 4.0
-
-
-def test_a_few_late_answers_do_not_change_what_late_is(breaker: Breaker, clock: Clock) -> None:
-    for number in range(64):
-        ticket = admitted(breaker, is_read=True)
-        clock.now_s += 0.01 if number < 44 else 5.0
-        breaker.began(ticket)
-    assert breaker.slow_s == 1.0
+    assert breaker.slow_s == late_s
 
 
 def forbidden(message: str) -> AccessError:
@@ -548,10 +549,10 @@ async def first_of(store: Store) -> str:
 
 
 async def test_a_listing_that_is_left_early_is_an_answer_and_closes_its_request(
-    breaker: Breaker, script: Script, clock: Clock
+    endpoint: Endpoint, breaker: Breaker, clock: Clock
 ) -> None:
     pages = Pages(["a", "b", "c"])
-    store = guarded(pages, breaker)
+    store = guarded(pages, endpoint)
     open_by_hand(breaker)
     clock.now_s += 1
     listing = store.list("")
@@ -565,12 +566,12 @@ async def test_a_listing_that_is_left_early_is_an_answer_and_closes_its_request(
 @pytest.mark.parametrize("error", [UnavailableError("x"), AccessError("x"), KeyError("x")])
 @pytest.mark.parametrize("before", [0, 2])
 async def test_a_probe_that_fails_while_listing_makes_room_for_the_next(
-    breaker: Breaker, clock: Clock, error: Exception, before: int
+    endpoint: Endpoint, breaker: Breaker, clock: Clock, error: Exception, before: int
 ) -> None:
     open_by_hand(breaker)
     clock.now_s += 1
     pages = Pages([*"abcd"[:before], error])
-    store = guarded(pages, breaker)
+    store = guarded(pages, endpoint)
     with pytest.raises(type(error)):
         await names(store)
     assert pages.closed == 1
@@ -578,41 +579,10 @@ async def test_a_probe_that_fails_while_listing_makes_room_for_the_next(
     assert breaker.admit(is_read=False)
 
 
-async def test_a_listing_cancelled_between_and_within_items_leaves_nothing_stuck(
-    breaker: Breaker, script: Script, inner: FaultStore, clock: Clock
-) -> None:
-    store = guarded(inner, breaker)
-    await open_up(store, script)
-    clock.now_s += 1
-    gate = Gate()
-    script.faults = [Fault(op="list", gate=gate)]
-    listing = asyncio.create_task(names(store))
-    await reached(gate)
-    listing.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await listing
-    assert breaker.is_open
-    script.faults = []
-    assert await names(store) == []
-    assert not breaker.is_open
-
-
-async def test_an_empty_listing_is_an_answer(
-    store: BreakerStore, breaker: Breaker, script: Script, clock: Clock
-) -> None:
-    await open_up(store, script)
-    clock.now_s += 1
-    assert await names(store) == []
-    assert not breaker.is_open
-
-
-async def test_a_listing_ends_when_the_breaker_opens_meanwhile(
-    breaker: Breaker,
-) -> None:
-    store = guarded(Pages(["a", "b"]), breaker)
-    listing = store.list("")
+async def test_a_listing_ends_when_the_breaker_opens_meanwhile(endpoint: Endpoint) -> None:
+    listing = guarded(Pages(["a", "b"]), endpoint).list("")
     await anext(listing)
-    open_by_hand(breaker)
+    open_by_hand(endpoint.breaker)
     with pytest.raises(UnavailableError, match="breaker is open"):
         await anext(listing)
 
@@ -632,6 +602,19 @@ class Held:
         return None
 
 
+# How a request can end, and the points that this is.
+ENDS: dict[str, tuple[BaseException | None, int]] = {
+    "fine": (None, 0),
+    "a corrupt body": (corrupt("x"), 0),
+    "a conflict": (ConflictError("x"), 0),
+    "no answer": (UnavailableError("x"), 2),
+    "denied": (AccessError("x"), 1),
+    "a fault of ours": (KeyError("x"), 0),
+    "cancelled": (asyncio.CancelledError(), 0),
+}
+NOTHING_LEARNT = ("a fault of ours", "cancelled")
+
+
 class BreakerMachine(RuleBasedStateMachine):
     """Requests that start, end and are cancelled in any order."""
 
@@ -639,10 +622,12 @@ class BreakerMachine(RuleBasedStateMachine):
     def begin(self) -> None:
         self.loop = asyncio.new_event_loop()
         self.clock = Clock(100.0)
-        self.breaker = Breaker(BreakerOptions(threshold=4), clock=self.clock)
+        endpoint = Endpoint(100, BreakerOptions(threshold=4), clock=self.clock)
+        self.breaker = endpoint.breaker
         self.held = Held()
-        self.store = guarded(self.held, self.breaker)
+        self.store = guarded(self.held, endpoint)
         self.out: list[tuple[asyncio.Task[bytes | None], asyncio.Future[None], bool]] = []
+        self.points = 0
 
     def turn(self) -> None:
         for _ in range(3):
@@ -664,41 +649,43 @@ class BreakerMachine(RuleBasedStateMachine):
             assert isinstance(task.exception(), UnavailableError)
 
     @precondition(lambda self: self.out)
-    @rule(
-        data=st.data(), how=st.sampled_from(["fine", "unavailable", "denied", "corrupt", "cancel"])
-    )
+    @rule(data=st.data(), how=st.sampled_from(list(ENDS)))
     def end(self, data: st.DataObject, how: str) -> None:
         at = data.draw(st.integers(0, len(self.out) - 1))
         task, future, probe = self.out.pop(at)
         was_open, pause_s = self.breaker.is_open, self.breaker.pause_s
-        if how == "cancel":
+        error, points = ENDS[how]
+        if how == "cancelled":
             task.cancel()
-        elif how == "fine":
+        elif error is None:
             future.set_result(None)
         else:
-            future.set_exception(
-                {
-                    "unavailable": UnavailableError("x"),
-                    "denied": AccessError("x"),
-                    "corrupt": corrupt("x"),
-                }[how]
-            )
+            future.set_exception(error)
         self.turn()
-        assert task.done()
-        assert (
-            task.cancelled() or task.exception() is None or isinstance(task.exception(), S3ECError)
-        )
-        if how in ("fine", "corrupt"):
+        assert task.cancelled() if how == "cancelled" else task.exception() is error
+        if how in NOTHING_LEARNT:
+            assert (self.breaker.is_open, self.breaker.pause_s) == (was_open, pause_s)
+        elif points == 0:
+            self.points = 0
             assert not self.breaker.is_open
             # Whoever was probing is an ordinary request now.
             self.out = [(task, future, False) for task, future, _ in self.out]
-        elif how == "cancel" or (was_open and not probe):
-            assert (self.breaker.is_open, self.breaker.pause_s) == (was_open, pause_s)
-        elif was_open:
-            assert self.breaker.is_open
-            assert self.breaker.pause_s > 0
+        else:
+            self.points += points
+            if was_open and not probe:
+                assert (self.breaker.is_open, self.breaker.pause_s) == (was_open, pause_s)
+            else:
+                assert self.breaker.is_open == (was_open or self.points >= 4)
+                assert (self.breaker.pause_s > 0) == self.breaker.is_open
 
-    @rule(seconds=st.sampled_from([0.1, 1.0, 40.0]))
+    @rule()
+    def a_probe_is_due(self) -> None:
+        while not self.breaker.is_open:
+            self.breaker.failed(admitted(self.breaker), UnavailableError("x"))
+            self.points += 2
+        self.clock.now_s += 40
+
+    @rule(seconds=st.sampled_from([0.125, 1.0, 40.0]))  # exact in binary, as pauses are
     def wait(self, seconds: float) -> None:
         self.clock.now_s += seconds
 
@@ -717,6 +704,73 @@ class BreakerMachine(RuleBasedStateMachine):
 
 
 BreakerMachine.TestCase.settings = hypothesis_settings(
-    max_examples=30, stateful_step_count=30, deadline=None
+    max_examples=100, stateful_step_count=30, deadline=None
 )
 TestBreakerMachine = BreakerMachine.TestCase
+
+
+class PaceMachine(RuleBasedStateMachine):
+    """Requests that come, wait, are cancelled, are throttled and end, in any order."""
+
+    @initialize(places=st.integers(1, 5))
+    def begin(self, places: int) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.places = places
+        self.pace = AdaptiveConcurrency(places)
+        self.holders: list[int] = []
+        self.waiters: list[asyncio.Task[int]] = []
+
+    def turn(self) -> None:
+        for _ in range(3):
+            self.loop.run_until_complete(asyncio.sleep(0))
+        for task in [task for task in self.waiters if task.done()]:
+            self.waiters.remove(task)
+            if not task.cancelled():
+                self.holders.append(task.result())
+
+    @rule(is_read=st.booleans())
+    def come(self, is_read: bool) -> None:
+        self.waiters.append(self.loop.create_task(self.pace.take(is_read=is_read)))
+        self.turn()
+
+    @precondition(lambda self: self.holders)
+    @rule(how=st.sampled_from(["answered", "throttled", "cancelled"]))
+    def end(self, how: str) -> None:
+        since = self.holders.pop(0)
+        if how == "answered":
+            self.pace.speed_up()
+        elif how == "throttled":
+            self.pace.slow_down(since)
+        self.pace.give_back()
+        self.turn()
+
+    @precondition(lambda self: self.waiters)
+    @rule(granted_meanwhile=st.booleans())
+    def cancel(self, granted_meanwhile: bool) -> None:
+        if granted_meanwhile and self.holders:
+            self.holders.pop(0)
+            self.pace.give_back()
+        self.waiters[0].cancel()
+        self.turn()
+
+    @invariant()
+    def nothing_leaks(self) -> None:
+        if hasattr(self, "pace"):
+            assert self.pace.used == len(self.holders)
+            allowed = self.places - self.pace.withheld
+            assert 1 <= allowed <= self.places
+            # After a cut those that were out already may be more.
+            assert not self.waiters or len(self.holders) >= allowed
+
+    def teardown(self) -> None:
+        if hasattr(self, "loop"):
+            for task in self.waiters:
+                task.cancel()
+            self.turn()
+            self.loop.close()
+
+
+PaceMachine.TestCase.settings = hypothesis_settings(
+    max_examples=30, stateful_step_count=30, deadline=None
+)
+TestPaceMachine = PaceMachine.TestCase

@@ -75,15 +75,15 @@ def test_processes_that_end_in_the_midst_of_requests_are_not_aborted(
 async def test_what_obstore_was_given_is_held_until_it_lets_go(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(obstore_runtime, "_held", set())
+    monkeypatch.setattr(obstore_runtime, "holding", set())
     store, body = MemoryStore(), bytearray(100_000)  # a buffer that has no hash
     await held(obstore.put_async(store, "x", [held(memoryview(body))]))
     reading = held(obstore.get_async(store, "x"))
-    assert len(obstore_runtime._held) >= 1
+    assert len(obstore_runtime.holding) >= 1
     await reading
     del reading
     until = time.monotonic() + 10
-    while obstore_runtime._held and time.monotonic() < until:
+    while obstore_runtime.holding and time.monotonic() < until:
         await asyncio.sleep(0.001)
         obstore.Bytes()
-    assert obstore_runtime._held == set()
+    assert obstore_runtime.holding == set()

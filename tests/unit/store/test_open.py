@@ -27,16 +27,18 @@ from s3ec.testing.fault_store import Fault, FaultStore, Script
 from s3ec.testing.memory_store import MemoryStore
 from tests.support.overwriting import OverwritingStore
 
+every_server = pytest.mark.parametrize(
+    ("kind", "expected"),
+    [(MemoryStore, ConditionalPut.ENFORCED), (OverwritingStore, ConditionalPut.IGNORED)],
+)
 
-async def test_probe_finds_a_server_that_enforces_and_leaves_nothing() -> None:
-    store = MemoryStore()
-    assert await probe_conditional_put(store) is ConditionalPut.ENFORCED
-    assert store.bucket.objects == {}
 
-
-async def test_probe_finds_a_server_that_ignores_and_leaves_nothing() -> None:
-    store = OverwritingStore()
-    assert await probe_conditional_put(store) is ConditionalPut.IGNORED
+@every_server
+async def test_probe_finds_what_a_server_does_and_leaves_nothing(
+    kind: type[MemoryStore], expected: ConditionalPut
+) -> None:
+    store = kind()
+    assert await probe_conditional_put(store) is expected
     assert store.bucket.objects == {}
 
 
@@ -69,10 +71,7 @@ async def test_probe_of_a_writer_that_may_not_overwrite_is_unknown() -> None:
     assert inner.bucket.objects == {}
 
 
-@pytest.mark.parametrize(
-    ("kind", "expected"),
-    [(MemoryStore, ConditionalPut.ENFORCED), (OverwritingStore, ConditionalPut.IGNORED)],
-)
+@every_server
 async def test_probes_without_leave_to_delete_share_one_object(
     kind: type[MemoryStore], expected: ConditionalPut
 ) -> None:
@@ -106,10 +105,12 @@ async def test_probe_that_cannot_clean_up_says_what_stays(
     assert left in caplog.text
 
 
-async def test_head_before_put_keeps_the_first_writer_and_warns_once(
+async def test_head_before_put_keeps_the_first_writer_where_the_server_does_not_and_warns_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    store = HeadBeforePut(OverwritingStore())
+    good = MemoryStore()
+    assert await with_conditional_put(good) is good
+    store = await with_conditional_put(OverwritingStore())
     await store.put_if_absent("one", [b"first"])
     for _ in range(2):
         with pytest.raises(ConflictError):
@@ -144,7 +145,7 @@ def test_transport_is_what_the_settings_say_and_auto_is_obstore(
     assert type(open_store(settings)) is kind
 
 
-def test_without_obstore_auto_is_botocore_and_asking_for_it_an_error_with_the_command(
+def test_without_obstore_auto_is_botocore_and_what_needs_it_an_error_with_the_command(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "obstore", None)
@@ -152,9 +153,14 @@ def test_without_obstore_auto_is_botocore_and_asking_for_it_an_error_with_the_co
     settings = load_settings({"bucket": "bucket"}).settings
     assert type(open_store(settings)) is BotocoreStore
     assert "pip install obstore" in choose_transport(settings).reason
-    with pytest.raises(ConfigError, match="pip install obstore") as caught:
-        open_store(load_settings({"bucket": "bucket", "transport": "obstore"}).settings)
-    assert caught.value.field == "transport"
+    for asked, field in (
+        ({"bucket": "bucket", "transport": "obstore"}, "transport"),
+        ({"url": "file:///corpus"}, "url"),
+    ):
+        for call in (choose_transport, open_store):
+            with pytest.raises(ConfigError, match="pip install obstore") as caught:
+                call(load_settings(asked).settings)
+            assert caught.value.field == field
 
 
 def test_asking_for_aioboto3_without_its_extra_is_an_error_with_the_command(
@@ -165,12 +171,3 @@ def test_asking_for_aioboto3_without_its_extra_is_an_error_with_the_command(
         open_store(load_settings({"bucket": "bucket", "transport": "aioboto3"}).settings)
     assert caught.value.field == "transport"
     assert type(open_store(load_settings({"bucket": "bucket"}).settings)) is ObstoreStore
-
-
-async def test_a_head_comes_before_each_write_only_where_the_server_overwrites() -> None:
-    good, bad = MemoryStore(), OverwritingStore()
-    assert await with_conditional_put(good) is good
-    wrapped = await with_conditional_put(bad)
-    await wrapped.put_if_absent("a", [b"1"])
-    with pytest.raises(ConflictError):
-        await wrapped.put_if_absent("a", [b"2"])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Repetitions are few, later each time, paid for, and never past the caller's time."""
+"""Requests that are sent more than once: few, paid for, and never past the caller's time."""
 
 from __future__ import annotations
 
@@ -20,27 +20,12 @@ from s3ec.errors import (
 )
 from s3ec.store.base import Store
 from s3ec.store.concurrency import seconds_left, within
-from s3ec.store.endpoint import BreakerStore, Endpoint, resilient
-from s3ec.store.retry import Budget, RetryOptions, RetryStore
-from s3ec.store.s3_errors import retry_after_s
+from s3ec.store.endpoint import BreakerStore, Budget, Endpoint
+from s3ec.store.open import resilient
+from s3ec.store.retry import HEDGED_BYTES, HedgeStore, RetryStore
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
 from s3ec.testing.memory_store import MemoryStore
-from tests.unit.store.test_endpoint import OPERATIONS, corrupt, every_operation, names, reached
-
-
-@pytest.fixture
-def counters() -> Counters:
-    return Counters()
-
-
-@pytest.fixture
-def script() -> Script:
-    return Script()
-
-
-@pytest.fixture
-def inner(script: Script) -> FaultStore:
-    return FaultStore(MemoryStore(), script)
+from tests.unit.store.conftest import OPERATIONS, corrupt, every_operation, reached
 
 
 class Sleeps:
@@ -52,9 +37,8 @@ class Sleeps:
 
 
 def retrying(inner: Store, counters: Counters, sleeps: Sleeps, attempts: int = 2) -> RetryStore:
-    options = RetryOptions(attempts=attempts)
     return RetryStore(
-        inner, counters, options=options, sleep=sleeps, uniform=lambda low, high: high
+        inner, counters, attempts=attempts, sleep=sleeps, uniform=lambda low, high: high
     )
 
 
@@ -141,23 +125,11 @@ async def test_the_delay_is_drawn_from_zero_up(
         return low
 
     script.faults = [Fault(error=UnavailableError)]
-    options = RetryOptions(attempts=4)
-    store = RetryStore(inner, counters, options=options, sleep=Sleeps(), uniform=uniform)
+    store = RetryStore(inner, counters, attempts=4, sleep=Sleeps(), uniform=uniform)
     with pytest.raises(UnavailableError):
         await store.head("a")
     assert [low for low, _ in drawn] == [0, 0, 0]
     assert [high for _, high in drawn] == [0.1, 0.2, 0.4]
-
-
-async def test_a_listing_passes_through_with_its_arguments(
-    inner: FaultStore, counters: Counters
-) -> None:
-    for name in ("p/a", "p/b", "q/c"):
-        await inner.put_if_absent(name, [b"x"])
-    store = resilient(inner, Endpoint(16), counters, hedge=True)
-    assert sorted(await names(store, "p/")) == ["p/a", "p/b"]
-    assert [info.name async for info in store.list("p/", start_after="p/a")] == ["p/b"]
-    assert await store.list_folders("") == ("q/", "p/")
 
 
 async def test_close_reaches_the_innermost_store(inner: FaultStore, counters: Counters) -> None:
@@ -231,8 +203,7 @@ async def test_nothing_is_repeated_past_the_callers_deadline(
 async def test_a_spent_budget_ends_repetitions_and_requests_fill_it_again(
     inner: FaultStore, script: Script, counters: Counters
 ) -> None:
-    budget = Budget(0.1, at_most=10, at_first=1)
-    store = RetryStore(inner, counters, budget=budget, sleep=Sleeps())
+    store = RetryStore(inner, counters, endpoint=Endpoint(16), sleep=Sleeps())
     script.faults = [Fault(op="head", error=UnavailableError)]
     for _ in range(2):
         with pytest.raises(UnavailableError):
@@ -301,29 +272,138 @@ async def test_a_conflict_of_writers_is_repeated_and_not_held_against_the_endpoi
     assert busy.struck > 8
 
 
-# -- Retry-After -------------------------------------------------------------------------------
-
-DATE = "Wed, 21 Oct 2015 07:28:00 GMT"
-LATER = "Wed, 21 Oct 2015 07:28:30 GMT"
+# -- second requests beside late ones -------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("headers", "expected"),
-    [
-        ({}, None),
-        ({"retry-after": "7"}, 7),
-        ({"retry-after": "0"}, 0),
-        ({"retry-after": "9" * 400}, 86400),
-        ({"retry-after": "-3"}, None),
-        ({"retry-after": "\u0663"}, None),
-        ({"retry-after": "soon"}, None),
-        ({"retry-after": LATER, "date": DATE}, 30),
-        ({"retry-after": DATE, "date": LATER}, 0),
-        ({"retry-after": LATER}, 20),
-        ({"retry-after": LATER, "date": "never"}, 20),
-    ],
-)
-def test_retry_after_is_read_as_seconds_or_as_a_date(
-    headers: dict[str, str], expected: float | None
-) -> None:
-    assert retry_after_s(headers, clock=lambda: 1445412490.0) == expected
+class Hedged:
+    def __init__(self, *, share: float = 1.0) -> None:
+        self.script = Script()
+        self.inner = FaultStore(MemoryStore(), self.script)
+        self.counters = Counters()
+        endpoint = Endpoint(4)
+        endpoint.hedges = Budget(share, at_most=5, at_first=0)
+        self.pace = endpoint.pace
+        self.store = HedgeStore(self.inner, endpoint, self.counters)
+
+    async def learn(self, requests: int = 64) -> None:
+        """See enough to know what late is: milliseconds, here."""
+        await self.inner.put_if_absent("a", [b"x"])
+        for _ in range(requests):
+            await self.store.get("a", max_bytes=100)
+        self.inner.calls.clear()
+
+    async def get(self) -> object:
+        return await self.store.get("a", max_bytes=100)
+
+    async def both(
+        self,
+        first_error: Callable[[str], Exception] | None = None,
+        second_error: Callable[[str], Exception] | None = None,
+    ) -> tuple[asyncio.Task[object], Gate, Gate]:
+        """A get whose two requests are out, and what lets each of them end."""
+        await self.learn()
+        first, second = Gate(), Gate()
+        self.script.faults = [
+            Fault(gate=first, times=1, error=first_error),
+            Fault(gate=second, times=1, error=second_error),
+        ]
+        asking = asyncio.create_task(self.get())
+        await reached(second)
+        return asking, first, second
+
+
+@pytest.fixture
+def rig() -> Hedged:
+    return Hedged()
+
+
+async def test_a_late_get_is_won_by_the_second_and_the_first_is_cancelled(rig: Hedged) -> None:
+    await rig.learn()
+    rig.script.faults = [Fault(op="get", gate=Gate(), times=1)]
+    assert await rig.get() == b"x"
+    assert rig.inner.calls["get"] == 2
+    assert (rig.counters.get("hedge.sent"), rig.counters.get("hedge.won")) == (1, 1)
+    await asyncio.sleep(0)
+    assert rig.pace.used == 0
+    task = asyncio.current_task()
+    assert task is not None
+    assert task.cancelling() == 0
+
+
+async def test_the_first_may_still_win_and_the_second_is_cancelled(rig: Hedged) -> None:
+    asking, first, _ = await rig.both()
+    assert rig.pace.used == 1
+    first.release()
+    assert await asking == b"x"
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert rig.pace.used == 0
+    assert (rig.counters.get("hedge.sent"), rig.counters.get("hedge.won")) == (1, 0)
+
+
+@pytest.mark.parametrize("first_fails", [True, False])
+async def test_one_failure_of_two_is_no_failure(rig: Hedged, first_fails: bool) -> None:
+    error = UnavailableError
+    asking, first, second = await rig.both(*((error, None) if first_fails else (None, error)))
+    (first if first_fails else second).release()
+    for _ in range(5):
+        await asyncio.sleep(0)
+    (second if first_fails else first).release()
+    assert await asking == b"x"
+    assert rig.counters.get("hedge.won") == first_fails
+
+
+async def test_two_failures_are_the_firsts(rig: Hedged) -> None:
+    asking, first, second = await rig.both(*(lambda _, n=n: UnavailableError(n) for n in "12"))
+    first.release()
+    second.release()
+    with pytest.raises(UnavailableError, match="1"):
+        await asking
+
+
+async def test_a_cancelled_caller_cancels_both(rig: Hedged) -> None:
+    asking, _, _ = await rig.both()
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert rig.pace.used == 0
+
+
+async def test_seconds_are_at_most_their_share() -> None:
+    rig = Hedged(share=0.05)
+    await rig.learn()  # pays for three
+    for number in range(1, 6):
+        gate = Gate()
+        rig.script.faults = [Fault(gate=gate, times=1)]
+        asking = asyncio.create_task(rig.get())
+        await reached(gate)
+        if number <= 3:
+            await asking
+        else:
+            await asyncio.sleep(0.1)  # far beyond late; nothing more may happen
+            assert not asking.done()
+            gate.release()
+            await asking
+    assert rig.counters.get("hedge.sent") == 3
+
+
+@pytest.mark.parametrize("why", ["nothing known", "large", "no place"])
+async def test_nothing_is_sent_twice_without_reason_and_room(rig: Hedged, why: str) -> None:
+    size = 2 * HEDGED_BYTES if why == "large" else 100
+    await rig.learn(0 if why == "nothing known" else 64)
+    for _ in range(64 if why == "large" else 0):
+        await rig.store.get("a", max_bytes=size)
+    if why == "no place":
+        for _ in range(4):
+            await rig.pace.take()
+    rig.inner.calls.clear()
+    gate = Gate()
+    rig.script.faults = [Fault(gate=gate, times=1)]
+    asking = asyncio.create_task(rig.store.get("a", max_bytes=size))
+    await reached(gate)
+    await asyncio.sleep(0.1)  # far beyond late
+    gate.release()
+    assert await asking == b"x"
+    assert rig.inner.calls["get"] == 1

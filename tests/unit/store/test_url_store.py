@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How stores of URLs are made, and their errors' words; requests are in tests/contract."""
+"""How stores of URLs are made; requests are in tests/contract."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from obstore import exceptions
 from obstore.store import AzureStore, GCSStore
 
 from s3ec.config import load_settings
-from s3ec.errors import AccessError, ConfigError, S3ECError, UnavailableError
-from s3ec.store.obstore_errors import AbsentError, plain_errors
-from s3ec.store.open import choose_transport, open_store
+from s3ec.errors import ConfigError
+from s3ec.store import url_store
+from s3ec.store.open import open_store
 from s3ec.store.url_store import UrlStore
 
 
@@ -34,13 +33,16 @@ def account(monkeypatch: pytest.MonkeyPatch) -> None:
     ("url", "kind"), [("gs://corpus/a", GCSStore), ("az://corpus/a", AzureStore)]
 )
 def test_stores_of_clouds_are_made_without_a_loop_and_without_a_request(
-    url: str, kind: type[object]
+    url: str, kind: type[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    client = url_store.cloud_client(load_settings({"url": url}).settings)
+    assert isinstance(client, kind)
+    monkeypatch.setattr(url_store, "cloud_client", lambda settings: client)
     store = opened(url)
-    assert isinstance(store._client, kind)
     assert repr(store) == f"UrlStore({url})"
+    holders = sys.getrefcount(client)
     asyncio.run(store.close())
-    assert store._client is None
+    assert sys.getrefcount(client) < holders  # its connections are closed
 
 
 def test_azure_without_an_account_is_a_config_error_that_names_the_variable(
@@ -57,18 +59,6 @@ def test_authorities_that_are_no_certificates_are_a_config_error(tmp_path: Path)
     bundle.write_text("-----BEGIN CERTIFICATE-----\n!\n-----END CERTIFICATE-----\n")
     with pytest.raises(ConfigError):
         opened("gs://corpus", ca_bundle=str(bundle))
-
-
-def test_a_url_without_obstore_is_a_config_error_with_the_command(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setitem(sys.modules, "obstore", None)
-    monkeypatch.delitem(sys.modules, "obstore.store", raising=False)
-    settings = load_settings({"url": "file:///corpus"}).settings
-    for call in (choose_transport, open_store):
-        with pytest.raises(ConfigError, match="pip install obstore") as caught:
-            call(settings)
-        assert caught.value.field == "url"
 
 
 async def test_what_a_killed_writer_left_in_a_folder_is_not_seen_and_not_in_the_way(
@@ -96,31 +86,3 @@ async def test_a_store_serves_one_loop(tmp_path: Path) -> None:
     await store.close()
     with pytest.raises(RuntimeError, match="closed"):
         await store.head("x")
-
-
-def os_error(code: int) -> Exception:
-    """What obstore says of an error of the file system."""
-    debug = f"Generic {{\n    source: UnableToOpenFile {{\n        code: {code},\n    }},\n}}"
-    return exceptions.GenericError(f"Generic LocalFileSystem error: no\n\nDebug source:\n{debug}")
-
-
-@pytest.mark.parametrize(
-    ("raised", "expected", "words"),
-    [
-        (os_error(28), UnavailableError, "ENOSPC"),
-        (os_error(5), UnavailableError, "EIO"),
-        (os_error(13), AccessError, "EACCES.*right"),
-        (os_error(30), AccessError, "EROFS"),
-        (os_error(20), AbsentError, "no such thing"),
-        (FileNotFoundError("gone"), AbsentError, "no such thing"),
-        (TimeoutError(), UnavailableError, "timed out"),
-        (exceptions.PermissionDeniedError("x"), AccessError, "refused"),
-        (exceptions.GenericError("in other words"), UnavailableError, "in other words"),
-        (NotImplementedError("append"), AccessError, "append; obstore cannot"),
-    ],
-)
-def test_errors_of_obstore_by_what_the_caller_does_next(
-    raised: Exception, expected: type[S3ECError], words: str
-) -> None:
-    with pytest.raises(expected, match=f"^GET x: .*{words}"), plain_errors("GET x"):
-        raise raised

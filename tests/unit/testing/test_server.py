@@ -28,7 +28,7 @@ _CHILD = """
 import sys
 from s3ec.testing.server import LocalS3
 server = LocalS3().start()
-print(server.pid, server.endpoint_url, server._run_dir, flush=True)
+print(server.endpoint_url, flush=True)
 sys.stdin.read()
 """
 
@@ -126,33 +126,39 @@ def test_server_killed_from_outside_can_be_restarted() -> None:
         assert [bucket["Name"] for bucket in server.client().list_buckets()["Buckets"]] == ["kept"]
 
 
-def test_sigkilled_parent_leaves_no_server_and_no_files() -> None:
+def test_sigkilled_parent_leaves_no_server_and_no_files(tmp_path: Path) -> None:
     with subprocess.Popen(
-        [sys.executable, "-c", _CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", _CHILD],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
     ) as parent:
         assert parent.stdout is not None
-        _, endpoint, run_dir = parent.stdout.readline().split()
+        endpoint = parent.stdout.readline().strip()
         assert not _refuses(endpoint)
+        assert list(tmp_path.iterdir())
         parent.kill()
     assert _until(lambda: _refuses(endpoint))
-    assert _until(lambda: not Path(run_dir).exists())
+    assert _until(lambda: not list(tmp_path.iterdir()))
 
 
-def test_close_leaves_no_files_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_server_keeps_is_private_and_is_gone_when_it_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(server_module.tempfile, "tempdir", str(tmp_path))
-    with LocalS3() as server:
-        sockets = server._sockets()
-        assert list(tmp_path.glob("*/weed.INFO")), "its own logs are elsewhere"
-        assert any(path.exists() for path in sockets)
+    admin = Identity("admin")
+    with LocalS3(admin=admin) as server:
+        (run_dir,) = tmp_path.iterdir()
+        assert (run_dir / "weed.INFO").exists(), "its own logs are elsewhere"
+        assert run_dir.stat().st_mode & 0o077 == 0, "it holds the keys"
+        assert server.secret_key not in repr(server) + repr(admin)
+        port = int(server.endpoint_url.rpartition(":")[2])
+        # SeaweedFS has no option for where it makes this one.
+        grpc = Path(f"/tmp/seaweedfs-s3-grpc-{port + 10_000}.sock")
+        assert grpc.exists()
     assert not list(tmp_path.iterdir())
-    assert not any(path.exists() for path in sockets)
-
-
-def test_keys_are_neither_in_a_repr_nor_readable_by_others() -> None:
-    with LocalS3() as server:
-        assert server._run_dir is not None
-        assert server._run_dir.stat().st_mode & 0o077 == 0
-        assert server.secret_key not in repr(server._admin)
+    assert not grpc.exists()
 
 
 def test_environment_holds_the_keys_of_the_named_identity(local_s3: LocalS3) -> None:
@@ -161,16 +167,18 @@ def test_environment_holds_the_keys_of_the_named_identity(local_s3: LocalS3) -> 
     assert local_s3.env(reader)["AWS_ACCESS_KEY_ID"] == reader.access_key
 
 
-def test_taken_side_port_is_replaced() -> None:
-    server = LocalS3()
+def test_port_that_somebody_took_since_it_was_found_free_is_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with _taken_port() as busy:
-        server._side_ports = {name: free_port() for name in ("master", "filer", "admin")}
-        server._side_ports["volume"] = busy
-        try:
-            server.start()
-            assert busy not in server._side_ports.values()
-        finally:
-            server.close()
+        # The port of S3, then those beside it; the second of these is taken.
+        found = [free_port(), free_port(), busy]
+        monkeypatch.setattr(
+            server_module, "free_port", lambda: found.pop(0) if found else free_port()
+        )
+        with LocalS3() as server:
+            assert found == []
+            server.create_bucket("taken")
 
 
 def test_given_port_that_is_taken_is_refused() -> None:

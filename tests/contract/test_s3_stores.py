@@ -12,7 +12,7 @@ from s3ec.store.botocore_s3 import BotocoreStore
 from s3ec.store.open import ConditionalPut, probe_conditional_put
 from s3ec.store.s3 import ObstoreStore
 from s3ec.testing.contract import MakeStore, StoreContract
-from s3ec.testing.server import Identity, LocalS3, MotoServer
+from s3ec.testing.server import Identity, LocalS3
 from tests.contract.conftest import BUCKET, READER, WRITER, Configure, Transport
 
 
@@ -134,28 +134,6 @@ async def test_wrong_keys_are_an_access_error_without_the_keys(
     assert caught.value.code in ("InvalidAccessKeyId", "SignatureDoesNotMatch")
     assert wrong.secret_key not in f"{caught.value!r} {caught.value.__cause__!r} {store!r}"
     await store.close()
-
-
-async def test_server_side_encryption_is_asked_for_at_each_put(
-    on_moto: Configure, transport: Transport, moto_server: MotoServer
-) -> None:
-    key = "arn:aws:kms:us-east-1:123456789012:key/11111111-2222-3333-4444-555555555555"
-    for settings, expected in (
-        (
-            on_moto(prefix=f"sse-{transport.__name__}", sse="AES256"),
-            {"ServerSideEncryption": "AES256"},
-        ),
-        (
-            on_moto(prefix=f"kms-{transport.__name__}", sse="aws:kms", sse_kms_key_id=key),
-            {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": key},
-        ),
-    ):
-        store = transport(settings)
-        await store.put_if_absent("x", [b"x"])
-        client = moto_server.client()
-        stored = client.head_object(Bucket=settings.bucket, Key=f"{settings.prefix}/x")
-        assert {name: stored.get(name) for name in expected} == expected
-        await store.close()
 
 
 # Of the nine digits: the check value of CRC-32, 0xCBF43926, and their SHA-256.

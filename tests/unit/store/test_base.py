@@ -9,9 +9,8 @@ import pytest
 
 from s3ec.counters import Counters
 from s3ec.errors import AccessError, S3ECError, UnavailableError
-from s3ec.store.breaker import BreakerOptions
-from s3ec.store.endpoint import BreakerStore, Endpoint
-from s3ec.store.retry import Budget, RetryOptions, RetryStore
+from s3ec.store.endpoint import BreakerOptions, BreakerStore, Budget, Endpoint
+from s3ec.store.retry import RetryStore
 from s3ec.testing.fault_store import Fault, FaultStore, Script
 from s3ec.testing.memory_store import MemoryStore
 
@@ -38,13 +37,11 @@ async def bucket() -> Asked:
     return bucket
 
 
-def retrying(inner: FaultStore, *, budget: Budget | None = None, attempts: int = 3) -> RetryStore:
+def retrying(inner: FaultStore, endpoint: Endpoint | None = None) -> RetryStore:
     async def sleep(seconds: float) -> None:
         pass
 
-    return RetryStore(
-        inner, Counters(), options=RetryOptions(attempts=attempts), budget=budget, sleep=sleep
-    )
+    return RetryStore(inner, Counters(), endpoint=endpoint, sleep=sleep)
 
 
 def partial(name: str, error: type[S3ECError], times: int | None = 1) -> Fault:
@@ -90,9 +87,10 @@ async def test_a_request_that_fails_as_a_whole_raises_and_one_after_an_answer_do
 
 async def test_a_whole_failure_is_repeated_within_the_budget(bucket: Asked) -> None:
     faults = FaultStore(bucket, Script([Fault(op="delete_many", error=UnavailableError, times=1)]))
-    spent = Budget(0.0, at_most=1.0, at_first=0.0)
+    spent = Endpoint(8)
+    spent.retries = Budget(0.0, at_most=1.0, at_first=0.0)
     with pytest.raises(UnavailableError):
-        await retrying(faults, budget=spent).delete_many(NAMES)
+        await retrying(faults, spent).delete_many(NAMES)
     assert await retrying(faults).delete_many(NAMES) == {}
 
 
