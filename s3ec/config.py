@@ -8,18 +8,15 @@ then ``S3EC_NAME`` variables, then the file that ``S3EC_CONFIG`` names, then the
 from __future__ import annotations
 
 import difflib
+import json
 import os
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
-from pydantic_settings import (
-    EnvSettingsSource,
-    JsonConfigSettingsSource,
-    TomlConfigSettingsSource,
-)
 
 from s3ec.errors import ConfigError
 from s3ec.settings import ENV_PREFIX, OF_S3, Settings, parse_url
@@ -83,12 +80,11 @@ def load_settings(
         _refuse_unknown(str(name), origin)
     file, file_values = _read_file()
     _refuse_misspelt_variables()
-    env_values = EnvSettingsSource(Settings, env_prefix=ENV_PREFIX, env_ignore_empty=True)()
     options_label = "argument" if as_arguments else "option"
     sources = [
         (options_label, options or {}),
         (origin, given),
-        ("env", env_values),
+        ("env", _read_environment()),
         (f"file {file}", file_values),
     ]
     merged: dict[str, Any] = {}
@@ -168,15 +164,24 @@ def _take_apart(merged: dict[str, Any], origins: dict[str, str]) -> None:
     origins.update(bucket=origin, prefix=origin)
 
 
+def _read_environment() -> dict[str, str]:
+    """The settings among the variables, in capitals or not; an empty one counts as unset."""
+    given = {name.lower(): value for name, value in os.environ.items() if value}
+    names = {name: f"{ENV_PREFIX}{name}".lower() for name in Settings.model_fields}
+    return {name: given[variable] for name, variable in names.items() if variable in given}
+
+
 def _read_file() -> tuple[str, dict[str, Any]]:
     path = os.environ.get(CONFIG_FILE_VARIABLE, "")
     if not path:
         return "", {}
-    kind = TomlConfigSettingsSource if path.endswith(".toml") else JsonConfigSettingsSource
     if not Path(path).is_file():
         raise ConfigError(f"{CONFIG_FILE_VARIABLE} names {path}, which is not a file")
     try:
-        values = dict(kind(Settings, Path(path))())
+        text = Path(path).read_text(encoding="utf-8")
+        values = tomllib.loads(text) if path.endswith(".toml") else json.loads(text.strip() or "{}")
+        if not isinstance(values, dict):
+            raise TypeError(f"it holds a {type(values).__name__}")
     except (OSError, ValueError, TypeError, RecursionError) as exc:
         raise ConfigError(
             f"cannot read {path} ({CONFIG_FILE_VARIABLE}) as a table of settings: {exc}"

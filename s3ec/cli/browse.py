@@ -29,6 +29,7 @@ from s3ec.cli.output import (
     safe,
 )
 from s3ec.cli.progress import counting
+from s3ec.cli.remove import ns_rm
 from s3ec.errors import ConfigError, CorruptEntryError, NotFoundError
 
 if TYPE_CHECKING:
@@ -44,12 +45,9 @@ IdArgument = Annotated[
 ]
 
 
-# The group `ns`; alone it lists.
-namespaces = App()
-
-
 def register(app: typer.Typer) -> None:
-    """Add the four commands to the tree."""
+    """Add the four commands to the tree, and ``ns rm`` below ``ns``."""
+    namespaces = App()  # alone it lists
     namespaces.callback(
         invoke_without_command=True,
         epilog=epilog(
@@ -57,6 +55,13 @@ def register(app: typer.Typer) -> None:
             ("s3ec ns --count --json", "with their sizes, for machines"),
         ),
     )(with_settings(ns))
+    namespaces.command(
+        "rm",
+        epilog=epilog(
+            ("s3ec ns rm acme-vision-0123456789abcdef", "what is in it? asks at a terminal"),
+            ("s3ec ns rm acme-vision-0123456789abcdef --yes", "delete all of it"),
+        ),
+    )(with_settings(ns_rm))
     app.add_typer(namespaces, name="ns")
     app.command(
         "ls",

@@ -48,6 +48,7 @@ def register(app: typer.Typer) -> None:
 
 def doctor(
     source: Source,
+    ctx: typer.Context,
     vllm_args: Annotated[
         list[str] | None,
         typer.Argument(metavar="-- VLLM ARGS", help="Arguments of `vllm serve`."),
@@ -61,7 +62,7 @@ def doctor(
             "--timeout",
             metavar="SECONDS",
             min=0.1,
-            help="How long to wait for answers of bucket and node, in all. [0.9, with vLLM 10]",
+            help="How long bucket and node may take, from the start on. [1.6, with vLLM 10]",
             show_default=False,
         ),
     ] = None,
@@ -93,6 +94,7 @@ def doctor(
             vllm_args=vllm_args,
             with_vllm=not no_vllm,
             timeout_s=timeout_s,
+            started_s=ctx.obj,  # None where no process was started for this
             starting=spinner.show,
         )
         checks = _shown(found, spinner, as_json)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from s3ec.cli.browse import namespaces
 from s3ec.cli.confirm import DryRunOption, YesOption, check_habit, is_confirmed
 from s3ec.cli.options import (
     JsonOption,
@@ -17,7 +16,6 @@ from s3ec.cli.options import (
     complete_namespace,
     duration_s,
     with_namespace,
-    with_settings,
 )
 from s3ec.cli.output import (
     EXIT_WRONG,
@@ -41,7 +39,7 @@ if TYPE_CHECKING:
 
 
 def register(app: typer.Typer) -> None:
-    """Add the three commands to the tree."""
+    """Add the two commands to the tree; ``ns rm`` stands beside ``ns``."""
     app.command(
         "rm",
         epilog=epilog(
@@ -56,13 +54,6 @@ def register(app: typer.Typer) -> None:
             ("s3ec gc --older-than 90d --yes", "delete it"),
         ),
     )(with_namespace(gc))
-    namespaces.command(
-        "rm",
-        epilog=epilog(
-            ("s3ec ns rm acme-vision-0123456789abcdef", "what is in it? asks at a terminal"),
-            ("s3ec ns rm acme-vision-0123456789abcdef --yes", "delete all of it"),
-        ),
-    )(with_settings(ns_rm))
 
 
 def rm(

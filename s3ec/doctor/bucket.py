@@ -1,371 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of the way to the bucket: credentials, endpoint, clock, style, list and read.
+"""Checks of the bucket and of the way to it, those that read first and those that write then.
 
-Also what only the SDK can tell about a bucket. This is the doctor's one module that imports an SDK,
-and its errors are mapped here.
+The latter write throw-away objects below ``.s3ec-probe/`` and delete them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
-import re
-import threading
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, closing, contextmanager
-from dataclasses import dataclass
-from email.utils import parsedate_to_datetime
-from typing import Any
+import secrets
+from collections.abc import Iterator
 from urllib.parse import urlsplit
-
-from botocore import UNSIGNED
-from botocore.config import Config
-from botocore.exceptions import BotoCoreError, ClientError, SSLError
-from botocore.exceptions import ConnectionError as SdkConnectionError
-from botocore.loaders import create_loader
-from botocore.parsers import ResponseParserError
-from botocore.session import Session
 
 from s3ec.doctor.patient import CheckContext
 from s3ec.doctor.report import Outcome, fail, ok, skip, warn
-from s3ec.errors import AccessError, S3ECError, UnavailableError
-from s3ec.settings import Settings
+from s3ec.errors import AccessError, CorruptEntryError, S3ECError
 from s3ec.store.base import Blob, Store
-from s3ec.store.open import PROBE_PREFIX
-from s3ec.store.s3_client import quiet_sdk_logs
-from s3ec.store.s3_errors import boundary
-
-# A CRC32 that no body of ours has.
-_WRONG_CRC = "AAAAAA=="
-PROBE_BODY = b"s3ec doctor"
-# Pages of one key that are followed; a listing that goes round in circles ends here.
-_MOST_PAGES = 50
-_REASON = re.compile(r"\[Errno -?\d+\] ([^)'\"\]]+)")
-
-
-@dataclass(frozen=True, slots=True)
-class ServerProbe:
-    """The answer to a request without credentials.
-
-    Attributes:
-        url: Where it was sent, scheme and host.
-        server: The server's name for itself, or empty.
-        virtual_host: Whether the bucket stood in the host name.
-        skew_s: The server's clock minus ours, None where it does not say.
-        is_s3: Whether the answer looks like S3's.
-    """
-
-    url: str
-    server: str
-    virtual_host: bool
-    skew_s: float | None
-    is_s3: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Written:
-    """The answer to a PUT.
-
-    Attributes:
-        sse: Encryption that the server says it used, or None.
-    """
-
-    sse: str | None
-
-
-class S3Probe:
-    """Single requests to one bucket, without retries. Blocking; any number of threads."""
-
-    def __init__(self, settings: Settings) -> None:
-        quiet_sdk_logs()
-        self._settings = settings
-        # Sessions and the making of clients are for one thread at a time; clients are for all.
-        self._lock = threading.RLock()
-        # Parsing the service's model takes longer than most requests; once for all sessions.
-        self._models = create_loader()
-        self._base: Any = None
-        self._session: Any = None
-        self._clients: dict[tuple[str, str], Any] = {}
-
-    def credentials_method(self) -> str | None:
-        """The SDK's name for where it found credentials, None if nowhere. Never their values.
-
-        Raises:
-            AccessError: A source is there but unusable: unknown profile, half a key pair, a
-                token that cannot be exchanged.
-            UnavailableError: A source did not answer.
-        """
-        with self._boundary("credentials"), self._lock:
-            found = self._base_session().get_credentials()
-            if found is None:
-                return None
-            found.get_frozen_credentials()  # where they are fetched, if they have to be
-            return str(found.method)
-
-    def assume_role(self) -> None:
-        """Exchange the credentials for those of ``role_arn``, once.
-
-        Raises:
-            AccessError: Refused.
-            UnavailableError: STS did not answer.
-        """
-        with self._boundary("AssumeRole"):
-            self._role_session()
-
-    def hello(self) -> ServerProbe:
-        """Ask without credentials; any answer, a refusal too, proves that somebody is there.
-
-        Raises:
-            UnavailableError: Nobody is.
-        """
-        sent: list[str] = []
-        client = self._unsigned_client()
-        client.meta.events.register("before-send.s3", lambda request, **_: sent.append(request.url))
-        before_s = time.time()
-        with self._boundary("GET"), _saying_why():
-            try:
-                reply = client.list_objects_v2(Bucket=self._settings.bucket, MaxKeys=1)
-            except ClientError as exc:
-                reply = exc.response
-            except ResponseParserError:
-                return self._hello(sent[0], {}, 0.0, is_s3=False)
-        now_s = (before_s + time.time()) / 2
-        headers = reply["ResponseMetadata"].get("HTTPHeaders", {})
-        is_s3 = "html" not in headers.get("content-type", "") or "x-amz-request-id" in headers
-        return self._hello(sent[0], headers, now_s, is_s3=is_s3)
-
-    def _hello(
-        self, url: str, headers: Mapping[str, str], now_s: float, *, is_s3: bool
-    ) -> ServerProbe:
-        parts = urlsplit(url)
-        virtual = (parts.hostname or "").startswith(f"{self._settings.bucket.lower()}.")
-        host = parts.netloc.partition(".")[2] if virtual else parts.netloc
-        skew_s = _date_s(headers.get("date", ""))
-        return ServerProbe(
-            url=f"{parts.scheme}://{host}",
-            server=headers.get("server", ""),
-            virtual_host=virtual,
-            skew_s=None if skew_s is None else skew_s - now_s,
-            is_s3=is_s3,
-        )
-
-    def list_one(self, *, style: str) -> None:
-        """List one key with ``path`` or ``virtual`` style.
-
-        Raises:
-            AccessError: Refused, also where the style leads to another bucket.
-            UnavailableError: That host name leads nowhere.
-        """
-        with self._boundary(f"list in {style} style"):
-            self._client(style=style).list_objects_v2(
-                Bucket=self._settings.bucket, Prefix=self._key(""), MaxKeys=1
-            )
-
-    def pages(self, prefix: str) -> list[list[str]]:
-        """Names that begin with ``prefix``, as they come in pages of one; 50 pages at most.
-
-        Raises:
-            AccessError: Refused.
-            UnavailableError: Not answered.
-        """
-        root, pages = self._key(""), list[list[str]]()
-        more: dict[str, str] = {}
-        while len(pages) < _MOST_PAGES:
-            with self._boundary("list page by page"):
-                reply = self._client().list_objects_v2(
-                    Bucket=self._settings.bucket, Prefix=root + prefix, MaxKeys=1, **more
-                )
-            pages.append([entry["Key"].removeprefix(root) for entry in reply.get("Contents", [])])
-            if "NextContinuationToken" not in reply:
-                break
-            more = {"ContinuationToken": reply["NextContinuationToken"]}
-        return pages
-
-    def put(self, name: str, *, sse: str | None = None, wrong_crc: bool = False) -> Written:
-        """Write a small object, with the CRC that the SDK adds where supported.
-
-        Args:
-            sse: Encryption to ask for; None for that of the settings, ``none`` for none.
-            wrong_crc: Send a CRC that does not fit; a server that checks refuses it.
-
-        Raises:
-            AccessError: Refused.
-            UnavailableError: Not answered, or not implemented (501).
-        """
-        headers: dict[str, str] = {}
-        sse = sse or self._settings.sse
-        if sse != "none":
-            headers["ServerSideEncryption"] = sse
-        if sse == "aws:kms" and self._settings.sse_kms_key_id:
-            headers["SSEKMSKeyId"] = self._settings.sse_kms_key_id
-        if wrong_crc:
-            headers["ChecksumCRC32"] = _WRONG_CRC
-        else:
-            headers["ChecksumAlgorithm"] = "CRC32"
-        with self._boundary("PUT"):
-            reply = self._client().put_object(
-                Bucket=self._settings.bucket, Key=self._key(name), Body=PROBE_BODY, **headers
-            )
-        return Written(sse=reply.get("ServerSideEncryption"))
-
-    def put_bare(self, name: str) -> None:
-        """Write a small object without a CRC, for servers that refuse one.
-
-        Raises:
-            AccessError: Refused.
-            UnavailableError: Not answered.
-        """
-        with self._boundary("PUT"):
-            self._client(checksums="when_required").put_object(
-                Bucket=self._settings.bucket, Key=self._key(name), Body=PROBE_BODY
-            )
-
-    def stored_crc(self, name: str) -> str | None:
-        """The CRC that the server returns with an object, None if it kept none.
-
-        Raises:
-            AccessError: Refused.
-            UnavailableError: Not answered.
-        """
-        with self._boundary("GET"):
-            reply = self._client().get_object(
-                Bucket=self._settings.bucket, Key=self._key(name), ChecksumMode="ENABLED"
-            )
-            reply["Body"].read()
-        crc: str | None = reply.get("ChecksumCRC32")
-        return crc
-
-    def delete(self, name: str) -> None:
-        """Remove an object.
-
-        Raises:
-            AccessError: Refused.
-            UnavailableError: Not answered.
-        """
-        with self._boundary("DELETE"):
-            self._client().delete_object(Bucket=self._settings.bucket, Key=self._key(name))
-
-    def _boundary(self, what: str) -> AbstractContextManager[None]:
-        return boundary(what, lambda: self._settings.region or "")
-
-    def _key(self, name: str) -> str:
-        return f"{self._settings.prefix}/{name}" if self._settings.prefix else name
-
-    def _base_session(self) -> Any:
-        if self._base is None:
-            self._base = self._new_session()
-        return self._base
-
-    def _new_session(self) -> Any:
-        session = Session(profile=self._settings.profile)
-        session.register_component("data_loader", self._models)
-        return session
-
-    def _role_session(self) -> Any:
-        if self._session is not None:
-            return self._session
-        base = self._base_session()
-        if self._settings.role_arn is None:
-            self._session = base
-            return base
-        # Not `ca_bundle`: that is the bucket's; STS is Amazon's or AWS_CA_BUNDLE's.
-        region = self._settings.region
-        with closing(base.create_client("sts", region, config=self._config())) as sts:
-            reply = sts.assume_role(RoleArn=self._settings.role_arn, RoleSessionName="s3ec-doctor")
-        keys = reply["Credentials"]
-        self._session = self._new_session()
-        self._session.set_credentials(
-            keys["AccessKeyId"], keys["SecretAccessKey"], keys["SessionToken"]
-        )
-        return self._session
-
-    def _verify(self) -> str | None:
-        return str(self._settings.ca_bundle) if self._settings.ca_bundle else None
-
-    def _client(self, *, style: str | None = None, checksums: str = "when_supported") -> Any:
-        kind = (style or self._style(), checksums)
-        with self._lock:
-            if kind not in self._clients:
-                self._clients[kind] = self._new_client(self._role_session(), *kind)
-            return self._clients[kind]
-
-    def _unsigned_client(self) -> Any:
-        """A client that looks for no credentials, which may take long.
-
-        Of a session of its own: that of the others is busy while it looks for them.
-        """
-        session = self._new_session()
-        session.set_credentials("nobody", "unused")
-        client = self._new_client(session, self._style(), signature_version=UNSIGNED)
-        with self._lock:
-            self._clients["unsigned", ""] = client
-        return client
-
-    def _style(self) -> str:
-        chosen = self._settings.path_style
-        return "auto" if chosen is None else "path" if chosen else "virtual"
-
-    def _new_client(
-        self, session: Any, style: str, checksums: str = "when_supported", **more: Any
-    ) -> Any:
-        config = self._config(
-            s3={"addressing_style": style},
-            request_checksum_calculation=checksums,
-            response_checksum_validation=checksums,
-            **more,
-        )
-        return session.create_client(
-            "s3",
-            self._settings.region,
-            endpoint_url=self._settings.endpoint_url,
-            config=config,
-            verify=self._verify(),
-        )
-
-    def close(self) -> None:
-        """Let go of connections."""
-        # Without the lock: who looks for credentials may hold it for long.
-        for client in list(self._clients.values()):
-            client.close()
-
-    def _config(self, **more: Any) -> Config:
-        return Config(
-            retries={"total_max_attempts": 1},
-            connect_timeout=self._settings.connect_timeout_s,
-            read_timeout=self._settings.read_timeout_s,
-            **more,
-        )
-
-
-def _date_s(header: str) -> float | None:
-    try:
-        return parsedate_to_datetime(header).timestamp()
-    except ValueError:
-        return None
-
-
-@contextmanager
-def _saying_why() -> Iterator[None]:
-    """Tell refused from unknown host and from timed out; the SDK's own text names only the URL.
-
-    Raises:
-        UnavailableError: With the operating system's word for it.
-    """
-    try:
-        yield
-    except SSLError:
-        raise  # the boundary tells an untrusted certificate from the rest
-    except (SdkConnectionError, OSError) as exc:
-        raise UnavailableError(_reason(exc)) from exc
-
-
-def _reason(exc: Exception) -> str:
-    text = str(exc.kwargs.get("error", exc)) if isinstance(exc, BotoCoreError) else str(exc)
-    found = _REASON.search(text)
-    if found:
-        return found[1].strip()
-    return "no connection in time" if "timed out" in text else " ".join(text.split())[:300]
-
+from s3ec.store.open import PROBE_PREFIX, ConditionalPut, probe_conditional_put
 
 WARN_SKEW_S = 60.0
 FAIL_SKEW_S = 900.0  # S3 refuses requests that are signed further away from its own clock
@@ -544,3 +195,214 @@ def _denied_if_absent(patient: CheckContext) -> Outcome:
     return warn(
         "an object was read, but an absent one is denied (403): missing s3:ListBucket", listing
     )
+
+
+@contextlib.contextmanager
+def _probe_object(patient: CheckContext) -> Iterator[str]:
+    """The name of an object to write, deleted afterwards where that is allowed."""
+    if not patient.may_delete:
+        # One name for ever, so that one small object stays however often the doctor comes.
+        yield f"{PROBE_PREFIX}kept"
+        return
+    name = f"{PROBE_PREFIX}{secrets.token_hex(8)}"
+    try:
+        yield name
+    finally:
+        with contextlib.suppress(S3ECError):
+            patient.ask(lambda: patient.s3.delete(name))
+
+
+def write(patient: CheckContext) -> Outcome:
+    """Whether objects can be written, as the settings ask for them to be."""
+    if patient.only_reads:
+        return skip("ec_role is ec_consumer, which never writes")
+    try:
+        patient.ask(lambda: patient.s3.delete(f"{PROBE_PREFIX}{secrets.token_hex(8)}"))
+    except AccessError:
+        patient.may_delete = False  # a good policy: only `gc` jobs need to delete
+    except S3ECError as exc:
+        return outcome_of(exc, "s3:PutObject")
+    wants_sse = patient.settings.sse != "none"
+    with _probe_object(patient) as name:
+        try:
+            patient.encryption = _put(patient, name)
+        except S3ECError as exc:
+            # Where it is allowed without encryption, the `sse` check says what is wrong.
+            if not wants_sse or not _puts_plain(patient, name):
+                refused = outcome_of(exc, "s3:PutObject")
+                hint = "; a node that only reads takes ec_role `ec_consumer`"
+                return fail(refused.found, refused.mend + hint)
+        if not patient.may_delete:
+            return ok(f"allowed; deleting is not, so one object stays: {name}")
+    return ok("allowed; a throw-away object was written and deleted")
+
+
+def write_by_store(patient: CheckContext) -> Outcome:
+    """Whether objects can be written where there is no S3 to ask for more."""
+    if patient.only_reads:
+        return skip("ec_role is ec_consumer, which never writes")
+    name = f"{PROBE_PREFIX}{secrets.token_hex(8)}"
+
+    async def put_and_delete(store: Store) -> None:
+        await store.put_if_absent(name, [b"s3ec doctor"])
+        await store.delete(name)
+
+    try:
+        patient.ask_store(put_and_delete)
+    except S3ECError as exc:
+        hint = "; a node that only reads takes ec_role `ec_consumer`"
+        return fail(str(exc), f"allow this user to create and delete objects there{hint}")
+    return ok("allowed; a throw-away object was written and deleted")
+
+
+def _put(patient: CheckContext, name: str, *, sse: str | None = None) -> str | None:
+    """Write with a CRC, or without one where the server refuses it."""
+    try:
+        return patient.ask(lambda: patient.s3.put(name, sse=sse)).sse
+    except S3ECError:
+        if (sse or patient.settings.sse) != "none":
+            raise
+    patient.ask(lambda: patient.s3.put_bare(name))
+    return None
+
+
+def _puts_plain(patient: CheckContext, name: str) -> bool:
+    try:
+        _put(patient, name, sse="none")
+    except S3ECError:
+        return False
+    return True
+
+
+def conditional_put(patient: CheckContext) -> Outcome:
+    """Whether a second ``If-None-Match: *`` of the same name is really refused."""
+    try:
+        answer = patient.ask_store(probe_conditional_put)
+    except S3ECError as exc:
+        return outcome_of(exc, "s3:PutObject")
+    if answer is ConditionalPut.ENFORCED:
+        code = " (412)" if patient.settings.url is None else ""
+        return ok(f"a second PUT of one name is refused{code}", cell="enforced")
+    if answer is ConditionalPut.UNKNOWN:
+        return warn(
+            "a PUT with `If-None-Match: *` is refused, one without is not",
+            "allow s3:PutObject with conditions; s3ec writes with them only",
+            cell="refused",
+        )
+    return warn(
+        "the server accepts `If-None-Match: *` and overwrites all the same",
+        "s3ec looks before it writes here, one request more per save; two writers at one moment "
+        "still write the same bytes. The index is never compacted, so engines start slower the "
+        "more was stored. A server with conditional writes does without",
+        cell="ignored",
+    )
+
+
+def checksums(patient: CheckContext) -> Outcome:
+    """Whether the CRC that SDKs send today is accepted, kept, and compared."""
+    with _probe_object(patient) as name:
+        try:
+            patient.ask(lambda: patient.s3.put(name))
+            crc = patient.ask(lambda: patient.s3.stored_crc(name))
+        except S3ECError as exc:
+            return warn(
+                f"a PUT with CRC32 is refused: {exc}",
+                "s3ec then sends none and relies on its own checksum; set "
+                "AWS_REQUEST_CHECKSUM_CALCULATION=when_required for other tools",
+                cell="CRC32 refused",
+            )
+        compared = _refuses_wrong_crc(patient, name)
+    kept = "kept and returned" if crc else "accepted but not kept"
+    also = "a wrong one is refused" if compared else "a wrong one is not noticed"
+    cell = f"CRC32 {'kept' if crc else 'not kept'}, {'compared' if compared else 'not compared'}"
+    return ok(f"CRC32 is {kept}; {also}. s3ec checks its own xxh3 at every read", cell=cell)
+
+
+def _refuses_wrong_crc(patient: CheckContext, name: str) -> bool:
+    try:
+        patient.ask(lambda: patient.s3.put(name, wrong_crc=True))
+    except S3ECError:
+        return True
+    return False
+
+
+def sse(patient: CheckContext) -> Outcome:
+    """Whether the encryption that the settings ask for is accepted and confirmed."""
+    wanted = patient.settings.sse
+    if wanted == "none":
+        if patient.encryption:
+            found = f"not asked for; the bucket encrypts by default ({patient.encryption})"
+            return ok(found, cell=f"{patient.encryption} by default")
+        answer = _answer_to_sse(patient)
+        return ok(f"not asked for; AES256 would be {answer}", cell=f"AES256 {answer}")
+    action = "s3:PutObject, kms:GenerateDataKey and kms:Decrypt"
+    with _probe_object(patient) as name:
+        try:
+            used = patient.ask(lambda: patient.s3.put(name)).sse
+            patient.ask(lambda: patient.s3.stored_crc(name))
+        except S3ECError as exc:
+            refused = outcome_of(exc, action)
+            return fail(
+                f"{wanted}: {refused.found}",
+                f"{refused.mend}; or set `sse` = `none` and leave it to the bucket",
+                cell=f"{wanted} refused",
+            )
+    if used != wanted:
+        return warn(
+            f"{wanted} was asked for, the server confirms {used or 'nothing'}",
+            "set a default encryption on the bucket, or `sse` = `none` if it has one",
+            cell=f"{wanted} ignored",
+        )
+    found = f"{wanted} is accepted and confirmed; the object could be read back"
+    return ok(found, cell=f"{wanted} confirmed")
+
+
+def _answer_to_sse(patient: CheckContext) -> str:
+    """What becomes of a write that asks for AES256 where the settings ask for nothing."""
+    with _probe_object(patient) as name:
+        try:
+            used = patient.ask(lambda: patient.s3.put(name, sse="AES256")).sse
+        except S3ECError:
+            return "refused"
+    return "confirmed" if used == "AES256" else "ignored"
+
+
+def ranges(patient: CheckContext) -> Outcome:
+    """Whether a part of an object can be had; large objects and the index come in parts."""
+    start, length = 2, 4
+    mend = "s3ec reads large objects and the index in parts: take a server that gives them"
+    with _probe_object(patient) as name:
+        try:
+            _put(patient, name)
+            part = patient.ask_store(lambda store: store.get_range(name, start, length))
+        except CorruptEntryError:
+            found = "the whole object comes where a range of it was asked for"
+            return fail(found, mend, cell="ignored")
+        except S3ECError as exc:
+            return outcome_of(exc, "s3:GetObject")
+    if part is None or bytes(part) != patient.s3.BODY[start : start + length]:
+        return fail("a range of an object comes back as other bytes", mend, cell="wrong")
+    return ok("a range of an object is what it should be", cell="right")
+
+
+def listing(patient: CheckContext) -> Outcome:
+    """Whether a listing is whole when it comes in several pages (ListObjectsV2)."""
+    with _probe_object(patient) as one, _probe_object(patient) as other:
+        if one == other:
+            return skip("needs two throw-away objects, and deleting is not allowed")
+        try:
+            for name in (one, other):
+                _put(patient, name)
+            pages = patient.ask(lambda: patient.s3.pages(PROBE_PREFIX))
+        except S3ECError as exc:
+            return outcome_of(exc, "s3:ListBucket")
+    names = [name for page in pages for name in page]
+    if any(names.count(name) != 1 for name in (one, other)):
+        return fail(
+            "of two objects, listed one to a page, not each came once",
+            "s3ec finds objects and the index by ListObjectsV2: take a server that has all of it",
+            cell="not whole",
+        )
+    if any(len(page) > 1 for page in pages):
+        return ok("whole, in pages of the server's own size", cell="whole; page size ignored")
+    return ok("whole, page by page", cell="paged")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from s3ec.settings import Settings
 from s3ec.store.base import Store
 
 if TYPE_CHECKING:
-    from s3ec.doctor.bucket import S3Probe, ServerProbe
+    from s3ec.doctor.s3_probe import S3Probe, ServerProbe
     from s3ec.doctor.vllm_child import VllmChild
     from s3ec.identity import Namespace
 
@@ -24,8 +25,8 @@ T = TypeVar("T")
 # Over the settings' own timeouts: name lookup, redirects, a second request.
 _SLACK_S = 2.0
 _LONGEST_S = 30.0
-# For letting go of connections, when nobody waits for an answer any more.
-_CLOSE_S = 1.0
+# For the loop to end, once its requests are broken off.
+_STOP_S = 0.1
 
 
 @dataclass(slots=True)
@@ -36,7 +37,6 @@ class CheckContext:
         loaded: Settings and origins.
         transfer: The --ec-transfer-config, empty where it is not known.
         vllm_args: Arguments of ``vllm serve``, or None to leave the model out.
-        s3: For questions that the Store protocol has no words for.
         with_vllm: Whether to look at vLLM at all.
         child: The process that imports vLLM, None before it runs and where vLLM is not installed.
         hello: The endpoint's answer, once there is one.
@@ -50,7 +50,6 @@ class CheckContext:
     loaded: Loaded
     transfer: Mapping[str, Any]
     vllm_args: Sequence[str] | None
-    s3: S3Probe
     with_vllm: bool = True
     child: VllmChild | None = None
     hello: ServerProbe | None = None
@@ -61,11 +60,23 @@ class CheckContext:
     namespace: Namespace | None = None
     _loop: LoopThread = field(default_factory=lambda: LoopThread("s3ec-doctor"))
     _store: Store | None = None
+    _s3: S3Probe | None = None
+    _making_s3: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def settings(self) -> Settings:
         """The settings under examination."""
         return self.loaded.settings
+
+    @property
+    def s3(self) -> S3Probe:
+        """For questions that the Store protocol has no words for; imports the SDK."""
+        from s3ec.doctor.s3_probe import S3Probe
+
+        with self._making_s3:
+            if self._s3 is None:
+                self._s3 = S3Probe(self.settings)
+            return self._s3
 
     @property
     def only_reads(self) -> bool:
@@ -110,12 +121,17 @@ class CheckContext:
             self._store = open_store(self.settings)
         return self._store
 
-    def close(self) -> None:
-        """Let go of connections and of vLLM's process; what still runs is broken off."""
-        self.s3.close()
+    def close(self, timeout_s: float) -> None:
+        """Let go of connections and of vLLM's process; what still runs is broken off.
+
+        Args:
+            timeout_s: How long the store may take to let go of its connections.
+        """
+        if self._s3 is not None:
+            self._s3.close()
         if self._store is not None:
             with suppress(Exception):  # it did its work, or told what was wrong
-                self._loop.run(self._store.close(), _CLOSE_S)
-        self._loop.stop(_CLOSE_S)
+                self._loop.run(self._store.close(), timeout_s)
+        self._loop.stop(_STOP_S)
         if self.child is not None:
             self.child.close()

@@ -79,7 +79,7 @@ def test_server_without_conditions_is_named_not_compacted_on_and_serves_right_by
         assert result.exit_code == 2, result.output
         assert "ignores If-None-Match" in result.output
     assert _manifest(careless) == before
-    report = CliRunner().invoke(app, ["doctor", "--json"]).stdout
+    report = CliRunner().invoke(app, ["doctor", "--json", "--timeout", "100"]).stdout
     checks = {check["name"]: check for check in json.loads(report)["checks"]}
     assert checks["conditional_put"]["verdict"] == "warn"
     assert "overwrites" in checks["conditional_put"]["found"]
