@@ -11,13 +11,12 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Coroutine, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 from s3ec.counters import Counters
-from s3ec.errors import UnavailableError
 
 log = logging.getLogger(__name__)
 
@@ -132,29 +131,25 @@ def _do(future: Future[Any], function: Callable[[], Any]) -> None:
         future.set_result(result)
 
 
+def in_thread(function: Callable[[], T], name: str) -> Future[T]:
+    """Make a call in a daemon thread of its own; nobody has to wait for it, the exit does not."""
+    future: Future[T] = Future()
+    threading.Thread(target=_do, args=(future, function), name=name, daemon=True).start()
+    return future
+
+
 def call_within(timeout_s: float, function: Callable[[], object]) -> bool:
     """Make a call in a thread of its own, and wait for it so long; whether it has come back.
 
     Raises:
         Exception: What the call raised.
     """
-    raised: list[BaseException] = []
+    future = in_thread(function, "s3ec-bounded")
+    if not wait([future], timeout_s).done:
+        return False
+    future.result()
+    return True
 
-    def call() -> None:
-        try:
-            function()
-        except BaseException as exc:  # noqa: BLE001 - raised again where somebody waits
-            raised.append(exc)
-
-    thread = threading.Thread(target=call, name="s3ec-bounded", daemon=True)
-    thread.start()
-    thread.join(timeout_s)
-    if raised:
-        raise raised[0]
-    return not thread.is_alive()
-
-
-_log = logging.getLogger(__name__)
 
 # A disk that takes longer for one entry, eviction included, is of no use to a request.
 PATIENCE_S = 5.0
@@ -231,13 +226,13 @@ class DiskWatch:
             self._hung = hung
         if hung:
             self._counters.add("tier.hung")
-            _log.warning(
+            log.warning(
                 "the disk of `cache_dir` has not answered for %.0f s; it is not used until it "
                 "does: images are encoded, saves go to the bucket from memory",
                 self._patience_s,
             )
         else:
-            _log.info("the disk of `cache_dir` answers again")
+            log.info("the disk of `cache_dir` answers again")
 
 
 # For calls that may take long: walks, whole files of the index.
@@ -443,32 +438,6 @@ def _cancel_all(loop: asyncio.AbstractEventLoop) -> None:
 
     # The loop holds only weak references to tasks; this one ends the loop itself.
     loop.__dict__["s3ec_finish"] = loop.create_task(finish(), name="s3ec-finish")
-
-
-def within(timeout_s: float, call: Callable[[], T]) -> T:
-    """The result of ``call``, run in a thread that is given up after ``timeout_s``.
-
-    SDKs have timeouts per phase, none over all: name lookup, credentials and a trickling
-    reply have none. The thread is a daemon, so that a hanging one does not hold up the exit.
-
-    Raises:
-        UnavailableError: No result in time.
-    """
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(call())
-        except BaseException as exc:  # noqa: BLE001 - raised again in the caller's thread
-            future.set_exception(exc)
-
-    threading.Thread(target=run, name="s3ec-doctor", daemon=True).start()
-    try:
-        return future.result(timeout_s)
-    except TimeoutError as exc:
-        if future.done():  # the call's own TimeoutError
-            raise
-        raise UnavailableError(f"no answer within {timeout_s:.0f} s") from exc
 
 
 # -- forks -------------------------------------------------------------------------------------

@@ -8,8 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from s3ec.cli.errors import reporting
-from s3ec.cli.output import App, Group, epilog
+from s3ec.cli.output import App, Group, epilog, reporting
 
 _WORDS = "s3ec.words"
 # Commands in the order in which people need them, and the module of s3ec.cli that has each.

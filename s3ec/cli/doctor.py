@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.status import Status
 
-    from s3ec.doctor.report import Check
+    from s3ec.doctor.check import Check
     from s3ec.doctor.run import Step
 
 _TRANSFER = "--ec-transfer-config"

@@ -8,17 +8,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from s3ec.cli.confirm import DryRunOption, YesOption, check_habit, is_confirmed
 from s3ec.cli.options import (
+    DryRunOption,
     JsonOption,
     NamespaceChoice,
     Source,
+    YesOption,
+    check_habit,
     complete_namespace,
     duration_s,
+    is_confirmed,
     with_namespace,
 )
 from s3ec.cli.output import (
     EXIT_WRONG,
+    counting,
     epilog,
     facts,
     human_age,
@@ -28,7 +32,6 @@ from s3ec.cli.output import (
     print_note,
     safe,
 )
-from s3ec.cli.progress import counting
 from s3ec.errors import ConfigError, NotFoundError
 
 if TYPE_CHECKING:

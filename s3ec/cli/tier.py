@@ -9,12 +9,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from s3ec.cli.confirm import DryRunOption, YesOption, check_habit, is_confirmed
-from s3ec.cli.options import JsonOption, Source, size_bytes, with_cache_settings
+from s3ec.cli.options import (
+    DryRunOption,
+    JsonOption,
+    Source,
+    YesOption,
+    check_habit,
+    is_confirmed,
+    size_bytes,
+    with_cache_settings,
+)
 from s3ec.cli.output import (
     EXIT_WRONG,
     App,
     console,
+    counting,
     epilog,
     facts,
     human_bytes,
@@ -24,7 +33,6 @@ from s3ec.cli.output import (
     progress,
     safe,
 )
-from s3ec.cli.progress import counting
 from s3ec.errors import ConfigError, TierError
 
 if TYPE_CHECKING:

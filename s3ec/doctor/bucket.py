@@ -12,8 +12,7 @@ import secrets
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
-from s3ec.doctor.patient import CheckContext
-from s3ec.doctor.report import Outcome, fail, ok, skip, warn
+from s3ec.doctor.check import CheckContext, Outcome, fail, ok, skip, warn
 from s3ec.errors import AccessError, CorruptEntryError, S3ECError
 from s3ec.store.base import Blob, Store
 from s3ec.store.open import PROBE_PREFIX, ConditionalPut, probe_conditional_put
@@ -49,10 +48,10 @@ def outcome_of(exc: S3ECError, action: str) -> Outcome:
     return fail(found if separator else str(exc), mend)
 
 
-def credentials(patient: CheckContext) -> Outcome:
+def credentials(context: CheckContext) -> Outcome:
     """Where the SDK's chain finds credentials, and whether the role can be assumed."""
     try:
-        method = patient.ask(patient.s3.credentials_method)
+        method = context.ask(context.s3.credentials_method)
     except S3ECError as exc:
         found = str(exc).rpartition("; ")[0] or str(exc)
         return fail(found, "mend that source of credentials, or choose another `profile`")
@@ -63,11 +62,11 @@ def credentials(patient: CheckContext) -> Outcome:
             "pod or instance a role",
         )
     found = f"{method} ({_METHODS[method]})" if method in _METHODS else method
-    role = patient.settings.role_arn
+    role = context.settings.role_arn
     if role is None:
         return ok(found)
     try:
-        patient.ask(patient.s3.assume_role)
+        context.ask(context.s3.assume_role)
     except S3ECError as exc:
         return fail(
             f"{found}; cannot assume {role}: {exc}",
@@ -76,16 +75,16 @@ def credentials(patient: CheckContext) -> Outcome:
     return ok(f"{found}, then {role}")
 
 
-def endpoint(patient: CheckContext) -> Outcome:
+def endpoint(context: CheckContext) -> Outcome:
     """Whether somebody who speaks S3 answers there."""
     try:
-        hello = patient.ask(patient.s3.hello)
+        hello = context.ask(context.s3.hello)
     except S3ECError as exc:
-        where = patient.settings.endpoint_url or "AWS"
+        where = context.settings.endpoint_url or "AWS"
         from s3ec.corpus import mend_endpoint  # which takes 0.2 s, and the doctor has 2
 
-        return fail(f"{where}: {exc}", mend_endpoint(patient.settings, str(exc)))
-    patient.hello = hello
+        return fail(f"{where}: {exc}", mend_endpoint(context.settings, str(exc)))
+    context.hello = hello
     server = f", {hello.server}" if hello.server else ""
     if not hello.is_s3:
         return fail(
@@ -95,9 +94,9 @@ def endpoint(patient: CheckContext) -> Outcome:
     return ok(f"{hello.url} answers{server}", cell=hello.server)
 
 
-def clock(patient: CheckContext) -> Outcome:
+def clock(context: CheckContext) -> Outcome:
     """How far this machine's clock is from the server's; signatures depend on it."""
-    skew_s = patient.hello.skew_s if patient.hello else None
+    skew_s = context.hello.skew_s if context.hello else None
     if skew_s is None:
         return skip("the server sends no date")
     side = "behind" if skew_s > 0 else "ahead of"
@@ -109,15 +108,15 @@ def clock(patient: CheckContext) -> Outcome:
     return ok(f"within {max(abs(skew_s), 1):.0f} s of the server's")
 
 
-def bucket(patient: CheckContext) -> Outcome:
+def bucket(context: CheckContext) -> Outcome:
     """Whether the bucket is there and can be listed; the index is read by listing."""
     try:
-        patient.first_object = patient.ask_store(_first_object)
+        context.first_object = context.ask_store(_first_object)
     except S3ECError as exc:
         return outcome_of(exc, "s3:ListBucket")
-    patient.listed = True
-    state = "holds objects" if patient.first_object else "is empty"
-    return ok(f"{patient.settings.corpus} can be listed and {state}")
+    context.listed = True
+    state = "holds objects" if context.first_object else "is empty"
+    return ok(f"{context.settings.corpus} can be listed and {state}")
 
 
 async def _first_object(store: Store) -> str | None:
@@ -126,23 +125,23 @@ async def _first_object(store: Store) -> str | None:
     return None
 
 
-def addressing(patient: CheckContext) -> Outcome:
+def addressing(context: CheckContext) -> Outcome:
     """Where the bucket's name goes, and whether the other place would do too."""
-    hello = patient.hello
+    hello = context.hello
     used, other = ("virtual", "path") if hello and hello.virtual_host else ("path", "virtual")
-    style = patient.settings.addressing_style
+    style = context.settings.addressing_style
     found = f"{used} style" + (" (auto)" if style == "auto" else "")
-    host = urlsplit(patient.settings.endpoint_url or "").hostname or ""
+    host = urlsplit(context.settings.endpoint_url or "").hostname or ""
     if other == "virtual" and _is_address(host):
         needs = "virtual style needs a host name, not an address"
         return ok(f"{found}; {needs}", cell=f"{used}; virtual not tried")
     try:
-        patient.ask(lambda: patient.s3.list_one(style=other))
+        context.ask(lambda: context.s3.list_one(style=other))
     except S3ECError:
-        if patient.listed:
+        if context.listed:
             return ok(f"{found}; {other} style does not work here", cell=f"{used} only")
         return skip(f"{found}; the bucket lists in neither style")
-    if patient.listed:
+    if context.listed:
         return ok(f"{found}; {other} style works too", cell="path and virtual")
     mend = f"set `addressing_style` = `{other}`"
     return fail(f"{found} does not work, {other} style does", mend, cell=f"{other} only")
@@ -156,38 +155,38 @@ def _is_address(host: str) -> bool:
     return True
 
 
-def read(patient: CheckContext) -> Outcome:
+def read(context: CheckContext) -> Outcome:
     """Whether objects can be read, and how an absent one is answered."""
-    if patient.first_object is not None:
+    if context.first_object is not None:
         try:
-            _read(patient, patient.first_object)
+            _read(context, context.first_object)
         except S3ECError as exc:
             return outcome_of(exc, "s3:GetObject")
     try:
-        blob = _read(patient, f"{PROBE_PREFIX}absent")
+        blob = _read(context, f"{PROBE_PREFIX}absent")
     except S3ECError as exc:
         if not isinstance(exc, AccessError) or exc.is_general:
             return outcome_of(exc, "s3:GetObject")
-        return _denied_if_absent(patient)
-    if patient.first_object is not None:
+        return _denied_if_absent(context)
+    if context.first_object is not None:
         return ok("allowed; an object was read")
     if blob is None:
-        code = " with 404" if patient.settings.url is None else " as absent"
+        code = " with 404" if context.settings.url is None else " as absent"
         return ok(f"allowed; an absent object is answered{code}")
     return ok("allowed; an object was read")
 
 
-def _read(patient: CheckContext, name: str) -> Blob | None:
-    return patient.ask_store(lambda store: store.get_range(name, 0, 1))
+def _read(context: CheckContext, name: str) -> Blob | None:
+    return context.ask_store(lambda store: store.get_range(name, 0, 1))
 
 
-def _denied_if_absent(patient: CheckContext) -> Outcome:
+def _denied_if_absent(context: CheckContext) -> Outcome:
     """S3 says whether an object is absent to those only who may list the bucket."""
     listing = (
         "allow s3:ListBucket on the bucket itself (without a condition on `s3:prefix`), so that "
         "an absent object is answered with 404"
     )
-    if patient.first_object is None:
+    if context.first_object is None:
         return fail(
             "an object that is not there is denied (403); so may be those that will be",
             f"allow s3:GetObject on the objects for these credentials; and {listing}",
@@ -198,9 +197,9 @@ def _denied_if_absent(patient: CheckContext) -> Outcome:
 
 
 @contextlib.contextmanager
-def _probe_object(patient: CheckContext) -> Iterator[str]:
+def _probe_object(context: CheckContext) -> Iterator[str]:
     """The name of an object to write, deleted afterwards where that is allowed."""
-    if not patient.may_delete:
+    if not context.may_delete:
         # One name for ever, so that one small object stays however often the doctor comes.
         yield f"{PROBE_PREFIX}kept"
         return
@@ -209,37 +208,37 @@ def _probe_object(patient: CheckContext) -> Iterator[str]:
         yield name
     finally:
         with contextlib.suppress(S3ECError):
-            patient.ask(lambda: patient.s3.delete(name))
+            context.ask(lambda: context.s3.delete(name))
 
 
-def write(patient: CheckContext) -> Outcome:
+def write(context: CheckContext) -> Outcome:
     """Whether objects can be written, as the settings ask for them to be."""
-    if patient.only_reads:
+    if context.only_reads:
         return skip("ec_role is ec_consumer, which never writes")
     try:
-        patient.ask(lambda: patient.s3.delete(f"{PROBE_PREFIX}{secrets.token_hex(8)}"))
+        context.ask(lambda: context.s3.delete(f"{PROBE_PREFIX}{secrets.token_hex(8)}"))
     except AccessError:
-        patient.may_delete = False  # a good policy: only `gc` jobs need to delete
+        context.may_delete = False  # a good policy: only `gc` jobs need to delete
     except S3ECError as exc:
         return outcome_of(exc, "s3:PutObject")
-    wants_sse = patient.settings.sse != "none"
-    with _probe_object(patient) as name:
+    wants_sse = context.settings.sse != "none"
+    with _probe_object(context) as name:
         try:
-            patient.encryption = _put(patient, name)
+            context.encryption = _put(context, name)
         except S3ECError as exc:
             # Where it is allowed without encryption, the `sse` check says what is wrong.
-            if not wants_sse or not _puts_plain(patient, name):
+            if not wants_sse or not _puts_plain(context, name):
                 refused = outcome_of(exc, "s3:PutObject")
                 hint = "; a node that only reads takes ec_role `ec_consumer`"
                 return fail(refused.found, refused.mend + hint)
-        if not patient.may_delete:
+        if not context.may_delete:
             return ok(f"allowed; deleting is not, so one object stays: {name}")
     return ok("allowed; a throw-away object was written and deleted")
 
 
-def write_by_store(patient: CheckContext) -> Outcome:
+def write_by_store(context: CheckContext) -> Outcome:
     """Whether objects can be written where there is no S3 to ask for more."""
-    if patient.only_reads:
+    if context.only_reads:
         return skip("ec_role is ec_consumer, which never writes")
     name = f"{PROBE_PREFIX}{secrets.token_hex(8)}"
 
@@ -248,40 +247,40 @@ def write_by_store(patient: CheckContext) -> Outcome:
         await store.delete(name)
 
     try:
-        patient.ask_store(put_and_delete)
+        context.ask_store(put_and_delete)
     except S3ECError as exc:
         hint = "; a node that only reads takes ec_role `ec_consumer`"
         return fail(str(exc), f"allow this user to create and delete objects there{hint}")
     return ok("allowed; a throw-away object was written and deleted")
 
 
-def _put(patient: CheckContext, name: str, *, sse: str | None = None) -> str | None:
+def _put(context: CheckContext, name: str, *, sse: str | None = None) -> str | None:
     """Write with a CRC, or without one where the server refuses it."""
     try:
-        return patient.ask(lambda: patient.s3.put(name, sse=sse)).sse
+        return context.ask(lambda: context.s3.put(name, sse=sse)).sse
     except S3ECError:
-        if (sse or patient.settings.sse) != "none":
+        if (sse or context.settings.sse) != "none":
             raise
-    patient.ask(lambda: patient.s3.put_bare(name))
+    context.ask(lambda: context.s3.put_bare(name))
     return None
 
 
-def _puts_plain(patient: CheckContext, name: str) -> bool:
+def _puts_plain(context: CheckContext, name: str) -> bool:
     try:
-        _put(patient, name, sse="none")
+        _put(context, name, sse="none")
     except S3ECError:
         return False
     return True
 
 
-def conditional_put(patient: CheckContext) -> Outcome:
+def conditional_put(context: CheckContext) -> Outcome:
     """Whether a second ``If-None-Match: *`` of the same name is really refused."""
     try:
-        answer = patient.ask_store(probe_conditional_put)
+        answer = context.ask_store(probe_conditional_put)
     except S3ECError as exc:
         return outcome_of(exc, "s3:PutObject")
     if answer is ConditionalPut.ENFORCED:
-        code = " (412)" if patient.settings.url is None else ""
+        code = " (412)" if context.settings.url is None else ""
         return ok(f"a second PUT of one name is refused{code}", cell="enforced")
     if answer is ConditionalPut.UNKNOWN:
         return warn(
@@ -298,12 +297,12 @@ def conditional_put(patient: CheckContext) -> Outcome:
     )
 
 
-def checksums(patient: CheckContext) -> Outcome:
+def checksums(context: CheckContext) -> Outcome:
     """Whether the CRC that SDKs send today is accepted, kept, and compared."""
-    with _probe_object(patient) as name:
+    with _probe_object(context) as name:
         try:
-            patient.ask(lambda: patient.s3.put(name))
-            crc = patient.ask(lambda: patient.s3.stored_crc(name))
+            context.ask(lambda: context.s3.put(name))
+            crc = context.ask(lambda: context.s3.stored_crc(name))
         except S3ECError as exc:
             return warn(
                 f"a PUT with CRC32 is refused: {exc}",
@@ -311,35 +310,35 @@ def checksums(patient: CheckContext) -> Outcome:
                 "AWS_REQUEST_CHECKSUM_CALCULATION=when_required for other tools",
                 cell="CRC32 refused",
             )
-        compared = _refuses_wrong_crc(patient, name)
+        compared = _refuses_wrong_crc(context, name)
     kept = "kept and returned" if crc else "accepted but not kept"
     also = "a wrong one is refused" if compared else "a wrong one is not noticed"
     cell = f"CRC32 {'kept' if crc else 'not kept'}, {'compared' if compared else 'not compared'}"
     return ok(f"CRC32 is {kept}; {also}. s3ec checks its own xxh3 at every read", cell=cell)
 
 
-def _refuses_wrong_crc(patient: CheckContext, name: str) -> bool:
+def _refuses_wrong_crc(context: CheckContext, name: str) -> bool:
     try:
-        patient.ask(lambda: patient.s3.put(name, wrong_crc=True))
+        context.ask(lambda: context.s3.put(name, wrong_crc=True))
     except S3ECError:
         return True
     return False
 
 
-def sse(patient: CheckContext) -> Outcome:
+def sse(context: CheckContext) -> Outcome:
     """Whether the encryption that the settings ask for is accepted and confirmed."""
-    wanted = patient.settings.sse
+    wanted = context.settings.sse
     if wanted == "none":
-        if patient.encryption:
-            found = f"not asked for; the bucket encrypts by default ({patient.encryption})"
-            return ok(found, cell=f"{patient.encryption} by default")
-        answer = _answer_to_sse(patient)
+        if context.encryption:
+            found = f"not asked for; the bucket encrypts by default ({context.encryption})"
+            return ok(found, cell=f"{context.encryption} by default")
+        answer = _answer_to_sse(context)
         return ok(f"not asked for; AES256 would be {answer}", cell=f"AES256 {answer}")
     action = "s3:PutObject, kms:GenerateDataKey and kms:Decrypt"
-    with _probe_object(patient) as name:
+    with _probe_object(context) as name:
         try:
-            used = patient.ask(lambda: patient.s3.put(name)).sse
-            patient.ask(lambda: patient.s3.stored_crc(name))
+            used = context.ask(lambda: context.s3.put(name)).sse
+            context.ask(lambda: context.s3.stored_crc(name))
         except S3ECError as exc:
             refused = outcome_of(exc, action)
             return fail(
@@ -357,43 +356,43 @@ def sse(patient: CheckContext) -> Outcome:
     return ok(found, cell=f"{wanted} confirmed")
 
 
-def _answer_to_sse(patient: CheckContext) -> str:
+def _answer_to_sse(context: CheckContext) -> str:
     """What becomes of a write that asks for AES256 where the settings ask for nothing."""
-    with _probe_object(patient) as name:
+    with _probe_object(context) as name:
         try:
-            used = patient.ask(lambda: patient.s3.put(name, sse="AES256")).sse
+            used = context.ask(lambda: context.s3.put(name, sse="AES256")).sse
         except S3ECError:
             return "refused"
     return "confirmed" if used == "AES256" else "ignored"
 
 
-def ranges(patient: CheckContext) -> Outcome:
+def ranges(context: CheckContext) -> Outcome:
     """Whether a part of an object can be had; large objects and the index come in parts."""
     start, length = 2, 4
     mend = "s3ec reads large objects and the index in parts: take a server that gives them"
-    with _probe_object(patient) as name:
+    with _probe_object(context) as name:
         try:
-            _put(patient, name)
-            part = patient.ask_store(lambda store: store.get_range(name, start, length))
+            _put(context, name)
+            part = context.ask_store(lambda store: store.get_range(name, start, length))
         except CorruptEntryError:
             found = "the whole object comes where a range of it was asked for"
             return fail(found, mend, cell="ignored")
         except S3ECError as exc:
             return outcome_of(exc, "s3:GetObject")
-    if part is None or bytes(part) != patient.s3.BODY[start : start + length]:
+    if part is None or bytes(part) != context.s3.BODY[start : start + length]:
         return fail("a range of an object comes back as other bytes", mend, cell="wrong")
     return ok("a range of an object is what it should be", cell="right")
 
 
-def listing(patient: CheckContext) -> Outcome:
+def listing(context: CheckContext) -> Outcome:
     """Whether a listing is whole when it comes in several pages (ListObjectsV2)."""
-    with _probe_object(patient) as one, _probe_object(patient) as other:
+    with _probe_object(context) as one, _probe_object(context) as other:
         if one == other:
             return skip("needs two throw-away objects, and deleting is not allowed")
         try:
             for name in (one, other):
-                _put(patient, name)
-            pages = patient.ask(lambda: patient.s3.pages(PROBE_PREFIX))
+                _put(context, name)
+            pages = context.ask(lambda: context.s3.pages(PROBE_PREFIX))
         except S3ECError as exc:
             return outcome_of(exc, "s3:ListBucket")
     names = [name for page in pages for name in page]

@@ -16,9 +16,8 @@ from typing import Any, Literal
 
 from s3ec.config import Loaded
 from s3ec.doctor import bucket, node, serving
-from s3ec.doctor.patient import CheckContext
-from s3ec.doctor.report import Check, Outcome, Verdict, fail, ok, skip, warn
-from s3ec.doctor.vllm_child import VllmChild
+from s3ec.doctor.check import Check, CheckContext, Outcome, Verdict, fail, ok, skip, warn
+from s3ec.doctor.serving import VllmChild
 from s3ec.errors import ConfigError
 from s3ec.runtime import DaemonPool
 from s3ec.store.open import choose_transport, open_store
@@ -49,19 +48,19 @@ class Step:
     silent: str = ""
 
 
-def _settings(patient: CheckContext) -> Outcome:
+def _settings(context: CheckContext) -> Outcome:
     """Whether they can be used at all, the tenant's secret, and where they come from.
 
     Raises:
         ConfigError: The transport cannot be used, or the SDK not use profile, region or CA file.
     """
-    if patient.settings.url is None:
+    if context.settings.url is None:
         from s3ec.store.s3_client import check_settings  # here, since the SDK takes so long
 
-        check_settings(patient.settings)
+        check_settings(context.settings)
     else:
-        open_store(patient.settings)  # which sends nothing
-    reference = patient.settings.tenant_key
+        open_store(context.settings)  # which sends nothing
+    reference = context.settings.tenant_key
     try:
         Tenant.read(reference)
     except ConfigError as exc:
@@ -71,7 +70,7 @@ def _settings(patient: CheckContext) -> Outcome:
     if exposed is not None:
         found, _, mend = exposed.rpartition("; ")
         return warn(found, mend)
-    origins = patient.loaded.origins
+    origins = context.loaded.origins
     names: dict[str, list[str]] = {}
     for name, origin in origins.items():
         names.setdefault(origin, []).append(name)
@@ -80,8 +79,8 @@ def _settings(patient: CheckContext) -> Outcome:
     return ok("; ".join([*told, f"{len(defaults)} others at their defaults"]))
 
 
-def _transport(patient: CheckContext) -> Outcome:
-    chosen = choose_transport(patient.settings)
+def _transport(context: CheckContext) -> Outcome:
+    chosen = choose_transport(context.settings)
     return ok(f"{chosen.name} {version(chosen.name)}; {chosen.reason}")
 
 
@@ -160,7 +159,7 @@ def examine(
     """
     started_s = time.monotonic() if started_s is None else started_s
     where = {"both", "s3" if loaded.settings.url is None else "url"}
-    patient = CheckContext(loaded, transfer, vllm_args, with_vllm)
+    context = CheckContext(loaded, transfer, vllm_args, with_vllm)
     steps = [step for step in STEPS if step.where in where]
     imports_vllm = with_vllm and has_vllm()
     limit_s = timeout_s or (LIMIT_WITH_VLLM_S if imports_vllm else LIMIT_S)
@@ -170,23 +169,23 @@ def examine(
     verdicts: dict[str, Verdict] = {}
     try:
         together = [step for step in steps if step not in later]
-        for step, outcome in _side_by_side(together, patient, limit_s, end_s, starting):
+        for step, outcome in _side_by_side(together, context, limit_s, end_s, starting):
             verdicts[step.name] = outcome.verdict
             yield Check(step.name, outcome)
         if later:
-            patient.child = VllmChild(loaded.settings, vllm_args)
+            context.child = VllmChild(loaded.settings, vllm_args)
         for step in later:
             starting(step)
-            outcome = _blocked(step, verdicts) or step.run(patient)
+            outcome = _blocked(step, verdicts) or step.run(context)
             verdicts[step.name] = outcome.verdict
             yield Check(step.name, outcome)
     finally:
-        patient.close(max(end_s - time.monotonic(), 0.0) + _CLOSE_S)
+        context.close(max(end_s - time.monotonic(), 0.0) + _CLOSE_S)
 
 
 def _side_by_side(
     steps: Sequence[Step],
-    patient: CheckContext,
+    context: CheckContext,
     limit_s: float,
     end_s: float,
     starting: Callable[[Step], None],
@@ -204,7 +203,7 @@ def _side_by_side(
         if time.monotonic() >= end_s:
             return _silent(step, None)
         begun.add(step.name)
-        return _blocked(step, needed) or step.run(patient)
+        return _blocked(step, needed) or step.run(context)
 
     for step in steps:
         running[step.name] = pool.submit(run, step)

@@ -12,7 +12,7 @@ import pytest
 
 from s3ec.config import load_settings
 from s3ec.dev.rigs.proxy import Exchange, FaultProxy
-from s3ec.doctor.patient import CheckContext
+from s3ec.doctor.check import CheckContext
 from s3ec.testing.server import MotoServer
 
 BUCKET = "doctor"

@@ -15,8 +15,7 @@ import pytest
 from s3ec.dev.rigs.proxy import FaultProxy, Rule
 from s3ec.dev.rigs.proxy_faults import Stall, html_page, s3_error
 from s3ec.doctor import bucket
-from s3ec.doctor.patient import CheckContext
-from s3ec.doctor.report import Outcome, Verdict
+from s3ec.doctor.check import CheckContext, Outcome, Verdict
 from s3ec.errors import ConfigError
 from s3ec.store.s3_client import check_settings
 from s3ec.testing.server import MotoServer

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from s3ec.doctor import serving
-from s3ec.doctor.report import Verdict
+from s3ec.doctor.check import Verdict
 from s3ec.identity import Layout, Namespace
 from s3ec.namespaces import differences, read_namespaces, slug_of
 from s3ec.testing.memory_store import MemoryStore

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from s3ec.doctor import node
-from s3ec.doctor.report import Verdict
+from s3ec.doctor.check import Verdict
 from tests.unit.doctor.conftest import MakePatient
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from s3ec.cli import main
 from s3ec.config import Loaded, load_settings
-from s3ec.doctor.report import Check, Verdict
+from s3ec.doctor.check import Check, Verdict
 from s3ec.doctor.run import LIMIT_S, STEPS, examine
 
 NO_TIME = "not checked: no time"

@@ -11,11 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from s3ec.doctor import serving, vllm_child
-from s3ec.doctor.patient import CheckContext
-from s3ec.doctor.report import Verdict
-from s3ec.doctor.vllm_child import VllmChild
-from s3ec.doctor.vllm_probe import _without_command
+from s3ec.doctor import serving
+from s3ec.doctor.check import CheckContext, Verdict
+from s3ec.doctor.serving import VllmChild, without_command
 from tests.unit.doctor.conftest import MakePatient
 
 HOOKS = ("has_cache_item", "update_state_after_alloc", "build_connector_meta")
@@ -54,10 +52,10 @@ def examine(make_patient: MakePatient) -> Iterator[Examine]:
     """Starts the child of a patient."""
     children = []
 
-    def start(vllm_args: list[str] | None = None) -> CheckContext:
+    def start(vllm_args: list[str] | None = None, **options: float) -> CheckContext:
         patient = make_patient()
         patient.vllm_args = vllm_args
-        patient.child = VllmChild(patient.settings, vllm_args)
+        patient.child = VllmChild(patient.settings, vllm_args, **options)
         children.append(patient.child)
         return patient
 
@@ -135,12 +133,9 @@ def test_vllm_without_encoder_cache_connectors_is_too_old(
     assert "no encoder-cache connectors" in outcome.found
 
 
-def test_vllm_that_hangs_is_given_up(
-    install: Install, examine: Examine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(vllm_child, "DEADLINE_S", 0.5)
+def test_vllm_that_hangs_is_given_up(install: Install, examine: Examine) -> None:
     install("import threading; threading.Event().wait()")
-    outcome = serving.vllm(examine())
+    outcome = serving.vllm(examine(deadline_s=0.5))
     assert outcome.verdict == Verdict.FAIL
     assert "no answer within" in outcome.found
 
@@ -193,7 +188,7 @@ def test_refused_arguments_fail_without_their_secrets(install: Install, examine:
     ],
 )
 def test_pasted_command_lines_are_understood(args: list[str], expected: list[str]) -> None:
-    assert _without_command(args) == expected
+    assert without_command(args) == expected
 
 
 @pytest.fixture
@@ -243,11 +238,14 @@ def test_connector_is_found_by_name_or_path(
 
 
 def test_child_is_ended_when_nobody_waits_for_it(
-    install: Install, make_patient: MakePatient
+    install: Install, make_patient: MakePatient, tmp_path: Path
 ) -> None:
-    install("import threading; threading.Event().wait()")
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    install(f"import threading; file = open({str(pipe)!r}, 'w'); threading.Event().wait()")
     before = sys.modules.get("vllm")
     child = VllmChild(make_patient().settings, None)
-    child.close()
-    assert child._process.poll() is not None
+    with pipe.open() as end:  # once the child has it open too
+        child.close()
+        assert end.read() == ""  # nobody has it open any more
     assert sys.modules.get("vllm") is before  # asked in the child, never imported here

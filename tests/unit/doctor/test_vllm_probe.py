@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from s3ec.dev.rigs.models import write_gemma3
-from s3ec.doctor import serving, vllm_probe
-from s3ec.doctor.report import Verdict
+from s3ec.doctor import serving
+from s3ec.doctor.check import Verdict
 from s3ec.settings import Settings
 from tests.unit.doctor.conftest import MakePatient
 
@@ -48,7 +48,7 @@ def ask(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *vllm_args: str) -> dic
     descriptor = os.open(replies, os.O_WRONLY | os.O_CREAT)  # the probe closes it
     monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(request)))
     monkeypatch.setattr(sys, "argv", ["vllm_probe", str(descriptor)])
-    vllm_probe.main()
+    serving.answer_parent()
     stages: dict[str, Any] = {}
     for line in replies.read_text().splitlines():
         stages.update(json.loads(line))

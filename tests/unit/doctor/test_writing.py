@@ -12,7 +12,7 @@ import pytest
 from s3ec.dev.rigs.proxy import Exchange, Fault, FaultProxy, Rule
 from s3ec.dev.rigs.proxy_faults import Replace, s3_error
 from s3ec.doctor import bucket
-from s3ec.doctor.report import Verdict
+from s3ec.doctor.check import Verdict
 from tests.unit.doctor.conftest import MakePatient, ReplyHeaders, WithoutHeader
 
 LeftOver = Callable[[], list[str]]

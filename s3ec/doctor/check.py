@@ -1,24 +1,96 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is examined, and what earlier checks found out for later ones."""
+"""What a check gets and what it says: the context of one run, and the outcome."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from s3ec.config import Loaded
 from s3ec.errors import UnavailableError
-from s3ec.runtime import LoopThread, within
+from s3ec.runtime import LoopThread, in_thread
 from s3ec.settings import Settings
 from s3ec.store.base import Store
 
 if TYPE_CHECKING:
     from s3ec.doctor.s3_probe import S3Probe, ServerProbe
-    from s3ec.doctor.vllm_child import VllmChild
+    from s3ec.doctor.serving import VllmChild
     from s3ec.identity import Namespace
+
+
+class Verdict(StrEnum):
+    """How a check ended; the values are those of ``s3ec doctor --json``."""
+
+    OK = "ok"
+    WARN = "warn"
+    FAIL = "fail"
+    SKIP = "skip"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The result of one check, still without its name.
+
+    Attributes:
+        verdict: ``warn`` does not stop a fleet, ``fail`` does, ``skip`` was not examined.
+        found: What was seen; never a credential.
+        mend: What to do about it; empty where there is nothing to do.
+        cell: The same in a word or two, for the table of stores; empty where there is no more to
+            say than the verdict.
+    """
+
+    verdict: Verdict
+    found: str
+    mend: str = ""
+    cell: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A named outcome.
+
+    Attributes:
+        name: Stable, for machines: ``bucket``, ``conditional_put``...
+        outcome: What the check says.
+    """
+
+    name: str
+    outcome: Outcome
+
+    def to_json(self) -> dict[str, str]:
+        """One element of ``checks`` in ``s3ec doctor --json``."""
+        return {
+            "name": self.name,
+            "verdict": self.outcome.verdict.value,
+            "found": self.outcome.found,
+            "mend": self.outcome.mend,
+        }
+
+
+def ok(found: str, *, cell: str = "") -> Outcome:
+    """All is well."""
+    return Outcome(Verdict.OK, found, cell=cell)
+
+
+def warn(found: str, mend: str, *, cell: str = "") -> Outcome:
+    """It works, but not as well as it could."""
+    return Outcome(Verdict.WARN, found, mend, cell)
+
+
+def fail(found: str, mend: str, *, cell: str = "") -> Outcome:
+    """It would not work."""
+    return Outcome(Verdict.FAIL, found, mend, cell)
+
+
+def skip(found: str, mend: str = "") -> Outcome:
+    """Not examined, and why."""
+    return Outcome(Verdict.SKIP, found, mend)
+
 
 T = TypeVar("T")
 
@@ -92,10 +164,13 @@ class CheckContext:
     def ask(self, call: Callable[[], T]) -> T:
         """Run a blocking SDK call within the deadline.
 
+        The SDK has timeouts per phase and none over all: name lookup, credentials and a trickling
+        reply have none.
+
         Raises:
             UnavailableError: No answer in time.
         """
-        return within(self.deadline_s, call)
+        return self._answer(in_thread(call, "s3ec-doctor"))
 
     def ask_store(self, call: Callable[[Store], Awaitable[T]]) -> T:
         """Run a coroutine with the store that the connector would use, within the deadline.
@@ -107,10 +182,14 @@ class CheckContext:
         async def run() -> T:
             return await call(self._opened())
 
-        future = self._loop.submit(run())
+        return self._answer(self._loop.submit(run()))
+
+    def _answer(self, future: Future[T]) -> T:
         try:
             return future.result(self.deadline_s)
         except TimeoutError as exc:
+            if future.done():  # the call's own TimeoutError
+                raise
             future.cancel()
             raise UnavailableError(f"no answer within {self.deadline_s:.0f} s") from exc
 
