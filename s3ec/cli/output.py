@@ -305,7 +305,7 @@ def reporting(words: Sequence[str]) -> Iterator[None]:
         raise typer.Exit(failure.exit_code) from exc
 
 
-_EVERY_S = 10.0
+EVERY_S = 10.0
 # A rate over less than this is none.
 _LEAST_S = 0.1
 
@@ -381,7 +381,7 @@ class Lines:
         now_s = self._clock()
         if what != self._what:
             self._what, self._began_s, self._first = what, now_s, done
-        if now_s - self._told_s < _EVERY_S:
+        if now_s - self._told_s < EVERY_S:
             return
         self._told_s = now_s
         took_s = now_s - self._began_s

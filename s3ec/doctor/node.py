@@ -16,7 +16,7 @@ from s3ec.doctor.check import CheckContext, Outcome, fail, ok, warn
 from s3ec.errors import TierError
 from s3ec.tier.files import Folders, check_folder, free_bytes, make_folder
 
-_MOUNTS = Path("/proc/self/mountinfo")
+MOUNTS = Path("/proc/self/mountinfo")
 _OCTAL = re.compile(r"\\([0-7]{3})")
 _MEMORY = ("tmpfs", "ramfs")
 _NETWORK = ("nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "glusterfs", "beegfs", "gpfs", "9p")
@@ -159,10 +159,10 @@ def _probe_file(folder: Path) -> Iterator[Path]:
         path.unlink(missing_ok=True)
 
 
-def file_system(path: Path) -> str:
+def file_system(path: Path, *, mounts: Path = MOUNTS) -> str:
     """The kind of file system that holds a path, ``unknown`` where Linux does not say."""
     try:
-        lines = _MOUNTS.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+        lines = mounts.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError:
         return "unknown"
     real = path.resolve()

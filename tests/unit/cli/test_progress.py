@@ -49,7 +49,7 @@ def test_without_a_total_there_is_no_time_left_and_another_work_has_a_rate_of_it
 def test_progress_goes_to_stderr_and_json_stays_alone(
     cli: Cli, corpus: Corpus, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
-    monkeypatch.setattr("s3ec.cli.output._EVERY_S", 0.0)
+    monkeypatch.setattr("s3ec.cli.output.EVERY_S", 0.0)
     announce(corpus, corpus.namespace(MODEL), 1, "page 1", "page 2")
     result = cli(*command.split(), "--json")
     assert result.stdout.count("\n") == 1

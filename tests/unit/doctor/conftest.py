@@ -12,11 +12,18 @@ import pytest
 
 from s3ec.config import load_settings
 from s3ec.dev.rigs.proxy import Exchange, FaultProxy
-from s3ec.doctor.check import CheckContext
+from s3ec.doctor.check import CheckContext, Outcome, Verdict
 from s3ec.testing.server import MotoServer
 
 BUCKET = "doctor"
 MakePatient = Callable[..., CheckContext]
+
+
+def says(outcome: Outcome, verdict: Verdict, *, found: str = "", mend: str = "") -> None:
+    """What a check came to, with a part of what it found and of how to mend it."""
+    assert outcome.verdict == verdict, outcome
+    assert found in outcome.found
+    assert mend in outcome.mend
 
 
 @dataclass(frozen=True)

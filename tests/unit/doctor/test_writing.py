@@ -13,7 +13,7 @@ from s3ec.dev.rigs.proxy import Exchange, Fault, FaultProxy, Rule
 from s3ec.dev.rigs.proxy_faults import Replace, s3_error
 from s3ec.doctor import bucket
 from s3ec.doctor.check import Verdict
-from tests.unit.doctor.conftest import MakePatient, ReplyHeaders, WithoutHeader
+from tests.unit.doctor.conftest import MakePatient, ReplyHeaders, WithoutHeader, says
 
 LeftOver = Callable[[], list[str]]
 DENIED = s3_error(403, "AccessDenied")
@@ -61,9 +61,7 @@ def test_denied_deleting_is_well_and_leaves_one_object_however_often(
     proxy.add(Rule(DENIED, method="DELETE"))
     for _ in range(2):
         patient = make_patient(sse="AES256")
-        outcome = bucket.write(patient)
-        assert outcome.verdict == Verdict.OK
-        assert "deleting is not" in outcome.found
+        says(bucket.write(patient), Verdict.OK, found="deleting is not")
         assert bucket.sse(patient).verdict == Verdict.OK
         assert bucket.conditional_put(patient).verdict == Verdict.OK
         assert bucket.checksums(patient).verdict == Verdict.OK
@@ -76,9 +74,7 @@ def test_ignored_condition_is_a_warning(
     make_patient: MakePatient, proxy: FaultProxy, left_over: LeftOver
 ) -> None:
     proxy.add(Rule(WithoutHeader("if-none-match")))
-    outcome = bucket.conditional_put(make_patient())
-    assert outcome.verdict == Verdict.WARN
-    assert "overwrites" in outcome.found
+    says(bucket.conditional_put(make_patient()), Verdict.WARN, found="overwrites")
     assert left_over() == []
 
 
@@ -103,17 +99,13 @@ def test_refused_checksum_is_a_warning_and_writing_goes_on_without(
         proxy.add(Rule(s3_error(501, "NotImplemented"), method="PUT", header=header))
     patient = make_patient()
     assert bucket.write(patient).verdict == Verdict.OK
-    outcome = bucket.checksums(patient)
-    assert outcome.verdict == Verdict.WARN
-    assert "NotImplemented" in outcome.found
+    says(bucket.checksums(patient), Verdict.WARN, found="NotImplemented")
 
 
 def test_checksum_that_is_not_kept_is_said(make_patient: MakePatient, proxy: FaultProxy) -> None:
     gone = {"x-amz-checksum-crc32": None, "x-amz-checksum-type": None}
     proxy.add(Rule(ReplyHeaders(gone)))
-    outcome = bucket.checksums(make_patient())
-    assert outcome.verdict == Verdict.OK
-    assert "not kept" in outcome.found
+    says(bucket.checksums(make_patient()), Verdict.OK, found="not kept")
 
 
 def test_refused_encryption_fails_where_plain_writing_works(
@@ -135,9 +127,7 @@ def test_encryption_that_is_not_confirmed_is_a_warning(
     make_patient: MakePatient, proxy: FaultProxy, confirmed: str | None
 ) -> None:
     proxy.add(Rule(ReplyHeaders({"x-amz-server-side-encryption": confirmed}), method="PUT"))
-    outcome = bucket.sse(make_patient(sse="aws:kms"))
-    assert outcome.verdict == Verdict.WARN
-    assert (confirmed or "nothing") in outcome.found
+    says(bucket.sse(make_patient(sse="aws:kms")), Verdict.WARN, found=(confirmed or "nothing"))
 
 
 def test_default_encryption_of_the_bucket_is_told(
