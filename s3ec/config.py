@@ -22,7 +22,7 @@ from s3ec.errors import ConfigError
 from s3ec.settings import ENV_PREFIX, OF_S3, Settings, parse_url
 
 CONFIG_FILE_VARIABLE = "S3EC_CONFIG"
-# Stands where a bucket is required and none is needed.
+# The value of `bucket` where none was given and none is needed.
 _NO_BUCKET = "no-bucket-given"
 _CREDENTIAL_WORDS = (
     "access_key",
@@ -62,13 +62,12 @@ def load_settings(
     """Read the settings of this process.
 
     Args:
-        extra: The JSON that has the first word, or None.
-        origin: What to call it in messages.
-        options: Settings that stand above the JSON: options of a command line, by whose names
-            they are called.
-        as_arguments: The options are arguments of a call in Python, and messages call them so.
-        need_bucket: False for what only looks at this node: then a bucket need not be set, and
-            the one in the settings must not be used.
+        extra: The JSON that wins over environment and file, or None.
+        origin: What messages call this JSON.
+        options: Settings that win over the JSON: those options of a command line that were given.
+        as_arguments: The options are arguments of a call in Python, and messages say so.
+        need_bucket: False for commands that only look at this node. Then no bucket need be set,
+            and the one in the settings must not be used.
 
     Raises:
         ConfigError: Unknown name, wrong type, impossible value or combination, or
@@ -115,10 +114,10 @@ def _spelt(name: str, label: str) -> str:
 
 
 def _give_way(below: dict[str, Any], options: Mapping[str, Any]) -> list[str]:
-    """Remove what says where the corpus is from settings, where options say it in another form.
+    """Where options name the corpus in another form, remove that name from the settings below.
 
-    Only options do that: whoever types one wants another corpus for once. A file or variable of
-    a fleet that contradicts its JSON is a mistake, which is refused.
+    Only options do that: whoever types one wants another corpus this time. A file or variable
+    that contradicts the JSON of a fleet is a mistake, and is refused.
 
     Returns:
         The names that were removed.

@@ -204,12 +204,12 @@ def facts(pairs: list[tuple[str, Any]]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="bold", no_wrap=True)
+    grid.add_column(overflow="fold")
     for name, value in pairs:
-        table.add_row(name, value if isinstance(value, Text) else Text(safe(str(value))))
-    console().print(table)
+        grid.add_row(name, Text(safe(str(value))))
+    console().print(grid)
 
 
 # Some releases of typer have click inside and some beside them; this is the class of either.

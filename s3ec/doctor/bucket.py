@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of the bucket and of the way to it, those that read first and those that write then.
+"""Checks of the bucket and of the way to it: first those that only read, then those that write.
 
-The latter write throw-away objects below ``.s3ec-probe/`` and delete them.
+The second kind writes throw-away objects below ``.s3ec-probe/`` and deletes them.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def credentials(context: CheckContext) -> Outcome:
 
 
 def endpoint(context: CheckContext) -> Outcome:
-    """Whether somebody who speaks S3 answers there."""
+    """Whether an S3 server answers there."""
     try:
         hello = context.ask(context.s3.hello)
     except S3ECError as exc:
@@ -95,7 +95,7 @@ def endpoint(context: CheckContext) -> Outcome:
 
 
 def clock(context: CheckContext) -> Outcome:
-    """How far this machine's clock is from the server's; signatures depend on it."""
+    """How far this machine's clock is from the server's. Signatures depend on it."""
     skew_s = context.hello.skew_s if context.hello else None
     if skew_s is None:
         return skip("the server sends no date")
@@ -109,7 +109,7 @@ def clock(context: CheckContext) -> Outcome:
 
 
 def bucket(context: CheckContext) -> Outcome:
-    """Whether the bucket is there and can be listed; the index is read by listing."""
+    """Whether the bucket exists and can be listed, as every reader of the index does."""
     try:
         context.first_object = context.ask_store(_first_object)
     except S3ECError as exc:
@@ -126,7 +126,7 @@ async def _first_object(store: Store) -> str | None:
 
 
 def addressing(context: CheckContext) -> Outcome:
-    """Where the bucket's name goes, and whether the other place would do too."""
+    """Whether requests have the bucket in the path or the host name, and whether both work."""
     hello = context.hello
     used, other = ("virtual", "path") if hello and hello.virtual_host else ("path", "virtual")
     style = context.settings.addressing_style
@@ -181,7 +181,7 @@ def _read(context: CheckContext, name: str) -> Blob | None:
 
 
 def _denied_if_absent(context: CheckContext) -> Outcome:
-    """S3 says whether an object is absent to those only who may list the bucket."""
+    """What a denied read of an absent object means: S3 says 404 only to those who may list."""
     listing = (
         "allow s3:ListBucket on the bucket itself (without a condition on `s3:prefix`), so that "
         "an absent object is answered with 404"
@@ -200,7 +200,7 @@ def _denied_if_absent(context: CheckContext) -> Outcome:
 def _probe_object(context: CheckContext) -> Iterator[str]:
     """The name of an object to write, deleted afterwards where that is allowed."""
     if not context.may_delete:
-        # One name for ever, so that one small object stays however often the doctor comes.
+        # Always the same name, so that one small object stays however often the doctor runs.
         yield f"{PROBE_PREFIX}kept"
         return
     name = f"{PROBE_PREFIX}{secrets.token_hex(8)}"
@@ -237,7 +237,7 @@ def write(context: CheckContext) -> Outcome:
 
 
 def write_by_store(context: CheckContext) -> Outcome:
-    """Whether objects can be written where there is no S3 to ask for more."""
+    """Whether objects can be written to a corpus outside S3."""
     if context.only_reads:
         return skip("ec_role is ec_consumer, which never writes")
     name = f"{PROBE_PREFIX}{secrets.token_hex(8)}"
@@ -357,7 +357,7 @@ def sse(context: CheckContext) -> Outcome:
 
 
 def _answer_to_sse(context: CheckContext) -> str:
-    """What becomes of a write that asks for AES256 where the settings ask for nothing."""
+    """How the server answers a write that asks for AES256, though the settings ask for none."""
     with _probe_object(context) as name:
         try:
             used = context.ask(lambda: context.s3.put(name, sse="AES256")).sse
@@ -367,7 +367,7 @@ def _answer_to_sse(context: CheckContext) -> str:
 
 
 def ranges(context: CheckContext) -> Outcome:
-    """Whether a part of an object can be had; large objects and the index come in parts."""
+    """Whether a range of an object can be read, as large objects and the index are."""
     start, length = 2, 4
     mend = "s3ec reads large objects and the index in parts: take a server that gives them"
     with _probe_object(context) as name:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a check gets and what it says: the context of one run, and the outcome."""
+"""What checks share: the context that they get, and the outcome that they return."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Verdict(StrEnum):
-    """How a check ended; the values are those of ``s3ec doctor --json``."""
+    """How a check ended. The values are those of ``s3ec doctor --json``."""
 
     OK = "ok"
     WARN = "warn"
@@ -94,16 +94,16 @@ def skip(found: str, mend: str = "") -> Outcome:
 
 T = TypeVar("T")
 
-# Over the settings' own timeouts: name lookup, redirects, a second request.
+# What is added to the timeouts of the settings, for name lookup, redirects and a second request.
 _SLACK_S = 2.0
 _LONGEST_S = 30.0
-# For the loop to end, once its requests are broken off.
+# How long the loop may take to end, once its requests are cancelled.
 _STOP_S = 0.1
 
 
 @dataclass(slots=True)
 class CheckContext:
-    """One configuration on one machine.
+    """The configuration under examination, and what earlier checks found out for later ones.
 
     Attributes:
         loaded: Settings and origins.
@@ -142,7 +142,7 @@ class CheckContext:
 
     @property
     def s3(self) -> S3Probe:
-        """For questions that the Store protocol has no words for; imports the SDK."""
+        """Requests that the Store protocol does not have. The first use imports the SDK."""
         from s3ec.doctor.s3_probe import S3Probe
 
         with self._making_s3:
@@ -152,7 +152,7 @@ class CheckContext:
 
     @property
     def only_reads(self) -> bool:
-        """Whether this is known to be a consumer, which needs no right to write."""
+        """Whether --ec-transfer-config says that this is a consumer, which never writes."""
         return self.transfer.get("ec_role") == "ec_consumer"
 
     @property
@@ -201,10 +201,10 @@ class CheckContext:
         return self._store
 
     def close(self, timeout_s: float) -> None:
-        """Let go of connections and of vLLM's process; what still runs is broken off.
+        """Close connections, and end vLLM's process and every request that is still under way.
 
         Args:
-            timeout_s: How long the store may take to let go of its connections.
+            timeout_s: How long the store may take to close its connections.
         """
         if self._s3 is not None:
             self._s3.close()

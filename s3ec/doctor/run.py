@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checks: those of bucket and node side by side, those of vLLM in their order.
+"""Runs the checks: those of bucket and node side by side, then those of vLLM in their order.
 
 What needs a failed check is skipped, and nobody waits for an answer beyond the time for all.
 """
@@ -49,7 +49,7 @@ class Step:
 
 
 def _settings(context: CheckContext) -> Outcome:
-    """Whether they can be used at all, the tenant's secret, and where they come from.
+    """Whether the settings and the tenant's secret can be used, and where values come from.
 
     Raises:
         ConfigError: The transport cannot be used, or the SDK not use profile, region or CA file.
@@ -139,7 +139,7 @@ def examine(
     started_s: float | None = None,
     starting: Callable[[Step], None] = lambda step: None,
 ) -> Iterator[Check]:
-    """Run every check, and hand each out in its place, as soon as it and those before have ended.
+    """Run every check, and yield the outcomes in a fixed order, each as soon as it is known.
 
     Writes and deletes a few throw-away objects and files. vLLM is imported after the others have
     been handed out, which takes 5 to 20 s.
@@ -190,7 +190,7 @@ def _side_by_side(
     end_s: float,
     starting: Callable[[Step], None],
 ) -> Iterator[tuple[Step, Outcome]]:
-    """Outcomes in the order of the steps; each begins when those that it needs have ended."""
+    """Yield outcomes in the order of the steps. A step begins once those that it needs ended."""
     pool = DaemonPool(len(steps), "s3ec-check")
     running: dict[str, Future[Outcome]] = {}
     begun: set[str] = set()
@@ -224,7 +224,7 @@ def _side_by_side(
 
 
 def _silent(step: Step, limit_s: float | None) -> Outcome:
-    """What a check says that has not ended in time.
+    """The outcome of a check that has not ended in time.
 
     Args:
         limit_s: The time for all checks; None where this one has asked nobody yet.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Single requests by the SDK, for what the Store protocol has no words for; its errors are mapped.
+"""Single requests by the SDK, for what the Store protocol does not have. Maps the SDK's errors.
 
-The doctor's one module that imports an SDK. That takes longer than most checks, so it is imported
-by the first check that asks.
+This is the doctor's only module that imports an SDK. The import takes longer than most checks, so
+it is left to the first check that needs it.
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ class Written:
 
 
 class S3Probe:
-    """Single requests to one bucket, without retries. Blocking; any number of threads."""
+    """Sends single requests to one bucket, without retries. They block; any thread may call."""
 
     BODY = b"s3ec doctor"
-    """What every object holds that is written."""
+    """The content of every object that is written."""
 
     def __init__(self, settings: Settings) -> None:
         quiet_sdk_logs()
@@ -82,7 +82,7 @@ class S3Probe:
         self._clients: dict[tuple[str, str], Any] = {}
 
     def credentials_method(self) -> str | None:
-        """The SDK's name for where it found credentials, None if nowhere. Never their values.
+        """The SDK's name for the source of its credentials, or None. Never their values.
 
         Raises:
             AccessError: A source is there but unusable: unknown profile, half a key pair, a
@@ -107,7 +107,7 @@ class S3Probe:
             self._role_session()
 
     def hello(self) -> ServerProbe:
-        """Ask without credentials; any answer, a refusal too, proves that somebody is there.
+        """Send a request without credentials. Any answer, even a refusal, shows a server is there.
 
         Raises:
             UnavailableError: Nobody is.
@@ -156,7 +156,7 @@ class S3Probe:
             )
 
     def pages(self, prefix: str) -> list[list[str]]:
-        """Names that begin with ``prefix``, as they come in pages of one; 50 pages at most.
+        """List the names that begin with ``prefix``, one to a page, 50 pages at most.
 
         Raises:
             AccessError: Refused.
@@ -279,9 +279,9 @@ class S3Probe:
             return self._clients[kind]
 
     def _unsigned_client(self) -> Any:
-        """A client that looks for no credentials, which may take long.
+        """Make a client that does not look for credentials, which may take long.
 
-        Of a session of its own: that of the others is busy while it looks for them.
+        It has a session of its own, since the other session is busy while it looks for them.
         """
         session = configured(get_session(), self._settings)
         session.set_credentials("nobody", "unused")
@@ -312,7 +312,7 @@ class S3Probe:
         )
 
     def close(self) -> None:
-        """Let go of connections."""
+        """Close all connections."""
         # Without the lock: who looks for credentials may hold it for long.
         for client in list(self._clients.values()):
             client.close()
