@@ -142,7 +142,7 @@ PLAIN_HTTP = (
     "`allow_http` to true (--allow-http, S3EC_ALLOW_HTTP=true)"
 )
 
-# What says nothing about a corpus that `url` names.
+# Settings that do not apply to a corpus that `url` names.
 OF_S3 = ("bucket", "prefix", "endpoint_url", "region", "addressing_style", "allow_http", "profile",
           "role_arn", "sse", "sse_kms_key_id")  # fmt: skip
 

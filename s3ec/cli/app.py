@@ -30,14 +30,14 @@ _MODULES = {
 
 
 class Root(Group):
-    """Imports the module of a command when somebody asks for it; reports errors of all commands."""
+    """Imports the module of a command on demand, and reports the errors of all commands."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """All names; groups stand among commands."""
+        """Names of all commands and groups."""
         return list(_MODULES)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """One command, or None. Where there is none the rest is imported, to suggest another."""
+        """One command, or None. An unknown name imports all commands, so that one is suggested."""
         if cmd_name not in self.commands:
             wanted = _MODULES.get(cmd_name)
             for module in [wanted] if wanted else dict.fromkeys(_MODULES.values()):

@@ -13,7 +13,7 @@ _ANYTHING = {"ignore_unknown_options": True, "allow_extra_args": True, "help_opt
 
 
 def register(app: typer.Typer) -> None:
-    """Add the benchmarks to the tree, whose import is heavy, or what says where they are."""
+    """Add the benchmarks, or a command that says where they are. Their import is heavy."""
     if importlib.util.find_spec("s3ec.dev") is None:
         app.command("bench", context_settings=_ANYTHING)(_say_where)
         return

@@ -182,7 +182,7 @@ def stat(
 
 
 def _find(corpus: Corpus, choice: NamespaceChoice, identifier: str) -> CorpusEntry:
-    """The entry as listed.
+    """Find the entry in a listing.
 
     Raises:
         NotFoundError, AmbiguousError: There is none, or there are several.
@@ -205,7 +205,7 @@ def _deleted() -> NoReturn:
 
 
 def _stat_document(entry: CorpusEntry, verified: bool) -> dict[str, Any]:
-    """What is known: where the header is bad, only what the listing says."""
+    """What is known of an entry. Where the header is bad, that is only what the listing says."""
     header = entry.header
     listed = {"namespace": entry.namespace, **entry_document(entry, time.time())}
     if header is None:
@@ -276,7 +276,7 @@ def get(
 
 
 def check_target(output: str, default_name: str, *, force: bool) -> Path:
-    """Where to save, found out before anything is downloaded.
+    """The path to save to. Checked before anything is downloaded.
 
     Args:
         output: As given; a folder gets ``default_name`` inside it. ``-`` is not looked at.
@@ -295,7 +295,7 @@ def check_target(output: str, default_name: str, *, force: bool) -> Path:
 
 
 def save(path: Path, blob: Blob, *, force: bool) -> None:
-    """Write a file that is whole or not there, by way of a temporary one beside it.
+    """Write a file by way of a temporary one beside it, so that it is whole or not there.
 
     Raises:
         ConfigError: Somebody made the file meanwhile and ``force`` is not set.

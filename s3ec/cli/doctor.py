@@ -127,7 +127,7 @@ def _completed(source: Source, vllm_args: Sequence[str]) -> Source:
 
 
 def _shown(found: Iterable[Check], spinner: _Spinner, as_json: bool) -> list[Check]:
-    """The checks, each printed as it comes."""
+    """Print each check as it comes, and return all of them."""
     from s3ec.doctor.run import STEPS
 
     page = None if as_json else _Page(console(), {step.name: step.group for step in STEPS})
@@ -201,7 +201,7 @@ class _Page:
             self._add_plain(check)
 
     def _add_plain(self, check: Check) -> None:
-        """One line for what was found and one for the remedy, however long."""
+        """Print what was found on one line and the remedy on another, however long they are."""
         found = safe(check.outcome.found, limit=1000)
         typer.echo(f"  {check.outcome.verdict:<4} {check.name:<{_NAME_WIDTH}} {found}")
         if check.outcome.mend:

@@ -48,7 +48,7 @@ EXIT_CODES = (
 
 
 def _plain_flags(params: list[Any]) -> list[Any]:
-    """The same parameters; newer typers write ``<bool>`` behind an option that takes no value."""
+    """The same parameters, without the ``<bool>`` that newer typers write behind a flag."""
     for param in params:
         if getattr(param, "is_flag", False):
             param.metavar = ""
@@ -64,7 +64,7 @@ class Command(TyperCommand):
 
 
 class Group(TyperGroup):
-    """A group that prints its help, and ends well, where no command of it was named."""
+    """A group that prints its help and exits with 0 where no command of it was named."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         """Its options, ``--help`` included."""
@@ -110,13 +110,13 @@ def epilog(*examples: tuple[str, str]) -> str:
     return "\n\n".join([*paragraphs, f"[dim]{EXIT_CODES}[/dim]"])
 
 
-# Wide enough that nothing is cut where a program reads along; terminals have their own width.
+# Columns of output that goes into a pipe, where nothing may be cut. Terminals have their own width.
 _PIPE_WIDTH = 240
 _SHOWN_CHARACTERS = 300
 
 
 def console() -> Console:
-    """A console on today's stdout; without colours where that is not a terminal."""
+    """A console on the current stdout. It has no colours where that is not a terminal."""
     from rich.console import Console
 
     width = None if sys.stdout.isatty() else _PIPE_WIDTH
@@ -212,7 +212,7 @@ def facts(pairs: list[tuple[str, Any]]) -> None:
     console().print(grid)
 
 
-# Some releases of typer have click inside and some beside them; this is the class of either.
+# The base class of usage errors. Some releases of typer contain click, others depend on it.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 
@@ -251,7 +251,7 @@ class Failure:
 
     @classmethod
     def of(cls, exc: Exception) -> Failure:
-        """Of an error of ours or of the parser of the command line."""
+        """Make one from an error of ours or of the parser of the command line."""
         kind, exit_code = next(row[1:] for row in _KINDS if isinstance(exc, row[0]))
         if isinstance(exc, _UsageError):
             return _of_usage(exc, kind, exit_code)
@@ -269,13 +269,13 @@ class Failure:
 
     @property
     def document(self) -> dict[str, Any]:
-        """The object for ``--json``, to stand alone or beside facts."""
+        """The object for ``--json``. It stands alone or beside other keys."""
         names = ("kind", "message", "field", "fix")
         return {"error": {name: getattr(self, name) for name in names}}
 
 
 def _of_usage(exc: Any, kind: str, exit_code: int) -> Failure:
-    """Of the parser's error, which knows the parameter, the option's text, or neither."""
+    """Make one from an error of the parser, which knows the parameter, the option, or neither."""
     param = getattr(exc, "param", None)
     field = param.name if param is not None else getattr(exc, "option_name", None)
     command = exc.ctx.command_path if exc.ctx is not None else "s3ec"
@@ -306,7 +306,7 @@ def reporting(words: Sequence[str]) -> Iterator[None]:
 
 
 EVERY_S = 10.0
-# A rate over less than this is none.
+# A shorter time gives no rate.
 _LEAST_S = 0.1
 
 
@@ -336,7 +336,7 @@ def counting(message: str, *, in_bytes: bool = False) -> Iterator[Report]:
 
 
 class _Bar:
-    """Moves a bar; another piece of work begins anew."""
+    """Moves a bar. It starts again with each piece of work."""
 
     def __init__(self, shown: Progress, task: TaskID, in_bytes: bool) -> None:
         self._shown = shown
@@ -355,7 +355,7 @@ class _Bar:
 
 
 class Lines:
-    """A line every ten seconds, for logs; nothing before the first ten are over.
+    """Writes a line every ten seconds, for logs. Work of less than ten seconds writes none.
 
     Args:
         in_bytes: The counts are bytes.

@@ -135,7 +135,7 @@ def _notes(folders: Folders) -> list[BadObject]:
 
 
 def _names(text: str, source: Source) -> set[str]:
-    """The object names that a person may mean."""
+    """The object names that fit an identifier or a name."""
     from s3ec.identity import entry_name, make_key
     from s3ec.tenant import Tenant
 

@@ -177,7 +177,7 @@ def gc(
 
 
 def _collect(corpus: Corpus, name: str, age_s: float, *, delete: bool) -> Older:
-    """What is older there; deleted if told."""
+    """Count the entries that are older, and delete them where ``delete`` says so."""
     with counting("deleting" if delete else "listing objects") as report:
 
         async def work(store: Store, layout: Layout) -> Older:
@@ -253,7 +253,7 @@ def ns_rm(
 
 
 def _remove(corpus: Corpus, namespace: str, idle_s: float, *, delete: bool) -> Contents:
-    """What the namespace holds, deleted if told."""
+    """Count what the namespace holds, and delete it where ``delete`` says so."""
     with counting("deleting" if delete else "listing objects") as report:
 
         async def work(store: Store) -> Contents:

@@ -158,7 +158,7 @@ def repair(
 
 
 def _is_mended(complaint: Complaint) -> bool:
-    """Mend one; whether there is nothing to complain about any more."""
+    """Mend what one complaint is about. False where that was not possible."""
     if not complaint.remedy:
         return False
     try:
@@ -273,7 +273,7 @@ def _print_freed(freed: Freed, target_bytes: int, *, done: bool) -> None:
 
 
 def _open(source: Source) -> tuple[Settings, Inspection | None]:
-    """The folder; None, and a note, where nothing has been stored there yet."""
+    """Settings and folder. Where nothing has been stored yet, a note is printed and it is None."""
     from s3ec.tier.inspection import Inspection, NoTierError
 
     loaded = source.load(need_bucket=False)
