@@ -85,6 +85,7 @@ def doctor(
     source = _completed(source, vllm_args or [])
     if no_vllm and vllm_args:
         raise ConfigError("`--no-vllm` and vLLM's arguments do not go together; leave one out")
+    from s3ec.doctor.compatibility import COLUMNS, compatibility, row
     from s3ec.doctor.run import examine
 
     with _Spinner() as spinner:
@@ -99,13 +100,11 @@ def doctor(
         )
         checks = _shown(found, spinner, as_json)
     failed = any(check.outcome.verdict == "fail" for check in checks)
-    line = _compatibility(checks, server)
+    line = compatibility(checks, server=server, day=datetime.now(UTC).date())
     if as_json:
         told = [check.to_json() for check in checks]
         print_json({"ok": not failed, "checks": told, "compatibility": line})
     elif line is not None and server is not None:
-        from s3ec.doctor.compatibility import COLUMNS, row
-
         typer.echo(f"\n{row(list(COLUMNS.values()))}\n{row(list(line.values()))}")
     if failed:
         raise typer.Exit(EXIT_WRONG)
@@ -128,9 +127,7 @@ def _completed(source: Source, vllm_args: Sequence[str]) -> Source:
 
 def _shown(found: Iterable[Check], spinner: _Spinner, as_json: bool) -> list[Check]:
     """Print each check as it comes, and return all of them."""
-    from s3ec.doctor.run import STEPS
-
-    page = None if as_json else _Page(console(), {step.name: step.group for step in STEPS})
+    page = None if as_json else _Page(console())
     checks = []
     for check in found:
         spinner.stop()
@@ -140,12 +137,6 @@ def _shown(found: Iterable[Check], spinner: _Spinner, as_json: bool) -> list[Che
     if page is not None:
         page.finish(checks)
     return checks
-
-
-def _compatibility(checks: Sequence[Check], server: str | None) -> dict[str, str] | None:
-    from s3ec.doctor.compatibility import compatibility
-
-    return compatibility(checks, server=server, day=datetime.now(UTC).date())
 
 
 class _Spinner:
@@ -182,19 +173,18 @@ class _Spinner:
 class _Page:
     """Prints checks as they come, under headings."""
 
-    def __init__(self, out: Console, groups: dict[str, str]) -> None:
+    def __init__(self, out: Console) -> None:
         self._out = out
-        self._groups = groups
         self._group = ""
 
     def add(self, check: Check) -> None:
         """Print one check, under its heading where that is a new one."""
         from rich.text import Text
 
-        group = self._groups[check.name]
-        if group != self._group:
-            self._out.print(Text(f"\n{group}" if self._group else group, style="bold"))
-            self._group = group
+        if check.group != self._group:
+            title = f"\n{check.group}" if self._group else check.group
+            self._out.print(Text(title, style="bold"))
+            self._group = check.group
         if self._out.is_terminal:
             self._add_wrapped(check)
         else:

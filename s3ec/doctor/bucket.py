@@ -197,13 +197,13 @@ def _denied_if_absent(context: CheckContext) -> Outcome:
 
 
 @contextlib.contextmanager
-def _probe_object(context: CheckContext) -> Iterator[str]:
+def _probe_object(context: CheckContext, begin: str = PROBE_PREFIX) -> Iterator[str]:
     """The name of an object to write, deleted afterwards where that is allowed."""
     if not context.may_delete:
         # Always the same name, so that one small object stays however often the doctor runs.
         yield f"{PROBE_PREFIX}kept"
         return
-    name = f"{PROBE_PREFIX}{secrets.token_hex(8)}"
+    name = f"{begin}{secrets.token_hex(8)}"
     try:
         yield name
     finally:
@@ -386,13 +386,15 @@ def ranges(context: CheckContext) -> Outcome:
 
 def listing(context: CheckContext) -> Outcome:
     """Whether a listing is whole when it comes in several pages (ListObjectsV2)."""
-    with _probe_object(context) as one, _probe_object(context) as other:
+    # A beginning of their own: doctors that were cut short may have left many objects there.
+    begin = f"{PROBE_PREFIX}{secrets.token_hex(8)}-"
+    with _probe_object(context, begin) as one, _probe_object(context, begin) as other:
         if one == other:
             return skip("needs two throw-away objects, and deleting is not allowed")
         try:
             for name in (one, other):
                 _put(context, name)
-            pages = context.ask(lambda: context.s3.pages(PROBE_PREFIX))
+            pages = context.ask(lambda: context.s3.pages(begin))
         except S3ECError as exc:
             return outcome_of(exc, "s3:ListBucket")
     names = [name for page in pages for name in page]

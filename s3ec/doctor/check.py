@@ -57,10 +57,12 @@ class Check:
     Attributes:
         name: Stable, for machines: ``bucket``, ``conditional_put``...
         outcome: What the check says.
+        group: Heading for people.
     """
 
     name: str
     outcome: Outcome
+    group: str = ""
 
     def to_json(self) -> dict[str, str]:
         """One element of ``checks`` in ``s3ec doctor --json``."""

@@ -171,14 +171,14 @@ def examine(
         together = [step for step in steps if step not in later]
         for step, outcome in _side_by_side(together, context, limit_s, end_s, starting):
             verdicts[step.name] = outcome.verdict
-            yield Check(step.name, outcome)
+            yield Check(step.name, outcome, step.group)
         if later:
             context.child = VllmChild(loaded.settings, vllm_args)
         for step in later:
             starting(step)
             outcome = _blocked(step, verdicts) or step.run(context)
             verdicts[step.name] = outcome.verdict
-            yield Check(step.name, outcome)
+            yield Check(step.name, outcome, step.group)
     finally:
         context.close(max(end_s - time.monotonic(), 0.0) + _CLOSE_S)
 

@@ -13,6 +13,7 @@ from s3ec.dev.rigs.proxy import Exchange, Fault, FaultProxy, Rule
 from s3ec.dev.rigs.proxy_faults import Replace, s3_error
 from s3ec.doctor import bucket
 from s3ec.doctor.check import Verdict
+from s3ec.testing.server import MotoServer
 from tests.unit.doctor.conftest import MakePatient, ReplyHeaders, WithoutHeader, says
 
 LeftOver = Callable[[], list[str]]
@@ -218,6 +219,16 @@ def test_listing_that_begins_again_at_each_page_ends_and_fails(
     proxy.add(Rule(AtTheBeginning(), method="GET", target="list-type=2"))
     assert bucket.listing(make_patient()).verdict == Verdict.FAIL
     assert sum("list-type=2" in request.target for request in proxy.requests) == 50
+
+
+def test_what_other_doctors_left_does_not_hide_the_objects_of_this_one(
+    make_patient: MakePatient, moto_server: MotoServer, doctor_bucket: str
+) -> None:
+    patient = make_patient()
+    for number in range(60):  # more than there are pages
+        key = f"{patient.settings.prefix}/.s3ec-probe/{number:016x}"
+        moto_server.client().put_object(Bucket=doctor_bucket, Key=key, Body=b"left over")
+    says(bucket.listing(patient), Verdict.OK)
 
 
 def test_server_with_pages_of_its_own_size_is_well(
