@@ -257,7 +257,7 @@ def write_by_store(context: CheckContext) -> Outcome:
 def _put(context: CheckContext, name: str, *, sse: str | None = None) -> str | None:
     """Write with a CRC, or without one where the server refuses it."""
     try:
-        return context.ask(lambda: context.s3.put(name, sse=sse)).sse
+        return context.ask(lambda: context.s3.put(name, sse=sse))
     except S3ECError:
         if (sse or context.settings.sse) != "none":
             raise
@@ -337,7 +337,7 @@ def sse(context: CheckContext) -> Outcome:
     action = "s3:PutObject, kms:GenerateDataKey and kms:Decrypt"
     with _probe_object(context) as name:
         try:
-            used = context.ask(lambda: context.s3.put(name)).sse
+            used = context.ask(lambda: context.s3.put(name))
             context.ask(lambda: context.s3.stored_crc(name))
         except S3ECError as exc:
             refused = outcome_of(exc, action)
@@ -360,7 +360,7 @@ def _answer_to_sse(context: CheckContext) -> str:
     """How the server answers a write that asks for AES256, though the settings ask for none."""
     with _probe_object(context) as name:
         try:
-            used = context.ask(lambda: context.s3.put(name, sse="AES256")).sse
+            used = context.ask(lambda: context.s3.put(name, sse="AES256"))
         except S3ECError:
             return "refused"
     return "confirmed" if used == "AES256" else "ignored"

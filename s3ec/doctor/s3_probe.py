@@ -55,17 +55,6 @@ class ServerProbe:
     is_s3: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Written:
-    """The answer to a PUT.
-
-    Attributes:
-        sse: Encryption that the server says it used, or None.
-    """
-
-    sse: str | None
-
-
 class S3Probe:
     """Sends single requests to one bucket, without retries. They block; any thread may call."""
 
@@ -175,12 +164,15 @@ class S3Probe:
             more = {"ContinuationToken": reply["NextContinuationToken"]}
         return pages
 
-    def put(self, name: str, *, sse: str | None = None, wrong_crc: bool = False) -> Written:
+    def put(self, name: str, *, sse: str | None = None, wrong_crc: bool = False) -> str | None:
         """Write a small object, with the CRC that the SDK adds where supported.
 
         Args:
             sse: Encryption to ask for; None for that of the settings, ``none`` for none.
             wrong_crc: Send a CRC that does not fit; a server that checks refuses it.
+
+        Returns:
+            Encryption that the server says it used, or None.
 
         Raises:
             AccessError: Refused.
@@ -200,7 +192,8 @@ class S3Probe:
             reply = self._client().put_object(
                 Bucket=self._settings.bucket, Key=self._key(name), Body=self.BODY, **headers
             )
-        return Written(sse=reply.get("ServerSideEncryption"))
+        used: str | None = reply.get("ServerSideEncryption")
+        return used
 
     def put_bare(self, name: str) -> None:
         """Write a small object without a CRC, for servers that refuse one.
