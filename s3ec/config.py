@@ -8,24 +8,21 @@ then ``S3EC_NAME`` variables, then the file that ``S3EC_CONFIG`` names, then the
 from __future__ import annotations
 
 import difflib
+import json
 import os
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
-from pydantic_settings import (
-    EnvSettingsSource,
-    JsonConfigSettingsSource,
-    TomlConfigSettingsSource,
-)
 
 from s3ec.errors import ConfigError
 from s3ec.settings import ENV_PREFIX, OF_S3, Settings, parse_url
 
 CONFIG_FILE_VARIABLE = "S3EC_CONFIG"
-# Stands where a bucket is required and none is needed.
+# The value of `bucket` where none was given and none is needed.
 _NO_BUCKET = "no-bucket-given"
 _CREDENTIAL_WORDS = (
     "access_key",
@@ -65,13 +62,12 @@ def load_settings(
     """Read the settings of this process.
 
     Args:
-        extra: The JSON that has the first word, or None.
-        origin: What to call it in messages.
-        options: Settings that stand above the JSON: options of a command line, by whose names
-            they are called.
-        as_arguments: The options are arguments of a call in Python, and messages call them so.
-        need_bucket: False for what only looks at this node: then a bucket need not be set, and
-            the one in the settings must not be used.
+        extra: The JSON that wins over environment and file, or None.
+        origin: What messages call this JSON.
+        options: Settings that win over the JSON: those options of a command line that were given.
+        as_arguments: The options are arguments of a call in Python, and messages say so.
+        need_bucket: False for commands that only look at this node. Then no bucket need be set,
+            and the one in the settings must not be used.
 
     Raises:
         ConfigError: Unknown name, wrong type, impossible value or combination, or
@@ -83,12 +79,11 @@ def load_settings(
         _refuse_unknown(str(name), origin)
     file, file_values = _read_file()
     _refuse_misspelt_variables()
-    env_values = EnvSettingsSource(Settings, env_prefix=ENV_PREFIX, env_ignore_empty=True)()
     options_label = "argument" if as_arguments else "option"
     sources = [
         (options_label, options or {}),
         (origin, given),
-        ("env", env_values),
+        ("env", _read_environment()),
         (f"file {file}", file_values),
     ]
     merged: dict[str, Any] = {}
@@ -119,10 +114,10 @@ def _spelt(name: str, label: str) -> str:
 
 
 def _give_way(below: dict[str, Any], options: Mapping[str, Any]) -> list[str]:
-    """Remove what says where the corpus is from settings, where options say it in another form.
+    """Where options name the corpus in another form, remove that name from the settings below.
 
-    Only options do that: whoever types one wants another corpus for once. A file or variable of
-    a fleet that contradicts its JSON is a mistake, which is refused.
+    Only options do that: whoever types one wants another corpus this time. A file or variable
+    that contradicts the JSON of a fleet is a mistake, and is refused.
 
     Returns:
         The names that were removed.
@@ -168,15 +163,24 @@ def _take_apart(merged: dict[str, Any], origins: dict[str, str]) -> None:
     origins.update(bucket=origin, prefix=origin)
 
 
+def _read_environment() -> dict[str, str]:
+    """The settings among the variables, in capitals or not; an empty one counts as unset."""
+    given = {name.lower(): value for name, value in os.environ.items() if value}
+    names = {name: f"{ENV_PREFIX}{name}".lower() for name in Settings.model_fields}
+    return {name: given[variable] for name, variable in names.items() if variable in given}
+
+
 def _read_file() -> tuple[str, dict[str, Any]]:
     path = os.environ.get(CONFIG_FILE_VARIABLE, "")
     if not path:
         return "", {}
-    kind = TomlConfigSettingsSource if path.endswith(".toml") else JsonConfigSettingsSource
     if not Path(path).is_file():
         raise ConfigError(f"{CONFIG_FILE_VARIABLE} names {path}, which is not a file")
     try:
-        values = dict(kind(Settings, Path(path))())
+        text = Path(path).read_text(encoding="utf-8")
+        values = tomllib.loads(text) if path.endswith(".toml") else json.loads(text.strip() or "{}")
+        if not isinstance(values, dict):
+            raise TypeError(f"it holds a {type(values).__name__}")
     except (OSError, ValueError, TypeError, RecursionError) as exc:
         raise ConfigError(
             f"cannot read {path} ({CONFIG_FILE_VARIABLE}) as a table of settings: {exc}"

@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
 Report: TypeAlias = Callable[[str, int, int | None], None]
-"""Told how far a long piece of work is: what is done, how many are, of how many where known."""
+"""Called with the progress of long work: what is done, how many are done, and of how many."""
 
 
 def unreported(what: str, done: int, total: int | None) -> None:
-    """A Report of which nobody wants to know."""
+    """A Report that does nothing."""
 
 
 class Counters:
@@ -23,7 +23,7 @@ class Counters:
     """
 
     def __init__(self) -> None:
-        # Reentrant here and wherever an engine's end comes by: a signal handler may ask for it
+        # Reentrant, as every lock that the end of an engine takes: a signal handler may end it
         # while this thread holds the lock.
         self._lock = threading.RLock()
         self._sums: defaultdict[str, float] = defaultdict(float)

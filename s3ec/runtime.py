@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs off the hooks: event loop, thread pools, a disk that may hang; and what forks do."""
+"""Threads: the event loop, pools of daemons, a disk that may hang, and what a fork must drop."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Coroutine, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 from s3ec.counters import Counters
-from s3ec.errors import UnavailableError
 
 log = logging.getLogger(__name__)
 
@@ -26,9 +25,10 @@ PASS_THROUGH = (KeyboardInterrupt, SystemExit)
 
 
 def ends_task(exc: BaseException) -> bool:
-    """Whether an exception at the top of a task ends it on purpose, and must go on its way.
+    """Whether an exception at the top of a task ends it on purpose, and must be raised again.
 
-    A task may also meet the cancellation of something it waits for, which is a fault like others.
+    A task can also see the cancellation of something that it waits for. That is a fault like any
+    other.
     """
     if isinstance(exc, asyncio.CancelledError):
         task = asyncio.current_task()
@@ -41,10 +41,14 @@ _Call = tuple[Future[Any], Callable[[], Any]]
 
 
 class DaemonPool(ThreadPoolExecutor):
-    """Like its base, of which it uses nothing: asyncio takes no other kind as its executor.
+    """A thread pool whose threads are daemons.
 
-    The base's threads are joined when the interpreter ends, so one read from a disk that does
-    not answer would keep a process from ending. These are daemons.
+    The threads of its base are joined when the interpreter ends. One read from a disk that does
+    not answer would then keep a process from ending. It has that base because asyncio takes no
+    other kind of executor, and uses nothing of it.
+
+    States: open, then ended by ``shutdown``. Calls that were taken before the end are still made,
+    unless they are cancelled.
     """
 
     def __init__(self, max_workers: int, name: str) -> None:
@@ -68,7 +72,7 @@ class DaemonPool(ThreadPoolExecutor):
         return list(self._started)
 
     def submit(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
-        """Have a call made; never waits.
+        """Queue a call for the next free thread. Never waits.
 
         Raises:
             RuntimeError: After shutdown.
@@ -83,7 +87,7 @@ class DaemonPool(ThreadPoolExecutor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Take no more calls; threads end when they have nothing left to do."""
+        """Take no more calls. Each thread ends when no call is left."""
         with self._guard:
             self._ended = True
             if cancel_futures:
@@ -132,36 +136,38 @@ def _do(future: Future[Any], function: Callable[[], Any]) -> None:
         future.set_result(result)
 
 
+def in_thread(function: Callable[[], T], name: str) -> Future[T]:
+    """Make a call in a daemon thread of its own. The end of the process does not wait for it."""
+    future: Future[T] = Future()
+    threading.Thread(target=_do, args=(future, function), name=name, daemon=True).start()
+    return future
+
+
 def call_within(timeout_s: float, function: Callable[[], object]) -> bool:
-    """Make a call in a thread of its own, and wait for it so long; whether it has come back.
+    """Make a call in a thread of its own, and wait at most ``timeout_s`` for it.
+
+    Returns:
+        Whether it has come back. Otherwise it goes on in its thread.
 
     Raises:
         Exception: What the call raised.
     """
-    raised: list[BaseException] = []
+    future = in_thread(function, "s3ec-bounded")
+    if not wait([future], timeout_s).done:
+        return False
+    future.result()
+    return True
 
-    def call() -> None:
-        try:
-            function()
-        except BaseException as exc:  # noqa: BLE001 - raised again where somebody waits
-            raised.append(exc)
-
-    thread = threading.Thread(target=call, name="s3ec-bounded", daemon=True)
-    thread.start()
-    thread.join(timeout_s)
-    if raised:
-        raise raised[0]
-    return not thread.is_alive()
-
-
-_log = logging.getLogger(__name__)
 
 # A disk that takes longer for one entry, eviction included, is of no use to a request.
 PATIENCE_S = 5.0
 
 
 class DiskWatch:
-    """Knows the calls that are under way and when they began. Memory only, any thread.
+    """Tells from the calls that are under way whether the disk hangs. Memory only, any thread.
+
+    States: the disk answers, or it hangs. It hangs while the oldest call under way is older than
+    the patience. Whoever asks ``hangs`` first notices a change, which is counted and logged once.
 
     Counter: ``tier.hung``, how often the disk was found not to answer.
     """
@@ -173,7 +179,7 @@ class DiskWatch:
         patience_s: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Nothing is under way.
+        """No call is under way.
 
         Args:
             patience_s: From when on a call hangs; None for PATIENCE_S.
@@ -188,13 +194,13 @@ class DiskWatch:
         self._lock = threading.Lock()
 
     def begin(self) -> int:
-        """A call begins; answers its number, for ``end``."""
+        """Note that a call begins, and return its number for ``end``."""
         number = next(self._numbers)
         self._begun[number] = self._clock()
         return number
 
     def end(self, number: int) -> None:
-        """A call has come back, or was never made; more than once is fine."""
+        """Note that a call has come back, or was never made. May be called more than once."""
         self._begun.pop(number, None)
 
     def run(self, function: Callable[..., T], *args: object) -> T:
@@ -209,8 +215,7 @@ class DiskWatch:
     def hangs(self) -> bool:
         """Whether a call has been under way for longer than the patience.
 
-        For a scheduler hook: no system call, no wait. Who asks notices a change, counts and
-        logs it.
+        Made for scheduler hooks: no system call and no wait.
         """
         try:
             oldest_s = next(iter(self._begun.values()))
@@ -231,13 +236,13 @@ class DiskWatch:
             self._hung = hung
         if hung:
             self._counters.add("tier.hung")
-            _log.warning(
+            log.warning(
                 "the disk of `cache_dir` has not answered for %.0f s; it is not used until it "
                 "does: images are encoded, saves go to the bucket from memory",
                 self._patience_s,
             )
         else:
-            _log.info("the disk of `cache_dir` answers again")
+            log.info("the disk of `cache_dir` answers again")
 
 
 # For calls that may take long: walks, whole files of the index.
@@ -247,10 +252,13 @@ _OTHER_THREADS = 8
 
 
 class LoopThread:
-    """Runs coroutines off the calling thread.
+    """Runs coroutines in one thread, and blocking file calls in pools beside it.
 
-    The thread starts with the first use. ``disk`` runs blocking file calls, so that the loop never
-    waits for a disk; the process does not either, since the pools' threads are daemons.
+    The loop never waits for a disk. The end of the process does not either, since all threads are
+    daemons.
+
+    States: new, running from the first use on, stopped for good by ``stop``. What is submitted
+    after that raises RuntimeError.
 
     Attributes:
         watch: Knows whether the disk answers.
@@ -259,13 +267,13 @@ class LoopThread:
     def __init__(
         self, name: str, *, disk_threads: int | None = None, watch: DiskWatch | None = None
     ) -> None:
-        """Nothing runs yet.
+        """Start nothing yet.
 
         Args:
-            name: The thread's.
-            disk_threads: None: half the processors, 1 to 4. Each of them takes turns at the
-                interpreter's lock with the scheduler.
-            watch: None for one of its own.
+            name: Name of the thread.
+            disk_threads: Threads for short file calls. None for half the processors, 1 to 4: each
+                of them competes with the scheduler for the interpreter's lock.
+            watch: What watches the file calls. None makes one.
         """
         self.watch = watch or DiskWatch(Counters())
         self._name = name
@@ -348,11 +356,11 @@ class LoopThread:
     ) -> T:
         """Await a short blocking call in the disk pool; only from coroutines of this loop.
 
-        Watched: one that takes longer than ``watch`` has patience means that the disk hangs.
+        The call is watched: if it takes longer than the patience of ``watch``, the disk hangs.
 
         Args:
-            undo: Gets the result, in the pool, where we were cancelled meanwhile and nobody else
-                will have it.
+            undo: Is called with the result, in the pool, where this await was cancelled and nobody
+                else gets the result.
         """
         call = self._watched(function, *args)
         try:
@@ -364,23 +372,24 @@ class LoopThread:
             raise
 
     async def disk_long(self, function: Callable[..., T], *args: object) -> T:
-        """Await a blocking call that may take long, such as a walk; it holds no short one up."""
+        """Await a blocking call that may take long, such as a walk. It has threads of its own."""
         pool = self._long_pool
         if pool is None:
             raise RuntimeError(f"{self._name} is not running")
         return await asyncio.wrap_future(pool.submit(function, *args))
 
     def disk_soon(self, function: Callable[..., object], *args: object) -> None:
-        """Have a short blocking call made in the disk pool; nobody waits for it.
+        """Queue a short blocking call for the disk pool. Nobody waits for it.
 
-        Only where the loop has run. What the pool has not begun when it ends is not done.
+        Does nothing where the loop has never run. A call that has not begun when the pool ends is
+        not made.
         """
         if self._pool is not None:
             with suppress(RuntimeError):  # it has ended
                 self._watched(_logged, function, *args)
 
     def _watched(self, function: Callable[..., T], *args: object) -> Future[T]:
-        """Hand a call to the pool; its wait for a thread counts too, which may hang."""
+        """Hand a call to the pool. Its wait for a free thread is watched as well."""
         pool = self._pool
         if pool is None:
             raise RuntimeError(f"{self._name} is not running")
@@ -445,40 +454,14 @@ def _cancel_all(loop: asyncio.AbstractEventLoop) -> None:
     loop.__dict__["s3ec_finish"] = loop.create_task(finish(), name="s3ec-finish")
 
 
-def within(timeout_s: float, call: Callable[[], T]) -> T:
-    """The result of ``call``, run in a thread that is given up after ``timeout_s``.
-
-    SDKs have timeouts per phase, none over all: name lookup, credentials and a trickling
-    reply have none. The thread is a daemon, so that a hanging one does not hold up the exit.
-
-    Raises:
-        UnavailableError: No result in time.
-    """
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(call())
-        except BaseException as exc:  # noqa: BLE001 - raised again in the caller's thread
-            future.set_exception(exc)
-
-    threading.Thread(target=run, name="s3ec-doctor", daemon=True).start()
-    try:
-        return future.result(timeout_s)
-    except TimeoutError as exc:
-        if future.done():  # the call's own TimeoutError
-            raise
-        raise UnavailableError(f"no answer within {timeout_s:.0f} s") from exc
-
-
 # -- forks -------------------------------------------------------------------------------------
 #
-# What was made before a fork is the parent's. Its threads are not in the child, and what they had
-# locked stays locked there; so a child uses nothing of it, see Node.is_foreign. But the kernel
-# gives it copies of all descriptors: a lock outlives a dead parent in them, and so do connections.
+# What was made before a fork belongs to the parent. Its threads are not in the child, and what they
+# had locked stays locked there. So a child uses nothing of it, see Node.is_foreign. But the kernel
+# gives the child copies of all descriptors, and these keep locks and connections of a dead parent.
 
 process_number = 0
-"""Of this process in its line of forks. In a hook os.getpid() would be a system call too many."""
+"""Grows by one in each forked child. Hooks compare it, since os.getpid() is a system call."""
 
 _DESCRIPTORS = "/proc/self/fd"
 _paths: set[str] = set()
@@ -486,7 +469,7 @@ _loops: weakref.WeakSet[asyncio.AbstractEventLoop] = weakref.WeakSet()
 
 
 def keep_files(path: str) -> None:
-    """Have children let go of every open file whose name begins so, locks above all.
+    """Have forked children close every open file below this path, lock files above all.
 
     Args:
         path: Absolute, without symbolic links.
@@ -495,10 +478,10 @@ def keep_files(path: str) -> None:
 
 
 def keep_loop(loop: asyncio.AbstractEventLoop) -> None:
-    """Have children let go of a loop's sockets, of its pipe and of what it waits with.
+    """Have forked children close the sockets of a loop, its pipe and its selector.
 
-    Otherwise a socket that is collected there would be taken out of what the parent waits for, and
-    connections would stay open for as long as the child.
+    Otherwise a socket that is garbage in the child would be removed from the selector that the
+    parent waits with, and connections would stay open for as long as the child lives.
     """
     _loops.add(loop)
 

@@ -17,16 +17,13 @@ from urllib.parse import quote, unquote, urlsplit
 
 from pydantic import (
     AfterValidator,
+    BaseModel,
     ByteSize,
+    ConfigDict,
     Field,
     ValidationInfo,
     field_validator,
     model_validator,
-)
-from pydantic_settings import (
-    BaseSettings,
-    PydanticBaseSettingsSource,
-    SettingsConfigDict,
 )
 
 from s3ec.tenant import check_reference
@@ -145,7 +142,7 @@ PLAIN_HTTP = (
     "`allow_http` to true (--allow-http, S3EC_ALLOW_HTTP=true)"
 )
 
-# What says nothing about a corpus that `url` names.
+# Settings that do not apply to a corpus that `url` names.
 OF_S3 = ("bucket", "prefix", "endpoint_url", "region", "addressing_style", "allow_http", "profile",
           "role_arn", "sse", "sse_kms_key_id")  # fmt: skip
 
@@ -154,18 +151,13 @@ def _default_cache_dir() -> Path:
     base = os.environ.get("XDG_CACHE_HOME", "")
     if os.path.isabs(base):  # the XDG specification has others ignored
         return Path(base) / "s3ec"
-    try:
-        return Path.home() / ".cache" / "s3ec"
-    except RuntimeError as exc:  # a container's user without a name
-        raise ValueError("this user has no home folder; set `cache_dir`") from exc
+    return Path("~/.cache/s3ec")
 
 
-class Settings(BaseSettings):
+class Settings(BaseModel):
     """Every setting of s3ec; frozen. Sizes are bytes, times are seconds."""
 
-    model_config = SettingsConfigDict(
-        env_prefix=ENV_PREFIX, frozen=True, extra="forbid", env_ignore_empty=True
-    )
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
     url: str | None = Field(
         None,
@@ -174,7 +166,6 @@ class Settings(BaseSettings):
     )
     bucket: str = Field(
         "",
-        validate_default=True,
         description="Bucket that holds the corpus. Required where there is no `url`.",
     )
     prefix: Annotated[str, AfterValidator(check_prefix)] = Field(
@@ -191,7 +182,6 @@ class Settings(BaseSettings):
     )
     allow_http: bool = Field(
         False,
-        validate_default=True,
         description="Take an `endpoint_url` of `http://` to another machine: whoever is on the way "
         "can read and change what is sent. `127.0.0.1`, `::1` and `localhost` need no leave.",
     )
@@ -323,20 +313,6 @@ class Settings(BaseSettings):
         "INFO", description="Level of the `s3ec` loggers."
     )
 
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """What is given and nothing else: load_settings has read the environment by then, and
-        left out of it what another source stands above.
-        """
-        return (init_settings,)
-
     @field_validator("url")
     @classmethod
     def _check_url(cls, value: str | None) -> str | None:
@@ -389,8 +365,8 @@ class Settings(BaseSettings):
     def _check_cache_dir(cls, value: Path) -> Path:
         try:
             value = value.expanduser()
-        except RuntimeError as exc:
-            raise ValueError(str(exc)) from exc
+        except RuntimeError as exc:  # a container's user without a name
+            raise ValueError("there is no such home folder; set `cache_dir`") from exc
         if not value.is_absolute():
             raise ValueError("an absolute path, since vLLM's processes differ in their folder")
         return value

@@ -3,38 +3,48 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Annotated, Any
 
 import typer
 
-from s3ec.cli import bench, browse, config, doctor, manifest, quarantine, remove, serve, tier
-from s3ec.cli.errors import reporting
-from s3ec.cli.output import App, Group, epilog
+from s3ec.cli.output import App, Group, epilog, reporting
 
 _WORDS = "s3ec.words"
-# In the order in which people need them.
-_ORDER = ("doctor", "ns", "ls", "stat", "get", "rm", "gc", "manifest", "tier", "quarantine",
-          "config", "serve-s3", "bench")  # fmt: skip
-
-
-def _place(name: str) -> int:
-    return _ORDER.index(name) if name in _ORDER else len(_ORDER)
+# Commands in the order in which people need them, and the module of s3ec.cli that has each.
+_MODULES = {
+    "doctor": "doctor",
+    "ns": "browse",
+    "ls": "browse",
+    "stat": "browse",
+    "get": "browse",
+    "rm": "remove",
+    "gc": "remove",
+    "manifest": "manifest",
+    "tier": "tier",
+    "quarantine": "quarantine",
+    "config": "config",
+    "serve-s3": "serve",
+    "bench": "bench",
+}
 
 
 class Root(Group):
-    """Reports the errors of all commands. ``bench`` is heavy: it is imported when asked for."""
+    """Imports the module of a command on demand, and reports the errors of all commands."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """All names; groups stand among commands."""
-        return sorted([*super().list_commands(ctx), "bench"], key=_place)
+        """Names of all commands and groups."""
+        return list(_MODULES)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """One command."""
-        if cmd_name != "bench":
-            return super().get_command(ctx, cmd_name)
-        command = bench.command()
-        command.name = cmd_name
-        return command
+        """One command, or None. An unknown name imports all commands, so that one is suggested."""
+        if cmd_name not in self.commands:
+            wanted = _MODULES.get(cmd_name)
+            for module in [wanted] if wanted else dict.fromkeys(_MODULES.values()):
+                part = App()
+                importlib.import_module(f"s3ec.cli.{module}").register(part)
+                self.commands.update(typer.main.get_group(part).commands)
+        return self.commands.get(cmd_name)
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any
@@ -83,13 +93,3 @@ def _root(
     ] = False,
 ) -> None:
     pass
-
-
-doctor.register(app)
-browse.register(app)
-remove.register(app)
-config.register(app)
-manifest.register(app)
-tier.register(app)
-quarantine.register(app)
-serve.register(app)

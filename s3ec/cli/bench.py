@@ -4,29 +4,24 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import Any
 
 import typer
 
-from s3ec.cli.output import App
 from s3ec.errors import ConfigError
 
 _ANYTHING = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
 
 
-def command() -> Any:
-    """The command: imported now, and heavy."""
+def register(app: typer.Typer) -> None:
+    """Add the benchmarks, or a command that says where they are. Their import is heavy."""
     if importlib.util.find_spec("s3ec.dev") is None:
-        return typer.main.get_command(_elsewhere)
-    from s3ec.dev.bench.command import app
+        app.command("bench", context_settings=_ANYTHING)(_say_where)
+        return
+    from s3ec.dev.bench.command import app as benchmarks
 
-    return typer.main.get_command(app)
-
-
-_elsewhere = App(add_completion=False)
+    app.add_typer(benchmarks, name="bench")
 
 
-@_elsewhere.command(context_settings=_ANYTHING)
 def _say_where(_: typer.Context) -> None:
     """Measure on this machine, in a checkout of s3ec."""
     raise ConfigError(

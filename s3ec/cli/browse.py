@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -11,13 +14,14 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from s3ec.cli.errors import Failure
 from s3ec.cli.ls import entry_document, ls
 from s3ec.cli.options import JsonOption, NamespaceChoice, Source, with_namespace, with_settings
 from s3ec.cli.output import (
     EXIT_WRONG,
     App,
+    Failure,
     console,
+    counting,
     epilog,
     facts,
     human_age,
@@ -28,12 +32,15 @@ from s3ec.cli.output import (
     progress,
     safe,
 )
-from s3ec.cli.progress import counting
-from s3ec.errors import ConfigError, CorruptEntryError, NotFoundError
+from s3ec.cli.remove import ns_rm
+from s3ec.errors import ConfigError, CorruptEntryError, NotFoundError, TierError
 
 if TYPE_CHECKING:
     from s3ec.corpus import Corpus, CorpusEntry
     from s3ec.namespaces import NamespaceInfo
+    from s3ec.store.base import Blob
+
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
 
 IdArgument = Annotated[
     str,
@@ -44,12 +51,9 @@ IdArgument = Annotated[
 ]
 
 
-# The group `ns`; alone it lists.
-namespaces = App()
-
-
 def register(app: typer.Typer) -> None:
-    """Add the four commands to the tree."""
+    """Add the four commands to the tree, and ``ns rm`` below ``ns``."""
+    namespaces = App()  # alone it lists
     namespaces.callback(
         invoke_without_command=True,
         epilog=epilog(
@@ -57,6 +61,13 @@ def register(app: typer.Typer) -> None:
             ("s3ec ns --count --json", "with their sizes, for machines"),
         ),
     )(with_settings(ns))
+    namespaces.command(
+        "rm",
+        epilog=epilog(
+            ("s3ec ns rm acme-vision-0123456789abcdef", "what is in it? asks at a terminal"),
+            ("s3ec ns rm acme-vision-0123456789abcdef --yes", "delete all of it"),
+        ),
+    )(with_settings(ns_rm))
     app.add_typer(namespaces, name="ns")
     app.command(
         "ls",
@@ -171,7 +182,7 @@ def stat(
 
 
 def _find(corpus: Corpus, choice: NamespaceChoice, identifier: str) -> CorpusEntry:
-    """The entry as listed.
+    """Find the entry in a listing.
 
     Raises:
         NotFoundError, AmbiguousError: There is none, or there are several.
@@ -194,7 +205,7 @@ def _deleted() -> NoReturn:
 
 
 def _stat_document(entry: CorpusEntry, verified: bool) -> dict[str, Any]:
-    """What is known: where the header is bad, only what the listing says."""
+    """What is known of an entry. Where the header is bad, that is only what the listing says."""
     header = entry.header
     listed = {"namespace": entry.namespace, **entry_document(entry, time.time())}
     if header is None:
@@ -247,8 +258,6 @@ def get(
     as_json: JsonOption = False,
 ) -> None:
     """Download one entry, check every byte, and save it as a safetensors file."""
-    from s3ec.cli.save import check_target, save
-
     if output == "-" and (as_json or sys.stdout.isatty()):
         raise ConfigError("`-o -` writes the entry itself: send it into a pipe, without --json")
 
@@ -264,3 +273,69 @@ def get(
         print_json({**_stat_document(embedding.entry, True), "file": str(path)})
     else:
         print_note(f"saved {path} ({human_bytes(len(embedding.file))}, every byte checked)")
+
+
+def check_target(output: str, default_name: str, *, force: bool) -> Path:
+    """The path to save to. Checked before anything is downloaded.
+
+    Args:
+        output: As given; a folder gets ``default_name`` inside it. ``-`` is not looked at.
+
+    Raises:
+        ConfigError: There is a file already and ``force`` is not set.
+    """
+    path = Path(output).expanduser()
+    if output == "-":
+        return path
+    if path.is_dir():
+        path /= default_name
+    if not force and path.exists():
+        raise ConfigError(f"{path} exists; --force replaces it")
+    return path
+
+
+def save(path: Path, blob: Blob, *, force: bool) -> None:
+    """Write a file by way of a temporary one beside it, so that it is whole or not there.
+
+    Raises:
+        ConfigError: Somebody made the file meanwhile and ``force`` is not set.
+        TierError: The folder is absent, read-only or full.
+    """
+    from s3ec.tier.files import TempFile
+
+    try:
+        temporary = TempFile(str(path.parent))
+        try:
+            temporary.append([blob])
+            temporary.close()
+            with open(temporary.path, "rb") as written:
+                os.fsync(written.fileno())
+            # A private file is right for a cache; this one follows the umask as others do.
+            os.chmod(temporary.path, 0o666 & ~_umask())
+            _publish(temporary.path, path, force=force)
+        finally:
+            temporary.discard()
+    except FileExistsError as exc:
+        raise ConfigError(f"{path} exists; --force replaces it") from exc
+    except OSError as exc:
+        raise TierError(f"cannot write {path}: {exc.strerror}") from exc
+
+
+def _publish(temporary: str, path: Path, *, force: bool) -> None:
+    if not force:
+        try:
+            os.link(temporary, path)  # unlike a rename, this refuses an existing name
+            return
+        except OSError as exc:
+            if exc.errno not in _NO_LINKS:
+                raise
+        if path.exists():
+            raise FileExistsError
+    os.replace(temporary, path)
+
+
+def _umask() -> int:
+    """The process's umask, read without setting it."""
+    with contextlib.suppress(OSError, ValueError), open("/proc/self/status") as status:
+        return next(int(line.split()[1], 8) for line in status if line.startswith("Umask:"))
+    return 0o077

@@ -13,7 +13,7 @@ from s3ec.cli.output import App, console, epilog, print_json, print_note
 if TYPE_CHECKING:
     from s3ec.config import Loaded
 
-# Stands where an origin would.
+# The origin of a setting that has no value.
 _MISSING = "missing"
 
 

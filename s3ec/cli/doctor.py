@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.status import Status
 
-    from s3ec.doctor.report import Check
+    from s3ec.doctor.check import Check
     from s3ec.doctor.run import Step
 
 _TRANSFER = "--ec-transfer-config"
@@ -48,6 +48,7 @@ def register(app: typer.Typer) -> None:
 
 def doctor(
     source: Source,
+    ctx: typer.Context,
     vllm_args: Annotated[
         list[str] | None,
         typer.Argument(metavar="-- VLLM ARGS", help="Arguments of `vllm serve`."),
@@ -61,7 +62,7 @@ def doctor(
             "--timeout",
             metavar="SECONDS",
             min=0.1,
-            help="How long to wait for answers of bucket and node, in all. [0.9, with vLLM 10]",
+            help="How long bucket and node may take, from the start on. [1.6, with vLLM 10]",
             show_default=False,
         ),
     ] = None,
@@ -84,6 +85,7 @@ def doctor(
     source = _completed(source, vllm_args or [])
     if no_vllm and vllm_args:
         raise ConfigError("`--no-vllm` and vLLM's arguments do not go together; leave one out")
+    from s3ec.doctor.compatibility import COLUMNS, compatibility, row
     from s3ec.doctor.run import examine
 
     with _Spinner() as spinner:
@@ -93,17 +95,16 @@ def doctor(
             vllm_args=vllm_args,
             with_vllm=not no_vllm,
             timeout_s=timeout_s,
+            started_s=ctx.obj,  # None where no process was started for this
             starting=spinner.show,
         )
         checks = _shown(found, spinner, as_json)
     failed = any(check.outcome.verdict == "fail" for check in checks)
-    line = _compatibility(checks, server)
+    line = compatibility(checks, server=server, day=datetime.now(UTC).date())
     if as_json:
         told = [check.to_json() for check in checks]
         print_json({"ok": not failed, "checks": told, "compatibility": line})
     elif line is not None and server is not None:
-        from s3ec.doctor.compatibility import COLUMNS, row
-
         typer.echo(f"\n{row(list(COLUMNS.values()))}\n{row(list(line.values()))}")
     if failed:
         raise typer.Exit(EXIT_WRONG)
@@ -125,10 +126,8 @@ def _completed(source: Source, vllm_args: Sequence[str]) -> Source:
 
 
 def _shown(found: Iterable[Check], spinner: _Spinner, as_json: bool) -> list[Check]:
-    """The checks, each printed as it comes."""
-    from s3ec.doctor.run import STEPS
-
-    page = None if as_json else _Page(console(), {step.name: step.group for step in STEPS})
+    """Print each check as it comes, and return all of them."""
+    page = None if as_json else _Page(console())
     checks = []
     for check in found:
         spinner.stop()
@@ -138,12 +137,6 @@ def _shown(found: Iterable[Check], spinner: _Spinner, as_json: bool) -> list[Che
     if page is not None:
         page.finish(checks)
     return checks
-
-
-def _compatibility(checks: Sequence[Check], server: str | None) -> dict[str, str] | None:
-    from s3ec.doctor.compatibility import compatibility
-
-    return compatibility(checks, server=server, day=datetime.now(UTC).date())
 
 
 class _Spinner:
@@ -180,26 +173,25 @@ class _Spinner:
 class _Page:
     """Prints checks as they come, under headings."""
 
-    def __init__(self, out: Console, groups: dict[str, str]) -> None:
+    def __init__(self, out: Console) -> None:
         self._out = out
-        self._groups = groups
         self._group = ""
 
     def add(self, check: Check) -> None:
         """Print one check, under its heading where that is a new one."""
         from rich.text import Text
 
-        group = self._groups[check.name]
-        if group != self._group:
-            self._out.print(Text(f"\n{group}" if self._group else group, style="bold"))
-            self._group = group
+        if check.group != self._group:
+            title = f"\n{check.group}" if self._group else check.group
+            self._out.print(Text(title, style="bold"))
+            self._group = check.group
         if self._out.is_terminal:
             self._add_wrapped(check)
         else:
             self._add_plain(check)
 
     def _add_plain(self, check: Check) -> None:
-        """One line for what was found and one for the remedy, however long."""
+        """Print what was found on one line and the remedy on another, however long they are."""
         found = safe(check.outcome.found, limit=1000)
         typer.echo(f"  {check.outcome.verdict:<4} {check.name:<{_NAME_WIDTH}} {found}")
         if check.outcome.mend:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from s3ec.store.base import Store
 
 _LIMIT = 100
-# How many more than those to show are kept before the last ones are dropped.
+# Entries kept beyond those to show, before they are sorted and the last ones dropped.
 _SORTED_AT_A_TIME = 10_000
 
 
@@ -57,7 +57,7 @@ class Filter:
     modality: str | None = None
 
     def fits(self, entry: CorpusEntry, now_s: float) -> bool:
-        """By what the listing says; the modality is not in it."""
+        """Whether the listing of an entry fits. The modality is not in a listing."""
         age_s = entry.age_s(now_s)
         if self.ages_s != (None, None) and age_s is None:
             return False
@@ -71,7 +71,7 @@ def _within(value: float, bounds: tuple[float | None, float | None]) -> bool:
 
 @dataclass(slots=True)
 class Found:
-    """What a listing comes to; keeps no more entries than are shown.
+    """The result of a listing. Keeps little more than the entries that are shown.
 
     Attributes:
         sort: What decides which entries are the first ones; None for the order they come in.
@@ -104,7 +104,7 @@ class Found:
                 self.finish()
 
     def finish(self) -> None:
-        """Keep what is shown, in its order."""
+        """Sort, and drop what is not shown."""
         if self.sort is not None:
             key = _KEYS[self.sort]
             self.entries.sort(key=lambda kept: key(kept[0]), reverse=self.reverse)

@@ -12,6 +12,7 @@ from s3ec.cli.options import JsonOption, NamespaceChoice, Source, with_namespace
 from s3ec.cli.output import (
     EXIT_WRONG,
     App,
+    counting,
     epilog,
     facts,
     human_age,
@@ -22,7 +23,6 @@ from s3ec.cli.output import (
     progress,
     safe,
 )
-from s3ec.cli.progress import counting
 
 if TYPE_CHECKING:
     from s3ec.corpus import Corpus

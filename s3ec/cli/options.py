@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The options that every command has for its settings."""
+"""Options that many commands have: settings, namespaces, sizes, and the leave to delete."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import functools
 import inspect
 import json
 import re
+import sys
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from s3ec.cli.output import print_note
 from s3ec.errors import ConfigError, S3ECError
 
 if TYPE_CHECKING:
@@ -66,7 +68,7 @@ _SETTINGS_OPTIONS = {
 
 
 def _stored_namespaces(ctx: typer.Context) -> list[str]:
-    """For completion: those of the bucket that the line names so far; none where that fails.
+    """Namespaces for completion: those of the bucket that the line names so far, none on failure.
 
     Nothing may be printed into a line that somebody types.
     """
@@ -125,7 +127,7 @@ _CACHE_OPTIONS = {
 
 @dataclass(frozen=True, slots=True)
 class NamespaceChoice:
-    """Which namespace of a bucket a command is for, as far as the command line says.
+    """The options that choose the namespace of a command.
 
     Attributes:
         name: Its name or the beginning of that; None where any will do.
@@ -136,7 +138,7 @@ class NamespaceChoice:
     model: str | None = None
 
     def within(self, corpus: Corpus) -> str:
-        """The namespace that fits; raises what Corpus.choose raises."""
+        """The namespace that fits. Raises what Corpus.choose raises."""
         return corpus.choose(self.name, model=self.model)
 
 
@@ -156,7 +158,7 @@ class Source:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Source:
-        """Of the values of options; None stands for one that was not given."""
+        """Make one from the values of options. None means that an option was not given."""
         overrides = {name: value for name, value in given.items() if value is not None}
         return cls(overrides.pop("config", None), overrides)
 
@@ -236,7 +238,7 @@ class Source:
 
 
 def _read(config: str, label: str) -> tuple[str, str]:
-    """Text and kind of ``--config``: itself, or the file it names."""
+    """Text and kind of ``--config``: the JSON itself, or the content of the file that it names."""
     if config.lstrip().startswith(("{", "[", '"')):
         return config, "json"
     path = Path(config.removeprefix("@")).expanduser()
@@ -257,14 +259,15 @@ def with_settings(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def with_namespace(function: Callable[..., None]) -> Callable[..., None]:
-    """The same, and the options that name a namespace; those arrive as a NamespaceChoice behind
-    the Source.
+    """Give a command the options of with_settings, and those that choose a namespace.
+
+    The latter arrive as a NamespaceChoice behind the Source.
     """
     return _with_options(function, {**_NAMESPACE_OPTIONS, **_SETTINGS_OPTIONS})
 
 
 def with_cache_settings(function: Callable[..., None]) -> Callable[..., None]:
-    """The same as with_settings for a command of this node's disk tier, which needs no bucket."""
+    """Give a command of this node's disk tier its options. It needs no bucket."""
     return _with_options(function, _CACHE_OPTIONS)
 
 
@@ -310,7 +313,7 @@ def duration_s(text: str, name: str) -> float:
 
 
 def size_bytes(text: str, name: str) -> int:
-    """Bytes of a size such as ``10MiB``; arguments and errors as of duration_s."""
+    """Bytes of a size such as ``10MiB``. Arguments and errors are those of duration_s."""
     from pydantic import ByteSize, TypeAdapter, ValidationError
 
     try:
@@ -321,3 +324,42 @@ def size_bytes(text: str, name: str) -> int:
             "or a number of bytes",
             field=name,
         ) from exc
+
+
+YesOption = Annotated[
+    bool,
+    typer.Option("--yes", "-y", help="Do it. Without this, people at a terminal are asked."),
+]
+DryRunOption = Annotated[
+    bool, typer.Option("--dry-run", help="Only say what would go, and ask nothing.")
+]
+
+
+def check_habit(*, yes: bool, dry_run: bool) -> None:
+    """Refuse ``--yes`` together with ``--dry-run``, before anything is read.
+
+    Raises:
+        ConfigError: They contradict each other.
+    """
+    if yes and dry_run:
+        raise ConfigError("`--yes` and `--dry-run` contradict each other; leave one out")
+
+
+def is_confirmed(question: str, *, yes: bool, dry_run: bool, as_json: bool) -> bool:
+    """Whether to delete, after it was shown what would be deleted.
+
+    Programs get no question: where stdin or stderr is no terminal, and with ``--json``, nothing is
+    deleted without ``--yes``.
+
+    Args:
+        question: Such as ``delete 3 entries?``.
+    """
+    if yes or dry_run:
+        return yes
+    if as_json or not (sys.stdin.isatty() and sys.stderr.isatty()):
+        print_note("nothing was deleted; --yes does it")
+        return False
+    if typer.confirm(question, err=True):
+        return True
+    print_note("nothing was deleted")
+    return False

@@ -1,23 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How commands print: documents and tables on stdout, progress and errors on stderr.
+"""What commands print and how they end: help, documents, tables, progress, errors.
 
-And what every ``--help`` looks like: flags without a type, examples, and the exit codes.
+Documents and tables go to stdout, progress and errors to stderr. Errors become an exit status.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
 from rich.markup import escape
 from typer.core import TyperCommand, TyperGroup
 
+from s3ec.counters import Report
+from s3ec.errors import (
+    AccessError,
+    AmbiguousError,
+    ConfigError,
+    ConflictError,
+    CorruptEntryError,
+    NotFoundError,
+    S3ECError,
+    TierError,
+    UnavailableError,
+)
+
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.progress import Progress, TaskID
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -32,7 +48,7 @@ EXIT_CODES = (
 
 
 def _plain_flags(params: list[Any]) -> list[Any]:
-    """The same parameters; newer typers write ``<bool>`` behind an option that takes no value."""
+    """The same parameters, without the ``<bool>`` that newer typers write behind a flag."""
     for param in params:
         if getattr(param, "is_flag", False):
             param.metavar = ""
@@ -48,7 +64,7 @@ class Command(TyperCommand):
 
 
 class Group(TyperGroup):
-    """A group that prints its help, and ends well, where no command of it was named."""
+    """A group that prints its help and exits with 0 where no command of it was named."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         """Its options, ``--help`` included."""
@@ -94,13 +110,13 @@ def epilog(*examples: tuple[str, str]) -> str:
     return "\n\n".join([*paragraphs, f"[dim]{EXIT_CODES}[/dim]"])
 
 
-# Wide enough that nothing is cut where a program reads along; terminals have their own width.
+# Columns of output that goes into a pipe, where nothing may be cut. Terminals have their own width.
 _PIPE_WIDTH = 240
 _SHOWN_CHARACTERS = 300
 
 
 def console() -> Console:
-    """A console on today's stdout; without colours where that is not a terminal."""
+    """A console on the current stdout. It has no colours where that is not a terminal."""
     from rich.console import Console
 
     width = None if sys.stdout.isatty() else _PIPE_WIDTH
@@ -188,9 +204,199 @@ def facts(pairs: list[tuple[str, Any]]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="bold", no_wrap=True)
+    grid.add_column(overflow="fold")
     for name, value in pairs:
-        table.add_row(name, value if isinstance(value, Text) else Text(safe(str(value))))
-    console().print(table)
+        grid.add_row(name, Text(safe(str(value))))
+    console().print(grid)
+
+
+# The base class of usage errors. Some releases of typer contain click, others depend on it.
+_UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+
+
+# The first that fits counts. docs/cli.md says what they mean.
+_KINDS: tuple[tuple[type[Exception], str, int], ...] = (
+    (AmbiguousError, "ambiguous", EXIT_USAGE),
+    (ConfigError, "usage", EXIT_USAGE),
+    (_UsageError, "usage", EXIT_USAGE),
+    (NotFoundError, "not_found", EXIT_WRONG),
+    (CorruptEntryError, "corrupt", EXIT_WRONG),
+    (UnavailableError, "unavailable", EXIT_WRONG),
+    (AccessError, "access", EXIT_WRONG),
+    (ConflictError, "conflict", EXIT_WRONG),
+    (TierError, "disk", EXIT_WRONG),
+    (Exception, "failed", EXIT_WRONG),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a command failed.
+
+    Attributes:
+        kind: One word of the table.
+        exit_code: The exit status that goes with it.
+        message: For people; may have lines that list choices.
+        field: The setting or option at fault, or None.
+        fix: What to do, the part of the message that says so, or None.
+    """
+
+    kind: str
+    exit_code: int
+    message: str
+    field: str | None
+    fix: str | None
+
+    @classmethod
+    def of(cls, exc: Exception) -> Failure:
+        """Make one from an error of ours or of the parser of the command line."""
+        kind, exit_code = next(row[1:] for row in _KINDS if isinstance(exc, row[0]))
+        if isinstance(exc, _UsageError):
+            return _of_usage(exc, kind, exit_code)
+        message = str(exc)
+        # By our convention a message that knows a remedy ends with it; below it stand choices.
+        first, line_break, choices = message.partition("\n")
+        _, separator, fix = first.rpartition("; ")
+        return cls(
+            kind,
+            exit_code,
+            message,
+            getattr(exc, "field", None),
+            fix + line_break + choices if separator else None,
+        )
+
+    @property
+    def document(self) -> dict[str, Any]:
+        """The object for ``--json``. It stands alone or beside other keys."""
+        names = ("kind", "message", "field", "fix")
+        return {"error": {name: getattr(self, name) for name in names}}
+
+
+def _of_usage(exc: Any, kind: str, exit_code: int) -> Failure:
+    """Make one from an error of the parser, which knows the parameter, the option, or neither."""
+    param = getattr(exc, "param", None)
+    field = param.name if param is not None else getattr(exc, "option_name", None)
+    command = exc.ctx.command_path if exc.ctx is not None else "s3ec"
+    return Failure(kind, exit_code, exc.format_message(), field, f"see `{command} --help`")
+
+
+@contextmanager
+def reporting(words: Sequence[str]) -> Iterator[None]:
+    """End with the documented exit status where the block raises, and say why.
+
+    Args:
+        words: The command line, which says whether JSON is wanted: it may be so wrong that no
+            command has seen it.
+    """
+    own = list(words)[: words.index("--")] if "--" in words else words
+    try:
+        yield
+    except (S3ECError, _UsageError) as exc:
+        failure = Failure.of(exc)
+        if "--ndjson" in own:
+            print_json_line(failure.document)
+        elif "--json" in own:
+            print_json(failure.document)
+        if isinstance(exc, _UsageError):
+            raise  # typer prints it, with the usage
+        print_error(failure.message)
+        raise typer.Exit(failure.exit_code) from exc
+
+
+EVERY_S = 10.0
+# A shorter time gives no rate.
+_LEAST_S = 0.1
+
+
+@contextmanager
+def counting(message: str, *, in_bytes: bool = False) -> Iterator[Report]:
+    """Show counts, rate and time left while the block runs.
+
+    Args:
+        message: What is done, until the first report says so.
+        in_bytes: The counts are bytes.
+    """
+    if not sys.stderr.isatty():
+        yield Lines(in_bytes=in_bytes)
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        TextColumn("{task.fields[counts]}"),
+        TimeRemainingColumn(compact=True),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as shown:
+        yield _Bar(shown, shown.add_task(message, total=None, counts=""), in_bytes)
+
+
+class _Bar:
+    """Moves a bar. It starts again with each piece of work."""
+
+    def __init__(self, shown: Progress, task: TaskID, in_bytes: bool) -> None:
+        self._shown = shown
+        self._task = task
+        self._in_bytes = in_bytes
+        self._what = ""
+
+    def __call__(self, what: str, done: int, total: int | None) -> None:
+        if what != self._what:
+            self._what = what
+            self._shown.reset(self._task, description=what, total=total)
+        self._shown.update(self._task, completed=done, total=total)
+        speed = self._shown.tasks[0].speed
+        counts = _counts(done, total, speed, in_bytes=self._in_bytes)
+        self._shown.update(self._task, counts=counts)
+
+
+class Lines:
+    """Writes a line every ten seconds, for logs. Work of less than ten seconds writes none.
+
+    Args:
+        in_bytes: The counts are bytes.
+        clock: Seconds, from any start.
+        write: Takes a line.
+    """
+
+    def __init__(
+        self,
+        *,
+        in_bytes: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+        write: Callable[[str], None] = print_note,
+    ) -> None:
+        self._in_bytes = in_bytes
+        self._clock = clock
+        self._write = write
+        self._told_s = clock()
+        self._what = ""
+        self._began_s, self._first = self._told_s, 0
+
+    def __call__(self, what: str, done: int, total: int | None) -> None:
+        now_s = self._clock()
+        if what != self._what:
+            self._what, self._began_s, self._first = what, now_s, done
+        if now_s - self._told_s < EVERY_S:
+            return
+        self._told_s = now_s
+        took_s = now_s - self._began_s
+        speed = (done - self._first) / took_s if took_s >= _LEAST_S else None
+        line = f"{what}: {_counts(done, total, speed, in_bytes=self._in_bytes)}"
+        if speed and total is not None:
+            line += f", {human_age((total - done) / speed)} left"
+        self._write(line)
+
+
+def _counts(done: int, total: int | None, speed: float | None, *, in_bytes: bool) -> str:
+    """Such as ``1,200 of 3,000, 400 a second``."""
+
+    def shown(number: float) -> str:
+        return human_bytes(number) if in_bytes else f"{number:,.0f}"
+
+    text = shown(done) if total is None else f"{shown(done)} of {shown(total)}"
+    return f"{text}, {shown(speed)} a second" if speed else text

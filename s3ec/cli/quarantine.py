@@ -9,8 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from s3ec.cli.confirm import DryRunOption, YesOption, check_habit, is_confirmed
-from s3ec.cli.options import JsonOption, Source, with_cache_settings
+from s3ec.cli.options import (
+    DryRunOption,
+    JsonOption,
+    Source,
+    YesOption,
+    check_habit,
+    is_confirmed,
+    with_cache_settings,
+)
 from s3ec.cli.output import EXIT_WRONG, App, epilog, human_age, many, print_json, print_note, safe
 from s3ec.errors import ConfigError, TierError
 
@@ -128,7 +135,7 @@ def _notes(folders: Folders) -> list[BadObject]:
 
 
 def _names(text: str, source: Source) -> set[str]:
-    """The object names that a person may mean."""
+    """The object names that fit an identifier or a name."""
     from s3ec.identity import entry_name, make_key
     from s3ec.tenant import Tenant
 

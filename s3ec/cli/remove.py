@@ -8,19 +8,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from s3ec.cli.browse import namespaces
-from s3ec.cli.confirm import DryRunOption, YesOption, check_habit, is_confirmed
 from s3ec.cli.options import (
+    DryRunOption,
     JsonOption,
     NamespaceChoice,
     Source,
+    YesOption,
+    check_habit,
     complete_namespace,
     duration_s,
+    is_confirmed,
     with_namespace,
-    with_settings,
 )
 from s3ec.cli.output import (
     EXIT_WRONG,
+    counting,
     epilog,
     facts,
     human_age,
@@ -30,7 +32,6 @@ from s3ec.cli.output import (
     print_note,
     safe,
 )
-from s3ec.cli.progress import counting
 from s3ec.errors import ConfigError, NotFoundError
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 
 
 def register(app: typer.Typer) -> None:
-    """Add the three commands to the tree."""
+    """Add the two commands to the tree; ``ns rm`` stands beside ``ns``."""
     app.command(
         "rm",
         epilog=epilog(
@@ -56,13 +57,6 @@ def register(app: typer.Typer) -> None:
             ("s3ec gc --older-than 90d --yes", "delete it"),
         ),
     )(with_namespace(gc))
-    namespaces.command(
-        "rm",
-        epilog=epilog(
-            ("s3ec ns rm acme-vision-0123456789abcdef", "what is in it? asks at a terminal"),
-            ("s3ec ns rm acme-vision-0123456789abcdef --yes", "delete all of it"),
-        ),
-    )(with_settings(ns_rm))
 
 
 def rm(
@@ -183,7 +177,7 @@ def gc(
 
 
 def _collect(corpus: Corpus, name: str, age_s: float, *, delete: bool) -> Older:
-    """What is older there; deleted if told."""
+    """Count the entries that are older, and delete them where ``delete`` says so."""
     with counting("deleting" if delete else "listing objects") as report:
 
         async def work(store: Store, layout: Layout) -> Older:
@@ -259,7 +253,7 @@ def ns_rm(
 
 
 def _remove(corpus: Corpus, namespace: str, idle_s: float, *, delete: bool) -> Contents:
-    """What the namespace holds, deleted if told."""
+    """Count what the namespace holds, and delete it where ``delete`` says so."""
     with counting("deleting" if delete else "listing objects") as report:
 
         async def work(store: Store) -> Contents:

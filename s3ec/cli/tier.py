@@ -9,12 +9,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from s3ec.cli.confirm import DryRunOption, YesOption, check_habit, is_confirmed
-from s3ec.cli.options import JsonOption, Source, size_bytes, with_cache_settings
+from s3ec.cli.options import (
+    DryRunOption,
+    JsonOption,
+    Source,
+    YesOption,
+    check_habit,
+    is_confirmed,
+    size_bytes,
+    with_cache_settings,
+)
 from s3ec.cli.output import (
     EXIT_WRONG,
     App,
     console,
+    counting,
     epilog,
     facts,
     human_bytes,
@@ -24,7 +33,6 @@ from s3ec.cli.output import (
     progress,
     safe,
 )
-from s3ec.cli.progress import counting
 from s3ec.errors import ConfigError, TierError
 
 if TYPE_CHECKING:
@@ -150,7 +158,7 @@ def repair(
 
 
 def _is_mended(complaint: Complaint) -> bool:
-    """Mend one; whether there is nothing to complain about any more."""
+    """Mend what one complaint is about. False where that was not possible."""
     if not complaint.remedy:
         return False
     try:
@@ -265,7 +273,7 @@ def _print_freed(freed: Freed, target_bytes: int, *, done: bool) -> None:
 
 
 def _open(source: Source) -> tuple[Settings, Inspection | None]:
-    """The folder; None, and a note, where nothing has been stored there yet."""
+    """Settings and folder. Where nothing has been stored yet, a note is printed and it is None."""
     from s3ec.tier.inspection import Inspection, NoTierError
 
     loaded = source.load(need_bucket=False)

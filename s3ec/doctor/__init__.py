@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds what is wrong with bucket, node and model before a fleet starts; prints nothing."""
+"""Checks of bucket, node and model before a fleet starts. They return outcomes; the CLI prints."""

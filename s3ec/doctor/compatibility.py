@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from datetime import date
 
-from s3ec.doctor.report import Check, Verdict
+from s3ec.doctor.check import Check, Verdict
 
 # Field of `compatibility` in --json to heading of its column. Between `date` and `failed` each
 # field is the check of that name.

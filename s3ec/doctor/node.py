@@ -12,21 +12,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from s3ec.doctor.patient import CheckContext
-from s3ec.doctor.report import Outcome, fail, ok, warn
+from s3ec.doctor.check import CheckContext, Outcome, fail, ok, warn
 from s3ec.errors import TierError
 from s3ec.tier.files import Folders, check_folder, free_bytes, make_folder
 
-_MOUNTS = Path("/proc/self/mountinfo")
+MOUNTS = Path("/proc/self/mountinfo")
 _OCTAL = re.compile(r"\\([0-7]{3})")
 _MEMORY = ("tmpfs", "ramfs")
 _NETWORK = ("nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "glusterfs", "beegfs", "gpfs", "9p")
 _USEFUL_BYTES = 64 * 2**20  # below this a tier would hold a handful of images
 
 
-def cache_folder(patient: CheckContext) -> Outcome:
+def cache_folder(context: CheckContext) -> Outcome:
     """Whether the tier can keep files there, safe from other users, and what kind of disk it is."""
-    root = patient.settings.cache_dir
+    root = context.settings.cache_dir
     try:
         with _at(root) as folder:
             check_folder(folder)
@@ -69,10 +68,10 @@ def _by_file_system(root: Path) -> Outcome:
     return ok(f"{root} is writable and private, on {kind}{memory}")
 
 
-def cache_links(patient: CheckContext) -> Outcome:
+def cache_links(context: CheckContext) -> Outcome:
     """Whether pins can be hard links; otherwise each hit costs a copy."""
     try:
-        with _at(patient.settings.cache_dir) as folder, _probe_file(folder) as path:
+        with _at(context.settings.cache_dir) as folder, _probe_file(folder) as path:
             link = path.with_name(f"{path.name}-link")
             os.link(path, link)
             link.unlink()
@@ -85,9 +84,9 @@ def cache_links(patient: CheckContext) -> Outcome:
     return ok("hard links work, so a pin costs no copy")
 
 
-def cache_space(patient: CheckContext) -> Outcome:
+def cache_space(context: CheckContext) -> Outcome:
     """Whether the disk has room for `cache_bytes` and `min_free_bytes`."""
-    settings = patient.settings
+    settings = context.settings
     try:
         used = _tier_bytes(settings.cache_dir)
         free = free_bytes(_existing(settings.cache_dir))
@@ -160,10 +159,10 @@ def _probe_file(folder: Path) -> Iterator[Path]:
         path.unlink(missing_ok=True)
 
 
-def file_system(path: Path) -> str:
+def file_system(path: Path, *, mounts: Path = MOUNTS) -> str:
     """The kind of file system that holds a path, ``unknown`` where Linux does not say."""
     try:
-        lines = _MOUNTS.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+        lines = mounts.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError:
         return "unknown"
     real = path.resolve()

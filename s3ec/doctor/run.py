@@ -1,32 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checks: those of bucket and node side by side, those of vLLM in their order.
+"""Runs the checks: those of bucket and node side by side, then those of vLLM in their order.
 
 What needs a failed check is skipped, and nobody waits for an answer beyond the time for all.
 """
 
 from __future__ import annotations
 
-import glob
 import importlib.util
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any, Literal
 
 from s3ec.config import Loaded
-from s3ec.doctor import bucket, node, serving, writing
-from s3ec.doctor.bucket import S3Probe
-from s3ec.doctor.patient import CheckContext
-from s3ec.doctor.report import Check, Outcome, Verdict, fail, ok, skip, warn
-from s3ec.doctor.vllm_child import VllmChild
+from s3ec.doctor import bucket, node, serving
+from s3ec.doctor.check import Check, CheckContext, Outcome, Verdict, fail, ok, skip, warn
+from s3ec.doctor.serving import VllmChild
 from s3ec.errors import ConfigError
 from s3ec.runtime import DaemonPool
 from s3ec.store.open import choose_transport, open_store
-from s3ec.store.s3_client import check_settings
 from s3ec.tenant import Tenant, exposure
 
 
@@ -54,8 +48,19 @@ class Step:
     silent: str = ""
 
 
-def _settings(patient: CheckContext) -> Outcome:
-    reference = patient.settings.tenant_key
+def _settings(context: CheckContext) -> Outcome:
+    """Whether the settings and the tenant's secret can be used, and where values come from.
+
+    Raises:
+        ConfigError: The transport cannot be used, or the SDK not use profile, region or CA file.
+    """
+    if context.settings.url is None:
+        from s3ec.store.s3_client import check_settings  # here, since the SDK takes so long
+
+        check_settings(context.settings)
+    else:
+        open_store(context.settings)  # which sends nothing
+    reference = context.settings.tenant_key
     try:
         Tenant.read(reference)
     except ConfigError as exc:
@@ -65,7 +70,7 @@ def _settings(patient: CheckContext) -> Outcome:
     if exposed is not None:
         found, _, mend = exposed.rpartition("; ")
         return warn(found, mend)
-    origins = patient.loaded.origins
+    origins = context.loaded.origins
     names: dict[str, list[str]] = {}
     for name, origin in origins.items():
         names.setdefault(origin, []).append(name)
@@ -74,8 +79,8 @@ def _settings(patient: CheckContext) -> Outcome:
     return ok("; ".join([*told, f"{len(defaults)} others at their defaults"]))
 
 
-def _transport(patient: CheckContext) -> Outcome:
-    chosen = choose_transport(patient.settings)
+def _transport(context: CheckContext) -> Outcome:
+    chosen = choose_transport(context.settings)
     return ok(f"{chosen.name} {version(chosen.name)}; {chosen.reason}")
 
 
@@ -85,24 +90,25 @@ _NO_SOURCE = (
     "AWS_SECRET_ACCESS_KEY, or name a `profile`"
 )
 _SILENT_BUCKET = "the server answers, but not about this bucket: look at its log"
+_SDK = ("settings",)  # which imports it, and that takes longer than an answer
 _WAY = ("credentials", "endpoint")
-_VLLM = "vLLM"
+_SETTINGS, _VLLM = "Settings", "vLLM"
 STEPS = (
-    Step("settings", "Settings", _settings),
-    Step("transport", "Settings", _transport),
-    Step("credentials", "Bucket", bucket.credentials, where="s3", silent=_NO_SOURCE),
-    Step("endpoint", "Bucket", bucket.endpoint, where="s3", silent=_UNREACHED),
+    Step("settings", _SETTINGS, _settings),
+    Step("transport", _SETTINGS, _transport),
+    Step("credentials", "Bucket", bucket.credentials, (), _SDK, "s3", _NO_SOURCE),
+    Step("endpoint", "Bucket", bucket.endpoint, (), _SDK, "s3", _UNREACHED),
     Step("clock", "Bucket", bucket.clock, ("endpoint",), where="s3"),
     Step("bucket", "Bucket", bucket.bucket, _WAY, silent=_SILENT_BUCKET),
     Step("addressing", "Bucket", bucket.addressing, _WAY, ("bucket",), where="s3"),
     Step("read", "Bucket", bucket.read, ("bucket",)),
-    Step("write", "Bucket", writing.write, ("bucket",), where="s3"),
-    Step("write", "Bucket", writing.write_by_store, ("bucket",), where="url"),
-    Step("sse", "Bucket", writing.sse, ("write",), where="s3"),
-    Step("conditional_put", "Bucket", writing.conditional_put, ("write", "sse")),
-    Step("checksums", "Bucket", writing.checksums, ("write",), where="s3"),
-    Step("ranges", "Bucket", writing.ranges, ("write",), where="s3"),
-    Step("listing", "Bucket", writing.listing, ("write",), where="s3"),
+    Step("write", "Bucket", bucket.write, ("bucket",), where="s3"),
+    Step("write", "Bucket", bucket.write_by_store, ("bucket",), where="url"),
+    Step("sse", "Bucket", bucket.sse, ("write",), where="s3"),
+    Step("conditional_put", "Bucket", bucket.conditional_put, ("write", "sse")),
+    Step("checksums", "Bucket", bucket.checksums, ("write",), where="s3"),
+    Step("ranges", "Bucket", bucket.ranges, ("write",), where="s3"),
+    Step("listing", "Bucket", bucket.listing, ("write",), where="s3"),
     Step("cache_folder", "This node", node.cache_folder),
     Step("cache_links", "This node", node.cache_links, ("cache_folder",)),
     Step("cache_space", "This node", node.cache_space, ("cache_folder",)),
@@ -116,52 +122,11 @@ STEPS = (
 )
 
 
-# What makes a command of 2 s, and what is little beside the import of vLLM.
-_LIMIT_S, _LIMIT_WITH_VLLM_S = 0.9, 10.0
-# However busy the machine, nobody waits for more than so many times the limit.
-_MOST_TIMES = 10
-_SLICE_S = 0.05
-_SCHEDSTATS = "/proc/self/task/*/schedstat"
-
-
-def busy_s() -> float:
-    """Seconds in which this process computed, or its threads waited for a processor."""
-    delayed_ns = 0
-    for path in glob.glob(_SCHEDSTATS):
-        with suppress(OSError, ValueError, IndexError):  # a thread that has just ended
-            delayed_ns += int(Path(path).read_text().split()[1])
-    return time.process_time() + delayed_ns / 1e9
-
-
-class Patience:
-    """How long the checks of bucket and node may wait for answers, all together.
-
-    Only waiting counts: a machine that is busy, with our imports or with others' work, must not
-    make a healthy bucket look silent.
-
-    Args:
-        limit_s: So long.
-        clock: Seconds, from any start.
-        busy: Seconds of these in which we did not wait for answers.
-    """
-
-    def __init__(
-        self,
-        limit_s: float,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        busy: Callable[[], float] = busy_s,
-    ) -> None:
-        self.limit_s = limit_s
-        self._clock = clock
-        self._busy = busy
-        self._started_s, self._busy_s = self._clock(), self._busy()
-
-    def is_over(self) -> bool:
-        """Whether nobody waits any more."""
-        passed_s = self._clock() - self._started_s
-        waited_s = passed_s - (self._busy() - self._busy_s)
-        return waited_s > self.limit_s or passed_s > _MOST_TIMES * self.limit_s
+# Seconds from the start of the command. The first makes a command of 2 s: the rest of them is for
+# the start of the interpreter and for its end. The second is little beside the import of vLLM.
+LIMIT_S, LIMIT_WITH_VLLM_S = 1.6, 10.0
+# For letting go of connections, where the time is over.
+_CLOSE_S = 0.1
 
 
 def examine(
@@ -171,9 +136,10 @@ def examine(
     vllm_args: Sequence[str] | None = None,
     with_vllm: bool = True,
     timeout_s: float | None = None,
+    started_s: float | None = None,
     starting: Callable[[Step], None] = lambda step: None,
 ) -> Iterator[Check]:
-    """Run every check, and hand each out in its place, as soon as it and those before have ended.
+    """Run every check, and yield the outcomes in a fixed order, each as soon as it is known.
 
     Writes and deletes a few throw-away objects and files. vLLM is imported after the others have
     been handed out, which takes 5 to 20 s.
@@ -183,58 +149,61 @@ def examine(
         transfer: The --ec-transfer-config, empty where it is not known.
         vllm_args: Arguments of ``vllm serve``, or None to leave the model out.
         with_vllm: Whether to look at vLLM.
-        timeout_s: How long the checks of bucket and node may wait for answers, together; what has
-            not ended then is given up. None for what makes a command of 2 s, and for more where
-            vLLM takes longer anyway.
+        timeout_s: How long the checks of bucket and node may take together; what has not ended
+            then is given up. None for LIMIT_S, and for LIMIT_WITH_VLLM_S where vLLM is imported.
+        started_s: Since when, by time.monotonic(); None for now. A command counts its imports too.
         starting: Called with the check that is waited for.
 
     Raises:
         ConfigError: The transport cannot be used, or the SDK not use profile, region or CA file.
     """
-    if loaded.settings.url is None:
-        check_settings(loaded.settings)
-    else:
-        open_store(loaded.settings)  # which sends nothing
+    started_s = time.monotonic() if started_s is None else started_s
     where = {"both", "s3" if loaded.settings.url is None else "url"}
-    patient = CheckContext(loaded, transfer, vllm_args, S3Probe(loaded.settings), with_vllm)
+    context = CheckContext(loaded, transfer, vllm_args, with_vllm)
     steps = [step for step in STEPS if step.where in where]
     imports_vllm = with_vllm and has_vllm()
-    patience = Patience(timeout_s or (_LIMIT_WITH_VLLM_S if imports_vllm else _LIMIT_S))
+    limit_s = timeout_s or (LIMIT_WITH_VLLM_S if imports_vllm else LIMIT_S)
+    end_s = started_s + limit_s
     # Who imports vLLM waits for the namespace of its model before the corpus is looked at.
     later = [step for step in steps if imports_vllm and step.group in (_VLLM, "Corpus")]
     verdicts: dict[str, Verdict] = {}
     try:
         together = [step for step in steps if step not in later]
-        for step, outcome in _side_by_side(together, patient, patience, starting):
+        for step, outcome in _side_by_side(together, context, limit_s, end_s, starting):
             verdicts[step.name] = outcome.verdict
-            yield Check(step.name, outcome)
+            yield Check(step.name, outcome, step.group)
         if later:
-            patient.child = VllmChild(loaded.settings, vllm_args)
+            context.child = VllmChild(loaded.settings, vllm_args)
         for step in later:
             starting(step)
-            outcome = _blocked(step, verdicts) or step.run(patient)
+            outcome = _blocked(step, verdicts) or step.run(context)
             verdicts[step.name] = outcome.verdict
-            yield Check(step.name, outcome)
+            yield Check(step.name, outcome, step.group)
     finally:
-        patient.close()
+        context.close(max(end_s - time.monotonic(), 0.0) + _CLOSE_S)
 
 
 def _side_by_side(
     steps: Sequence[Step],
-    patient: CheckContext,
-    patience: Patience,
+    context: CheckContext,
+    limit_s: float,
+    end_s: float,
     starting: Callable[[Step], None],
 ) -> Iterator[tuple[Step, Outcome]]:
-    """Outcomes in the order of the steps; each begins when those that it needs have ended."""
+    """Yield outcomes in the order of the steps. A step begins once those that it needs ended."""
     pool = DaemonPool(len(steps), "s3ec-check")
     running: dict[str, Future[Outcome]] = {}
+    begun: set[str] = set()
 
     def run(step: Step) -> Outcome:
         # A corpus elsewhere than in S3 is not asked about some of them.
         earlier = [running[name] for name in (*step.needs, *step.after) if name in running]
         wait(earlier)
         needed = {name: running[name].result().verdict for name in step.needs if name in running}
-        return _blocked(step, needed) or step.run(patient)
+        if time.monotonic() >= end_s:
+            return _silent(step, None)
+        begun.add(step.name)
+        return _blocked(step, needed) or step.run(context)
 
     for step in steps:
         running[step.name] = pool.submit(run, step)
@@ -243,21 +212,25 @@ def _side_by_side(
         outcome = _blocked(step, verdicts)
         if outcome is None:
             starting(step)
-            outcome = _in_time(running[step.name], patience)
+            wait([running[step.name]], max(end_s - time.monotonic(), 0.0))
+            if running[step.name].done():
+                outcome = running[step.name].result()
         # What is given up holds up whatever needs it, be it a failure or not.
         verdicts[step.name] = Verdict.FAIL if outcome is None else outcome.verdict
-        yield step, outcome or _silent(step, patience)
+        # Settings ask nobody.
+        asked = step.name in begun and step.group != _SETTINGS
+        yield step, outcome or _silent(step, limit_s if asked else None)
     pool.shutdown(wait=False)
 
 
-def _in_time(running: Future[Outcome], patience: Patience) -> Outcome | None:
-    while not running.done() and not patience.is_over():
-        wait([running], _SLICE_S)
-    return running.result() if running.done() else None
+def _silent(step: Step, limit_s: float | None) -> Outcome:
+    """The outcome of a check that has not ended in time.
 
-
-def _silent(step: Step, patience: Patience) -> Outcome:
-    found, longer = f"no answer within {patience.limit_s:g} s", "`--timeout 10` waits longer"
+    Args:
+        limit_s: The time for all checks; None where this one has asked nobody yet.
+    """
+    found = "not checked: no time" if limit_s is None else f"no answer within {limit_s:g} s"
+    longer = "`--timeout 10` waits longer"
     return fail(found, f"{step.silent}; {longer}") if step.silent else warn(found, longer)
 
 

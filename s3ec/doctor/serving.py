@@ -1,15 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of the vLLM that is installed here, and of the model it is to serve."""
+"""Checks of the vLLM that is installed here, and of the model it is to serve.
+
+vLLM is asked about itself in a child process: it may hang, crash, exit or print what it likes.
+"""
 
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from s3ec.doctor.patient import CheckContext
-from s3ec.doctor.report import Outcome, fail, ok, skip, warn
+from s3ec.doctor.check import CheckContext, Outcome, fail, ok, skip, warn
 from s3ec.errors import S3ECError
 from s3ec.identity import Namespace
 from s3ec.namespaces import (
@@ -20,6 +29,7 @@ from s3ec.namespaces import (
     read_namespaces,
     slug_of,
 )
+from s3ec.settings import Settings
 
 _PLUGIN_GROUP = "vllm.general_plugins"
 _PLUGIN = "s3ec"
@@ -32,26 +42,26 @@ _SHOWN_NAMESPACES = 5
 _READ_NAMESPACES = 64
 
 
-def vllm(patient: CheckContext) -> Outcome:
+def vllm(context: CheckContext) -> Outcome:
     """Whether vLLM imports here, and whether its version is one we know."""
-    if not patient.with_vllm:
+    if not context.with_vllm:
         return skip("left out by --no-vllm")
-    if patient.child is None:
+    if context.child is None:
         return warn(
             "not installed in this environment",
             "run the doctor again where vLLM runs; looking into a corpus does without",
         )
-    version = patient.child.stage("version")
+    version = context.child.stage("version")
     if version is None:
         return fail(
-            f"installed, but does not import: {patient.child.last_words()}",
+            f"installed, but does not import: {context.child.last_words()}",
             "mend the installation until `python -c 'import vllm'` works",
         )
     found = f"version {version['version']}"
-    hooks = patient.child.stage("hooks")
+    hooks = context.child.stage("hooks")
     if hooks is not None:
         return _by_release(found, hooks)
-    words = patient.child.last_words()
+    words = context.child.last_words()
     if "ec_transfer" in words:
         return fail(f"{found} has no encoder-cache connectors", "install vLLM 0.24 or later")
     return fail(f"{found}, but its modules do not import: {words}", "mend the installation")
@@ -73,9 +83,9 @@ def _dotted(release: list[int]) -> str:
     return ".".join(str(part) for part in release)
 
 
-def hooks(patient: CheckContext) -> Outcome:
+def hooks(context: CheckContext) -> Outcome:
     """Which of the connector hooks that s3ec can use this vLLM has."""
-    answer = patient.child.stage("hooks") if patient.child else None
+    answer = context.child.stage("hooks") if context.child else None
     if answer is None:
         return skip("vLLM could not be asked")
     present: Mapping[str, bool] = answer["present"]
@@ -90,15 +100,15 @@ def hooks(patient: CheckContext) -> Outcome:
     return ok("; ".join([found, *costs]))
 
 
-def connector(patient: CheckContext) -> Outcome:
+def connector(context: CheckContext) -> Outcome:
     """Whether vLLM will find S3ECConnector, by its name or by a module path."""
-    named = patient.transfer.get("ec_connector", _CONNECTOR)
+    named = context.transfer.get("ec_connector", _CONNECTOR)
     if named != _CONNECTOR:
         return fail(f"ec_connector is `{named}`", f"set it to `{_CONNECTOR}`")
-    role = patient.transfer.get("ec_role", _ROLES[-1])
+    role = context.transfer.get("ec_role", _ROLES[-1])
     if role not in _ROLES:
         return fail(f"ec_role is `{role}`", f"set it to one of {', '.join(_ROLES)}")
-    if patient.transfer.get("ec_connector_module_path"):
+    if context.transfer.get("ec_connector_module_path"):
         return ok("found by ec_connector_module_path")
     by_path = 'add "ec_connector_module_path": "s3ec.connector" to --ec-transfer-config'
     if not importlib.metadata.entry_points(group=_PLUGIN_GROUP, name=_PLUGIN):
@@ -115,15 +125,15 @@ def connector(patient: CheckContext) -> Outcome:
     return ok(f"vLLM finds {_CONNECTOR} by its name ({_PLUGIN_GROUP})")
 
 
-def model(patient: CheckContext) -> Outcome:
+def model(context: CheckContext) -> Outcome:
     """Whether the model has an encoder cache to connect to."""
-    if not patient.with_vllm:
+    if not context.with_vllm:
         return skip("left out by --no-vllm")
-    if patient.vllm_args is None:
+    if context.vllm_args is None:
         return skip("no model was named", _HOW_TO_ASK)
-    answer = patient.child.stage("model") if patient.child else None
-    if patient.child is None or answer is None:
-        words = patient.child.last_words() if patient.child else "vLLM is not installed"
+    answer = context.child.stage("model") if context.child else None
+    if context.child is None or answer is None:
+        words = context.child.last_words() if context.child else "vLLM is not installed"
         return fail(f"vLLM does not accept these arguments: {words}", "correct them")
     found = str(answer["model"])
     if answer["ignored"]:
@@ -133,10 +143,10 @@ def model(patient: CheckContext) -> Outcome:
     return ok(found)
 
 
-def identifiers(patient: CheckContext) -> Outcome:
+def identifiers(context: CheckContext) -> Outcome:
     """Whether images will be known by a hash of their content."""
-    answer = patient.child.stage("identifiers") if patient.child else None
-    if patient.child is None or answer is None:
+    answer = context.child.stage("identifiers") if context.child else None
+    if context.child is None or answer is None:
         return skip("vLLM could not be asked")
     if answer["problem"]:
         found, _, mend = str(answer["problem"]).rpartition("; ")
@@ -144,13 +154,13 @@ def identifiers(patient: CheckContext) -> Outcome:
     return ok("content hashes: equal images share, whatever request brings them")
 
 
-def namespace(patient: CheckContext) -> Outcome:
+def namespace(context: CheckContext) -> Outcome:
     """Where in the bucket this model reads and writes."""
-    answer = patient.child.stage("namespace") if patient.child else None
-    if patient.child is None or answer is None:
-        words = patient.child.last_words() if patient.child else "vLLM is not installed"
+    answer = context.child.stage("namespace") if context.child else None
+    if context.child is None or answer is None:
+        words = context.child.last_words() if context.child else "vLLM is not installed"
         return fail(f"the model cannot be described: {words}", "set `model_identity`, or report it")
-    patient.namespace = Namespace(answer["name"], answer["descriptor"])
+    context.namespace = Namespace(answer["name"], answer["descriptor"])
     facts = answer["descriptor"]
     revision = f", revision {facts['revision']}" if facts.get("revision") else ""
     weights = f", weights {facts['weights']}" if facts.get("weights") else ""
@@ -165,17 +175,17 @@ def namespace(patient: CheckContext) -> Outcome:
     return ok(told)
 
 
-def corpus(patient: CheckContext) -> Outcome:
+def corpus(context: CheckContext) -> Outcome:
     """What the bucket holds already, and why it may not be what this model reads."""
     try:
-        return patient.ask_store(lambda store: _corpus(store, patient))
+        return context.ask_store(lambda store: _corpus(store, context))
     except S3ECError as exc:
         return fail(str(exc), "see `bucket` and `read`")
 
 
-async def _corpus(store: Any, patient: CheckContext) -> Outcome:
+async def _corpus(store: Any, context: CheckContext) -> Outcome:
     names = await list_namespaces(store)
-    ours = patient.namespace
+    ours = context.namespace
     shown = ", ".join(names[:_SHOWN_NAMESPACES])
     more = f" and {len(names) - _SHOWN_NAMESPACES} more" if len(names) > _SHOWN_NAMESPACES else ""
     found = f"{len(names)} in the bucket: {shown}{more}" if names else "none in the bucket yet"
@@ -196,7 +206,7 @@ async def _corpus(store: Any, patient: CheckContext) -> Outcome:
             f"this model's is not there, but {undescribed[-1]} is, without a namespace.json",
             "serve with the same settings as the producer to share its embeddings",
         )
-    if patient.only_reads:
+    if context.only_reads:
         return warn(
             f"this model's is not there; {found}",
             "let a producer fill it first, or correct `bucket`, `prefix` and the model",
@@ -227,3 +237,223 @@ def _pairs(stored: Sequence[NamespaceInfo]) -> list[str]:
         if other.only
     ]
     return told[:_SHOWN_DIFFERENCES]
+
+
+# Importing vLLM takes 5 to 20 s, and describing a model may fetch its configuration.
+DEADLINE_S = 180.0
+# -P, because with the current folder on its path a child started in a checkout of vLLM would
+# import that one. Where s3ec itself runs from a checkout, the child is told so.
+_START = (
+    "import sys; sys.path.append(sys.argv.pop(1)); from s3ec.doctor import serving; "
+    "serving.answer_parent()"
+)
+_PACKAGES = Path(__file__).parents[2]
+_EXCEPTION = re.compile(r"^(?:[\w.]*(?:Error|Exception|Exit)\b|.*\berror:)", re.MULTILINE)
+_NOISE = re.compile(r"\s*(?:\[type=\w+, input_value=.*|For further information visit \S+.*)")
+# Options whose values are secrets; vLLM's messages can repeat what it was given.
+_SECRET_OPTIONS = ("--api-key", "--hf-token")
+
+
+class VllmChild:
+    """A process that imports vLLM and answers what it found out, stage by stage."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        vllm_args: Sequence[str] | None,
+        *,
+        deadline_s: float = DEADLINE_S,
+    ) -> None:
+        """Start it.
+
+        Args:
+            settings: Those under examination.
+            vllm_args: Arguments of ``vllm serve``, or None to leave the model out.
+            deadline_s: How long it may take.
+        """
+        self._deadline_s = deadline_s
+        self._secrets = _secret_values(vllm_args or ())
+        self._messages = tempfile.TemporaryFile()  # noqa: SIM115 - close() does
+        self._given_up = False
+        self._stages: dict[str, Any] | None = None
+        request = {"settings": settings.model_dump(mode="json"), "args": vllm_args}
+        read_end, write_end = os.pipe()
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-c", _START, str(_PACKAGES), str(write_end)],
+                stdin=subprocess.PIPE,
+                stdout=self._messages,
+                stderr=self._messages,
+                pass_fds=(write_end,),
+                start_new_session=True,  # Ctrl-C is for this process, which then ends the child
+            )
+        except BaseException:
+            os.close(read_end)
+            raise
+        finally:
+            os.close(write_end)
+        self._replies = os.fdopen(read_end, "rb")
+        self._send(json.dumps(request).encode())
+
+    def _send(self, request: bytes) -> None:
+        stdin = self._process.stdin
+        if stdin is None:
+            return
+        try:
+            stdin.write(request)
+            stdin.close()
+        except BrokenPipeError:
+            pass  # it died at once; its messages say why
+
+    def stage(self, name: str) -> Mapping[str, Any] | None:
+        """What the child found out in one of its stages, None where it did not get there.
+
+        Waits for the child to end, at most so long as it may take.
+        """
+        if self._stages is None:
+            try:
+                self._process.wait(self._deadline_s)
+            except subprocess.TimeoutExpired:
+                self._given_up = True
+                self._process.kill()
+                self._process.wait()
+            # A reply is a few kilobytes and fits the pipe, so the child never waited for us.
+            self._stages = {}
+            for line in self._replies.read().splitlines():
+                self._stages.update(json.loads(line))
+        found: Mapping[str, Any] | None = self._stages.get(name)
+        return found
+
+    def last_words(self) -> str:
+        """Why the child ended early, in one line without secrets."""
+        status = self._process.returncode
+        if self._given_up:
+            return f"no answer within {self._deadline_s:.0f} s"
+        self._messages.seek(0)
+        text = self._messages.read().decode(errors="replace").strip()
+        if status is not None and status < 0:  # such as SIGILL: built for another CPU
+            return f"killed by {signal.Signals(-status).name}"
+        if not text:
+            return f"exit status {status} and no message"
+        starts = [found.start() for found in _EXCEPTION.finditer(text)]
+        message = text[starts[-1] :] if starts else text.splitlines()[-1]
+        message = " ".join(_NOISE.sub("", message).split())[:400]
+        for secret in self._secrets:
+            message = message.replace(secret, "***")
+        return message
+
+    def close(self) -> None:
+        """End the child if it still runs."""
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+        self._replies.close()
+        self._messages.close()
+
+
+def _secret_values(args: Sequence[str]) -> list[str]:
+    values = []
+    for position, arg in enumerate(args):
+        name, equals, value = arg.partition("=")
+        if name.replace("_", "-") not in _SECRET_OPTIONS:
+            continue
+        if equals:
+            values.append(value)
+        else:  # --api-key takes several
+            for later in args[position + 1 :]:
+                if later.startswith("--"):
+                    break
+                values.append(later)
+    return [value for value in values if value]
+
+
+def answer_parent() -> None:
+    """What runs in the child: import vLLM, and describe a model as vLLM would.
+
+    Reads one JSON request from stdin, and writes one JSON line per stage to the file descriptor
+    that its argument names. An exception ends it. The stages before stand, and the parent reads
+    the last line of the traceback.
+    """
+    request = json.load(sys.stdin)
+    settings = Settings.model_validate(request["settings"])
+    with os.fdopen(int(sys.argv[1]), "w") as replies:
+
+        def reply(stage: str, **facts: Any) -> None:
+            replies.write(json.dumps({stage: facts}) + "\n")
+            replies.flush()
+
+        import vllm
+
+        reply("version", version=str(vllm.__version__))
+        from s3ec.connector import compat
+
+        reply(
+            "hooks",
+            present=compat.installed_hooks(),
+            costs=compat.OPTIONAL_HOOKS,
+            release=compat.release(compat.vllm_version()),
+            oldest=compat.OLDEST,
+            newest=compat.NEWEST_TESTED,
+        )
+        if request["args"] is not None:
+            _describe(request["args"], settings, reply)
+
+
+def _describe(args: Sequence[str], settings: Settings, reply: Any) -> None:
+    from s3ec.connector.vllm_config import (
+        encoder_weights,
+        identifier_problem,
+        model_problem,
+        namespace_of,
+    )
+
+    vllm_config, ignored = _vllm_config(args)
+    problem = model_problem(vllm_config)
+    reply("model", model=vllm_config.model_config.model, problem=problem, ignored=ignored)
+    if problem is None:
+        reply("identifiers", problem=identifier_problem(vllm_config))
+        weights = encoder_weights(vllm_config, settings)
+        namespace = namespace_of(vllm_config, settings, weights.mark)
+        reply(
+            "namespace",
+            name=namespace.name,
+            descriptor=dict(namespace.descriptor),
+            weights_problem=weights.problem,
+        )
+
+
+def _vllm_config(args: Sequence[str]) -> tuple[Any, list[str]]:
+    """vLLM's configuration of a command line, and the names of options it leaves to the server."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.plugins import load_general_plugins
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    class EngineParser(FlexibleArgumentParser):  # type: ignore[misc]
+        """Leaves aside what belongs to the HTTP server (--port, --api-key...)."""
+
+        rest: list[str]
+
+        def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, Any]:
+            found, self.rest = super().parse_known_args(args, namespace)
+            return found, []
+
+    parser = AsyncEngineArgs.add_cli_args(EngineParser())
+    found = parser.parse_args(without_command(args))
+    load_general_plugins()  # as vLLM does at start-up: other plugins may add models
+    if found.model.startswith(("/", "./", "../", "~")) and not os.path.isdir(found.model):
+        # vLLM would take it for a name on a hub, and say that it is a strange one.
+        raise FileNotFoundError(f"no folder {found.model}")
+    config = AsyncEngineArgs.from_cli_args(found).create_engine_config()
+    return config, [arg.partition("=")[0] for arg in parser.rest if arg.startswith("--")]
+
+
+def without_command(args: Sequence[str]) -> list[str]:
+    """``vllm serve MODEL ...`` and ``MODEL ...`` as ``--model MODEL ...``."""
+    rest = list(args)
+    if rest[:1] and rest[0].rpartition("/")[2] == "vllm":
+        rest.pop(0)
+    if rest[:1] == ["serve"]:
+        rest.pop(0)
+    if rest and not rest[0].startswith("-"):
+        rest.insert(0, "--model")
+    return rest

@@ -24,7 +24,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import boto3
 from botocore.awsrequest import (
     AWSHTTPConnection,
     AWSHTTPConnectionPool,
@@ -369,7 +368,8 @@ def open_client(settings: Settings) -> Opened:
     """
     core = _session(settings)
     core.get_component("credential_provider").providers.insert(0, _Provider())
-    client = boto3.Session(botocore_session=core).client(
+    # Not by way of boto3, which would import its transfer manager.
+    client = core.create_client(
         "s3", config=Config(**config_for(settings, core)), **client_options(settings)
     )
     check_and_adapt(client, settings)

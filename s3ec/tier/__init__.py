@@ -1,14 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This node's disk: entries kept as files that all processes of the node share."""
+"""This node's disk: entries kept as files that all processes of the node share.
+
+A name is imported when it is asked for: some commands need one module of this package only.
+"""
 
 from __future__ import annotations
 
-from s3ec.tier.claims import Claim
-from s3ec.tier.entry_writer import Incoming
-from s3ec.tier.index_files import IndexFile, IndexFiles
-from s3ec.tier.pins import Pin
-from s3ec.tier.spool import Loaded, Spool, Spooled
-from s3ec.tier.tier import Tier
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from s3ec.tier.claims import Claim
+    from s3ec.tier.entry_writer import Incoming
+    from s3ec.tier.index_files import IndexFile, IndexFiles
+    from s3ec.tier.pins import Pin
+    from s3ec.tier.spool import Loaded, Spool, Spooled
+    from s3ec.tier.tier import Tier
 
 __all__ = [
     "Claim",
@@ -21,3 +28,20 @@ __all__ = [
     "Spooled",
     "Tier",
 ]
+_MODULES = {
+    "Claim": "claims",
+    "Incoming": "entry_writer",
+    "IndexFile": "index_files",
+    "IndexFiles": "index_files",
+    "Loaded": "spool",
+    "Pin": "pins",
+    "Spool": "spool",
+    "Spooled": "spool",
+    "Tier": "tier",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -81,7 +81,7 @@ def test_server_without_conditions_is_named_not_compacted_on_and_serves_right_by
         assert "ignores If-None-Match" in result.output
     assert _manifest(careless) == before
     monkeypatch.setitem(sys.modules, "vllm", None)  # whose start is not what this is about
-    report = CliRunner().invoke(app, ["doctor", "--json"]).stdout
+    report = CliRunner().invoke(app, ["doctor", "--json", "--timeout", "100"]).stdout
     checks = {check["name"]: check for check in json.loads(report)["checks"]}
     assert checks["conditional_put"]["verdict"] == "warn"
     assert "overwrites" in checks["conditional_put"]["found"]

@@ -10,16 +10,16 @@ import pytest
 
 from s3ec.corpus import Corpus
 from s3ec.errors import AmbiguousError, ConfigError, CorruptEntryError, NotFoundError
-from s3ec.identity import Layout, Namespace, make_key
+from s3ec.identity import Namespace
 from s3ec.store.base import Store
-from tests.unit.cli.corpus import MODEL, OTHER, content_hash, entry_bytes
+from tests.unit.cli.corpus import MODEL, OTHER, Entries, content_hash, entry_bytes
 
 FOREIGN = {"model": "other/reader-2b", "dtype": "bfloat16"}
 IDS = [content_hash("a"), content_hash("b"), f"my-lora:{content_hash('a')}", "page 12 of a report"]
 
 
 @dataclass
-class Bucket:
+class Bucket(Entries):
     """A bucket that tests fill past the API, through the store of an open corpus."""
 
     corpus: Corpus
@@ -29,20 +29,6 @@ class Bucket:
             await store.put_if_absent(name, [body])
 
         self.corpus.run(work)
-
-    def namespace(self, descriptor: dict[str, str]) -> str:
-        made = Namespace.from_descriptor(descriptor)
-        self.put(Layout(made.name).descriptor, made.to_json())
-        return made.name
-
-    def entry(
-        self, namespace: str, identifier: str, body: bytes | None = None, revision: int = 0
-    ) -> bytes:
-        key = make_key(identifier)
-        assert key is not None
-        blob = entry_bytes(identifier, namespace) if body is None else body
-        self.put(Layout(namespace).object(key, revision), blob)
-        return blob
 
 
 @dataclass

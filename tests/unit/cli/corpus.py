@@ -42,29 +42,38 @@ def entry_bytes(identifier: str, namespace: str, *, rows: int = 4, width: int = 
     return codec.encode_header(header) + data
 
 
+class Entries:
+    """Fills a bucket past our own code; subclasses say how an object gets there."""
+
+    def put(self, name: str, body: bytes) -> None:
+        """Put any object; its name is relative to the corpus."""
+        raise NotImplementedError
+
+    def namespace(self, descriptor: dict[str, Any]) -> str:
+        """Write the descriptor of a namespace and return the name."""
+        made = Namespace.from_descriptor(descriptor)
+        self.put(Layout(made.name).descriptor, made.to_json())
+        return made.name
+
+    def entry(
+        self, namespace: str, identifier: str, body: bytes | None = None, revision: int = 0
+    ) -> bytes:
+        """Put the entry of one identifier; other bytes than its own where ``body`` is given."""
+        key = make_key(identifier)
+        assert key is not None
+        blob = entry_bytes(identifier, namespace) if body is None else body
+        self.put(Layout(namespace).object(key, revision), blob)
+        return blob
+
+
 @dataclass
-class Corpus:
-    """A bucket with entries."""
+class Corpus(Entries):
+    """A bucket with entries, which a client of the SDK puts there."""
 
     client: Any
     bucket: str
     prefix: str = ""
 
     def put(self, name: str, body: bytes) -> None:
-        """Put any object."""
         key = f"{self.prefix}/{name}" if self.prefix else name
         self.client.put_object(Bucket=self.bucket, Key=key, Body=body)
-
-    def namespace(self, descriptor: dict[str, Any]) -> str:
-        """Write the descriptor of a namespace and return the name."""
-        namespace = Namespace.from_descriptor(descriptor)
-        self.put(Layout(namespace.name).descriptor, namespace.to_json())
-        return namespace.name
-
-    def entry(self, namespace: str, identifier: str, body: bytes | None = None) -> bytes:
-        """Put the entry of one identifier; other bytes than its own where ``body`` is given."""
-        key = make_key(identifier)
-        assert key is not None
-        blob = entry_bytes(identifier, namespace) if body is None else body
-        self.put(Layout(namespace).object(key), blob)
-        return blob

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from s3ec.cli.errors import Failure
+from s3ec.cli.output import Failure
 from s3ec.config import load_settings
 from s3ec.corpus import Corpus as Opened
 from s3ec.errors import (

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from s3ec.cli.save import save
+from s3ec.cli.browse import save
 from s3ec.errors import ConfigError
 from s3ec.identity import Layout, make_key
 from tests.unit.cli.conftest import Cli
@@ -115,7 +115,7 @@ def test_a_large_entry_comes_by_ranges_and_is_the_same(
     """As if 512 bytes were large."""
     monkeypatch.setattr("s3ec.corpus._PART_BYTES", 100)
     told = []
-    monkeypatch.setattr("s3ec.cli.progress.Lines.__call__", lambda _, *what: told.append(what))
+    monkeypatch.setattr("s3ec.cli.output.Lines.__call__", lambda _, *what: told.append(what))
     blob = corpus.entry(corpus.namespace(MODEL), IDENTIFIER)
     cli("get", IDENTIFIER, "-o", str(tmp_path / "x"))
     assert (tmp_path / "x").read_bytes() == blob

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from s3ec.cli.progress import Lines
+from s3ec.cli.output import Lines
 from tests.support.clock import Clock
 from tests.unit.cli.conftest import Cli
 from tests.unit.cli.corpus import MODEL, Corpus
@@ -49,7 +49,7 @@ def test_without_a_total_there_is_no_time_left_and_another_work_has_a_rate_of_it
 def test_progress_goes_to_stderr_and_json_stays_alone(
     cli: Cli, corpus: Corpus, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
-    monkeypatch.setattr("s3ec.cli.progress._EVERY_S", 0.0)
+    monkeypatch.setattr("s3ec.cli.output.EVERY_S", 0.0)
     announce(corpus, corpus.namespace(MODEL), 1, "page 1", "page 2")
     result = cli(*command.split(), "--json")
     assert result.stdout.count("\n") == 1
@@ -59,7 +59,7 @@ def test_progress_goes_to_stderr_and_json_stays_alone(
 
 def test_a_terminal_gets_a_bar_that_is_gone_at_the_end() -> None:
     code = """
-from s3ec.cli.progress import counting
+from s3ec.cli.output import counting
 with counting("looking") as report:
     for done in (1, 2):
         report("reading entries", done << 20, 4 << 20)

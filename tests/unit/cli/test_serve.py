@@ -86,7 +86,10 @@ def test_objects_in_a_data_folder_outlive_the_server(
     document = ready(first)
     assert "AWS_SECRET_ACCESS_KEY" not in document["env"]
     config = json.dumps(document["ec_transfer_config"])
-    checks = {c["name"]: c["verdict"] for c in cli.json("doctor", "--config", config)["checks"]}
+    checks = {
+        c["name"]: c["verdict"]
+        for c in cli.json("doctor", "--timeout", "100", "--config", config)["checks"]
+    }
     assert checks["write"] == "ok"
     first.send_signal(signal.SIGTERM)
     first.communicate()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from s3ec.counters import Counters
 from s3ec.tier import Tier
 from tests.support.clock import Clock
 from tests.support.on_disk import audit_of, running_total
@@ -165,7 +166,7 @@ def test_evict_of_one_namespace_leaves_the_others(cli: Cli, engine: Tier, root: 
         OTHER_NAMESPACE,
         budget_bytes=1 << 20,
         min_free_bytes=0,
-        counters=engine._counters,
+        counters=Counters(),
         clock=Clock(),
     )
     other.open()

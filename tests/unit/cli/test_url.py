@@ -43,7 +43,7 @@ def test_a_corpus_in_a_folder_can_be_browsed(cli: Cli, folder: Path, tmp_path: P
 
 def test_doctor_examines_a_folder_and_leaves_nothing(cli: Cli, folder: Path) -> None:
     before = sorted(folder.rglob("*.*"))
-    checks = {check["name"]: check for check in cli.json("doctor")["checks"]}
+    checks = {check["name"]: check for check in cli.json("doctor", "--timeout", "100")["checks"]}
     assert "credentials" not in checks
     for name in ("transport", "bucket", "read", "write", "conditional_put"):
         assert checks[name]["verdict"] == "ok", checks[name]

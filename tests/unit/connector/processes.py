@@ -15,8 +15,7 @@ from s3ec.connector.messages import Load
 from s3ec.identity import Namespace
 from s3ec.node import Node
 from s3ec.settings import Settings
-from s3ec.store.endpoint import BreakerOptions
-from s3ec.store.endpoint import Endpoint
+from s3ec.store.endpoint import BreakerOptions, Endpoint
 from s3ec.testing.fault_store import Fault, FaultStore, Script
 from s3ec.testing.memory_store import MemoryBucket, MemoryStore
 from tests.unit.connector.scheduling import key_of

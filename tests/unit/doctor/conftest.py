@@ -12,12 +12,18 @@ import pytest
 
 from s3ec.config import load_settings
 from s3ec.dev.rigs.proxy import Exchange, FaultProxy
-from s3ec.doctor.bucket import S3Probe
-from s3ec.doctor.patient import CheckContext
+from s3ec.doctor.check import CheckContext, Outcome, Verdict
 from s3ec.testing.server import MotoServer
 
 BUCKET = "doctor"
 MakePatient = Callable[..., CheckContext]
+
+
+def says(outcome: Outcome, verdict: Verdict, *, found: str = "", mend: str = "") -> None:
+    """What a check came to, with a part of what it found and of how to mend it."""
+    assert outcome.verdict == verdict, outcome
+    assert found in outcome.found
+    assert mend in outcome.mend
 
 
 @dataclass(frozen=True)
@@ -83,14 +89,14 @@ def make_patient(
             "read_timeout_s": 30,
         }
         loaded = load_settings({**defaults, **settings})
-        patient = CheckContext(loaded, transfer or {}, None, S3Probe(loaded.settings))
+        patient = CheckContext(loaded, transfer or {}, None)
         patients.append(patient)
         return patient
 
     yield make
     for patient in patients:
         patient.child = None  # a test that starts one ends it
-        patient.close()
+        patient.close(60)
 
 
 @pytest.fixture

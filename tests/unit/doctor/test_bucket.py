@@ -15,12 +15,11 @@ import pytest
 from s3ec.dev.rigs.proxy import FaultProxy, Rule
 from s3ec.dev.rigs.proxy_faults import Stall, html_page, s3_error
 from s3ec.doctor import bucket
-from s3ec.doctor.patient import CheckContext
-from s3ec.doctor.report import Outcome, Verdict
+from s3ec.doctor.check import CheckContext, Outcome, Verdict
 from s3ec.errors import ConfigError
 from s3ec.store.s3_client import check_settings
 from s3ec.testing.server import MotoServer
-from tests.unit.doctor.conftest import MakePatient, ReplyHeaders
+from tests.unit.doctor.conftest import MakePatient, ReplyHeaders, says
 
 
 def closed_port() -> int:
@@ -62,9 +61,7 @@ def test_no_credentials_fail_with_the_ways_to_give_some(
 ) -> None:
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
-    outcome = bucket.credentials(make_patient())
-    assert outcome.verdict == Verdict.FAIL
-    assert "AWS_ACCESS_KEY_ID" in outcome.mend
+    says(bucket.credentials(make_patient()), Verdict.FAIL, mend="AWS_ACCESS_KEY_ID")
 
 
 def test_half_a_key_pair_fails(make_patient: MakePatient, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,9 +83,7 @@ def test_role_is_assumed_with_the_found_credentials(
     monkeypatch.setenv("AWS_ENDPOINT_URL_STS", moto_server.endpoint_url)
     role = "arn:aws:iam::123456789012:role/reader"
     patient = make_patient(role_arn=role, region="us-east-1")
-    outcome = bucket.credentials(patient)
-    assert outcome.verdict == Verdict.OK
-    assert role in outcome.found
+    says(bucket.credentials(patient), Verdict.OK, found=role)
     assert bucket.bucket(patient).verdict == Verdict.OK
 
 
@@ -98,9 +93,7 @@ def test_refused_role_fails_and_names_the_action(
     monkeypatch.setenv("AWS_ENDPOINT_URL_STS", proxy.url)
     proxy.add(Rule(s3_error(403, "AccessDenied"), method="POST"))
     patient = make_patient(role_arn="arn:aws:iam::123456789012:role/reader", region="us-east-1")
-    outcome = bucket.credentials(patient)
-    assert outcome.verdict == Verdict.FAIL
-    assert "sts:AssumeRole" in outcome.mend
+    says(bucket.credentials(patient), Verdict.FAIL, mend="sts:AssumeRole")
 
 
 def test_endpoint_that_answers_is_named_with_its_server(make_patient: MakePatient) -> None:
@@ -126,18 +119,14 @@ def test_unreachable_endpoint_fails_with_the_reason(
 ) -> None:
     port = moto_server.endpoint_url.rpartition(":")[2]
     patient = make_patient(endpoint_url=url.format(closed=closed_port(), open=port))
-    outcome = bucket.endpoint(patient)
-    assert outcome.verdict == Verdict.FAIL
-    assert found in outcome.found
-    assert mend in outcome.mend
+    says(bucket.endpoint(patient), Verdict.FAIL, found=found, mend=mend)
 
 
 def test_endpoint_that_never_replies_fails_in_the_end(
     make_patient: MakePatient, proxy: FaultProxy
 ) -> None:
     proxy.add(Rule(Stall()))
-    outcome = bucket.endpoint(make_patient(read_timeout_s=0.3))
-    assert outcome.verdict == Verdict.FAIL
+    says(bucket.endpoint(make_patient(read_timeout_s=0.3)), Verdict.FAIL)
 
 
 @pytest.mark.parametrize("status", [200, 404, 503])
@@ -145,9 +134,7 @@ def test_web_page_is_not_taken_for_s3(
     make_patient: MakePatient, proxy: FaultProxy, status: int
 ) -> None:
     proxy.add(Rule(html_page(status)))
-    outcome = bucket.endpoint(make_patient())
-    assert outcome.verdict == Verdict.FAIL
-    assert "not as S3" in outcome.found
+    says(bucket.endpoint(make_patient()), Verdict.FAIL, found="not as S3")
 
 
 @pytest.mark.parametrize(
@@ -166,9 +153,7 @@ def test_clock_is_compared_with_the_servers(
     proxy.add(Rule(ReplyHeaders({"date": date})))
     patient = make_patient()
     bucket.endpoint(patient)
-    outcome = bucket.clock(patient)
-    assert outcome.verdict == verdict
-    assert part in outcome.found
+    says(bucket.clock(patient), verdict, found=part)
 
 
 @pytest.mark.parametrize("date", [None, "yesterday"])
@@ -209,27 +194,20 @@ def test_refused_listing_fails_with_a_remedy(
     make_patient: MakePatient, proxy: FaultProxy, status: int, code: str, part: str
 ) -> None:
     proxy.add(Rule(s3_error(status, code)))
-    outcome = bucket.bucket(make_patient())
-    assert outcome.verdict == Verdict.FAIL
-    assert code in outcome.found
-    assert part in outcome.mend
+    says(bucket.bucket(make_patient()), Verdict.FAIL, found=code, mend=part)
 
 
 def test_bucket_of_another_region_is_named(make_patient: MakePatient, proxy: FaultProxy) -> None:
     elsewhere = {"x-amz-bucket-region": "eu-north-1"}
     proxy.add(Rule(s3_error(301, "PermanentRedirect", headers=elsewhere)))
-    outcome = bucket.bucket(make_patient())
-    assert outcome.verdict == Verdict.FAIL
-    assert "eu-north-1" in outcome.mend
+    says(bucket.bucket(make_patient()), Verdict.FAIL, mend="eu-north-1")
 
 
 def test_denied_reading_names_the_action(make_patient: MakePatient, proxy: FaultProxy) -> None:
     patient = make_patient()
     bucket.bucket(patient)
     proxy.add(Rule(s3_error(403, "AccessDenied")))
-    outcome = bucket.read(patient)
-    assert outcome.verdict == Verdict.FAIL
-    assert "s3:GetObject" in outcome.mend
+    says(bucket.read(patient), Verdict.FAIL, mend="s3:GetObject")
 
 
 def test_absent_object_that_is_denied_names_the_right_to_list(
@@ -237,14 +215,10 @@ def test_absent_object_that_is_denied_names_the_right_to_list(
 ) -> None:
     patient = make_patient()
     proxy.add(Rule(s3_error(403, "AccessDenied"), target="s3ec-probe/absent"))
-    outcome = bucket.read(patient)
-    assert outcome.verdict == Verdict.FAIL
-    assert "s3:ListBucket on the bucket itself" in outcome.mend
+    says(bucket.read(patient), Verdict.FAIL, mend="s3:ListBucket on the bucket itself")
     patient.first_object = "there"
     moto_server.client().put_object(Bucket=patient.settings.bucket, Key="there", Body=b"x")
-    outcome = bucket.read(patient)
-    assert outcome.verdict == Verdict.WARN
-    assert "missing s3:ListBucket" in outcome.found
+    says(bucket.read(patient), Verdict.WARN, found="missing s3:ListBucket")
 
 
 def listed(patient: CheckContext) -> CheckContext:
@@ -305,9 +279,11 @@ def test_virtual_style_without_its_dns_does_not_work(on_localhost: OnLocalhost) 
 
 @pytest.mark.usefixtures("no_wildcard_dns")
 def test_unreachable_virtual_host_is_an_unreachable_endpoint(on_localhost: OnLocalhost) -> None:
-    outcome = bucket.endpoint(on_localhost(addressing_style="virtual"))
-    assert outcome.verdict == Verdict.FAIL
-    assert "addressing_style" in outcome.mend
+    says(
+        bucket.endpoint(on_localhost(addressing_style="virtual")),
+        Verdict.FAIL,
+        mend="addressing_style",
+    )
 
 
 @pytest.mark.usefixtures("wildcard_dns")

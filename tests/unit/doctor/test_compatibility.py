@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from datetime import date
 
+from s3ec.doctor.check import Check, Outcome, fail, ok, skip, warn
 from s3ec.doctor.compatibility import COLUMNS, compatibility, row
-from s3ec.doctor.report import Check, Outcome, fail, ok, skip, warn
 
 DAY = date(2026, 1, 2)
 CHECKS = {

@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from s3ec.doctor import serving
-from s3ec.doctor.report import Verdict
+from s3ec.doctor.check import Verdict
 from s3ec.identity import Layout, Namespace
 from s3ec.namespaces import differences, read_namespaces, slug_of
 from s3ec.testing.memory_store import MemoryStore
 from s3ec.testing.server import MotoServer
-from tests.unit.doctor.conftest import MakePatient
+from tests.unit.doctor.conftest import MakePatient, says
 
 OURS = Namespace.from_descriptor(
     {"model": "acme/vision", "dtype": "bfloat16", "mm_processor_kwargs": {"max_pixels": 1}}
@@ -40,9 +40,7 @@ def test_namespace_of_this_model_is_found(make_patient: MakePatient, store: Stor
     patient = make_patient()
     assert OURS.name in serving.corpus(patient).found
     patient.namespace = OURS
-    outcome = serving.corpus(patient)
-    assert outcome.verdict == Verdict.OK
-    assert "this model's is there" in outcome.found
+    says(serving.corpus(patient), Verdict.OK, found="this model's is there")
 
 
 def test_namespace_of_the_same_model_with_other_settings_is_explained(

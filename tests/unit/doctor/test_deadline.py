@@ -9,34 +9,25 @@ import threading
 import pytest
 
 from s3ec.errors import UnavailableError
-from s3ec.runtime import within
 from s3ec.store.base import Store
 from tests.unit.doctor.conftest import MakePatient
 
 
-def test_result_and_error_come_through() -> None:
-    assert within(60, lambda: 7) == 7
+def test_results_and_errors_of_a_call_come_through(make_patient: MakePatient) -> None:
+    patient = make_patient()
+    assert patient.ask(lambda: 7) == 7
     with pytest.raises(KeyError):
-        within(60, lambda: {}["x"])
+        patient.ask(lambda: {}["x"])
 
-
-def test_own_timeout_of_a_call_is_not_taken_for_the_deadline() -> None:
     def call() -> None:
-        raise TimeoutError("mine")
+        raise TimeoutError("mine")  # not taken for the deadline
 
     with pytest.raises(TimeoutError, match="mine"):
-        within(60, call)
+        patient.ask(call)
 
 
-def test_hanging_call_is_given_up() -> None:
-    gate = threading.Event()
-    with pytest.raises(UnavailableError, match="no answer within"):
-        within(0.05, gate.wait)
-    gate.set()
-
-
-def test_hanging_coroutine_is_given_up_and_cleans_up(make_patient: MakePatient) -> None:
-    cleaned = threading.Event()
+def test_what_hangs_is_given_up_and_a_coroutine_cleans_up(make_patient: MakePatient) -> None:
+    cleaned, never = threading.Event(), threading.Event()
     patient = make_patient(connect_timeout_s=0.01, read_timeout_s=0.01)
 
     async def hang(store: Store) -> None:
@@ -47,6 +38,9 @@ def test_hanging_coroutine_is_given_up_and_cleans_up(make_patient: MakePatient) 
 
     with pytest.raises(UnavailableError, match="no answer within"):
         patient.ask_store(hang)
+    with pytest.raises(UnavailableError, match="no answer within"):
+        patient.ask(never.wait)
+    never.set()
     assert cleaned.wait(60)
 
 

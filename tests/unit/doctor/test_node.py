@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from s3ec.doctor import node
-from s3ec.doctor.report import Verdict
-from tests.unit.doctor.conftest import MakePatient
+from s3ec.doctor.check import Verdict
+from tests.unit.doctor.conftest import MakePatient, says
 
 
 def test_absent_folder_is_tried_and_taken_away_again(
@@ -37,10 +37,12 @@ def test_folder_that_others_may_write_fails(make_patient: MakePatient, tmp_path:
     folder = tmp_path / "cache"
     folder.mkdir()
     folder.chmod(0o777)
-    outcome = node.cache_folder(make_patient())
-    assert outcome.verdict == Verdict.FAIL
-    assert "writable by other users" in outcome.found
-    assert "chmod 700" in outcome.mend
+    says(
+        node.cache_folder(make_patient()),
+        Verdict.FAIL,
+        found="writable by other users",
+        mend="chmod 700",
+    )
 
 
 def test_folder_of_another_user_fails(make_patient: MakePatient, tmp_path: Path) -> None:
@@ -50,9 +52,9 @@ def test_folder_of_another_user_fails(make_patient: MakePatient, tmp_path: Path)
         os.chown(folder, 65534, 65534)
     else:
         folder = Path("/usr")  # root's
-    outcome = node.cache_folder(make_patient(cache_dir=str(folder)))
-    assert outcome.verdict == Verdict.FAIL
-    assert "belongs to uid" in outcome.found
+    says(
+        node.cache_folder(make_patient(cache_dir=str(folder))), Verdict.FAIL, found="belongs to uid"
+    )
 
 
 def test_file_in_place_of_the_folder_fails(make_patient: MakePatient, tmp_path: Path) -> None:
@@ -61,9 +63,11 @@ def test_file_in_place_of_the_folder_fails(make_patient: MakePatient, tmp_path: 
 
 
 def test_folder_that_cannot_be_made_fails(make_patient: MakePatient) -> None:
-    outcome = node.cache_folder(make_patient(cache_dir="/proc/s3ec-cache"))
-    assert outcome.verdict == Verdict.FAIL
-    assert "/proc/s3ec-cache" in outcome.found
+    says(
+        node.cache_folder(make_patient(cache_dir="/proc/s3ec-cache")),
+        Verdict.FAIL,
+        found="/proc/s3ec-cache",
+    )
 
 
 @pytest.mark.parametrize(
@@ -75,8 +79,14 @@ def test_folder_that_cannot_be_made_fails(make_patient: MakePatient) -> None:
         (errno.EIO, "local disk"),
     ],
 )
-def test_refusals_of_the_disk_have_remedies(number: int, part: str) -> None:
-    assert part in node._mend_folder(OSError(number, os.strerror(number)))
+def test_refusals_of_the_disk_have_remedies(
+    make_patient: MakePatient, monkeypatch: pytest.MonkeyPatch, number: int, part: str
+) -> None:
+    def write_bytes(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(Path, "write_bytes", write_bytes)
+    says(node.cache_folder(make_patient()), Verdict.FAIL, mend=part)
 
 
 MOUNTS = """\
@@ -91,15 +101,6 @@ MOUNTS = """\
 """
 
 
-@pytest.fixture
-def mounts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A node with many kinds of file systems."""
-    file = tmp_path / "mountinfo"
-    file.write_text(MOUNTS)
-    monkeypatch.setattr(node, "_MOUNTS", file)
-
-
-@pytest.mark.usefixtures("mounts")
 @pytest.mark.parametrize(
     ("path", "kind"),
     [
@@ -113,8 +114,9 @@ def mounts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ("/mnt/twice", "xfs"),
     ],
 )
-def test_file_system_is_that_of_the_nearest_mount(path: str, kind: str) -> None:
-    assert node.file_system(Path(path)) == kind
+def test_file_system_is_that_of_the_nearest_mount(tmp_path: Path, path: str, kind: str) -> None:
+    (tmp_path / "mountinfo").write_text(MOUNTS)
+    assert node.file_system(Path(path), mounts=tmp_path / "mountinfo") == kind
 
 
 @pytest.mark.parametrize(
@@ -135,9 +137,7 @@ def test_kind_of_file_system_is_judged(
     part: str,
 ) -> None:
     monkeypatch.setattr(node, "file_system", lambda path: kind)
-    outcome = node.cache_folder(make_patient())
-    assert outcome.verdict == verdict
-    assert part in outcome.found
+    says(node.cache_folder(make_patient()), verdict, found=part)
 
 
 def test_no_hard_links_is_a_warning(
@@ -154,19 +154,19 @@ def test_no_hard_links_is_a_warning(
 
 
 def test_room_for_the_budget_is_well(make_patient: MakePatient) -> None:
-    outcome = node.cache_space(make_patient(cache_bytes="1MiB", min_free_bytes=0))
-    assert outcome.verdict == Verdict.OK
+    says(node.cache_space(make_patient(cache_bytes="1MiB", min_free_bytes=0)), Verdict.OK)
 
 
 def test_budget_larger_than_the_disk_is_a_warning(make_patient: MakePatient) -> None:
-    outcome = node.cache_space(make_patient(cache_bytes=10**18, min_free_bytes=0))
-    assert outcome.verdict == Verdict.WARN
-    assert "set `cache_bytes` to" in outcome.mend
+    says(
+        node.cache_space(make_patient(cache_bytes=10**18, min_free_bytes=0)),
+        Verdict.WARN,
+        mend="set `cache_bytes` to",
+    )
 
 
 def test_disk_below_min_free_bytes_fails(make_patient: MakePatient) -> None:
-    outcome = node.cache_space(make_patient(cache_bytes="1GiB", min_free_bytes=10**18))
-    assert outcome.verdict == Verdict.FAIL
+    says(node.cache_space(make_patient(cache_bytes="1GiB", min_free_bytes=10**18)), Verdict.FAIL)
 
 
 def test_bytes_of_the_tier_count_as_room(
@@ -177,6 +177,4 @@ def test_bytes_of_the_tier_count_as_room(
     (folder / "x.safetensors").write_bytes(bytes(3 * 2**20))
     monkeypatch.setattr(node, "free_bytes", lambda path: 2**20)
     patient = make_patient(cache_bytes="4MiB", min_free_bytes=0)
-    outcome = node.cache_space(patient)
-    assert outcome.verdict == Verdict.OK
-    assert "3MiB in use" in outcome.found
+    says(node.cache_space(patient), Verdict.OK, found="3MiB in use")

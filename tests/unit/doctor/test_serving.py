@@ -11,12 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from s3ec.doctor import serving, vllm_child
-from s3ec.doctor.patient import CheckContext
-from s3ec.doctor.report import Verdict
-from s3ec.doctor.vllm_child import VllmChild
-from s3ec.doctor.vllm_probe import _without_command
-from tests.unit.doctor.conftest import MakePatient
+from s3ec.doctor import serving
+from s3ec.doctor.check import CheckContext, Verdict
+from s3ec.doctor.serving import VllmChild, without_command
+from tests.unit.doctor.conftest import MakePatient, says
 
 HOOKS = ("has_cache_item", "update_state_after_alloc", "build_connector_meta")
 LATER = ("ensure_cache_available", "build_connector_worker_meta")
@@ -54,10 +52,10 @@ def examine(make_patient: MakePatient) -> Iterator[Examine]:
     """Starts the child of a patient."""
     children = []
 
-    def start(vllm_args: list[str] | None = None) -> CheckContext:
+    def start(vllm_args: list[str] | None = None, **options: float) -> CheckContext:
         patient = make_patient()
         patient.vllm_args = vllm_args
-        patient.child = VllmChild(patient.settings, vllm_args)
+        patient.child = VllmChild(patient.settings, vllm_args, **options)
         children.append(patient.child)
         return patient
 
@@ -80,9 +78,7 @@ def test_version_is_compared_with_the_supported_range(
     install: Install, examine: Examine, version: str, verdict: Verdict, part: str
 ) -> None:
     install(f"__version__ = {version!r}", (*HOOKS, *LATER))
-    outcome = serving.vllm(examine())
-    assert outcome.verdict == verdict
-    assert part in outcome.found
+    says(serving.vllm(examine()), verdict, found=part)
 
 
 @pytest.mark.parametrize(
@@ -97,9 +93,7 @@ def test_missing_hooks_are_named_with_what_they_cost(
     install: Install, examine: Examine, hooks: Sequence[str], verdict: Verdict, part: str
 ) -> None:
     install("__version__ = '0.24.0'", hooks)
-    outcome = serving.hooks(examine())
-    assert outcome.verdict == verdict
-    assert part in outcome.found
+    says(serving.hooks(examine()), verdict, found=part)
 
 
 @pytest.mark.parametrize(
@@ -130,19 +124,12 @@ def test_vllm_without_encoder_cache_connectors_is_too_old(
 ) -> None:
     install("__version__ = '0.9.0'\ndef __getattr__(name): raise AttributeError(name)")
     (Path(os.environ["PYTHONPATH"].partition(os.pathsep)[0]) / "vllm" / "distributed").mkdir()
-    outcome = serving.vllm(examine())
-    assert outcome.verdict == Verdict.FAIL
-    assert "no encoder-cache connectors" in outcome.found
+    says(serving.vllm(examine()), Verdict.FAIL, found="no encoder-cache connectors")
 
 
-def test_vllm_that_hangs_is_given_up(
-    install: Install, examine: Examine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(vllm_child, "DEADLINE_S", 0.5)
+def test_vllm_that_hangs_is_given_up(install: Install, examine: Examine) -> None:
     install("import threading; threading.Event().wait()")
-    outcome = serving.vllm(examine())
-    assert outcome.verdict == Verdict.FAIL
-    assert "no answer within" in outcome.found
+    says(serving.vllm(examine(deadline_s=0.5)), Verdict.FAIL, found="no answer within")
 
 
 def test_vllm_in_the_current_folder_is_not_the_installed_one(
@@ -157,9 +144,7 @@ def test_vllm_in_the_current_folder_is_not_the_installed_one(
 
 
 def test_model_that_was_not_named_is_skipped_with_how_to_ask(make_patient: MakePatient) -> None:
-    outcome = serving.model(make_patient())
-    assert outcome.verdict == Verdict.SKIP
-    assert "-- --model" in outcome.mend
+    says(serving.model(make_patient()), Verdict.SKIP, mend="-- --model")
 
 
 def test_refused_arguments_fail_without_their_secrets(install: Install, examine: Examine) -> None:
@@ -176,9 +161,11 @@ def test_refused_arguments_fail_without_their_secrets(install: Install, examine:
     engine.mkdir()
     (engine / "__init__.py").write_text("")
     keys = ["--api-key", "hush-hush", "hush-too", "--hf_token=token-hush"]
-    outcome = serving.model(examine(["--model", "m", *keys]))
-    assert outcome.verdict == Verdict.FAIL
-    assert "ValueError: bad key *** and *** and ***" in outcome.found
+    says(
+        serving.model(examine(["--model", "m", *keys])),
+        Verdict.FAIL,
+        found="ValueError: bad key *** and *** and ***",
+    )
 
 
 @pytest.mark.parametrize(
@@ -193,7 +180,7 @@ def test_refused_arguments_fail_without_their_secrets(install: Install, examine:
     ],
 )
 def test_pasted_command_lines_are_understood(args: list[str], expected: list[str]) -> None:
-    assert _without_command(args) == expected
+    assert without_command(args) == expected
 
 
 @pytest.fixture
@@ -237,17 +224,18 @@ def test_connector_is_found_by_name_or_path(
         monkeypatch.delenv("VLLM_PLUGINS", raising=False)
     else:
         monkeypatch.setenv("VLLM_PLUGINS", plugins)
-    outcome = serving.connector(make_patient(transfer))
-    assert outcome.verdict == verdict
-    assert part in outcome.found
+    says(serving.connector(make_patient(transfer)), verdict, found=part)
 
 
 def test_child_is_ended_when_nobody_waits_for_it(
-    install: Install, make_patient: MakePatient
+    install: Install, make_patient: MakePatient, tmp_path: Path
 ) -> None:
-    install("import threading; threading.Event().wait()")
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    install(f"import threading; file = open({str(pipe)!r}, 'w'); threading.Event().wait()")
     before = sys.modules.get("vllm")
     child = VllmChild(make_patient().settings, None)
-    child.close()
-    assert child._process.poll() is not None
+    with pipe.open() as end:  # once the child has it open too
+        child.close()
+        assert end.read() == ""  # nobody has it open any more
     assert sys.modules.get("vllm") is before  # asked in the child, never imported here

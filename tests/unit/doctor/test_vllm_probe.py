@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from s3ec.dev.rigs.models import write_gemma3
-from s3ec.doctor import serving, vllm_probe
-from s3ec.doctor.report import Verdict
+from s3ec.doctor import serving
+from s3ec.doctor.check import Verdict
 from s3ec.settings import Settings
-from tests.unit.doctor.conftest import MakePatient
+from tests.unit.doctor.conftest import MakePatient, says
 
 pytest.importorskip("vllm")
 # vLLM and torch import more of themselves as they are used, and warn; that is theirs.
@@ -48,7 +48,7 @@ def ask(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *vllm_args: str) -> dic
     descriptor = os.open(replies, os.O_WRONLY | os.O_CREAT)  # the probe closes it
     monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(request)))
     monkeypatch.setattr(sys, "argv", ["vllm_probe", str(descriptor)])
-    vllm_probe.main()
+    serving.answer_parent()
     stages: dict[str, Any] = {}
     for line in replies.read_text().splitlines():
         stages.update(json.loads(line))
@@ -63,9 +63,7 @@ def test_arguments_that_have_images_numbered_are_found_with_the_flags(
     stages = ask(monkeypatch, tmp_path, "--model", str(model), *numbered)
     patient = make_patient()
     patient.child = SimpleNamespace(stage=stages.get)
-    outcome = serving.identifiers(patient)
-    assert outcome.verdict == Verdict.FAIL
-    assert "--mm-processor-cache-gb" in outcome.mend
+    says(serving.identifiers(patient), Verdict.FAIL, mend="--mm-processor-cache-gb")
     assert stages["model"]["problem"] is None
     assert stages["namespace"]["descriptor"]["dtype"] == "bfloat16"
     told = serving.namespace(patient)

@@ -11,20 +11,21 @@ import pytest
 
 from s3ec.dev.rigs.proxy import Exchange, Fault, FaultProxy, Rule
 from s3ec.dev.rigs.proxy_faults import Replace, s3_error
-from s3ec.doctor import writing
-from s3ec.doctor.report import Verdict
-from tests.unit.doctor.conftest import MakePatient, ReplyHeaders, WithoutHeader
+from s3ec.doctor import bucket
+from s3ec.doctor.check import Verdict
+from s3ec.testing.server import MotoServer
+from tests.unit.doctor.conftest import MakePatient, ReplyHeaders, WithoutHeader, says
 
 LeftOver = Callable[[], list[str]]
 DENIED = s3_error(403, "AccessDenied")
 SSE = "x-amz-server-side-encryption"
 CHECKS = (
-    writing.write,
-    writing.sse,
-    writing.conditional_put,
-    writing.checksums,
-    writing.ranges,
-    writing.listing,
+    bucket.write,
+    bucket.sse,
+    bucket.conditional_put,
+    bucket.checksums,
+    bucket.ranges,
+    bucket.listing,
 )
 
 
@@ -41,7 +42,7 @@ def test_consumer_does_not_write(
     make_patient: MakePatient, proxy: FaultProxy, left_over: LeftOver
 ) -> None:
     patient = make_patient({"ec_role": "ec_consumer"})
-    assert writing.write(patient).verdict == Verdict.SKIP
+    assert bucket.write(patient).verdict == Verdict.SKIP
     assert proxy.requests == []
 
 
@@ -49,7 +50,7 @@ def test_denied_writing_names_the_action_and_the_role(
     make_patient: MakePatient, proxy: FaultProxy
 ) -> None:
     proxy.add(Rule(DENIED, method="PUT"))
-    outcome = writing.write(make_patient())
+    outcome = bucket.write(make_patient())
     assert outcome.verdict == Verdict.FAIL
     assert "s3:PutObject" in outcome.mend
     assert "ec_consumer" in outcome.mend
@@ -61,14 +62,12 @@ def test_denied_deleting_is_well_and_leaves_one_object_however_often(
     proxy.add(Rule(DENIED, method="DELETE"))
     for _ in range(2):
         patient = make_patient(sse="AES256")
-        outcome = writing.write(patient)
-        assert outcome.verdict == Verdict.OK
-        assert "deleting is not" in outcome.found
-        assert writing.sse(patient).verdict == Verdict.OK
-        assert writing.conditional_put(patient).verdict == Verdict.OK
-        assert writing.checksums(patient).verdict == Verdict.OK
-        assert writing.ranges(patient).verdict == Verdict.OK
-        assert writing.listing(patient).verdict == Verdict.SKIP
+        says(bucket.write(patient), Verdict.OK, found="deleting is not")
+        assert bucket.sse(patient).verdict == Verdict.OK
+        assert bucket.conditional_put(patient).verdict == Verdict.OK
+        assert bucket.checksums(patient).verdict == Verdict.OK
+        assert bucket.ranges(patient).verdict == Verdict.OK
+        assert bucket.listing(patient).verdict == Verdict.SKIP
     assert left_over() == [".s3ec-probe/kept"]
 
 
@@ -76,24 +75,22 @@ def test_ignored_condition_is_a_warning(
     make_patient: MakePatient, proxy: FaultProxy, left_over: LeftOver
 ) -> None:
     proxy.add(Rule(WithoutHeader("if-none-match")))
-    outcome = writing.conditional_put(make_patient())
-    assert outcome.verdict == Verdict.WARN
-    assert "overwrites" in outcome.found
+    says(bucket.conditional_put(make_patient()), Verdict.WARN, found="overwrites")
     assert left_over() == []
 
 
 def test_denied_condition_is_a_warning(make_patient: MakePatient, proxy: FaultProxy) -> None:
     proxy.add(Rule(DENIED, method="PUT", header="if-none-match"))
     patient = make_patient()
-    assert writing.write(patient).verdict == Verdict.OK
-    assert writing.conditional_put(patient).verdict == Verdict.WARN
+    assert bucket.write(patient).verdict == Verdict.OK
+    assert bucket.conditional_put(patient).verdict == Verdict.WARN
 
 
 def test_store_that_fails_during_the_condition_fails(
     make_patient: MakePatient, proxy: FaultProxy
 ) -> None:
     proxy.add(Rule(s3_error(503, "SlowDown"), method="PUT"))
-    assert writing.conditional_put(make_patient()).verdict == Verdict.FAIL
+    assert bucket.conditional_put(make_patient()).verdict == Verdict.FAIL
 
 
 def test_refused_checksum_is_a_warning_and_writing_goes_on_without(
@@ -102,18 +99,14 @@ def test_refused_checksum_is_a_warning_and_writing_goes_on_without(
     for header in ("x-amz-sdk-checksum-algorithm", "x-amz-trailer"):
         proxy.add(Rule(s3_error(501, "NotImplemented"), method="PUT", header=header))
     patient = make_patient()
-    assert writing.write(patient).verdict == Verdict.OK
-    outcome = writing.checksums(patient)
-    assert outcome.verdict == Verdict.WARN
-    assert "NotImplemented" in outcome.found
+    assert bucket.write(patient).verdict == Verdict.OK
+    says(bucket.checksums(patient), Verdict.WARN, found="NotImplemented")
 
 
 def test_checksum_that_is_not_kept_is_said(make_patient: MakePatient, proxy: FaultProxy) -> None:
     gone = {"x-amz-checksum-crc32": None, "x-amz-checksum-type": None}
     proxy.add(Rule(ReplyHeaders(gone)))
-    outcome = writing.checksums(make_patient())
-    assert outcome.verdict == Verdict.OK
-    assert "not kept" in outcome.found
+    says(bucket.checksums(make_patient()), Verdict.OK, found="not kept")
 
 
 def test_refused_encryption_fails_where_plain_writing_works(
@@ -123,8 +116,8 @@ def test_refused_encryption_fails_where_plain_writing_works(
         Rule(s3_error(400, "InvalidRequest"), method="PUT", header="x-amz-server-side-encryption")
     )
     patient = make_patient(sse="aws:kms")
-    assert writing.write(patient).verdict == Verdict.OK
-    outcome = writing.sse(patient)
+    assert bucket.write(patient).verdict == Verdict.OK
+    outcome = bucket.sse(patient)
     assert outcome.verdict == Verdict.FAIL
     assert outcome.found.startswith("aws:kms")
     assert "`sse` = `none`" in outcome.mend
@@ -135,9 +128,7 @@ def test_encryption_that_is_not_confirmed_is_a_warning(
     make_patient: MakePatient, proxy: FaultProxy, confirmed: str | None
 ) -> None:
     proxy.add(Rule(ReplyHeaders({"x-amz-server-side-encryption": confirmed}), method="PUT"))
-    outcome = writing.sse(make_patient(sse="aws:kms"))
-    assert outcome.verdict == Verdict.WARN
-    assert (confirmed or "nothing") in outcome.found
+    says(bucket.sse(make_patient(sse="aws:kms")), Verdict.WARN, found=(confirmed or "nothing"))
 
 
 def test_default_encryption_of_the_bucket_is_told(
@@ -145,8 +136,8 @@ def test_default_encryption_of_the_bucket_is_told(
 ) -> None:
     proxy.add(Rule(ReplyHeaders({"x-amz-server-side-encryption": "AES256"}), method="PUT"))
     patient = make_patient()
-    writing.write(patient)
-    assert "by default (AES256)" in writing.sse(patient).found
+    bucket.write(patient)
+    assert "by default (AES256)" in bucket.sse(patient).found
 
 
 @pytest.mark.parametrize(
@@ -161,7 +152,7 @@ def test_what_becomes_of_encryption_that_nobody_asked_for_is_told(
     make_patient: MakePatient, proxy: FaultProxy, left_over: LeftOver, fault: Fault, answer: str
 ) -> None:
     proxy.add(Rule(fault, method="PUT", header=SSE))
-    outcome = writing.sse(make_patient())
+    outcome = bucket.sse(make_patient())
     assert outcome.verdict == Verdict.OK
     assert outcome.cell == f"AES256 {answer}"
     assert left_over() == []
@@ -182,12 +173,12 @@ def test_bucket_that_takes_only_encrypted_writes_is_well_where_the_settings_encr
     for check in CHECKS:
         assert check(patient).verdict == Verdict.OK, check(patient)
     assert left_over() == []
-    assert writing.write(make_patient()).verdict == Verdict.FAIL
+    assert bucket.write(make_patient()).verdict == Verdict.FAIL
 
 
 def test_ranges_that_are_other_bytes_fail(make_patient: MakePatient, proxy: FaultProxy) -> None:
     proxy.add(Rule(Replace(b"????"), method="GET"))
-    outcome = writing.ranges(make_patient())
+    outcome = bucket.ranges(make_patient())
     assert (outcome.verdict, outcome.cell) == (Verdict.FAIL, "wrong")
 
 
@@ -195,7 +186,7 @@ def test_server_that_knows_no_ranges_fails(
     make_patient: MakePatient, proxy: FaultProxy, left_over: LeftOver
 ) -> None:
     proxy.add(Rule(WithoutHeader("range"), method="GET"))
-    outcome = writing.ranges(make_patient())
+    outcome = bucket.ranges(make_patient())
     assert (outcome.verdict, outcome.cell) == (Verdict.FAIL, "ignored")
     assert left_over() == []
 
@@ -210,7 +201,7 @@ def test_listing_that_loses_what_comes_after_its_first_page_fails(
             await exchange.send(reply)
 
     proxy.add(Rule(FirstPageOnly(), method="GET", target="list-type=2"))
-    outcome = writing.listing(make_patient())
+    outcome = bucket.listing(make_patient())
     assert (outcome.verdict, outcome.cell) == (Verdict.FAIL, "not whole")
     proxy.clear()
     assert left_over() == []
@@ -226,8 +217,18 @@ def test_listing_that_begins_again_at_each_page_ends_and_fails(
             await exchange.send(await exchange.forward())
 
     proxy.add(Rule(AtTheBeginning(), method="GET", target="list-type=2"))
-    assert writing.listing(make_patient()).verdict == Verdict.FAIL
+    assert bucket.listing(make_patient()).verdict == Verdict.FAIL
     assert sum("list-type=2" in request.target for request in proxy.requests) == 50
+
+
+def test_what_other_doctors_left_does_not_hide_the_objects_of_this_one(
+    make_patient: MakePatient, moto_server: MotoServer, doctor_bucket: str
+) -> None:
+    patient = make_patient()
+    for number in range(60):  # more than there are pages
+        key = f"{patient.settings.prefix}/.s3ec-probe/{number:016x}"
+        moto_server.client().put_object(Bucket=doctor_bucket, Key=key, Body=b"left over")
+    says(bucket.listing(patient), Verdict.OK)
 
 
 def test_server_with_pages_of_its_own_size_is_well(
@@ -240,5 +241,5 @@ def test_server_with_pages_of_its_own_size_is_well(
             await exchange.send(await exchange.forward())
 
     proxy.add(Rule(LargePages(), method="GET"))
-    outcome = writing.listing(make_patient())
+    outcome = bucket.listing(make_patient())
     assert (outcome.verdict, outcome.cell) == (Verdict.OK, "whole; page size ignored")

@@ -1,0 +1,349 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Single requests by the SDK, for what the Store protocol does not have. Maps the SDK's errors.
+
+This is the doctor's only module that imports an SDK. The import takes longer than most checks, so
+it is left to the first check that needs it.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, closing, contextmanager
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+from typing import Any
+from urllib.parse import urlsplit
+
+from botocore import UNSIGNED
+from botocore.config import Config
+from botocore.exceptions import BotoCoreError, ClientError, SSLError
+from botocore.exceptions import ConnectionError as SdkConnectionError
+from botocore.parsers import ResponseParserError
+from botocore.session import get_session
+
+from s3ec.errors import UnavailableError
+from s3ec.settings import Settings
+from s3ec.store.s3_client import configured, quiet_sdk_logs
+from s3ec.store.s3_errors import boundary
+
+# A CRC32 that no body of ours has.
+_WRONG_CRC = "AAAAAA=="
+# Pages of one key that are followed; a listing that goes round in circles ends here.
+_MOST_PAGES = 50
+_REASON = re.compile(r"\[Errno -?\d+\] ([^)'\"\]]+)")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerProbe:
+    """The answer to a request without credentials.
+
+    Attributes:
+        url: Where it was sent, scheme and host.
+        server: The server's name for itself, or empty.
+        virtual_host: Whether the bucket stood in the host name.
+        skew_s: The server's clock minus ours, None where it does not say.
+        is_s3: Whether the answer looks like S3's.
+    """
+
+    url: str
+    server: str
+    virtual_host: bool
+    skew_s: float | None
+    is_s3: bool
+
+
+class S3Probe:
+    """Sends single requests to one bucket, without retries. They block; any thread may call."""
+
+    BODY = b"s3ec doctor"
+    """The content of every object that is written."""
+
+    def __init__(self, settings: Settings) -> None:
+        quiet_sdk_logs()
+        self._settings = settings
+        # Sessions and the making of clients are for one thread at a time; clients are for all.
+        self._lock = threading.RLock()
+        self._base: Any = None
+        self._session: Any = None
+        self._clients: dict[tuple[str, str], Any] = {}
+
+    def credentials_method(self) -> str | None:
+        """The SDK's name for the source of its credentials, or None. Never their values.
+
+        Raises:
+            AccessError: A source is there but unusable: unknown profile, half a key pair, a
+                token that cannot be exchanged.
+            UnavailableError: A source did not answer.
+        """
+        with self._boundary("credentials"), self._lock:
+            found = self._base_session().get_credentials()
+            if found is None:
+                return None
+            found.get_frozen_credentials()  # where they are fetched, if they have to be
+            return str(found.method)
+
+    def assume_role(self) -> None:
+        """Exchange the credentials for those of ``role_arn``, once.
+
+        Raises:
+            AccessError: Refused.
+            UnavailableError: STS did not answer.
+        """
+        with self._boundary("AssumeRole"):
+            self._role_session()
+
+    def hello(self) -> ServerProbe:
+        """Send a request without credentials. Any answer, even a refusal, shows a server is there.
+
+        Raises:
+            UnavailableError: Nobody is.
+        """
+        sent: list[str] = []
+        client = self._unsigned_client()
+        client.meta.events.register("before-send.s3", lambda request, **_: sent.append(request.url))
+        before_s = time.time()
+        with self._boundary("GET"), _saying_why():
+            try:
+                reply = client.list_objects_v2(Bucket=self._settings.bucket, MaxKeys=1)
+            except ClientError as exc:
+                reply = exc.response
+            except ResponseParserError:
+                return self._hello(sent[0], {}, 0.0, is_s3=False)
+        now_s = (before_s + time.time()) / 2
+        headers = reply["ResponseMetadata"].get("HTTPHeaders", {})
+        is_s3 = "html" not in headers.get("content-type", "") or "x-amz-request-id" in headers
+        return self._hello(sent[0], headers, now_s, is_s3=is_s3)
+
+    def _hello(
+        self, url: str, headers: Mapping[str, str], now_s: float, *, is_s3: bool
+    ) -> ServerProbe:
+        parts = urlsplit(url)
+        virtual = (parts.hostname or "").startswith(f"{self._settings.bucket.lower()}.")
+        host = parts.netloc.partition(".")[2] if virtual else parts.netloc
+        skew_s = _date_s(headers.get("date", ""))
+        return ServerProbe(
+            url=f"{parts.scheme}://{host}",
+            server=headers.get("server", ""),
+            virtual_host=virtual,
+            skew_s=None if skew_s is None else skew_s - now_s,
+            is_s3=is_s3,
+        )
+
+    def list_one(self, *, style: str) -> None:
+        """List one key with ``path`` or ``virtual`` style.
+
+        Raises:
+            AccessError: Refused, also where the style leads to another bucket.
+            UnavailableError: That host name leads nowhere.
+        """
+        with self._boundary(f"list in {style} style"):
+            self._client(style=style).list_objects_v2(
+                Bucket=self._settings.bucket, Prefix=self._key(""), MaxKeys=1
+            )
+
+    def pages(self, prefix: str) -> list[list[str]]:
+        """List the names that begin with ``prefix``, one to a page, 50 pages at most.
+
+        Raises:
+            AccessError: Refused.
+            UnavailableError: Not answered.
+        """
+        root, pages = self._key(""), list[list[str]]()
+        more: dict[str, str] = {}
+        while len(pages) < _MOST_PAGES:
+            with self._boundary("list page by page"):
+                reply = self._client().list_objects_v2(
+                    Bucket=self._settings.bucket, Prefix=root + prefix, MaxKeys=1, **more
+                )
+            pages.append([entry["Key"].removeprefix(root) for entry in reply.get("Contents", [])])
+            if "NextContinuationToken" not in reply:
+                break
+            more = {"ContinuationToken": reply["NextContinuationToken"]}
+        return pages
+
+    def put(self, name: str, *, sse: str | None = None, wrong_crc: bool = False) -> str | None:
+        """Write a small object, with the CRC that the SDK adds where supported.
+
+        Args:
+            sse: Encryption to ask for; None for that of the settings, ``none`` for none.
+            wrong_crc: Send a CRC that does not fit; a server that checks refuses it.
+
+        Returns:
+            Encryption that the server says it used, or None.
+
+        Raises:
+            AccessError: Refused.
+            UnavailableError: Not answered, or not implemented (501).
+        """
+        headers: dict[str, str] = {}
+        sse = sse or self._settings.sse
+        if sse != "none":
+            headers["ServerSideEncryption"] = sse
+        if sse == "aws:kms" and self._settings.sse_kms_key_id:
+            headers["SSEKMSKeyId"] = self._settings.sse_kms_key_id
+        if wrong_crc:
+            headers["ChecksumCRC32"] = _WRONG_CRC
+        else:
+            headers["ChecksumAlgorithm"] = "CRC32"
+        with self._boundary("PUT"):
+            reply = self._client().put_object(
+                Bucket=self._settings.bucket, Key=self._key(name), Body=self.BODY, **headers
+            )
+        used: str | None = reply.get("ServerSideEncryption")
+        return used
+
+    def put_bare(self, name: str) -> None:
+        """Write a small object without a CRC, for servers that refuse one.
+
+        Raises:
+            AccessError: Refused.
+            UnavailableError: Not answered.
+        """
+        with self._boundary("PUT"):
+            self._client(checksums="when_required").put_object(
+                Bucket=self._settings.bucket, Key=self._key(name), Body=self.BODY
+            )
+
+    def stored_crc(self, name: str) -> str | None:
+        """The CRC that the server returns with an object, None if it kept none.
+
+        Raises:
+            AccessError: Refused.
+            UnavailableError: Not answered.
+        """
+        with self._boundary("GET"):
+            reply = self._client().get_object(
+                Bucket=self._settings.bucket, Key=self._key(name), ChecksumMode="ENABLED"
+            )
+            reply["Body"].read()
+        crc: str | None = reply.get("ChecksumCRC32")
+        return crc
+
+    def delete(self, name: str) -> None:
+        """Remove an object.
+
+        Raises:
+            AccessError: Refused.
+            UnavailableError: Not answered.
+        """
+        with self._boundary("DELETE"):
+            self._client().delete_object(Bucket=self._settings.bucket, Key=self._key(name))
+
+    def _boundary(self, what: str) -> AbstractContextManager[None]:
+        return boundary(what, lambda: self._settings.region or "")
+
+    def _key(self, name: str) -> str:
+        return f"{self._settings.prefix}/{name}" if self._settings.prefix else name
+
+    def _base_session(self) -> Any:
+        if self._base is None:
+            self._base = configured(get_session(), self._settings)
+        return self._base
+
+    def _role_session(self) -> Any:
+        if self._session is not None:
+            return self._session
+        base = self._base_session()
+        if self._settings.role_arn is None:
+            self._session = base
+            return base
+        # Not `ca_bundle`: that is the bucket's; STS is Amazon's or AWS_CA_BUNDLE's.
+        region = self._settings.region
+        with closing(base.create_client("sts", region, config=self._config())) as sts:
+            reply = sts.assume_role(RoleArn=self._settings.role_arn, RoleSessionName="s3ec-doctor")
+        keys = reply["Credentials"]
+        self._session = configured(get_session(), self._settings)
+        self._session.set_credentials(
+            keys["AccessKeyId"], keys["SecretAccessKey"], keys["SessionToken"]
+        )
+        return self._session
+
+    def _verify(self) -> str | None:
+        return str(self._settings.ca_bundle) if self._settings.ca_bundle else None
+
+    def _client(self, *, style: str | None = None, checksums: str = "when_supported") -> Any:
+        kind = (style or self._style(), checksums)
+        with self._lock:
+            if kind not in self._clients:
+                self._clients[kind] = self._new_client(self._role_session(), *kind)
+            return self._clients[kind]
+
+    def _unsigned_client(self) -> Any:
+        """Make a client that does not look for credentials, which may take long.
+
+        It has a session of its own, since the other session is busy while it looks for them.
+        """
+        session = configured(get_session(), self._settings)
+        session.set_credentials("nobody", "unused")
+        client = self._new_client(session, self._style(), signature_version=UNSIGNED)
+        with self._lock:
+            self._clients["unsigned", ""] = client
+        return client
+
+    def _style(self) -> str:
+        chosen = self._settings.path_style
+        return "auto" if chosen is None else "path" if chosen else "virtual"
+
+    def _new_client(
+        self, session: Any, style: str, checksums: str = "when_supported", **more: Any
+    ) -> Any:
+        config = self._config(
+            s3={"addressing_style": style},
+            request_checksum_calculation=checksums,
+            response_checksum_validation=checksums,
+            **more,
+        )
+        return session.create_client(
+            "s3",
+            self._settings.region,
+            endpoint_url=self._settings.endpoint_url,
+            config=config,
+            verify=self._verify(),
+        )
+
+    def close(self) -> None:
+        """Close all connections."""
+        # Without the lock: who looks for credentials may hold it for long.
+        for client in list(self._clients.values()):
+            client.close()
+
+    def _config(self, **more: Any) -> Config:
+        return Config(
+            retries={"total_max_attempts": 1},
+            connect_timeout=self._settings.connect_timeout_s,
+            read_timeout=self._settings.read_timeout_s,
+            **more,
+        )
+
+
+def _date_s(header: str) -> float | None:
+    try:
+        return parsedate_to_datetime(header).timestamp()
+    except ValueError:
+        return None
+
+
+@contextmanager
+def _saying_why() -> Iterator[None]:
+    """Tell refused from unknown host and from timed out; the SDK's own text names only the URL.
+
+    Raises:
+        UnavailableError: With the operating system's word for it.
+    """
+    try:
+        yield
+    except SSLError:
+        raise  # the boundary tells an untrusted certificate from the rest
+    except (SdkConnectionError, OSError) as exc:
+        raise UnavailableError(_reason(exc)) from exc
+
+
+def _reason(exc: Exception) -> str:
+    text = str(exc.kwargs.get("error", exc)) if isinstance(exc, BotoCoreError) else str(exc)
+    found = _REASON.search(text)
+    if found:
+        return found[1].strip()
+    return "no connection in time" if "timed out" in text else " ".join(text.split())[:300]
