@@ -104,6 +104,8 @@ _PART_BYTES = 8 * 2**20
 _PARTS_AT_A_TIME = 4
 # One page of a listing.
 _LISTED_AT_A_TIME = 1000
+# So many entries are listed a page after the other, before 256 folders are.
+_FEW = 4096
 _CLOSE_S = 5.0
 
 
@@ -502,8 +504,9 @@ class Corpus:
     ) -> Iterator[CorpusEntry]:
         """The entries of one namespace, in no order, as the store lists them.
 
-        Costs one request for 1000 entries or for each of up to 256 folders, 16 at a time; what is
-        ahead of the caller is at most some thousand entries. Every revision is an entry here.
+        Costs one request for each 1000 entries. Where there are more than 4096, a request for each
+        of up to 256 folders comes on top, 16 at a time. What is ahead of the caller is at most some
+        thousand entries. Every revision is an entry here.
 
         Args:
             starts_with: Only entries whose label begins so.
@@ -536,8 +539,9 @@ class Corpus:
 
         First the objects go, then the index says so. What is absent is announced too, since the
         index may hold it. A node that has a copy on its disk serves it until it is evicted. Costs a
-        listing for each entry, 16 at a time, and for each 1000 objects one request and one
-        announcement; the first deletion also tries a conditional write, four small requests.
+        listing for each entry, 16 at a time, one request for each 1000 objects, and one
+        announcement for each 10,000. The first deletion also tries a conditional write, with four
+        small requests.
 
         Args:
             identifiers: In full, as vLLM spells them; or entries, all of one namespace, which need
@@ -801,9 +805,19 @@ async def scan(
     """
     found: asyncio.Queue[Sequence[CorpusEntry]] = asyncio.Queue(1)
 
-    async def read(folder: str) -> None:
+    known: set[str] = set()  # what was listed before the folders
+    above, narrow = _place(starts_with, adapter)
+
+    async def few() -> AsyncIterator[CorpusEntry]:
+        async for entry in _listed(store, namespace, above):
+            if len(known) == _FEW:
+                return
+            known.add(entry.name)
+            yield entry
+
+    async def hand_on(entries: AsyncIterator[CorpusEntry]) -> None:
         batch: list[CorpusEntry] = []
-        async for entry in _listed(store, namespace, folder):
+        async for entry in entries:
             if _is_wanted(entry, starts_with, adapter):
                 batch.append(entry)
             if len(batch) == _LISTED_AT_A_TIME:
@@ -812,8 +826,26 @@ async def scan(
         if batch:
             await found.put(batch)
 
+    async def read(folder: str) -> None:
+        entries = _listed(store, namespace, folder)
+        await hand_on(entry async for entry in entries if entry.name not in known)
+
     async def read_all() -> None:
-        folders = await _folders(store, Layout(namespace), starts_with, adapter)
+        if narrow is None:
+            # A page after the other: for few entries that takes fewer requests than folders do.
+            await hand_on(few())
+            if len(known) < _FEW:
+                return
+        folders = [] if narrow is None else [narrow]
+        if not (narrow and above):
+            below = await store.list_folders(Layout(namespace).objects + above)
+            # What looks like a hash may be the beginning of an adapter's name.
+            folders += [
+                above + folder
+                for folder in below
+                if narrow is None
+                or (folder.startswith(starts_with) and not _FAN_OUT.fullmatch(folder))
+            ]
         await in_parallel(folders, read, width=width)
 
     reading = asyncio.create_task(read_all(), name="s3ec-scan")
@@ -840,20 +872,18 @@ def _is_wanted(entry: CorpusEntry, begin: str, adapter: str | None) -> bool:
     return label.startswith(begin) and adapter in (None, label.rpartition(":")[0])
 
 
-async def _folders(store: Store, layout: Layout, begin: str, adapter: str | None) -> Sequence[str]:
-    """Beginnings of names below ``objects/`` that hold all that is wanted, to list side by side."""
+def _place(begin: str, adapter: str | None) -> tuple[str, str | None]:
+    """Below which folder of ``objects/`` the wanted labels are.
+
+    Returns:
+        The adapter's folder, empty for all; and the beginning of the names of objects, None where
+        the label's beginning does not tell it.
+    """
     if adapter is None and ":" in begin:
         adapter = begin.partition(":")[0]
     above = "" if adapter is None else f"{adapter}/"
     match = _HASH_BEGIN.fullmatch(begin if adapter is None else begin.removeprefix(f"{adapter}:"))
-    narrow = [] if match is None else [f"{above}{match[1]}/{match[0]}"]
-    if narrow and above:
-        return narrow
-    folders = await store.list_folders(layout.objects + above)
-    if not narrow:
-        return [above + folder for folder in folders]
-    # What looks like a hash may be the beginning of an adapter's name.
-    return narrow + [f for f in folders if f.startswith(begin) and not _FAN_OUT.fullmatch(f)]
+    return above, match and f"{above}{match[1]}/{match[0]}"
 
 
 async def _listed(store: Store, namespace: str, folder: str = "") -> AsyncIterator[CorpusEntry]:

@@ -76,6 +76,7 @@ class Announcer:
         known_time_s: Callable[[Key], int] = lambda _: 0,
         clock: Callable[[], float] = time.time,
         batch_s: float = ANNOUNCE_S,
+        batch_items: int = BATCH_ITEMS,
     ) -> None:
         """Set up; nothing runs yet.
 
@@ -84,6 +85,7 @@ class Announcer:
                 it holds none. No I/O.
             clock: Seconds since the epoch.
             batch_s: How long the first item of a batch waits for others.
+            batch_items: A batch of so many waits for no more, and is one delta.
         """
         self._store = store
         self._layout = layout
@@ -91,6 +93,7 @@ class Announcer:
         self._known_time_s = known_time_s
         self._clock = clock
         self._batch_s = batch_s
+        self._batch_items = batch_items
         self._waiting: dict[bytes, _Item] = {}
         self._sending: dict[bytes, _Item] = {}
         self._urgent = 0  # so many of those that wait are not held back for a fuller batch
@@ -144,7 +147,7 @@ class Announcer:
         if earlier is not None:  # the later one is true; one row tells it for both
             item.done[:0] = earlier.done
         self._waiting[key.digest] = item
-        if len(self._waiting) >= BATCH_ITEMS:
+        if len(self._waiting) >= self._batch_items:
             self._due.set()
         self._start()
 
@@ -220,9 +223,9 @@ class Announcer:
 
     async def _collect(self) -> dict[bytes, _Item]:
         """Wait for a batch, and take it."""
-        if not self._urgent and len(self._waiting) < BATCH_ITEMS:
+        if not self._urgent and len(self._waiting) < self._batch_items:
             await _wait(self._due, self._batch_s)
-        batch = dict(islice(self._waiting.items(), BATCH_ITEMS))
+        batch = dict(islice(self._waiting.items(), self._batch_items))
         for digest in batch:
             del self._waiting[digest]
         self._urgent = max(0, self._urgent - len(batch))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import time
 from collections.abc import (
     AsyncIterator,
@@ -193,10 +194,19 @@ _TELL_S = 60.0
 _LOOK_S = 10.0
 # From so many entries on, one listing of all objects is tried first.
 _MANY = 32
+ROUND_OBJECTS = 10_000
+"""Objects that are deleted before readers are told; their tombstones are 420 kB."""
+# Each takes a server about a second. More at a time would take each of them longer.
+_REQUESTS_AT_A_TIME = 4
 
 
 class Deleter:
-    """Deletes entries in batches; made by ``deleting``."""
+    """Deletes entries in rounds; made by ``deleting``.
+
+    A round is up to 10,000 objects: some requests side by side, then one announcement. No part of
+    a round is announced before its objects are gone, and what one request left does not keep what
+    the others deleted from being announced.
+    """
 
     def __init__(
         self,
@@ -215,8 +225,8 @@ class Deleter:
     async def delete(self, keys: Sequence[Key]) -> None:
         """Delete some entries with their revision, and announce that; those that are absent too.
 
-        Killed in between, the index holds entries without an object: each costs readers one
-        request, and ``s3ec manifest rebuild`` mends it.
+        Killed in between, the index holds up to a round of entries without an object: each costs
+        readers one request, and ``s3ec manifest rebuild`` mends it.
 
         Raises:
             UnavailableError: The store does not answer now. What is known to be deleted was
@@ -237,7 +247,7 @@ class Deleter:
     ) -> None:
         """Delete the named objects of some entries; raises what delete raises.
 
-        One request and one announcement for each 1000 objects.
+        One request for each 1000 objects, and one announcement for each round.
 
         Args:
             objects: Those of each entry; for one without any, the object that it would have.
@@ -245,33 +255,58 @@ class Deleter:
             report: Told how many entries are gone.
         """
         waiting = {key: names or [self._layout.object(key)] for key, names in objects.items()}
-        while waiting:
-            await self._delete_batch(_take_batch(waiting), kept)
-            report("deleting", len(objects) - len(waiting), len(objects))
+        done = 0
 
-    async def _delete_batch(self, objects: Mapping[Key, Sequence[str]], kept: Set[Key]) -> None:
+        def count(entries: int) -> None:
+            nonlocal done
+            done += entries
+            report("deleting", done, len(objects))
+
+        while waiting:
+            await self._delete_round(_take_batch(waiting, ROUND_OBJECTS), kept, count)
+
+    async def _delete_round(
+        self, objects: dict[Key, Sequence[str]], kept: Set[Key], count: Callable[[int], None]
+    ) -> None:
         await self._times.prepare(objects)
-        # Before the request, so that its time is before that of whoever stores an entry again.
+        batches = _equal_batches(objects)
+        errors: dict[int, S3ECError] = {}
+        unknown: dict[Key, Sequence[str]] = {}  # there was no answer about them
         asked_s = self._clock()
-        left: dict[str, S3ECError] = {}
-        refused: Set[Key] = set()
-        unknown: Set[Key] = objects.keys()  # there was no answer about them
         confirmed: list[bool] = []
+
+        async def delete(number: int) -> None:
+            """Raises nothing of ours: the other requests are to end, too."""
+            batch = batches[number]
+            # Before the request, so that its time is before that of whoever stores an entry again.
+            at_s = self._clock()
+            left: dict[str, S3ECError] = {}
+            refused: Set[Key] = set()
+            unanswered: Set[Key] = batch.keys()
+            try:
+                left = await self._store.delete_many([n for names in batch.values() for n in names])
+                refused = _with_error(batch, left, AccessError)
+                unanswered = _with_error(batch, left, UnavailableError) - refused
+                if left:
+                    errors[number] = next(iter(left.values()))
+                else:
+                    count(len(batch))
+            except S3ECError as exc:  # of the request as a whole
+                errors[number] = exc
+                if isinstance(exc, AccessError):
+                    refused, unanswered = batch.keys(), set()
+            finally:
+                # Before anything is awaited: it may be broken off here.
+                self._announce(batch.keys() - refused - unanswered - kept, at_s, confirmed)
+                unknown.update((key, batch[key]) for key in unanswered - kept)
+
         try:
-            left = await self._store.delete_many([n for names in objects.values() for n in names])
-            refused = _with_error(objects, left, AccessError)
-            unknown = _with_error(objects, left, UnavailableError) - refused
-        except AccessError:  # of the request as a whole
-            refused, unknown = objects.keys(), set()
-            raise
+            await in_parallel(range(len(batches)), delete, width=_REQUESTS_AT_A_TIME)
         finally:
-            # Before anything is awaited: it may be broken off here.
-            self._announce(objects.keys() - refused - unknown - kept, asked_s, confirmed)
-            gone = await self._gone({key: objects[key] for key in unknown - kept})
-            self._announce(gone, asked_s, confirmed)
+            self._announce(await self._gone(unknown), asked_s, confirmed)
             await _tell(self._announcer)
-        for error in left.values():
-            raise error
+        if errors:
+            raise errors[min(errors)]
         if not all(confirmed):
             raise UnavailableError("the deletion could not be announced")
 
@@ -297,10 +332,9 @@ class Deleter:
         return gone
 
 
-def _take_batch(waiting: MutableMapping[Key, Sequence[str]]) -> dict[Key, Sequence[str]]:
-    """Take out entries for one request: from the first on, as many as it has room for."""
+def _take_batch(waiting: MutableMapping[Key, Sequence[str]], room: int) -> dict[Key, Sequence[str]]:
+    """Take out entries from the first on, as many as have at most so many objects; at least one."""
     batch: dict[Key, Sequence[str]] = {}
-    room = DELETE_AT_A_TIME
     for key, names in waiting.items():
         room -= len(names)
         if room < 0 and batch:
@@ -309,6 +343,17 @@ def _take_batch(waiting: MutableMapping[Key, Sequence[str]]) -> dict[Key, Sequen
     for key in batch:
         del waiting[key]
     return batch
+
+
+def _equal_batches(objects: Mapping[Key, Sequence[str]]) -> list[dict[Key, Sequence[str]]]:
+    """Entries for one request each: as few requests as can be, which take about equally long."""
+    waiting = dict(objects)
+    batches = []
+    while waiting:
+        left = sum(map(len, waiting.values()))
+        requests = -(-left // DELETE_AT_A_TIME)
+        batches.append(_take_batch(waiting, -(-left // requests)))
+    return batches
 
 
 def _with_error(
@@ -357,7 +402,15 @@ async def deleting(
     with temporary_folder(None, DELTAS) as folder:
         times = LastModifiedIndex(store, layout, folder)
         await times.open()
-        announcer = Announcer(store, layout, Counters(), known_time_s=times, clock=clock)
+        announcer = Announcer(
+            store,
+            layout,
+            Counters(),
+            known_time_s=times,
+            clock=clock,
+            batch_s=math.inf,  # a round ends with a flush
+            batch_items=ROUND_OBJECTS,
+        )
         try:
             yield Deleter(store, layout, announcer, times, clock)
         finally:
@@ -465,24 +518,24 @@ async def delete_older(
     """
     older = Older()
     turn = asyncio.Lock()  # a batch after the other
-    waiting: dict[Key, Sequence[str]] = {}  # old objects, until they fill a request
+    waiting: dict[Key, Sequence[str]] = {}  # old objects, until they fill a round
     kept: set[Key] = set()  # entries of several objects, of which one is young
     async with deleting(store, layout) as deleter:
 
         async def take(infos: Sequence[ObjectInfo]) -> None:
             async with turn:
-                old = older.take(infos, before_s)
-                for info in old:
-                    key, _ = key_of_object(layout, info.name)
-                    waiting[key] = [*waiting.get(key, ()), info.name]
+                old = {info.name for info in older.take(infos, before_s)}
+                found = [(info.name, *key_of_object(layout, info.name)) for info in infos]
+                for name, key, _ in found:
+                    if name in old:
+                        waiting[key] = [*waiting.get(key, ()), name]
                 # A server that lists by name has the revisions before the first object.
-                gone = {info.name for info in old}
-                for info in infos:
-                    key, revision = key_of_object(layout, info.name)
-                    if info.name not in gone and (revision or key in waiting):
+                for name, key, revision in found:
+                    if name not in old and (revision or key in waiting):
                         kept.add(key)
-                while sum(map(len, waiting.values())) >= DELETE_AT_A_TIME:
-                    await deleter.delete_objects(_take_batch(waiting), kept=kept)
+                while sum(map(len, waiting.values())) >= ROUND_OBJECTS:
+                    full = _take_batch(waiting, ROUND_OBJECTS)
+                    await deleter.delete_objects(full, kept=kept)
 
         expected = await expected_entries(store, layout)
         await list_objects(store, layout, take, report=report, expected=expected)
