@@ -14,10 +14,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from s3ec import plain_json
 from s3ec.codec import DTYPES
 from s3ec.errors import ConflictError, CorruptEntryError, UnavailableError
 from s3ec.identity import Layout, canonical_json
+from s3ec.safetensors_file import plain_json
 from s3ec.store.base import Store
 
 log = logging.getLogger(__name__)
@@ -133,7 +133,7 @@ class ModalityRecords:
 
 def _parse(body: bytes) -> Record | None:
     try:
-        content = plain_json.loads(body.decode("utf-8"))
+        content = plain_json(body.decode("utf-8"))
         width, dtype = content["width"], content["dtype"]
     except (ValueError, TypeError, KeyError, RecursionError):
         return None

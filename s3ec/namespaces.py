@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from s3ec import plain_json
 from s3ec.errors import AmbiguousError, CorruptEntryError, NotFoundError
 from s3ec.identity import Layout, canonical_json, entry_name, is_namespace_name
+from s3ec.safetensors_file import plain_json
 from s3ec.store.base import Store
 from s3ec.store.concurrency import in_parallel
 
@@ -78,7 +78,7 @@ async def read_namespaces(store: Store, names: Sequence[str]) -> list[NamespaceI
 async def _read_descriptor(store: Store, name: str) -> dict[str, Any]:
     try:
         blob = await store.get(Layout(name).descriptor, max_bytes=_DESCRIPTOR_BYTES)
-        content = plain_json.loads(bytes(blob).decode("utf-8")) if blob else {}
+        content = plain_json(bytes(blob).decode("utf-8")) if blob else {}
     except (CorruptEntryError, ValueError, RecursionError):
         return {}  # anybody may have put anything there; the name still says what it is
     return content if isinstance(content, dict) else {}

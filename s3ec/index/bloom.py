@@ -20,10 +20,10 @@ from pathlib import Path
 
 import numpy as np
 
+from s3ec import safetensors_file
 from s3ec.errors import CorruptEntryError
-from s3ec.index import sealed
 from s3ec.index.rows import Array
-from s3ec.index.sealed import ColumnSpec, FileHeader
+from s3ec.safetensors_file import ColumnSpec, FileHeader
 
 KIND = "bloom-1"
 BLOCK_BITS = 512
@@ -116,7 +116,7 @@ def build_bloom(hi: Array, lo: Array, fpr: float, namespace: str) -> list[bytes 
         "probes": str(probes),
         "fpr": repr(float(fpr)),
     }
-    return sealed.encode(metadata, {_COLUMN: packed})
+    return safetensors_file.encode_columns(metadata, {_COLUMN: packed})
 
 
 class Bloom:
@@ -153,9 +153,9 @@ class Bloom:
             CorruptEntryError: Not a filter of this namespace and size.
             OSError: It cannot be opened.
         """
-        whole = sealed.map_file(path)
+        whole = safetensors_file.map_file(path)
         bloom = cls.parse(memoryview(whole), namespace, name=Path(path).name)
-        sealed.advise(whole, bloom._front.places.values())
+        safetensors_file.advise(whole, bloom._front.places.values())
         return bloom
 
     @classmethod
@@ -166,7 +166,7 @@ class Bloom:
             CorruptEntryError: As for open.
         """
         whole = memoryview(blob)
-        front = sealed.parse_front(whole, kind=KIND, namespace=namespace, name=name)
+        front = safetensors_file.parse_columns(whole, kind=KIND, namespace=namespace, name=name)
         _check_shape(front, name)
         return cls(front, whole, name=name)
 

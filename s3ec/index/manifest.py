@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from s3ec import codec, plain_json
 from s3ec.errors import CorruptEntryError, UnavailableError
 from s3ec.identity import OBJECT_SUFFIX, Layout, canonical_json, is_ulid
+from s3ec.safetensors_file import plain_json, running_checksum
 from s3ec.store.base import ObjectInfo, Store
 
 # Crockford's: no I, L, O or U. In ASCII's order, so that names sort as their numbers do.
@@ -115,7 +115,7 @@ class Blob:
     @classmethod
     def of(cls, pieces: Iterable[bytes | memoryview]) -> Blob:
         """Size and checksum of a file that consists of these pieces."""
-        nbytes, running = 0, codec.running_checksum()
+        nbytes, running = 0, running_checksum()
         for piece in pieces:
             nbytes += memoryview(piece).nbytes
             running.update(piece)
@@ -236,7 +236,7 @@ def parse_head(blob: bytes | memoryview, *, name: str = "head") -> BaseManifest:
             f"{name}: {len(blob)} bytes are over the limit of {MAX_HEAD_BYTES}", reason="size"
         )
     try:
-        content = plain_json.loads(bytes(blob).decode("utf-8"))
+        content = plain_json(bytes(blob).decode("utf-8"))
     except (ValueError, RecursionError) as exc:
         raise CorruptEntryError(f"{name}: not acceptable JSON: {exc}", reason="header") from exc
     if not isinstance(content, dict) or "format" not in content:

@@ -20,10 +20,10 @@ from typing import TypeAlias
 
 import numpy as np
 
+from s3ec import safetensors_file
 from s3ec.errors import CorruptEntryError, TierError
-from s3ec.index import sealed
 from s3ec.index.rows import COLUMNS, DTYPES, Array, EntryInfo, Rows, merge
-from s3ec.index.sealed import FileHeader
+from s3ec.safetensors_file import FileHeader
 
 KIND = "index-1"
 MAX_ROWS = 2**28
@@ -58,7 +58,9 @@ def encode_segment(rows: Rows, namespace: str) -> list[bytes | memoryview]:
     if deleted.any():
         narrow["deleted"] = deleted
     metadata = {"s3ec": KIND, "namespace": namespace, "entries": str(len(rows))}
-    return sealed.encode(metadata, {**columns, _FENCES: _fences(hi, _slots(hi)), **narrow})
+    return safetensors_file.encode_columns(
+        metadata, {**columns, _FENCES: _fences(hi, _slots(hi)), **narrow}
+    )
 
 
 def parse_segment(blob: bytes | memoryview, namespace: str, *, name: str = "segment") -> Rows:
@@ -121,12 +123,12 @@ class Segment:
             OSError: It cannot be opened.
         """
         name = Path(path).name
-        whole = sealed.map_file(path)
+        whole = safetensors_file.map_file(path)
         segment = cls.parse(memoryview(whole), namespace, name=name)
         if segment._front is not None:
             # A lookup reads these; in the others it reads nothing.
             lookup = ("digest_hi", "digest_lo", _FENCES)
-            sealed.advise(whole, [segment._front.places[column] for column in lookup])
+            safetensors_file.advise(whole, [segment._front.places[column] for column in lookup])
         return segment
 
     @classmethod
@@ -137,7 +139,7 @@ class Segment:
             CorruptEntryError: As for open.
         """
         whole = memoryview(blob)
-        front = sealed.parse_front(whole, kind=KIND, namespace=namespace, name=name)
+        front = safetensors_file.parse_columns(whole, kind=KIND, namespace=namespace, name=name)
         entries = _checked_entries(front, name)
         columns = {column: place.of(whole) for column, place in front.places.items()}
         fences = columns.pop(_FENCES)

@@ -19,6 +19,7 @@ from s3ec.dev.rigs.proxy import Fault, Rule
 from s3ec.dev.rigs.proxy_faults import Flip, Replace, html_page
 from s3ec.identity import canonical_json
 from s3ec.prefetch import FetchOutcome
+from s3ec.safetensors_file import seal
 from s3ec.testing.server import LocalS3
 from tests.faults.engine import Engine, body_at, gets, overwrite
 from tests.faults.living import ROWS
@@ -124,7 +125,7 @@ def sealed(number: int, change: Callable[[dict[str, object]], None], data: bytes
     content = json.loads(blob[8 : 8 + length])
     change(content)
     metadata = content["__metadata__"]
-    metadata["header_xxh3"] = codec._seal(metadata, content["ec_cache"])
+    metadata["header_xxh3"] = seal(metadata, content["ec_cache"])
     return with_header(canonical_json(content).encode(), data or blob[8 + length :])
 
 

@@ -17,10 +17,11 @@ from hypothesis import strategies as st
 
 from s3ec.errors import CorruptEntryError
 from s3ec.identity import split_digest
-from s3ec.index import sealed, segment
+from s3ec.index import segment
 from s3ec.index.lookup import PresenceFilter, View
 from s3ec.index.rows import EntryInfo, Rows, Tombstone
 from s3ec.index.segment import Segment, encode_segment, parse_segment
+from s3ec.safetensors_file import encode_columns
 from tests.unit.index import columns
 from tests.unit.index.columns import (
     NAMESPACE,
@@ -406,7 +407,7 @@ def with_columns(**changed: Any) -> bytes:
     given = {**rows.columns(), "fences": np.array([0, 5, 20], "<u4"), **changed}
     order = sorted(given, key=lambda name: -given[name].itemsize)
     metadata = {"s3ec": segment.KIND, "namespace": NAMESPACE, "entries": "20"}
-    return b"".join(sealed.encode(metadata, {name: given[name] for name in order}))
+    return b"".join(encode_columns(metadata, {name: given[name] for name in order}))
 
 
 SORTED = rows_of(20, deleted=True)
