@@ -7,13 +7,13 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from typing import Literal
 
 from s3ec.errors import CorruptEntryError, TierError
 from s3ec.index.cache import IndexCache, VanishedError
-from s3ec.index.listing import ListingIndex
+from s3ec.index.listing import list_digests
 from s3ec.index.lookup import Overlay, View
 from s3ec.index.manifest import BaseManifest, ManifestChanges, ManifestPoller, read_head
 from s3ec.index.rows import Rows
@@ -59,7 +59,8 @@ class Follower:
     long download, beside the refreshes. Where the bucket has none that can be used, because
     nobody compacted yet or because a newer s3ec did, the objects are listed.
 
-    Counters: ``index.refused`` (files), ``index.vanished_base``, ``index.bases`` (opened).
+    Counters: ``index.refused`` (files), ``index.vanished_base``, ``index.bases`` (opened),
+    ``index.junk`` (objects that a listing took for no entries).
     """
 
     def __init__(
@@ -278,7 +279,7 @@ class Follower:
 
     def _drop_listing(self) -> None:
         if self._view.listing is not None and not self._needs_listing():
-            self._show(View(self._view.base, self._view.overlay))
+            self._show_listing(None)
 
     async def _fill(self, newest: BaseManifest | None) -> None:
         if newest is not None:
@@ -356,13 +357,24 @@ class Follower:
         return self._options.mode == "exact"
 
     async def _list_objects(self) -> None:
+        """List the objects, and show what was seen.
+
+        Also what was seen before the listing failed, beside what is known: that is worth having.
+        """
         started_s = self._clock()
-        listing = self._view.listing
-        if listing is None:
-            listing = ListingIndex(self._cache.store, self._layout, self._counters)
-            # What a listing shows before it fails is worth having.
-            self._show(View(self._view.base, self._view.overlay, listing))
-        await listing.refresh()
+        found: set[bytes] = set()
+        try:
+            junk = await list_digests(self._cache.store, self._layout, found)
+        except BaseException:
+            found |= self._view.listing or set()
+            self._show_listing(found)
+            raise
+        self._show_listing(found)
+        if junk:
+            self._counters.add("index.junk", junk)
         now_s = self._clock()
         pause_s = max(_LISTING_EVERY_S, (now_s - started_s) / _LISTING_SHARE)
         self._listing_due_s = now_s + pause_s
+
+    def _show_listing(self, listing: Set[bytes] | None) -> None:
+        self._show(View(self._view.base, self._view.overlay, listing))

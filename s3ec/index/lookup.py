@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from enum import Enum
 from typing import Final, Literal
 
@@ -19,7 +19,6 @@ import numpy.typing as npt
 from s3ec.errors import CorruptEntryError
 from s3ec.identity import Key, split_digest
 from s3ec.index.bloom import Bloom
-from s3ec.index.listing import ListingIndex
 from s3ec.index.manifest import BaseManifest, Shard
 from s3ec.index.rows import Array, EntryInfo, Rows, concat
 from s3ec.index.segment import LookupParts, Segment
@@ -266,7 +265,7 @@ class View:
     Attributes:
         base: The newest one that could be opened, if any.
         overlay: All rows of the deltas, merged; None where there are none.
-        listing: What ``objects/`` holds, where no base says it (completely).
+        listing: Digests of what ``objects/`` holds, where no base says it (completely).
     """
 
     __slots__ = ("_base_maybe", "_marks", "_mask", "_overlaid", "base", "listing", "overlay")
@@ -275,7 +274,7 @@ class View:
         self,
         base: Base | None = None,
         overlay: Segment | None = None,
-        listing: ListingIndex | None = None,
+        listing: Set[bytes] | None = None,
     ) -> None:
         self.base = base
         self.overlay = overlay if overlay is not None and len(overlay) else None
@@ -303,7 +302,7 @@ class View:
         maybe = self._base_maybe
         if maybe is not None and maybe(hi, lo):
             return True
-        return self.listing is not None and self.listing.maybe_contains(key)
+        return self.listing is not None and key.digest in self.listing
 
     def lookup(
         self, overrides: PresenceFilter, fallback: Callable[[Key], bool]
@@ -352,7 +351,7 @@ class View:
         row = -1 if self.overlay is None else self.overlay.find(hi, lo)
         if row >= 0:
             return not self._marks[row]
-        return self.listing is not None and self.listing.maybe_contains(key)
+        return self.listing is not None and key.digest in self.listing
 
     def latest(self, digest: bytes) -> tuple[EntryInfo, bool] | None:
         """What is known of a key, and whether it was deleted; None where no row says anything.

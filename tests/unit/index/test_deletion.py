@@ -204,7 +204,7 @@ async def test_a_round_is_announced_before_the_next_one_is_deleted(
 async def test_old_entries_of_all_folders_share_requests_and_deltas(
     memory: MemoryStore, clock: Clock, monkeypatch: pytest.MonkeyPatch, few: int
 ) -> None:
-    monkeypatch.setattr(listing, "_FEW", few)
+    monkeypatch.setattr(listing, "FEW", few)
     for number in range(1500):
         await put_object(memory, key_of(("many", number)), 9)
     store = FaultStore(MemoryStore(memory.bucket, clock=clock), Script())
@@ -297,8 +297,8 @@ async def test_a_listing_that_fails_half_way_leaves_no_deletion_untold(
     memory: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One prefix cannot be listed while the entry of another one is being announced."""
-    monkeypatch.setattr(listing, "_FEW", 0)
-    monkeypatch.setattr(listing, "_ATTEMPTS", 1)
+    monkeypatch.setattr(listing, "FEW", 0)
+    monkeypatch.setattr(listing, "ATTEMPTS", 1)
     monkeypatch.setattr(deletion, "ROUND_OBJECTS", 1)
     for number in range(2):
         await put_entry(memory, number)
@@ -387,7 +387,7 @@ async def test_old_objects_of_an_entry_go_and_readers_keep_it_for_the_young_one(
 async def test_of_many_entries_those_that_are_there_are_found_with_their_revisions(
     memory: MemoryStore, monkeypatch: pytest.MonkeyPatch, few: int
 ) -> None:
-    monkeypatch.setattr(listing, "_FEW", few)
+    monkeypatch.setattr(listing, "FEW", few)
     keys = [key_of(("many", number)) for number in range(40)]
     for key in keys[:3]:
         await put_object(memory, key, 9)

@@ -88,14 +88,14 @@ async def test_a_made_up_last_version_is_named_and_nothing_is_written(memory: Me
 @pytest.fixture
 def by_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few objects are listed as many are: folder by folder, several at a time."""
-    monkeypatch.setattr(listing, "_FEW", 0)
+    monkeypatch.setattr(listing, "FEW", 0)
 
 
 @pytest.mark.parametrize("few", [0, 4096])
 async def test_rebuild_finds_every_kind_of_name(
     memory: MemoryStore, monkeypatch: pytest.MonkeyPatch, few: int
 ) -> None:
-    monkeypatch.setattr(listing, "_FEW", few)
+    monkeypatch.setattr(listing, "FEW", few)
     monkeypatch.setattr(listing, "_BATCH", 2)
     monkeypatch.setattr(segment, "ROWS_PER_RUN", 4)
     hashes = [hashlib.sha256(bytes([n])).hexdigest() for n in range(20)]
@@ -137,7 +137,7 @@ class Breaking(FaultStore):
 async def test_a_listing_goes_on_where_it_broke_off(
     memory: MemoryStore, monkeypatch: pytest.MonkeyPatch, in_order: bool, by_folder: None
 ) -> None:
-    monkeypatch.setattr(listing, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(listing, "PAUSE_S", 0.0)
     hashes = [f"ab{number:062x}" for number in range(10)]
     for digest in hashes:
         key = make_key(digest)
@@ -211,7 +211,7 @@ async def test_rebuild_comes_after_a_compaction_that_was_faster(
 async def test_few_objects_are_listed_at_once_and_more_than_few_by_folder(
     memory: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listing, "_FEW", 3)
+    monkeypatch.setattr(listing, "FEW", 3)
     for number in range(4):
         store = FaultStore(memory, Script())
         assert (await rebuild(store, LAYOUT)).head.entries == number
