@@ -35,7 +35,8 @@ _COLUMN = "bloom"
 _AIM = 0.95
 # Memory that is given for fewer probes, which is what a lookup's time goes to.
 _ROOM = 1.05
-_BUILD_KEYS = 2**18  # keys placed together: some MiB of temporaries
+BUILD_KEYS = 2**18
+"""Keys placed together: some MiB of temporaries."""
 
 
 def expected_fpr(entries: int, blocks: float, probes: int) -> float:
@@ -102,8 +103,8 @@ def build_bloom(hi: Array, lo: Array, fpr: float, namespace: str) -> list[bytes 
     blocks, probes = size_for(len(hi), fpr)
     # A byte per bit, since setting bytes needs no read before the write, and packing is quick.
     bits = np.zeros(blocks * BLOCK_BITS, np.bool_)
-    for start in range(0, len(hi), _BUILD_KEYS):
-        some = slice(start, start + _BUILD_KEYS)
+    for start in range(0, len(hi), BUILD_KEYS):
+        some = slice(start, start + BUILD_KEYS)
         block = (hi[some] & np.uint64(0xFFFFFFFF)) * np.uint64(blocks) >> np.uint64(32)
         base = block * np.uint64(BLOCK_BITS)
         for probe in range(probes):
@@ -170,16 +171,6 @@ class Bloom:
         _check_shape(front, name)
         return cls(front, whole, name=name)
 
-    @property
-    def nbytes(self) -> int:
-        """Size of the file."""
-        return self._front.total_bytes
-
-    @property
-    def fpr(self) -> float:
-        """The expected rate of false positives."""
-        return expected_fpr(self.entries, self.blocks, self.probes)
-
     def __len__(self) -> int:
         return self.entries
 
@@ -212,11 +203,6 @@ class Bloom:
             CorruptEntryError: ``reason`` is ``checksum``.
         """
         self._front.check_data(self._blob, self.name)
-
-    def close(self) -> None:
-        """Let go of the file now; nobody may look up during or after it."""
-        self._bits = self._blob = memoryview(bytes(_BLOCK_BYTES))
-        self.blocks = 1
 
 
 def _check_shape(front: FileHeader, name: str) -> None:

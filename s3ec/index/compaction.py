@@ -78,10 +78,9 @@ async def compact(
     if head is None:
         return await rebuild(store, layout, making)
     deltas = Deltas()
-    if snapshot.deltas.keys() - head.merged:
-        work = _Work(store, layout, making, snapshot)
+    if snapshot.unmerged(head):
         try:
-            merged = await work.merge(head, deltas)
+            merged = await _merge(store, layout, making, snapshot, head, deltas)
         except CorruptEntryError:
             if (await take_snapshot(store, layout)).version != head.version:
                 return None  # the old base was deleted while it was read
@@ -93,28 +92,25 @@ async def compact(
     return BuildResult(head, len(deltas.read), removed, deltas.corrupt)
 
 
-@dataclass(frozen=True, slots=True)
-class _Work:
-    """One attempt."""
-
-    store: Store
-    layout: Layout
-    making: BuildOptions
-    snapshot: ManifestListing
-
-    async def merge(self, head: BaseManifest, deltas: Deltas) -> BaseManifest | None:
-        """Make the base after ``head``; the same one where no delta was of use, None if beaten."""
-        listed = self.snapshot.deltas.keys()
-        room = max(0, MAX_MERGED - len(head.merged & listed))
-        pending = sorted(listed - head.merged)[:room]
-        with temporary_folder(self.making.folder) as folder:
-            content = MergedRows(self.store, self.layout, head, folder)
-            await content.add_deltas(pending, deltas)
-            if not deltas.read:
-                return head
-            writer = BaseWriter(self.store, self.layout, head.version + 1, self.making)
-            await write_base(writer, content.between, content.max_entries)
-            return await writer.commit((head.merged & listed) | deltas.read)
+async def _merge(
+    store: Store,
+    layout: Layout,
+    making: BuildOptions,
+    snapshot: ManifestListing,
+    head: BaseManifest,
+    deltas: Deltas,
+) -> BaseManifest | None:
+    """Make the base after ``head``; the same one where no delta was of use, None if beaten."""
+    kept = head.merged & snapshot.deltas.keys()
+    room = max(0, MAX_MERGED - len(kept))
+    with temporary_folder(making.folder) as folder:
+        content = MergedRows(store, layout, head, folder)
+        await content.add_deltas(snapshot.unmerged(head)[:room], deltas)
+        if not deltas.read:
+            return head
+        writer = BaseWriter(store, layout, head.version + 1, making)
+        await write_base(writer, content.between, content.max_entries)
+        return await writer.commit(kept | deltas.read)
 
 
 MAX_DELTAS = 128
@@ -265,8 +261,7 @@ class ElectedCompactor:
         """The bucket's, by sizes: somebody else may have been faster."""
         snapshot = await take_snapshot(self._store, self._layout)
         head = await newest_head(self._store, self._layout, snapshot)
-        merged = head.merged if head else frozenset()
-        sizes = [info.nbytes for ulid, info in snapshot.deltas.items() if ulid not in merged]
+        sizes = [snapshot.deltas[ulid].nbytes for ulid in snapshot.unmerged(head)]
         return Backlog(len(sizes), sum(sizes) // _ROW_BYTES, head.entries if head else 0)
 
     def _note(self, exc: S3ECError) -> None:

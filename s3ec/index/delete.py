@@ -26,10 +26,10 @@ from dataclasses import dataclass
 
 from s3ec.counters import Counters, Report, unreported
 from s3ec.errors import AccessError, ConflictError, CorruptEntryError, S3ECError, UnavailableError
-from s3ec.identity import Key, Layout, digest_of_name, entry_name
+from s3ec.identity import Key, Layout
 from s3ec.index.announce import Announcer
 from s3ec.index.base_writer import server_time, temporary_folder
-from s3ec.index.listing import few_objects, list_objects, listed
+from s3ec.index.listing import FEW, few_objects, key_of_object, list_objects, listed
 from s3ec.index.manifest import newest_head, take_snapshot
 from s3ec.index.merged_rows import DELTAS, LastModifiedIndex
 from s3ec.store.base import DELETE_AT_A_TIME, ObjectInfo, Store
@@ -91,7 +91,7 @@ class Contents:
 
 
 async def survey(store: Store, layout: Layout, *, report: Report = unreported) -> Contents:
-    """Count what is in a namespace, by a listing of its folders, 16 at a time.
+    """Count what is in a namespace; where that is much, by a listing of its folders, 16 at a time.
 
     Args:
         report: Told how many objects were counted.
@@ -101,6 +101,13 @@ async def survey(store: Store, layout: Layout, *, report: Report = unreported) -
         AccessError: It refuses.
     """
     contents = Contents()
+    few = await few_objects(store, layout.everything)
+    if few is not None:
+        for info in few:
+            folder = info.name.rpartition("/")[0] + "/"  # what is in none is not seen below either
+            if info.name == layout.descriptor or folder not in (layout.everything, layout.objects):
+                contents.add(layout, info)
+        return contents
     expected = await expected_entries(store, layout)
 
     async def count(folder: str) -> None:
@@ -157,8 +164,9 @@ async def remove_namespace(
         done += len(names)
         report("deleting", done, max(done, contents.objects))
 
-    await in_parallel(await _folders(store, layout.objects), remove)
-    await delete()
+    if contents.entries > FEW:  # side by side, then what is left
+        await in_parallel(await _folders(store, layout.objects), remove)
+        await delete()
     # Of the index the heads first: without one, readers look for no base.
     for prefix in (layout.objects, layout.heads, layout.manifest, layout.everything):
         await remove(prefix)
@@ -188,8 +196,8 @@ async def _require_idle(store: Store, layout: Layout, contents: Contents, idle_s
         )
 
 
-# Writing a few kilobytes takes no longer where the bucket answers at all.
-_TELL_S = 60.0
+TELL_S = 60.0
+"""Writing a few kilobytes takes no longer where the bucket answers at all."""
 # Nor does asking after what a request without an answer has left.
 _LOOK_S = 10.0
 # From so many entries on, one listing of all objects is tried first.
@@ -375,7 +383,7 @@ async def _tell(announcer: Announcer) -> None:
     """
     count = len(announcer)
     try:
-        async with asyncio.timeout(_TELL_S):
+        async with asyncio.timeout(TELL_S):
             await announcer.flush()
     except TimeoutError as exc:
         announcer.close()
@@ -459,13 +467,6 @@ def _of_entries(
         if name in found:
             found[name].append(info)
     return {key: found[key.name] for key in keys}
-
-
-def key_of_object(layout: Layout, name: str) -> tuple[Key, int]:
-    """Key and revision of a listed object; the identifier, which it alone knows, is empty."""
-    below = name.removeprefix(layout.objects)
-    plain, revision = entry_name(below) or (below, 0)
-    return Key("", plain, digest_of_name(plain)), revision
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ from s3ec.errors import CorruptEntryError, TierError
 from s3ec.index.cache import IndexCache, VanishedError
 from s3ec.index.listing import list_digests
 from s3ec.index.lookup import Overlay, View
-from s3ec.index.manifest import BaseManifest, ManifestChanges, ManifestPoller, read_head
+from s3ec.index.manifest import BaseManifest, ManifestListing, ManifestPoller, read_head
 from s3ec.index.rows import Rows
 from s3ec.index.segment import Segment
 from s3ec.store.base import ObjectInfo
@@ -131,14 +131,14 @@ class Follower:
 
     # -- heads -------------------------------------------------------------------------------
 
-    async def _is_made_anew(self, known: BaseManifest, news: ManifestChanges) -> bool:
+    async def _is_made_anew(self, known: BaseManifest, news: ManifestListing) -> bool:
         """Whether the manifest is another one than that which this head was read from.
 
         A head is deleted after a newer one only, and never written twice: unless somebody deleted
         the manifest by hand, or the server ignores If-None-Match.
         """
-        if not news.heads or max(news.heads) != known.version:
-            return bool(news.heads) and max(news.heads) < known.version
+        if news.version != known.version:
+            return 0 < news.version < known.version
         info, name = news.heads[known.version], self._layout.head(known.version)
         if self._listed.get(known.version) == info or name in self._refused:
             return False
@@ -150,9 +150,9 @@ class Follower:
         self._listed[known.version] = info
         return head is not None and head.run != known.run
 
-    async def _newest_head(self, news: ManifestChanges) -> BaseManifest | None:
+    async def _newest_head(self, news: ManifestListing) -> BaseManifest | None:
         """The newest head that can be read; the open base's where none is newer."""
-        for version in news.versions:
+        for version in sorted(news.heads, reverse=True):
             if self._head is not None and version <= self._head.version:
                 break
             name = self._layout.head(version)
@@ -186,7 +186,7 @@ class Follower:
             self._told.add(what)
             log.warning("%s", message)
 
-    def _forgive(self, news: ManifestChanges) -> None:
+    def _forgive(self, news: ManifestListing) -> None:
         """Try what was damaged once more, and forget what is gone."""
         there = {self._layout.delta(ulid) for ulid in news.deltas}
         there |= {self._layout.head(version) for version in news.heads}
@@ -201,7 +201,7 @@ class Follower:
 
     # -- deltas ------------------------------------------------------------------------------
 
-    async def _apply(self, news: ManifestChanges, newest: BaseManifest | None) -> None:
+    async def _apply(self, news: ManifestListing, newest: BaseManifest | None) -> None:
         """Fetch what is new, and merge it into the overlay."""
         self._pending |= news.deltas.keys()
         # Before there is a base, the one to come will hold what is merged into it.

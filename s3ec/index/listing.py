@@ -13,7 +13,7 @@ import numpy as np
 
 from s3ec.counters import Report, unreported
 from s3ec.errors import UnavailableError
-from s3ec.identity import Layout, digest_of_name, entry_name
+from s3ec.identity import Key, Layout, digest_of_name, entry_name
 from s3ec.index.rows import Rows
 from s3ec.index.segment import SortedRuns
 from s3ec.store.base import ObjectInfo, Store
@@ -137,6 +137,17 @@ async def _prefixes(store: Store, objects: str) -> list[str]:
     return [*direct, *(prefix for prefixes in nested for prefix in prefixes)]
 
 
+def key_of_object(layout: Layout, name: str) -> tuple[Key, int]:
+    """Key and revision of a listed object; the identifier, which it alone knows, is empty."""
+    plain, revision = _entry_name(layout, name)
+    return Key("", plain, digest_of_name(plain)), revision
+
+
+def _entry_name(layout: Layout, name: str) -> tuple[str, int]:
+    below = name.removeprefix(layout.objects)
+    return entry_name(below) or (below, 0)
+
+
 async def read_listing(
     store: Store,
     layout: Layout,
@@ -174,8 +185,7 @@ def rows_of(layout: Layout, infos: Sequence[ObjectInfo]) -> Rows:
     An entry's revision has its digest. It is what readers end with, and its row counts: also
     where both were stored within one second, so it is that much later.
     """
-    start = len(layout.objects)
-    found = [entry_name(info.name[start:]) or (info.name[start:], 0) for info in infos]
+    found = [_entry_name(layout, info.name) for info in infos]
     digests = b"".join(digest_of_name(name) for name, _ in found)
     halves = np.frombuffer(digests, ">u8").reshape(-1, 2)
     times = [

@@ -135,13 +135,6 @@ class Base:
         """All shards in order; none where it is not exact."""
         return list(dict.fromkeys(self._segments))
 
-    def close(self) -> None:
-        """Let go of all files now; nobody may look up during or after it."""
-        for segment in set(self._segments):
-            segment.close()
-        for bloom in set(self._blooms):
-            bloom.close()
-
 
 def _check_segment(shard: Shard, segment: Segment) -> None:
     """Structure only: two rows are read.

@@ -8,7 +8,7 @@ import re
 import secrets
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from s3ec.errors import CorruptEntryError, UnavailableError
@@ -336,23 +336,32 @@ class ManifestListing:
     """What one listing showed. Names of no known form are left out, and so never deleted.
 
     Attributes:
-        deltas: ULID to object.
+        deltas: ULID to object; in a look for news, known ones among them.
         heads: Version to object.
-        runs: Version and run to the shards and filters of that run.
+        runs: Version and run to the shards and filters of that run; none in a look for news.
+        complete: Whether the listing was to begin at the first delta.
     """
 
     deltas: Mapping[str, ObjectInfo]
     heads: Mapping[int, ObjectInfo]
     runs: Mapping[Run, Sequence[ObjectInfo]]
+    complete: bool = True
 
     @property
     def version(self) -> int:
         """Of the newest base, 0 where there is none."""
         return max(self.heads, default=0)
 
+    def unmerged(self, head: BaseManifest | None) -> list[str]:
+        """ULIDs of the deltas that are not in this base, in rising order; of all without one."""
+        return sorted(self.deltas.keys() - (head.merged if head else frozenset()))
 
-async def take_snapshot(store: Store, layout: Layout) -> ManifestListing:
-    """List all of ``manifest/``, one request per 1000 objects.
+
+async def take_snapshot(store: Store, layout: Layout, start_after: str = "") -> ManifestListing:
+    """List ``manifest/``, one request per 1000 objects.
+
+    Args:
+        start_after: The name behind which to begin; empty for all.
 
     Raises:
         UnavailableError: The store does not answer now.
@@ -361,7 +370,7 @@ async def take_snapshot(store: Store, layout: Layout) -> ManifestListing:
     deltas: dict[str, ObjectInfo] = {}
     heads: dict[int, ObjectInfo] = {}
     runs: dict[Run, list[ObjectInfo]] = defaultdict(list)
-    async for info in store.list(layout.manifest):
+    async for info in store.list(layout.manifest, start_after=start_after):
         if (ulid := layout.delta_of(info.name)) is not None:
             deltas[ulid] = info
         elif (version := layout.version_of(info.name)) is not None:
@@ -412,26 +421,6 @@ OVERLAP_S = 600.0
 _FULL_EVERY = 30
 
 
-@dataclass(frozen=True, slots=True)
-class ManifestChanges:
-    """What one listing showed.
-
-    Attributes:
-        deltas: ULID to object; known ones among them.
-        heads: Version to object.
-        complete: Whether the listing began at the first delta.
-    """
-
-    deltas: dict[str, ObjectInfo]
-    heads: dict[int, ObjectInfo]
-    complete: bool
-
-    @property
-    def versions(self) -> list[int]:
-        """Of all heads, newest first."""
-        return sorted(self.heads, reverse=True)
-
-
 class ManifestPoller:
     """Looks for news of one namespace. One request a look, and one per 1000 new deltas.
 
@@ -446,7 +435,7 @@ class ManifestPoller:
         self._newest_ms = 0.0
         self._looks = 0
 
-    async def look(self, *, complete: bool = False) -> ManifestChanges:
+    async def look(self, *, complete: bool = False) -> ManifestListing:
         """List once.
 
         Args:
@@ -456,21 +445,12 @@ class ManifestPoller:
             UnavailableError, AccessError: Nothing is taken note of.
         """
         complete = complete or self._looks % _FULL_EVERY == 0
-        deltas: dict[str, ObjectInfo] = {}
-        heads: dict[int, ObjectInfo] = {}
-        async for info in self._store.list(
-            self._layout.manifest, start_after=self._start_after(complete=complete)
-        ):
-            ulid = self._layout.delta_of(info.name)
-            version = self._layout.version_of(info.name)
-            if ulid is not None:
-                deltas[ulid] = info
-            elif version is not None:
-                heads[version] = info
+        start_after = self._start_after(complete=complete)
+        news = await take_snapshot(self._store, self._layout, start_after)
         self._looks += 1
-        for ulid, info in deltas.items():
+        for ulid, info in news.deltas.items():
             self._newest_ms = max(self._newest_ms, _seen_ms(ulid, info))
-        return ManifestChanges(deltas, heads, complete)
+        return replace(news, complete=complete)
 
     def _start_after(self, *, complete: bool) -> str:
         start_ms = int(self._newest_ms - OVERLAP_S * 1000)

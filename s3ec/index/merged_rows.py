@@ -213,9 +213,8 @@ class LastModifiedIndex:
             self._head = await newest_head(self._store, self._layout, snapshot)
         except CorruptEntryError as exc:
             log.warning("the base of the index is unusable: %s", exc)
-        merged = self._head.merged if self._head else frozenset()
         content = MergedRows(self._store, self._layout, None, self._folder / DELTAS)
-        await content.add_deltas(sorted(snapshot.deltas.keys() - merged), Deltas())
+        await content.add_deltas(snapshot.unmerged(self._head), Deltas())
         self._deltas = Segment.of(await content.between(0, 255, keep_tombstones=True))
         for shard in self._head.shards if self._head else ():
             self._of_byte[shard.first : shard.last + 1] = [shard] * (shard.last + 1 - shard.first)

@@ -19,7 +19,6 @@ from s3ec.codec import Shape
 Array: TypeAlias = npt.NDArray[Any]
 Selection: TypeAlias = slice | npt.NDArray[np.bool_] | npt.NDArray[np.intp]
 
-DIGEST_BYTES = 16
 # Column -> numpy type, by falling item size: so each starts aligned without a gap in a file.
 COLUMNS = {
     "digest_hi": "<u8",

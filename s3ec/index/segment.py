@@ -32,7 +32,8 @@ MAX_DELTA_BYTES = 64 * 2**20
 _ROWS_PER_SLOT = 2  # at least, on average; up to twice as many
 _FENCES = "fences"
 _REQUIRED = {*COLUMNS, _FENCES} - {"deleted"}
-_CHECK_ROWS = 2**18  # rows looked at together when all are checked: a few MiB of temporaries
+CHECK_ROWS = 2**18
+"""Rows looked at together when all are checked: a few MiB of temporaries."""
 
 # Shift and mask that give a slot, then fences, first and second halves of the digests.
 LookupParts: TypeAlias = "tuple[int, int, memoryview[int], memoryview[int], memoryview[int]]"
@@ -99,9 +100,6 @@ class Segment:
         self.name = name
         self._front = front
         self._blob = blob
-        self._use(rows, fences)
-
-    def _use(self, rows: Rows, fences: Array) -> None:
         self._rows = rows
         # Items of memoryviews cost half of what numpy's do. A blob from the network may lie at any
         # address, and where numbers are not aligned memoryviews give none: those are copied.
@@ -216,8 +214,8 @@ class Segment:
         if self._front is not None and self._blob is not None:
             self._front.check_data(self._blob, self.name)
         rows = self._rows
-        for start in range(0, len(rows), _CHECK_ROWS):
-            part = rows.select(slice(start, start + _CHECK_ROWS + 1))  # one row of overlap
+        for start in range(0, len(rows), CHECK_ROWS):
+            part = rows.select(slice(start, start + CHECK_ROWS + 1))  # one row of overlap
             if not part.is_sorted():
                 raise CorruptEntryError(f"{self.name}: rows are not sorted", reason="order")
             if part.dtype.max() >= len(DTYPES) or part.deleted.max() > 1:
@@ -227,11 +225,6 @@ class Segment:
         fits = slots <= 2 ** _differing_bits(rows.digest_hi)
         if not fits or not np.array_equal(self._fence, _fences(rows.digest_hi, slots)):
             raise CorruptEntryError(f"{self.name}: fences do not fit the rows", reason="order")
-
-    def close(self) -> None:
-        """Let go of the file now; nobody may look up during or after it."""
-        self._front = self._blob = None
-        self._use(Rows.empty(), np.zeros(2, "<u4"))
 
 
 def _differing_bits(hi: Array) -> int:

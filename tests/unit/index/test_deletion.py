@@ -12,7 +12,13 @@ from s3ec.errors import AccessError, S3ECError, UnavailableError
 from s3ec.index import delete as deletion
 from s3ec.index import listing, manifest
 from s3ec.index.compaction import compact
-from s3ec.index.delete import count_older, delete_older, deleting, find_objects
+from s3ec.index.delete import (
+    count_older,
+    delete_older,
+    deleting,
+    find_objects,
+    remove_namespace,
+)
 from s3ec.index.rebuild import verify
 from s3ec.index.rows import EntryInfo
 from s3ec.store.base import Store
@@ -134,7 +140,7 @@ async def test_a_batch_that_is_refused_as_a_whole_is_not_announced(memory: Memor
 async def test_readers_that_could_not_be_told_are_an_error(
     memory: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(deletion, "_TELL_S", 0.01)
+    monkeypatch.setattr(deletion, "TELL_S", 0.01)
     await put_entry(memory, 1)
     fault = Fault("put_if_absent", "/delta/", error=UnavailableError)
     with pytest.raises(UnavailableError, match="could not be told"):
@@ -416,3 +422,25 @@ async def test_many_entries_are_looked_for_at_a_time(memory: MemoryStore) -> Non
         for gate in gates:
             gate.release()
         await task
+
+
+@pytest.mark.parametrize(("few", "listings"), [(0, 16), (4096, 6)])
+async def test_a_namespace_goes_with_all_that_is_in_it(
+    memory: MemoryStore, monkeypatch: pytest.MonkeyPatch, few: int, listings: int
+) -> None:
+    monkeypatch.setattr(listing, "FEW", few)
+    monkeypatch.setattr(deletion, "FEW", few)
+    for number in range(3):
+        await put_entry(memory, number)
+    await compact(memory, LAYOUT)
+    await memory.put_if_absent(LAYOUT.modality("image"), [b"{}"])
+    await memory.put_if_absent(LAYOUT.descriptor, [b"{}"])
+    await memory.put_if_absent(LAYOUT.everything + "foreign/object", [b"x"])
+    nbytes = sum(map(len, memory.bucket.objects.values()))
+    store = FaultStore(memory, Script())
+    found = await remove_namespace(store, LAYOUT, 0.0)
+    assert (found.entries, found.entry_nbytes, found.records, found.others) == (3, 303, 2, 1)
+    assert found.nbytes == nbytes
+    assert found.index_files > 3
+    assert store.calls["list"] == listings
+    assert not memory.bucket.objects

@@ -239,9 +239,6 @@ def test_rows_outlive_their_segment(tmp_path: Path) -> None:
     rows = rows_of(1000)
     opened = Segment.open(written(tmp_path, file_of(rows)), NAMESPACE)
     views = opened.rows()
-    opened.close()
-    assert opened.find(*halves_of(rows)[0]) == -1
-    assert len(opened) == 0
     del opened
     assert as_items(views) == as_items(rows)
 
@@ -466,7 +463,7 @@ def test_more_slots_than_digests_differ_in_are_refused() -> None:
 def test_unsorted_rows_are_seen_across_the_parts_of_the_check(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(segment, "_CHECK_ROWS", 5)
+    monkeypatch.setattr(segment, "CHECK_ROWS", 5)
     parse_segment(file_of(rows_of(20)), NAMESPACE)
     hi = SORTED.digest_hi.copy()
     hi[[4, 5]] = hi[[5, 4]]
