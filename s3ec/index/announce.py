@@ -27,18 +27,20 @@ ANNOUNCE_S = 2.0
 BATCH_ITEMS = 1000
 """A batch of so many waits for no more."""
 
-# About 600 bytes each.
-_MAX_WAITING = 100_000
-_MAX_TIME_S = 2**32 - 1  # what the column holds; of equal times the later name's wins
-_FIRST_PAUSE_S = 0.5
+MAX_WAITING = 100_000
+"""Keys that may wait for a confirmation; about 600 bytes each."""
+FIRST_PAUSE_S = 0.5
+"""After a failure; twice as long after each further one."""
+DENIED_PAUSE_S = 60.0
+"""A refusal lasts until somebody changes a policy, and too many refusals open the breaker."""
+CALIBRATE_EVERY = 1000
+"""Deltas between two looks at the server's clock; an idle writer makes none."""
+
 _MAX_PAUSE_S = 15.0
-# What is refused is so until somebody changes a policy, and too many refusals open the breaker.
-_DENIED_PAUSE_S = 60.0
+_MAX_TIME_S = 2**32 - 1  # what the column holds; of equal times the later name's wins
 # A name is renewed before a retry once it is so old: a delta that comes late under an old name is
 # found late.
 _NAME_AGE_S = OVERLAP_S / 10
-# Deltas between two looks at the server's clock; an idle writer makes none.
-_CALIBRATE_EVERY = 1000
 # The server's times are whole seconds.
 _RESOLUTION_S = 2.0
 
@@ -131,13 +133,13 @@ class Announcer:
                 and should hold little: it is kept until then.
             at_s: When it was so, seconds since the epoch by this machine's clock; None: now.
         """
-        if self._closed or len(self._waiting) >= _MAX_WAITING:
+        if self._closed or len(self._waiting) >= MAX_WAITING:
             if not self._closed and not self._said_full:
                 self._said_full = True
                 log.error(
                     "more than %d keys wait to be announced; further ones may be missing from "
                     "the index until `s3ec manifest rebuild`",
-                    _MAX_WAITING,
+                    MAX_WAITING,
                 )
             done(False)
             return
@@ -236,7 +238,7 @@ class Announcer:
         started_s = self._clock()
         name = await self._put(batch)
         if self._until_look == 0:
-            self._until_look = _CALIBRATE_EVERY
+            self._until_look = CALIBRATE_EVERY
             moved_s = await self._calibrate(name, started_s, self._clock())
             if abs(moved_s) > OVERLAP_S / 2:
                 # Readers may have looked past a name of the wrong time already.
@@ -252,7 +254,7 @@ class Announcer:
     async def _put(self, batch: dict[bytes, _Item]) -> str:
         """Write one delta, trying until the bucket has it; returns its name."""
         body = encode_segment(self._rows(batch), self._layout.namespace)
-        pause_s = _FIRST_PAUSE_S
+        pause_s = FIRST_PAUSE_S
         name, named_s = "", 0.0
         while True:
             now_s = self._clock() + self._offset_s
@@ -265,7 +267,7 @@ class Announcer:
             except (UnavailableError, AccessError) as exc:
                 self._failed(exc)
                 denied = isinstance(exc, AccessError)
-                await _wait(self._retry, _DENIED_PAUSE_S if denied else pause_s)
+                await _wait(self._retry, DENIED_PAUSE_S if denied else pause_s)
                 pause_s = min(pause_s * 2, _MAX_PAUSE_S)
                 continue
             self._complained = False

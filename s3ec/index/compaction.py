@@ -125,11 +125,14 @@ _ROWS_SHARE = 1 / 8
 # What a row takes in a delta; what the bucket lists is sizes.
 _ROW_BYTES = 42
 
-_LOOK_EVERY_S = 10.0
-# Writers of other nodes see the same pile at the same time.
-_SPREAD_S = 30.0
-_FIRST_PAUSE_S = 60.0
-_MAX_PAUSE_S = 1800.0
+LOOK_EVERY_S = 10.0
+"""Between two looks at what this process knows of the backlog."""
+SPREAD_S = 30.0
+"""Waited for at random: writers of other nodes see the same backlog at the same time."""
+FIRST_PAUSE_S = 60.0
+"""After a compaction that failed or was in vain; twice as long after each further one."""
+MAX_PAUSE_S = 1800.0
+"""The longest of these pauses."""
 _TASK = "compact"
 
 
@@ -192,15 +195,15 @@ class ElectedCompactor:
 
     async def run_forever(self) -> None:
         """Compact whenever it pays, until cancelled, or for good where the server forbids it."""
-        pause_s = _FIRST_PAUSE_S
+        pause_s = FIRST_PAUSE_S
         while True:
-            await asyncio.sleep(_LOOK_EVERY_S * random.uniform(0.9, 1.1))
+            await asyncio.sleep(LOOK_EVERY_S * random.uniform(0.9, 1.1))
             if not self._backlog().is_large:
                 continue
-            await asyncio.sleep(random.uniform(0, _SPREAD_S))
+            await asyncio.sleep(random.uniform(0, SPREAD_S))
             try:
                 if await self.compact_if_needed():
-                    pause_s = _FIRST_PAUSE_S
+                    pause_s = FIRST_PAUSE_S
                     continue
             except ConfigError as exc:
                 self._counters.add("compact.failed")
@@ -215,7 +218,7 @@ class ElectedCompactor:
                 self._counters.add("internal_errors")
                 log.exception("compacting the index of %s", self._layout.namespace)
             await asyncio.sleep(pause_s * random.uniform(0.5, 1))
-            pause_s = min(2 * pause_s, _MAX_PAUSE_S)
+            pause_s = min(2 * pause_s, MAX_PAUSE_S)
 
     async def compact_if_needed(self) -> bool:
         """Look at the bucket, and compact where the backlog is still large and nobody is at it.

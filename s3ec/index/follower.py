@@ -80,7 +80,6 @@ class Follower:
         """
         self._cache = cache
         self._layout = cache.layout
-        self._disk = cache.disk
         self._counters = cache.counters
         self._options = options
         self._install = install
@@ -218,8 +217,8 @@ class Follower:
                 good = {u: rows for u, rows in good.items() if u not in self._head.merged}
             if not good:
                 return
-            overlay = await self._disk(self._overlay.plus, good)
-            new = await self._disk(Overlay().plus, good)
+            overlay = await self._cache.disk(self._overlay.plus, good)
+            new = await self._cache.disk(Overlay().plus, good)
             self._overlay = overlay
             self._show(View(self._view.base, overlay.segment, self._view.listing), new.segment)
 
@@ -325,7 +324,7 @@ class Follower:
         base = await self._cache.base(head, exact=exact)
         async with self._changing:
             rows = await self._applied_rows(await self._left_by(head))
-            self._head, self._overlay = head, await self._disk(Overlay().plus, rows)
+            self._head, self._overlay = head, await self._cache.disk(Overlay().plus, rows)
             listing = self._view.listing if self._needs_listing() else None
             self._show(View(base, self._overlay.segment, listing))
         self._counters.add("index.bases")

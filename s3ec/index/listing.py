@@ -19,8 +19,8 @@ from s3ec.index.segment import SortedRuns
 from s3ec.store.base import ObjectInfo, Store
 from s3ec.store.concurrency import in_parallel
 
-# Objects that are handed on at a time.
-_BATCH = 4096
+BATCH = 4096
+"""Objects that are handed on at a time."""
 FEW = 4096
 """So many are listed one page after the other: requests for each of 256 folders cost more."""
 # In a row: a hundred thousand requests are sent, and some will fail.
@@ -78,7 +78,7 @@ async def list_objects(
         async for info in listed(store, objects + prefix):
             if is_entry(info):
                 batch.append(info)
-            if len(batch) == _BATCH:
+            if len(batch) == BATCH:
                 await hand_on(batch)
                 batch = []
         if batch:

@@ -361,6 +361,18 @@ class View:
                     return facts, self.overlay.deleted(row)
         return None if in_base is None else (in_base, False)
 
+    def tells(self, digest: bytes, facts: EntryInfo) -> bool:
+        """Whether this knows of a store, or of a later deletion.
+
+        Args:
+            facts: What was stored, with the time of that.
+        """
+        latest = self.latest(digest)
+        if latest is None:
+            return False
+        row, deleted = latest
+        return not deleted or row.time_s >= facts.time_s
+
     def _in_base(self, hi: int, lo: int) -> EntryInfo | None:
         found = None if self.base is None else self.base.find(hi, lo)
         return None if found is UNKNOWN else found

@@ -234,7 +234,7 @@ class ManifestIndex:
         settled = {
             digest: stored
             for digest, stored in list(self._recent.items())
-            if _told(view, digest, stored.facts)
+            if view.tells(digest, stored.facts)
         }
         with self._lock:
             for digest, stored in settled.items():
@@ -260,12 +260,3 @@ class ManifestIndex:
         with self._lock:
             for digest in healed:
                 self._gone.discard_locked(digest)
-
-
-def _told(view: View, digest: bytes, facts: EntryInfo) -> bool:
-    """Whether the view knows of this store, or of a later deletion."""
-    latest = view.latest(digest)
-    if latest is None:
-        return False
-    row, deleted = latest
-    return not deleted or row.time_s >= facts.time_s

@@ -77,7 +77,7 @@ def test_memory_of_a_listing_for_a_base_does_not_grow_with_the_bucket(
 ) -> None:
     """Beyond twice what is kept of each row in files; a row in memory takes several times that."""
     monkeypatch.setattr(segment, "ROWS_PER_RUN", 2048)
-    monkeypatch.setattr(listing, "_BATCH", 512)
+    monkeypatch.setattr(listing, "BATCH", 512)
     monkeypatch.setattr(listing, "FEW", 100)
     peaks = [peak_of_listing(tmp_path / str(entries), entries) for entries in (4_000, 16_000)]
     assert peaks[1] - peaks[0] < 12_000 * 84

@@ -203,8 +203,8 @@ async def test_row_is_later_than_the_one_that_the_index_knows(facts: EntryInfo |
 
 
 def pause_shortly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(announce, "_FIRST_PAUSE_S", 0.001)
-    monkeypatch.setattr(announce, "_DENIED_PAUSE_S", 0.001)
+    monkeypatch.setattr(announce, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(announce, "DENIED_PAUSE_S", 0.001)
 
 
 async def test_delta_is_repeated_until_the_bucket_confirms_it(
@@ -265,7 +265,7 @@ async def test_flush_waits_for_no_pause_after_a_failure() -> None:
 async def test_too_much_that_waits_is_refused_and_said_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(announce, "_MAX_WAITING", 3)
+    monkeypatch.setattr(announce, "MAX_WAITING", 3)
     rig = Rig()
     rig.add(1, 2, 3, 4, 5)
     assert rig.told == {4: [False], 5: [False]}
@@ -413,7 +413,7 @@ async def test_writer_whose_clock_is_a_little_off_announces_once(off_s: float) -
 
 
 async def test_clock_is_looked_at_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(announce, "_CALIBRATE_EVERY", 3)
+    monkeypatch.setattr(announce, "CALIBRATE_EVERY", 3)
     rig = Rig()
     for number in range(7):
         rig.add(number)

@@ -149,7 +149,7 @@ async def until(counters: Counters, name: str, count: int) -> None:
 
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_LOOK_EVERY_S", "_SPREAD_S", "_FIRST_PAUSE_S", "_MAX_PAUSE_S"):
+    for name in ("LOOK_EVERY_S", "SPREAD_S", "FIRST_PAUSE_S", "MAX_PAUSE_S"):
         monkeypatch.setattr(compaction, name, 0.001)
 
 
@@ -182,8 +182,8 @@ async def test_server_without_conditional_writes_is_never_compacted_and_that_is_
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(compaction, "_LOOK_EVERY_S", 0.0)
-    monkeypatch.setattr(compaction, "_SPREAD_S", 0.0)
+    monkeypatch.setattr(compaction, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(compaction, "SPREAD_S", 0.0)
     memory = OverwritingStore()
     for number in range(MAX_DELTAS + 1):
         await put_delta(memory, number, {key_of(number): EntryInfo(9, time_s=1)})

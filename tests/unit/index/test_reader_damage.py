@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import resource
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from s3ec.index.rows import Rows
 from s3ec.index.segment import encode_segment
 from s3ec.safetensors_file import encode_columns
 from s3ec.testing.fault_store import Fault, cut, flip
-from tests.unit.index.basics import LAYOUT, NAMESPACE, key_of
+from tests.unit.index.basics import LAYOUT, NAMESPACE, Clock, key_of
 from tests.unit.index.corpus import Corpus, Reader, rows_of
 
 MakeReader = Callable[..., Reader]
@@ -435,10 +436,11 @@ async def test_deltas_that_nobody_needs_any_more_leave_this_node(
     await make_reader().refresh()
     corpus.delete(LAYOUT.delta(old))
     corpus.base(1, rows_of("old"))
-    reader = make_reader()
+    clock = Clock(time.time())
+    reader = make_reader(file_clock=clock)
     await reader.refresh()
     assert f"delta/{old}.safetensors" in reader.here()  # another process may be behind
-    reader.cache._clock = lambda: 1e12
+    clock.now_s = 1e12
     for _ in range(30):
         await reader.refresh()
     assert f"delta/{old}.safetensors" not in reader.here()

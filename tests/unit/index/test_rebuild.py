@@ -96,7 +96,7 @@ async def test_rebuild_finds_every_kind_of_name(
     memory: MemoryStore, monkeypatch: pytest.MonkeyPatch, few: int
 ) -> None:
     monkeypatch.setattr(listing, "FEW", few)
-    monkeypatch.setattr(listing, "_BATCH", 2)
+    monkeypatch.setattr(listing, "BATCH", 2)
     monkeypatch.setattr(segment, "ROWS_PER_RUN", 4)
     hashes = [hashlib.sha256(bytes([n])).hexdigest() for n in range(20)]
     identifiers = [
