@@ -86,6 +86,8 @@ async def _read_descriptor(store: Store, name: str) -> dict[str, Any]:
 
 async def describe_namespace(store: Store, found: NamespaceInfo, *, count: bool) -> NamespaceInfo:
     """The same with what three requests more tell, and with ``count`` a listing of all objects."""
+    from s3ec.index.manifest import indexed_entries
+
     layout = Layout(found.name)
     info = await store.head(layout.descriptor)
     sizes = None
@@ -99,24 +101,10 @@ async def describe_namespace(store: Store, found: NamespaceInfo, *, count: bool)
     return replace(
         found,
         stored_s=info.modified_s if info else 0.0,
-        indexed=await _indexed(store, layout),
+        indexed=await indexed_entries(store, layout),
         entries=None if sizes is None else len(sizes),
         nbytes=None if sizes is None else sum(sizes),
     )
-
-
-async def _indexed(store: Store, layout: Layout) -> int | None:
-    """How many entries the newest base of the index holds; None where there is no usable one."""
-    from s3ec.index.manifest import read_head
-
-    versions = [layout.version_of(info.name) or 0 async for info in store.list(layout.heads)]
-    if not any(versions):
-        return None
-    try:
-        head = await read_head(store, layout, max(versions))
-    except CorruptEntryError:
-        return None
-    return head.entries if head else None
 
 
 # -- which one is meant ---------------------------------------------------------------------------

@@ -25,12 +25,12 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
 from s3ec.counters import Counters, Report, unreported
-from s3ec.errors import AccessError, ConflictError, CorruptEntryError, S3ECError, UnavailableError
+from s3ec.errors import AccessError, ConflictError, S3ECError, UnavailableError
 from s3ec.identity import Key, Layout
 from s3ec.index.announce import Announcer
 from s3ec.index.base_writer import server_time, temporary_folder
 from s3ec.index.listing import FEW, few_objects, key_of_object, list_objects, listed
-from s3ec.index.manifest import newest_head, take_snapshot
+from s3ec.index.manifest import indexed_entries
 from s3ec.index.merged_rows import DELTAS, LastModifiedIndex
 from s3ec.store.base import DELETE_AT_A_TIME, ObjectInfo, Store
 from s3ec.store.concurrency import in_parallel
@@ -108,7 +108,7 @@ async def survey(store: Store, layout: Layout, *, report: Report = unreported) -
             if info.name == layout.descriptor or folder not in (layout.everything, layout.objects):
                 contents.add(layout, info)
         return contents
-    expected = await expected_entries(store, layout)
+    expected = await indexed_entries(store, layout)
 
     async def count(folder: str) -> None:
         async for info in listed(store, folder):
@@ -498,7 +498,7 @@ async def count_older(
     async def take(infos: Sequence[ObjectInfo]) -> None:
         older.take(infos, before_s)
 
-    expected = await expected_entries(store, layout)
+    expected = await indexed_entries(store, layout)
     await list_objects(store, layout, take, report=report, expected=expected)
     return older
 
@@ -538,21 +538,7 @@ async def delete_older(
                     full = _take_batch(waiting, ROUND_OBJECTS)
                     await deleter.delete_objects(full, kept=kept)
 
-        expected = await expected_entries(store, layout)
+        expected = await indexed_entries(store, layout)
         await list_objects(store, layout, take, report=report, expected=expected)
         await deleter.delete_objects(waiting, kept=kept)
     return older
-
-
-async def expected_entries(store: Store, layout: Layout) -> int | None:
-    """How many entries the base of the index holds; None where there is none that can be read.
-
-    Raises:
-        UnavailableError: The store does not answer now.
-        AccessError: It refuses.
-    """
-    try:
-        head = await newest_head(store, layout, await take_snapshot(store, layout))
-    except CorruptEntryError:
-        return None
-    return head.entries if head else None

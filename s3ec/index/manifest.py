@@ -415,6 +415,25 @@ async def newest_head(
     return head
 
 
+async def indexed_entries(store: Store, layout: Layout) -> int | None:
+    """How many entries the newest base holds; None where there is none that can be read.
+
+    What was stored since is not in it. Costs two small requests.
+
+    Raises:
+        UnavailableError: The store does not answer now.
+        AccessError: It refuses.
+    """
+    versions = [layout.version_of(info.name) or 0 async for info in store.list(layout.heads)]
+    if not any(versions):
+        return None
+    try:
+        head = await read_head(store, layout, max(versions))
+    except CorruptEntryError:
+        return None
+    return head.entries if head else None
+
+
 # A delta is named by its writer's clock and a little before it appears: so far before the newest
 # one a look begins. Those of writers that are further behind are found by the looks from the start.
 OVERLAP_S = 600.0
