@@ -575,13 +575,11 @@ class Corpus:
             )
 
         async def work(store: Store, layout: Layout) -> Deletion:
-            from s3ec.index.delete import deleting, find_objects
+            from s3ec.index.delete import delete_entries, find_objects
 
             found = await find_objects(store, layout, keys.values(), report=report)
             if not dry_run:
-                objects = {key: [info.name for info in infos] for key, infos in found.items()}
-                async with deleting(store, layout) as deleter:
-                    await deleter.delete_objects(objects, report=report)
+                await delete_entries(store, layout, found, report=report)
             by_text = {text: tuple(found[key]) for text, key in keys.items()}
             return Deletion(layout.namespace, by_text, done=not dry_run)
 

@@ -38,8 +38,8 @@ CALIBRATE_EVERY = 1000
 
 _MAX_PAUSE_S = 15.0
 _MAX_TIME_S = 2**32 - 1  # what the column holds; of equal times the later name's wins
-# A name is renewed before a retry once it is so old: a delta that comes late under an old name is
-# found late.
+# A retry takes a new name where the last one is older than this: readers find a delta late if it
+# appears under an old name.
 _NAME_AGE_S = OVERLAP_S / 10
 # The server's times are whole seconds.
 _RESOLUTION_S = 2.0
@@ -65,8 +65,13 @@ class _Item:
 class Announcer:
     """Collects what one process has to tell, and writes it until the bucket confirms it.
 
-    One delta at a time, so what comes later has a later name. For the loop's thread only; its
-    task runs while something waits. Holds small records, at most 100,000.
+    States of a key: waiting (after ``add``), sending (in the batch that is written), and then
+    confirmed or given up, which its callback is told once. A key that is added again while it
+    waits replaces what waits. A failed write stays in sending and is tried again, without limit.
+    It is given up by ``close``, by an error of ours, and where too much waits.
+
+    One delta is written at a time, so what comes later has a later name. For the loop's thread
+    only. The task runs while something waits. Holds small records, at most 100,000.
     """
 
     def __init__(
@@ -154,10 +159,10 @@ class Announcer:
         self._start()
 
     def send_soon(self, *, retry: bool = False) -> None:
-        """Hold what waits now back for no fuller batch; returns at once.
+        """Send what waits now without waiting for a fuller batch; returns at once.
 
         Args:
-            retry: Nor for the pause after a failure.
+            retry: Do not wait out the pause after a failure either.
         """
         self._urgent = len(self._waiting)
         self._due.set()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compaction: base and deltas become the next base, as a stream of shards.
 
-Writers do it themselves: of all that see deltas pile up, mostly one does it.
+Writers do it themselves. Of all that see a large backlog, one does it as a rule.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Deletes entries, or a whole namespace.
 
-Of entries first the objects go, then, in the index, what says that they are there. A namespace goes
-entries first, then the index, the records, the descriptor last. Whatever breaks that off, the rest
-is found and removed by the next attempt: a namespace is there for as long as one object of it is.
+The objects of entries go first. Then the index says that they are gone. Of a namespace the entries
+go first, then the index, the records, and the descriptor last. What is broken off is completed by
+the next attempt, which finds all that is left.
 """
 
 from __future__ import annotations
@@ -197,8 +197,8 @@ async def _require_idle(store: Store, layout: Layout, contents: Contents, idle_s
 
 
 TELL_S = 60.0
-"""Writing a few kilobytes takes no longer where the bucket answers at all."""
-# Nor does asking after what a request without an answer has left.
+"""An announcement takes no longer where the bucket answers at all."""
+# How long it is found out what a request without an answer has left.
 _LOOK_S = 10.0
 # From so many entries on, one listing of all objects is tried first.
 _MANY = 32
@@ -209,11 +209,13 @@ _REQUESTS_AT_A_TIME = 4
 
 
 class Deleter:
-    """Deletes entries in rounds; made by ``deleting``.
+    """Deletes entries in rounds of up to 10,000 objects; made by ``deleting``.
 
-    A round is up to 10,000 objects: some requests side by side, then one announcement. No part of
-    a round is announced before its objects are gone, and what one request left does not keep what
-    the others deleted from being announced.
+    A round has these states: its requests are sent, some side by side; what they said is noted;
+    those without an answer are looked for; what is gone is announced. An entry is never announced
+    before its objects are gone. A request that fails does not stop the others of its round, and
+    what they deleted is announced. The error is raised at the end of the round, and no other round
+    begins.
     """
 
     def __init__(
@@ -230,37 +232,28 @@ class Deleter:
         self._times = times
         self._clock = clock
 
-    async def delete(self, keys: Sequence[Key]) -> None:
-        """Delete some entries with their revision, and announce that; those that are absent too.
-
-        Killed in between, the index holds up to a round of entries without an object: each costs
-        readers one request, and ``s3ec manifest rebuild`` mends it.
-
-        Raises:
-            UnavailableError: The store does not answer now. What is known to be deleted was
-                announced, unless the message says otherwise.
-            AccessError: It refuses.
-        """
-        found = await find_objects(self._store, self._layout, keys)
-        await self.delete_objects(
-            {key: [info.name for info in infos] for key, infos in found.items()}
-        )
-
-    async def delete_objects(
+    async def delete(
         self,
         objects: Mapping[Key, Sequence[str]],
         *,
         kept: Set[Key] = frozenset(),
         report: Report = unreported,
     ) -> None:
-        """Delete the named objects of some entries; raises what delete raises.
+        """Delete the named objects of some entries, and announce that.
 
-        One request for each 1000 objects, and one announcement for each round.
+        One request for each 1000 objects, and one announcement for each round. A process that is
+        killed in between leaves up to a round of entries in the index that have no object. Each
+        costs readers one request, and ``s3ec manifest rebuild`` mends it.
 
         Args:
             objects: Those of each entry; for one without any, the object that it would have.
             kept: Entries that have other objects, so that readers are told nothing.
             report: Told how many entries are gone.
+
+        Raises:
+            UnavailableError: The store does not answer now. What is known to be deleted was
+                announced, unless the message says otherwise.
+            AccessError: It refuses.
         """
         waiting = {key: names or [self._layout.object(key)] for key, names in objects.items()}
         done = 0
@@ -429,6 +422,30 @@ async def deleting(
                 announcer.close()
 
 
+async def delete_entries(
+    store: Store,
+    layout: Layout,
+    found: Mapping[Key, Sequence[ObjectInfo]],
+    *,
+    report: Report = unreported,
+    clock: Callable[[], float] = time.time,
+) -> None:
+    """Delete some entries with their revisions, and announce that; those that are absent too.
+
+    Args:
+        found: By find_objects.
+        report: Told how many entries are gone.
+        clock: Seconds since the epoch.
+
+    Raises:
+        UnavailableError, AccessError: As Deleter.delete.
+        TierError: As deleting.
+    """
+    async with deleting(store, layout, clock=clock) as deleter:
+        objects = {key: [info.name for info in infos] for key, infos in found.items()}
+        await deleter.delete(objects, report=report)
+
+
 async def find_objects(
     store: Store, layout: Layout, keys: Iterable[Key], *, report: Report = unreported
 ) -> dict[Key, list[ObjectInfo]]:
@@ -536,9 +553,9 @@ async def delete_older(
                         kept.add(key)
                 while sum(map(len, waiting.values())) >= ROUND_OBJECTS:
                     full = _take_batch(waiting, ROUND_OBJECTS)
-                    await deleter.delete_objects(full, kept=kept)
+                    await deleter.delete(full, kept=kept)
 
         expected = await indexed_entries(store, layout)
         await list_objects(store, layout, take, report=report, expected=expected)
-        await deleter.delete_objects(waiting, kept=kept)
+        await deleter.delete(waiting, kept=kept)
     return older

@@ -53,11 +53,17 @@ class FollowOptions:
 
 
 class Follower:
-    """One reader's eyes; the loop's thread only. Everything it shows goes through ``install``.
+    """Looks at the bucket for one reader, and shows each new View through ``install``.
 
-    Deltas that are in no base yet are merged into one overlay. A base is opened, which may mean a
-    long download, beside the refreshes. Where the bucket has none that can be used, because
-    nobody compacted yet or because a newer s3ec did, the objects are listed.
+    A delta is pending once it was listed, and applied once its rows are in the overlay. It leaves
+    the overlay when a base is shown that contains it. A delta, head or base that is damaged is
+    refused, and tried again after the next full listing; one of a newer format stays refused.
+
+    States of the view: nothing; a listing of the objects; a base; both. A base is opened beside
+    the refreshes, since that may be a long download. The objects are listed while there is no base,
+    or while something is refused because a newer s3ec wrote it.
+
+    For the loop's thread only.
 
     Counters: ``index.refused`` (files), ``index.vanished_base``, ``index.bases`` (opened),
     ``index.junk`` (objects that a listing took for no entries).

@@ -278,8 +278,8 @@ class View:
         # Items of a memoryview cost half of what numpy's do.
         self._marks = rows.deleted.data
         # Most keys are not in the overlay; a look at one byte says so in a tenth of a search.
-        sieve = PresenceFilter(rows.digest_hi)
-        self._overlaid, self._mask = sieve.marks, sieve.mask
+        overlaid = PresenceFilter(rows.digest_hi)
+        self._overlaid, self._mask = overlaid.marks, overlaid.mask
 
     def counts(self) -> tuple[int, int]:
         """Rows of deltas, and keys in the base."""

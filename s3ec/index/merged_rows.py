@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a base and the deltas after it say together, one range of digests in memory at a time.
 
-Also when the index says that entries were stored: a tombstone has to be later than that.
+It also tells when entries were stored by what the index says: a tombstone has to be later.
 """
 
 from __future__ import annotations

@@ -36,8 +36,13 @@ class _Stored(NamedTuple):
 class ManifestIndex:
     """What the corpus holds, as far as this process was told. Lookups from any thread.
 
-    First come keys that the bucket lacked a moment ago, then those that this process stored
-    itself, then the View, which a refresh replaces as a whole.
+    A lookup asks in this order: keys that the bucket lacked a moment ago (denied), keys that this
+    process stored itself (found), and the View, which a refresh replaces as a whole.
+
+    ``mark_missing`` makes a key denied. That ends after a while, when the key is stored here, or
+    when a new delta tells of it. ``add`` makes a key stored here. That ends when a view tells of
+    the store or of a later deletion, when the key is marked missing, or after ten minutes with a
+    base.
 
     Counters: ``index.forgotten`` (keys that were not to be had), ``index.vanished`` (of these,
     keys that the index held and the bucket did not), and those of Follower and IndexCache.
@@ -68,7 +73,7 @@ class ManifestIndex:
         self._counters = cache.counters
         self._clock = clock
         self._wall_clock = wall_clock
-        # Held by writers of the two dictionaries and the sieve, never by lookups.
+        # Held by writers of the two dictionaries and the filter, never by lookups.
         self._lock = threading.Lock()
         self._gone = NegativeCache(negative_ttl_s, clock)
         self._recent: dict[bytes, _Stored] = {}  # the oldest first
@@ -76,7 +81,7 @@ class ManifestIndex:
         self._alarm = VanishAlarm(cache.layout.namespace, cache.counters, clock)
         self._view = View()
         # Of what is in either dictionary or in the View's overlay.
-        self._apart = PresenceFilter(np.empty(0, "<u8"), room=_ROOM)
+        self._overrides = PresenceFilter(np.empty(0, "<u8"), room=_ROOM)
         self.maybe_contains: Callable[[Key], bool] = self._maybe_contains
         self._follower = Follower(
             cache,
@@ -142,7 +147,9 @@ class ManifestIndex:
         time_s = max(int(self._wall_clock()), self.known_time_s(key) + 1)
         stored = _Stored((facts or EntryInfo())._replace(time_s=time_s), self._clock() + OVERLAP_S)
         with self._lock:
-            self._apart.add(key.digest_hi)  # first: a lookup that finds no mark asks nothing else
+            self._overrides.add(
+                key.digest_hi
+            )  # first: a lookup that finds no mark asks nothing else
             self._gone.discard_locked(key.digest)
             self._distrusted -= {key.digest}
             self._recent.pop(key.digest, None)
@@ -178,7 +185,7 @@ class ManifestIndex:
         """
         vanished = absent and self.maybe_contains(key)
         with self._lock:
-            self._apart.add(key.digest_hi)
+            self._overrides.add(key.digest_hi)
             self._gone.add_locked(key.digest)
             self._recent.pop(key.digest, None)
         self._counters.add("index.forgotten")
@@ -224,9 +231,9 @@ class ManifestIndex:
         """
         is_new_base = view.base is not None and view.base is not self._view.base
         with self._lock:
-            self._apart = self._sieve_locked(view)
+            self._overrides = self._overrides_locked(view)
             self._view = view
-            self.maybe_contains = view.lookup(self._apart, self._maybe_contains)
+            self.maybe_contains = view.lookup(self._overrides, self._maybe_contains)
         if is_new_base:
             self._alarm.reset()
         if new is not None:
@@ -241,7 +248,7 @@ class ManifestIndex:
                 if self._recent.get(digest) is stored:  # and was not stored once more meanwhile
                     del self._recent[digest]
 
-    def _sieve_locked(self, view: View) -> PresenceFilter:
+    def _overrides_locked(self, view: View) -> PresenceFilter:
         """Of all digests that the base alone does not answer for."""
         halves: list[Array] = [] if view.overlay is None else [view.overlay.rows().digest_hi]
         halves += [

@@ -8,7 +8,12 @@ import re
 import pytest
 
 from s3ec.dev.rigs.proxy import FaultProxy
-from s3ec.index.delete import delete_older, deleting, remove_namespace
+from s3ec.index.delete import (
+    delete_entries,
+    delete_older,
+    find_objects,
+    remove_namespace,
+)
 from s3ec.index.rebuild import verify
 from s3ec.store.concurrency import in_parallel
 from s3ec.testing.server import LocalS3
@@ -34,8 +39,7 @@ async def test_fifteen_hundred_entries_go_with_two_requests_and_one_delta(
             if by == "age":
                 assert (await delete_older(store, LAYOUT, FUTURE_S)).entries == ENTRIES
             elif by == "key":
-                async with deleting(store, LAYOUT) as deleter:
-                    await deleter.delete(KEYS)
+                await delete_entries(store, LAYOUT, await find_objects(store, LAYOUT, KEYS))
             else:
                 assert (await remove_namespace(store, LAYOUT, 0.0)).entries == ENTRIES
             asked = [f"{r.method} {r.target}" for r in proxy.requests[before:]]

@@ -34,7 +34,7 @@ def _node(settings: dict[str, str]) -> Node:
 def tell(*, settings: dict[str, str], first: int, count: int) -> None:
     """Store some entries and announce them a few at a time; delete each fifth again."""
     from s3ec.index.announce import Announcer
-    from s3ec.index.delete import deleting
+    from s3ec.index.delete import delete_entries, find_objects
 
     node = _node(settings)
 
@@ -42,8 +42,8 @@ def tell(*, settings: dict[str, str], first: int, count: int) -> None:
         announcer = Announcer(node.store, LAYOUT, node.counters, batch_s=0.01)
         for start in range(first, first + count, 5):
             await _store(node, announcer, range(start, start + 5))
-            async with deleting(node.store, LAYOUT) as deleter:
-                await deleter.delete([key_at(start)])
+            found = await find_objects(node.store, LAYOUT, [key_at(start)])
+            await delete_entries(node.store, LAYOUT, found)
         announcer.close()
 
     node.loop.run(work(), _TIMEOUT_S)

@@ -4,18 +4,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 import pytest
 
 from s3ec.errors import AccessError, S3ECError, UnavailableError
+from s3ec.identity import Key
 from s3ec.index import delete as deletion
 from s3ec.index import listing, manifest
 from s3ec.index.compaction import compact
 from s3ec.index.delete import (
     count_older,
+    delete_entries,
     delete_older,
-    deleting,
     find_objects,
     remove_namespace,
 )
@@ -37,9 +39,14 @@ async def put_entry(store: MemoryStore, number: int, *, time_s: int = 1) -> None
     )
 
 
+async def delete_keys(
+    store: Store, keys: Sequence[Key], clock: Callable[[], float] = time.time
+) -> None:
+    await delete_entries(store, LAYOUT, await find_objects(store, LAYOUT, keys), clock=clock)
+
+
 async def delete(store: Store, *numbers: int) -> None:
-    async with deleting(store, LAYOUT) as deleter:
-        await deleter.delete([KEYS[number] for number in numbers])
+    await delete_keys(store, [KEYS[number] for number in numbers])
 
 
 @pytest.mark.parametrize("in_base", [False, True])
@@ -157,13 +164,12 @@ async def test_many_are_deleted_by_a_thousand_side_by_side_and_announced_in_one_
     ends = zip((keys[0], keys[-1]), gates, strict=True)
     faults = [Fault("delete_many", LAYOUT.object(key), gate=gate) for key, gate in ends]
     store = FaultStore(MemoryStore(memory.bucket, clock=clock), Script(faults))
-    async with deleting(store, LAYOUT, clock=clock) as deleter:
-        task = asyncio.create_task(deleter.delete(keys))
-        for gate in gates:
-            assert await asyncio.to_thread(gate.reached.wait, 20)
-        for gate in gates:
-            gate.release()
-        await task
+    task = asyncio.create_task(delete_keys(store, keys, clock))
+    for gate in gates:
+        assert await asyncio.to_thread(gate.reached.wait, 20)
+    for gate in gates:
+        gate.release()
+    await task
     assert (store.calls["delete_many"], store.calls["delete"]) == (2, 0)
     assert len(names(memory.bucket)) == 1
     assert not [name for name in memory.bucket.objects if name.startswith(LAYOUT.objects)]
@@ -180,8 +186,7 @@ async def test_what_one_request_deleted_is_announced_though_another_one_fails(
     fault = Fault("delete_many", LAYOUT.object(left), error=UnavailableError)
     store = FaultStore(memory, Script([fault]))
     with pytest.raises(UnavailableError):
-        async with deleting(store, LAYOUT) as deleter:
-            await deleter.delete(keys)
+        await delete_keys(store, keys)
     there = {key.digest for key in keys if LAYOUT.object(key) in memory.bucket.objects}
     assert left.digest in there
     assert 0 < len(there) < 1500
@@ -340,14 +345,13 @@ async def test_an_entry_that_is_stored_again_outlives_its_deletion(
 
     for number in range(2):
         await put_entry(memory, number)
-    async with deleting(Slow(memory, Script()), LAYOUT, clock=clock) as deleter:
-        task = asyncio.create_task(deleter.delete(KEYS[:2]))
-        await gone(memory, 0)
-        clock.now_s += 1
-        await put_entry(memory, 0, time_s=int(clock.now_s))
-        clock.now_s += 10
-        replying.release()
-        await task
+    task = asyncio.create_task(delete_keys(Slow(memory, Script()), KEYS[:2], clock))
+    await gone(memory, 0)
+    clock.now_s += 1
+    await put_entry(memory, 0, time_s=int(clock.now_s))
+    clock.now_s += 10
+    replying.release()
+    await task
     assert set(await view(memory)) == {KEYS[0].digest}
 
 

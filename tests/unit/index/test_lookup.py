@@ -227,20 +227,20 @@ def test_an_empty_overlay_has_no_segment() -> None:
 # -- the filter ------------------------------------------------------------------------------------
 
 
-def passes(sieve: PresenceFilter, hi: int) -> bool:
-    return bool(sieve.marks[hi & sieve.mask])
+def passes(presence: PresenceFilter, hi: int) -> bool:
+    return bool(presence.marks[hi & presence.mask])
 
 
 def test_what_is_in_the_set_and_what_is_added_passes_and_few_others() -> None:
     numbers = np.random.default_rng(0).integers(0, 2**64, 3000, "u8")
     inside, added, others = (part.tolist() for part in np.split(numbers, 3))
-    sieve = PresenceFilter(np.array(inside, "<u8"), room=len(added))
+    presence = PresenceFilter(np.array(inside, "<u8"), room=len(added))
     for hi in added:
-        sieve.add(hi)
-    assert all(passes(sieve, hi) for hi in inside + added)
-    assert sum(passes(sieve, hi) for hi in others) < len(others) / 4
+        presence.add(hi)
+    assert all(passes(presence, hi) for hi in inside + added)
+    assert sum(passes(presence, hi) for hi in others) < len(others) / 4
 
 
 def test_an_empty_set_lets_nothing_through() -> None:
-    sieve = PresenceFilter(np.empty(0, "<u8"))
-    assert not any(passes(sieve, hi) for hi in (0, 1, 2**64 - 1))
+    presence = PresenceFilter(np.empty(0, "<u8"))
+    assert not any(passes(presence, hi) for hi in (0, 1, 2**64 - 1))
