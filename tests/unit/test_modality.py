@@ -15,19 +15,12 @@ from s3ec.identity import Layout
 from s3ec.modality import ModalityRecords, Record
 from s3ec.testing.fault_store import Fault, FaultStore, Script, cut
 from s3ec.testing.memory_store import MemoryStore
+from tests.unit.index.basics import Clock
 
 LAYOUT = Layout("gemma-0123456789abcdef")
 NAME = LAYOUT.modality("image")
 WIDE = Record(5376, "bfloat16")
 NARROW = Record(64, "float32")
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 @pytest.fixture
@@ -42,7 +35,7 @@ def store(memory: MemoryStore) -> FaultStore:
 
 @pytest.fixture
 def clock() -> Clock:
-    return Clock()
+    return Clock(0.0)
 
 
 @pytest.fixture

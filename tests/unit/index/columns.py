@@ -15,7 +15,6 @@ from s3ec.identity import canonical_json
 from s3ec.index.rows import EntryInfo, Rows, Tombstone
 from s3ec.safetensors_file import seal
 
-NAMESPACE = "gemma-0123456789abcdef"
 OTHER = "gemma-fedcba9876543210"
 TOP = 2**64 - 1
 

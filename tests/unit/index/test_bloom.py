@@ -19,7 +19,8 @@ from s3ec.index import bloom
 from s3ec.index.bloom import Bloom, build_bloom, expected_fpr, size_for
 from s3ec.index.rows import Array
 from tests.unit.index import columns
-from tests.unit.index.columns import NAMESPACE, OTHER, TOP, forged, halves_of, near, rows_of
+from tests.unit.index.basics import NAMESPACE
+from tests.unit.index.columns import OTHER, TOP, forged, halves_of, near, rows_of
 
 
 def file_of(hi: Array, lo: Array, fpr: float = 0.01) -> bytes:
@@ -125,12 +126,6 @@ def test_an_opened_filter_outlives_its_name(tmp_path: Path) -> None:
 # -- hostile files -----------------------------------------------------------------------------
 
 
-def test_every_truncation_and_trailing_bytes_are_refused() -> None:
-    blob = of_count(300)
-    assert {reason_of(blob[:length]) for length in range(len(blob))} == {"length"}
-    assert reason_of(blob + b"\0") == "length"
-
-
 def test_every_flipped_byte_is_noticed() -> None:
     blob = bytearray(of_count(300))
     for at in range(len(blob)):
@@ -179,9 +174,3 @@ def test_a_filter_without_blocks_is_refused() -> None:
     (length,) = struct.unpack_from("<Q", blob)
     empty = forged(blob[: 8 + length], tensor([0, 64], 0))
     assert reason_of(empty) == "shape"
-
-
-@given(st.binary(max_size=300))
-def test_any_bytes_are_refused(noise: bytes) -> None:
-    with pytest.raises(CorruptEntryError):
-        Bloom.parse(noise, NAMESPACE)

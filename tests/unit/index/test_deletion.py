@@ -26,7 +26,7 @@ from s3ec.index.rows import EntryInfo
 from s3ec.store.base import Store
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
 from s3ec.testing.memory_store import MemoryStore
-from tests.unit.index.basics import LAYOUT, Clock, key_of
+from tests.unit.index.basics import LAYOUT, Clock, key_of, reached, until
 from tests.unit.index.manifests import names, put_delta, put_object, view
 
 KEYS = [key_of(number) for number in range(8)]
@@ -166,7 +166,7 @@ async def test_many_are_deleted_by_a_thousand_side_by_side_and_announced_in_one_
     store = FaultStore(MemoryStore(memory.bucket, clock=clock), Script(faults))
     task = asyncio.create_task(delete_keys(store, keys, clock))
     for gate in gates:
-        assert await asyncio.to_thread(gate.reached.wait, 20)
+        await reached(gate)
     for gate in gates:
         gate.release()
     await task
@@ -202,9 +202,7 @@ async def test_a_round_is_announced_before_the_next_one_is_deleted(
     store = FaultStore(memory, Script([Fault("delete_many", LAYOUT.object(KEYS[2]), gate=Gate())]))
     task = asyncio.create_task(delete(store, 0, 1, 2, 3))
     await gone(memory, 0)
-    async with asyncio.timeout(10):
-        while store.calls["delete_many"] < 2:  # noqa: ASYNC110
-            await asyncio.sleep(0)
+    await until(lambda: store.calls["delete_many"] == 2)
     assert set(await view(memory)) == {KEYS[number].digest for number in (2, 3, 4)}
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -240,9 +238,7 @@ async def test_only_what_is_older_is_deleted(memory: MemoryStore, clock: Clock) 
 
 
 async def gone(memory: MemoryStore, number: int) -> None:
-    async with asyncio.timeout(10):
-        while LAYOUT.object(KEYS[number]) in memory.bucket.objects:  # noqa: ASYNC110
-            await asyncio.sleep(0)
+    await until(lambda: LAYOUT.object(KEYS[number]) not in memory.bucket.objects)
 
 
 async def test_what_was_deleted_before_it_was_broken_off_is_announced(
@@ -321,7 +317,7 @@ async def test_a_listing_that_fails_half_way_leaves_no_deletion_untold(
     ]
     task = asyncio.create_task(delete_older(FaultStore(memory, Script(faults)), LAYOUT, 2.0**40))
     await gone(memory, 0)
-    assert await asyncio.to_thread(told.reached.wait, 10)
+    await reached(told)
     listed.release()
     for _ in range(100):  # turns of the loop, in which everything else has ended
         await asyncio.sleep(0)
@@ -421,7 +417,7 @@ async def test_many_entries_are_looked_for_at_a_time(memory: MemoryStore) -> Non
     task = asyncio.create_task(delete(FaultStore(memory, Script(faults)), 0, 1))
     try:
         for gate in gates:
-            assert await asyncio.to_thread(gate.reached.wait, 20)
+            await reached(gate)
     finally:
         for gate in gates:
             gate.release()

@@ -16,7 +16,7 @@ from s3ec.index.listing import list_digests
 from s3ec.store.base import ObjectInfo
 from s3ec.testing.fault_store import Fault, Gate
 from s3ec.testing.memory_store import MemoryStore
-from tests.unit.index.basics import LAYOUT, key_of
+from tests.unit.index.basics import LAYOUT, key_of, reached
 from tests.unit.index.corpus import Corpus, Reader
 
 OTHER = Layout("gemma-fedcba9876543210")
@@ -158,7 +158,7 @@ async def test_a_listing_that_is_cancelled_keeps_the_old(corpus: Corpus, reader:
     gate = Gate()
     reader.script.faults = [Fault(op="list", name=LAYOUT.objects, gate=gate)]
     refresh = asyncio.create_task(reader.refresh())
-    assert await asyncio.to_thread(gate.reached.wait, 10)
+    await reached(gate)
     refresh.cancel()
     with pytest.raises(asyncio.CancelledError):
         await refresh

@@ -21,7 +21,8 @@ from s3ec.index.manifest import BaseManifest, Blob, Shard, parse_head
 from s3ec.index.rows import Rows, merge
 from s3ec.index.segment import Segment, encode_segment
 from tests.unit.index import columns
-from tests.unit.index.columns import NAMESPACE, Items, as_items, halves_of, items, near, rows_of
+from tests.unit.index.basics import NAMESPACE
+from tests.unit.index.columns import Items, as_items, halves_of, items, near, rows_of
 from tests.unit.index.manifests import ulid_of
 
 LAYOUT = Layout(NAMESPACE)

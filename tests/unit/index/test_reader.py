@@ -17,20 +17,10 @@ from s3ec.index.lookup import View
 from s3ec.index.manifest import OVERLAP_S
 from s3ec.index.rows import EntryInfo, Tombstone
 from s3ec.testing.fault_store import Fault, Gate
-from tests.unit.index.basics import LAYOUT, START_S, key_of
+from tests.unit.index.basics import LAYOUT, START_S, key_of, reached, until
 from tests.unit.index.corpus import HOUR_S, Corpus, Reader, rows_of
 
 MakeReader = Callable[..., Reader]
-
-
-async def reached(gate: Gate) -> None:
-    assert await asyncio.to_thread(gate.reached.wait, 10)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110 (it comes about in other tasks and threads)
-            await asyncio.sleep(0.001)
 
 
 # -- what is found -----------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from s3ec.index.rows import EntryInfo, Tombstone
 from s3ec.store.base import ObjectInfo
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
 from s3ec.testing.memory_store import MemoryStore
-from tests.unit.index.basics import LAYOUT, START_S, Clock, key_of
+from tests.unit.index.basics import LAYOUT, START_S, Clock, key_of, reached
 from tests.unit.index.manifests import (
     Killed,
     MortalStore,
@@ -45,10 +45,6 @@ async def put_entry(store: MemoryStore, number: int, delta: int | None = None) -
     await put_object(store, KEYS[number], known_of(number).nbytes)
     if delta is not None:
         await put_delta(store, delta, {KEYS[number]: known_of(number)})
-
-
-async def reached(gate: Gate) -> None:
-    assert await asyncio.to_thread(gate.reached.wait, 10)
 
 
 # -- rebuild -----------------------------------------------------------------------------------

@@ -23,8 +23,8 @@ from s3ec.index.rows import EntryInfo, Rows, Tombstone
 from s3ec.index.segment import Segment, encode_segment, parse_segment
 from s3ec.safetensors_file import encode_columns
 from tests.unit.index import columns
+from tests.unit.index.basics import NAMESPACE
 from tests.unit.index.columns import (
-    NAMESPACE,
     OTHER,
     TOP,
     Half,
