@@ -802,7 +802,6 @@ async def scan(
         width: Folders that are listed at a time. Each waits until what it found is taken.
     """
     found: asyncio.Queue[Sequence[CorpusEntry]] = asyncio.Queue(1)
-
     known: set[str] = set()  # what was listed before the folders
     above, narrow = _place(starts_with, adapter)
 
@@ -834,16 +833,7 @@ async def scan(
             await hand_on(few())
             if len(known) < _FEW:
                 return
-        folders = [] if narrow is None else [narrow]
-        if not (narrow and above):
-            below = await store.list_folders(Layout(namespace).objects + above)
-            # What looks like a hash may be the beginning of an adapter's name.
-            folders += [
-                above + folder
-                for folder in below
-                if narrow is None
-                or (folder.startswith(starts_with) and not _FAN_OUT.fullmatch(folder))
-            ]
+        folders = await _folders(store, Layout(namespace), starts_with, above, narrow)
         await in_parallel(folders, read, width=width)
 
     reading = asyncio.create_task(read_all(), name="s3ec-scan")
@@ -882,6 +872,19 @@ def _place(begin: str, adapter: str | None) -> tuple[str, str | None]:
     above = "" if adapter is None else f"{adapter}/"
     match = _HASH_BEGIN.fullmatch(begin if adapter is None else begin.removeprefix(f"{adapter}:"))
     return above, match and f"{above}{match[1]}/{match[0]}"
+
+
+async def _folders(
+    store: Store, layout: Layout, begin: str, above: str, narrow: str | None
+) -> list[str]:
+    """Beginnings of names below ``objects/`` that hold all that is wanted, to list side by side."""
+    if narrow and above:
+        return [narrow]
+    below = await store.list_folders(layout.objects + above)
+    if not narrow:
+        return [above + folder for folder in below]
+    # What looks like a hash may be the beginning of an adapter's name.
+    return [narrow, *(f for f in below if f.startswith(begin) and not _FAN_OUT.fullmatch(f))]
 
 
 async def _listed(store: Store, namespace: str, folder: str = "") -> AsyncIterator[CorpusEntry]:
