@@ -211,7 +211,7 @@ def _checked_shape(metadata: dict[str, str], tensor: object) -> Shape:
 
 
 def _is_plain(tensor: Any) -> bool:
-    """Whether the numbers that an equal dictionary holds are integers as well."""
+    """Whether all numbers are of type int: True and 1.0 are equal to 1 in Python."""
     return all(type(number) is int for number in (*tensor["shape"], *tensor["data_offsets"]))
 
 
@@ -265,7 +265,7 @@ class Verifier:
         _require_finite(self.header, part)
 
     def finish(self) -> None:
-        """The entry has ended here.
+        """Check that the entry ends here, and its checksum.
 
         Raises:
             CorruptEntryError: ``reason`` is ``length`` or ``checksum``.

@@ -149,7 +149,7 @@ class CorpusEntry:
 
     @property
     def digest(self) -> str:
-        """By what the index knows it, 32 hex digits."""
+        """Its key in the index, 32 hex digits."""
         return digest_of_name(self.plain_name).hex()
 
     @property
@@ -685,7 +685,7 @@ class Corpus:
 
     @property
     def tenant(self) -> Tenant | None:
-        """Whose secret is in the names.
+        """The tenant whose secret is in the names; None without one.
 
         Raises:
             ConfigError: It cannot be read, or is too short.
@@ -861,7 +861,7 @@ def _is_wanted(entry: CorpusEntry, begin: str, adapter: str | None) -> bool:
 
 
 def _place(begin: str, adapter: str | None) -> tuple[str, str | None]:
-    """Below which folder of ``objects/`` the wanted labels are.
+    """Find the folder below ``objects/`` that holds all labels that begin so.
 
     Returns:
         The adapter's folder, empty for all; and the beginning of the names of objects, None where
@@ -1001,7 +1001,7 @@ def _checked_header(blob: Blob, entry: CorpusEntry) -> codec.Header:
 
 
 async def _download(store: Store, entry: CorpusEntry, report: Report) -> Blob | None:
-    """All bytes of an object; a large one by ranges, or nobody would see how far it is."""
+    """All bytes of an object. A large one comes by ranges, so that its progress is seen."""
     if entry.nbytes <= _PART_BYTES:
         return await store.get(entry.object_name, max_bytes=entry.nbytes)
     whole = bytearray()
@@ -1020,7 +1020,7 @@ async def _download(store: Store, entry: CorpusEntry, report: Report) -> Blob | 
 
 
 def _nobody_answers(exc: UnavailableError, settings: Settings) -> UnavailableError | None:
-    """The same error in plain words; None where the server did answer, or its own words will do.
+    """The same error in plain words; None if the server answered, or its words will do.
 
     A library repeats the whole request, and does not say that the connection was refused.
     """

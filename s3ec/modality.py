@@ -77,7 +77,7 @@ class ModalityRecords:
         return record
 
     async def get_soon(self, modality: str, patience_s: float) -> Record | None:
-        """As get, for who can do without: one reading at a time, which goes on without its askers.
+        """As get, for a caller that can do without. One read at a time; it outlives its callers.
 
         Args:
             patience_s: How long the one who begins it waits; others do not wait.

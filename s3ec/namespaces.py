@@ -85,7 +85,7 @@ async def _read_descriptor(store: Store, name: str) -> dict[str, Any]:
 
 
 async def describe_namespace(store: Store, found: NamespaceInfo, *, count: bool) -> NamespaceInfo:
-    """The same with what three requests more tell, and with ``count`` a listing of all objects."""
+    """Add what three more requests tell, and with ``count`` a listing of all objects."""
     from s3ec.index.manifest import indexed_entries
 
     layout = Layout(found.name)
@@ -233,7 +233,7 @@ def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]
 
 @dataclass(frozen=True, slots=True)
 class Neighbour:
-    """A namespace beside another one: what keeps two fleets from sharing.
+    """How another namespace differs, which is why two fleets do not share.
 
     Attributes:
         name: Of the other.

@@ -216,7 +216,7 @@ class ColumnSpec:
 
     @property
     def count(self) -> int:
-        """Items."""
+        """How many items it has."""
         return math.prod(self.shape)
 
     @property
@@ -372,7 +372,7 @@ def map_file(path: str | os.PathLike[str]) -> mmap.mmap:
 
 
 def advise(whole: mmap.mmap, soon: Iterable[ColumnSpec]) -> None:
-    """Have some columns read ahead, and of the others only the pages that are touched."""
+    """Have some columns read ahead. Of the others only touched pages are read."""
     whole.madvise(mmap.MADV_RANDOM)
     for place in soon:
         start = place.start // mmap.PAGESIZE * mmap.PAGESIZE

@@ -47,7 +47,7 @@ _RESOLUTION_S = 2.0
 
 @dataclass(slots=True)
 class _Item:
-    """What is to be told of one key.
+    """What readers are to be told about one key.
 
     Attributes:
         facts: None: it was deleted.
@@ -126,7 +126,7 @@ class Announcer:
         *,
         at_s: float | None = None,
     ) -> None:
-        """Tell of one key, soon; never waits.
+        """Announce one key soon; never waits.
 
         To be called before this process's own index hears of it: the row is made to win over
         what the index knows.
@@ -239,7 +239,7 @@ class Announcer:
         return batch
 
     async def _send(self, batch: dict[bytes, _Item]) -> None:
-        """Write one delta; a second one where the first showed how wrong our clock is."""
+        """Write one delta, and a second one if the first showed that our clock is far off."""
         started_s = self._clock()
         name = await self._put(batch)
         if self._until_look == 0:

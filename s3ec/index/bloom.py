@@ -206,7 +206,7 @@ class Bloom:
 
 
 def _check_shape(front: FileHeader, name: str) -> None:
-    """The column and what the metadata says of it."""
+    """Compare the column with what the metadata says of it."""
     entries, probes = (front.metadata.get(field, "") for field in ("entries", "probes"))
     if not (entries.isascii() and entries.isdigit() and len(entries) <= 12):
         raise CorruptEntryError(f"{name}: {entries!r:.40} keys", reason="size")

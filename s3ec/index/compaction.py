@@ -100,7 +100,7 @@ async def _merge(
     head: BaseManifest,
     deltas: Deltas,
 ) -> BaseManifest | None:
-    """Make the base after ``head``; the same one where no delta was of use, None if beaten."""
+    """Make the next base; ``head`` itself if no delta could be read, None if another was first."""
     kept = head.merged & snapshot.deltas.keys()
     room = max(0, MAX_MERGED - len(kept))
     with temporary_folder(making.folder) as folder:
@@ -261,7 +261,7 @@ class ElectedCompactor:
         return True
 
     async def _real_backlog(self) -> Backlog:
-        """The bucket's, by sizes: somebody else may have been faster."""
+        """The backlog in the bucket, by sizes: another process may have compacted meanwhile."""
         snapshot = await take_snapshot(self._store, self._layout)
         head = await newest_head(self._store, self._layout, snapshot)
         sizes = [snapshot.deltas[ulid].nbytes for ulid in snapshot.unmerged(head)]

@@ -91,7 +91,7 @@ class Contents:
 
 
 async def survey(store: Store, layout: Layout, *, report: Report = unreported) -> Contents:
-    """Count what is in a namespace; where that is much, by a listing of its folders, 16 at a time.
+    """Count what is in a namespace; if that is much, by listing 16 of its folders at a time.
 
     Args:
         report: Told how many objects were counted.
@@ -277,7 +277,7 @@ class Deleter:
         confirmed: list[bool] = []
 
         async def delete(number: int) -> None:
-            """Raises nothing of ours: the other requests are to end, too."""
+            """Note errors and do not raise them, so that the other requests can end."""
             batch = batches[number]
             # Before the request, so that its time is before that of whoever stores an entry again.
             at_s = self._clock()
@@ -316,7 +316,7 @@ class Deleter:
             self._announcer.add(key, None, confirmed.append, at_s=at_s)
 
     async def _gone(self, objects: Mapping[Key, Sequence[str]]) -> list[Key]:
-        """Those that are not there: of a request without an answer only the bucket knows more.
+        """Those that are not there. After a request without an answer only the bucket knows.
 
         What it does not tell is not announced: readers find out by asking for it.
         """
@@ -334,7 +334,7 @@ class Deleter:
 
 
 def _take_batch(waiting: MutableMapping[Key, Sequence[str]], room: int) -> dict[Key, Sequence[str]]:
-    """Take out entries from the first on, as many as have at most so many objects; at least one."""
+    """Take out the first entries that have at most ``room`` objects together; at least one."""
     batch: dict[Key, Sequence[str]] = {}
     for key, names in waiting.items():
         room -= len(names)
@@ -347,7 +347,7 @@ def _take_batch(waiting: MutableMapping[Key, Sequence[str]], room: int) -> dict[
 
 
 def _equal_batches(objects: Mapping[Key, Sequence[str]]) -> list[dict[Key, Sequence[str]]]:
-    """Entries for one request each: as few requests as can be, which take about equally long."""
+    """Divide entries among as few requests as possible, of about equal size."""
     waiting = dict(objects)
     batches = []
     while waiting:
@@ -360,7 +360,7 @@ def _equal_batches(objects: Mapping[Key, Sequence[str]]) -> list[dict[Key, Seque
 def _with_error(
     objects: Mapping[Key, Sequence[str]], left: Mapping[str, S3ECError], kind: type[S3ECError]
 ) -> set[Key]:
-    """The entries of which an object was left behind with such an error."""
+    """The entries that still have an object because of an error of this kind."""
     return {
         key
         for key, names in objects.items()
@@ -499,7 +499,7 @@ class Older:
     nbytes: int = 0
 
     def take(self, infos: Sequence[ObjectInfo], before_s: float) -> list[ObjectInfo]:
-        """Count those that are older; one whose time the store does not say is not."""
+        """Count those that are older, and return them. One without a time is not older."""
         old = [info for info in infos if 0 < info.modified_s < before_s]
         self.entries += len(old)
         self.nbytes += sum(info.nbytes for info in old)

@@ -110,7 +110,7 @@ class Follower:
         return len(self._overlay.ulids)
 
     async def refresh(self) -> None:
-        """Look once; one request where nothing is new.
+        """Look once. That is one request if nothing is new.
 
         Raises:
             UnavailableError, AccessError: The bucket did not answer; what is known stays.
@@ -137,7 +137,7 @@ class Follower:
     # -- heads -------------------------------------------------------------------------------
 
     async def _is_made_anew(self, known: BaseManifest, news: ManifestListing) -> bool:
-        """Whether the manifest is another one than that which this head was read from.
+        """Whether the manifest was replaced since this head was read.
 
         A head is deleted after a newer one only, and never written twice: unless somebody deleted
         the manifest by hand, or the server ignores If-None-Match.
@@ -156,7 +156,7 @@ class Follower:
         return head is not None and head.run != known.run
 
     async def _newest_head(self, news: ManifestListing) -> BaseManifest | None:
-        """The newest head that can be read; the open base's where none is newer."""
+        """The newest head that can be read; that of the open base if none is newer."""
         for version in sorted(news.heads, reverse=True):
             if self._head is not None and version <= self._head.version:
                 break
@@ -174,7 +174,7 @@ class Follower:
         return self._head
 
     def _refuse(self, name: str, exc: CorruptEntryError) -> None:
-        """Note what cannot be used; in the log once, and one line for all of a newer format."""
+        """Note what cannot be used. The log has a line for each, and one for all newer formats."""
         self._counters.add("index.refused")
         self._refused[name] = exc.reason
         if exc.reason == "version":
@@ -192,7 +192,7 @@ class Follower:
             log.warning("%s", message)
 
     def _forgive(self, news: ManifestListing) -> None:
-        """Try what was damaged once more, and forget what is gone."""
+        """Let damaged files be tried again, and drop notes about files that are gone."""
         there = {self._layout.delta(ulid) for ulid in news.deltas}
         there |= {self._layout.head(version) for version in news.heads}
         self._refused = {
@@ -240,7 +240,7 @@ class Follower:
                 self._refuse(self._layout.delta(ulid), rows)
 
     async def _applied_rows(self, ulids: set[str]) -> dict[str, Rows]:
-        """The rows of deltas that were applied before, as a rule from this node's disk.
+        """The rows of deltas that were applied before; most are on this node's disk.
 
         Those that are gone from there and from the bucket were merged long ago.
         """
@@ -254,7 +254,7 @@ class Follower:
     # -- bases and listings ------------------------------------------------------------------
 
     async def _fill_up(self, newest: BaseManifest | None) -> None:
-        """Begin to open a base or to list where it is time; wait for it, but not for long."""
+        """Begin to open a base or to list the objects when that is due; wait, but not for long."""
         if self._filling is None:
             due = self._is_due(newest)
             if not due and not self._is_listing_due():
@@ -344,7 +344,7 @@ class Follower:
         await self._cache.clean(head)
 
     async def _left_by(self, head: BaseManifest) -> set[str]:
-        """Deltas that the overlay needs beside this base.
+        """Deltas of the overlay that are not in this base.
 
         A head does not name what an earlier base has merged and the bucket has no more. For a
         reader that passed over that base they are the past.

@@ -41,7 +41,7 @@ async def list_objects(
     report: Report = unreported,
     expected: int | None = None,
 ) -> None:
-    """List every entry; what make_key could not have named, and empty objects, are left out.
+    """List every entry. Objects that are empty or have no name of ours are left out.
 
     One request per 1000 objects; where there are many, 16 at a time, by folder.
 
@@ -88,7 +88,7 @@ async def list_objects(
 
 
 async def few_objects(store: Store, prefix: str) -> list[ObjectInfo] | None:
-    """All objects below a prefix, None where there are more than a few thousand.
+    """All objects below a prefix; None if there are more than FEW.
 
     Raises:
         UnavailableError, AccessError: As listed.
@@ -125,7 +125,7 @@ async def listed(store: Store, prefix: str) -> AsyncGenerator[ObjectInfo, None]:
 
 
 async def _prefixes(store: Store, objects: str) -> list[str]:
-    """Folders by the first two digits of a hash, those of adapters included."""
+    """Folders named by the first two digits of a hash, also those of adapters."""
     top = await store.list_folders(objects)
     adapters = [folder for folder in top if not _FAN_OUT.fullmatch(folder)]
 
@@ -138,7 +138,7 @@ async def _prefixes(store: Store, objects: str) -> list[str]:
 
 
 def key_of_object(layout: Layout, name: str) -> tuple[Key, int]:
-    """Key and revision of a listed object; the identifier, which it alone knows, is empty."""
+    """Key and revision of a listed object. Its identifier is empty: a name does not tell it."""
     plain, revision = _entry_name(layout, name)
     return Key("", plain, digest_of_name(plain)), revision
 
@@ -201,7 +201,7 @@ def rows_of(layout: Layout, infos: Sequence[ObjectInfo]) -> Rows:
 
 
 async def list_digests(store: Store, layout: Layout, found: set[bytes]) -> int:
-    """Add the digest of every entry to a set; what breaks off goes on where it was, as ``listed``.
+    """Add the digest of every entry to a set. A listing that breaks off is continued.
 
     Args:
         found: About 100 bytes of memory for each; holds what was seen also where this fails.

@@ -25,7 +25,7 @@ from s3ec.index.segment import LookupParts, Segment
 
 
 class Unknown(Enum):
-    """The answer of a filter that does not say no."""
+    """What a filter knows of a key that it does not rule out."""
 
     UNKNOWN = "unknown"
 
@@ -137,7 +137,7 @@ class Base:
 
 
 def _check_segment(shard: Shard, segment: Segment) -> None:
-    """Structure only: two rows are read.
+    """Check the structure of a shard; reads two rows.
 
     Raises:
         CorruptEntryError: It has other rows than the head says.
@@ -161,7 +161,7 @@ def _check_entries(shard: Shard, part: Segment | Bloom, name: str) -> None:
 
 
 class Overlay:
-    """One row per key, and of which delta it is: 46 bytes a row. Immutable.
+    """The newest row of each key, and the delta that it comes from; 46 bytes a row. Immutable.
 
     Of two rows for a key the later ``time_s`` counts, and where they are equal that of the later
     ULID. So what a delta adds depends on no order in which deltas come, and no delta has to be
@@ -194,7 +194,7 @@ class Overlay:
         self.segment = Segment.of(self._rows) if len(self._rows) else None
 
     def plus(self, deltas: Mapping[str, Rows]) -> Overlay:
-        """These too, whatever their age; reads the rows here and theirs, nothing else.
+        """An overlay with these deltas too, whatever their age. Reads no file.
 
         Args:
             deltas: ULID to rows; none that is here already.
@@ -300,7 +300,7 @@ class View:
     def lookup(
         self, overrides: PresenceFilter, fallback: Callable[[Key], bool]
     ) -> Callable[[Key], bool]:
-        """``fallback``, or what answers as it does and takes half of the time for most keys.
+        """A function that answers as ``fallback`` does, in half of the time for most keys.
 
         A lookup is a dozen small steps, and each call in Python would cost as much as two.
 
@@ -337,7 +337,7 @@ class View:
         return lookup
 
     def holds(self, key: Key) -> bool:
-        """As maybe, without what only a filter says."""
+        """As maybe, but False where only a filter says that the key is there."""
         if self.base is None or self.base.exact:
             return self.maybe(key)
         hi, lo = key.digest_hi, key.digest_lo

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The manifest in the bucket: names, the base, its listing, and what is new."""
+"""The manifest in the bucket: names of deltas, heads of bases, and how to list it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _STEP_BITS = 32
 
 
 def time_ms(name: str) -> int:
-    """When its writer made it, by the writer's clock; milliseconds since the epoch.
+    """When a name was made, by its writer's clock; milliseconds since the epoch.
 
     Args:
         name: One for which identity.is_ulid holds.
@@ -50,7 +50,7 @@ def first_ulid(at_ms: int) -> str:
 
 
 class Ulids:
-    """Makes names, each above the one before it also where the clock stands or steps back.
+    """Makes names. Each is greater than the one before, even if the clock stands or steps back.
 
     Not thread-safe. Two makers agree on a name with a chance of 2**-80 per millisecond.
     """
@@ -349,11 +349,11 @@ class ManifestListing:
 
     @property
     def version(self) -> int:
-        """Of the newest base, 0 where there is none."""
+        """The version of the newest base, 0 where there is none."""
         return max(self.heads, default=0)
 
     def unmerged(self, head: BaseManifest | None) -> list[str]:
-        """ULIDs of the deltas that are not in this base, in rising order; of all without one."""
+        """ULIDs of the deltas that are not in this base, in rising order; all if it is None."""
         return sorted(self.deltas.keys() - (head.merged if head else frozenset()))
 
 

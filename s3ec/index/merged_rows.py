@@ -182,7 +182,7 @@ DELTAS = "deltas"
 
 
 class LastModifiedIndex:
-    """One look at the index, with the shards that are needed in a folder.
+    """Tells when entries were stored last, by one look at the index; shards are in a folder.
 
     Where a part of the index is unusable it knows no times, which a warning says: a tombstone
     of now is later than what any writer with a good clock wrote.
@@ -220,7 +220,7 @@ class LastModifiedIndex:
             self._of_byte[shard.first : shard.last + 1] = [shard] * (shard.last + 1 - shard.first)
 
     async def prepare(self, keys: Iterable[Key]) -> None:
-        """Bring the shards of these keys here.
+        """Download the shards that hold these keys.
 
         Raises:
             UnavailableError, AccessError, TierError: As open.

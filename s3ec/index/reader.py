@@ -126,7 +126,7 @@ class ManifestIndex:
         return None if latest is None or latest[1] else latest[0]
 
     def is_announced(self, key: Key) -> bool:
-        """Whether all readers are told that the entry is there; never True by a filter's chance.
+        """Whether all readers are told that the entry is there; a filter alone is no proof.
 
         Whatever this process found or stored since does not count.
         """
@@ -211,7 +211,7 @@ class ManifestIndex:
         await self._follower.close()
 
     def _sweep_recent_locked(self) -> None:
-        """Have what was stored long ago be answered by the base, as everything else is.
+        """Drop what was stored long ago, so that the base answers for it.
 
         It may have been announced, deleted by others and merged between two refreshes: then no
         row ever says so. A listing does not see deletions as fast, so without a base it stays.
@@ -249,7 +249,7 @@ class ManifestIndex:
                     del self._recent[digest]
 
     def _overrides_locked(self, view: View) -> PresenceFilter:
-        """Of all digests that the base alone does not answer for."""
+        """A filter of all digests for which the base alone cannot answer."""
         halves: list[Array] = [] if view.overlay is None else [view.overlay.rows().digest_hi]
         halves += [
             np.frombuffer(b"".join(digests), ">u8")[::2].astype("<u8")
@@ -258,7 +258,7 @@ class ManifestIndex:
         return PresenceFilter(np.concatenate(halves), room=_ROOM)
 
     def _heal(self, new: Segment) -> None:
-        """What was written since is there again."""
+        """Believe denied keys again that new deltas tell of."""
         healed = []
         for digest in list(self._gone.until):
             row = new.find(*split_digest(digest))

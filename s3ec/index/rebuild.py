@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The next base from an authoritative listing, and the comparison of an index with one.
+"""Makes the next base from a listing of all objects, or compares an index with a listing.
 
 A rebuild keeps what the old base knew. A comparison says what the index lacks, and what it only
 believes.
@@ -80,7 +80,7 @@ async def rebuild(store: Store, layout: Layout, making: BuildOptions | None = No
 
 
 async def _attempt(store: Store, layout: Layout, making: BuildOptions) -> BaseManifest | None:
-    """None where so much time was lost to others that the listing is of no use any more."""
+    """One attempt; None if other compactions took so long that the listing is too old."""
     started_s = making.clock()
     # First the deltas, then the objects: what is announced after this stays unmerged.
     snapshot = await take_snapshot(store, layout)
@@ -180,7 +180,7 @@ _WITH_OBJECT = ("missing", "differing")
 
 @dataclass(slots=True)
 class Verified:
-    """The index beside the bucket.
+    """What a comparison of the index with the bucket found.
 
     Attributes:
         version: Of the base, 0 where there is none.
@@ -280,7 +280,7 @@ async def _find_names(
 
 
 def _compare(found: Verified, index: Rows, latest: Rows, there: Rows, young_s: float) -> None:
-    """Count the differences of one range; what was announced or deleted meanwhile is none."""
+    """Count the differences in one range, but for what was announced or deleted meanwhile."""
     found.entries += len(index)
     found.objects += len(there)
     at, known = find_in(there, index)

@@ -162,7 +162,7 @@ class Rows:
         return Rows(**{name: column[which] for name, column in self.columns().items()})
 
     def between(self, first: int, last: int) -> Rows:
-        """Of sorted rows those whose digest's leading byte is in ``first..last``; views."""
+        """Of sorted rows, views of those whose digest begins with a byte in ``first..last``."""
         start = np.searchsorted(self.digest_hi, np.uint64(first << 56))
         stop = len(self)
         if last < 255:

@@ -188,7 +188,7 @@ class Segment:
         return self._shift, self._mask, self._fence, self._hi, self._lo
 
     def _find_lo(self, hi: int, lo: int, row: int) -> int:
-        """Several digests share their first half, which nobody meets by chance."""
+        """Find a row among several whose digests share their first half; that is rare."""
         end = bisect_right(self._hi, hi, row)
         row = bisect_left(self._lo, lo, row, end)
         return row if row < end and self._lo[row] == lo else -1
