@@ -1,36 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """One encoder output as bytes: a safetensors file with a single tensor and checked metadata.
 
-The file opens with any safetensors reader. Parsing does not use one: it must refuse hostile
-headers before anything is allocated, and safetensors accepts several (duplicate keys,
-shapes with zeros, unexpected names). What handles tensors is in ``tensors``, so that tier, store
-and command line work without torch.
-
-Layout (all integers little-endian)::
-
-    0    u64   header length N, at most HEADER_LIMIT, 8 + N a multiple of 64
-    8    N     canonical JSON, padded with spaces, with a checksum of its own inside
-    8+N  ...   rows x width values, row-major
+The header is that of ``safetensors_file``, with one tensor ``ec_cache``: rows x width values,
+row-major and little-endian. Nothing here needs torch, so tier, store and command line work without
+it.
 """
 
 from __future__ import annotations
 
 import re
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import xxhash
-
-from s3ec import plain_json
+from s3ec import safetensors_file
 from s3ec.errors import CorruptEntryError
 from s3ec.identity import FORMAT_VERSION, canonical_json
+from s3ec.safetensors_file import plain_json
 
 TENSOR_NAME = "ec_cache"
-HEADER_LIMIT = 16 * 1024
-# Starting the tensor on a cache line lets a reader map or read it in place.
-_ALIGNMENT = 64
+HEADER_LIMIT = safetensors_file.HEADER_LIMIT
+checksum = safetensors_file.checksum
+running_checksum = safetensors_file.running_checksum
 # Far above any encoder output (a 10-minute video at 4 KiB a row is 1.5 GB); stops a forged
 # header from asking for more memory than a node has.
 MAX_TENSOR_BYTES = 8 * 2**30
@@ -46,7 +37,6 @@ _EXPONENTS = {
 _SPELLING = {torch_name: spelling for spelling, (torch_name, _) in DTYPES.items()}
 _CHECKSUM = re.compile(r"[0-9a-f]{32}")
 _COUNT = re.compile(r"[1-9][0-9]{0,11}")
-_SEAL = "header_xxh3"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +91,6 @@ class Header:
         return self.data_start + self.shape.nbytes
 
 
-def checksum(data: memoryview | bytes | bytearray) -> str:
-    """xxh3-128 of some bytes, 32 hex digits; over 10 GB/s and off the GIL for large inputs."""
-    return xxhash.xxh3_128_hexdigest(data)
-
-
 def is_finite(data: memoryview | bytes | bytearray, dtype: str) -> bool:
     """Whether no value is NaN or infinite; 0.05 ms per MiB, off the GIL, no memory.
 
@@ -127,11 +112,6 @@ def is_finite(data: memoryview | bytes | bytearray, dtype: str) -> bool:
     return positive < exponent and negative < sign + exponent
 
 
-def running_checksum() -> xxhash.xxh3_128:
-    """The same, to be given the bytes part by part with ``update``."""
-    return xxhash.xxh3_128()
-
-
 def encode_header(header: Header) -> bytes:
     """The bytes in front of the tensor.
 
@@ -151,21 +131,14 @@ def encode_header(header: Header) -> bytes:
     }
     if header.placeholder is not None:
         metadata["placeholder"] = _placeholder_json(header.placeholder)
-    tensor = _tensor_entry(header.shape)
-    metadata[_SEAL] = _seal(metadata, tensor)
-    body = canonical_json({"__metadata__": metadata, TENSOR_NAME: tensor}).encode()
-    padding = -(8 + len(body)) % _ALIGNMENT
-    if len(body) + padding > HEADER_LIMIT:
-        raise CorruptEntryError(
-            f"header of {len(body)} bytes is over the limit of {HEADER_LIMIT}", reason="header"
-        )
-    return struct.pack("<Q", len(body) + padding) + body + b" " * padding
+    tensors = {TENSOR_NAME: _tensor_entry(header.shape)}
+    return safetensors_file.encode_header(metadata, tensors, only=TENSOR_NAME)
 
 
 def _placeholder_json(placeholder: Mapping[str, Any]) -> str:
     try:
         text = canonical_json(dict(placeholder))
-        plain_json.loads(text)  # what readers would refuse is not written
+        plain_json(text)  # what readers would refuse is not written
     except (TypeError, ValueError, RecursionError) as exc:
         raise CorruptEntryError(f"placeholder is not plain JSON: {exc}", reason="header") from exc
     return text
@@ -180,32 +153,10 @@ def parse_header(blob: memoryview | bytes) -> Header:
     Raises:
         CorruptEntryError: Not an entry of ours, or one that lies about itself.
     """
-    if len(blob) < 8:
-        raise CorruptEntryError(f"{len(blob)} bytes are too few for a header", reason="length")
-    (length,) = struct.unpack_from("<Q", blob)
-    if not 0 < length <= HEADER_LIMIT or (8 + length) % _ALIGNMENT:
-        raise CorruptEntryError(
-            f"header length {length} is not in 1..{HEADER_LIMIT}, or leaves the tensor unaligned",
-            reason="header",
-        )
-    if len(blob) < 8 + length:
-        raise CorruptEntryError("cut off inside the header", reason="length")
-    try:
-        content = plain_json.loads(bytes(blob[8 : 8 + length]).decode("utf-8"))
-    except (ValueError, RecursionError) as exc:
-        raise CorruptEntryError(f"header is not acceptable JSON: {exc}", reason="header") from exc
-    if not isinstance(content, dict) or content.keys() != {"__metadata__", TENSOR_NAME}:
-        raise CorruptEntryError(
-            f"header must hold `__metadata__` and one tensor `{TENSOR_NAME}`", reason="header"
-        )
-    metadata = content["__metadata__"]
-    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise CorruptEntryError("metadata must be strings", reason="header")
-    header = _checked(metadata, content[TENSOR_NAME], bytes(blob[: 8 + length]))
-    # One spelling for one header: what we would not have written was written by somebody else.
-    if bytes(blob[8 : 8 + length]).rstrip(b" ") != canonical_json(content).encode():
-        raise CorruptEntryError("header is not canonical JSON", reason="header")
-    return header
+    metadata, tensors, front = safetensors_file.parse_header(
+        blob, str(FORMAT_VERSION), only=TENSOR_NAME
+    )
+    return _checked(metadata, tensors[TENSOR_NAME], front)
 
 
 def _tensor_entry(shape: Shape) -> dict[str, Any]:
@@ -217,35 +168,14 @@ def _tensor_entry(shape: Shape) -> dict[str, Any]:
     }
 
 
-def _seal(metadata: Mapping[str, str], tensor: object) -> str:
-    """Checksum of all that the header says, itself left out.
-
-    Most of a header is compared with something, but a flipped bit in a grid or a modality
-    would go unnoticed.
-    """
-    rest = {name: value for name, value in metadata.items() if name != _SEAL}
-    return checksum(canonical_json([rest, tensor]).encode())
-
-
 def _checked(metadata: dict[str, str], tensor: object, front: bytes) -> Header:
-    if metadata.get("s3ec") != str(FORMAT_VERSION):
-        raise CorruptEntryError(
-            f"format version {metadata.get('s3ec')!r:.40}, expected {FORMAT_VERSION}",
-            reason="version",
-        )
-    try:
-        seal = _seal(metadata, tensor)
-    except RecursionError as exc:
-        raise CorruptEntryError("header is nested too deeply", reason="header") from exc
-    if metadata.get(_SEAL) != seal:
-        raise CorruptEntryError("the header's own checksum differs", reason="header")
     shape = _checked_shape(metadata, tensor)
     if not _CHECKSUM.fullmatch(metadata.get("xxh3", "")):
         raise CorruptEntryError("no checksum", reason="checksum")
     placeholder = None
     if "placeholder" in metadata:
         try:
-            placeholder = plain_json.loads(metadata["placeholder"])
+            placeholder = plain_json(metadata["placeholder"])
         except (ValueError, RecursionError) as exc:
             raise CorruptEntryError("placeholder is not JSON", reason="header") from exc
         if not isinstance(placeholder, dict):
@@ -281,7 +211,7 @@ def _checked_shape(metadata: dict[str, str], tensor: object) -> Shape:
 
 
 def _is_plain(tensor: Any) -> bool:
-    """Whether the numbers that an equal dictionary holds are integers as well."""
+    """Whether all numbers are of type int: True and 1.0 are equal to 1 in Python."""
     return all(type(number) is int for number in (*tensor["shape"], *tensor["data_offsets"]))
 
 
@@ -335,7 +265,7 @@ class Verifier:
         _require_finite(self.header, part)
 
     def finish(self) -> None:
-        """The entry has ended here.
+        """Check that the entry ends here, and its checksum.
 
         Raises:
             CorruptEntryError: ``reason`` is ``length`` or ``checksum``.

@@ -104,6 +104,8 @@ _PART_BYTES = 8 * 2**20
 _PARTS_AT_A_TIME = 4
 # One page of a listing.
 _LISTED_AT_A_TIME = 1000
+# So many entries are listed a page after the other, before 256 folders are.
+_FEW = 4096
 _CLOSE_S = 5.0
 
 
@@ -147,7 +149,7 @@ class CorpusEntry:
 
     @property
     def digest(self) -> str:
-        """By what the index knows it, 32 hex digits."""
+        """Its key in the index, 32 hex digits."""
         return digest_of_name(self.plain_name).hex()
 
     @property
@@ -501,8 +503,9 @@ class Corpus:
     ) -> Iterator[CorpusEntry]:
         """The entries of one namespace, in no order, as the store lists them.
 
-        Costs one request for 1000 entries or for each of up to 256 folders, 16 at a time; what is
-        ahead of the caller is at most some thousand entries. Every revision is an entry here.
+        Costs one request for each 1000 entries. Where there are more than 4096, a request for each
+        of up to 256 folders comes on top, 16 at a time. What is ahead of the caller is at most some
+        thousand entries. Every revision is an entry here.
 
         Args:
             starts_with: Only entries whose label begins so.
@@ -535,8 +538,9 @@ class Corpus:
 
         First the objects go, then the index says so. What is absent is announced too, since the
         index may hold it. A node that has a copy on its disk serves it until it is evicted. Costs a
-        listing for each entry, 16 at a time, and for each 1000 objects one request and one
-        announcement; the first deletion also tries a conditional write, four small requests.
+        listing for each entry, 16 at a time, one request for each 1000 objects, and one
+        announcement for each 10,000. The first deletion also tries a conditional write, with four
+        small requests.
 
         Args:
             identifiers: In full, as vLLM spells them; or entries, all of one namespace, which need
@@ -570,13 +574,11 @@ class Corpus:
             )
 
         async def work(store: Store, layout: Layout) -> Deletion:
-            from s3ec.index.delete import deleting, find_objects
+            from s3ec.index.delete import delete_entries, find_objects
 
             found = await find_objects(store, layout, keys.values(), report=report)
             if not dry_run:
-                objects = {key: [info.name for info in infos] for key, infos in found.items()}
-                async with deleting(store, layout) as deleter:
-                    await deleter.delete_objects(objects, report=report)
+                await delete_entries(store, layout, found, report=report)
             by_text = {text: tuple(found[key]) for text, key in keys.items()}
             return Deletion(layout.namespace, by_text, done=not dry_run)
 
@@ -682,7 +684,7 @@ class Corpus:
 
     @property
     def tenant(self) -> Tenant | None:
-        """Whose secret is in the names.
+        """The tenant whose secret is in the names; None without one.
 
         Raises:
             ConfigError: It cannot be read, or is too short.
@@ -799,10 +801,19 @@ async def scan(
         width: Folders that are listed at a time. Each waits until what it found is taken.
     """
     found: asyncio.Queue[Sequence[CorpusEntry]] = asyncio.Queue(1)
+    known: set[str] = set()  # what was listed before the folders
+    above, narrow = _place(starts_with, adapter)
 
-    async def read(folder: str) -> None:
+    async def few() -> AsyncIterator[CorpusEntry]:
+        async for entry in _listed(store, namespace, above):
+            if len(known) == _FEW:
+                return
+            known.add(entry.name)
+            yield entry
+
+    async def hand_on(entries: AsyncIterator[CorpusEntry]) -> None:
         batch: list[CorpusEntry] = []
-        async for entry in _listed(store, namespace, folder):
+        async for entry in entries:
             if _is_wanted(entry, starts_with, adapter):
                 batch.append(entry)
             if len(batch) == _LISTED_AT_A_TIME:
@@ -811,8 +822,17 @@ async def scan(
         if batch:
             await found.put(batch)
 
+    async def read(folder: str) -> None:
+        entries = _listed(store, namespace, folder)
+        await hand_on(entry async for entry in entries if entry.name not in known)
+
     async def read_all() -> None:
-        folders = await _folders(store, Layout(namespace), starts_with, adapter)
+        if narrow is None:
+            # A page after the other: for few entries that takes fewer requests than folders do.
+            await hand_on(few())
+            if len(known) < _FEW:
+                return
+        folders = await _folders(store, Layout(namespace), starts_with, above, narrow)
         await in_parallel(folders, read, width=width)
 
     reading = asyncio.create_task(read_all(), name="s3ec-scan")
@@ -839,20 +859,31 @@ def _is_wanted(entry: CorpusEntry, begin: str, adapter: str | None) -> bool:
     return label.startswith(begin) and adapter in (None, label.rpartition(":")[0])
 
 
-async def _folders(store: Store, layout: Layout, begin: str, adapter: str | None) -> Sequence[str]:
-    """Beginnings of names below ``objects/`` that hold all that is wanted, to list side by side."""
+def _place(begin: str, adapter: str | None) -> tuple[str, str | None]:
+    """Find the folder below ``objects/`` that holds all labels that begin so.
+
+    Returns:
+        The adapter's folder, empty for all; and the beginning of the names of objects, None where
+        the label's beginning does not tell it.
+    """
     if adapter is None and ":" in begin:
         adapter = begin.partition(":")[0]
     above = "" if adapter is None else f"{adapter}/"
     match = _HASH_BEGIN.fullmatch(begin if adapter is None else begin.removeprefix(f"{adapter}:"))
-    narrow = [] if match is None else [f"{above}{match[1]}/{match[0]}"]
+    return above, match and f"{above}{match[1]}/{match[0]}"
+
+
+async def _folders(
+    store: Store, layout: Layout, begin: str, above: str, narrow: str | None
+) -> list[str]:
+    """Beginnings of names below ``objects/`` that hold all that is wanted, to list side by side."""
     if narrow and above:
-        return narrow
-    folders = await store.list_folders(layout.objects + above)
+        return [narrow]
+    below = await store.list_folders(layout.objects + above)
     if not narrow:
-        return [above + folder for folder in folders]
+        return [above + folder for folder in below]
     # What looks like a hash may be the beginning of an adapter's name.
-    return narrow + [f for f in folders if f.startswith(begin) and not _FAN_OUT.fullmatch(f)]
+    return [narrow, *(f for f in below if f.startswith(begin) and not _FAN_OUT.fullmatch(f))]
 
 
 async def _listed(store: Store, namespace: str, folder: str = "") -> AsyncIterator[CorpusEntry]:
@@ -969,7 +1000,7 @@ def _checked_header(blob: Blob, entry: CorpusEntry) -> codec.Header:
 
 
 async def _download(store: Store, entry: CorpusEntry, report: Report) -> Blob | None:
-    """All bytes of an object; a large one by ranges, or nobody would see how far it is."""
+    """All bytes of an object. A large one comes by ranges, so that its progress is seen."""
     if entry.nbytes <= _PART_BYTES:
         return await store.get(entry.object_name, max_bytes=entry.nbytes)
     whole = bytearray()
@@ -988,7 +1019,7 @@ async def _download(store: Store, entry: CorpusEntry, report: Report) -> Blob | 
 
 
 def _nobody_answers(exc: UnavailableError, settings: Settings) -> UnavailableError | None:
-    """The same error in plain words; None where the server did answer, or its own words will do.
+    """The same error in plain words; None if the server answered, or its words will do.
 
     A library repeats the whole request, and does not say that the connection was refused.
     """

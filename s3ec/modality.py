@@ -14,10 +14,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from s3ec import plain_json
 from s3ec.codec import DTYPES
 from s3ec.errors import ConflictError, CorruptEntryError, UnavailableError
 from s3ec.identity import Layout, canonical_json
+from s3ec.safetensors_file import plain_json
 from s3ec.store.base import Store
 
 log = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ class ModalityRecords:
         return record
 
     async def get_soon(self, modality: str, patience_s: float) -> Record | None:
-        """As get, for who can do without: one reading at a time, which goes on without its askers.
+        """As get, for a caller that can do without. One read at a time; it outlives its callers.
 
         Args:
             patience_s: How long the one who begins it waits; others do not wait.
@@ -133,7 +133,7 @@ class ModalityRecords:
 
 def parse_record(body: bytes) -> Record | None:
     try:
-        content = plain_json.loads(body.decode("utf-8"))
+        content = plain_json(body.decode("utf-8"))
         width, dtype = content["width"], content["dtype"]
     except (ValueError, TypeError, KeyError, RecursionError):
         return None

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from s3ec import plain_json
 from s3ec.errors import AmbiguousError, CorruptEntryError, NotFoundError
 from s3ec.identity import Layout, canonical_json, entry_name, is_namespace_name
+from s3ec.safetensors_file import plain_json
 from s3ec.store.base import Store
 from s3ec.store.concurrency import in_parallel
 
@@ -78,14 +78,16 @@ async def read_namespaces(store: Store, names: Sequence[str]) -> list[NamespaceI
 async def _read_descriptor(store: Store, name: str) -> dict[str, Any]:
     try:
         blob = await store.get(Layout(name).descriptor, max_bytes=_DESCRIPTOR_BYTES)
-        content = plain_json.loads(bytes(blob).decode("utf-8")) if blob else {}
+        content = plain_json(bytes(blob).decode("utf-8")) if blob else {}
     except (CorruptEntryError, ValueError, RecursionError):
         return {}  # anybody may have put anything there; the name still says what it is
     return content if isinstance(content, dict) else {}
 
 
 async def describe_namespace(store: Store, found: NamespaceInfo, *, count: bool) -> NamespaceInfo:
-    """The same with what three requests more tell, and with ``count`` a listing of all objects."""
+    """Add what three more requests tell, and with ``count`` a listing of all objects."""
+    from s3ec.index.manifest import indexed_entries
+
     layout = Layout(found.name)
     info = await store.head(layout.descriptor)
     sizes = None
@@ -99,24 +101,10 @@ async def describe_namespace(store: Store, found: NamespaceInfo, *, count: bool)
     return replace(
         found,
         stored_s=info.modified_s if info else 0.0,
-        indexed=await _indexed(store, layout),
+        indexed=await indexed_entries(store, layout),
         entries=None if sizes is None else len(sizes),
         nbytes=None if sizes is None else sum(sizes),
     )
-
-
-async def _indexed(store: Store, layout: Layout) -> int | None:
-    """How many entries the newest base of the index holds; None where there is no usable one."""
-    from s3ec.index.manifest import read_head
-
-    versions = [layout.version_of(info.name) or 0 async for info in store.list(layout.heads)]
-    if not any(versions):
-        return None
-    try:
-        head = await read_head(store, layout, max(versions))
-    except CorruptEntryError:
-        return None
-    return head.entries if head else None
 
 
 # -- which one is meant ---------------------------------------------------------------------------
@@ -245,7 +233,7 @@ def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]
 
 @dataclass(frozen=True, slots=True)
 class Neighbour:
-    """A namespace beside another one: what keeps two fleets from sharing.
+    """How another namespace differs, which is why two fleets do not share.
 
     Attributes:
         name: Of the other.

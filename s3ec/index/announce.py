@@ -27,25 +27,27 @@ ANNOUNCE_S = 2.0
 BATCH_ITEMS = 1000
 """A batch of so many waits for no more."""
 
-# About 600 bytes each.
-_MAX_WAITING = 100_000
-_MAX_TIME_S = 2**32 - 1  # what the column holds; of equal times the later name's wins
-_FIRST_PAUSE_S = 0.5
+MAX_WAITING = 100_000
+"""Keys that may wait for a confirmation; about 600 bytes each."""
+FIRST_PAUSE_S = 0.5
+"""After a failure; twice as long after each further one."""
+DENIED_PAUSE_S = 60.0
+"""A refusal lasts until somebody changes a policy, and too many refusals open the breaker."""
+CALIBRATE_EVERY = 1000
+"""Deltas between two looks at the server's clock; an idle writer makes none."""
+
 _MAX_PAUSE_S = 15.0
-# What is refused is so until somebody changes a policy, and too many refusals open the breaker.
-_DENIED_PAUSE_S = 60.0
-# A name is renewed before a retry once it is so old: a delta that comes late under an old name is
-# found late.
+_MAX_TIME_S = 2**32 - 1  # what the column holds; of equal times the later name's wins
+# A retry takes a new name where the last one is older than this: readers find a delta late if it
+# appears under an old name.
 _NAME_AGE_S = OVERLAP_S / 10
-# Deltas between two looks at the server's clock; an idle writer makes none.
-_CALIBRATE_EVERY = 1000
 # The server's times are whole seconds.
 _RESOLUTION_S = 2.0
 
 
 @dataclass(slots=True)
 class _Item:
-    """What is to be told of one key.
+    """What readers are to be told about one key.
 
     Attributes:
         facts: None: it was deleted.
@@ -63,8 +65,13 @@ class _Item:
 class Announcer:
     """Collects what one process has to tell, and writes it until the bucket confirms it.
 
-    One delta at a time, so what comes later has a later name. For the loop's thread only; its
-    task runs while something waits. Holds small records, at most 100,000.
+    States of a key: waiting (after ``add``), sending (in the batch that is written), and then
+    confirmed or given up, which its callback is told once. A key that is added again while it
+    waits replaces what waits. A failed write stays in sending and is tried again, without limit.
+    It is given up by ``close``, by an error of ours, and where too much waits.
+
+    One delta is written at a time, so what comes later has a later name. For the loop's thread
+    only. The task runs while something waits. Holds small records, at most 100,000.
     """
 
     def __init__(
@@ -76,6 +83,7 @@ class Announcer:
         known_time_s: Callable[[Key], int] = lambda _: 0,
         clock: Callable[[], float] = time.time,
         batch_s: float = ANNOUNCE_S,
+        batch_items: int = BATCH_ITEMS,
     ) -> None:
         """Set up; nothing runs yet.
 
@@ -84,6 +92,7 @@ class Announcer:
                 it holds none. No I/O.
             clock: Seconds since the epoch.
             batch_s: How long the first item of a batch waits for others.
+            batch_items: A batch of so many waits for no more, and is one delta.
         """
         self._store = store
         self._layout = layout
@@ -91,6 +100,7 @@ class Announcer:
         self._known_time_s = known_time_s
         self._clock = clock
         self._batch_s = batch_s
+        self._batch_items = batch_items
         self._waiting: dict[bytes, _Item] = {}
         self._sending: dict[bytes, _Item] = {}
         self._urgent = 0  # so many of those that wait are not held back for a fuller batch
@@ -116,7 +126,7 @@ class Announcer:
         *,
         at_s: float | None = None,
     ) -> None:
-        """Tell of one key, soon; never waits.
+        """Announce one key soon; never waits.
 
         To be called before this process's own index hears of it: the row is made to win over
         what the index knows.
@@ -128,13 +138,13 @@ class Announcer:
                 and should hold little: it is kept until then.
             at_s: When it was so, seconds since the epoch by this machine's clock; None: now.
         """
-        if self._closed or len(self._waiting) >= _MAX_WAITING:
+        if self._closed or len(self._waiting) >= MAX_WAITING:
             if not self._closed and not self._said_full:
                 self._said_full = True
                 log.error(
                     "more than %d keys wait to be announced; further ones may be missing from "
                     "the index until `s3ec manifest rebuild`",
-                    _MAX_WAITING,
+                    MAX_WAITING,
                 )
             done(False)
             return
@@ -144,15 +154,15 @@ class Announcer:
         if earlier is not None:  # the later one is true; one row tells it for both
             item.done[:0] = earlier.done
         self._waiting[key.digest] = item
-        if len(self._waiting) >= BATCH_ITEMS:
+        if len(self._waiting) >= self._batch_items:
             self._due.set()
         self._start()
 
     def send_soon(self, *, retry: bool = False) -> None:
-        """Hold what waits now back for no fuller batch; returns at once.
+        """Send what waits now without waiting for a fuller batch; returns at once.
 
         Args:
-            retry: Nor for the pause after a failure.
+            retry: Do not wait out the pause after a failure either.
         """
         self._urgent = len(self._waiting)
         self._due.set()
@@ -220,20 +230,20 @@ class Announcer:
 
     async def _collect(self) -> dict[bytes, _Item]:
         """Wait for a batch, and take it."""
-        if not self._urgent and len(self._waiting) < BATCH_ITEMS:
+        if not self._urgent and len(self._waiting) < self._batch_items:
             await _wait(self._due, self._batch_s)
-        batch = dict(islice(self._waiting.items(), BATCH_ITEMS))
+        batch = dict(islice(self._waiting.items(), self._batch_items))
         for digest in batch:
             del self._waiting[digest]
         self._urgent = max(0, self._urgent - len(batch))
         return batch
 
     async def _send(self, batch: dict[bytes, _Item]) -> None:
-        """Write one delta; a second one where the first showed how wrong our clock is."""
+        """Write one delta, and a second one if the first showed that our clock is far off."""
         started_s = self._clock()
         name = await self._put(batch)
         if self._until_look == 0:
-            self._until_look = _CALIBRATE_EVERY
+            self._until_look = CALIBRATE_EVERY
             moved_s = await self._calibrate(name, started_s, self._clock())
             if abs(moved_s) > OVERLAP_S / 2:
                 # Readers may have looked past a name of the wrong time already.
@@ -249,7 +259,7 @@ class Announcer:
     async def _put(self, batch: dict[bytes, _Item]) -> str:
         """Write one delta, trying until the bucket has it; returns its name."""
         body = encode_segment(self._rows(batch), self._layout.namespace)
-        pause_s = _FIRST_PAUSE_S
+        pause_s = FIRST_PAUSE_S
         name, named_s = "", 0.0
         while True:
             now_s = self._clock() + self._offset_s
@@ -262,7 +272,7 @@ class Announcer:
             except (UnavailableError, AccessError) as exc:
                 self._failed(exc)
                 denied = isinstance(exc, AccessError)
-                await _wait(self._retry, _DENIED_PAUSE_S if denied else pause_s)
+                await _wait(self._retry, DENIED_PAUSE_S if denied else pause_s)
                 pause_s = min(pause_s * 2, _MAX_PAUSE_S)
                 continue
             self._complained = False

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The question a scheduler asks of an index, and how an index hears of news."""
+"""The protocol of an index: what a scheduler asks, and how an index learns of changes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Index(Protocol):
         ...
 
     def holds(self, key: Key) -> bool:
-        """Whether the corpus was told to hold this key; never True by a filter's chance."""
+        """Whether a writer announced this key; never True by a filter's false positive."""
         ...
 
     def facts(self, key: Key) -> EntryInfo | None:

@@ -366,7 +366,7 @@ async def _read_heads(
 def _due(
     snapshot: ManifestListing, heads: dict[int, BaseManifest], now_s: float, grace_s: float
 ) -> list[ObjectInfo]:
-    """Shards, filters and deltas that may go at this time of the server."""
+    """Shards, filters and deltas that may be deleted at this time of the server's clock."""
     settled = _settled(snapshot, now_s, grace_s)
     due: list[ObjectInfo] = []
     for (version, run), files in snapshot.runs.items():
@@ -399,7 +399,7 @@ def _settled(snapshot: ManifestListing, now_s: float, grace_s: float) -> int:
 
 
 def _are_older(files: Sequence[ObjectInfo], now_s: float, age_s: float) -> bool:
-    """Whether all of these were there for so long; not where the store does not say."""
+    """Whether all of these are older than ``age_s``; False where the store tells no time."""
     return all(info.modified_s > 0 and now_s - info.modified_s > age_s for info in files)
 
 

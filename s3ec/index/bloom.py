@@ -20,10 +20,10 @@ from pathlib import Path
 
 import numpy as np
 
+from s3ec import safetensors_file
 from s3ec.errors import CorruptEntryError
-from s3ec.index import sealed
 from s3ec.index.rows import Array
-from s3ec.index.sealed import ColumnSpec, FileHeader
+from s3ec.safetensors_file import ColumnSpec, FileHeader
 
 KIND = "bloom-1"
 BLOCK_BITS = 512
@@ -35,7 +35,8 @@ _COLUMN = "bloom"
 _AIM = 0.95
 # Memory that is given for fewer probes, which is what a lookup's time goes to.
 _ROOM = 1.05
-_BUILD_KEYS = 2**18  # keys placed together: some MiB of temporaries
+BUILD_KEYS = 2**18
+"""Keys placed together: some MiB of temporaries."""
 
 
 def expected_fpr(entries: int, blocks: float, probes: int) -> float:
@@ -102,8 +103,8 @@ def build_bloom(hi: Array, lo: Array, fpr: float, namespace: str) -> list[bytes 
     blocks, probes = size_for(len(hi), fpr)
     # A byte per bit, since setting bytes needs no read before the write, and packing is quick.
     bits = np.zeros(blocks * BLOCK_BITS, np.bool_)
-    for start in range(0, len(hi), _BUILD_KEYS):
-        some = slice(start, start + _BUILD_KEYS)
+    for start in range(0, len(hi), BUILD_KEYS):
+        some = slice(start, start + BUILD_KEYS)
         block = (hi[some] & np.uint64(0xFFFFFFFF)) * np.uint64(blocks) >> np.uint64(32)
         base = block * np.uint64(BLOCK_BITS)
         for probe in range(probes):
@@ -116,7 +117,7 @@ def build_bloom(hi: Array, lo: Array, fpr: float, namespace: str) -> list[bytes 
         "probes": str(probes),
         "fpr": repr(float(fpr)),
     }
-    return sealed.encode(metadata, {_COLUMN: packed})
+    return safetensors_file.encode_columns(metadata, {_COLUMN: packed})
 
 
 class Bloom:
@@ -153,9 +154,9 @@ class Bloom:
             CorruptEntryError: Not a filter of this namespace and size.
             OSError: It cannot be opened.
         """
-        whole = sealed.map_file(path)
+        whole = safetensors_file.map_file(path)
         bloom = cls.parse(memoryview(whole), namespace, name=Path(path).name)
-        sealed.advise(whole, bloom._front.places.values())
+        safetensors_file.advise(whole, bloom._front.places.values())
         return bloom
 
     @classmethod
@@ -166,19 +167,9 @@ class Bloom:
             CorruptEntryError: As for open.
         """
         whole = memoryview(blob)
-        front = sealed.parse_front(whole, kind=KIND, namespace=namespace, name=name)
+        front = safetensors_file.parse_columns(whole, kind=KIND, namespace=namespace, name=name)
         _check_shape(front, name)
         return cls(front, whole, name=name)
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the file."""
-        return self._front.total_bytes
-
-    @property
-    def fpr(self) -> float:
-        """The expected rate of false positives."""
-        return expected_fpr(self.entries, self.blocks, self.probes)
 
     def __len__(self) -> int:
         return self.entries
@@ -213,14 +204,9 @@ class Bloom:
         """
         self._front.check_data(self._blob, self.name)
 
-    def close(self) -> None:
-        """Let go of the file now; nobody may look up during or after it."""
-        self._bits = self._blob = memoryview(bytes(_BLOCK_BYTES))
-        self.blocks = 1
-
 
 def _check_shape(front: FileHeader, name: str) -> None:
-    """The column and what the metadata says of it."""
+    """Compare the column with what the metadata says of it."""
     entries, probes = (front.metadata.get(field, "") for field in ("entries", "probes"))
     if not (entries.isascii() and entries.isdigit() and len(entries) <= 12):
         raise CorruptEntryError(f"{name}: {entries!r:.40} keys", reason="size")

@@ -13,11 +13,10 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from contextlib import aclosing
 from typing import Protocol, TypeVar
 
-from s3ec import codec
+from s3ec import codec, safetensors_file
 from s3ec.counters import Counters
 from s3ec.errors import CorruptEntryError, TierError
 from s3ec.identity import Layout
-from s3ec.index import sealed
 from s3ec.index.bloom import Bloom
 from s3ec.index.lookup import Base
 from s3ec.index.manifest import BaseManifest, Blob
@@ -318,7 +317,7 @@ class IndexCache:
     def _remove_other(self, local: str, blob: Blob) -> None:
         """Remove a file that is not the one that the head names."""
         try:
-            if Blob.of([memoryview(sealed.map_file(self._files.path(local)))]) == blob:
+            if Blob.of([memoryview(safetensors_file.map_file(self._files.path(local)))]) == blob:
                 return
         except FileNotFoundError:
             return
@@ -331,7 +330,7 @@ class IndexCache:
 
         def check(path: str) -> None:
             kind = Segment if exact else Bloom
-            whole = memoryview(sealed.map_file(path))
+            whole = memoryview(safetensors_file.map_file(path))
             kind.parse(whole, self.layout.namespace, name=name).check()
 
         async def fetch() -> None:

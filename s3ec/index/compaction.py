@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compaction: base and deltas become the next base, as a stream of shards.
 
-Writers do it themselves: of all that see deltas pile up, mostly one does it.
+Writers do it themselves. Of all that see a large backlog, one does it as a rule.
 """
 
 from __future__ import annotations
@@ -78,10 +78,9 @@ async def compact(
     if head is None:
         return await rebuild(store, layout, making)
     deltas = Deltas()
-    if snapshot.deltas.keys() - head.merged:
-        work = _Work(store, layout, making, snapshot)
+    if snapshot.unmerged(head):
         try:
-            merged = await work.merge(head, deltas)
+            merged = await _merge(store, layout, making, snapshot, head, deltas)
         except CorruptEntryError:
             if (await take_snapshot(store, layout)).version != head.version:
                 return None  # the old base was deleted while it was read
@@ -93,28 +92,25 @@ async def compact(
     return BuildResult(head, len(deltas.read), removed, deltas.corrupt)
 
 
-@dataclass(frozen=True, slots=True)
-class _Work:
-    """One attempt."""
-
-    store: Store
-    layout: Layout
-    making: BuildOptions
-    snapshot: ManifestListing
-
-    async def merge(self, head: BaseManifest, deltas: Deltas) -> BaseManifest | None:
-        """Make the base after ``head``; the same one where no delta was of use, None if beaten."""
-        listed = self.snapshot.deltas.keys()
-        room = max(0, MAX_MERGED - len(head.merged & listed))
-        pending = sorted(listed - head.merged)[:room]
-        with temporary_folder(self.making.folder) as folder:
-            content = MergedRows(self.store, self.layout, head, folder)
-            await content.add_deltas(pending, deltas)
-            if not deltas.read:
-                return head
-            writer = BaseWriter(self.store, self.layout, head.version + 1, self.making)
-            await write_base(writer, content.between, content.max_entries)
-            return await writer.commit((head.merged & listed) | deltas.read)
+async def _merge(
+    store: Store,
+    layout: Layout,
+    making: BuildOptions,
+    snapshot: ManifestListing,
+    head: BaseManifest,
+    deltas: Deltas,
+) -> BaseManifest | None:
+    """Make the next base; ``head`` itself if no delta could be read, None if another was first."""
+    kept = head.merged & snapshot.deltas.keys()
+    room = max(0, MAX_MERGED - len(kept))
+    with temporary_folder(making.folder) as folder:
+        content = MergedRows(store, layout, head, folder)
+        await content.add_deltas(snapshot.unmerged(head)[:room], deltas)
+        if not deltas.read:
+            return head
+        writer = BaseWriter(store, layout, head.version + 1, making)
+        await write_base(writer, content.between, content.max_entries)
+        return await writer.commit(kept | deltas.read)
 
 
 MAX_DELTAS = 128
@@ -129,11 +125,14 @@ _ROWS_SHARE = 1 / 8
 # What a row takes in a delta; what the bucket lists is sizes.
 _ROW_BYTES = 42
 
-_LOOK_EVERY_S = 10.0
-# Writers of other nodes see the same pile at the same time.
-_SPREAD_S = 30.0
-_FIRST_PAUSE_S = 60.0
-_MAX_PAUSE_S = 1800.0
+LOOK_EVERY_S = 10.0
+"""Between two looks at what this process knows of the backlog."""
+SPREAD_S = 30.0
+"""Waited for at random: writers of other nodes see the same backlog at the same time."""
+FIRST_PAUSE_S = 60.0
+"""After a compaction that failed or was in vain; twice as long after each further one."""
+MAX_PAUSE_S = 1800.0
+"""The longest of these pauses."""
 _TASK = "compact"
 
 
@@ -196,15 +195,15 @@ class ElectedCompactor:
 
     async def run_forever(self) -> None:
         """Compact whenever it pays, until cancelled, or for good where the server forbids it."""
-        pause_s = _FIRST_PAUSE_S
+        pause_s = FIRST_PAUSE_S
         while True:
-            await asyncio.sleep(_LOOK_EVERY_S * random.uniform(0.9, 1.1))
+            await asyncio.sleep(LOOK_EVERY_S * random.uniform(0.9, 1.1))
             if not self._backlog().is_large:
                 continue
-            await asyncio.sleep(random.uniform(0, _SPREAD_S))
+            await asyncio.sleep(random.uniform(0, SPREAD_S))
             try:
                 if await self.compact_if_needed():
-                    pause_s = _FIRST_PAUSE_S
+                    pause_s = FIRST_PAUSE_S
                     continue
             except ConfigError as exc:
                 self._counters.add("compact.failed")
@@ -219,7 +218,7 @@ class ElectedCompactor:
                 self._counters.add("internal_errors")
                 log.exception("compacting the index of %s", self._layout.namespace)
             await asyncio.sleep(pause_s * random.uniform(0.5, 1))
-            pause_s = min(2 * pause_s, _MAX_PAUSE_S)
+            pause_s = min(2 * pause_s, MAX_PAUSE_S)
 
     async def compact_if_needed(self) -> bool:
         """Look at the bucket, and compact where the backlog is still large and nobody is at it.
@@ -262,11 +261,10 @@ class ElectedCompactor:
         return True
 
     async def _real_backlog(self) -> Backlog:
-        """The bucket's, by sizes: somebody else may have been faster."""
+        """The backlog in the bucket, by sizes: another process may have compacted meanwhile."""
         snapshot = await take_snapshot(self._store, self._layout)
         head = await newest_head(self._store, self._layout, snapshot)
-        merged = head.merged if head else frozenset()
-        sizes = [info.nbytes for ulid, info in snapshot.deltas.items() if ulid not in merged]
+        sizes = [snapshot.deltas[ulid].nbytes for ulid in snapshot.unmerged(head)]
         return Backlog(len(sizes), sum(sizes) // _ROW_BYTES, head.entries if head else 0)
 
     def _note(self, exc: S3ECError) -> None:

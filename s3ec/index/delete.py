@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Deletes entries, or a whole namespace.
 
-Of entries first the objects go, then, in the index, what says that they are there. A namespace goes
-entries first, then the index, the records, the descriptor last. Whatever breaks that off, the rest
-is found and removed by the next attempt: a namespace is there for as long as one object of it is.
+The objects of entries go first. Then the index says that they are gone. Of a namespace the entries
+go first, then the index, the records, and the descriptor last. What is broken off is completed by
+the next attempt, which finds all that is left.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import time
 from collections.abc import (
     AsyncIterator,
@@ -24,12 +25,12 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
 from s3ec.counters import Counters, Report, unreported
-from s3ec.errors import AccessError, ConflictError, CorruptEntryError, S3ECError, UnavailableError
-from s3ec.identity import Key, Layout, digest_of_name, entry_name
+from s3ec.errors import AccessError, ConflictError, S3ECError, UnavailableError
+from s3ec.identity import Key, Layout
 from s3ec.index.announce import Announcer
 from s3ec.index.base_writer import server_time, temporary_folder
-from s3ec.index.listing import few_objects, list_objects, listed
-from s3ec.index.manifest import newest_head, take_snapshot
+from s3ec.index.listing import FEW, few_objects, key_of_object, list_objects, listed
+from s3ec.index.manifest import indexed_entries
 from s3ec.index.merged_rows import DELTAS, LastModifiedIndex
 from s3ec.store.base import DELETE_AT_A_TIME, ObjectInfo, Store
 from s3ec.store.concurrency import in_parallel
@@ -90,7 +91,7 @@ class Contents:
 
 
 async def survey(store: Store, layout: Layout, *, report: Report = unreported) -> Contents:
-    """Count what is in a namespace, by a listing of its folders, 16 at a time.
+    """Count what is in a namespace; if that is much, by listing 16 of its folders at a time.
 
     Args:
         report: Told how many objects were counted.
@@ -100,7 +101,14 @@ async def survey(store: Store, layout: Layout, *, report: Report = unreported) -
         AccessError: It refuses.
     """
     contents = Contents()
-    expected = await expected_entries(store, layout)
+    few = await few_objects(store, layout.everything)
+    if few is not None:
+        for info in few:
+            folder = info.name.rpartition("/")[0] + "/"  # what is in none is not seen below either
+            if info.name == layout.descriptor or folder not in (layout.everything, layout.objects):
+                contents.add(layout, info)
+        return contents
+    expected = await indexed_entries(store, layout)
 
     async def count(folder: str) -> None:
         async for info in listed(store, folder):
@@ -156,8 +164,9 @@ async def remove_namespace(
         done += len(names)
         report("deleting", done, max(done, contents.objects))
 
-    await in_parallel(await _folders(store, layout.objects), remove)
-    await delete()
+    if contents.entries > FEW:  # side by side, then what is left
+        await in_parallel(await _folders(store, layout.objects), remove)
+        await delete()
     # Of the index the heads first: without one, readers look for no base.
     for prefix in (layout.objects, layout.heads, layout.manifest, layout.everything):
         await remove(prefix)
@@ -187,16 +196,27 @@ async def _require_idle(store: Store, layout: Layout, contents: Contents, idle_s
         )
 
 
-# Writing a few kilobytes takes no longer where the bucket answers at all.
-_TELL_S = 60.0
-# Nor does asking after what a request without an answer has left.
+TELL_S = 60.0
+"""An announcement takes no longer where the bucket answers at all."""
+# How long it is found out what a request without an answer has left.
 _LOOK_S = 10.0
 # From so many entries on, one listing of all objects is tried first.
 _MANY = 32
+ROUND_OBJECTS = 10_000
+"""Objects that are deleted before readers are told; their tombstones are 420 kB."""
+# Each takes a server half a second or more. S3 allows 3500 deletions a second below one prefix.
+_REQUESTS_AT_A_TIME = 2
 
 
 class Deleter:
-    """Deletes entries in batches; made by ``deleting``."""
+    """Deletes entries in rounds of up to 10,000 objects; made by ``deleting``.
+
+    A round has these states: its requests are sent, some side by side; what they said is noted;
+    those without an answer are looked for; what is gone is announced. An entry is never announced
+    before its objects are gone. A request that fails does not stop the others of its round, and
+    what they deleted is announced. The error is raised at the end of the round, and no other round
+    begins.
+    """
 
     def __init__(
         self,
@@ -212,66 +232,82 @@ class Deleter:
         self._times = times
         self._clock = clock
 
-    async def delete(self, keys: Sequence[Key]) -> None:
-        """Delete some entries with their revision, and announce that; those that are absent too.
-
-        Killed in between, the index holds entries without an object: each costs readers one
-        request, and ``s3ec manifest rebuild`` mends it.
-
-        Raises:
-            UnavailableError: The store does not answer now. What is known to be deleted was
-                announced, unless the message says otherwise.
-            AccessError: It refuses.
-        """
-        found = await find_objects(self._store, self._layout, keys)
-        await self.delete_objects(
-            {key: [info.name for info in infos] for key, infos in found.items()}
-        )
-
-    async def delete_objects(
+    async def delete(
         self,
         objects: Mapping[Key, Sequence[str]],
         *,
         kept: Set[Key] = frozenset(),
         report: Report = unreported,
     ) -> None:
-        """Delete the named objects of some entries; raises what delete raises.
+        """Delete the named objects of some entries, and announce that.
 
-        One request and one announcement for each 1000 objects.
+        One request for each 1000 objects, and one announcement for each round. A process that is
+        killed in between leaves up to a round of entries in the index that have no object. Each
+        costs readers one request, and ``s3ec manifest rebuild`` mends it.
 
         Args:
             objects: Those of each entry; for one without any, the object that it would have.
             kept: Entries that have other objects, so that readers are told nothing.
             report: Told how many entries are gone.
+
+        Raises:
+            UnavailableError: The store does not answer now. What is known to be deleted was
+                announced, unless the message says otherwise.
+            AccessError: It refuses.
         """
         waiting = {key: names or [self._layout.object(key)] for key, names in objects.items()}
-        while waiting:
-            await self._delete_batch(_take_batch(waiting), kept)
-            report("deleting", len(objects) - len(waiting), len(objects))
+        done = 0
 
-    async def _delete_batch(self, objects: Mapping[Key, Sequence[str]], kept: Set[Key]) -> None:
+        def count(entries: int) -> None:
+            nonlocal done
+            done += entries
+            report("deleting", done, len(objects))
+
+        while waiting:
+            await self._delete_round(_take_batch(waiting, ROUND_OBJECTS), kept, count)
+
+    async def _delete_round(
+        self, objects: dict[Key, Sequence[str]], kept: Set[Key], count: Callable[[int], None]
+    ) -> None:
         await self._times.prepare(objects)
-        # Before the request, so that its time is before that of whoever stores an entry again.
+        batches = _equal_batches(objects)
+        errors: dict[int, S3ECError] = {}
+        unknown: dict[Key, Sequence[str]] = {}  # there was no answer about them
         asked_s = self._clock()
-        left: dict[str, S3ECError] = {}
-        refused: Set[Key] = set()
-        unknown: Set[Key] = objects.keys()  # there was no answer about them
         confirmed: list[bool] = []
+
+        async def delete(number: int) -> None:
+            """Note errors and do not raise them, so that the other requests can end."""
+            batch = batches[number]
+            # Before the request, so that its time is before that of whoever stores an entry again.
+            at_s = self._clock()
+            left: dict[str, S3ECError] = {}
+            refused: Set[Key] = set()
+            unanswered: Set[Key] = batch.keys()
+            try:
+                left = await self._store.delete_many([n for names in batch.values() for n in names])
+                refused = _with_error(batch, left, AccessError)
+                unanswered = _with_error(batch, left, UnavailableError) - refused
+                if left:
+                    errors[number] = next(iter(left.values()))
+                else:
+                    count(len(batch))
+            except S3ECError as exc:  # of the request as a whole
+                errors[number] = exc
+                if isinstance(exc, AccessError):
+                    refused, unanswered = batch.keys(), set()
+            finally:
+                # Before anything is awaited: it may be broken off here.
+                self._announce(batch.keys() - refused - unanswered - kept, at_s, confirmed)
+                unknown.update((key, batch[key]) for key in unanswered - kept)
+
         try:
-            left = await self._store.delete_many([n for names in objects.values() for n in names])
-            refused = _with_error(objects, left, AccessError)
-            unknown = _with_error(objects, left, UnavailableError) - refused
-        except AccessError:  # of the request as a whole
-            refused, unknown = objects.keys(), set()
-            raise
+            await in_parallel(range(len(batches)), delete, width=_REQUESTS_AT_A_TIME)
         finally:
-            # Before anything is awaited: it may be broken off here.
-            self._announce(objects.keys() - refused - unknown - kept, asked_s, confirmed)
-            gone = await self._gone({key: objects[key] for key in unknown - kept})
-            self._announce(gone, asked_s, confirmed)
+            self._announce(await self._gone(unknown), asked_s, confirmed)
             await _tell(self._announcer)
-        for error in left.values():
-            raise error
+        if errors:
+            raise errors[min(errors)]
         if not all(confirmed):
             raise UnavailableError("the deletion could not be announced")
 
@@ -280,7 +316,7 @@ class Deleter:
             self._announcer.add(key, None, confirmed.append, at_s=at_s)
 
     async def _gone(self, objects: Mapping[Key, Sequence[str]]) -> list[Key]:
-        """Those that are not there: of a request without an answer only the bucket knows more.
+        """Those that are not there. After a request without an answer only the bucket knows.
 
         What it does not tell is not announced: readers find out by asking for it.
         """
@@ -297,10 +333,9 @@ class Deleter:
         return gone
 
 
-def _take_batch(waiting: MutableMapping[Key, Sequence[str]]) -> dict[Key, Sequence[str]]:
-    """Take out entries for one request: from the first on, as many as it has room for."""
+def _take_batch(waiting: MutableMapping[Key, Sequence[str]], room: int) -> dict[Key, Sequence[str]]:
+    """Take out the first entries that have at most ``room`` objects together; at least one."""
     batch: dict[Key, Sequence[str]] = {}
-    room = DELETE_AT_A_TIME
     for key, names in waiting.items():
         room -= len(names)
         if room < 0 and batch:
@@ -311,10 +346,21 @@ def _take_batch(waiting: MutableMapping[Key, Sequence[str]]) -> dict[Key, Sequen
     return batch
 
 
+def _equal_batches(objects: Mapping[Key, Sequence[str]]) -> list[dict[Key, Sequence[str]]]:
+    """Divide entries among as few requests as possible, of about equal size."""
+    waiting = dict(objects)
+    batches = []
+    while waiting:
+        left = sum(map(len, waiting.values()))
+        requests = -(-left // DELETE_AT_A_TIME)
+        batches.append(_take_batch(waiting, -(-left // requests)))
+    return batches
+
+
 def _with_error(
     objects: Mapping[Key, Sequence[str]], left: Mapping[str, S3ECError], kind: type[S3ECError]
 ) -> set[Key]:
-    """The entries of which an object was left behind with such an error."""
+    """The entries that still have an object because of an error of this kind."""
     return {
         key
         for key, names in objects.items()
@@ -330,7 +376,7 @@ async def _tell(announcer: Announcer) -> None:
     """
     count = len(announcer)
     try:
-        async with asyncio.timeout(_TELL_S):
+        async with asyncio.timeout(TELL_S):
             await announcer.flush()
     except TimeoutError as exc:
         announcer.close()
@@ -357,7 +403,15 @@ async def deleting(
     with temporary_folder(None, DELTAS) as folder:
         times = LastModifiedIndex(store, layout, folder)
         await times.open()
-        announcer = Announcer(store, layout, Counters(), known_time_s=times, clock=clock)
+        announcer = Announcer(
+            store,
+            layout,
+            Counters(),
+            known_time_s=times,
+            clock=clock,
+            batch_s=math.inf,  # a round ends with a flush
+            batch_items=ROUND_OBJECTS,
+        )
         try:
             yield Deleter(store, layout, announcer, times, clock)
         finally:
@@ -366,6 +420,30 @@ async def deleting(
                     await _tell(announcer)
             finally:
                 announcer.close()
+
+
+async def delete_entries(
+    store: Store,
+    layout: Layout,
+    found: Mapping[Key, Sequence[ObjectInfo]],
+    *,
+    report: Report = unreported,
+    clock: Callable[[], float] = time.time,
+) -> None:
+    """Delete some entries with their revisions, and announce that; those that are absent too.
+
+    Args:
+        found: By find_objects.
+        report: Told how many entries are gone.
+        clock: Seconds since the epoch.
+
+    Raises:
+        UnavailableError, AccessError: As Deleter.delete.
+        TierError: As deleting.
+    """
+    async with deleting(store, layout, clock=clock) as deleter:
+        objects = {key: [info.name for info in infos] for key, infos in found.items()}
+        await deleter.delete(objects, report=report)
 
 
 async def find_objects(
@@ -408,13 +486,6 @@ def _of_entries(
     return {key: found[key.name] for key in keys}
 
 
-def key_of_object(layout: Layout, name: str) -> tuple[Key, int]:
-    """Key and revision of a listed object; the identifier, which it alone knows, is empty."""
-    below = name.removeprefix(layout.objects)
-    plain, revision = entry_name(below) or (below, 0)
-    return Key("", plain, digest_of_name(plain)), revision
-
-
 @dataclass(slots=True)
 class Older:
     """Entries that were last changed before some time.
@@ -428,7 +499,7 @@ class Older:
     nbytes: int = 0
 
     def take(self, infos: Sequence[ObjectInfo], before_s: float) -> list[ObjectInfo]:
-        """Count those that are older; one whose time the store does not say is not."""
+        """Count those that are older, and return them. One without a time is not older."""
         old = [info for info in infos if 0 < info.modified_s < before_s]
         self.entries += len(old)
         self.nbytes += sum(info.nbytes for info in old)
@@ -444,7 +515,7 @@ async def count_older(
     async def take(infos: Sequence[ObjectInfo]) -> None:
         older.take(infos, before_s)
 
-    expected = await expected_entries(store, layout)
+    expected = await indexed_entries(store, layout)
     await list_objects(store, layout, take, report=report, expected=expected)
     return older
 
@@ -465,40 +536,26 @@ async def delete_older(
     """
     older = Older()
     turn = asyncio.Lock()  # a batch after the other
-    waiting: dict[Key, Sequence[str]] = {}  # old objects, until they fill a request
+    waiting: dict[Key, Sequence[str]] = {}  # old objects, until they fill a round
     kept: set[Key] = set()  # entries of several objects, of which one is young
     async with deleting(store, layout) as deleter:
 
         async def take(infos: Sequence[ObjectInfo]) -> None:
             async with turn:
-                old = older.take(infos, before_s)
-                for info in old:
-                    key, _ = key_of_object(layout, info.name)
-                    waiting[key] = [*waiting.get(key, ()), info.name]
+                old = {info.name for info in older.take(infos, before_s)}
+                found = [(info.name, *key_of_object(layout, info.name)) for info in infos]
+                for name, key, _ in found:
+                    if name in old:
+                        waiting[key] = [*waiting.get(key, ()), name]
                 # A server that lists by name has the revisions before the first object.
-                gone = {info.name for info in old}
-                for info in infos:
-                    key, revision = key_of_object(layout, info.name)
-                    if info.name not in gone and (revision or key in waiting):
+                for name, key, revision in found:
+                    if name not in old and (revision or key in waiting):
                         kept.add(key)
-                while sum(map(len, waiting.values())) >= DELETE_AT_A_TIME:
-                    await deleter.delete_objects(_take_batch(waiting), kept=kept)
+                while sum(map(len, waiting.values())) >= ROUND_OBJECTS:
+                    full = _take_batch(waiting, ROUND_OBJECTS)
+                    await deleter.delete(full, kept=kept)
 
-        expected = await expected_entries(store, layout)
+        expected = await indexed_entries(store, layout)
         await list_objects(store, layout, take, report=report, expected=expected)
-        await deleter.delete_objects(waiting, kept=kept)
+        await deleter.delete(waiting, kept=kept)
     return older
-
-
-async def expected_entries(store: Store, layout: Layout) -> int | None:
-    """How many entries the base of the index holds; None where there is none that can be read.
-
-    Raises:
-        UnavailableError: The store does not answer now.
-        AccessError: It refuses.
-    """
-    try:
-        head = await newest_head(store, layout, await take_snapshot(store, layout))
-    except CorruptEntryError:
-        return None
-    return head.entries if head else None

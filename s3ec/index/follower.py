@@ -7,15 +7,15 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from typing import Literal
 
 from s3ec.errors import CorruptEntryError, TierError
 from s3ec.index.cache import IndexCache, VanishedError
-from s3ec.index.listing import ListingIndex
+from s3ec.index.listing import list_digests
 from s3ec.index.lookup import Overlay, View
-from s3ec.index.manifest import BaseManifest, ManifestChanges, ManifestPoller, read_head
+from s3ec.index.manifest import BaseManifest, ManifestListing, ManifestPoller, read_head
 from s3ec.index.rows import Rows
 from s3ec.index.segment import Segment
 from s3ec.store.base import ObjectInfo
@@ -53,13 +53,20 @@ class FollowOptions:
 
 
 class Follower:
-    """One reader's eyes; the loop's thread only. Everything it shows goes through ``install``.
+    """Looks at the bucket for one reader, and shows each new View through ``install``.
 
-    Deltas that are in no base yet are merged into one overlay. A base is opened, which may mean a
-    long download, beside the refreshes. Where the bucket has none that can be used, because
-    nobody compacted yet or because a newer s3ec did, the objects are listed.
+    A delta is pending once it was listed, and applied once its rows are in the overlay. It leaves
+    the overlay when a base is shown that contains it. A delta, head or base that is damaged is
+    refused, and tried again after the next full listing; one of a newer format stays refused.
 
-    Counters: ``index.refused`` (files), ``index.vanished_base``, ``index.bases`` (opened).
+    States of the view: nothing; a listing of the objects; a base; both. A base is opened beside
+    the refreshes, since that may be a long download. The objects are listed while there is no base,
+    or while something is refused because a newer s3ec wrote it.
+
+    For the loop's thread only.
+
+    Counters: ``index.refused`` (files), ``index.vanished_base``, ``index.bases`` (opened),
+    ``index.junk`` (objects that a listing took for no entries).
     """
 
     def __init__(
@@ -79,7 +86,6 @@ class Follower:
         """
         self._cache = cache
         self._layout = cache.layout
-        self._disk = cache.disk
         self._counters = cache.counters
         self._options = options
         self._install = install
@@ -104,7 +110,7 @@ class Follower:
         return len(self._overlay.ulids)
 
     async def refresh(self) -> None:
-        """Look once; one request where nothing is new.
+        """Look once. That is one request if nothing is new.
 
         Raises:
             UnavailableError, AccessError: The bucket did not answer; what is known stays.
@@ -130,14 +136,14 @@ class Follower:
 
     # -- heads -------------------------------------------------------------------------------
 
-    async def _is_made_anew(self, known: BaseManifest, news: ManifestChanges) -> bool:
-        """Whether the manifest is another one than that which this head was read from.
+    async def _is_made_anew(self, known: BaseManifest, news: ManifestListing) -> bool:
+        """Whether the manifest was replaced since this head was read.
 
         A head is deleted after a newer one only, and never written twice: unless somebody deleted
         the manifest by hand, or the server ignores If-None-Match.
         """
-        if not news.heads or max(news.heads) != known.version:
-            return bool(news.heads) and max(news.heads) < known.version
+        if news.version != known.version:
+            return 0 < news.version < known.version
         info, name = news.heads[known.version], self._layout.head(known.version)
         if self._listed.get(known.version) == info or name in self._refused:
             return False
@@ -149,9 +155,9 @@ class Follower:
         self._listed[known.version] = info
         return head is not None and head.run != known.run
 
-    async def _newest_head(self, news: ManifestChanges) -> BaseManifest | None:
-        """The newest head that can be read; the open base's where none is newer."""
-        for version in news.versions:
+    async def _newest_head(self, news: ManifestListing) -> BaseManifest | None:
+        """The newest head that can be read; that of the open base if none is newer."""
+        for version in sorted(news.heads, reverse=True):
             if self._head is not None and version <= self._head.version:
                 break
             name = self._layout.head(version)
@@ -168,7 +174,7 @@ class Follower:
         return self._head
 
     def _refuse(self, name: str, exc: CorruptEntryError) -> None:
-        """Note what cannot be used; in the log once, and one line for all of a newer format."""
+        """Note what cannot be used. The log has a line for each, and one for all newer formats."""
         self._counters.add("index.refused")
         self._refused[name] = exc.reason
         if exc.reason == "version":
@@ -185,8 +191,8 @@ class Follower:
             self._told.add(what)
             log.warning("%s", message)
 
-    def _forgive(self, news: ManifestChanges) -> None:
-        """Try what was damaged once more, and forget what is gone."""
+    def _forgive(self, news: ManifestListing) -> None:
+        """Let damaged files be tried again, and drop notes about files that are gone."""
         there = {self._layout.delta(ulid) for ulid in news.deltas}
         there |= {self._layout.head(version) for version in news.heads}
         self._refused = {
@@ -200,7 +206,7 @@ class Follower:
 
     # -- deltas ------------------------------------------------------------------------------
 
-    async def _apply(self, news: ManifestChanges, newest: BaseManifest | None) -> None:
+    async def _apply(self, news: ManifestListing, newest: BaseManifest | None) -> None:
         """Fetch what is new, and merge it into the overlay."""
         self._pending |= news.deltas.keys()
         # Before there is a base, the one to come will hold what is merged into it.
@@ -217,8 +223,8 @@ class Follower:
                 good = {u: rows for u, rows in good.items() if u not in self._head.merged}
             if not good:
                 return
-            overlay = await self._disk(self._overlay.plus, good)
-            new = await self._disk(Overlay().plus, good)
+            overlay = await self._cache.disk(self._overlay.plus, good)
+            new = await self._cache.disk(Overlay().plus, good)
             self._overlay = overlay
             self._show(View(self._view.base, overlay.segment, self._view.listing), new.segment)
 
@@ -234,7 +240,7 @@ class Follower:
                 self._refuse(self._layout.delta(ulid), rows)
 
     async def _applied_rows(self, ulids: set[str]) -> dict[str, Rows]:
-        """The rows of deltas that were applied before, as a rule from this node's disk.
+        """The rows of deltas that were applied before; most are on this node's disk.
 
         Those that are gone from there and from the bucket were merged long ago.
         """
@@ -248,7 +254,7 @@ class Follower:
     # -- bases and listings ------------------------------------------------------------------
 
     async def _fill_up(self, newest: BaseManifest | None) -> None:
-        """Begin to open a base or to list where it is time; wait for it, but not for long."""
+        """Begin to open a base or to list the objects when that is due; wait, but not for long."""
         if self._filling is None:
             due = self._is_due(newest)
             if not due and not self._is_listing_due():
@@ -278,7 +284,7 @@ class Follower:
 
     def _drop_listing(self) -> None:
         if self._view.listing is not None and not self._needs_listing():
-            self._show(View(self._view.base, self._view.overlay))
+            self._show_listing(None)
 
     async def _fill(self, newest: BaseManifest | None) -> None:
         if newest is not None:
@@ -324,7 +330,7 @@ class Follower:
         base = await self._cache.base(head, exact=exact)
         async with self._changing:
             rows = await self._applied_rows(await self._left_by(head))
-            self._head, self._overlay = head, await self._disk(Overlay().plus, rows)
+            self._head, self._overlay = head, await self._cache.disk(Overlay().plus, rows)
             listing = self._view.listing if self._needs_listing() else None
             self._show(View(base, self._overlay.segment, listing))
         self._counters.add("index.bases")
@@ -338,7 +344,7 @@ class Follower:
         await self._cache.clean(head)
 
     async def _left_by(self, head: BaseManifest) -> set[str]:
-        """Deltas that the overlay needs beside this base.
+        """Deltas of the overlay that are not in this base.
 
         A head does not name what an earlier base has merged and the bucket has no more. For a
         reader that passed over that base they are the past.
@@ -356,13 +362,24 @@ class Follower:
         return self._options.mode == "exact"
 
     async def _list_objects(self) -> None:
+        """List the objects, and show what was seen.
+
+        Also what was seen before the listing failed, beside what is known: that is worth having.
+        """
         started_s = self._clock()
-        listing = self._view.listing
-        if listing is None:
-            listing = ListingIndex(self._cache.store, self._layout, self._counters)
-            # What a listing shows before it fails is worth having.
-            self._show(View(self._view.base, self._view.overlay, listing))
-        await listing.refresh()
+        found: set[bytes] = set()
+        try:
+            junk = await list_digests(self._cache.store, self._layout, found)
+        except BaseException:
+            found |= self._view.listing or set()
+            self._show_listing(found)
+            raise
+        self._show_listing(found)
+        if junk:
+            self._counters.add("index.junk", junk)
         now_s = self._clock()
         pause_s = max(_LISTING_EVERY_S, (now_s - started_s) / _LISTING_SHARE)
         self._listing_due_s = now_s + pause_s
+
+    def _show_listing(self, listing: Set[bytes] | None) -> None:
+        self._show(View(self._view.base, self._view.overlay, listing))

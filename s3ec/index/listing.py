@@ -1,38 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The authoritative listing of ``objects/``, in parallel by prefix, and an index made of it.
-
-Such an index is exact, and takes about 100 bytes of memory per key.
-"""
+"""The authoritative listing of ``objects/``: in parallel by prefix, or as a set of digests."""
 
 from __future__ import annotations
 
 import asyncio
 import re
-import threading
-import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from pathlib import Path
 
 import numpy as np
-from cachetools import TTLCache
 
-from s3ec.counters import Counters, Report, unreported
+from s3ec.counters import Report, unreported
 from s3ec.errors import UnavailableError
 from s3ec.identity import Key, Layout, digest_of_name, entry_name
-from s3ec.index.missing import NEGATIVE_ENTRIES, NEGATIVE_TTL_S
-from s3ec.index.rows import EntryInfo, Rows
+from s3ec.index.rows import Rows
 from s3ec.index.segment import SortedRuns
 from s3ec.store.base import ObjectInfo, Store
 from s3ec.store.concurrency import in_parallel
 
-# Objects that are handed on at a time.
-_BATCH = 4096
-# So many are listed one page after the other: requests for each of 256 folders cost more.
-_FEW = 4096
+BATCH = 4096
+"""Objects that are handed on at a time."""
+FEW = 4096
+"""So many are listed one page after the other: requests for each of 256 folders cost more."""
 # In a row: a hundred thousand requests are sent, and some will fail.
-_ATTEMPTS = 4
-_PAUSE_S = 1.0
+ATTEMPTS = 4
+PAUSE_S = 1.0
+"""Before the second attempt; before each further one it is so much longer."""
 _FAN_OUT = re.compile(r"[0-9a-f]{2}/")
 _MAX_TIME_S = 2**32 - 1
 
@@ -47,7 +41,7 @@ async def list_objects(
     report: Report = unreported,
     expected: int | None = None,
 ) -> None:
-    """List every entry; what make_key could not have named, and empty objects, are left out.
+    """List every entry. Objects that are empty or have no name of ours are left out.
 
     One request per 1000 objects; where there are many, 16 at a time, by folder.
 
@@ -84,7 +78,7 @@ async def list_objects(
         async for info in listed(store, objects + prefix):
             if is_entry(info):
                 batch.append(info)
-            if len(batch) == _BATCH:
+            if len(batch) == BATCH:
                 await hand_on(batch)
                 batch = []
         if batch:
@@ -94,7 +88,7 @@ async def list_objects(
 
 
 async def few_objects(store: Store, prefix: str) -> list[ObjectInfo] | None:
-    """All objects below a prefix, None where there are more than a few thousand.
+    """All objects below a prefix; None if there are more than FEW.
 
     Raises:
         UnavailableError, AccessError: As listed.
@@ -102,7 +96,7 @@ async def few_objects(store: Store, prefix: str) -> list[ObjectInfo] | None:
     found: list[ObjectInfo] = []
     async with aclosing(listed(store, prefix)) as listing:
         async for info in listing:
-            if len(found) == _FEW:
+            if len(found) == FEW:
                 return None
             found.append(info)
     return found
@@ -125,13 +119,13 @@ async def listed(store: Store, prefix: str) -> AsyncGenerator[ObjectInfo, None]:
             return
         except UnavailableError:
             failures += 1
-            if failures == _ATTEMPTS or not in_order:
+            if failures == ATTEMPTS or not in_order:
                 raise
-            await asyncio.sleep(_PAUSE_S * failures)
+            await asyncio.sleep(PAUSE_S * failures)
 
 
 async def _prefixes(store: Store, objects: str) -> list[str]:
-    """Folders by the first two digits of a hash, those of adapters included."""
+    """Folders named by the first two digits of a hash, also those of adapters."""
     top = await store.list_folders(objects)
     adapters = [folder for folder in top if not _FAN_OUT.fullmatch(folder)]
 
@@ -141,6 +135,17 @@ async def _prefixes(store: Store, objects: str) -> list[str]:
     nested = await in_parallel(adapters, below)
     direct = [folder for folder in top if _FAN_OUT.fullmatch(folder)]
     return [*direct, *(prefix for prefixes in nested for prefix in prefixes)]
+
+
+def key_of_object(layout: Layout, name: str) -> tuple[Key, int]:
+    """Key and revision of a listed object. Its identifier is empty: a name does not tell it."""
+    plain, revision = _entry_name(layout, name)
+    return Key("", plain, digest_of_name(plain)), revision
+
+
+def _entry_name(layout: Layout, name: str) -> tuple[str, int]:
+    below = name.removeprefix(layout.objects)
+    return entry_name(below) or (below, 0)
 
 
 async def read_listing(
@@ -180,8 +185,7 @@ def rows_of(layout: Layout, infos: Sequence[ObjectInfo]) -> Rows:
     An entry's revision has its digest. It is what readers end with, and its row counts: also
     where both were stored within one second, so it is that much later.
     """
-    start = len(layout.objects)
-    found = [entry_name(info.name[start:]) or (info.name[start:], 0) for info in infos]
+    found = [_entry_name(layout, info.name) for info in infos]
     digests = b"".join(digest_of_name(name) for name, _ in found)
     halves = np.frombuffer(digests, ">u8").reshape(-1, 2)
     times = [
@@ -196,95 +200,24 @@ def rows_of(layout: Layout, infos: Sequence[ObjectInfo]) -> Rows:
     )
 
 
-class ListingIndex:
-    """Digests of all entries of one namespace, renewed as a whole by every refresh.
+async def list_digests(store: Store, layout: Layout, found: set[bytes]) -> int:
+    """Add the digest of every entry to a set. A listing that breaks off is continued.
 
-    A refresh replaces what it saw listed but keeps keys that were added while it ran. Objects
-    that people or lifecycle rules delete vanish with the next refresh; until then the first
-    404 puts the key into a negative cache whose TTL lets it heal by itself.
+    Args:
+        found: About 100 bytes of memory for each; holds what was seen also where this fails.
+
+    Returns:
+        How many objects are no entries.
+
+    Raises:
+        UnavailableError: Part of the listing failed.
+        AccessError: Listing is refused.
     """
-
-    def __init__(
-        self,
-        store: Store,
-        layout: Layout,
-        counters: Counters,
-        *,
-        negative_ttl_s: float = NEGATIVE_TTL_S,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._store = store
-        self._layout = layout
-        self._counters = counters
-        self._lock = threading.Lock()
-        self._known: set[bytes] = set()
-        self._added: set[bytes] | None = None  # keys added while a refresh runs
-        self._gone: TTLCache[bytes, bool] = TTLCache(NEGATIVE_ENTRIES, negative_ttl_s, timer=clock)
-        self.loaded = False
-
-    def __len__(self) -> int:
-        return len(self._known)
-
-    def maybe_contains(self, key: Key) -> bool:
-        """One set lookup; takes the lock only for keys that the set holds."""
-        if key.digest not in self._known:
-            return False
-        with self._lock:
-            return key.digest not in self._gone
-
-    def holds(self, key: Key) -> bool:
-        """As maybe_contains: a listing is exact."""
-        return self.maybe_contains(key)
-
-    def facts(self, key: Key) -> EntryInfo | None:
-        """A listing tells nothing of an entry but that it is there."""
-        return None
-
-    def add(self, key: Key, facts: EntryInfo | None = None) -> None:
-        """Remember a key that was just stored; ends its negative entry."""
-        with self._lock:
-            self._known.add(key.digest)
-            self._gone.pop(key.digest, None)
-            if self._added is not None:
-                self._added.add(key.digest)
-
-    def mark_missing(self, key: Key, *, absent: bool = False) -> None:
-        """Answer False for this key until the negative TTL has passed."""
-        with self._lock:
-            self._gone[key.digest] = True
-            self._known.discard(key.digest)
-            if self._added is not None:
-                self._added.discard(key.digest)
-        self._counters.add("index.forgotten")
-
-    async def refresh(self) -> None:
-        """List everything once; what breaks off goes on where it was, as ``listed`` does.
-
-        Raises:
-            UnavailableError: Part of the listing failed; what was known stays, and what was
-                seen before the failure is added.
-            AccessError: Listing is refused.
-        """
-        seen: set[bytes] = set()
-        junk = 0
-        complete = False
-        with self._lock:
-            self._added = set()
-        try:
-            prefix = self._layout.objects
-            async for info in listed(self._store, prefix):
-                found = entry_name(info.name[len(prefix) :])
-                if info.nbytes > 0 and found is not None:
-                    seen.add(digest_of_name(found[0]))
-                else:
-                    junk += 1
-            complete = True
-        finally:
-            with self._lock:
-                added, self._added = self._added or set(), None
-                # Not a new set: copying a large one would hold up the scheduler at the lock.
-                seen |= added if complete else self._known
-                self._known = seen
-        self.loaded = True
-        if junk:
-            self._counters.add("index.junk", junk)
+    junk = 0
+    async for info in listed(store, layout.objects):
+        entry = entry_name(info.name.removeprefix(layout.objects))
+        if info.nbytes > 0 and entry is not None:
+            found.add(digest_of_name(entry[0]))
+        else:
+            junk += 1
+    return junk

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from enum import Enum
 from typing import Final, Literal
 
@@ -19,14 +19,13 @@ import numpy.typing as npt
 from s3ec.errors import CorruptEntryError
 from s3ec.identity import Key, split_digest
 from s3ec.index.bloom import Bloom
-from s3ec.index.listing import ListingIndex
 from s3ec.index.manifest import BaseManifest, Shard
 from s3ec.index.rows import Array, EntryInfo, Rows, concat
 from s3ec.index.segment import LookupParts, Segment
 
 
 class Unknown(Enum):
-    """The answer of a filter that does not say no."""
+    """What a filter knows of a key that it does not rule out."""
 
     UNKNOWN = "unknown"
 
@@ -136,16 +135,9 @@ class Base:
         """All shards in order; none where it is not exact."""
         return list(dict.fromkeys(self._segments))
 
-    def close(self) -> None:
-        """Let go of all files now; nobody may look up during or after it."""
-        for segment in set(self._segments):
-            segment.close()
-        for bloom in set(self._blooms):
-            bloom.close()
-
 
 def _check_segment(shard: Shard, segment: Segment) -> None:
-    """Structure only: two rows are read.
+    """Check the structure of a shard; reads two rows.
 
     Raises:
         CorruptEntryError: It has other rows than the head says.
@@ -169,7 +161,7 @@ def _check_entries(shard: Shard, part: Segment | Bloom, name: str) -> None:
 
 
 class Overlay:
-    """One row per key, and of which delta it is: 46 bytes a row. Immutable.
+    """The newest row of each key, and the delta that it comes from; 46 bytes a row. Immutable.
 
     Of two rows for a key the later ``time_s`` counts, and where they are equal that of the later
     ULID. So what a delta adds depends on no order in which deltas come, and no delta has to be
@@ -202,7 +194,7 @@ class Overlay:
         self.segment = Segment.of(self._rows) if len(self._rows) else None
 
     def plus(self, deltas: Mapping[str, Rows]) -> Overlay:
-        """These too, whatever their age; reads the rows here and theirs, nothing else.
+        """An overlay with these deltas too, whatever their age. Reads no file.
 
         Args:
             deltas: ULID to rows; none that is here already.
@@ -266,7 +258,7 @@ class View:
     Attributes:
         base: The newest one that could be opened, if any.
         overlay: All rows of the deltas, merged; None where there are none.
-        listing: What ``objects/`` holds, where no base says it (completely).
+        listing: Digests of what ``objects/`` holds, where no base says it (completely).
     """
 
     __slots__ = ("_base_maybe", "_marks", "_mask", "_overlaid", "base", "listing", "overlay")
@@ -275,7 +267,7 @@ class View:
         self,
         base: Base | None = None,
         overlay: Segment | None = None,
-        listing: ListingIndex | None = None,
+        listing: Set[bytes] | None = None,
     ) -> None:
         self.base = base
         self.overlay = overlay if overlay is not None and len(overlay) else None
@@ -286,8 +278,8 @@ class View:
         # Items of a memoryview cost half of what numpy's do.
         self._marks = rows.deleted.data
         # Most keys are not in the overlay; a look at one byte says so in a tenth of a search.
-        sieve = PresenceFilter(rows.digest_hi)
-        self._overlaid, self._mask = sieve.marks, sieve.mask
+        overlaid = PresenceFilter(rows.digest_hi)
+        self._overlaid, self._mask = overlaid.marks, overlaid.mask
 
     def counts(self) -> tuple[int, int]:
         """Rows of deltas, and keys in the base."""
@@ -303,12 +295,12 @@ class View:
         maybe = self._base_maybe
         if maybe is not None and maybe(hi, lo):
             return True
-        return self.listing is not None and self.listing.maybe_contains(key)
+        return self.listing is not None and key.digest in self.listing
 
     def lookup(
         self, overrides: PresenceFilter, fallback: Callable[[Key], bool]
     ) -> Callable[[Key], bool]:
-        """``fallback``, or what answers as it does and takes half of the time for most keys.
+        """A function that answers as ``fallback`` does, in half of the time for most keys.
 
         A lookup is a dozen small steps, and each call in Python would cost as much as two.
 
@@ -345,14 +337,14 @@ class View:
         return lookup
 
     def holds(self, key: Key) -> bool:
-        """As maybe, without what only a filter says."""
+        """As maybe, but False where only a filter says that the key is there."""
         if self.base is None or self.base.exact:
             return self.maybe(key)
         hi, lo = key.digest_hi, key.digest_lo
         row = -1 if self.overlay is None else self.overlay.find(hi, lo)
         if row >= 0:
             return not self._marks[row]
-        return self.listing is not None and self.listing.maybe_contains(key)
+        return self.listing is not None and key.digest in self.listing
 
     def latest(self, digest: bytes) -> tuple[EntryInfo, bool] | None:
         """What is known of a key, and whether it was deleted; None where no row says anything.
@@ -368,6 +360,18 @@ class View:
                 if in_base is None or facts.time_s >= in_base.time_s:
                     return facts, self.overlay.deleted(row)
         return None if in_base is None else (in_base, False)
+
+    def tells(self, digest: bytes, facts: EntryInfo) -> bool:
+        """Whether this knows of a store, or of a later deletion.
+
+        Args:
+            facts: What was stored, with the time of that.
+        """
+        latest = self.latest(digest)
+        if latest is None:
+            return False
+        row, deleted = latest
+        return not deleted or row.time_s >= facts.time_s
 
     def _in_base(self, hi: int, lo: int) -> EntryInfo | None:
         found = None if self.base is None else self.base.find(hi, lo)

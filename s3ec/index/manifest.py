@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The manifest in the bucket: names, the base, its listing, and what is new."""
+"""The manifest in the bucket: names of deltas, heads of bases, and how to list it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import re
 import secrets
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from s3ec import codec, plain_json
 from s3ec.errors import CorruptEntryError, UnavailableError
 from s3ec.identity import OBJECT_SUFFIX, Layout, canonical_json, is_ulid
+from s3ec.safetensors_file import plain_json, running_checksum
 from s3ec.store.base import ObjectInfo, Store
 
 # Crockford's: no I, L, O or U. In ASCII's order, so that names sort as their numbers do.
@@ -29,7 +29,7 @@ _STEP_BITS = 32
 
 
 def time_ms(name: str) -> int:
-    """When its writer made it, by the writer's clock; milliseconds since the epoch.
+    """When a name was made, by its writer's clock; milliseconds since the epoch.
 
     Args:
         name: One for which identity.is_ulid holds.
@@ -50,7 +50,7 @@ def first_ulid(at_ms: int) -> str:
 
 
 class Ulids:
-    """Makes names, each above the one before it also where the clock stands or steps back.
+    """Makes names. Each is greater than the one before, even if the clock stands or steps back.
 
     Not thread-safe. Two makers agree on a name with a chance of 2**-80 per millisecond.
     """
@@ -115,7 +115,7 @@ class Blob:
     @classmethod
     def of(cls, pieces: Iterable[bytes | memoryview]) -> Blob:
         """Size and checksum of a file that consists of these pieces."""
-        nbytes, running = 0, codec.running_checksum()
+        nbytes, running = 0, running_checksum()
         for piece in pieces:
             nbytes += memoryview(piece).nbytes
             running.update(piece)
@@ -236,7 +236,7 @@ def parse_head(blob: bytes | memoryview, *, name: str = "head") -> BaseManifest:
             f"{name}: {len(blob)} bytes are over the limit of {MAX_HEAD_BYTES}", reason="size"
         )
     try:
-        content = plain_json.loads(bytes(blob).decode("utf-8"))
+        content = plain_json(bytes(blob).decode("utf-8"))
     except (ValueError, RecursionError) as exc:
         raise CorruptEntryError(f"{name}: not acceptable JSON: {exc}", reason="header") from exc
     if not isinstance(content, dict) or "format" not in content:
@@ -336,23 +336,32 @@ class ManifestListing:
     """What one listing showed. Names of no known form are left out, and so never deleted.
 
     Attributes:
-        deltas: ULID to object.
+        deltas: ULID to object; in a look for news, known ones among them.
         heads: Version to object.
-        runs: Version and run to the shards and filters of that run.
+        runs: Version and run to the shards and filters of that run; none in a look for news.
+        complete: Whether the listing was to begin at the first delta.
     """
 
     deltas: Mapping[str, ObjectInfo]
     heads: Mapping[int, ObjectInfo]
     runs: Mapping[Run, Sequence[ObjectInfo]]
+    complete: bool = True
 
     @property
     def version(self) -> int:
-        """Of the newest base, 0 where there is none."""
+        """The version of the newest base, 0 where there is none."""
         return max(self.heads, default=0)
 
+    def unmerged(self, head: BaseManifest | None) -> list[str]:
+        """ULIDs of the deltas that are not in this base, in rising order; all if it is None."""
+        return sorted(self.deltas.keys() - (head.merged if head else frozenset()))
 
-async def take_snapshot(store: Store, layout: Layout) -> ManifestListing:
-    """List all of ``manifest/``, one request per 1000 objects.
+
+async def take_snapshot(store: Store, layout: Layout, start_after: str = "") -> ManifestListing:
+    """List ``manifest/``, one request per 1000 objects.
+
+    Args:
+        start_after: The name behind which to begin; empty for all.
 
     Raises:
         UnavailableError: The store does not answer now.
@@ -361,7 +370,7 @@ async def take_snapshot(store: Store, layout: Layout) -> ManifestListing:
     deltas: dict[str, ObjectInfo] = {}
     heads: dict[int, ObjectInfo] = {}
     runs: dict[Run, list[ObjectInfo]] = defaultdict(list)
-    async for info in store.list(layout.manifest):
+    async for info in store.list(layout.manifest, start_after=start_after):
         if (ulid := layout.delta_of(info.name)) is not None:
             deltas[ulid] = info
         elif (version := layout.version_of(info.name)) is not None:
@@ -406,30 +415,29 @@ async def newest_head(
     return head
 
 
+async def indexed_entries(store: Store, layout: Layout) -> int | None:
+    """How many entries the newest base holds; None where there is none that can be read.
+
+    What was stored since is not in it. Costs two small requests.
+
+    Raises:
+        UnavailableError: The store does not answer now.
+        AccessError: It refuses.
+    """
+    versions = [layout.version_of(info.name) or 0 async for info in store.list(layout.heads)]
+    if not any(versions):
+        return None
+    try:
+        head = await read_head(store, layout, max(versions))
+    except CorruptEntryError:
+        return None
+    return head.entries if head else None
+
+
 # A delta is named by its writer's clock and a little before it appears: so far before the newest
 # one a look begins. Those of writers that are further behind are found by the looks from the start.
 OVERLAP_S = 600.0
 _FULL_EVERY = 30
-
-
-@dataclass(frozen=True, slots=True)
-class ManifestChanges:
-    """What one listing showed.
-
-    Attributes:
-        deltas: ULID to object; known ones among them.
-        heads: Version to object.
-        complete: Whether the listing began at the first delta.
-    """
-
-    deltas: dict[str, ObjectInfo]
-    heads: dict[int, ObjectInfo]
-    complete: bool
-
-    @property
-    def versions(self) -> list[int]:
-        """Of all heads, newest first."""
-        return sorted(self.heads, reverse=True)
 
 
 class ManifestPoller:
@@ -446,7 +454,7 @@ class ManifestPoller:
         self._newest_ms = 0.0
         self._looks = 0
 
-    async def look(self, *, complete: bool = False) -> ManifestChanges:
+    async def look(self, *, complete: bool = False) -> ManifestListing:
         """List once.
 
         Args:
@@ -456,21 +464,12 @@ class ManifestPoller:
             UnavailableError, AccessError: Nothing is taken note of.
         """
         complete = complete or self._looks % _FULL_EVERY == 0
-        deltas: dict[str, ObjectInfo] = {}
-        heads: dict[int, ObjectInfo] = {}
-        async for info in self._store.list(
-            self._layout.manifest, start_after=self._start_after(complete=complete)
-        ):
-            ulid = self._layout.delta_of(info.name)
-            version = self._layout.version_of(info.name)
-            if ulid is not None:
-                deltas[ulid] = info
-            elif version is not None:
-                heads[version] = info
+        start_after = self._start_after(complete=complete)
+        news = await take_snapshot(self._store, self._layout, start_after)
         self._looks += 1
-        for ulid, info in deltas.items():
+        for ulid, info in news.deltas.items():
             self._newest_ms = max(self._newest_ms, _seen_ms(ulid, info))
-        return ManifestChanges(deltas, heads, complete)
+        return replace(news, complete=complete)
 
     def _start_after(self, *, complete: bool) -> str:
         start_ms = int(self._newest_ms - OVERLAP_S * 1000)

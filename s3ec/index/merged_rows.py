@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a base and the deltas after it say together, one range of digests in memory at a time.
 
-Also when the index says that entries were stored: a tombstone has to be later than that.
+It also tells when entries were stored by what the index says: a tombstone has to be later.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ DELTAS = "deltas"
 
 
 class LastModifiedIndex:
-    """One look at the index, with the shards that are needed in a folder.
+    """Tells when entries were stored last, by one look at the index; shards are in a folder.
 
     Where a part of the index is unusable it knows no times, which a warning says: a tombstone
     of now is later than what any writer with a good clock wrote.
@@ -213,15 +213,14 @@ class LastModifiedIndex:
             self._head = await newest_head(self._store, self._layout, snapshot)
         except CorruptEntryError as exc:
             log.warning("the base of the index is unusable: %s", exc)
-        merged = self._head.merged if self._head else frozenset()
         content = MergedRows(self._store, self._layout, None, self._folder / DELTAS)
-        await content.add_deltas(sorted(snapshot.deltas.keys() - merged), Deltas())
+        await content.add_deltas(snapshot.unmerged(self._head), Deltas())
         self._deltas = Segment.of(await content.between(0, 255, keep_tombstones=True))
         for shard in self._head.shards if self._head else ():
             self._of_byte[shard.first : shard.last + 1] = [shard] * (shard.last + 1 - shard.first)
 
     async def prepare(self, keys: Iterable[Key]) -> None:
-        """Bring the shards of these keys here.
+        """Download the shards that hold these keys.
 
         Raises:
             UnavailableError, AccessError, TierError: As open.

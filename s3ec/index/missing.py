@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an index does when the bucket lacks what it holds: believe the bucket, and say so once."""
+"""Keys that the bucket lacks: denied for a while, and counted, so that many are noticed."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ class NegativeCache:
         return until is not None and self._clock() < until
 
     def add_locked(self, digest: bytes) -> None:
-        """Not to be had from now on; the oldest go where there are too many."""
+        """Deny this key from now on; the oldest ones make room where there are too many."""
         self.until.pop(digest, None)  # all live equally long, so the order is that of their ends
         self.until[digest] = self._clock() + self._ttl_s
         while len(self.until) > NEGATIVE_ENTRIES:
             del self.until[next(iter(self.until))]
 
     def discard_locked(self, digest: bytes) -> None:
-        """It is there again."""
+        """Believe this key again."""
         self.until.pop(digest, None)
 
     def sweep_locked(self) -> None:
-        """Forget those that are believed again."""
+        """Drop the keys whose time is over."""
         now = self._clock()
         while self.until:
             oldest = next(iter(self.until))
@@ -74,7 +74,7 @@ class VanishAlarm:
         self.reset()
 
     def reset(self) -> None:
-        """The index was made anew: what vanished before is not in it."""
+        """Begin to count anew: what vanished before is not in a new base."""
         with self._lock:
             self._counts: defaultdict[str, int] = defaultdict(int)
             self._since_s = self._clock()

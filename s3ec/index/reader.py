@@ -36,8 +36,13 @@ class _Stored(NamedTuple):
 class ManifestIndex:
     """What the corpus holds, as far as this process was told. Lookups from any thread.
 
-    First come keys that the bucket lacked a moment ago, then those that this process stored
-    itself, then the View, which a refresh replaces as a whole.
+    A lookup asks in this order: keys that the bucket lacked a moment ago (denied), keys that this
+    process stored itself (found), and the View, which a refresh replaces as a whole.
+
+    ``mark_missing`` makes a key denied. That ends after a while, when the key is stored here, or
+    when a new delta tells of it. ``add`` makes a key stored here. That ends when a view tells of
+    the store or of a later deletion, when the key is marked missing, or after ten minutes with a
+    base.
 
     Counters: ``index.forgotten`` (keys that were not to be had), ``index.vanished`` (of these,
     keys that the index held and the bucket did not), and those of Follower and IndexCache.
@@ -68,7 +73,7 @@ class ManifestIndex:
         self._counters = cache.counters
         self._clock = clock
         self._wall_clock = wall_clock
-        # Held by writers of the two dictionaries and the sieve, never by lookups.
+        # Held by writers of the two dictionaries and the filter, never by lookups.
         self._lock = threading.Lock()
         self._gone = NegativeCache(negative_ttl_s, clock)
         self._recent: dict[bytes, _Stored] = {}  # the oldest first
@@ -76,7 +81,7 @@ class ManifestIndex:
         self._alarm = VanishAlarm(cache.layout.namespace, cache.counters, clock)
         self._view = View()
         # Of what is in either dictionary or in the View's overlay.
-        self._apart = PresenceFilter(np.empty(0, "<u8"), room=_ROOM)
+        self._overrides = PresenceFilter(np.empty(0, "<u8"), room=_ROOM)
         self.maybe_contains: Callable[[Key], bool] = self._maybe_contains
         self._follower = Follower(
             cache,
@@ -121,7 +126,7 @@ class ManifestIndex:
         return None if latest is None or latest[1] else latest[0]
 
     def is_announced(self, key: Key) -> bool:
-        """Whether all readers are told that the entry is there; never True by a filter's chance.
+        """Whether all readers are told that the entry is there; a filter alone is no proof.
 
         Whatever this process found or stored since does not count.
         """
@@ -142,7 +147,9 @@ class ManifestIndex:
         time_s = max(int(self._wall_clock()), self.known_time_s(key) + 1)
         stored = _Stored((facts or EntryInfo())._replace(time_s=time_s), self._clock() + OVERLAP_S)
         with self._lock:
-            self._apart.add(key.digest_hi)  # first: a lookup that finds no mark asks nothing else
+            self._overrides.add(
+                key.digest_hi
+            )  # first: a lookup that finds no mark asks nothing else
             self._gone.discard_locked(key.digest)
             self._distrusted -= {key.digest}
             self._recent.pop(key.digest, None)
@@ -178,7 +185,7 @@ class ManifestIndex:
         """
         vanished = absent and self.maybe_contains(key)
         with self._lock:
-            self._apart.add(key.digest_hi)
+            self._overrides.add(key.digest_hi)
             self._gone.add_locked(key.digest)
             self._recent.pop(key.digest, None)
         self._counters.add("index.forgotten")
@@ -204,7 +211,7 @@ class ManifestIndex:
         await self._follower.close()
 
     def _sweep_recent_locked(self) -> None:
-        """Have what was stored long ago be answered by the base, as everything else is.
+        """Drop what was stored long ago, so that the base answers for it.
 
         It may have been announced, deleted by others and merged between two refreshes: then no
         row ever says so. A listing does not see deletions as fast, so without a base it stays.
@@ -224,9 +231,9 @@ class ManifestIndex:
         """
         is_new_base = view.base is not None and view.base is not self._view.base
         with self._lock:
-            self._apart = self._sieve_locked(view)
+            self._overrides = self._overrides_locked(view)
             self._view = view
-            self.maybe_contains = view.lookup(self._apart, self._maybe_contains)
+            self.maybe_contains = view.lookup(self._overrides, self._maybe_contains)
         if is_new_base:
             self._alarm.reset()
         if new is not None:
@@ -234,15 +241,15 @@ class ManifestIndex:
         settled = {
             digest: stored
             for digest, stored in list(self._recent.items())
-            if _told(view, digest, stored.facts)
+            if view.tells(digest, stored.facts)
         }
         with self._lock:
             for digest, stored in settled.items():
                 if self._recent.get(digest) is stored:  # and was not stored once more meanwhile
                     del self._recent[digest]
 
-    def _sieve_locked(self, view: View) -> PresenceFilter:
-        """Of all digests that the base alone does not answer for."""
+    def _overrides_locked(self, view: View) -> PresenceFilter:
+        """A filter of all digests for which the base alone cannot answer."""
         halves: list[Array] = [] if view.overlay is None else [view.overlay.rows().digest_hi]
         halves += [
             np.frombuffer(b"".join(digests), ">u8")[::2].astype("<u8")
@@ -251,7 +258,7 @@ class ManifestIndex:
         return PresenceFilter(np.concatenate(halves), room=_ROOM)
 
     def _heal(self, new: Segment) -> None:
-        """What was written since is there again."""
+        """Believe denied keys again that new deltas tell of."""
         healed = []
         for digest in list(self._gone.until):
             row = new.find(*split_digest(digest))
@@ -260,12 +267,3 @@ class ManifestIndex:
         with self._lock:
             for digest in healed:
                 self._gone.discard_locked(digest)
-
-
-def _told(view: View, digest: bytes, facts: EntryInfo) -> bool:
-    """Whether the view knows of this store, or of a later deletion."""
-    latest = view.latest(digest)
-    if latest is None:
-        return False
-    row, deleted = latest
-    return not deleted or row.time_s >= facts.time_s

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The next base from an authoritative listing, and the comparison of an index with one.
+"""Makes the next base from a listing of all objects, or compares an index with a listing.
 
 A rebuild keeps what the old base knew. A comparison says what the index lacks, and what it only
 believes.
@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from s3ec.counters import Report
 from s3ec.errors import CorruptEntryError, UnavailableError
-from s3ec.identity import Layout, digest_of_name, entry_name
+from s3ec.identity import Layout
 from s3ec.index.base_writer import (
     BaseWriter,
     BuildOptions,
@@ -28,7 +28,7 @@ from s3ec.index.base_writer import (
     temporary_folder,
     write_base,
 )
-from s3ec.index.listing import list_objects, read_listing
+from s3ec.index.listing import key_of_object, list_objects, read_listing
 from s3ec.index.manifest import (
     MAX_MERGED,
     BaseManifest,
@@ -80,7 +80,7 @@ async def rebuild(store: Store, layout: Layout, making: BuildOptions | None = No
 
 
 async def _attempt(store: Store, layout: Layout, making: BuildOptions) -> BaseManifest | None:
-    """None where so much time was lost to others that the listing is of no use any more."""
+    """One attempt; None if other compactions took so long that the listing is too old."""
     started_s = making.clock()
     # First the deltas, then the objects: what is announced after this stays unmerged.
     snapshot = await take_snapshot(store, layout)
@@ -115,8 +115,7 @@ class _Source:
         """Read the deltas, then list the objects."""
         head = await _usable_head(store, layout, snapshot)
         known = MergedRows(store, layout, head, folder / _FOLDERS[0])
-        pending = snapshot.deltas.keys() - (head.merged if head else frozenset())
-        await known.add_deltas(sorted(pending), Deltas())
+        await known.add_deltas(snapshot.unmerged(head), Deltas())
         listed = await read_listing(
             store,
             layout,
@@ -181,7 +180,7 @@ _WITH_OBJECT = ("missing", "differing")
 
 @dataclass(slots=True)
 class Verified:
-    """The index beside the bucket.
+    """What a comparison of the index with the bucket found.
 
     Attributes:
         version: Of the base, 0 where there is none.
@@ -232,8 +231,7 @@ async def verify(store: Store, layout: Layout, making: BuildOptions | None = Non
         head = await newest_head(store, layout, before)
         found = Verified(version=before.version)
         known = MergedRows(store, layout, head, places[0])
-        pending = before.deltas.keys() - (head.merged if head else frozenset())
-        await known.add_deltas(sorted(pending), Deltas(corrupt=found.corrupt))
+        await known.add_deltas(before.unmerged(head), Deltas(corrupt=found.corrupt))
         young_s = making.clock() - _UNANNOUNCED_S
         expected = known.max_entries or None
         listed = await read_listing(
@@ -270,9 +268,7 @@ async def _find_names(
 
     async def take(infos: Sequence[ObjectInfo]) -> None:
         for info in infos:
-            below = info.name.removeprefix(layout.objects)
-            plain, _ = entry_name(below) or (below, 0)
-            digest = digest_of_name(plain).hex()
+            digest = key_of_object(layout, info.name)[0].digest.hex()
             if digest in wanted:
                 names[digest] = info.name
         if len(names) == len(wanted):
@@ -284,7 +280,7 @@ async def _find_names(
 
 
 def _compare(found: Verified, index: Rows, latest: Rows, there: Rows, young_s: float) -> None:
-    """Count the differences of one range; what was announced or deleted meanwhile is none."""
+    """Count the differences in one range, but for what was announced or deleted meanwhile."""
     found.entries += len(index)
     found.objects += len(there)
     at, known = find_in(there, index)

@@ -19,7 +19,6 @@ from s3ec.codec import Shape
 Array: TypeAlias = npt.NDArray[Any]
 Selection: TypeAlias = slice | npt.NDArray[np.bool_] | npt.NDArray[np.intp]
 
-DIGEST_BYTES = 16
 # Column -> numpy type, by falling item size: so each starts aligned without a gap in a file.
 COLUMNS = {
     "digest_hi": "<u8",
@@ -163,7 +162,7 @@ class Rows:
         return Rows(**{name: column[which] for name, column in self.columns().items()})
 
     def between(self, first: int, last: int) -> Rows:
-        """Of sorted rows those whose digest's leading byte is in ``first..last``; views."""
+        """Of sorted rows, views of those whose digest begins with a byte in ``first..last``."""
         start = np.searchsorted(self.digest_hi, np.uint64(first << 56))
         stop = len(self)
         if last < 255:

@@ -20,10 +20,10 @@ from typing import TypeAlias
 
 import numpy as np
 
+from s3ec import safetensors_file
 from s3ec.errors import CorruptEntryError, TierError
-from s3ec.index import sealed
 from s3ec.index.rows import COLUMNS, DTYPES, Array, EntryInfo, Rows, merge
-from s3ec.index.sealed import FileHeader
+from s3ec.safetensors_file import FileHeader
 
 KIND = "index-1"
 MAX_ROWS = 2**28
@@ -32,7 +32,8 @@ MAX_DELTA_BYTES = 64 * 2**20
 _ROWS_PER_SLOT = 2  # at least, on average; up to twice as many
 _FENCES = "fences"
 _REQUIRED = {*COLUMNS, _FENCES} - {"deleted"}
-_CHECK_ROWS = 2**18  # rows looked at together when all are checked: a few MiB of temporaries
+CHECK_ROWS = 2**18
+"""Rows looked at together when all are checked: a few MiB of temporaries."""
 
 # Shift and mask that give a slot, then fences, first and second halves of the digests.
 LookupParts: TypeAlias = "tuple[int, int, memoryview[int], memoryview[int], memoryview[int]]"
@@ -58,7 +59,9 @@ def encode_segment(rows: Rows, namespace: str) -> list[bytes | memoryview]:
     if deleted.any():
         narrow["deleted"] = deleted
     metadata = {"s3ec": KIND, "namespace": namespace, "entries": str(len(rows))}
-    return sealed.encode(metadata, {**columns, _FENCES: _fences(hi, _slots(hi)), **narrow})
+    return safetensors_file.encode_columns(
+        metadata, {**columns, _FENCES: _fences(hi, _slots(hi)), **narrow}
+    )
 
 
 def parse_segment(blob: bytes | memoryview, namespace: str, *, name: str = "segment") -> Rows:
@@ -97,9 +100,6 @@ class Segment:
         self.name = name
         self._front = front
         self._blob = blob
-        self._use(rows, fences)
-
-    def _use(self, rows: Rows, fences: Array) -> None:
         self._rows = rows
         # Items of memoryviews cost half of what numpy's do. A blob from the network may lie at any
         # address, and where numbers are not aligned memoryviews give none: those are copied.
@@ -121,12 +121,12 @@ class Segment:
             OSError: It cannot be opened.
         """
         name = Path(path).name
-        whole = sealed.map_file(path)
+        whole = safetensors_file.map_file(path)
         segment = cls.parse(memoryview(whole), namespace, name=name)
         if segment._front is not None:
             # A lookup reads these; in the others it reads nothing.
             lookup = ("digest_hi", "digest_lo", _FENCES)
-            sealed.advise(whole, [segment._front.places[column] for column in lookup])
+            safetensors_file.advise(whole, [segment._front.places[column] for column in lookup])
         return segment
 
     @classmethod
@@ -137,7 +137,7 @@ class Segment:
             CorruptEntryError: As for open.
         """
         whole = memoryview(blob)
-        front = sealed.parse_front(whole, kind=KIND, namespace=namespace, name=name)
+        front = safetensors_file.parse_columns(whole, kind=KIND, namespace=namespace, name=name)
         entries = _checked_entries(front, name)
         columns = {column: place.of(whole) for column, place in front.places.items()}
         fences = columns.pop(_FENCES)
@@ -188,7 +188,7 @@ class Segment:
         return self._shift, self._mask, self._fence, self._hi, self._lo
 
     def _find_lo(self, hi: int, lo: int, row: int) -> int:
-        """Several digests share their first half, which nobody meets by chance."""
+        """Find a row among several whose digests share their first half; that is rare."""
         end = bisect_right(self._hi, hi, row)
         row = bisect_left(self._lo, lo, row, end)
         return row if row < end and self._lo[row] == lo else -1
@@ -214,8 +214,8 @@ class Segment:
         if self._front is not None and self._blob is not None:
             self._front.check_data(self._blob, self.name)
         rows = self._rows
-        for start in range(0, len(rows), _CHECK_ROWS):
-            part = rows.select(slice(start, start + _CHECK_ROWS + 1))  # one row of overlap
+        for start in range(0, len(rows), CHECK_ROWS):
+            part = rows.select(slice(start, start + CHECK_ROWS + 1))  # one row of overlap
             if not part.is_sorted():
                 raise CorruptEntryError(f"{self.name}: rows are not sorted", reason="order")
             if part.dtype.max() >= len(DTYPES) or part.deleted.max() > 1:
@@ -225,11 +225,6 @@ class Segment:
         fits = slots <= 2 ** _differing_bits(rows.digest_hi)
         if not fits or not np.array_equal(self._fence, _fences(rows.digest_hi, slots)):
             raise CorruptEntryError(f"{self.name}: fences do not fit the rows", reason="order")
-
-    def close(self) -> None:
-        """Let go of the file now; nobody may look up during or after it."""
-        self._front = self._blob = None
-        self._use(Rows.empty(), np.zeros(2, "<u4"))
 
 
 def _differing_bits(hi: Array) -> int:

@@ -31,7 +31,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from s3ec import plain_json
 from s3ec.counters import Counters
 from s3ec.errors import CorruptEntryError, TierError
 from s3ec.identity import (
@@ -42,6 +41,7 @@ from s3ec.identity import (
     is_object_name,
     revised_name,
 )
+from s3ec.safetensors_file import plain_json
 from s3ec.tier.files import DiskErrors, Folders, TempFile, open_entry, require_own_folders
 
 log = logging.getLogger(__name__)
@@ -114,7 +114,7 @@ class BadObject:
     def parse(cls, namespace: str, destination: str, text: str) -> BadObject | None:
         """The inverse; None for anything that is no note."""
         try:
-            fields: Any = plain_json.loads(text)
+            fields: Any = plain_json(text)
             note = cls(namespace, destination, **fields)
         except (ValueError, TypeError, RecursionError):
             return None

@@ -16,10 +16,11 @@ import pytest
 
 from s3ec.dev.rigs.proxy import FaultProxy
 from s3ec.identity import Namespace
-from s3ec.index import cache, follower, manifest, sealed
+from s3ec.index import cache, follower, manifest
 from s3ec.index.rows import EntryInfo, Rows
 from s3ec.index.segment import encode_segment
 from s3ec.prefetch import FetchOutcome
+from s3ec.safetensors_file import encode_columns
 from s3ec.testing.server import LocalS3
 from tests.faults.embeddings import LAYOUT, NAMESPACE, ROWS, WIDTH, key_at
 from tests.faults.indexed import (
@@ -46,7 +47,7 @@ def newer(body: bytes) -> bytes:
     if body.startswith(b"{"):
         return json.dumps({**json.loads(body), "format": 2, "new": []}).encode()
     metadata = {"s3ec": "index-2", "namespace": NAMESPACE.name}
-    return b"".join(sealed.encode(metadata, {"new": np.zeros(8, "<u8")}))
+    return b"".join(encode_columns(metadata, {"new": np.zeros(8, "<u8")}))
 
 
 def foreign(_: bytes) -> bytes:

@@ -21,6 +21,7 @@ from s3ec.config import CONFIG_FILE_VARIABLE, load_settings
 from s3ec.errors import ConfigError, CorruptEntryError
 from s3ec.identity import (
     Layout,
+    canonical_json,
     is_namespace_name,
     is_object_name,
     is_request_scoped,
@@ -28,12 +29,12 @@ from s3ec.identity import (
     make_key,
     modality_name,
 )
-from s3ec.index import sealed
-from s3ec.index.bloom import Bloom
+from s3ec.index.bloom import Bloom, expected_fpr
 from s3ec.index.manifest import parse_head
 from s3ec.index.segment import Segment, parse_segment
 from s3ec.middleware import BodyError, rewrite
 from s3ec.modality import parse_record
+from s3ec.safetensors_file import seal
 from s3ec.settings import check_endpoint, check_prefix, parse_url
 from s3ec.store.obstore_errors import fault_of
 from s3ec.store.s3_errors import from_obstore, from_url
@@ -106,7 +107,7 @@ def forged_entry(data: bytes) -> None:
     metadata = content["__metadata__"]
     metadata["xxh3"] = codec.checksum(tensor)
     try:
-        metadata["header_xxh3"] = codec._seal(metadata, content.get(codec.TENSOR_NAME))
+        metadata["header_xxh3"] = seal(metadata, content.get(codec.TENSOR_NAME))
         front = _front(content)
     except (ValueError, RecursionError):  # nothing that a forger could write either
         return
@@ -121,7 +122,7 @@ def _json(text: bytes) -> Any:
 
 
 def _front(content: object) -> bytes:
-    body = json.dumps(content).encode()
+    body = canonical_json(content).encode()
     body += b" " * (-(8 + len(body)) % 64)
     return struct.pack("<Q", len(body)) + body
 
@@ -166,7 +167,8 @@ def bloom(data: bytes) -> None:
     for hi in _ENDS:
         for lo in _ENDS:
             require(found.maybe(hi, lo) in (True, False), "neither yes nor no")
-    require(0 <= found.fpr <= 1, "no probability")
+    fpr = expected_fpr(found.entries, found.blocks, found.probes)
+    require(0 <= fpr <= 1, "no probability")
     try:
         found.check()
     except CorruptEntryError:
@@ -196,7 +198,7 @@ def _forge_sealed(data: bytes) -> bytes | None:
     metadata["xxh3"] = codec.checksum(columns)
     tensors = {name: place for name, place in content.items() if name != "__metadata__"}
     try:
-        metadata["header_xxh3"] = sealed._seal(metadata, tensors)
+        metadata["header_xxh3"] = seal(metadata, tensors)
         return _front(content) + columns
     except (ValueError, RecursionError):
         return None

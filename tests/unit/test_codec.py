@@ -20,6 +20,7 @@ from s3ec.codec import HEADER_LIMIT, MAX_TENSOR_BYTES, Header, Shape
 from s3ec.connector.saves import tensor_bytes
 from s3ec.errors import CorruptEntryError
 from s3ec.identity import MAX_IDENTIFIER_BYTES, canonical_json, make_key
+from s3ec.safetensors_file import seal
 from tests.support.finite import FINITE
 
 NAMESPACE = "gemma-0123456789abcdef"
@@ -67,7 +68,7 @@ def with_header(content: object, data: bytes = b"") -> bytes:
 def sealed(content: dict[str, Any], data: bytes = b"") -> bytes:
     """As a forger would do it who knows the format."""
     metadata = content["__metadata__"]
-    metadata["header_xxh3"] = codec._seal(metadata, content["ec_cache"])
+    metadata["header_xxh3"] = seal(metadata, content["ec_cache"])
     return with_header(canonical_json(content).encode(), data)
 
 

@@ -284,13 +284,40 @@ def test_interrupted_call_waits_until_it_has_cleaned_up(make: Make) -> None:
     assert corpus.namespaces() == []
 
 
+def put_many(corpus: Corpus, count: int) -> set[str]:
+    layout = Layout(Bucket(corpus).namespace(MODEL))
+    labels = {content_hash(str(number)) for number in range(count)}
+
+    async def put(store: Store) -> None:
+        for label in labels:
+            key = make_key(label)
+            assert key is not None
+            await store.put_if_absent(layout.object(key), [b"entry"])
+
+    corpus.run(put)
+    return labels
+
+
+@pytest.mark.parametrize(("count", "requests"), [(100, (1, 0)), (5000, (257, 1))])
+def test_each_entry_is_listed_once_and_few_with_few_requests(
+    make: Make, count: int, requests: tuple[int, int]
+) -> None:
+    store = FaultStore(MemoryStore())
+    corpus = make(store)
+    labels = put_many(corpus, count)
+    corpus.choose()
+    before = store.calls["list"], store.calls["list_folders"]
+    assert sorted(entry.label for entry in corpus.list()) == sorted(labels)
+    after = store.calls["list"], store.calls["list_folders"]
+    assert (after[0] - before[0], after[1] - before[1]) == requests
+
+
 def test_listing_that_nobody_ends_holds_nothing_up(make: Make) -> None:
-    filled = Filled(make())
-    for number in range(40):
-        filled.entry(filled.name, content_hash(str(number)))
-    listing = filled.corpus.list()
+    corpus = make()
+    put_many(corpus, 3500)  # some batches, of which one waits to be taken
+    listing = corpus.list()
     next(listing)
-    filled.corpus.close()
+    corpus.close()
 
 
 # -- the page ----------------------------------------------------------------------------------

@@ -20,10 +20,11 @@ BENCH = PACKAGE / "cli" / "bench.py"  # the one way from what is installed to s3
 
 # From the bottom up. A part imports from lower layers and from itself, never from beside or above.
 LAYERS = [
-    {"errors", "plain_json", "weights", "__init__"},
+    {"errors", "weights", "__init__"},
     {"tenant", "middleware", "counters"},
     {"settings", "runtime"},
     {"identity", "config", "store"},
+    {"safetensors_file"},
     {"codec"},
     {"tier", "modality"},
     {"index"},

@@ -35,7 +35,7 @@ def store(memory: MemoryStore) -> FaultStore:
 
 @pytest.fixture
 def clock() -> Clock:
-    return Clock()
+    return Clock(0.0)
 
 
 @pytest.fixture

@@ -24,7 +24,6 @@ from s3ec.fetch import PARTS_AT_A_TIME
 from s3ec.identity import Key, Layout, make_key
 from s3ec.index.base import Index
 from s3ec.index.cache import IndexCache
-from s3ec.index.listing import ListingIndex
 from s3ec.index.reader import ManifestIndex
 from s3ec.index.rows import EntryInfo
 from s3ec.modality import ModalityRecords
@@ -46,6 +45,7 @@ from s3ec.tier.files import Folders
 from s3ec.tier.tier import LocalKeys
 from tests.support.finite import FINITE
 from tests.support.on_disk import audit_of, evict, usage_of
+from tests.unit.index.fake import FakeIndex
 
 NAMESPACE = "gemma-0123456789abcdef"
 LAYOUT = Layout(NAMESPACE)
@@ -122,7 +122,7 @@ class Bench:
         self.script = Script()
         self.store = Watch(self.memory, self.script)
         self.counters = Counters()
-        self.index: Index = ListingIndex(self.store, LAYOUT, self.counters)
+        self.index: Index = FakeIndex(self.counters)
         self.local = LocalKeys()
         self.loop = LoopThread("s3ec-prefetch-test", disk_threads=4)
         self.bad_objects = BadObjects(

@@ -96,7 +96,7 @@ def test_verify_tells_what_rebuild_mends(cli: Cli, corpus: Corpus, namespace: st
 def test_verify_names_what_stat_finds(
     cli: Cli, corpus: Corpus, namespace: str, monkeypatch: pytest.MonkeyPatch, few: int
 ) -> None:
-    monkeypatch.setattr("s3ec.index.listing._FEW", few)
+    monkeypatch.setattr("s3ec.index.listing.FEW", few)
     monkeypatch.setattr("s3ec.index.rebuild._UNANNOUNCED_S", -600.0)
     announce(corpus, namespace, 1, content_hash("a"), "page 1")
     for identifier in ("page 2", f"adapter:{content_hash('b')}"):

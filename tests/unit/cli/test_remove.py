@@ -246,7 +246,7 @@ def test_ns_rm_wants_the_whole_name(cli: Cli, corpus: Corpus, namespace: str) ->
 
 @pytest.mark.parametrize(
     ("requests", "part"),
-    [(0, "objects/"), (2, "manifest/head/"), (3, "manifest/delta/"), (4, "modality/")],
+    [(0, "objects/"), (1, "manifest/head/"), (2, "manifest/delta/"), (3, "modality/")],
 )
 def test_ns_rm_that_was_broken_off_goes_on_and_the_descriptor_goes_last(
     cli: Cli,

@@ -18,12 +18,11 @@ from s3ec.connector.waiting import WaitPolicy
 from s3ec.counters import Counters
 from s3ec.identity import Key, KeyPolicy, Layout, make_key
 from s3ec.index.base import Index
-from s3ec.index.listing import ListingIndex
 from s3ec.prefetch import FetchOutcome, FetchRequest, FetchResult
-from s3ec.testing.memory_store import MemoryStore
 from s3ec.tier import Pin
 from s3ec.tier.tier import LocalKeys
 from tests.support.clock import Clock
+from tests.unit.index.fake import FakeIndex
 
 LAYOUT = Layout("gemma-0123456789abcdef")
 ROWS = 4
@@ -170,9 +169,7 @@ class World:
         self.role = Role(**(values | role))  # type: ignore[arg-type]
         self.clock = clock or Clock()
         self.counters = Counters()
-        self.index: Index = index or ListingIndex(
-            MemoryStore(), LAYOUT, self.counters, clock=self.clock
-        )
+        self.index: Index = index or FakeIndex(self.counters, self.clock)
         self.local = LocalKeys()
         self.prefetcher = FakePrefetcher()
         self.ranks = ranks_apart

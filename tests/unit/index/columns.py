@@ -11,10 +11,10 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from s3ec.index import sealed
+from s3ec.identity import canonical_json
 from s3ec.index.rows import EntryInfo, Rows, Tombstone
+from s3ec.safetensors_file import seal
 
-NAMESPACE = "gemma-0123456789abcdef"
 OTHER = "gemma-fedcba9876543210"
 TOP = 2**64 - 1
 
@@ -99,7 +99,7 @@ def forged(blob: bytes, change: Callable[[dict[str, Any]], object], data: bytes 
     content = json.loads(blob[8 : 8 + length])
     change(content)
     metadata = content.pop("__metadata__")
-    metadata["header_xxh3"] = sealed._seal(metadata, content)
-    body = json.dumps({"__metadata__": metadata, **content}).encode()
+    metadata["header_xxh3"] = seal(metadata, content)
+    body = canonical_json({"__metadata__": metadata, **content}).encode()
     body += b" " * (-(8 + len(body)) % 64)
     return struct.pack("<Q", len(body)) + body + (data or blob[8 + length :])

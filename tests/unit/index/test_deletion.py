@@ -4,22 +4,30 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 import pytest
 
 from s3ec.errors import AccessError, S3ECError, UnavailableError
+from s3ec.identity import Key
 from s3ec.index import delete as deletion
 from s3ec.index import listing, manifest
 from s3ec.index.compaction import compact
-from s3ec.index.delete import count_older, delete_older, deleting, find_objects
+from s3ec.index.delete import (
+    count_older,
+    delete_entries,
+    delete_older,
+    find_objects,
+    remove_namespace,
+)
 from s3ec.index.rebuild import verify
 from s3ec.index.rows import EntryInfo
 from s3ec.store.base import Store
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
 from s3ec.testing.memory_store import MemoryStore
 from tests.support.clock import Clock
-from tests.unit.index.basics import LAYOUT, key_of
+from tests.unit.index.basics import LAYOUT, key_of, reached, until
 from tests.unit.index.manifests import names, put_delta, put_object, view
 
 KEYS = [key_of(number) for number in range(8)]
@@ -32,9 +40,14 @@ async def put_entry(store: MemoryStore, number: int, *, time_s: int = 1) -> None
     )
 
 
+async def delete_keys(
+    store: Store, keys: Sequence[Key], clock: Callable[[], float] = time.time
+) -> None:
+    await delete_entries(store, LAYOUT, await find_objects(store, LAYOUT, keys), clock=clock)
+
+
 async def delete(store: Store, *numbers: int) -> None:
-    async with deleting(store, LAYOUT) as deleter:
-        await deleter.delete([KEYS[number] for number in numbers])
+    await delete_keys(store, [KEYS[number] for number in numbers])
 
 
 @pytest.mark.parametrize("in_base", [False, True])
@@ -135,38 +148,79 @@ async def test_a_batch_that_is_refused_as_a_whole_is_not_announced(memory: Memor
 async def test_readers_that_could_not_be_told_are_an_error(
     memory: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(deletion, "_TELL_S", 0.01)
+    monkeypatch.setattr(deletion, "TELL_S", 0.01)
     await put_entry(memory, 1)
     fault = Fault("put_if_absent", "/delta/", error=UnavailableError)
     with pytest.raises(UnavailableError, match="could not be told"):
         await delete(FaultStore(memory, Script([fault])), 1)
 
 
-async def test_many_are_deleted_by_a_thousand_with_one_request_and_one_delta_each(
+async def test_many_are_deleted_by_a_thousand_side_by_side_and_announced_in_one_delta(
     memory: MemoryStore, clock: Clock
 ) -> None:
     keys = [key_of(("many", number)) for number in range(1500)]
     for key in keys:
         await put_object(memory, key, 9)
-    store = FaultStore(MemoryStore(memory.bucket, clock=clock), Script())
-    async with deleting(store, LAYOUT, clock=clock) as deleter:
-        await deleter.delete(keys)
+    gates = [Gate(), Gate()]
+    ends = zip((keys[0], keys[-1]), gates, strict=True)
+    faults = [Fault("delete_many", LAYOUT.object(key), gate=gate) for key, gate in ends]
+    store = FaultStore(MemoryStore(memory.bucket, clock=clock), Script(faults))
+    task = asyncio.create_task(delete_keys(store, keys, clock))
+    for gate in gates:
+        await reached(gate)
+    for gate in gates:
+        gate.release()
+    await task
     assert (store.calls["delete_many"], store.calls["delete"]) == (2, 0)
-    assert len(names(memory.bucket)) == 2
+    assert len(names(memory.bucket)) == 1
     assert not [name for name in memory.bucket.objects if name.startswith(LAYOUT.objects)]
+
+
+async def test_what_one_request_deleted_is_announced_though_another_one_fails(
+    memory: MemoryStore,
+) -> None:
+    keys = [key_of(("many", number)) for number in range(1500)]
+    for key in keys:
+        await put_object(memory, key, 9)
+    await put_delta(memory, 1, dict.fromkeys(keys, EntryInfo(9, time_s=1)))
+    left = keys[1200]
+    fault = Fault("delete_many", LAYOUT.object(left), error=UnavailableError)
+    store = FaultStore(memory, Script([fault]))
+    with pytest.raises(UnavailableError):
+        await delete_keys(store, keys)
+    there = {key.digest for key in keys if LAYOUT.object(key) in memory.bucket.objects}
+    assert left.digest in there
+    assert 0 < len(there) < 1500
+    assert set(await view(memory)) == there
+
+
+async def test_a_round_is_announced_before_the_next_one_is_deleted(
+    memory: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deletion, "ROUND_OBJECTS", 2)
+    for number in range(5):
+        await put_entry(memory, number)
+    store = FaultStore(memory, Script([Fault("delete_many", LAYOUT.object(KEYS[2]), gate=Gate())]))
+    task = asyncio.create_task(delete(store, 0, 1, 2, 3))
+    await gone(memory, 0)
+    await until(lambda: store.calls["delete_many"] == 2)
+    assert set(await view(memory)) == {KEYS[number].digest for number in (2, 3, 4)}
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
 
 
 @pytest.mark.parametrize("few", [0, 4096])
 async def test_old_entries_of_all_folders_share_requests_and_deltas(
     memory: MemoryStore, clock: Clock, monkeypatch: pytest.MonkeyPatch, few: int
 ) -> None:
-    monkeypatch.setattr(listing, "_FEW", few)
+    monkeypatch.setattr(listing, "FEW", few)
     for number in range(1500):
         await put_object(memory, key_of(("many", number)), 9)
     store = FaultStore(MemoryStore(memory.bucket, clock=clock), Script())
     assert (await delete_older(store, LAYOUT, 2.0**40)).entries == 1500
     assert store.calls["delete_many"] == 2
-    assert len(names(memory.bucket)) in (2, 3)  # one again where it taught what time it is
+    assert len(names(memory.bucket)) in (1, 2)  # one again where it taught what time it is
 
 
 async def test_only_what_is_older_is_deleted(memory: MemoryStore, clock: Clock) -> None:
@@ -185,9 +239,7 @@ async def test_only_what_is_older_is_deleted(memory: MemoryStore, clock: Clock) 
 
 
 async def gone(memory: MemoryStore, number: int) -> None:
-    async with asyncio.timeout(10):
-        while LAYOUT.object(KEYS[number]) in memory.bucket.objects:  # noqa: ASYNC110
-            await asyncio.sleep(0)
+    await until(lambda: LAYOUT.object(KEYS[number]) not in memory.bucket.objects)
 
 
 async def test_what_was_deleted_before_it_was_broken_off_is_announced(
@@ -253,9 +305,9 @@ async def test_a_listing_that_fails_half_way_leaves_no_deletion_untold(
     memory: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One prefix cannot be listed while the entry of another one is being announced."""
-    monkeypatch.setattr(listing, "_FEW", 0)
-    monkeypatch.setattr(listing, "_ATTEMPTS", 1)
-    monkeypatch.setattr(deletion, "DELETE_AT_A_TIME", 1)
+    monkeypatch.setattr(listing, "FEW", 0)
+    monkeypatch.setattr(listing, "ATTEMPTS", 1)
+    monkeypatch.setattr(deletion, "ROUND_OBJECTS", 1)
     for number in range(2):
         await put_entry(memory, number)
     listed, told = Gate(), Gate()
@@ -266,7 +318,7 @@ async def test_a_listing_that_fails_half_way_leaves_no_deletion_untold(
     ]
     task = asyncio.create_task(delete_older(FaultStore(memory, Script(faults)), LAYOUT, 2.0**40))
     await gone(memory, 0)
-    assert await asyncio.to_thread(told.reached.wait, 10)
+    await reached(told)
     listed.release()
     for _ in range(100):  # turns of the loop, in which everything else has ended
         await asyncio.sleep(0)
@@ -290,14 +342,13 @@ async def test_an_entry_that_is_stored_again_outlives_its_deletion(
 
     for number in range(2):
         await put_entry(memory, number)
-    async with deleting(Slow(memory, Script()), LAYOUT, clock=clock) as deleter:
-        task = asyncio.create_task(deleter.delete(KEYS[:2]))
-        await gone(memory, 0)
-        clock.now_s += 1
-        await put_entry(memory, 0, time_s=int(clock.now_s))
-        clock.now_s += 10
-        replying.release()
-        await task
+    task = asyncio.create_task(delete_keys(Slow(memory, Script()), KEYS[:2], clock))
+    await gone(memory, 0)
+    clock.now_s += 1
+    await put_entry(memory, 0, time_s=int(clock.now_s))
+    clock.now_s += 10
+    replying.release()
+    await task
     assert set(await view(memory)) == {KEYS[0].digest}
 
 
@@ -343,7 +394,7 @@ async def test_old_objects_of_an_entry_go_and_readers_keep_it_for_the_young_one(
 async def test_of_many_entries_those_that_are_there_are_found_with_their_revisions(
     memory: MemoryStore, monkeypatch: pytest.MonkeyPatch, few: int
 ) -> None:
-    monkeypatch.setattr(listing, "_FEW", few)
+    monkeypatch.setattr(listing, "FEW", few)
     keys = [key_of(("many", number)) for number in range(40)]
     for key in keys[:3]:
         await put_object(memory, key, 9)
@@ -367,8 +418,30 @@ async def test_many_entries_are_looked_for_at_a_time(memory: MemoryStore) -> Non
     task = asyncio.create_task(delete(FaultStore(memory, Script(faults)), 0, 1))
     try:
         for gate in gates:
-            assert await asyncio.to_thread(gate.reached.wait, 20)
+            await reached(gate)
     finally:
         for gate in gates:
             gate.release()
         await task
+
+
+@pytest.mark.parametrize(("few", "listings"), [(0, 16), (4096, 6)])
+async def test_a_namespace_goes_with_all_that_is_in_it(
+    memory: MemoryStore, monkeypatch: pytest.MonkeyPatch, few: int, listings: int
+) -> None:
+    monkeypatch.setattr(listing, "FEW", few)
+    monkeypatch.setattr(deletion, "FEW", few)
+    for number in range(3):
+        await put_entry(memory, number)
+    await compact(memory, LAYOUT)
+    await memory.put_if_absent(LAYOUT.modality("image"), [b"{}"])
+    await memory.put_if_absent(LAYOUT.descriptor, [b"{}"])
+    await memory.put_if_absent(LAYOUT.everything + "foreign/object", [b"x"])
+    nbytes = sum(map(len, memory.bucket.objects.values()))
+    store = FaultStore(memory, Script())
+    found = await remove_namespace(store, LAYOUT, 0.0)
+    assert (found.entries, found.entry_nbytes, found.records, found.others) == (3, 303, 2, 1)
+    assert found.nbytes == nbytes
+    assert found.index_files > 3
+    assert store.calls["list"] == listings
+    assert not memory.bucket.objects

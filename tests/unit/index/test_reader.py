@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -12,25 +13,15 @@ import pytest
 
 from s3ec.errors import AccessError, UnavailableError
 from s3ec.identity import Key, make_key
-from s3ec.index import reader as reader_module
+from s3ec.index.lookup import View
 from s3ec.index.manifest import OVERLAP_S
 from s3ec.index.rows import EntryInfo, Tombstone
 from s3ec.testing.fault_store import Fault, Gate
 from tests.support.clock import START_S
-from tests.unit.index.basics import LAYOUT, key_of
+from tests.unit.index.basics import LAYOUT, key_of, reached, until
 from tests.unit.index.corpus import HOUR_S, Corpus, Reader, rows_of
 
 MakeReader = Callable[..., Reader]
-
-
-async def reached(gate: Gate) -> None:
-    assert await asyncio.to_thread(gate.reached.wait, 10)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110 (it comes about in other tasks and threads)
-            await asyncio.sleep(0.001)
 
 
 # -- what is found -----------------------------------------------------------------------------
@@ -357,13 +348,13 @@ async def test_an_own_store_of_the_moment_in_which_an_older_one_is_settled_is_fo
     reader.index.add(key_of("a"))
     corpus.delta((key_of("a"), Tombstone(int(START_S) + 1)))
 
-    def told(*args: Any) -> bool:
+    def tells(view: View, digest: bytes, facts: EntryInfo) -> bool:
         monkeypatch.undo()
-        found = reader_module._told(*args)
+        found = view.tells(digest, facts)
         reader.index.add(key_of("a"))  # as the scheduler's thread may
         return found
 
-    monkeypatch.setattr(reader_module, "_told", told)
+    monkeypatch.setattr(View, "tells", tells)
     await reader.refresh()
     assert reader.finds("a") == [True]
 
@@ -774,9 +765,10 @@ async def test_what_is_stored_while_bad_objects_are_looked_up_is_believed_and_wa
     def slow(asked: Key) -> int:
         found = look(asked)
         monkeypatch.undo()
-        waits.append(index._lock.locked())
-        if not waits[0]:
-            index.add(key)
+        hook = threading.Thread(target=index.add, args=(key,), daemon=True)
+        hook.start()
+        hook.join(20)
+        waits.append(hook.is_alive())
         return found
 
     monkeypatch.setattr(index, "known_time_s", slow)

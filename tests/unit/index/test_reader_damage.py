@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import resource
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,12 +19,12 @@ import pytest
 
 from s3ec.errors import TierError
 from s3ec.identity import Layout
-from s3ec.index import sealed
 from s3ec.index.manifest import BaseManifest
 from s3ec.index.rows import Rows
 from s3ec.index.segment import encode_segment
+from s3ec.safetensors_file import encode_columns
 from s3ec.testing.fault_store import Fault, cut, flip
-from tests.unit.index.basics import LAYOUT, NAMESPACE, key_of
+from tests.unit.index.basics import LAYOUT, NAMESPACE, Clock, key_of
 from tests.unit.index.corpus import Corpus, Reader, rows_of
 
 MakeReader = Callable[..., Reader]
@@ -45,7 +46,7 @@ def unsorted() -> bytes:
     metadata = {"s3ec": "index-1", "namespace": NAMESPACE, "entries": "3"}
     columns = {name: column for name, column in rows.columns().items() if name != "deleted"}
     dtype = columns.pop("dtype")
-    forged = b"".join(sealed.encode(metadata, {**columns, "fences": fences, "dtype": dtype}))
+    forged = b"".join(encode_columns(metadata, {**columns, "fences": fences, "dtype": dtype}))
     assert len(forged) == len(good)
     return forged
 
@@ -222,7 +223,7 @@ def newer_delta(corpus: Corpus) -> str:
     corpus.put(
         LAYOUT.delta(ulid),
         b"".join(
-            sealed.encode({"s3ec": "index-2", "namespace": NAMESPACE}, {"x": np.zeros(8, "<u8")})
+            encode_columns({"s3ec": "index-2", "namespace": NAMESPACE}, {"x": np.zeros(8, "<u8")})
         ),
     )
     return ulid
@@ -435,10 +436,11 @@ async def test_deltas_that_nobody_needs_any_more_leave_this_node(
     await make_reader().refresh()
     corpus.delete(LAYOUT.delta(old))
     corpus.base(1, rows_of("old"))
-    reader = make_reader()
+    clock = Clock(time.time())
+    reader = make_reader(file_clock=clock)
     await reader.refresh()
     assert f"delta/{old}.safetensors" in reader.here()  # another process may be behind
-    reader.cache._clock = lambda: 1e12
+    clock.now_s = 1e12
     for _ in range(30):
         await reader.refresh()
     assert f"delta/{old}.safetensors" not in reader.here()

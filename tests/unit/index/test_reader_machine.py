@@ -59,7 +59,6 @@ class Machine(RuleBasedStateMachine):
         folder = self.folder / ("a" if number < 2 else "b")
         reader = Reader(self.corpus, folder, mode="bloom" if number == 1 else "exact")
         reader.cache.disk = at_once
-        reader.index._follower._disk = at_once
         return reader
 
     def happened(self) -> None:

@@ -21,7 +21,7 @@ from s3ec.store.base import ObjectInfo
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
 from s3ec.testing.memory_store import MemoryStore
 from tests.support.clock import START_S, Clock
-from tests.unit.index.basics import LAYOUT, key_of
+from tests.unit.index.basics import LAYOUT, key_of, reached
 from tests.unit.index.manifests import (
     Killed,
     MortalStore,
@@ -46,10 +46,6 @@ async def put_entry(store: MemoryStore, number: int, delta: int | None = None) -
     await put_object(store, KEYS[number], known_of(number).nbytes)
     if delta is not None:
         await put_delta(store, delta, {KEYS[number]: known_of(number)})
-
-
-async def reached(gate: Gate) -> None:
-    assert await asyncio.to_thread(gate.reached.wait, 10)
 
 
 # -- rebuild -----------------------------------------------------------------------------------
@@ -89,15 +85,15 @@ async def test_a_made_up_last_version_is_named_and_nothing_is_written(memory: Me
 @pytest.fixture
 def by_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few objects are listed as many are: folder by folder, several at a time."""
-    monkeypatch.setattr(listing, "_FEW", 0)
+    monkeypatch.setattr(listing, "FEW", 0)
 
 
 @pytest.mark.parametrize("few", [0, 4096])
 async def test_rebuild_finds_every_kind_of_name(
     memory: MemoryStore, monkeypatch: pytest.MonkeyPatch, few: int
 ) -> None:
-    monkeypatch.setattr(listing, "_FEW", few)
-    monkeypatch.setattr(listing, "_BATCH", 2)
+    monkeypatch.setattr(listing, "FEW", few)
+    monkeypatch.setattr(listing, "BATCH", 2)
     monkeypatch.setattr(segment, "ROWS_PER_RUN", 4)
     hashes = [hashlib.sha256(bytes([n])).hexdigest() for n in range(20)]
     identifiers = [
@@ -138,7 +134,7 @@ class Breaking(FaultStore):
 async def test_a_listing_goes_on_where_it_broke_off(
     memory: MemoryStore, monkeypatch: pytest.MonkeyPatch, in_order: bool, by_folder: None
 ) -> None:
-    monkeypatch.setattr(listing, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(listing, "PAUSE_S", 0.0)
     hashes = [f"ab{number:062x}" for number in range(10)]
     for digest in hashes:
         key = make_key(digest)
@@ -212,7 +208,7 @@ async def test_rebuild_comes_after_a_compaction_that_was_faster(
 async def test_few_objects_are_listed_at_once_and_more_than_few_by_folder(
     memory: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listing, "_FEW", 3)
+    monkeypatch.setattr(listing, "FEW", 3)
     for number in range(4):
         store = FaultStore(memory, Script())
         assert (await rebuild(store, LAYOUT)).head.entries == number

@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Columns say what they were given, and of two rows the newer one wins."""
+"""Columns, which of two rows counts, and rows of one table in another."""
 
 from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,9 +13,9 @@ from hypothesis import strategies as st
 
 from s3ec.codec import Shape
 from s3ec.identity import split_digest
-from s3ec.index.rows import COLUMNS, EntryInfo, Rows, Tombstone, concat, merge
+from s3ec.index.rows import COLUMNS, EntryInfo, Rows, Tombstone, concat, find_in, merge
 from tests.unit.index import columns
-from tests.unit.index.columns import Items, as_items, halves_of, rows_of, winners
+from tests.unit.index.columns import Items, as_items, halves_of, items, rows_of, winners
 
 
 @given(columns.items)
@@ -124,3 +127,51 @@ def test_a_digest_is_two_big_endian_numbers() -> None:
 )
 def test_only_what_is_known_contradicts(known: EntryInfo, contradicts: bool) -> None:
     assert known.contradicts(Shape(4, 8, "bfloat16")) is contradicts
+
+
+# -- rows of one table in another ------------------------------------------------------------------
+
+
+def sorted_rows(some: Items) -> Rows:
+    return Rows.from_facts(some).sorted_unique()
+
+
+@pytest.mark.slow
+@given(items, items)
+def test_positions_are_those_of_a_dict(one: Items, other: Items) -> None:
+    wanted, table = sorted_rows(one), sorted_rows(other)
+    places = {table.digest(row): row for row in range(len(table))}
+    at, found = find_in(wanted, table)
+    for row in range(len(wanted)):
+        place = places.get(wanted.digest(row))
+        assert found[row] == (place is not None)
+        assert place is None or at[row] == place
+        assert 0 <= at[row] < max(1, len(table))
+
+
+class Counted(np.ndarray[Any, Any]):
+    """Counts how often somebody takes items out of it."""
+
+    looks = 0
+
+    def __getitem__(self, which: Any) -> Any:
+        Counted.looks += 1
+        return np.asarray(self)[which]
+
+
+@pytest.mark.parametrize("apart", [1, 2])
+def test_equal_first_halves_cost_few_steps(apart: int) -> None:
+    """Whoever writes to the bucket may announce digests that nobody hashed."""
+    count = 4096
+    lo = np.arange(count, dtype="<u8") * np.uint64(2)
+    hostile = Rows.of_digests(np.full(count, 7, "<u8"), lo)
+    wanted = Rows.of_digests(np.full(count, 7, "<u8"), lo + np.uint64(2 - apart))
+    Counted.looks = 0
+    table = replace(hostile, digest_lo=lo.view(Counted))
+    at, found = find_in(wanted, table)
+    assert 0 < Counted.looks < 40
+    if apart == 2:
+        assert found.all()
+        assert (at == np.arange(count)).all()
+    else:
+        assert not found.any()

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A base: all its shards as one lookup, and no part that its head does not describe."""
+"""A base and its files, deltas merged as they come, and the filter before both."""
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,12 +16,14 @@ from s3ec.dev.rigs.index_corpus import IndexCorpus, hits
 from s3ec.errors import CorruptEntryError
 from s3ec.identity import Layout, split_digest
 from s3ec.index.bloom import Bloom, build_bloom
-from s3ec.index.lookup import UNKNOWN, Base
+from s3ec.index.lookup import UNKNOWN, Base, Overlay, PresenceFilter
 from s3ec.index.manifest import BaseManifest, Blob, Shard, parse_head
 from s3ec.index.rows import Rows, merge
 from s3ec.index.segment import Segment, encode_segment
 from tests.unit.index import columns
-from tests.unit.index.columns import NAMESPACE, Items, as_items, halves_of, near, rows_of
+from tests.unit.index.basics import NAMESPACE
+from tests.unit.index.columns import Items, as_items, halves_of, items, near, rows_of
+from tests.unit.index.manifests import ulid_of
 
 LAYOUT = Layout(NAMESPACE)
 
@@ -160,8 +164,6 @@ def test_files_of_a_made_up_corpus_open_as_its_head_says(
     misses = corpus.misses(2000)
     assert all(base.maybe(*split_digest(digest)) for digest in present)
     assert sum(base.maybe(*split_digest(digest)) for digest in misses) < (1 if exact else 60)
-    base.close()
-    assert not any(base.maybe(*split_digest(digest)) for digest in present)
 
 
 def test_a_damaged_file_of_a_base_is_named(corpus: IndexCorpus, tmp_path: Path) -> None:
@@ -189,3 +191,57 @@ def test_hits_of_a_base_are_in_it_and_come_from_everywhere() -> None:
     assert hits(base, 500) == found != hits(base, 500, seed=1)
     assert all(base.maybe(*split_digest(digest)) for digest in found)
     assert {digest[0] >> 4 for digest in found[:200]} == set(range(16))
+
+
+# -- deltas ----------------------------------------------------------------------------------------
+
+
+def rows_in(overlay: Overlay) -> Rows:
+    return Rows.empty() if overlay.segment is None else overlay.segment.rows()
+
+
+@pytest.mark.slow
+@given(st.lists(items, max_size=6), st.randoms(use_true_random=False), st.integers(1, 6))
+def test_any_order_and_any_parts_give_the_merge_by_rising_ulid(
+    parts: list[Items], chance: random.Random, at_a_time: int
+) -> None:
+    deltas = {ulid_of(n): Rows.from_facts(part).sorted_unique() for n, part in enumerate(parts)}
+    names = list(deltas)
+    chance.shuffle(names)
+    overlay = Overlay()
+    for start in range(0, len(names), at_a_time):
+        overlay = overlay.plus({name: deltas[name] for name in names[start : start + at_a_time]})
+    assert overlay.ulids == deltas.keys()
+    expected = merge([deltas[name] for name in sorted(deltas)], keep_tombstones=True)
+    found = rows_in(overlay)
+    assert all(
+        (found.columns()[name] == column).all() for name, column in expected.columns().items()
+    )
+    assert len(found) == len(expected)
+
+
+def test_an_empty_overlay_has_no_segment() -> None:
+    assert Overlay().segment is None
+    assert Overlay().plus({}).segment is None
+
+
+# -- the filter ------------------------------------------------------------------------------------
+
+
+def passes(presence: PresenceFilter, hi: int) -> bool:
+    return bool(presence.marks[hi & presence.mask])
+
+
+def test_what_is_in_the_set_and_what_is_added_passes_and_few_others() -> None:
+    numbers = np.random.default_rng(0).integers(0, 2**64, 3000, "u8")
+    inside, added, others = (part.tolist() for part in np.split(numbers, 3))
+    presence = PresenceFilter(np.array(inside, "<u8"), room=len(added))
+    for hi in added:
+        presence.add(hi)
+    assert all(passes(presence, hi) for hi in inside + added)
+    assert sum(passes(presence, hi) for hi in others) < len(others) / 4
+
+
+def test_an_empty_set_lets_nothing_through() -> None:
+    presence = PresenceFilter(np.empty(0, "<u8"))
+    assert not any(passes(presence, hi) for hi in (0, 1, 2**64 - 1))
