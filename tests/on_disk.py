@@ -10,10 +10,10 @@ from s3ec.counters import Counters
 from s3ec.errors import TierError
 from s3ec.identity import Key
 from s3ec.tier import Tier
-from s3ec.tier.evictor import Evictor
+from s3ec.tier.evictor import Evictor, RunningTotal
+from s3ec.tier.files import DiskErrors
 from s3ec.tier.inspection import complaints_about
 from s3ec.tier.scan import Usage, take_census
-from s3ec.tier.usage import RunningTotal
 
 
 def usage_of(tier: Tier) -> Usage:
@@ -53,11 +53,11 @@ def make_room(
     counters = counters or Counters()
     evictor = Evictor(
         tier.folders,
-        clock,
+        DiskErrors(tier.folders.root, Counters()),
         counters,
+        clock=clock,
         budget_bytes=budget_bytes,
         min_free_bytes=min_free_bytes,
-        failed=lambda what, exc: None,
     )
     try:
         return evictor.make_room(incoming_bytes)

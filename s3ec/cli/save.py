@@ -3,16 +3,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import os
-import tempfile
 from pathlib import Path
 
 from s3ec.errors import ConfigError, TierError
 from s3ec.store.base import Blob
-
-_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
+from s3ec.tier.files import NO_LINK, TempFile
 
 
 class SaveError(TierError):
@@ -46,17 +42,10 @@ def save(path: Path, blob: Blob, *, force: bool) -> None:
         SaveError: The folder is absent, read-only or full.
     """
     try:
-        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        temporary = Path(name)
-        try:
-            with os.fdopen(handle, "wb") as file:
-                os.fchmod(file.fileno(), 0o666 & ~_umask())
-                file.write(blob)
-                file.flush()
-                os.fsync(file.fileno())
-            _publish(temporary, path, force=force)
-        finally:
-            temporary.unlink(missing_ok=True)
+        with TempFile(str(path.parent), private=False) as file:
+            file.append([blob])
+            file.close(synced=True)
+            _publish(Path(file.path), path, force=force)
     except FileExistsError as exc:
         raise ConfigError(f"{path} exists; --force replaces it") from exc
     except OSError as exc:
@@ -69,16 +58,8 @@ def _publish(temporary: Path, path: Path, *, force: bool) -> None:
             os.link(temporary, path)  # unlike a rename, this refuses an existing name
             return
         except OSError as exc:
-            if exc.errno not in _NO_LINKS:
+            if exc.errno not in NO_LINK:
                 raise
         if path.exists():
             raise FileExistsError
     os.replace(temporary, path)
-
-
-def _umask() -> int:
-    """The process's umask; mkstemp ignores it, other programs' files follow it."""
-    mask = 0o077
-    with contextlib.suppress(OSError, ValueError), open("/proc/self/status") as status:
-        mask = next(int(line.split()[1], 8) for line in status if line.startswith("Umask:"))
-    return mask

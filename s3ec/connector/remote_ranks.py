@@ -194,7 +194,7 @@ def tier_id(node: Node) -> TierId:
     Raises:
         TierError: The tier is closed, or its folder for pins cannot be made.
     """
-    return TierId(_host(), str(node.tier.pin_folder()))
+    return TierId(_host(), str(node.tier.pins.folder()))
 
 
 def _host() -> str:
@@ -346,7 +346,7 @@ def _sees(mark: TierId, node: Node) -> bool:
         return (
             mark.host == _host()
             and os.access(mark.folder, os.R_OK | os.X_OK)
-            and os.path.samefile(Path(mark.folder).parent, node.tier.pin_folder().parent)
+            and os.path.samefile(Path(mark.folder).parent, node.tier.pins.folder().parent)
         )
     except (OSError, TierError):
         return False

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from s3ec.tier.claims import Claim
+from s3ec.tier.entries import LocalKeys
 from s3ec.tier.entry_writer import Incoming
 from s3ec.tier.index_files import IndexFile, IndexFiles
 from s3ec.tier.pins import Pin
@@ -16,6 +17,7 @@ __all__ = [
     "IndexFile",
     "IndexFiles",
     "Loaded",
+    "LocalKeys",
     "Pin",
     "Spool",
     "Spooled",

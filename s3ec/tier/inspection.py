@@ -21,7 +21,7 @@ from s3ec.counters import unreported
 from s3ec.errors import CorruptEntryError, TierError
 from s3ec.identity import digest_of_name, key_of_header
 from s3ec.tier.entries import KEPT_FILES, Quarantine, read_header
-from s3ec.tier.evictor import Evicted, EvictLock, evict, oldest_first
+from s3ec.tier.evictor import Evicted, RunningTotal, evict, evict_lock, oldest_first
 from s3ec.tier.files import (
     FILE_MODE,
     FOLDER_MODE,
@@ -31,12 +31,11 @@ from s3ec.tier.files import (
     is_stale_temp,
     open_entry,
 )
-from s3ec.tier.process_folders import LOCK_NAME, SpoolName, is_dead, is_pin_folder_name, sweep_dead
-from s3ec.tier.scan import ScannedEntry, TierScan, Usage, take_census, yield_gil
-from s3ec.tier.usage import RunningTotal
+from s3ec.tier.pins import LOCK_NAME, is_dead, is_process_folder_name, sweep_dead
+from s3ec.tier.scan import ScannedEntry, SpoolName, TierScan, Usage, take_census, yield_gil
 
 # Longer than any round takes.
-_LOCK_TIMEOUT_S = 60.0
+LOCK_TIMEOUT_S = 60.0
 
 _OLDEST = "older"
 _AGES_S = {"< 1 min": 60.0, "< 1 h": 3600.0, "< 1 day": 86400.0, "< 1 week": 604800.0}
@@ -205,10 +204,10 @@ class Inspection:
         try:
             if dry_run:
                 return self._evict_to(target_bytes, now_s, namespace, remove=False)
-            with EvictLock(self.folders).hold(wait_s=_LOCK_TIMEOUT_S) as alone:
+            with evict_lock(self.folders, wait_s=LOCK_TIMEOUT_S) as alone:
                 if not alone:
                     raise TierError(
-                        f"another process has been evicting for {_LOCK_TIMEOUT_S:.0f} s; try later"
+                        f"another process has been evicting for {LOCK_TIMEOUT_S:.0f} s; try later"
                     )
                 return self._evict_to(target_bytes, now_s, namespace, remove=True)
         except OSError as exc:
@@ -244,7 +243,9 @@ class Inspection:
     def _pinning_processes(self) -> int:
         processes = set()
         for name in _names_in(str(self.folders.pins)):
-            if is_pin_folder_name(name) and _names_in(f"{self.folders.pins}/{name}") - {LOCK_NAME}:
+            if is_process_folder_name(name) and _names_in(f"{self.folders.pins}/{name}") - {
+                LOCK_NAME
+            }:
                 processes.add(name.rpartition("-")[0])  # without the random part
         return len(processes)
 
@@ -451,7 +452,7 @@ def _pin_complaints(folders: Folders) -> Iterator[Complaint]:
     except OSError:
         return
     for name in names:
-        if is_pin_folder_name(name) and is_dead(f"{folders.pins}/{name}"):
+        if is_process_folder_name(name) and is_dead(f"{folders.pins}/{name}"):
             path = f"{folders.pins}/{name}"
             text = f"{path} holds the pins of a process that died"
             yield Complaint(text, "let go of them", partial(_sweep_pins, folders, path))

@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from s3ec.identity import is_namespace_name, is_object_name
+from s3ec.identity import OBJECT_SUFFIX, is_namespace_name, is_object_name
 from s3ec.tier.files import Folders, is_temp_name
-from s3ec.tier.process_folders import LOCK_NAME, SpoolName, is_pin_folder_name, is_pin_name
+from s3ec.tier.pins import LOCK_NAME, is_pin_name, is_process_folder_name
 
 _INDEX_NAME = re.compile(r"(?:base/[0-9]{12}-[0-9a-f]{16}|delta)/[0-9A-Za-z-]+(?:\.[a-z]+){1,2}")
 
@@ -22,6 +22,36 @@ def is_index_name(name: str) -> bool:
     return _INDEX_NAME.fullmatch(name) is not None
 
 
+_SPOOL_NAME = re.compile(r"(.+)--([0-9a-f]{16})--([0-9a-f]{32})" + re.escape(OBJECT_SUFFIX))
+
+
+@dataclass(frozen=True, slots=True)
+class SpoolName:
+    """The parts of ``NAMESPACE--DESTINATION--DIGEST.safetensors``.
+
+    Attributes:
+        namespace: ``Namespace.name``.
+        destination: 16 hex digits that stand for a bucket and a folder in it. Namespaces do
+            not tell those apart, and what was saved for one bucket must not end in another.
+        digest: ``Key.digest``.
+    """
+
+    namespace: str
+    destination: str
+    digest: bytes
+
+    def __str__(self) -> str:
+        return f"{self.namespace}--{self.destination}--{self.digest.hex()}{OBJECT_SUFFIX}"
+
+    @classmethod
+    def parse(cls, name: str) -> SpoolName | None:
+        """The parts of a file name, None where it is no such name."""
+        match = _SPOOL_NAME.fullmatch(name)
+        if match is None or not is_namespace_name(match[1]):
+            return None
+        return cls(match[1], match[2], bytes.fromhex(match[3]))
+
+
 # objects/NAMESPACE/[LORA/]aa/NAME: folders below a namespace.
 _LEVELS = 2
 _TOP_LEVEL = {
@@ -29,7 +59,7 @@ _TOP_LEVEL = {
     *("evict.lock", "fetch.lock", "usage"),
 }
 # Between two breaths a walk keeps the interpreter for a millisecond or two.
-_FILES_PER_BREATH = 128
+FILES_PER_BREATH = 128
 _BREATH_S = 0.001
 
 
@@ -181,7 +211,7 @@ def take_census(folders: Folders, pause: Callable[[], None] | None = None) -> Ti
         for item in _below(namespace.path, _LEVELS, census):
             _sort(item, namespace, census)
             seen += 1
-            if pause is not None and seen % _FILES_PER_BREATH == 0:
+            if pause is not None and seen % FILES_PER_BREATH == 0:
                 pause()
     for item in _items(str(folders.quarantine), census):
         _count(item, census.quarantined)
@@ -200,7 +230,7 @@ def entry_names(objects: str, pause: Callable[[], None]) -> Iterator[str]:
         name = item.path[len(objects) + 1 :]
         if is_object_name(name) and item.is_file(follow_symlinks=False):
             yield name
-        if seen % _FILES_PER_BREATH == 0:
+        if seen % FILES_PER_BREATH == 0:
             pause()
 
 
@@ -233,7 +263,7 @@ def _items(folder: str, census: TierScan) -> list[os.DirEntry[str]]:
 def _owned(above: str, census: TierScan) -> Iterator[os.DirEntry[str]]:
     """What processes keep in their folders, without the locks."""
     for folder in _items(above, census):
-        if is_pin_folder_name(folder.name) and folder.is_dir(follow_symlinks=False):
+        if is_process_folder_name(folder.name) and folder.is_dir(follow_symlinks=False):
             for item in _items(folder.path, census):
                 if item.name != LOCK_NAME:
                     yield item

@@ -26,8 +26,10 @@ from s3ec.counters import Counters
 from s3ec.errors import CorruptEntryError, TierError
 from s3ec.identity import Key, key_of_header
 from s3ec.tier.entries import Quarantine, read_header
+from s3ec.tier.evictor import Evictor
 from s3ec.tier.files import (
     NO_LINK,
+    DiskErrors,
     Folders,
     check_folder,
     copy_file,
@@ -35,17 +37,11 @@ from s3ec.tier.files import (
     is_temp_name,
     open_entry,
     require_own_folders,
+    take_lock,
     temp_name,
 )
-from s3ec.tier.process_folders import (
-    LOCK_NAME,
-    OwnFolder,
-    PinFolder,
-    SpoolName,
-    looks_dead,
-    take_lock,
-)
-from s3ec.tier.scan import take_census
+from s3ec.tier.pins import LOCK_NAME, OwnFolder, ProcessFolder, looks_dead
+from s3ec.tier.scan import SpoolName, take_census
 
 _log = logging.getLogger(__name__)
 
@@ -83,45 +79,44 @@ class Loaded:
     blob: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class SpoolParts:
-    """What a spool shares with its tier.
-
-    Attributes:
-        clock: Seconds since the epoch.
-        account: Counts bytes that came onto the disk; never raises.
-        failed: Counts and logs what the disk refused.
-    """
-
-    folders: Folders
-    clock: Callable[[], float]
-    account: Callable[[int], None]
-    quarantine: Quarantine
-    counters: Counters
-    min_free_bytes: int
-    failed: Callable[[str, OSError | TierError], None]
-
-
 class Spool:
     """What one process holds for one namespace and one bucket. Blocking and thread-safe.
 
     Made by ``Tier.open_spool``. The folder appears with the first entry.
     """
 
-    def __init__(self, parts: SpoolParts, *, namespace: str, destination: str) -> None:
+    def __init__(
+        self,
+        folders: Folders,
+        evictor: Evictor,
+        disk_errors: DiskErrors,
+        counters: Counters,
+        *,
+        namespace: str,
+        destination: str,
+        clock: Callable[[], float],
+    ) -> None:
         """Nothing is touched yet.
+
+        Args:
+            evictor: Is told of the bytes that come onto the disk.
+            clock: Seconds since the epoch.
 
         Raises:
             ValueError: The destination is not 16 hex digits.
         """
         if SpoolName.parse(str(SpoolName(namespace, destination, bytes(16)))) is None:
             raise ValueError(f"not a destination: {destination!r:.100}")
-        self._parts = parts
+        self._folders = folders
+        self._evictor = evictor
+        self._quarantine = Quarantine(folders)
+        self._failed = disk_errors.record
+        self._counters = counters
+        self._clock = clock
         self._namespace = namespace
         self._destination = destination
-        folders = parts.folders
         self._above = (*folders.above, str(folders.spool))
-        self._own = OwnFolder(folders, folders.spool, end=PinFolder.release)
+        self._own = OwnFolder(folders, folders.spool, end=ProcessFolder.release)
         self._lock = threading.Lock()  # never held across a system call
         self._held: dict[bytes, Spooled] = {}
         self._nbytes = 0
@@ -160,10 +155,10 @@ class Spool:
                 if not self._own.has_vanished(folder):
                     raise
                 continue
-            self._parts.account(nbytes)
+            self._evictor.account(nbytes)
             self._note(Spooled(target, key.digest, nbytes))
             return
-        raise TierError(f"{self._parts.folders.spool} vanishes as soon as it is made")
+        raise TierError(f"{self._folders.spool} vanishes as soon as it is made")
 
     def remove(self, digest: bytes) -> None:
         """Let go of an entry that the bucket holds, or refused for good; never raises."""
@@ -178,7 +173,7 @@ class Spool:
                 OSError,
                 TierError,
             ) as exc:  # uploaded again by the next process, which changes nothing
-                self._parts.failed("unspool", exc)
+                self._failed("unspool", exc)
 
     def load(self, digest: bytes) -> Loaded | None:
         """Read and verify one entry that is held.
@@ -219,7 +214,7 @@ class Spool:
         except FileNotFoundError:
             return taken
         except (OSError, TierError) as exc:
-            self._parts.failed("adopt", exc)
+            self._failed("adopt", exc)
             return taken
         for folder in folders:
             if looks_dead(folder):
@@ -229,9 +224,9 @@ class Spool:
                     # Another adopter is at it, or was; or the owner lives in another container.
                     continue
                 except (OSError, TierError) as exc:
-                    self._parts.failed("adopt", exc)
+                    self._failed("adopt", exc)
         if taken:
-            self._parts.counters.add("spool.adopted", len(taken))
+            self._counters.add("spool.adopted", len(taken))
         return taken
 
     def close(self) -> None:
@@ -273,13 +268,13 @@ class Spool:
         fd = open_entry(source)
         try:
             nbytes = os.fstat(fd).st_size
-            if free_bytes(self._parts.folders.spool) - nbytes < self._parts.min_free_bytes:
+            if free_bytes(self._folders.spool) - nbytes < self._evictor.min_free_bytes:
                 raise TierError(f"no room to spool {nbytes} bytes by copying them")
             copy_file(fd, temp, nbytes)
         finally:
             os.close(fd)
-        self._parts.account(nbytes)
-        self._parts.counters.add("tier.spool_copies")
+        self._evictor.account(nbytes)
+        self._counters.add("tier.spool_copies")
 
     def _checked(self, digest: bytes, file: BinaryIO) -> Loaded:
         nbytes = os.fstat(file.fileno()).st_size
@@ -298,26 +293,26 @@ class Spool:
         label = f"{self._namespace}--{spooled.digest.hex()}"
         try:
             inode = os.lstat(spooled.path).st_ino
-            mtime_ns = int(self._parts.clock() * 1e9)
-            if not self._parts.quarantine.take(spooled.path, label, reason, mtime_ns=mtime_ns):
+            mtime_ns = int(self._clock() * 1e9)
+            if not self._quarantine.take(spooled.path, label, reason, mtime_ns=mtime_ns):
                 return
             with suppress(FileNotFoundError):
                 # Still there if the quarantine holds the same file under this name already.
                 os.unlink(spooled.path)
-            for entry in take_census(self._parts.folders).entries:
+            for entry in take_census(self._folders).entries:
                 if entry.inode == inode:
                     with suppress(FileNotFoundError):
                         os.unlink(entry.path)
         except FileNotFoundError:
             return
         except (OSError, TierError) as exc:
-            self._parts.failed("quarantine", exc)
-        self._parts.counters.add("tier.quarantined")
+            self._failed("quarantine", exc)
+        self._counters.add("tier.quarantined")
         _log.warning("spooled entry %s was bad (%s); set aside", label, reason)
 
     def _take_over(self, folder: str, taken: list[Spooled]) -> None:
         check_folder(Path(folder))
-        fd = take_lock(folder)
+        fd = take_lock(f"{folder}/{LOCK_NAME}")
         try:
             strangers = 0
             for name in os.listdir(folder):
@@ -369,7 +364,7 @@ class Spool:
             _log.info(
                 "%s holds entries of another model or for another bucket; they wait for an "
                 "engine of theirs on this node",
-                self._parts.folders.spool,
+                self._folders.spool,
             )
 
     def _note(self, spooled: Spooled) -> None:

@@ -108,7 +108,7 @@ class Life:
         from s3ec.connector.messages import Save
 
         key = key_at(number)
-        if self.node.tier.contains(key) or self.node.index.maybe_contains(key):
+        if self.node.tier.entries.contains(key) or self.node.index.maybe_contains(key):
             return
         tensor = torch.frombuffer(bytearray(data_at(number, ROWS)), dtype=torch.bfloat16)
         self.queue.put(identifier_at(number), Save("image", {}), tensor.view(ROWS, WIDTH))

@@ -180,7 +180,7 @@ class Machine:
         """The audit is clean, and what the tier shows is in the bucket or on its way there."""
         eventually(lambda: not usage_of(self.node.tier).pinned_nbytes)  # released, but not yet gone
         assert audit_of(self.node.tier) == []
-        names = set(self.node.tier.names())
+        names = set(self.node.tier.entries.names())
         spooled = spooled_below(self.cache_dir)
         known = {key_at(number).name: number for number in range(1000)}
         for name in names:

@@ -68,7 +68,7 @@ def save(*, settings: dict[str, str], overflow: str, count: int, finish: bool) -
     node = Node(Settings.model_validate(settings), NAMESPACE)
     queue = SaveQueue(node, budget_bytes=2**20, overflow=overflow)  # type: ignore[arg-type]
     for number in range(count):
-        if not node.tier.contains(key_at(number)):
+        if not node.tier.entries.contains(key_at(number)):
             tensor = torch.frombuffer(bytearray(data_at(number)), dtype=torch.bfloat16)
             taken = queue.put(identifier_at(number), Save("image", {}), tensor.view(ROWS, WIDTH))
             say(f"put {number}" if taken else f"refused {number}")

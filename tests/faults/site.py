@@ -146,7 +146,6 @@ class Site:
     def tier_complaints(self) -> list[str]:
         """The audit, after the sweep that every start of a process does."""
         tier = self._tier()
-        tier.open()
         try:
             return audit_of(tier)
         finally:

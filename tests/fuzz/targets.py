@@ -38,9 +38,9 @@ from s3ec.settings import check_endpoint, check_prefix, parse_url
 from s3ec.store.obstore_errors import _translate as translate
 from s3ec.tenant import Tenant, check_reference
 from s3ec.tier.bad_objects import BadObject
-from s3ec.tier.process_folders import SpoolName, is_pin_folder_name
-from s3ec.tier.scan import is_index_name
-from s3ec.tier.usage import Figures
+from s3ec.tier.evictor import Figures
+from s3ec.tier.pins import is_process_folder_name
+from s3ec.tier.scan import SpoolName, is_index_name
 
 NAMESPACE = "gemma-0123456789abcdef"
 TENANT = Tenant(b"0123456789abcdef")
@@ -233,7 +233,7 @@ def names(data: bytes) -> None:
             require(text.isascii() and not {"", ".", ".."} & set(parts), f"unsafe: {known}")
     if is_object_name(text):
         require(_SAFE.fullmatch(text) is not None, "an unsafe object name")
-    is_pin_folder_name(text)
+    is_process_folder_name(text)
     spooled = SpoolName.parse(text)
     require(spooled is None or str(spooled) == text, "another spool name")
     for inner in (text, f"{LAYOUT.deltas}{text}", f"{LAYOUT.heads}{text}", f"{LAYOUT.bases}{text}"):

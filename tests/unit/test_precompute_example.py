@@ -52,7 +52,6 @@ def test_one_bad_file_costs_no_other_of_its_batch(
 
 def test_what_waits_for_the_bucket_is_found(script: ModuleType, tmp_path: Path) -> None:
     tier = new_tier(tmp_path)
-    tier.open()
     publish_spooled(tier, tier.open_spool(DESTINATION), 0, 1)
     waiting = script._waiting_nbytes({"cache_dir": str(tmp_path)})
     tier.close()

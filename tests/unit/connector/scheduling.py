@@ -20,8 +20,7 @@ from s3ec.index.base import Index
 from s3ec.index.listing import ListingIndex
 from s3ec.prefetch import FetchOutcome, FetchRequest, FetchResult
 from s3ec.testing.memory_store import MemoryStore
-from s3ec.tier import Pin
-from s3ec.tier.tier import LocalKeys
+from s3ec.tier import LocalKeys, Pin
 
 LAYOUT = Layout("gemma-0123456789abcdef")
 ROWS = 4

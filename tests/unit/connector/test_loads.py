@@ -58,8 +58,8 @@ class Bench:
     def load(self, number: int) -> Load:
         key = make_key(HASHES[number])
         assert key is not None
-        self.node.tier.publish(key, [self.entry(number)])
-        pin = self.node.tier.pin(key)
+        self.node.tier.writer.publish(key, [self.entry(number)])
+        pin = self.node.tier.entries.pin(key)
         assert pin is not None
         return Load.of(HASHES[number], pin)
 

@@ -142,7 +142,7 @@ def test_saved_tensor_is_in_bucket_and_tier_and_reads_back(rig: Rig) -> None:
     assert torch.equal(read, tensor(1))
     key = make_key(HASHES[0])
     assert key is not None
-    assert rig.node.tier.contains(key)
+    assert rig.node.tier.entries.contains(key)
     assert rig.node.local(key)
     assert rig.node.index.maybe_contains(key)
     assert queue.take_report() == ([HASHES[0]], [HASHES[0]])

@@ -76,8 +76,8 @@ class Rig:
     def pinned(self, identifier: str, tensor: torch.Tensor) -> Load:
         key = make_key(identifier)
         assert key is not None
-        self.node.tier.publish(key, [self.entry(identifier, tensor)])
-        pin = self.node.tier.pin(key)
+        self.node.tier.writer.publish(key, [self.entry(identifier, tensor)])
+        pin = self.node.tier.entries.pin(key)
         assert pin is not None
         return Load.of(identifier, pin)
 
@@ -151,7 +151,7 @@ def test_damaged_file_is_replaced_by_the_bucket_s_copy(rig: Rig, damage: str) ->
     key = make_key(HASHES[0])
     assert key is not None
     if damage != "missing":  # the entry is the same file as the pin: nobody may pin it again
-        assert not rig.node.tier.contains(key)
+        assert not rig.node.tier.entries.contains(key)
 
 
 def test_load_that_cannot_be_had_anywhere_raises_with_the_file_and_fills_nothing_in(

@@ -33,7 +33,6 @@ def files(tmp_path: Path, counters: Counters) -> Iterator[IndexFiles]:
     tier = Tier(
         tmp_path, LAYOUT.namespace, budget_bytes=1 << 20, min_free_bytes=0, counters=counters
     )
-    tier.open()
     yield tier.open_index()
     tier.close()
 

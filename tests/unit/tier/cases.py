@@ -93,7 +93,7 @@ def spooled_below(root: Path) -> set[str]:
 
 def publish_spooled(tier: Tier, spool: Spool, *numbers: int) -> None:
     for number in numbers:
-        tier.publish(key_at(number), [entry(key_at(number))], spool=spool)
+        tier.writer.publish(key_at(number), [entry(key_at(number))], spool=spool)
 
 
 class Clock:

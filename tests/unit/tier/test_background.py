@@ -26,11 +26,11 @@ pytestmark = pytest.mark.usefixtures("background")
 def publish(tier: Tier, numbers: range) -> None:
     for number in numbers:
         key = key_of(f"{number:064x}")
-        tier.publish(key, [entry(key)])
+        tier.writer.publish(key, [entry(key)])
 
 
 def present(tier: Tier, count: int) -> set[int]:
-    return {number for number in range(count) if tier.contains(key_of(f"{number:064x}"))}
+    return {number for number in range(count) if tier.entries.contains(key_of(f"{number:064x}"))}
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -117,7 +117,7 @@ def test_tier_that_publishes_little_has_no_thread(make_tier: Callable[..., Tier]
     before = evictor_threads()
     tier = make_tier()
     publish(tier, range(20))
-    tier.pin(key_of("0" * 64))
+    tier.entries.pin(key_of("0" * 64))
     make_room(tier)
     assert evictor_threads() == before
 
@@ -186,7 +186,7 @@ def test_round_that_fails_is_counted_and_the_thread_goes_on(
     clock: Clock,
 ) -> None:
     tier = make_tier(budget_bytes=100 * SIZE)
-    monkeypatch.setattr(evictor, "_REST_S", 0.0)
+    monkeypatch.setattr(evictor, "REST_S", 0.0)
 
     def fail(*arguments: object) -> object:
         raise OSError("disk gone")
@@ -209,7 +209,7 @@ def test_work_that_raises_is_logged_and_done_again_at_the_next_wake(
         calls.release()
         raise RuntimeError("a fault of ours")
 
-    monkeypatch.setattr(evictor, "_REST_S", 0.0)
+    monkeypatch.setattr(evictor, "REST_S", 0.0)
     thread = Background("test-background", work)
     for _ in range(2):
         thread.wake()
@@ -256,13 +256,12 @@ def test_pause_of_a_stopped_thread_raises(caplog: pytest.LogCaptureFixture) -> N
 def test_walks_in_the_background_leave_the_interpreter_now_and_then(
     make_tier: Callable[..., Tier], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from s3ec.tier import scan
-    from s3ec.tier import tier as tier_module
+    from s3ec.tier import entries, scan
 
     breaths: list[int] = []
     tier = make_tier()
     publish(tier, range(50))
-    monkeypatch.setattr(scan, "_FILES_PER_BREATH", 10)
-    monkeypatch.setattr(tier_module, "yield_gil", lambda: breaths.append(os.getpid()))
-    assert len(list(tier.names())) == 50
+    monkeypatch.setattr(scan, "FILES_PER_BREATH", 10)
+    monkeypatch.setattr(entries, "yield_gil", lambda: breaths.append(os.getpid()))
+    assert len(list(tier.entries.names())) == 50
     assert len(breaths) == 5

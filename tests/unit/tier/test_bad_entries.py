@@ -61,20 +61,20 @@ def test_bad_entry_is_not_pinned_but_set_aside_and_counted(
     tier: Tier, root: Path, counters: Counters, name: str
 ) -> None:
     blob, reason = BAD[name]
-    tier.publish(KEY, [blob])
+    tier.writer.publish(KEY, [blob])
     (complaint,) = audit_of(tier)
     assert str(file_of(root, KEY)) in complaint
-    assert tier.pin(KEY) is None
-    assert not tier.contains(KEY)
+    assert tier.entries.pin(KEY) is None
+    assert not tier.entries.contains(KEY)
     assert counters.get("tier.quarantined") == 1
     aside = root / "v1" / "quarantine" / f"{NAMESPACE}--{KEY.digest.hex()}-{reason}"
     assert aside.read_bytes() == blob
     assert usage_of(tier).pinned_nbytes == 0
     assert usage_of(tier).quarantined_nbytes == len(blob)
-    assert tier.pin(KEY) is None
+    assert tier.entries.pin(KEY) is None
     assert counters.get("tier.quarantined") == 1
-    tier.publish(KEY, [entry(KEY)])
-    pin = tier.pin(KEY)
+    tier.writer.publish(KEY, [entry(KEY)])
+    pin = tier.entries.pin(KEY)
     assert pin is not None
     assert read(pin, KEY) == entry(KEY)
 
@@ -84,16 +84,16 @@ def test_flipped_bit_is_for_the_reader_who_quarantines_it(
 ) -> None:
     blob = bytearray(entry(KEY))
     blob[-1] ^= 1
-    tier.publish(KEY, [bytes(blob)])
+    tier.writer.publish(KEY, [bytes(blob)])
     (complaint,) = audit_of(tier)
     assert "checksum" in complaint
-    pin = tier.pin(KEY)
+    pin = tier.entries.pin(KEY)
     assert pin is not None
-    tier.unpin(pin)
-    tier.quarantine(KEY, "checksum")
-    tier.quarantine(KEY, "checksum")
+    tier.entries.unpin(pin)
+    tier.entries.quarantine(KEY, "checksum")
+    tier.entries.quarantine(KEY, "checksum")
     assert counters.get("tier.quarantined") == 1
-    assert tier.pin(KEY) is None
+    assert tier.entries.pin(KEY) is None
 
 
 @pytest.mark.parametrize("kind", ["symlink", "dangling", "pipe", "folder", "socket"])
@@ -117,32 +117,32 @@ def test_what_is_not_a_file_is_set_aside_and_not_followed_or_waited_for(
         command += f"socket.socket(socket.AF_UNIX).bind({path.name!r})"
         subprocess.run([sys.executable, "-c", command], check=True)
         assert hasattr(socket, "AF_UNIX")
-    assert not tier.contains(KEY)
+    assert not tier.entries.contains(KEY)
     if kind != "folder":  # an empty folder could be an adapter's
         assert str(path) in "".join(audit_of(tier))
-    assert tier.pin(KEY) is None
+    assert tier.entries.pin(KEY) is None
     assert counters.get("tier.quarantined") == 1
     assert not os.path.lexists(path)
-    tier.publish(KEY, [entry(KEY)])
-    assert tier.pin(KEY) is not None
+    tier.writer.publish(KEY, [entry(KEY)])
+    assert tier.entries.pin(KEY) is not None
     assert not outside.exists() or outside.read_bytes() == entry(KEY)
 
 
 def test_better_entry_published_meanwhile_is_not_set_aside(
     tier: Tier, monkeypatch: pytest.MonkeyPatch, counters: Counters
 ) -> None:
-    tier.publish(KEY, [entry(key_at(1))])
+    tier.writer.publish(KEY, [entry(key_at(1))])
     open_entry = pins.open_entry
 
     def publish_first(path: str) -> int:
-        tier.publish(KEY, [entry(KEY)])
+        tier.writer.publish(KEY, [entry(KEY)])
         return open_entry(path)
 
     monkeypatch.setattr(pins, "open_entry", publish_first)
-    assert tier.pin(KEY) is None
+    assert tier.entries.pin(KEY) is None
     monkeypatch.undo()
     assert counters.get("tier.quarantined") == 0
-    pin = tier.pin(KEY)
+    pin = tier.entries.pin(KEY)
     assert pin is not None
     assert read(pin, KEY) == entry(KEY)
 
@@ -151,10 +151,10 @@ def test_quarantine_keeps_the_newest(tier: Tier, root: Path, clock: Clock) -> No
     kept = entries.KEPT_FILES
     keys = [key_at(number) for number in range(kept + 8)]
     for key in keys:
-        tier.publish(key, [bytes(100)])
+        tier.writer.publish(key, [bytes(100)])
     for key in reversed(keys):  # the newest by quarantine, not by use
         clock.now_s += 1
-        tier.pin(key)
+        tier.entries.pin(key)
     expected = {f"{NAMESPACE}--{key.digest.hex()}-header" for key in keys[:kept]}
     assert files_below(root / "v1" / "quarantine") == expected
 
@@ -164,16 +164,16 @@ def test_quarantine_is_bounded_in_bytes_but_keeps_the_last(
 ) -> None:
     for number in range(3):
         key = key_at(number)
-        tier.publish(key, [b""])
+        tier.writer.publish(key, [b""])
         os.truncate(file_of(root, key), entries.KEPT_BYTES // 2 + 1)
         clock.now_s += 1
-        tier.quarantine(key, "size")
+        tier.entries.quarantine(key, "size")
         assert len(files_below(root / "v1" / "quarantine")) == 1
 
 
 def test_reason_cannot_leave_the_folder(tier: Tier, root: Path) -> None:
-    tier.publish(KEY, [entry(KEY)])
-    tier.quarantine(KEY, "../../../etc/Passwd\n")
+    tier.writer.publish(KEY, [entry(KEY)])
+    tier.entries.quarantine(KEY, "../../../etc/Passwd\n")
     (name,) = files_below(root / "v1" / "quarantine")
     assert name == f"{NAMESPACE}--{KEY.digest.hex()}-etc-passwd"
 
@@ -185,9 +185,9 @@ def test_entry_that_cannot_be_set_aside_is_evicted(
         raise OSError("no")
 
     monkeypatch.setattr(os, "rename", refuse)
-    tier.publish(KEY, [entry(KEY)])
-    tier.quarantine(KEY, "checksum")
-    assert not tier.contains(KEY)
+    tier.writer.publish(KEY, [entry(KEY)])
+    tier.entries.quarantine(KEY, "checksum")
+    assert not tier.entries.contains(KEY)
     assert counters.get("tier.quarantined") == 1
     assert counters.get("tier.errors") == 1
 
@@ -199,17 +199,17 @@ def test_check_is_empty_for_a_tier_in_use(make_tier: Callable[..., Tier]) -> Non
     one, two = make_tier(), make_tier(namespace=OTHER_NAMESPACE)
     for number in range(9):
         key = key_at(number)
-        one.publish(key, [entry(key)])
-        two.publish(key, [entry(key, namespace=OTHER_NAMESPACE)])
-        one.pin(key)
+        one.writer.publish(key, [entry(key)])
+        two.writer.publish(key, [entry(key, namespace=OTHER_NAMESPACE)])
+        one.entries.pin(key)
     evict(one, key_at(0))
-    one.quarantine(key_at(1), "checksum")
+    one.entries.quarantine(key_at(1), "checksum")
     assert audit_of(one) == audit_of(two) == []
 
 
 def test_check_finds_an_entry_under_another_entrys_name(tier: Tier, root: Path) -> None:
     one, two = key_of("a" * 64), key_of("b" * 64)
-    tier.publish(one, [entry(one)])
+    tier.writer.publish(one, [entry(one)])
     file_of(root, two).parent.mkdir(mode=0o700)
     file_of(root, two).touch(mode=0o600)
     file_of(root, two).write_bytes(entry(one))
@@ -219,7 +219,7 @@ def test_check_finds_an_entry_under_another_entrys_name(tier: Tier, root: Path) 
 
 
 def test_check_finds_an_entry_in_another_namespaces_folder(tier: Tier, root: Path) -> None:
-    tier.publish(KEY, [entry(KEY)])
+    tier.writer.publish(KEY, [entry(KEY)])
     path = file_of(root, KEY, OTHER_NAMESPACE)
     for folder in reversed(path.parents[: len(KEY.name.split("/"))]):
         folder.mkdir(mode=0o700)
@@ -231,7 +231,7 @@ def test_check_finds_an_entry_in_another_namespaces_folder(tier: Tier, root: Pat
 
 
 def test_check_finds_wrong_modes(tier: Tier, root: Path) -> None:
-    tier.publish(KEY, [entry(KEY)])
+    tier.writer.publish(KEY, [entry(KEY)])
     path = file_of(root, KEY)
     path.chmod(0o644)
     path.parent.chmod(0o755)
@@ -244,7 +244,7 @@ def test_check_finds_wrong_modes(tier: Tier, root: Path) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
 def test_check_finds_other_owners(tier: Tier, root: Path) -> None:
-    tier.publish(KEY, [entry(KEY)])
+    tier.writer.publish(KEY, [entry(KEY)])
     path = file_of(root, KEY)
     for target in (path, path.parent):
         os.chown(target, 65534, 65534)
@@ -255,7 +255,7 @@ def test_check_finds_other_owners(tier: Tier, root: Path) -> None:
 
 def test_check_finds_an_entry_that_eviction_counts_twice(tier: Tier, root: Path) -> None:
     one, two = key_of("a" * 64), key_of("b" * 64)
-    tier.publish(one, [entry(one)])
+    tier.writer.publish(one, [entry(one)])
     file_of(root, two).parent.mkdir(mode=0o700)
     os.link(file_of(root, one), file_of(root, two))
     size = len(entry(one))
@@ -264,7 +264,7 @@ def test_check_finds_an_entry_that_eviction_counts_twice(tier: Tier, root: Path)
 
 
 def test_check_does_not_read_a_forged_size_into_memory(tier: Tier, root: Path) -> None:
-    tier.publish(KEY, [forged_size()])
+    tier.writer.publish(KEY, [forged_size()])
     os.truncate(file_of(root, KEY), 1 << 33)  # sparse
     (complaint,) = audit_of(tier)
     assert "expected" in complaint
@@ -274,7 +274,7 @@ def test_check_does_not_read_a_forged_size_into_memory(tier: Tier, root: Path) -
 def test_check_bears_entries_that_vanish_meanwhile(
     tier: Tier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tier.publish(KEY, [entry(KEY)])
+    tier.writer.publish(KEY, [entry(KEY)])
     open_entry = pins.open_entry
 
     def vanish_first(path: str) -> int:
@@ -289,12 +289,12 @@ def test_check_bears_entries_that_come_and_go_between_its_walks(
     tier: Tier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, two = key_of("a" * 64), key_of("b" * 64)
-    tier.publish(one, [entry(one)])
+    tier.writer.publish(one, [entry(one)])
     plain_bytes = inspection._plain_bytes
 
     def busy(folders: Folders, *, skip: set[str]) -> int:
         monkeypatch.setattr("s3ec.tier.inspection._plain_bytes", plain_bytes)
-        tier.publish(two, [entry(two)])
+        tier.writer.publish(two, [entry(two)])
         found = plain_bytes(folders, skip=skip)
         evict(tier, one)  # as large, so that both counts around the walk agree
         return found
@@ -306,7 +306,7 @@ def test_check_bears_entries_that_come_and_go_between_its_walks(
 def test_check_bears_a_writer_that_begins_between_its_walks(
     tier: Tier, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tier.publish(KEY, [entry(KEY)])
+    tier.writer.publish(KEY, [entry(KEY)])
     plain_bytes = inspection._plain_bytes
 
     def busy(folders: Folders, *, skip: set[str]) -> int:

@@ -26,14 +26,13 @@ import sys
 from tests.unit.tier.cases import key_at, new_tier
 from pathlib import Path
 tier = new_tier(Path(sys.argv[1]))
-tier.open()
-print(type(tier.pin_or_claim(key_at(0))).__name__, flush=True)
+print(type(tier.entries.pin_or_claim(key_at(0))).__name__, flush=True)
 sys.stdin.readline()
 """
 
 
 def claim(tier: Tier, key: object = KEY) -> Claim:
-    taken = tier.pin_or_claim(key)  # type: ignore[arg-type]
+    taken = tier.entries.pin_or_claim(key)  # type: ignore[arg-type]
     assert isinstance(taken, Claim)
     return taken
 
@@ -61,8 +60,8 @@ def end(child: subprocess.Popen[str]) -> None:
 def test_a_claimed_entry_is_refused_until_it_is_released(make_tier: Callable[..., Tier]) -> None:
     one, two = make_tier(), make_tier()
     taken = claim(one)
-    assert two.pin_or_claim(KEY) is None
-    assert one.pin_or_claim(KEY) is None  # also by the Tier that has it
+    assert two.entries.pin_or_claim(KEY) is None
+    assert one.entries.pin_or_claim(KEY) is None  # also by the Tier that has it
     assert two.claims.is_taken(KEY.digest)
     assert one.claims.is_taken(KEY.digest)
     claim(two, OTHER)
@@ -84,32 +83,32 @@ def test_what_was_published_meanwhile_is_pinned_not_claimed(
 ) -> None:
     """Between the look for the file and the claim the one who had it published and let go."""
     tier = make_tier()
-    pin = tier.pin
+    pin = tier.entries.pin
     looks: list[object] = []
 
     def late(key: object) -> Pin | None:
         looks.append(key)
         if len(looks) == 1:
-            tier.publish(KEY, [entry(KEY)])
+            tier.writer.publish(KEY, [entry(KEY)])
             return None
         return pin(KEY)
 
-    monkeypatch.setattr(tier, "pin", late)
-    assert isinstance(tier.pin_or_claim(KEY), Pin)
+    monkeypatch.setattr(tier.entries, "pin", late)
+    assert isinstance(tier.entries.pin_or_claim(KEY), Pin)
     assert not tier.claims.is_taken(KEY.digest)
 
 
 def test_what_is_here_is_not_claimed_without_a_look_at_it(make_tier: Callable[..., Tier]) -> None:
     one, two = make_tier(), make_tier()
-    taken = one.intake.try_claim(KEY)
+    taken = one.entries.try_claim(KEY)
     assert taken is not None
-    assert two.intake.try_claim(KEY) is None
-    one.publish(KEY, [entry(KEY)])
+    assert two.entries.try_claim(KEY) is None
+    one.writer.publish(KEY, [entry(KEY)])
     one.claims.release(taken)
-    assert two.intake.try_claim(KEY) is None
+    assert two.entries.try_claim(KEY) is None
     assert not one.claims.is_taken(KEY.digest)
     one.close()
-    late = one.intake.try_claim(OTHER)
+    late = one.entries.try_claim(OTHER)
     assert late is not None
     assert late.place is None  # it excludes nobody
 
@@ -117,7 +116,7 @@ def test_what_is_here_is_not_claimed_without_a_look_at_it(make_tier: Callable[..
 def test_a_hanging_holder_can_be_passed_over(make_tier: Callable[..., Tier]) -> None:
     one, two = make_tier(), make_tier()
     taken = claim(one)
-    mine = two.pin_or_claim(KEY, ignore_claim=True)
+    mine = two.entries.pin_or_claim(KEY, ignore_claim=True)
     assert isinstance(mine, Claim)
     assert mine.place is None
     two.claims.release(mine)
@@ -129,7 +128,7 @@ def test_a_killed_process_leaves_no_claim(make_tier: Callable[..., Tier], root: 
     tier = make_tier()
     child = holder(root)
     try:
-        assert tier.pin_or_claim(KEY) is None
+        assert tier.entries.pin_or_claim(KEY) is None
         child.send_signal(signal.SIGKILL)
         child.wait()
         claim(tier)
@@ -154,7 +153,7 @@ def test_a_deleted_folder_does_not_part_those_who_come_later(
     old = claim(one)
     shutil.rmtree(root)
     fresh = claim(two)  # of the new file, which the first one finds too
-    assert one.pin_or_claim(KEY) is None
+    assert one.entries.pin_or_claim(KEY) is None
     one.claims.release(old)
     two.claims.release(fresh)
     claim(one)

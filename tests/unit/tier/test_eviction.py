@@ -12,7 +12,7 @@ import pytest
 
 from s3ec.counters import Counters
 from s3ec.errors import TierError
-from s3ec.tier import Tier, evictor
+from s3ec.tier import Tier, evictor, files
 from s3ec.tier.files import free_bytes, try_lock
 from tests.on_disk import audit_of, evict, make_room, running_total, usage_of
 from tests.unit.tier.cases import (
@@ -37,11 +37,13 @@ def keys(count: int) -> list[str]:
 
 def fill(tier: Tier, count: int) -> None:
     for identifier in keys(count):
-        tier.publish(key_of(identifier), [entry(key_of(identifier))])
+        tier.writer.publish(key_of(identifier), [entry(key_of(identifier))])
 
 
 def present(tier: Tier, count: int) -> set[int]:
-    return {n for n, identifier in enumerate(keys(count)) if tier.contains(key_of(identifier))}
+    return {
+        n for n, identifier in enumerate(keys(count)) if tier.entries.contains(key_of(identifier))
+    }
 
 
 def test_publish_past_the_budget_evicts_the_least_recently_used_to_the_low_mark(
@@ -50,11 +52,11 @@ def test_publish_past_the_budget_evicts_the_least_recently_used_to_the_low_mark(
     tier = make_tier(budget_bytes=10 * SIZE)
     fill(tier, 10)
     assert present(tier, 10) == set(range(10))
-    tier.pin(key_of(keys(1)[0]))  # used: no longer the oldest
-    pin = tier.pin(key_of(keys(2)[1]))
+    tier.entries.pin(key_of(keys(1)[0]))  # used: no longer the oldest
+    pin = tier.entries.pin(key_of(keys(2)[1]))
     assert pin is not None
-    tier.unpin(pin)
-    tier.publish(key_of("f" * 64), [entry(key_of("f" * 64))])
+    tier.entries.unpin(pin)
+    tier.writer.publish(key_of("f" * 64), [entry(key_of("f" * 64))])
     assert present(tier, 10) == set(range(10)) - {2, 3}
     assert usage_of(tier).nbytes == 9 * SIZE  # 90% of the budget
     assert counters.get("tier.evicted") == 2
@@ -75,16 +77,16 @@ def test_lowered_budget_is_kept_after_a_restart(make_tier: Callable[..., Tier]) 
     fill(tier, 10)
     tier.close()
     tier = make_tier(budget_bytes=5 * SIZE)
-    tier.publish(key_of("f" * 64), [entry(key_of("f" * 64))])
+    tier.writer.publish(key_of("f" * 64), [entry(key_of("f" * 64))])
     assert usage_of(tier).nbytes <= 5 * SIZE
-    assert tier.contains(key_of("f" * 64))
+    assert tier.entries.contains(key_of("f" * 64))
 
 
 def test_budget_is_for_all_namespaces_together(make_tier: Callable[..., Tier]) -> None:
     other = make_tier(namespace=OTHER_NAMESPACE)
     for identifier in keys(6):
         key = key_of(identifier)
-        other.publish(key, [entry(key, namespace=OTHER_NAMESPACE)])
+        other.writer.publish(key, [entry(key, namespace=OTHER_NAMESPACE)])
     tier = make_tier(budget_bytes=10 * SIZE)
     fill(tier, 6)
     assert present(tier, 6) == set(range(6))
@@ -95,11 +97,11 @@ def test_budget_is_for_all_namespaces_together(make_tier: Callable[..., Tier]) -
 def test_pinned_entries_are_passed_over_and_read_well(make_tier: Callable[..., Tier]) -> None:
     tier = make_tier(budget_bytes=10 * SIZE)
     fill(tier, 10)
-    pins = {n: tier.pin(key_of(keys(10)[n])) for n in (0, 1, 2)}
+    pins = {n: tier.entries.pin(key_of(keys(10)[n])) for n in (0, 1, 2)}
     for identifier in keys(10)[3:]:  # so that the pinned ones are the oldest
-        pin = tier.pin(key_of(identifier))
+        pin = tier.entries.pin(key_of(identifier))
         assert pin is not None
-        tier.unpin(pin)
+        tier.entries.unpin(pin)
     assert make_room(tier, 4 * SIZE, budget_bytes=10 * SIZE) == 5 * SIZE
     assert present(tier, 10) == {0, 1, 2, 8, 9}
     for n, pin in pins.items():
@@ -111,25 +113,25 @@ def test_pins_of_another_process_are_passed_over(
     make_tier: Callable[..., Tier], root: Path, clock: Clock
 ) -> None:
     tier = make_tier(budget_bytes=4 * SIZE)
-    tier.publish(key_at(0), [entry(key_at(0))])
+    tier.writer.publish(key_at(0), [entry(key_at(0))])
     with child("hold", root, 0) as other:
         path = Path(other.hear())
         fill(tier, 8)
-        assert tier.contains(key_at(0))
+        assert tier.entries.contains(key_at(0))
         assert path.read_bytes() == entry(key_at(0))
         other.say()
         other.end()
     clock.now_s += HOUR_S  # the other's was the machine's
     fill(tier, 8)
-    assert not tier.contains(key_at(0))
+    assert not tier.entries.contains(key_at(0))
 
 
 def test_budget_full_of_pins_still_takes_entries(make_tier: Callable[..., Tier]) -> None:
     tier = make_tier(budget_bytes=3 * SIZE)
     for identifier in keys(6):
         key = key_of(identifier)
-        tier.publish(key, [entry(key)])
-        assert tier.pin(key) is not None
+        tier.writer.publish(key, [entry(key)])
+        assert tier.entries.pin(key) is not None
     assert make_room(tier, budget_bytes=3 * SIZE) == 0
     assert usage_of(tier).nbytes == 6 * SIZE
     assert audit_of(tier) == []
@@ -139,7 +141,7 @@ def test_held_bytes_count_against_the_budget(make_tier: Callable[..., Tier]) -> 
     tier = make_tier(budget_bytes=10 * SIZE)
     fill(tier, 6)
     for identifier in keys(6)[:4]:
-        tier.pin(key_of(identifier))
+        tier.entries.pin(key_of(identifier))
         evict(tier, key_of(identifier))
     assert make_room(tier, 4 * SIZE, budget_bytes=10 * SIZE) == 0
     assert make_room(tier, 5 * SIZE, budget_bytes=10 * SIZE) == 2 * SIZE
@@ -151,13 +153,13 @@ def test_full_disk_refuses_when_pins_hold_everything(make_tier: Callable[..., Ti
     fill(tier, 3)
     tier.close()
     tier = make_tier(min_free_bytes=1 << 60)
-    pins = [tier.pin(key_of(identifier)) for identifier in keys(3)]
+    pins = [tier.entries.pin(key_of(identifier)) for identifier in keys(3)]
     with pytest.raises(TierError, match="min_free_bytes"):
-        tier.publish(key_at(0), [entry(key_at(0))])
+        tier.writer.publish(key_at(0), [entry(key_at(0))])
     assert present(tier, 3) == {0, 1, 2}
-    tier.unpin(pins[0])  # type: ignore[arg-type]
+    tier.entries.unpin(pins[0])  # type: ignore[arg-type]
     with pytest.raises(TierError, match="min_free_bytes"):
-        tier.publish(key_at(0), [entry(key_at(0))])
+        tier.writer.publish(key_at(0), [entry(key_at(0))])
     assert present(tier, 3) == {1, 2}
 
 
@@ -168,7 +170,7 @@ def test_disk_short_of_free_space_evicts_only_what_is_missing(
     fill(tier, 20)
     gone = lambda: 20 - len(present(tier, 20))  # noqa: E731
     monkeypatch.setattr(evictor, "free_bytes", lambda folder: (49 + gone()) * SIZE)
-    tier.publish(key_at(0), [entry(key_at(0))])
+    tier.writer.publish(key_at(0), [entry(key_at(0))])
     assert present(tier, 20) == set(range(4, 20))  # 1 + 1 and a hundredth of the budget or so
 
 
@@ -181,7 +183,7 @@ def test_second_evictor_does_not_wait_but_a_publish_past_the_budget_does(
         fill(tier, 3)
         assert make_room(tier, SIZE, budget_bytes=3 * SIZE) == 0
         with monkeypatch.context() as patch:
-            patch.setattr(evictor, "_ROUND_TIMEOUT_S", 0.05)
+            patch.setattr(evictor, "ROUND_TIMEOUT_S", 0.05)
             with pytest.raises(TierError, match="another process has been evicting"):
                 fill(tier, 4)
         assert present(tier, 4) == set(range(3))
@@ -190,7 +192,7 @@ def test_second_evictor_does_not_wait_but_a_publish_past_the_budget_does(
             other.say()
             publishing.result()
         other.end()
-    assert tier.contains(key_of(keys(4)[3]))
+    assert tier.entries.contains(key_of(keys(4)[3]))
     assert usage_of(tier).nbytes <= 3 * SIZE
 
 
@@ -206,7 +208,7 @@ def test_copy_of_a_rounds_descriptor_does_not_keep_evictors_out(
         return try_lock(fd)
 
     with monkeypatch.context() as patch:
-        patch.setattr(evictor, "try_lock", copy_first)
+        patch.setattr(files, "try_lock", copy_first)
         assert make_room(tier, SIZE, budget_bytes=10 * SIZE) == 2 * SIZE
     assert make_room(tier, 3 * SIZE, budget_bytes=10 * SIZE) == 2 * SIZE
     for copy in copies:
@@ -217,7 +219,7 @@ def test_budget_holds_for_what_several_tiers_publish(make_tier: Callable[..., Ti
     one, two = make_tier(budget_bytes=64 * SIZE), make_tier(budget_bytes=64 * SIZE)
     for number in range(100):
         for tier, name in ((one, f"a{number}"), (two, f"b{number}")):
-            tier.publish(key_of(name), [entry(key_of(name))])
+            tier.writer.publish(key_of(name), [entry(key_of(name))])
             assert usage_of(tier).nbytes <= 64 * SIZE
             assert running_total(one) == running_total(two)
 
@@ -231,9 +233,9 @@ def test_entry_used_during_the_round_is_spared(
 
     def use_after(*arguments: object) -> object:
         census = take(*arguments)  # type: ignore[arg-type]
-        pin = tier.pin(key_of(keys(1)[0]))
+        pin = tier.entries.pin(key_of(keys(1)[0]))
         assert pin is not None
-        tier.unpin(pin)
+        tier.entries.unpin(pin)
         return census
 
     monkeypatch.setattr(evictor, "take_census", use_after)
@@ -247,14 +249,14 @@ def test_uses_that_a_clock_ahead_noted_go_first_and_cost_one_eviction(
     """Else they would stay for a day, and what is in use would be evicted in their place."""
     tier = make_tier(budget_bytes=10 * SIZE)
     for identifier in keys(6):
-        tier.publish(key_of(identifier), [entry(key_of(identifier))])
+        tier.writer.publish(key_of(identifier), [entry(key_of(identifier))])
     clock.now_s -= 86400
     for identifier in keys(10)[6:]:
-        tier.publish(key_of(identifier), [entry(key_of(identifier))])
+        tier.writer.publish(key_of(identifier), [entry(key_of(identifier))])
     for identifier in keys(2):  # the oldest of all, and in use
-        pin = tier.pin(key_of(identifier))
+        pin = tier.entries.pin(key_of(identifier))
         assert pin is not None
-        tier.unpin(pin)
+        tier.entries.unpin(pin)
     assert make_room(tier, 4 * SIZE, budget_bytes=10 * SIZE, clock=clock) == 5 * SIZE
     assert present(tier, 10) == {0, 1, 7, 8, 9}  # and of the others in the order of their use
 
@@ -264,7 +266,7 @@ def test_clock_that_is_set_back_by_little_keeps_the_order_of_the_times(
 ) -> None:
     tier = make_tier(budget_bytes=10 * SIZE)
     for identifier in keys(10):
-        tier.publish(key_of(identifier), [entry(key_of(identifier))])
+        tier.writer.publish(key_of(identifier), [entry(key_of(identifier))])
         clock.now_s -= 20
     assert make_room(tier, SIZE, budget_bytes=10 * SIZE, clock=clock) == 2 * SIZE
     assert present(tier, 10) == set(range(8))
@@ -326,7 +328,7 @@ def test_folders_that_lost_their_last_entry_go_too(
 ) -> None:
     tier = make_tier(budget_bytes=4 * SIZE)
     for number in range(40):
-        tier.publish(key_at(number), [entry(key_at(number))])
+        tier.writer.publish(key_at(number), [entry(key_at(number))])
     folders = {path for path in (root / "v1" / "objects").rglob("*") if path.is_dir()}
     assert len(folders) <= 1 + 4 * 2
     assert audit_of(tier) == []

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from s3ec.errors import TierError
+from s3ec import codec
+from s3ec.errors import CorruptEntryError, TierError
 from s3ec.tier import IndexFiles, Tier
 from tests.on_disk import audit_of, running_total, usage_of
 from tests.unit.tier.cases import NAMESPACE, OTHER_NAMESPACE, entry, key_at, temps_below
@@ -19,9 +20,8 @@ DELTA = "delta/01ARZ3NDEKTSV4RRFFQ69G5FAV.safetensors"
 
 
 def write(files: IndexFiles, name: str, body: bytes = b"rows") -> str:
-    file = files.begin(len(body))
-    file.append([body])
-    return files.finish(name, file)
+    files.write(name, body)
+    return files.path(name)
 
 
 @pytest.mark.parametrize("name", [SHARD, DELTA])
@@ -59,13 +59,29 @@ def test_small_files_are_read_whole_and_nothing_else_is(tier: Tier, tmp_path: Pa
     assert len(os.listdir("/proc/self/fd")) == used
 
 
-def test_a_file_that_is_not_finished_is_not_there(tier: Tier, root: Path) -> None:
+def test_a_file_that_comes_in_parts_is_there_after_its_last_good_one(
+    tier: Tier, root: Path
+) -> None:
     files = tier.open_index()
-    file = files.begin(4)
-    file.append([b"ro"])
-    assert list(files.walk()) == []
-    file.discard()
-    assert temps_below(root) == set()
+    seen: list[bytes] = []
+    checksum = codec.checksum(b"rows")
+
+    def look(path: str) -> None:
+        seen.append(Path(path).read_bytes())
+
+    for parts, good in (([b"ro"], False), ([b"ro", b"wS"], False), ([b"ro", b"ws"], True)):
+        incoming = files.begin(SHARD, "one of it", 4, checksum, look)
+        for part in parts:
+            assert list(files.walk()) == []
+            incoming.append(part)
+        if good:
+            incoming.commit()
+        else:
+            with pytest.raises(CorruptEntryError, match="one of it: wrong checksum"):
+                incoming.commit()
+        assert temps_below(root) == set()
+    assert seen == [b"rows"]
+    assert files.find(SHARD) is not None
 
 
 @pytest.mark.parametrize(
@@ -107,7 +123,7 @@ def test_files_count_for_the_budget_and_are_not_evicted(make_tier: Callable[...,
     nbytes = len(entry(key_at(0)))
     tier = make_tier(budget_bytes=10 * nbytes)
     for number in range(6):
-        tier.publish(key_at(number), [entry(key_at(0))])
+        tier.writer.publish(key_at(number), [entry(key_at(0))])
     write(tier.open_index(), SHARD, bytes(6 * nbytes))
     usage = usage_of(tier)
     assert usage.index_nbytes == 6 * nbytes
@@ -116,7 +132,7 @@ def test_files_count_for_the_budget_and_are_not_evicted(make_tier: Callable[...,
     assert tier.open_index().find(SHARD) is not None
     assert usage.entries < 6
     for number in range(10, 20):
-        tier.publish(key_at(number), [entry(key_at(0))])
+        tier.writer.publish(key_at(number), [entry(key_at(0))])
     assert usage_of(tier).total_nbytes <= 10 * nbytes
     assert usage_of(tier).index_nbytes == 6 * nbytes
 
@@ -124,7 +140,7 @@ def test_files_count_for_the_budget_and_are_not_evicted(make_tier: Callable[...,
 def test_a_file_larger_than_the_budget_is_refused(make_tier: Callable[..., Tier]) -> None:
     files = make_tier(budget_bytes=1000).open_index()
     with pytest.raises(TierError, match="1001"):
-        files.begin(1001)
+        files.write(SHARD, bytes(1001))
 
 
 def test_a_full_disk_is_an_error_and_leaves_nothing(
@@ -133,7 +149,7 @@ def test_a_full_disk_is_an_error_and_leaves_nothing(
     tier = make_tier(small_disk)
     files = tier.open_index()
     with pytest.raises(TierError):
-        files.begin(2 << 20)
+        files.write(SHARD, bytes(2 << 20))
     assert audit_of(tier) == []
 
 

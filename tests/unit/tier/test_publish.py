@@ -35,16 +35,16 @@ from tests.unit.tier.cases import (
 def test_published_entry_is_pinned_with_the_same_bytes(tier: Tier, number: int) -> None:
     key = key_at(number)
     blob = entry(key)
-    tier.publish(key, [blob[:7], memoryview(blob)[7:200], b"", memoryview(blob)[200:]])
-    assert tier.contains(key)
-    pin = tier.pin(key)
+    tier.writer.publish(key, [blob[:7], memoryview(blob)[7:200], b"", memoryview(blob)[200:]])
+    assert tier.entries.contains(key)
+    pin = tier.entries.pin(key)
     assert pin is not None
     assert read(pin, key) == blob
 
 
 def test_entry_lies_under_its_object_name_as_the_bucket_has_it(tier: Tier, root: Path) -> None:
     key = key_of("a" * 64)
-    tier.publish(key, [entry(key)])
+    tier.writer.publish(key, [entry(key)])
     path = root / "v1" / "objects" / NAMESPACE / "aa" / f"{'a' * 64}.safetensors"
     assert path.read_bytes() == entry(key)
 
@@ -53,7 +53,7 @@ def test_pieces_of_wide_values_are_counted_in_bytes(tier: Tier) -> None:
     key = key_at(0)
     blob = entry(key)
     assert len(blob) % 8 == 0
-    tier.publish(key, [memoryview(blob).cast("Q")])
+    tier.writer.publish(key, [memoryview(blob).cast("Q")])
     assert usage_of(tier).nbytes == len(blob)
     assert running_total(tier) == len(blob)
 
@@ -61,8 +61,8 @@ def test_pieces_of_wide_values_are_counted_in_bytes(tier: Tier) -> None:
 def test_a_thousand_pieces_become_one_file(tier: Tier) -> None:
     key = key_at(0)
     blob = entry(key, rows=64)
-    tier.publish(key, [blob[at : at + 3] for at in range(0, len(blob), 3)])
-    pin = tier.pin(key)
+    tier.writer.publish(key, [blob[at : at + 3] for at in range(0, len(blob), 3)])
+    pin = tier.entries.pin(key)
     assert pin is not None
     assert read(pin, key) == blob
 
@@ -71,8 +71,8 @@ def test_short_writes_are_continued(tier: Tier, monkeypatch: pytest.MonkeyPatch)
     write = os.writev
     monkeypatch.setattr(os, "writev", lambda fd, views: write(fd, [bytes(views[0])[:5]]))
     key = key_at(0)
-    tier.publish(key, [entry(key)[:8], entry(key)[8:]])
-    pin = tier.pin(key)
+    tier.writer.publish(key, [entry(key)[:8], entry(key)[8:]])
+    pin = tier.entries.pin(key)
     assert pin is not None
     assert read(pin, key) == entry(key)
 
@@ -82,15 +82,15 @@ def test_a_file_system_that_writes_nothing_is_an_error_not_a_loop(
 ) -> None:
     monkeypatch.setattr(os, "writev", lambda fd, views: 0)
     with pytest.raises(TierError, match="wrote nothing"):
-        tier.publish(key_at(0), [entry(key_at(0))])
+        tier.writer.publish(key_at(0), [entry(key_at(0))])
 
 
 def test_publishing_again_replaces_and_keeps_what_was_pinned(tier: Tier) -> None:
     key = key_at(0)
-    tier.publish(key, [entry(key, seed=1)])
-    old = tier.pin(key)
-    tier.publish(key, [entry(key, seed=2)])
-    new = tier.pin(key)
+    tier.writer.publish(key, [entry(key, seed=1)])
+    old = tier.entries.pin(key)
+    tier.writer.publish(key, [entry(key, seed=2)])
+    new = tier.entries.pin(key)
     assert old is not None
     assert new is not None
     assert read(old, key) == entry(key, seed=1)
@@ -105,10 +105,10 @@ def test_files_and_folders_are_private_whatever_the_umask(
     try:
         tier = make_tier(root / "deep" / "down")
         for number in range(3):
-            tier.publish(key_at(number), [entry(key_at(number))])
-            tier.pin(key_at(number))
+            tier.writer.publish(key_at(number), [entry(key_at(number))])
+            tier.entries.pin(key_at(number))
         make_room(tier)
-        tier.quarantine(key_at(0), "checksum")
+        tier.entries.quarantine(key_at(0), "checksum")
     finally:
         os.umask(before)
     found = {path: stat.S_IMODE(path.lstat().st_mode) for path in [root, *root.rglob("*")]}
@@ -121,8 +121,8 @@ def test_failed_write_raises_and_leaves_the_old_entry_and_no_temp(
     tier: Tier, root: Path, monkeypatch: pytest.MonkeyPatch, error: int
 ) -> None:
     key = key_at(0)
-    tier.publish(key, [entry(key, seed=1)])
-    pin = tier.pin(key)
+    tier.writer.publish(key, [entry(key, seed=1)])
+    pin = tier.entries.pin(key)
 
     def fail(fd: int, pieces: object) -> None:
         os.write(fd, b"half")
@@ -130,7 +130,7 @@ def test_failed_write_raises_and_leaves_the_old_entry_and_no_temp(
 
     monkeypatch.setattr(files, "write_all", fail)
     with pytest.raises(TierError, match=os.strerror(error)) as caught:
-        tier.publish(key, [entry(key, seed=2)])
+        tier.writer.publish(key, [entry(key, seed=2)])
     assert isinstance(caught.value.__cause__, OSError)
     assert temps_below(root) == set()
     assert file_of(root, key).read_bytes() == entry(key, seed=1)
@@ -145,9 +145,9 @@ def test_interrupted_write_leaves_no_temp(
 
     monkeypatch.setattr(files, "write_all", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        tier.publish(key_at(0), [entry(key_at(0))])
+        tier.writer.publish(key_at(0), [entry(key_at(0))])
     assert temps_below(root) == set()
-    assert not tier.contains(key_at(0))
+    assert not tier.entries.contains(key_at(0))
 
 
 def test_full_quota_evicts_as_much_and_tries_once_more(
@@ -155,7 +155,7 @@ def test_full_quota_evicts_as_much_and_tries_once_more(
 ) -> None:
     tier = make_tier()
     for number in range(4):
-        tier.publish(key_at(number), [entry(key_at(number))])
+        tier.writer.publish(key_at(number), [entry(key_at(number))])
     write_all, failures = files.write_all, [OSError(errno.EDQUOT, "quota")]
 
     def fail_once(fd: int, pieces: list[bytes]) -> None:
@@ -164,8 +164,14 @@ def test_full_quota_evicts_as_much_and_tries_once_more(
         write_all(fd, pieces)
 
     monkeypatch.setattr(files, "write_all", fail_once)
-    tier.publish(key_at(4), [entry(key_at(4))])
-    assert [tier.contains(key_at(number)) for number in range(5)] == [False, True, True, True, True]
+    tier.writer.publish(key_at(4), [entry(key_at(4))])
+    assert [tier.entries.contains(key_at(number)) for number in range(5)] == [
+        False,
+        True,
+        True,
+        True,
+        True,
+    ]
     assert audit_of(tier) == []
 
 
@@ -180,27 +186,23 @@ def test_entry_above_the_budget_is_refused_and_evicts_nothing(
     make_tier: Callable[..., Tier],
 ) -> None:
     tier = make_tier(budget_bytes=2000)
-    tier.publish(key_at(0), [entry(key_at(0))])
+    tier.writer.publish(key_at(0), [entry(key_at(0))])
     with pytest.raises(TierError, match="more than the budget"):
-        tier.publish(key_at(1), [bytes(2001)])
-    assert tier.contains(key_at(0))
+        tier.writer.publish(key_at(1), [bytes(2001)])
+    assert tier.entries.contains(key_at(0))
 
 
-def test_closed_and_unopened_tiers_are_empty(root: Path) -> None:
-    key = key_at(0)
-    tier = new_tier(root)
+def test_a_closed_tier_is_empty(root: Path) -> None:
+    tier, key = new_tier(root), key_at(0)
+    tier.writer.publish(key, [entry(key)])
+    assert tier.entries.pin(key) is not None
     for _ in range(2):
+        tier.close()
         with pytest.raises(TierError, match="not open"):
-            tier.publish(key, [entry(key)])
-        assert tier.pin(key) is None
-        assert not tier.contains(key)
-        tier.quarantine(key, "checksum")
-        tier.open()
-        tier.open()
-        tier.publish(key, [entry(key)])
-        assert tier.pin(key) is not None
-        tier.close()
-        tier.close()
+            tier.writer.publish(key, [entry(key)])
+        assert tier.entries.pin(key) is None
+        assert not tier.entries.contains(key)
+        tier.entries.quarantine(key, "checksum")
     assert file_of(root, key).exists()
 
 
@@ -208,13 +210,13 @@ def test_restart_finds_entries_and_counts_their_bytes(make_tier: Callable[..., T
     first = make_tier()
     blobs = {key_at(number): entry(key_at(number), rows=number + 1) for number in range(5)}
     for key, blob in blobs.items():
-        first.publish(key, [blob])
+        first.writer.publish(key, [blob])
     first.close()
     second = make_tier()
     assert running_total(second) == sum(map(len, blobs.values())) == usage_of(second).nbytes
-    assert sorted(second.names()) == sorted(key.name for key in blobs)
+    assert sorted(second.entries.names()) == sorted(key.name for key in blobs)
     for key, blob in blobs.items():
-        pin = second.pin(key)
+        pin = second.entries.pin(key)
         assert pin is not None
         assert read(pin, key) == blob
     assert audit_of(second) == []
@@ -223,13 +225,13 @@ def test_restart_finds_entries_and_counts_their_bytes(make_tier: Callable[..., T
 def test_namespaces_share_a_folder_and_not_their_entries(make_tier: Callable[..., Tier]) -> None:
     key = key_at(0)
     one, two = make_tier(), make_tier(namespace=OTHER_NAMESPACE)
-    one.publish(key, [entry(key)])
-    assert not two.contains(key)
-    assert two.pin(key) is None
-    assert list(two.names()) == []
+    one.writer.publish(key, [entry(key)])
+    assert not two.entries.contains(key)
+    assert two.entries.pin(key) is None
+    assert list(two.entries.names()) == []
     assert usage_of(two) == usage_of(one)
-    two.publish(key, [entry(key, namespace=OTHER_NAMESPACE)])
-    assert two.pin(key) is not None
+    two.writer.publish(key, [entry(key, namespace=OTHER_NAMESPACE)])
+    assert two.entries.pin(key) is not None
     assert audit_of(one) == []
 
 
@@ -248,7 +250,7 @@ def test_killed_publish_leaves_a_temp_that_the_next_open_sweeps(
         assert temp.stat().st_size == len(entry(key_at(0)))
         assert audit_of(bystander) == []  # its writer lives
         other.kill()
-    assert not bystander.contains(key_at(0))
+    assert not bystander.entries.contains(key_at(0))
     complaints = audit_of(bystander)
     assert len(complaints) == 2  # the temp file and the folder of pins
     assert str(temp) in "".join(complaints)
@@ -302,9 +304,9 @@ def test_temp_that_a_neighbour_swept_is_written_again(
 
     monkeypatch.setattr(files, "write_all", sweep_first)
     key = key_at(0)
-    tier.publish(key, [entry(key)])
+    tier.writer.publish(key, [entry(key)])
     assert len(calls) == 2
-    assert tier.pin(key) is not None
+    assert tier.entries.pin(key) is not None
 
 
 def test_hot_path_never_walks_the_folder(tier: Tier, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,10 +317,10 @@ def test_hot_path_never_walks_the_folder(tier: Tier, monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(os, name, refuse)
     for number in range(50):
         key = key_at(number)
-        tier.publish(key, [entry(key)])
-        assert tier.contains(key)
-        pin = tier.pin(key)
+        tier.writer.publish(key, [entry(key)])
+        assert tier.entries.contains(key)
+        pin = tier.entries.pin(key)
         assert pin is not None
-        tier.unpin(pin)
-        assert tier.pin(key_at(number + 1000)) is None
+        tier.entries.unpin(pin)
+        assert tier.entries.pin(key_at(number + 1000)) is None
     monkeypatch.undo()

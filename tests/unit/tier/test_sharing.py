@@ -48,8 +48,8 @@ def test_evictors_of_other_processes_never_take_a_readers_bytes(
     keys = [key_at(number) for number in range(8)]
     budget_bytes = 4 * len(entry(keys[0]))
     for key in keys:
-        tier.publish(key, [entry(key)])
-    held = {key: tier.pin(key) for key in keys[:4]}
+        tier.writer.publish(key, [entry(key)])
+    held = {key: tier.entries.pin(key) for key in keys[:4]}
     with ExitStack() as stack:
         others = [
             stack.enter_context(child("churn", root, budget_bytes, first, 100))
@@ -61,12 +61,12 @@ def test_evictors_of_other_processes_never_take_a_readers_bytes(
         # Meanwhile: pins that come and go, of entries that the others evict.
         for turn in range(400):
             key = keys[turn % len(keys)]
-            if not tier.contains(key):
-                tier.publish(key, [entry(key)])
-            pin = tier.pin(key)
+            if not tier.entries.contains(key):
+                tier.writer.publish(key, [entry(key)])
+            pin = tier.entries.pin(key)
             if pin is not None:
                 assert read(pin, key) == entry(key)
-                tier.unpin(pin)
+                tier.entries.unpin(pin)
             for kept in held.values():
                 assert kept is not None
                 assert kept.path.stat().st_size == kept.nbytes
@@ -143,15 +143,15 @@ def test_threads_share_one_tier(make_tier: Callable[..., Tier], counters: Counte
         seen = 0
         for turn in range(60):
             key = key_at((worker * 7 + turn) % 24)
-            tier.publish(key, [entry(key)])
-            pin = tier.pin(key)
+            tier.writer.publish(key, [entry(key)])
+            pin = tier.entries.pin(key)
             if turn % 5 == worker % 5:
                 make_room(tier, size, budget_bytes=12 * size, counters=counters)
             if turn % 11 == worker:
                 evict(tier, key)
             if pin is not None:
                 assert read(pin, key) == entry(key)
-                tier.unpin(pin)
+                tier.entries.unpin(pin)
                 seen += 1
         return seen
 
@@ -169,7 +169,7 @@ def test_threads_that_find_the_pin_folder_gone_agree_on_a_new_one(
     make_tier: Callable[..., Tier], root: Path
 ) -> None:
     tier = make_tier()
-    tier.publish(key_at(0), [entry(key_at(0))])
+    tier.writer.publish(key_at(0), [entry(key_at(0))])
     start = threading.Barrier(8)
     for folder in pin_folders(root):
         (folder / ".lock").unlink()
@@ -177,7 +177,7 @@ def test_threads_that_find_the_pin_folder_gone_agree_on_a_new_one(
 
     def work(_: int) -> Path:
         start.wait()
-        pin = tier.pin(key_at(0))
+        pin = tier.entries.pin(key_at(0))
         assert pin is not None
         return pin.path.parent
 
@@ -198,13 +198,13 @@ def test_publishing_while_another_thread_closes_ends_in_a_tier_error(
         for number in range(100_000):
             key = key_at(number % 10)
             try:
-                tier.publish(key, [entry(key)])
+                tier.writer.publish(key, [entry(key)])
             except TierError:
                 refused.set()
                 return
-            pin = tier.pin(key)
+            pin = tier.entries.pin(key)
             if pin is not None:
-                tier.unpin(pin)
+                tier.entries.unpin(pin)
 
     thread = threading.Thread(target=work)
     thread.start()

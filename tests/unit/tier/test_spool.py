@@ -15,9 +15,10 @@ import pytest
 
 from s3ec.counters import Counters
 from s3ec.errors import TierError
-from s3ec.tier import Spool, Tier, entries, process_folders
+from s3ec.tier import Spool, Tier, entries
 from s3ec.tier.files import own_start_time, try_lock
-from s3ec.tier.process_folders import SpoolName
+from s3ec.tier.pins import LOCK_NAME
+from s3ec.tier.scan import SpoolName
 from tests.on_disk import audit_of, evict, make_room, running_total, usage_of
 from tests.unit.tier.cases import (
     DESTINATION,
@@ -61,7 +62,7 @@ def dead_folder(root: Path, *numbers: int, lock: bool = True) -> Path:
         path.touch(mode=0o600)
         path.write_bytes(entry(key_at(number)))
     if lock:
-        (folder / process_folders.LOCK_NAME).touch(mode=0o600)
+        (folder / LOCK_NAME).touch(mode=0o600)
     return folder
 
 
@@ -88,13 +89,13 @@ def test_spooled_entry_is_one_file_with_two_names_in_a_private_folder_of_this_pr
 
 
 def test_spooled_entry_survives_evict_quarantine_and_republish(tier: Tier, spool: Spool) -> None:
-    drops = (partial(evict, tier), lambda key: tier.quarantine(key, "checksum"))
+    drops = (partial(evict, tier), lambda key: tier.entries.quarantine(key, "checksum"))
     for number, drop in enumerate((*drops, None)):
         publish_spooled(tier, spool, number)
         if drop is not None:
             drop(key_at(number))
         else:
-            tier.publish(key_at(number), [entry(key_at(number), seed=1)])
+            tier.writer.publish(key_at(number), [entry(key_at(number), seed=1)])
     for number in range(3):
         loaded = spool.load(key_at(number).digest)
         assert loaded is not None
@@ -111,15 +112,15 @@ def test_eviction_passes_over_what_the_spool_keeps_on_the_disk_anyway(
     spool = tier.open_spool(DESTINATION)
     publish_spooled(tier, spool, 0, 3, 6)
     for number in range(9, 60, 3):
-        tier.publish(key_at(number), [entry(key_at(number))])
+        tier.writer.publish(key_at(number), [entry(key_at(number))])
         assert usage_of(tier).total_nbytes <= 8 * SIZE
     assert counters.get("tier.evicted") > 0
-    assert all(tier.contains(key_at(number)) for number in (0, 3, 6))
+    assert all(tier.entries.contains(key_at(number)) for number in (0, 3, 6))
     assert running_total(tier) >= usage_of(tier).total_nbytes
     for number in (0, 3, 6):
         spool.remove(key_at(number).digest)
     make_room(tier, 6 * SIZE, budget_bytes=8 * SIZE)
-    assert not tier.contains(key_at(0))
+    assert not tier.entries.contains(key_at(0))
     assert audit_of(tier) == []
 
 
@@ -132,14 +133,14 @@ def test_removed_entry_stays_in_the_tier_and_remove_is_idempotent(
     assert spooled_below(root) == set()
     assert spool.nbytes == 0
     assert spool.load(KEY.digest) is None
-    assert tier.contains(KEY)
+    assert tier.entries.contains(KEY)
 
 
 def test_second_save_of_an_entry_takes_the_place_of_the_first(
     tier: Tier, spool: Spool, root: Path
 ) -> None:
     publish_spooled(tier, spool, 0)
-    tier.publish(KEY, [entry(KEY, seed=1, rows=8)], spool=spool)
+    tier.writer.publish(KEY, [entry(KEY, seed=1, rows=8)], spool=spool)
     loaded = spool.load(KEY.digest)
     assert loaded is not None
     assert loaded.blob == entry(KEY, seed=1, rows=8)
@@ -158,7 +159,7 @@ def test_entry_does_not_appear_where_the_spool_cannot_hold_it(
     monkeypatch.setattr(os, "link", refuse)
     with pytest.raises(TierError, match="disk gone"):
         publish_spooled(tier, spool, 0)
-    assert not tier.contains(KEY)
+    assert not tier.entries.contains(KEY)
     assert not spool.holds(KEY.digest)
     assert temps_below(root) == set()
     assert spool.nbytes == 0
@@ -174,7 +175,7 @@ def test_entry_that_cannot_appear_may_be_spooled_and_is_counted(
         patch.setattr(os, "replace", refuse)
         with pytest.raises(TierError, match="disk gone"):
             publish_spooled(tier, spool, 0)
-    assert not tier.contains(KEY)
+    assert not tier.entries.contains(KEY)
     assert spool.load(KEY.digest) is not None
     assert running_total(tier) >= usage_of(tier).total_nbytes == SIZE
 
@@ -202,7 +203,7 @@ def test_copy_that_leaves_no_free_space_is_refused(
     make_tier: Callable[..., Tier], root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tier = make_tier()
-    tier.publish(KEY, [entry(KEY)])
+    tier.writer.publish(KEY, [entry(KEY)])
     tier.close()
     monkeypatch.setattr(os, "link", no_links)
     spool = make_tier(min_free_bytes=1 << 60).open_spool(DESTINATION)
@@ -250,7 +251,7 @@ def test_spool_folder_replaced_by_a_link_is_not_followed(
 
 
 def test_symlink_is_not_spooled(tier: Tier, spool: Spool, root: Path) -> None:
-    tier.publish(KEY, [entry(KEY)])
+    tier.writer.publish(KEY, [entry(KEY)])
     link = root / "link"
     link.symlink_to(file_of(root, KEY))
     with pytest.raises(TierError, match="not a regular file"):
@@ -261,7 +262,7 @@ def test_symlink_is_not_spooled(tier: Tier, spool: Spool, root: Path) -> None:
 
 def test_closed_spool_refuses(tier: Tier, root: Path) -> None:
     spool = tier.open_spool(DESTINATION)
-    tier.publish(KEY, [entry(KEY)])
+    tier.writer.publish(KEY, [entry(KEY)])
     spool.close()
     with pytest.raises(TierError, match="closed"):
         spool.add(KEY, str(file_of(root, KEY)))
@@ -307,14 +308,14 @@ def test_bad_entry_is_not_loaded_but_set_aside_and_counted(
     tier: Tier, spool: Spool, root: Path, counters: Counters, bad: str
 ) -> None:
     blob, reason = BAD[bad]
-    tier.publish(KEY, [blob], spool=spool)
+    tier.writer.publish(KEY, [blob], spool=spool)
     assert len(audit_of(tier)) == 2  # both names
     assert spool.load(KEY.digest) is None
     aside = root / "v1" / "quarantine" / f"{NAMESPACE}--{KEY.digest.hex()}-{reason}"
     assert aside.read_bytes() == blob
     assert spooled_below(root) == set()
     assert spool.nbytes == 0
-    assert not tier.contains(KEY)  # the same bytes
+    assert not tier.entries.contains(KEY)  # the same bytes
     assert counters.get("tier.quarantined") == 1
     assert usage_of(tier).total_nbytes == len(blob)
 
@@ -322,7 +323,7 @@ def test_bad_entry_is_not_loaded_but_set_aside_and_counted(
 def test_flipped_bit_is_found(tier: Tier, spool: Spool, counters: Counters) -> None:
     blob = bytearray(entry(KEY))
     blob[-1] ^= 1
-    tier.publish(KEY, [bytes(blob)], spool=spool)
+    tier.writer.publish(KEY, [bytes(blob)], spool=spool)
     assert ["checksum" in complaint for complaint in audit_of(tier)] == [True, True]
     assert spool.load(KEY.digest) is None
     assert counters.get("tier.quarantined") == 1
@@ -333,8 +334,8 @@ def test_bad_entry_that_a_reader_set_aside_before_is_gone_from_the_spool_too(
 ) -> None:
     blob = bytearray(entry(KEY))
     blob[-1] ^= 1
-    tier.publish(KEY, [bytes(blob)], spool=spool)
-    tier.quarantine(KEY, "checksum")  # the file that the spool would set aside, by its name
+    tier.writer.publish(KEY, [bytes(blob)], spool=spool)
+    tier.entries.quarantine(KEY, "checksum")  # the file that the spool would set aside, by its name
     assert spool.load(KEY.digest) is None
     assert spooled_below(root) == set()
     assert len(files_below(root / "v1" / "quarantine")) == 1
@@ -343,10 +344,10 @@ def test_bad_entry_that_a_reader_set_aside_before_is_gone_from_the_spool_too(
 def test_better_entry_of_the_tier_stays_when_the_spooled_one_is_bad(
     tier: Tier, spool: Spool
 ) -> None:
-    tier.publish(KEY, [b"rubbish"], spool=spool)
-    tier.publish(KEY, [entry(KEY)])
+    tier.writer.publish(KEY, [b"rubbish"], spool=spool)
+    tier.writer.publish(KEY, [entry(KEY)])
     assert spool.load(KEY.digest) is None
-    assert tier.pin(KEY) is not None
+    assert tier.entries.pin(KEY) is not None
 
 
 @pytest.mark.parametrize("kind", ["symlink", "pipe", "folder"])
@@ -386,7 +387,7 @@ def test_disk_that_does_not_answer_is_an_error_and_the_entry_stays(
 def test_bad_entry_that_cannot_be_set_aside_is_counted_and_no_longer_held(
     tier: Tier, spool: Spool, root: Path, counters: Counters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tier.publish(KEY, [b"rubbish"], spool=spool)
+    tier.writer.publish(KEY, [b"rubbish"], spool=spool)
 
     def refuse(source: str, target: str) -> None:
         raise OSError(errno.EIO, "no")
@@ -469,7 +470,7 @@ def test_process_killed_before_the_entry_appears_has_spooled_it(
     with child("spool_before_rename", root, 0) as other:
         assert "/.tmp-" in other.hear()
         other.kill()
-    assert not tier.contains(KEY)
+    assert not tier.entries.contains(KEY)
     assert [one.digest for one in spool.adopt()] == [KEY.digest]
     loaded = spool.load(KEY.digest)
     assert loaded is not None
@@ -528,7 +529,7 @@ def test_spool_of_another_containers_process_is_kept_while_its_lock_is_held(
 ) -> None:
     # Its own /proc would know this process; ours does not, as after `docker run` on one node.
     folder = dead_folder(root, 0)
-    with (folder / process_folders.LOCK_NAME).open("wb") as lock:
+    with (folder / LOCK_NAME).open("wb") as lock:
         assert try_lock(lock.fileno())
         assert spool.adopt() == []
         assert audit_of(tier) == []
@@ -538,7 +539,7 @@ def test_spool_of_another_containers_process_is_kept_while_its_lock_is_held(
 
 def test_second_copy_of_what_we_hold_is_dropped(tier: Tier, spool: Spool, root: Path) -> None:
     folder = dead_folder(root, 0, 1)
-    tier.publish(KEY, [entry(KEY, seed=1)], spool=spool)
+    tier.writer.publish(KEY, [entry(KEY, seed=1)], spool=spool)
     assert [one.digest for one in spool.adopt()] == [key_at(1).digest]
     assert not folder.exists()
     loaded = spool.load(KEY.digest)
@@ -550,7 +551,7 @@ def test_second_copy_of_what_we_hold_takes_the_place_of_a_bad_one(
     tier: Tier, spool: Spool, root: Path, counters: Counters
 ) -> None:
     folder = dead_folder(root, 0)
-    tier.publish(KEY, [b"rubbish"], spool=spool)
+    tier.writer.publish(KEY, [b"rubbish"], spool=spool)
     assert [one.digest for one in spool.adopt()] == [KEY.digest]
     assert not folder.exists()
     loaded = spool.load(KEY.digest)
@@ -612,7 +613,7 @@ def test_eight_adopters_at_once_share_the_entries_of_the_dead_and_none_has_two_o
             assert victim.hear() == str(victim.pid)
         # One without a lock, so that nothing but the rename decides.
         folder = next(f for f in spool_folders(root) if f.name.startswith(f"{victims[0].pid}-"))
-        (folder / process_folders.LOCK_NAME).unlink()
+        (folder / LOCK_NAME).unlink()
         for adopter in adopters:
             assert adopter.hear() == "ready"
         for victim in victims:
@@ -640,6 +641,6 @@ def test_quarantine_of_the_spool_is_bounded_like_the_tiers(
 ) -> None:
     count = entries.KEPT_FILES + 4
     for number in range(count):
-        tier.publish(key_at(number), [b"rubbish"], spool=spool)
+        tier.writer.publish(key_at(number), [b"rubbish"], spool=spool)
         assert spool.load(key_at(number).digest) is None
     assert len(files_below(root / "v1" / "quarantine")) == entries.KEPT_FILES

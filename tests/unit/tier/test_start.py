@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from s3ec.tier import Tier
-from s3ec.tier.tier import LocalKeys
+from s3ec.tier import LocalKeys, Tier
 from tests.on_disk import running_total, usage_of
 from tests.unit.tier.cases import NAMESPACE, child, entry, key_at
 
@@ -72,14 +71,14 @@ def test_start_costs_the_same_however_many_entries_there_are(
     assert full.calls == empty.calls
     tier = make_tier()
     local = LocalKeys()
-    local.replace(tier.names())
-    assert len(local._digests) == count
+    local.replace(tier.entries.names())
+    assert len(local) == count
 
 
 def test_start_after_a_restart_of_the_machine_walks_nothing_either(
     make_tier: Callable[..., Tier], root: Path
 ) -> None:
-    make_tier().publish(key_at(0), [entry(key_at(0))])
+    make_tier().writer.publish(key_at(0), [entry(key_at(0))])
     (root / "v1" / "usage").unlink()
     assert not [folder for folder in start(make_tier).listed if "/objects" in folder]
 
@@ -87,7 +86,7 @@ def test_start_after_a_restart_of_the_machine_walks_nothing_either(
 def test_total_survives_a_restart(make_tier: Callable[..., Tier]) -> None:
     tier = make_tier()
     for number in range(5):
-        tier.publish(key_at(number), [entry(key_at(number))])
+        tier.writer.publish(key_at(number), [entry(key_at(number))])
     tier.close()
     again = make_tier()
     assert running_total(again) == usage_of(again).total_nbytes

@@ -14,9 +14,9 @@ import pytest
 import xxhash
 
 from s3ec.counters import Counters
-from s3ec.tier import Tier, usage
+from s3ec.tier import Tier
+from s3ec.tier.evictor import Figures, RunningTotal
 from s3ec.tier.files import Folders, try_lock
-from s3ec.tier.usage import Figures, RunningTotal
 from tests.on_disk import make_room, running_total, usage_of
 from tests.unit.tier.cases import entry, key_at
 
@@ -122,11 +122,11 @@ def test_total_of_the_former_release_is_mended_by_the_first_walk(
 ) -> None:
     first = make_tier()
     for number in range(4):
-        first.publish(key_at(number), [entry(key_at(number))])
+        first.writer.publish(key_at(number), [entry(key_at(number))])
     first.close()
     (root / "v1" / "usage").write_bytes(former_file(123))
     tier = make_tier()
-    tier.publish(key_at(4), [entry(key_at(4))])
+    tier.writer.publish(key_at(4), [entry(key_at(4))])
     assert running_total(tier) == len(entry(key_at(4)))  # so not more than 1/64 of the budget
     make_room(tier)
     assert running_total(tier) == usage_of(tier).total_nbytes > 4 * 512
@@ -159,15 +159,14 @@ def test_threads_and_forks_lose_no_addition(running: RunningTotal, folders: Fold
 
 
 def test_lock_of_a_stopped_process_is_an_error_not_a_hang(
-    make_tier: Callable[..., Tier], root: Path, monkeypatch: pytest.MonkeyPatch
+    running: RunningTotal, folders: Folders
 ) -> None:
-    tier = make_tier()
-    monkeypatch.setattr(usage, "_LOCK_TIMEOUT_S", 0.02)
-    with (root / "v1" / "usage").open("rb") as file:
+    running.begin()
+    with folders.usage.open("rb") as file:
         assert try_lock(file.fileno())
         with pytest.raises(OSError, match="stopped process"):
-            running_total(tier)
-    assert running_total(tier) == 0
+            RunningTotal(folders, lock_timeout_s=0.02).read()
+    assert running.read().counted
 
 
 def test_total_is_private_whatever_the_umask(running: RunningTotal, folders: Folders) -> None:
@@ -191,8 +190,8 @@ def test_publish_that_cannot_be_counted_stands_and_is_reported(
 
     with monkeypatch.context() as patch:
         patch.setattr(RunningTotal, "add", refuse)
-        tier.publish(key, [entry(key)])
-    assert tier.pin(key) is not None
+        tier.writer.publish(key, [entry(key)])
+    assert tier.entries.pin(key) is not None
     assert counters.get("tier.errors") == 1
     assert running_total(tier) == 0
     make_room(tier)  # any round puts it right
