@@ -205,10 +205,6 @@ class Fetcher:
         finally:
             self._claims.release(found)
 
-    def is_claimed(self, key: Key) -> bool:
-        """Whether somebody fetches this entry; one system call that is answered from memory."""
-        return self._claims.is_taken(key.digest)
-
     def unpin(self, pins: Iterable[Pin]) -> None:
         """Let go of some pins, in the disk pool; nobody waits for it."""
         self._loop.disk_soon(self._unpin, list(pins))

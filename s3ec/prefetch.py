@@ -317,7 +317,7 @@ class Prefetcher:
         moved = False
         for digest, place in list(itertools.islice(self._parked.items(), _LOOKS)):
             del self._parked[digest]
-            if self._is_late(place) or not self._fetcher.is_claimed(place.want.key):
+            if self._is_late(place) or not self._sources.tier.claims.is_taken(digest):
                 self._requeue(place, self._looks)
                 moved = True
             else:

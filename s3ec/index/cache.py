@@ -299,4 +299,4 @@ class IndexCache:
                 await fetch()
         finally:
             if claim is not None:
-                self._files.release(claim)
+                self._files.claims.release(claim)

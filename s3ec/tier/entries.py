@@ -17,7 +17,6 @@ import logging
 import os
 import re
 import stat
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -33,14 +32,6 @@ from s3ec.tier.pins import Held, Pin, Pins
 from s3ec.tier.scan import entry_names, yield_gil
 
 _PART_BYTES = 256 * 2**10
-
-
-class _Memory(threading.local):
-    def __init__(self) -> None:
-        self.part = memoryview(bytearray(_PART_BYTES))
-
-
-_memory = _Memory()
 
 
 def read_header(fd: int, nbytes: int) -> Header:
@@ -68,11 +59,10 @@ def check_values(fd: int, header: Header) -> None:
         CorruptEntryError: They are others, or fewer.
         OSError: They cannot be read.
     """
-    hashed = codec.running_checksum()
-    nbytes = header.shape.nbytes
-    done = 0
+    hashed, nbytes, done = codec.running_checksum(), header.shape.nbytes, 0
+    buffer = memoryview(bytearray(min(nbytes, _PART_BYTES)))
     while done < nbytes:
-        part = _memory.part[: min(nbytes - done, _PART_BYTES)]
+        part = buffer[: nbytes - done]
         count = os.preadv(fd, [part], header.data_start + done)
         if count == 0:
             break
@@ -162,9 +152,6 @@ class LocalKeys:
 
     def __call__(self, key: Key) -> bool:
         return key.digest in self._digests
-
-    def __len__(self) -> int:
-        return len(self._digests)
 
     def add(self, key: Key) -> None:
         """The entry was just published here."""

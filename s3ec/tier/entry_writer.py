@@ -182,9 +182,12 @@ class EntryWriter:
         while True:
             left -= 1
             try:
-                with self._folders.new_file() as file:
+                file = self._folders.new_file()
+                try:
                     file.append(pieces)
                     return name(file)
+                finally:
+                    file.discard()
             except FileNotFoundError:  # swept by another container, or the folder is gone
                 if not left:
                     raise

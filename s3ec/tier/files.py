@@ -392,14 +392,35 @@ def write_all(fd: int, pieces: Sequence[bytes | memoryview]) -> None:
             rest[0] = rest[0][written:]
 
 
-def copy_file(source_fd: int, target: str, nbytes: int) -> None:
-    """Copy an open file to a new private one, where links are impossible.
+def copy_entry(source: str, target: str, *, min_free_bytes: int, purpose: str) -> tuple[int, int]:
+    """Copy a file to a new private one, where links are impossible.
+
+    Args:
+        min_free_bytes: Of the disk, which the copy must leave free.
+        purpose: A verb, for messages.
+
+    Returns:
+        A descriptor of the source, which the caller closes, and its size.
 
     Raises:
-        OSError: Nothing is left behind. EIO: the source does not have ``nbytes``.
+        CorruptEntryError: The source is not a regular file.
+        OSError: Nothing is left behind. FileNotFoundError: there is no source. EIO: it changed.
+        TierError: There is no room.
     """
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    target_fd = os.open(target, flags, FILE_MODE)
+    source_fd = open_entry(source)
+    try:
+        nbytes = os.fstat(source_fd).st_size
+        if free_bytes(Path(target).parent) - nbytes < min_free_bytes:
+            raise TierError(f"no room to {purpose} {nbytes} bytes by copying them")
+        _copy(source_fd, target, nbytes)
+    except BaseException:
+        os.close(source_fd)
+        raise
+    return source_fd, nbytes
+
+
+def _copy(source_fd: int, target: str, nbytes: int) -> None:
+    target_fd = os.open(target, _OPEN_TEMP, FILE_MODE)
     try:
         try:
             os.fchmod(target_fd, FILE_MODE)

@@ -42,6 +42,9 @@ class IndexFiles:
     Files are never changed once they have their name, so a mapping of one stays good, also after
     ``remove``. They are not synced to the device, so one from before this boot may have its size
     and hold zeros: see ``is_doubtful``.
+
+    Attributes:
+        claims: Give a claim of ``try_claim`` back here.
     """
 
     def __init__(
@@ -50,7 +53,7 @@ class IndexFiles:
         self._top = str(folders.index / namespace)
         self._above = (*folders.above, str(folders.index), self._top)
         self._writer = writer
-        self._claims = claims
+        self.claims = claims
 
     def path(self, name: str) -> str:
         """Where a file lies, or would.
@@ -183,15 +186,7 @@ class IndexFiles:
             None where another process (or Tier) of the node has it. The kernel gives back what a
             process that ended had.
         """
-        return self._claims.take(_place(task))
-
-    def is_claimed(self, task: str) -> bool:
-        """Whether somebody has this task at the moment."""
-        return self._claims.is_taken(_place(task))
-
-    def release(self, claim: Claim) -> None:
-        """Give a claim back; more than once is fine."""
-        self._claims.release(claim)
+        return self.claims.take(_place(task))
 
 
 def _place(task: str) -> bytes:

@@ -393,13 +393,7 @@ def _entry_complaints(folders: Folders, entry: ScannedEntry) -> Iterator[Complai
         mend = partial(_set_aside, folders, entry, reason)
         return Complaint(f"{entry.path} is bad: {reason}", "set it aside", mend)
 
-    header = yield from _file_complaints(entry.path, bad)
-    if header is None:
-        return
-    if key_of_header(header.identifier, digest_of_name(entry.name)) is None:
-        yield bad("written for another identifier")
-    elif header.namespace != entry.namespace:
-        yield bad(f"written for namespace {header.namespace!r:.100}")
+    return _content_complaints(entry.path, entry.namespace, digest_of_name(entry.name), bad)
 
 
 def _spool_complaints(path: str) -> Iterator[Complaint]:
@@ -409,12 +403,19 @@ def _spool_complaints(path: str) -> Iterator[Complaint]:
         return Complaint(f"{path} is bad: {reason}")
 
     name = SpoolName.parse(path.rpartition("/")[2])
+    return iter(()) if name is None else _content_complaints(path, name.namespace, name.digest, bad)
+
+
+def _content_complaints(
+    path: str, namespace: str, digest: bytes, bad: Callable[[str], Complaint]
+) -> Iterator[Complaint]:
+    """What is wrong with a file that should be this entry."""
     header = yield from _file_complaints(path, bad)
-    if header is None or name is None:
+    if header is None:
         return
-    if key_of_header(header.identifier, name.digest) is None:
+    if key_of_header(header.identifier, digest) is None:
         yield bad("written for another identifier")
-    elif header.namespace != name.namespace:
+    elif header.namespace != namespace:
         yield bad(f"written for namespace {header.namespace!r:.100}")
 
 

@@ -28,8 +28,7 @@ from s3ec.tier.files import (
     NO_LINK,
     Folders,
     check_folder,
-    copy_file,
-    free_bytes,
+    copy_entry,
     make_folder,
     open_entry,
     own_start_time,
@@ -79,7 +78,6 @@ class Pins:
     """This process's pins. Thread-safe without a lock of its own."""
 
     def __init__(self, folders: Folders, counters: Counters, *, min_free_bytes: int) -> None:
-        self._folders = folders
         self._counters = counters
         self._min_free_bytes = min_free_bytes
         self._numbers = itertools.count()
@@ -178,17 +176,9 @@ class Pins:
     def _copy(self, source: str, target: str) -> Held | None:
         """Pin by copying, where links are impossible: slow, and counted."""
         try:
-            fd = open_entry(source)
+            fd, _ = copy_entry(source, target, min_free_bytes=self._min_free_bytes, purpose="pin")
         except FileNotFoundError:
             return None
-        try:
-            nbytes = os.fstat(fd).st_size
-            if free_bytes(self._folders.pins) - nbytes < self._min_free_bytes:
-                raise TierError(f"no room to pin {nbytes} bytes by copying them")
-            copy_file(fd, target, nbytes)
-        except BaseException:
-            os.close(fd)
-            raise
         self._counters.add("tier.pin_copies")
         return Held(target, fd)
 

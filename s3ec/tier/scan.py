@@ -8,6 +8,7 @@ import re
 import stat
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from s3ec.identity import OBJECT_SUFFIX, is_namespace_name, is_object_name
@@ -39,9 +40,6 @@ class SpoolName:
     namespace: str
     destination: str
     digest: bytes
-
-    def __str__(self) -> str:
-        return f"{self.namespace}--{self.destination}--{self.digest.hex()}{OBJECT_SUFFIX}"
 
     @classmethod
     def parse(cls, name: str) -> SpoolName | None:
@@ -280,42 +278,36 @@ def _below(folder: str, levels: int, census: TierScan) -> Iterator[os.DirEntry[s
 
 
 def _sort(item: os.DirEntry[str], namespace: os.DirEntry[str], census: TierScan) -> None:
-    if is_temp_name(item.name):
-        census.temps.append(item.path)
-        return
     name = item.path[len(namespace.path) + 1 :]
-    try:
-        found = item.stat(follow_symlinks=False)
-    except OSError:  # evicted since it was listed
-        return
-    if not is_object_name(name) or not stat.S_ISREG(found.st_mode):
-        census.foreign.append(item.path)
-        return
-    census.add(
-        ScannedEntry(
-            item.path, namespace.name, name, found.st_size, found.st_mtime_ns, found.st_ino
-        )
-    )
+    found = _look(item, is_object_name(name), census)
+    if found is not None:
+        nbytes, mtime_ns, inode = found.st_size, found.st_mtime_ns, found.st_ino
+        census.add(ScannedEntry(item.path, namespace.name, name, nbytes, mtime_ns, inode))
 
 
 def _sort_spooled(item: os.DirEntry[str], census: TierScan) -> None:
+    found = _look(item, SpoolName.parse(item.name) is not None, census)
+    if found is not None:
+        census.spooled[item.path] = (found.st_ino, found.st_size)
+
+
+def _look(item: os.DirEntry[str], named_well: bool, census: TierScan) -> os.stat_result | None:
+    """A regular file with a good name; what else there is, is noted as a temp or as foreign."""
     if is_temp_name(item.name):
         census.temps.append(item.path)
-        return
+        return None
     try:
         found = item.stat(follow_symlinks=False)
-    except OSError:  # confirmed, or adopted, since it was listed
-        return
-    if SpoolName.parse(item.name) is None or not stat.S_ISREG(found.st_mode):
+    except OSError:  # evicted, confirmed or adopted since it was listed
+        return None
+    if not named_well or not stat.S_ISREG(found.st_mode):
         census.foreign.append(item.path)
-        return
-    census.spooled[item.path] = (found.st_ino, found.st_size)
+        return None
+    return found
 
 
 def _count(item: os.DirEntry[str], sizes: dict[int, int]) -> None:
-    try:
+    with suppress(OSError):
         found = item.stat(follow_symlinks=False)
-    except OSError:
-        return
-    if stat.S_ISREG(found.st_mode):
-        sizes[found.st_ino] = found.st_size
+        if stat.S_ISREG(found.st_mode):
+            sizes[found.st_ino] = found.st_size

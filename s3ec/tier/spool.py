@@ -24,7 +24,7 @@ from s3ec import codec
 from s3ec.codec import Header
 from s3ec.counters import Counters
 from s3ec.errors import CorruptEntryError, TierError
-from s3ec.identity import Key, key_of_header
+from s3ec.identity import OBJECT_SUFFIX, Key, key_of_header
 from s3ec.tier.entries import Quarantine, read_header
 from s3ec.tier.evictor import Evictor
 from s3ec.tier.files import (
@@ -32,8 +32,7 @@ from s3ec.tier.files import (
     DiskErrors,
     Folders,
     check_folder,
-    copy_file,
-    free_bytes,
+    copy_entry,
     is_temp_name,
     open_entry,
     require_own_folders,
@@ -105,8 +104,10 @@ class Spool:
         Raises:
             ValueError: The destination is not 16 hex digits.
         """
-        if SpoolName.parse(str(SpoolName(namespace, destination, bytes(16)))) is None:
+        place = f"{namespace}--{destination}--"
+        if SpoolName.parse(f"{place}{'0' * 32}{OBJECT_SUFFIX}") is None:
             raise ValueError(f"not a destination: {destination!r:.100}")
+        self._place = place
         self._folders = folders
         self._evictor = evictor
         self._quarantine = Quarantine(folders)
@@ -114,7 +115,6 @@ class Spool:
         self._counters = counters
         self._clock = clock
         self._namespace = namespace
-        self._destination = destination
         self._above = (*folders.above, str(folders.spool))
         self._own = OwnFolder(folders, folders.spool, end=ProcessFolder.release)
         self._lock = threading.Lock()  # never held across a system call
@@ -144,7 +144,7 @@ class Spool:
             OSError: It cannot be held. FileNotFoundError: ``source`` is gone.
             TierError: Closed, or no room for a copy.
         """
-        name = str(SpoolName(self._namespace, self._destination, key.digest))
+        name = f"{self._place}{key.digest.hex()}{OBJECT_SUFFIX}"
         for _ in range(_ATTEMPTS):
             folder = self._own.path()
             target = f"{folder}/{name}"
@@ -162,17 +162,15 @@ class Spool:
 
     def remove(self, digest: bytes) -> None:
         """Let go of an entry that the bucket holds, or refused for good; never raises."""
-        spooled = self._forget(digest)
+        spooled = self._let_go(digest)
         if spooled is not None:
             try:
                 self._require_own(spooled.path)
                 os.unlink(spooled.path)
             except FileNotFoundError:
                 pass
-            except (
-                OSError,
-                TierError,
-            ) as exc:  # uploaded again by the next process, which changes nothing
+            except (OSError, TierError) as exc:
+                # The next process uploads it again, which changes nothing.
                 self._failed("unspool", exc)
 
     def load(self, digest: bytes) -> Loaded | None:
@@ -193,7 +191,7 @@ class Spool:
             with open(open_entry(spooled.path), "rb") as file:
                 return self._checked(digest, file)
         except FileNotFoundError:
-            self._forget(digest)
+            self._let_go(digest)
             return None
         except CorruptEntryError as exc:
             self._set_aside(spooled, exc.reason)
@@ -232,7 +230,9 @@ class Spool:
     def close(self) -> None:
         """Leave what is held to the next process; never raises."""
         self._own.close()
-        self._forget_all()
+        with self._lock:
+            self._held.clear()
+            self._nbytes = 0
 
     def _require_own(self, path: str) -> None:
         require_own_folders((*self._above, path.rpartition("/")[0]))
@@ -265,14 +265,9 @@ class Spool:
         except OSError as exc:
             if exc.errno not in NO_LINK:
                 raise
-        fd = open_entry(source)
-        try:
-            nbytes = os.fstat(fd).st_size
-            if free_bytes(self._folders.spool) - nbytes < self._evictor.min_free_bytes:
-                raise TierError(f"no room to spool {nbytes} bytes by copying them")
-            copy_file(fd, temp, nbytes)
-        finally:
-            os.close(fd)
+        min_free_bytes = self._evictor.min_free_bytes
+        fd, nbytes = copy_entry(source, temp, min_free_bytes=min_free_bytes, purpose="spool")
+        os.close(fd)
         self._evictor.account(nbytes)
         self._counters.add("tier.spool_copies")
 
@@ -289,7 +284,7 @@ class Spool:
 
     def _set_aside(self, spooled: Spooled, reason: str) -> None:
         """Quarantine a bad entry; it is as bad under its other names."""
-        self._forget(spooled.digest)
+        self._let_go(spooled.digest)
         label = f"{self._namespace}--{spooled.digest.hex()}"
         try:
             inode = os.lstat(spooled.path).st_ino
@@ -323,10 +318,10 @@ class Spool:
                 parts = SpoolName.parse(name)
                 if parts is None:
                     continue
-                if (parts.namespace, parts.destination) != (self._namespace, self._destination):
+                if not name.startswith(self._place):
                     strangers += 1
                 elif self.load(parts.digest) is None:
-                    self._move(f"{folder}/{name}", parts, taken)
+                    self._move(f"{folder}/{name}", parts.digest, taken)
                 else:
                     with suppress(FileNotFoundError):
                         os.unlink(f"{folder}/{name}")
@@ -336,10 +331,10 @@ class Spool:
             if fd is not None:
                 os.close(fd)
 
-    def _move(self, source: str, parts: SpoolName, taken: list[Spooled]) -> None:
+    def _move(self, source: str, digest: bytes, taken: list[Spooled]) -> None:
         for _ in range(_ATTEMPTS):
             folder = self._own.path()
-            target = f"{folder}/{parts}"
+            target = f"{folder}/{os.path.basename(source)}"
             try:
                 os.rename(source, target)
                 nbytes = os.lstat(target).st_size
@@ -347,7 +342,7 @@ class Spool:
                 if not self._own.has_vanished(folder):
                     return  # another adopter was faster
                 continue
-            taken.append(Spooled(target, parts.digest, nbytes))
+            taken.append(Spooled(target, digest, nbytes))
             self._note(taken[-1])
             return
 
@@ -373,14 +368,9 @@ class Spool:
             self._held[spooled.digest] = spooled
             self._nbytes += spooled.nbytes - (old.nbytes if old is not None else 0)
 
-    def _forget(self, digest: bytes) -> Spooled | None:
+    def _let_go(self, digest: bytes) -> Spooled | None:
         with self._lock:
             spooled = self._held.pop(digest, None)
             if spooled is not None:
                 self._nbytes -= spooled.nbytes
             return spooled
-
-    def _forget_all(self) -> None:
-        with self._lock:
-            self._held.clear()
-            self._nbytes = 0

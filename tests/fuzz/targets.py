@@ -20,6 +20,7 @@ from s3ec import codec
 from s3ec.config import CONFIG_FILE_VARIABLE, load_settings
 from s3ec.errors import ConfigError, CorruptEntryError
 from s3ec.identity import (
+    OBJECT_SUFFIX,
     Layout,
     is_namespace_name,
     is_object_name,
@@ -235,7 +236,9 @@ def names(data: bytes) -> None:
         require(_SAFE.fullmatch(text) is not None, "an unsafe object name")
     is_process_folder_name(text)
     spooled = SpoolName.parse(text)
-    require(spooled is None or str(spooled) == text, "another spool name")
+    if spooled is not None:
+        place = (spooled.namespace, spooled.destination, spooled.digest.hex())
+        require("--".join(place) + OBJECT_SUFFIX == text, "another spool name")
     for inner in (text, f"{LAYOUT.deltas}{text}", f"{LAYOUT.heads}{text}", f"{LAYOUT.bases}{text}"):
         delta, version, run = LAYOUT.delta_of(inner), LAYOUT.version_of(inner), LAYOUT.run_of(inner)
         require(delta is None or LAYOUT.delta(delta) == inner, "another delta")

@@ -200,15 +200,13 @@ def test_a_task_is_claimed_by_one_at_a_time(make_tier: Callable[..., Tier]) -> N
     claim = first.try_claim("compact")
     assert claim is not None
     assert second.try_claim("compact") is None
-    assert second.is_claimed("compact")
     other = second.try_claim(SHARD)
     assert other is not None
-    first.release(claim)
-    assert not second.is_claimed("compact")
+    first.claims.release(claim)
     again = second.try_claim("compact")
     assert again is not None
-    second.release(again)
-    second.release(other)
+    second.claims.release(again)
+    second.claims.release(other)
 
 
 def test_a_tier_that_is_not_open_has_no_index(make_tier: Callable[..., Tier]) -> None:

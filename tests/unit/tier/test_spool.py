@@ -296,8 +296,9 @@ def test_other_names_are_no_spool_names(name: str) -> None:
 
 
 def test_spool_name_of_a_namespace_with_dashes_reads_back() -> None:
-    name = SpoolName("a--b--0123456789abcdef-0123456789abcdef", DESTINATION, bytes(range(16)))
-    assert SpoolName.parse(str(name)) == name
+    namespace, digest = "a--b--0123456789abcdef-0123456789abcdef", bytes(range(16))
+    name = f"{namespace}--{DESTINATION}--{digest.hex()}.safetensors"
+    assert SpoolName.parse(name) == SpoolName(namespace, DESTINATION, digest)
 
 
 # Bad entries
