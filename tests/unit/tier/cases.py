@@ -20,6 +20,8 @@ from s3ec.identity import Key, make_key
 from s3ec.tier import Pin, Spool, Tier
 from tests.finite import FINITE
 
+MakeTier = Callable[..., Tier]
+"""The fixture ``make_tier``."""
 NAMESPACE = "tiny-gemma3-0123456789abcdef"
 OTHER_NAMESPACE = "tiny-gemma3-fedcba9876543210"
 DESTINATION = "0123456789abcdef"
@@ -91,9 +93,34 @@ def spooled_below(root: Path) -> set[str]:
     return files_below(root / "v1" / "spool") - {".lock"}
 
 
-def publish_spooled(tier: Tier, spool: Spool, *numbers: int) -> None:
+def publish(tier: Tier, *numbers: int, spool: Spool | None = None) -> None:
     for number in numbers:
         tier.writer.publish(key_at(number), [entry(key_at(number))], spool=spool)
+
+
+def present(tier: Tier, *numbers: int) -> set[int]:
+    """Which of these are here."""
+    return {number for number in numbers if tier.entries.contains(key_at(number))}
+
+
+def pinned(tier: Tier, key: Key) -> Pin:
+    """A pin of what must be here."""
+    pin = tier.entries.pin(key)
+    assert pin is not None
+    return pin
+
+
+def served(tier: Tier, key: Key) -> bytes:
+    """What a worker would get."""
+    return read(pinned(tier, key), key)
+
+
+def spooled(spool: Spool, key: Key) -> bytes:
+    """What would be uploaded."""
+    loaded = spool.load(key.digest)
+    assert loaded is not None
+    assert loaded.key == key
+    return loaded.blob
 
 
 class Clock:

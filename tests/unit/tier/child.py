@@ -31,7 +31,7 @@ from tests.unit.tier.cases import (
     key_at,
     new_tier,
     pin_folders,
-    publish_spooled,
+    publish,
     read,
     temps_below,
 )
@@ -124,7 +124,7 @@ def occupy(root: Path) -> None:
 def spool(root: Path, first: int, count: int) -> None:
     """Spool some entries, say where, and keep them until told or killed."""
     tier = new_tier(root)
-    publish_spooled(tier, tier.open_spool(DESTINATION), *range(first, first + count))
+    publish(tier, *range(first, first + count), spool=tier.open_spool(DESTINATION))
     say(f"{os.getpid()}")
     hear()
     tier.close()
@@ -139,7 +139,7 @@ def spool_before_rename(root: Path, number: int) -> None:
         hear()
 
     os.replace = stop  # type: ignore[assignment]
-    publish_spooled(tier, tier.open_spool(DESTINATION), number)
+    publish(tier, number, spool=tier.open_spool(DESTINATION))
 
 
 def adopt(root: Path) -> None:
@@ -262,7 +262,7 @@ def orphan(root: Path) -> None:
     from s3ec.index.base_writer import temporary_folder
 
     tier, key = new_tier(root), key_at(0)
-    publish_spooled(tier, tier.open_spool(DESTINATION), 0)
+    publish(tier, 0, spool=tier.open_spool(DESTINATION))
     pin, claim = tier.entries.pin(key), tier.entries.try_claim(key_at(1))
     assert pin is not None
     assert claim is not None

@@ -15,7 +15,7 @@ from s3ec.counters import Counters
 from s3ec.tier import Tier, evictor
 from s3ec.tier.evictor import Background, StoppedError
 from tests.on_disk import audit_of, make_room, running_total, usage_of
-from tests.unit.tier.cases import HOUR_S, Clock, entry, key_of
+from tests.unit.tier.cases import HOUR_S, Clock, MakeTier, entry, key_of
 
 SIZE = len(entry(key_of("0" * 64)))
 DEADLINE_S = 30.0
@@ -45,7 +45,7 @@ def evictor_threads() -> set[threading.Thread]:
 
 
 def test_thread_evicts_to_the_low_mark_before_the_budget_is_full(
-    make_tier: Callable[..., Tier], clock: Clock
+    make_tier: MakeTier, clock: Clock
 ) -> None:
     tier = make_tier(budget_bytes=100 * SIZE)
     publish(tier, range(95))
@@ -60,7 +60,7 @@ def test_thread_evicts_to_the_low_mark_before_the_budget_is_full(
 
 
 def test_publish_walks_only_where_it_would_break_the_budget(
-    make_tier: Callable[..., Tier], monkeypatch: pytest.MonkeyPatch
+    make_tier: MakeTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     walkers: list[str] = []
     take = evictor.take_census
@@ -84,7 +84,7 @@ def test_publish_walks_only_where_it_would_break_the_budget(
 
 
 def test_thread_passes_over_what_was_just_used_and_not_over_what_a_clock_ahead_noted(
-    make_tier: Callable[..., Tier], clock: Clock
+    make_tier: MakeTier, clock: Clock
 ) -> None:
     tier = make_tier(budget_bytes=100 * SIZE)
     clock.now_s += 86400
@@ -97,7 +97,7 @@ def test_thread_passes_over_what_was_just_used_and_not_over_what_a_clock_ahead_n
 
 
 def test_thread_keeps_ahead_of_the_free_space_floor(
-    make_tier: Callable[..., Tier], monkeypatch: pytest.MonkeyPatch, clock: Clock
+    make_tier: MakeTier, monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> None:
     tier = make_tier(budget_bytes=1000 * SIZE, min_free_bytes=100 * SIZE)
     free = [1000]
@@ -113,7 +113,7 @@ def test_thread_keeps_ahead_of_the_free_space_floor(
     wait_until(lambda: len(present(tier, 60)) == 60 - 19)
 
 
-def test_tier_that_publishes_little_has_no_thread(make_tier: Callable[..., Tier]) -> None:
+def test_tier_that_publishes_little_has_no_thread(make_tier: MakeTier) -> None:
     before = evictor_threads()
     tier = make_tier()
     publish(tier, range(20))
@@ -123,7 +123,7 @@ def test_tier_that_publishes_little_has_no_thread(make_tier: Callable[..., Tier]
 
 
 def test_folder_of_unknown_size_is_counted_by_the_thread_after_the_first_publish(
-    make_tier: Callable[..., Tier], root: Path
+    make_tier: MakeTier, root: Path
 ) -> None:
     tier = make_tier()
     publish(tier, range(20))
@@ -139,7 +139,7 @@ def test_folder_of_unknown_size_is_counted_by_the_thread_after_the_first_publish
 
 
 def test_folder_of_unknown_size_takes_a_64th_of_the_budget_without_a_count(
-    make_tier: Callable[..., Tier], root: Path, monkeypatch: pytest.MonkeyPatch
+    make_tier: MakeTier, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tier = make_tier(budget_bytes=640 * SIZE)
     publish(tier, range(600))
@@ -155,7 +155,7 @@ def test_folder_of_unknown_size_takes_a_64th_of_the_budget_without_a_count(
 
 
 def test_close_ends_a_walk_in_the_middle(
-    make_tier: Callable[..., Tier], monkeypatch: pytest.MonkeyPatch
+    make_tier: MakeTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     entered, ended = threading.Event(), threading.Event()
 
@@ -180,7 +180,7 @@ def test_close_ends_a_walk_in_the_middle(
 
 
 def test_round_that_fails_is_counted_and_the_thread_goes_on(
-    make_tier: Callable[..., Tier],
+    make_tier: MakeTier,
     monkeypatch: pytest.MonkeyPatch,
     counters: Counters,
     clock: Clock,
@@ -221,7 +221,7 @@ def test_work_that_raises_is_logged_and_done_again_at_the_next_wake(
 
 
 def test_process_that_can_start_no_thread_publishes_and_evicts_nevertheless(
-    make_tier: Callable[..., Tier], monkeypatch: pytest.MonkeyPatch
+    make_tier: MakeTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't create new thread at interpreter shutdown")
@@ -254,7 +254,7 @@ def test_pause_of_a_stopped_thread_raises(caplog: pytest.LogCaptureFixture) -> N
 
 
 def test_walks_in_the_background_leave_the_interpreter_now_and_then(
-    make_tier: Callable[..., Tier], monkeypatch: pytest.MonkeyPatch
+    make_tier: MakeTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from s3ec.tier import entries, scan
 

@@ -8,7 +8,6 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,12 +22,14 @@ from tests.unit.tier.cases import (
     NAMESPACE,
     OTHER_NAMESPACE,
     Clock,
+    MakeTier,
     entry,
     file_of,
     files_below,
     key_at,
     key_of,
-    read,
+    pinned,
+    served,
 )
 
 KEY = key_at(0)
@@ -74,9 +75,7 @@ def test_bad_entry_is_not_pinned_but_set_aside_and_counted(
     assert tier.entries.pin(KEY) is None
     assert counters.get("tier.quarantined") == 1
     tier.writer.publish(KEY, [entry(KEY)])
-    pin = tier.entries.pin(KEY)
-    assert pin is not None
-    assert read(pin, KEY) == entry(KEY)
+    assert served(tier, KEY) == entry(KEY)
 
 
 def test_flipped_bit_is_for_the_reader_who_quarantines_it(
@@ -87,8 +86,7 @@ def test_flipped_bit_is_for_the_reader_who_quarantines_it(
     tier.writer.publish(KEY, [bytes(blob)])
     (complaint,) = audit_of(tier)
     assert "checksum" in complaint
-    pin = tier.entries.pin(KEY)
-    assert pin is not None
+    pin = pinned(tier, KEY)
     tier.entries.unpin(pin)
     tier.entries.quarantine(KEY, "checksum")
     tier.entries.quarantine(KEY, "checksum")
@@ -98,7 +96,7 @@ def test_flipped_bit_is_for_the_reader_who_quarantines_it(
 
 @pytest.mark.parametrize("kind", ["symlink", "dangling", "pipe", "folder", "socket"])
 def test_what_is_not_a_file_is_set_aside_and_not_followed_or_waited_for(
-    make_tier: Callable[..., Tier], root: Path, tmp_path: Path, counters: Counters, kind: str
+    make_tier: MakeTier, root: Path, tmp_path: Path, counters: Counters, kind: str
 ) -> None:
     tier = make_tier()
     path = file_of(root, KEY)
@@ -142,9 +140,7 @@ def test_better_entry_published_meanwhile_is_not_set_aside(
     assert tier.entries.pin(KEY) is None
     monkeypatch.undo()
     assert counters.get("tier.quarantined") == 0
-    pin = tier.entries.pin(KEY)
-    assert pin is not None
-    assert read(pin, KEY) == entry(KEY)
+    assert served(tier, KEY) == entry(KEY)
 
 
 def test_quarantine_keeps_the_newest(tier: Tier, root: Path, clock: Clock) -> None:
@@ -195,7 +191,7 @@ def test_entry_that_cannot_be_set_aside_is_evicted(
 # check()
 
 
-def test_check_is_empty_for_a_tier_in_use(make_tier: Callable[..., Tier]) -> None:
+def test_check_is_empty_for_a_tier_in_use(make_tier: MakeTier) -> None:
     one, two = make_tier(), make_tier(namespace=OTHER_NAMESPACE)
     for number in range(9):
         key = key_at(number)

@@ -10,20 +10,18 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from s3ec.counters import Counters
 from s3ec.tier import Claim, Pin, Tier
-from tests.unit.tier.cases import entry, key_at
+from tests.unit.tier.cases import MakeTier, entry, key_at
 
 KEY, OTHER = key_at(0), key_at(1)
 REPOSITORY = Path(__file__).parents[3]
 HOLDER = """
 import sys
-from tests.unit.tier.cases import key_at, new_tier
 from pathlib import Path
 tier = new_tier(Path(sys.argv[1]))
 print(type(tier.entries.pin_or_claim(key_at(0))).__name__, flush=True)
@@ -57,7 +55,7 @@ def end(child: subprocess.Popen[str]) -> None:
     child.communicate()
 
 
-def test_a_claimed_entry_is_refused_until_it_is_released(make_tier: Callable[..., Tier]) -> None:
+def test_a_claimed_entry_is_refused_until_it_is_released(make_tier: MakeTier) -> None:
     one, two = make_tier(), make_tier()
     taken = claim(one)
     assert two.entries.pin_or_claim(KEY) is None
@@ -72,14 +70,14 @@ def test_a_claimed_entry_is_refused_until_it_is_released(make_tier: Callable[...
 
 
 def test_a_claim_of_one_namespace_does_not_hold_up_another(
-    make_tier: Callable[..., Tier],
+    make_tier: MakeTier,
 ) -> None:
     claim(make_tier())
     claim(make_tier(namespace="gemma-fedcba9876543210"))
 
 
 def test_what_was_published_meanwhile_is_pinned_not_claimed(
-    make_tier: Callable[..., Tier], monkeypatch: pytest.MonkeyPatch
+    make_tier: MakeTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between the look for the file and the claim the one who had it published and let go."""
     tier = make_tier()
@@ -98,7 +96,7 @@ def test_what_was_published_meanwhile_is_pinned_not_claimed(
     assert not tier.claims.is_taken(KEY.digest)
 
 
-def test_what_is_here_is_not_claimed_without_a_look_at_it(make_tier: Callable[..., Tier]) -> None:
+def test_what_is_here_is_not_claimed_without_a_look_at_it(make_tier: MakeTier) -> None:
     one, two = make_tier(), make_tier()
     taken = one.entries.try_claim(KEY)
     assert taken is not None
@@ -113,7 +111,7 @@ def test_what_is_here_is_not_claimed_without_a_look_at_it(make_tier: Callable[..
     assert late.place is None  # it excludes nobody
 
 
-def test_a_hanging_holder_can_be_passed_over(make_tier: Callable[..., Tier]) -> None:
+def test_a_hanging_holder_can_be_passed_over(make_tier: MakeTier) -> None:
     one, two = make_tier(), make_tier()
     taken = claim(one)
     mine = two.entries.pin_or_claim(KEY, ignore_claim=True)
@@ -124,7 +122,7 @@ def test_a_hanging_holder_can_be_passed_over(make_tier: Callable[..., Tier]) -> 
     one.claims.release(taken)
 
 
-def test_a_killed_process_leaves_no_claim(make_tier: Callable[..., Tier], root: Path) -> None:
+def test_a_killed_process_leaves_no_claim(make_tier: MakeTier, root: Path) -> None:
     tier = make_tier()
     child = holder(root)
     try:
@@ -136,7 +134,7 @@ def test_a_killed_process_leaves_no_claim(make_tier: Callable[..., Tier], root: 
         end(child)
 
 
-def test_a_closed_tier_leaves_no_claim_and_takes_none(make_tier: Callable[..., Tier]) -> None:
+def test_a_closed_tier_leaves_no_claim_and_takes_none(make_tier: MakeTier) -> None:
     one, two = make_tier(), make_tier()
     taken = claim(one)
     one.close()
@@ -147,7 +145,7 @@ def test_a_closed_tier_leaves_no_claim_and_takes_none(make_tier: Callable[..., T
 
 
 def test_a_deleted_folder_does_not_part_those_who_come_later(
-    make_tier: Callable[..., Tier], root: Path
+    make_tier: MakeTier, root: Path
 ) -> None:
     one, two = make_tier(), make_tier()
     old = claim(one)
@@ -160,7 +158,7 @@ def test_a_deleted_folder_does_not_part_those_who_come_later(
 
 
 def test_a_file_system_without_such_locks_shares_no_fetches(
-    make_tier: Callable[..., Tier], counters: Counters, monkeypatch: pytest.MonkeyPatch
+    make_tier: MakeTier, counters: Counters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> int:
         raise OSError(errno.ENOLCK, "no locks available")

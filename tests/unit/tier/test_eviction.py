@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -19,11 +18,14 @@ from tests.unit.tier.cases import (
     HOUR_S,
     OTHER_NAMESPACE,
     Clock,
+    MakeTier,
     child,
     entry,
     file_of,
     key_at,
     key_of,
+    pinned,
+    publish,
     read,
 )
 
@@ -47,7 +49,7 @@ def present(tier: Tier, count: int) -> set[int]:
 
 
 def test_publish_past_the_budget_evicts_the_least_recently_used_to_the_low_mark(
-    make_tier: Callable[..., Tier], counters: Counters
+    make_tier: MakeTier, counters: Counters
 ) -> None:
     tier = make_tier(budget_bytes=10 * SIZE)
     fill(tier, 10)
@@ -64,7 +66,7 @@ def test_publish_past_the_budget_evicts_the_least_recently_used_to_the_low_mark(
     assert audit_of(tier) == []
 
 
-def test_make_room_below_the_budget_does_nothing(make_tier: Callable[..., Tier]) -> None:
+def test_make_room_below_the_budget_does_nothing(make_tier: MakeTier) -> None:
     tier = make_tier(budget_bytes=10 * SIZE)
     fill(tier, 10)
     assert make_room(tier, budget_bytes=10 * SIZE) == 0
@@ -72,7 +74,7 @@ def test_make_room_below_the_budget_does_nothing(make_tier: Callable[..., Tier])
     assert present(tier, 10) == set(range(2, 10))
 
 
-def test_lowered_budget_is_kept_after_a_restart(make_tier: Callable[..., Tier]) -> None:
+def test_lowered_budget_is_kept_after_a_restart(make_tier: MakeTier) -> None:
     tier = make_tier()
     fill(tier, 10)
     tier.close()
@@ -82,7 +84,7 @@ def test_lowered_budget_is_kept_after_a_restart(make_tier: Callable[..., Tier]) 
     assert tier.entries.contains(key_of("f" * 64))
 
 
-def test_budget_is_for_all_namespaces_together(make_tier: Callable[..., Tier]) -> None:
+def test_budget_is_for_all_namespaces_together(make_tier: MakeTier) -> None:
     other = make_tier(namespace=OTHER_NAMESPACE)
     for identifier in keys(6):
         key = key_of(identifier)
@@ -94,13 +96,12 @@ def test_budget_is_for_all_namespaces_together(make_tier: Callable[..., Tier]) -
     assert audit_of(tier) == []
 
 
-def test_pinned_entries_are_passed_over_and_read_well(make_tier: Callable[..., Tier]) -> None:
+def test_pinned_entries_are_passed_over_and_read_well(make_tier: MakeTier) -> None:
     tier = make_tier(budget_bytes=10 * SIZE)
     fill(tier, 10)
     pins = {n: tier.entries.pin(key_of(keys(10)[n])) for n in (0, 1, 2)}
     for identifier in keys(10)[3:]:  # so that the pinned ones are the oldest
-        pin = tier.entries.pin(key_of(identifier))
-        assert pin is not None
+        pin = pinned(tier, key_of(identifier))
         tier.entries.unpin(pin)
     assert make_room(tier, 4 * SIZE, budget_bytes=10 * SIZE) == 5 * SIZE
     assert present(tier, 10) == {0, 1, 2, 8, 9}
@@ -110,10 +111,10 @@ def test_pinned_entries_are_passed_over_and_read_well(make_tier: Callable[..., T
 
 
 def test_pins_of_another_process_are_passed_over(
-    make_tier: Callable[..., Tier], root: Path, clock: Clock
+    make_tier: MakeTier, root: Path, clock: Clock
 ) -> None:
     tier = make_tier(budget_bytes=4 * SIZE)
-    tier.writer.publish(key_at(0), [entry(key_at(0))])
+    publish(tier, 0)
     with child("hold", root, 0) as other:
         path = Path(other.hear())
         fill(tier, 8)
@@ -126,7 +127,7 @@ def test_pins_of_another_process_are_passed_over(
     assert not tier.entries.contains(key_at(0))
 
 
-def test_budget_full_of_pins_still_takes_entries(make_tier: Callable[..., Tier]) -> None:
+def test_budget_full_of_pins_still_takes_entries(make_tier: MakeTier) -> None:
     tier = make_tier(budget_bytes=3 * SIZE)
     for identifier in keys(6):
         key = key_of(identifier)
@@ -137,7 +138,7 @@ def test_budget_full_of_pins_still_takes_entries(make_tier: Callable[..., Tier])
     assert audit_of(tier) == []
 
 
-def test_held_bytes_count_against_the_budget(make_tier: Callable[..., Tier]) -> None:
+def test_held_bytes_count_against_the_budget(make_tier: MakeTier) -> None:
     tier = make_tier(budget_bytes=10 * SIZE)
     fill(tier, 6)
     for identifier in keys(6)[:4]:
@@ -148,34 +149,34 @@ def test_held_bytes_count_against_the_budget(make_tier: Callable[..., Tier]) -> 
     assert usage_of(tier).held_nbytes == 4 * SIZE
 
 
-def test_full_disk_refuses_when_pins_hold_everything(make_tier: Callable[..., Tier]) -> None:
+def test_full_disk_refuses_when_pins_hold_everything(make_tier: MakeTier) -> None:
     tier = make_tier()
     fill(tier, 3)
     tier.close()
     tier = make_tier(min_free_bytes=1 << 60)
     pins = [tier.entries.pin(key_of(identifier)) for identifier in keys(3)]
     with pytest.raises(TierError, match="min_free_bytes"):
-        tier.writer.publish(key_at(0), [entry(key_at(0))])
+        publish(tier, 0)
     assert present(tier, 3) == {0, 1, 2}
     tier.entries.unpin(pins[0])  # type: ignore[arg-type]
     with pytest.raises(TierError, match="min_free_bytes"):
-        tier.writer.publish(key_at(0), [entry(key_at(0))])
+        publish(tier, 0)
     assert present(tier, 3) == {1, 2}
 
 
 def test_disk_short_of_free_space_evicts_only_what_is_missing(
-    make_tier: Callable[..., Tier], monkeypatch: pytest.MonkeyPatch
+    make_tier: MakeTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tier = make_tier(budget_bytes=100 * SIZE, min_free_bytes=50 * SIZE)
     fill(tier, 20)
     gone = lambda: 20 - len(present(tier, 20))  # noqa: E731
     monkeypatch.setattr(evictor, "free_bytes", lambda folder: (49 + gone()) * SIZE)
-    tier.writer.publish(key_at(0), [entry(key_at(0))])
+    publish(tier, 0)
     assert present(tier, 20) == set(range(4, 20))  # 1 + 1 and a hundredth of the budget or so
 
 
 def test_second_evictor_does_not_wait_but_a_publish_past_the_budget_does(
-    make_tier: Callable[..., Tier], root: Path, monkeypatch: pytest.MonkeyPatch
+    make_tier: MakeTier, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tier = make_tier(budget_bytes=3 * SIZE)
     with child("occupy", root) as other:
@@ -197,7 +198,7 @@ def test_second_evictor_does_not_wait_but_a_publish_past_the_budget_does(
 
 
 def test_copy_of_a_rounds_descriptor_does_not_keep_evictors_out(
-    make_tier: Callable[..., Tier], monkeypatch: pytest.MonkeyPatch
+    make_tier: MakeTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tier = make_tier(budget_bytes=10 * SIZE)
     fill(tier, 10)
@@ -215,7 +216,7 @@ def test_copy_of_a_rounds_descriptor_does_not_keep_evictors_out(
         os.close(copy)
 
 
-def test_budget_holds_for_what_several_tiers_publish(make_tier: Callable[..., Tier]) -> None:
+def test_budget_holds_for_what_several_tiers_publish(make_tier: MakeTier) -> None:
     one, two = make_tier(budget_bytes=64 * SIZE), make_tier(budget_bytes=64 * SIZE)
     for number in range(100):
         for tier, name in ((one, f"a{number}"), (two, f"b{number}")):
@@ -225,7 +226,7 @@ def test_budget_holds_for_what_several_tiers_publish(make_tier: Callable[..., Ti
 
 
 def test_entry_used_during_the_round_is_spared(
-    make_tier: Callable[..., Tier], monkeypatch: pytest.MonkeyPatch
+    make_tier: MakeTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tier = make_tier(budget_bytes=10 * SIZE)
     fill(tier, 10)
@@ -244,7 +245,7 @@ def test_entry_used_during_the_round_is_spared(
 
 
 def test_uses_that_a_clock_ahead_noted_go_first_and_cost_one_eviction(
-    make_tier: Callable[..., Tier], clock: Clock
+    make_tier: MakeTier, clock: Clock
 ) -> None:
     """Else they would stay for a day, and what is in use would be evicted in their place."""
     tier = make_tier(budget_bytes=10 * SIZE)
@@ -254,15 +255,14 @@ def test_uses_that_a_clock_ahead_noted_go_first_and_cost_one_eviction(
     for identifier in keys(10)[6:]:
         tier.writer.publish(key_of(identifier), [entry(key_of(identifier))])
     for identifier in keys(2):  # the oldest of all, and in use
-        pin = tier.entries.pin(key_of(identifier))
-        assert pin is not None
+        pin = pinned(tier, key_of(identifier))
         tier.entries.unpin(pin)
     assert make_room(tier, 4 * SIZE, budget_bytes=10 * SIZE, clock=clock) == 5 * SIZE
     assert present(tier, 10) == {0, 1, 7, 8, 9}  # and of the others in the order of their use
 
 
 def test_clock_that_is_set_back_by_little_keeps_the_order_of_the_times(
-    make_tier: Callable[..., Tier], clock: Clock
+    make_tier: MakeTier, clock: Clock
 ) -> None:
     tier = make_tier(budget_bytes=10 * SIZE)
     for identifier in keys(10):
@@ -273,7 +273,7 @@ def test_clock_that_is_set_back_by_little_keeps_the_order_of_the_times(
 
 
 def test_entry_that_somebody_else_removes_during_the_round_is_no_trouble(
-    make_tier: Callable[..., Tier], monkeypatch: pytest.MonkeyPatch, counters: Counters
+    make_tier: MakeTier, monkeypatch: pytest.MonkeyPatch, counters: Counters
 ) -> None:
     tier = make_tier(budget_bytes=10 * SIZE)
     fill(tier, 10)
@@ -291,7 +291,7 @@ def test_entry_that_somebody_else_removes_during_the_round_is_no_trouble(
 
 
 def test_foreign_files_are_complained_about_but_neither_counted_nor_deleted(
-    make_tier: Callable[..., Tier], root: Path
+    make_tier: MakeTier, root: Path
 ) -> None:
     tier = make_tier(budget_bytes=5 * SIZE)
     fill(tier, 5)
@@ -323,12 +323,10 @@ def test_free_bytes_is_what_a_plain_user_may_write(tmp_path: Path) -> None:
     assert 0 < free_bytes(tmp_path) <= found.f_bfree * found.f_frsize
 
 
-def test_folders_that_lost_their_last_entry_go_too(
-    make_tier: Callable[..., Tier], root: Path
-) -> None:
+def test_folders_that_lost_their_last_entry_go_too(make_tier: MakeTier, root: Path) -> None:
     tier = make_tier(budget_bytes=4 * SIZE)
     for number in range(40):
-        tier.writer.publish(key_at(number), [entry(key_at(number))])
+        publish(tier, number)
     folders = {path for path in (root / "v1" / "objects").rglob("*") if path.is_dir()}
     assert len(folders) <= 1 + 4 * 2
     assert audit_of(tier) == []

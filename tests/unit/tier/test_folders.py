@@ -20,6 +20,7 @@ from tests.on_disk import audit_of, evict, make_room, usage_of
 from tests.unit.tier.cases import (
     DESTINATION,
     NAMESPACE,
+    MakeTier,
     entry,
     file_of,
     files_below,
@@ -27,8 +28,10 @@ from tests.unit.tier.cases import (
     key_of,
     new_tier,
     pin_folders,
-    publish_spooled,
+    pinned,
+    publish,
     read,
+    served,
     spool_folders,
 )
 
@@ -37,7 +40,7 @@ _INDEX_FILE = "base/000000000001-0123456789abcdef/00-ff.safetensors"
 _NO_PIN = Pin(Path("/nowhere/1"), 0, codec.parse_header(entry(KEY)))
 
 
-def test_missing_root_is_made_with_its_parents(make_tier: Callable[..., Tier], root: Path) -> None:
+def test_missing_root_is_made_with_its_parents(make_tier: MakeTier, root: Path) -> None:
     tier = make_tier(root / "a" / "b")
     assert (root / "a").stat().st_mode & 0o777 == 0o700
     assert audit_of(tier) == []
@@ -66,7 +69,7 @@ def test_root_that_others_may_write_is_refused_with_the_fix(root: Path, mode: in
 
 @pytest.mark.parametrize("name", ["v1", "v1/objects", f"v1/objects/{NAMESPACE}", "v1/pins"])
 def test_inner_folder_that_is_a_link_a_file_or_open_to_others_is_refused(
-    make_tier: Callable[..., Tier], root: Path, tmp_path: Path, name: str
+    make_tier: MakeTier, root: Path, tmp_path: Path, name: str
 ) -> None:
     make_tier().close()
     inner, elsewhere = root / name, tmp_path / "elsewhere"
@@ -85,7 +88,7 @@ def test_inner_folder_that_is_a_link_a_file_or_open_to_others_is_refused(
 
 
 def test_root_may_be_a_link_and_is_resolved_once(
-    make_tier: Callable[..., Tier], root: Path, tmp_path: Path
+    make_tier: MakeTier, root: Path, tmp_path: Path
 ) -> None:
     real, other, link = tmp_path / "real", tmp_path / "other", tmp_path / "link"
     real.mkdir(mode=0o700)
@@ -109,7 +112,7 @@ def test_root_that_is_a_file_is_refused(root: Path) -> None:
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_folder_replaced_by_a_link_is_not_followed(
-    make_tier: Callable[..., Tier], root: Path, tmp_path: Path, counters: Counters, depth: int
+    make_tier: MakeTier, root: Path, tmp_path: Path, counters: Counters, depth: int
 ) -> None:
     tier = make_tier()
     tier.writer.publish(KEY, [entry(KEY)])
@@ -133,7 +136,7 @@ def _everything(tier: Tier, spool: Spool) -> int:
     """All that is done with a tier, refused or not; how often it was refused aloud."""
     calls: list[Callable[[], object]] = [
         lambda: tier.writer.publish(key_at(2), [entry(key_at(2))], spool=spool),
-        lambda: tier.writer.publish(key_at(3), [entry(key_at(3))]),
+        lambda: publish(tier, 3),
         lambda: tier.entries.unpin(tier.entries.pin(key_at(4)) or _NO_PIN),
         lambda: tier.entries.quarantine(key_at(4), "checksum"),
         lambda: make_room(tier, 1 << 30),
@@ -164,7 +167,7 @@ def _tree(folder: Path) -> dict[str, bytes]:
      "own pins", "own spool"],
 )  # fmt: skip
 def test_folder_that_is_spoiled_under_a_running_tier_is_left_alone_until_it_is_mended(
-    make_tier: Callable[..., Tier],
+    make_tier: MakeTier,
     root: Path,
     tmp_path: Path,
     counters: Counters,
@@ -176,11 +179,10 @@ def test_folder_that_is_spoiled_under_a_running_tier_is_left_alone_until_it_is_m
         pytest.skip("giving a folder away needs root")
     tier = make_tier()
     spool = tier.open_spool(DESTINATION)
-    publish_spooled(tier, spool, 6)
+    publish(tier, 6, spool=spool)
     for number in (4, 5, 7):
-        tier.writer.publish(key_at(number), [entry(key_at(number))])
-    held = tier.entries.pin(key_at(7))
-    assert held is not None
+        publish(tier, number)
+    held = pinned(tier, key_at(7))
     files = tier.open_index()
     files.write(_INDEX_FILE, bytes(10))
     own = {"own pins": held.path.parent, "own spool": spool_folders(root)[0]}
@@ -212,20 +214,18 @@ def test_folder_that_is_spoiled_under_a_running_tier_is_left_alone_until_it_is_m
     else:
         os.chown(folder, os.geteuid(), os.getegid())
     assert _everything(tier, spool) == 0
-    tier.writer.publish(key_at(3), [entry(key_at(3))])
-    pin = tier.entries.pin(key_at(3))
-    assert pin is not None
+    publish(tier, 3)
+    pin = pinned(tier, key_at(3))
     assert read(pin, key_at(3)) == entry(key_at(3))
     tier.entries.unpin(pin)
     make_room(tier)
     assert audit_of(tier) == []
 
 
-def test_vanished_folder_is_made_again(make_tier: Callable[..., Tier], root: Path) -> None:
+def test_vanished_folder_is_made_again(make_tier: MakeTier, root: Path) -> None:
     tier = make_tier()
     tier.writer.publish(KEY, [entry(KEY)])
-    held = tier.entries.pin(KEY)
-    assert held is not None
+    held = pinned(tier, KEY)
     for again in range(2):
         shutil.rmtree(root)
         assert tier.entries.pin(KEY) is None
@@ -237,9 +237,7 @@ def test_vanished_folder_is_made_again(make_tier: Callable[..., Tier], root: Pat
         if again:
             assert make_room(tier) == 0
         tier.writer.publish(KEY, [entry(KEY)])
-        held = tier.entries.pin(KEY)
-        assert held is not None
-        assert read(held, KEY) == entry(KEY)
+        assert served(tier, KEY) == entry(KEY)
         assert audit_of(tier) == []
     tier.close()
     assert pin_folders(root) == []
@@ -247,7 +245,7 @@ def test_vanished_folder_is_made_again(make_tier: Callable[..., Tier], root: Pat
 
 @pytest.mark.parametrize("name", ["v1/pins", "v1/quarantine", "v1/evict.lock"])
 def test_vanished_part_is_made_again(
-    make_tier: Callable[..., Tier], root: Path, counters: Counters, name: str
+    make_tier: MakeTier, root: Path, counters: Counters, name: str
 ) -> None:
     tier = make_tier()
     tier.writer.publish(KEY, [entry(KEY)])
@@ -267,7 +265,7 @@ def test_vanished_part_is_made_again(
 
 
 def test_full_disk_evicts_what_it_can_and_then_refuses(
-    make_tier: Callable[..., Tier], small_disk: Path, counters: Counters
+    make_tier: MakeTier, small_disk: Path, counters: Counters
 ) -> None:
     tier = make_tier(small_disk, budget_bytes=1 << 22)
     blobs = [entry(key_at(number), rows=2000) for number in range(12)]  # 128 KB each
@@ -291,13 +289,13 @@ def test_full_disk_evicts_what_it_can_and_then_refuses(
 
 
 def test_disk_out_of_inodes_evicts_and_goes_on(
-    make_tier: Callable[..., Tier], small_disk: Path, counters: Counters
+    make_tier: MakeTier, small_disk: Path, counters: Counters
 ) -> None:
     tier = make_tier(small_disk)
     refused = []
     for number in range(200):
         try:
-            tier.writer.publish(key_at(number), [entry(key_at(number))])
+            publish(tier, number)
         except TierError as exc:  # folders need inodes too, so one entry less may not do
             refused.append(str(exc.__cause__))
     assert all("No space" in reason for reason in refused)
@@ -307,11 +305,11 @@ def test_disk_out_of_inodes_evicts_and_goes_on(
 
 
 def test_disk_that_is_full_at_the_start_loses_entries_not_the_tier(
-    make_tier: Callable[..., Tier], small_disk: Path
+    make_tier: MakeTier, small_disk: Path
 ) -> None:
     tier = make_tier(small_disk)
     for number in range(6):
-        tier.writer.publish(key_at(number), [entry(key_at(number))])
+        publish(tier, number)
     tier.close()
     for number in range(os.statvfs(small_disk).f_favail):
         (small_disk / f"somebody's {number}").touch()
@@ -321,7 +319,7 @@ def test_disk_that_is_full_at_the_start_loses_entries_not_the_tier(
 
 
 def test_disk_that_is_full_of_other_things_is_refused_and_left_alone(
-    make_tier: Callable[..., Tier], small_disk: Path
+    make_tier: MakeTier, small_disk: Path
 ) -> None:
     make_tier(small_disk).close()
     for number in range(os.statvfs(small_disk).f_favail):
@@ -335,15 +333,14 @@ def test_disk_that_is_full_of_other_things_is_refused_and_left_alone(
 
 
 def test_read_only_disk_misses_and_refuses_and_recovers(
-    make_tier: Callable[..., Tier],
+    make_tier: MakeTier,
     small_disk: Path,
     frozen: Callable[[], AbstractContextManager[None]],
     counters: Counters,
 ) -> None:
     tier = make_tier(small_disk)
     tier.writer.publish(KEY, [entry(KEY)])
-    held = tier.entries.pin(KEY)
-    assert held is not None
+    held = pinned(tier, KEY)
     with frozen():
         with pytest.raises(TierError, match="Read-only"):
             tier.writer.publish(KEY, [entry(KEY)])
@@ -365,7 +362,7 @@ def test_read_only_disk_misses_and_refuses_and_recovers(
 
 
 def test_folder_without_permission_is_refused_counted_and_bypassed(
-    plain_user: Path, make_tier: Callable[..., Tier], counters: Counters
+    plain_user: Path, make_tier: MakeTier, counters: Counters
 ) -> None:
     root = plain_user / "cache"
     tier = make_tier(root)
@@ -389,7 +386,7 @@ def test_folder_without_permission_is_refused_counted_and_bypassed(
 
 
 def test_refusals_are_counted_each_time_and_logged_once(
-    make_tier: Callable[..., Tier], counters: Counters, caplog: pytest.LogCaptureFixture,
+    make_tier: MakeTier, counters: Counters, caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     tier = make_tier()

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from s3ec import codec
 from s3ec.errors import CorruptEntryError, TierError
 from s3ec.tier import IndexFiles, Tier
 from tests.on_disk import audit_of, running_total, usage_of
-from tests.unit.tier.cases import NAMESPACE, OTHER_NAMESPACE, entry, key_at, temps_below
+from tests.unit.tier.cases import NAMESPACE, OTHER_NAMESPACE, MakeTier, entry, key_at, temps_below
 
 SHARD = "base/000000000007-0123456789abcdef/00-ff.safetensors"
 DELTA = "delta/01ARZ3NDEKTSV4RRFFQ69G5FAV.safetensors"
@@ -114,12 +113,12 @@ def test_an_open_file_survives_its_removal(tier: Tier) -> None:
         assert file.read() == b"rows"
 
 
-def test_namespaces_have_files_of_their_own(make_tier: Callable[..., Tier], tier: Tier) -> None:
+def test_namespaces_have_files_of_their_own(make_tier: MakeTier, tier: Tier) -> None:
     write(tier.open_index(), SHARD)
     assert list(make_tier(namespace=OTHER_NAMESPACE).open_index().walk()) == []
 
 
-def test_files_count_for_the_budget_and_are_not_evicted(make_tier: Callable[..., Tier]) -> None:
+def test_files_count_for_the_budget_and_are_not_evicted(make_tier: MakeTier) -> None:
     nbytes = len(entry(key_at(0)))
     tier = make_tier(budget_bytes=10 * nbytes)
     for number in range(6):
@@ -137,15 +136,13 @@ def test_files_count_for_the_budget_and_are_not_evicted(make_tier: Callable[...,
     assert usage_of(tier).index_nbytes == 6 * nbytes
 
 
-def test_a_file_larger_than_the_budget_is_refused(make_tier: Callable[..., Tier]) -> None:
+def test_a_file_larger_than_the_budget_is_refused(make_tier: MakeTier) -> None:
     files = make_tier(budget_bytes=1000).open_index()
     with pytest.raises(TierError, match="1001"):
         files.write(SHARD, bytes(1001))
 
 
-def test_a_full_disk_is_an_error_and_leaves_nothing(
-    make_tier: Callable[..., Tier], small_disk: Path
-) -> None:
+def test_a_full_disk_is_an_error_and_leaves_nothing(make_tier: MakeTier, small_disk: Path) -> None:
     tier = make_tier(small_disk)
     files = tier.open_index()
     with pytest.raises(TierError):
@@ -163,9 +160,7 @@ def test_an_emptied_cache_is_made_anew(tier: Tier, root: Path) -> None:
     assert files.find(SHARD) is not None
 
 
-def test_a_link_in_the_way_is_not_followed(
-    make_tier: Callable[..., Tier], root: Path, tmp_path: Path
-) -> None:
+def test_a_link_in_the_way_is_not_followed(make_tier: MakeTier, root: Path, tmp_path: Path) -> None:
     files = make_tier().open_index()
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
@@ -175,7 +170,7 @@ def test_a_link_in_the_way_is_not_followed(
     assert list(elsewhere.iterdir()) == []
 
 
-def test_foreign_files_are_complained_about(make_tier: Callable[..., Tier], root: Path) -> None:
+def test_foreign_files_are_complained_about(make_tier: MakeTier, root: Path) -> None:
     tier = make_tier()
     write(tier.open_index(), SHARD)
     foreign = root / "v1" / "index" / NAMESPACE / "notes.txt"
@@ -195,7 +190,7 @@ def test_a_file_from_before_this_boot_is_doubtful_until_it_is_trusted(tier: Tier
     assert not files.is_doubtful(found)
 
 
-def test_a_task_is_claimed_by_one_at_a_time(make_tier: Callable[..., Tier]) -> None:
+def test_a_task_is_claimed_by_one_at_a_time(make_tier: MakeTier) -> None:
     first, second = make_tier().open_index(), make_tier().open_index()
     claim = first.try_claim("compact")
     assert claim is not None
@@ -209,7 +204,7 @@ def test_a_task_is_claimed_by_one_at_a_time(make_tier: Callable[..., Tier]) -> N
     second.claims.release(other)
 
 
-def test_a_tier_that_is_not_open_has_no_index(make_tier: Callable[..., Tier]) -> None:
+def test_a_tier_that_is_not_open_has_no_index(make_tier: MakeTier) -> None:
     tier = make_tier()
     tier.close()
     with pytest.raises(TierError):

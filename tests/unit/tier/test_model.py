@@ -29,7 +29,14 @@ from s3ec.identity import Key
 from s3ec.tier import Pin, Tier
 from s3ec.tier.inspection import Inspection
 from tests.on_disk import audit_of, evict, make_room, running_total, usage_of
-from tests.unit.tier.cases import DESTINATION, NAMESPACE, Clock, entry, file_of, key_at
+from tests.unit.tier.cases import (
+    DESTINATION,
+    NAMESPACE,
+    Clock,
+    entry,
+    file_of,
+    key_at,
+)
 
 KEYS = [key_at(number) for number in range(7)]
 UNIT = len(entry(KEYS[0], rows=4))

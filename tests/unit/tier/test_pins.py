@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -17,19 +16,22 @@ from s3ec.tier.files import own_start_time, seems_alive, start_time, try_lock
 from tests.on_disk import audit_of, evict, make_room, usage_of
 from tests.unit.tier.cases import (
     Clock,
+    MakeTier,
     child,
     entry,
     file_of,
     files_below,
     key_at,
+    pin_folders,
+    pinned,
+    publish,
     read,
 )
-from tests.unit.tier.cases import pin_folders as folders_in
 
 
 def test_absent_entry_pins_as_none_and_is_no_error(tier: Tier, counters: Counters) -> None:
     assert tier.entries.pin(key_at(0)) is None
-    tier.writer.publish(key_at(0), [entry(key_at(0))])
+    publish(tier, 0)
     evict(tier, key_at(0))
     assert tier.entries.pin(key_at(0)) is None
     assert counters.get("tier.errors") == 0
@@ -53,9 +55,7 @@ def test_pinned_bytes_survive_evict_quarantine_and_republish(tier: Tier) -> None
 def test_pins_of_one_entry_are_independent_and_unpin_is_idempotent(tier: Tier) -> None:
     key = key_at(0)
     tier.writer.publish(key, [entry(key)])
-    one, two = tier.entries.pin(key), tier.entries.pin(key)
-    assert one is not None
-    assert two is not None
+    one, two = pinned(tier, key), pinned(tier, key)
     assert one.path != two.path
     for _ in range(2):
         tier.entries.unpin(one)
@@ -63,27 +63,25 @@ def test_pins_of_one_entry_are_independent_and_unpin_is_idempotent(tier: Tier) -
     assert read(two, key) == entry(key)
 
 
-def test_unpin_leaves_the_pins_of_another_tier_alone(make_tier: Callable[..., Tier]) -> None:
+def test_unpin_leaves_the_pins_of_another_tier_alone(make_tier: MakeTier) -> None:
     one, two = make_tier(), make_tier()
     key = key_at(0)
     one.writer.publish(key, [entry(key)])
-    pin = one.entries.pin(key)
-    assert pin is not None
+    pin = pinned(one, key)
     two.entries.unpin(pin)
     two.close()
     assert read(pin, key) == entry(key)
 
 
 def test_close_drops_pins_and_their_folder_and_keeps_entries(
-    make_tier: Callable[..., Tier], root: Path
+    make_tier: MakeTier, root: Path
 ) -> None:
     tier = make_tier()
-    tier.writer.publish(key_at(0), [entry(key_at(0))])
-    pin = tier.entries.pin(key_at(0))
-    assert pin is not None
+    publish(tier, 0)
+    pin = pinned(tier, key_at(0))
     tier.close()
     assert not pin.path.exists()
-    assert folders_in(root) == []
+    assert pin_folders(root) == []
     assert file_of(root, key_at(0)).exists()
     tier.entries.unpin(pin)
 
@@ -92,8 +90,7 @@ def test_usage_counts_what_only_a_pin_keeps(tier: Tier) -> None:
     sizes = []
     for number in range(2):
         tier.writer.publish(key_at(number), [entry(key_at(number), rows=number + 1)])
-        pin = tier.entries.pin(key_at(number))
-        assert pin is not None
+        pin = pinned(tier, key_at(number))
         sizes.append(pin.nbytes)
     tier.entries.pin(key_at(1))  # a second name of the same bytes
     usage = usage_of(tier)
@@ -120,7 +117,7 @@ def test_pin_notes_the_time_also_where_the_entrys_own_is_ahead(
     tier: Tier, root: Path, clock: Clock
 ) -> None:
     """A clock that was set back: else the entry would be the newest until it has caught up."""
-    tier.writer.publish(key_at(0), [entry(key_at(0))])
+    publish(tier, 0)
     clock.now_s -= 86400
     tier.entries.pin(key_at(0))
     assert abs(file_of(root, key_at(0)).stat().st_mtime - clock.now_s) < 1e-5
@@ -142,8 +139,7 @@ def test_without_hard_links_a_pin_is_a_copy_and_counted(
     assert tier.entries.pin(key) is None
     tier.writer.publish(key, [entry(key)])
     clock.now_s += 100
-    pin = tier.entries.pin(key)
-    assert pin is not None
+    pin = pinned(tier, key)
     # The entry is touched, not the copy.
     assert abs(file_of(root, key).stat().st_mtime - clock.now_s) < 1e-5
     assert usage_of(tier).held_nbytes == pin.nbytes
@@ -153,10 +149,10 @@ def test_without_hard_links_a_pin_is_a_copy_and_counted(
 
 
 def test_copied_pin_respects_free_space_and_leaves_nothing(
-    make_tier: Callable[..., Tier], root: Path, counters: Counters, monkeypatch: pytest.MonkeyPatch
+    make_tier: MakeTier, root: Path, counters: Counters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tier = make_tier()
-    tier.writer.publish(key_at(0), [entry(key_at(0))])
+    publish(tier, 0)
     tier.close()
 
     def refuse(*arguments: object, **options: object) -> None:
@@ -177,7 +173,7 @@ def test_copy_that_ends_early_is_no_pin(
 
     monkeypatch.setattr(os, "link", refuse)
     monkeypatch.setattr(os, "sendfile", lambda *arguments: 0)
-    tier.writer.publish(key_at(0), [entry(key_at(0))])
+    publish(tier, 0)
     assert tier.entries.pin(key_at(0)) is None
     assert counters.get("tier.errors") == 1
     assert files_below(root / "v1" / "pins") == {pins.LOCK_NAME}
@@ -187,10 +183,10 @@ def test_copy_that_ends_early_is_no_pin(
 
 
 def test_living_process_keeps_its_pins_and_a_killed_one_loses_them(
-    make_tier: Callable[..., Tier], root: Path, counters: Counters
+    make_tier: MakeTier, root: Path, counters: Counters
 ) -> None:
     tier = make_tier()
-    tier.writer.publish(key_at(0), [entry(key_at(0))])
+    publish(tier, 0)
     with child("hold", root, 0) as other:
         path = Path(other.hear())
         assert path.parent.name.startswith(f"{other.pid}-{start_time(other.pid)}")
@@ -207,7 +203,7 @@ def test_living_process_keeps_its_pins_and_a_killed_one_loses_them(
 
 
 def test_reused_process_id_is_not_taken_for_the_old_process(
-    make_tier: Callable[..., Tier], root: Path
+    make_tier: MakeTier, root: Path
 ) -> None:
     tier = make_tier()
     start = own_start_time()
@@ -225,7 +221,7 @@ def test_reused_process_id_is_not_taken_for_the_old_process(
 
 
 def test_pins_of_another_containers_process_are_kept_while_their_lock_is_held(
-    make_tier: Callable[..., Tier], root: Path
+    make_tier: MakeTier, root: Path
 ) -> None:
     tier = make_tier()
     # Its own /proc would know this process; ours does not, as after `docker run` on one node.
@@ -242,7 +238,7 @@ def test_pins_of_another_containers_process_are_kept_while_their_lock_is_held(
 
 
 def test_folder_of_the_dead_with_something_foreign_in_it_stays(
-    make_tier: Callable[..., Tier], root: Path
+    make_tier: MakeTier, root: Path
 ) -> None:
     tier = make_tier()
     folder = root / "v1" / "pins" / f"{2**31 - 1}-1-01234567"
@@ -255,7 +251,7 @@ def test_folder_of_the_dead_with_something_foreign_in_it_stays(
 
 
 def test_pin_folder_that_is_swept_while_it_is_made_is_made_again(
-    make_tier: Callable[..., Tier], root: Path, monkeypatch: pytest.MonkeyPatch
+    make_tier: MakeTier, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_tier()
     lock, calls = try_lock, []
@@ -263,16 +259,16 @@ def test_pin_folder_that_is_swept_while_it_is_made_is_made_again(
     def sweep_first(fd: int) -> bool:
         calls.append(fd)
         if len(calls) == 1:  # another container's sweeper, which sees no such process
-            (new,) = set(folders_in(root)) - before
+            (new,) = set(pin_folders(root)) - before
             (new / pins.LOCK_NAME).unlink()
             new.rmdir()
         return lock(fd)
 
-    before = set(folders_in(root))
+    before = set(pin_folders(root))
     monkeypatch.setattr(pins, "try_lock", sweep_first)
     tier = make_tier()
     assert len(calls) == 2
-    assert len(set(folders_in(root)) - before) == 1
+    assert len(set(pin_folders(root)) - before) == 1
     assert audit_of(tier) == []
 
 
@@ -294,10 +290,8 @@ def test_zombie_counts_as_dead() -> None:
 def test_pin_that_could_not_be_dropped_is_dropped_after_the_next_one(
     tier: Tier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tier.writer.publish(key_at(0), [entry(key_at(0))])
-    stuck, free = tier.entries.pin(key_at(0)), tier.entries.pin(key_at(0))
-    assert stuck is not None
-    assert free is not None
+    publish(tier, 0)
+    stuck, free = pinned(tier, key_at(0)), pinned(tier, key_at(0))
 
     def refuse(path: str) -> None:
         raise OSError(errno.EROFS, "read-only")

@@ -6,7 +6,6 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -24,13 +23,15 @@ from tests.unit.tier.cases import (
     DESTINATION,
     NAMESPACE,
     OTHER_NAMESPACE,
+    MakeTier,
     child,
     entry,
     file_of,
     files_below,
     key_at,
-    publish_spooled,
+    publish,
     spool_folders,
+    spooled,
     spooled_below,
     temps_below,
 )
@@ -73,7 +74,7 @@ def test_spooled_entry_is_one_file_with_two_names_in_a_private_folder_of_this_pr
     tier: Tier, spool: Spool, root: Path, counters: Counters
 ) -> None:
     assert spool_folders(root) == []
-    publish_spooled(tier, spool, 0)
+    publish(tier, 0, spool=spool)
     (folder,) = spool_folders(root)
     assert folder.name.startswith(f"{os.getpid()}-{own_start_time()}-")
     assert folder.stat().st_mode & 0o777 == 0o700
@@ -91,7 +92,7 @@ def test_spooled_entry_is_one_file_with_two_names_in_a_private_folder_of_this_pr
 def test_spooled_entry_survives_evict_quarantine_and_republish(tier: Tier, spool: Spool) -> None:
     drops = (partial(evict, tier), lambda key: tier.entries.quarantine(key, "checksum"))
     for number, drop in enumerate((*drops, None)):
-        publish_spooled(tier, spool, number)
+        publish(tier, number, spool=spool)
         if drop is not None:
             drop(key_at(number))
         else:
@@ -106,13 +107,13 @@ def test_spooled_entry_survives_evict_quarantine_and_republish(tier: Tier, spool
 
 
 def test_eviction_passes_over_what_the_spool_keeps_on_the_disk_anyway(
-    make_tier: Callable[..., Tier], counters: Counters
+    make_tier: MakeTier, counters: Counters
 ) -> None:
     tier = make_tier(budget_bytes=8 * SIZE)
     spool = tier.open_spool(DESTINATION)
-    publish_spooled(tier, spool, 0, 3, 6)
+    publish(tier, 0, 3, 6, spool=spool)
     for number in range(9, 60, 3):
-        tier.writer.publish(key_at(number), [entry(key_at(number))])
+        publish(tier, number)
         assert usage_of(tier).total_nbytes <= 8 * SIZE
     assert counters.get("tier.evicted") > 0
     assert all(tier.entries.contains(key_at(number)) for number in (0, 3, 6))
@@ -127,7 +128,7 @@ def test_eviction_passes_over_what_the_spool_keeps_on_the_disk_anyway(
 def test_removed_entry_stays_in_the_tier_and_remove_is_idempotent(
     tier: Tier, spool: Spool, root: Path
 ) -> None:
-    publish_spooled(tier, spool, 0)
+    publish(tier, 0, spool=spool)
     for _ in range(2):
         spool.remove(KEY.digest)
     assert spooled_below(root) == set()
@@ -139,12 +140,10 @@ def test_removed_entry_stays_in_the_tier_and_remove_is_idempotent(
 def test_second_save_of_an_entry_takes_the_place_of_the_first(
     tier: Tier, spool: Spool, root: Path
 ) -> None:
-    publish_spooled(tier, spool, 0)
+    publish(tier, 0, spool=spool)
     tier.writer.publish(KEY, [entry(KEY, seed=1, rows=8)], spool=spool)
-    loaded = spool.load(KEY.digest)
-    assert loaded is not None
-    assert loaded.blob == entry(KEY, seed=1, rows=8)
-    assert spool.nbytes == len(loaded.blob) == usage_of(tier).total_nbytes
+    assert spooled(spool, KEY) == entry(KEY, seed=1, rows=8)
+    assert spool.nbytes == len(entry(KEY, rows=8)) == usage_of(tier).total_nbytes
     spool.add(KEY, str(file_of(root, KEY)))  # the very same file
     assert spooled_below(root) == {name_of(0)}
     assert temps_below(root) == set()
@@ -158,7 +157,7 @@ def test_entry_does_not_appear_where_the_spool_cannot_hold_it(
 
     monkeypatch.setattr(os, "link", refuse)
     with pytest.raises(TierError, match="disk gone"):
-        publish_spooled(tier, spool, 0)
+        publish(tier, 0, spool=spool)
     assert not tier.entries.contains(KEY)
     assert not spool.holds(KEY.digest)
     assert temps_below(root) == set()
@@ -174,7 +173,7 @@ def test_entry_that_cannot_appear_may_be_spooled_and_is_counted(
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", refuse)
         with pytest.raises(TierError, match="disk gone"):
-            publish_spooled(tier, spool, 0)
+            publish(tier, 0, spool=spool)
     assert not tier.entries.contains(KEY)
     assert spool.load(KEY.digest) is not None
     assert running_total(tier) >= usage_of(tier).total_nbytes == SIZE
@@ -184,15 +183,13 @@ def test_without_hard_links_the_spool_holds_a_copy(
     tier: Tier, spool: Spool, root: Path, counters: Counters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "link", no_links)
-    publish_spooled(tier, spool, 0)
-    publish_spooled(tier, spool, 0)
+    publish(tier, 0, spool=spool)
+    publish(tier, 0, spool=spool)
     assert counters.get("tier.spool_copies") == 2
     (folder,) = spool_folders(root)
     assert not (folder / name_of(0)).samefile(file_of(root, KEY))
     assert (folder / name_of(0)).stat().st_mode & 0o777 == 0o600
-    loaded = spool.load(KEY.digest)
-    assert loaded is not None
-    assert loaded.blob == entry(KEY)
+    assert spooled(spool, KEY) == entry(KEY)
     usage = usage_of(tier)
     assert (usage.nbytes, usage.held_nbytes, usage.spooled_nbytes) == (SIZE, SIZE, SIZE)
     assert running_total(tier) >= usage.total_nbytes
@@ -200,7 +197,7 @@ def test_without_hard_links_the_spool_holds_a_copy(
 
 
 def test_copy_that_leaves_no_free_space_is_refused(
-    make_tier: Callable[..., Tier], root: Path, monkeypatch: pytest.MonkeyPatch
+    make_tier: MakeTier, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tier = make_tier()
     tier.writer.publish(KEY, [entry(KEY)])
@@ -212,35 +209,33 @@ def test_copy_that_leaves_no_free_space_is_refused(
     assert spooled_below(root) == set()
 
 
-def test_vanished_folder_is_made_again(
-    make_tier: Callable[..., Tier], root: Path, counters: Counters
-) -> None:
+def test_vanished_folder_is_made_again(make_tier: MakeTier, root: Path, counters: Counters) -> None:
     tier = make_tier()
     spool = tier.open_spool(DESTINATION)
-    publish_spooled(tier, spool, 0)
+    publish(tier, 0, spool=spool)
     for find in (lambda: root, lambda: root / "v1" / "spool", lambda: spool_folders(root)[0]):
         shutil.rmtree(find())
         assert spool.load(KEY.digest) is None
         assert spool.nbytes == 0
-        publish_spooled(tier, spool, 0)
+        publish(tier, 0, spool=spool)
         assert spool.load(KEY.digest) is not None
     assert counters.get("tier.errors") == 0
     assert audit_of(tier) == []
 
 
 def test_spool_folder_replaced_by_a_link_is_not_followed(
-    make_tier: Callable[..., Tier], root: Path, tmp_path: Path, counters: Counters
+    make_tier: MakeTier, root: Path, tmp_path: Path, counters: Counters
 ) -> None:
     tier = make_tier()
     spool = tier.open_spool(DESTINATION)
-    publish_spooled(tier, spool, 0)
+    publish(tier, 0, spool=spool)
     for folder in (spool_folders(root)[0], root / "v1" / "spool"):
         elsewhere = tmp_path / "elsewhere"
         folder.rename(elsewhere)
         folder.symlink_to(elsewhere)
         before = files_below(elsewhere)
         with pytest.raises(TierError, match="symbolic link"):
-            publish_spooled(tier, spool, 3)
+            publish(tier, 3, spool=spool)
         assert files_below(elsewhere) == before
         folder.unlink()
         elsewhere.rename(folder)
@@ -373,7 +368,7 @@ def test_what_is_not_a_file_is_set_aside_and_not_followed_or_waited_for(
 def test_disk_that_does_not_answer_is_an_error_and_the_entry_stays(
     tier: Tier, spool: Spool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    publish_spooled(tier, spool, 0)
+    publish(tier, 0, spool=spool)
 
     def refuse(path: str) -> int:
         raise OSError(errno.EMFILE, "too many open files")
@@ -422,10 +417,10 @@ def test_check_finds_what_does_not_belong_into_the_spool(tier: Tier, root: Path)
 
 
 def test_what_a_closed_tier_left_is_adopted_by_the_next_one(
-    make_tier: Callable[..., Tier], root: Path, counters: Counters
+    make_tier: MakeTier, root: Path, counters: Counters
 ) -> None:
     one = make_tier()
-    publish_spooled(one, one.open_spool(DESTINATION), 0, 1, 2)
+    publish(one, 0, 1, 2, spool=one.open_spool(DESTINATION))
     two = make_tier()
     spool = two.open_spool(DESTINATION)
     assert spool.adopt() == []  # its owner lives
@@ -438,9 +433,7 @@ def test_what_a_closed_tier_left_is_adopted_by_the_next_one(
     assert spool.adopt() == []
     assert counters.get("spool.adopted") == 3
     for number in range(3):
-        loaded = spool.load(key_at(number).digest)
-        assert loaded is not None
-        assert loaded.blob == entry(key_at(number))
+        assert spooled(spool, key_at(number)) == entry(key_at(number))
         spool.remove(key_at(number).digest)
     two.close()
     assert not folder.exists()
@@ -448,7 +441,7 @@ def test_what_a_closed_tier_left_is_adopted_by_the_next_one(
 
 
 def test_killed_process_leaves_its_spool_and_a_living_one_keeps_it(
-    make_tier: Callable[..., Tier], root: Path
+    make_tier: MakeTier, root: Path
 ) -> None:
     tier = make_tier()
     spool = tier.open_spool(DESTINATION)
@@ -464,7 +457,7 @@ def test_killed_process_leaves_its_spool_and_a_living_one_keeps_it(
 
 
 def test_process_killed_before_the_entry_appears_has_spooled_it(
-    make_tier: Callable[..., Tier], root: Path
+    make_tier: MakeTier, root: Path
 ) -> None:
     tier = make_tier()
     spool = tier.open_spool(DESTINATION)
@@ -473,18 +466,16 @@ def test_process_killed_before_the_entry_appears_has_spooled_it(
         other.kill()
     assert not tier.entries.contains(KEY)
     assert [one.digest for one in spool.adopt()] == [KEY.digest]
-    loaded = spool.load(KEY.digest)
-    assert loaded is not None
-    assert loaded.blob == entry(KEY)
+    assert spooled(spool, KEY) == entry(KEY)
     make_room(tier)
     assert audit_of(tier) == []
 
 
 def test_entries_of_other_models_and_buckets_stay_for_processes_of_theirs(
-    make_tier: Callable[..., Tier], root: Path
+    make_tier: MakeTier, root: Path
 ) -> None:
     one = make_tier()
-    publish_spooled(one, one.open_spool(DESTINATION), 0)
+    publish(one, 0, spool=one.open_spool(DESTINATION))
     one.close()
     folders = spool_folders(root)
     other_model = make_tier(namespace=OTHER_NAMESPACE)
@@ -543,9 +534,7 @@ def test_second_copy_of_what_we_hold_is_dropped(tier: Tier, spool: Spool, root: 
     tier.writer.publish(KEY, [entry(KEY, seed=1)], spool=spool)
     assert [one.digest for one in spool.adopt()] == [key_at(1).digest]
     assert not folder.exists()
-    loaded = spool.load(KEY.digest)
-    assert loaded is not None
-    assert loaded.blob == entry(KEY, seed=1)
+    assert spooled(spool, KEY) == entry(KEY, seed=1)
 
 
 def test_second_copy_of_what_we_hold_takes_the_place_of_a_bad_one(
@@ -555,14 +544,12 @@ def test_second_copy_of_what_we_hold_takes_the_place_of_a_bad_one(
     tier.writer.publish(KEY, [b"rubbish"], spool=spool)
     assert [one.digest for one in spool.adopt()] == [KEY.digest]
     assert not folder.exists()
-    loaded = spool.load(KEY.digest)
-    assert loaded is not None
-    assert loaded.blob == entry(KEY)
+    assert spooled(spool, KEY) == entry(KEY)
     assert counters.get("tier.quarantined") == 1
 
 
 def test_folder_of_the_dead_with_something_foreign_in_it_stays(
-    make_tier: Callable[..., Tier], root: Path
+    make_tier: MakeTier, root: Path
 ) -> None:
     tier = make_tier()
     folder = dead_folder(root, 0)
@@ -573,7 +560,7 @@ def test_folder_of_the_dead_with_something_foreign_in_it_stays(
 
 
 def test_folder_that_others_may_write_is_not_adopted(
-    make_tier: Callable[..., Tier], root: Path, counters: Counters
+    make_tier: MakeTier, root: Path, counters: Counters
 ) -> None:
     tier = make_tier()
     folder = dead_folder(root, 0)
@@ -603,7 +590,7 @@ def test_own_folder_that_vanishes_during_adoption_is_made_again(
 
 @pytest.mark.slow
 def test_eight_adopters_at_once_share_the_entries_of_the_dead_and_none_has_two_owners(
-    make_tier: Callable[..., Tier], root: Path
+    make_tier: MakeTier, root: Path
 ) -> None:
     tier = make_tier()
     count = 40

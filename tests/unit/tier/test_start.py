@@ -12,7 +12,7 @@ import pytest
 from s3ec.identity import Key, digest_of_name
 from s3ec.tier import LocalKeys, Tier
 from tests.on_disk import running_total, usage_of
-from tests.unit.tier.cases import NAMESPACE, child, entry, key_at
+from tests.unit.tier.cases import NAMESPACE, MakeTier, child, entry, key_at, publish
 
 
 class Walks:
@@ -36,7 +36,7 @@ class Walks:
         return noting
 
 
-def start(make_tier: Callable[..., Tier]) -> Walks:
+def start(make_tier: MakeTier) -> Walks:
     with pytest.MonkeyPatch.context() as patch:
         walks = Walks(patch)
         make_tier()
@@ -62,7 +62,7 @@ def link_entries(objects: Path, names: list[str]) -> None:
 
 @pytest.mark.parametrize("count", [300, pytest.param(40_000, marks=pytest.mark.slow)])
 def test_start_costs_the_same_however_many_entries_there_are(
-    make_tier: Callable[..., Tier], root: Path, count: int
+    make_tier: MakeTier, root: Path, count: int
 ) -> None:
     make_tier().close()
     empty = start(make_tier)
@@ -77,24 +77,24 @@ def test_start_costs_the_same_however_many_entries_there_are(
 
 
 def test_start_after_a_restart_of_the_machine_walks_nothing_either(
-    make_tier: Callable[..., Tier], root: Path
+    make_tier: MakeTier, root: Path
 ) -> None:
     make_tier().writer.publish(key_at(0), [entry(key_at(0))])
     (root / "v1" / "usage").unlink()
     assert not [folder for folder in start(make_tier).listed if "/objects" in folder]
 
 
-def test_total_survives_a_restart(make_tier: Callable[..., Tier]) -> None:
+def test_total_survives_a_restart(make_tier: MakeTier) -> None:
     tier = make_tier()
     for number in range(5):
-        tier.writer.publish(key_at(number), [entry(key_at(number))])
+        publish(tier, number)
     tier.close()
     again = make_tier()
     assert running_total(again) == usage_of(again).total_nbytes
 
 
 def test_temp_file_of_a_killed_writer_is_swept_at_the_start_without_a_walk(
-    make_tier: Callable[..., Tier], root: Path
+    make_tier: MakeTier, root: Path
 ) -> None:
     make_tier()
     with child("stop_before_rename", root, 0) as other:

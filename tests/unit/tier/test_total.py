@@ -14,11 +14,10 @@ import pytest
 import xxhash
 
 from s3ec.counters import Counters
-from s3ec.tier import Tier
 from s3ec.tier.evictor import Figures, RunningTotal
 from s3ec.tier.files import Folders, try_lock
 from tests.on_disk import make_room, running_total, usage_of
-from tests.unit.tier.cases import entry, key_at
+from tests.unit.tier.cases import MakeTier, entry, key_at, publish
 
 
 @pytest.fixture
@@ -118,15 +117,15 @@ def test_total_of_the_former_release_is_unknown_and_begun_anew(
 
 
 def test_total_of_the_former_release_is_mended_by_the_first_walk(
-    make_tier: Callable[..., Tier], root: Path
+    make_tier: MakeTier, root: Path
 ) -> None:
     first = make_tier()
     for number in range(4):
-        first.writer.publish(key_at(number), [entry(key_at(number))])
+        publish(first, number)
     first.close()
     (root / "v1" / "usage").write_bytes(former_file(123))
     tier = make_tier()
-    tier.writer.publish(key_at(4), [entry(key_at(4))])
+    publish(tier, 4)
     assert running_total(tier) == len(entry(key_at(4)))  # so not more than 1/64 of the budget
     make_room(tier)
     assert running_total(tier) == usage_of(tier).total_nbytes > 4 * 512
@@ -179,7 +178,7 @@ def test_total_is_private_whatever_the_umask(running: RunningTotal, folders: Fol
 
 
 def test_publish_that_cannot_be_counted_stands_and_is_reported(
-    make_tier: Callable[..., Tier],
+    make_tier: MakeTier,
     monkeypatch: pytest.MonkeyPatch,
     counters: Counters,
 ) -> None:
