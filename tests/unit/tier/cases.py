@@ -59,6 +59,10 @@ def entry(
     return codec.encode_header(header) + data
 
 
+SIZE = len(entry(key_of("0" * 64)))
+"""Of the entry of every content hash."""
+
+
 def read(pin: Pin, key: Key) -> bytes:
     """The pinned bytes, checked as a worker would."""
     blob = pin.path.read_bytes()
@@ -101,6 +105,21 @@ def publish(tier: Tier, *numbers: int, spool: Spool | None = None) -> None:
 def present(tier: Tier, *numbers: int) -> set[int]:
     """Which of these are here."""
     return {number for number in numbers if tier.entries.contains(key_at(number))}
+
+
+def even(number: int) -> Key:
+    """Keys of entries that all have SIZE."""
+    return key_of(f"{number:064x}")
+
+
+def fill(tier: Tier, *numbers: int) -> None:
+    for number in numbers:
+        tier.writer.publish(even(number), [entry(even(number))])
+
+
+def left(tier: Tier, count: int) -> set[int]:
+    """Which of the first ``count`` are still here."""
+    return {number for number in range(count) if tier.entries.contains(even(number))}
 
 
 def pinned(tier: Tier, key: Key) -> Pin:

@@ -11,55 +11,41 @@ import pytest
 
 from s3ec.counters import Counters
 from s3ec.errors import TierError
-from s3ec.tier import Tier, evictor, files
+from s3ec.tier import evictor, files
 from s3ec.tier.files import free_bytes, try_lock
 from tests.on_disk import audit_of, evict, make_room, running_total, usage_of
 from tests.unit.tier.cases import (
     HOUR_S,
     OTHER_NAMESPACE,
+    SIZE,
     Clock,
     MakeTier,
     child,
     entry,
+    even,
     file_of,
+    fill,
     key_at,
     key_of,
+    left,
     pinned,
     publish,
     read,
 )
-
-SIZE = len(entry(key_at(0)))
-
-
-def keys(count: int) -> list[str]:
-    """Identifiers of entries with equal sizes."""
-    return [f"{number:064x}" for number in range(count)]
-
-
-def fill(tier: Tier, count: int) -> None:
-    for identifier in keys(count):
-        tier.writer.publish(key_of(identifier), [entry(key_of(identifier))])
-
-
-def present(tier: Tier, count: int) -> set[int]:
-    return {
-        n for n, identifier in enumerate(keys(count)) if tier.entries.contains(key_of(identifier))
-    }
 
 
 def test_publish_past_the_budget_evicts_the_least_recently_used_to_the_low_mark(
     make_tier: MakeTier, counters: Counters
 ) -> None:
     tier = make_tier(budget_bytes=10 * SIZE)
-    fill(tier, 10)
-    assert present(tier, 10) == set(range(10))
-    tier.entries.pin(key_of(keys(1)[0]))  # used: no longer the oldest
-    pin = tier.entries.pin(key_of(keys(2)[1]))
+    fill(tier, *range(10))
+    assert left(tier, 10) == set(range(10))
+    tier.entries.pin(even(0))  # used: no longer the oldest
+    pin = tier.entries.pin(even(1))
     assert pin is not None
     tier.entries.unpin(pin)
-    tier.writer.publish(key_of("f" * 64), [entry(key_of("f" * 64))])
-    assert present(tier, 10) == set(range(10)) - {2, 3}
+    fill(tier, 15)
+    assert left(tier, 10) == set(range(10)) - {2, 3}
     assert usage_of(tier).nbytes == 9 * SIZE  # 90% of the budget
     assert counters.get("tier.evicted") == 2
     assert counters.get("tier.evicted_bytes") == 2 * SIZE
@@ -68,46 +54,43 @@ def test_publish_past_the_budget_evicts_the_least_recently_used_to_the_low_mark(
 
 def test_make_room_below_the_budget_does_nothing(make_tier: MakeTier) -> None:
     tier = make_tier(budget_bytes=10 * SIZE)
-    fill(tier, 10)
+    fill(tier, *range(10))
     assert make_room(tier, budget_bytes=10 * SIZE) == 0
     assert make_room(tier, SIZE, budget_bytes=10 * SIZE) == 2 * SIZE
-    assert present(tier, 10) == set(range(2, 10))
+    assert left(tier, 10) == set(range(2, 10))
 
 
 def test_lowered_budget_is_kept_after_a_restart(make_tier: MakeTier) -> None:
     tier = make_tier()
-    fill(tier, 10)
+    fill(tier, *range(10))
     tier.close()
     tier = make_tier(budget_bytes=5 * SIZE)
-    tier.writer.publish(key_of("f" * 64), [entry(key_of("f" * 64))])
+    fill(tier, 15)
     assert usage_of(tier).nbytes <= 5 * SIZE
-    assert tier.entries.contains(key_of("f" * 64))
+    assert left(tier, 16) >= {15}
 
 
 def test_budget_is_for_all_namespaces_together(make_tier: MakeTier) -> None:
     other = make_tier(namespace=OTHER_NAMESPACE)
-    for identifier in keys(6):
-        key = key_of(identifier)
-        other.writer.publish(key, [entry(key, namespace=OTHER_NAMESPACE)])
+    for number in range(6):
+        other.writer.publish(even(number), [entry(even(number), namespace=OTHER_NAMESPACE)])
     tier = make_tier(budget_bytes=10 * SIZE)
-    fill(tier, 6)
-    assert present(tier, 6) == set(range(6))
-    assert 0 < len(present(other, 6)) < 6
+    fill(tier, *range(6))
+    assert left(tier, 6) == set(range(6))
+    assert 0 < len(left(other, 6)) < 6
     assert audit_of(tier) == []
 
 
 def test_pinned_entries_are_passed_over_and_read_well(make_tier: MakeTier) -> None:
     tier = make_tier(budget_bytes=10 * SIZE)
-    fill(tier, 10)
-    pins = {n: tier.entries.pin(key_of(keys(10)[n])) for n in (0, 1, 2)}
-    for identifier in keys(10)[3:]:  # so that the pinned ones are the oldest
-        pin = pinned(tier, key_of(identifier))
-        tier.entries.unpin(pin)
+    fill(tier, *range(10))
+    pins = [pinned(tier, even(number)) for number in range(3)]
+    for number in range(3, 10):  # so that the pinned ones are the oldest
+        tier.entries.unpin(pinned(tier, even(number)))
     assert make_room(tier, 4 * SIZE, budget_bytes=10 * SIZE) == 5 * SIZE
-    assert present(tier, 10) == {0, 1, 2, 8, 9}
-    for n, pin in pins.items():
-        assert pin is not None
-        assert read(pin, key_of(keys(10)[n])) == entry(key_of(keys(10)[n]))
+    assert left(tier, 10) == {0, 1, 2, 8, 9}
+    for number, pin in enumerate(pins):
+        assert read(pin, even(number)) == entry(even(number))
 
 
 def test_pins_of_another_process_are_passed_over(
@@ -117,22 +100,21 @@ def test_pins_of_another_process_are_passed_over(
     publish(tier, 0)
     with child("hold", root, 0) as other:
         path = Path(other.hear())
-        fill(tier, 8)
+        fill(tier, *range(8))
         assert tier.entries.contains(key_at(0))
         assert path.read_bytes() == entry(key_at(0))
         other.say()
         other.end()
     clock.now_s += HOUR_S  # the other's was the machine's
-    fill(tier, 8)
+    fill(tier, *range(8))
     assert not tier.entries.contains(key_at(0))
 
 
 def test_budget_full_of_pins_still_takes_entries(make_tier: MakeTier) -> None:
     tier = make_tier(budget_bytes=3 * SIZE)
-    for identifier in keys(6):
-        key = key_of(identifier)
-        tier.writer.publish(key, [entry(key)])
-        assert tier.entries.pin(key) is not None
+    for number in range(6):
+        fill(tier, number)
+        pinned(tier, even(number))
     assert make_room(tier, budget_bytes=3 * SIZE) == 0
     assert usage_of(tier).nbytes == 6 * SIZE
     assert audit_of(tier) == []
@@ -140,10 +122,10 @@ def test_budget_full_of_pins_still_takes_entries(make_tier: MakeTier) -> None:
 
 def test_held_bytes_count_against_the_budget(make_tier: MakeTier) -> None:
     tier = make_tier(budget_bytes=10 * SIZE)
-    fill(tier, 6)
-    for identifier in keys(6)[:4]:
-        tier.entries.pin(key_of(identifier))
-        evict(tier, key_of(identifier))
+    fill(tier, *range(6))
+    for number in range(4):
+        tier.entries.pin(even(number))
+        evict(tier, even(number))
     assert make_room(tier, 4 * SIZE, budget_bytes=10 * SIZE) == 0
     assert make_room(tier, 5 * SIZE, budget_bytes=10 * SIZE) == 2 * SIZE
     assert usage_of(tier).held_nbytes == 4 * SIZE
@@ -151,28 +133,28 @@ def test_held_bytes_count_against_the_budget(make_tier: MakeTier) -> None:
 
 def test_full_disk_refuses_when_pins_hold_everything(make_tier: MakeTier) -> None:
     tier = make_tier()
-    fill(tier, 3)
+    fill(tier, *range(3))
     tier.close()
     tier = make_tier(min_free_bytes=1 << 60)
-    pins = [tier.entries.pin(key_of(identifier)) for identifier in keys(3)]
+    pins = [pinned(tier, even(number)) for number in range(3)]
     with pytest.raises(TierError, match="min_free_bytes"):
         publish(tier, 0)
-    assert present(tier, 3) == {0, 1, 2}
-    tier.entries.unpin(pins[0])  # type: ignore[arg-type]
+    assert left(tier, 3) == {0, 1, 2}
+    tier.entries.unpin(pins[0])
     with pytest.raises(TierError, match="min_free_bytes"):
         publish(tier, 0)
-    assert present(tier, 3) == {1, 2}
+    assert left(tier, 3) == {1, 2}
 
 
 def test_disk_short_of_free_space_evicts_only_what_is_missing(
     make_tier: MakeTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tier = make_tier(budget_bytes=100 * SIZE, min_free_bytes=50 * SIZE)
-    fill(tier, 20)
-    gone = lambda: 20 - len(present(tier, 20))  # noqa: E731
+    fill(tier, *range(20))
+    gone = lambda: 20 - len(left(tier, 20))  # noqa: E731
     monkeypatch.setattr(evictor, "free_bytes", lambda folder: (49 + gone()) * SIZE)
     publish(tier, 0)
-    assert present(tier, 20) == set(range(4, 20))  # 1 + 1 and a hundredth of the budget or so
+    assert left(tier, 20) == set(range(4, 20))  # 1 + 1 and a hundredth of the budget or so
 
 
 def test_second_evictor_does_not_wait_but_a_publish_past_the_budget_does(
@@ -181,19 +163,19 @@ def test_second_evictor_does_not_wait_but_a_publish_past_the_budget_does(
     tier = make_tier(budget_bytes=3 * SIZE)
     with child("occupy", root) as other:
         assert other.hear() == "locked"
-        fill(tier, 3)
+        fill(tier, *range(3))
         assert make_room(tier, SIZE, budget_bytes=3 * SIZE) == 0
         with monkeypatch.context() as patch:
             patch.setattr(evictor, "ROUND_TIMEOUT_S", 0.05)
             with pytest.raises(TierError, match="another process has been evicting"):
-                fill(tier, 4)
-        assert present(tier, 4) == set(range(3))
+                fill(tier, *range(4))
+        assert left(tier, 4) == set(range(3))
         with ThreadPoolExecutor(1) as pool:
-            publishing = pool.submit(fill, tier, 4)
+            publishing = pool.submit(fill, tier, *range(4))
             other.say()
             publishing.result()
         other.end()
-    assert tier.entries.contains(key_of(keys(4)[3]))
+    assert tier.entries.contains(even(3))
     assert usage_of(tier).nbytes <= 3 * SIZE
 
 
@@ -201,7 +183,7 @@ def test_copy_of_a_rounds_descriptor_does_not_keep_evictors_out(
     make_tier: MakeTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tier = make_tier(budget_bytes=10 * SIZE)
-    fill(tier, 10)
+    fill(tier, *range(10))
     copies: list[int] = []
 
     def copy_first(fd: int) -> bool:
@@ -229,19 +211,19 @@ def test_entry_used_during_the_round_is_spared(
     make_tier: MakeTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tier = make_tier(budget_bytes=10 * SIZE)
-    fill(tier, 10)
+    fill(tier, *range(10))
     take = evictor.take_census
 
     def use_after(*arguments: object) -> object:
         census = take(*arguments)  # type: ignore[arg-type]
-        pin = tier.entries.pin(key_of(keys(1)[0]))
+        pin = tier.entries.pin(even(0))
         assert pin is not None
         tier.entries.unpin(pin)
         return census
 
     monkeypatch.setattr(evictor, "take_census", use_after)
     make_room(tier, SIZE, budget_bytes=10 * SIZE)
-    assert present(tier, 10) == {0, *range(3, 10)}
+    assert left(tier, 10) == {0, *range(3, 10)}
 
 
 def test_uses_that_a_clock_ahead_noted_go_first_and_cost_one_eviction(
@@ -249,39 +231,36 @@ def test_uses_that_a_clock_ahead_noted_go_first_and_cost_one_eviction(
 ) -> None:
     """Else they would stay for a day, and what is in use would be evicted in their place."""
     tier = make_tier(budget_bytes=10 * SIZE)
-    for identifier in keys(6):
-        tier.writer.publish(key_of(identifier), [entry(key_of(identifier))])
+    fill(tier, *range(6))
     clock.now_s -= 86400
-    for identifier in keys(10)[6:]:
-        tier.writer.publish(key_of(identifier), [entry(key_of(identifier))])
-    for identifier in keys(2):  # the oldest of all, and in use
-        pin = pinned(tier, key_of(identifier))
-        tier.entries.unpin(pin)
+    fill(tier, *range(6, 10))
+    for number in range(2):  # the oldest of all, and in use
+        tier.entries.unpin(pinned(tier, even(number)))
     assert make_room(tier, 4 * SIZE, budget_bytes=10 * SIZE, clock=clock) == 5 * SIZE
-    assert present(tier, 10) == {0, 1, 7, 8, 9}  # and of the others in the order of their use
+    assert left(tier, 10) == {0, 1, 7, 8, 9}  # and of the others in the order of their use
 
 
 def test_clock_that_is_set_back_by_little_keeps_the_order_of_the_times(
     make_tier: MakeTier, clock: Clock
 ) -> None:
     tier = make_tier(budget_bytes=10 * SIZE)
-    for identifier in keys(10):
-        tier.writer.publish(key_of(identifier), [entry(key_of(identifier))])
+    for number in range(10):
+        fill(tier, number)
         clock.now_s -= 20
     assert make_room(tier, SIZE, budget_bytes=10 * SIZE, clock=clock) == 2 * SIZE
-    assert present(tier, 10) == set(range(8))
+    assert left(tier, 10) == set(range(8))
 
 
 def test_entry_that_somebody_else_removes_during_the_round_is_no_trouble(
     make_tier: MakeTier, monkeypatch: pytest.MonkeyPatch, counters: Counters
 ) -> None:
     tier = make_tier(budget_bytes=10 * SIZE)
-    fill(tier, 10)
+    fill(tier, *range(10))
     take = evictor.take_census
 
     def remove_after(*arguments: object) -> object:
         census = take(*arguments)  # type: ignore[arg-type]
-        evict(tier, key_of(keys(1)[0]))
+        evict(tier, even(0))
         return census
 
     monkeypatch.setattr(evictor, "take_census", remove_after)
@@ -294,9 +273,9 @@ def test_foreign_files_are_complained_about_but_neither_counted_nor_deleted(
     make_tier: MakeTier, root: Path
 ) -> None:
     tier = make_tier(budget_bytes=5 * SIZE)
-    fill(tier, 5)
+    fill(tier, *range(5))
     objects = root / "v1" / "objects"
-    folder = file_of(root, key_of(keys(1)[0])).parent
+    folder = file_of(root, even(0)).parent
     foreign = [
         root / "v1" / "README",
         objects / "notes.txt",

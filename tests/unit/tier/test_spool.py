@@ -23,6 +23,7 @@ from tests.unit.tier.cases import (
     DESTINATION,
     NAMESPACE,
     OTHER_NAMESPACE,
+    SIZE,
     MakeTier,
     child,
     entry,
@@ -38,7 +39,6 @@ from tests.unit.tier.cases import (
 from tests.unit.tier.test_bad_entries import BAD
 
 KEY = key_at(0)
-SIZE = len(entry(KEY))
 
 
 def name_of(number: int) -> str:
