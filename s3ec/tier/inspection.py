@@ -472,7 +472,7 @@ def _accounting_complaints(folders: Folders, before: TierScan) -> Iterator[str]:
     """
     complaint = ""
     for _ in range(_ACCOUNTING_ROUNDS):
-        plain = _plain_bytes(folders, skip={*before.foreign, *before.temps})
+        plain = plain_bytes(folders, skip={*before.foreign, *before.temps})
         after = take_census(folders)
         if not before.total_bytes == after.total_bytes != plain:
             return
@@ -481,7 +481,7 @@ def _accounting_complaints(folders: Folders, before: TierScan) -> Iterator[str]:
     yield complaint
 
 
-def _plain_bytes(folders: Folders, *, skip: set[str]) -> int:
+def plain_bytes(folders: Folders, *, skip: set[str]) -> int:
     sizes: dict[tuple[int, int], int] = {}
     for top in (
         *(folders.objects, folders.pins, folders.spool, folders.quarantine, folders.index),

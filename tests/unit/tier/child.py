@@ -72,6 +72,12 @@ def hold(root: Path, number: int) -> None:
     tier.close()
 
 
+def claim(root: Path, number: int) -> None:
+    """Claim one entry, until killed."""
+    say(type(new_tier(root).entries.pin_or_claim(key_at(number))).__name__)
+    hear()
+
+
 def stop_before_rename(root: Path, number: int) -> None:
     """Publish as far as the rename, and wait there to be killed."""
     tier = new_tier(root)
@@ -294,7 +300,7 @@ if __name__ == "__main__":
     commands = {
         function.__name__: function
         for function in (
-            *(race, hold, stop_before_rename, churn, flood, occupy, fork, orphan, limit),
+            *(race, hold, claim, stop_before_rename, churn, flood, occupy, fork, orphan, limit),
             *(spool, spool_before_rename, adopt),
         )
     }

@@ -13,7 +13,7 @@ import pytest
 
 from s3ec.counters import Counters
 from s3ec.tier import evictor
-from s3ec.tier.evictor import Background, StoppedError
+from s3ec.tier.evictor import Background
 from tests.on_disk import audit_of, make_room, running_total, usage_of
 from tests.unit.tier.cases import HOUR_S, SIZE, Clock, MakeTier, even, fill, left
 
@@ -220,26 +220,6 @@ def test_process_that_can_start_no_thread_publishes_and_evicts_nevertheless(
     fill(tier, *range(120))
     assert usage_of(tier).total_nbytes <= 100 * SIZE
     tier.close()
-
-
-def test_pause_of_a_stopped_thread_raises(caplog: pytest.LogCaptureFixture) -> None:
-    entered, raised = threading.Event(), threading.Event()
-
-    def work(pause: Callable[[], None]) -> float:
-        entered.set()
-        try:
-            while True:
-                pause()
-        except StoppedError:
-            raised.set()
-            raise
-
-    thread = Background("test-background", work)
-    thread.wake()
-    assert entered.wait(DEADLINE_S)
-    thread.stop()
-    assert raised.is_set()
-    assert caplog.records == []
 
 
 def test_walks_in_the_background_leave_the_interpreter_now_and_then(

@@ -286,16 +286,16 @@ def test_check_bears_entries_that_come_and_go_between_its_walks(
 ) -> None:
     one, two = key_of("a" * 64), key_of("b" * 64)
     tier.writer.publish(one, [entry(one)])
-    plain_bytes = inspection._plain_bytes
+    plain_bytes = inspection.plain_bytes
 
     def busy(folders: Folders, *, skip: set[str]) -> int:
-        monkeypatch.setattr("s3ec.tier.inspection._plain_bytes", plain_bytes)
+        monkeypatch.setattr("s3ec.tier.inspection.plain_bytes", plain_bytes)
         tier.writer.publish(two, [entry(two)])
         found = plain_bytes(folders, skip=skip)
         evict(tier, one)  # as large, so that both counts around the walk agree
         return found
 
-    monkeypatch.setattr("s3ec.tier.inspection._plain_bytes", busy)
+    monkeypatch.setattr("s3ec.tier.inspection.plain_bytes", busy)
     assert audit_of(tier) == []
 
 
@@ -303,13 +303,13 @@ def test_check_bears_a_writer_that_begins_between_its_walks(
     tier: Tier, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tier.writer.publish(KEY, [entry(KEY)])
-    plain_bytes = inspection._plain_bytes
+    plain_bytes = inspection.plain_bytes
 
     def busy(folders: Folders, *, skip: set[str]) -> int:
         file_of(root, KEY).with_name(f".tmp-{os.getpid()}-{'0' * 16}").write_bytes(b"half")
         return plain_bytes(folders, skip=skip)
 
-    monkeypatch.setattr("s3ec.tier.inspection._plain_bytes", busy)
+    monkeypatch.setattr("s3ec.tier.inspection.plain_bytes", busy)
     assert audit_of(tier) == []
     for temp in root.rglob(".tmp-*"):
         temp.unlink()

@@ -5,54 +5,22 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import os
 import shutil
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from s3ec.counters import Counters
 from s3ec.tier import Claim, Pin, Tier
-from tests.unit.tier.cases import MakeTier, entry, key_at
+from tests.unit.tier.cases import MakeTier, child, entry, key_at
 
 KEY, OTHER = key_at(0), key_at(1)
-REPOSITORY = Path(__file__).parents[3]
-HOLDER = """
-import sys
-from pathlib import Path
-tier = new_tier(Path(sys.argv[1]))
-print(type(tier.entries.pin_or_claim(key_at(0))).__name__, flush=True)
-sys.stdin.readline()
-"""
 
 
 def claim(tier: Tier, key: object = KEY) -> Claim:
     taken = tier.entries.pin_or_claim(key)  # type: ignore[arg-type]
     assert isinstance(taken, Claim)
     return taken
-
-
-def holder(root: Path) -> subprocess.Popen[str]:
-    child = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(root)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=REPOSITORY,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-    )
-    assert child.stdout is not None
-    assert child.stdout.readline().strip() == "Claim"
-    return child
-
-
-def end(child: subprocess.Popen[str]) -> None:
-    if child.poll() is None:
-        child.kill()
-    child.communicate()
 
 
 def test_a_claimed_entry_is_refused_until_it_is_released(make_tier: MakeTier) -> None:
@@ -124,14 +92,11 @@ def test_a_hanging_holder_can_be_passed_over(make_tier: MakeTier) -> None:
 
 def test_a_killed_process_leaves_no_claim(make_tier: MakeTier, root: Path) -> None:
     tier = make_tier()
-    child = holder(root)
-    try:
+    with child("claim", root, 0) as other:
+        assert other.hear() == "Claim"
         assert tier.entries.pin_or_claim(KEY) is None
-        child.send_signal(signal.SIGKILL)
-        child.wait()
+        other.kill()
         claim(tier)
-    finally:
-        end(child)
 
 
 def test_a_closed_tier_leaves_no_claim_and_takes_none(make_tier: MakeTier) -> None:

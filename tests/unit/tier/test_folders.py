@@ -23,7 +23,6 @@ from tests.unit.tier.cases import (
     MakeTier,
     entry,
     file_of,
-    files_below,
     key_at,
     key_of,
     new_tier,
@@ -110,28 +109,6 @@ def test_root_that_is_a_file_is_refused(root: Path) -> None:
         new_tier(root / "below")
 
 
-@pytest.mark.parametrize("depth", [0, 1, 2])
-def test_folder_replaced_by_a_link_is_not_followed(
-    make_tier: MakeTier, root: Path, tmp_path: Path, counters: Counters, depth: int
-) -> None:
-    tier = make_tier()
-    tier.writer.publish(KEY, [entry(KEY)])
-    folder, elsewhere = file_of(root, KEY).parents[depth], tmp_path / "elsewhere"
-    folder.rename(elsewhere)
-    folder.symlink_to(elsewhere)
-    before = files_below(elsewhere)
-    assert tier.entries.pin(KEY) is None
-    with pytest.raises(TierError, match="symbolic link"):
-        tier.writer.publish(KEY, [entry(KEY, seed=1)])
-    tier.entries.quarantine(KEY, "checksum")
-    assert usage_of(tier).entries == 0
-    assert make_room(tier, 1 << 30) == 0
-    assert files_below(elsewhere) == before
-    # pin, quarantine and the removal that it falls back to
-    assert counters.get("tier.errors") == 3
-    assert str(folder) in "".join(audit_of(tier))
-
-
 def _everything(tier: Tier, spool: Spool) -> int:
     """All that is done with a tier, refused or not; how often it was refused aloud."""
     calls: list[Callable[[], object]] = [
@@ -160,12 +137,20 @@ def _tree(folder: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("harm", ["link", "open", "stranger"])
+_TOP = [
+    *("", "v1", "v1/objects", "v1/incoming", "v1/pins", "v1/quarantine", "v1/spool", "v1/index"),
+    *("own pins", "own spool"),
+]
+_INNER = [f"v1/objects/{NAMESPACE}", f"v1/index/{NAMESPACE}", "adapter's", "fan-out"]
+
+
 @pytest.mark.parametrize(
-    "name",
-    ["", "v1", "v1/objects", "v1/incoming", "v1/pins", "v1/quarantine", "v1/spool", "v1/index",
-     "own pins", "own spool"],
-)  # fmt: skip
+    ("name", "harm"),
+    [
+        *((name, harm) for name in _TOP for harm in ("link", "open", "stranger")),
+        *((name, "link") for name in _INNER),
+    ],
+)
 def test_folder_that_is_spoiled_under_a_running_tier_is_left_alone_until_it_is_mended(
     make_tier: MakeTier,
     root: Path,
@@ -185,8 +170,13 @@ def test_folder_that_is_spoiled_under_a_running_tier_is_left_alone_until_it_is_m
     held = pinned(tier, key_at(7))
     files = tier.open_index()
     files.write(_INDEX_FILE, bytes(10))
-    own = {"own pins": held.path.parent, "own spool": spool_folders(root)[0]}
-    folder, elsewhere = own.get(name, root / name), tmp_path / "elsewhere"
+    inner = {
+        "own pins": held.path.parent,
+        "own spool": spool_folders(root)[0],
+        "adapter's": file_of(root, key_at(4)).parents[1],
+        "fan-out": file_of(root, key_at(4)).parent,
+    }
+    folder, elsewhere = inner.get(name, root / name), tmp_path / "elsewhere"
     mode = folder.stat().st_mode & 0o777
     caplog.clear()
     if harm == "link":

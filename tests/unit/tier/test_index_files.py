@@ -160,16 +160,6 @@ def test_an_emptied_cache_is_made_anew(tier: Tier, root: Path) -> None:
     assert files.find(SHARD) is not None
 
 
-def test_a_link_in_the_way_is_not_followed(make_tier: MakeTier, root: Path, tmp_path: Path) -> None:
-    files = make_tier().open_index()
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    (root / "v1" / "index" / NAMESPACE).symlink_to(elsewhere)
-    with pytest.raises(TierError):
-        write(files, SHARD)
-    assert list(elsewhere.iterdir()) == []
-
-
 def test_foreign_files_are_complained_about(make_tier: MakeTier, root: Path) -> None:
     tier = make_tier()
     write(tier.open_index(), SHARD)

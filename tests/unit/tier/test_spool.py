@@ -14,7 +14,7 @@ import pytest
 
 from s3ec.counters import Counters
 from s3ec.errors import TierError
-from s3ec.tier import Spool, Tier, entries
+from s3ec.tier import Spool, Tier
 from s3ec.tier.files import own_start_time, try_lock
 from s3ec.tier.pins import LOCK_NAME
 from s3ec.tier.scan import SpoolName
@@ -196,19 +196,6 @@ def test_without_hard_links_the_spool_holds_a_copy(
     assert temps_below(root) == set()
 
 
-def test_copy_that_leaves_no_free_space_is_refused(
-    make_tier: MakeTier, root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tier = make_tier()
-    tier.writer.publish(KEY, [entry(KEY)])
-    tier.close()
-    monkeypatch.setattr(os, "link", no_links)
-    spool = make_tier(min_free_bytes=1 << 60).open_spool(DESTINATION)
-    with pytest.raises(TierError, match="no room to spool"):
-        spool.add(KEY, str(file_of(root, KEY)))
-    assert spooled_below(root) == set()
-
-
 def test_vanished_folder_is_made_again(make_tier: MakeTier, root: Path, counters: Counters) -> None:
     tier = make_tier()
     spool = tier.open_spool(DESTINATION)
@@ -221,28 +208,6 @@ def test_vanished_folder_is_made_again(make_tier: MakeTier, root: Path, counters
         assert spool.load(KEY.digest) is not None
     assert counters.get("tier.errors") == 0
     assert audit_of(tier) == []
-
-
-def test_spool_folder_replaced_by_a_link_is_not_followed(
-    make_tier: MakeTier, root: Path, tmp_path: Path, counters: Counters
-) -> None:
-    tier = make_tier()
-    spool = tier.open_spool(DESTINATION)
-    publish(tier, 0, spool=spool)
-    for folder in (spool_folders(root)[0], root / "v1" / "spool"):
-        elsewhere = tmp_path / "elsewhere"
-        folder.rename(elsewhere)
-        folder.symlink_to(elsewhere)
-        before = files_below(elsewhere)
-        with pytest.raises(TierError, match="symbolic link"):
-            publish(tier, 3, spool=spool)
-        assert files_below(elsewhere) == before
-        folder.unlink()
-        elsewhere.rename(folder)
-    (root / "v1" / "spool").rename(tmp_path / "elsewhere")
-    (root / "v1" / "spool").symlink_to(tmp_path / "elsewhere")
-    assert spool.adopt() == []
-    assert counters.get("tier.errors") == 1
 
 
 def test_symlink_is_not_spooled(tier: Tier, spool: Spool, root: Path) -> None:
@@ -314,15 +279,6 @@ def test_bad_entry_is_not_loaded_but_set_aside_and_counted(
     assert not tier.entries.contains(KEY)  # the same bytes
     assert counters.get("tier.quarantined") == 1
     assert usage_of(tier).total_nbytes == len(blob)
-
-
-def test_flipped_bit_is_found(tier: Tier, spool: Spool, counters: Counters) -> None:
-    blob = bytearray(entry(KEY))
-    blob[-1] ^= 1
-    tier.writer.publish(KEY, [bytes(blob)], spool=spool)
-    assert ["checksum" in complaint for complaint in audit_of(tier)] == [True, True]
-    assert spool.load(KEY.digest) is None
-    assert counters.get("tier.quarantined") == 1
 
 
 def test_bad_entry_that_a_reader_set_aside_before_is_gone_from_the_spool_too(
@@ -488,14 +444,6 @@ def test_entries_of_other_models_and_buckets_stay_for_processes_of_theirs(
     assert audit_of(other_model) == []
 
 
-def test_reused_process_id_is_not_taken_for_the_old_process(tier: Tier, root: Path) -> None:
-    folder = dead_folder(root, 0)
-    old = folder.with_name(f"{os.getpid()}-{int(own_start_time()) - 1}-01234567")
-    folder.rename(old)
-    assert len(tier.open_spool(DESTINATION).adopt()) == 1
-    assert not old.exists()
-
-
 def test_spool_of_a_living_process_is_kept_even_without_its_lock(
     tier: Tier, spool: Spool, root: Path
 ) -> None:
@@ -622,13 +570,3 @@ def test_eight_adopters_at_once_share_the_entries_of_the_dead_and_none_has_two_o
             adopter.end()
     assert spool_folders(root) == []
     assert audit_of(tier) == []
-
-
-def test_quarantine_of_the_spool_is_bounded_like_the_tiers(
-    tier: Tier, spool: Spool, root: Path
-) -> None:
-    count = entries.KEPT_FILES + 4
-    for number in range(count):
-        tier.writer.publish(key_at(number), [b"rubbish"], spool=spool)
-        assert spool.load(key_at(number).digest) is None
-    assert len(files_below(root / "v1" / "quarantine")) == entries.KEPT_FILES

@@ -11,8 +11,7 @@ import pytest
 
 from s3ec.identity import Key, digest_of_name
 from s3ec.tier import LocalKeys, Tier
-from tests.on_disk import running_total, usage_of
-from tests.unit.tier.cases import NAMESPACE, MakeTier, child, entry, key_at, publish
+from tests.unit.tier.cases import NAMESPACE, MakeTier, entry, key_at
 
 
 class Walks:
@@ -70,40 +69,12 @@ def test_start_costs_the_same_however_many_entries_there_are(
     full = start(make_tier)
     assert not [folder for folder in full.listed if "/objects" in folder]
     assert full.calls == empty.calls
+    (root / "v1" / "usage").unlink()
+    assert not [folder for folder in start(make_tier).listed if "/objects" in folder]
     tier = make_tier()
     local = LocalKeys()
     local.replace(tier.entries.names())
     assert all(local(Key("", name, digest_of_name(name))) for name in names_of(count))
-
-
-def test_start_after_a_restart_of_the_machine_walks_nothing_either(
-    make_tier: MakeTier, root: Path
-) -> None:
-    make_tier().writer.publish(key_at(0), [entry(key_at(0))])
-    (root / "v1" / "usage").unlink()
-    assert not [folder for folder in start(make_tier).listed if "/objects" in folder]
-
-
-def test_total_survives_a_restart(make_tier: MakeTier) -> None:
-    tier = make_tier()
-    for number in range(5):
-        publish(tier, number)
-    tier.close()
-    again = make_tier()
-    assert running_total(again) == usage_of(again).total_nbytes
-
-
-def test_temp_file_of_a_killed_writer_is_swept_at_the_start_without_a_walk(
-    make_tier: MakeTier, root: Path
-) -> None:
-    make_tier()
-    with child("stop_before_rename", root, 0) as other:
-        temp = Path(other.hear())
-        other.kill()
-    assert temp.exists()
-    walks = start(make_tier)
-    assert not temp.exists()
-    assert not [folder for folder in walks.listed if "/objects" in folder]
 
 
 def test_names_added_and_dropped_during_a_scan_are_kept_that_way(tier: Tier) -> None:
