@@ -888,7 +888,7 @@ def test_drain_stores_what_waits_behind_a_save_that_hangs_in_the_disk(
         assert answers.wait(_DEADLINE_S)
         publish(*args, **kwargs)
 
-    monkeypatch.setattr(rig.node.tier, "publish", hang)
+    monkeypatch.setattr(rig.node.tier.writer, "publish", hang)
     queue = rig.queue()
     assert queue.put(HASHES[0], IMAGE, tensor(0))
     assert reached.wait(_DEADLINE_S)

@@ -36,7 +36,7 @@ from tests.unit.tier.cases import (
     spooled_below,
     temps_below,
 )
-from tests.unit.tier.test_bad_entries import BAD
+from tests.unit.tier.test_entries import BAD
 
 KEY = key_at(0)
 
