@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 from s3ec import codec
 from s3ec.codec import Header, Shape
@@ -140,6 +141,15 @@ def spooled(spool: Spool, key: Key) -> bytes:
     assert loaded is not None
     assert loaded.key == key
     return loaded.blob
+
+
+def refusing(error: int, text: str) -> Callable[..., NoReturn]:
+    """A call of the system that a disk refuses."""
+
+    def refuse(*arguments: object, **options: object) -> NoReturn:
+        raise OSError(error, text)
+
+    return refuse
 
 
 class Clock:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import time
@@ -15,7 +16,7 @@ from s3ec.counters import Counters
 from s3ec.tier import evictor
 from s3ec.tier.evictor import Background
 from tests.on_disk import audit_of, make_room, running_total, usage_of
-from tests.unit.tier.cases import HOUR_S, SIZE, Clock, MakeTier, even, fill, left
+from tests.unit.tier.cases import HOUR_S, SIZE, Clock, MakeTier, even, fill, left, refusing
 
 DEADLINE_S = 30.0
 
@@ -177,11 +178,8 @@ def test_round_that_fails_is_counted_and_the_thread_goes_on(
     tier = make_tier(budget_bytes=100 * SIZE)
     monkeypatch.setattr(evictor, "REST_S", 0.0)
 
-    def fail(*arguments: object) -> object:
-        raise OSError("disk gone")
-
     with monkeypatch.context() as patch:
-        patch.setattr(evictor, "take_census", fail)
+        patch.setattr(evictor, "take_census", refusing(errno.EIO, "disk gone"))
         fill(tier, *range(96))
         wait_until(lambda: counters.get("tier.errors") > 0)
     clock.now_s += HOUR_S

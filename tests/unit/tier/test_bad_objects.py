@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from s3ec.tier import bad_objects
 from s3ec.tier.bad_objects import BadObjects, read_notes
 from s3ec.tier.files import Folders
 from tests.unit.index.basics import NAMESPACE, key_of
-from tests.unit.tier.cases import DESTINATION, Clock
+from tests.unit.tier.cases import DESTINATION, Clock, refusing
 
 PLACE = DESTINATION
 Full = Callable[[], AbstractContextManager[None]]
@@ -28,13 +29,12 @@ KEY = key_of("a")
 def full(monkeypatch: pytest.MonkeyPatch) -> Full:
     """While entered, no note can be written."""
 
-    def refuse(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
     @contextmanager
     def full() -> Iterator[None]:
         with monkeypatch.context() as patch:
-            patch.setattr(bad_objects, "write_note", refuse)
+            patch.setattr(
+                bad_objects, "write_note", refusing(errno.ENOSPC, "No space left on device")
+            )
             yield
 
     return full

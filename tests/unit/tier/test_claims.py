@@ -12,7 +12,7 @@ import pytest
 
 from s3ec.counters import Counters
 from s3ec.tier import Claim, Pin, Tier
-from tests.unit.tier.cases import MakeTier, child, entry, key_at
+from tests.unit.tier.cases import MakeTier, child, entry, key_at, refusing
 
 KEY, OTHER = key_at(0), key_at(1)
 
@@ -125,11 +125,8 @@ def test_a_deleted_folder_does_not_part_those_who_come_later(
 def test_a_file_system_without_such_locks_shares_no_fetches(
     make_tier: MakeTier, counters: Counters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: object) -> int:
-        raise OSError(errno.ENOLCK, "no locks available")
-
     one, two = make_tier(), make_tier()
-    monkeypatch.setattr(fcntl, "fcntl", refuse)
+    monkeypatch.setattr(fcntl, "fcntl", refusing(errno.ENOLCK, "no locks available"))
     for tier in (one, two):
         taken = claim(tier)
         assert taken.place is None

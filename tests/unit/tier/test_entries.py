@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import struct
@@ -28,6 +29,7 @@ from tests.unit.tier.cases import (
     files_below,
     key_at,
     pinned,
+    refusing,
     served,
 )
 
@@ -176,10 +178,7 @@ def test_reason_cannot_leave_the_folder(tier: Tier, root: Path) -> None:
 def test_entry_that_cannot_be_set_aside_is_evicted(
     tier: Tier, monkeypatch: pytest.MonkeyPatch, counters: Counters
 ) -> None:
-    def refuse(source: str, target: str) -> None:
-        raise OSError("no")
-
-    monkeypatch.setattr(os, "rename", refuse)
+    monkeypatch.setattr(os, "rename", refusing(errno.EIO, "no"))
     tier.writer.publish(KEY, [entry(KEY)])
     tier.entries.quarantine(KEY, "checksum")
     assert not tier.entries.contains(KEY)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import struct
@@ -38,6 +39,7 @@ from tests.unit.tier.cases import (
     pinned,
     publish,
     read,
+    refusing,
 )
 
 
@@ -205,11 +207,8 @@ def test_publish_that_cannot_be_counted_stands_and_is_reported(
 ) -> None:
     tier, key = make_tier(), key_at(0)
 
-    def refuse(*arguments: object, **options: object) -> Figures:
-        raise OSError("usage cannot be written")
-
     with monkeypatch.context() as patch:
-        patch.setattr(RunningTotal, "add", refuse)
+        patch.setattr(RunningTotal, "add", refusing(errno.EIO, "usage cannot be written"))
         tier.writer.publish(key, [entry(key)])
     assert tier.entries.pin(key) is not None
     assert counters.get("tier.errors") == 1

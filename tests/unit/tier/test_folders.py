@@ -30,6 +30,7 @@ from tests.unit.tier.cases import (
     pinned,
     publish,
     read,
+    refusing,
     served,
     spool_folders,
 )
@@ -382,10 +383,7 @@ def test_refusals_are_counted_each_time_and_logged_once(
     tier = make_tier()
     tier.writer.publish(KEY, [entry(KEY)])
 
-    def refuse(*arguments: object, **options: object) -> None:
-        raise OSError(errno.EIO, "disk gone")
-
-    monkeypatch.setattr(os, "link", refuse)
+    monkeypatch.setattr(os, "link", refusing(errno.EIO, "disk gone"))
     for _ in range(5):
         assert tier.entries.pin(KEY) is None
     assert counters.get("tier.errors") == 5

@@ -26,6 +26,7 @@ from tests.unit.tier.cases import (
     pinned,
     publish,
     read,
+    refusing,
 )
 
 
@@ -131,10 +132,7 @@ def test_without_hard_links_a_pin_is_a_copy_and_counted(
     tier: Tier, root: Path, clock: Clock, counters: Counters, monkeypatch: pytest.MonkeyPatch,
     error: int,
 ) -> None:  # fmt: skip
-    def refuse(*arguments: object, **options: object) -> None:
-        raise OSError(error, os.strerror(error))
-
-    monkeypatch.setattr(os, "link", refuse)
+    monkeypatch.setattr(os, "link", refusing(error, os.strerror(error)))
     key = key_at(0)
     assert tier.entries.pin(key) is None
     tier.writer.publish(key, [entry(key)])
@@ -155,10 +153,7 @@ def test_copied_pin_respects_free_space_and_leaves_nothing(
     publish(tier, 0)
     tier.close()
 
-    def refuse(*arguments: object, **options: object) -> None:
-        raise PermissionError(errno.EPERM, "no links here")
-
-    monkeypatch.setattr(os, "link", refuse)
+    monkeypatch.setattr(os, "link", refusing(errno.EPERM, "no links here"))
     tier = make_tier(min_free_bytes=1 << 60)
     assert tier.entries.pin(key_at(0)) is None
     assert counters.get("tier.errors") == 1
@@ -168,10 +163,7 @@ def test_copied_pin_respects_free_space_and_leaves_nothing(
 def test_copy_that_ends_early_is_no_pin(
     tier: Tier, root: Path, counters: Counters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*arguments: object, **options: object) -> None:
-        raise PermissionError(errno.EPERM, "no links here")
-
-    monkeypatch.setattr(os, "link", refuse)
+    monkeypatch.setattr(os, "link", refusing(errno.EPERM, "no links here"))
     monkeypatch.setattr(os, "sendfile", lambda *arguments: 0)
     publish(tier, 0)
     assert tier.entries.pin(key_at(0)) is None
@@ -293,11 +285,8 @@ def test_pin_that_could_not_be_dropped_is_dropped_after_the_next_one(
     publish(tier, 0)
     stuck, free = pinned(tier, key_at(0)), pinned(tier, key_at(0))
 
-    def refuse(path: str) -> None:
-        raise OSError(errno.EROFS, "read-only")
-
     with monkeypatch.context() as patch:
-        patch.setattr(os, "unlink", refuse)
+        patch.setattr(os, "unlink", refusing(errno.EROFS, "read-only"))
         tier.entries.unpin(stuck)
         tier.entries.unpin(stuck)
     assert stuck.path.exists()

@@ -31,6 +31,7 @@ from tests.unit.tier.cases import (
     files_below,
     key_at,
     publish,
+    refusing,
     spool_folders,
     spooled,
     spooled_below,
@@ -43,10 +44,6 @@ KEY = key_at(0)
 
 def name_of(number: int) -> str:
     return f"{NAMESPACE}--{DESTINATION}--{key_at(number).digest.hex()}.safetensors"
-
-
-def no_links(*arguments: object, **options: object) -> None:
-    raise PermissionError(errno.EPERM, "no links here")
 
 
 @pytest.fixture
@@ -152,10 +149,7 @@ def test_second_save_of_an_entry_takes_the_place_of_the_first(
 def test_entry_does_not_appear_where_the_spool_cannot_hold_it(
     tier: Tier, spool: Spool, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*arguments: object, **options: object) -> None:
-        raise OSError(errno.EIO, "disk gone")
-
-    monkeypatch.setattr(os, "link", refuse)
+    monkeypatch.setattr(os, "link", refusing(errno.EIO, "disk gone"))
     with pytest.raises(TierError, match="disk gone"):
         publish(tier, 0, spool=spool)
     assert not tier.entries.contains(KEY)
@@ -167,11 +161,8 @@ def test_entry_does_not_appear_where_the_spool_cannot_hold_it(
 def test_entry_that_cannot_appear_may_be_spooled_and_is_counted(
     tier: Tier, spool: Spool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(source: str, target: str) -> None:
-        raise OSError(errno.EIO, "disk gone")
-
     with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", refuse)
+        patch.setattr(os, "replace", refusing(errno.EIO, "disk gone"))
         with pytest.raises(TierError, match="disk gone"):
             publish(tier, 0, spool=spool)
     assert not tier.entries.contains(KEY)
@@ -182,7 +173,7 @@ def test_entry_that_cannot_appear_may_be_spooled_and_is_counted(
 def test_without_hard_links_the_spool_holds_a_copy(
     tier: Tier, spool: Spool, root: Path, counters: Counters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "link", no_links)
+    monkeypatch.setattr(os, "link", refusing(errno.EPERM, "no links here"))
     publish(tier, 0, spool=spool)
     publish(tier, 0, spool=spool)
     assert counters.get("tier.spool_copies") == 2
@@ -326,11 +317,8 @@ def test_disk_that_does_not_answer_is_an_error_and_the_entry_stays(
 ) -> None:
     publish(tier, 0, spool=spool)
 
-    def refuse(path: str) -> int:
-        raise OSError(errno.EMFILE, "too many open files")
-
     with monkeypatch.context() as patch:
-        patch.setattr("s3ec.tier.spool.open_entry", refuse)
+        patch.setattr("s3ec.tier.spool.open_entry", refusing(errno.EMFILE, "too many open files"))
         with pytest.raises(TierError, match="too many"):
             spool.load(KEY.digest)
     assert spool.load(KEY.digest) is not None
@@ -341,11 +329,8 @@ def test_bad_entry_that_cannot_be_set_aside_is_counted_and_no_longer_held(
 ) -> None:
     tier.writer.publish(KEY, [b"rubbish"], spool=spool)
 
-    def refuse(source: str, target: str) -> None:
-        raise OSError(errno.EIO, "no")
-
     with monkeypatch.context() as patch:
-        patch.setattr(os, "rename", refuse)
+        patch.setattr(os, "rename", refusing(errno.EIO, "no"))
         assert spool.load(KEY.digest) is None
     assert counters.get("tier.errors") == 1
     assert not spool.holds(KEY.digest)
