@@ -881,7 +881,7 @@ def test_drain_stores_what_waits_behind_a_save_that_hangs_in_the_disk(
     now_s = 0.0
     rig.node.loop.watch = DiskWatch(rig.node.counters, clock=lambda: now_s)
     reached, answers = threading.Event(), threading.Event()
-    publish = rig.node.tier.publish
+    publish = rig.node.tier.writer.publish
 
     def hang(*args: Any, **kwargs: Any) -> None:
         reached.set()
