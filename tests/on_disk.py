@@ -14,7 +14,7 @@ from s3ec.tier import Tier
 from s3ec.tier.evictor import Evictor, RunningTotal
 from s3ec.tier.files import DiskErrors, Folders
 from s3ec.tier.inspection import Inspection, complaints_about
-from s3ec.tier.scan import Usage, take_census
+from s3ec.tier.scan import Usage, scan_tier
 
 
 def found_in(cache_dir: Path) -> Inspection:
@@ -24,7 +24,7 @@ def found_in(cache_dir: Path) -> Inspection:
 
 def usage_of(tier: Tier | Inspection) -> Usage:
     """Count what the folder holds; walks it."""
-    return take_census(tier.folders).usage()
+    return scan_tier(tier.folders).usage()
 
 
 def audit_of(tier: Tier | Inspection) -> list[str]:

@@ -39,7 +39,7 @@ from s3ec.tier.files import (
     sweep_temps,
 )
 from s3ec.tier.pins import sweep_dead
-from s3ec.tier.scan import ScannedEntry, TierScan, take_census, yield_gil
+from s3ec.tier.scan import ScannedEntry, TierScan, scan_tier, yield_gil
 
 # Sorted apart and merged as far as needed: one sort of all would keep the interpreter.
 _CHUNK = 1024
@@ -510,11 +510,11 @@ class Evictor:
             require_own_folders((*self._folders.above, str(self._folders.objects)))
         before = self._total.read()
         self._sweep()
-        census = take_census(self._folders, pause)
-        self._sweep_temps(census)
-        goal_bytes = max(self._excess(census, incoming_bytes, ahead=ahead), at_least_bytes)
-        freed = self._evict(census, goal_bytes, pause, spare_recent=ahead) if goal_bytes > 0 else 0
-        self._total.recount(before, census.total_bytes - freed)
+        scan = scan_tier(self._folders, pause)
+        self._sweep_temps(scan)
+        goal_bytes = max(self._excess(scan, incoming_bytes, ahead=ahead), at_least_bytes)
+        freed = self._evict(scan, goal_bytes, pause, spare_recent=ahead) if goal_bytes > 0 else 0
+        self._total.recount(before, scan.total_bytes - freed)
         return freed
 
     def _sweep(self) -> None:
@@ -523,9 +523,9 @@ class Evictor:
         if swept:
             self._counters.add("tier.swept", swept)
 
-    def _sweep_temps(self, census: TierScan) -> None:
+    def _sweep_temps(self, scan: TierScan) -> None:
         """Those in the spool, whose folders only a walk looks into."""
-        for temp in census.temps:
+        for temp in scan.temps:
             if is_stale_temp(temp, now_s=self._clock()):
                 with suppress(OSError):
                     os.unlink(temp)
@@ -538,11 +538,11 @@ class Evictor:
             self._folders.make()
             return free_bytes(self._folders.version)
 
-    def _excess(self, census: TierScan, incoming_bytes: int, *, ahead: bool) -> int:
+    def _excess(self, scan: TierScan, incoming_bytes: int, *, ahead: bool) -> int:
         """How many bytes have to go; 0 or less: none."""
         limit = self._budget_bytes - (self._ahead_bytes if ahead else 0)
         floor = self.min_free_bytes + (self._ahead_of_floor_bytes if ahead else 0)
-        wanted = census.total_bytes + incoming_bytes
+        wanted = scan.total_bytes + incoming_bytes
         excess = wanted - self._low_bytes if wanted > limit else 0
         short = floor + incoming_bytes - self._free_bytes()
         if short > 0:
@@ -553,7 +553,7 @@ class Evictor:
 
     def _evict(
         self,
-        census: TierScan,
+        scan: TierScan,
         goal_bytes: int,
         pause: Callable[[], None] | None,
         *,
@@ -565,8 +565,8 @@ class Evictor:
         spared_ns = int(now_s * 1e9) - _GRACE_NS if spare_recent else latest_ns + 1
         free = [
             entry
-            for entry in census.entries
-            if entry.inode not in census.kept and not spared_ns <= entry.mtime_ns <= latest_ns
+            for entry in scan.entries
+            if entry.inode not in scan.kept and not spared_ns <= entry.mtime_ns <= latest_ns
         ]
         ordered = oldest_first(free, now_s=now_s, pause=pause)
         gone = evict(ordered, goal_bytes, objects=self._folders.objects, pause=pause)

@@ -32,7 +32,7 @@ from s3ec.tier.files import (
     open_entry,
 )
 from s3ec.tier.pins import LOCK_NAME, is_dead, is_process_folder_name, sweep_dead
-from s3ec.tier.scan import ScannedEntry, SpoolName, TierScan, Usage, take_census, yield_gil
+from s3ec.tier.scan import ScannedEntry, SpoolName, TierScan, Usage, scan_tier, yield_gil
 
 # Longer than any round takes.
 LOCK_TIMEOUT_S = 60.0
@@ -145,10 +145,10 @@ class Inspection:
         Raises:
             TierError: It cannot be read.
         """
-        census = self._census()
+        scan = self._scan()
         ages = {label: Sum() for label in (*_AGES_S, _OLDEST)}
         namespaces: defaultdict[str, Sum] = defaultdict(Sum)
-        for entry in census.entries:
+        for entry in scan.entries:
             ages[_age(entry, now_s)].add(entry.nbytes)
             namespaces[entry.namespace].add(entry.nbytes)
         try:
@@ -158,15 +158,15 @@ class Inspection:
             raise TierError(f"cannot read {self.folders.usage}: {exc.strerror}") from exc
         ranked = sorted(namespaces.items(), key=lambda item: (-item[1].nbytes, item[0]))
         return Report(
-            usage=census.usage(),
+            usage=scan.usage(),
             running_total_bytes=figures.total_bytes if figures.counted else None,
             free_bytes=free,
             ages=ages,
             namespaces=dict(ranked),
             pinning_processes=self._pinning_processes(),
-            spooled_files=len(census.spooled),
-            quarantined_files=len(census.quarantined),
-            index_files=len(census.index),
+            spooled_files=len(scan.spooled),
+            quarantined_files=len(scan.quarantined),
+            index_files=len(scan.index),
         )
 
     def namespaces(self) -> list[str]:
@@ -218,11 +218,11 @@ class Inspection:
     ) -> Freed:
         total = RunningTotal(self.folders)
         figures = total.read()
-        census = self._census()
-        mine = [e for e in census.entries if namespace in (None, e.namespace)]
-        free = [e for e in mine if e.inode not in census.kept]
+        scan = self._scan()
+        mine = [e for e in scan.entries if namespace in (None, e.namespace)]
+        free = [e for e in mine if e.inode not in scan.kept]
         in_entries = _bytes_of(mine)
-        before = census.total_bytes if namespace is None else in_entries
+        before = scan.total_bytes if namespace is None else in_entries
         gone = evict(
             oldest_first(free, now_s=now_s),
             before - target_bytes,
@@ -231,14 +231,14 @@ class Inspection:
             pause=yield_gil,
         )
         if remove:
-            total.recount(figures, census.total_bytes - gone.nbytes)
+            total.recount(figures, scan.total_bytes - gone.nbytes)
         return Freed(gone, before, in_entries - _bytes_of(free))
 
-    def _census(self) -> TierScan:
-        census = take_census(self.folders, yield_gil)
-        if census.troubles:
-            raise TierError("; ".join(census.troubles[:3]))
-        return census
+    def _scan(self) -> TierScan:
+        scan = scan_tier(self.folders, yield_gil)
+        if scan.troubles:
+            raise TierError("; ".join(scan.troubles[:3]))
+        return scan
 
     def _pinning_processes(self) -> int:
         processes = set()
@@ -294,33 +294,32 @@ def complaints_about(
     Args:
         report: Told how many bytes were read.
     """
-    census = take_census(folders)
-    complaints = [Complaint(text) for text in census.troubles]
+    scan = scan_tier(folders)
+    complaints = [Complaint(text) for text in scan.troubles]
     complaints += _folder_complaints(folders)
     complaints += [
-        Complaint(f"{path} is not ours; it is neither counted nor deleted")
-        for path in census.foreign
+        Complaint(f"{path} is not ours; it is neither counted nor deleted") for path in scan.foreign
     ]
     done = 0
-    for entry in census.entries:
+    for entry in scan.entries:
         complaints += _entry_complaints(folders, entry)
         done += entry.nbytes
-        report("reading entries", done, census.entry_bytes)
-    for path in census.spooled:
+        report("reading entries", done, scan.entry_bytes)
+    for path in scan.spooled:
         complaints += _spool_complaints(path)
     complaints += [
         Complaint(
             f"{path} was left by a writer that died", "remove it", partial(_remove_temp, path)
         )
-        for path in census.temps
+        for path in scan.temps
         if is_stale_temp(path, now_s=now_s)
     ]
     complaints += _pin_complaints(folders)
-    if len(census.quarantined) > KEPT_FILES:
+    if len(scan.quarantined) > KEPT_FILES:
         complaints.append(
-            Complaint(f"{len(census.quarantined)} files are set aside, over {KEPT_FILES}")
+            Complaint(f"{len(scan.quarantined)} files are set aside, over {KEPT_FILES}")
         )
-    complaints += [Complaint(text) for text in _accounting_complaints(folders, census)]
+    complaints += [Complaint(text) for text in _accounting_complaints(folders, scan)]
     return complaints
 
 
@@ -473,7 +472,7 @@ def _accounting_complaints(folders: Folders, before: TierScan) -> Iterator[str]:
     complaint = ""
     for _ in range(_ACCOUNTING_ROUNDS):
         plain = plain_bytes(folders, skip={*before.foreign, *before.temps})
-        after = take_census(folders)
+        after = scan_tier(folders)
         if not before.total_bytes == after.total_bytes != plain:
             return
         complaint = f"eviction counts {after.total_bytes} bytes, but there are {plain}"

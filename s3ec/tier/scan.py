@@ -179,42 +179,42 @@ def yield_gil() -> None:
     time.sleep(_BREATH_S)
 
 
-def take_census(folders: Folders, pause: Callable[[], None] | None = None) -> TierScan:
+def scan_tier(folders: Folders, pause: Callable[[], None] | None = None) -> TierScan:
     """Walk the whole folder; about 10 us per file. Never raises OSError: see ``troubles``.
 
     Args:
         pause: Called after every hundred entries or so: ``yield_gil`` where nobody waits for the
             walk. What it raises ends the walk.
     """
-    census = TierScan()
-    for item in _items(str(folders.version), census):
+    scan = TierScan()
+    for item in _items(str(folders.version), scan):
         if item.name not in _TOP_LEVEL:
-            census.foreign.append(item.path)
-    for item in _items(str(folders.incoming), census):
-        (census.temps if is_temp_name(item.name) else census.foreign).append(item.path)
+            scan.foreign.append(item.path)
+    for item in _items(str(folders.incoming), scan):
+        (scan.temps if is_temp_name(item.name) else scan.foreign).append(item.path)
     # Pins and spool first: an entry that is evicted during the walk then still counts as held.
-    for item in _owned(str(folders.pins), census):
+    for item in _owned(str(folders.pins), scan):
         if is_pin_name(item.name):
-            _count(item, census.pinned)
+            _count(item, scan.pinned)
         else:
-            census.foreign.append(item.path)
-    for item in _owned(str(folders.spool), census):
-        _sort_spooled(item, census)
-    census.kept = {**census.pinned, **dict(census.spooled.values())}
+            scan.foreign.append(item.path)
+    for item in _owned(str(folders.spool), scan):
+        _sort_spooled(item, scan)
+    scan.kept = {**scan.pinned, **dict(scan.spooled.values())}
     seen = 0
-    for namespace in _items(str(folders.objects), census):
+    for namespace in _items(str(folders.objects), scan):
         if not is_namespace_name(namespace.name) or not namespace.is_dir(follow_symlinks=False):
-            census.foreign.append(namespace.path)
+            scan.foreign.append(namespace.path)
             continue
-        for item in _below(namespace.path, _LEVELS, census):
-            _sort(item, namespace, census)
+        for item in _below(namespace.path, _LEVELS, scan):
+            _sort(item, namespace, scan)
             seen += 1
             if pause is not None and seen % FILES_PER_BREATH == 0:
                 pause()
-    for item in _items(str(folders.quarantine), census):
-        _count(item, census.quarantined)
-    _count_index(str(folders.index), census)
-    return census
+    for item in _items(str(folders.quarantine), scan):
+        _count(item, scan.quarantined)
+    _count_index(str(folders.index), scan)
+    return scan
 
 
 def entry_names(objects: str, pause: Callable[[], None]) -> Iterator[str]:
@@ -232,76 +232,76 @@ def entry_names(objects: str, pause: Callable[[], None]) -> Iterator[str]:
             pause()
 
 
-def _count_index(above: str, census: TierScan) -> None:
-    for namespace in _items(above, census):
+def _count_index(above: str, scan: TierScan) -> None:
+    for namespace in _items(above, scan):
         if not is_namespace_name(namespace.name) or not namespace.is_dir(follow_symlinks=False):
-            census.foreign.append(namespace.path)
+            scan.foreign.append(namespace.path)
             continue
-        for item in _below(namespace.path, _LEVELS, census):
+        for item in _below(namespace.path, _LEVELS, scan):
             if is_index_name(item.path[len(namespace.path) + 1 :]):
-                _count(item, census.index)
+                _count(item, scan.index)
             else:
-                census.foreign.append(item.path)
+                scan.foreign.append(item.path)
 
 
-def _items(folder: str, census: TierScan) -> list[os.DirEntry[str]]:
+def _items(folder: str, scan: TierScan) -> list[os.DirEntry[str]]:
     try:
         if stat.S_ISLNK(os.lstat(folder).st_mode):
-            census.troubles.append(f"{folder} is a symbolic link, which is not followed")
+            scan.troubles.append(f"{folder} is a symbolic link, which is not followed")
             return []
         with os.scandir(folder) as found:
             return list(found)
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as exc:
-        census.troubles.append(f"cannot read {folder}: {exc.strerror}")
+        scan.troubles.append(f"cannot read {folder}: {exc.strerror}")
         return []
 
 
-def _owned(above: str, census: TierScan) -> Iterator[os.DirEntry[str]]:
+def _owned(above: str, scan: TierScan) -> Iterator[os.DirEntry[str]]:
     """What processes keep in their folders, without the locks."""
-    for folder in _items(above, census):
+    for folder in _items(above, scan):
         if is_process_folder_name(folder.name) and folder.is_dir(follow_symlinks=False):
-            for item in _items(folder.path, census):
+            for item in _items(folder.path, scan):
                 if item.name != LOCK_NAME:
                     yield item
         else:
-            census.foreign.append(folder.path)
+            scan.foreign.append(folder.path)
 
 
-def _below(folder: str, levels: int, census: TierScan) -> Iterator[os.DirEntry[str]]:
-    for item in _items(folder, census):
+def _below(folder: str, levels: int, scan: TierScan) -> Iterator[os.DirEntry[str]]:
+    for item in _items(folder, scan):
         if levels and item.is_dir(follow_symlinks=False):
-            yield from _below(item.path, levels - 1, census)
+            yield from _below(item.path, levels - 1, scan)
         else:
             yield item
 
 
-def _sort(item: os.DirEntry[str], namespace: os.DirEntry[str], census: TierScan) -> None:
+def _sort(item: os.DirEntry[str], namespace: os.DirEntry[str], scan: TierScan) -> None:
     name = item.path[len(namespace.path) + 1 :]
-    found = _look(item, is_object_name(name), census)
+    found = _look(item, is_object_name(name), scan)
     if found is not None:
         nbytes, mtime_ns, inode = found.st_size, found.st_mtime_ns, found.st_ino
-        census.add(ScannedEntry(item.path, namespace.name, name, nbytes, mtime_ns, inode))
+        scan.add(ScannedEntry(item.path, namespace.name, name, nbytes, mtime_ns, inode))
 
 
-def _sort_spooled(item: os.DirEntry[str], census: TierScan) -> None:
-    found = _look(item, SpoolName.parse(item.name) is not None, census)
+def _sort_spooled(item: os.DirEntry[str], scan: TierScan) -> None:
+    found = _look(item, SpoolName.parse(item.name) is not None, scan)
     if found is not None:
-        census.spooled[item.path] = (found.st_ino, found.st_size)
+        scan.spooled[item.path] = (found.st_ino, found.st_size)
 
 
-def _look(item: os.DirEntry[str], named_well: bool, census: TierScan) -> os.stat_result | None:
+def _look(item: os.DirEntry[str], named_well: bool, scan: TierScan) -> os.stat_result | None:
     """A regular file with a good name; what else there is, is noted as a temp or as foreign."""
     if is_temp_name(item.name):
-        census.temps.append(item.path)
+        scan.temps.append(item.path)
         return None
     try:
         found = item.stat(follow_symlinks=False)
     except OSError:  # evicted, confirmed or adopted since it was listed
         return None
     if not named_well or not stat.S_ISREG(found.st_mode):
-        census.foreign.append(item.path)
+        scan.foreign.append(item.path)
         return None
     return found
 

@@ -40,7 +40,7 @@ from s3ec.tier.files import (
     temp_name,
 )
 from s3ec.tier.pins import LOCK_NAME, OwnFolder, ProcessFolder, looks_dead
-from s3ec.tier.scan import SpoolName, take_census
+from s3ec.tier.scan import SpoolName, scan_tier
 
 _log = logging.getLogger(__name__)
 
@@ -294,7 +294,7 @@ class Spool:
             with suppress(FileNotFoundError):
                 # Still there if the quarantine holds the same file under this name already.
                 os.unlink(spooled.path)
-            for entry in take_census(self._folders).entries:
+            for entry in scan_tier(self._folders).entries:
                 if entry.inode == inode:
                     with suppress(FileNotFoundError):
                         os.unlink(entry.path)

@@ -53,13 +53,13 @@ def test_publish_walks_only_where_it_would_break_the_budget(
     make_tier: MakeTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     walkers: list[str] = []
-    take = evictor.take_census
+    take = evictor.scan_tier
 
     def note(*arguments: object) -> object:
         walkers.append(threading.current_thread().name)
         return take(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(evictor, "take_census", note)
+    monkeypatch.setattr(evictor, "scan_tier", note)
     tier = make_tier(budget_bytes=100 * SIZE)
     fill(tier, *range(95))
     assert walkers == []
@@ -159,7 +159,7 @@ def test_close_ends_a_walk_in_the_middle(
 
     tier = make_tier(budget_bytes=100 * SIZE)
     before = evictor_threads()
-    monkeypatch.setattr(evictor, "take_census", endless)
+    monkeypatch.setattr(evictor, "scan_tier", endless)
     fill(tier, *range(96))
     assert entered.wait(DEADLINE_S)
     tier.close()
@@ -179,7 +179,7 @@ def test_round_that_fails_is_counted_and_the_thread_goes_on(
     monkeypatch.setattr(evictor, "REST_S", 0.0)
 
     with monkeypatch.context() as patch:
-        patch.setattr(evictor, "take_census", refusing(errno.EIO, "disk gone"))
+        patch.setattr(evictor, "scan_tier", refusing(errno.EIO, "disk gone"))
         fill(tier, *range(96))
         wait_until(lambda: counters.get("tier.errors") > 0)
     clock.now_s += HOUR_S

@@ -395,16 +395,16 @@ def test_entry_used_during_the_round_is_spared(
 ) -> None:
     tier = make_tier(budget_bytes=10 * SIZE)
     fill(tier, *range(10))
-    take = evictor.take_census
+    take = evictor.scan_tier
 
     def use_after(*arguments: object) -> object:
-        census = take(*arguments)  # type: ignore[arg-type]
+        scan = take(*arguments)  # type: ignore[arg-type]
         pin = tier.entries.pin(even(0))
         assert pin is not None
         tier.entries.unpin(pin)
-        return census
+        return scan
 
-    monkeypatch.setattr(evictor, "take_census", use_after)
+    monkeypatch.setattr(evictor, "scan_tier", use_after)
     make_room(tier, SIZE, budget_bytes=10 * SIZE)
     assert left(tier, 10) == {0, *range(3, 10)}
 
@@ -439,14 +439,14 @@ def test_entry_that_somebody_else_removes_during_the_round_is_no_trouble(
 ) -> None:
     tier = make_tier(budget_bytes=10 * SIZE)
     fill(tier, *range(10))
-    take = evictor.take_census
+    take = evictor.scan_tier
 
     def remove_after(*arguments: object) -> object:
-        census = take(*arguments)  # type: ignore[arg-type]
+        scan = take(*arguments)  # type: ignore[arg-type]
         evict(tier, even(0))
-        return census
+        return scan
 
-    monkeypatch.setattr(evictor, "take_census", remove_after)
+    monkeypatch.setattr(evictor, "scan_tier", remove_after)
     make_room(tier, SIZE, budget_bytes=10 * SIZE, counters=counters)
     assert usage_of(tier).nbytes <= 9 * SIZE
     assert counters.get("tier.errors") == 0
