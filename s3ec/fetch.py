@@ -79,7 +79,7 @@ class FetchRequest:
         key: What to bring.
         modality: Selects the width and dtype that the entry must have.
         rows: Rows that the request has room for; other entries are a mismatch.
-        priority: Place in the queue; a later want for the same key can only improve it.
+        priority: Place in the queue; a later request for the same key can only improve it.
     """
 
     key: Key
@@ -90,7 +90,7 @@ class FetchRequest:
 
 @dataclass(frozen=True, slots=True)
 class FetchResult:
-    """The end of one want. Whoever drains it owns the pin and must release it."""
+    """The end of one request. Whoever drains it owns the pin and must release it."""
 
     want: FetchRequest
     outcome: FetchOutcome
@@ -123,7 +123,7 @@ class Sources:
 
 
 class Fetcher:
-    """Fetches one want at a time per call; any number of calls at once. The loop's thread only.
+    """Fetches one embedding per call; any number of calls at once. The loop's thread only.
 
     ``max_inflight_bytes`` bounds the bytes of bodies in memory over all calls; one larger than
     that goes alone.

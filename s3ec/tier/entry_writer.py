@@ -408,4 +408,4 @@ async def download(
     async with aclosing(coming) as parts:
         async for part in parts:
             await disk(incoming.append, part)
-            del part  # likewise
+            del part  # so that only whole_parts decides how many are in memory

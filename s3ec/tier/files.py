@@ -199,7 +199,7 @@ class Folders:
         Raises:
             OSError: It has no name. FileNotFoundError: the file is gone (another container took it
                 for a dead process's); it can be written again.
-            TierError: A folder on the way is not one of ours; likewise.
+            TierError: A folder on the way is not one of ours. The file has no name either.
         """
         file.close()
         for last in (False, False, False, True):

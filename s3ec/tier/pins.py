@@ -286,7 +286,7 @@ class ProcessFolder:
                 os.fchmod(fd, FILE_MODE)
                 if try_lock(fd) and os.path.samestat(os.fstat(fd), os.lstat(lock)):
                     return made
-                os.close(fd)  # likewise; what stands under its name now is not ours
+                os.close(fd)  # swept too; what stands under its name now is not ours
             except FileNotFoundError:
                 os.close(fd)
             except BaseException:

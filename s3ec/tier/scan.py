@@ -122,7 +122,8 @@ class TierScan:
         entry_bytes: Bytes of all entries.
         kept: Inode to bytes of what is pinned or spooled: evicting it would free nothing.
         pinned: Inode to bytes of every file that a process holds, entries among them.
-        spooled: Path to inode and bytes of every file that waits for the bucket, likewise.
+        spooled: Path to inode and bytes of every file that waits for the bucket, entries
+            among them.
         quarantined: Inode to bytes of what was set aside.
         index: Inode to bytes of the index's files.
         named: Inodes of ``kept`` that have a name outside of pins and spool.
