@@ -6,11 +6,10 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import aclosing
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, TypeVar
+from typing import Literal
 
 from s3ec import codec
 from s3ec.codec import Header, Shape
@@ -21,10 +20,10 @@ from s3ec.index.base import Index
 from s3ec.index.rows import EntryInfo
 from s3ec.modality import ModalityRecords, Record
 from s3ec.runtime import LoopThread
-from s3ec.store.base import Blob, Store, parts_in_order
-from s3ec.tier import Claim, Incoming, Pin, Tier
+from s3ec.store.base import Blob, Store
+from s3ec.tier import Claim, Incoming, LocalKeys, Pin, Tier
 from s3ec.tier.bad_objects import BadObjects
-from s3ec.tier.tier import LocalKeys
+from s3ec.tier.entry_writer import PART_BYTES, VanishedError, download
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +79,7 @@ class FetchRequest:
         key: What to bring.
         modality: Selects the width and dtype that the entry must have.
         rows: Rows that the request has room for; other entries are a mismatch.
-        priority: Place in the queue; a later want for the same key can only improve it.
+        priority: Place in the queue; a later request for the same key can only improve it.
     """
 
     key: Key
@@ -91,7 +90,7 @@ class FetchRequest:
 
 @dataclass(frozen=True, slots=True)
 class FetchResult:
-    """The end of one want. Whoever drains it owns the pin and must release it."""
+    """The end of one request. Whoever drains it owns the pin and must release it."""
 
     want: FetchRequest
     outcome: FetchOutcome
@@ -100,9 +99,6 @@ class FetchResult:
     seconds: float = 0.0
 
 
-T = TypeVar("T")
-
-PART_BYTES = 8 * 2**20
 # Parts of one object that are asked for, or wait to be written, at a time.
 PARTS_AT_A_TIME = 4
 # A large object may take as much longer than a small one as it would at this pace.
@@ -127,7 +123,7 @@ class Sources:
 
 
 class Fetcher:
-    """Fetches one want at a time per call; any number of calls at once. The loop's thread only.
+    """Fetches one embedding per call; any number of calls at once. The loop's thread only.
 
     ``max_inflight_bytes`` bounds the bytes of bodies in memory over all calls; one larger than
     that goes alone.
@@ -138,8 +134,8 @@ class Fetcher:
     ) -> None:
         self._loop = loop
         self._store = sources.store
-        self._tier = sources.tier
-        self._intake = sources.tier.intake
+        self._entries = sources.tier.entries
+        self._writer = sources.tier.writer
         self._claims = sources.tier.claims
         self._layout = sources.layout
         self._index = sources.index
@@ -160,7 +156,7 @@ class Fetcher:
         """
         if self._loop.watch.hangs:
             raise TierError("the disk does not answer")
-        pin = await self._loop.disk(self._tier.pin, want.key, undo=self._let_go)
+        pin = await self._loop.disk(self._entries.pin, want.key, undo=self._let_go)
         if pin is None:
             self._local.discard(want.key)
             return None
@@ -187,9 +183,9 @@ class Fetcher:
             raise TierError("the disk does not answer")
         found: Pin | Claim | None = None
         if not self._local(key):
-            found = watch.run(self._intake.try_claim, key)
+            found = watch.run(self._entries.try_claim, key)
         if found is None:
-            look = partial(self._tier.pin_or_claim, key, ignore_claim=ignore_claim)
+            look = partial(self._entries.pin_or_claim, key, ignore_claim=ignore_claim)
             found = await self._loop.disk(look, undo=self._let_go)
         if found is None:
             return None
@@ -209,40 +205,20 @@ class Fetcher:
         finally:
             self._claims.release(found)
 
-    def is_claimed(self, key: Key) -> bool:
-        """Whether somebody fetches this entry; one system call that is answered from memory."""
-        return self._claims.is_taken(key.digest)
-
     def unpin(self, pins: Iterable[Pin]) -> None:
         """Let go of some pins, in the disk pool; nobody waits for it."""
         self._loop.disk_soon(self._unpin, list(pins))
 
-    # -- calls of the disk pool that leave something behind ----------------------------------
-
-    async def _finished(
-        self,
-        function: Callable[..., T],
-        *args: object,
-        undo: Callable[[T], object] | None = None,
-    ) -> T:
-        """A disk call that has ended when this has, cancelled or not: what follows needs that."""
-        call = asyncio.ensure_future(self._loop.disk(function, *args))
-        try:
-            return await asyncio.shield(call)
-        except asyncio.CancelledError:
-            await asyncio.wait([call])
-            if undo is not None and not call.exception():
-                self._loop.disk_soon(undo, call.result())
-            raise
+    # -- giving back -------------------------------------------------------------------------
 
     def _unpin(self, pins: Sequence[Pin]) -> None:
         for pin in pins:
-            self._tier.unpin(pin)
+            self._entries.unpin(pin)
 
     def _let_go(self, held: object) -> None:
         """Give back a pin or a claim; blocking. Anything else needs nothing."""
         if isinstance(held, Pin):
-            self._tier.unpin(held)
+            self._entries.unpin(held)
         elif isinstance(held, Claim):
             self._claims.release(held)
 
@@ -383,7 +359,7 @@ class Fetcher:
         misfit = _misfit(header, want, expected)
         if misfit is not None:
             return misfit, header
-        pin = self._intake.receive(want.key, [body], header)
+        pin = self._writer.receive(want.key, [body], header)
         self._local.add(want.key)
         return pin
 
@@ -393,28 +369,25 @@ class Fetcher:
         first = await self._store.get_range(name, 0, PART_BYTES)
         if first is None:
             return None
-        incoming = await self._loop.disk(self._begin, want, expected, first, undo=_discard)
+        disk = self._loop.disk
+        incoming = await disk(self._begin, want, expected, first, undo=_discard)
         if not isinstance(incoming, Incoming):
             return self._mismatch(want, *incoming)
-        size, begun = incoming.header.total_bytes, len(first)
+        begun = len(first)
         del first
-        rest = range(begun, size, PART_BYTES)
-        coming = parts_in_order(self._store, name, rest, at_a_time=PARTS_AT_A_TIME - 1)
+        bounds = {"at_a_time": PARTS_AT_A_TIME - 1, "part_bytes": PART_BYTES}
         try:
-            async with aclosing(coming) as parts:
-                async for part in parts:
-                    if part is None:
-                        raise CorruptEntryError("it vanished while it was read", reason="length")
-                    await self._finished(incoming.append, part)
-                    del part  # not one more in memory while the next is waited for
-            pin = await self._finished(self._commit, want.key, incoming, undo=self._let_go)
+            await download(self._store, name, incoming, disk=disk, begun=begun, **bounds)
+            pin = await disk(self._commit, want.key, incoming, undo=self._let_go)
+        except VanishedError as exc:
+            raise CorruptEntryError("it vanished while it was read", reason="length") from exc
         finally:
-            self._loop.disk_soon(_discard, incoming)
+            self._loop.disk_soon(incoming.discard)
         return FetchResult(want, FetchOutcome.READY, pin, "bucket")
 
     def _begin(
         self, want: FetchRequest, expected: Shape, first: Blob
-    ) -> Incoming | tuple[str, Header]:
+    ) -> Incoming[Pin] | tuple[str, Header]:
         """Look at the front of an object, and make room for the rest; blocking."""
         verifier = codec.Verifier(
             first, namespace=self._layout.namespace, identifier=want.key.stored
@@ -422,9 +395,9 @@ class Fetcher:
         misfit = _misfit(verifier.header, want, expected)
         if misfit is not None:
             return misfit, verifier.header
-        return self._intake.begin(want.key, first, verifier)
+        return self._writer.begin(want.key, first, verifier)
 
-    def _commit(self, key: Key, incoming: Incoming) -> Pin:
+    def _commit(self, key: Key, incoming: Incoming[Pin]) -> Pin:
         pin = incoming.commit()
         self._local.add(key)
         return pin

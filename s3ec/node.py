@@ -8,7 +8,8 @@ import hashlib
 import logging
 import random
 import threading
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
+from functools import partial
 from typing import ClassVar
 
 from s3ec import runtime
@@ -22,15 +23,15 @@ from s3ec.index.follower import FollowOptions
 from s3ec.index.reader import ManifestIndex
 from s3ec.modality import ModalityRecords
 from s3ec.prefetch import Limits, Prefetcher, Sources
-from s3ec.runtime import DiskWatch, LoopThread, call_within, ends_task
+from s3ec.runtime import DiskWatch, LoopThread, call_within, ends_task, in_thread
 from s3ec.settings import Settings
 from s3ec.store.base import Store
 from s3ec.store.endpoint import Breaker, Endpoint
 from s3ec.store.open import open_store, resilient
 from s3ec.tenant import FIELD as TENANT_FIELD
 from s3ec.tenant import exposure
+from s3ec.tier import LocalKeys, Tier
 from s3ec.tier.bad_objects import BadObjects
-from s3ec.tier.tier import LocalKeys, Tier
 
 log = logging.getLogger(__name__)
 
@@ -136,17 +137,7 @@ class Node:
         self.store = resilient(
             store or open_store(settings), self.endpoint, self.counters, hedge=settings.hedge
         )
-        self.tier = Tier(
-            settings.cache_dir,
-            namespace.name,
-            budget_bytes=int(settings.cache_bytes),
-            min_free_bytes=int(settings.min_free_bytes),
-            counters=self.counters,
-            # The worker hashes what it reads as well, but then it is too late for a miss: should
-            # the bucket not answer, the engine ends.
-            check_values=settings.verify == "always",
-        )
-        self._open_tier()
+        self.tier = _open_tier(settings, namespace.name, self.counters)
         self.destination = destination_of(settings)
         self.local = LocalKeys()
         self.bad_objects = BadObjects(
@@ -181,14 +172,6 @@ class Node:
     def is_foreign(self) -> bool:
         """Whether a parent of this process made it."""
         return self.process != runtime.process_number
-
-    def _open_tier(self) -> None:
-        """Open it, or fail in time where the disk does not answer."""
-        if not call_within(_OPEN_TIMEOUT_S, self.tier.open):
-            raise TierError(
-                f"{self.settings.cache_dir} has not answered for {_OPEN_TIMEOUT_S:.0f} s; set "
-                "`cache_dir` to a folder on a local disk that works"
-            )
 
     def follow_the_bucket(self) -> None:
         """Start reading the index, now and every ``index_refresh_s``; returns at once."""
@@ -252,7 +235,7 @@ class Node:
     async def _rescan_forever(self) -> None:
         while True:
             try:
-                await self.loop.disk_long(lambda: self.local.replace(self.tier.names()))
+                await self.loop.disk_long(lambda: self.local.replace(self.tier.entries.names()))
             except TierError as exc:
                 log.warning("cannot read the cache folder: %s", exc)
             except BaseException as exc:
@@ -290,6 +273,28 @@ def refresh_pause_s(interval_s: float, breaker: Breaker) -> float:
     # Nothing is left to wait for while another probe is out, which a silent server lets last for
     # seconds.
     return min(interval_s, max(breaker.pause_s, _BETWEEN_PROBES_S) + 0.05)
+
+
+def _open_tier(settings: Settings, namespace: str, counters: Counters) -> Tier:
+    """Open it, or fail in time where the disk does not answer."""
+    make = partial(
+        Tier,
+        settings.cache_dir,
+        namespace,
+        budget_bytes=int(settings.cache_bytes),
+        min_free_bytes=int(settings.min_free_bytes),
+        counters=counters,
+        # The worker hashes what it reads as well, but then it is too late for a miss: should the
+        # bucket not answer, the engine ends.
+        check_values=settings.verify == "always",
+    )
+    opened = in_thread(make, "s3ec-open")
+    if not wait([opened], _OPEN_TIMEOUT_S).done:
+        raise TierError(
+            f"{settings.cache_dir} has not answered for {_OPEN_TIMEOUT_S:.0f} s; set "
+            "`cache_dir` to a folder on a local disk that works"
+        )
+    return opened.result()
 
 
 def _naming(settings: Settings, namespace: Namespace) -> KeyPolicy:

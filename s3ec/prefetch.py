@@ -29,6 +29,7 @@ from s3ec.identity import Key
 from s3ec.runtime import LoopThread, ends_task
 from s3ec.store.concurrency import within
 from s3ec.tier import Pin
+from s3ec.tier.claims import LookAgain
 
 __all__ = [
     "FetchOutcome",
@@ -316,12 +317,12 @@ class Prefetcher:
         return waited and self._clock() - (place.parked_s or 0) >= self._limits.claim_patience_s
 
     async def _watch_parked(self) -> None:
-        pause_s = _FIRST_LOOK_S
+        looks = LookAgain(_FIRST_LOOK_S, _LAST_LOOK_S)
         try:
             while self._parked:
-                await asyncio.sleep(pause_s)
-                moved = self._look_at_parked()
-                pause_s = _FIRST_LOOK_S if moved else min(pause_s * 1.5, _LAST_LOOK_S)
+                await looks.pause()
+                if self._look_at_parked():
+                    looks.restart()
         finally:
             self._watch = None
 
@@ -330,7 +331,7 @@ class Prefetcher:
         moved = False
         for digest, place in list(itertools.islice(self._parked.items(), _LOOKS)):
             del self._parked[digest]
-            if self._is_late(place) or not self._fetcher.is_claimed(place.want.key):
+            if self._is_late(place) or not self._sources.tier.claims.is_taken(digest):
                 self._requeue(place, self._looks)
                 moved = True
             else:

@@ -277,7 +277,7 @@ class Loader:
                 return
         key = self._node.naming.make_key(load.identifier)
         if key is not None and isinstance(failure, CorruptEntryError):
-            self._node.tier.quarantine(key, failure.reason)  # nobody shall pin it again
+            self._node.tier.entries.quarantine(key, failure.reason)  # nobody shall pin it again
         self._from_bucket(load, memory, failure)
 
     def _from_bucket(

@@ -212,7 +212,7 @@ def tier_id(tier: Tier) -> TierId:
     Raises:
         TierError: The tier is closed, or its folder for pins cannot be made.
     """
-    return TierId(_host(), str(tier.pin_folder()))
+    return TierId(_host(), str(tier.pins.folder()))
 
 
 def _host() -> str:
@@ -375,7 +375,7 @@ def _sees(mark: TierId, tier: Tier) -> bool:
         return (
             mark.host == _host()
             and os.access(mark.folder, os.R_OK | os.X_OK)
-            and os.path.samefile(Path(mark.folder).parent, tier.pin_folder().parent)
+            and os.path.samefile(Path(mark.folder).parent, tier.pins.folder().parent)
         )
     except (OSError, TierError):
         return False

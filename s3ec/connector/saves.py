@@ -461,7 +461,7 @@ class SaveQueue:
         if self._thread is me:
             self._writes_to_disk = True
         try:
-            watch.run(partial(self._node.tier.publish, key, pieces, spool=self._spool))
+            watch.run(partial(self._node.tier.writer.publish, key, pieces, spool=self._spool))
         finally:
             if self._thread is me:
                 self._writes_to_disk = False

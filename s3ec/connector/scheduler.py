@@ -36,7 +36,7 @@ from s3ec.counters import Counters
 from s3ec.identity import CountingKeyCache, Key, KeyPolicy
 from s3ec.index.base import Index
 from s3ec.prefetch import Priority
-from s3ec.tier.tier import LocalKeys
+from s3ec.tier import LocalKeys
 
 _SWEEP_EVERY_S = 1.0
 _MOST_SEEN = 10_000

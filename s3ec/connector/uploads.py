@@ -449,7 +449,7 @@ class Uploader:
 
     def _load_entry(self, key: Key) -> Loaded | None:
         """From the tier, where somebody emptied the spool."""
-        pin = self._node.tier.pin(key)
+        pin = self._node.tier.entries.pin(key)
         if pin is None:
             return None
         try:
@@ -457,12 +457,12 @@ class Uploader:
             name = self._node.namespace.name
             return Loaded(key, codec.verify(blob, namespace=name, identifier=key.stored), blob)
         except CorruptEntryError as exc:
-            self._node.tier.quarantine(key, exc.reason)
+            self._node.tier.entries.quarantine(key, exc.reason)
             return None
         except OSError as exc:
             raise TierError(f"cannot read {pin.path}: {exc}") from exc
         finally:
-            self._node.tier.unpin(pin)
+            self._node.tier.entries.unpin(pin)
 
     # -- the loop's thread: from the bucket into the index ------------------------------------
 

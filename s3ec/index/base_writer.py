@@ -51,6 +51,7 @@ from s3ec.index.segment import encode_segment
 from s3ec.store.base import ObjectInfo, Store
 from s3ec.store.concurrency import in_parallel
 from s3ec.store.open import PROBE_PREFIX
+from s3ec.tier.files import take_lock
 
 log = logging.getLogger(__name__)
 
@@ -147,15 +148,12 @@ def _sweep(place: Path) -> None:
 def _is_dead(folder: Path) -> bool:
     """Whether nobody holds its lock, which the kernel lets go with the process."""
     try:
-        fd = os.open(folder / _LOCK, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except FileNotFoundError:  # made just now, or half removed
-        return time.time() - folder.lstat().st_mtime > _UNLOCKED_S
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fd = take_lock(folder / _LOCK)
     except BlockingIOError:
         return False
-    finally:
-        os.close(fd)
+    if fd is None:  # made just now, or half removed
+        return time.time() - folder.lstat().st_mtime > _UNLOCKED_S
+    os.close(fd)
     return True
 
 

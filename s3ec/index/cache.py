@@ -1,19 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This node's copies of the index's files: each downloaded by one process, verified, then named.
-
-A download goes in parts, some of them asked for ahead, and is verified at its end.
-"""
+"""This node's copies of the index's files: each downloaded by one process, verified, then named."""
 
 from __future__ import annotations
 
-import asyncio
-import threading
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
-from contextlib import aclosing
-from typing import Protocol, TypeVar
 
-from s3ec import codec, safetensors_file
+from s3ec import safetensors_file
 from s3ec.counters import Counters
 from s3ec.errors import CorruptEntryError, TierError
 from s3ec.identity import Layout
@@ -22,120 +15,16 @@ from s3ec.index.lookup import Base
 from s3ec.index.manifest import BaseManifest, Blob
 from s3ec.index.rows import Rows
 from s3ec.index.segment import MAX_DELTA_BYTES, Segment, parse_segment
-from s3ec.store.base import Store, parts_in_order
+from s3ec.store.base import Store
 from s3ec.store.concurrency import in_parallel
 from s3ec.tier import IndexFile, IndexFiles
+from s3ec.tier.claims import LookAgain
+from s3ec.tier.entry_writer import Disk, download
 
-T = TypeVar("T")
-
-PART_BYTES = 8 * 2**20
-# Of one object, asked for or waiting to be written.
-_PARTS = 2
-
-
-class VanishedError(Exception):
-    """A file of a base is gone from the bucket: a newer base has replaced it."""
-
-
-class Disk(Protocol):
-    """Awaits a blocking call in another thread; ``LoopThread.disk`` is one."""
-
-    def __call__(self, function: Callable[..., T], *args: object) -> Awaitable[T]: ...
-
-
-class _File:
-    """A file in the making. Blocking; calls exclude each other.
-
-    A cancelled coroutine leaves a call running in its thread: it must find the file closed, and
-    not another one under its descriptor.
-    """
-
-    def __init__(self, files: IndexFiles, local: str, name: str, blob: Blob) -> None:
-        self._lock = threading.Lock()
-        self._files = files
-        self._local = local
-        self._name = name
-        self._blob = blob
-        self._running = codec.running_checksum()
-        self._temp = files.begin(blob.nbytes)
-        self._over = False
-
-    def append(self, part: bytes | memoryview) -> None:
-        """Write what comes next."""
-        with self._lock:
-            if self._over:
-                return
-            try:
-                self._temp.append([part])
-            except OSError as exc:
-                raise TierError(f"cannot write {self._name}: {exc}") from exc
-            self._running.update(part)
-
-    def finish(self, check: Callable[[str], object]) -> None:
-        """Give the file its name if it is good."""
-        with self._lock:
-            if self._over:
-                return
-            if self._running.hexdigest() != self._blob.xxh3:
-                raise CorruptEntryError(f"{self._name}: wrong checksum", reason="checksum")
-            check(self._temp.path)
-            self._over = True
-            self._files.finish(self._local, self._temp)
-
-    def discard(self) -> None:
-        """Leave nothing behind; fine after finish."""
-        with self._lock:
-            self._over = True
-            self._temp.discard()
-
-
-async def download(
-    store: Store,
-    name: str,
-    blob: Blob,
-    *,
-    files: IndexFiles,
-    local: str,
-    disk: Disk,
-    check: Callable[[str], object],
-) -> None:
-    """Bring one object to this node.
-
-    Args:
-        name: In the store.
-        blob: Its size and checksum.
-        local: Its name in ``files``.
-        check: Gets the path of the whole file before it has its name; raises
-            CorruptEntryError where its content is refused. Runs in ``disk``.
-
-    Raises:
-        VanishedError: It is not in the store.
-        CorruptEntryError: Its size, checksum or content is wrong.
-        TierError: The disk refused.
-        UnavailableError, AccessError: The store did not answer.
-    """
-    file = await disk(_File, files, local, name, blob)
-    try:
-        done, starts = 0, range(0, blob.nbytes, PART_BYTES)
-        async with aclosing(parts_in_order(store, name, starts, at_a_time=_PARTS)) as parts:
-            async for part in parts:
-                if part is None:
-                    raise VanishedError(name)
-                if len(part) != min(PART_BYTES, blob.nbytes - done):
-                    raise CorruptEntryError(
-                        f"{name}: ends at {done + len(part)} of {blob.nbytes} bytes",
-                        reason="length",
-                    )
-                await disk(file.append, part)
-                done += len(part)
-                del part  # not one more in memory while the next is waited for
-        await disk(file.finish, check)
-    finally:
-        file.discard()  # an unlink where something went wrong; nothing that waits for a disk else
-
-
+# Parts of one object, asked for or waiting to be written.
+PARTS = 2
 # At a time. So, with what one download asks for ahead, 64 MiB of a base are in memory at most.
-_FILES = 4
+FILES = 4
 _DELTAS = 8
 # How soon a file that another process downloads is looked for again, at first and at most.
 _FIRST_LOOK_S = 0.005
@@ -264,13 +153,8 @@ class IndexCache:
         """Check what was received and write it, or hold it where the disk does not take it."""
         rows = parse_segment(body, self.layout.namespace, name=name)
         try:
-            file = self._files.begin(len(body))
-            try:
-                file.append([body])
-                self._files.finish(self._local(name), file)
-            finally:
-                file.discard()
-        except (OSError, TierError):
+            self._files.write(self._local(name), body)
+        except TierError:
             self.counters.add("index.not_kept")
             self._unkept[ulid] = rows
         return rows
@@ -305,7 +189,7 @@ class IndexCache:
     async def _open_base(
         self, head: BaseManifest, files: Sequence[tuple[str, Blob]], *, exact: bool
     ) -> Base:
-        await in_parallel(files, lambda it: self._base_file(*it, exact=exact), width=_FILES)
+        await in_parallel(files, lambda it: self._base_file(*it, exact=exact), width=FILES)
         paths = [self._files.path(self._local(name)) for name, _ in files]
         try:
             return await self.disk(
@@ -334,10 +218,14 @@ class IndexCache:
             kind.parse(whole, self.layout.namespace, name=name).check()
 
         async def fetch() -> None:
-            await download(
-                self.store, name, blob, files=self._files, local=local, disk=self.disk, check=check
-            )
-            self._count(blob.nbytes)
+            nbytes, disk = blob.nbytes, self.disk
+            incoming = await disk(self._files.begin, local, name, nbytes, blob.xxh3, check)
+            try:
+                await download(self.store, name, incoming, disk=disk, at_a_time=PARTS)
+                await disk(incoming.commit)
+            finally:
+                incoming.discard()
+            self._count(nbytes)
 
         await self._alone(local, fetch, nbytes=blob.nbytes)
         path = self._files.path(local)
@@ -401,20 +289,14 @@ class IndexCache:
         Args:
             nbytes: One of another size is fetched again.
         """
-        pause_s, waited_s = _FIRST_LOOK_S, 0.0
-        while True:
-            claim = self._files.try_claim(name)
-            if claim is None and waited_s < _PATIENCE_S:
-                await asyncio.sleep(pause_s)
-                waited_s += pause_s
-                pause_s = min(pause_s * 1.5, _LAST_LOOK_S)
-                continue
-            try:
-                # After the claim: who had it before us has finished by now. One stat.
-                found = self._files.find(name)
-                if found is None or nbytes not in (None, found.nbytes):
-                    await fetch()
-                return
-            finally:
-                if claim is not None:
-                    self._files.release(claim)
+        looks, waited_s = LookAgain(_FIRST_LOOK_S, _LAST_LOOK_S), 0.0
+        while (claim := self._files.try_claim(name)) is None and waited_s < _PATIENCE_S:
+            waited_s += await looks.pause()
+        try:
+            # After the claim: who had it before us has finished by now. One stat.
+            found = self._files.find(name)
+            if found is None or nbytes not in (None, found.nbytes):
+                await fetch()
+        finally:
+            if claim is not None:
+                self._files.claims.release(claim)

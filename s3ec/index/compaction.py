@@ -243,7 +243,7 @@ class ElectedCompactor:
                 self._allowed = True
             made = await compact(self._store, self._layout, self._making)
         finally:
-            self._files.release(claim)
+            self._files.claims.release(claim)
         if made is None or not made.merged:
             self._counters.add("compact.in_vain")
             return False

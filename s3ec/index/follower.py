@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from s3ec.errors import CorruptEntryError, TierError
-from s3ec.index.cache import IndexCache, VanishedError
+from s3ec.index.cache import IndexCache
 from s3ec.index.listing import list_digests
 from s3ec.index.lookup import Overlay, View
 from s3ec.index.manifest import BaseManifest, ManifestListing, ManifestPoller, read_head
 from s3ec.index.rows import Rows
 from s3ec.index.segment import Segment
 from s3ec.store.base import ObjectInfo
+from s3ec.tier.entry_writer import VanishedError
 
 log = logging.getLogger(__name__)
 

@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Iterable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,13 +21,13 @@ from s3ec.index.rows import Rows, merge
 from s3ec.index.segment import MAX_DELTA_BYTES, Segment, SortedRuns, encode_segment, parse_segment
 from s3ec.store.base import Store
 from s3ec.store.concurrency import in_parallel
+from s3ec.tier.entry_writer import VanishedError, whole_parts
 
 log = logging.getLogger(__name__)
 
 # A hundred times a shard as they are written; nothing larger is taken into memory.
 MAX_SHARD_BYTES = 4 * 2**30
 _DELTAS_AT_A_TIME = 16
-_PART_BYTES = 8 * 2**20
 _PARTS_AT_A_TIME = 4
 
 
@@ -163,18 +164,15 @@ async def _download(store: Store, name: str, nbytes: int) -> bytearray:
         UnavailableError: The store does not answer now.
         AccessError: It refuses.
     """
-    blob = bytearray(nbytes)
-
-    async def part(start: int) -> None:
-        length = min(_PART_BYTES, nbytes - start)
-        piece = await store.get_range(name, start, length)
-        if piece is None:
-            raise CorruptEntryError("not there", reason="length")
-        if len(piece) != length:
-            raise CorruptEntryError(f"shorter than {nbytes} bytes", reason="length")
-        blob[start : start + length] = piece
-
-    await in_parallel(range(0, nbytes, _PART_BYTES), part, width=_PARTS_AT_A_TIME)
+    blob, done = bytearray(nbytes), 0
+    try:
+        coming = whole_parts(store, name, nbytes, at_a_time=_PARTS_AT_A_TIME)
+        async with aclosing(coming) as parts:
+            async for part in parts:
+                blob[done : done + len(part)] = part
+                done += len(part)
+    except VanishedError as exc:
+        raise CorruptEntryError("not there", reason="length") from exc
     return blob
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from s3ec.tier.claims import Claim
+    from s3ec.tier.entries import LocalKeys
     from s3ec.tier.entry_writer import Incoming
     from s3ec.tier.index_files import IndexFile, IndexFiles
     from s3ec.tier.pins import Pin
@@ -23,6 +24,7 @@ __all__ = [
     "IndexFile",
     "IndexFiles",
     "Loaded",
+    "LocalKeys",
     "Pin",
     "Spool",
     "Spooled",
@@ -34,6 +36,7 @@ _MODULES = {
     "IndexFile": "index_files",
     "IndexFiles": "index_files",
     "Loaded": "spool",
+    "LocalKeys": "entries",
     "Pin": "pins",
     "Spool": "spool",
     "Spooled": "spool",

@@ -42,7 +42,7 @@ from s3ec.identity import (
     revised_name,
 )
 from s3ec.safetensors_file import plain_json
-from s3ec.tier.files import DiskErrors, Folders, TempFile, open_entry, require_own_folders
+from s3ec.tier.files import DiskErrors, Folders, open_entry, require_own_folders
 
 log = logging.getLogger(__name__)
 
@@ -336,17 +336,10 @@ def write_note(folders: Folders, note: BadObject) -> None:
     Raises:
         OSError, TierError: The disk refused.
     """
-    try:
-        require_own_folders((*folders.above, str(folders.incoming), str(folders.bad_objects)))
-    except FileNotFoundError:
-        folders.make()
-    file = TempFile(str(folders.incoming))
-    try:
+    parents = (*folders.above, str(folders.bad_objects))
+    with folders.new_file() as file:
         file.append([note.encode()])
-        file.close()
-        os.replace(file.path, f"{folders.bad_objects}/{note.file_name}")
-    finally:
-        file.discard()
+        folders.place(file, f"{folders.bad_objects}/{note.file_name}", parents)
 
 
 def remove_note(folders: Folders, note: BadObject) -> bool:

@@ -1,5 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The entries of one namespace on the disk: where they lie, and look, pin, drop, set aside.
+"""The entries of one namespace on the disk: which are here, pinning them, setting bad ones aside.
+
+The file system is the truth; there is no database that could disagree with it. An entry is
+byte-identical to the bucket's object, so it describes itself and a restart loses nothing.
+Entries are not synced to the device, since the bucket keeps them: after a power cut a file
+can have its full size and hold zeros. ``pin`` checks header, identity and size, and with
+``check_values`` the checksum; **whoever reads a pinned file checks that in any case**, and calls
+``quarantine`` when it differs. Which entries are believed to be here is answered from memory.
 
 A bad entry is moved to the quarantine: out of every reader's way, and kept for people to look at.
 """
@@ -10,8 +17,7 @@ import logging
 import os
 import re
 import stat
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,39 +25,13 @@ from s3ec import codec
 from s3ec.codec import Header
 from s3ec.counters import Counters
 from s3ec.errors import CorruptEntryError, TierError
-from s3ec.identity import Key
-from s3ec.tier.files import Folders, require_own_folders
+from s3ec.identity import Key, digest_of_name
+from s3ec.tier.claims import Claim, Claims
+from s3ec.tier.files import DiskErrors, Folders, require_own_folders
 from s3ec.tier.pins import Held, Pin, Pins
-
-
-class EntryPaths:
-    """Names only; no system call."""
-
-    def __init__(self, folders: Folders, namespace: str) -> None:
-        self.namespace = namespace
-        self.objects = str(folders.objects / namespace)
-        self._above = (*folders.above, str(folders.objects), self.objects)
-
-    def path(self, key: Key) -> str:
-        """The file of one entry."""
-        return f"{self.objects}/{key.name}"
-
-    def parents(self, key: Key) -> Sequence[str]:
-        """Its folders from the root down; see ``require_own_folders``."""
-        folder, _, fan_out = key.name.rpartition("/")[0].rpartition("/")
-        lora = (f"{self.objects}/{folder}",) if folder else ()
-        return (*self._above, *lora, f"{lora[0] if lora else self.objects}/{fan_out}")
-
+from s3ec.tier.scan import entry_names, yield_gil
 
 _PART_BYTES = 256 * 2**10
-
-
-class _Memory(threading.local):
-    def __init__(self) -> None:
-        self.part = memoryview(bytearray(_PART_BYTES))
-
-
-_memory = _Memory()
 
 
 def read_header(fd: int, nbytes: int) -> Header:
@@ -79,11 +59,10 @@ def check_values(fd: int, header: Header) -> None:
         CorruptEntryError: They are others, or fewer.
         OSError: They cannot be read.
     """
-    hashed = codec.running_checksum()
-    nbytes = header.shape.nbytes
-    done = 0
+    hashed, nbytes, done = codec.running_checksum(), header.shape.nbytes, 0
+    buffer = memoryview(bytearray(min(nbytes, _PART_BYTES)))
     while done < nbytes:
-        part = _memory.part[: min(nbytes - done, _PART_BYTES)]
+        part = buffer[: nbytes - done]
         count = os.preadv(fd, [part], header.data_start + done)
         if count == 0:
             break
@@ -160,34 +139,114 @@ class Quarantine:
 _log = logging.getLogger(__name__)
 
 
+class LocalKeys:
+    """A set of digests that are believed to be here; a hint, callable from any thread.
+
+    Other processes publish and evict in the same folder, so both answers can be stale: a
+    wrong True costs one look at the disk, a wrong False one download.
+    """
+
+    def __init__(self) -> None:
+        self._digests: set[bytes] = set()
+        self._next: set[bytes] | None = None  # while a scan is read
+
+    def __call__(self, key: Key) -> bool:
+        return key.digest in self._digests
+
+    def add(self, key: Key) -> None:
+        """The entry was just published here."""
+        self._digests.add(key.digest)
+        if (scanned := self._next) is not None:
+            scanned.add(key.digest)
+
+    def discard(self, key: Key) -> None:
+        """A look at the disk did not find it."""
+        self._digests.discard(key.digest)
+        if (scanned := self._next) is not None:
+            scanned.discard(key.digest)
+
+    def replace(self, names: Iterable[str]) -> None:
+        """Start over from a scan of the folder, which may take its time; one scan at a time."""
+        self._next = scanned = set()
+        try:
+            for name in names:
+                scanned.add(digest_of_name(name))
+            self._digests = scanned
+        finally:
+            self._next = None
+
+
 class Entries:
-    """Blocking and thread-safe; nothing here raises for what the disk refuses."""
+    """The entries of one namespace, as one process sees and pins them.
+
+    Blocking and thread-safe. Nothing here raises for what the disk refuses: that is counted. Once
+    the pins are closed there are no entries any more.
+
+    States of an entry on this node, each seen by all processes: absent; claimed (absent, and one
+    process fetches it); here (``EntryWriter`` gave it its name); set aside (``quarantine``), which
+    is absent for readers. Eviction makes it absent again. A pin outlives all of that.
+    """
 
     def __init__(
         self,
-        paths: EntryPaths,
+        folders: Folders,
+        namespace: str,
         pins: Pins,
-        quarantine: Quarantine,
-        clock: Callable[[], float],
+        claims: Claims,
+        disk_errors: DiskErrors,
         counters: Counters,
-        failed: Callable[[str, OSError | TierError], None],
         *,
+        clock: Callable[[], float],
         check_values: bool,
     ) -> None:
-        self._paths = paths
+        """Nothing is touched.
+
+        Args:
+            clock: Seconds since the epoch; may jump, either way.
+            check_values: Have ``pin`` read and hash the values as well.
+        """
+        self.namespace = namespace
+        self.objects = str(folders.objects / namespace)
+        self._above = (*folders.above, str(folders.objects), self.objects)
+        self._quarantine = Quarantine(folders)
         self._pins = pins
-        self._quarantine = quarantine
-        self._clock = clock
+        self._claims = claims
+        self._failed = disk_errors.record
         self._counters = counters
-        self._failed = failed
+        self._clock = clock
         self._check_values = check_values
 
+    def path(self, key: Key) -> tuple[str, Sequence[str]]:
+        """The file of one entry, and its folders from the root down; no system call."""
+        path = f"{self.objects}/{key.name}"
+        folder, _, fan_out = key.name.rpartition("/")[0].rpartition("/")
+        lora = (f"{self.objects}/{folder}",) if folder else ()
+        return path, (*self._above, *lora, f"{lora[0] if lora else self.objects}/{fan_out}")
+
+    def names(self) -> Iterator[str]:
+        """Object names of the entries that are here, in no order, as a walk finds them.
+
+        About 3 us each; rests 1 ms after every hundred or so, since it runs beside a scheduler.
+        """
+        return entry_names(self.objects, yield_gil)
+
     def pin(self, key: Key) -> Pin | None:
-        """See ``Tier.pin``."""
+        """Hold one entry: it can be read under ``Pin.path`` until unpin.
+
+        A few system calls and one read of 16 KiB, or of the whole file with ``check_values``; no
+        walk. The time of last use is touched.
+
+        Returns:
+            None where the entry is absent, or was bad (then it is quarantined), or the disk
+            refused (then it is counted). The reader checks the checksum.
+        """
+        if self._pins.closed:
+            return None
+        path, parents = self.path(key)
         try:
-            require_own_folders(self._paths.parents(key))
-            held = self._pins.hold(self._paths.path(key), key.digest)
-            return None if held is None else self._checked(key, held)
+            require_own_folders(parents)
+            held = self._pins.hold(path, key.digest)
+            return None if held is None else self._checked(key, path, held)
         except FileNotFoundError:
             return None
         except CorruptEntryError as exc:  # not even a file
@@ -197,40 +256,69 @@ class Entries:
         return None
 
     def unpin(self, pin: Pin) -> None:
-        """See ``Tier.unpin``."""
-        path = str(pin.path)
-        if self._pins.owns(path):
-            try:
-                self._pins.drop(path)
-            except (OSError, TierError) as exc:
-                self._failed("unpin", exc)
+        """Let go of a pin; never raises.
+
+        More than once is fine. A pin of another process (a forked child's parent) is left alone.
+        """
+        try:
+            self._pins.drop(str(pin.path))
+        except (OSError, TierError) as exc:
+            self._failed("unpin", exc)
+
+    def try_claim(self, key: Key) -> Claim | None:
+        """Claim an entry that is not here. No disk has to answer, unless a folder is cold.
+
+        Returns:
+            None where it is here, or somebody else fetches it: ask ``pin_or_claim``.
+        """
+        claim = self._claims.take(key.digest)
+        # In this order: who had the claim before us has published by now.
+        if claim is not None and self.contains(key):
+            self._claims.release(claim)
+            return None
+        return claim
+
+    def pin_or_claim(self, key: Key, *, ignore_claim: bool = False) -> Pin | Claim | None:
+        """Pin an entry that is here, or claim the right to fetch it; never waits.
+
+        Args:
+            ignore_claim: Claim it also while somebody else has it, who may hang.
+
+        Returns:
+            None while another process (or Tier) fetches it.
+        """
+        for _ in range(2):  # it may come between the look for it and the claim
+            found = self.pin(key) or self.try_claim(key)
+            if found is not None:
+                return found
+            if not self.contains(key):
+                return Claim() if ignore_claim else None
+        return Claim()  # here, and cannot be pinned: the disk refuses
 
     def contains(self, key: Key) -> bool:
-        """See ``Tier.contains``."""
+        """Whether a file stands under this name: one stat, nothing read, nothing promised."""
+        if self._pins.closed:
+            return False
         try:
-            return stat.S_ISREG(os.lstat(self._paths.path(key)).st_mode)
+            return stat.S_ISREG(os.lstat(f"{self.objects}/{key.name}").st_mode)
         except (FileNotFoundError, NotADirectoryError):
             return False
         except OSError as exc:
             self._failed("contains", exc)
             return False
 
-    def _evict(self, key: Key) -> None:
-        """Drop the local copy; pins of it stay."""
-        try:
-            require_own_folders(self._paths.parents(key))
-            os.unlink(self._paths.path(key))
-        except (FileNotFoundError, NotADirectoryError):
-            return
-        except (OSError, TierError) as exc:
-            self._failed("evict", exc)
-
     def quarantine(self, key: Key, reason: str) -> None:
-        """See ``Tier.quarantine``."""
-        path = self._paths.path(key)
-        label = f"{self._paths.namespace}--{key.digest.hex()}"
+        """Move the entry away so that nobody pins it again. Counted; never raises.
+
+        Args:
+            reason: One word, such as ``CorruptEntryError.reason``.
+        """
+        if self._pins.closed:
+            return
+        path, parents = self.path(key)
+        label = f"{self.namespace}--{key.digest.hex()}"
         try:
-            require_own_folders(self._paths.parents(key))
+            require_own_folders(parents)
             now_ns = int(self._clock() * 1e9)
             if not self._quarantine.take(path, label, reason, mtime_ns=now_ns):
                 return
@@ -238,28 +326,36 @@ class Entries:
             return
         except (OSError, TierError) as exc:
             self._failed("quarantine", exc)
-            self._evict(key)  # the evidence is worth less than the next reader's time
+            self._remove(path, parents)  # the evidence is worth less than the next reader's time
             if os.path.lexists(path):
                 return
         self._counters.add("tier.quarantined")
-        _log.warning(
-            "entry %s of %s was bad (%s); set aside", key.name, self._paths.namespace, reason
-        )
+        _log.warning("entry %s of %s was bad (%s); set aside", key.name, self.namespace, reason)
 
-    def _checked(self, key: Key, held: Held) -> Pin | None:
+    def _remove(self, path: str, parents: Sequence[str]) -> None:
+        """Drop the local copy; pins of it stay."""
+        try:
+            require_own_folders(parents)
+            os.unlink(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        except (OSError, TierError) as exc:
+            self._failed("evict", exc)
+
+    def _checked(self, key: Key, path: str, held: Held) -> Pin | None:
         """Look into what was linked, and touch it; a bad entry is quarantined."""
         try:
             found = os.fstat(held.fd)
             try:
                 header = read_header(held.fd, found.st_size)
-                codec.check_identity(header, namespace=self._paths.namespace, identifier=key.stored)
+                codec.check_identity(header, namespace=self.namespace, identifier=key.stored)
                 if self._check_values:
                     check_values(held.fd, header)
             except CorruptEntryError as exc:
                 self._counters.add(f"corrupt.{exc.reason}")
                 self._pins.drop(held.path)
                 # Unless somebody has just published a better one.
-                if os.lstat(self._paths.path(key)).st_ino == found.st_ino:
+                if os.lstat(path).st_ino == found.st_ino:
                     self.quarantine(key, exc.reason)
                 return None
             try:

@@ -1,182 +1,326 @@
 # SPDX-License-Identifier: Apache-2.0
-"""New bytes on this node's disk: taken in, verified, pinned, and named last."""
+"""New files on this node's disk: written or downloaded, verified, pinned, and named last."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+import threading
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from contextlib import aclosing, contextmanager, suppress
 from errno import EDQUOT, ENOSPC
 from pathlib import Path
+from typing import Generic, Protocol, TypeVar
 
 from s3ec.codec import Header, Verifier
 from s3ec.counters import Counters
-from s3ec.errors import TierError
+from s3ec.errors import CorruptEntryError, TierError
 from s3ec.identity import Key
-from s3ec.tier.claims import Claim, Claims
-from s3ec.tier.entries import Entries, EntryPaths
+from s3ec.store.base import Blob, Store, parts_in_order
+from s3ec.tier.entries import Entries
 from s3ec.tier.evictor import Evictor
-from s3ec.tier.files import Folders, TempFile, require_own_folders
+from s3ec.tier.files import Folders, TempFile
 from s3ec.tier.pins import Pin, Pins
+from s3ec.tier.spool import Spool
+
+T = TypeVar("T")
+
+PART_BYTES = 8 * 2**20
+"""Large objects are asked for by ranges of this size."""
+# To write one entry: the folder may be missing, the disk full, the folder evicted meanwhile.
+_ATTEMPTS = 4
 
 
-class Intake:
-    """One Tier's; blocking and thread-safe. It takes nothing once that tier is closed.
+class EntryWriter:
+    """Puts new files onto the disk of one Tier. Blocking and thread-safe.
 
-    The pin is made before the entry gets its name: it costs no second look at the file, and
-    nobody can evict the entry in between.
+    A file is complete before it has a name, and what must hold it does so before that as well: the
+    pin of an entry that was fetched (so nobody can evict it in between, and it costs no second look
+    at the file), and the spool of one that was saved.
     """
 
-    def __init__(self, publisher: Publisher, pins: Pins, entries: Entries, claims: Claims) -> None:
-        self._publisher = publisher
-        self._pins = pins
+    def __init__(
+        self,
+        folders: Folders,
+        entries: Entries,
+        pins: Pins,
+        evictor: Evictor,
+        counters: Counters,
+        *,
+        clock: Callable[[], float],
+    ) -> None:
+        self._folders = folders
         self._entries = entries
-        self._claims = claims
+        self._pins = pins
+        self._evictor = evictor
+        self._counters = counters
+        self._clock = clock
 
-    def try_claim(self, key: Key) -> Claim | None:
-        """Claim an entry that is not here. No disk has to answer, unless a folder is cold.
+    def publish(
+        self, key: Key, pieces: Sequence[bytes | memoryview], *, spool: Spool | None = None
+    ) -> None:
+        """Write one entry, whole or not at all; a present one is replaced, its use included.
 
-        Returns:
-            None where it is here, or somebody else fetches it: ask ``Tier.pin_or_claim``.
+        Eviction walks the folder (about 10 us per file there), in a thread that starts a
+        little before it is needed. This call waits for a walk only where it would break the
+        budget or the free-space floor otherwise.
+
+        Args:
+            pieces: The verified bytes of the object, in order; not joined, not copied.
+            spool: Holds the entry from before it appears until the bucket has it, so that a
+                process killed at any point leaves no entry here that nobody uploads.
+
+        Raises:
+            TierError: Closed, larger than the budget, or the disk is full or failing. The
+                spool may hold the entry nevertheless.
         """
-        claim = self._claims.take(key.digest)
-        # In this order: who had the claim before us has published by now.
-        if claim is not None and self._entries.contains(key):
-            self._claims.release(claim)
-            return None
-        return claim
+
+        def name(file: TempFile) -> None:
+            self._finish(file)
+            if spool is not None:
+                spool.add(key, file.path)
+            self._folders.place(file, *self._entries.path(key))
+
+        # The spool tells the running total itself: its bytes stay, whatever becomes of the entry.
+        self._write(key, pieces, name, counted=spool is not None)
 
     def receive(self, key: Key, pieces: Sequence[bytes | memoryview], header: Header) -> Pin:
         """Publish an entry that came from the bucket, and pin it.
 
         Args:
-            pieces: As in ``Tier.publish``.
+            pieces: As in ``publish``.
             header: Theirs, verified and compared with the key.
 
         Raises:
-            TierError: As in ``Tier.publish``.
+            TierError: As in ``publish``.
         """
-        return self._pinned(
-            key, header, lambda hold: self._publisher.publish(key, pieces, hold=hold)
-        )
+        return self._write(key, pieces, lambda file: self._name_pinned(key, file, header))
 
-    def begin(self, key: Key, first: bytes | memoryview, verifier: Verifier) -> Incoming:
-        """Receive one large entry part by part; it appears when the last one was good.
+    def begin(self, key: Key, first: bytes | memoryview, verifier: Verifier) -> Incoming[Pin]:
+        """Receive one large entry part by part; it appears, pinned, when the last one was good.
 
         Args:
             first: Its first bytes, which the verifier has been made from.
 
         Raises:
-            TierError: As in ``Tier.publish``.
+            TierError: As in ``publish``.
+        """
+        header = verifier.header
+
+        def commit(file: TempFile) -> Pin:
+            verifier.finish()
+            pin = self._name_pinned(key, file, header)
+            self._account(header.total_bytes)
+            return pin
+
+        incoming = self.open(key.name, header.total_bytes, check=verifier.feed, commit=commit)
+        incoming.write_checked(first)
+        return incoming
+
+    def open(
+        self,
+        name: str,
+        nbytes: int,
+        *,
+        check: Callable[[bytes | memoryview], object],
+        commit: Callable[[TempFile], T],
+    ) -> Incoming[T]:
+        """A file that comes in parts.
+
+        Args:
+            name: What it is, for messages.
+            nbytes: What it will have in the end.
+            check: Sees each part before it is written. May raise CorruptEntryError.
+            commit: Judges the whole file, and gives it its name.
+
+        Raises:
+            TierError: There will be no room, or the disk refused.
         """
         try:
-            file = self._publisher.begin(verifier.header.total_bytes)
+            self._evictor.need_room(nbytes)
+            file = self._folders.new_file()
         except OSError as exc:
-            raise TierError(f"cannot receive {key.name}: {exc}") from exc
+            raise TierError(f"cannot receive {name}: {exc}") from exc
+        return Incoming(name, nbytes, file, check, commit, self._make_room)
 
-        def commit() -> Pin:
-            return self._pinned(
-                key, verifier.header, lambda hold: self._publisher.finish(key, file, hold=hold)
-            )
+    def place(self, file: TempFile, path: str, parents: Sequence[str]) -> None:
+        """Name a file that is no entry, and count it; see ``Folders.place``."""
+        self._folders.place(file, path, parents)
+        self._evictor.account(file.nbytes)
 
-        return Incoming(file, first, verifier, make_room=self._publisher.make_room, commit=commit)
+    def _make_room(self, nbytes: int) -> int:
+        """Free at least so many bytes, whatever the figures say; answers how many.
 
-    def _pinned(
-        self, key: Key, header: Header, publish: Callable[[Callable[[str], None]], None]
-    ) -> Pin:
-        made: list[str] = []
+        statvfs shows neither quotas nor a lack of inodes: without this a full one would stay full.
+        """
+        return self._evictor.make_room(nbytes, at_least_bytes=nbytes, wait=True)
 
-        def hold(temp: str) -> None:
-            held = self._pins.hold(temp, key.digest)
-            if held is None:
-                raise FileNotFoundError(temp)
-            os.close(held.fd)
-            made.append(held.path)
-
+    def _write(
+        self,
+        key: Key,
+        pieces: Sequence[bytes | memoryview],
+        name: Callable[[TempFile], T],
+        *,
+        counted: bool = False,
+    ) -> T:
+        """Write a file and name it; again after a vanished folder or a full disk, a few times."""
+        nbytes = sum(memoryview(piece).nbytes for piece in pieces)
         try:
-            publish(hold)
+            self._evictor.need_room(nbytes)
+            written = self._attempt(pieces, nbytes, name)
+        except OSError as exc:
+            raise TierError(f"cannot write {self._entries.path(key)[0]}: {exc}") from exc
+        self._account(nbytes, counted=counted)
+        return written
+
+    def _attempt(
+        self,
+        pieces: Sequence[bytes | memoryview],
+        nbytes: int,
+        name: Callable[[TempFile], T],
+    ) -> T:
+        left = _ATTEMPTS
+        while True:
+            left -= 1
+            try:
+                file = self._folders.new_file()
+                try:
+                    file.append(pieces)
+                    return name(file)
+                finally:
+                    file.discard()
+            except FileNotFoundError:  # swept by another container, or the folder is gone
+                if not left:
+                    raise
+                self._folders.make()
+            except OSError as exc:
+                full = exc.errno in (ENOSPC, EDQUOT)
+                if not left or not full or not self._make_room(nbytes):
+                    raise
+
+    def _name_pinned(self, key: Key, file: TempFile, header: Header) -> Pin:
+        self._finish(file)
+        held = self._pins.hold(file.path, key.digest)
+        if held is None:
+            raise FileNotFoundError(file.path)
+        os.close(held.fd)
+        try:
+            self._folders.place(file, *self._entries.path(key))
         except BaseException:
-            self._drop(made)
+            with suppress(OSError, TierError):
+                self._pins.drop(held.path)
             raise
-        self._drop(made[:-1])  # of attempts that failed
-        return Pin(Path(made[-1]), header.total_bytes, header)
+        return Pin(Path(held.path), header.total_bytes, header)
 
-    def _drop(self, paths: Sequence[str]) -> None:
-        for path in paths:
-            with suppress(OSError):
-                self._pins.drop(path)
+    def _finish(self, file: TempFile) -> None:
+        file.close()
+        mtime_ns = int(self._clock() * 1e9)  # the time of use, which eviction goes by
+        os.utime(file.path, ns=(mtime_ns, mtime_ns), follow_symlinks=False)
+
+    def _account(self, nbytes: int, *, counted: bool = False) -> None:
+        if not counted:
+            self._evictor.account(nbytes)
+        self._counters.add("tier.published")
+        self._counters.add("tier.published_bytes", nbytes)
 
 
-class Incoming:
-    """One large entry being received; made by ``Intake.begin``.
+class Incoming(Generic[T]):
+    """A file being received part by part; made by ``EntryWriter.open``. Blocking.
 
-    Blocking, and for one thread at a time. Nobody sees the entry before ``commit``, which only
-    a good one reaches. Whoever makes one ends it by ``commit`` or ``discard``.
+    States: open, committed, discarded. ``append`` keeps it open, ``commit`` and ``discard`` end it.
+    Nobody sees the file before ``commit``, which only a good one survives. Whoever makes one ends
+    it.
+
+    Calls exclude each other. A cancelled coroutine leaves a call running in its thread: ``discard``
+    does not wait for that one, which then cleans up at its end.
+
+    Attributes:
+        name: What it is, for messages.
+        nbytes: What it will have in the end.
     """
 
     def __init__(
         self,
+        name: str,
+        nbytes: int,
         file: TempFile,
-        first: memoryview | bytes,
-        verifier: Verifier,
-        *,
+        check: Callable[[bytes | memoryview], object],
+        commit: Callable[[TempFile], T],
         make_room: Callable[[int], int],
-        commit: Callable[[], Pin],
     ) -> None:
-        """Take the first part; see Intake.begin.
+        """See EntryWriter.open.
 
         Args:
-            make_room: Frees at least so many bytes if it can, and returns how many.
-            commit: Gives the file its name and pins it.
-
-        Raises:
-            TierError: The disk is full or failing; nothing is left behind.
+            make_room: Frees at least so many bytes if it can, and answers how many.
         """
+        self.name = name
+        self.nbytes = nbytes
         self._file = file
-        self._verifier = verifier
-        self._make_room = make_room
+        self._check = check
         self._commit = commit
-        try:
-            self._write(first)
-        except BaseException:
-            file.discard()
-            raise
+        self._make_room = make_room
+        self._lock = threading.Lock()
+        self._over = False
 
-    @property
-    def header(self) -> Header:
-        """What the entry says of itself."""
-        return self._verifier.header
-
-    def append(self, part: memoryview | bytes) -> None:
+    def append(self, part: bytes | memoryview) -> None:
         """Verify and write what comes next.
 
         Raises:
-            CorruptEntryError: Longer than announced.
+            CorruptEntryError: It is not what should come, such as longer than announced.
+            TierError: The disk is full or failing, or the file was discarded.
+        """
+        with self._running():
+            self._check(part)
+            self._write(part)
+
+    def write_checked(self, part: bytes | memoryview) -> None:
+        """Write what was verified already; leaves nothing behind where that fails.
+
+        Raises:
             TierError: The disk is full or failing.
         """
-        self._verifier.feed(part)
-        self._write(part)
+        try:
+            with self._running():
+                self._write(part)
+        except BaseException:
+            self.discard()
+            raise
 
-    def commit(self) -> Pin:
-        """Publish and pin the entry if it is whole and good.
+    def commit(self) -> T:
+        """Give the file its name if it is whole and good.
 
         Raises:
             CorruptEntryError: It is not.
             TierError: The disk refused.
         """
         try:
-            self._verifier.finish()
-            return self._commit()
+            with self._running():
+                return self._commit(self._file)
         except OSError as exc:
-            raise TierError(f"cannot publish a received entry: {exc}") from exc
+            raise TierError(f"cannot publish {self.name}: {exc}") from exc
         finally:
-            self._file.discard()
+            self.discard()
 
     def discard(self) -> None:
-        """Leave nothing behind; fine after commit and more than once."""
-        self._file.discard()
+        """Leave nothing behind; fine after commit and more than once. Never waits for a call."""
+        self._over = True
+        if self._lock.acquire(blocking=False):
+            try:
+                self._file.discard()
+            finally:
+                self._lock.release()
 
-    def _write(self, part: memoryview | bytes) -> None:
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        try:
+            with self._lock:
+                if self._over:
+                    raise TierError(f"{self.name} was discarded")
+                yield
+        finally:
+            if self._over:  # since a moment ago, so discard has left it to us
+                self.discard()
+
+    def _write(self, part: bytes | memoryview) -> None:
         try:
             try:
                 self._file.append([part])
@@ -186,175 +330,82 @@ class Incoming:
                     raise
                 self._file.append([part])
         except OSError as exc:
-            raise TierError(f"cannot write a received entry: {exc}") from exc
+            raise TierError(f"cannot write {self.name}: {exc}") from exc
 
 
-Hold = Callable[[str], None]
-"""Takes hold of a finished file, by its path, before it gets its name."""
-
-# To write one entry: the folder may be missing, the disk full, the folder evicted meanwhile.
-_ATTEMPTS = 4
+class VanishedError(Exception):
+    """An object is gone from the bucket: deleted, or replaced by a newer base of the index."""
 
 
-class Publisher:
-    """Of one namespace; blocking and thread-safe."""
+class Disk(Protocol):
+    """Awaits a blocking call in another thread; ``LoopThread.disk`` is one."""
 
-    def __init__(
-        self,
-        folders: Folders,
-        paths: EntryPaths,
-        evictor: Evictor,
-        clock: Callable[[], float],
-        counters: Counters,
-    ) -> None:
-        self._folders = folders
-        self._paths = paths
-        self._evictor = evictor
-        self._clock = clock
-        self._counters = counters
+    def __call__(self, function: Callable[..., T], *args: object) -> Awaitable[T]: ...
 
-    def publish(
-        self,
-        key: Key,
-        pieces: Sequence[bytes | memoryview],
-        *,
-        hold: Hold | None = None,
-        counted: bool = False,
-    ) -> None:
-        """Write one entry, whole or not at all; see ``Tier.publish``.
 
-        Args:
-            hold: May be called again where an attempt failed after it.
-            counted: ``hold`` tells the running total.
+async def whole_parts(
+    store: Store,
+    name: str,
+    nbytes: int,
+    *,
+    at_a_time: int,
+    begun: int = 0,
+    part_bytes: int = PART_BYTES,
+) -> AsyncGenerator[Blob, None]:
+    """An object of known size in ranges, each of which is whole; to be closed like its source.
 
-        Raises:
-            TierError: No room, or the disk refused.
-        """
-        nbytes = sum(memoryview(piece).nbytes for piece in pieces)
-        try:
-            self._evictor.need_room(nbytes)
-            self._write(key, pieces, nbytes, hold)
-        except OSError as exc:
-            raise TierError(f"cannot write {self._paths.path(key)}: {exc}") from exc
-        self._count(nbytes, counted=counted)
+    Args:
+        nbytes: Of the object.
+        at_a_time: As in ``parts_in_order``.
+        begun: Bytes of its start that are here already.
+        part_bytes: Of a range.
 
-    def begin(self, nbytes: int) -> TempFile:
-        """A file for an entry that comes in parts.
+    Raises:
+        VanishedError: It is not in the store.
+        CorruptEntryError: It is shorter.
+        UnavailableError, AccessError: The store did not answer.
+    """
+    starts = range(begun, nbytes, part_bytes)
+    async with aclosing(parts_in_order(store, name, starts, at_a_time=at_a_time)) as parts:
+        async for part in parts:
+            if part is None:
+                raise VanishedError(name)
+            if len(part) != min(part_bytes, nbytes - begun):
+                raise CorruptEntryError(
+                    f"{name}: ends at {begun + len(part)} of {nbytes} bytes", reason="length"
+                )
+            begun += len(part)
+            yield part
+            del part  # not one more in memory while the next is waited for
 
-        Args:
-            nbytes: What it will have in the end.
 
-        Raises:
-            TierError: There will be no room.
-            OSError: The disk refused.
-        """
-        self._evictor.need_room(nbytes)
-        try:
-            return self._open_temp()
-        except FileNotFoundError:
-            self._folders.make()
-            return self._open_temp()
+async def download(
+    store: Store,
+    name: str,
+    incoming: Incoming[T],
+    *,
+    disk: Disk,
+    at_a_time: int,
+    begun: int = 0,
+    part_bytes: int = PART_BYTES,
+) -> None:
+    """Bring the rest of an object into a file, range by range; the caller commits or discards.
 
-    def make_room(self, nbytes: int) -> int:
-        """Free at least so many bytes, whatever the figures say; answers how many.
+    Args:
+        name: In the store.
+        disk: Runs what blocks.
+        at_a_time: As in ``parts_in_order``.
+        begun: Bytes that the file has already.
+        part_bytes: Of a range.
 
-        statvfs shows neither quotas nor a lack of inodes: without this a full one would stay full.
-
-        Raises:
-            OSError: The disk refused.
-        """
-        return self._evictor.make_room(nbytes, at_least_bytes=nbytes, wait=True)
-
-    def finish(self, key: Key, file: TempFile, *, hold: Hold | None = None) -> None:
-        """Make a file of ``begin``, whole and verified by now, the entry.
-
-        Raises:
-            OSError, TierError: It is no entry, and gone.
-        """
-        self._finish(key, file, hold)
-        self._count(file.nbytes, counted=False)
-
-    def _write(
-        self,
-        key: Key,
-        pieces: Sequence[bytes | memoryview],
-        nbytes: int,
-        hold: Hold | None,
-    ) -> None:
-        """Write; again after a vanished folder and after a full disk, a few times at most."""
-        for attempt in range(_ATTEMPTS):
-            last = attempt == _ATTEMPTS - 1
-            try:
-                file = self._open_temp()
-                try:
-                    file.append(pieces)
-                except BaseException:
-                    file.discard()
-                    raise
-                self._finish(key, file, hold)
-                return
-            except FileNotFoundError:
-                if last:
-                    raise
-                self._folders.make()
-            except OSError as exc:
-                if last or exc.errno not in (ENOSPC, EDQUOT) or not self.make_room(nbytes):
-                    raise
-
-    def _open_temp(self) -> TempFile:
-        incoming = str(self._folders.incoming)
-        require_own_folders((*self._folders.above, incoming))
-        return TempFile(incoming)
-
-    def _finish(self, key: Key, file: TempFile, hold: Hold | None) -> None:
-        """Give a finished file its name; a present one is replaced.
-
-        Raises:
-            OSError: The file is gone now. FileNotFoundError: it was gone before (another
-                container took it for a dead process's); it can be written again.
-            TierError: A folder on the way is not one, or ``hold`` refused; likewise.
-        """
-        try:
-            file.close()
-            mtime_ns = int(self._clock() * 1e9)  # the time of use, which eviction goes by
-            os.utime(file.path, ns=(mtime_ns, mtime_ns), follow_symlinks=False)
-            if hold is not None:
-                hold(file.path)
-            self._rename(file.path, self._paths.path(key), self._paths.parents(key))
-        except BaseException:
-            file.discard()
-            raise
-
-    def name_file(self, file: TempFile, path: str, parents: Sequence[str]) -> None:
-        """Give a file of ``begin`` that is no entry its name; a present one is replaced.
-
-        Args:
-            parents: Its folders from the root down; made if missing.
-
-        Raises:
-            OSError, TierError: It is gone.
-        """
-        try:
-            file.close()
-            self._rename(file.path, path, parents)
-        except BaseException:
-            file.discard()
-            raise
-        self._evictor.account(file.nbytes)
-
-    def _count(self, nbytes: int, *, counted: bool) -> None:
-        if not counted:
-            self._evictor.account(nbytes)
-        self._counters.add("tier.published")
-        self._counters.add("tier.published_bytes", nbytes)
-
-    def _rename(self, temp: str, path: str, parents: Sequence[str]) -> None:
-        for attempt in range(_ATTEMPTS):
-            try:
-                require_own_folders(parents)
-                os.replace(temp, path)
-                return
-            except FileNotFoundError:
-                if attempt == _ATTEMPTS - 1 or not os.path.lexists(temp):
-                    raise
-                self._folders.make_below(parents)
+    Raises:
+        TierError: The disk refused.
+        VanishedError, CorruptEntryError, UnavailableError, AccessError: As for whole_parts.
+    """
+    coming = whole_parts(
+        store, name, incoming.nbytes, at_a_time=at_a_time, begun=begun, part_bytes=part_bytes
+    )
+    async with aclosing(coming) as parts:
+        async for part in parts:
+            await disk(incoming.append, part)
+            del part  # so that only whole_parts decides how many are in memory

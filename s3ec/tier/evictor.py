@@ -1,6 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keeping the folder below its budget: when to evict, who does it, and how the total is kept.
 
+The running total is one small file that every process of the node adds to. Layout, little-endian,
+32 bytes: magic and version (8), counted (8), total bytes (8), xxh3-64 of all that (8). It is no
+truth: a process killed between publishing and adding makes it too low, a deleted entry makes it too
+high, and each walk over the folder puts it right. It is not synced to the device either: after a
+power cut it may be an old one until the next walk.
+
 A little ahead of the limits (the budget, the free-space floor) a thread evicts in the background,
 one per node at a time. A publish that would break a limit waits for that round to end, or does one
 itself. Entries go in the order of their use, pinned ones never.
@@ -8,9 +14,11 @@ itself. Entries go in the order of their use, pinned ones never.
 
 from __future__ import annotations
 
+import errno
 import heapq
 import logging
 import os
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,20 +26,20 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import xxhash
+
 from s3ec.counters import Counters
 from s3ec.errors import TierError
 from s3ec.tier.files import (
+    DiskErrors,
     Folders,
     free_bytes,
     is_stale_temp,
     require_own_folders,
     sweep_temps,
-    try_lock,
-    unlock,
 )
-from s3ec.tier.process_folders import sweep_dead
-from s3ec.tier.scan import ScannedEntry, TierScan, take_census, yield_gil
-from s3ec.tier.usage import RunningTotal
+from s3ec.tier.pins import sweep_dead
+from s3ec.tier.scan import ScannedEntry, TierScan, scan_tier, yield_gil
 
 # Sorted apart and merged as far as needed: one sort of all would keep the interpreter.
 _CHUNK = 1024
@@ -120,48 +128,141 @@ def _remove_empty(path: str, objects: str) -> None:
             folder = os.path.dirname(folder)
 
 
-_POLL_S = 0.01
+_MAGIC = b"s3ecuse\x02"
+_BODY = struct.Struct("<8sQQ")
+_CHECKSUM = struct.Struct("<Q")
+_NBYTES = _BODY.size + _CHECKSUM.size
+_TOTAL_POLL_S = 0.0005
 
 
-class EvictLock:
-    """Opened for each use, so threads exclude each other too and forks inherit nothing."""
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What the file says; as made by default, what an absent or bad one says.
 
-    def __init__(self, folders: Folders) -> None:
-        self._folders = folders
+    Attributes:
+        counted: Whether a walk stands behind the total. Else it is only what was added since
+            the file was begun, and more may be there.
+        total_bytes: What the byte budget is about. Never below the truth but for crashes.
+    """
 
-    def make(self) -> None:
-        """Make the file now, because a full disk, which needs it most, has no room for it.
+    counted: bool = False
+    total_bytes: int = 0
 
-        Raises:
-            OSError: The file system refused.
-        """
-        os.close(self._folders.open_own(self._folders.evict_lock))
+    def pack(self) -> bytes:
+        """The file's content."""
+        body = _BODY.pack(_MAGIC, self.counted, self.total_bytes)
+        return body + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(body))
 
-    @contextmanager
-    def hold(self, *, wait_s: float = 0.0) -> Iterator[bool]:
-        """Hold it while the block runs.
+    @classmethod
+    def parse(cls, blob: bytes) -> Figures | None:
+        """The inverse; None where it is torn or of another version."""
+        body = blob[: _BODY.size]
+        if len(blob) != _NBYTES or blob[_BODY.size :] != _CHECKSUM.pack(
+            xxhash.xxh3_64_intdigest(body)
+        ):
+            return None
+        magic, counted, total_bytes = _BODY.unpack(body)
+        return cls(bool(counted), total_bytes) if magic == _MAGIC else None
+
+
+class RunningTotal:
+    """Reads and changes the file under its lock: about six system calls each, no sync.
+
+    The file is opened each time, so nothing of it survives in a forked child, and one that was
+    deleted is not written to for long. All methods raise OSError where the file system refuses
+    or where another process was stopped while it held the lock.
+    """
+
+    def __init__(self, folders: Folders, *, lock_timeout_s: float = 2.0) -> None:
+        """Nothing is touched.
 
         Args:
-            wait_s: How long to wait for whoever holds it; a round takes seconds at most.
-
-        Yields:
-            False where somebody else holds it still.
-
-        Raises:
-            OSError: The file system refused.
+            lock_timeout_s: The lock is held for two system calls. Whoever holds it for longer was
+                stopped in between.
         """
-        fd = self._folders.open_own(self._folders.evict_lock)
+        self._folders = folders
+        self._lock_timeout_s = lock_timeout_s
+
+    def begin(self) -> None:
+        """The folder was just made and holds nothing: a total of 0 that is known to be right.
+
+        Unless somebody was faster to publish.
+        """
+        self._update(lambda now: now if now.total_bytes else Figures(counted=True))
+
+    def read(self) -> Figures:
+        """What is said now."""
         try:
-            deadline_s = time.monotonic() + wait_s
-            while not (alone := try_lock(fd)) and time.monotonic() < deadline_s:
-                time.sleep(_POLL_S)
-            try:
-                yield alone
-            finally:
-                if alone:
-                    unlock(fd)  # a child forked meanwhile would keep it locked
-        finally:
-            os.close(fd)
+            with self._locked(make=False) as fd:
+                return Figures.parse(os.pread(fd, _NBYTES + 1, 0)) or Figures()
+        except FileNotFoundError:
+            return Figures()
+
+    def add(self, nbytes: int) -> Figures:
+        """Note what was published; answers what is said from now on."""
+        return self._update(lambda now: Figures(now.counted, now.total_bytes + nbytes))
+
+    def recount(self, before: Figures, counted_bytes: int) -> Figures:
+        """Take over what a walk found, and add what the total grew by meanwhile.
+
+        What any process published during the walk may be counted twice until the next one, but
+        never not at all.
+
+        Args:
+            before: What ``read`` said before the walk.
+            counted_bytes: What the walk found, less what was removed after it.
+        """
+
+        def change(now: Figures) -> Figures:
+            grown_bytes = now.total_bytes - before.total_bytes
+            if grown_bytes < 0 or before.counted > now.counted:  # lost, and begun anew since
+                grown_bytes = now.total_bytes
+            return Figures(True, counted_bytes + grown_bytes)
+
+        return self._update(change)
+
+    def _update(self, change: Callable[[Figures], Figures]) -> Figures:
+        with self._locked() as fd:
+            before = Figures.parse(os.pread(fd, _NBYTES + 1, 0))
+            after = change(before or Figures())
+            if after != before:
+                if os.pwrite(fd, after.pack(), 0) != _NBYTES:
+                    raise OSError(errno.EIO, "the file system wrote a part", self._folders.usage)
+                if before is None:  # of whatever length
+                    os.ftruncate(fd, _NBYTES)
+            return after
+
+    @contextmanager
+    def _locked(self, *, make: bool = True) -> Iterator[int]:
+        path, wait_s = self._folders.usage, self._lock_timeout_s
+        with self._folders.locked(path, wait_s=wait_s, poll_s=_TOTAL_POLL_S, make=make) as (
+            fd,
+            alone,
+        ):
+            if not alone:
+                raise OSError(errno.EAGAIN, "the running total is locked by a stopped process")
+            yield fd
+
+
+_LOCK_POLL_S = 0.01
+
+
+@contextmanager
+def evict_lock(folders: Folders, *, wait_s: float = 0.0) -> Iterator[bool]:
+    """Be the one process of the node that evicts, while the block runs.
+
+    Args:
+        wait_s: How long to wait for whoever it is now; a round takes seconds at most.
+
+    Yields:
+        False where somebody else still is.
+
+    Raises:
+        OSError, TierError: The file system refused.
+    """
+    path = folders.evict_lock
+    with folders.locked(path, wait_s=wait_s, poll_s=_LOCK_POLL_S) as (_, alone):
+        yield alone
 
 
 _log = logging.getLogger(__name__)
@@ -169,7 +270,7 @@ _log = logging.getLogger(__name__)
 # Work ends at its next pause; a disk that does not answer is not waited for.
 _STOP_TIMEOUT_S = 5.0
 # After work that failed by a fault of ours.
-_REST_S = 1.0
+REST_S = 1.0
 
 
 class StoppedError(Exception):
@@ -236,7 +337,7 @@ class Background:
                 return
             except BaseException:  # noqa: BLE001 (the top of a thread)
                 _log.exception("%s", self._name)
-                rest_s = _REST_S
+                rest_s = REST_S
             if self._stopping.wait(rest_s):
                 return
 
@@ -256,7 +357,7 @@ _GRACE_NS = 2 * 10**9
 # has counted what lies here.
 _SLACK = 1 / 64
 # A walk over a million entries in the background takes about this long.
-_ROUND_TIMEOUT_S = 30.0
+ROUND_TIMEOUT_S = 30.0
 # A background round that could free nothing is not repeated at once: this many times as long as
 # it took, and never sooner than the other.
 _REST_SHARE = 10
@@ -268,31 +369,29 @@ class Evictor:
     def __init__(
         self,
         folders: Folders,
-        clock: Callable[[], float],
+        disk_errors: DiskErrors,
         counters: Counters,
         *,
+        clock: Callable[[], float],
         budget_bytes: int,
         min_free_bytes: int,
-        failed: Callable[[str, OSError | TierError], None],
     ) -> None:
         """Nothing is touched, no thread started.
 
         Args:
             clock: Seconds since the epoch; may jump, either way.
-            failed: Counts and logs what the disk refused.
         """
         self._folders = folders
         self._clock = clock
         self._counters = counters
         self._budget_bytes = budget_bytes
-        self._min_free_bytes = min_free_bytes
+        self.min_free_bytes = min_free_bytes
         self._low_bytes = int(budget_bytes * LOW_WATER)
         self._ahead_bytes = int(budget_bytes * AHEAD)
         self._slack_bytes = int(budget_bytes * _SLACK)
         # Nobody's floor of 0 asks for space to be kept free.
         self._ahead_of_floor_bytes = min(self._ahead_bytes, min_free_bytes) // 4
-        self._failed = failed
-        self._lock = EvictLock(folders)
+        self._failed = disk_errors.record
         self._total = RunningTotal(folders)
         self._background = Background("s3ec-evictor", self._work_ahead)
         self._is_open = False
@@ -306,7 +405,8 @@ class Evictor:
         Raises:
             OSError: The file system refused.
         """
-        self._lock.make()
+        # Made now, because a full disk, which needs it most, has no room for it.
+        os.close(self._folders.open_own(self._folders.evict_lock))
         if fresh:
             self._total.begin()
         self._sweep()
@@ -331,19 +431,19 @@ class Evictor:
             raise TierError(f"{nbytes} bytes are more than the budget of {self._budget_bytes}")
         if self._has_room(nbytes):
             return
-        with self._lock.hold(wait_s=_ROUND_TIMEOUT_S) as alone:
+        with evict_lock(self._folders, wait_s=ROUND_TIMEOUT_S) as alone:
             if not alone:
                 raise TierError(
                     "there is no room, and another process has been evicting for "
-                    f"{_ROUND_TIMEOUT_S:.0f} s"
+                    f"{ROUND_TIMEOUT_S:.0f} s"
                 )
             # Whoever evicted meanwhile may have made room enough.
             if not self._has_room(nbytes):
                 self._round(nbytes)
-        if self._free_bytes() - nbytes < self._min_free_bytes:
+        if self._free_bytes() - nbytes < self.min_free_bytes:
             raise TierError(
                 f"{nbytes} bytes more would leave less than `min_free_bytes` "
-                f"({self._min_free_bytes}) free on the disk of {self._folders.root}"
+                f"({self.min_free_bytes}) free on the disk of {self._folders.root}"
             )
 
     def account(self, nbytes: int) -> None:
@@ -372,30 +472,30 @@ class Evictor:
         Raises:
             OSError: The file system refused.
         """
-        with self._lock.hold(wait_s=_ROUND_TIMEOUT_S if wait else 0.0) as alone:
+        with evict_lock(self._folders, wait_s=ROUND_TIMEOUT_S if wait else 0.0) as alone:
             return self._round(incoming_bytes, at_least_bytes=at_least_bytes) if alone else 0
 
     def _has_room(self, nbytes: int) -> bool:
         """Whether a publish breaks no limit; wakes the background near the floor."""
         figures, free = self._total.read(), self._free_bytes()
-        if free - nbytes < self._min_free_bytes + self._ahead_of_floor_bytes:
+        if free - nbytes < self.min_free_bytes + self._ahead_of_floor_bytes:
             self._background.wake()
         limit = self._budget_bytes if figures.counted else self._slack_bytes
-        return figures.total_bytes + nbytes <= limit and free - nbytes >= self._min_free_bytes
+        return figures.total_bytes + nbytes <= limit and free - nbytes >= self.min_free_bytes
 
     def _work_ahead(self, pause: Callable[[], None]) -> float:
         """One round in the background; answers how long to rest after it."""
         started_s = time.monotonic()
         try:
-            with self._lock.hold() as alone:
+            with evict_lock(self._folders) as alone:
                 if not alone:
-                    return _REST_S
+                    return REST_S
                 freed = self._round(0, ahead=True, pause=pause)
         except (OSError, TierError) as exc:
             self._failed("evict", exc)
             freed = 0
         took_s = time.monotonic() - started_s
-        return 0.0 if freed else max(_REST_S, took_s * _REST_SHARE)
+        return 0.0 if freed else max(REST_S, took_s * _REST_SHARE)
 
     def _round(
         self,
@@ -410,11 +510,11 @@ class Evictor:
             require_own_folders((*self._folders.above, str(self._folders.objects)))
         before = self._total.read()
         self._sweep()
-        census = take_census(self._folders, pause)
-        self._sweep_temps(census)
-        goal_bytes = max(self._excess(census, incoming_bytes, ahead=ahead), at_least_bytes)
-        freed = self._evict(census, goal_bytes, pause, spare_recent=ahead) if goal_bytes > 0 else 0
-        self._total.recount(before, census.total_bytes - freed)
+        scan = scan_tier(self._folders, pause)
+        self._sweep_temps(scan)
+        goal_bytes = max(self._excess(scan, incoming_bytes, ahead=ahead), at_least_bytes)
+        freed = self._evict(scan, goal_bytes, pause, spare_recent=ahead) if goal_bytes > 0 else 0
+        self._total.recount(before, scan.total_bytes - freed)
         return freed
 
     def _sweep(self) -> None:
@@ -423,9 +523,9 @@ class Evictor:
         if swept:
             self._counters.add("tier.swept", swept)
 
-    def _sweep_temps(self, census: TierScan) -> None:
+    def _sweep_temps(self, scan: TierScan) -> None:
         """Those in the spool, whose folders only a walk looks into."""
-        for temp in census.temps:
+        for temp in scan.temps:
             if is_stale_temp(temp, now_s=self._clock()):
                 with suppress(OSError):
                     os.unlink(temp)
@@ -438,11 +538,11 @@ class Evictor:
             self._folders.make()
             return free_bytes(self._folders.version)
 
-    def _excess(self, census: TierScan, incoming_bytes: int, *, ahead: bool) -> int:
+    def _excess(self, scan: TierScan, incoming_bytes: int, *, ahead: bool) -> int:
         """How many bytes have to go; 0 or less: none."""
         limit = self._budget_bytes - (self._ahead_bytes if ahead else 0)
-        floor = self._min_free_bytes + (self._ahead_of_floor_bytes if ahead else 0)
-        wanted = census.total_bytes + incoming_bytes
+        floor = self.min_free_bytes + (self._ahead_of_floor_bytes if ahead else 0)
+        wanted = scan.total_bytes + incoming_bytes
         excess = wanted - self._low_bytes if wanted > limit else 0
         short = floor + incoming_bytes - self._free_bytes()
         if short > 0:
@@ -453,7 +553,7 @@ class Evictor:
 
     def _evict(
         self,
-        census: TierScan,
+        scan: TierScan,
         goal_bytes: int,
         pause: Callable[[], None] | None,
         *,
@@ -465,8 +565,8 @@ class Evictor:
         spared_ns = int(now_s * 1e9) - _GRACE_NS if spare_recent else latest_ns + 1
         free = [
             entry
-            for entry in census.entries
-            if entry.inode not in census.kept and not spared_ns <= entry.mtime_ns <= latest_ns
+            for entry in scan.entries
+            if entry.inode not in scan.kept and not spared_ns <= entry.mtime_ns <= latest_ns
         ]
         ordered = oldest_first(free, now_s=now_s, pause=pause)
         gone = evict(ordered, goal_bytes, objects=self._folders.objects, pause=pause)

@@ -17,10 +17,9 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
-from functools import cached_property
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from s3ec.counters import Counters
@@ -67,71 +66,39 @@ _COPY_BYTES = 1 << 24
 NO_LINK = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
 
 
-@dataclass(frozen=True)
 class Folders:
-    """Where things lie below one root, which is already free of symbolic links."""
+    """Where things lie below one root. Making one touches nothing.
 
-    root: Path
+    Attributes:
+        root: Free of symbolic links.
+        version: Everything of this layout; a later layout gets another folder.
+        above: What everything lies in; see require_own_folders.
+        objects: Namespaces, each with the objects of the bucket's ``objects/``.
+        pins: One folder per process (and Tier) that holds pins.
+        spool: One folder per process that holds entries which the bucket has not confirmed.
+        quarantine: Bad entries, set aside for people to look at.
+        bad_objects: What this node knows of bad objects in the bucket; see bad_objects.py.
+        incoming: Files that are being written; one folder, so that sweeping it needs no walk.
+        index: Namespaces, each with this node's copy of what the index needs.
+        fetch_lock: A file. One byte per entry that some process fetches; see claims.py.
+        usage: A file. The running total of all that is here.
+        evict_lock: A file. Locked by the one process that evicts.
+    """
 
-    @cached_property
-    def version(self) -> Path:
-        """Everything of this layout; a later layout gets another folder."""
-        return self.root / "v1"
-
-    @cached_property
-    def above(self) -> tuple[str, str]:
-        """What everything lies in; see require_own_folders."""
-        return str(self.root), str(self.version)
-
-    @cached_property
-    def objects(self) -> Path:
-        """Namespaces, each with the objects of the bucket's ``objects/``."""
-        return self.version / "objects"
-
-    @cached_property
-    def pins(self) -> Path:
-        """One folder per process (and Tier) that holds pins."""
-        return self.version / "pins"
-
-    @cached_property
-    def spool(self) -> Path:
-        """One folder per process that holds entries which the bucket has not confirmed."""
-        return self.version / "spool"
-
-    @cached_property
-    def quarantine(self) -> Path:
-        """Bad entries, set aside for people to look at."""
-        return self.version / "quarantine"
-
-    @cached_property
-    def bad_objects(self) -> Path:
-        """What this node knows of objects in the bucket that are bad; see bad_objects.py."""
-        return self.version / "bad-objects"
-
-    @cached_property
-    def incoming(self) -> Path:
-        """Entries that are being written; one folder, so that sweeping it needs no walk."""
-        return self.version / "incoming"
-
-    @cached_property
-    def index(self) -> Path:
-        """Namespaces, each with this node's copy of what the index needs."""
-        return self.version / "index"
-
-    @cached_property
-    def fetch_lock(self) -> Path:
-        """One byte per entry that some process fetches; see claims.py."""
-        return self.version / "fetch.lock"
-
-    @cached_property
-    def usage(self) -> Path:
-        """The running total of all that is here."""
-        return self.version / "usage"
-
-    @cached_property
-    def evict_lock(self) -> Path:
-        """Locked by the one process that evicts."""
-        return self.version / "evict.lock"
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.version = version = root / "v1"
+        self.above = (str(root), str(version))
+        self.objects = version / "objects"
+        self.pins = version / "pins"
+        self.spool = version / "spool"
+        self.quarantine = version / "quarantine"
+        self.bad_objects = version / "bad-objects"
+        self.incoming = version / "incoming"
+        self.index = version / "index"
+        self.fetch_lock = version / "fetch.lock"
+        self.usage = version / "usage"
+        self.evict_lock = version / "evict.lock"
 
     def make(self) -> None:
         """Create what is missing and check what is there.
@@ -143,11 +110,9 @@ class Folders:
         for folder in reversed(self.root.parents):
             if not folder.exists():
                 make_folder(folder)
-        make_folder(self.root)
-        make_folder(self.version)
         for folder in (
-            *(self.objects, self.incoming, self.pins, self.spool, self.quarantine, self.index),
-            self.bad_objects,
+            *(self.root, self.version, self.objects, self.incoming, self.pins, self.spool),
+            *(self.quarantine, self.index, self.bad_objects),
         ):
             make_folder(folder)
 
@@ -177,15 +142,78 @@ class Folders:
             raise
         return fd
 
-    def make_below(self, parents: Sequence[str]) -> None:
-        """Create what is missing of some folders, each inside the one before it.
+    @contextmanager
+    def locked(
+        self, path: Path, *, wait_s: float, poll_s: float, make: bool = True
+    ) -> Iterator[tuple[int, bool]]:
+        """Open one of the shared files and hold its lock while the block runs.
+
+        It is opened for each use. So threads exclude each other too, and a deleted file is not used
+        for long. The lock is polled, since flock has no timeout: a process that is stopped
+        (a debugger, a paused container) while it holds the lock must not stop all others with it.
 
         Args:
-            parents: From ``root``, ``version`` and ``objects`` down.
+            make: False to leave an absent file absent.
+
+        Yields:
+            The file's descriptor, and False where somebody else has held the lock for ``wait_s``.
 
         Raises:
-            TierError, OSError: As for make.
+            FileNotFoundError: It is absent, and ``make`` is False.
+            OSError, TierError: As for open_own.
         """
+        fd = self.open_own(path) if make else os.open(path, _OPEN_OWN)
+        try:
+            deadline_s = time.monotonic() + wait_s
+            while not (alone := try_lock(fd)) and time.monotonic() < deadline_s:
+                time.sleep(poll_s)
+            try:
+                yield fd, alone
+            finally:
+                if alone:
+                    fcntl.flock(fd, fcntl.LOCK_UN)  # a child forked meanwhile would keep it locked
+        finally:
+            os.close(fd)
+
+    def new_file(self) -> TempFile:
+        """A file in the making; ``place`` gives it its name.
+
+        Raises:
+            OSError, TierError: As for make.
+        """
+        incoming = str(self.incoming)
+        try:
+            require_own_folders((*self.above, incoming))
+            return TempFile(incoming)
+        except FileNotFoundError:  # somebody emptied the cache under us
+            self.make()
+            return TempFile(incoming)
+
+    def place(self, file: TempFile, path: str, parents: Sequence[str]) -> None:
+        """Give a finished file its name; a present one is replaced.
+
+        Args:
+            parents: The folders of ``path``, from ``root``, ``version`` and the next one down;
+                made where they are missing.
+
+        Raises:
+            OSError: It has no name. FileNotFoundError: the file is gone (another container took it
+                for a dead process's); it can be written again.
+            TierError: A folder on the way is not one of ours. The file has no name either.
+        """
+        file.close()
+        for last in (False, False, False, True):
+            try:
+                require_own_folders(parents)
+                os.replace(file.path, path)
+                return
+            except FileNotFoundError:
+                if last or not os.path.lexists(file.path):
+                    raise
+                self._make_below(parents)
+
+    def _make_below(self, parents: Sequence[str]) -> None:
+        """Create what is missing of some folders, each inside the one before it."""
         try:
             require_own_folders(parents[:-1])
         except FileNotFoundError:
@@ -285,21 +313,33 @@ class TempFile:
         nbytes: Written so far.
     """
 
-    def __init__(self, folder: str) -> None:
-        """Make it, private whatever the umask.
+    def __init__(self, folder: str, *, private: bool = True) -> None:
+        """Make it.
+
+        Args:
+            private: A file of the cache: for this user alone, whatever the umask, and locked.
+                Else the umask decides.
 
         Raises:
             OSError: Nothing is left behind.
         """
         self.path = temp_name(folder)
         self.nbytes = 0
-        self._fd = os.open(self.path, _OPEN_TEMP, FILE_MODE)
+        self._fd = os.open(self.path, _OPEN_TEMP, FILE_MODE if private else 0o666)
         try:
-            os.fchmod(self._fd, FILE_MODE)  # the umask may have taken bits from the mode above
-            try_lock(self._fd)  # tells other containers that this writer lives
+            if private:
+                os.fchmod(self._fd, FILE_MODE)  # the umask may have taken bits from the mode above
+                try_lock(self._fd)  # tells other containers that this writer lives
         except BaseException:
             self.discard()
             raise
+
+    def __enter__(self) -> TempFile:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        """What was not renamed by now goes."""
+        self.discard()
 
     def append(self, pieces: Sequence[bytes | memoryview]) -> None:
         """Write pieces at the end, all or none of them.
@@ -316,12 +356,17 @@ class TempFile:
             raise
         self.nbytes += sum(memoryview(piece).nbytes for piece in pieces)
 
-    def close(self) -> None:
+    def close(self, *, synced: bool = False) -> None:
         """Nothing more is written; before a rename, since network file systems fail here.
+
+        Args:
+            synced: Wait until the device has it.
 
         Raises:
             OSError: The file may not be what was written.
         """
+        if synced:
+            os.fsync(self._fd)
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
@@ -347,14 +392,35 @@ def write_all(fd: int, pieces: Sequence[bytes | memoryview]) -> None:
             rest[0] = rest[0][written:]
 
 
-def copy_file(source_fd: int, target: str, nbytes: int) -> None:
-    """Copy an open file to a new private one, where links are impossible.
+def copy_entry(source: str, target: str, *, min_free_bytes: int, purpose: str) -> tuple[int, int]:
+    """Copy a file to a new private one, where links are impossible.
+
+    Args:
+        min_free_bytes: Of the disk, which the copy must leave free.
+        purpose: A verb, for messages.
+
+    Returns:
+        A descriptor of the source, which the caller closes, and its size.
 
     Raises:
-        OSError: Nothing is left behind. EIO: the source does not have ``nbytes``.
+        CorruptEntryError: The source is not a regular file.
+        OSError: Nothing is left behind. FileNotFoundError: there is no source. EIO: it changed.
+        TierError: There is no room.
     """
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    target_fd = os.open(target, flags, FILE_MODE)
+    source_fd = open_entry(source)
+    try:
+        nbytes = os.fstat(source_fd).st_size
+        if free_bytes(Path(target).parent) - nbytes < min_free_bytes:
+            raise TierError(f"no room to {purpose} {nbytes} bytes by copying them")
+        _copy(source_fd, target, nbytes)
+    except BaseException:
+        os.close(source_fd)
+        raise
+    return source_fd, nbytes
+
+
+def _copy(source_fd: int, target: str, nbytes: int) -> None:
+    target_fd = os.open(target, _OPEN_TEMP, FILE_MODE)
     try:
         try:
             os.fchmod(target_fd, FILE_MODE)
@@ -456,7 +522,7 @@ def try_lock(fd: int) -> bool:
     """Take the exclusive lock of an open file without waiting; False where another has it.
 
     The lock belongs to the open file, not to the process: it ends when the last copy of the
-    descriptor is closed, a forked child's included, or by unlock.
+    descriptor is closed, a forked child's included.
     """
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -465,6 +531,23 @@ def try_lock(fd: int) -> bool:
     return True
 
 
-def unlock(fd: int) -> None:
-    """Give a lock back, also when a forked child still has a copy of the descriptor."""
-    fcntl.flock(fd, fcntl.LOCK_UN)
+def take_lock(path: str | Path) -> int | None:
+    """Take a lock that is not ours, which works where its owner is dead.
+
+    Returns:
+        The lock's descriptor; None where there is no such file.
+
+    Raises:
+        OSError: Somebody holds it (BlockingIOError), or it cannot be opened.
+    """
+    try:
+        fd = os.open(path, _OPEN_OWN)
+    except FileNotFoundError:
+        return None
+    try:
+        if not try_lock(fd):
+            raise BlockingIOError(errno.EWOULDBLOCK, "in use", str(path))
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd

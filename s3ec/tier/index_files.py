@@ -8,13 +8,15 @@ import hashlib
 import os
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
-from s3ec.errors import TierError
+from s3ec import codec
+from s3ec.errors import CorruptEntryError, TierError
 from s3ec.tier.claims import Claim, Claims
-from s3ec.tier.entry_writer import Publisher
+from s3ec.tier.entry_writer import EntryWriter, Incoming
 from s3ec.tier.files import Folders, TempFile, require_own_folders
 from s3ec.tier.scan import is_index_name
 
@@ -40,15 +42,18 @@ class IndexFiles:
     Files are never changed once they have their name, so a mapping of one stays good, also after
     ``remove``. They are not synced to the device, so one from before this boot may have its size
     and hold zeros: see ``is_doubtful``.
+
+    Attributes:
+        claims: Give a claim of ``try_claim`` back here.
     """
 
     def __init__(
-        self, folders: Folders, namespace: str, publisher: Publisher, claims: Claims
+        self, folders: Folders, namespace: str, writer: EntryWriter, claims: Claims
     ) -> None:
         self._top = str(folders.index / namespace)
         self._above = (*folders.above, str(folders.index), self._top)
-        self._publisher = publisher
-        self._claims = claims
+        self._writer = writer
+        self.claims = claims
 
     def path(self, name: str) -> str:
         """Where a file lies, or would.
@@ -123,32 +128,43 @@ class IndexFiles:
                 if file is not None:
                     yield file
 
-    def begin(self, nbytes: int) -> TempFile:
-        """A file in the making; entries are evicted where there is no room for it.
+    def begin(
+        self, name: str, called: str, nbytes: int, checksum: str, check: Callable[[str], object]
+    ) -> Incoming[None]:
+        """Receive a file part by part; it appears when the last one was good.
+
+        Entries are evicted where there is no room for it.
 
         Args:
+            called: Its name in messages.
             nbytes: What it will have in the end.
+            checksum: Of all its bytes, as ``codec.checksum`` has it.
+            check: Gets the path of the whole file before it has its name; raises
+                CorruptEntryError where its content is refused.
 
         Raises:
             TierError: There will be no room, or the disk refused.
         """
-        try:
-            return self._publisher.begin(nbytes)
-        except OSError as exc:
-            raise TierError(f"cannot write a file of the index: {exc}") from exc
+        path, running = self.path(name), codec.running_checksum()
 
-    def finish(self, name: str, file: TempFile) -> str:
-        """Give a whole and verified file its name; answers its path.
+        def commit(file: TempFile) -> None:
+            if running.hexdigest() != checksum:
+                raise CorruptEntryError(f"{called}: wrong checksum", reason="checksum")
+            check(file.path)
+            self._writer.place(file, path, self._parents(name))
+
+        return self._writer.open(called, nbytes, check=running.update, commit=commit)
+
+    def write(self, name: str, body: bytes | memoryview) -> None:
+        """Keep a whole file, verified by the caller.
 
         Raises:
-            TierError: The disk refused; the file is gone.
+            TierError: There is no room, or the disk refused.
         """
-        path = self.path(name)
-        try:
-            self._publisher.name_file(file, path, self._parents(name))
-        except OSError as exc:
-            raise TierError(f"cannot write {path}: {exc}") from exc
-        return path
+        place = partial(self._writer.place, path=self.path(name), parents=self._parents(name))
+        incoming = self._writer.open(name, len(body), check=bool, commit=place)
+        incoming.write_checked(body)
+        incoming.commit()
 
     def remove(self, name: str) -> None:
         """Drop one file, and its folder with the last; absent is fine. Never raises.
@@ -170,15 +186,7 @@ class IndexFiles:
             None where another process (or Tier) of the node has it. The kernel gives back what a
             process that ended had.
         """
-        return self._claims.take(_place(task))
-
-    def is_claimed(self, task: str) -> bool:
-        """Whether somebody has this task at the moment."""
-        return self._claims.is_taken(_place(task))
-
-    def release(self, claim: Claim) -> None:
-        """Give a claim back; more than once is fine."""
-        self._claims.release(claim)
+        return self.claims.take(_place(task))
 
 
 def _place(task: str) -> bytes:

@@ -21,7 +21,7 @@ from s3ec.counters import unreported
 from s3ec.errors import CorruptEntryError, TierError
 from s3ec.identity import digest_of_name, key_of_header
 from s3ec.tier.entries import KEPT_FILES, Quarantine, read_header
-from s3ec.tier.evictor import Evicted, EvictLock, evict, oldest_first
+from s3ec.tier.evictor import Evicted, RunningTotal, evict, evict_lock, oldest_first
 from s3ec.tier.files import (
     FILE_MODE,
     FOLDER_MODE,
@@ -31,12 +31,11 @@ from s3ec.tier.files import (
     is_stale_temp,
     open_entry,
 )
-from s3ec.tier.process_folders import LOCK_NAME, SpoolName, is_dead, is_pin_folder_name, sweep_dead
-from s3ec.tier.scan import ScannedEntry, TierScan, Usage, take_census, yield_gil
-from s3ec.tier.usage import RunningTotal
+from s3ec.tier.pins import LOCK_NAME, is_dead, is_process_folder_name, sweep_dead
+from s3ec.tier.scan import ScannedEntry, SpoolName, TierScan, Usage, scan_tier, yield_gil
 
 # Longer than any round takes.
-_LOCK_TIMEOUT_S = 60.0
+LOCK_TIMEOUT_S = 60.0
 
 _OLDEST = "older"
 _AGES_S = {"< 1 min": 60.0, "< 1 h": 3600.0, "< 1 day": 86400.0, "< 1 week": 604800.0}
@@ -146,10 +145,10 @@ class Inspection:
         Raises:
             TierError: It cannot be read.
         """
-        census = self._census()
+        scan = self._scan()
         ages = {label: Sum() for label in (*_AGES_S, _OLDEST)}
         namespaces: defaultdict[str, Sum] = defaultdict(Sum)
-        for entry in census.entries:
+        for entry in scan.entries:
             ages[_age(entry, now_s)].add(entry.nbytes)
             namespaces[entry.namespace].add(entry.nbytes)
         try:
@@ -159,15 +158,15 @@ class Inspection:
             raise TierError(f"cannot read {self.folders.usage}: {exc.strerror}") from exc
         ranked = sorted(namespaces.items(), key=lambda item: (-item[1].nbytes, item[0]))
         return Report(
-            usage=census.usage(),
+            usage=scan.usage(),
             running_total_bytes=figures.total_bytes if figures.counted else None,
             free_bytes=free,
             ages=ages,
             namespaces=dict(ranked),
             pinning_processes=self._pinning_processes(),
-            spooled_files=len(census.spooled),
-            quarantined_files=len(census.quarantined),
-            index_files=len(census.index),
+            spooled_files=len(scan.spooled),
+            quarantined_files=len(scan.quarantined),
+            index_files=len(scan.index),
         )
 
     def namespaces(self) -> list[str]:
@@ -205,10 +204,10 @@ class Inspection:
         try:
             if dry_run:
                 return self._evict_to(target_bytes, now_s, namespace, remove=False)
-            with EvictLock(self.folders).hold(wait_s=_LOCK_TIMEOUT_S) as alone:
+            with evict_lock(self.folders, wait_s=LOCK_TIMEOUT_S) as alone:
                 if not alone:
                     raise TierError(
-                        f"another process has been evicting for {_LOCK_TIMEOUT_S:.0f} s; try later"
+                        f"another process has been evicting for {LOCK_TIMEOUT_S:.0f} s; try later"
                     )
                 return self._evict_to(target_bytes, now_s, namespace, remove=True)
         except OSError as exc:
@@ -219,11 +218,11 @@ class Inspection:
     ) -> Freed:
         total = RunningTotal(self.folders)
         figures = total.read()
-        census = self._census()
-        mine = [e for e in census.entries if namespace in (None, e.namespace)]
-        free = [e for e in mine if e.inode not in census.kept]
+        scan = self._scan()
+        mine = [e for e in scan.entries if namespace in (None, e.namespace)]
+        free = [e for e in mine if e.inode not in scan.kept]
         in_entries = _bytes_of(mine)
-        before = census.total_bytes if namespace is None else in_entries
+        before = scan.total_bytes if namespace is None else in_entries
         gone = evict(
             oldest_first(free, now_s=now_s),
             before - target_bytes,
@@ -232,19 +231,21 @@ class Inspection:
             pause=yield_gil,
         )
         if remove:
-            total.recount(figures, census.total_bytes - gone.nbytes)
+            total.recount(figures, scan.total_bytes - gone.nbytes)
         return Freed(gone, before, in_entries - _bytes_of(free))
 
-    def _census(self) -> TierScan:
-        census = take_census(self.folders, yield_gil)
-        if census.troubles:
-            raise TierError("; ".join(census.troubles[:3]))
-        return census
+    def _scan(self) -> TierScan:
+        scan = scan_tier(self.folders, yield_gil)
+        if scan.troubles:
+            raise TierError("; ".join(scan.troubles[:3]))
+        return scan
 
     def _pinning_processes(self) -> int:
         processes = set()
         for name in _names_in(str(self.folders.pins)):
-            if is_pin_folder_name(name) and _names_in(f"{self.folders.pins}/{name}") - {LOCK_NAME}:
+            if is_process_folder_name(name) and _names_in(f"{self.folders.pins}/{name}") - {
+                LOCK_NAME
+            }:
                 processes.add(name.rpartition("-")[0])  # without the random part
         return len(processes)
 
@@ -293,33 +294,32 @@ def complaints_about(
     Args:
         report: Told how many bytes were read.
     """
-    census = take_census(folders)
-    complaints = [Complaint(text) for text in census.troubles]
+    scan = scan_tier(folders)
+    complaints = [Complaint(text) for text in scan.troubles]
     complaints += _folder_complaints(folders)
     complaints += [
-        Complaint(f"{path} is not ours; it is neither counted nor deleted")
-        for path in census.foreign
+        Complaint(f"{path} is not ours; it is neither counted nor deleted") for path in scan.foreign
     ]
     done = 0
-    for entry in census.entries:
+    for entry in scan.entries:
         complaints += _entry_complaints(folders, entry)
         done += entry.nbytes
-        report("reading entries", done, census.entry_bytes)
-    for path in census.spooled:
+        report("reading entries", done, scan.entry_bytes)
+    for path in scan.spooled:
         complaints += _spool_complaints(path)
     complaints += [
         Complaint(
             f"{path} was left by a writer that died", "remove it", partial(_remove_temp, path)
         )
-        for path in census.temps
+        for path in scan.temps
         if is_stale_temp(path, now_s=now_s)
     ]
     complaints += _pin_complaints(folders)
-    if len(census.quarantined) > KEPT_FILES:
+    if len(scan.quarantined) > KEPT_FILES:
         complaints.append(
-            Complaint(f"{len(census.quarantined)} files are set aside, over {KEPT_FILES}")
+            Complaint(f"{len(scan.quarantined)} files are set aside, over {KEPT_FILES}")
         )
-    complaints += [Complaint(text) for text in _accounting_complaints(folders, census)]
+    complaints += [Complaint(text) for text in _accounting_complaints(folders, scan)]
     return complaints
 
 
@@ -392,13 +392,7 @@ def _entry_complaints(folders: Folders, entry: ScannedEntry) -> Iterator[Complai
         mend = partial(_set_aside, folders, entry, reason)
         return Complaint(f"{entry.path} is bad: {reason}", "set it aside", mend)
 
-    header = yield from _file_complaints(entry.path, bad)
-    if header is None:
-        return
-    if key_of_header(header.identifier, digest_of_name(entry.name)) is None:
-        yield bad("written for another identifier")
-    elif header.namespace != entry.namespace:
-        yield bad(f"written for namespace {header.namespace!r:.100}")
+    return _content_complaints(entry.path, entry.namespace, digest_of_name(entry.name), bad)
 
 
 def _spool_complaints(path: str) -> Iterator[Complaint]:
@@ -408,12 +402,19 @@ def _spool_complaints(path: str) -> Iterator[Complaint]:
         return Complaint(f"{path} is bad: {reason}")
 
     name = SpoolName.parse(path.rpartition("/")[2])
+    return iter(()) if name is None else _content_complaints(path, name.namespace, name.digest, bad)
+
+
+def _content_complaints(
+    path: str, namespace: str, digest: bytes, bad: Callable[[str], Complaint]
+) -> Iterator[Complaint]:
+    """What is wrong with a file that should be this entry."""
     header = yield from _file_complaints(path, bad)
-    if header is None or name is None:
+    if header is None:
         return
-    if key_of_header(header.identifier, name.digest) is None:
+    if key_of_header(header.identifier, digest) is None:
         yield bad("written for another identifier")
-    elif header.namespace != name.namespace:
+    elif header.namespace != namespace:
         yield bad(f"written for namespace {header.namespace!r:.100}")
 
 
@@ -451,7 +452,7 @@ def _pin_complaints(folders: Folders) -> Iterator[Complaint]:
     except OSError:
         return
     for name in names:
-        if is_pin_folder_name(name) and is_dead(f"{folders.pins}/{name}"):
+        if is_process_folder_name(name) and is_dead(f"{folders.pins}/{name}"):
             path = f"{folders.pins}/{name}"
             text = f"{path} holds the pins of a process that died"
             yield Complaint(text, "let go of them", partial(_sweep_pins, folders, path))
@@ -470,8 +471,8 @@ def _accounting_complaints(folders: Folders, before: TierScan) -> Iterator[str]:
     """
     complaint = ""
     for _ in range(_ACCOUNTING_ROUNDS):
-        plain = _plain_bytes(folders, skip={*before.foreign, *before.temps})
-        after = take_census(folders)
+        plain = plain_bytes(folders, skip={*before.foreign, *before.temps})
+        after = scan_tier(folders)
         if not before.total_bytes == after.total_bytes != plain:
             return
         complaint = f"eviction counts {after.total_bytes} bytes, but there are {plain}"
@@ -479,7 +480,7 @@ def _accounting_complaints(folders: Folders, before: TierScan) -> Iterator[str]:
     yield complaint
 
 
-def _plain_bytes(folders: Folders, *, skip: set[str]) -> int:
+def plain_bytes(folders: Folders, *, skip: set[str]) -> int:
     sizes: dict[tuple[int, int], int] = {}
     for top in (
         *(folders.objects, folders.pins, folders.spool, folders.quarantine, folders.index),

@@ -8,11 +8,12 @@ import re
 import stat
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 
-from s3ec.identity import is_namespace_name, is_object_name
+from s3ec.identity import OBJECT_SUFFIX, is_namespace_name, is_object_name
 from s3ec.tier.files import Folders, is_temp_name
-from s3ec.tier.process_folders import LOCK_NAME, SpoolName, is_pin_folder_name, is_pin_name
+from s3ec.tier.pins import LOCK_NAME, is_pin_name, is_process_folder_name
 
 _INDEX_NAME = re.compile(r"(?:base/[0-9]{12}-[0-9a-f]{16}|delta)/[0-9A-Za-z-]+(?:\.[a-z]+){1,2}")
 
@@ -22,6 +23,33 @@ def is_index_name(name: str) -> bool:
     return _INDEX_NAME.fullmatch(name) is not None
 
 
+_SPOOL_NAME = re.compile(r"(.+)--([0-9a-f]{16})--([0-9a-f]{32})" + re.escape(OBJECT_SUFFIX))
+
+
+@dataclass(frozen=True, slots=True)
+class SpoolName:
+    """The parts of ``NAMESPACE--DESTINATION--DIGEST.safetensors``.
+
+    Attributes:
+        namespace: ``Namespace.name``.
+        destination: 16 hex digits that stand for a bucket and a folder in it. Namespaces do
+            not tell those apart, and what was saved for one bucket must not end in another.
+        digest: ``Key.digest``.
+    """
+
+    namespace: str
+    destination: str
+    digest: bytes
+
+    @classmethod
+    def parse(cls, name: str) -> SpoolName | None:
+        """The parts of a file name, None where it is no such name."""
+        match = _SPOOL_NAME.fullmatch(name)
+        if match is None or not is_namespace_name(match[1]):
+            return None
+        return cls(match[1], match[2], bytes.fromhex(match[3]))
+
+
 # objects/NAMESPACE/[LORA/]aa/NAME: folders below a namespace.
 _LEVELS = 2
 _TOP_LEVEL = {
@@ -29,7 +57,7 @@ _TOP_LEVEL = {
     *("evict.lock", "fetch.lock", "usage"),
 }
 # Between two breaths a walk keeps the interpreter for a millisecond or two.
-_FILES_PER_BREATH = 128
+FILES_PER_BREATH = 128
 _BREATH_S = 0.001
 
 
@@ -94,7 +122,8 @@ class TierScan:
         entry_bytes: Bytes of all entries.
         kept: Inode to bytes of what is pinned or spooled: evicting it would free nothing.
         pinned: Inode to bytes of every file that a process holds, entries among them.
-        spooled: Path to inode and bytes of every file that waits for the bucket, likewise.
+        spooled: Path to inode and bytes of every file that waits for the bucket, entries
+            among them.
         quarantined: Inode to bytes of what was set aside.
         index: Inode to bytes of the index's files.
         named: Inodes of ``kept`` that have a name outside of pins and spool.
@@ -151,42 +180,42 @@ def yield_gil() -> None:
     time.sleep(_BREATH_S)
 
 
-def take_census(folders: Folders, pause: Callable[[], None] | None = None) -> TierScan:
+def scan_tier(folders: Folders, pause: Callable[[], None] | None = None) -> TierScan:
     """Walk the whole folder; about 10 us per file. Never raises OSError: see ``troubles``.
 
     Args:
         pause: Called after every hundred entries or so: ``yield_gil`` where nobody waits for the
             walk. What it raises ends the walk.
     """
-    census = TierScan()
-    for item in _items(str(folders.version), census):
+    scan = TierScan()
+    for item in _items(str(folders.version), scan):
         if item.name not in _TOP_LEVEL:
-            census.foreign.append(item.path)
-    for item in _items(str(folders.incoming), census):
-        (census.temps if is_temp_name(item.name) else census.foreign).append(item.path)
+            scan.foreign.append(item.path)
+    for item in _items(str(folders.incoming), scan):
+        (scan.temps if is_temp_name(item.name) else scan.foreign).append(item.path)
     # Pins and spool first: an entry that is evicted during the walk then still counts as held.
-    for item in _owned(str(folders.pins), census):
+    for item in _owned(str(folders.pins), scan):
         if is_pin_name(item.name):
-            _count(item, census.pinned)
+            _count(item, scan.pinned)
         else:
-            census.foreign.append(item.path)
-    for item in _owned(str(folders.spool), census):
-        _sort_spooled(item, census)
-    census.kept = {**census.pinned, **dict(census.spooled.values())}
+            scan.foreign.append(item.path)
+    for item in _owned(str(folders.spool), scan):
+        _sort_spooled(item, scan)
+    scan.kept = {**scan.pinned, **dict(scan.spooled.values())}
     seen = 0
-    for namespace in _items(str(folders.objects), census):
+    for namespace in _items(str(folders.objects), scan):
         if not is_namespace_name(namespace.name) or not namespace.is_dir(follow_symlinks=False):
-            census.foreign.append(namespace.path)
+            scan.foreign.append(namespace.path)
             continue
-        for item in _below(namespace.path, _LEVELS, census):
-            _sort(item, namespace, census)
+        for item in _below(namespace.path, _LEVELS, scan):
+            _sort(item, namespace, scan)
             seen += 1
-            if pause is not None and seen % _FILES_PER_BREATH == 0:
+            if pause is not None and seen % FILES_PER_BREATH == 0:
                 pause()
-    for item in _items(str(folders.quarantine), census):
-        _count(item, census.quarantined)
-    _count_index(str(folders.index), census)
-    return census
+    for item in _items(str(folders.quarantine), scan):
+        _count(item, scan.quarantined)
+    _count_index(str(folders.index), scan)
+    return scan
 
 
 def entry_names(objects: str, pause: Callable[[], None]) -> Iterator[str]:
@@ -200,92 +229,86 @@ def entry_names(objects: str, pause: Callable[[], None]) -> Iterator[str]:
         name = item.path[len(objects) + 1 :]
         if is_object_name(name) and item.is_file(follow_symlinks=False):
             yield name
-        if seen % _FILES_PER_BREATH == 0:
+        if seen % FILES_PER_BREATH == 0:
             pause()
 
 
-def _count_index(above: str, census: TierScan) -> None:
-    for namespace in _items(above, census):
+def _count_index(above: str, scan: TierScan) -> None:
+    for namespace in _items(above, scan):
         if not is_namespace_name(namespace.name) or not namespace.is_dir(follow_symlinks=False):
-            census.foreign.append(namespace.path)
+            scan.foreign.append(namespace.path)
             continue
-        for item in _below(namespace.path, _LEVELS, census):
+        for item in _below(namespace.path, _LEVELS, scan):
             if is_index_name(item.path[len(namespace.path) + 1 :]):
-                _count(item, census.index)
+                _count(item, scan.index)
             else:
-                census.foreign.append(item.path)
+                scan.foreign.append(item.path)
 
 
-def _items(folder: str, census: TierScan) -> list[os.DirEntry[str]]:
+def _items(folder: str, scan: TierScan) -> list[os.DirEntry[str]]:
     try:
         if stat.S_ISLNK(os.lstat(folder).st_mode):
-            census.troubles.append(f"{folder} is a symbolic link, which is not followed")
+            scan.troubles.append(f"{folder} is a symbolic link, which is not followed")
             return []
         with os.scandir(folder) as found:
             return list(found)
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as exc:
-        census.troubles.append(f"cannot read {folder}: {exc.strerror}")
+        scan.troubles.append(f"cannot read {folder}: {exc.strerror}")
         return []
 
 
-def _owned(above: str, census: TierScan) -> Iterator[os.DirEntry[str]]:
+def _owned(above: str, scan: TierScan) -> Iterator[os.DirEntry[str]]:
     """What processes keep in their folders, without the locks."""
-    for folder in _items(above, census):
-        if is_pin_folder_name(folder.name) and folder.is_dir(follow_symlinks=False):
-            for item in _items(folder.path, census):
+    for folder in _items(above, scan):
+        if is_process_folder_name(folder.name) and folder.is_dir(follow_symlinks=False):
+            for item in _items(folder.path, scan):
                 if item.name != LOCK_NAME:
                     yield item
         else:
-            census.foreign.append(folder.path)
+            scan.foreign.append(folder.path)
 
 
-def _below(folder: str, levels: int, census: TierScan) -> Iterator[os.DirEntry[str]]:
-    for item in _items(folder, census):
+def _below(folder: str, levels: int, scan: TierScan) -> Iterator[os.DirEntry[str]]:
+    for item in _items(folder, scan):
         if levels and item.is_dir(follow_symlinks=False):
-            yield from _below(item.path, levels - 1, census)
+            yield from _below(item.path, levels - 1, scan)
         else:
             yield item
 
 
-def _sort(item: os.DirEntry[str], namespace: os.DirEntry[str], census: TierScan) -> None:
-    if is_temp_name(item.name):
-        census.temps.append(item.path)
-        return
+def _sort(item: os.DirEntry[str], namespace: os.DirEntry[str], scan: TierScan) -> None:
     name = item.path[len(namespace.path) + 1 :]
-    try:
-        found = item.stat(follow_symlinks=False)
-    except OSError:  # evicted since it was listed
-        return
-    if not is_object_name(name) or not stat.S_ISREG(found.st_mode):
-        census.foreign.append(item.path)
-        return
-    census.add(
-        ScannedEntry(
-            item.path, namespace.name, name, found.st_size, found.st_mtime_ns, found.st_ino
-        )
-    )
+    found = _look(item, is_object_name(name), scan)
+    if found is not None:
+        nbytes, mtime_ns, inode = found.st_size, found.st_mtime_ns, found.st_ino
+        scan.add(ScannedEntry(item.path, namespace.name, name, nbytes, mtime_ns, inode))
 
 
-def _sort_spooled(item: os.DirEntry[str], census: TierScan) -> None:
+def _sort_spooled(item: os.DirEntry[str], scan: TierScan) -> None:
+    found = _look(item, SpoolName.parse(item.name) is not None, scan)
+    if found is not None:
+        scan.spooled[item.path] = (found.st_ino, found.st_size)
+
+
+def _look(item: os.DirEntry[str], named_well: bool, scan: TierScan) -> os.stat_result | None:
+    """A regular file with a good name; what else there is, is noted as a temp or as foreign."""
     if is_temp_name(item.name):
-        census.temps.append(item.path)
-        return
+        scan.temps.append(item.path)
+        return None
     try:
         found = item.stat(follow_symlinks=False)
-    except OSError:  # confirmed, or adopted, since it was listed
-        return
-    if SpoolName.parse(item.name) is None or not stat.S_ISREG(found.st_mode):
-        census.foreign.append(item.path)
-        return
-    census.spooled[item.path] = (found.st_ino, found.st_size)
+    except OSError:  # evicted, confirmed or adopted since it was listed
+        return None
+    if not named_well or not stat.S_ISREG(found.st_mode):
+        scan.foreign.append(item.path)
+        return None
+    return found
 
 
 def _count(item: os.DirEntry[str], sizes: dict[int, int]) -> None:
-    try:
+    with suppress(OSError):
         found = item.stat(follow_symlinks=False)
-    except OSError:
-        return
-    if stat.S_ISREG(found.st_mode):
-        sizes[found.st_ino] = found.st_size
+        if stat.S_ISREG(found.st_mode):
+            sizes[found.st_ino] = found.st_size

@@ -24,28 +24,23 @@ from s3ec import codec
 from s3ec.codec import Header
 from s3ec.counters import Counters
 from s3ec.errors import CorruptEntryError, TierError
-from s3ec.identity import Key, key_of_header
+from s3ec.identity import OBJECT_SUFFIX, Key, key_of_header
 from s3ec.tier.entries import Quarantine, read_header
+from s3ec.tier.evictor import Evictor
 from s3ec.tier.files import (
     NO_LINK,
+    DiskErrors,
     Folders,
     check_folder,
-    copy_file,
-    free_bytes,
+    copy_entry,
     is_temp_name,
     open_entry,
     require_own_folders,
+    take_lock,
     temp_name,
 )
-from s3ec.tier.process_folders import (
-    LOCK_NAME,
-    OwnFolder,
-    PinFolder,
-    SpoolName,
-    looks_dead,
-    take_lock,
-)
-from s3ec.tier.scan import take_census
+from s3ec.tier.pins import LOCK_NAME, OwnFolder, ProcessFolder, looks_dead
+from s3ec.tier.scan import SpoolName, scan_tier
 
 _log = logging.getLogger(__name__)
 
@@ -83,45 +78,45 @@ class Loaded:
     blob: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class SpoolParts:
-    """What a spool shares with its tier.
-
-    Attributes:
-        clock: Seconds since the epoch.
-        account: Counts bytes that came onto the disk; never raises.
-        failed: Counts and logs what the disk refused.
-    """
-
-    folders: Folders
-    clock: Callable[[], float]
-    account: Callable[[int], None]
-    quarantine: Quarantine
-    counters: Counters
-    min_free_bytes: int
-    failed: Callable[[str, OSError | TierError], None]
-
-
 class Spool:
     """What one process holds for one namespace and one bucket. Blocking and thread-safe.
 
     Made by ``Tier.open_spool``. The folder appears with the first entry.
     """
 
-    def __init__(self, parts: SpoolParts, *, namespace: str, destination: str) -> None:
+    def __init__(
+        self,
+        folders: Folders,
+        evictor: Evictor,
+        disk_errors: DiskErrors,
+        counters: Counters,
+        *,
+        namespace: str,
+        destination: str,
+        clock: Callable[[], float],
+    ) -> None:
         """Nothing is touched yet.
+
+        Args:
+            evictor: Is told of the bytes that come onto the disk.
+            clock: Seconds since the epoch.
 
         Raises:
             ValueError: The destination is not 16 hex digits.
         """
-        if SpoolName.parse(str(SpoolName(namespace, destination, bytes(16)))) is None:
+        place = f"{namespace}--{destination}--"
+        if SpoolName.parse(f"{place}{'0' * 32}{OBJECT_SUFFIX}") is None:
             raise ValueError(f"not a destination: {destination!r:.100}")
-        self._parts = parts
+        self._place = place
+        self._folders = folders
+        self._evictor = evictor
+        self._quarantine = Quarantine(folders)
+        self._failed = disk_errors.record
+        self._counters = counters
+        self._clock = clock
         self._namespace = namespace
-        self._destination = destination
-        folders = parts.folders
         self._above = (*folders.above, str(folders.spool))
-        self._own = OwnFolder(folders, folders.spool, end=PinFolder.release)
+        self._own = OwnFolder(folders, folders.spool, end=ProcessFolder.release)
         self._lock = threading.Lock()  # never held across a system call
         self._held: dict[bytes, Spooled] = {}
         self._nbytes = 0
@@ -149,7 +144,7 @@ class Spool:
             OSError: It cannot be held. FileNotFoundError: ``source`` is gone.
             TierError: Closed, or no room for a copy.
         """
-        name = str(SpoolName(self._namespace, self._destination, key.digest))
+        name = f"{self._place}{key.digest.hex()}{OBJECT_SUFFIX}"
         for _ in range(_ATTEMPTS):
             folder = self._own.path()
             target = f"{folder}/{name}"
@@ -160,25 +155,23 @@ class Spool:
                 if not self._own.has_vanished(folder):
                     raise
                 continue
-            self._parts.account(nbytes)
+            self._evictor.account(nbytes)
             self._note(Spooled(target, key.digest, nbytes))
             return
-        raise TierError(f"{self._parts.folders.spool} vanishes as soon as it is made")
+        raise TierError(f"{self._folders.spool} vanishes as soon as it is made")
 
     def remove(self, digest: bytes) -> None:
         """Let go of an entry that the bucket holds, or refused for good; never raises."""
-        spooled = self._forget(digest)
+        spooled = self._let_go(digest)
         if spooled is not None:
             try:
                 self._require_own(spooled.path)
                 os.unlink(spooled.path)
             except FileNotFoundError:
                 pass
-            except (
-                OSError,
-                TierError,
-            ) as exc:  # uploaded again by the next process, which changes nothing
-                self._parts.failed("unspool", exc)
+            except (OSError, TierError) as exc:
+                # The next process uploads it again, which changes nothing.
+                self._failed("unspool", exc)
 
     def load(self, digest: bytes) -> Loaded | None:
         """Read and verify one entry that is held.
@@ -198,7 +191,7 @@ class Spool:
             with open(open_entry(spooled.path), "rb") as file:
                 return self._checked(digest, file)
         except FileNotFoundError:
-            self._forget(digest)
+            self._let_go(digest)
             return None
         except CorruptEntryError as exc:
             self._set_aside(spooled, exc.reason)
@@ -219,7 +212,7 @@ class Spool:
         except FileNotFoundError:
             return taken
         except (OSError, TierError) as exc:
-            self._parts.failed("adopt", exc)
+            self._failed("adopt", exc)
             return taken
         for folder in folders:
             if looks_dead(folder):
@@ -229,15 +222,17 @@ class Spool:
                     # Another adopter is at it, or was; or the owner lives in another container.
                     continue
                 except (OSError, TierError) as exc:
-                    self._parts.failed("adopt", exc)
+                    self._failed("adopt", exc)
         if taken:
-            self._parts.counters.add("spool.adopted", len(taken))
+            self._counters.add("spool.adopted", len(taken))
         return taken
 
     def close(self) -> None:
         """Leave what is held to the next process; never raises."""
         self._own.close()
-        self._forget_all()
+        with self._lock:
+            self._held.clear()
+            self._nbytes = 0
 
     def _require_own(self, path: str) -> None:
         require_own_folders((*self._above, path.rpartition("/")[0]))
@@ -270,16 +265,11 @@ class Spool:
         except OSError as exc:
             if exc.errno not in NO_LINK:
                 raise
-        fd = open_entry(source)
-        try:
-            nbytes = os.fstat(fd).st_size
-            if free_bytes(self._parts.folders.spool) - nbytes < self._parts.min_free_bytes:
-                raise TierError(f"no room to spool {nbytes} bytes by copying them")
-            copy_file(fd, temp, nbytes)
-        finally:
-            os.close(fd)
-        self._parts.account(nbytes)
-        self._parts.counters.add("tier.spool_copies")
+        min_free_bytes = self._evictor.min_free_bytes
+        fd, nbytes = copy_entry(source, temp, min_free_bytes=min_free_bytes, purpose="spool")
+        os.close(fd)
+        self._evictor.account(nbytes)
+        self._counters.add("tier.spool_copies")
 
     def _checked(self, digest: bytes, file: BinaryIO) -> Loaded:
         nbytes = os.fstat(file.fileno()).st_size
@@ -294,30 +284,30 @@ class Spool:
 
     def _set_aside(self, spooled: Spooled, reason: str) -> None:
         """Quarantine a bad entry; it is as bad under its other names."""
-        self._forget(spooled.digest)
+        self._let_go(spooled.digest)
         label = f"{self._namespace}--{spooled.digest.hex()}"
         try:
             inode = os.lstat(spooled.path).st_ino
-            mtime_ns = int(self._parts.clock() * 1e9)
-            if not self._parts.quarantine.take(spooled.path, label, reason, mtime_ns=mtime_ns):
+            mtime_ns = int(self._clock() * 1e9)
+            if not self._quarantine.take(spooled.path, label, reason, mtime_ns=mtime_ns):
                 return
             with suppress(FileNotFoundError):
                 # Still there if the quarantine holds the same file under this name already.
                 os.unlink(spooled.path)
-            for entry in take_census(self._parts.folders).entries:
+            for entry in scan_tier(self._folders).entries:
                 if entry.inode == inode:
                     with suppress(FileNotFoundError):
                         os.unlink(entry.path)
         except FileNotFoundError:
             return
         except (OSError, TierError) as exc:
-            self._parts.failed("quarantine", exc)
-        self._parts.counters.add("tier.quarantined")
+            self._failed("quarantine", exc)
+        self._counters.add("tier.quarantined")
         _log.warning("spooled entry %s was bad (%s); set aside", label, reason)
 
     def _take_over(self, folder: str, taken: list[Spooled]) -> None:
         check_folder(Path(folder))
-        fd = take_lock(folder)
+        fd = take_lock(f"{folder}/{LOCK_NAME}")
         try:
             strangers = 0
             for name in os.listdir(folder):
@@ -328,10 +318,10 @@ class Spool:
                 parts = SpoolName.parse(name)
                 if parts is None:
                     continue
-                if (parts.namespace, parts.destination) != (self._namespace, self._destination):
+                if not name.startswith(self._place):
                     strangers += 1
                 elif self.load(parts.digest) is None:
-                    self._move(f"{folder}/{name}", parts, taken)
+                    self._move(f"{folder}/{name}", parts.digest, taken)
                 else:
                     with suppress(FileNotFoundError):
                         os.unlink(f"{folder}/{name}")
@@ -341,10 +331,10 @@ class Spool:
             if fd is not None:
                 os.close(fd)
 
-    def _move(self, source: str, parts: SpoolName, taken: list[Spooled]) -> None:
+    def _move(self, source: str, digest: bytes, taken: list[Spooled]) -> None:
         for _ in range(_ATTEMPTS):
             folder = self._own.path()
-            target = f"{folder}/{parts}"
+            target = f"{folder}/{os.path.basename(source)}"
             try:
                 os.rename(source, target)
                 nbytes = os.lstat(target).st_size
@@ -352,7 +342,7 @@ class Spool:
                 if not self._own.has_vanished(folder):
                     return  # another adopter was faster
                 continue
-            taken.append(Spooled(target, parts.digest, nbytes))
+            taken.append(Spooled(target, digest, nbytes))
             self._note(taken[-1])
             return
 
@@ -369,7 +359,7 @@ class Spool:
             _log.info(
                 "%s holds entries of another model or for another bucket; they wait for an "
                 "engine of theirs on this node",
-                self._parts.folders.spool,
+                self._folders.spool,
             )
 
     def _note(self, spooled: Spooled) -> None:
@@ -378,14 +368,9 @@ class Spool:
             self._held[spooled.digest] = spooled
             self._nbytes += spooled.nbytes - (old.nbytes if old is not None else 0)
 
-    def _forget(self, digest: bytes) -> Spooled | None:
+    def _let_go(self, digest: bytes) -> Spooled | None:
         with self._lock:
             spooled = self._held.pop(digest, None)
             if spooled is not None:
                 self._nbytes -= spooled.nbytes
             return spooled
-
-    def _forget_all(self) -> None:
-        with self._lock:
-            self._held.clear()
-            self._nbytes = 0

@@ -199,7 +199,7 @@ def settings(server: Endpoint, bucket: str, cache_dir: Path, **more: Any) -> dic
 
 
 def tier_of(cache_dir: Path, namespace: str) -> Tier:
-    """The disk tier that engines used, not opened: to be audited as they left it."""
+    """The disk tier that engines used, opened: what the dead left is swept."""
     return Tier(cache_dir, namespace, budget_bytes=2**30, min_free_bytes=0, counters=Counters())
 
 

@@ -47,7 +47,6 @@ def test_pins_of_the_killed_server_are_swept_by_the_next_user_of_the_nodes_disk(
 ) -> None:
     # vLLM's server ends its engine by SIGKILL unless told otherwise (--shutdown-timeout).
     tier = tier_of(workdir / "server-tier", corpus.namespace)
-    tier.open()
     try:
         assert audit_of(tier) == []
         assert usage_of(tier).entries == 1

@@ -41,9 +41,8 @@ from tests.e2e.rig import (
     record,
     said,
     settings,
-    tier_of,
 )
-from tests.support.on_disk import audit_of
+from tests.support.on_disk import audit_of, found_in
 
 _PURPOSES = [f"both-{number}" for number in range(BOTH)]
 _PREFIX = "fleet/a"
@@ -148,7 +147,7 @@ def test_the_bucket_holds_a_verifiable_object_per_picture_after_the_engines_end(
         assert name == layout.object(key)
         assert header.modality == "image"
         assert header.shape == codec.Shape(64, 64, "bfloat16")
-    assert audit_of(tier_of(workdir / "both-tier", namespace)) == []
+    assert audit_of(found_in(workdir / "both-tier")) == []
     descriptor = json.loads(run.objects[f"{_PREFIX}/{layout.descriptor}"])
     assert descriptor["model"] == str(gemma)
     record = json.loads(run.objects[f"{_PREFIX}/{layout.modality('image')}"])

@@ -26,9 +26,8 @@ from tests.e2e.rig import (
     Record,
     said,
     scenarios,
-    tier_of,
 )
-from tests.support.on_disk import audit_of, usage_of
+from tests.support.on_disk import audit_of, found_in, usage_of
 
 _NAMES = [scenario.name for scenario in scenarios(Gallery(dict.fromkeys(PURPOSES, Path("/"))))]
 
@@ -127,7 +126,7 @@ def test_concurrent_requests_for_one_image_download_it_once(records: dict[str, R
 def test_the_nodes_disk_is_clean_after_the_engines_end(
     records: dict[str, Record], workdir: Path, corpus: Corpus
 ) -> None:
-    tier = tier_of(workdir / "consumer-tier", corpus.namespace)
+    tier = found_in(workdir / "consumer-tier")
     assert audit_of(tier) == []
     assert usage_of(tier).entries >= MANY
 

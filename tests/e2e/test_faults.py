@@ -45,11 +45,10 @@ from tests.e2e.rig import (
     record,
     said,
     settings,
-    tier_of,
 )
 from tests.support import damage
 from tests.support.metadata import MetadataService
-from tests.support.on_disk import audit_of
+from tests.support.on_disk import audit_of, found_in
 
 _BUCKET = "corpus"
 # How the log tells of the breaker, whose state no counter shows.
@@ -175,7 +174,7 @@ def rig(
             )
             _start(made)
             yield made
-    assert audit_of(tier_of(tier, corpus.namespace)) == []
+    assert audit_of(found_in(tier)) == []
 
 
 def _on_disk(tier: Path, key: str) -> Path:

@@ -159,7 +159,7 @@ def evict(node: Node, numbers: Iterable[int]) -> None:
 
     def gone(number: int) -> bool:
         evict_copy(node.tier, key_at(number))
-        return not node.tier.contains(key_at(number))
+        return not node.tier.entries.contains(key_at(number))
 
     for number in numbers:
         eventually(lambda number=number: gone(number))  # type: ignore[misc]

@@ -78,7 +78,7 @@ class Killer:
 
 def save(tier: Tier, spool: Spool, *numbers: int) -> None:
     for number in numbers:
-        tier.publish(key_at(number), [ENTRIES[number]], spool=spool)
+        tier.writer.publish(key_at(number), [ENTRIES[number]], spool=spool)
 
 
 def confirm(bucket: Path, spool: Spool, digest: bytes) -> None:
@@ -95,10 +95,9 @@ def confirm(bucket: Path, spool: Spool, digest: bytes) -> None:
 def predecessor(root: Path) -> None:
     """Leaves a spool with two entries, a pin, and a file in the making."""
     tier = new_tier(root)
-    tier.open()
     spool = tier.open_spool(DESTINATION)
     save(tier, spool, 1, 2)
-    tier.pin(key_at(1))
+    tier.entries.pin(key_at(1))
     begin(tier)
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -108,11 +107,11 @@ def begin(tier: Tier) -> Callable[[], None]:
     blob, key = ENTRIES[9], key_at(9)
     first, rest = blob[: 1 << 16], blob[1 << 16 :]
     verifier = codec.Verifier(first, namespace=NAMESPACE, identifier=key.identifier)
-    incoming = tier.intake.begin(key, first, verifier)
+    incoming = tier.writer.begin(key, first, verifier)
 
     def finish() -> None:
         incoming.append(rest)
-        tier.unpin(incoming.commit())
+        tier.entries.unpin(incoming.commit())
 
     return finish
 
@@ -120,7 +119,6 @@ def begin(tier: Tier) -> Callable[[], None]:
 def live(root: Path, bucket: Path) -> None:
     """Everything that a process changes on the disk, once."""
     tier = new_tier(root, budget_bytes=1 << 20)
-    tier.open()
     spool = tier.open_spool(DESTINATION)
     for one in spool.adopt():
         confirm(bucket, spool, one.digest)
@@ -129,38 +127,35 @@ def live(root: Path, bucket: Path) -> None:
     for number in (5, 6, 7):  # of a LoRA folder, a client's name and a plain one
         blob = ENTRIES[number]
         header = codec.verify(blob, namespace=NAMESPACE, identifier=key_at(number).identifier)
-        tier.unpin(tier.intake.receive(key_at(number), [blob], header))
+        tier.entries.unpin(tier.writer.receive(key_at(number), [blob], header))
     begin(tier)()
-    pin = tier.pin(key_at(5))
-    tier.quarantine(key_at(6), "checksum")
+    pin = tier.entries.pin(key_at(5))
+    tier.entries.quarantine(key_at(6), "checksum")
     evict(tier, key_at(7))
     files = tier.open_index()
-    file = files.begin(100)
-    file.append([bytes(100)])
-    files.finish(_INDEX_FILE, file)
+    files.write(_INDEX_FILE, bytes(100))
     make_room(tier, 1 << 20, budget_bytes=1 << 20)
     files.remove(_INDEX_FILE)
     if pin is not None:
-        tier.unpin(pin)
+        tier.entries.unpin(pin)
     tier.close()
 
 
 def succeed(root: Path, bucket: Path) -> None:
     """The next process: sweeps, takes over, finishes, and can do all that the dead one could."""
     tier = new_tier(root)
-    tier.open()
     spool = tier.open_spool(DESTINATION)
     for one in spool.adopt():
         confirm(bucket, spool, one.digest)
     make_room(tier)
     expect("swept", audit_of(tier) == [], audit_of(tier))
     for number in (5, 6, 9):
-        tier.publish(key_at(number), [ENTRIES[number]])
-        pin = tier.pin(key_at(number))
+        tier.writer.publish(key_at(number), [ENTRIES[number]])
+        pin = tier.entries.pin(key_at(number))
         expect("pinned again", pin is not None, number)
         if pin is not None:
             expect("bytes", read(pin, key_at(number)) == ENTRIES[number], number)
-            tier.unpin(pin)
+            tier.entries.unpin(pin)
     tier.close()
     expect("spool is empty", os.listdir(root / "v1" / "spool") == [], "")
     expect("no temp", os.listdir(root / "v1" / "incoming") == [], "")

@@ -141,7 +141,7 @@ class Machine(Engine):
         """The audit is clean, and what the tier shows is in the bucket or on its way there."""
         eventually(lambda: not usage_of(self.node.tier).pinned_nbytes)  # released, but not yet gone
         assert audit_of(self.node.tier) == []
-        names, spooled = set(self.node.tier.names()), spooled_below(self.cache_dir)
+        names, spooled = set(self.node.tier.entries.names()), spooled_below(self.cache_dir)
         missing = [name for name in names if digest_of_name(name).hex() not in spooled]
         assert self.corpus.has(*(_NUMBERS[name] for name in missing))
 

@@ -16,7 +16,7 @@ from s3ec.index.segment import parse_segment
 from s3ec.testing.server import LocalS3
 from s3ec.tier import Tier
 from tests.faults.embeddings import LAYOUT, NAMESPACE, RECORD, body_at, key_at, spooled_below
-from tests.support.on_disk import audit_of
+from tests.support.on_disk import audit_of, found_in
 
 OBJECTS = f"/{LAYOUT.objects}"
 
@@ -156,22 +156,18 @@ class Site:
 
     def complaints_unswept(self) -> list[str]:
         """The audit, as the dead left it."""
-        return audit_of(self._tier())
+        return audit_of(found_in(self.cache_dir))
 
     def tier_complaints(self) -> list[str]:
         """The audit, after the sweep that every start of a process does."""
-        tier = self._tier()
-        tier.open()
-        try:
-            return audit_of(tier)
-        finally:
-            tier.close()
-
-    def _tier(self) -> Tier:
-        return Tier(
+        tier = Tier(
             self.cache_dir,
             NAMESPACE.name,
             budget_bytes=2**30,
             min_free_bytes=0,
             counters=Counters(),
         )
+        try:
+            return audit_of(tier)
+        finally:
+            tier.close()

@@ -61,7 +61,7 @@ def test_bad_object_is_stored_again_as_a_revision_that_every_node_finds(
         assert stranger.node.index.maybe_contains(key_at(1))
         assert stranger.fetch(1).outcome is FetchOutcome.READY
         assert asks_for(stocked, 1) == ["r0", "r0", "r1"]
-        assert stranger.node.tier.contains(key_at(1))
+        assert stranger.node.tier.entries.contains(key_at(1))
         neighbour.refresh()
         assert neighbour.node.index.holds(key_at(1))
         assert neighbour.fetch(1).source == "tier"

@@ -42,7 +42,7 @@ def test_fetch_is_a_miss_while_the_disk_is_full_and_works_again_with_room(
         hog = fill(disk, leave=leave)
         assert machine.serve(*range(6)) == set()
         machine.assert_in_order()
-        assert set(machine.node.tier.names()) == set()
+        assert set(machine.node.tier.entries.names()) == set()
         hog.unlink()
         assert machine.serve(*range(6)) == set(range(6))
         machine.assert_in_order()
@@ -82,7 +82,7 @@ def test_saves_on_a_full_disk_reach_the_bucket_and_are_not_shown_half(
         machine.save(*range(8))
         machine.wait_confirmed(*range(8))
         machine.assert_in_order()
-        assert set(machine.node.tier.names()) == set()
+        assert set(machine.node.tier.entries.names()) == set()
         assert machine.node.counters.get("spool.refused") == 8
         hog.unlink()
         machine.save(*range(8, 12))

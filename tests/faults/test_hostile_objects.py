@@ -63,7 +63,7 @@ def test_bit_flipped_anywhere_is_a_miss_or_the_right_bytes(stocked: Site, tmp_pa
                 assert fetched.outcome is FetchOutcome.CORRUPT
                 assert asks_for(stocked, number)[:2] == ["r0", "r0"]
                 assert engine.count("quarantined_objects") == before + 1
-                assert not engine.node.tier.contains(key)
+                assert not engine.node.tier.entries.contains(key)
 
         flip()
         assert audit_of(engine.node.tier) == []

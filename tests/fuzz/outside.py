@@ -25,8 +25,7 @@ from s3ec.connector.messages import Save
 from s3ec.identity import Key
 from s3ec.index.rows import EntryInfo
 from s3ec.prefetch import FetchOutcome, FetchRequest, FetchResult
-from s3ec.tier import Pin
-from s3ec.tier.tier import LocalKeys
+from s3ec.tier import LocalKeys, Pin
 from tests.support.clock import Clock
 
 WIDTH = 4

@@ -20,6 +20,7 @@ from s3ec import codec
 from s3ec.config import CONFIG_FILE_VARIABLE, load_settings
 from s3ec.errors import ConfigError, CorruptEntryError
 from s3ec.identity import (
+    OBJECT_SUFFIX,
     Layout,
     canonical_json,
     is_namespace_name,
@@ -40,9 +41,9 @@ from s3ec.store.obstore_errors import fault_of
 from s3ec.store.s3_errors import from_obstore, from_url
 from s3ec.tenant import Tenant, check_reference
 from s3ec.tier.bad_objects import BadObject
-from s3ec.tier.process_folders import SpoolName, is_pin_folder_name
-from s3ec.tier.scan import is_index_name
-from s3ec.tier.usage import Figures
+from s3ec.tier.evictor import Figures
+from s3ec.tier.pins import is_process_folder_name
+from s3ec.tier.scan import SpoolName, is_index_name
 
 NAMESPACE = "gemma-0123456789abcdef"
 TENANT = Tenant(b"0123456789abcdef")
@@ -236,9 +237,11 @@ def names(data: bytes) -> None:
             require(text.isascii() and not {"", ".", ".."} & set(parts), f"unsafe: {known}")
     if is_object_name(text):
         require(_SAFE.fullmatch(text) is not None, "an unsafe object name")
-    is_pin_folder_name(text)
+    is_process_folder_name(text)
     spooled = SpoolName.parse(text)
-    require(spooled is None or str(spooled) == text, "another spool name")
+    if spooled is not None:
+        place = (spooled.namespace, spooled.destination, spooled.digest.hex())
+        require("--".join(place) + OBJECT_SUFFIX == text, "another spool name")
     for inner in (text, f"{LAYOUT.deltas}{text}", f"{LAYOUT.heads}{text}", f"{LAYOUT.bases}{text}"):
         delta, version, run = LAYOUT.delta_of(inner), LAYOUT.version_of(inner), LAYOUT.run_of(inner)
         require(delta is None or LAYOUT.delta(delta) == inner, "another delta")

@@ -5,23 +5,29 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from s3ec.counters import Counters
 from s3ec.errors import TierError
 from s3ec.identity import Key
 from s3ec.tier import Tier
-from s3ec.tier.evictor import Evictor
-from s3ec.tier.inspection import complaints_about
-from s3ec.tier.scan import Usage, take_census
-from s3ec.tier.usage import RunningTotal
+from s3ec.tier.evictor import Evictor, RunningTotal
+from s3ec.tier.files import DiskErrors, Folders
+from s3ec.tier.inspection import Inspection, complaints_about
+from s3ec.tier.scan import Usage, scan_tier
 
 
-def usage_of(tier: Tier) -> Usage:
+def found_in(cache_dir: Path) -> Inspection:
+    """The folder as engines left it: no tier is opened, which would sweep."""
+    return Inspection(Folders(cache_dir))
+
+
+def usage_of(tier: Tier | Inspection) -> Usage:
     """Count what the folder holds; walks it."""
-    return take_census(tier.folders).usage()
+    return scan_tier(tier.folders).usage()
 
 
-def audit_of(tier: Tier) -> list[str]:
+def audit_of(tier: Tier | Inspection) -> list[str]:
     """Audit everything, checksums included; empty when all is well."""
     return [one.text for one in complaints_about(tier.folders, now_s=time.time())]
 
@@ -53,11 +59,11 @@ def make_room(
     counters = counters or Counters()
     evictor = Evictor(
         tier.folders,
-        clock,
+        DiskErrors(tier.folders.root, Counters()),
         counters,
+        clock=clock,
         budget_bytes=budget_bytes,
         min_free_bytes=min_free_bytes,
-        failed=lambda what, exc: None,
     )
     try:
         return evictor.make_room(incoming_bytes)

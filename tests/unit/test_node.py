@@ -16,7 +16,7 @@ from s3ec.index.base_writer import temporary_folder
 from s3ec.node import Node, destination_of, refresh_pause_s
 from s3ec.store.endpoint import Breaker
 from s3ec.testing.memory_store import MemoryStore
-from s3ec.tier.evictor import EvictLock
+from s3ec.tier.evictor import evict_lock
 from s3ec.tier.files import Folders
 from tests.support.on_disk import audit_of, running_total
 from tests.unit.index.basics import NAMESPACE, key_of
@@ -173,14 +173,13 @@ def test_a_forked_child_keeps_no_lock_of_its_dead_parent(tmp_path: Path) -> None
         temp = Path(parent.hear())
         parent.kill()  # its child lives
         tier = new_tier(root)
-        tier.open()
         assert [folder.name.split("-")[0] for folder in pin_folders(root)] == [str(os.getpid())]
-        claim = tier.intake.try_claim(key_at(1))
+        claim = tier.entries.try_claim(key_at(1))
         assert claim is not None
         tier.claims.release(claim)
         assert len(tier.open_spool(DESTINATION).adopt()) == 1
         assert not temp.exists()
-        with EvictLock(Folders(root)).hold() as alone:
+        with evict_lock(Folders(root)) as alone:
             assert alone
         assert running_total(tier) > 0
         with temporary_folder(tmp_path) as work:

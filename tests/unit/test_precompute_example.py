@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.tier.cases import DESTINATION, entry, key_at, new_tier, publish_spooled
+from tests.unit.tier.cases import DESTINATION, entry, key_at, new_tier, publish
 
 PATH = Path(__file__).parents[2] / "examples" / "precompute.py"
 
@@ -52,8 +52,7 @@ def test_one_bad_file_costs_no_other_of_its_batch(
 
 def test_what_waits_for_the_bucket_is_found(script: ModuleType, tmp_path: Path) -> None:
     tier = new_tier(tmp_path)
-    tier.open()
-    publish_spooled(tier, tier.open_spool(DESTINATION), 0, 1)
+    publish(tier, 0, 1, spool=tier.open_spool(DESTINATION))
     waiting = script._waiting_nbytes({"cache_dir": str(tmp_path)})
     tier.close()
     assert waiting == len(entry(key_at(0))) + len(entry(key_at(1)))

@@ -39,10 +39,9 @@ from s3ec.prefetch import (
 from s3ec.runtime import LoopThread
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script, cut, flip, replace
 from s3ec.testing.memory_store import MemoryStore
-from s3ec.tier import Claim, Pin, Tier
+from s3ec.tier import Claim, LocalKeys, Pin, Tier
 from s3ec.tier.bad_objects import BadObjects
 from s3ec.tier.files import Folders
-from s3ec.tier.tier import LocalKeys
 from tests.support.finite import FINITE
 from tests.support.on_disk import audit_of, evict, usage_of
 from tests.unit.index.fake import FakeIndex
@@ -138,15 +137,13 @@ class Bench:
         return self.now_s
 
     def make_tier(self, *, min_free_bytes: int = 0) -> Tier:
-        tier = Tier(
+        return Tier(
             self.folder,
             NAMESPACE,
             budget_bytes=1 << 30,
             min_free_bytes=min_free_bytes,
             counters=self.counters,
         )
-        tier.open()
-        return tier
 
     def make(self, **limits: float) -> Prefetcher:
         self.prefetcher = Prefetcher(
@@ -416,13 +413,13 @@ def test_corrupt_twice_is_a_miss_and_forgotten(
     first, second = LAYOUT.object(key_of("a")), LAYOUT.object(key_of("a"), 1)
     assert bench.store.fetched == [first, first, second]
     assert not bench.index.maybe_contains(key_of("a"))
-    assert not bench.tier.contains(key_of("a"))
+    assert not bench.tier.entries.contains(key_of("a"))
     assert usage_of(bench.tier).entries == 0
 
 
 def test_a_bad_file_in_the_tier_is_fetched_anew(bench: Bench) -> None:
     bench.stock("a")
-    bench.tier.publish(key_of("a"), [entry(key_of("b"))])
+    bench.tier.writer.publish(key_of("a"), [entry(key_of("b"))])
     done = bench.one()
     assert (done.outcome, done.source) == (FetchOutcome.READY, "bucket")
     assert bench.counters.get("tier.quarantined") == 1
@@ -482,7 +479,7 @@ def test_absent_counts_as_vanished_where_the_index_held_it(bench: Bench) -> None
 def test_an_entry_of_another_shape_in_the_tier_is_a_mismatch_and_not_kept_pinned(
     bench: Bench, changes: dict[str, object]
 ) -> None:
-    bench.tier.publish(key_of("a"), [entry(key_of("a"), **changes)])  # type: ignore[arg-type]
+    bench.tier.writer.publish(key_of("a"), [entry(key_of("a"), **changes)])  # type: ignore[arg-type]
     assert bench.one().outcome is FetchOutcome.MISMATCH
     until(lambda: bench.pinned() == 0, "the pin's release")
     assert bench.store.fetched == []
@@ -556,7 +553,7 @@ def test_a_store_that_fails_is_unavailable_and_nothing_is_forgotten(
 def test_the_tier_serves_though_the_bucket_is_down_since_the_start(
     bench: Bench, error: type[Exception]
 ) -> None:
-    bench.tier.publish(key_of("a"), [entry(key_of("a"))])
+    bench.tier.writer.publish(key_of("a"), [entry(key_of("a"))])
     bench.script.faults = [Fault(error=error)]
     done = bench.one()
     assert (done.outcome, done.source) == (FetchOutcome.READY, "tier")
@@ -570,7 +567,7 @@ def test_a_full_disk_is_unavailable_and_the_next_want_is_served(
     bench.stock("a")
     full = bench.make_tier(min_free_bytes=1 << 60)
     with monkeypatch.context() as patch:
-        patch.setattr(bench.tier.intake, "receive", full.intake.receive)
+        patch.setattr(bench.tier.writer, "receive", full.writer.receive)
         assert bench.one().outcome is FetchOutcome.UNAVAILABLE
     assert bench.one().outcome is FetchOutcome.READY
     full.close()
@@ -591,7 +588,7 @@ def test_an_error_of_ours_is_counted_and_the_want_is_answered(
         raise kind("a fault of ours")
 
     with monkeypatch.context() as patch:
-        patch.setattr(bench.tier.intake, "try_claim", broken)
+        patch.setattr(bench.tier.entries, "try_claim", broken)
         assert bench.one().outcome is FetchOutcome.UNAVAILABLE
     assert bench.counters.get("internal_errors") == 1
     assert "a fault of ours" in caplog.text
@@ -617,10 +614,10 @@ def test_a_pin_made_after_the_deadline_is_given_back(
 ) -> None:
     """Nobody would ever unpin it, and eviction could not free its bytes."""
     bench.stock("a", "b")
-    bench.tier.publish(key_of("a"), [entry(key_of("a"))])
+    bench.tier.writer.publish(key_of("a"), [entry(key_of("a"))])
     release, slow_ones = threading.Event(), threading.Semaphore(0)
     made: list[Pin | None] = []
-    pin, receive = bench.tier.pin, bench.tier.intake.receive
+    pin, receive = bench.tier.entries.pin, bench.tier.writer.receive
 
     def slow(key: Key) -> Pin | None:
         if key == key_of("a"):
@@ -635,8 +632,8 @@ def test_a_pin_made_after_the_deadline_is_given_back(
         made.append(receive(key, pieces, header))
         return made[-1]
 
-    monkeypatch.setattr(bench.tier, "pin", slow)
-    monkeypatch.setattr(bench.tier.intake, "receive", slowly)
+    monkeypatch.setattr(bench.tier.entries, "pin", slow)
+    monkeypatch.setattr(bench.tier.writer, "receive", slowly)
     bench.prefetcher.submit([want("a"), want("b")])
     assert slow_ones.acquire(timeout=TIMEOUT_S)
     assert slow_ones.acquire(timeout=TIMEOUT_S)
@@ -650,7 +647,7 @@ def test_a_pin_made_after_the_deadline_is_given_back(
 def test_a_pin_is_given_back_when_the_record_cannot_be_had_in_time(
     bench: Bench, deadlines: Deadlines
 ) -> None:
-    bench.tier.publish(key_of("a"), [entry(key_of("a"))])
+    bench.tier.writer.publish(key_of("a"), [entry(key_of("a"))])
     gate = bench.hold(name="/modality/")
     bench.prefetcher.submit([want("a")])
     assert gate.reached.wait(TIMEOUT_S)
@@ -884,7 +881,7 @@ def others_claim(bench: Bench, *texts: str) -> Callable[[], None]:
     """Another process fetches these; gives what ends it."""
     other = bench.make_tier()
     for text in texts:
-        assert isinstance(other.pin_or_claim(key_of(text)), Claim)
+        assert isinstance(other.entries.pin_or_claim(key_of(text)), Claim)
     return other.close
 
 
@@ -897,7 +894,7 @@ def test_what_another_process_fetches_is_not_fetched_here_and_takes_no_place(
     bench.prefetcher.submit([want("a"), want("b"), want("c")])
     assert [each.want.key for each in bench.collect(1)] == [key_of("c")]
     assert order_of(bench) == ["c"]
-    bench.tier.publish(key_of("a"), [entry(key_of("a"))])  # as the other one would
+    bench.tier.writer.publish(key_of("a"), [entry(key_of("a"))])  # as the other one would
     end()
     done = {each.want.key: each.source for each in bench.collect(2)}
     assert done == {key_of("a"): "tier", key_of("b"): "bucket"}
@@ -977,7 +974,7 @@ def test_stopping_ends_running_and_queued_fetches_and_frees_every_pin(
     bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
     bench.stock(*"abcdefgh")
-    bench.tier.publish(key_of("h"), [entry(key_of("h"))])
+    bench.tier.writer.publish(key_of("h"), [entry(key_of("h"))])
     bench.make(max_concurrency=2)
     assert bench.one("h").outcome is FetchOutcome.READY
     gate = bench.hold()

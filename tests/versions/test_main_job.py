@@ -42,10 +42,9 @@ from tests.e2e.rig import (
     said,
     scenarios,
     settings,
-    tier_of,
 )
 from tests.support.damage import flipped
-from tests.support.on_disk import audit_of
+from tests.support.on_disk import audit_of, found_in
 
 
 def _release() -> tuple[int, ...]:
@@ -186,8 +185,8 @@ def job(
             restarted = {scenario.name: ask(one, scenario) for scenario in again}
             one.shuffle_vision_tower()
             changed = ask(one, Scenario("changed", [gallery.solo("single")]))
-    (namespace,) = {key.split("/")[0] for key in keys(client, bucket)}
-    audit = audit_of(tier_of(workdir / "tier", namespace))
+    assert len({key.split("/")[0] for key in keys(client, bucket)}) == 1  # namespaces
+    audit = audit_of(found_in(workdir / "tier"))
     logs = "".join(path.read_text(errors="replace") for path in workdir.glob("*.log"))
     yield _Job(plain, consumer, restarted, changed, logs, audit)
     local_s3.delete_bucket(bucket)

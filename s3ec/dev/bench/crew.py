@@ -89,9 +89,9 @@ def _read_all(fetcher: Any) -> None:
 
     tier = fetcher.node.tier
     for key in fetcher.corpus.keys:
-        pin = tier.pin(key)
+        pin = tier.entries.pin(key)
         if pin is None:
             raise RuntimeError("an entry is not in the tier")
         memory = torch.empty(SHAPE.nbytes, dtype=torch.uint8)
         read_data(Load.of(key.identifier, pin), memory)
-        tier.unpin(pin)
+        tier.entries.unpin(pin)

@@ -74,7 +74,7 @@ class Fetcher:
         """Let go of the pins and evict every entry."""
         tier = self.node.tier
         for pin in self._pins:
-            tier.unpin(pin)
+            tier.entries.unpin(pin)
         self._pins.clear()
         for key in self.corpus.keys:
             path = tier.folders.objects / self.node.namespace.name / key.name

@@ -39,6 +39,7 @@ from s3ec.node import Node
 from s3ec.settings import Settings
 from s3ec.store.open import choose_transport, open_store
 from s3ec.store.retry import RetryStore
+from s3ec.tier.entry_writer import PART_BYTES
 
 if TYPE_CHECKING:
     from s3ec.identity import Key
@@ -156,7 +157,7 @@ def _cold_s(corpus: Corpus, folder: Path, hit: Key) -> float:
 
 
 # What a reader has under way at most.
-_IN_FLIGHT = cache._FILES * cache._PARTS
+_IN_FLIGHT = cache.FILES * cache.PARTS
 
 
 def _raw_s(corpus: Corpus, made: Made, scratch: Path, folder: Path | None) -> float:
@@ -176,7 +177,7 @@ def _raw_s(corpus: Corpus, made: Made, scratch: Path, folder: Path | None) -> fl
 
 async def _get_all(settings: Settings, made: Made, folder: Path | None) -> None:
     store = open_store(settings)
-    part = cache.PART_BYTES
+    part = PART_BYTES
     parts = iter(
         (name, start, min(part, nbytes - start))
         for name, nbytes in made.exact_files()

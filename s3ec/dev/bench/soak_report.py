@@ -158,7 +158,7 @@ def _through_a_tier(
                     digest = fetched.want.key.digest.hex()
                     if fetched.outcome is FetchOutcome.READY and fetched.pin is not None:
                         del left[digest]
-                        node.tier.unpin(fetched.pin)
+                        node.tier.entries.unpin(fetched.pin)
                     else:
                         left[digest] = fetched.outcome.name.lower()
                 time.sleep(0.01)

@@ -87,8 +87,8 @@ class WorkerRig:
             header = saves.describe(
                 tensor, identifier=name, namespace=self.node.namespace.name, modality=MODALITY
             )
-            self.node.tier.publish(key, saves.encode(header, tensor))
-            pin = self.node.tier.pin(key)
+            self.node.tier.writer.publish(key, saves.encode(header, tensor))
+            pin = self.node.tier.entries.pin(key)
             if pin is None:
                 raise RuntimeError("an entry that was just published cannot be pinned")
             self._pins.append(pin)
@@ -145,7 +145,7 @@ class WorkerRig:
     def close(self) -> None:
         """Let go of the files and end our threads."""
         for pin in self._pins:
-            self.node.tier.unpin(pin)
+            self.node.tier.entries.unpin(pin)
         self.node.users += 1  # shutdown gives a shared node back
         self.shell.shutdown()
 

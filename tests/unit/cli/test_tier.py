@@ -44,11 +44,10 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def engine(root: Path) -> Iterator[Tier]:
     """A tier in use: ten entries, one of them pinned, one waiting for the bucket."""
     tier = new_tier(root)
-    tier.open()
     spool = tier.open_spool(DESTINATION)
     for number, key in enumerate(KEYS):
-        tier.publish(key, [entry(key)], spool=spool if number == 1 else None)
-    assert tier.pin(KEYS[0]) is not None
+        tier.writer.publish(key, [entry(key)], spool=spool if number == 1 else None)
+    assert tier.entries.pin(KEYS[0]) is not None
     yield tier
     tier.close()
 
@@ -59,14 +58,14 @@ def age(root: Path, number: int, seconds: float) -> None:
 
 
 def present(tier: Tier) -> set[int]:
-    return {number for number, key in enumerate(KEYS) if tier.contains(key)}
+    return {number for number, key in enumerate(KEYS) if tier.entries.contains(key)}
 
 
 def test_tier_shows_size_ages_pins_and_spool(cli: Cli, engine: Tier, root: Path) -> None:
     for number, seconds in ((2, 120), (3, 7200), (4, 3 * 86400), (5, 30 * 86400), (6, -1000)):
         age(root, number, seconds)
-    engine.publish(KEYS[9], [b"not an entry"])
-    assert engine.pin(KEYS[9]) is None
+    engine.writer.publish(KEYS[9], [b"not an entry"])
+    assert engine.entries.pin(KEYS[9]) is None
     found = cli.json("tier")
     assert found["cache_dir"] == str(root)
     assert found["bytes"] == 9 * SIZE + len(b"not an entry")
@@ -91,10 +90,8 @@ def test_tier_shows_size_ages_pins_and_spool(cli: Cli, engine: Tier, root: Path)
 
 
 def test_tier_shows_the_files_of_the_index(cli: Cli, engine: Tier) -> None:
-    files = engine.open_index()
-    file = files.begin(2048)
-    file.append([bytes(2048)])
-    files.finish("delta/01ARZ3NDEKTSV4RRFFQ69G5FAV.safetensors", file)
+    name = "delta/01ARZ3NDEKTSV4RRFFQ69G5FAV.safetensors"
+    engine.open_index().write(name, bytes(2048))
     found = cli.json("tier")
     assert found["index"] == {"file_count": 1, "bytes": 2048}
     assert found["bytes"] == 10 * SIZE + 2048
@@ -169,15 +166,14 @@ def test_evict_of_one_namespace_leaves_the_others(cli: Cli, engine: Tier, root: 
         counters=Counters(),
         clock=Clock(),
     )
-    other.open()
     for key in KEYS[:4]:
-        other.publish(key, [entry(key, namespace=OTHER_NAMESPACE)])
+        other.writer.publish(key, [entry(key, namespace=OTHER_NAMESPACE)])
     assert [*cli.json("tier")["namespaces"]] == [NAMESPACE, OTHER_NAMESPACE]
     found = cli.json("tier", "evict", "--to", str(SIZE), "-n", OTHER_NAMESPACE[:14], "--yes")
     assert found["namespace"] == OTHER_NAMESPACE
     assert (found["before_bytes"], found["after_bytes"]) == (4 * SIZE, SIZE)
     assert present(engine) == set(range(10))
-    assert len(list(other.names())) == 1
+    assert len(list(other.entries.names())) == 1
     other.close()
     for begin, part in (("tiny-", "fits 2 namespaces"), ("x", "fits no namespace")):
         out = cli("tier", "evict", "--to", "0", "--namespace", begin, code=2)
@@ -272,11 +268,11 @@ def test_evict_waits_for_no_lock_it_cannot_get(
     cli: Cli, engine: Tier, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from s3ec.tier import inspection
-    from s3ec.tier.evictor import EvictLock
+    from s3ec.tier.evictor import evict_lock
     from s3ec.tier.files import Folders
 
-    monkeypatch.setattr(inspection, "_LOCK_TIMEOUT_S", 0.02)
-    with EvictLock(Folders(root)).hold() as alone:
+    monkeypatch.setattr(inspection, "LOCK_TIMEOUT_S", 0.02)
+    with evict_lock(Folders(root)) as alone:
         assert alone
         assert "try later" in cli("tier", "evict", "--to", "0", "--yes", code=1).stderr
     assert present(engine) == set(range(10))

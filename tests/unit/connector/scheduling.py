@@ -19,8 +19,7 @@ from s3ec.counters import Counters
 from s3ec.identity import Key, KeyPolicy, Layout, make_key
 from s3ec.index.base import Index
 from s3ec.prefetch import FetchOutcome, FetchRequest, FetchResult
-from s3ec.tier import Pin
-from s3ec.tier.tier import LocalKeys
+from s3ec.tier import LocalKeys, Pin
 from tests.support.clock import Clock
 from tests.unit.index.fake import FakeIndex
 

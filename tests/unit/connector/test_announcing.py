@@ -65,7 +65,7 @@ class Rig(Process):
         for number in numbers:
             key, header, pieces = self._entry(number, width)
             if spooled:
-                self.node.tier.publish(key, pieces, spool=self.spool)
+                self.node.tier.writer.publish(key, pieces, spool=self.spool)
                 nbytes = sum(map(len, pieces))
                 self.uploader.submit(Upload(key.digest, nbytes, key))
             else:

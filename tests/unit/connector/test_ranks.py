@@ -83,7 +83,7 @@ class RankRig:
 
     def pins(self) -> list[Path]:
         """Files that hold this process's pins."""
-        return [path for path in self.node.tier.pin_folder().iterdir() if path.name != ".lock"]
+        return [path for path in self.node.tier.pins.folder().iterdir() if path.name != ".lock"]
 
 
 def node_on(folder: Path, bucket: MemoryBucket) -> Node:
@@ -198,7 +198,7 @@ class Engine:
 
     def all_given_back(self) -> bool:
         rigs = (len(rank.pins()) + len(rank.own_pins) for rank in self.ranks)
-        own = [path for path in self.node.tier.pin_folder().iterdir() if path.name != ".lock"]
+        own = [path for path in self.node.tier.pins.folder().iterdir() if path.name != ".lock"]
         return not sum(rigs) and not own
 
 
@@ -284,7 +284,7 @@ def test_ranks_that_hold_other_bytes_of_one_image_do_not_compute_from_them(
     engine.stock("a")
     engine.step()
     mine = entry(identifier_of("a"), tensor_of("something else"))
-    engine.ranks[1].node.tier.publish(key_of(identifier_of("a")), [mine])
+    engine.ranks[1].node.tier.writer.publish(key_of(identifier_of("a")), [mine])
     asker = request("r", feature("a"))
     assert not engine.ask(asker)
     engine.step_until(lambda: engine.item_state("a") == "FAILED", "the difference is seen")
@@ -298,7 +298,7 @@ def test_the_same_bytes_behind_another_header_are_loaded(engine: Engine) -> None
     engine.stock("a")
     engine.step()
     mine = entry(identifier_of("a"), tensor_of("a"), placeholder={"grid": [[1] * 100]})
-    engine.ranks[1].node.tier.publish(key_of(identifier_of("a")), [mine])
+    engine.ranks[1].node.tier.writer.publish(key_of(identifier_of("a")), [mine])
     asker = request("r", feature("a"))
     assert not engine.ask(asker)
     engine.load(asker)
@@ -459,7 +459,7 @@ def test_a_load_that_reaches_a_rank_which_has_no_pin_is_rescued(
     assert engine.schedule(asker) == [True]
     engine.ranks[1].node.close(5)
     engine.ranks[1] = RankRig(1, tmp_path / "elsewhere", engine.bucket)
-    for path in engine.node.tier.pin_folder().iterdir():
+    for path in engine.node.tier.pins.folder().iterdir():
         if path.name != ".lock":
             path.rename(path.with_name("another-node-does-not-see-it"))
     engine.ranks[0].cache[identifier_of("a")] = tensor_of("a")

@@ -106,7 +106,7 @@ def test_saved_tensor_is_in_bucket_and_tier_and_reads_back(rig: Rig) -> None:
     read = safetensors_torch.load(blob)["ec_cache"]
     assert torch.equal(read, tensor(1))
     key = key_of(HASHES[0])
-    assert rig.node.tier.contains(key)
+    assert rig.node.tier.entries.contains(key)
     assert rig.node.local(key)
     assert rig.node.index.maybe_contains(key)
     assert queue.take_report() == ([HASHES[0]], [HASHES[0]])
@@ -778,14 +778,14 @@ def test_drain_stores_what_waits_behind_a_save_that_hangs_in_the_disk(
     now_s = 0.0
     rig.node.loop.watch = DiskWatch(rig.node.counters, clock=lambda: now_s)
     reached, answers = threading.Event(), threading.Event()
-    publish = rig.node.tier.publish
+    publish = rig.node.tier.writer.publish
 
     def hang(*args: Any, **kwargs: Any) -> None:
         reached.set()
         assert answers.wait(DEADLINE_S)
         publish(*args, **kwargs)
 
-    monkeypatch.setattr(rig.node.tier, "publish", hang)
+    monkeypatch.setattr(rig.node.tier.writer, "publish", hang)
     queue = rig.queue()
     assert queue.put(HASHES[0], IMAGE, tensor(0))
     assert reached.wait(DEADLINE_S)

@@ -168,7 +168,7 @@ def test_the_next_process_uploads_what_a_tenants_engine_left_in_the_spool(
         codec.Shape(4, 8, "bfloat16"),
         codec.checksum(bytes(64)),
     )
-    first.node.tier.publish(key, [codec.encode_header(header), bytes(64)], spool=spool)
+    first.node.tier.writer.publish(key, [codec.encode_header(header), bytes(64)], spool=spool)
     first.node.close(5)  # nobody uploaded it
 
     # Its folder's name says that it is of a process that is gone.

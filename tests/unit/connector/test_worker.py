@@ -114,7 +114,7 @@ def test_damaged_file_is_replaced_by_the_bucket_s_copy(rig: Rig, damage: str) ->
     assert rig.node.counters.get("load.rescued") == 1
     key = key_of(HASHES[0])
     if damage != "missing":  # the entry is the same file as the pin: nobody may pin it again
-        assert not rig.node.tier.contains(key)
+        assert not rig.node.tier.entries.contains(key)
 
 
 def test_load_that_cannot_be_had_anywhere_raises_with_the_file_and_fills_nothing_in(

@@ -133,7 +133,6 @@ class Reader:
         self.tier = Tier(
             folder, NAMESPACE, budget_bytes=budget_bytes, min_free_bytes=0, counters=self.counters
         )
-        self.tier.open()
         self.files = self.tier.open_index()
         self.cache = IndexCache(
             self.store, LAYOUT, self.files, in_thread, self.counters, clock=file_clock

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 from s3ec import codec
 from s3ec.codec import Header, Shape
@@ -21,11 +22,13 @@ from s3ec.tier import Pin, Spool, Tier
 from tests.support.clock import Clock
 from tests.support.finite import FINITE
 
+MakeTier = Callable[..., Tier]
+"""The fixture ``make_tier``."""
 NAMESPACE = "tiny-gemma3-0123456789abcdef"
 OTHER_NAMESPACE = "tiny-gemma3-fedcba9876543210"
 DESTINATION = "0123456789abcdef"
 HOUR_S = 3600.0
-_DEADLINE_S = 30.0
+_DEADLINE_S = 300.0  # only a process that hangs takes so long, however busy the machine is
 _REPOSITORY = Path(__file__).parents[3]
 
 
@@ -56,6 +59,10 @@ def entry(
         checksum=codec.checksum(data),
     )
     return codec.encode_header(header) + data
+
+
+SIZE = len(entry(key_of("0" * 64)))
+"""Of the entry of every content hash."""
 
 
 def read(pin: Pin, key: Key) -> bytes:
@@ -92,9 +99,58 @@ def spooled_below(root: Path) -> set[str]:
     return files_below(root / "v1" / "spool") - {".lock"}
 
 
-def publish_spooled(tier: Tier, spool: Spool, *numbers: int) -> None:
+def publish(tier: Tier, *numbers: int, spool: Spool | None = None) -> None:
     for number in numbers:
-        tier.publish(key_at(number), [entry(key_at(number))], spool=spool)
+        tier.writer.publish(key_at(number), [entry(key_at(number))], spool=spool)
+
+
+def present(tier: Tier, *numbers: int) -> set[int]:
+    """Which of these are here."""
+    return {number for number in numbers if tier.entries.contains(key_at(number))}
+
+
+def even(number: int) -> Key:
+    """Keys of entries that all have SIZE."""
+    return key_of(f"{number:064x}")
+
+
+def fill(tier: Tier, *numbers: int) -> None:
+    for number in numbers:
+        tier.writer.publish(even(number), [entry(even(number))])
+
+
+def left(tier: Tier, count: int) -> set[int]:
+    """Which of the first ``count`` are still here."""
+    return {number for number in range(count) if tier.entries.contains(even(number))}
+
+
+def pinned(tier: Tier, key: Key) -> Pin:
+    """A pin of what must be here."""
+    pin = tier.entries.pin(key)
+    assert pin is not None
+    return pin
+
+
+def served(tier: Tier, key: Key) -> bytes:
+    """What a worker would get."""
+    return read(pinned(tier, key), key)
+
+
+def spooled(spool: Spool, key: Key) -> bytes:
+    """What would be uploaded."""
+    loaded = spool.load(key.digest)
+    assert loaded is not None
+    assert loaded.key == key
+    return loaded.blob
+
+
+def refusing(error: int, text: str) -> Callable[..., NoReturn]:
+    """A call of the system that a disk refuses."""
+
+    def refuse(*arguments: object, **options: object) -> NoReturn:
+        raise OSError(error, text)
+
+    return refuse
 
 
 def disk_clock() -> Clock:

@@ -20,7 +20,7 @@ from types import MethodType
 from typing import Any
 
 from s3ec.errors import TierError
-from s3ec.tier.evictor import EvictLock
+from s3ec.tier.evictor import evict_lock
 from s3ec.tier.files import Folders, TempFile, try_lock
 from tests.support.on_disk import make_room
 from tests.unit.tier.cases import (
@@ -31,7 +31,7 @@ from tests.unit.tier.cases import (
     key_at,
     new_tier,
     pin_folders,
-    publish_spooled,
+    publish,
     read,
     temps_below,
 )
@@ -49,16 +49,15 @@ def hear() -> str:
 def race(root: Path, rounds: int) -> None:
     """Publish and pin one key again and again."""
     tier, key = new_tier(root), key_at(0)
-    tier.open()
     blob = entry(key)
     say("ready")
     hear()
     for _ in range(rounds):
-        tier.publish(key, [blob[:100], memoryview(blob)[100:]])
-        pin = tier.pin(key)
+        tier.writer.publish(key, [blob[:100], memoryview(blob)[100:]])
+        pin = tier.entries.pin(key)
         assert pin is not None
         assert read(pin, key) == blob
-        tier.unpin(pin)
+        tier.entries.unpin(pin)
     tier.close()
     say("done")
 
@@ -66,35 +65,38 @@ def race(root: Path, rounds: int) -> None:
 def hold(root: Path, number: int) -> None:
     """Pin one entry, say where, and keep it until told or killed."""
     tier = new_tier(root)
-    tier.open()
-    pin = tier.pin(key_at(number))
+    pin = tier.entries.pin(key_at(number))
     assert pin is not None
     say(pin.path)
     hear()
     tier.close()
 
 
+def claim(root: Path, number: int) -> None:
+    """Claim one entry, until killed."""
+    say(type(new_tier(root).entries.pin_or_claim(key_at(number))).__name__)
+    hear()
+
+
 def stop_before_rename(root: Path, number: int) -> None:
     """Publish as far as the rename, and wait there to be killed."""
     tier = new_tier(root)
-    tier.open()
 
     def stop(source: str, target: str) -> None:
         say(source)
         hear()
 
     os.replace = stop  # type: ignore[assignment]
-    tier.publish(key_at(number), [entry(key_at(number))])
+    tier.writer.publish(key_at(number), [entry(key_at(number))])
 
 
 def churn(root: Path, budget_bytes: int, first: int, count: int) -> None:
     """Publish many entries into a small budget."""
     tier = new_tier(root, budget_bytes=budget_bytes)
-    tier.open()
     say("ready")
     hear()
     for number in range(first, first + count):
-        tier.publish(key_at(number), [entry(key_at(number))])
+        tier.writer.publish(key_at(number), [entry(key_at(number))])
     make_room(tier, budget_bytes=budget_bytes)
     tier.close()
     say("done")
@@ -103,14 +105,13 @@ def churn(root: Path, budget_bytes: int, first: int, count: int) -> None:
 def flood(root: Path, budget_bytes: int, min_free_bytes: int, rows: int, number: int) -> None:
     """Publish as fast as it goes; says how many were refused."""
     tier = new_tier(root, budget_bytes=budget_bytes, min_free_bytes=min_free_bytes)
-    tier.open()
     say("ready")
     hear()
     refused = 0
     for turn in range(120):
         key = key_at(1000 * number + turn)
         try:
-            tier.publish(key, [entry(key, rows=rows)])
+            tier.writer.publish(key, [entry(key, rows=rows)])
         except TierError:
             refused += 1
     say(refused)
@@ -129,8 +130,7 @@ def occupy(root: Path) -> None:
 def spool(root: Path, first: int, count: int) -> None:
     """Spool some entries, say where, and keep them until told or killed."""
     tier = new_tier(root)
-    tier.open()
-    publish_spooled(tier, tier.open_spool(DESTINATION), *range(first, first + count))
+    publish(tier, *range(first, first + count), spool=tier.open_spool(DESTINATION))
     say(f"{os.getpid()}")
     hear()
     tier.close()
@@ -139,20 +139,18 @@ def spool(root: Path, first: int, count: int) -> None:
 def spool_before_rename(root: Path, number: int) -> None:
     """Publish and spool as far as the rename, and wait there to be killed."""
     tier = new_tier(root)
-    tier.open()
 
     def stop(source: str, target: str) -> None:
         say(source)
         hear()
 
     os.replace = stop  # type: ignore[assignment]
-    publish_spooled(tier, tier.open_spool(DESTINATION), number)
+    publish(tier, number, spool=tier.open_spool(DESTINATION))
 
 
 def adopt(root: Path) -> None:
     """Adopt until told to stop, and say what was got, and whether all of it can be read."""
     tier = new_tier(root)
-    tier.open()
     own = tier.open_spool(DESTINATION)
     say("ready")
     hear()
@@ -179,8 +177,8 @@ def fork(root: Path) -> None:
     given = {"bucket": "corpus", "cache_dir": str(root), "endpoint_url": "http://127.0.0.1:9"}
     settings, namespace = load_settings(given).settings, Namespace(NAMESPACE, {})
     node, key = Node.shared(settings, namespace), key_at(0)
-    node.tier.publish(key, [entry(key)])
-    pin, claim = node.tier.pin(key), node.tier.intake.try_claim(key_at(1))
+    node.tier.writer.publish(key, [entry(key)])
+    pin, claim = node.tier.entries.pin(key), node.tier.entries.try_claim(key_at(1))
     assert pin is not None
     assert claim is not None
     ours, theirs = socket.socketpair()
@@ -196,11 +194,11 @@ def fork(root: Path) -> None:
             assert own is not node
             assert own.endpoint is not node.endpoint
             assert own.counters.get("tier.published") == 0
-            mine = own.tier.pin(key)
+            mine = own.tier.entries.pin(key)
             assert mine is not None
             assert mine.path.parent.name.startswith(f"{os.getpid()}-")
             assert own.tier.claims.is_taken(key_at(1).digest)
-            own.tier.unpin(pin)
+            own.tier.entries.unpin(pin)
             own.tier.claims.release(claim)
             assert own.loop.run(_pid(), 10) == os.getpid()
             for _ in range(2):
@@ -270,14 +268,13 @@ def orphan(root: Path) -> None:
     from s3ec.index.base_writer import temporary_folder
 
     tier, key = new_tier(root), key_at(0)
-    tier.open()
-    publish_spooled(tier, tier.open_spool(DESTINATION), 0)
-    pin, claim = tier.pin(key), tier.intake.try_claim(key_at(1))
+    publish(tier, 0, spool=tier.open_spool(DESTINATION))
+    pin, claim = tier.entries.pin(key), tier.entries.try_claim(key_at(1))
     assert pin is not None
     assert claim is not None
     folders = Folders(root)
     temp = TempFile(str(folders.incoming))
-    with temporary_folder(root.parent), EvictLock(folders).hold() as alone:
+    with temporary_folder(root.parent), evict_lock(folders) as alone:
         assert alone
         assert try_lock(folders.open_own(folders.usage))
         if os.fork() == 0:
@@ -290,10 +287,9 @@ def orphan(root: Path) -> None:
 def limit(root: Path) -> None:
     """Publish under a limit on file sizes, which the kernel keeps in the middle of a write."""
     tier, key = new_tier(root), key_at(0)
-    tier.open()
     resource.setrlimit(resource.RLIMIT_FSIZE, (300, resource.RLIM_INFINITY))
     try:
-        tier.publish(key, [entry(key)])
+        tier.writer.publish(key, [entry(key)])
     except TierError as exc:
         say(exc)
     say(f"{file_of(root, key).exists()} {temps_below(root)}")
@@ -304,7 +300,7 @@ if __name__ == "__main__":
     commands = {
         function.__name__: function
         for function in (
-            *(race, hold, stop_before_rename, churn, flood, occupy, fork, orphan, limit),
+            *(race, hold, claim, stop_before_rename, churn, flood, occupy, fork, orphan, limit),
             *(spool, spool_before_rename, adopt),
         )
     }

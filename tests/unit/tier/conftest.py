@@ -71,7 +71,6 @@ def make_tier(root: Path, counters: Counters, clock: Clock) -> Iterator[Callable
             clock=clock,
         )
         made.append(tier)
-        tier.open()
         return tier
 
     yield make

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import time
@@ -12,26 +13,15 @@ from pathlib import Path
 import pytest
 
 from s3ec.counters import Counters
-from s3ec.tier import Tier, evictor
-from s3ec.tier.evictor import Background, StoppedError
+from s3ec.tier import evictor
+from s3ec.tier.evictor import Background
 from tests.support.clock import Clock
 from tests.support.on_disk import audit_of, make_room, running_total, usage_of
-from tests.unit.tier.cases import HOUR_S, entry, key_of
+from tests.unit.tier.cases import HOUR_S, SIZE, MakeTier, even, fill, left, refusing
 
-SIZE = len(entry(key_of("0" * 64)))
 DEADLINE_S = 30.0
 
 pytestmark = pytest.mark.usefixtures("background")
-
-
-def publish(tier: Tier, numbers: range) -> None:
-    for number in numbers:
-        key = key_of(f"{number:064x}")
-        tier.publish(key, [entry(key)])
-
-
-def present(tier: Tier, count: int) -> set[int]:
-    return {number for number in range(count) if tier.contains(key_of(f"{number:064x}"))}
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -46,117 +36,117 @@ def evictor_threads() -> set[threading.Thread]:
 
 
 def test_thread_evicts_to_the_low_mark_before_the_budget_is_full(
-    make_tier: Callable[..., Tier], clock: Clock
+    make_tier: MakeTier, clock: Clock
 ) -> None:
     tier = make_tier(budget_bytes=100 * SIZE)
-    publish(tier, range(95))
+    fill(tier, *range(95))
     clock.now_s += HOUR_S
-    assert present(tier, 95) == set(range(95))
-    publish(tier, range(95, 96))  # past 95%
-    wait_until(lambda: len(present(tier, 96)) == 90)
-    assert present(tier, 96) == set(range(6, 96))
+    assert left(tier, 95) == set(range(95))
+    fill(tier, 95)  # past 95%
+    wait_until(lambda: len(left(tier, 96)) == 90)
+    assert left(tier, 96) == set(range(6, 96))
     # The walk writes its sum down at its end, after the last file has gone.
     wait_until(lambda: running_total(tier) == usage_of(tier).total_nbytes)
     assert audit_of(tier) == []
 
 
 def test_publish_walks_only_where_it_would_break_the_budget(
-    make_tier: Callable[..., Tier], monkeypatch: pytest.MonkeyPatch
+    make_tier: MakeTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     walkers: list[str] = []
-    take = evictor.take_census
+    take = evictor.scan_tier
 
     def note(*arguments: object) -> object:
         walkers.append(threading.current_thread().name)
         return take(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(evictor, "take_census", note)
+    monkeypatch.setattr(evictor, "scan_tier", note)
     tier = make_tier(budget_bytes=100 * SIZE)
-    publish(tier, range(95))
+    fill(tier, *range(95))
     assert walkers == []
     # The thread walks, and passes over what was just used. What comes while it does can count twice
     # until the next walk, so not more of it than there is room for.
-    publish(tier, range(95, 97))
+    fill(tier, *range(95, 97))
     wait_until(lambda: "s3ec-evictor" in walkers)
     assert threading.current_thread().name not in walkers
-    publish(tier, range(97, 101))
+    fill(tier, *range(97, 101))
     assert threading.current_thread().name in walkers
     assert usage_of(tier).total_nbytes <= 100 * SIZE
 
 
 def test_thread_passes_over_what_was_just_used_and_not_over_what_a_clock_ahead_noted(
-    make_tier: Callable[..., Tier], clock: Clock
+    make_tier: MakeTier, clock: Clock
 ) -> None:
     tier = make_tier(budget_bytes=100 * SIZE)
     clock.now_s += 86400
-    publish(tier, range(40, 50))
+    fill(tier, *range(40, 50))
     clock.now_s -= 86400
-    publish(tier, range(40))
-    publish(tier, range(50, 96))
-    wait_until(lambda: len(present(tier, 96)) == 90)
-    assert present(tier, 96) == {*range(40), *range(46, 96)}
+    fill(tier, *range(40))
+    fill(tier, *range(50, 96))
+    wait_until(lambda: len(left(tier, 96)) == 90)
+    assert left(tier, 96) == {*range(40), *range(46, 96)}
 
 
 def test_thread_keeps_ahead_of_the_free_space_floor(
-    make_tier: Callable[..., Tier], monkeypatch: pytest.MonkeyPatch, clock: Clock
+    make_tier: MakeTier, monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> None:
     tier = make_tier(budget_bytes=1000 * SIZE, min_free_bytes=100 * SIZE)
     free = [1000]
     monkeypatch.setattr(
-        evictor, "free_bytes", lambda folder: (free[0] + 60 - len(present(tier, 60))) * SIZE
+        evictor, "free_bytes", lambda folder: (free[0] + 60 - len(left(tier, 60))) * SIZE
     )
-    publish(tier, range(60))
+    fill(tier, *range(60))
     clock.now_s += HOUR_S
-    assert present(tier, 60) == set(range(60))
+    assert left(tier, 60) == set(range(60))
     free[0] = 110  # above the floor, so publishing itself has no reason to evict
-    publish(tier, range(60, 61))
+    fill(tier, 60)
     # 12.5 ahead of the floor (a quarter of 5% of the budget), and a 64th of the budget
-    wait_until(lambda: len(present(tier, 60)) == 60 - 19)
+    wait_until(lambda: len(left(tier, 60)) == 60 - 19)
 
 
-def test_tier_that_publishes_little_has_no_thread(make_tier: Callable[..., Tier]) -> None:
+def test_tier_that_publishes_little_has_no_thread(make_tier: MakeTier) -> None:
     before = evictor_threads()
     tier = make_tier()
-    publish(tier, range(20))
-    tier.pin(key_of("0" * 64))
+    fill(tier, *range(20))
+    tier.entries.pin(even(0))
     make_room(tier)
     assert evictor_threads() == before
 
 
 def test_folder_of_unknown_size_is_counted_by_the_thread_after_the_first_publish(
-    make_tier: Callable[..., Tier], root: Path
+    make_tier: MakeTier, root: Path
 ) -> None:
     tier = make_tier()
-    publish(tier, range(20))
+    fill(tier, *range(20))
     tier.close()
     (root / "v1" / "usage").unlink()
     before = evictor_threads()
     tier = make_tier()
     assert evictor_threads() == before
-    publish(tier, range(20, 21))
+    fill(tier, 20)
     wait_until(lambda: running_total(tier) >= 21 * SIZE)
     # The newest may be counted by both, the walk and its publisher.
     assert running_total(tier) <= 22 * SIZE
 
 
 def test_folder_of_unknown_size_takes_a_64th_of_the_budget_without_a_count(
-    make_tier: Callable[..., Tier], root: Path, monkeypatch: pytest.MonkeyPatch
+    make_tier: MakeTier, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tier = make_tier(budget_bytes=640 * SIZE)
-    publish(tier, range(600))
+    fill(tier, *range(600))
     tier.close()
     (root / "v1" / "usage").unlink()
     monkeypatch.setattr(Background, "wake", lambda self: None)  # the thread gets no turn
     tier = make_tier(budget_bytes=640 * SIZE)
-    publish(tier, range(600, 610))
+    fill(tier, *range(600, 610))
     assert running_total(tier) == 10 * SIZE
-    publish(tier, range(610, 700))
+    fill(tier, *range(610, 700))
     assert usage_of(tier).total_nbytes <= 640 * SIZE
     assert running_total(tier) == usage_of(tier).total_nbytes
 
 
 def test_close_ends_a_walk_in_the_middle(
-    make_tier: Callable[..., Tier], monkeypatch: pytest.MonkeyPatch
+    make_tier: MakeTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     entered, ended = threading.Event(), threading.Event()
 
@@ -170,8 +160,8 @@ def test_close_ends_a_walk_in_the_middle(
 
     tier = make_tier(budget_bytes=100 * SIZE)
     before = evictor_threads()
-    monkeypatch.setattr(evictor, "take_census", endless)
-    publish(tier, range(96))
+    monkeypatch.setattr(evictor, "scan_tier", endless)
+    fill(tier, *range(96))
     assert entered.wait(DEADLINE_S)
     tier.close()
     assert ended.is_set()
@@ -181,24 +171,21 @@ def test_close_ends_a_walk_in_the_middle(
 
 
 def test_round_that_fails_is_counted_and_the_thread_goes_on(
-    make_tier: Callable[..., Tier],
+    make_tier: MakeTier,
     monkeypatch: pytest.MonkeyPatch,
     counters: Counters,
     clock: Clock,
 ) -> None:
     tier = make_tier(budget_bytes=100 * SIZE)
-    monkeypatch.setattr(evictor, "_REST_S", 0.0)
-
-    def fail(*arguments: object) -> object:
-        raise OSError("disk gone")
+    monkeypatch.setattr(evictor, "REST_S", 0.0)
 
     with monkeypatch.context() as patch:
-        patch.setattr(evictor, "take_census", fail)
-        publish(tier, range(96))
+        patch.setattr(evictor, "scan_tier", refusing(errno.EIO, "disk gone"))
+        fill(tier, *range(96))
         wait_until(lambda: counters.get("tier.errors") > 0)
     clock.now_s += HOUR_S
-    publish(tier, range(96, 97))
-    wait_until(lambda: len(present(tier, 97)) == 90)
+    fill(tier, 96)
+    wait_until(lambda: len(left(tier, 97)) == 90)
 
 
 def test_work_that_raises_is_logged_and_done_again_at_the_next_wake(
@@ -210,7 +197,7 @@ def test_work_that_raises_is_logged_and_done_again_at_the_next_wake(
         calls.release()
         raise RuntimeError("a fault of ours")
 
-    monkeypatch.setattr(evictor, "_REST_S", 0.0)
+    monkeypatch.setattr(evictor, "REST_S", 0.0)
     thread = Background("test-background", work)
     for _ in range(2):
         thread.wake()
@@ -222,48 +209,27 @@ def test_work_that_raises_is_logged_and_done_again_at_the_next_wake(
 
 
 def test_process_that_can_start_no_thread_publishes_and_evicts_nevertheless(
-    make_tier: Callable[..., Tier], monkeypatch: pytest.MonkeyPatch
+    make_tier: MakeTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't create new thread at interpreter shutdown")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
     tier = make_tier(budget_bytes=100 * SIZE)
-    publish(tier, range(120))
+    fill(tier, *range(120))
     assert usage_of(tier).total_nbytes <= 100 * SIZE
     tier.close()
 
 
-def test_pause_of_a_stopped_thread_raises(caplog: pytest.LogCaptureFixture) -> None:
-    entered, raised = threading.Event(), threading.Event()
-
-    def work(pause: Callable[[], None]) -> float:
-        entered.set()
-        try:
-            while True:
-                pause()
-        except StoppedError:
-            raised.set()
-            raise
-
-    thread = Background("test-background", work)
-    thread.wake()
-    assert entered.wait(DEADLINE_S)
-    thread.stop()
-    assert raised.is_set()
-    assert caplog.records == []
-
-
 def test_walks_in_the_background_leave_the_interpreter_now_and_then(
-    make_tier: Callable[..., Tier], monkeypatch: pytest.MonkeyPatch
+    make_tier: MakeTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from s3ec.tier import scan
-    from s3ec.tier import tier as tier_module
+    from s3ec.tier import entries, scan
 
     breaths: list[int] = []
     tier = make_tier()
-    publish(tier, range(50))
-    monkeypatch.setattr(scan, "_FILES_PER_BREATH", 10)
-    monkeypatch.setattr(tier_module, "yield_gil", lambda: breaths.append(os.getpid()))
-    assert len(list(tier.names())) == 50
+    fill(tier, *range(50))
+    monkeypatch.setattr(scan, "FILES_PER_BREATH", 10)
+    monkeypatch.setattr(entries, "yield_gil", lambda: breaths.append(os.getpid()))
+    assert len(list(tier.entries.names())) == 50
     assert len(breaths) == 5

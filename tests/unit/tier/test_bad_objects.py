@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
@@ -17,14 +19,26 @@ from s3ec.tier.bad_objects import BadObjects, read_notes
 from s3ec.tier.files import Folders
 from tests.support.clock import Clock
 from tests.unit.index.basics import NAMESPACE, key_of
+from tests.unit.tier.cases import DESTINATION, refusing
 
-PLACE = "0123456789abcdef"
+PLACE = DESTINATION
+Full = Callable[[], AbstractContextManager[None]]
 KEY = key_of("a")
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def full(monkeypatch: pytest.MonkeyPatch) -> Full:
+    """While entered, no note can be written."""
+
+    @contextmanager
+    def full() -> Iterator[None]:
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                bad_objects, "write_note", refusing(errno.ENOSPC, "No space left on device")
+            )
+            yield
+
+    return full
 
 
 @pytest.fixture
@@ -165,14 +179,11 @@ def test_links_and_foreign_files_are_left_alone(
 
 
 def test_a_disk_that_refuses_leaves_the_note_with_its_process(
-    make: Callable[..., BadObjects], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: Callable[..., BadObjects], tmp_path: Path, full: Full
 ) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(bad_objects, "write_note", refuse)
     mine = make()
-    assert mine.note(KEY, "checksum", 0) == 1
+    with full():
+        assert mine.note(KEY, "checksum", 0) == 1
     mine.refresh()
     assert mine.revision(KEY) == 1
     with pytest.raises(FileNotFoundError):
@@ -219,33 +230,25 @@ def test_a_process_that_knows_less_does_not_take_back_what_another_noted(
 
 
 def test_what_the_disk_refused_is_not_replaced_by_what_it_has_and_runs_out(
-    make: Callable[..., BadObjects], clock: Clock, monkeypatch: pytest.MonkeyPatch
+    make: Callable[..., BadObjects], clock: Clock, full: Full
 ) -> None:
     mine = make()
     mine.note(KEY, "checksum", 0)
-
-    def refuse(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(bad_objects, "write_note", refuse)
+    with full():
         assert mine.note(KEY, "checksum", 1) == 2
     mine.refresh()
     assert mine.revision(KEY) == 2
     clock.now_s += 100
     mine.refresh()
-    assert (mine.revision(KEY), mine._notes, mine._unwritten) == (0, {}, set())
+    clock.now_s -= 100
+    assert mine.revision(KEY) == 0  # forgotten, not only out of date
 
 
 def test_what_the_disk_refused_gives_way_to_a_note_that_knows_more(
-    make: Callable[..., BadObjects], monkeypatch: pytest.MonkeyPatch
+    make: Callable[..., BadObjects], full: Full
 ) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
     mine, neighbour = make(), make()
-    with monkeypatch.context() as patch:
-        patch.setattr(bad_objects, "write_note", refuse)
+    with full():
         assert mine.note(KEY, "checksum", 0) == 1
     assert neighbour.note(KEY, "checksum", 0) == 1
     assert neighbour.note(KEY, "checksum", 1) == 2

@@ -5,64 +5,29 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import os
 import shutil
-import signal
-import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from s3ec.counters import Counters
 from s3ec.tier import Claim, Pin, Tier
-from tests.unit.tier.cases import entry, key_at
+from tests.unit.tier.cases import MakeTier, child, entry, key_at, refusing
 
 KEY, OTHER = key_at(0), key_at(1)
-REPOSITORY = Path(__file__).parents[3]
-HOLDER = """
-import sys
-from tests.unit.tier.cases import key_at, new_tier
-from pathlib import Path
-tier = new_tier(Path(sys.argv[1]))
-tier.open()
-print(type(tier.pin_or_claim(key_at(0))).__name__, flush=True)
-sys.stdin.readline()
-"""
 
 
 def claim(tier: Tier, key: object = KEY) -> Claim:
-    taken = tier.pin_or_claim(key)  # type: ignore[arg-type]
+    taken = tier.entries.pin_or_claim(key)  # type: ignore[arg-type]
     assert isinstance(taken, Claim)
     return taken
 
 
-def holder(root: Path) -> subprocess.Popen[str]:
-    child = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(root)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=REPOSITORY,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-    )
-    assert child.stdout is not None
-    assert child.stdout.readline().strip() == "Claim"
-    return child
-
-
-def end(child: subprocess.Popen[str]) -> None:
-    if child.poll() is None:
-        child.kill()
-    child.communicate()
-
-
-def test_a_claimed_entry_is_refused_until_it_is_released(make_tier: Callable[..., Tier]) -> None:
+def test_a_claimed_entry_is_refused_until_it_is_released(make_tier: MakeTier) -> None:
     one, two = make_tier(), make_tier()
     taken = claim(one)
-    assert two.pin_or_claim(KEY) is None
-    assert one.pin_or_claim(KEY) is None  # also by the Tier that has it
+    assert two.entries.pin_or_claim(KEY) is None
+    assert one.entries.pin_or_claim(KEY) is None  # also by the Tier that has it
     assert two.claims.is_taken(KEY.digest)
     assert one.claims.is_taken(KEY.digest)
     claim(two, OTHER)
@@ -73,51 +38,51 @@ def test_a_claimed_entry_is_refused_until_it_is_released(make_tier: Callable[...
 
 
 def test_a_claim_of_one_namespace_does_not_hold_up_another(
-    make_tier: Callable[..., Tier],
+    make_tier: MakeTier,
 ) -> None:
     claim(make_tier())
     claim(make_tier(namespace="gemma-fedcba9876543210"))
 
 
 def test_what_was_published_meanwhile_is_pinned_not_claimed(
-    make_tier: Callable[..., Tier], monkeypatch: pytest.MonkeyPatch
+    make_tier: MakeTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between the look for the file and the claim the one who had it published and let go."""
     tier = make_tier()
-    pin = tier.pin
+    pin = tier.entries.pin
     looks: list[object] = []
 
     def late(key: object) -> Pin | None:
         looks.append(key)
         if len(looks) == 1:
-            tier.publish(KEY, [entry(KEY)])
+            tier.writer.publish(KEY, [entry(KEY)])
             return None
         return pin(KEY)
 
-    monkeypatch.setattr(tier, "pin", late)
-    assert isinstance(tier.pin_or_claim(KEY), Pin)
+    monkeypatch.setattr(tier.entries, "pin", late)
+    assert isinstance(tier.entries.pin_or_claim(KEY), Pin)
     assert not tier.claims.is_taken(KEY.digest)
 
 
-def test_what_is_here_is_not_claimed_without_a_look_at_it(make_tier: Callable[..., Tier]) -> None:
+def test_what_is_here_is_not_claimed_without_a_look_at_it(make_tier: MakeTier) -> None:
     one, two = make_tier(), make_tier()
-    taken = one.intake.try_claim(KEY)
+    taken = one.entries.try_claim(KEY)
     assert taken is not None
-    assert two.intake.try_claim(KEY) is None
-    one.publish(KEY, [entry(KEY)])
+    assert two.entries.try_claim(KEY) is None
+    one.writer.publish(KEY, [entry(KEY)])
     one.claims.release(taken)
-    assert two.intake.try_claim(KEY) is None
+    assert two.entries.try_claim(KEY) is None
     assert not one.claims.is_taken(KEY.digest)
     one.close()
-    late = one.intake.try_claim(OTHER)
+    late = one.entries.try_claim(OTHER)
     assert late is not None
     assert late.place is None  # it excludes nobody
 
 
-def test_a_hanging_holder_can_be_passed_over(make_tier: Callable[..., Tier]) -> None:
+def test_a_hanging_holder_can_be_passed_over(make_tier: MakeTier) -> None:
     one, two = make_tier(), make_tier()
     taken = claim(one)
-    mine = two.pin_or_claim(KEY, ignore_claim=True)
+    mine = two.entries.pin_or_claim(KEY, ignore_claim=True)
     assert isinstance(mine, Claim)
     assert mine.place is None
     two.claims.release(mine)
@@ -125,19 +90,16 @@ def test_a_hanging_holder_can_be_passed_over(make_tier: Callable[..., Tier]) -> 
     one.claims.release(taken)
 
 
-def test_a_killed_process_leaves_no_claim(make_tier: Callable[..., Tier], root: Path) -> None:
+def test_a_killed_process_leaves_no_claim(make_tier: MakeTier, root: Path) -> None:
     tier = make_tier()
-    child = holder(root)
-    try:
-        assert tier.pin_or_claim(KEY) is None
-        child.send_signal(signal.SIGKILL)
-        child.wait()
+    with child("claim", root, 0) as other:
+        assert other.hear() == "Claim"
+        assert tier.entries.pin_or_claim(KEY) is None
+        other.kill()
         claim(tier)
-    finally:
-        end(child)
 
 
-def test_a_closed_tier_leaves_no_claim_and_takes_none(make_tier: Callable[..., Tier]) -> None:
+def test_a_closed_tier_leaves_no_claim_and_takes_none(make_tier: MakeTier) -> None:
     one, two = make_tier(), make_tier()
     taken = claim(one)
     one.close()
@@ -148,26 +110,23 @@ def test_a_closed_tier_leaves_no_claim_and_takes_none(make_tier: Callable[..., T
 
 
 def test_a_deleted_folder_does_not_part_those_who_come_later(
-    make_tier: Callable[..., Tier], root: Path
+    make_tier: MakeTier, root: Path
 ) -> None:
     one, two = make_tier(), make_tier()
     old = claim(one)
     shutil.rmtree(root)
     fresh = claim(two)  # of the new file, which the first one finds too
-    assert one.pin_or_claim(KEY) is None
+    assert one.entries.pin_or_claim(KEY) is None
     one.claims.release(old)
     two.claims.release(fresh)
     claim(one)
 
 
 def test_a_file_system_without_such_locks_shares_no_fetches(
-    make_tier: Callable[..., Tier], counters: Counters, monkeypatch: pytest.MonkeyPatch
+    make_tier: MakeTier, counters: Counters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: object) -> int:
-        raise OSError(errno.ENOLCK, "no locks available")
-
     one, two = make_tier(), make_tier()
-    monkeypatch.setattr(fcntl, "fcntl", refuse)
+    monkeypatch.setattr(fcntl, "fcntl", refusing(errno.ENOLCK, "no locks available"))
     for tier in (one, two):
         taken = claim(tier)
         assert taken.place is None

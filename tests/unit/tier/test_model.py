@@ -29,7 +29,14 @@ from s3ec.identity import Key
 from s3ec.tier import Pin, Tier
 from s3ec.tier.inspection import Inspection
 from tests.support.on_disk import audit_of, evict, make_room, running_total, usage_of
-from tests.unit.tier.cases import DESTINATION, NAMESPACE, disk_clock, entry, file_of, key_at
+from tests.unit.tier.cases import (
+    DESTINATION,
+    NAMESPACE,
+    disk_clock,
+    entry,
+    file_of,
+    key_at,
+)
 
 KEYS = [key_at(number) for number in range(7)]
 UNIT = len(entry(KEYS[0], rows=4))
@@ -136,7 +143,7 @@ class TierMachine(RuleBasedStateMachine):
         self.spool = self.tier.open_spool(DESTINATION)
 
     def new_tier(self) -> Tier:
-        tier = Tier(
+        return Tier(
             self.root,
             NAMESPACE,
             budget_bytes=BUDGET_BYTES,
@@ -144,8 +151,6 @@ class TierMachine(RuleBasedStateMachine):
             counters=self.counters,
             clock=self.clock,
         )
-        tier.open()
-        return tier
 
     def teardown(self) -> None:
         self.tier.close()
@@ -171,7 +176,7 @@ class TierMachine(RuleBasedStateMachine):
         blob = entry(key, seed=seed, rows=rows)
         # The estimate may make the tier look sooner than needed, but what it then finds decides.
         self.model.make_room(len(blob), self.clock.now_s)
-        self.tier.publish(key, [blob[:64], blob[64:]], spool=self.spool if spool else None)
+        self.tier.writer.publish(key, [blob[:64], blob[64:]], spool=self.spool if spool else None)
         self.model.entries[key] = File(key, blob, self.clock.now_s)
         if spool:
             self.model.spooled[key] = self.model.entries[key]
@@ -193,7 +198,7 @@ class TierMachine(RuleBasedStateMachine):
     @rule(target=pins, key=keys)
     def pin(self, key: Key) -> object:
         file = self.model.entries.get(key)
-        pin = self.tier.pin(key)
+        pin = self.tier.entries.pin(key)
         if file is None:
             assert pin is None
             return multiple()
@@ -207,14 +212,14 @@ class TierMachine(RuleBasedStateMachine):
         file.pins += 1
         file.used_s = self.clock.now_s
         if file.complaint:  # the reader's part
-            self.tier.quarantine(key, file.complaint)
+            self.tier.entries.quarantine(key, file.complaint)
             self.set_aside(key, file.complaint)
         return held
 
     @rule(held=consumes(pins))
     def unpin(self, held: Held) -> None:
-        self.tier.unpin(held.pin)
-        self.tier.unpin(held.pin)
+        self.tier.entries.unpin(held.pin)
+        self.tier.entries.unpin(held.pin)
         if held in self.model.held:  # not after a restart
             self.model.held.remove(held)
             held.file.pins -= 1
@@ -257,7 +262,7 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule(key=keys)
     def quarantine(self, key: Key) -> None:
-        self.tier.quarantine(key, "checksum")
+        self.tier.entries.quarantine(key, "checksum")
         self.set_aside(key, "checksum")
 
     @rule()
@@ -318,8 +323,10 @@ class TierMachine(RuleBasedStateMachine):
         named = {*model.entries.values(), *model.quarantined.values()}
         pinned = {held.file for held in model.held}
         spooled = model.spooled.values()
-        assert set(self.tier.names()) == {key.name for key in model.entries}
-        assert [self.tier.contains(key) for key in KEYS] == [key in model.entries for key in KEYS]
+        assert set(self.tier.entries.names()) == {key.name for key in model.entries}
+        assert [self.tier.entries.contains(key) for key in KEYS] == [
+            key in model.entries for key in KEYS
+        ]
         assert usage.entries == len(model.entries)
         assert usage.nbytes == sum(len(file.blob) for file in model.entries.values())
         assert usage.pinned_nbytes == sum(len(file.blob) for file in pinned)

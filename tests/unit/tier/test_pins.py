@@ -5,39 +5,49 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import pytest
 
 from s3ec.counters import Counters
-from s3ec.tier import Tier, process_folders
+from s3ec.tier import Tier, pins
 from s3ec.tier.files import own_start_time, seems_alive, start_time, try_lock
 from tests.support.clock import Clock
 from tests.support.on_disk import audit_of, evict, make_room, usage_of
-from tests.unit.tier.cases import child, entry, file_of, files_below, key_at, read
-from tests.unit.tier.cases import pin_folders as folders_in
+from tests.unit.tier.cases import (
+    MakeTier,
+    child,
+    entry,
+    file_of,
+    files_below,
+    key_at,
+    pin_folders,
+    pinned,
+    publish,
+    read,
+    refusing,
+)
 
 
 def test_absent_entry_pins_as_none_and_is_no_error(tier: Tier, counters: Counters) -> None:
-    assert tier.pin(key_at(0)) is None
-    tier.publish(key_at(0), [entry(key_at(0))])
+    assert tier.entries.pin(key_at(0)) is None
+    publish(tier, 0)
     evict(tier, key_at(0))
-    assert tier.pin(key_at(0)) is None
+    assert tier.entries.pin(key_at(0)) is None
     assert counters.get("tier.errors") == 0
 
 
 def test_pinned_bytes_survive_evict_quarantine_and_republish(tier: Tier) -> None:
     key = key_at(0)
     pins = []
-    drops = (partial(evict, tier), lambda key: tier.quarantine(key, "checksum"))
+    drops = (partial(evict, tier), lambda key: tier.entries.quarantine(key, "checksum"))
     for seed, drop in enumerate(drops):
-        tier.publish(key, [entry(key, seed=seed)])
-        pins.append(tier.pin(key))
+        tier.writer.publish(key, [entry(key, seed=seed)])
+        pins.append(tier.entries.pin(key))
         drop(key)
-        assert not tier.contains(key)
-    tier.publish(key, [entry(key, seed=2)])
+        assert not tier.entries.contains(key)
+    tier.writer.publish(key, [entry(key, seed=2)])
     for seed, pin in enumerate(pins):
         assert pin is not None
         assert read(pin, key) == entry(key, seed=seed)
@@ -45,50 +55,45 @@ def test_pinned_bytes_survive_evict_quarantine_and_republish(tier: Tier) -> None
 
 def test_pins_of_one_entry_are_independent_and_unpin_is_idempotent(tier: Tier) -> None:
     key = key_at(0)
-    tier.publish(key, [entry(key)])
-    one, two = tier.pin(key), tier.pin(key)
-    assert one is not None
-    assert two is not None
+    tier.writer.publish(key, [entry(key)])
+    one, two = pinned(tier, key), pinned(tier, key)
     assert one.path != two.path
     for _ in range(2):
-        tier.unpin(one)
+        tier.entries.unpin(one)
     assert not one.path.exists()
     assert read(two, key) == entry(key)
 
 
-def test_unpin_leaves_the_pins_of_another_tier_alone(make_tier: Callable[..., Tier]) -> None:
+def test_unpin_leaves_the_pins_of_another_tier_alone(make_tier: MakeTier) -> None:
     one, two = make_tier(), make_tier()
     key = key_at(0)
-    one.publish(key, [entry(key)])
-    pin = one.pin(key)
-    assert pin is not None
-    two.unpin(pin)
+    one.writer.publish(key, [entry(key)])
+    pin = pinned(one, key)
+    two.entries.unpin(pin)
     two.close()
     assert read(pin, key) == entry(key)
 
 
 def test_close_drops_pins_and_their_folder_and_keeps_entries(
-    make_tier: Callable[..., Tier], root: Path
+    make_tier: MakeTier, root: Path
 ) -> None:
     tier = make_tier()
-    tier.publish(key_at(0), [entry(key_at(0))])
-    pin = tier.pin(key_at(0))
-    assert pin is not None
+    publish(tier, 0)
+    pin = pinned(tier, key_at(0))
     tier.close()
     assert not pin.path.exists()
-    assert folders_in(root) == []
+    assert pin_folders(root) == []
     assert file_of(root, key_at(0)).exists()
-    tier.unpin(pin)
+    tier.entries.unpin(pin)
 
 
 def test_usage_counts_what_only_a_pin_keeps(tier: Tier) -> None:
     sizes = []
     for number in range(2):
-        tier.publish(key_at(number), [entry(key_at(number), rows=number + 1)])
-        pin = tier.pin(key_at(number))
-        assert pin is not None
+        tier.writer.publish(key_at(number), [entry(key_at(number), rows=number + 1)])
+        pin = pinned(tier, key_at(number))
         sizes.append(pin.nbytes)
-    tier.pin(key_at(1))  # a second name of the same bytes
+    tier.entries.pin(key_at(1))  # a second name of the same bytes
     usage = usage_of(tier)
     assert (usage.entries, usage.nbytes) == (2, sum(sizes))
     assert (usage.pinned_nbytes, usage.held_nbytes) == (sum(sizes), 0)
@@ -102,10 +107,10 @@ def test_usage_counts_what_only_a_pin_keeps(tier: Tier) -> None:
 def test_publish_and_pin_note_the_time_of_use(tier: Tier, root: Path, clock: Clock) -> None:
     key = key_at(0)
     clock.now_s += 100
-    tier.publish(key, [entry(key)])
+    tier.writer.publish(key, [entry(key)])
     assert abs(file_of(root, key).stat().st_mtime - clock.now_s) < 1e-5
     clock.now_s += 100
-    tier.pin(key)
+    tier.entries.pin(key)
     assert abs(file_of(root, key).stat().st_mtime - clock.now_s) < 1e-5
 
 
@@ -113,9 +118,9 @@ def test_pin_notes_the_time_also_where_the_entrys_own_is_ahead(
     tier: Tier, root: Path, clock: Clock
 ) -> None:
     """A clock that was set back: else the entry would be the newest until it has caught up."""
-    tier.publish(key_at(0), [entry(key_at(0))])
+    publish(tier, 0)
     clock.now_s -= 86400
-    tier.pin(key_at(0))
+    tier.entries.pin(key_at(0))
     assert abs(file_of(root, key_at(0)).stat().st_mtime - clock.now_s) < 1e-5
 
 
@@ -127,16 +132,12 @@ def test_without_hard_links_a_pin_is_a_copy_and_counted(
     tier: Tier, root: Path, clock: Clock, counters: Counters, monkeypatch: pytest.MonkeyPatch,
     error: int,
 ) -> None:  # fmt: skip
-    def refuse(*arguments: object, **options: object) -> None:
-        raise OSError(error, os.strerror(error))
-
-    monkeypatch.setattr(os, "link", refuse)
+    monkeypatch.setattr(os, "link", refusing(error, os.strerror(error)))
     key = key_at(0)
-    assert tier.pin(key) is None
-    tier.publish(key, [entry(key)])
+    assert tier.entries.pin(key) is None
+    tier.writer.publish(key, [entry(key)])
     clock.now_s += 100
-    pin = tier.pin(key)
-    assert pin is not None
+    pin = pinned(tier, key)
     # The entry is touched, not the copy.
     assert abs(file_of(root, key).stat().st_mtime - clock.now_s) < 1e-5
     assert usage_of(tier).held_nbytes == pin.nbytes
@@ -146,44 +147,38 @@ def test_without_hard_links_a_pin_is_a_copy_and_counted(
 
 
 def test_copied_pin_respects_free_space_and_leaves_nothing(
-    make_tier: Callable[..., Tier], root: Path, counters: Counters, monkeypatch: pytest.MonkeyPatch
+    make_tier: MakeTier, root: Path, counters: Counters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tier = make_tier()
-    tier.publish(key_at(0), [entry(key_at(0))])
+    publish(tier, 0)
     tier.close()
 
-    def refuse(*arguments: object, **options: object) -> None:
-        raise PermissionError(errno.EPERM, "no links here")
-
-    monkeypatch.setattr(os, "link", refuse)
+    monkeypatch.setattr(os, "link", refusing(errno.EPERM, "no links here"))
     tier = make_tier(min_free_bytes=1 << 60)
-    assert tier.pin(key_at(0)) is None
+    assert tier.entries.pin(key_at(0)) is None
     assert counters.get("tier.errors") == 1
-    assert files_below(root / "v1" / "pins") == {process_folders.LOCK_NAME}
+    assert files_below(root / "v1" / "pins") == {pins.LOCK_NAME}
 
 
 def test_copy_that_ends_early_is_no_pin(
     tier: Tier, root: Path, counters: Counters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*arguments: object, **options: object) -> None:
-        raise PermissionError(errno.EPERM, "no links here")
-
-    monkeypatch.setattr(os, "link", refuse)
+    monkeypatch.setattr(os, "link", refusing(errno.EPERM, "no links here"))
     monkeypatch.setattr(os, "sendfile", lambda *arguments: 0)
-    tier.publish(key_at(0), [entry(key_at(0))])
-    assert tier.pin(key_at(0)) is None
+    publish(tier, 0)
+    assert tier.entries.pin(key_at(0)) is None
     assert counters.get("tier.errors") == 1
-    assert files_below(root / "v1" / "pins") == {process_folders.LOCK_NAME}
+    assert files_below(root / "v1" / "pins") == {pins.LOCK_NAME}
 
 
 # Other processes
 
 
 def test_living_process_keeps_its_pins_and_a_killed_one_loses_them(
-    make_tier: Callable[..., Tier], root: Path, counters: Counters
+    make_tier: MakeTier, root: Path, counters: Counters
 ) -> None:
     tier = make_tier()
-    tier.publish(key_at(0), [entry(key_at(0))])
+    publish(tier, 0)
     with child("hold", root, 0) as other:
         path = Path(other.hear())
         assert path.parent.name.startswith(f"{other.pid}-{start_time(other.pid)}")
@@ -200,7 +195,7 @@ def test_living_process_keeps_its_pins_and_a_killed_one_loses_them(
 
 
 def test_reused_process_id_is_not_taken_for_the_old_process(
-    make_tier: Callable[..., Tier], root: Path
+    make_tier: MakeTier, root: Path
 ) -> None:
     tier = make_tier()
     start = own_start_time()
@@ -218,24 +213,24 @@ def test_reused_process_id_is_not_taken_for_the_old_process(
 
 
 def test_pins_of_another_containers_process_are_kept_while_their_lock_is_held(
-    make_tier: Callable[..., Tier], root: Path
+    make_tier: MakeTier, root: Path
 ) -> None:
     tier = make_tier()
     # Its own /proc would know this process; ours does not, as after `docker run` on one node.
     folder = root / "v1" / "pins" / f"{2**31 - 1}-1-01234567"
     folder.mkdir(mode=0o700)
     (folder / f"0-{'0' * 32}.safetensors").write_bytes(b"pinned")
-    with (folder / process_folders.LOCK_NAME).open("wb") as lock:
+    with (folder / pins.LOCK_NAME).open("wb") as lock:
         assert try_lock(lock.fileno())
         make_tier()
         assert audit_of(tier) == []
-        assert files_below(folder) == {f"0-{'0' * 32}.safetensors", process_folders.LOCK_NAME}
+        assert files_below(folder) == {f"0-{'0' * 32}.safetensors", pins.LOCK_NAME}
     make_tier()
     assert not folder.exists()
 
 
 def test_folder_of_the_dead_with_something_foreign_in_it_stays(
-    make_tier: Callable[..., Tier], root: Path
+    make_tier: MakeTier, root: Path
 ) -> None:
     tier = make_tier()
     folder = root / "v1" / "pins" / f"{2**31 - 1}-1-01234567"
@@ -248,7 +243,7 @@ def test_folder_of_the_dead_with_something_foreign_in_it_stays(
 
 
 def test_pin_folder_that_is_swept_while_it_is_made_is_made_again(
-    make_tier: Callable[..., Tier], root: Path, monkeypatch: pytest.MonkeyPatch
+    make_tier: MakeTier, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_tier()
     lock, calls = try_lock, []
@@ -256,16 +251,16 @@ def test_pin_folder_that_is_swept_while_it_is_made_is_made_again(
     def sweep_first(fd: int) -> bool:
         calls.append(fd)
         if len(calls) == 1:  # another container's sweeper, which sees no such process
-            (new,) = set(folders_in(root)) - before
-            (new / process_folders.LOCK_NAME).unlink()
+            (new,) = set(pin_folders(root)) - before
+            (new / pins.LOCK_NAME).unlink()
             new.rmdir()
         return lock(fd)
 
-    before = set(folders_in(root))
-    monkeypatch.setattr(process_folders, "try_lock", sweep_first)
+    before = set(pin_folders(root))
+    monkeypatch.setattr(pins, "try_lock", sweep_first)
     tier = make_tier()
     assert len(calls) == 2
-    assert len(set(folders_in(root)) - before) == 1
+    assert len(set(pin_folders(root)) - before) == 1
     assert audit_of(tier) == []
 
 
@@ -287,18 +282,13 @@ def test_zombie_counts_as_dead() -> None:
 def test_pin_that_could_not_be_dropped_is_dropped_after_the_next_one(
     tier: Tier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tier.publish(key_at(0), [entry(key_at(0))])
-    stuck, free = tier.pin(key_at(0)), tier.pin(key_at(0))
-    assert stuck is not None
-    assert free is not None
-
-    def refuse(path: str) -> None:
-        raise OSError(errno.EROFS, "read-only")
+    publish(tier, 0)
+    stuck, free = pinned(tier, key_at(0)), pinned(tier, key_at(0))
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "unlink", refuse)
-        tier.unpin(stuck)
-        tier.unpin(stuck)
+        patch.setattr(os, "unlink", refusing(errno.EROFS, "read-only"))
+        tier.entries.unpin(stuck)
+        tier.entries.unpin(stuck)
     assert stuck.path.exists()
-    tier.unpin(free)
+    tier.entries.unpin(free)
     assert not stuck.path.exists()

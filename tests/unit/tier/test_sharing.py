@@ -13,17 +13,24 @@ import pytest
 
 from s3ec.counters import Counters
 from s3ec.errors import TierError
-from s3ec.tier import Tier
 from s3ec.tier.files import free_bytes
 from tests.support.on_disk import audit_of, evict, make_room, running_total, usage_of
-from tests.unit.tier.cases import child, entry, key_at, pin_folders, read, temps_below
+from tests.unit.tier.cases import (
+    MakeTier,
+    child,
+    entry,
+    key_at,
+    pin_folders,
+    pinned,
+    publish,
+    read,
+    temps_below,
+)
 
 pytestmark = pytest.mark.slow  # processes, and many at once
 
 
-def test_sixteen_processes_publish_and_pin_one_key(
-    make_tier: Callable[..., Tier], root: Path
-) -> None:
+def test_sixteen_processes_publish_and_pin_one_key(make_tier: MakeTier, root: Path) -> None:
     tier = make_tier()
     with ExitStack() as stack:
         others = [stack.enter_context(child("race", root, 12)) for _ in range(16)]
@@ -42,14 +49,14 @@ def test_sixteen_processes_publish_and_pin_one_key(
 
 
 def test_evictors_of_other_processes_never_take_a_readers_bytes(
-    make_tier: Callable[..., Tier], root: Path
+    make_tier: MakeTier, root: Path
 ) -> None:
     tier = make_tier()
     keys = [key_at(number) for number in range(8)]
     budget_bytes = 4 * len(entry(keys[0]))
     for key in keys:
-        tier.publish(key, [entry(key)])
-    held = {key: tier.pin(key) for key in keys[:4]}
+        tier.writer.publish(key, [entry(key)])
+    held = {key: tier.entries.pin(key) for key in keys[:4]}
     with ExitStack() as stack:
         others = [
             stack.enter_context(child("churn", root, budget_bytes, first, 100))
@@ -61,12 +68,12 @@ def test_evictors_of_other_processes_never_take_a_readers_bytes(
         # Meanwhile: pins that come and go, of entries that the others evict.
         for turn in range(400):
             key = keys[turn % len(keys)]
-            if not tier.contains(key):
-                tier.publish(key, [entry(key)])
-            pin = tier.pin(key)
+            if not tier.entries.contains(key):
+                tier.writer.publish(key, [entry(key)])
+            pin = tier.entries.pin(key)
             if pin is not None:
                 assert read(pin, key) == entry(key)
-                tier.unpin(pin)
+                tier.entries.unpin(pin)
             for kept in held.values():
                 assert kept is not None
                 assert kept.path.stat().st_size == kept.nbytes
@@ -105,7 +112,7 @@ def flood(root: Path, budget_bytes: int, min_free_bytes: int, look: Callable[[],
 
 
 def test_four_processes_that_publish_at_once_keep_the_budget(
-    make_tier: Callable[..., Tier], root: Path
+    make_tier: MakeTier, root: Path
 ) -> None:
     budget_bytes = 40 * LARGE
     tier = make_tier(budget_bytes=budget_bytes)
@@ -121,7 +128,7 @@ def test_four_processes_that_publish_at_once_keep_the_budget(
 
 
 def test_four_processes_that_publish_at_once_keep_the_free_space_floor(
-    make_tier: Callable[..., Tier], large_disk: Path
+    make_tier: MakeTier, large_disk: Path
 ) -> None:
     min_free_bytes = 20 * LARGE
     tier = make_tier(large_disk, min_free_bytes=min_free_bytes)
@@ -133,7 +140,7 @@ def test_four_processes_that_publish_at_once_keep_the_free_space_floor(
     assert audit_of(tier) == []
 
 
-def test_threads_share_one_tier(make_tier: Callable[..., Tier], counters: Counters) -> None:
+def test_threads_share_one_tier(make_tier: MakeTier, counters: Counters) -> None:
     size = len(entry(key_at(0)))
     tier = make_tier(budget_bytes=12 * size)
     start = threading.Barrier(8)
@@ -143,15 +150,15 @@ def test_threads_share_one_tier(make_tier: Callable[..., Tier], counters: Counte
         seen = 0
         for turn in range(60):
             key = key_at((worker * 7 + turn) % 24)
-            tier.publish(key, [entry(key)])
-            pin = tier.pin(key)
+            tier.writer.publish(key, [entry(key)])
+            pin = tier.entries.pin(key)
             if turn % 5 == worker % 5:
                 make_room(tier, size, budget_bytes=12 * size, counters=counters)
             if turn % 11 == worker:
                 evict(tier, key)
             if pin is not None:
                 assert read(pin, key) == entry(key)
-                tier.unpin(pin)
+                tier.entries.unpin(pin)
                 seen += 1
         return seen
 
@@ -166,10 +173,10 @@ def test_threads_share_one_tier(make_tier: Callable[..., Tier], counters: Counte
 
 
 def test_threads_that_find_the_pin_folder_gone_agree_on_a_new_one(
-    make_tier: Callable[..., Tier], root: Path
+    make_tier: MakeTier, root: Path
 ) -> None:
     tier = make_tier()
-    tier.publish(key_at(0), [entry(key_at(0))])
+    publish(tier, 0)
     start = threading.Barrier(8)
     for folder in pin_folders(root):
         (folder / ".lock").unlink()
@@ -177,8 +184,7 @@ def test_threads_that_find_the_pin_folder_gone_agree_on_a_new_one(
 
     def work(_: int) -> Path:
         start.wait()
-        pin = tier.pin(key_at(0))
-        assert pin is not None
+        pin = pinned(tier, key_at(0))
         return pin.path.parent
 
     with ThreadPoolExecutor(8) as pool:
@@ -189,7 +195,7 @@ def test_threads_that_find_the_pin_folder_gone_agree_on_a_new_one(
 
 
 def test_publishing_while_another_thread_closes_ends_in_a_tier_error(
-    make_tier: Callable[..., Tier], root: Path
+    make_tier: MakeTier, root: Path
 ) -> None:
     tier = make_tier()
     refused = threading.Event()
@@ -198,13 +204,13 @@ def test_publishing_while_another_thread_closes_ends_in_a_tier_error(
         for number in range(100_000):
             key = key_at(number % 10)
             try:
-                tier.publish(key, [entry(key)])
+                tier.writer.publish(key, [entry(key)])
             except TierError:
                 refused.set()
                 return
-            pin = tier.pin(key)
+            pin = tier.entries.pin(key)
             if pin is not None:
-                tier.unpin(pin)
+                tier.entries.unpin(pin)
 
     thread = threading.Thread(target=work)
     thread.start()

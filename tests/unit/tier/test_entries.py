@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Entries: bad files are never pinned, but set aside and counted; and what is believed here."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from s3ec import codec
+from s3ec.counters import Counters
+from s3ec.tier import LocalKeys, Tier, entries, pins
+from tests.support.clock import Clock
+from tests.support.on_disk import audit_of, usage_of
+from tests.unit.tier.cases import (
+    NAMESPACE,
+    OTHER_NAMESPACE,
+    MakeTier,
+    entry,
+    file_of,
+    files_below,
+    key_at,
+    pinned,
+    refusing,
+    served,
+)
+
+KEY = key_at(0)
+
+
+def forged_size() -> bytes:
+    """A true header of 10 GB with nothing behind it."""
+    header = codec.parse_header(entry(KEY))
+    return codec.encode_header(replace(header, shape=codec.Shape(10**6, 4000, "bfloat16")))
+
+
+BAD = {
+    "empty": (b"", "length"),
+    "cut in the length": (entry(KEY)[:5], "length"),
+    "cut in the header": (entry(KEY)[:100], "length"),
+    "cut in the tensor": (entry(KEY)[:-1], "length"),
+    "too long": (entry(KEY) + b"\0", "length"),
+    "zeros": (bytes(len(entry(KEY))), "header"),
+    "html": (b"<html><body>Sign in</body></html>" * 10, "header"),
+    "huge header": (struct.pack("<Q", 1 << 40) + b"{}", "header"),
+    "forged size": (forged_size(), "length"),
+    "another image's": (entry(key_at(1)), "identifier"),
+    "another model's": (entry(KEY, namespace=OTHER_NAMESPACE), "namespace"),
+    "another version's": (entry(KEY).replace(b'"s3ec":"1"', b'"s3ec":"2"'), "version"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_entry_is_not_pinned_but_set_aside_and_counted(
+    tier: Tier, root: Path, counters: Counters, name: str
+) -> None:
+    blob, reason = BAD[name]
+    tier.writer.publish(KEY, [blob])
+    (complaint,) = audit_of(tier)
+    assert str(file_of(root, KEY)) in complaint
+    assert tier.entries.pin(KEY) is None
+    assert not tier.entries.contains(KEY)
+    assert counters.get("tier.quarantined") == 1
+    aside = root / "v1" / "quarantine" / f"{NAMESPACE}--{KEY.digest.hex()}-{reason}"
+    assert aside.read_bytes() == blob
+    assert usage_of(tier).pinned_nbytes == 0
+    assert usage_of(tier).quarantined_nbytes == len(blob)
+    assert tier.entries.pin(KEY) is None
+    assert counters.get("tier.quarantined") == 1
+    tier.writer.publish(KEY, [entry(KEY)])
+    assert served(tier, KEY) == entry(KEY)
+
+
+def test_flipped_bit_is_for_the_reader_who_quarantines_it(
+    tier: Tier, root: Path, counters: Counters
+) -> None:
+    blob = bytearray(entry(KEY))
+    blob[-1] ^= 1
+    tier.writer.publish(KEY, [bytes(blob)])
+    (complaint,) = audit_of(tier)
+    assert "checksum" in complaint
+    pin = pinned(tier, KEY)
+    tier.entries.unpin(pin)
+    tier.entries.quarantine(KEY, "checksum")
+    tier.entries.quarantine(KEY, "checksum")
+    assert counters.get("tier.quarantined") == 1
+    assert tier.entries.pin(KEY) is None
+
+
+@pytest.mark.parametrize("kind", ["symlink", "dangling", "pipe", "folder", "socket"])
+def test_what_is_not_a_file_is_set_aside_and_not_followed_or_waited_for(
+    make_tier: MakeTier, root: Path, tmp_path: Path, counters: Counters, kind: str
+) -> None:
+    tier = make_tier()
+    path = file_of(root, KEY)
+    path.parent.mkdir(mode=0o700, parents=True)
+    outside = tmp_path / "outside"
+    if kind in ("symlink", "dangling"):
+        path.symlink_to(outside)
+        if kind == "symlink":
+            outside.write_bytes(entry(KEY))
+    elif kind == "pipe":
+        os.mkfifo(path, 0o600)
+    elif kind == "folder":
+        path.mkdir(mode=0o700)
+    else:
+        command = f"import os, socket; os.chdir({str(path.parent)!r}); "
+        command += f"socket.socket(socket.AF_UNIX).bind({path.name!r})"
+        subprocess.run([sys.executable, "-c", command], check=True)
+        assert hasattr(socket, "AF_UNIX")
+    assert not tier.entries.contains(KEY)
+    if kind != "folder":  # an empty folder could be an adapter's
+        assert str(path) in "".join(audit_of(tier))
+    assert tier.entries.pin(KEY) is None
+    assert counters.get("tier.quarantined") == 1
+    assert not os.path.lexists(path)
+    tier.writer.publish(KEY, [entry(KEY)])
+    assert tier.entries.pin(KEY) is not None
+    assert not outside.exists() or outside.read_bytes() == entry(KEY)
+
+
+def test_better_entry_published_meanwhile_is_not_set_aside(
+    tier: Tier, monkeypatch: pytest.MonkeyPatch, counters: Counters
+) -> None:
+    tier.writer.publish(KEY, [entry(key_at(1))])
+    open_entry = pins.open_entry
+
+    def publish_first(path: str) -> int:
+        tier.writer.publish(KEY, [entry(KEY)])
+        return open_entry(path)
+
+    monkeypatch.setattr(pins, "open_entry", publish_first)
+    assert tier.entries.pin(KEY) is None
+    monkeypatch.undo()
+    assert counters.get("tier.quarantined") == 0
+    assert served(tier, KEY) == entry(KEY)
+
+
+def test_quarantine_keeps_the_newest(tier: Tier, root: Path, clock: Clock) -> None:
+    kept = entries.KEPT_FILES
+    keys = [key_at(number) for number in range(kept + 8)]
+    for key in keys:
+        tier.writer.publish(key, [bytes(100)])
+    for key in reversed(keys):  # the newest by quarantine, not by use
+        clock.now_s += 1
+        tier.entries.pin(key)
+    expected = {f"{NAMESPACE}--{key.digest.hex()}-header" for key in keys[:kept]}
+    assert files_below(root / "v1" / "quarantine") == expected
+
+
+def test_quarantine_is_bounded_in_bytes_but_keeps_the_last(
+    tier: Tier, root: Path, clock: Clock
+) -> None:
+    for number in range(3):
+        key = key_at(number)
+        tier.writer.publish(key, [b""])
+        os.truncate(file_of(root, key), entries.KEPT_BYTES // 2 + 1)
+        clock.now_s += 1
+        tier.entries.quarantine(key, "size")
+        assert len(files_below(root / "v1" / "quarantine")) == 1
+
+
+def test_reason_cannot_leave_the_folder(tier: Tier, root: Path) -> None:
+    tier.writer.publish(KEY, [entry(KEY)])
+    tier.entries.quarantine(KEY, "../../../etc/Passwd\n")
+    (name,) = files_below(root / "v1" / "quarantine")
+    assert name == f"{NAMESPACE}--{KEY.digest.hex()}-etc-passwd"
+
+
+def test_entry_that_cannot_be_set_aside_is_evicted(
+    tier: Tier, monkeypatch: pytest.MonkeyPatch, counters: Counters
+) -> None:
+    monkeypatch.setattr(os, "rename", refusing(errno.EIO, "no"))
+    tier.writer.publish(KEY, [entry(KEY)])
+    tier.entries.quarantine(KEY, "checksum")
+    assert not tier.entries.contains(KEY)
+    assert counters.get("tier.quarantined") == 1
+    assert counters.get("tier.errors") == 1
+
+
+def test_names_added_and_dropped_during_a_scan_are_kept_that_way(tier: Tier) -> None:
+    """A scan takes seconds, and entries come and go meanwhile."""
+    local, added, dropped = LocalKeys(), key_at(1), key_at(2)
+
+    def scan() -> Iterator[str]:
+        yield dropped.name
+        local.add(added)
+        local.discard(dropped)
+        yield key_at(3).name
+
+    local.replace(scan())
+    assert local(added)
+    assert not local(dropped)
+    assert local(key_at(3))

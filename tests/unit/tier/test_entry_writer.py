@@ -1,0 +1,490 @@
+# SPDX-License-Identifier: Apache-2.0
+"""New entries: whole or not at all, never unverified, private, found again."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import shutil
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from s3ec import codec
+from s3ec.codec import Header, Shape
+from s3ec.counters import Counters
+from s3ec.errors import CorruptEntryError, TierError
+from s3ec.testing.memory_store import MemoryStore
+from s3ec.tier import Incoming, Pin, Tier, files
+from s3ec.tier.entry_writer import VanishedError, download
+from tests.support.clock import Clock
+from tests.support.finite import FINITE
+from tests.support.on_disk import audit_of, evict, make_room, running_total, usage_of
+from tests.unit.tier.cases import (
+    HOUR_S,
+    NAMESPACE,
+    OTHER_NAMESPACE,
+    MakeTier,
+    child,
+    entry,
+    file_of,
+    key_at,
+    new_tier,
+    pinned,
+    present,
+    publish,
+    read,
+    served,
+    temps_below,
+)
+
+T = TypeVar("T")
+KEY = key_at(0)
+
+# A large entry, which comes in parts.
+SHAPE = Shape(500, 64, "bfloat16")
+DATA = os.urandom(SHAPE.nbytes).translate(FINITE)
+HEADER = Header(KEY.identifier, NAMESPACE, "image", SHAPE, codec.checksum(DATA))
+BLOB = codec.encode_header(HEADER) + DATA
+PART = 20_000
+
+
+def parts(blob: bytes) -> list[bytes]:
+    return [blob[start : start + PART] for start in range(0, len(blob), PART)]
+
+
+def begin(tier: Tier, first: bytes) -> Incoming[Pin]:
+    verifier = codec.Verifier(first, namespace=NAMESPACE, identifier=KEY.identifier)
+    return tier.writer.begin(KEY, first, verifier)
+
+
+def receive(tier: Tier, blob: bytes) -> Pin:
+    first, *rest = parts(blob)
+    incoming = begin(tier, first)
+    for part in rest:
+        incoming.append(memoryview(part))
+    return incoming.commit()
+
+
+WRITES: dict[str, Callable[[Tier], object]] = {
+    "in one go": lambda tier: tier.writer.publish(KEY, [BLOB]),
+    "received": lambda tier: tier.writer.receive(KEY, [BLOB], HEADER),
+    "in parts": lambda tier: receive(tier, BLOB),
+}
+"""All ways for an entry to come here."""
+
+each_write = pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+
+
+# -- what all ways have in common ----------------------------------------------------------------
+
+
+@each_write
+def test_what_was_written_is_served_counted_and_lies_under_its_object_name(
+    tier: Tier, root: Path, counters: Counters, write: Callable[[Tier], object]
+) -> None:
+    assert not file_of(root, KEY).parent.exists()
+    write(tier)
+    assert served(tier, KEY) == BLOB
+    assert file_of(root, KEY) == root / "v1" / "objects" / NAMESPACE / KEY.name
+    assert running_total(tier) == usage_of(tier).total_nbytes == len(BLOB)
+    assert counters.get("tier.published") == 1
+    assert counters.get("tier.published_bytes") == len(BLOB)
+    assert temps_below(root) == set()
+
+
+@each_write
+def test_writing_again_replaces_and_keeps_what_was_pinned(
+    tier: Tier, write: Callable[[Tier], object]
+) -> None:
+    publish(tier, 0)
+    old = pinned(tier, KEY)
+    write(tier)
+    assert read(old, KEY) == entry(KEY)
+    assert served(tier, KEY) == BLOB
+
+
+@each_write
+def test_what_is_larger_than_the_budget_is_refused_at_once_and_evicts_nothing(
+    make_tier: MakeTier, root: Path, write: Callable[[Tier], object]
+) -> None:
+    tier = make_tier(budget_bytes=len(BLOB) - 1)
+    publish(tier, 1)
+    with pytest.raises(TierError, match="more than the budget"):
+        write(tier)
+    assert present(tier, 0, 1) == {1}
+    assert temps_below(root) == set()
+
+
+@each_write
+def test_a_closed_tier_is_empty_and_takes_nothing(
+    root: Path, write: Callable[[Tier], object]
+) -> None:
+    tier = new_tier(root)
+    write(tier)
+    for _ in range(2):
+        tier.close()
+        with pytest.raises(TierError, match="not open"):
+            write(tier)
+        assert tier.entries.pin(KEY) is None
+        assert not tier.entries.contains(KEY)
+        tier.entries.quarantine(KEY, "checksum")
+    assert file_of(root, KEY).exists()
+
+
+@each_write
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EROFS])
+def test_a_failed_write_raises_and_leaves_the_old_entry_and_no_temp(
+    tier: Tier,
+    root: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    write: Callable[[Tier], object],
+    error: int,
+) -> None:
+    publish(tier, 0)
+    pinned(tier, KEY)
+
+    def fail(fd: int, pieces: object) -> None:
+        os.write(fd, b"half")
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(files, "write_all", fail)
+    with pytest.raises(TierError, match=os.strerror(error)) as caught:
+        write(tier)
+    assert isinstance(caught.value.__cause__, OSError)
+    assert temps_below(root) == set()
+    assert file_of(root, KEY).read_bytes() == entry(KEY)
+
+
+@each_write
+def test_an_interrupted_write_leaves_no_temp(
+    tier: Tier, root: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[[Tier], object]
+) -> None:
+    def interrupt(fd: int, pieces: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(files, "write_all", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        write(tier)
+    assert temps_below(root) == set()
+    assert not tier.entries.contains(KEY)
+
+
+@each_write
+def test_a_full_quota_evicts_as_much_and_tries_once_more(
+    make_tier: MakeTier, monkeypatch: pytest.MonkeyPatch, write: Callable[[Tier], object]
+) -> None:
+    tier = make_tier()
+    tier.writer.publish(key_at(1), [entry(key_at(1), rows=1500)])  # larger than what comes
+    publish(tier, 2, 3)
+    writev, full = os.writev, [True]
+
+    def fail_once(fd: int, pieces: list[memoryview]) -> int:
+        if full.pop() if full else False:
+            os.write(fd, bytes(pieces[0][:100]))  # some went through, as on a real disk
+            raise OSError(errno.EDQUOT, "quota")
+        return writev(fd, pieces)
+
+    monkeypatch.setattr(os, "writev", fail_once)
+    write(tier)
+    assert present(tier, 1, 2, 3) == {2, 3}
+    assert served(tier, KEY) == BLOB
+    assert audit_of(tier) == []
+
+
+# -- in one go -----------------------------------------------------------------------------------
+
+
+def split(blob: bytes) -> dict[str, list[bytes | memoryview]]:
+    return {
+        "some": [blob[:7], memoryview(blob)[7:200], b"", memoryview(blob)[200:]],
+        "wide values": [memoryview(blob).cast("Q")],
+        "a thousand": [blob[at : at + 3] for at in range(0, len(blob), 3)],
+    }
+
+
+@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("pieces", ["some", "wide values", "a thousand"])
+def test_pieces_become_one_file(tier: Tier, number: int, pieces: str) -> None:
+    key = key_at(number)
+    blob = entry(key, rows=64)
+    tier.writer.publish(key, split(blob)[pieces])
+    assert served(tier, key) == blob
+    assert running_total(tier) == usage_of(tier).nbytes == len(blob)
+
+
+def test_short_writes_are_continued(tier: Tier, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = os.writev
+    monkeypatch.setattr(os, "writev", lambda fd, views: write(fd, [bytes(views[0])[:5]]))
+    tier.writer.publish(KEY, [entry(KEY)[:8], entry(KEY)[8:]])
+    assert served(tier, KEY) == entry(KEY)
+
+
+def test_a_file_system_that_writes_nothing_is_an_error_not_a_loop(
+    tier: Tier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "writev", lambda fd, views: 0)
+    with pytest.raises(TierError, match="wrote nothing"):
+        publish(tier, 0)
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o077, 0o777])
+def test_files_and_folders_are_private_whatever_the_umask(
+    make_tier: MakeTier, root: Path, umask: int
+) -> None:
+    before = os.umask(umask)
+    try:
+        tier = make_tier(root / "deep" / "down")
+        publish(tier, 0, 1, 2)
+        pinned(tier, KEY)
+        make_room(tier)
+        tier.entries.quarantine(KEY, "checksum")
+    finally:
+        os.umask(before)
+    found = {path: stat.S_IMODE(path.lstat().st_mode) for path in [root, *root.rglob("*")]}
+    assert all(mode == (0o700 if path.is_dir() else 0o600) for path, mode in found.items()), found
+    assert audit_of(tier) == []
+
+
+def test_file_size_limit_in_the_middle_of_a_write_is_a_tier_error(root: Path) -> None:
+    with child("limit", root) as other:
+        assert "File too large" in other.hear()
+        assert other.hear() == "False set()"
+        other.end()
+
+
+def test_hot_path_never_walks_the_folder(tier: Tier, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object) -> None:
+        raise AssertionError("walked the folder")
+
+    for name in ("scandir", "listdir"):
+        monkeypatch.setattr(os, name, refuse)
+    for number in range(50):
+        publish(tier, number)
+        assert present(tier, number) == {number}
+        tier.entries.unpin(pinned(tier, key_at(number)))
+        assert tier.entries.pin(key_at(number + 1000)) is None
+    monkeypatch.undo()
+
+
+# -- temporary files -----------------------------------------------------------------------------
+
+
+def test_killed_publish_leaves_a_temp_that_the_next_open_sweeps(
+    make_tier: MakeTier, root: Path, counters: Counters
+) -> None:
+    bystander = make_tier()
+    with child("stop_before_rename", root, 0) as other:
+        temp = Path(other.hear())
+        assert temp.stat().st_size == len(entry(KEY))
+        assert audit_of(bystander) == []  # its writer lives
+        other.kill()
+    assert not bystander.entries.contains(KEY)
+    complaints = audit_of(bystander)
+    assert len(complaints) == 2  # the temp file and the folder of pins
+    assert str(temp) in "".join(complaints)
+    assert audit_of(make_tier()) == []
+    assert temps_below(root) == set()
+    assert counters.get("tier.swept") == 2
+
+
+def test_temp_of_a_living_process_is_swept_after_an_hour(
+    make_tier: MakeTier, root: Path, clock: Clock
+) -> None:
+    tier = make_tier()
+    folder = file_of(root, KEY).parent
+    folder.mkdir(mode=0o700, parents=True)
+    temp = folder / f".tmp-{os.getpid()}-{'0' * 16}"
+    for age_s, kept in ((HOUR_S - 1, True), (HOUR_S + 1, False)):
+        temp.touch(mode=0o600)
+        os.utime(temp, (clock() - age_s, clock() - age_s))
+        make_room(tier, clock=clock)
+        assert temp.exists() is kept
+
+
+def test_temp_of_another_containers_process_is_kept_while_it_is_locked(
+    make_tier: MakeTier, root: Path, clock: Clock
+) -> None:
+    tier = make_tier()
+    folder = file_of(root, KEY).parent
+    folder.mkdir(mode=0o700, parents=True)
+    temp = folder / f".tmp-{2**31 - 1}-{'0' * 16}"  # above any pid_max
+    with temp.open("wb") as file:
+        temp.chmod(0o600)
+        os.utime(temp, (clock(), clock()))
+        assert files.try_lock(file.fileno())
+        make_room(tier)
+        assert temp.exists()
+    make_room(tier)
+    assert not temp.exists()
+
+
+def test_temp_that_a_neighbour_swept_is_written_again(
+    tier: Tier, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_all, calls = files.write_all, []
+
+    def sweep_first(fd: int, pieces: list[bytes]) -> None:
+        write_all(fd, pieces)
+        if not calls:
+            (temp,) = (path for path in root.rglob(".tmp-*"))
+            temp.unlink()
+        calls.append(fd)
+
+    monkeypatch.setattr(files, "write_all", sweep_first)
+    publish(tier, 0)
+    assert len(calls) == 2
+    assert served(tier, KEY) == entry(KEY)
+
+
+# -- in parts ------------------------------------------------------------------------------------
+
+
+def test_an_entry_appears_with_its_last_good_part(tier: Tier) -> None:
+    first, *rest = parts(BLOB)
+    incoming = begin(tier, first)
+    for part in rest:
+        assert tier.entries.pin(KEY) is None
+        incoming.append(part)
+    assert tier.entries.pin(KEY) is None
+    pin = incoming.commit()
+    incoming.discard()
+    assert pin.nbytes == len(BLOB)
+    evict(tier, KEY)  # which a pin survives
+    assert pin.path.read_bytes() == BLOB
+
+
+@pytest.mark.parametrize(
+    ("blob", "reason"),
+    [
+        (BLOB[:-1], "length"),
+        (BLOB[:-2] + bytes(2), "checksum"),
+        (BLOB + b"x", "length"),
+        (BLOB[: PART + 5], "length"),
+    ],
+)
+def test_a_bad_entry_never_appears(tier: Tier, root: Path, blob: bytes, reason: str) -> None:
+    first, *rest = parts(blob)
+    incoming = begin(tier, first)
+
+    def receive() -> None:
+        for part in rest:
+            incoming.append(part)
+        incoming.commit()
+
+    with pytest.raises(CorruptEntryError) as caught:
+        receive()
+    assert caught.value.reason == reason
+    incoming.discard()
+    assert tier.entries.pin(KEY) is None
+    assert temps_below(root) == set()
+
+
+def test_a_folder_that_vanishes_is_an_error_and_leaves_nothing(tier: Tier, root: Path) -> None:
+    first, *rest = parts(BLOB)
+    incoming = begin(tier, first)
+    shutil.rmtree(root / "v1" / "incoming")
+    for part in rest:
+        incoming.append(part)
+    with pytest.raises(TierError):
+        incoming.commit()
+    assert tier.entries.pin(KEY) is None
+
+
+async def in_thread(function: Callable[..., T], *arguments: object) -> T:
+    return await asyncio.to_thread(function, *arguments)
+
+
+class OfOneObject(MemoryStore):
+    """Says of an object that it is as it is made here."""
+
+    def __init__(self, blob: bytes | None) -> None:
+        super().__init__()
+        self.blob = blob
+
+    async def get_range(self, key: str, start: int, length: int) -> Any:
+        return None if self.blob is None else self.blob[start : start + length]
+
+
+@pytest.mark.parametrize(
+    ("blob", "error"), [(BLOB, None), (BLOB[:-1], CorruptEntryError), (None, VanishedError)]
+)
+async def test_what_is_left_of_an_object_is_downloaded_in_whole_ranges(
+    tier: Tier, root: Path, blob: bytes | None, error: type[Exception] | None
+) -> None:
+    incoming = begin(tier, BLOB[:PART])
+    coming = download(
+        *(OfOneObject(blob), "name", incoming),
+        disk=in_thread,
+        at_a_time=2,
+        begun=PART,
+        part_bytes=PART,
+    )
+    if error is None:
+        await coming
+        assert read(incoming.commit(), KEY) == BLOB
+    else:
+        with pytest.raises(error, match="name"):
+            await coming
+    incoming.discard()
+    assert temps_below(root) == set()
+
+
+def test_a_discarded_file_goes_when_the_call_under_way_has_ended(
+    tier: Tier, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cancelled fetch leaves its call in the disk pool, and waits for nothing."""
+    first, second, *_ = parts(BLOB)
+    incoming, write_all = begin(tier, first), files.write_all
+
+    def discard_meanwhile(fd: int, pieces: list[bytes]) -> None:
+        incoming.discard()
+        assert temps_below(root)
+        write_all(fd, pieces)
+
+    monkeypatch.setattr(files, "write_all", discard_meanwhile)
+    incoming.append(second)
+    assert temps_below(root) == set()
+    with pytest.raises(TierError, match="discarded"):
+        incoming.append(second)
+    with pytest.raises(TierError, match="discarded"):
+        incoming.commit()
+    assert not tier.entries.contains(KEY)
+
+
+# -- one folder, several tiers -------------------------------------------------------------------
+
+
+def test_restart_finds_entries_and_counts_their_bytes(make_tier: MakeTier) -> None:
+    first = make_tier()
+    blobs = {key_at(number): entry(key_at(number), rows=number + 1) for number in range(5)}
+    for key, blob in blobs.items():
+        first.writer.publish(key, [blob])
+    first.close()
+    second = make_tier()
+    assert running_total(second) == sum(map(len, blobs.values())) == usage_of(second).nbytes
+    assert sorted(second.entries.names()) == sorted(key.name for key in blobs)
+    assert [served(second, key) for key in blobs] == [*blobs.values()]
+    assert audit_of(second) == []
+
+
+def test_namespaces_share_a_folder_and_not_their_entries(make_tier: MakeTier) -> None:
+    one, two = make_tier(), make_tier(namespace=OTHER_NAMESPACE)
+    publish(one, 0)
+    assert present(two, 0) == set()
+    assert two.entries.pin(KEY) is None
+    assert list(two.entries.names()) == []
+    assert usage_of(two) == usage_of(one)
+    two.writer.publish(KEY, [entry(KEY, namespace=OTHER_NAMESPACE)])
+    assert two.entries.pin(KEY) is not None
+    assert audit_of(one) == []
+
+
+@pytest.mark.parametrize("name", ["", "..", "a/b", "tiny", "Tiny-0123456789abcdef"])
+def test_namespace_that_is_none_is_refused(root: Path, name: str) -> None:
+    with pytest.raises(ValueError, match="namespace"):
+        Tier(root, name, budget_bytes=1, min_free_bytes=0, counters=Counters())

@@ -1,0 +1,557 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keeping below the budget: the running total, who goes first, one evictor, and a cheap start."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import struct
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import xxhash
+
+from s3ec.counters import Counters
+from s3ec.errors import TierError
+from s3ec.identity import Key, digest_of_name
+from s3ec.tier import LocalKeys, evictor, files
+from s3ec.tier.evictor import Figures, RunningTotal
+from s3ec.tier.files import Folders, free_bytes, try_lock
+from tests.support.clock import Clock
+from tests.support.on_disk import audit_of, evict, make_room, running_total, usage_of
+from tests.unit.tier.cases import (
+    HOUR_S,
+    NAMESPACE,
+    OTHER_NAMESPACE,
+    SIZE,
+    MakeTier,
+    child,
+    entry,
+    even,
+    file_of,
+    fill,
+    key_at,
+    key_of,
+    left,
+    pinned,
+    publish,
+    read,
+    refusing,
+)
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> Folders:
+    folders = Folders(tmp_path / "cache")
+    folders.make()
+    return folders
+
+
+@pytest.fixture
+def running(folders: Folders) -> RunningTotal:
+    return RunningTotal(folders)
+
+
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "flipped": lambda blob: blob[:20] + bytes([blob[20] ^ 1]) + blob[21:],
+    "short": lambda blob: blob[:-1],
+    "long": lambda blob: blob + b"\0",
+    "empty": lambda blob: b"",
+    "zeros": lambda blob: bytes(len(blob)),
+}
+
+
+def test_new_folder_is_counted_from_the_start(running: RunningTotal) -> None:
+    assert not running.read().counted
+    running.begin()
+    assert running.read().counted
+    assert running.add(700).total_bytes == 700
+    running.begin()
+    assert running.read() == Figures(counted=True, total_bytes=700)
+
+
+def test_total_of_who_was_faster_than_the_one_that_made_the_folder_stands(
+    running: RunningTotal,
+) -> None:
+    running.add(700)
+    running.begin()
+    assert running.read() == Figures(counted=False, total_bytes=700)
+
+
+def test_folder_without_a_total_is_not_taken_for_an_empty_one(running: RunningTotal) -> None:
+    figures = running.add(700)
+    assert (figures.counted, figures.total_bytes) == (False, 700)
+    figures = running.recount(figures, 5000)
+    assert (figures.counted, figures.total_bytes) == (True, 5000)
+
+
+def test_what_is_added_during_a_walk_is_not_lost(running: RunningTotal) -> None:
+    running.begin()
+    running.add(100)
+    before = running.read()
+    running.add(30)
+    assert running.recount(before, 1000).total_bytes == 1030
+
+
+@pytest.mark.parametrize("added_bytes", [30, 300])
+def test_total_that_was_lost_during_a_walk_keeps_what_was_added_since(
+    running: RunningTotal, folders: Folders, added_bytes: int
+) -> None:
+    running.begin()
+    running.add(100)
+    before = running.read()
+    folders.usage.unlink()
+    running.add(added_bytes)
+    figures = running.recount(before, 1000)
+    assert (figures.counted, figures.total_bytes) == (True, 1000 + added_bytes)
+
+
+@pytest.mark.parametrize("damage", sorted(DAMAGES))
+def test_damaged_total_is_no_total_and_is_begun_anew(
+    running: RunningTotal, folders: Folders, damage: str
+) -> None:
+    running.begin()
+    running.add(100)
+    folders.usage.write_bytes(DAMAGES[damage](folders.usage.read_bytes()))
+    assert running.read() == Figures()
+    figures = running.add(30)
+    assert (figures.counted, figures.total_bytes) == (False, 30)
+    assert running.read() == figures
+
+
+def former_file(total_bytes: int) -> bytes:
+    """As the release before this one wrote it: of 80 bytes, with a boot id, an epoch and times."""
+    body = struct.pack(
+        "<8s16s6Q", b"s3ecuse\x01", bytes(range(16)), 7, 1, total_bytes, 9, 1 << 60, 0
+    )
+    return body + struct.pack("<Q", xxhash.xxh3_64_intdigest(body))
+
+
+def test_total_of_the_former_release_is_unknown_and_begun_anew(
+    running: RunningTotal, folders: Folders
+) -> None:
+    folders.usage.write_bytes(former_file(5000))
+    assert running.read() == Figures()
+    assert running.add(30) == running.read() == Figures(counted=False, total_bytes=30)
+    assert len(folders.usage.read_bytes()) == 32
+
+
+def test_total_of_the_former_release_is_mended_by_the_first_walk(
+    make_tier: MakeTier, root: Path
+) -> None:
+    first = make_tier()
+    for number in range(4):
+        publish(first, number)
+    first.close()
+    (root / "v1" / "usage").write_bytes(former_file(123))
+    tier = make_tier()
+    publish(tier, 4)
+    assert running_total(tier) == len(entry(key_at(4)))  # so not more than 1/64 of the budget
+    make_room(tier)
+    assert running_total(tier) == usage_of(tier).total_nbytes > 4 * 512
+
+
+def test_former_release_takes_the_total_of_this_one_for_none() -> None:
+    """An engine of it beside one of ours counts anew, and believes no figure that means another."""
+    assert len(Figures(counted=True, total_bytes=5000).pack()) != len(former_file(0))
+
+
+def test_threads_and_forks_lose_no_addition(running: RunningTotal, folders: Folders) -> None:
+    running.begin()
+    children = []
+    for _ in range(3):
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                for _ in range(200):
+                    RunningTotal(folders).add(3)
+                status = 0
+            finally:
+                os._exit(status)
+        children.append(pid)
+    with ThreadPoolExecutor(4) as pool:
+        for adding in [pool.submit(running.add, 5) for _ in range(400)]:
+            adding.result()
+    assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children] == [0] * 3
+    assert running.read().total_bytes == 3 * 200 * 3 + 400 * 5
+
+
+def test_lock_of_a_stopped_process_is_an_error_not_a_hang(
+    running: RunningTotal, folders: Folders
+) -> None:
+    running.begin()
+    with folders.usage.open("rb") as file:
+        assert try_lock(file.fileno())
+        with pytest.raises(OSError, match="stopped process"):
+            RunningTotal(folders, lock_timeout_s=0.02).read()
+    assert running.read().counted
+
+
+def test_total_is_private_whatever_the_umask(running: RunningTotal, folders: Folders) -> None:
+    before = os.umask(0o777)
+    try:
+        running.begin()
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(folders.usage.stat().st_mode) == 0o600
+
+
+def test_publish_that_cannot_be_counted_stands_and_is_reported(
+    make_tier: MakeTier,
+    monkeypatch: pytest.MonkeyPatch,
+    counters: Counters,
+) -> None:
+    tier, key = make_tier(), key_at(0)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunningTotal, "add", refusing(errno.EIO, "usage cannot be written"))
+        tier.writer.publish(key, [entry(key)])
+    assert tier.entries.pin(key) is not None
+    assert counters.get("tier.errors") == 1
+    assert running_total(tier) == 0
+    make_room(tier)  # any round puts it right
+    assert running_total(tier) == usage_of(tier).total_nbytes == len(entry(key))
+
+
+def test_publish_past_the_budget_evicts_the_least_recently_used_to_the_low_mark(
+    make_tier: MakeTier, counters: Counters
+) -> None:
+    tier = make_tier(budget_bytes=10 * SIZE)
+    fill(tier, *range(10))
+    assert left(tier, 10) == set(range(10))
+    tier.entries.pin(even(0))  # used: no longer the oldest
+    pin = tier.entries.pin(even(1))
+    assert pin is not None
+    tier.entries.unpin(pin)
+    fill(tier, 15)
+    assert left(tier, 10) == set(range(10)) - {2, 3}
+    assert usage_of(tier).nbytes == 9 * SIZE  # 90% of the budget
+    assert counters.get("tier.evicted") == 2
+    assert counters.get("tier.evicted_bytes") == 2 * SIZE
+    assert audit_of(tier) == []
+
+
+def test_make_room_below_the_budget_does_nothing(make_tier: MakeTier) -> None:
+    tier = make_tier(budget_bytes=10 * SIZE)
+    fill(tier, *range(10))
+    assert make_room(tier, budget_bytes=10 * SIZE) == 0
+    assert make_room(tier, SIZE, budget_bytes=10 * SIZE) == 2 * SIZE
+    assert left(tier, 10) == set(range(2, 10))
+
+
+def test_lowered_budget_is_kept_after_a_restart(make_tier: MakeTier) -> None:
+    tier = make_tier()
+    fill(tier, *range(10))
+    tier.close()
+    tier = make_tier(budget_bytes=5 * SIZE)
+    fill(tier, 15)
+    assert usage_of(tier).nbytes <= 5 * SIZE
+    assert left(tier, 16) >= {15}
+
+
+def test_budget_is_for_all_namespaces_together(make_tier: MakeTier) -> None:
+    other = make_tier(namespace=OTHER_NAMESPACE)
+    for number in range(6):
+        other.writer.publish(even(number), [entry(even(number), namespace=OTHER_NAMESPACE)])
+    tier = make_tier(budget_bytes=10 * SIZE)
+    fill(tier, *range(6))
+    assert left(tier, 6) == set(range(6))
+    assert 0 < len(left(other, 6)) < 6
+    assert audit_of(tier) == []
+
+
+def test_pinned_entries_are_passed_over_and_read_well(make_tier: MakeTier) -> None:
+    tier = make_tier(budget_bytes=10 * SIZE)
+    fill(tier, *range(10))
+    pins = [pinned(tier, even(number)) for number in range(3)]
+    for number in range(3, 10):  # so that the pinned ones are the oldest
+        tier.entries.unpin(pinned(tier, even(number)))
+    assert make_room(tier, 4 * SIZE, budget_bytes=10 * SIZE) == 5 * SIZE
+    assert left(tier, 10) == {0, 1, 2, 8, 9}
+    for number, pin in enumerate(pins):
+        assert read(pin, even(number)) == entry(even(number))
+
+
+def test_pins_of_another_process_are_passed_over(
+    make_tier: MakeTier, root: Path, clock: Clock
+) -> None:
+    tier = make_tier(budget_bytes=4 * SIZE)
+    publish(tier, 0)
+    with child("hold", root, 0) as other:
+        path = Path(other.hear())
+        fill(tier, *range(8))
+        assert tier.entries.contains(key_at(0))
+        assert path.read_bytes() == entry(key_at(0))
+        other.say()
+        other.end()
+    clock.now_s += HOUR_S  # the other's was the machine's
+    fill(tier, *range(8))
+    assert not tier.entries.contains(key_at(0))
+
+
+def test_budget_full_of_pins_still_takes_entries(make_tier: MakeTier) -> None:
+    tier = make_tier(budget_bytes=3 * SIZE)
+    for number in range(6):
+        fill(tier, number)
+        pinned(tier, even(number))
+    assert make_room(tier, budget_bytes=3 * SIZE) == 0
+    assert usage_of(tier).nbytes == 6 * SIZE
+    assert audit_of(tier) == []
+
+
+def test_held_bytes_count_against_the_budget(make_tier: MakeTier) -> None:
+    tier = make_tier(budget_bytes=10 * SIZE)
+    fill(tier, *range(6))
+    for number in range(4):
+        tier.entries.pin(even(number))
+        evict(tier, even(number))
+    assert make_room(tier, 4 * SIZE, budget_bytes=10 * SIZE) == 0
+    assert make_room(tier, 5 * SIZE, budget_bytes=10 * SIZE) == 2 * SIZE
+    assert usage_of(tier).held_nbytes == 4 * SIZE
+
+
+def test_full_disk_refuses_when_pins_hold_everything(make_tier: MakeTier) -> None:
+    tier = make_tier()
+    fill(tier, *range(3))
+    tier.close()
+    tier = make_tier(min_free_bytes=1 << 60)
+    pins = [pinned(tier, even(number)) for number in range(3)]
+    with pytest.raises(TierError, match="min_free_bytes"):
+        publish(tier, 0)
+    assert left(tier, 3) == {0, 1, 2}
+    tier.entries.unpin(pins[0])
+    with pytest.raises(TierError, match="min_free_bytes"):
+        publish(tier, 0)
+    assert left(tier, 3) == {1, 2}
+
+
+def test_disk_short_of_free_space_evicts_only_what_is_missing(
+    make_tier: MakeTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = make_tier(budget_bytes=100 * SIZE, min_free_bytes=50 * SIZE)
+    fill(tier, *range(20))
+    gone = lambda: 20 - len(left(tier, 20))  # noqa: E731
+    monkeypatch.setattr(evictor, "free_bytes", lambda folder: (49 + gone()) * SIZE)
+    publish(tier, 0)
+    assert left(tier, 20) == set(range(4, 20))  # 1 + 1 and a hundredth of the budget or so
+
+
+def test_second_evictor_does_not_wait_but_a_publish_past_the_budget_does(
+    make_tier: MakeTier, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = make_tier(budget_bytes=3 * SIZE)
+    with child("occupy", root) as other:
+        assert other.hear() == "locked"
+        fill(tier, *range(3))
+        assert make_room(tier, SIZE, budget_bytes=3 * SIZE) == 0
+        with monkeypatch.context() as patch:
+            patch.setattr(evictor, "ROUND_TIMEOUT_S", 0.05)
+            with pytest.raises(TierError, match="another process has been evicting"):
+                fill(tier, *range(4))
+        assert left(tier, 4) == set(range(3))
+        with ThreadPoolExecutor(1) as pool:
+            publishing = pool.submit(fill, tier, *range(4))
+            other.say()
+            publishing.result()
+        other.end()
+    assert tier.entries.contains(even(3))
+    assert usage_of(tier).nbytes <= 3 * SIZE
+
+
+def test_copy_of_a_rounds_descriptor_does_not_keep_evictors_out(
+    make_tier: MakeTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = make_tier(budget_bytes=10 * SIZE)
+    fill(tier, *range(10))
+    copies: list[int] = []
+
+    def copy_first(fd: int) -> bool:
+        copies.append(os.dup(fd))  # as a fork by C code does, which runs no hook of ours
+        return try_lock(fd)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "try_lock", copy_first)
+        assert make_room(tier, SIZE, budget_bytes=10 * SIZE) == 2 * SIZE
+    assert make_room(tier, 3 * SIZE, budget_bytes=10 * SIZE) == 2 * SIZE
+    for copy in copies:
+        os.close(copy)
+
+
+def test_budget_holds_for_what_several_tiers_publish(make_tier: MakeTier) -> None:
+    one, two = make_tier(budget_bytes=64 * SIZE), make_tier(budget_bytes=64 * SIZE)
+    for number in range(100):
+        for tier, name in ((one, f"a{number}"), (two, f"b{number}")):
+            tier.writer.publish(key_of(name), [entry(key_of(name))])
+            assert usage_of(tier).nbytes <= 64 * SIZE
+            assert running_total(one) == running_total(two)
+
+
+def test_entry_used_during_the_round_is_spared(
+    make_tier: MakeTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = make_tier(budget_bytes=10 * SIZE)
+    fill(tier, *range(10))
+    take = evictor.scan_tier
+
+    def use_after(*arguments: object) -> object:
+        scan = take(*arguments)  # type: ignore[arg-type]
+        pin = tier.entries.pin(even(0))
+        assert pin is not None
+        tier.entries.unpin(pin)
+        return scan
+
+    monkeypatch.setattr(evictor, "scan_tier", use_after)
+    make_room(tier, SIZE, budget_bytes=10 * SIZE)
+    assert left(tier, 10) == {0, *range(3, 10)}
+
+
+def test_uses_that_a_clock_ahead_noted_go_first_and_cost_one_eviction(
+    make_tier: MakeTier, clock: Clock
+) -> None:
+    """Else they would stay for a day, and what is in use would be evicted in their place."""
+    tier = make_tier(budget_bytes=10 * SIZE)
+    fill(tier, *range(6))
+    clock.now_s -= 86400
+    fill(tier, *range(6, 10))
+    for number in range(2):  # the oldest of all, and in use
+        tier.entries.unpin(pinned(tier, even(number)))
+    assert make_room(tier, 4 * SIZE, budget_bytes=10 * SIZE, clock=clock) == 5 * SIZE
+    assert left(tier, 10) == {0, 1, 7, 8, 9}  # and of the others in the order of their use
+
+
+def test_clock_that_is_set_back_by_little_keeps_the_order_of_the_times(
+    make_tier: MakeTier, clock: Clock
+) -> None:
+    tier = make_tier(budget_bytes=10 * SIZE)
+    for number in range(10):
+        fill(tier, number)
+        clock.now_s -= 20
+    assert make_room(tier, SIZE, budget_bytes=10 * SIZE, clock=clock) == 2 * SIZE
+    assert left(tier, 10) == set(range(8))
+
+
+def test_entry_that_somebody_else_removes_during_the_round_is_no_trouble(
+    make_tier: MakeTier, monkeypatch: pytest.MonkeyPatch, counters: Counters
+) -> None:
+    tier = make_tier(budget_bytes=10 * SIZE)
+    fill(tier, *range(10))
+    take = evictor.scan_tier
+
+    def remove_after(*arguments: object) -> object:
+        scan = take(*arguments)  # type: ignore[arg-type]
+        evict(tier, even(0))
+        return scan
+
+    monkeypatch.setattr(evictor, "scan_tier", remove_after)
+    make_room(tier, SIZE, budget_bytes=10 * SIZE, counters=counters)
+    assert usage_of(tier).nbytes <= 9 * SIZE
+    assert counters.get("tier.errors") == 0
+
+
+def test_foreign_files_are_complained_about_but_neither_counted_nor_deleted(
+    make_tier: MakeTier, root: Path
+) -> None:
+    tier = make_tier(budget_bytes=5 * SIZE)
+    fill(tier, *range(5))
+    objects = root / "v1" / "objects"
+    folder = file_of(root, even(0)).parent
+    foreign = [
+        root / "v1" / "README",
+        objects / "notes.txt",
+        folder / "upload.safetensors.part",
+        folder / f"{'f' * 64}.safetensors",  # a good name in the wrong folder
+        root / "v1" / "pins" / "stray",
+    ]
+    for path in foreign:
+        path.write_bytes(bytes(100 * SIZE))
+    link = folder / f"00{'a' * 62}.safetensors"
+    link.symlink_to(foreign[0])
+    assert usage_of(tier).nbytes == 5 * SIZE
+    assert make_room(tier, budget_bytes=5 * SIZE) == 0
+    make_room(tier, 5 * SIZE, budget_bytes=5 * SIZE)
+    assert all(os.path.lexists(path) for path in [*foreign, link])
+    complaints = audit_of(tier)
+    assert len(complaints) == 6
+    for path in [*foreign, link]:
+        assert any(str(path) in complaint for complaint in complaints)
+
+
+def test_free_bytes_is_what_a_plain_user_may_write(tmp_path: Path) -> None:
+    found = os.statvfs(tmp_path)
+    assert 0 < free_bytes(tmp_path) <= found.f_bfree * found.f_frsize
+
+
+def test_folders_that_lost_their_last_entry_go_too(make_tier: MakeTier, root: Path) -> None:
+    tier = make_tier(budget_bytes=4 * SIZE)
+    for number in range(40):
+        publish(tier, number)
+    folders = {path for path in (root / "v1" / "objects").rglob("*") if path.is_dir()}
+    assert len(folders) <= 1 + 4 * 2
+    assert audit_of(tier) == []
+
+
+class Walks:
+    """The folders that were listed, and how often the disk was asked for one thing or another."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.listed: list[str] = []
+        self.calls = 0
+        for name in ("scandir", "listdir"):
+            monkeypatch.setattr(os, name, self._noting(getattr(os, name), listing=True))
+        for name in ("open", "stat", "lstat", "statvfs", "mkdir", "link", "unlink", "rename"):
+            monkeypatch.setattr(os, name, self._noting(getattr(os, name)))
+
+    def _noting(self, call: Callable[..., object], *, listing: bool = False) -> object:
+        def noting(*arguments: object, **options: object) -> object:
+            self.calls += 1
+            if listing:
+                self.listed.append(str(arguments[0]))
+            return call(*arguments, **options)
+
+        return noting
+
+
+def start(make_tier: MakeTier) -> Walks:
+    with pytest.MonkeyPatch.context() as patch:
+        walks = Walks(patch)
+        make_tier()
+    return walks
+
+
+def names_of(count: int) -> list[str]:
+    """Object names, evenly spread over the 256 folders."""
+    return [f"{n % 256:02x}/{n % 256:02x}{n:062x}.safetensors" for n in range(count)]
+
+
+def link_entries(objects: Path, names: list[str]) -> None:
+    """Many names for few files: cheap to make, and entries like others to every walk."""
+    for number, name in enumerate(names):
+        path = objects / name
+        if number % 30_000 == 0:  # file systems limit the names of one file
+            source = objects.parent.parent / "incoming" / f"source{number}"
+            source.write_bytes(entry(key_at(0)))
+        if number < 256:
+            path.parent.mkdir(mode=0o700)
+        os.link(source, path)
+
+
+@pytest.mark.parametrize("count", [300, pytest.param(40_000, marks=pytest.mark.slow)])
+def test_start_costs_the_same_however_many_entries_there_are(
+    make_tier: MakeTier, root: Path, count: int
+) -> None:
+    make_tier().close()
+    empty = start(make_tier)
+    link_entries(root / "v1" / "objects" / NAMESPACE, names_of(count))
+    full = start(make_tier)
+    assert not [folder for folder in full.listed if "/objects" in folder]
+    assert full.calls == empty.calls
+    (root / "v1" / "usage").unlink()
+    assert not [folder for folder in start(make_tier).listed if "/objects" in folder]
+    tier = make_tier()
+    local = LocalKeys()
+    local.replace(tier.entries.names())
+    assert all(local(Key("", name, digest_of_name(name))) for name in names_of(count))
