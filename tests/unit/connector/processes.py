@@ -104,8 +104,8 @@ class Process:
     def pinned(self, identifier: str, tensor: Any) -> Load:
         """Put an entry into the tier; a granted load of it."""
         key = key_of(identifier)
-        self.node.tier.publish(key, [self.entry(identifier, tensor)])
-        pin = self.node.tier.pin(key)
+        self.node.tier.writer.publish(key, [self.entry(identifier, tensor)])
+        pin = self.node.tier.entries.pin(key)
         assert pin is not None
         return Load.of(identifier, pin)
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from s3ec.index.missing import NEGATIVE_ENTRIES, NegativeCache
-from tests.unit.index.basics import Clock
+from tests.support.clock import Clock
 
 
 def test_a_key_is_denied_until_its_time_is_over_or_it_is_there_again() -> None:

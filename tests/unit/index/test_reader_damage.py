@@ -24,7 +24,8 @@ from s3ec.index.rows import Rows
 from s3ec.index.segment import encode_segment
 from s3ec.safetensors_file import encode_columns
 from s3ec.testing.fault_store import Fault, cut, flip
-from tests.unit.index.basics import LAYOUT, NAMESPACE, Clock, key_of
+from tests.support.clock import Clock
+from tests.unit.index.basics import LAYOUT, NAMESPACE, key_of
 from tests.unit.index.corpus import Corpus, Reader, rows_of
 
 MakeReader = Callable[..., Reader]
