@@ -76,7 +76,7 @@ class Life(Engine):
     def save_unless_known(self, number: int) -> None:
         """What a worker does after an encode, which the scheduler orders for what nobody holds."""
         key = key_at(number)
-        if not (self.node.tier.contains(key) or self.node.index.maybe_contains(key)):
+        if not (self.node.tier.entries.contains(key) or self.node.index.maybe_contains(key)):
             self.offer(number)
 
     def wait_until_spooled(self, count: int) -> None:
@@ -121,7 +121,7 @@ def save(
     """Save what the tier does not hold; then wait to be killed, or see it into the bucket."""
     engine = Engine(settings, saves=True, overflow=overflow)
     for number in range(count):
-        if not engine.node.tier.contains(key_at(number)):
+        if not engine.node.tier.entries.contains(key_at(number)):
             engine.save(number)
             say(f"put {number}")
     say("all")
