@@ -304,7 +304,7 @@ def settings(data: bytes) -> None:
     try:
         loaded = load_settings({"cache_dir": "/cache", **content})
     except ConfigError as exc:
-        require("\n" not in str(exc)[:20], "a message without a beginning")
+        require(str(exc).partition("\n")[0].strip() != "", "a message without a beginning")
         return
     require(
         load_settings(json.loads(loaded.settings.model_dump_json())).settings == loaded.settings,

@@ -110,6 +110,7 @@ def test_every_setting_can_come_from_every_source(
         "min_free_bytes": "1KiB",
         "transport": "aioboto3",
         "max_concurrency": "7",
+        "wait": "never",
         "defer_timeout_s": "0",
         "connect_timeout_s": "1.5",
         "read_timeout_s": "2.5",

@@ -143,7 +143,7 @@ def test_a_node_that_ends_in_the_middle_of_a_refresh_leaves_no_file_half(
 def test_a_node_compacts_what_piles_up(
     corpus: Corpus, make_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("_LOOK_EVERY_S", "_SPREAD_S"):
+    for name in ("LOOK_EVERY_S", "SPREAD_S"):
         monkeypatch.setattr(compaction, name, 0.01)
     corpus.store(*range(compaction.MAX_DELTAS + 1))
     for number in range(compaction.MAX_DELTAS + 1):

@@ -25,6 +25,8 @@ from tests.unit.index.fake import FakeIndex
 
 LAYOUT = Layout("gemma-0123456789abcdef")
 ROWS = 4
+# Small, so that differences of a few milliseconds are exact enough.
+START_S = 1000.0
 WINDOW = 100
 
 
@@ -72,7 +74,7 @@ def request(name: str, *features: Any) -> Any:
         request_id=name,
         mm_features=list(features),
         num_prompt_tokens=max(ends),
-        arrival_time=1000.0,
+        arrival_time=START_S,
     )
 
 
@@ -166,7 +168,7 @@ class World:
             "defer_timeout_s": 2.0,
         }
         self.role = Role(**(values | role))  # type: ignore[arg-type]
-        self.clock = clock or Clock()
+        self.clock = clock or Clock(START_S)
         self.counters = Counters()
         self.index: Index = index or FakeIndex(self.counters, self.clock)
         self.local = LocalKeys()
