@@ -69,6 +69,7 @@ _IDLE_CROWD = 0.02
 # The smoothing of what is seen once a pass or once a request.
 _PASS_WEIGHT = 0.1
 _REQUEST_WEIGHT = 0.05
+_LEAST_WEIGHT = 0.005
 # So many fetches without an answer say that the store has gone silent; fewer may be bad luck.
 _SILENT_FROM = 3
 # In one scheduling pass; 64 of them take less than a millisecond.
@@ -211,6 +212,7 @@ class EngineLoad:
         self._pause_s = IDLE_PAUSE_S
         self._arrivals = 0.0  # requests a second
         self._delay_s = 0.0  # from arrival to the first question
+        self._least_s: float | None = None  # of those: what the front end takes, and its clock
         self._crowd = 0.0
         self._others = 0
         self._asked = self._fresh = self._deferred = 0
@@ -220,7 +222,11 @@ class EngineLoad:
         self._asked += 1
         if delay_s is not None:
             self._fresh += 1
-            self._delay_s += _REQUEST_WEIGHT * (max(0.0, delay_s) - self._delay_s)
+            least_s = delay_s if self._least_s is None else self._least_s
+            # It follows slowly upwards, should the front end become slower.
+            least_s = min(delay_s, least_s + _LEAST_WEIGHT * (delay_s - least_s))
+            self._least_s = least_s
+            self._delay_s += _REQUEST_WEIGHT * (delay_s - least_s - self._delay_s)
 
     def deferred(self) -> None:
         """One of those asked about waits."""

@@ -23,12 +23,14 @@ ALWAYS = {
     "multimodal.inputs:MultiModalFieldElem": ("field",),
     "multimodal.inputs:BaseMultiModalField": ("keep_on_cpu",),
     "multimodal.inputs:MultiModalKwargsItem": ("get_data",),
-    "v1.request:Request": ("request_id", "num_prompt_tokens", "mm_features"),
+    "v1.request:Request": ("request_id", "num_prompt_tokens", "mm_features", "arrival_time"),
     "v1.engine.core:EngineCore": ("collective_rpc", "reset_encoder_cache", "scheduler"),
     "v1.core.sched.scheduler:Scheduler": ("reset_encoder_cache", "ec_connector"),
     "v1.core.sched.output:SchedulerOutput": (
         "free_encoder_mm_hashes",
         "total_num_scheduled_tokens",
+        "num_scheduled_tokens",
+        "scheduled_spec_decode_tokens",
     ),
     "config.ec_transfer:ECTransferConfig": (
         "ec_connector_extra_config",

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent import futures
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -104,6 +104,8 @@ class Request:
 class SchedulerOutput:
     free_encoder_mm_hashes = ()
     total_num_scheduled_tokens = 0
+    num_scheduled_tokens: ClassVar[dict[str, int]] = {}
+    scheduled_spec_decode_tokens: ClassVar[dict[str, list[int]]] = {}
 
 
 class ConnectorOutput:

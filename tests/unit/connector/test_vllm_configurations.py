@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import pytest
@@ -189,6 +189,8 @@ def namespace(connector: Any) -> Namespace | None:
 class Step:
     free_encoder_mm_hashes = ()
     total_num_scheduled_tokens = 0
+    num_scheduled_tokens: ClassVar[dict[str, int]] = {}
+    scheduled_spec_decode_tokens: ClassVar[dict[str, list[int]]] = {}
 
 
 def test_a_worker_that_starts_before_the_download_waits_for_the_scheduler_s_word(
@@ -344,7 +346,12 @@ class Adapted:
 
     def step(self, freed: tuple[str, ...] = (), encoded: dict[str, Any] | None = None) -> None:
         """One step of the engine: orders, frees, loads, encodes and saves, report."""
-        output = SimpleNamespace(free_encoder_mm_hashes=freed, total_num_scheduled_tokens=10)
+        output = SimpleNamespace(
+            free_encoder_mm_hashes=freed,
+            total_num_scheduled_tokens=10,
+            num_scheduled_tokens={},
+            scheduled_spec_decode_tokens={},
+        )
         self.worker.bind_connector_metadata(self.scheduler.build_connector_meta(output))
         for name in freed:
             self.cache.pop(name, None)

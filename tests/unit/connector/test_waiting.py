@@ -189,6 +189,19 @@ def test_those_that_wait_for_fetches_are_not_delayed_by_an_encode() -> None:
     assert waiting.price < working.price
 
 
+def test_what_the_front_end_takes_and_its_clock_do_not_count_as_delay() -> None:
+    near, far = EngineLoad(1), EngineLoad(1)
+    now = 0.0
+    for number in range(300):
+        near.asked(delay_s=0.01 * (number % 2))
+        far.asked(delay_s=3600.0 + 0.01 * (number % 2))
+        for load in (near, far):
+            load.asked()
+            load.end_pass(now, has_prefill=True, tokens=300)
+        now += 0.02
+    assert far.price == pytest.approx(near.price, rel=0.02)
+
+
 def test_pause_is_that_of_the_steps_and_short_where_none_runs() -> None:
     load = EngineLoad(1)
     assert load.pause_s == IDLE_PAUSE_S
