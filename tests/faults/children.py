@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -29,13 +29,15 @@ from types import FrameType
 from typing import Any, Literal
 
 import s3ec.node
-from s3ec.errors import S3ECError, TierError
+from s3ec.errors import S3ECError, TierError, UnavailableError
+from s3ec.identity import Key
 from s3ec.index.announce import Announcer
 from s3ec.index.base_writer import BuildOptions
 from s3ec.index.compaction import compact
-from s3ec.index.delete import deleting
+from s3ec.index.delete import delete_entries, find_objects
 from s3ec.node import Node
 from s3ec.prefetch import FetchOutcome, FetchRequest, FetchResult, Limits
+from s3ec.store.base import ObjectInfo
 from tests.faults.embeddings import LAYOUT, ROWS, body_at, identifier_at, key_at, spooled_below
 from tests.faults.engine import Engine
 from tests.faults.indexed import facts_of
@@ -561,12 +563,20 @@ def tell(*, settings: dict[str, str], first: int, count: int) -> None:
             announcer.add(key_at(number), facts_of(number, 0), lambda _: None)
         await announcer.flush()
 
+    async def remove(found: Mapping[Key, Sequence[ObjectInfo]]) -> None:
+        # Bases are replaced many times a second here, so one may go while it is read.
+        while True:
+            try:
+                return await delete_entries(node.store, LAYOUT, found)
+            except UnavailableError:
+                await asyncio.sleep(0.01)
+
     async def work() -> None:
         announcer = Announcer(node.store, LAYOUT, node.counters, batch_s=0.01)
         for start in range(first, first + count, 5):
             await store(announcer, range(start, start + 5))
-            async with deleting(node.store, LAYOUT) as deleter:
-                await deleter.delete([key_at(start)])
+            found = await find_objects(node.store, LAYOUT, [key_at(start)])
+            await remove(found)
         announcer.close()
 
     node.loop.run(work(), DEADLINE_S)

@@ -34,7 +34,7 @@ def write_keys(path: Path, who: Identity) -> None:
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is refused is looked for again soon: a test has no five seconds."""
-    monkeypatch.setattr(credentials, "_LOOK_EVERY_S", 0.2)
+    monkeypatch.setattr(credentials.ChainCredentials, "look_every_s", 0.2)
 
 
 @transports
@@ -157,7 +157,7 @@ def test_metadata_that_does_not_answer_holds_nothing_up_and_is_asked_seldom(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     site.stock(0)
-    monkeypatch.setattr(credentials, "_PATIENCE_S", 0.3)
+    monkeypatch.setattr(credentials.ChainCredentials, "patience_s", 0.3)
     with MetadataService(local_s3) as service:
         service.refusing = mode == "refuse"
         if service.refusing:

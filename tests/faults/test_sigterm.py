@@ -19,7 +19,7 @@ from tests.support.waiting import eventually
 pytest.importorskip("torch")
 
 _COUNT = 6
-_LINES = 23
+_LINES = 15
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,8 @@ from tests.fuzz.workload import Habits
 class UnpinsEarly(SchedulerHalf):
     """Takes a load for done when the next step is scheduled."""
 
-    def build_connector_meta(self, freed: Iterable[str], *, scheduled_tokens: int) -> StepPlan:
-        plan = super().build_connector_meta(freed, scheduled_tokens=scheduled_tokens)
+    def build_connector_meta(self, freed: Iterable[str], **tokens: int) -> StepPlan:
+        plan = super().build_connector_meta(freed, **tokens)
         self.update_connector_output(WorkerReport(loaded={plan.step - 1: {0, 1}}))
         return plan
 
@@ -30,8 +30,8 @@ class UnpinsEarly(SchedulerHalf):
 class LosesLoads(SchedulerHalf):
     """Grants, and does not tell the workers."""
 
-    def build_connector_meta(self, freed: Iterable[str], *, scheduled_tokens: int) -> StepPlan:
-        plan = super().build_connector_meta(freed, scheduled_tokens=scheduled_tokens)
+    def build_connector_meta(self, freed: Iterable[str], **tokens: int) -> StepPlan:
+        plan = super().build_connector_meta(freed, **tokens)
         return dataclasses.replace(plan, loads=[])
 
 

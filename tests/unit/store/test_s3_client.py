@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import aioboto3
-import boto3
+import botocore.session
 import pytest
 
 from s3ec.config import load_settings
@@ -67,14 +67,18 @@ async def make(configure: Configure, transport: Transport) -> AsyncIterator[Make
 def clients_made(monkeypatch: pytest.MonkeyPatch, transport: Transport) -> list[int]:
     """One entry per SDK client that is made."""
     made: list[int] = []
-    session = aioboto3.Session if transport is Aioboto3Store else boto3.Session
-    genuine = session.client
+    owner, name = (
+        (aioboto3.Session, "client")
+        if transport is Aioboto3Store
+        else (botocore.session.Session, "create_client")
+    )
+    genuine = getattr(owner, name)
 
     def counting(*args: Any, **kwargs: Any) -> Any:
         made.append(1)
         return genuine(*args, **kwargs)
 
-    monkeypatch.setattr(session, "client", counting)
+    monkeypatch.setattr(owner, name, counting)
     return made
 
 
