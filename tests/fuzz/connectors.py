@@ -31,11 +31,12 @@ from s3ec.connector.vllm_config import Role
 from s3ec.connector.waiting import EncodeCosts, EngineLoad, FetchQueue, WaitPolicy
 from s3ec.connector.worker import WorkerHalf
 from s3ec.counters import Counters
+from s3ec.dev.rigs.virtual_engine import NoConnector
 from s3ec.identity import Namespace
 from s3ec.node import Node
 from s3ec.settings import Settings
 from s3ec.testing.memory_store import MemoryStore
-from tests.fuzz.engine import Connector, Options, Step, has_pixels
+from tests.fuzz.engine import Options, Step, has_pixels
 from tests.fuzz.outside import (
     BrokenPromiseError,
     EntryFiles,
@@ -156,7 +157,7 @@ class _Deferral:
     overdue: int = 0
 
 
-class S3EC(Connector):
+class S3EC(NoConnector):
     """s3ec's scheduler half with everything around it played, and every answer noted.
 
     Attributes:
@@ -460,7 +461,7 @@ class S3EC(Connector):
                 raise BrokenPromiseError("a request waits for ever", request.request_id)
 
 
-class Repeat(Connector):
+class Repeat(NoConnector):
     """Answers as another connector did, and delivers every grant itself."""
 
     def __init__(self, answers: list[tuple[str, Any]]) -> None:

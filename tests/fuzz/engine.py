@@ -40,6 +40,7 @@ from vllm.v1.outputs import (
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from s3ec.dev.rigs.virtual_engine import NoConnector
 from tests.fuzz.outside import BrokenPromiseError, embedding
 
 BLOCK = 16  # tokens
@@ -130,40 +131,6 @@ def vllm_config(model: Path, policy: str, is_async: bool, batched_tokens: int, c
 def has_pixels(feature: MultiModalFeatureSpec) -> bool:
     """Whether an encoder can make something of it."""
     return feature.data is not None and any(name in PIXELS for name in feature.data)
-
-
-class Connector:
-    """What vLLM's scheduler calls on its connector; this one does nothing at all."""
-
-    def ensure_cache_available(self, request: Request, num_computed_tokens: int) -> bool:
-        return True
-
-    def has_cache_item(self, identifier: str) -> bool:
-        return False
-
-    def update_state_after_alloc(self, request: Request, index: int) -> None:
-        pass
-
-    def update_state_after_free(self, request: Request, index: int) -> None:
-        pass
-
-    def build_connector_meta(self, output: SchedulerOutput) -> Any:
-        return None
-
-    def update_connector_output(self, output: ECConnectorOutput) -> None:
-        pass
-
-    def take_unavailable_requests(self) -> set[str]:
-        return set()
-
-    def request_finished(self, request: Request) -> tuple[bool, None]:
-        return False, None
-
-    def get_ec_connector_stats(self) -> None:
-        return None
-
-    def has_pending_push_work(self) -> bool:
-        return False
 
 
 class RankSide(Protocol):
@@ -306,7 +273,7 @@ class Engine:
         self,
         model: Path,
         options: Options,
-        connector: Connector | None,
+        connector: NoConnector | None,
         sides: Sequence[RankSide] | None,
     ) -> None:
         """Build it.

@@ -37,6 +37,7 @@ from vllm.multimodal.inputs import (
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ECConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
@@ -193,46 +194,31 @@ class PlayedIndex:
         self.stored.discard(key.digest)
 
 
-class _Hooks:
-    """What vLLM's scheduler calls; without a half, a connector that does nothing."""
+class NoConnector:
+    """What vLLM's scheduler calls on its connector; this one does nothing at all."""
 
-    def __init__(self, half: SchedulerHalf | None) -> None:
-        self.half = half
-
-    def ensure_cache_available(self, request: Any, num_computed_tokens: int) -> bool:
-        half = self.half
-        return half is None or half.ensure_cache_available(request, num_computed_tokens)
+    def ensure_cache_available(self, request: Request, num_computed_tokens: int) -> bool:
+        return True
 
     def has_cache_item(self, identifier: str) -> bool:
-        return self.half is not None and self.half.has_cache_item(identifier)
+        return False
 
-    def update_state_after_alloc(self, request: Any, index: int) -> None:
-        if self.half is not None:
-            self.half.update_state_after_alloc(request, index)
-
-    def update_state_after_free(self, request: Any, index: int) -> None:
+    def update_state_after_alloc(self, request: Request, index: int) -> None:
         pass
 
-    def build_connector_meta(self, output: Any) -> StepPlan:
-        if self.half is None:
-            return StepPlan()
-        return self.half.build_connector_meta(
-            output.free_encoder_mm_hashes,
-            scheduled_tokens=output.total_num_scheduled_tokens,
-            decode_tokens=len(output.num_scheduled_tokens),
-        )
+    def update_state_after_free(self, request: Request, index: int) -> None:
+        pass
+
+    def build_connector_meta(self, output: SchedulerOutput) -> Any:
+        return None
 
     def update_connector_output(self, output: ECConnectorOutput) -> None:
-        report = output.ec_connector_worker_meta
-        if self.half is not None and isinstance(report, WorkerReport):
-            self.half.update_connector_output(report)
+        pass
 
     def take_unavailable_requests(self) -> set[str]:
-        return set() if self.half is None else self.half.take_unavailable_requests()
+        return set()
 
-    def request_finished(self, request: Any) -> tuple[bool, None]:
-        if self.half is not None:
-            self.half.request_finished(request)
+    def request_finished(self, request: Request) -> tuple[bool, None]:
         return False, None
 
     def get_ec_connector_stats(self) -> None:
@@ -240,6 +226,41 @@ class _Hooks:
 
     def has_pending_push_work(self) -> bool:
         return False
+
+
+class _Hooks(NoConnector):
+    """Hands the hooks to a scheduler half."""
+
+    def __init__(self, half: SchedulerHalf) -> None:
+        self._half = half
+
+    def ensure_cache_available(self, request: Request, num_computed_tokens: int) -> bool:
+        return self._half.ensure_cache_available(request, num_computed_tokens)
+
+    def has_cache_item(self, identifier: str) -> bool:
+        return self._half.has_cache_item(identifier)
+
+    def update_state_after_alloc(self, request: Request, index: int) -> None:
+        self._half.update_state_after_alloc(request, index)
+
+    def take_unavailable_requests(self) -> set[str]:
+        return self._half.take_unavailable_requests()
+
+    def build_connector_meta(self, output: SchedulerOutput) -> StepPlan:
+        return self._half.build_connector_meta(
+            output.free_encoder_mm_hashes,
+            scheduled_tokens=output.total_num_scheduled_tokens,
+            decode_tokens=len(output.num_scheduled_tokens),
+        )
+
+    def update_connector_output(self, output: ECConnectorOutput) -> None:
+        report = output.ec_connector_worker_meta
+        if isinstance(report, WorkerReport):
+            self._half.update_connector_output(report)
+
+    def request_finished(self, request: Request) -> tuple[bool, None]:
+        self._half.request_finished(request)
+        return False, None
 
 
 @functools.cache
@@ -256,7 +277,7 @@ def _configuration(model: Path) -> Any:
     ).create_engine_config()
 
 
-def _scheduler(model: Path, hooks: _Hooks) -> AsyncScheduler:
+def _scheduler(model: Path, hooks: NoConnector) -> AsyncScheduler:
     config = _configuration(model)
     blocks = _MAX_SEQS * _BATCHED_TOKENS // _BLOCK
     config.cache_config.num_gpu_blocks = blocks
@@ -311,8 +332,8 @@ class VirtualEngine:
         self._counters = Counters()
         if self.wait == "auto":
             self.policy = WaitPolicy(EncodeCosts(), EngineLoad(_IN_FLIGHT), FetchQueue(_PLACES))
-        self._hooks = _Hooks(None if self.wait == "none" else self._half())
-        self._scheduler = _scheduler(self.model, self._hooks)
+        hooks = NoConnector() if self.wait == "none" else _Hooks(self._half())
+        self._scheduler = _scheduler(self.model, hooks)
         self._encoded = self._loaded = 0
         self._gpu_free_s = 0.0
 
@@ -430,7 +451,7 @@ class VirtualEngine:
         output = self._scheduler.schedule()
         names = output.num_scheduled_tokens
         samples = [not self._scheduler.requests[name].is_prefill_chunk for name in names]
-        plan: StepPlan = output.ec_connector_metadata
+        plan: StepPlan = output.ec_connector_metadata or StepPlan()
         encodes = sum(map(len, output.scheduled_encoder_inputs.values()))
         self._encoded += encodes
         self._loaded += len(plan.loads)
