@@ -88,9 +88,6 @@ class FetchTimes:
         self._unsorted = 0
         self.mean_s = PRIOR_FETCH_S
 
-    def __len__(self) -> int:
-        return len(self._last)
-
     def add(self, seconds: float) -> None:
         """One fetch has taken so long."""
         self._last.append(seconds)
@@ -424,9 +421,6 @@ class WaitPolicy:
         self._times: dict[tuple[str, int], FetchTimes] = {}
         self._waiting: dict[str, float | None] = {}  # since when in doubt
         self._decisions = 0
-
-    def __len__(self) -> int:
-        return len(self._waiting)
 
     @property
     def waiting(self) -> KeysView[str]:

@@ -90,8 +90,8 @@ class WorkerHalf:
             RuntimeError: As for finish_load_caches, where that is not called by the runner.
         """
         self._start_loads(cache, plan)
-        if plan.encodes:
-            self._timer.begin(list(plan.encodes.values()))
+        # Also where there are none: what an earlier step began and did not end is dropped.
+        self._timer.begin(list(plan.encodes.values()))
 
     def encoder_ended(self) -> None:
         """The runner has called the encoder for this step, if it had to."""

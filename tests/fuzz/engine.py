@@ -24,13 +24,9 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec
 from vllm.multimodal.utils import get_mm_features_in_window
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
-from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import (
     EMPTY_MODEL_RUNNER_OUTPUT,
     ECConnectorOutput,
@@ -38,9 +34,8 @@ from vllm.v1.outputs import (
     make_empty_encoder_model_runner_output,
 )
 from vllm.v1.request import Request, RequestStatus
-from vllm.v1.structured_output import StructuredOutputManager
 
-from s3ec.dev.rigs.virtual_engine import NoConnector
+from s3ec.dev.rigs.virtual_engine import NoConnector, make_scheduler
 from tests.fuzz.outside import BrokenPromiseError, embedding
 
 BLOCK = 16  # tokens
@@ -287,26 +282,18 @@ class Engine:
         config = vllm_config(
             model, options.policy, options.is_async, options.batched_tokens, options.loads
         )
-        config.cache_config.num_gpu_blocks = options.blocks
-        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
         self.options = options
-        self.scheduler = (AsyncScheduler if options.is_async else Scheduler)(
-            vllm_config=config,
-            kv_cache_config=KVCacheConfig(
-                num_blocks=options.blocks,
-                kv_cache_tensors=[],
-                kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
-            ),
-            structured_output_manager=StructuredOutputManager(config),
+        self.scheduler = make_scheduler(
+            config,
+            connector,
+            blocks=options.blocks,
             block_size=BLOCK,
+            cache_rows=options.cache_rows,
         )
-        # What vLLM sizes by the model, and what it reads from flags of other engines.
-        self.scheduler.encoder_cache_manager = EncoderCacheManager(cache_size=options.cache_rows)
-        self.scheduler.max_num_encoder_input_tokens = options.cache_rows
+        # What vLLM reads from flags of other engines.
         self.scheduler.num_prefill_lookahead = options.lookahead
         self.scheduler.use_v2_model_runner = options.v2
         self.scheduler.is_mm_encoder_only = not options.loads
-        self.scheduler.ec_connector = connector
         self.connector = connector
         self.runners = [
             Runner(options, None if sides is None else sides[rank]) for rank in range(options.ranks)

@@ -38,6 +38,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ECConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
@@ -277,12 +278,24 @@ def _configuration(model: Path) -> Any:
     ).create_engine_config()
 
 
-def _scheduler(model: Path, hooks: NoConnector) -> AsyncScheduler:
-    config = _configuration(model)
-    blocks = _MAX_SEQS * _BATCHED_TOKENS // _BLOCK
+def make_scheduler(
+    config: Any, connector: NoConnector | None, *, blocks: int, block_size: int, cache_rows: int
+) -> Scheduler:
+    """vLLM's scheduler of an engine without a model.
+
+    Args:
+        config: vLLM's configuration; it also says whether scheduling is asynchronous.
+        connector: What it asks; None for nothing.
+        blocks: Of the KV cache.
+        block_size: Tokens of a block.
+        cache_rows: Of the encoder cache, and of what a step may encode.
+    """
     config.cache_config.num_gpu_blocks = blocks
-    spec = FullAttentionSpec(block_size=_BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
-    scheduler = AsyncScheduler(
+    spec = FullAttentionSpec(
+        block_size=block_size, num_kv_heads=1, head_size=1, dtype=torch.float32
+    )
+    is_async = config.scheduler_config.async_scheduling
+    scheduler = (AsyncScheduler if is_async else Scheduler)(
         vllm_config=config,
         kv_cache_config=KVCacheConfig(
             num_blocks=blocks,
@@ -290,11 +303,12 @@ def _scheduler(model: Path, hooks: NoConnector) -> AsyncScheduler:
             kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
         ),
         structured_output_manager=StructuredOutputManager(config),
-        block_size=_BLOCK,
+        block_size=block_size,
     )
-    scheduler.encoder_cache_manager = EncoderCacheManager(cache_size=_BATCHED_TOKENS)
-    scheduler.max_num_encoder_input_tokens = _BATCHED_TOKENS
-    scheduler.ec_connector = hooks
+    # What vLLM sizes by the model.
+    scheduler.encoder_cache_manager = EncoderCacheManager(cache_size=cache_rows)
+    scheduler.max_num_encoder_input_tokens = cache_rows
+    scheduler.ec_connector = connector
     return scheduler
 
 
@@ -333,7 +347,13 @@ class VirtualEngine:
         if self.wait == "auto":
             self.policy = WaitPolicy(EncodeCosts(), EngineLoad(_IN_FLIGHT), FetchQueue(_PLACES))
         hooks = NoConnector() if self.wait == "none" else _Hooks(self._half())
-        self._scheduler = _scheduler(self.model, hooks)
+        self._scheduler = make_scheduler(
+            _configuration(self.model),
+            hooks,
+            blocks=_MAX_SEQS * _BATCHED_TOKENS // _BLOCK,
+            block_size=_BLOCK,
+            cache_rows=_BATCHED_TOKENS,
+        )
         self._encoded = self._loaded = 0
         self._gpu_free_s = 0.0
 

@@ -51,6 +51,14 @@ def test_step_that_failed_before_its_end_is_dropped() -> None:
     assert one.take() == [EncodeTime("image", 1, 256, 0.5)]
 
 
+def test_step_that_failed_is_dropped_where_the_next_one_encodes_nothing() -> None:
+    one = timer(1.0)
+    one.begin([IMAGE])
+    one.begin([])
+    one.end()
+    assert one.take() == []
+
+
 class Event:
     """Stands for torch.cuda.Event: there is no GPU here."""
 
