@@ -286,6 +286,7 @@ class Engine:
         self.scheduler = make_scheduler(
             config,
             connector,
+            is_async=options.is_async,
             blocks=options.blocks,
             block_size=BLOCK,
             cache_rows=options.cache_rows,

@@ -128,10 +128,16 @@ def test_no_promise_is_broken_while_adapters_come_and_are_replaced(
     wire = wire_of(connectors.S3EC, files, seen)
 
     def with_adapters(options: Any, habits: Any) -> tuple[Any, Any]:
-        return options, dataclasses.replace(habits, adapters=2)
+        """Few pictures and a small device cache: what was saved is soon asked for again."""
+        # Others do not know an adapter's content here, so only what this engine saves is found.
+        role = "both" if options.role == "consumer" else options.role
+        return (
+            dataclasses.replace(options, role=role, cache_rows=72),
+            dataclasses.replace(habits, adapters=2, pictures=3, requests=40),
+        )
 
     with scheduler.fuzzing(tmp_path / "model") as fuzz:
         verdicts = [fuzz.run(seed, wire=wire, change=with_adapters) for seed in SEEDS]
     broken = [(one.seed, one.failure) for one in verdicts if one.failure and not one.is_vllms]
     assert broken == []
-    assert min(seen[what] for what in ("loads", "saves", "reloads")) > 0, seen
+    assert min(seen[what] for what in ("loads", "saves", "reloads")) > len(SEEDS), seen

@@ -279,13 +279,20 @@ def _configuration(model: Path) -> Any:
 
 
 def make_scheduler(
-    config: Any, connector: NoConnector | None, *, blocks: int, block_size: int, cache_rows: int
+    config: Any,
+    connector: NoConnector | None,
+    *,
+    is_async: bool,
+    blocks: int,
+    block_size: int,
+    cache_rows: int,
 ) -> Scheduler:
     """vLLM's scheduler of an engine without a model.
 
     Args:
-        config: vLLM's configuration; it also says whether scheduling is asynchronous.
+        config: vLLM's configuration.
         connector: What it asks; None for nothing.
+        is_async: Whether steps overlap. vLLM's configuration says no on a CPU, whatever is asked.
         blocks: Of the KV cache.
         block_size: Tokens of a block.
         cache_rows: Of the encoder cache, and of what a step may encode.
@@ -294,7 +301,6 @@ def make_scheduler(
     spec = FullAttentionSpec(
         block_size=block_size, num_kv_heads=1, head_size=1, dtype=torch.float32
     )
-    is_async = config.scheduler_config.async_scheduling
     scheduler = (AsyncScheduler if is_async else Scheduler)(
         vllm_config=config,
         kv_cache_config=KVCacheConfig(
@@ -350,6 +356,7 @@ class VirtualEngine:
         self._scheduler = make_scheduler(
             _configuration(self.model),
             hooks,
+            is_async=True,
             blocks=_MAX_SEQS * _BATCHED_TOKENS // _BLOCK,
             block_size=_BLOCK,
             cache_rows=_BATCHED_TOKENS,
