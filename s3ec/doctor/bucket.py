@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 from s3ec.doctor.check import CheckContext, Outcome, fail, ok, skip, warn
-from s3ec.errors import AccessError, CorruptEntryError, S3ECError
+from s3ec.errors import AccessError, CorruptEntryError, S3ECError, UnavailableError
 from s3ec.store.base import Blob, Store
 from s3ec.store.open import PROBE_PREFIX, ConditionalPut, probe_conditional_put
 
@@ -394,7 +394,10 @@ def listing(context: CheckContext) -> Outcome:
         try:
             for name in (one, other):
                 _put(context, name)
-            pages = context.ask(lambda: context.s3.pages(begin))
+            try:
+                pages = context.ask(lambda: context.s3.pages(begin))
+            except UnavailableError:  # busy servers answer 500 now and then, and 503
+                pages = context.ask(lambda: context.s3.pages(begin))
         except S3ECError as exc:
             return outcome_of(exc, "s3:ListBucket")
     names = [name for page in pages for name in page]

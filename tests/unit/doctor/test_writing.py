@@ -221,6 +221,13 @@ def test_listing_that_begins_again_at_each_page_ends_and_fails(
     assert sum("list-type=2" in request.target for request in proxy.requests) == 50
 
 
+def test_listing_that_fails_once_is_asked_for_again(
+    make_patient: MakePatient, proxy: FaultProxy
+) -> None:
+    proxy.add(Rule(s3_error(500, "InternalError"), target="list-type=2", times=1))
+    assert bucket.listing(make_patient()).verdict == Verdict.OK
+
+
 def test_what_other_doctors_left_does_not_hide_the_objects_of_this_one(
     make_patient: MakePatient, moto_server: MotoServer, doctor_bucket: str
 ) -> None:
