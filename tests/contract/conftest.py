@@ -77,6 +77,7 @@ def _configure(
         "endpoint_url": endpoint_url,
         "region": "us-east-1",
         "connect_timeout_s": 10,  # the machine may be busy
+        "read_timeout_s": 30,
     }
 
     def configure(**changes: Any) -> Settings:

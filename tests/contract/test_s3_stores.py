@@ -31,7 +31,7 @@ class TestOnSeaweed(StoreContract):
     @pytest.fixture
     def make_store(self, on_seaweed: Configure, transport: Transport) -> MakeStore:
         # Writers that race for one name take turns of a second there.
-        return lambda prefix: transport(on_seaweed(prefix=prefix, read_timeout_s=30))
+        return lambda prefix: transport(on_seaweed(prefix=prefix))
 
 
 async def test_small_pages_of_seaweed_hold_every_object(
