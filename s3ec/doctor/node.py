@@ -89,7 +89,7 @@ def cache_space(context: CheckContext) -> Outcome:
     settings = context.settings
     try:
         used = _tier_bytes(settings.cache_dir)
-        free = free_bytes(_existing(settings.cache_dir))
+        free = _free_bytes(settings.cache_dir)
     except OSError as exc:
         return fail(f"{settings.cache_dir}: {exc.strerror}", _mend_folder(exc))
     room = free + used - int(settings.min_free_bytes)
@@ -123,6 +123,16 @@ def _tier_bytes(root: Path) -> int:
             with contextlib.suppress(FileNotFoundError):  # evicted meanwhile
                 total += os.lstat(os.path.join(folder, name)).st_size
     return total
+
+
+def _free_bytes(path: Path) -> int:
+    """Of the disk that holds a path, or would."""
+    while True:
+        path = _existing(path)
+        try:
+            return free_bytes(path)
+        except FileNotFoundError:  # a check beside this one made the folder and took it away
+            continue
 
 
 def _existing(path: Path) -> Path:

@@ -367,7 +367,9 @@ def interrupted(*, settings: dict[str, str], every: int) -> None:
         timer.start()
         say(f"taken {engine.offer(1)}")
 
-    _end_at(0, {**settings, "cache_bytes": str(5 * ROWS * 256)}, wait)
+    # In a folder of its own: what the others left would be adopted, and fill it before.
+    small = {"cache_dir": settings["cache_dir"] + "-small", "cache_bytes": str(5 * ROWS * 256)}
+    _end_at(0, {**settings, **small}, wait)
     say("done")
 
 
