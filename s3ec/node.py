@@ -35,7 +35,8 @@ from s3ec.tier.bad_objects import BadObjects
 
 log = logging.getLogger(__name__)
 
-# How often the set of entries on this node's disk is read again, since other processes evict.
+# How often the set of entries on this node's disk is read again, since other processes evict. What
+# they put there is heard of at once.
 _RESCAN_S = 600.0
 # More than a namespace's descriptor ever has.
 _DESCRIPTOR_BYTES = 2**20
@@ -140,6 +141,7 @@ class Node:
         self.tier = _open_tier(settings, namespace.name, self.counters)
         self.destination = destination_of(settings)
         self.local = LocalKeys()
+        self._news = self.tier.follow_news(self.local.add_all)
         self.bad_objects = BadObjects(
             self.tier.folders,
             namespace.name,
@@ -176,7 +178,7 @@ class Node:
     def follow_the_bucket(self) -> None:
         """Start reading the index, now and every ``index_refresh_s``; returns at once."""
         self._following.append(self.loop.submit(self._refresh_forever()))
-        self._following.append(self.loop.submit(self._rescan_forever()))
+        self._following.append(self.loop.submit(self._follow_the_folder()))
 
     def compact_the_index(self) -> None:
         """Start merging what writers announce when it piles up; for who follows and may write."""
@@ -232,7 +234,9 @@ class Node:
         """
         await self.store.get(self.layout.descriptor, max_bytes=_DESCRIPTOR_BYTES)
 
-    async def _rescan_forever(self) -> None:
+    async def _follow_the_folder(self) -> None:
+        # Before the walk, so that nothing falls between the two.
+        await self.loop.disk_long(self._news.start)
         while True:
             try:
                 await self.loop.disk_long(lambda: self.local.replace(self.tier.entries.names()))

@@ -159,6 +159,13 @@ class LocalKeys:
         if (scanned := self._next) is not None:
             scanned.add(key.digest)
 
+    def add_all(self, digests: Iterable[bytes]) -> None:
+        """Other processes published these."""
+        digests = tuple(digests)
+        self._digests.update(digests)
+        if (scanned := self._next) is not None:
+            scanned.update(digests)
+
     def discard(self, key: Key) -> None:
         """A look at the disk did not find it."""
         self._digests.discard(key.digest)

@@ -19,6 +19,7 @@ from s3ec.store.base import Blob, Store, parts_in_order
 from s3ec.tier.entries import Entries
 from s3ec.tier.evictor import Evictor
 from s3ec.tier.files import Folders, TempFile
+from s3ec.tier.news import NewsWriter
 from s3ec.tier.pins import Pin, Pins
 from s3ec.tier.spool import Spool
 
@@ -44,6 +45,7 @@ class EntryWriter:
         entries: Entries,
         pins: Pins,
         evictor: Evictor,
+        news: NewsWriter,
         counters: Counters,
         *,
         clock: Callable[[], float],
@@ -52,6 +54,7 @@ class EntryWriter:
         self._entries = entries
         self._pins = pins
         self._evictor = evictor
+        self._news = news
         self._counters = counters
         self._clock = clock
 
@@ -78,7 +81,7 @@ class EntryWriter:
             self._finish(file)
             if spool is not None:
                 spool.add(key, file.path)
-            self._folders.place(file, *self._entries.path(key))
+            self._place(key, file)
 
         # The spool tells the running total itself: its bytes stay, whatever becomes of the entry.
         self._write(key, pieces, name, counted=spool is not None)
@@ -204,12 +207,17 @@ class EntryWriter:
             raise FileNotFoundError(file.path)
         os.close(held.fd)
         try:
-            self._folders.place(file, *self._entries.path(key))
+            self._place(key, file)
         except BaseException:
             with suppress(OSError, TierError):
                 self._pins.drop(held.path)
             raise
         return Pin(Path(held.path), header.total_bytes, header)
+
+    def _place(self, key: Key, file: TempFile) -> None:
+        """Give an entry its name, and tell the node's other processes."""
+        self._folders.place(file, *self._entries.path(key))
+        self._news.tell(key)
 
     def _finish(self, file: TempFile) -> None:
         file.close()

@@ -82,6 +82,7 @@ class Folders:
         index: Namespaces, each with this node's copy of what the index needs.
         fetch_lock: A file. One byte per entry that some process fetches; see claims.py.
         usage: A file. The running total of all that is here.
+        news: A file. Entries that were put here lately; see news.py.
         evict_lock: A file. Locked by the one process that evicts.
     """
 
@@ -98,6 +99,7 @@ class Folders:
         self.index = version / "index"
         self.fetch_lock = version / "fetch.lock"
         self.usage = version / "usage"
+        self.news = version / "news"
         self.evict_lock = version / "evict.lock"
 
     def make(self) -> None:
@@ -116,8 +118,11 @@ class Folders:
         ):
             make_folder(folder)
 
-    def open_own(self, path: Path) -> int:
+    def open_own(self, path: Path, flags: int = 0) -> int:
         """Open one of the few files below ``version`` that all processes share; made if missing.
+
+        Args:
+            flags: Further ones of ``os.open``.
 
         Returns:
             A descriptor for reading and writing; the caller closes it.
@@ -127,14 +132,14 @@ class Folders:
         """
         try:
             require_own_folders(self.above)
-            return os.open(path, _OPEN_OWN)
+            return os.open(path, _OPEN_OWN | flags)
         except FileNotFoundError:
             pass
         try:
-            fd = os.open(path, _OPEN_OWN | os.O_CREAT, FILE_MODE)
+            fd = os.open(path, _OPEN_OWN | os.O_CREAT | flags, FILE_MODE)
         except FileNotFoundError:  # somebody emptied the cache under us
             self.make()
-            fd = os.open(path, _OPEN_OWN | os.O_CREAT, FILE_MODE)
+            fd = os.open(path, _OPEN_OWN | os.O_CREAT | flags, FILE_MODE)
         try:
             os.fchmod(fd, FILE_MODE)  # the umask may have taken bits from the mode above
         except BaseException:

@@ -24,6 +24,7 @@ from s3ec.tier.entry_writer import EntryWriter
 from s3ec.tier.evictor import Evictor
 from s3ec.tier.files import DiskErrors, Folders, make_folder
 from s3ec.tier.index_files import IndexFiles
+from s3ec.tier.news import NewsReader, NewsWriter
 from s3ec.tier.pins import Pins
 from s3ec.tier.spool import Spool
 
@@ -94,9 +95,13 @@ class Tier:
             min_free_bytes=min_free_bytes,
         )
         self.writer = EntryWriter(
-            folders, self.entries, self.pins, self.evictor, counters, clock=clock
+            *(folders, self.entries, self.pins, self.evictor),
+            NewsWriter(folders, namespace, errors),
+            counters,
+            clock=clock,
         )
         self._spools: list[Spool] = []
+        self._readers: list[NewsReader] = []
         try:
             self._open()
         except OSError as exc:
@@ -113,6 +118,8 @@ class Tier:
         self.claims.close()
         for spool in self._spools:
             spool.close()
+        for reader in self._readers:
+            reader.close()
 
     def open_spool(self, destination: str) -> Spool:
         """A place to keep entries until the bucket has them; ends with this tier.
@@ -132,6 +139,20 @@ class Tier:
         )
         self._spools.append(spool)
         return spool
+
+    def follow_news(self, told: Callable[[list[bytes]], None]) -> NewsReader:
+        """What hears of entries that any process puts here; to be started, ends with this tier.
+
+        Args:
+            told: Takes their digests, in a thread of the reader's; must not wait.
+
+        Raises:
+            TierError: The tier is closed.
+        """
+        self._require_open()
+        reader = NewsReader(self.folders, self._namespace, self._disk_errors, told)
+        self._readers.append(reader)
+        return reader
 
     def open_index(self) -> IndexFiles:
         """Where this namespace's files of the index lie on this node.

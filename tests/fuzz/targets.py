@@ -42,6 +42,7 @@ from s3ec.store.s3_errors import from_obstore, from_url
 from s3ec.tenant import Tenant, check_reference
 from s3ec.tier.bad_objects import BadObject
 from s3ec.tier.evictor import Figures
+from s3ec.tier.news import make_record, parse_records
 from s3ec.tier.pins import is_process_folder_name
 from s3ec.tier.scan import SpoolName, is_index_name
 
@@ -285,6 +286,14 @@ def usage(data: bytes) -> None:
     require(found is None or Figures.parse(found.pack()) == found, "not written as it was read")
 
 
+def news(data: bytes) -> None:
+    """What other processes of the node told of new entries, in a file that anybody may cut."""
+    digests, done = parse_records(data, NAMESPACE)
+    require(done <= len(data), "more was read than is there")
+    again = b"".join(make_record(NAMESPACE, digest) for digest in digests)
+    require(parse_records(again, NAMESPACE)[0] == digests, "not read as it was written")
+
+
 def note(data: bytes) -> None:
     """What this node has noted of a bad object, on a disk that others write to."""
     found = BadObject.parse(NAMESPACE, "0" * 16, data.decode("utf-8", "replace"))
@@ -377,6 +386,7 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
             names,
             identifiers,
             usage,
+            news,
             note,
             settings,
             settings_file,

@@ -22,6 +22,7 @@ from tests.support.on_disk import audit_of, running_total
 from tests.unit.index.basics import NAMESPACE, key_of
 from tests.unit.index.corpus import Corpus, rows_of
 from tests.unit.tier.cases import DESTINATION, child, key_at, new_tier, pin_folders
+from tests.unit.tier.cases import NAMESPACE as CHILDS_NAMESPACE
 
 
 def destination(**changes: Any) -> str:
@@ -64,11 +65,11 @@ def corpus() -> Corpus:
 def make_node(corpus: Corpus, tmp_path: Path) -> Iterator[Callable[..., Node]]:
     nodes: list[Node] = []
 
-    def make(**changes: Any) -> Node:
+    def make(namespace: str = NAMESPACE, **changes: Any) -> Node:
         given = {"bucket": "corpus", "cache_dir": str(tmp_path), "index_refresh_s": 0.1}
         settings = load_settings(given | changes).settings
         store = MemoryStore(corpus.memory.bucket)
-        nodes.append(Node(settings, Namespace(NAMESPACE, {}), store=store))
+        nodes.append(Node(settings, Namespace(namespace, {}), store=store))
         return nodes[-1]
 
     yield make
@@ -111,6 +112,28 @@ def test_a_node_lists_what_has_no_manifest(corpus: Corpus, make_node: Callable[.
     node.follow_the_bucket()
     until(lambda: node.index.loaded)
     assert node.index.maybe_contains(key_of("a"))
+
+
+def test_a_node_knows_at_once_what_another_process_of_it_puts_on_its_disk(
+    make_node: Callable[..., Node], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = make_node(CHILDS_NAMESPACE)
+    walks: list[str] = []
+
+    def names() -> Iterator[str]:
+        walks.append("one")
+        yield from ()
+
+    monkeypatch.setattr(node.tier.entries, "names", names)
+    node.follow_the_bucket()
+    until(lambda: bool(walks))
+    with child("churn", tmp_path, 1 << 30, 0, 3) as other:
+        other.hear()
+        other.say()
+        until(lambda: all(node.local(key_at(number)) for number in range(3)))
+        other.hear()
+        other.end()
+    assert len(walks) == 1
 
 
 @pytest.mark.parametrize("changes", [{"index": "bloom"}, {"index": "auto", "cache_bytes": "12KiB"}])

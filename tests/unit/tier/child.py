@@ -19,10 +19,14 @@ from pathlib import Path
 from types import MethodType
 from typing import Any
 
+from s3ec.counters import Counters
 from s3ec.errors import TierError
+from s3ec.tier import LocalKeys
 from s3ec.tier.evictor import evict_lock
-from s3ec.tier.files import Folders, TempFile, try_lock
+from s3ec.tier.files import DiskErrors, Folders, TempFile, try_lock
+from s3ec.tier.news import NewsWriter
 from tests.support.on_disk import make_room
+from tests.support.waiting import eventually
 from tests.unit.tier.cases import (
     DESTINATION,
     NAMESPACE,
@@ -263,6 +267,52 @@ def _all_locked(*things: object) -> Iterator[None]:
     holder.join()
 
 
+def tell_half(root: Path, number: int) -> None:
+    """Tell of an entry as far as the middle of its record, and wait there to be killed."""
+    tier = new_tier(root)
+    write = os.write
+
+    def tear(fd: int, blob: bytes) -> int:
+        written = write(fd, blob[:13])
+        say("torn")
+        hear()
+        return written
+
+    os.write = tear
+    publish(tier, number)
+
+
+def tell_under_limit(root: Path, first: int, count: int) -> None:
+    """Tell of entries under a limit on file sizes, which cuts a record of the news."""
+    tier = new_tier(root)
+    news = NewsWriter(tier.folders, NAMESPACE, DiskErrors(root, Counters()))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300, resource.RLIM_INFINITY))
+    for number in range(first, first + count):
+        news.tell(key_at(number))
+    tier.close()
+    say("told")
+
+
+def fork_and_tell(root: Path, number: int) -> None:
+    """Follow the news, fork, and hear of what the child publishes."""
+    tier, keys = new_tier(root), LocalKeys()
+    publish(tier, number)  # so that there is a file, and it is open
+    tier.follow_news(keys.add_all).start()
+    pid = os.fork()
+    if pid == 0:
+        news = str(tier.folders.news)
+        names = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+        assert news not in [os.readlink(name) for name in names if os.path.exists(name)]
+        own = new_tier(root)
+        publish(own, number + 1)
+        own.close()
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    eventually(lambda: keys(key_at(number + 1)))
+    tier.close()
+    say("heard")
+
+
 def orphan(root: Path) -> None:
     """Hold all that can be held, fork a child that does nothing, and be killed."""
     from s3ec.index.base_writer import temporary_folder
@@ -301,7 +351,7 @@ if __name__ == "__main__":
         function.__name__: function
         for function in (
             *(race, hold, claim, stop_before_rename, churn, flood, occupy, fork, orphan, limit),
-            *(spool, spool_before_rename, adopt),
+            *(spool, spool_before_rename, adopt, tell_half, tell_under_limit, fork_and_tell),
         )
     }
     commands[sys.argv[1]](Path(sys.argv[2]), *(int(argument) for argument in sys.argv[3:]))

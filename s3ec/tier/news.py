@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""News: how the processes of a node tell each other of new entries, without a walk over the folder.
+
+One file for the whole folder. Whoever has named an entry appends one record, and every process that
+serves requests looks every 20 ms whether the file has grown. A record, 32 bytes, little-endian:
+magic (4), xxh3-64 of the namespace (8), digest (16), xxh32 of all that (4).
+
+The file is no truth, and nothing depends on it but how soon an entry is found: a record that was
+lost, torn or damaged leaves the entry to the index and to the next walk. So nothing is locked or
+synced here, and a failure is counted and otherwise ignored. Whoever makes the file large removes
+it. Readers hold the old one open, so they read its rest before they go on to the new one.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import struct
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+
+import xxhash
+
+from s3ec.errors import CorruptEntryError, TierError
+from s3ec.identity import Key
+from s3ec.tier.files import DiskErrors, Folders, open_entry
+
+_log = logging.getLogger(__name__)
+
+_MAGIC = b"s3n\x01"
+_BODY = struct.Struct("<4sQ16s")
+_CHECK = struct.Struct("<I")
+RECORD_BYTES = _BODY.size + _CHECK.size
+LARGEST_BYTES = 2**20
+"""A file of this size is begun anew."""
+POLL_S = 0.02
+"""One look is one system call, about 3 us."""
+# After a look that failed.
+_REST_S = 1.0
+# At the end of the process; a disk that does not answer is not waited for.
+_STOP_TIMEOUT_S = 1.0
+
+
+def _tag(namespace: str) -> int:
+    return xxhash.xxh3_64_intdigest(namespace.encode())
+
+
+def make_record(namespace: str, digest: bytes) -> bytes:
+    """What tells of one entry.
+
+    Args:
+        namespace: ``Namespace.name``.
+        digest: ``Key.digest``.
+    """
+    body = _BODY.pack(_MAGIC, _tag(namespace), digest)
+    return body + _CHECK.pack(xxhash.xxh32_intdigest(body))
+
+
+def parse_records(blob: bytes, namespace: str) -> tuple[list[bytes], int]:
+    """Read a part of the file, which may begin and end anywhere and hold anything.
+
+    Returns:
+        The digests of this namespace, and how many bytes need not be read again.
+    """
+    tag, digests, done, at = _tag(namespace), [], 0, 0
+    while (at := blob.find(_MAGIC, at)) >= 0:
+        if at + RECORD_BYTES > len(blob):
+            return digests, at
+        body_end = at + _BODY.size
+        (check,) = _CHECK.unpack_from(blob, body_end)
+        if xxhash.xxh32_intdigest(blob[at:body_end]) != check:
+            at += 1  # the rest of a torn one, and a good one may begin inside
+            continue
+        _, whose, digest = _BODY.unpack_from(blob, at)
+        if whose == tag:
+            digests.append(digest)
+        at = done = at + RECORD_BYTES
+    return digests, max(done, len(blob) - len(_MAGIC) + 1)
+
+
+class NewsWriter:
+    """Tells the node's other processes what was put here. Thread-safe; holds nothing open."""
+
+    def __init__(self, folders: Folders, namespace: str, disk_errors: DiskErrors) -> None:
+        """Nothing is touched."""
+        self._folders = folders
+        self._namespace = namespace
+        self._failed = disk_errors.record
+
+    def tell(self, key: Key) -> None:
+        """An entry has its name now; about six short system calls. Never raises."""
+        try:
+            fd = self._folders.open_own(self._folders.news, os.O_APPEND)
+            try:
+                # One write at the end, so records of many processes do not mix. A full disk may
+                # take a part of it, which readers pass over.
+                os.write(fd, make_record(self._namespace, key.digest))
+                if os.lseek(fd, 0, os.SEEK_CUR) >= LARGEST_BYTES:
+                    self._begin_anew(fd)
+            finally:
+                os.close(fd)
+        except (OSError, TierError) as exc:
+            self._failed("tell of an entry", exc)
+
+    def _begin_anew(self, fd: int) -> None:
+        """Remove the file, unless somebody else has done so; who writes next makes another."""
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(fd), os.lstat(self._folders.news)):
+                os.unlink(self._folders.news)
+
+
+class NewsReader:
+    """Follows the file from a thread of its own, since a disk may hang.
+
+    States: new, following from ``start`` on, ended for good by ``close``. A forked child has no
+    such thread.
+    """
+
+    def __init__(
+        self,
+        folders: Folders,
+        namespace: str,
+        disk_errors: DiskErrors,
+        told: Callable[[list[bytes]], None],
+        *,
+        poll_s: float = POLL_S,
+    ) -> None:
+        """Nothing is touched.
+
+        Args:
+            told: Takes the digests of new entries, in the reader's thread; must not wait.
+            poll_s: Between two looks.
+        """
+        self._path = str(folders.news)
+        self._namespace = namespace
+        self._failed = disk_errors.record
+        self._told = told
+        self._poll_s = poll_s
+        self._fd: int | None = None
+        self._file: os.stat_result | None = None  # what is open
+        self._at = 0
+        self._seen: tuple[int, int, int] | None = None  # device, inode, size at the last look
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Go on from the end of the file as it is now; blocking. Never raises.
+
+        A walk over the folder that begins after this and what is told from now on are together
+        all that is here.
+        """
+        if self._thread is not None or self._stopping.is_set():
+            return
+        try:
+            self._look(from_start=False)
+        except (OSError, CorruptEntryError) as exc:
+            self._failed_to_read(exc)
+        thread = threading.Thread(target=self._run, name="s3ec-news", daemon=True)
+        with suppress(RuntimeError):  # the interpreter ends, or there are too many
+            thread.start()
+            self._thread = thread
+
+    def close(self) -> None:
+        """End the thread; for good."""
+        self._stopping.set()
+        if self._thread is not None:
+            self._thread.join(_STOP_TIMEOUT_S)
+
+    def _run(self) -> None:
+        rest_s = self._poll_s
+        while not self._stopping.wait(rest_s):
+            rest_s = self._poll_s
+            try:
+                digests = self._look()
+                if digests:
+                    self._told(digests)
+            except (OSError, CorruptEntryError) as exc:
+                self._failed_to_read(exc)
+                rest_s = _REST_S
+            except BaseException:  # noqa: BLE001 (the top of a thread)
+                _log.exception("news")
+                rest_s = _REST_S
+        self._close_file()
+
+    def _failed_to_read(self, exc: OSError | CorruptEntryError) -> None:
+        self._failed("read the news", exc if isinstance(exc, OSError) else TierError(str(exc)))
+
+    def _look(self, *, from_start: bool = True) -> list[bytes]:
+        """What was told since the last look; one system call where nothing was.
+
+        Args:
+            from_start: Of a file that is seen for the first time.
+        """
+        try:
+            found = os.lstat(self._path)
+        except FileNotFoundError:
+            found = None
+        seen = None if found is None else (found.st_dev, found.st_ino, found.st_size)
+        if seen == self._seen:
+            return []
+        digests = self._read_on()
+        if found is None:
+            self._close_file()
+        elif self._file is None or not os.path.samestat(self._file, found):
+            self._close_file()
+            with suppress(FileNotFoundError):
+                self._open_file(from_start=from_start)
+            digests += self._read_on()
+        self._seen = seen
+        return digests
+
+    def _open_file(self, *, from_start: bool) -> None:
+        self._fd = open_entry(self._path)
+        self._file = os.fstat(self._fd)
+        self._at = 0 if from_start else self._file.st_size
+
+    def _close_file(self) -> None:
+        fd, self._fd, self._file = self._fd, None, None
+        if fd is not None:
+            os.close(fd)
+
+    def _read_on(self) -> list[bytes]:
+        if self._fd is None:
+            return []
+        nbytes = os.fstat(self._fd).st_size
+        if nbytes < self._at:  # somebody cut it
+            self._at = 0
+        # No writer of ours lets it grow so far.
+        self._at = max(self._at, nbytes - 2 * LARGEST_BYTES)
+        blob = os.pread(self._fd, nbytes - self._at, self._at)
+        digests, done = parse_records(blob, self._namespace)
+        self._at += done
+        return digests
