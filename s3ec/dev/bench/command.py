@@ -36,7 +36,7 @@ app = App(
 _STDOUT = "-"
 _DEVELOPMENT = "For the development of s3ec"
 # Faults, servers far away, real engines: what they measure does not help to run a fleet.
-_OF_DEVELOPERS = ("fetch80", "interference", "dead", "soak", "amplification")
+_OF_DEVELOPERS = ("fetch80", "fetch_30mb_far", "interference", "dead", "soak", "amplification")
 
 
 class BenchCommand(Command):

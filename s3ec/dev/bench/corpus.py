@@ -44,6 +44,7 @@ class Corpus:
         namespace: Of all entries.
         keys: One per entry.
         entry_bytes: Size of each object.
+        shape: Of each tensor.
         hedge: Whether clients ask a slow server twice.
     """
 
@@ -52,6 +53,7 @@ class Corpus:
     namespace: Namespace
     keys: tuple[Key, ...]
     entry_bytes: int
+    shape: Shape = SHAPE
     hedge: bool = True
 
     @property
@@ -67,7 +69,7 @@ class Corpus:
 
     def wants(self) -> list[FetchRequest]:
         """Every entry, for a prefetcher."""
-        return [FetchRequest(key, MODALITY, SHAPE.rows) for key in self.keys]
+        return [FetchRequest(key, MODALITY, self.shape.rows) for key in self.keys]
 
     def settings(self, cache_dir: Path, transport: str) -> Settings:
         """Settings of a process that reads this corpus into a tier without bounds."""
@@ -97,7 +99,7 @@ class Corpus:
 
 
 @contextlib.contextmanager
-def filled(context: Context, count: int) -> Iterator[tuple[LocalS3, Corpus]]:
+def filled(context: Context, count: int, shape: Shape = SHAPE) -> Iterator[tuple[LocalS3, Corpus]]:
     """Start a SeaweedFS and put ``count`` entries of random data into a bucket of it.
 
     Raises:
@@ -114,31 +116,34 @@ def filled(context: Context, count: int) -> Iterator[tuple[LocalS3, Corpus]]:
         namespace = Namespace.from_descriptor({"model": "s3ec/bench"})
         source = random.Random(20_260_201)
         keys = tuple(_key(f"{source.getrandbits(256):064x}") for _ in range(count))
-        corpus = Corpus(server.endpoint_url, server.env(), namespace, keys, len(_entry(keys[0])))
+        nbytes = len(_entry(keys[0], shape))
+        corpus = Corpus(server.endpoint_url, server.env(), namespace, keys, nbytes, shape)
         with corpus.environment():
             _upload(server, corpus)
             yield server, corpus
 
 
-def entry_pieces(key: Key, namespace: str) -> tuple[bytes, bytes]:
+def entry_pieces(key: Key, namespace: str, shape: Shape = SHAPE) -> tuple[bytes, bytes]:
     """Header and data of one valid entry; the same bytes for the same key."""
-    data = random.Random(key.digest).randbytes(SHAPE.nbytes).translate(_FINITE)
-    header = Header(key.identifier, namespace, MODALITY, SHAPE, codec.checksum(data))
+    data = random.Random(key.digest).randbytes(shape.nbytes).translate(_FINITE)
+    header = Header(key.identifier, namespace, MODALITY, shape, codec.checksum(data))
     return codec.encode_header(header), data
 
 
-def _entry(key: Key) -> bytes:
-    return b"".join(entry_pieces(key, Namespace.from_descriptor({"model": "s3ec/bench"}).name))
+def _entry(key: Key, shape: Shape) -> bytes:
+    namespace = Namespace.from_descriptor({"model": "s3ec/bench"}).name
+    return b"".join(entry_pieces(key, namespace, shape))
 
 
 def _upload(server: LocalS3, corpus: Corpus) -> None:
     client = server.client()
     layout = Layout(corpus.namespace.name)
-    record = canonical_json({"width": SHAPE.width, "dtype": SHAPE.dtype}).encode()
+    shape = corpus.shape
+    record = canonical_json({"width": shape.width, "dtype": shape.dtype}).encode()
     client.put_object(Bucket=_BUCKET, Key=layout.modality(MODALITY), Body=record)
 
     def put(key: Key) -> None:
-        client.put_object(Bucket=_BUCKET, Key=layout.object(key), Body=_entry(key))
+        client.put_object(Bucket=_BUCKET, Key=layout.object(key), Body=_entry(key, shape))
 
     with ThreadPoolExecutor(_UPLOADS) as pool:
         list(pool.map(put, corpus.keys))

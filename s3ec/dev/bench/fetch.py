@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``bench fetch``: bucket to tier, verified, beside raw GET loops of three S3 clients.
+"""``bench fetch`` and its sizes: bucket to tier, verified, beside raw GET loops of S3 clients.
 
 All clients ask one SeaweedFS on this machine for the same objects, in turn, with 16 in flight.
 The server takes its share of the same cores, so ``cores_busy`` stands in the details: near the
 number of cores nobody can be faster without using less of the processor. ``raw obstore to file``
 and ``floor_cpu_ms`` say what the kernel takes for putting the bytes into files, which no tier
-can do without.
+can do without. The rows ``*_to_files`` compare with that loop, which verifies nothing.
 """
 
 from __future__ import annotations
@@ -29,22 +29,55 @@ if TYPE_CHECKING:
     from s3ec.testing.server import LocalS3
 
 ROUNDS = 9
-_OBJECTS = 200
-# 8 waves of 16: fewer, since each takes the latency, and whole waves, so that all end alike.
-_OBJECTS_FAR = 128
-_OBJECTS_QUICK = 32
 RAW, TO_FILE, OURS = "raw ", "raw obstore to file", "s3ec "
 
 
-def rows(name: str) -> tuple[Spec, ...]:
-    """The rows of ``bench NAME``."""
-    near = name == "fetch"
-    return (
-        Spec(f"{name}.ratio_to_raw", "ratio", ">= 0.8"),
-        *([Spec(f"{name}.cpu_ratio_to_raw", "ratio", "<= 1.3")] if near else ()),
-        Spec(f"{name}.gb_per_s", "GB/s"),
-        *([Spec(f"{name}.cpu_ms_per_object", "ms")] if near else ()),
-    )
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What one of these benchmarks fetches.
+
+    Attributes:
+        name: Of the benchmark.
+        reaches: Row to what it must reach, in their order; without the benchmark's name.
+        objects: How many.
+        objects_quick: How many in a quick run.
+        rows: Of each embedding...
+        width: ...and its width, bfloat16.
+        latency_s: Added to each request's way to the server.
+        all_clients: Whether s3ec is measured over every transport that is installed.
+    """
+
+    name: str
+    reaches: Mapping[str, str | None]
+    objects: int
+    objects_quick: int = 32
+    rows: int = 256
+    width: int = 5376
+    latency_s: float = 0.0
+    all_clients: bool = True
+
+    @property
+    def specs(self) -> tuple[Spec, ...]:
+        """The benchmark's rows."""
+        return tuple(
+            Spec(f"{self.name}.{row}", _UNITS[row], reach) for row, reach in self.reaches.items()
+        )
+
+    @property
+    def bench(self) -> Bench:
+        """The benchmark."""
+        return Bench(self.specs, functools.partial(run, plan=self))
+
+
+_UNITS = {
+    "ratio_to_raw": "ratio",
+    "ratio_to_files": "ratio",
+    "cpu_ratio_to_raw": "ratio",
+    "cpu_ratio_to_files": "ratio",
+    "gb_per_s": "GB/s",
+    "cpu_ms": "ms",
+    "cpu_ms_per_object": "ms",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,44 +108,44 @@ class Clients:
     about: dict[str, Any] = field(default_factory=dict)
 
 
-def run(context: Context, name: str = "fetch", latency_s: float = 0.0) -> None:
+def run(context: Context, plan: Plan) -> None:
     """Measure; needs the SeaweedFS binary.
 
     Args:
         context: Where rows go.
-        name: What the rows' names begin with.
-        latency_s: Added to each request's way to the server.
+        plan: What is fetched.
 
     Raises:
         CannotMeasureError: There is no server to be had.
     """
+    from s3ec.codec import Shape
     from s3ec.dev.bench.corpus import filled
     from s3ec.dev.bench.floor import floor_ms
     from s3ec.dev.bench.folders import memory_folder
     from s3ec.dev.rigs.relay import Relay
 
-    count = _OBJECTS_FAR if latency_s else _OBJECTS
+    shape = Shape(plan.rows, plan.width, "bfloat16")
     with contextlib.ExitStack() as stack:
         server, corpus = stack.enter_context(
-            filled(context, _OBJECTS_QUICK if context.quick else count)
+            filled(context, plan.objects_quick if context.quick else plan.objects, shape)
         )
-        if latency_s:
-            relay = stack.enter_context(Relay(corpus.endpoint_url, latency_s))
+        if plan.latency_s:
+            relay = stack.enter_context(Relay(corpus.endpoint_url, plan.latency_s))
             corpus = replace(corpus, endpoint_url=relay.url)
         folder, on_tmpfs = stack.enter_context(memory_folder(context.scratch / "tier"))
-        clients = stack.enter_context(_clients(server, corpus, folder))
+        clients = stack.enter_context(_clients(server, corpus, folder, plan.all_clients))
         clients.about |= {
             "tier_on_tmpfs": on_tmpfs,
-            "latency_ms": latency_s * 1000,
+            "latency_ms": plan.latency_s * 1000,
             "floor_cpu_ms": floor_ms(folder, corpus.entry_bytes),
         }
         context.say(f"{context.rounds(ROUNDS)} rounds")
         kept = measure.interleave(clients.cases, rounds=context.rounds(ROUNDS))
-    _report(context, name, clients, kept, corpus)
+    _report(context, plan, clients, kept, corpus)
 
 
 @contextlib.contextmanager
-def _clients(server: LocalS3, corpus: Corpus, folder: Path) -> Iterator[Clients]:
+def _clients(server: LocalS3, corpus: Corpus, folder: Path, all_clients: bool) -> Iterator[Clients]:
     from s3ec.dev.bench import fetcher, raw_loops
 
     def case(work: Callable[[], None], after: Callable[[], None] | None = None) -> None:
@@ -132,7 +165,7 @@ def _clients(server: LocalS3, corpus: Corpus, folder: Path) -> Iterator[Clients]
         stack.callback(to_file.close)
         name = TO_FILE
         case(to_file.fetch, to_file.empty)
-        for transport in there:
+        for transport in there if all_clients else [auto]:
             ours = fetcher.Fetcher(corpus, folder / transport, transport)
             stack.callback(ours.close)
             name = OURS + transport
@@ -166,7 +199,7 @@ def _cpu_of(pid: int | None) -> float:
 
 def _report(
     context: Context,
-    name: str,
+    plan: Plan,
     clients: Clients,
     kept: Mapping[str, Sequence[Sample]],
     corpus: Corpus,
@@ -188,24 +221,30 @@ def _report(
         "not_installed": clients.missing,
     }
 
-    def report(row: str, values: Mapping[str, Sequence[float]], note: str, **more: Any) -> None:
+    def report(row: str, values: Mapping[str, Sequence[float]], note: str) -> None:
+        if row not in plan.reaches:
+            return
         detail = {
             "spread": measure.spread(values[clients.auto]),
             "cases": measure.medians(values),
             "note": note,
-            **more,
         }
         value = statistics.median(values[clients.auto])
-        context.report(f"{name}.{row}", value, samples=samples, detail=detail | about)
+        context.report(f"{plan.name}.{row}", value, samples=samples, detail=detail | about)
 
-    over_fastest = {case: measure.ratios(speed[case], speed[fastest]) for case in (*same, TO_FILE)}
-    report("ratio_to_raw", over_fastest, f"{clients.auto} over the fastest, {fastest}")
+    def over(values: Mapping[str, Sequence[float]], other: str) -> dict[str, list[float]]:
+        cases = (*same, TO_FILE) if other != TO_FILE else tuple(same)
+        return {case: measure.ratios(values[case], values[other]) for case in cases}
+
+    report("ratio_to_raw", over(speed, fastest), f"{clients.auto} over the fastest, {fastest}")
+    report("ratio_to_files", over(speed, TO_FILE), f"{clients.auto} over {TO_FILE}")
     report("gb_per_s", speed, _note(clients))
-    if f"{name}.cpu_ms_per_object" in context.missing:
-        against = {case: measure.ratios(cpu[case], cpu[other]) for case, other in same.items()}
-        against[TO_FILE] = measure.ratios(cpu[TO_FILE], cpu[f"{RAW}obstore"])
-        report("cpu_ratio_to_raw", against, f"{clients.auto} over {clients.raw}")
-        report("cpu_ms_per_object", cpu, _note(clients))
+    against = {case: measure.ratios(cpu[case], cpu[other]) for case, other in same.items()}
+    against[TO_FILE] = measure.ratios(cpu[TO_FILE], cpu[f"{RAW}obstore"])
+    report("cpu_ratio_to_raw", against, f"{clients.auto} over {clients.raw}")
+    report("cpu_ratio_to_files", over(cpu, TO_FILE), f"{clients.auto} over {TO_FILE}")
+    for row in ("cpu_ms", "cpu_ms_per_object"):
+        report(row, cpu, _note(clients))
 
 
 def _note(clients: Clients) -> str:
@@ -218,10 +257,52 @@ def _busy(rounds: Sequence[Sample]) -> float:
     return statistics.median((one.cpu_s + one.server_cpu_s) / one.seconds for one in rounds)
 
 
+_FETCH = Plan(
+    "fetch",
+    {
+        "ratio_to_files": ">= 0.9",
+        "cpu_ratio_to_files": "<= 1.25",
+        "ratio_to_raw": ">= 0.7",
+        "cpu_ratio_to_raw": None,
+        "gb_per_s": None,
+        "cpu_ms_per_object": None,
+    },
+    objects=200,
+)
+
+
 def far(latency_ms: int) -> Bench:
     """The same with a bucket that is far away."""
-    name = f"fetch{latency_ms}"
-    return Bench(rows(name), functools.partial(run, name=name, latency_s=latency_ms / 1000))
+    return Plan(
+        f"fetch{latency_ms}",
+        {"ratio_to_raw": ">= 0.8", "gb_per_s": None},
+        # 8 waves of 16: fewer, since each takes the latency; whole ones, so that all end alike.
+        objects=128,
+        latency_s=latency_ms / 1000,
+    ).bench
 
 
-BENCH = Bench(rows("fetch"), run)
+BENCH = _FETCH.bench
+SMALL = Plan(
+    "fetch_8kb",
+    {"cpu_ratio_to_raw": "<= 2.2", "ratio_to_raw": None, "cpu_ms": None},
+    objects=1024,
+    objects_quick=64,
+    rows=4,
+    width=1024,
+    all_clients=False,
+).bench
+LARGE = Plan(
+    "fetch_30mb",
+    {
+        "ratio_to_raw": ">= 0.65",
+        "ratio_to_files": None,
+        "cpu_ratio_to_files": None,
+        "gb_per_s": None,
+        "cpu_ms": None,
+    },
+    objects=32,
+    objects_quick=4,
+    rows=2816,
+    all_clients=False,
+).bench

@@ -16,6 +16,8 @@ from s3ec.tier import Pin
 
 # How often the main thread looks for news, as a scheduler does at its steps.
 _LOOK_S = 0.01
+# Likewise, where the time of a single fetch is looked at.
+_LOOK_ONE_S = 0.0005
 _TIMEOUT_S = 120.0
 
 
@@ -63,12 +65,21 @@ class Fetcher:
         Raises:
             RuntimeError: An entry could not be had, or not in time.
         """
-        deadline = time.monotonic() + _TIMEOUT_S
         self.submit()
-        while not self.take():
+        self._wait_for(len(self.corpus.keys), _LOOK_S)
+
+    def fetch_one_by_one(self) -> None:
+        """The same, where each is asked for when the one before it is here."""
+        for number, want in enumerate(self.corpus.wants(), 1):
+            self.node.prefetcher.submit([want])
+            self._wait_for(number, _LOOK_ONE_S)
+
+    def _wait_for(self, count: int, look_s: float) -> None:
+        deadline = time.monotonic() + _TIMEOUT_S
+        while not self.take() and len(self._pins) < count:
             if time.monotonic() > deadline:
                 raise RuntimeError(f"{len(self._pins)} entries came within {_TIMEOUT_S:.0f} s")
-            time.sleep(_LOOK_S)
+            time.sleep(look_s)
 
     def empty(self) -> None:
         """Let go of the pins and evict every entry."""

@@ -34,12 +34,18 @@ _IDLE_TICKS = 500
 _TICK_S = 0.001
 IDLE, HERE, ELSEWHERE = "idle", "during, ", "while another process fetches, "
 TO_FILE = "during a raw loop that writes files, obstore"
-_ADDED, _BY_LOCK, _LATE = (
+_ADDED, _BY_LOCK, _LATE, _RATIO = (
     "interference.p99_added_ms",
     "interference.p99_added_by_interpreter_ms",
     "interference.p99_ms",
+    "interference.ratio_to_files",
 )
-ROWS = (Spec(_ADDED, "ms", "<= 2"), Spec(_BY_LOCK, "ms"), Spec(_LATE, "ms"))
+ROWS = (
+    Spec(_RATIO, "ratio", "<= 1.0"),
+    Spec(_ADDED, "ms", "<= 2"),
+    Spec(_BY_LOCK, "ms"),
+    Spec(_LATE, "ms"),
+)
 
 
 def run(context: Context) -> None:
@@ -133,6 +139,16 @@ def _report(context: Context, auto: str, kept: Mapping[str, Sequence[Sequence[fl
         "worst_ms": {case: _of_all(rounds, 100) for case, rounds in kept.items()},
         "transport": auto,
     }
+    # Of medians: what one round adds may be nothing, by chance.
+    typical = measure.medians(added)
+    if typical[TO_FILE] > 0:
+        over = {case: value / typical[TO_FILE] for case, value in typical.items()}
+        note = f"{here} over {TO_FILE}; both above idle, medians of rounds"
+        context.report(
+            _RATIO, over[here], samples=ticks[here], detail={"cases": over, "note": note, **about}
+        )
+    else:
+        context.cannot(_RATIO, "the raw loop added nothing in this run", **about)
     for row, values, note in (
         (_ADDED, added, f"{here}; above idle"),
         (_BY_LOCK, by_lock, f"{here}; above that beside another process that fetches"),

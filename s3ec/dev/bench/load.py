@@ -29,13 +29,12 @@ ROUNDS = 25
 _ITEMS = 32
 _STEPS = (1, 8)  # items of one step
 PREADV, EXAMPLE = "os.preadv", "ECExampleConnector plus clone"
-_US, _PREADV_RATIO, _EXAMPLE_RATIO = (
-    "load.us_per_item",
-    "load.ratio_to_preadv",
-    "load.ratio_to_example",
-)
+_US, _EXAMPLE_RATIO = "load.us_per_item", "load.ratio_to_example"
+# By place. On a disk the files are in the page cache, which hands them out faster than tmpfs.
+_PREADV_RATIOS = {"tmpfs": "load.ratio_to_preadv", "disk": "load.ratio_to_preadv_disk"}
 ROWS = (
-    Spec(_PREADV_RATIO, "ratio", "<= 1.5"),
+    Spec(_PREADV_RATIOS["tmpfs"], "ratio", "<= 1.3"),
+    Spec(_PREADV_RATIOS["disk"], "ratio", "<= 1.4"),
     Spec(_EXAMPLE_RATIO, "ratio", "< 1"),
     Spec(_US, "us"),
 )
@@ -173,14 +172,24 @@ def _report(
     steps = [(size, place) for size in _STEPS for place in places]
 
     samples = sum(map(len, kept[_case("s3ec", *steps[0])]))
-    for row, other in ((_PREADV_RATIO, PREADV), (_EXAMPLE_RATIO, EXAMPLE)):
-        ratios = {
+
+    def over(other: str, only: str = "") -> dict[str, list[float]]:
+        return {
             f"{size} a step, {place}": measure.ratios(
                 medians[_case("s3ec", size, place)], medians[_case(other, size, place)]
             )
             for size, place in steps
+            if not only or place == only
         }
-        context.report_slowest(row, ratios, samples=samples, detail={"denominator": other})
+
+    for place, row in _PREADV_RATIOS.items():
+        if place in places:
+            about = {"denominator": PREADV}
+            context.report_slowest(row, over(PREADV, place), samples=samples, detail=about)
+        else:
+            context.cannot(row, f"no {place} here")
+    about = {"denominator": EXAMPLE}
+    context.report_slowest(_EXAMPLE_RATIO, over(EXAMPLE), samples=samples, detail=about)
     ours = {case: rounds for case, rounds in medians.items() if case.startswith("s3ec")}
     others = {case: rounds for case, rounds in medians.items() if case not in ours}
     context.report_slowest(_US, ours, samples=samples, others=measure.medians(others))

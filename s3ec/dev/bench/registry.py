@@ -15,16 +15,18 @@ class Entry:
     """One line of ``s3ec bench list``.
 
     Attributes:
-        module: Where its BENCH is.
+        module: Where it is.
         summary: What it measures.
         typical_s: How long it takes on two cores; ``all`` keeps this much time for it.
         alone: Only by its name: ``all`` would be too long with it.
+        attribute: Its name in the module.
     """
 
     module: str
     summary: str
     typical_s: float
     alone: bool = False
+    attribute: str = "BENCH"
 
 
 ENTRIES: dict[str, Entry] = {
@@ -42,6 +44,23 @@ ENTRIES: dict[str, Entry] = {
         "s3ec.dev.bench.fetch",
         "The same with 80 ms to the bucket: `bench fetch --latency-ms 80`.",
         90,
+    ),
+    "fetch_8kb": Entry(
+        "s3ec.dev.bench.fetch",
+        "The same with embeddings of 8 KB.",
+        60,
+        attribute="SMALL",
+    ),
+    "fetch_30mb": Entry(
+        "s3ec.dev.bench.fetch",
+        "The same with embeddings of 30 MB.",
+        90,
+        attribute="LARGE",
+    ),
+    "fetch_30mb_far": Entry(
+        "s3ec.dev.bench.fetch_far",
+        "One of 30 MB after the other, 30 ms away and 95 MiB/s a connection, beside raw ranges.",
+        60,
     ),
     "interference": Entry(
         "s3ec.dev.bench.interference",
@@ -99,7 +118,10 @@ ENTRIES: dict[str, Entry] = {
 }
 
 # `s3ec bench data`: how bytes move.
-DATA = ("fetch", "fetch80", "interference", "load", "save", "node")
+DATA = (
+    *("fetch", "fetch80", "fetch_8kb", "fetch_30mb", "fetch_30mb_far"),
+    *("interference", "load", "save", "node"),
+)
 _FAR = re.compile(r"fetch([1-9][0-9]{0,3})")
 
 
@@ -119,7 +141,8 @@ def load(name: str) -> Bench:
         from s3ec.dev.bench import fetch
 
         return fetch.far(int(far.group(1)))
-    bench = importlib.import_module(ENTRIES[name].module).BENCH
+    entry = ENTRIES[name]
+    bench = getattr(importlib.import_module(entry.module), entry.attribute)
     if not isinstance(bench, Bench):
-        raise TypeError(f"{ENTRIES[name].module}.BENCH is not a Bench")
+        raise TypeError(f"{entry.module}.{entry.attribute} is not a Bench")
     return bench

@@ -3,7 +3,8 @@
 
 What a client sends arrives later by the whole latency; replies pass through the kernel
 (``splice``), untouched and not delayed. For requests and replies over open connections that is
-a network with this round trip and no limit of bandwidth. Connections open at once.
+a network with this round trip and no limit of bandwidth, unless one is set: then each connection
+carries at most so many bytes a second of replies, as one to S3 does. Connections open at once.
 
 It can write down every request that passes, in front of a server that must not be slowed down.
 It runs in a process of its own: its threads would otherwise share the interpreter's lock with
@@ -13,6 +14,7 @@ the client that is measured.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import queue
 import re
@@ -32,13 +34,21 @@ from s3ec.testing.server import HOST
 
 _START_TIMEOUT_S = 20.0
 _CHUNK_BYTES = 2**20  # the most that a pipe of an ordinary user holds
+_PACED_BYTES = 2**18  # 2.6 ms at 95 MiB/s
+# A thread that wakes so late makes up for it with the next piece.
+_LATE_S = 0.005
 
 
 class Relay:
     """The relay as a child process; a context manager. It ends with this process at the latest."""
 
     def __init__(
-        self, upstream_url: str, latency_s: float, *, request_log: Path | None = None
+        self,
+        upstream_url: str,
+        latency_s: float,
+        *,
+        request_log: Path | None = None,
+        stream_bytes_per_s: float = 0.0,
     ) -> None:
         """Prepare it.
 
@@ -46,8 +56,10 @@ class Relay:
             upstream_url: ``http://HOST:PORT`` of the server.
             latency_s: Round trip to add.
             request_log: Gets the first line of every request, before the server sees the request.
+            stream_bytes_per_s: Of the replies of one connection; 0 for no limit.
         """
         self._log = [] if request_log is None else [str(request_log)]
+        self._pace = str(stream_bytes_per_s)
         parts = urlsplit(upstream_url)
         self._upstream = (parts.hostname or HOST, parts.port or 80)
         self._latency_s = latency_s
@@ -60,7 +72,7 @@ class Relay:
         self._process = subprocess.Popen(
             [
                 *(sys.executable, "-m", "s3ec.dev.rigs.relay"),
-                *(host, str(port), str(self._latency_s)),
+                *(host, str(port), str(self._latency_s), self._pace),
                 *self._log,
             ],
             stdin=subprocess.PIPE,
@@ -120,20 +132,31 @@ class RequestLog:
             os.write(self._fd, head.partition(b"\r\n")[0] + b"\n")
 
 
-def serve(upstream: tuple[str, int], latency_s: float, log_path: str | None = None) -> None:
+def serve(
+    upstream: tuple[str, int],
+    latency_s: float,
+    stream_bytes_per_s: float = 0.0,
+    log_path: str | None = None,
+) -> None:
     """Listen, say the port on stdout, and relay until stdin ends."""
     log_fd = None if log_path is None else os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     listener = socket.create_server((HOST, 0), backlog=128)
     sys.stdout.write(f"{listener.getsockname()[1]}\n")
     sys.stdout.flush()
     threading.Thread(
-        target=_accept, args=(listener, upstream, latency_s, log_fd), daemon=True
+        target=_accept,
+        args=(listener, upstream, latency_s, stream_bytes_per_s, log_fd),
+        daemon=True,
     ).start()
     sys.stdin.buffer.read()  # whoever started us is gone
 
 
 def _accept(
-    listener: socket.socket, upstream: tuple[str, int], latency_s: float, log_fd: int | None
+    listener: socket.socket,
+    upstream: tuple[str, int],
+    latency_s: float,
+    stream_bytes_per_s: float,
+    log_fd: int | None,
 ) -> None:
     while True:
         client, _ = listener.accept()
@@ -149,7 +172,7 @@ def _accept(
         for target, args in (
             (_take_requests, (client, requests, latency_s, log)),
             (_pass_requests, (server, requests)),
-            (_pass_replies, (server, client)),
+            (_pass_replies, (server, client, stream_bytes_per_s)),
         ):
             threading.Thread(target=target, args=args, daemon=True).start()
 
@@ -183,12 +206,20 @@ def _pass_requests(server: socket.socket, requests: queue.SimpleQueue[tuple[floa
         server.shutdown(socket.SHUT_WR)
 
 
-def _pass_replies(server: socket.socket, client: socket.socket) -> None:
+def _pass_replies(server: socket.socket, client: socket.socket, bytes_per_s: float) -> None:
     """Move bytes from socket to socket without taking them out of the kernel."""
     out, into = os.pipe()
+    with contextlib.suppress(OSError):  # 64 KiB at a time, then
+        fcntl.fcntl(into, fcntl.F_SETPIPE_SZ, _CHUNK_BYTES)
+    most = _PACED_BYTES if bytes_per_s else _CHUNK_BYTES
+    due_s = 0.0
     try:
         with contextlib.suppress(OSError):  # one of the two hung up
-            while count := os.splice(server.fileno(), into, _CHUNK_BYTES, flags=os.SPLICE_F_MOVE):
+            while count := os.splice(server.fileno(), into, most, flags=os.SPLICE_F_MOVE):
+                if bytes_per_s:
+                    # On a link a piece is there when its last byte has crossed it.
+                    due_s = max(due_s, time.monotonic() - _LATE_S) + count / bytes_per_s
+                    time.sleep(max(0.0, due_s - time.monotonic()))
                 while count:
                     count -= os.splice(out, client.fileno(), count, flags=os.SPLICE_F_MOVE)
     finally:
@@ -200,4 +231,4 @@ def _pass_replies(server: socket.socket, client: socket.socket) -> None:
 
 
 if __name__ == "__main__":
-    serve((sys.argv[1], int(sys.argv[2])), float(sys.argv[3]), *sys.argv[4:])
+    serve((sys.argv[1], int(sys.argv[2])), float(sys.argv[3]), float(sys.argv[4]), *sys.argv[5:])

@@ -75,7 +75,7 @@ def of_vllm() -> Ran:
 @pytest.fixture(scope="module")
 def of_bytes() -> Ran:
     need_server()
-    return Ran(fetch={}, fetch80={}, interference={})
+    return Ran(fetch={}, fetch80={}, fetch_8kb={}, fetch_30mb_far={}, interference={})
 
 
 @needs_vllm
@@ -95,7 +95,7 @@ def test_hooks_are_measured_beside_the_example(of_vllm: Ran) -> None:
 @needs_vllm
 def test_loads_are_measured_beside_preadv_and_the_example(of_vllm: Ran) -> None:
     rows = of_vllm.rows("load")
-    assert all(row["value"] > 0 for row in rows.values())
+    assert all(row["value"] or "no tmpfs" in row["detail"]["why"] for row in rows.values())
     cases = rows["load.us_per_item"]["detail"]["cases"]
     for size in (1, 8):
         for name in ("s3ec", load.PREADV, load.EXAMPLE):
@@ -141,6 +141,23 @@ def test_fetch_is_measured_beside_raw_loops(name: str, of_bytes: Ran) -> None:
     assert ratio["objects"] % ratio["in_flight"] == 0
 
 
+def test_small_entries_are_measured_beside_the_same_client(of_bytes: Ran) -> None:
+    rows = of_bytes.rows("fetch_8kb")
+    assert all(row["value"] > 0 for row in rows.values())
+    detail = rows["fetch_8kb.cpu_ratio_to_raw"]["detail"]
+    assert 8192 < detail["object_bytes"] < 9216
+    assert detail["cases"].keys() == {"s3ec obstore", "raw obstore to file"}
+
+
+def test_large_entries_far_away_are_measured_beside_ranges(of_bytes: Ran) -> None:
+    rows = of_bytes.rows("fetch_30mb_far")
+    detail = rows["fetch_30mb_far.ratio_to_ranges"]["detail"]
+    assert detail["object_bytes"] > 30e6
+    ranges = {"raw ranges of 2 MiB", "raw ranges of 4 MiB"}
+    assert detail["cases"].keys() == ranges | {"s3ec", "raw obstore, whole"}
+    assert max(detail["cases"][one] for one in ranges) == 1.0
+
+
 def test_requests_of_two_processes_are_counted_by_key() -> None:
     need_server()
     rows = Ran(node={"processes": 2}).rows("node")  # by itself: it counts requests of two others
@@ -159,5 +176,7 @@ def test_lateness_is_measured_idle_here_and_beside_another_process(of_bytes: Ran
     assert {"idle", here, raw, "while another process fetches, aioboto3"} <= detail["cases"].keys()
     assert all(value > 0 for value in detail["cases"].values())
     assert all(ticks > 0 for ticks in detail["ticks"].values())
+    ratio = rows["interference.ratio_to_files"]
+    assert ratio["value"] is not None or ratio["detail"]["why"]
     for added in ("p99_added_ms", "p99_added_by_interpreter_ms"):
         assert here in rows[f"interference.{added}"]["detail"]["cases"]

@@ -68,6 +68,14 @@ def test_bytes_arrive_whole_in_both_directions_and_not_early() -> None:
         assert say(relay.url, BIG) == BIG
 
 
+def test_connection_carries_no_more_than_its_pace_and_all_of_it() -> None:
+    with echo_server() as server, Relay(server, 0.0, stream_bytes_per_s=40e6) as relay:
+        started = time.monotonic()
+        assert say(relay.url, BIG) == BIG
+        # Again only from below: 10 MB at 40 MB/s, less what a late thread may make up for.
+        assert time.monotonic() - started >= len(BIG) / 40e6 - 0.02
+
+
 def test_connections_are_delayed_beside_one_another_and_not_in_a_row() -> None:
     with echo_server() as server, Relay(server, LATENCY_S) as relay:
         answers: list[bytes] = []
