@@ -14,6 +14,7 @@ from typing import ClassVar
 
 from s3ec import runtime
 from s3ec.counters import Counters
+from s3ec.encode_costs import CostFile, EncodeCosts
 from s3ec.errors import AccessError, ConfigError, CorruptEntryError, TierError, UnavailableError
 from s3ec.identity import KeyPolicy, Layout, Namespace, canonical_json, naming_of
 from s3ec.index.base_writer import BuildOptions
@@ -38,6 +39,8 @@ log = logging.getLogger(__name__)
 # How often the set of entries on this node's disk is read again, since other processes evict. What
 # they put there is heard of at once.
 _RESCAN_S = 600.0
+# How often what was learned goes to the disk and comes from there, at most.
+_KEEP_COSTS_EVERY_S = 1.0
 # More than a namespace's descriptor ever has.
 _DESCRIPTOR_BYTES = 2**20
 # For the few folders and files that are looked at and made at the start.
@@ -126,6 +129,8 @@ class Node:
         self.users = 0
         self.process = runtime.process_number
         self._following: list[Future[None]] = []
+        self._encode_costs: EncodeCosts | None = None
+        self._cost_file: CostFile | None = None
         self.settings = settings
         self.namespace = namespace
         self.naming = _naming(settings, namespace)
@@ -191,6 +196,39 @@ class Node:
             making=BuildOptions(bloom_fpr=self.settings.bloom_fpr),
         )
         self.loop.submit(compactor.run_forever())
+
+    def encode_costs(self, device: str) -> EncodeCosts:
+        """What encoding costs here, by all that was learned; the same object each time.
+
+        It is filled from the disk in the background, and what is added to it goes there.
+
+        Args:
+            device: Names what encodes; what was learned on another one does not count.
+        """
+        if self._encode_costs is not None:
+            return self._encode_costs
+        with self._sharing():
+            if self._encode_costs is None:
+                self._encode_costs = EncodeCosts()
+                self._cost_file = CostFile(
+                    *(self.tier.folders, self.namespace.name, device),
+                    *(self._encode_costs, self.counters),
+                )
+                self._following.append(self.loop.submit(self._keep_costs(self._cost_file)))
+            return self._encode_costs
+
+    async def _keep_costs(self, file: CostFile) -> None:
+        while True:
+            try:
+                if not self.loop.watch.hangs:
+                    await self.loop.disk(file.exchange)
+            except BaseException as exc:
+                # The top of a task that nobody awaits.
+                if ends_task(exc):
+                    raise
+                self.counters.add("internal_errors")
+                log.exception("what encoding costs")
+            await asyncio.sleep(_KEEP_COSTS_EVERY_S)
 
     async def _refresh_forever(self) -> None:
         complained = False
@@ -266,6 +304,8 @@ class Node:
             )
 
     async def _close(self) -> None:
+        if self._cost_file is not None and not self.loop.watch.hangs:
+            await self.loop.disk(self._cost_file.exchange)
         await self.index.close()
         await self.store.close()
 

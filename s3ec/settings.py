@@ -218,7 +218,7 @@ class Settings(BaseModel):
         "always",
         description="When a request waits for an embedding that is on its way. `auto`: while "
         "waiting is expected to cost less than encoding, by what fetches and encodes have taken in "
-        "this engine (vLLM 0.30 and newer). `always`: up to `defer_timeout_s`. `never`: it is "
+        "this engine. `always`: up to `defer_timeout_s`. `never`: it is "
         "encoded, and the fetch is for later requests. A request without pixels waits in any case.",
     )
     defer_timeout_s: float = Field(

@@ -78,6 +78,19 @@ def current_device() -> torch.device:
     return torch.device(current_platform.device_type, index)
 
 
+def device_name() -> str:
+    """The name of what computes here, such as ``NVIDIA H100 80GB HBM3`` or ``cpu``.
+
+    The kind alone where it has no name, or the driver does not tell.
+    """
+    from vllm.platforms import current_platform
+
+    try:
+        return str(current_platform.get_device_name())
+    except Exception:  # noqa: BLE001 (whatever a driver raises)
+        return str(current_platform.device_type)
+
+
 @functools.cache
 def loading_rank() -> int:
     """This worker's number among those that load; vLLM makes worker connectors after it set the

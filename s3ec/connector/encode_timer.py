@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """How long the encoder runs in a step, measured in the worker without waiting for the device.
 
-vLLM's runners call the worker half directly before the encoder runs (at the end of
-``start_load_caches``) and directly after it: at the first ``save_caches`` of a producer, else at
-``get_finished``. On a GPU both points are events in the stream that the encoder runs in. They are
-asked in later steps whether they have passed, so nothing ever waits for them. Gaps in which the
-device waits for the CPU count as encoding, as they should.
+vLLM's runners call the worker half directly before the encoder runs: with
+``bind_connector_metadata``, then ``start_save_caches`` in a producer (0.30 and newer), then
+``start_load_caches`` in a consumer. They call it directly after it: with the first ``save_caches``
+of what was encoded, and with ``get_finished``. So it was in the sources of 0.24.0 to 0.32.0, V1
+runner and V2 (``v1/worker/ec_connector_model_runner_mixin.py``, ``v1/worker/gpu/ec_connector.py``).
+
+On a GPU both points are events in the stream that the encoder runs in. They are asked in later
+steps whether they have passed, so nothing ever waits for them. Gaps in which the device waits for
+the CPU count as encoding, as they should.
 """
 
 from __future__ import annotations
@@ -82,8 +86,9 @@ class EncodeTimer:
         self._done.append(EncodeTime(encodes[0].modality, len(encodes), rows, seconds))
 
     def _now(self) -> Any:
-        if self._device().type != "cuda":
+        kind = self._device().type
+        if kind == "cpu":
             return self._clock()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event = getattr(torch, kind).Event(enable_timing=True)
         event.record()
         return event

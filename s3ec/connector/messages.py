@@ -169,7 +169,7 @@ class StepPlan:
             did not start.
         adapters: Identifier by an adapter's content, as it stands in ``loads`` and ``saves``, to
             what it is for vLLM.
-        encodes: By identifier; empty where nobody asks what encoding costs.
+        encodes: By identifier.
         ranks: None where all ranks are known to be on the scheduler's node.
     """
 

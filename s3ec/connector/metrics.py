@@ -20,7 +20,7 @@ PLAIN = {
     ),
     "encode.seconds": (
         "vllm:s3ec_encode_seconds",
-        "Time that the encoder ran, as far as it was measured (`wait` = auto).",
+        "Time that the encoder ran, as rank 0 measured it.",
     ),
     "encode.rows": ("vllm:s3ec_encoded_rows", "Rows of embeddings that it made in that time."),
     "load.items": ("vllm:s3ec_loads", "Embeddings read into the encoder cache."),

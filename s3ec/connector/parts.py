@@ -31,8 +31,9 @@ from s3ec.connector.vllm_config import (
     topology_of,
     trust_problem,
 )
-from s3ec.connector.waiting import EncodeCosts, EngineLoad, FetchQueue, WaitPolicy
+from s3ec.connector.waiting import EngineLoad, FetchQueue, WaitPolicy
 from s3ec.connector.worker import WorkerHalf
+from s3ec.encode_costs import EncodeCosts
 from s3ec.errors import ConfigError, TierError
 from s3ec.node import Node
 from s3ec.settings import Settings
@@ -170,6 +171,7 @@ class Parts:
         node.follow_the_bucket()
         if role.producer:
             node.compact_the_index()
+        costs = node.encode_costs(self._encoder())
         half = SchedulerHalf(
             role,
             index=node.index,
@@ -182,7 +184,8 @@ class Parts:
             counters=node.counters,
             ranks=_ranks_elsewhere(node, role, topology),
             naming=node.naming,
-            policy=_policy_of(role, settings),
+            costs=costs,
+            policy=_policy_of(role, settings, costs),
         )
         lora = getattr(config, "lora_config", None)
         if not getattr(lora, "enable_tower_connector_lora", False):
@@ -201,6 +204,11 @@ class Parts:
         )
         live_weights.watch_adapters()
 
+    def _encoder(self) -> str:
+        """What encodes here, as far as it decides how long that takes."""
+        ranks = self._vllm_config.parallel_config.tensor_parallel_size
+        return f"{compat.device_name()} x{ranks}"
+
     def start_worker(self, node: Node) -> None:
         """Make the worker half on a node."""
         self.node = node
@@ -217,6 +225,7 @@ class Parts:
             device=compat.current_device,
             # It never changes, and asking vLLM is a good part of what a save costs beside its copy.
             rank=functools.cache(compat.loading_rank),
+            encoder=self._encoder,
             drain_timeout_s=4.0 if transfer.is_ec_consumer else 30.0,
             finish_later=compat.installed_hooks()["finish_load_caches"],
         )
@@ -262,19 +271,11 @@ def _role_of(vllm_config: Any, topology: Topology, settings: Settings) -> Role:
     )
 
 
-def _policy_of(role: Role, settings: Settings) -> WaitPolicy | None:
+def _policy_of(role: Role, settings: Settings, costs: EncodeCosts) -> WaitPolicy | None:
     """What weighs waits against encoding; None where every wait is worth it, or none is."""
     if settings.wait != "auto" or not role.consumer or not role.defer_timeout_s:
         return None
-    if not compat.passes_reports():
-        log.warning(
-            "requests wait as with `wait` = always: this vLLM drops the workers' reports, which "
-            "say what encoding costs (0.30 and newer pass them on)"
-        )
-        return None
-    return WaitPolicy(
-        EncodeCosts(), EngineLoad(role.steps_in_flight), FetchQueue(settings.max_concurrency)
-    )
+    return WaitPolicy(costs, EngineLoad(role.steps_in_flight), FetchQueue(settings.max_concurrency))
 
 
 def _ranks_elsewhere(node: Node, role: Role, topology: Topology) -> Ranks | None:

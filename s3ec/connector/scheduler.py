@@ -33,6 +33,7 @@ from s3ec.connector.remote_ranks import Ranks
 from s3ec.connector.vllm_config import PASSED_THROUGH, Role
 from s3ec.connector.waiting import WaitPolicy
 from s3ec.counters import Counters
+from s3ec.encode_costs import EncodeCosts
 from s3ec.identity import CountingKeyCache, Key, KeyPolicy
 from s3ec.index.base import Index
 from s3ec.prefetch import Priority
@@ -135,6 +136,7 @@ class SchedulerHalf:
         counters: Counters,
         ranks: Ranks | None = None,
         naming: KeyPolicy | None = None,
+        costs: EncodeCosts | None = None,
         policy: WaitPolicy | None = None,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
@@ -154,12 +156,15 @@ class SchedulerHalf:
             counters: Where to count.
             ranks: Ranks that may not see this node's pins; None where all do for certain.
             naming: Which identifiers have keys, and which; None for the plain ones.
+            costs: What encoding costs; None where there is a policy, which has it, or where nothing
+                is known yet.
             policy: Weighs each wait against encoding; None where every wait is worth it.
             clock: Monotonic seconds.
             wall_clock: Seconds as in a request's ``arrival_time``.
         """
         self._role = role
         self._policy = policy
+        self._costs = policy.costs if policy is not None else costs or EncodeCosts()
         self._wall_clock = wall_clock
         self._seen: dict[str, None] = {}  # requests that were asked about; with a policy only
         self._index = index
@@ -484,7 +489,7 @@ class SchedulerHalf:
             save = None if key is None else self._save_orders.order(key, feature)
             if save is not None:
                 self._plan.saves[identifier] = save
-        if not granted and self._policy is not None:
+        if not granted:
             rows = feature.mm_position.get_num_embeds()
             self._plan.encodes[identifier] = Encode(feature.modality, rows)
 
@@ -583,9 +588,7 @@ class SchedulerHalf:
         for name, amount in report.counts.items():
             self._counters.add(name, amount)
         for one in report.encoded:
-            self._counters.add_all({"encode.seconds": one.seconds, "encode.rows": one.rows})
-            if self._policy is not None:
-                self._policy.costs.add(one.modality, one.rows // one.items, one.seconds / one.items)
+            self._costs.add(one.modality, one.rows, one.seconds, items=one.items)
 
     def _sweep(self, now: float) -> None:
         """Drop what is too old to matter; at most once a second."""

@@ -36,8 +36,10 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, KeysView, Mapping, Sequence
+from collections.abc import Callable, KeysView, Sequence
 from dataclasses import dataclass
+
+from s3ec.encode_costs import EncodeCosts
 
 # How many durations are remembered for each kind of fetch.
 _SAMPLES = 128
@@ -48,14 +50,6 @@ _FEW = 16
 _TAIL_POWER = 3.0
 # Before anything was fetched.
 PRIOR_FETCH_S = 0.05
-# Before anything was encoded: for one item, whatever its size.
-PRIOR_ENCODE_S = 0.05
-# Weight of a new sample among the earlier ones of its kind.
-_NEW_WEIGHT = 0.2
-# Encodes that only teach what encoding costs, for each kind.
-_MOST_EXPLORED = 3
-# A sample counts for at most so many times what was learned: a hiccup says nothing.
-_MOST_TIMES = 5.0
 # Times that are tried for the end of a wait.
 _TRIES = 25
 # Doubt: how much more a wait may cost, and for which share of the cost to stop.
@@ -120,74 +114,6 @@ class FetchTimes:
         if age_s <= third:
             return max(longer / count, share)
         return share * math.pow(third / age_s, _TAIL_POWER)
-
-
-class EncodeCosts:
-    """What encoding costs, by modality and size: seconds per row, learned from the worker.
-
-    Sizes fall into classes by powers of two. A class that was never seen takes the nearest one of
-    its modality; a modality that was never seen takes PRIOR_ENCODE_S per item.
-    """
-
-    def __init__(self, learned: Mapping[str, float] | None = None) -> None:
-        """Start with what an earlier engine has learned, as ``document`` gave it."""
-        self._row_s: dict[tuple[str, int], float] = {}
-        self._explored: dict[tuple[str, int], int] = {}
-        # The first sample of a process holds compilation and lazy loading.
-        self._seen: set[tuple[str, int]] = set()
-        for name, row_s in (learned or {}).items():
-            modality, _, size = name.rpartition(":")
-            if modality and size.isdigit() and 0.0 < row_s < math.inf:
-                self._row_s[modality, int(size)] = row_s
-
-    def add(self, modality: str, rows: int, seconds: float) -> None:
-        """The encoder took so long for so many rows."""
-        if rows <= 0 or not 0.0 < seconds < math.inf:
-            return
-        kind = (modality, rows.bit_length())
-        if kind not in self._seen:
-            self._seen.add(kind)
-            return
-        row_s = seconds / rows
-        known = self._row_s.get(kind)
-        if known is None:
-            self._row_s[kind] = row_s
-        else:
-            row_s = min(row_s, _MOST_TIMES * known)
-            self._row_s[kind] = known + _NEW_WEIGHT * (row_s - known)
-
-    def cost_s(self, modality: str, rows: int) -> float:
-        """What one item of this size is expected to take."""
-        size = rows.bit_length()
-        row_s = self._row_s.get((modality, size))
-        if row_s is None:
-            near = [
-                (abs(other - size), value)
-                for (name, other), value in self._row_s.items()
-                if name == modality
-            ]
-            if not near:
-                return PRIOR_ENCODE_S
-            row_s = min(near)[1]
-        return row_s * rows
-
-    def explore(self, modality: str, rows: int) -> bool:
-        """Whether an item should be encoded so that its cost becomes known.
-
-        A few times for each kind: the first sample does not count, and what has been encoded for
-        this is reported some steps later, if at all.
-        """
-        kind = (modality, rows.bit_length())
-        explored = self._explored.get(kind, 0)
-        if kind in self._row_s or explored >= _MOST_EXPLORED:
-            return False
-        self._explored[kind] = explored + 1
-        return True
-
-    @property
-    def document(self) -> dict[str, float]:
-        """For a file: seconds per row by ``modality:size class``."""
-        return {f"{modality}:{size}": row_s for (modality, size), row_s in self._row_s.items()}
 
 
 class EngineLoad:
@@ -463,15 +389,16 @@ class WaitPolicy:
     def _decide(self, request_id: str, wants: Sequence[Want], now: float) -> bool:
         costs = self.costs
         is_new = request_id not in self._waiting
+        price = self.load.price
         # All of them, not the first one only: each kind is explored once.
-        if is_new and sum([costs.explore(one.modality, one.rows) for one in wants]):
+        idle = price == 1.0
+        if is_new and sum([costs.explore(one.modality, one.rows, now, idle=idle) for one in wants]):
             return False
         missing = self._group(wants, now)
         late_s = max(one.times.late_s for one in missing)
         if late_s and self.queue.silent_s(now) > 2 * late_s:
             self.end(request_id)
             return False
-        price = self.load.price
         encode_s = price * sum(costs.cost_s(one.modality, one.rows) for one in wants) / len(wants)
         pause_s = self.load.pause_s
         if is_waiting_cheaper(missing, encode_s, pause_s):

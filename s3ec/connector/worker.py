@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from s3ec.connector import compat
 from s3ec.connector.adapters import AdapterCache, AdapterFiles, name_in_plan
 from s3ec.connector.encode_timer import EncodeTimer
 from s3ec.connector.loads import Batch, Loader
-from s3ec.connector.messages import Load, StepPlan, WorkerReport
+from s3ec.connector.messages import EncodeTime, Load, StepPlan, WorkerReport
 from s3ec.connector.remote_ranks import LocalPins
 from s3ec.connector.saves import SaveQueue
 from s3ec.connector.staging import open_staging
@@ -21,6 +22,8 @@ from s3ec.counters import Increments
 from s3ec.node import Node
 
 _NOTHING = WorkerReport()
+# Measurements that no report has carried yet; some releases of vLLM ask for none.
+_MOST_MEASURED = 64
 
 
 class _Started(NamedTuple):
@@ -45,9 +48,11 @@ class WorkerHalf:
         saves: SaveQueue | None,
         device: Callable[[], torch.device],
         rank: Callable[[], int],
+        encoder: Callable[[], str],
         drain_timeout_s: float,
         finish_later: bool = False,
         own_pins: LocalPins | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Wire the half up.
 
@@ -56,17 +61,21 @@ class WorkerHalf:
             saves: Where encoded tensors go; None for a pure consumer.
             device: The model's device, asked at the first load.
             rank: Number of this worker among those that load.
+            encoder: Names what encodes, for what is learned of it.
             drain_timeout_s: How long finish() waits for the bucket to confirm queued saves.
             finish_later: The model runner calls finish_load_caches; else start_load_caches does.
             own_pins: What a rank does that does not see the scheduler's pins; None for one of the
                 node's.
+            clock: Seconds, for encoders that run in this thread.
         """
         self._node = node
         self._saves = saves
         self._rank = rank
         self._drain_timeout_s = drain_timeout_s
         self._finish_later = finish_later
-        self._timer = EncodeTimer(device)
+        self._encoder = encoder
+        self._timer = EncodeTimer(device, clock=clock)
+        self._measured: deque[EncodeTime] = deque(maxlen=_MOST_MEASURED)
         self._loader = Loader(node, lambda: open_staging(device(), can_pin=compat.can_pin_memory))
         self._started: _Started | None = None
         self._loaded: dict[int, set[int]] = {}
@@ -90,12 +99,28 @@ class WorkerHalf:
             RuntimeError: As for finish_load_caches, where that is not called by the runner.
         """
         self._start_loads(cache, plan)
-        # Also where there are none: what an earlier step began and did not end is dropped.
-        self._timer.begin(list(plan.encodes.values()))
+        self.encoder_begins(plan)
+
+    def encoder_begins(self, plan: StepPlan) -> None:
+        """The runner is about to call the encoder, unless it calls another hook first.
+
+        Which hook is the last one depends on role and release, so each says so and the last counts.
+        A producer in vLLM before 0.30 has none but the one that hands over the plan.
+        """
+        if self._rank() == 0:
+            # Also where there are none: what an earlier step began and did not end is dropped.
+            self._timer.begin(list(plan.encodes.values()))
 
     def encoder_ended(self) -> None:
         """The runner has called the encoder for this step, if it had to."""
         self._timer.end()
+        for one in self._timer.take():
+            self._node.counters.add_all({"encode.seconds": one.seconds, "encode.rows": one.rows})
+            costs = self._node.encode_costs(self._encoder())
+            costs.add(one.modality, one.rows, one.seconds, items=one.items)
+            # A scheduler half in this process has learned it with this.
+            if self._node.users <= 1:
+                self._measured.append(one)
 
     def _start_loads(self, cache: MutableMapping[str, Any], plan: StepPlan) -> None:
         left, self._started = self._started, None
@@ -161,6 +186,7 @@ class WorkerHalf:
         for identifier, save in plan.saves.items():
             if save.on_device and identifier in encoder_cache:
                 self._save(encoder_cache[identifier], identifier, plan)
+        self.encoder_begins(plan)
 
     def save_caches(self, cache: Mapping[str, Any], mm_hash: str, plan: StepPlan) -> None:
         """Begin to copy one encoded tensor off the device and queue it; nothing else is done.
@@ -168,8 +194,9 @@ class WorkerHalf:
         Args:
             mm_hash: vLLM's name of it.
         """
-        self._timer.end()
         identifier = name_in_plan(mm_hash, plan) if plan.adapters else mm_hash
+        if identifier in plan.encodes:  # vLLM saves what needs no encoder before it runs
+            self._timer.end()
         use = plan.adapters.get(identifier)
         if use is not None and not self._adapter_files.vouch_for(use):
             self._node.counters.add("save_problem.adapter")
@@ -197,9 +224,9 @@ class WorkerHalf:
             report.published, report.stored = self._saves.take_report()
         if self._has_orders:
             self._own_pins.report(report, self._rank)
-        encoded = self._timer.take()
-        if encoded and self._rank() == 0:
-            report.encoded = encoded
+        if self._measured:
+            report.encoded = list(self._measured)
+            self._measured.clear()
         # A scheduler half in this process reads the same counters itself.
         if self._node.users <= 1:
             report.counts = self._increments.take()

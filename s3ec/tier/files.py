@@ -80,6 +80,7 @@ class Folders:
         bad_objects: What this node knows of bad objects in the bucket; see bad_objects.py.
         incoming: Files that are being written; one folder, so that sweeping it needs no walk.
         index: Namespaces, each with this node's copy of what the index needs.
+        costs: A small file per namespace; see encode_costs.py.
         fetch_lock: A file. One byte per entry that some process fetches; see claims.py.
         usage: A file. The running total of all that is here.
         news: A file. Entries that were put here lately; see news.py.
@@ -97,6 +98,7 @@ class Folders:
         self.bad_objects = version / "bad-objects"
         self.incoming = version / "incoming"
         self.index = version / "index"
+        self.costs = version / "costs"
         self.fetch_lock = version / "fetch.lock"
         self.usage = version / "usage"
         self.news = version / "news"
@@ -114,7 +116,7 @@ class Folders:
                 make_folder(folder)
         for folder in (
             *(self.root, self.version, self.objects, self.incoming, self.pins, self.spool),
-            *(self.quarantine, self.index, self.bad_objects),
+            *(self.quarantine, self.index, self.bad_objects, self.costs),
         ):
             make_folder(folder)
 

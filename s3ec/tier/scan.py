@@ -54,7 +54,7 @@ class SpoolName:
 _LEVELS = 2
 _TOP_LEVEL = {
     *("objects", "incoming", "pins", "spool", "quarantine", "index", "bad-objects"),
-    *("evict.lock", "fetch.lock", "usage", "news"),
+    *("costs", "evict.lock", "fetch.lock", "usage", "news"),
 }
 # Between two breaths a walk keeps the interpreter for a millisecond or two.
 FILES_PER_BREATH = 128

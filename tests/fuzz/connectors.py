@@ -28,10 +28,11 @@ from s3ec.connector.messages import StepPlan, WorkerReport
 from s3ec.connector.remote_ranks import Ranks, tier_id
 from s3ec.connector.scheduler import SchedulerHalf
 from s3ec.connector.vllm_config import Role
-from s3ec.connector.waiting import EncodeCosts, EngineLoad, FetchQueue, WaitPolicy
+from s3ec.connector.waiting import EngineLoad, FetchQueue, WaitPolicy
 from s3ec.connector.worker import WorkerHalf
 from s3ec.counters import Counters
 from s3ec.dev.rigs.virtual_engine import NoConnector
+from s3ec.encode_costs import EncodeCosts
 from s3ec.identity import Namespace
 from s3ec.node import Node
 from s3ec.settings import Settings

@@ -28,7 +28,7 @@ LAYERS = [
     {"codec"},
     {"tier", "modality"},
     {"index"},
-    {"fetch", "namespaces"},
+    {"fetch", "namespaces", "encode_costs"},
     {"prefetch"},
     {"node"},
     {"connector", "corpus"},

@@ -48,8 +48,9 @@ from s3ec.codec import Header, Shape
 from s3ec.connector.messages import EncodeTime, StepPlan, WorkerReport
 from s3ec.connector.scheduler import SchedulerHalf
 from s3ec.connector.vllm_config import Role
-from s3ec.connector.waiting import EncodeCosts, EngineLoad, FetchQueue, WaitPolicy
+from s3ec.connector.waiting import EngineLoad, FetchQueue, WaitPolicy
 from s3ec.counters import Counters
+from s3ec.encode_costs import EncodeCosts
 from s3ec.identity import Key, make_key
 from s3ec.prefetch import FetchOutcome, FetchRequest, FetchResult, Priority
 from s3ec.tier import Pin

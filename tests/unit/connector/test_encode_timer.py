@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 import itertools
+import json
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +14,13 @@ import torch
 
 from s3ec.connector import encode_timer
 from s3ec.connector.encode_timer import EncodeTimer
-from s3ec.connector.messages import Encode, EncodeTime
+from s3ec.connector.messages import Encode, EncodeTime, Save, StepPlan, WorkerReport
+from tests.unit.connector.processes import HASHES, Process, eventually, tensor
+
+pytest.importorskip("vllm")
+shell = pytest.importorskip("s3ec.connector.connector")
+WorkerHalf = pytest.importorskip("s3ec.connector.worker").WorkerHalf
+Parts = pytest.importorskip("s3ec.connector.parts").Parts
 
 IMAGE = Encode("image", 256)
 
@@ -91,3 +100,174 @@ def test_on_a_gpu_nothing_waits_and_times_come_in_a_later_step(
     assert one.take() == []
     monkeypatch.setattr(Event, "passed", True)
     assert one.take() == [EncodeTime("image", 1, 256, 0.04)]
+
+
+# -- in the worker half, as vLLM's runners call it ---------------------------------------------
+
+# Read in the sources of vLLM 0.24.0 to 0.32.0.
+_CONSUMER = ("bind", "load", "encode", "finished")
+_CALLS = {
+    "ec_consumer": _CONSUMER,
+    "ec_consumer, after 0.33": ("bind", "load", "encode", "finish_load", "finished"),
+    "ec_both, before 0.30": ("bind", "load", "encode", "save", "finished"),
+    "ec_both": ("bind", "start_save", "load", "encode", "save", "finished"),
+    "ec_producer, before 0.30": ("bind", "encode", "save", "finished"),
+    "ec_producer": ("bind", "start_save", "encode", "save", "finished"),
+    # What came as an embedding is saved before the encoder runs.
+    "ec_both, with a picture that needs no encoder": (
+        *("bind", "start_save", "load", "save_other", "encode", "save", "finished"),
+    ),
+}
+_ENCODE_S = 0.25
+_ENCODER = "cpu x1"
+
+
+class Saves:
+    """In the place of a save queue."""
+
+    def begin_step(self, step: int) -> None:
+        pass
+
+    def put(self, identifier: str, save: Save, one: Any) -> bool:
+        return True
+
+    def take_report(self) -> tuple[list[str], list[str]]:
+        return [], []
+
+    def drain(self, timeout_s: float) -> int:
+        return 0
+
+
+class Runner:
+    """A model runner's calls."""
+
+    def __init__(self, folder: Path, *, rank: int = 0) -> None:
+        self.process = Process(folder)
+        self.now_s = 0.0
+        parts = Parts(SimpleNamespace(ec_transfer_config=SimpleNamespace()))
+        parts.node = self.process.node
+        parts.worker = self.half = WorkerHalf(
+            self.process.node,
+            saves=Saves(),
+            device=lambda: torch.device("cpu"),
+            rank=lambda: rank,
+            encoder=lambda: _ENCODER,
+            drain_timeout_s=1,
+            clock=lambda: self.now_s,
+        )
+        transfer = SimpleNamespace(is_ec_producer=True, is_ec_consumer=True)
+        config = SimpleNamespace(ec_transfer_config=transfer)
+        self.hooks = shell.S3ECConnector(config, shell.ECConnectorRole.WORKER, parts=parts)
+
+    def step(self, calls: tuple[str, ...], *, encodes: bool = True) -> None:
+        cache = {HASHES[0]: tensor(), HASHES[1]: tensor(1)}
+        save = Save("image", None)
+        plan = StepPlan(saves={HASHES[0]: save, HASHES[1]: save})
+        if encodes:
+            plan.encodes[HASHES[0]] = Encode("image", 256)
+        for call, following in itertools.zip_longest(calls, calls[1:]):
+            if call == "bind":
+                self.hooks.bind_connector_metadata(shell.S3ECMetadata(plan))
+            elif call == "start_save":
+                self.hooks.start_save_caches(cache)
+            elif call == "load":
+                self.hooks.start_load_caches(cache)
+            elif call == "finish_load":
+                self.hooks.finish_load_caches(cache)
+            elif call.startswith("save"):
+                self.hooks.save_caches(cache, HASHES[call == "save_other"])
+            elif call == "finished":
+                self.hooks.get_finished(set())
+            # Nothing lies between the encoder and the hooks beside it.
+            beside = following in ("encode", "save_other") or call == "save_other"
+            self.now_s += _ENCODE_S if call == "encode" else 0.0 if beside else 1.0
+        self.hooks.clear_connector_metadata()
+
+    def report(self) -> WorkerReport | None:
+        made = self.hooks.build_connector_worker_meta()
+        return None if made is None else made.report
+
+    def close(self) -> None:
+        self.process.node.close(10)
+
+
+@pytest.fixture
+def runner(tmp_path: Path) -> Any:
+    made = Runner(tmp_path)
+    yield made
+    made.close()
+    assert made.process.counted("internal_errors") == 0
+
+
+@pytest.mark.parametrize("name", _CALLS)
+def test_worker_measures_the_encoder_and_nothing_else_in_every_role_and_release(
+    runner: Runner, name: str
+) -> None:
+    for _ in range(3):
+        runner.step(_CALLS[name])
+    costs = runner.process.node.encode_costs(_ENCODER)
+    assert costs.known_s("image", 256) == pytest.approx(_ENCODE_S)
+    assert runner.process.counted("encode.seconds") == pytest.approx(3 * _ENCODE_S)
+    assert runner.process.counted("encode.rows") == 3 * 256
+    report = runner.report()
+    assert report is not None
+    assert report.encoded == 3 * [EncodeTime("image", 1, 256, _ENCODE_S)]
+
+
+def test_step_that_encodes_nothing_teaches_nothing(runner: Runner) -> None:
+    for calls in _CALLS.values():
+        runner.step(calls, encodes=False)
+    assert runner.process.node.encode_costs(_ENCODER).document == {}
+
+
+def test_where_the_scheduler_is_in_this_process_nothing_is_learned_twice(runner: Runner) -> None:
+    runner.process.node.users = 2
+    for _ in range(3):
+        runner.step(_CONSUMER)
+    report = runner.report()
+    assert report is None or report.encoded == []
+
+
+def test_only_the_first_rank_measures(tmp_path: Path) -> None:
+    runner = Runner(tmp_path, rank=1)
+    for _ in range(3):
+        runner.step(_CONSUMER)
+    assert runner.report() is None or runner.report().encoded == []
+    runner.close()
+    assert not list((tmp_path / "tier" / "v1" / "costs").iterdir())
+
+
+def test_measurements_pile_up_to_a_bound_where_vllm_asks_for_no_report(runner: Runner) -> None:
+    for _ in range(100):
+        runner.step(_CONSUMER)
+    report = runner.report()
+    assert report is not None
+    assert len(report.encoded) == 64
+
+
+def test_scheduler_of_another_process_learns_though_vllm_drops_the_reports(tmp_path: Path) -> None:
+    scheduler = Process(tmp_path)
+    known = scheduler.node.encode_costs(_ENCODER)
+    runner = Runner(tmp_path)
+    for _ in range(3):
+        runner.step(_CALLS["ec_producer, before 0.30"])
+    eventually(lambda: known.known_s("image", 256) == pytest.approx(_ENCODE_S))
+    runner.close()
+    scheduler.node.close(10)
+
+
+def test_what_was_learned_is_kept_when_the_engine_ends_and_known_to_the_next(
+    tmp_path: Path,
+) -> None:
+    runner = Runner(tmp_path)
+    for _ in range(3):
+        runner.step(_CONSUMER)
+    runner.close()
+    (path,) = (tmp_path / "tier" / "v1" / "costs").iterdir()
+    assert json.loads(path.read_text())["devices"] == {
+        _ENCODER: {"image:9": pytest.approx(_ENCODE_S / 256)}
+    }
+    following = Process(tmp_path)
+    known = following.node.encode_costs(_ENCODER)
+    eventually(lambda: known.known_s("image", 256) == pytest.approx(_ENCODE_S))
+    following.node.close(10)

@@ -72,6 +72,7 @@ class RankRig:
             saves=None,
             device=lambda: torch.device("cpu"),
             rank=lambda: rank,
+            encoder=lambda: "cpu x1",
             drain_timeout_s=1,
         )
 

@@ -13,8 +13,6 @@ from s3ec.connector.messages import Encode, EncodeTime, WorkerReport
 from s3ec.connector.waiting import (
     IDLE_PAUSE_S,
     MOST_DECISIONS,
-    PRIOR_ENCODE_S,
-    EncodeCosts,
     EngineLoad,
     Fetching,
     FetchQueue,
@@ -24,6 +22,7 @@ from s3ec.connector.waiting import (
     Want,
     is_waiting_cheaper,
 )
+from s3ec.encode_costs import EncodeCosts
 from tests.unit.connector.scheduling import World, feature, identifier_of, request
 
 ROWS = 256
@@ -95,62 +94,6 @@ def test_stragglers_are_given_up_once_they_have_taken_unusually_long() -> None:
     fetches = times(0.03)
     assert is_waiting_cheaper([Missing(1, 0.0, fetches)], 0.06, PAUSE_S)
     assert not is_waiting_cheaper([Missing(1, 0.5, fetches)], 0.06, PAUSE_S)
-
-
-# -- what encoding costs ---------------------------------------------------------------------
-
-
-def test_cost_is_learned_by_modality_and_size_without_the_first_sample() -> None:
-    costs = EncodeCosts()
-    assert costs.cost_s("image", 256) == PRIOR_ENCODE_S
-    costs.add("image", 256, 9.0)  # compilation
-    assert costs.cost_s("image", 256) == PRIOR_ENCODE_S
-    for _ in range(20):
-        costs.add("image", 256, 0.1)
-    assert costs.cost_s("image", 256) == pytest.approx(0.1)
-    # A size that was never seen takes the nearest one; a modality that was not, the first guess.
-    assert costs.cost_s("image", 1024) == pytest.approx(0.4)
-    assert costs.cost_s("video", 256) == PRIOR_ENCODE_S
-
-
-def test_a_hiccup_counts_for_little() -> None:
-    costs = EncodeCosts()
-    for _ in range(30):
-        costs.add("image", 256, 0.1)
-    costs.add("image", 256, 60.0)
-    assert costs.cost_s("image", 256) <= 0.2
-
-
-@pytest.mark.parametrize("seconds", [0.0, -1.0, math.inf, math.nan])
-def test_a_time_that_cannot_be_is_ignored(seconds: float) -> None:
-    costs = EncodeCosts()
-    for _ in range(3):
-        costs.add("image", 256, seconds)
-        costs.add("image", 0, 0.1)
-    assert costs.document == {}
-
-
-def test_costs_come_back_from_a_file_and_bad_lines_of_it_do_not() -> None:
-    costs = EncodeCosts()
-    for _ in range(3):
-        costs.add("image", 256, 0.1)
-    again = EncodeCosts(
-        {**costs.document, "image": 1.0, "image:x": 1.0, "video:9": -1.0, ":9": 1.0}
-    )
-    assert again.document == costs.document
-    assert not again.explore("image", 256)
-
-
-def test_each_kind_is_explored_until_its_cost_is_known_and_never_for_long() -> None:
-    costs = EncodeCosts()
-    assert costs.explore("image", 256)
-    assert costs.explore("image", 257)  # of the same size class
-    assert [costs.explore("image", 256) for _ in range(5)] == [True] + 4 * [False]
-    assert costs.explore("image", 1024)
-    assert costs.explore("video", 256)
-    for _ in range(2):
-        costs.add("video", 256, 0.1)
-    assert not costs.explore("video", 256)
 
 
 # -- whom an encode delays -------------------------------------------------------------------
@@ -405,8 +348,6 @@ def test_costs_are_learned_from_the_reports_of_workers() -> None:
         )
     assert here.ask(request("s", feature("b")))
     assert here.counters.get("waits_declined") == 2
-    assert here.counters.get("encode.seconds") == pytest.approx(0.024)
-    assert here.counters.get("encode.rows") == 24 * SMALL
 
 
 def test_many_that_wait_are_not_all_decided_anew_in_one_pass() -> None:
