@@ -200,6 +200,19 @@ class EngineProcess:
         """
         self._call({"op": "shuffle"})
 
+    def slow_encoder(self, seconds: float) -> None:
+        """Have each call of the encoder sleep so long first. For an engine in one process only."""
+        self._call({"op": "slow_encoder", "seconds": seconds})
+
+    def encoder(self) -> dict[str, Any]:
+        """What the encoder took, and what s3ec believes. For an engine in one process only.
+
+        Returns:
+            ``times``: seconds and rows of each call since the last time this was asked, or since
+            ``slow_encoder`` was called first. ``learned``: as ``EncodeCosts.document``.
+        """
+        return self._call({"op": "encoder"})
+
     def counters(self) -> dict[str, float]:
         """Prometheus counters by name; labels of ours are appended: ``name{source=tier}``."""
         metrics: dict[str, float] = self._call({"op": "metrics"})["metrics"]

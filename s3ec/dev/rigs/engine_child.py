@@ -37,6 +37,7 @@ class _Engine:
             options["ec_transfer_config"] = ECTransferConfig(**spec["ec"])
         self._llm: Any = LLM(model=spec["model"], **options)
         self._timers: dict[str, list[int]] = {}
+        self._encoder: _SlowEncoder | None = None
 
     def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
         if request["op"] == "chat":
@@ -48,6 +49,11 @@ class _Engine:
         if request["op"] == "shuffle":
             self._shuffle()
             return {}
+        if request["op"] == "slow_encoder":
+            self._slow_encoder().seconds = request["seconds"]
+            return {}
+        if request["op"] == "encoder":
+            return self._encoder_times()
         return {"metrics": self._metrics()}
 
     def _chat(self, request: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -62,7 +68,7 @@ class _Engine:
     def _timed(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Nanoseconds of the whole call, and of each step of the engine in it."""
         if not self._timers:
-            core = self._llm.llm_engine.engine_core.engine_core  # VLLM_ENABLE_V1_MULTIPROCESSING=0
+            core = self._core()
             core.step_fn = self._timer("steps", core.step_fn)
             core.scheduler.schedule = self._timer("schedules", core.scheduler.schedule)
         for times in self._timers.values():
@@ -108,6 +114,23 @@ class _Engine:
         self._llm.reset_prefix_cache()
         self._llm.llm_engine.reset_encoder_cache()
 
+    def _core(self) -> Any:
+        return self._llm.llm_engine.engine_core.engine_core  # VLLM_ENABLE_V1_MULTIPROCESSING=0
+
+    def _slow_encoder(self) -> _SlowEncoder:
+        if self._encoder is None:
+            # Not by apply_model, after which the weights may be others.
+            model = self._core().model_executor.driver_worker.get_model()
+            self._encoder = _SlowEncoder(model.embed_multimodal)
+            model.embed_multimodal = self._encoder
+        return self._encoder
+
+    def _encoder_times(self) -> dict[str, Any]:
+        encoder = self._slow_encoder()
+        times, encoder.times = encoder.times, []
+        node = self._core().scheduler.ec_connector.parts.node
+        return {"times": times, "learned": node.encode_costs("").document}
+
     def _metrics(self) -> dict[str, float]:
         found: dict[str, float] = {}
         for metric in self._llm.get_metrics():
@@ -122,6 +145,25 @@ class _Engine:
     def shutdown(self) -> None:
         # In order and with time to finish saves; collecting the object would allow 5 seconds.
         self._llm.llm_engine.engine_core.shutdown(timeout=_SHUTDOWN_TIMEOUT_S)
+
+
+class _SlowEncoder:
+    """A model's encoder that takes longer by ``seconds``, and notes what each call took.
+
+    It sleeps, which leaves the processor to others as an encoder on a GPU does.
+    """
+
+    def __init__(self, embed: Callable[..., Any]) -> None:
+        self._embed = embed
+        self.seconds = 0.0
+        self.times: list[tuple[float, int]] = []  # seconds, rows
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        started = time.perf_counter()
+        time.sleep(self.seconds)
+        made = self._embed(*args, **kwargs)
+        self.times.append((time.perf_counter() - started, sum(map(len, made))))
+        return made
 
 
 def _shuffle_vision_tower(model: Any) -> int:
