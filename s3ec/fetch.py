@@ -234,8 +234,11 @@ class Fetcher:
         except BaseException:
             self._loop.disk_soon(self._let_go, pin)
             raise
-        expected = None if record is None else Shape(want.rows, record.width, record.dtype)
-        misfit = _misfit(pin.header, want, expected)
+        if record is None:  # saved here a moment ago: its upload writes the record first
+            self._loop.disk_soon(self._let_go, pin)
+            self._counters.add("mismatch.no_record")
+            return FetchResult(want, FetchOutcome.ABSENT)
+        misfit = _misfit(pin.header, want, Shape(want.rows, record.width, record.dtype))
         if misfit is None:
             return FetchResult(want, FetchOutcome.READY, pin, "tier")
         self._loop.disk_soon(self._let_go, pin)
@@ -403,10 +406,8 @@ class Fetcher:
         return pin
 
 
-def _misfit(header: Header, want: FetchRequest, expected: Shape | None) -> str | None:
+def _misfit(header: Header, want: FetchRequest, expected: Shape) -> str | None:
     """What differs from what the request has room for; None where nothing does."""
-    if expected is None:
-        return "no_record"
     for field in ("rows", "width", "dtype"):
         if getattr(header.shape, field) != getattr(expected, field):
             return field

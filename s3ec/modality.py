@@ -25,8 +25,9 @@ log = logging.getLogger(__name__)
 _RECORD_LIMIT = 4096
 _MAX_WIDTH = 1_000_000
 _DTYPE_NAMES = frozenset(name for name, _ in DTYPES.values())
-# How long "no record yet" is believed before the bucket is asked again.
-_ABSENT_TTL_S = 0.5
+# How long "no record yet" is believed before the bucket is asked again. Who waits for the first
+# embedding of a namespace asks about as often.
+_ABSENT_TTL_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from typing import Any
 
 from s3ec.connector.item_tracker import NO_PIXELS_WAIT_S
 from s3ec.connector.messages import AdapterUse, StepPlan, WorkerReport
-from s3ec.connector.scheduler import SchedulerHalf
+from s3ec.connector.scheduler import SchedulerHalf, named_by
 from s3ec.counters import Counters
 from s3ec.identity import with_adapter
 from s3ec.weights import Adapter, read_adapter
@@ -117,11 +117,17 @@ class _Feature:
 class _Request:
     """A request whose features have other identifiers."""
 
-    __slots__ = ("_request", "mm_features")
+    __slots__ = ("_request", "ec_transfer_params", "mm_features")
 
     def __init__(self, request: Any, rename: Callable[[str], str]) -> None:
         self._request = request
+        named = named_by(request)
         self.mm_features = [_Feature(one, rename(one.identifier)) for one in request.mm_features]
+        self.ec_transfer_params = {
+            ours.identifier: None
+            for ours, one in zip(self.mm_features, request.mm_features, strict=True)
+            if one.identifier in named
+        }
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._request, name)
@@ -367,10 +373,11 @@ class AdapterNames:
         """Requests that vLLM must fail; each is named once."""
         return self._half.take_unavailable_requests()
 
-    def request_finished(self, request: Any) -> None:
-        """The request has ended."""
-        self._requests.pop(request.request_id, None)
-        self._half.request_finished(request)
+    def request_finished(self, request: Any) -> list[int] | None:
+        """The request has ended; as SchedulerHalf's."""
+        asked = self._requests.pop(request.request_id, None)
+        view = request if asked is None else self._view(request, asked)
+        return self._half.request_finished(view)
 
     # -- at any time between two hooks -------------------------------------------------------
 

@@ -154,11 +154,19 @@ class S3ECConnector(ECConnectorBase):
 
     @guarded(default=(False, None))
     def request_finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
-        """The request has ended; the release of its blocks is never delayed."""
-        scheduler = self.parts.scheduler
-        if scheduler is not None:
-            scheduler.request_finished(request)
-        return False, None
+        """The request has ended; the release of its blocks is never delayed.
+
+        Returns:
+            Also what an encoder instance answers with: its items by identifier, for the
+            ``ec_transfer_params`` of the request to the language instance.
+        """
+        scheduler, features = self.parts.scheduler, self.parts.features
+        if scheduler is None:
+            return False, None
+        unstored = scheduler.request_finished(request)
+        if unstored is None or features is None:
+            return False, None
+        return False, features.items_of(request.mm_features, unstored) or None
 
     @guarded()
     def get_ec_connector_stats(self) -> Any:

@@ -26,8 +26,9 @@ from s3ec.tier import Pin
 # A failed fetch is not tried again for the same image within this time: the request that is
 # being deferred must go on, and the next one must not wait for the same failure.
 RETRY_AFTER_S = 5.0
-# For a request without pixels "absent" means "not yet": the encoder that made the embedding may
-# still be uploading it. It is asked for again after the first pause, then after twice that...
+# For a request without pixels, or one that names the embedding, "absent" means "not yet": the
+# encoder that made it may still be uploading it. It is asked for again after the first pause, then
+# after twice that...
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 1.0
 # A pin that no request asked about for this long is given back; the bytes stay on the tier.
@@ -65,6 +66,9 @@ class Item:
         was_local: Of one that has FAILED: this node's disk was believed to hold it.
         fetching: Its place among the fetches, while it is being fetched; None where waits are not
             weighed.
+        asked_s: When it was asked for the first time, or anew.
+        promised: A request has named it and the index does not know it: it is being uploaded.
+        was_absent: Of one that has FAILED: neither this node nor the bucket had it.
     """
 
     key: Key
@@ -79,6 +83,9 @@ class Item:
     may_come: bool = True
     was_local: bool = False
     fetching: Fetching | None = None
+    asked_s: float = 0.0
+    promised: bool = False
+    was_absent: bool = False
 
     def failed_lately(self, now: float) -> bool:
         """Of one that has FAILED: whether it is too soon to try again."""
@@ -237,8 +244,9 @@ class _Wait:
 class DeferralBudget:
     """Adds up the deferrals of each request and says when they have lasted long enough.
 
-    One object counts the waits for one source: the bucket, or this node's disk. They are counted
-    apart, so that no trouble with the bucket keeps a request from an embedding that is here.
+    One object counts the waits for one source: the bucket, this node's disk, or an encoder that has
+    not uploaded yet what a request names. They are counted apart, so that no trouble with the
+    bucket keeps a request from an embedding that is here.
 
     A source that answers, but too slowly for anybody to wait for, opens no breaker: small requests
     succeed. So after MOST_IN_VAIN waits in vain nothing waits for VAIN_REST_S, while fetches go on,
@@ -297,15 +305,18 @@ class DeferralBudget:
         self._in_vain = MOST_IN_VAIN - 1
         return False
 
-    def end(self, request_id: str, *, in_vain: bool = False) -> None:
+    def end(self, request_id: str, *, in_vain: bool = False) -> bool:
         """The request need not wait now; what it has waited stays counted against it.
 
         Args:
             in_vain: What it waited for has not come in time.
+
+        Returns:
+            Whether it has waited until now.
         """
         wait = self._waits.get(request_id)
         if wait is None or wait.since_s is None:
-            return
+            return False
         now = self._clock()
         waited_s = now - wait.since_s
         wait.spent_s += waited_s
@@ -315,6 +326,7 @@ class DeferralBudget:
             self._counters.add("defer_timeouts")
             self._in_vain += 1
             self._vain_s = now
+        return True
 
     def came(self, seconds: float) -> None:
         """Something came from there after so long; who waits for others has a chance."""
@@ -371,8 +383,8 @@ class ItemTracker:
     Attributes:
         items: By identifier. For reading, but for ``touched_s``: who asks about an item sets it.
         waiting: Request id to the identifiers that it waits for, or will need later. For reading.
-        waited: Ids of requests that have waited for the bucket, and for this node's disk. For
-            reading.
+        waited: Ids of requests that have waited for the bucket, for this node's disk, and for what
+            they named. For reading.
     """
 
     def __init__(
@@ -415,29 +427,51 @@ class ItemTracker:
         self._steps = Steps(ranks=role.ranks, in_flight=role.steps_in_flight)
         self._waits = DeferralBudget(role.defer_timeout_s, counters, clock)  # for the bucket
         self._tier_waits = DeferralBudget(role.defer_timeout_s, counters, clock)
+        self._promise_waits = DeferralBudget(role.defer_timeout_s, counters, clock)
+        self._promise_noted_s = clock()
         self._interest = Interest()
         self.items: dict[str, Item] = {}
         self.waiting: Mapping[str, set[str]] = self._interest.requests
-        self.waited = (self._waits.requests, self._tier_waits.requests)
+        self._budgets = (self._waits, self._tier_waits, self._promise_waits)
+        self.waited = tuple(budget.requests for budget in self._budgets)
         # Since the prefetcher was last told.
         self._demand: dict[str, FetchRequest] = {}
         self._demoted: dict[str, None] = {}
 
     # -- what a request needs ----------------------------------------------------------------
 
-    def want(self, key: Key, modality: str, rows: int, priority: Priority) -> None:
-        """Begin with an item that is not known."""
-        item = Item(key, modality, FETCHING, priority, self._clock(), rows)
+    def want(
+        self, key: Key, modality: str, rows: int, priority: Priority, *, promised: bool = False
+    ) -> None:
+        """Begin with an item that is not known.
+
+        Args:
+            promised: See Item.
+        """
+        now = self._clock()
+        item = Item(key, modality, FETCHING, priority, now, rows, asked_s=now, promised=promised)
         self.items[key.identifier] = item
         self._order(item, priority)
 
-    def again(self, item: Item, rows: int, priority: Priority, *, anew: bool = False) -> None:
+    def again(
+        self,
+        item: Item,
+        rows: int,
+        priority: Priority,
+        *,
+        anew: bool = False,
+        promised: bool = False,
+    ) -> None:
         """Fetch once more what has FAILED.
 
         Args:
             anew: Its failures so far do not count.
+            promised: See Item.
         """
-        item.failures = 0 if anew else item.failures
+        item.promised = item.promised or promised
+        if anew:
+            item.failures = 0
+            item.asked_s = self._clock()
         item.state = FETCHING
         item.rows = rows
         self._order(item, priority)
@@ -476,8 +510,7 @@ class ItemTracker:
             cannot: one came without pixels, and it has waited its time.
         """
         request_id = request.request_id
-        bucket, tier = self.waited
-        is_new = request_id not in bucket and request_id not in tier
+        is_new = not any(request_id in waited for waited in self.waited)
         awaited = self._worth_waiting(pending, request)
         if awaited is None:
             return None
@@ -501,18 +534,27 @@ class ItemTracker:
         """What of the pending features the request should still wait for.
 
         Returns:
-            All, those that lie on this node, or none. None instead of a list where one came
-            without pixels and has waited its time.
+            All, those that lie on this node or may still be uploaded, those on this node, or none.
+            None instead of a list where one came without pixels and has waited its time.
         """
         request_id = request.request_id
         turns = len(request.mm_features)
-        here = [feature for feature in pending if self._local(self.items[feature.identifier].key)]
-        all_here = len(here) == len(pending)
+        here: list[Any] = []
+        promised: list[Any] = []
+        for feature in pending:
+            item = self.items[feature.identifier]
+            if self._local(item.key):
+                here.append(feature)
+            elif item.failures:
+                promised.append(feature)
+        rest = len(pending) - len(here) - len(promised)
         can_wait = self._ranks is None or not self._ranks.cannot_answer
         if can_wait and self._policy is not None and not self._pays(self._policy, request, pending):
             return []
         # First, since most requests wait for the bucket, and to look for pixels takes longer.
-        if can_wait and not all_here and not self._waits.is_over(request_id, turns):
+        if not rest:
+            self._waits.end(request_id)
+        elif can_wait and not self._waits.is_over(request_id, turns):
             return pending
         if any(map(self._needs_embedding, pending)):
             if not self._waits.is_over(request_id, turns, no_pixels=True):
@@ -523,8 +565,14 @@ class ItemTracker:
             return None
         if not can_wait:
             return []  # not in vain: nothing was late
-        if not all_here:
+        if rest:
             self._waits.end(request_id, in_vain=True)
+        if promised:
+            if not self._promise_waits.is_over(request_id, turns):
+                return promised + here
+            if self._promise_waits.end(request_id, in_vain=True):
+                for feature in promised:
+                    self._note_broken(self.items[feature.identifier])
         if here:
             if not self._tier_waits.is_over(request_id, turns):
                 return here
@@ -535,29 +583,45 @@ class ItemTracker:
         """Whether waiting costs less than encoding; what has no pixels is always waited for."""
         if any(map(self._needs_embedding, pending)):
             return True
-
-        def wants() -> list[Want]:
-            items = [self.items[feature.identifier] for feature in pending]
-            return [
-                Want(
-                    item.modality,
-                    item.rows,
-                    "tier" if self._local(item.key) else "bucket",
-                    item.fetching or Fetching(0),
-                )
-                for item in items
-            ]
-
+        items = [self.items[feature.identifier] for feature in pending]
+        promised = [item for item in items if item.promised and not self._local(item.key)]
+        for item in promised:
+            if policy.costs.known_s(item.modality, item.rows) is None:
+                return True  # others encode it; it is not encoded here to learn the cost
+        if promised and self._clock() - self._promise_noted_s > VAIN_REST_S:
+            policy.forget("promise")  # who does not wait learns nothing
+        waited = request.request_id in policy.waiting
+        wants = lambda: [self._want_of(item) for item in items]  # noqa: E731
         if policy.waits(request.request_id, wants, self._clock()):
             return True
         self._counters.add("waits_declined")
+        if waited:
+            for item in promised:
+                self._note_broken(item)
         return False
+
+    def _note_broken(self, item: Item) -> None:
+        """Somebody has waited for it in vain. Nobody will learn how long it takes."""
+        self._note_promise(item, 2 * (self._clock() - item.asked_s))
+
+    def _note_promise(self, item: Item, seconds: float) -> None:
+        """What was named has taken so long from the first question on."""
+        if self._policy is not None:
+            self._policy.times("promise", item.rows).add(seconds)
+            self._promise_noted_s = self._clock()
+
+    def _want_of(self, item: Item) -> Want:
+        if self._local(item.key):
+            return Want(item.modality, item.rows, "tier", item.fetching or Fetching(0))
+        if item.promised:  # fetched again and again, so its age is that of the first time
+            return Want(item.modality, item.rows, "promise", Fetching(0, item.asked_s))
+        return Want(item.modality, item.rows, "bucket", item.fetching or Fetching(0))
 
     def _end_waits(self, request_id: str) -> None:
         if self._policy is not None:
             self._policy.end(request_id)
-        self._waits.end(request_id)
-        self._tier_waits.end(request_id)
+        for budget in self._budgets:
+            budget.end(request_id)
 
     # -- requests go on, and go --------------------------------------------------------------
 
@@ -594,8 +658,8 @@ class ItemTracker:
 
     def end_request(self, request_id: str) -> None:
         """The request has ended. What it waited for is for others, or for nobody."""
-        self._waits.end_request(request_id)
-        self._tier_waits.end_request(request_id)
+        for budget in self._budgets:
+            budget.end_request(request_id)
         if self._policy is not None:
             self._policy.end(request_id)
         self.leave(request_id)
@@ -641,8 +705,16 @@ class ItemTracker:
             item.touched_s = now
             if fetched.outcome is not FetchOutcome.READY or fetched.pin is None:
                 # What does not fit this request never will.
-                self._fail(identifier, may_come=fetched.outcome is not FetchOutcome.MISMATCH)
+                self._fail(
+                    identifier,
+                    may_come=fetched.outcome is not FetchOutcome.MISMATCH,
+                    was_absent=fetched.outcome is FetchOutcome.ABSENT,
+                )
                 continue
+            if item.failures:
+                self._promise_waits.came(0.0)
+            if item.promised:
+                self._note_promise(item, now - item.asked_s)
             item.failures = 0
             item.pin = fetched.pin
             item.rows = fetched.pin.header.shape.rows
@@ -697,12 +769,13 @@ class ItemTracker:
             self._counters.add("mismatch.ranks")
             self._fail(identifier)
 
-    def _fail(self, identifier: str, *, may_come: bool = True) -> None:
+    def _fail(self, identifier: str, *, may_come: bool = True, was_absent: bool = False) -> None:
         item = self.items[identifier]
         item.state = FAILED
         item.touched_s = self._clock()
         item.failures += 1
         item.may_come = may_come
+        item.was_absent = was_absent
         item.was_local = self._local(item.key)
         self._interest.drop(identifier)
         pin, item.pin = item.pin, None
@@ -784,12 +857,11 @@ class ItemTracker:
             if item.is_over(now):
                 pins += self._drop(identifier)
         self._release(pins)
-        self._waits.sweep(LEASE_S)
-        self._tier_waits.sweep(LEASE_S)
+        for budget in self._budgets:
+            budget.sweep(LEASE_S)
         if self._policy is not None:
-            bucket, tier = self.waited
             for request_id in list(self._policy.waiting):
-                if request_id not in bucket and request_id not in tier:
+                if not any(request_id in waited for waited in self.waited):
                     self._policy.end(request_id)
             if not any(item.fetching for item in self.items.values()):
                 self._policy.queue.reset()
@@ -815,10 +887,11 @@ class ItemTracker:
         late_s: float,
     ) -> list[str]:
         """As SchedulerHalf.audit; what has failed is forgotten by ``late_s`` at the latest."""
-        bucket, tier = self.waited
+        bucket, tier, promises = self.waited
         kept: dict[str, Collection[str]] = {
             "a wait": bucket,
             "a wait for the tier": tier,
+            "a wait for what was named": promises,
             "an interest": self.waiting,
         }
         complaints = [
@@ -854,6 +927,7 @@ class ItemTracker:
         return {
             "waits": self.waited[0],
             "waits for the tier": self.waited[1],
+            "waits for what was named": self.waited[2],
             "interests": self.waiting,
             "items": self.items,
             "steps that load": self._steps.loading,

@@ -45,6 +45,16 @@ _MOST_SEEN = 10_000
 _DEMAND, _LOOKAHEAD = Priority.DEMAND, Priority.LOOKAHEAD
 
 
+def named_by(request: Any) -> Collection[str]:
+    """Identifiers that a request names in ``ec_transfer_params``.
+
+    An encoder instance answers with such parameters, keyed by identifier, and a proxy hands them
+    on with the request for the language instance. They come from outside and may be anything.
+    """
+    params = getattr(request, "ec_transfer_params", None)
+    return params if isinstance(params, dict) else ()
+
+
 class SaveOrders:
     """Remembers what was ordered, so that an embedding is not saved by each of its requests.
 
@@ -190,13 +200,14 @@ class SchedulerHalf:
         )
         self._items = self.tracker.items
         self._waiting = self.tracker.waiting
-        self._waited, self._waited_for_tier = self.tracker.waited
+        self._waited, self._waited_for_tier, self._waited_for_named = self.tracker.waited
         self._unavailable: set[str] = set()
         self.on_device: set[str] = set()
         # Rows that the request being scheduled has room for. Where vLLM asks once only, what
         # all requests asked for, as long as the item lives.
         self._rows_asked: dict[str, int] = {}
         self._must_grant: set[str] = set()  # of this request, while the disk hangs
+        self._named: Collection[str] = ()  # by the request being scheduled
         self._decisions: dict[str, bool] = {}  # of this pass
         # Of this pass: a pure producer was asked for these without pixels, and the index held them.
         self._stored: set[str] = set()
@@ -242,6 +253,7 @@ class SchedulerHalf:
         if self._role.asked_every_pass:
             self._rows_asked.clear()  # vLLM schedules this request before it asks for the next
         features = request.mm_features
+        self._named = named_by(request)
         if decoding:  # everything is in the KV cache
             if self._waiting and request.request_id in self._waiting:
                 self.tracker.leave(request.request_id)
@@ -298,6 +310,7 @@ class SchedulerHalf:
             request_id in self._waiting
             or request_id in self._waited
             or request_id in self._waited_for_tier
+            or request_id in self._waited_for_named
         )
 
     def _can_be_encoded(self, request: Any, num_computed_tokens: int) -> bool:
@@ -359,8 +372,9 @@ class SchedulerHalf:
         if state is FAILED:
             return self._look_at_failed(feature, item, rows, needed_now, now)
         came = not item.was_local and self._local(item.key)
-        if item.failures and not came and not self._needs_embedding(feature):
-            return FAILED  # asked for again and again by a request that has no other chance
+        awaited = identifier in self._named or self._needs_embedding(feature)
+        if item.failures and not came and not awaited:
+            return FAILED  # asked for again and again by another request
         if identifier in self.on_device and not self._needs_embedding(feature):
             return ABSENT  # another request had it encoded while this one waited
         out_of_reach = self._store.is_open and not self._local(item.key)
@@ -371,16 +385,19 @@ class SchedulerHalf:
     def _look_at_failed(
         self, feature: Any, item: Item, rows: int, needed_now: bool, now: float
     ) -> State | None:
-        if self._needs_embedding(feature):
+        came = not item.was_local and self._local(item.key)
+        named = feature.identifier in self._named and item.was_absent
+        if named or self._needs_embedding(feature):
             misfit = not item.may_come
             if misfit and item.rows == rows:
                 return FAILED
-            if misfit or item.is_due(now):
-                self.tracker.again(item, rows, _DEMAND)
+            if not self._is_worthwhile(feature, item.key):
+                return ABSENT
+            if misfit or came or item.is_due(now):
+                self.tracker.again(item, rows, _DEMAND, promised=named)
             return FETCHING
         # One that asks for other rows has a chance: those may have been a client's invention.
         # And so has one that came to this node's disk since.
-        came = not item.was_local and self._local(item.key)
         if item.rows == rows and item.failed_lately(now) and not came:
             return FAILED
         if not self._is_worthwhile(feature, item.key):
@@ -416,21 +433,25 @@ class SchedulerHalf:
             return None
         priority = _DEMAND if needed_now else _LOOKAHEAD
         self._rows_asked[identifier] = rows
-        self.tracker.want(key, feature.modality, rows, priority)
+        promised = identifier in self._named and not self._index.maybe_contains(key)
+        self.tracker.want(key, feature.modality, rows, priority, promised=promised)
         return FETCHING
 
     def _is_worthwhile(self, feature: Any, key: Key) -> bool:
         """Whether a fetch may bring it.
 
         While the store is down only what this node's disk holds is worth a look; while the disk
-        hangs nothing, nor is the index, which is mapped from it. A feature without pixels is
+        hangs nothing, nor is the index, which is mapped from it. What the request names is worth
+        one whatever the index says: somebody has just encoded it. A feature without pixels is
         always worth one: it has no other chance.
         """
         if self._hung:
             return self._needs_embedding(feature)
         if self._local(key):
             return True
-        if not self._store.is_open and self._index.maybe_contains(key):
+        if not self._store.is_open and (
+            feature.identifier in self._named or self._index.maybe_contains(key)
+        ):
             return True
         return self._needs_embedding(feature)
 
@@ -605,11 +626,25 @@ class SchedulerHalf:
         taken, self._unavailable = self._unavailable, set()
         return taken
 
-    def request_finished(self, request: Any) -> None:
-        """The request has ended."""
+    def request_finished(self, request: Any) -> list[int] | None:
+        """The request has ended.
+
+        Returns:
+            Of a pure producer the features that it does not store, by their places: what has no
+            key. None of all others.
+        """
         self._seen.pop(request.request_id, None)
         self._unavailable.discard(request.request_id)
         self.tracker.end_request(request.request_id)
+        if self._role.consumer:
+            return None
+        return [
+            place
+            for place, feature in enumerate(request.mm_features)
+            if self._stopped
+            or feature.modality == PASSED_THROUGH
+            or self._keys(feature.identifier) is None
+        ]
 
     # -- at any time between two hooks -------------------------------------------------------
 

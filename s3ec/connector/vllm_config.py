@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,6 +117,7 @@ class FeatureReader:
 
     def __init__(self, model_config: Any) -> None:
         self._fields: dict[str, frozenset[str]] = {}
+        self._collect: Callable[[Any, Any], dict[str, dict[str, Any]]] | None = None
         try:
             from vllm.distributed.ec_transfer.ec_connector.utils import PlaceholderMetadataResolver
         except ImportError:  # older than the feature: every request brings its pixels
@@ -123,6 +125,31 @@ class FeatureReader:
         resolver = PlaceholderMetadataResolver(model_config)
         for modality in MODALITIES:
             self._fields[modality] = frozenset(resolver.fields_for(modality))
+        try:
+            from vllm.distributed.ec_transfer.ec_connector.utils import collect_ec_item_metadata
+        except ImportError:  # no connector of this release answers with them
+            return
+        self._collect = collect_ec_item_metadata
+
+    def fields_for(self, modality: str) -> Collection[str]:
+        """Fields that the model declares; vLLM's resolver would build a processor to answer."""
+        return self._fields.get(modality, ())
+
+    def items_of(self, features: Sequence[Any], unstored: Collection[int]) -> dict[str, Any]:
+        """What vLLM's own connectors answer an encoder's request with, by identifier.
+
+        A language instance may do without the pixels of an item that has metadata.
+
+        Args:
+            features: Of a request that has ended.
+            unstored: Places of those whose embedding nobody will find. They get no metadata.
+        """
+        if self._collect is None:
+            return {}
+        items = self._collect(features, self)
+        for place in unstored:
+            items[features[place].identifier]["metadata"] = {}
+        return items
 
     def needs_embedding(self, feature: Any) -> bool:
         """Whether this feature came without pixels: only a stored embedding can serve it.

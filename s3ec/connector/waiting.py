@@ -319,7 +319,8 @@ class Want:
     Attributes:
         modality: ``image``, ``video``...
         rows: Rows of its embedding.
-        source: Where it comes from: ``bucket`` or ``tier``.
+        source: Where it comes from: ``bucket``, ``tier``, or ``promise`` for what is still being
+            uploaded.
         fetching: Its place in the queue.
     """
 
@@ -361,6 +362,10 @@ class WaitPolicy:
             found = self._times[kind] = FetchTimes()
         return found
 
+    def forget(self, source: str) -> None:
+        """How long fetches of this source take is to be learned anew."""
+        self._times = {kind: times for kind, times in self._times.items() if kind[0] != source}
+
     def end_pass(self, now: float, *, has_prefill: bool, tokens: int) -> None:
         """A scheduling pass has ended."""
         self._decisions = 0
@@ -392,7 +397,9 @@ class WaitPolicy:
         price = self.load.price
         # All of them, not the first one only: each kind is explored once.
         idle = price == 1.0
-        if is_new and sum([costs.explore(one.modality, one.rows, now, idle=idle) for one in wants]):
+        # Not what others encode so that this engine need not.
+        unknown = [one for one in wants if is_new and one.source != "promise"]
+        if sum([costs.explore(one.modality, one.rows, now, idle=idle) for one in unknown]):
             return False
         missing = self._group(wants, now)
         late_s = max(one.times.late_s for one in missing)

@@ -63,7 +63,8 @@ def parse_records(blob: bytes, namespace: str) -> tuple[list[bytes], int]:
     Returns:
         The digests of this namespace, and how many bytes need not be read again.
     """
-    tag, digests, done, at = _tag(namespace), [], 0, 0
+    digests: list[bytes] = []
+    tag, done, at = _tag(namespace), 0, 0
     while (at := blob.find(_MAGIC, at)) >= 0:
         if at + RECORD_BYTES > len(blob):
             return digests, at

@@ -260,6 +260,7 @@ class S3EC(NoConnector):
             node,
             saves=self.saves,
             device=lambda: torch.device("cpu"),
+            encoder=lambda: "cpu x1",
             rank=lambda: rank,
             drain_timeout_s=1,
         )
@@ -440,8 +441,9 @@ class S3EC(NoConnector):
     def _note_deferral(self, request: Request, answer: bool) -> None:
         """Nobody waits longer than allowed: a request is let go, or named as one that cannot be.
 
-        Waits for the bucket and for this node's disk are counted apart, and so is the patience of
-        a request without pixels. An engine that stood still has not deferred anybody.
+        Waits for the bucket, for this node's disk and for what is still uploaded are counted apart,
+        and so is the patience of a request without pixels. An engine that stood still has not
+        deferred anybody.
         """
         now = self.clock()
         wait = self._deferrals.setdefault(request.request_id, _Deferral())
@@ -452,7 +454,7 @@ class S3EC(NoConnector):
         if answer or asked_s is None:
             return
         wait.spent_s += min(now - asked_s, _LONGEST_PAUSE_S)
-        limit_s = 2 * self.options.defer_timeout_s
+        limit_s = 3 * self.options.defer_timeout_s
         if not all(map(has_pixels, request.mm_features)):
             limit_s += NO_PIXELS_WAIT_S
         if wait.spent_s > limit_s:

@@ -102,6 +102,7 @@ class Asked:
     max_tokens: int = 3
     priority: int = 0
     lora: LoRARequest | None = None
+    named: Sequence[str] = ()
 
 
 @functools.cache
@@ -311,7 +312,10 @@ class Engine:
     def add(self, asked: Asked) -> None:
         """A client sends a request."""
         self.journal.append(("add", (asked,)))
-        sampling = SamplingParams(max_tokens=asked.max_tokens)
+        params = {"ec_transfer_params": {name: {"metadata": {}} for name in asked.named}}
+        sampling = SamplingParams(
+            max_tokens=asked.max_tokens, extra_args=params if asked.named else None
+        )
         sampling.update_from_generation_config({}, EOS)
         request = Request(
             request_id=asked.name,

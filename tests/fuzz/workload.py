@@ -115,6 +115,7 @@ class Habits:
         resets: How often the prefix cache is reset.
         weights: How often the weights change.
         most_waits: Requests that s3ec may defer at a time.
+        named: How often a request names a picture, which an encoder may have uploaded or not.
     """
 
     pictures: int = 5
@@ -131,6 +132,7 @@ class Habits:
     resets: float = 0.005
     weights: float = 0.0
     most_waits: int = MAX_WAITS
+    named: float = 0.0
 
 
 def draw(seed: int) -> tuple[Options, Habits]:
@@ -171,7 +173,11 @@ def draw(seed: int) -> tuple[Options, Habits]:
     )
     # Drawn last, so that what an older seed was is what it is.
     row_s = rnd.choice([None, None, 1e-5, 1e-3, 1e-1])
-    return dataclasses.replace(options, encode_row_s=row_s), habits
+    named = rnd.choice([0.0, 0.3, 0.9])
+    return (
+        dataclasses.replace(options, encode_row_s=row_s),
+        dataclasses.replace(habits, named=named),
+    )
 
 
 class Run:
@@ -304,7 +310,9 @@ class Run:
         if len(tokens) + 30 <= most:
             tokens += self._text(rnd.choice([1, 3, 30]))
         tokens = tokens or self._text(1)
-        return Asked(name, tokens, features, lora=lora, **more)
+        often = self.habits.named
+        named = [one.identifier for one in features if often and rnd.random() < often]
+        return Asked(name, tokens, features, lora=lora, named=named, **more)
 
     def _text(self, length: int) -> list[int]:
         return self._rnd.choices(range(5, 200), k=length)
