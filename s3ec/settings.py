@@ -292,6 +292,12 @@ class Settings(BaseModel):
         description="Whether an identifier that is no content hash, so that a client chose it "
         "(`uuid`), is looked up and saved.",
     )
+    save: Literal["always", "worth"] = Field(
+        "always",
+        description="Which embeddings a producer stores. `always`: all that it encodes. `worth`: "
+        "what it encodes a second time (of the last half a million or more), unless encoding takes "
+        "less time than a fetch. A job that fills a corpus needs `always`.",
+    )
     save_overflow: Literal["block", "drop"] | None = Field(
         None,
         description="What a full save queue does. `block` waits for room, at most 60 s in a step "

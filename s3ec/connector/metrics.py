@@ -202,6 +202,15 @@ LABELLED: dict[str, tuple[str, str, str, dict[str, str]]] = {
             "refused": "Not written to the disk. They are uploaded from memory.",
         },
     ),
+    "save_declined.": (
+        "vllm:s3ec_saves_declined",
+        "Embeddings that were not stored because they are not worth it (`save` = worth).",
+        "reason",
+        {
+            "first": "It was encoded for the first time, as far as this engine remembers.",
+            "cheap": "To encode it takes less time than to bring it from the bucket.",
+        },
+    ),
     "save_problem.": (
         "vllm:s3ec_save_problems",
         "Embeddings that were not stored, or not at the first try.",

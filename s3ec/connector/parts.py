@@ -17,6 +17,7 @@ from s3ec.config import load_settings
 from s3ec.connector import compat, live_weights
 from s3ec.connector.adapters import AdapterNames
 from s3ec.connector.remote_ranks import Ranks, tier_id
+from s3ec.connector.save_worth import SaveWorth
 from s3ec.connector.saves import SaveQueue
 from s3ec.connector.scheduler import SchedulerHalf
 from s3ec.connector.vllm_config import (
@@ -172,6 +173,7 @@ class Parts:
         if role.producer:
             node.compact_the_index()
         costs = node.encode_costs(self._encoder())
+        policy = _policy_of(role, settings, costs)
         half = SchedulerHalf(
             role,
             index=node.index,
@@ -185,7 +187,8 @@ class Parts:
             ranks=_ranks_elsewhere(node, role, topology),
             naming=node.naming,
             costs=costs,
-            policy=_policy_of(role, settings, costs),
+            policy=policy,
+            worth=_worth_of(role, settings, node, costs, policy),
         )
         lora = getattr(config, "lora_config", None)
         if not getattr(lora, "enable_tower_connector_lora", False):
@@ -267,7 +270,8 @@ def _role_of(vllm_config: Any, topology: Topology, settings: Settings) -> Role:
         defer_timeout_s=0.0 if settings.wait == "never" else settings.defer_timeout_s,
         asked_every_pass=this is None or this >= (0, 30),
         can_load=topology.problem is None,
-        stores_again=compat.installed_hooks()["start_save_caches"],
+        # Which nothing has been encoded for.
+        stores_again=compat.installed_hooks()["start_save_caches"] and settings.save == "always",
     )
 
 
@@ -276,6 +280,20 @@ def _policy_of(role: Role, settings: Settings, costs: EncodeCosts) -> WaitPolicy
     if settings.wait != "auto" or not role.consumer or not role.defer_timeout_s:
         return None
     return WaitPolicy(costs, EngineLoad(role.steps_in_flight), FetchQueue(settings.max_concurrency))
+
+
+def _worth_of(
+    role: Role, settings: Settings, node: Node, costs: EncodeCosts, policy: WaitPolicy | None
+) -> SaveWorth | None:
+    """What says what is worth storing; None where everything is, or nothing is stored."""
+    if settings.save == "always" or not role.producer:
+        return None
+    if not role.consumer and not compat.serves_requests():
+        log.warning(
+            "`save` = worth stores nothing that is encoded once; for a job that fills a corpus "
+            "take always"
+        )
+    return SaveWorth(costs, node.counters, policy=policy)
 
 
 def _ranks_elsewhere(node: Node, role: Role, topology: Topology) -> Ranks | None:

@@ -30,6 +30,7 @@ from s3ec.connector.item_tracker import (
 )
 from s3ec.connector.messages import Encode, Load, Save, StepPlan, WorkerReport
 from s3ec.connector.remote_ranks import Ranks
+from s3ec.connector.save_worth import SaveWorth
 from s3ec.connector.vllm_config import PASSED_THROUGH, Role
 from s3ec.connector.waiting import WaitPolicy
 from s3ec.counters import Counters
@@ -68,8 +69,10 @@ class SaveOrders:
         index: Index,
         placeholder_of: Callable[[Any], dict[str, Any] | None],
         clock: Callable[[], float],
+        worth: SaveWorth | None,
     ) -> None:
         self._index = index
+        self._worth = worth
         self._placeholder_of = placeholder_of
         self._clock = clock
         self.ordered_s: dict[str, float] = {}
@@ -79,6 +82,9 @@ class SaveOrders:
         """What to save of a feature that is about to be encoded; None where that is done."""
         identifier = feature.identifier
         if identifier in self.ordered_s or self._index.holds(key):
+            return None
+        rows = feature.mm_position.get_num_embeds()
+        if self._worth is not None and not self._worth.is_worth(key, feature.modality, rows):
             return None
         self.ordered_s[identifier] = self._clock()
         return Save(feature.modality, self._placeholder_of(feature))
@@ -148,6 +154,7 @@ class SchedulerHalf:
         naming: KeyPolicy | None = None,
         costs: EncodeCosts | None = None,
         policy: WaitPolicy | None = None,
+        worth: SaveWorth | None = None,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
@@ -169,6 +176,7 @@ class SchedulerHalf:
             costs: What encoding costs; None where there is a policy, which has it, or where nothing
                 is known yet.
             policy: Weighs each wait against encoding; None where every wait is worth it.
+            worth: Says what is worth storing; None where everything is.
             clock: Monotonic seconds.
             wall_clock: Seconds as in a request's ``arrival_time``.
         """
@@ -216,7 +224,7 @@ class SchedulerHalf:
         # The device gave them up in this pass: vLLM asks for them, and they were there.
         self._evicted: set[str] = set()
         self._plan = StepPlan()
-        self._save_orders = SaveOrders(index, placeholder_of, clock)
+        self._save_orders = SaveOrders(index, placeholder_of, clock, worth)
         self._swept_s = clock()
         self._stopped = False
 

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from s3ec.codec import Header, Shape
 from s3ec.connector.messages import StepPlan, WorkerReport
 from s3ec.connector.remote_ranks import Ranks
+from s3ec.connector.save_worth import SaveWorth
 from s3ec.connector.scheduler import SchedulerHalf
 from s3ec.connector.vllm_config import Role
 from s3ec.connector.waiting import WaitPolicy
@@ -157,6 +158,7 @@ class World:
         index: Index | None = None,
         naming: KeyPolicy | None = None,
         policy: WaitPolicy | None = None,
+        worth: SaveWorth | None = None,
         **role: Any,
     ) -> None:
         values = {
@@ -190,6 +192,7 @@ class World:
             ranks=ranks_apart,
             naming=naming,
             policy=policy,
+            worth=worth,
             clock=self.clock,
             wall_clock=self.clock,
         )

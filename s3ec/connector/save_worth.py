@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which embeddings are worth storing, with `save` = worth: those that are encoded a second time.
+
+Most pictures that people send are never sent again. What was encoded once is remembered by its key
+alone, in a sketch of fixed size, and stored when it is encoded once more. What takes less time to
+encode than to bring back is not stored at all.
+
+Everything here is arithmetic in memory; the scheduler's thread owns it.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+
+from s3ec.connector.waiting import WaitPolicy
+from s3ec.counters import Counters
+from s3ec.encode_costs import EncodeCosts
+from s3ec.identity import Key
+
+# A generation: 1 MiB. At 16 bits for each key, of which 4 are set, it takes 1 in 400 for one that
+# it holds, which is stored a little early.
+GENERATION_BYTES = 1 << 20
+_BITS_PER_KEY = 16
+_PROBES = struct.Struct("<4I")
+
+
+class SeenKeys:
+    """A sketch of the keys that were seen lately: two bloom filters, the newer one being filled.
+
+    When it is full the older one is emptied and filled next. So the last ``capacity`` different
+    keys are always known, and none of those before the last ``2 * capacity``.
+
+    Attributes:
+        capacity: Keys of one filter.
+    """
+
+    def __init__(self, generation_bytes: int = GENERATION_BYTES) -> None:
+        """Start with nothing seen.
+
+        Args:
+            generation_bytes: Of one filter; a power of two.
+        """
+        self._nbytes = generation_bytes
+        self._mask = 8 * generation_bytes - 1
+        self.capacity = 8 * generation_bytes // _BITS_PER_KEY
+        self._newer = bytearray(generation_bytes)
+        self._older = bytearray(generation_bytes)
+        self._count = 0
+
+    def add(self, digest: bytes) -> bool:
+        """Note one key; whether it was seen before. About 2 us.
+
+        Args:
+            digest: ``Key.digest``.
+        """
+        mask = self._mask
+        bits = [probe & mask for probe in _PROBES.unpack(digest)]
+        newer, older = self._newer, self._older
+        if all(newer[bit >> 3] >> (bit & 7) & 1 for bit in bits):
+            return True
+        seen = all(older[bit >> 3] >> (bit & 7) & 1 for bit in bits)
+        if self._count >= self.capacity:
+            self._older, self._newer = newer, bytearray(self._nbytes)
+            newer, self._count = self._newer, 0
+        self._count += 1
+        for bit in bits:
+            newer[bit >> 3] |= 1 << (bit & 7)
+        return seen
+
+
+class SaveWorth:
+    """Says of what is about to be encoded whether to store it."""
+
+    def __init__(
+        self,
+        costs: EncodeCosts,
+        counters: Counters,
+        *,
+        policy: WaitPolicy | None = None,
+        seen: SeenKeys | None = None,
+    ) -> None:
+        """Nothing was seen yet.
+
+        Args:
+            costs: What encoding costs.
+            counters: Of this process: what fetches and uploads took, and where to count.
+            policy: Knows what fetches of one size take, and what an encode costs all requests.
+            seen: None for a sketch of the usual size.
+        """
+        self._costs = costs
+        self._counters = counters
+        self._policy = policy
+        self._seen = SeenKeys() if seen is None else seen
+
+    def is_worth(self, key: Key, modality: str, rows: int) -> bool:
+        """Whether to store it; counts where not, and remembers that it was encoded."""
+        if not self._seen.add(key.digest):
+            self._counters.add("save_declined.first")
+            return False
+        encode_s = self._costs.known_s(modality, rows)
+        bring_s = self._bring_s(rows)
+        price = 1.0 if self._policy is None else self._policy.load.price
+        if encode_s is not None and bring_s is not None and price * encode_s < bring_s:
+            self._counters.add("save_declined.cheap")
+            return False
+        return True
+
+    def _bring_s(self, rows: int) -> float | None:
+        """What it takes to have it back; None where nothing is known.
+
+        What fetches of this size have taken, else those of all sizes, else uploads: who only saves
+        has nothing better to go by.
+        """
+        if self._policy is not None:
+            times = self._policy.times("bucket", rows)
+            if times.late_s:
+                return times.mean_s
+        get: Callable[[str], float] = self._counters.get
+        for items, seconds in (
+            ("fetch_items.bucket", "fetch_seconds.bucket"),
+            ("save.items", "save.seconds"),
+        ):
+            if count := get(items):
+                return get(seconds) / count
+        return None
