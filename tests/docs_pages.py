@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of docs/ that are made from the code: settings, commands and metrics.
+"""The tables of docs/ that are made from the code: settings, commands, metrics and payoff.
 
 ``python -m tests.docs_pages`` writes them between the marker comments of their pages, and
 ``make docs`` calls it. tests/unit/test_docs.py fails while a page is stale.
@@ -17,6 +17,7 @@ import typer
 
 from s3ec.cli.app import app
 from s3ec.connector.metrics import LABELLED, LEVELS, NOT_EXPORTED, PLAIN
+from s3ec.payoff import GPUS, MODELS, STORES, ModelEstimate, Payoff, estimate
 from s3ec.settings import settings_table
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -107,11 +108,58 @@ def commands_reference() -> str:
     return "\n".join(_commands(typer.main.get_command(app), "s3ec"))
 
 
+# Models that fit on one L4 of 24 GB.
+_ON_L4 = {
+    "gemma3-4b", "gemma3-12b", "minicpm-v-4.5", "kimi-vl-a3b-2506", "kimi-vl-a3b-instruct",
+    "ultravox-8b", "qwen2.5-vl-7b", "qwen3.5-9b", "phi-4-multimodal", "molmo-7b-d", "qwen3-vl-8b",
+    "internvl3.5-8b", "llava-onevision-7b", "qwen2-audio-7b", "pixtral-12b",
+}  # fmt: skip
+_SHOWN_GPUS = ("l4", "a100", "h100")
+
+
+def _on(model: ModelEstimate, gpu: str, store: str = "aws") -> Payoff | None:
+    if gpu == "l4" and model.key not in _ON_L4:
+        return None
+    return estimate(model, GPUS[gpu], STORES[store])
+
+
+def _each_gpu(model: ModelEstimate, cell: Callable[[Payoff], str], store: str = "aws") -> str:
+    found = [_on(model, gpu, store) for gpu in _SHOWN_GPUS]
+    return " / ".join("-" if one is None else cell(one) for one in found)
+
+
+def payoff_table() -> str:
+    """Each model of ``s3ec cost`` by its table, the one that pays most first."""
+
+    def rows() -> Iterator[tuple[str, ...]]:
+        order = {key: estimate(m, GPUS["h100"], STORES["aws"]) for key, m in MODELS.items()}
+        for key in sorted(order, key=lambda key: -order[key].keep_days):
+            model, on_h100 = MODELS[key], order[key]
+            gpus = f" ({model.gpus} GPUs)" if model.gpus > 1 else ""
+            yield (
+                f"{model.name}{gpus}",
+                f"{model.nbytes / 1e6:.1f}",
+                _each_gpu(model, lambda one: f"{one.encode_ms:.0f}"),
+                f"{on_h100.tie_mb_s:.0f}",
+                f"{on_h100.keep_days:.0f}",
+                f"{on_h100.break_even_reads:.1f}",
+                _each_gpu(model, lambda one: one.latency.word),
+                _each_gpu(model, lambda one: one.latency.word, "minio-nvme"),
+            )
+
+    return _table(
+        "| model | MB | encode ms, L4 / A100 / H100 | MB/s that tie | days to keep | reads a month "
+        "| faster from S3? | faster from the local network? |",
+        rows(),
+    )
+
+
 # Page and marker -> what stands there.
 MADE: dict[tuple[str, str], Callable[[], str]] = {
     ("settings.md", "settings"): settings_table,
     ("commands.md", "commands"): commands_reference,
     ("metrics.md", "metrics"): metrics_tables,
+    ("does-it-pay.md", "models"): payoff_table,
 }
 
 

@@ -82,7 +82,7 @@ def doctor(
     status 0.
     """
     vllm_args = vllm_args or None
-    source = _completed(source, vllm_args or [])
+    source = completed(source, vllm_args or [])
     if no_vllm and vllm_args:
         raise ConfigError("`--no-vllm` and vLLM's arguments do not go together; leave one out")
     from s3ec.doctor.compatibility import COLUMNS, compatibility, row
@@ -110,7 +110,7 @@ def doctor(
         raise typer.Exit(EXIT_WRONG)
 
 
-def _completed(source: Source, vllm_args: Sequence[str]) -> Source:
+def completed(source: Source, vllm_args: Sequence[str]) -> Source:
     """Take the settings out of vLLM's arguments where --config does not give them."""
     if source.config is not None:
         return source

@@ -27,11 +27,11 @@ def cache_folder(context: CheckContext) -> Outcome:
     """Whether the tier can keep files there, safe from other users, and what kind of disk it is."""
     root = context.settings.cache_dir
     try:
-        with _at(root) as folder:
+        with at_folder(root) as folder:
             check_folder(folder)
             if (folder / "v1").exists():
                 check_folder(folder / "v1")
-            with _probe_file(folder):
+            with probe_file(folder):
                 pass
     except TierError as exc:
         found, _, mend = str(exc).partition("; ")
@@ -71,7 +71,7 @@ def _by_file_system(root: Path) -> Outcome:
 def cache_links(context: CheckContext) -> Outcome:
     """Whether pins can be hard links; otherwise each hit costs a copy."""
     try:
-        with _at(context.settings.cache_dir) as folder, _probe_file(folder) as path:
+        with at_folder(context.settings.cache_dir) as folder, probe_file(folder) as path:
             link = path.with_name(f"{path.name}-link")
             os.link(path, link)
             link.unlink()
@@ -143,7 +143,7 @@ def _existing(path: Path) -> Path:
 
 
 @contextmanager
-def _at(root: Path) -> Iterator[Path]:
+def at_folder(root: Path) -> Iterator[Path]:
     """The cache folder, made as the tier would make it and taken away again if it was absent."""
     made: list[Path] = []
     try:
@@ -160,7 +160,7 @@ def _at(root: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def _probe_file(folder: Path) -> Iterator[Path]:
+def probe_file(folder: Path) -> Iterator[Path]:
     path = folder / f".s3ec-probe-{secrets.token_hex(8)}"
     try:
         path.write_bytes(bytes(4096))

@@ -262,6 +262,7 @@ class VllmChild:
         settings: Settings,
         vllm_args: Sequence[str] | None,
         *,
+        pages: Sequence[str] = (),
         deadline_s: float = DEADLINE_S,
     ) -> None:
         """Start it.
@@ -269,6 +270,7 @@ class VllmChild:
         Args:
             settings: Those under examination.
             vllm_args: Arguments of ``vllm serve``, or None to leave the model out.
+            pages: Pictures for the model's processor; empty for a blank page.
             deadline_s: How long it may take.
         """
         self._deadline_s = deadline_s
@@ -276,7 +278,11 @@ class VllmChild:
         self._messages = tempfile.TemporaryFile()  # noqa: SIM115 - close() does
         self._given_up = False
         self._stages: dict[str, Any] | None = None
-        request = {"settings": settings.model_dump(mode="json"), "args": vllm_args}
+        request = {
+            "settings": settings.model_dump(mode="json"),
+            "args": vllm_args,
+            "pages": list(pages),
+        }
         read_end, write_end = os.pipe()
         try:
             self._process = subprocess.Popen(
@@ -396,10 +402,10 @@ def answer_parent() -> None:
             newest=compat.NEWEST_TESTED,
         )
         if request["args"] is not None:
-            _describe(request["args"], settings, reply)
+            _describe(request["args"], settings, request["pages"], reply)
 
 
-def _describe(args: Sequence[str], settings: Settings, reply: Any) -> None:
+def _describe(args: Sequence[str], settings: Settings, pages: Sequence[str], reply: Any) -> None:
     from s3ec.connector.vllm_config import (
         encoder_weights,
         identifier_problem,
@@ -420,6 +426,9 @@ def _describe(args: Sequence[str], settings: Settings, reply: Any) -> None:
             descriptor=dict(namespace.descriptor),
             weights_problem=weights.problem,
         )
+        from s3ec.doctor.pages import describe_pages
+
+        reply("pages", **describe_pages(vllm_config, pages))
 
 
 def _vllm_config(args: Sequence[str]) -> tuple[Any, list[str]]:

@@ -1,0 +1,331 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``s3ec cost`` and ``s3ec advise``: does storing embeddings pay, and by how much?
+
+``cost`` only calculates. ``advise`` first measures what can be measured here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+
+from s3ec.cli.doctor import completed
+from s3ec.cli.options import JsonOption, Source, with_settings
+from s3ec.cli.output import console, epilog, print_json, print_note, progress, safe
+from s3ec.errors import ConfigError
+from s3ec.payoff import (
+    GPUS,
+    MODELS,
+    PRICES_AS_OF,
+    STORES,
+    Inputs,
+    Payoff,
+    advised_settings,
+    figures,
+    pay_off,
+)
+
+if TYPE_CHECKING:
+    from s3ec.doctor.advise import Known, Measured
+
+T = TypeVar("T")
+
+_STYLES = {"yes": "green", "even": "yellow", "no": "bold red"}
+_QUESTIONS = {
+    "latency": "is a request faster with a hit from the bucket?",
+    "throughput": "does a busy engine answer more requests?",
+    "money": "does storing cost less than encoding again?",
+}
+
+LikeOption = Annotated[
+    str | None,
+    typer.Option("--like", metavar="MODEL", help=f"A model of the table: {', '.join(MODELS)}."),
+]
+RowsOption = Annotated[
+    int | None, typer.Option(min=1, help="Rows of an embedding; `s3ec stat` shows those stored.")
+]
+WidthOption = Annotated[int | None, typer.Option(min=1, help="Values of a row.")]
+EncodeOption = Annotated[
+    float | None,
+    typer.Option(
+        "--encode-ms", min=0.001, help="One encode in the engine, on all its GPUs together."
+    ),
+]
+FetchOption = Annotated[
+    float | None, typer.Option("--fetch-ms", min=0.001, help="One embedding from the bucket.")
+]
+ReadsOption = Annotated[
+    float | None,
+    typer.Option(min=0.0, help="Reads of one entry from the bucket in a month. [1.5]"),
+]
+GpuOption = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help=f"GPU of the engine: {', '.join(GPUS)}. [h100]"),
+]
+GpusOption = Annotated[int | None, typer.Option(min=1, help="GPUs of one engine. [1]")]
+DollarsOption = Annotated[
+    float | None, typer.Option("--gpu-dollars", min=0.0, help="Price of one GPU for an hour.")
+]
+StoreOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help=f"Prices, and times that are not measured: {', '.join(STORES)}. [aws]",
+    ),
+]
+
+
+def register(app: typer.Typer) -> None:
+    """Add both commands to the tree."""
+    app.command(
+        "cost",
+        epilog=epilog(
+            ("s3ec cost --like gemma3-27b --gpu l4", "a model of the table on another GPU"),
+            (
+                "s3ec cost --rows 256 --width 5376 --encode-ms 20 --gpu h100 --reads 4",
+                "figures of your own",
+            ),
+        ),
+    )(cost)
+    app.command(
+        "advise",
+        epilog=epilog(
+            (
+                "s3ec advise --bucket embeddings --images ./pages -- --model google/gemma-3-27b-it",
+                "your pages, your bucket, from this machine",
+            ),
+            (
+                "s3ec advise --like gemma3-27b --from-metrics http://localhost:8000/metrics",
+                "what an engine that runs has learned",
+            ),
+        ),
+    )(with_settings(advise))
+
+
+def cost(
+    like: LikeOption = None,
+    rows: RowsOption = None,
+    width: WidthOption = None,
+    encode_ms: EncodeOption = None,
+    fetch_ms: FetchOption = None,
+    reads: ReadsOption = None,
+    gpu: GpuOption = None,
+    gpus: GpusOption = None,
+    gpu_dollars: DollarsOption = None,
+    store: StoreOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Calculate what a stored embedding costs and saves. Nothing is measured or asked.
+
+    The figures of the table are estimates for an A4 page: docs/does-it-pay.md.
+    """
+    from s3ec.doctor.advise import Measured
+
+    known = _known(like, rows, width, encode_ms, fetch_ms, reads, gpu, gpus, gpu_dollars, store)
+    _show(known, Measured(), as_json)
+
+
+def advise(
+    source: Source,
+    vllm_args: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="-- VLLM ARGS", help="Arguments of `vllm serve`."),
+    ] = None,
+    images: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True,
+            file_okay=False,
+            metavar="DIR",
+            help="Pictures as your requests have them. Unset: one blank A4 page.",
+        ),
+    ] = None,
+    from_metrics: Annotated[
+        str | None,
+        typer.Option(
+            "--from-metrics", metavar="URL", help="/metrics of an engine that runs with s3ec."
+        ),
+    ] = None,
+    no_probe: Annotated[
+        bool, typer.Option("--no-probe", help="Measure neither the bucket nor the disk tier.")
+    ] = False,
+    like: LikeOption = None,
+    rows: RowsOption = None,
+    width: WidthOption = None,
+    encode_ms: EncodeOption = None,
+    fetch_ms: FetchOption = None,
+    reads: ReadsOption = None,
+    gpu: GpuOption = None,
+    gpus: GpusOption = None,
+    gpu_dollars: DollarsOption = None,
+    store: StoreOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Say whether s3ec pays for a model, before it is deployed.
+
+    Asks vLLM's processor how large your pages become, writes one object to the bucket, reads it a
+    hundred times and deletes it, and reads this node's disk. Then it calculates as `s3ec cost`
+    does. No weights and no GPU are needed.
+    """
+    from s3ec.doctor.advise import Measured, measure_here, read_metrics
+
+    known = _known(like, rows, width, encode_ms, fetch_ms, reads, gpu, gpus, gpu_dollars, store)
+    source = completed(source, vllm_args or [])
+    loaded = source.load(need_bucket=False)
+    if store is None and loaded.settings.endpoint_url and not _is_aws(loaded.settings.endpoint_url):
+        known.store = STORES["minio-nvme"]
+    found = Measured()
+    if from_metrics:
+        found.encode_ms_a_row = read_metrics(from_metrics)
+    if vllm_args:
+        with progress("asking vLLM's processor (its import takes 5 to 20 s)"):
+            found.pages = _pages(loaded.settings, vllm_args, images, found)
+    elif images:
+        raise ConfigError("`--images` needs the model: add `-- --model MODEL`", field="images")
+    if not no_probe:
+        with progress("measuring bucket and disk"):
+            measure_here(known, found, loaded, lambda text: None)
+    _show(known, found, as_json)
+
+
+def _is_aws(endpoint_url: str) -> bool:
+    return "amazonaws.com" in endpoint_url
+
+
+def _choice(name: str, given: str | None, table: Mapping[str, T]) -> T | None:
+    if given is None:
+        return None
+    if given.lower() not in table:
+        raise ConfigError(
+            f"`--{name}` {given!r:.50} is unknown; it is one of {', '.join(table)}", field=name
+        )
+    return table[given.lower()]
+
+
+def _known(
+    like: str | None,
+    rows: int | None,
+    width: int | None,
+    encode_ms: float | None,
+    fetch_ms: float | None,
+    reads: float | None,
+    gpu: str | None,
+    gpus: int | None,
+    gpu_dollars: float | None,
+    store: str | None,
+) -> Known:
+    from s3ec.doctor.advise import Known
+
+    return Known(
+        like=_choice("like", like, MODELS),
+        rows=rows,
+        width=width,
+        encode_ms=encode_ms,
+        fetch_ms=fetch_ms,
+        reads=reads,
+        gpu=_choice("gpu", gpu, GPUS),
+        gpus=gpus,
+        gpu_dollars_an_hour=gpu_dollars,
+        store=_choice("store", store, STORES),
+    )
+
+
+def _pages(
+    settings: Any, vllm_args: list[str], images: Path | None, found: Measured
+) -> Mapping[str, Any] | None:
+    """What the model's processor makes of the pictures; None, and a note, where it fails."""
+    from s3ec.doctor.pages import pictures_in
+    from s3ec.doctor.run import has_vllm
+    from s3ec.doctor.serving import VllmChild
+
+    if not has_vllm():
+        found.notes.append("vLLM is not installed here, so its processor was not asked")
+        return None
+    files = pictures_in(images) if images else []
+    if images and not files:
+        raise ConfigError(f"`--images` {images} holds no pictures", field="images")
+    child = VllmChild(settings, vllm_args, pages=[str(path) for path in files])
+    try:
+        pages = child.stage("pages")
+        if pages is None:
+            found.notes.append(f"vLLM's processor was not asked: {child.last_words()}")
+        return pages
+    finally:
+        child.close()
+
+
+def _show(known: Known, found: Measured, as_json: bool) -> None:
+    from s3ec.doctor.advise import inputs_of
+
+    try:
+        inputs = inputs_of(known, found)
+    except ConfigError as exc:
+        if found.notes:  # what was to be measured and was not may be why
+            raise ConfigError(f"{'; '.join(found.notes)}; {exc}", field=exc.field) from exc
+        raise
+    payoff = pay_off(inputs)
+    if as_json:
+        print_json(_document(inputs, payoff, found))
+        return
+    _print(inputs, payoff, found)
+
+
+def _document(inputs: Inputs, payoff: Payoff, found: Measured) -> dict[str, Any]:
+    verdicts = {name: getattr(payoff, name) for name in _QUESTIONS}
+    return {
+        "figures": figures(inputs, payoff),
+        "verdicts": {
+            name: {
+                "verdict": one.word,
+                "ratio": one.ratio if math.isfinite(one.ratio) else None,
+                "why": one.why,
+            }
+            for name, one in verdicts.items()
+        },
+        "settings": advised_settings(payoff),
+        "store_latency": found.latency.to_json() if found.latency else None,
+        "prices_as_of": PRICES_AS_OF,
+        "notes": found.notes,
+    }
+
+
+def _print(inputs: Inputs, payoff: Payoff, found: Measured) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    out = console()
+    table = Table("figure", "value", "unit", "source", "note", box=None, pad_edge=False)
+    table.columns[1].justify = "right"
+    for row in figures(inputs, payoff):
+        value = "no limit" if row["value"] is None else _number(row["value"])
+        name = row["name"].replace("_", " ")
+        table.add_row(name, value, row["unit"], row["source"], safe(row["note"]))
+    out.print(table)
+    out.print()
+    verdicts = Table.grid(padding=(0, 2))
+    for name, question in _QUESTIONS.items():
+        one = getattr(payoff, name)
+        verdicts.add_row(Text(one.word, style=_STYLES[one.word]), name, f"{question} {one.why}")
+    out.print(verdicts)
+    out.print()
+    settings = ", ".join(f"{name} = {value}" for name, value in advised_settings(payoff).items())
+    out.print(f"settings that follow: {settings}")
+    if math.isfinite(payoff.keep_days) and payoff.keep_days >= 1:
+        out.print(
+            f"an entry that is not read from the bucket within {payoff.keep_days:.0f} days has "
+            "cost more than it saves"
+        )
+    out.print(
+        f"prices of {PRICES_AS_OF}; a GPU that would be idle otherwise saves no money",
+        style="dim",
+    )
+    for note in found.notes:
+        print_note(safe(note))
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"

@@ -1,0 +1,433 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Does storing embeddings pay? Arithmetic on sizes, times and prices; no I/O.
+
+Bytes divided by the time of one encode decide. That is the bandwidth at which a download takes as
+long as the encoder, and with two prices it says how often a picture must come back. docs/
+does-it-pay.md derives each formula and says where the presets come from.
+
+Times are milliseconds, sizes bytes, bandwidths MB/s (10^6 bytes), prices US dollars.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+PRICES_AS_OF = "2026-11"
+DAYS_A_MONTH = 30.4
+# Reads of one entry from the bucket in a month, where nobody says more. Most questions about a
+# document come in one session and on one node, whose disk tier answers the second.
+ASSUMED_READS = 1.5
+# A share of the encoder's time that a verdict does not turn on.
+MARGIN = 1.25
+# Large objects are fetched in ranges of this size, all at once.
+_RANGE_BYTES = 4 * 2**20
+# What a GPU more makes of an encoder's time: twice the GPUs, 1/1.385 of the time.
+_SPEED_UP = 1.385
+_MS_AN_HOUR = 3.6e6
+
+
+class Source(StrEnum):
+    """Where a figure comes from."""
+
+    MEASURED = "measured"
+    GIVEN = "given"
+    ASSUMED = "assumed"
+    COMPUTED = "computed"
+    """From the others, by a formula of docs/does-it-pay.md."""
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A number and where it comes from.
+
+    Attributes:
+        value: In the unit that its place says.
+        source: Of the number.
+        note: How it was found, or what is doubtful about it; may be empty.
+    """
+
+    value: float
+    source: Source
+    note: str = ""
+
+
+def given(value: float, note: str = "") -> Value:
+    """What a person said."""
+    return Value(value, Source.GIVEN, note)
+
+
+def assumed(value: float, note: str = "") -> Value:
+    """A preset, or an estimate."""
+    return Value(value, Source.ASSUMED, note)
+
+
+def measured(value: float, note: str = "") -> Value:
+    """What was measured here."""
+    return Value(value, Source.MEASURED, note)
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A GPU as the estimates see it.
+
+    Attributes:
+        label: For people.
+        dollars_an_hour: On demand.
+        tflops: What encoders of up to a billion parameters reach, in TFLOP/s. Known within 40%.
+        large_tflops: What larger ones reach.
+    """
+
+    label: str
+    dollars_an_hour: float
+    tflops: float
+    large_tflops: float
+
+
+GPUS: Mapping[str, Gpu] = {
+    "l4": Gpu("L4", 0.8048, 45, 55),
+    "a10g": Gpu("A10G", 1.006, 50, 65),
+    "a100": Gpu("A100", 2.7447, 130, 180),
+    "h100": Gpu("H100", 6.88, 270, 420),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StorePreset:
+    """A store as published measurements and price lists describe it.
+
+    Attributes:
+        label: For people.
+        first_byte_ms: Median, of one request from within the region or the room.
+        stream_mb_s: Of one request.
+        node_mb_s: Of all requests of a node.
+        dollars_gb_month: For storing.
+        dollars_get, dollars_put: For one request.
+        dollars_gb_read: For each 10^9 bytes read.
+    """
+
+    label: str
+    first_byte_ms: float
+    stream_mb_s: float
+    node_mb_s: float
+    dollars_gb_month: float
+    dollars_get: float = 0.0
+    dollars_put: float = 0.0
+    dollars_gb_read: float = 0.0
+
+    def fetch_ms(self, nbytes: float) -> float:
+        """Median time of one embedding, its ranges asked for all at once."""
+        stream_ms = min(nbytes, _RANGE_BYTES) / self.stream_mb_s / 1e3
+        return self.first_byte_ms + max(stream_ms, nbytes / self.node_mb_s / 1e3)
+
+
+STORES: Mapping[str, StorePreset] = {
+    "aws": StorePreset("S3 Standard", 63, 99.6, 1250, 0.023, 4e-7, 5e-6),
+    "aws-other-region": StorePreset(
+        "S3 Standard of another region", 150, 30, 600, 0.023, 4e-7, 5e-6, 0.02
+    ),
+    "express": StorePreset("S3 Express One Zone", 15, 99.6, 1250, 0.11, 3e-8, 1.13e-6, 0.0006),
+    "minio-nvme": StorePreset("MinIO on NVMe bought for it", 4, 800, 800, 0.016),
+    "own-disks": StorePreset("a store on disks that are there anyway", 4, 800, 800, 0.0),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelEstimate:
+    """One picture of an A4 page at 150 dots per inch (1240 x 1754), or 30 s of audio.
+
+    Attributes:
+        name: As published.
+        rows, width: Of the embedding, bf16.
+        tflop: Of one encode.
+        gpus: Of an engine that serves the model, for GPUs of 80 GB.
+        large: Its encoder has billions of parameters.
+    """
+
+    name: str
+    rows: int
+    width: int
+    tflop: float
+    gpus: int = 1
+    large: bool = False
+
+    @property
+    def key(self) -> str:
+        """How the command line spells it."""
+        return self.name.lower().replace(" ", "-")
+
+    @property
+    def nbytes(self) -> int:
+        """Of the stored tensor."""
+        return self.rows * self.width * 2
+
+    def encode_ms(self, gpu: Gpu, gpus: int) -> float:
+        """One encode on so many GPUs that share the encoder's work."""
+        tflops = gpu.large_tflops if self.large else gpu.tflops
+        return self.tflop / tflops * 1e3 / speed_up(gpus)
+
+
+def speed_up(gpus: float) -> float:
+    """How many times faster an encoder is on so many GPUs: far fewer times than there are."""
+    return float(_SPEED_UP ** math.log2(gpus))
+
+
+MODELS: Mapping[str, ModelEstimate] = {
+    model.key: model
+    for model in (
+        ModelEstimate("Gemma3-4B", 256, 2560, 5.5),
+        ModelEstimate("Gemma3-12B", 256, 3840, 5.5),
+        ModelEstimate("Gemma3-27B", 256, 5376, 5.5),
+        ModelEstimate("InternVL3-38B", 1792, 5120, 83.9, gpus=2, large=True),
+        ModelEstimate("InternVL3-78B", 1792, 8192, 84.2, gpus=4, large=True),
+        ModelEstimate("MiniCPM-V-4.5", 576, 4096, 9.1),
+        ModelEstimate("Kimi-VL-A3B-2506", 2835, 2048, 25.5),
+        ModelEstimate("GLM-4.5V", 2772, 4096, 34.2, gpus=4),
+        ModelEstimate("Kimi-VL-A3B-Instruct", 1053, 2048, 5.7),
+        ModelEstimate("Ultravox-8B", 188, 4096, 2.3),
+        ModelEstimate("Qwen2.5-VL-7B", 2772, 3584, 16.8),
+        ModelEstimate("Qwen2.5-VL-72B", 2772, 8192, 17.0, gpus=4),
+        ModelEstimate("Qwen3.5-9B", 2145, 4096, 16.4),
+        ModelEstimate("Llama-4-Scout", 2304, 5120, 16.2, gpus=4),
+        ModelEstimate("Mistral-Small-3.1-24B", 2145, 5120, 14.3),
+        ModelEstimate("Phi-4-multimodal", 3281, 3072, 12.3),
+        ModelEstimate("Molmo-7B-D", 1152, 3584, 5.1),
+        ModelEstimate("Qwen3-VL-235B-A22B", 2145, 16384, 16.9, gpus=8),
+        ModelEstimate("Qwen3-VL-8B", 2145, 16384, 16.9),
+        ModelEstimate("Qwen3-VL-32B", 2145, 20480, 17.0, gpus=2),
+        ModelEstimate("InternVL3.5-8B", 1792, 4096, 5.2),
+        ModelEstimate("LLaVA-OneVision-7B", 7353, 3584, 14.0),
+        ModelEstimate("Qwen2-Audio-7B", 750, 4096, 2.3),
+        ModelEstimate("Qwen3-Omni-30B-A3B", 390, 2048, 0.5),
+        ModelEstimate("Pixtral-12B", 2944, 5120, 3.4),
+    )
+}
+
+
+def transformer_tflop(
+    *, layers: int, width: int, inner: int, gated: bool, patches: int, span: int
+) -> float:
+    """Work of one vision transformer over the patches of one picture, in TFLOP.
+
+    Args:
+        inner: Width of the MLP.
+        gated: The MLP has a gate, so three matrices.
+        patches: Of the whole picture.
+        span: Patches that attend to each other: those of a tile, or of the whole picture.
+    """
+    parameters = layers * (4 * width**2 + (3 if gated else 2) * width * inner)
+    return (2 * parameters * patches + 4 * layers * patches * span * width) / 1e12
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What is known of one kind of picture, an engine and a store.
+
+    Attributes:
+        rows, width: Of the embedding.
+        itemsize: Bytes of one number of it.
+        encode_ms: One encode in the engine, on all its GPUs together.
+        gpus: Of the engine. All take part in an encode or wait for it.
+        gpu_dollars_an_hour: Of one of them.
+        fetch_ms: One embedding from the bucket to this node, alone; the median.
+        node_mb_s: What a node can fetch at most.
+        reads: Of one entry from the bucket, in a month.
+        store: For its prices.
+        tier_ms: One embedding from this node's disk; None where it is not known.
+        processor_ms: CPU time before the encoder; None where it is not known.
+    """
+
+    rows: Value
+    width: Value
+    itemsize: Value
+    encode_ms: Value
+    gpus: Value
+    gpu_dollars_an_hour: Value
+    fetch_ms: Value
+    node_mb_s: Value
+    reads: Value
+    store: StorePreset
+    tier_ms: Value | None = None
+    processor_ms: Value | None = None
+
+    @property
+    def nbytes(self) -> float:
+        """Of one embedding."""
+        return self.rows.value * self.width.value * self.itemsize.value
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """One answer.
+
+    Attributes:
+        word: ``yes``, ``even`` or ``no``.
+        ratio: How many times better than encoding; 1 is even, and above 1 is better.
+        why: A sentence with the figures that decided.
+    """
+
+    word: str
+    ratio: float
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Payoff:
+    """What follows from the inputs.
+
+    Attributes:
+        nbytes: Of one embedding.
+        encode_ms: As in the inputs.
+        tie_mb_s: Bandwidth at which a download takes as long as the encoder; KB per millisecond.
+        gain_ms: What a hit from the bucket saves of a request's time to first token; below 0 it
+            costs. With ``wait`` = auto nobody waits for such a hit.
+        tier_gain_ms: The same for a hit from the tier; None where the tier's time is not known.
+        encode_dollars: Of one encode.
+        month_dollars: Of storing one embedding for a month.
+        read_dollars: Of one read from the bucket.
+        break_even_reads: From the bucket in a month, from which on storing costs less; infinite
+            where one read costs more than an encode.
+        keep_days: How long an entry may lie unread before its storage has cost one encode;
+            infinite where storage costs nothing.
+        latency, throughput, money: The verdicts.
+    """
+
+    nbytes: float
+    encode_ms: float
+    tie_mb_s: float
+    gain_ms: float
+    tier_gain_ms: float | None
+    encode_dollars: float
+    month_dollars: float
+    read_dollars: float
+    break_even_reads: float
+    keep_days: float
+    latency: Verdict
+    throughput: Verdict
+    money: Verdict
+
+    @property
+    def is_a_loss(self) -> bool:
+        """Whether it pays in no respect at all."""
+        return {self.latency.word, self.throughput.word, self.money.word} == {"no"}
+
+
+def pay_off(inputs: Inputs) -> Payoff:
+    """Compare fetching with encoding."""
+    nbytes, encode_ms = inputs.nbytes, inputs.encode_ms.value
+    store, reads = inputs.store, inputs.reads.value
+    gigabytes = nbytes / 1e9
+    tie_mb_s = nbytes / 1e3 / encode_ms
+    engine_dollars_a_ms = inputs.gpus.value * inputs.gpu_dollars_an_hour.value / _MS_AN_HOUR
+    encode_dollars = encode_ms * engine_dollars_a_ms
+    month_dollars = gigabytes * store.dollars_gb_month
+    read_dollars = store.dollars_get + gigabytes * store.dollars_gb_read
+    saved_dollars = encode_dollars - read_dollars
+    if saved_dollars <= 0:
+        break_even, keep_days = math.inf, 0.0
+    else:
+        break_even = month_dollars / saved_dollars
+        keep_days = saved_dollars / month_dollars * DAYS_A_MONTH if month_dollars else math.inf
+    return Payoff(
+        nbytes=nbytes,
+        encode_ms=encode_ms,
+        tie_mb_s=tie_mb_s,
+        gain_ms=encode_ms - inputs.fetch_ms.value,
+        tier_gain_ms=None if inputs.tier_ms is None else encode_ms - inputs.tier_ms.value,
+        encode_dollars=encode_dollars,
+        month_dollars=month_dollars,
+        read_dollars=read_dollars,
+        break_even_reads=break_even,
+        keep_days=keep_days,
+        latency=_verdict(
+            encode_ms / inputs.fetch_ms.value,
+            f"encoding takes {encode_ms:.3g} ms, a hit from the bucket {inputs.fetch_ms.value:.3g}",
+        ),
+        throughput=_verdict(
+            inputs.node_mb_s.value / tie_mb_s,
+            f"a node fetches {inputs.node_mb_s.value:.3g} MB/s; at {tie_mb_s:.3g} MB/s it brings "
+            "as many embeddings as the encoder makes",
+        ),
+        money=_verdict(
+            math.inf if break_even == 0 else reads / break_even,
+            f"{reads:.2g} reads from the bucket a month, "
+            + (
+                "and one of them costs more than an encode"
+                if math.isinf(break_even)
+                else f"{break_even:.2g} are needed"
+            ),
+        ),
+    )
+
+
+def _verdict(ratio: float, why: str) -> Verdict:
+    if ratio > MARGIN:
+        return Verdict("yes", ratio, why)
+    return Verdict("no" if ratio < 1 / MARGIN else "even", ratio, why)
+
+
+def estimate(model: ModelEstimate, gpu: Gpu, store: StorePreset) -> Payoff:
+    """What the presets say, without anything that was measured or given."""
+    return pay_off(
+        Inputs(
+            rows=assumed(model.rows),
+            width=assumed(model.width),
+            itemsize=assumed(2),
+            encode_ms=assumed(model.encode_ms(gpu, model.gpus)),
+            gpus=assumed(model.gpus),
+            gpu_dollars_an_hour=assumed(gpu.dollars_an_hour),
+            fetch_ms=assumed(store.fetch_ms(model.nbytes)),
+            node_mb_s=assumed(store.node_mb_s),
+            reads=assumed(ASSUMED_READS),
+            store=store,
+        )
+    )
+
+
+def advised_settings(payoff: Payoff) -> dict[str, str]:
+    """Settings of s3ec that follow."""
+    settings = {"wait": "auto"}
+    if payoff.money.word != "yes":
+        settings["save"] = "worth"
+    return settings
+
+
+def figures(inputs: Inputs, payoff: Payoff) -> list[dict[str, Any]]:
+    """Every figure with unit and source, in the order in which people read them."""
+    rows: list[tuple[str, Value | float | None, str]] = [
+        ("rows", inputs.rows, "rows"),
+        ("width", inputs.width, "values"),
+        ("itemsize", inputs.itemsize, "bytes"),
+        ("embedding", payoff.nbytes / 1e6, "MB"),
+        ("encode", inputs.encode_ms, "ms"),
+        ("processor", inputs.processor_ms, "ms"),
+        ("fetch", inputs.fetch_ms, "ms"),
+        ("tier_read", inputs.tier_ms, "ms"),
+        ("node_bandwidth", inputs.node_mb_s, "MB/s"),
+        ("tie_bandwidth", payoff.tie_mb_s, "MB/s"),
+        ("gain", payoff.gain_ms, "ms"),
+        ("tier_gain", payoff.tier_gain_ms, "ms"),
+        ("gpus", inputs.gpus, "GPUs"),
+        ("gpu_price", inputs.gpu_dollars_an_hour, "$/h"),
+        ("encode_price", payoff.encode_dollars * 1e6, "$ per million"),
+        ("storage_price", payoff.month_dollars * 1e6, "$ per million and month"),
+        ("read_price", payoff.read_dollars * 1e6, "$ per million"),
+        ("reads", inputs.reads, "a month"),
+        ("break_even_reads", payoff.break_even_reads, "a month"),
+        ("keep", payoff.keep_days, "days"),
+    ]
+    return [
+        {
+            "name": name,
+            "value": one.value if math.isfinite(one.value) else None,
+            "unit": unit,
+            "source": str(one.source),
+            "note": one.note,
+        }
+        for name, value, unit in rows
+        if value is not None
+        for one in [value if isinstance(value, Value) else Value(value, Source.COMPUTED)]
+    ]

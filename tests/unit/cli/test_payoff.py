@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``s3ec cost`` and ``s3ec advise``: each figure says where it comes from."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from s3ec.payoff import GPUS, MODELS, STORES
+from tests.unit.cli.conftest import Cli
+from tests.unit.cli.corpus import Corpus
+
+OWN = ("--rows", "256", "--width", "5376", "--encode-ms", "100")
+METRICS = """# TYPE vllm:s3ec_encode_seconds_total counter
+vllm:s3ec_encode_seconds_total{engine="0"} 1.5
+vllm:s3ec_encode_seconds_total{engine="1"} 0.5
+vllm:s3ec_encoded_rows_total{engine="0"} 3000.0
+vllm:s3ec_encoded_rows_total{engine="1"} 1000.0
+"""
+
+
+def row(document: Any, name: str) -> Any:
+    return next(figure for figure in document["figures"] if figure["name"] == name)
+
+
+@contextmanager
+def page(text: str) -> Iterator[str]:
+    """Serves one text."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}/metrics"
+        server.shutdown()
+        thread.join()
+
+
+def test_cost_calculates_with_what_is_given(cli: Cli) -> None:
+    document = cli.json("cost", *OWN, "--gpu", "l4", "--reads", "3", "--fetch-ms", "7")
+    sources = {figure["name"]: figure["source"] for figure in document["figures"]}
+    assert sources["rows"] == sources["encode"] == sources["reads"] == sources["fetch"] == "given"
+    assert sources["gpu_price"] == "assumed"
+    assert sources["keep"] == "computed"
+    assert row(document, "embedding")["value"] == pytest.approx(256 * 5376 * 2 / 1e6)
+    assert document["verdicts"]["latency"]["verdict"] == "yes"
+    assert document["settings"]["wait"] == "auto"
+    assert document["prices_as_of"]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_model_of_the_table_on_every_gpu_and_store(cli: Cli, model: str) -> None:
+    for gpu in GPUS:
+        for store in STORES:
+            document = cli.json("cost", "--like", model, "--gpu", gpu, "--store", store)
+            assert set(document["verdicts"]) == {"latency", "throughput", "money"}
+
+
+def test_cost_for_people_says_what_was_assumed(cli: Cli) -> None:
+    text = cli("cost", "--like", "gemma3-27b").stdout
+    assert "`--gpu` names another" in text
+    assert "settings that follow: wait = auto" in text
+    assert "prices of 20" in text
+
+
+@pytest.mark.parametrize(
+    ("args", "field", "part"),
+    [
+        ((), "rows", "`--like`"),
+        (("--rows", "9"), "width", "`--width`"),
+        (("--rows", "9", "--width", "9"), "encode_ms", "`--encode-ms`"),
+        (("--like", "gpt"), "like", "gemma3-27b"),
+        (("--like", "gemma3-4b", "--gpu", "b200"), "gpu", "h100"),
+        (("--like", "gemma3-4b", "--store", "floppy"), "store", "minio-nvme"),
+        (("--like", "gemma3-4b", "--gpus", "0"), "gpus", ""),
+        (("--like", "gemma3-4b", "--reads", "-1"), "reads", ""),
+    ],
+)
+def test_cost_refuses_and_names_the_field(
+    cli: Cli, args: tuple[str, ...], field: str, part: str
+) -> None:
+    error = cli.json("cost", *args, code=2)["error"]
+    assert error["field"] == field
+    assert part in error["message"]
+
+
+def test_advise_measures_the_bucket_and_leaves_nothing(
+    cli: Cli, make_corpus: Callable[..., Corpus], tmp_path: Path
+) -> None:
+    corpus = make_corpus()
+    cache = tmp_path / "tier"
+    args = ("advise", "--rows", "16", "--width", "64", "--encode-ms", "100")
+    document = cli.json(*args, "--config", f'{{"cache_dir": "{cache}"}}')
+    assert row(document, "fetch")["source"] == "measured"
+    assert row(document, "node_bandwidth")["source"] == "measured"
+    assert row(document, "tier_read")["source"] == "measured"
+    latency = document["store_latency"]
+    assert latency["nbytes"] == 16 * 64 * 2
+    assert latency["alone"]["p50_ms"] <= latency["alone"]["p90_ms"] <= latency["alone"]["p99_ms"]
+    assert latency["left"] is None
+    assert document["notes"] == []
+    assert "Contents" not in corpus.client.list_objects_v2(Bucket=corpus.bucket)
+    assert not cache.exists()
+    # A store that is not AWS's has other prices, which is an assumption.
+    assert row(document, "storage_price")["value"] == pytest.approx(
+        16 * 64 * 2 / 1e9 * STORES["minio-nvme"].dollars_gb_month * 1e6
+    )
+
+
+def test_a_bucket_that_is_not_there_leaves_an_assumption(
+    cli: Cli, make_corpus: Callable[..., Corpus], tmp_path: Path
+) -> None:
+    make_corpus()
+    cache = f'{{"cache_dir": "{tmp_path / "tier"}"}}'
+    document = cli.json("advise", *OWN, "--bucket", "no-such-bucket", "--config", cache)
+    assert row(document, "fetch")["source"] == "assumed"
+    assert document["store_latency"] is None
+    assert "the bucket was not measured" in document["notes"][0]
+
+
+def test_no_probe_touches_nothing(cli: Cli, tmp_path: Path) -> None:
+    cache = tmp_path / "tier"
+    config = f'{{"bucket": "embeddings", "cache_dir": "{cache}"}}'
+    document = cli.json("advise", *OWN, "--no-probe", "--config", config)
+    assert row(document, "fetch")["source"] == "assumed"
+    assert not cache.exists()
+
+
+def test_encode_time_of_an_engine_that_runs(cli: Cli) -> None:
+    with page(METRICS) as url:
+        document = cli.json("advise", "--like", "gemma3-27b", "--no-probe", "--from-metrics", url)
+    found = row(document, "encode")
+    assert found["source"] == "measured"
+    assert found["value"] == pytest.approx(256 * 0.5)
+
+
+def test_metrics_without_encodes_are_refused(cli: Cli) -> None:
+    with page("# nothing yet\n") as url:
+        error = cli.json("advise", "--like", "gemma3-27b", "--from-metrics", url, code=2)["error"]
+    assert error["field"] == "from_metrics"
+    assert "s3ec_encode_seconds_total" in error["message"]
+
+
+@pytest.mark.parametrize("url", ["file:///etc/hosts", "http://127.0.0.1:9/metrics"])
+def test_metrics_that_cannot_be_read_are_refused(cli: Cli, url: str) -> None:
+    error = cli.json("advise", "--like", "gemma3-27b", "--from-metrics", url, code=2)["error"]
+    assert error["field"] == "from_metrics"
+
+
+def test_advise_without_vllm_says_so_where_it_needs_it(cli: Cli, tmp_path: Path) -> None:
+    result = cli("advise", "--no-probe", "--json", "--", "--model", "m", code=2)
+    error = json.loads(result.stdout)["error"]
+    assert "vLLM is not installed" in error["message"]
+    assert error["field"] == "rows"
+    error = cli.json("advise", "--no-probe", "--images", str(tmp_path), code=2)["error"]
+    assert error["field"] == "images"

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arithmetic of what storing costs and saves."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+
+from s3ec.payoff import (
+    DAYS_A_MONTH,
+    GPUS,
+    MODELS,
+    STORES,
+    Inputs,
+    Payoff,
+    StorePreset,
+    advised_settings,
+    estimate,
+    figures,
+    given,
+    pay_off,
+    speed_up,
+    transformer_tflop,
+)
+
+FREE = StorePreset("free", 1, 100, 1000, 0.0)
+# Round numbers: 1 MB, 10 ms, a dollar a GPU-second, a dollar per GB and month.
+ROUND = Inputs(
+    rows=given(500),
+    width=given(1000),
+    itemsize=given(2),
+    encode_ms=given(10),
+    gpus=given(1),
+    gpu_dollars_an_hour=given(3600),
+    fetch_ms=given(5),
+    node_mb_s=given(1000),
+    reads=given(1),
+    store=StorePreset("round", 1, 100, 1000, 1.0),
+)
+
+
+def changed(**values: float) -> Payoff:
+    return pay_off(
+        dataclasses.replace(ROUND, **{name: given(value) for name, value in values.items()})
+    )
+
+
+def of_model(name: str, gpu: str = "h100", store: str = "aws") -> Payoff:
+    return estimate(MODELS[name], GPUS[gpu], STORES[store])
+
+
+def test_round_numbers() -> None:
+    found = pay_off(ROUND)
+    assert found.nbytes == 1e6
+    assert found.tie_mb_s == 100  # 1 MB in 10 ms
+    assert found.gain_ms == 5
+    assert found.encode_dollars == pytest.approx(0.01)
+    assert found.month_dollars == pytest.approx(0.001)
+    assert found.break_even_reads == pytest.approx(0.1)
+    assert found.keep_days == pytest.approx(10 * DAYS_A_MONTH)
+    words = (found.latency.word, found.throughput.word, found.money.word)
+    assert words == ("yes", "yes", "yes")
+    assert not found.is_a_loss
+
+
+@pytest.mark.parametrize(
+    ("values", "verdict", "word"),
+    [
+        ({"fetch_ms": 10}, "latency", "even"),
+        ({"fetch_ms": 13}, "latency", "no"),
+        ({"node_mb_s": 100}, "throughput", "even"),
+        ({"node_mb_s": 50}, "throughput", "no"),
+        ({"reads": 0.1}, "money", "even"),
+        ({"reads": 0.05}, "money", "no"),
+        ({"reads": 0.0}, "money", "no"),
+    ],
+)
+def test_each_verdict_turns(values: dict[str, float], verdict: str, word: str) -> None:
+    assert getattr(changed(**values), verdict).word == word
+
+
+def test_all_gpus_of_an_engine_are_paid() -> None:
+    assert changed(gpus=4).encode_dollars == pytest.approx(4 * pay_off(ROUND).encode_dollars)
+
+
+def test_a_read_that_costs_more_than_an_encode_never_pays() -> None:
+    dear = dataclasses.replace(ROUND.store, dollars_gb_read=100.0)
+    found = pay_off(dataclasses.replace(ROUND, store=dear))
+    assert math.isinf(found.break_even_reads)
+    assert found.keep_days == 0
+    assert found.money.word == "no"
+    assert "costs more than an encode" in found.money.why
+
+
+def test_storage_without_a_price_always_pays() -> None:
+    found = pay_off(dataclasses.replace(ROUND, store=FREE))
+    assert math.isinf(found.keep_days)
+    assert found.money.word == "yes"
+    row = next(row for row in figures(ROUND, found) if row["name"] == "keep")
+    assert row["value"] is None  # no limit; JSON knows no infinity
+
+
+def test_the_estimates_come_to_published_figures() -> None:
+    """Gemma3's encoder on an H100: 20.05 ms were measured (sglang, issue 34988)."""
+    gemma = MODELS["gemma3-27b"]
+    assert gemma.encode_ms(GPUS["h100"], 1) == pytest.approx(20.05, rel=0.05)
+    assert gemma.encode_ms(GPUS["h100"], 2) == pytest.approx(14.48, rel=0.05)
+    # SigLIP: 27 layers, 4096 patches that all attend to each other.
+    tflop = transformer_tflop(
+        layers=27, width=1152, inner=4304, gated=False, patches=4096, span=4096
+    )
+    assert tflop == pytest.approx(gemma.tflop, rel=0.05)
+    assert speed_up(1) == 1
+
+
+@pytest.mark.parametrize(
+    ("model", "keep_days"),
+    [("gemma3-27b", 18), ("internvl3-38b", 39), ("qwen3-vl-8b", 2), ("pixtral-12b", 1)],
+)
+def test_days_to_keep(model: str, keep_days: float) -> None:
+    assert of_model(model).keep_days == pytest.approx(keep_days, abs=0.8)
+
+
+def test_large_gpus_are_faster_than_s3_and_small_ones_are_not() -> None:
+    assert of_model("gemma3-27b", "h100").latency.word == "no"
+    assert of_model("gemma3-4b", "l4").latency.word == "yes"
+    assert of_model("gemma3-27b", "h100", "minio-nvme").latency.word == "yes"
+    assert of_model("pixtral-12b").is_a_loss
+
+
+def test_what_costs_more_than_it_saves_is_stored_at_its_second_encode() -> None:
+    assert advised_settings(of_model("internvl3-38b")) == {"wait": "auto"}
+    assert advised_settings(of_model("pixtral-12b")) == {"wait": "auto", "save": "worth"}
