@@ -56,6 +56,13 @@ def doctor(
     no_vllm: Annotated[
         bool, typer.Option("--no-vllm", help="Leave vLLM out, whose import takes 5 to 20 s.")
     ] = False,
+    latency: Annotated[
+        bool,
+        typer.Option(
+            "--latency",
+            help="Measure the store too: one object of an embedding's size, read a hundred times.",
+        ),
+    ] = False,
     timeout_s: Annotated[
         float | None,
         typer.Option(
@@ -94,6 +101,7 @@ def doctor(
             source.transfer(),
             vllm_args=vllm_args,
             with_vllm=not no_vllm,
+            with_latency=latency,
             timeout_s=timeout_s,
             started_s=ctx.obj,  # None where no process was started for this
             starting=spinner.show,

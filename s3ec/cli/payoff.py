@@ -171,13 +171,12 @@ def advise(
     hundred times and deletes it, and reads this node's disk. Then it calculates as `s3ec cost`
     does. No weights and no GPU are needed.
     """
-    from s3ec.doctor.advise import Measured, measure_here, read_metrics
+    from s3ec.doctor.advise import Measured, measure_here, prices_of, read_metrics
 
     known = _known(like, rows, width, encode_ms, fetch_ms, reads, gpu, gpus, gpu_dollars, store)
     source = completed(source, vllm_args or [])
     loaded = source.load(need_bucket=False)
-    if store is None and loaded.settings.endpoint_url and not _is_aws(loaded.settings.endpoint_url):
-        known.store = STORES["minio-nvme"]
+    known.store = known.store or prices_of(loaded.settings)
     found = Measured()
     if from_metrics:
         found.encode_ms_a_row = read_metrics(from_metrics)
@@ -190,10 +189,6 @@ def advise(
         with progress("measuring bucket and disk"):
             measure_here(known, found, loaded, lambda text: None)
     _show(known, found, as_json)
-
-
-def _is_aws(endpoint_url: str) -> bool:
-    return "amazonaws.com" in endpoint_url
 
 
 def _choice(name: str, given: str | None, table: Mapping[str, T]) -> T | None:
@@ -252,7 +247,9 @@ def _pages(
     try:
         pages = child.stage("pages")
         if pages is None:
-            found.notes.append(f"vLLM's processor was not asked: {child.last_words()}")
+            failed = child.stage("no_pages")
+            words = failed["problem"] if failed else child.last_words()
+            found.notes.append(f"vLLM's processor gave no answer: {words}")
         return pages
     finally:
         child.close()

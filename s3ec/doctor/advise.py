@@ -47,7 +47,7 @@ _SECONDS, _ROWS = "vllm:s3ec_encode_seconds_total", "vllm:s3ec_encoded_rows_tota
 _SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{[^}]*\})?\s+([0-9.eE+-]+)", re.MULTILINE)
 _TIER_READS = 20
 # Measuring the store takes at most twice its 20 s of reading, one write and one deletion.
-_STORE_LIMIT_S = 120.0
+LATENCY_LIMIT_S = 120.0
 _LARGE_ENCODER = 2e9  # parameters
 
 
@@ -257,6 +257,12 @@ def read_metrics(url: str) -> float:
     return sums[_SECONDS] / sums[_ROWS] * 1e3
 
 
+def prices_of(settings: Settings) -> StorePreset:
+    """The preset of a corpus: AWS's, or that of disks in the same room."""
+    elsewhere = settings.endpoint_url and "amazonaws.com" not in settings.endpoint_url
+    return STORES["minio-nvme" if elsewhere else "aws"]
+
+
 def measure_bucket(settings: Settings, nbytes: int) -> StoreLatency:
     """As measure_store, with the store that the connector would use.
 
@@ -267,9 +273,9 @@ def measure_bucket(settings: Settings, nbytes: int) -> StoreLatency:
     store = open_store(settings)
     try:
         name = f"{PROBE_PREFIX}{secrets.token_hex(8)}"
-        return loop.run(measure_store(store, name, nbytes), _STORE_LIMIT_S)
+        return loop.run(measure_store(store, name, nbytes), LATENCY_LIMIT_S)
     except TimeoutError as exc:
-        raise UnavailableError(f"no end within {_STORE_LIMIT_S:.0f} s") from exc
+        raise UnavailableError(f"no end within {LATENCY_LIMIT_S:.0f} s") from exc
     finally:
         loop.run(store.close(), 1.0)
         loop.stop(1.0)

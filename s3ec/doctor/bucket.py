@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import os
 import secrets
 from collections.abc import Iterator
 from urllib.parse import urlsplit
@@ -91,7 +92,19 @@ def endpoint(context: CheckContext) -> Outcome:
             f"{hello.url} answers{server}, but not as S3 does",
             "correct `endpoint_url`: the S3 port, not that of a web console",
         )
+    here = _region_of_machine()
+    if here and hello.region and here != hello.region:
+        return warn(
+            f"{hello.url} answers{server}; the bucket is in {hello.region}, this machine in {here}",
+            "read a copy that is near (terraform/ replicates buckets): a read from another region "
+            "takes longer and costs more than most encodes",
+        )
     return ok(f"{hello.url} answers{server}", cell=hello.server)
+
+
+def _region_of_machine() -> str:
+    """As ECS, EKS and Lambda say it to what they run; empty elsewhere."""
+    return os.environ.get("AWS_REGION", "") or os.environ.get("AWS_DEFAULT_REGION", "")
 
 
 def clock(context: CheckContext) -> Outcome:

@@ -18,6 +18,7 @@ from s3ec.settings import Settings
 from s3ec.store.base import Store
 
 if TYPE_CHECKING:
+    from s3ec.doctor.latency import StoreLatency
     from s3ec.doctor.s3_probe import S3Probe, ServerProbe
     from s3ec.doctor.serving import VllmChild
     from s3ec.identity import Namespace
@@ -112,6 +113,7 @@ class CheckContext:
         transfer: The --ec-transfer-config, empty where it is not known.
         vllm_args: Arguments of ``vllm serve``, or None to leave the model out.
         with_vllm: Whether to look at vLLM at all.
+        with_latency: Whether to measure the store.
         child: The process that imports vLLM, None before it runs and where vLLM is not installed.
         hello: The endpoint's answer, once there is one.
         first_object: Name of some object in the bucket, once listed.
@@ -119,12 +121,14 @@ class CheckContext:
         may_delete: Whether probe objects can be taken away again.
         encryption: What the server said of the encryption of a write.
         namespace: The namespace of the model, once vLLM has described it.
+        latency: Of the store, once measured.
     """
 
     loaded: Loaded
     transfer: Mapping[str, Any]
     vllm_args: Sequence[str] | None
     with_vllm: bool = True
+    with_latency: bool = False
     child: VllmChild | None = None
     hello: ServerProbe | None = None
     first_object: str | None = None
@@ -132,6 +136,7 @@ class CheckContext:
     may_delete: bool = True
     encryption: str | None = None
     namespace: Namespace | None = None
+    latency: StoreLatency | None = None
     _loop: LoopThread = field(default_factory=lambda: LoopThread("s3ec-doctor"))
     _store: Store | None = None
     _s3: S3Probe | None = None
@@ -174,8 +179,13 @@ class CheckContext:
         """
         return self._answer(in_thread(call, "s3ec-doctor"))
 
-    def ask_store(self, call: Callable[[Store], Awaitable[T]]) -> T:
-        """Run a coroutine with the store that the connector would use, within the deadline.
+    def ask_store(
+        self, call: Callable[[Store], Awaitable[T]], *, deadline_s: float | None = None
+    ) -> T:
+        """Run a coroutine with the store that the connector would use.
+
+        Args:
+            deadline_s: How long it may take; None for ``deadline_s`` of the settings.
 
         Raises:
             UnavailableError: No answer in time.
@@ -184,16 +194,17 @@ class CheckContext:
         async def run() -> T:
             return await call(self._opened())
 
-        return self._answer(self._loop.submit(run()))
+        return self._answer(self._loop.submit(run()), deadline_s)
 
-    def _answer(self, future: Future[T]) -> T:
+    def _answer(self, future: Future[T], deadline_s: float | None = None) -> T:
+        deadline_s = deadline_s or self.deadline_s
         try:
-            return future.result(self.deadline_s)
+            return future.result(deadline_s)
         except TimeoutError as exc:
             if future.done():  # the call's own TimeoutError
                 raise
             future.cancel()
-            raise UnavailableError(f"no answer within {self.deadline_s:.0f} s") from exc
+            raise UnavailableError(f"no answer within {deadline_s:.0f} s") from exc
 
     def _opened(self) -> Store:
         from s3ec.store.open import open_store

@@ -15,7 +15,7 @@ from importlib.metadata import version
 from typing import Any, Literal
 
 from s3ec.config import Loaded
-from s3ec.doctor import bucket, node, serving
+from s3ec.doctor import bucket, node, payoff, serving
 from s3ec.doctor.check import Check, CheckContext, Outcome, Verdict, fail, ok, skip, warn
 from s3ec.doctor.serving import VllmChild
 from s3ec.errors import ConfigError
@@ -92,7 +92,7 @@ _NO_SOURCE = (
 _SILENT_BUCKET = "the server answers, but not about this bucket: look at its log"
 _SDK = ("settings",)  # which imports it, and that takes longer than an answer
 _WAY = ("credentials", "endpoint")
-_SETTINGS, _VLLM = "Settings", "vLLM"
+_SETTINGS, _VLLM, _PAYOFF = "Settings", "vLLM", "Does it pay"
 STEPS = (
     Step("settings", _SETTINGS, _settings),
     Step("transport", _SETTINGS, _transport),
@@ -119,6 +119,8 @@ STEPS = (
     Step("identifiers", _VLLM, serving.identifiers, ("model",)),
     Step("namespace", _VLLM, serving.namespace, ("model",)),
     Step("corpus", "Corpus", serving.corpus, ("bucket",)),
+    Step("latency", _PAYOFF, payoff.latency, ("write",)),
+    Step("payoff", _PAYOFF, payoff.payoff, ("model",), ("latency",)),
 )
 
 
@@ -135,6 +137,7 @@ def examine(
     *,
     vllm_args: Sequence[str] | None = None,
     with_vllm: bool = True,
+    with_latency: bool = False,
     timeout_s: float | None = None,
     started_s: float | None = None,
     starting: Callable[[Step], None] = lambda step: None,
@@ -149,6 +152,7 @@ def examine(
         transfer: The --ec-transfer-config, empty where it is not known.
         vllm_args: Arguments of ``vllm serve``, or None to leave the model out.
         with_vllm: Whether to look at vLLM.
+        with_latency: Whether to measure the store, which takes seconds beyond ``timeout_s``.
         timeout_s: How long the checks of bucket and node may take together; what has not ended
             then is given up. None for LIMIT_S, and for LIMIT_WITH_VLLM_S where vLLM is imported.
         started_s: Since when, by time.monotonic(); None for now. A command counts its imports too.
@@ -159,20 +163,25 @@ def examine(
     """
     started_s = time.monotonic() if started_s is None else started_s
     where = {"both", "s3" if loaded.settings.url is None else "url"}
-    context = CheckContext(loaded, transfer, vllm_args, with_vllm)
+    context = CheckContext(loaded, transfer, vllm_args, with_vllm, with_latency)
     steps = [step for step in STEPS if step.where in where]
     imports_vllm = with_vllm and has_vllm()
     limit_s = timeout_s or (LIMIT_WITH_VLLM_S if imports_vllm else LIMIT_S)
     end_s = started_s + limit_s
     # Who imports vLLM waits for the namespace of its model before the corpus is looked at.
-    later = [step for step in steps if imports_vllm and step.group in (_VLLM, "Corpus")]
+    later = [
+        step
+        for step in steps
+        if (imports_vllm and step.group in (_VLLM, "Corpus", _PAYOFF))
+        or (with_latency and step.group == _PAYOFF)
+    ]
     verdicts: dict[str, Verdict] = {}
     try:
         together = [step for step in steps if step not in later]
         for step, outcome in _side_by_side(together, context, limit_s, end_s, starting):
             verdicts[step.name] = outcome.verdict
             yield Check(step.name, outcome, step.group)
-        if later:
+        if imports_vllm:
             context.child = VllmChild(loaded.settings, vllm_args)
         for step in later:
             starting(step)

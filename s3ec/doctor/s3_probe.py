@@ -46,6 +46,7 @@ class ServerProbe:
         virtual_host: Whether the bucket stood in the host name.
         skew_s: The server's clock minus ours, None where it does not say.
         is_s3: Whether the answer looks like S3's.
+        region: Of the bucket, or empty where the server does not say.
     """
 
     url: str
@@ -53,6 +54,7 @@ class ServerProbe:
     virtual_host: bool
     skew_s: float | None
     is_s3: bool
+    region: str = ""
 
 
 class S3Probe:
@@ -130,6 +132,7 @@ class S3Probe:
             virtual_host=virtual,
             skew_s=None if skew_s is None else skew_s - now_s,
             is_s3=is_s3,
+            region=headers.get("x-amz-bucket-region", ""),
         )
 
     def list_one(self, *, style: str) -> None:

@@ -38,6 +38,7 @@ _ROLES = ("ec_producer", "ec_consumer", "ec_both")
 _HOW_TO_ASK = "add vLLM's arguments: s3ec doctor ... -- --model MODEL --dtype bfloat16"
 _SHOWN_DIFFERENCES = 5
 _SHOWN_NAMESPACES = 5
+_SHOWN_CHARACTERS = 300
 # A bucket has a few; of one that has more than this, the first are compared.
 _READ_NAMESPACES = 64
 
@@ -428,7 +429,11 @@ def _describe(args: Sequence[str], settings: Settings, pages: Sequence[str], rep
         )
         from s3ec.doctor.pages import describe_pages
 
-        reply("pages", **describe_pages(vllm_config, pages))
+        try:
+            reply("pages", **describe_pages(vllm_config, pages))
+        except Exception as exc:  # noqa: BLE001 - a processor raises what it likes
+            words = " ".join(f"{type(exc).__name__}: {exc}".split())[:_SHOWN_CHARACTERS]
+            reply("no_pages", problem=words)
 
 
 def _vllm_config(args: Sequence[str]) -> tuple[Any, list[str]]:

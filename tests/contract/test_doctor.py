@@ -54,6 +54,8 @@ HEALTHY = {
     **NODE,
     **WITHOUT_VLLM,
     "corpus": "ok",
+    "latency": "skip",
+    "payoff": "skip",
 }
 PROBING = ("sse", "conditional_put", "checksums", "ranges", "listing")
 NO_BUCKET = dict.fromkeys(("read", "write", *PROBING, "corpus"), "skip")
@@ -488,7 +490,7 @@ def test_real_vllm_names_the_namespace_of_its_model(
     out = run_process(*asked, env=env)
     report = Report(out.stdout, out.returncode)
     with_model = dict.fromkeys(
-        ("vllm", "hooks", "connector", "model", "identifiers", "namespace"), "ok"
+        ("vllm", "hooks", "connector", "model", "identifiers", "namespace", "payoff"), "ok"
     )
     assert report.verdicts() == {**HEALTHY, **with_model, "corpus": "warn"}, out.stderr
     assert report.code == 0
