@@ -34,6 +34,7 @@ _EXPONENTS = {
     "float16": ("<u2", "<i2", 0x7C00),
     "float32": ("<u4", "<i4", 0x7F800000),
 }
+_BITS = {"<i2": 16, "<i4": 32}
 _SPELLING = {torch_name: spelling for spelling, (torch_name, _) in DTYPES.items()}
 _CHECKSUM = re.compile(r"[0-9a-f]{32}")
 _COUNT = re.compile(r"[1-9][0-9]{0,11}")
@@ -106,7 +107,7 @@ def is_finite(data: memoryview | bytes | bytearray, dtype: str) -> bool:
     if not len(data):
         return True
     unsigned, signed, exponent = _EXPONENTS[dtype]
-    sign = (np.iinfo(signed).max) + 1
+    sign = 1 << (_BITS[signed] - 1)
     positive = int(np.frombuffer(data, signed).max())
     negative = int(np.frombuffer(data, unsigned).max())
     return positive < exponent and negative < sign + exponent

@@ -144,6 +144,7 @@ class Node:
             store or open_store(settings), self.endpoint, self.counters, hedge=settings.hedge
         )
         self.tier = _open_tier(settings, namespace.name, self.counters)
+        self.loop.share(self.tier.together)
         self.destination = destination_of(settings)
         self.local = LocalKeys()
         self._news = self.tier.follow_news(self.local.add_all)

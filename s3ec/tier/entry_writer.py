@@ -202,17 +202,16 @@ class EntryWriter:
 
     def _name_pinned(self, key: Key, file: TempFile, header: Header) -> Pin:
         self._finish(file)
-        held = self._pins.hold(file.path, key.digest)
-        if held is None:
+        pin = self._pins.link(file.path, key.digest)
+        if pin is None:
             raise FileNotFoundError(file.path)
-        os.close(held.fd)
         try:
             self._place(key, file)
         except BaseException:
             with suppress(OSError, TierError):
-                self._pins.drop(held.path)
+                self._pins.drop(pin)
             raise
-        return Pin(Path(held.path), header.total_bytes, header)
+        return Pin(Path(pin), header.total_bytes, header)
 
     def _place(self, key: Key, file: TempFile) -> None:
         """Give an entry its name, and tell the node's other processes."""
@@ -227,8 +226,7 @@ class EntryWriter:
     def _account(self, nbytes: int, *, counted: bool = False) -> None:
         if not counted:
             self._evictor.account(nbytes)
-        self._counters.add("tier.published")
-        self._counters.add("tier.published_bytes", nbytes)
+        self._counters.add_all({"tier.published": 1, "tier.published_bytes": nbytes})
 
 
 class Incoming(Generic[T]):

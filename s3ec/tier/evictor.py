@@ -135,6 +135,23 @@ _NBYTES = _BODY.size + _CHECKSUM.size
 _TOTAL_POLL_S = 0.0005
 
 
+@dataclass(slots=True)
+class _Batch:
+    """What one thread has published since the running total was last added to.
+
+    Attributes:
+        nbytes: Of what it has published.
+        room_bytes: What it may publish still, before anybody looks at total and disk again.
+    """
+
+    nbytes: int = 0
+    room_bytes: int = 0
+
+
+class _Batches(threading.local):
+    now: _Batch | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Figures:
     """What the file says; as made by default, what an absent or bad one says.
@@ -395,6 +412,21 @@ class Evictor:
         self._total = RunningTotal(folders)
         self._background = Background("s3ec-evictor", self._work_ahead)
         self._is_open = False
+        self._batches = _Batches()
+
+    def begin_batch(self) -> None:
+        """What this thread publishes from now on is counted by ``end_batch``, together.
+
+        And it looks for room once. For a few milliseconds: what is not counted may be published by
+        others a second time, and is not counted at all where this process is killed.
+        """
+        self._batches.now = _Batch()
+
+    def end_batch(self) -> None:
+        """Count it. Never raises."""
+        batch, self._batches.now = self._batches.now, None
+        if batch is not None and batch.nbytes:
+            self.account(batch.nbytes)
 
     def open(self, *, fresh: bool) -> None:
         """Sweep what dead processes left; no walk over the entries.
@@ -429,6 +461,13 @@ class Evictor:
             raise TierError("the tier is not open")
         if nbytes > self._budget_bytes:
             raise TierError(f"{nbytes} bytes are more than the budget of {self._budget_bytes}")
+        batch = self._batches.now
+        if batch is not None:
+            if nbytes <= batch.room_bytes:
+                batch.room_bytes -= nbytes
+                return
+            self.end_batch()  # so that the total is right
+            self.begin_batch()
         if self._has_room(nbytes):
             return
         with evict_lock(self._folders, wait_s=ROUND_TIMEOUT_S) as alone:
@@ -448,6 +487,9 @@ class Evictor:
 
     def account(self, nbytes: int) -> None:
         """Count what was published; a few system calls. Never raises: the bytes are there."""
+        if (batch := self._batches.now) is not None:
+            batch.nbytes += nbytes
+            return
         try:
             figures = self._total.add(nbytes)
         except OSError as exc:
@@ -481,6 +523,10 @@ class Evictor:
         if free - nbytes < self.min_free_bytes + self._ahead_of_floor_bytes:
             self._background.wake()
         limit = self._budget_bytes if figures.counted else self._slack_bytes
+        if (batch := self._batches.now) is not None:
+            # Near a limit there is none, so that each publish looks.
+            spare = free - self.min_free_bytes - self._ahead_of_floor_bytes
+            batch.room_bytes = min(limit - figures.total_bytes, spare) - nbytes
         return figures.total_bytes + nbytes <= limit and free - nbytes >= self.min_free_bytes
 
     def _work_ahead(self, pause: Callable[[], None]) -> float:

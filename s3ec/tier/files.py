@@ -17,9 +17,10 @@ import os
 import re
 import secrets
 import stat
+import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 from s3ec.counters import Counters
@@ -56,6 +57,7 @@ TEMP_LIFETIME_S = 3600.0
 
 _TEMP = re.compile(r"\.tmp-([1-9][0-9]{0,9})-[0-9a-f]{16}")
 _OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
+_JUDGED = stat.S_IFMT(0xFFFF) | _OTHERS_MAY_WRITE
 _OPEN_ENTRY = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _OPEN_OWN = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _OPEN_TEMP = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -111,6 +113,7 @@ class Folders:
             TierError: A folder is a symbolic link, another user's, or writable by others.
             OSError: It could not be made.
         """
+        _looks.forget()
         for folder in reversed(self.root.parents):
             if not folder.exists():
                 make_folder(folder)
@@ -213,8 +216,10 @@ class Folders:
             try:
                 require_own_folders(parents)
                 os.replace(file.path, path)
+                file.is_named = True
                 return
             except FileNotFoundError:
+                _looks.forget()
                 if last or not os.path.lexists(file.path):
                     raise
                 self._make_below(parents)
@@ -247,6 +252,8 @@ def check_folder(path: Path | str) -> None:
         TierError: Names what is wrong and how to mend it.
     """
     found = os.lstat(path)
+    if found.st_mode & _JUDGED == stat.S_IFDIR and found.st_uid == os.geteuid():
+        return
     if not stat.S_ISDIR(found.st_mode):
         kind = "a symbolic link" if stat.S_ISLNK(found.st_mode) else "not a folder"
         raise TierError(f"{path} is {kind}; remove it, or set `cache_dir` to another folder")
@@ -272,8 +279,48 @@ def require_own_folders(paths: Iterable[str]) -> None:
         TierError: One is not a folder, another user's, or writable by others.
         FileNotFoundError: One is missing.
     """
+    seen = _looks.seen
+    if seen is None:
+        for path in paths:
+            check_folder(path)
+        return
     for path in paths:
-        check_folder(path)
+        if path not in seen:
+            check_folder(path)
+            seen.add(path)
+
+
+class _Looks(threading.local):
+    """Which folders this thread has found in order in its present scope; None outside of one."""
+
+    seen: set[str] | None = None
+
+    def begin(self) -> None:
+        self.seen = set()
+
+    def end(self) -> None:
+        self.seen = None
+
+    def forget(self) -> None:
+        if self.seen:
+            self.seen.clear()
+
+
+_looks = _Looks()
+
+
+class LookingOnce(AbstractContextManager[None]):
+    """While a thread is in this block, require_own_folders looks at each folder once.
+
+    For calls in a row that take milliseconds together. Looking comes before using in any case; in
+    such a block a folder that is replaced after the look is used for those milliseconds.
+    """
+
+    def __enter__(self) -> None:
+        _looks.begin()
+
+    def __exit__(self, *exc_info: object) -> None:
+        _looks.end()
 
 
 def free_bytes(folder: Path) -> int:
@@ -318,6 +365,7 @@ class TempFile:
     Attributes:
         path: For the caller to rename, once ``close`` was called, or to remove.
         nbytes: Written so far.
+        is_named: It was renamed, so ``path`` is nobody's any more.
     """
 
     def __init__(self, folder: str, *, private: bool = True) -> None:
@@ -332,6 +380,7 @@ class TempFile:
         """
         self.path = temp_name(folder)
         self.nbytes = 0
+        self.is_named = False
         self._fd = os.open(self.path, _OPEN_TEMP, FILE_MODE if private else 0o666)
         try:
             if private:
@@ -382,8 +431,9 @@ class TempFile:
         """Leave nothing under ``path``; fine after a rename and more than once. Never raises."""
         with suppress(OSError):
             self.close()
-        with suppress(OSError):
-            os.unlink(self.path)
+        if not self.is_named:
+            with suppress(OSError):
+                os.unlink(self.path)
 
 
 def write_all(fd: int, pieces: Sequence[bytes | memoryview]) -> None:

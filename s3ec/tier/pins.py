@@ -67,7 +67,8 @@ class Held:
 
     Attributes:
         path: The pin.
-        fd: Reads the entry itself (where links are impossible, ``path`` is a copy of it).
+        fd: Reads the entry itself (where links are impossible, ``path`` is a copy of it); -1 where
+            it was not opened.
     """
 
     path: str
@@ -120,13 +121,29 @@ class Pins:
             CorruptEntryError: Not a regular file; nothing is left behind.
             OSError, TierError: The file system refused, or the tier is closed.
         """
+        return self._hold(source, digest, self._opened)
+
+    def link(self, file: str, digest: bytes) -> str | None:
+        """As ``hold``, for a file that this process has just made: nobody looks what it is.
+
+        Returns:
+            The pin; None where the file is gone.
+        """
+        held = self._hold(file, digest, lambda target: Held(target, -1))
+        if held is None:
+            return None
+        if held.fd >= 0:
+            os.close(held.fd)
+        return held.path
+
+    def _hold(self, source: str, digest: bytes, made: Callable[[str], Held]) -> Held | None:
         for _ in range(_ATTEMPTS):
             folder = self._own.path()
             target = f"{folder}/{next(self._numbers)}-{digest.hex()}{OBJECT_SUFFIX}"
             try:
                 require_own_folders((*self._above, folder))
                 os.link(source, target, follow_symlinks=False)
-                return self._opened(target)
+                return made(target)
             except FileNotFoundError:
                 if not self._own.has_vanished(folder) and not os.path.lexists(source):
                     return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import importlib.util
 import os
 import subprocess
 import sys
@@ -199,6 +200,81 @@ def test_a_call_that_never_began_or_failed_has_nothing_to_undo(loop: LoopThread)
 
     loop.run(fence(), TIMEOUT_S)
     assert undone == []
+
+
+def test_loop_is_of_uvloop_where_it_is_installed_and_of_asyncio_elsewhere(
+    make: Callable[[str], LoopThread], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def kind() -> str:
+        return type(asyncio.get_running_loop()).__module__
+
+    installed = importlib.util.find_spec("uvloop") is not None
+    found = make("s3ec-any").run(kind(), TIMEOUT_S)
+    assert found.startswith("uvloop" if installed else "asyncio")
+    monkeypatch.setitem(sys.modules, "uvloop", None)
+    assert make("s3ec-own").run(kind(), TIMEOUT_S).startswith("asyncio")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["asyncio", "uvloop"])
+def test_forked_child_has_no_share_in_what_the_loop_waits_for(kind: str) -> None:
+    """It would take a socket that it drops out of the parent's selector."""
+    if kind == "uvloop":
+        pytest.importorskip("uvloop")
+    code = textwrap.dedent(f"""
+        import asyncio, os, sys
+        if {kind!r} == "asyncio":
+            sys.modules["uvloop"] = None
+        from s3ec.runtime import LoopThread
+
+        def shared():
+            links = {{}}
+            for fd in os.listdir("/proc/self/fd"):
+                try:
+                    links[int(fd)] = os.readlink(f"/proc/self/fd/{{fd}}")
+                except OSError:
+                    pass
+            return links
+
+        before = set(shared())
+
+        async def connect(port):
+            return await asyncio.open_connection("127.0.0.1", port)
+
+        async def listen():
+            server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
+            return server, server.sockets[0].getsockname()[1]
+
+        loop = LoopThread("s3ec-test")
+        server, port = loop.run(listen(), 20)
+        reader, writer = loop.run(connect(port), 20)
+        mine = shared()
+        child = os.fork()
+        if not child:
+            left = {{fd: link for fd, link in shared().items() if link == mine.get(fd)}}
+            left = [link for fd, link in left.items() if fd not in before]
+            bad = [link for link in left if link.startswith("socket") or "eventpoll" in link]
+            os._exit(len(bad))
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+        async def talk():
+            writer.write(b"x")
+            await writer.drain()
+            await asyncio.sleep(0)
+
+        loop.run(talk(), 20)
+        print("left", status)
+        loop.stop(20)
+    """)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.stdout == "left 0\n", done.stderr
 
 
 # -- stopping ----------------------------------------------------------------------------------

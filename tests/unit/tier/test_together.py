@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several calls of one thread together: counted, told of and looked at once, and no less safe."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+
+from s3ec.counters import Counters
+from s3ec.errors import TierError
+from tests.support.on_disk import audit_of, running_total, usage_of
+from tests.unit.tier.cases import SIZE, MakeTier, entry, even, fill, left, pinned, read
+
+
+def test_what_is_published_together_is_counted_once_at_the_end(
+    make_tier: MakeTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = make_tier()
+    fill(tier, 0)
+    looked: list[str] = []
+    lstat = os.lstat
+
+    def counting(path: str | Path) -> os.stat_result:
+        looked.append(str(path))
+        return lstat(path)
+
+    with tier.together():
+        fill(tier, 1)
+        monkeypatch.setattr(os, "lstat", counting)
+        fill(tier, *range(2, 10))
+        monkeypatch.undo()
+        assert running_total(tier) == SIZE
+    assert running_total(tier) == 10 * SIZE == usage_of(tier).nbytes
+    assert str(tier.folders.version) not in looked
+    assert len(looked) == len(set(looked))
+    assert audit_of(tier) == []
+
+
+def test_other_threads_do_not_take_part(make_tier: MakeTier) -> None:
+    tier = make_tier()
+    with tier.together():
+        fill(tier, 0)
+        other = threading.Thread(target=fill, args=(tier, 1))
+        other.start()
+        other.join()
+        assert running_total(tier) == SIZE
+    assert running_total(tier) == 2 * SIZE
+
+
+def test_budget_is_kept_inside_too(make_tier: MakeTier) -> None:
+    tier = make_tier(budget_bytes=10 * SIZE)
+    with tier.together():
+        for number in range(40):
+            fill(tier, number)
+            assert usage_of(tier).nbytes <= 10 * SIZE
+    assert len(left(tier, 40)) <= 10
+    assert audit_of(tier) == []
+
+
+def test_folder_that_vanishes_inside_is_made_again(make_tier: MakeTier, root: Path) -> None:
+    tier = make_tier()
+    with tier.together():
+        fill(tier, 0)
+        shutil.rmtree(root)
+        fill(tier, 0)
+        assert read(pinned(tier, even(0)), even(0)) == entry(even(0))
+        shutil.rmtree(tier.folders.objects)
+        fill(tier, 1)
+    assert left(tier, 2) == {1}
+    assert audit_of(tier) == []
+
+
+def test_spoiled_folder_is_refused_by_the_next_ones(make_tier: MakeTier, root: Path) -> None:
+    tier = make_tier()
+    with tier.together():
+        fill(tier, 0)
+    (root / "v1").chmod(0o777)
+    with tier.together(), pytest.raises(TierError, match="writable by other users"):
+        fill(tier, 1)
+    (root / "v1").chmod(0o700)
+    with tier.together():
+        fill(tier, 1)
+    assert left(tier, 2) == {0, 1}
+
+
+def test_all_are_told_of_at_the_end(make_tier: MakeTier) -> None:
+    tier = make_tier()
+    told = threading.Event()
+    heard: list[bytes] = []
+
+    def hear(digests: list[bytes]) -> None:
+        heard.extend(digests)
+        if len(heard) == 5:
+            told.set()
+
+    reader = tier.follow_news(hear)
+    reader.start()
+    with tier.together():
+        fill(tier, *range(5))
+    assert told.wait(20)
+    assert heard == [even(number).digest for number in range(5)]
+
+
+def test_a_block_in_which_nothing_happens_writes_nothing(
+    make_tier: MakeTier, root: Path, counters: Counters
+) -> None:
+    tier = make_tier()
+    before = {path: path.stat().st_mtime_ns for path in root.rglob("*")}
+    with tier.together():
+        assert not tier.entries.contains(even(0))
+    assert {path: path.stat().st_mtime_ns for path in root.rglob("*")} == before
+    assert counters.get("tier.errors") == 0
