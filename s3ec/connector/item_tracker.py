@@ -28,8 +28,10 @@ from s3ec.tier import Pin
 RETRY_AFTER_S = 5.0
 # For a request without pixels, or one that names the embedding, "absent" means "not yet": the
 # encoder that made it may still be uploading it. It is asked for again after the first pause, then
-# after twice that...
+# after one and a half times that... Pauses that double would come too late by up to half the time
+# that the upload takes; what is asked in vain costs a few requests without a body.
 FIRST_PAUSE_S = 0.05
+PAUSE_GROWTH = 1.5
 LONGEST_PAUSE_S = 1.0
 # A pin that no request asked about for this long is given back; the bytes stay on the tier.
 LEASE_S = 30.0
@@ -93,7 +95,7 @@ class Item:
 
     def is_due(self, now: float) -> bool:
         """Of one that has FAILED: whether a request without pixels should ask for it again."""
-        pause_s = min(FIRST_PAUSE_S * 2.0 ** min(self.failures - 1, 10), LONGEST_PAUSE_S)
+        pause_s = min(FIRST_PAUSE_S * PAUSE_GROWTH ** min(self.failures - 1, 20), LONGEST_PAUSE_S)
         return now - self.touched_s >= pause_s
 
     def is_over(self, now: float) -> bool:

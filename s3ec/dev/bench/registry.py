@@ -93,6 +93,12 @@ ENTRIES: dict[str, Entry] = {
         1800,
         alone=True,
     ),
+    "fresh": Entry(
+        "s3ec.dev.bench.fresh",
+        "How soon an embedding that was just encoded is a hit elsewhere; two real engines.",
+        240,
+        alone=True,
+    ),
     "weights": Entry(
         "s3ec.dev.bench.weights",
         "The fingerprint of a 27B model's encoder, as an engine takes it when it starts.",

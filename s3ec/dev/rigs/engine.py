@@ -141,6 +141,7 @@ class EngineProcess:
         *,
         max_tokens: int = 8,
         logprobs: int | None = None,
+        named: Mapping[str, Any] | None = None,
     ) -> list[dict[str, Any]]:
         """Ask all prompts at once, at temperature 0.
 
@@ -148,10 +149,12 @@ class EngineProcess:
             prompts: Each a list of parts made by image() and text().
             max_tokens: Length of an answer.
             logprobs: Alternatives per token whose log probability is returned.
+            named: ``ec_transfer_params`` of all prompts.
 
         Returns:
             Per prompt ``token_ids``, ``text``, ``finish_reason`` and ``logprobs`` (per token a
-            mapping from token id to log probability).
+            mapping from token id to log probability). ``ec_transfer_params`` where the engine
+            answers with such.
 
         Raises:
             EngineError: The engine died or refused a prompt.
@@ -162,6 +165,7 @@ class EngineProcess:
                 "prompts": [list(prompt) for prompt in prompts],
                 "max_tokens": max_tokens,
                 "logprobs": logprobs,
+                "extra_args": None if named is None else {"ec_transfer_params": dict(named)},
             }
         )
         answers: list[dict[str, Any]] = reply["answers"]

@@ -61,7 +61,10 @@ class _Engine:
 
         messages = [[{"role": "user", "content": parts}] for parts in request["prompts"]]
         sampling = SamplingParams(
-            temperature=0, max_tokens=request["max_tokens"], logprobs=request["logprobs"]
+            temperature=0,
+            max_tokens=request["max_tokens"],
+            logprobs=request["logprobs"],
+            extra_args=request.get("extra_args"),
         )
         return [_plain(output) for output in self._llm.chat(messages, sampling, use_tqdm=False)]
 
@@ -192,6 +195,7 @@ def _plain(output: Any) -> dict[str, Any]:
         "logprobs": logprobs,
         "prompt_tokens": len(output.prompt_token_ids or []),
         "cached_tokens": output.num_cached_tokens,
+        "ec_transfer_params": getattr(output, "ec_transfer_params", None),
     }
 
 

@@ -89,7 +89,7 @@ def test_it_is_asked_for_again_until_its_upload_has_ended(world: World) -> None:
     world.finish("a")
     assert world.run(asker) == [True]
     waited_s = world.clock.now_s - 1000.0
-    assert waited_s == pytest.approx((1 + 2 + 4) * FIRST_PAUSE_S)
+    assert waited_s == pytest.approx((1 + 1.5 + 2.25) * FIRST_PAUSE_S)
     assert world.counters.get("deferred_seconds") == pytest.approx(waited_s)
     world.end(asker)
 

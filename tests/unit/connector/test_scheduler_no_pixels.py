@@ -11,6 +11,7 @@ from s3ec.connector.item_tracker import (
     FIRST_PAUSE_S,
     LONGEST_PAUSE_S,
     NO_PIXELS_WAIT_S,
+    PAUSE_GROWTH,
     RETRY_AFTER_S,
 )
 from s3ec.prefetch import FetchOutcome
@@ -93,7 +94,8 @@ def test_it_is_asked_for_again_until_its_upload_has_ended(
     world.finish("a")
     assert world.run(asker) == [True]
     assert world.failed() == set()
-    assert pauses[:3] == pytest.approx([FIRST_PAUSE_S, 2 * FIRST_PAUSE_S, 4 * FIRST_PAUSE_S])
+    expected = [FIRST_PAUSE_S, PAUSE_GROWTH * FIRST_PAUSE_S, PAUSE_GROWTH**2 * FIRST_PAUSE_S]
+    assert pauses[:3] == pytest.approx(expected)
     assert max(pauses) == pytest.approx(LONGEST_PAUSE_S)
 
 
