@@ -294,9 +294,9 @@ class Settings(BaseModel):
     )
     save: Literal["always", "worth"] = Field(
         "always",
-        description="Which embeddings a producer stores. `always`: all that it encodes. `worth`: "
-        "what it encodes a second time (of the last half a million or more), unless encoding takes "
-        "less time than a fetch. A job that fills a corpus needs `always`.",
+        description="Which embeddings an `ec_both` engine stores. `always`: all that it encodes. "
+        "`worth`: what it encodes a second time (of the last half a million or more), unless "
+        "encoding takes less time than a fetch. An `ec_producer` stores all in any case.",
     )
     save_overflow: Literal["block", "drop"] | None = Field(
         None,

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Callable, Iterator
 from itertools import groupby
 from pathlib import Path
@@ -55,7 +56,8 @@ def metrics_tables() -> str:
         metrics = list(of_label)
         rows = ((f"`{value}`", meaning) for value, meaning in metrics[0][3].items())
         named = ", ".join(f"`{name}`" for name, *_rest in metrics)
-        parts.append(f"{named}:\n\n" + _table(f"| {label} | meaning |", rows))
+        of_these = textwrap.fill(f"{named}:", 100)
+        parts.append(f"{of_these}\n\n" + _table(f"| {label} | meaning |", rows))
     hidden = ((f"`{name}`", meaning) for name, meaning in NOT_EXPORTED.items())
     parts.append("### Not exported\n\n" + _table("| counter | meaning |", hidden))
     return "\n".join(parts)

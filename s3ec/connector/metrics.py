@@ -22,6 +22,11 @@ PLAIN = {
         "vllm:s3ec_encode_seconds",
         "Time that the encoder ran, as rank 0 measured it.",
     ),
+    "encode.saved_seconds": (
+        "vllm:s3ec_saved_encoder_seconds",
+        "Time that the encoder would have run for the hits, by what encoding has cost (nothing is "
+        "counted before that is known).",
+    ),
     "encode.rows": ("vllm:s3ec_encoded_rows", "Rows of embeddings that it made in that time."),
     "load.items": ("vllm:s3ec_loads", "Embeddings read into the encoder cache."),
     "load.bytes": ("vllm:s3ec_load_bytes", "Bytes of embeddings read into the encoder cache."),
@@ -51,6 +56,11 @@ PLAIN = {
     ),
     "tier.evicted": ("vllm:s3ec_evictions", "Entries that this process evicted from the tier."),
     "tier.evicted_bytes": ("vllm:s3ec_evicted_bytes", "Bytes that this process evicted."),
+    "tier.never_read_bytes": (
+        "vllm:s3ec_never_read_bytes",
+        "Bytes that this process evicted and that nobody on this node had asked for since they "
+        "were saved.",
+    ),
     "tier.quarantined": ("vllm:s3ec_quarantined", "Bad entries that were set aside."),
     "quarantined_objects": (
         "vllm:s3ec_quarantined_objects",
@@ -118,6 +128,11 @@ PLAIN = {
 }
 # sum of ours that also goes down -> (Prometheus name, help)
 LEVELS = {
+    "wait.price": (
+        "vllm:s3ec_wait_price",
+        "What a second of encoding costs, in seconds of all requests: 1 in an idle engine (`wait` "
+        "= auto).",
+    ),
     "pace.withheld": (
         "vllm:s3ec_places_withheld",
         "Requests at a time that are held back, because the store asked for fewer.",
@@ -159,6 +174,20 @@ LABELLED: dict[str, tuple[str, str, str, dict[str, str]]] = {
         "source",
         _SOURCES,
     ),
+    "reuse_age_seconds.": (
+        "vllm:s3ec_reuse_age_seconds",
+        "Age of the embeddings that were fetched, in sum, as far as it is known: since they were "
+        "stored (bucket), or since they were used last on this node (tier). Divide by "
+        "`s3ec_reuses`.",
+        "source",
+        _SOURCES,
+    ),
+    "reuses.": (
+        "vllm:s3ec_reuses",
+        "Fetched embeddings whose age is known.",
+        "source",
+        _SOURCES,
+    ),
     "fetch.": (
         "vllm:s3ec_fetch_outcomes",
         "How fetches ended.",
@@ -191,6 +220,15 @@ LABELLED: dict[str, tuple[str, str, str, dict[str, str]]] = {
             "nonfinite": "Also counted as corrupt for that reason.",
         },
     ),
+    "save_declined.": (
+        "vllm:s3ec_saves_declined",
+        "Embeddings that were not stored because they are not worth it (`save` = worth).",
+        "reason",
+        {
+            "first": "It was encoded for the first time, as far as this engine remembers.",
+            "cheap": "To encode it takes less time than to bring it from the bucket.",
+        },
+    ),
     "spool.": (
         "vllm:s3ec_spool",
         "Embeddings that were taken over, uploaded late, left behind, or refused by the disk.",
@@ -200,15 +238,6 @@ LABELLED: dict[str, tuple[str, str, str, dict[str, str]]] = {
             "replayed": "Of those, the ones that the bucket has answered for.",
             "left": "Left for the next process when this one ended.",
             "refused": "Not written to the disk. They are uploaded from memory.",
-        },
-    ),
-    "save_declined.": (
-        "vllm:s3ec_saves_declined",
-        "Embeddings that were not stored because they are not worth it (`save` = worth).",
-        "reason",
-        {
-            "first": "It was encoded for the first time, as far as this engine remembers.",
-            "cheap": "To encode it takes less time than to bring it from the bucket.",
         },
     ),
     "save_problem.": (

@@ -260,6 +260,8 @@ def _is_for_us(vllm_config: Any, settings: Settings) -> bool:
 def _role_of(vllm_config: Any, topology: Topology, settings: Settings) -> Role:
     this = compat.release(compat.vllm_version())
     transfer = vllm_config.ec_transfer_config
+    # Then nothing is stored that the device holds: nothing was encoded for it.
+    saves_worth = settings.save == "worth" and transfer.is_ec_consumer
     return Role(
         producer=transfer.is_ec_producer,
         consumer=transfer.is_ec_consumer,
@@ -270,8 +272,7 @@ def _role_of(vllm_config: Any, topology: Topology, settings: Settings) -> Role:
         defer_timeout_s=0.0 if settings.wait == "never" else settings.defer_timeout_s,
         asked_every_pass=this is None or this >= (0, 30),
         can_load=topology.problem is None,
-        # Which nothing has been encoded for.
-        stores_again=compat.installed_hooks()["start_save_caches"] and settings.save == "always",
+        stores_again=compat.installed_hooks()["start_save_caches"] and not saves_worth,
     )
 
 
@@ -288,11 +289,12 @@ def _worth_of(
     """What says what is worth storing; None where everything is, or nothing is stored."""
     if settings.save == "always" or not role.producer:
         return None
-    if not role.consumer and not compat.serves_requests():
+    if not role.consumer:
         log.warning(
-            "`save` = worth stores nothing that is encoded once; for a job that fills a corpus "
-            "take always"
+            "everything is stored in spite of `save` = worth: others count on what an "
+            "`ec_producer` encodes, be it a job or the encoder of a language instance"
         )
+        return None
     return SaveWorth(costs, node.counters, policy=policy)
 
 

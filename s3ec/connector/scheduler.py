@@ -226,6 +226,7 @@ class SchedulerHalf:
         self._plan = StepPlan()
         self._save_orders = SaveOrders(index, placeholder_of, clock, worth)
         self._swept_s = clock()
+        self._told_price = 0.0
         self._stopped = False
 
     def stop(self, *, was_reset: bool) -> bool:
@@ -510,6 +511,11 @@ class SchedulerHalf:
             return
         granted = self._decisions.pop(identifier, False)
         self._counters.add("hits" if granted else "misses")
+        rows = feature.mm_position.get_num_embeds()
+        if granted:
+            saved_s = self._costs.known_s(feature.modality, rows)
+            if saved_s is not None:
+                self._counters.add("encode.saved_seconds", saved_s)
         if granted and self._role.consumer:
             pin = self.tracker.load(identifier)
             self._plan.loads.append(Load.of(identifier, pin))
@@ -519,7 +525,6 @@ class SchedulerHalf:
             if save is not None:
                 self._plan.saves[identifier] = save
         if not granted:
-            rows = feature.mm_position.get_num_embeds()
             self._plan.encodes[identifier] = Encode(feature.modality, rows)
 
     # -- once per step ---------------------------------------------------------------------
@@ -622,6 +627,9 @@ class SchedulerHalf:
     def _sweep(self, now: float) -> None:
         """Drop what is too old to matter; at most once a second."""
         self._swept_s = now
+        if self._policy is not None and (price := self._policy.load.price) != self._told_price:
+            self._counters.add("wait.price", price - self._told_price)
+            self._told_price = price
         if not self._role.asked_every_pass:
             for identifier in self._rows_asked.keys() - self._items.keys():
                 del self._rows_asked[identifier]

@@ -27,7 +27,7 @@ from s3ec.counters import Counters
 from s3ec.errors import CorruptEntryError, TierError
 from s3ec.identity import Key, digest_of_name
 from s3ec.tier.claims import Claim, Claims
-from s3ec.tier.files import DiskErrors, Folders, require_own_folders
+from s3ec.tier.files import DiskErrors, Folders, require_own_folders, use_time_ns
 from s3ec.tier.pins import Held, Pin, Pins
 from s3ec.tier.scan import entry_names, yield_gil
 
@@ -365,8 +365,9 @@ class Entries:
                 if os.lstat(path).st_ino == found.st_ino:
                     self.quarantine(key, exc.reason)
                 return None
+            now_s = self._clock()
             try:
-                os.utime(held.fd, ns=(found.st_atime_ns, int(self._clock() * 1e9)))
+                os.utime(held.fd, ns=(found.st_atime_ns, use_time_ns(now_s)))
             except OSError as exc:  # the entry is as good as before
                 self._failed("touch", exc)
         except BaseException:
@@ -374,4 +375,5 @@ class Entries:
             raise
         finally:
             os.close(held.fd)
-        return Pin(Path(held.path), found.st_size, header)
+        idle_s = max(0.0, now_s - found.st_mtime_ns / 1e9)
+        return Pin(Path(held.path), found.st_size, header, idle_s)

@@ -18,7 +18,7 @@ from s3ec.identity import Key
 from s3ec.store.base import Blob, Store, parts_in_order
 from s3ec.tier.entries import Entries
 from s3ec.tier.evictor import Evictor
-from s3ec.tier.files import Folders, TempFile
+from s3ec.tier.files import Folders, TempFile, use_time_ns
 from s3ec.tier.news import NewsWriter
 from s3ec.tier.pins import Pin, Pins
 from s3ec.tier.spool import Spool
@@ -78,7 +78,7 @@ class EntryWriter:
         """
 
         def name(file: TempFile) -> None:
-            self._finish(file)
+            self._finish(file, unread=True)
             if spool is not None:
                 spool.add(key, file.path)
             self._place(key, file)
@@ -218,9 +218,9 @@ class EntryWriter:
         self._folders.place(file, *self._entries.path(key))
         self._news.tell(key)
 
-    def _finish(self, file: TempFile) -> None:
+    def _finish(self, file: TempFile, *, unread: bool = False) -> None:
         file.close()
-        mtime_ns = int(self._clock() * 1e9)  # the time of use, which eviction goes by
+        mtime_ns = use_time_ns(self._clock(), unread=unread)
         os.utime(file.path, ns=(mtime_ns, mtime_ns), follow_symlinks=False)
 
     def _account(self, nbytes: int, *, counted: bool = False) -> None:

@@ -35,6 +35,7 @@ from s3ec.tier.files import (
     Folders,
     free_bytes,
     is_stale_temp,
+    is_unread,
     require_own_folders,
     sweep_temps,
 )
@@ -51,10 +52,11 @@ _BEFORE_ALL_NS = 1 << 65
 
 @dataclass(frozen=True, slots=True)
 class Evicted:
-    """What went."""
+    """What went; ``unread_nbytes`` of it were saved here and never asked for."""
 
     entries: int
     nbytes: int
+    unread_nbytes: int = 0
 
 
 def latest_use_ns(now_s: float) -> int:
@@ -98,7 +100,7 @@ def evict(
         objects: ``Folders.objects``; folders below it that lost their last entry go too.
         remove: False only counts.
     """
-    freed = removed = 0
+    freed = removed = unread = 0
     for entry in entries:
         if freed >= goal_bytes:
             break
@@ -110,10 +112,11 @@ def evict(
                 os.unlink(entry.path)
                 _remove_empty(entry.path, str(objects))
             freed += entry.nbytes
+            unread += entry.nbytes if is_unread(entry.mtime_ns) else 0
             removed += 1
         if pause is not None and removed % _REMOVALS_PER_PAUSE == 0:
             pause()
-    return Evicted(removed, freed)
+    return Evicted(removed, freed, unread)
 
 
 def _remove_empty(path: str, objects: str) -> None:
@@ -619,4 +622,6 @@ class Evictor:
         if gone.entries:
             self._counters.add("tier.evicted", gone.entries)
             self._counters.add("tier.evicted_bytes", gone.nbytes)
+        if gone.unread_nbytes:
+            self._counters.add("tier.never_read_bytes", gone.unread_nbytes)
         return gone.nbytes

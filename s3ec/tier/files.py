@@ -329,6 +329,21 @@ def free_bytes(folder: Path) -> int:
     return found.f_bavail * found.f_frsize
 
 
+# An entry's modification time is its last use, in whole microseconds: what eviction goes by. One
+# nanosecond more says that it was saved here and nobody has asked for it since.
+_UNREAD_NS = 1
+
+
+def use_time_ns(now_s: float, *, unread: bool = False) -> int:
+    """The modification time of an entry that is used now, or (``unread``) came for later use."""
+    return int(now_s * 1e6) * 1000 + (_UNREAD_NS if unread else 0)
+
+
+def is_unread(mtime_ns: int) -> bool:
+    """Whether nobody has asked for an entry; also False where the file system rounds times."""
+    return mtime_ns % 1000 == _UNREAD_NS
+
+
 def open_entry(path: str | Path) -> int:
     """Open a regular file for reading; never follows a link, never waits for a pipe's writer.
 

@@ -54,11 +54,13 @@ class Pin:
         nbytes: Size of the whole file.
         header: Parsed and compared with the key when pinned. The checksum was not: the fetch
             that pinned it does that, and who loads it once more.
+        idle_s: Since the entry was used last on this node; None where it has just come.
     """
 
     path: Path
     nbytes: int
     header: Header
+    idle_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

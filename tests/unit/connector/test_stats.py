@@ -61,7 +61,8 @@ def counted_names() -> set[str]:
         for name in re.findall(r'counters\.add\(\s*f?"([^"]+)"', file.read_text()):
             names.add(name.split("{")[0])
         # Added as a mapping.
-        names.update(re.findall(r'"((?:load|save)\.[a-z]+)"', file.read_text()))
+        mapped = r'"((?:load|save)\.[a-z]+|tier\.published[a-z_]*)"'
+        names.update(re.findall(mapped, file.read_text()))
         names.update(re.findall(r'f"(fetch[a-z_]*\.)\{', file.read_text()))
     return names
 

@@ -449,3 +449,45 @@ def test_an_adapter_s_embeddings_are_shared_until_it_is_replaced_under_its_name(
         engine.worker.shutdown()
         engine.scheduler.shutdown()
     assert len(stored()) == 2
+
+
+@pytest.mark.parametrize(
+    ("role", "saved"), [("ec_both", [False, True]), ("ec_producer", [True, False])]
+)
+def test_save_worth_stores_at_the_second_encode_and_a_pure_producer_at_the_first(
+    model: Path, settings: dict[str, Any], role: str, saved: list[bool]
+) -> None:
+    config = engine_config(model, ec(role, {**settings, "save": "worth"}))
+    scheduler = shell.S3ECConnector(config, shell.ECConnectorRole.SCHEDULER)
+    name = "ab" * 32
+    pixels = {"pixel_values": SimpleNamespace(field=SimpleNamespace(keep_on_cpu=False))}
+    position = SimpleNamespace(offset=0, length=_ROWS, get_num_embeds=lambda: _ROWS)
+    feature = SimpleNamespace(identifier=name, modality="image", data=pixels, mm_position=position)
+    output = SimpleNamespace(
+        free_encoder_mm_hashes=(),
+        total_num_scheduled_tokens=10,
+        num_scheduled_tokens={},
+        scheduled_spec_decode_tokens={},
+    )
+    seen = []
+    for number in range(2):
+        request = SimpleNamespace(
+            request_id=str(number),
+            lora_request=None,
+            arrival_time=time.time(),
+            num_prompt_tokens=_ROWS + 1,
+            mm_features=[feature],
+        )
+        # A second use of what the device holds is no second encode.
+        for _ in range(2):
+            assert scheduler.ensure_cache_available(request, 0)
+        assert not scheduler.has_cache_item(name)
+        scheduler.update_state_after_alloc(request, 0)
+        output.free_encoder_mm_hashes = ()
+        seen.append(bool(scheduler.build_connector_meta(output).plan.saves))
+        assert scheduler.ensure_cache_available(request, 0)
+        assert not scheduler.build_connector_meta(output).plan.saves or role == "ec_producer"
+        output.free_encoder_mm_hashes = (name,)
+        scheduler.build_connector_meta(output)
+    scheduler.shutdown()
+    assert seen == saved

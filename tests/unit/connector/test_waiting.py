@@ -362,3 +362,39 @@ def test_many_that_wait_are_not_all_decided_anew_in_one_pass() -> None:
     for text in texts:
         here.finish(text, seconds=0.03)
     assert all(here.ask(asker) for asker in askers)
+
+
+def test_hits_count_what_the_encoder_would_have_taken_once_that_is_known() -> None:
+    here = World()
+    here.bring("a", "b")
+    assert here.run(request("r", feature("a"))) == [True]
+    here.step()
+    assert here.counters.get("encode.saved_seconds") == 0  # nobody knows
+    report = WorkerReport(encoded=2 * [EncodeTime("image", 2, 2 * SMALL, 0.2)])
+    here.half.update_connector_output(report)
+    assert here.run(request("s", feature("b"))) == [True]
+    assert here.counters.get("encode.saved_seconds") == pytest.approx(0.1)
+
+
+def test_price_of_encoding_is_told_once_a_second_as_a_level() -> None:
+    here = world()
+
+    def passes(count: int) -> None:
+        for number in range(count):
+            for other in range(20):
+                here.ask(request(f"{number} {other}", feature(f"{other}")))
+            here.clock.now_s += 0.01
+            here.half.build_connector_meta((), scheduled_tokens=100)
+
+    assert here.counters.get("wait.price") == 0
+    here.clock.now_s += 2
+    here.half.build_connector_meta((), scheduled_tokens=0)
+    assert here.counters.get("wait.price") == 1
+    passes(500)
+    busy = here.counters.get("wait.price")
+    assert busy > 5
+    here.clock.now_s += 60
+    for _ in range(3):
+        here.clock.now_s += 2
+        here.half.build_connector_meta((), scheduled_tokens=0)
+    assert here.counters.get("wait.price") == pytest.approx(1)

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import xxhash
 
+from s3ec import codec
 from s3ec.counters import Counters
 from s3ec.errors import TierError
 from s3ec.identity import Key, digest_of_name
@@ -233,6 +234,20 @@ def test_publish_past_the_budget_evicts_the_least_recently_used_to_the_low_mark(
     assert counters.get("tier.evicted") == 2
     assert counters.get("tier.evicted_bytes") == 2 * SIZE
     assert audit_of(tier) == []
+
+
+def test_what_was_saved_and_never_asked_for_is_told_apart_when_it_is_evicted(
+    make_tier: MakeTier, counters: Counters
+) -> None:
+    tier = make_tier()
+    fill(tier, *range(5))
+    for number in (0, 1, 2):
+        tier.entries.unpin(pinned(tier, even(number)))
+    received = entry(even(5))  # somebody asked for it, so it was fetched
+    tier.entries.unpin(tier.writer.receive(even(5), [received], codec.parse_header(received)))
+    tier.evictor.make_room(0, at_least_bytes=6 * SIZE, wait=True)
+    assert counters.get("tier.evicted_bytes") == 6 * SIZE
+    assert counters.get("tier.never_read_bytes") == 2 * SIZE
 
 
 def test_make_room_below_the_budget_does_nothing(make_tier: MakeTier) -> None:
