@@ -99,6 +99,12 @@ ENTRIES: dict[str, Entry] = {
         240,
         alone=True,
     ),
+    "advise": Entry(
+        "s3ec.dev.bench.advise",
+        "What `s3ec advise` foretells of a hit, beside what a hit gains in real engines.",
+        240,
+        alone=True,
+    ),
     "weights": Entry(
         "s3ec.dev.bench.weights",
         "The fingerprint of a 27B model's encoder, as an engine takes it when it starts.",

@@ -40,7 +40,7 @@ class Asked:
     """One question about one picture, answered.
 
     Attributes:
-        seconds: From question to complete answer.
+        seconds: To its first token, in the engine.
         answer: As EngineProcess.chat returns it, with log probabilities.
     """
 
@@ -62,8 +62,8 @@ class Picture:
     store_s: float | None
     fetch_s: float | None
     load_s: float | None
-    answer_s: float
-    plain_answer_s: float
+    first_token_s: float
+    plain_first_token_s: float
     same_tokens: bool
     logprob_gap: float | None
     token_ids: tuple[int, ...]
@@ -84,8 +84,8 @@ class Totals:
     store_s: float
     fetch_s: float
     load_s: float
-    answer_s: float
-    plain_answer_s: float
+    first_token_s: float
+    plain_first_token_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +122,8 @@ class Report:
             store_s=sum(p.store_s or 0 for p in pictures),
             fetch_s=sum(p.fetch_s or 0 for p in pictures),
             load_s=sum(p.load_s or 0 for p in pictures),
-            answer_s=sum(p.answer_s for p in pictures),
-            plain_answer_s=sum(p.plain_answer_s for p in pictures),
+            first_token_s=sum(p.first_token_s for p in pictures),
+            plain_first_token_s=sum(p.plain_first_token_s for p in pictures),
         )
 
     @property
@@ -142,9 +142,9 @@ class Report:
         return len({picture.token_ids for picture in self.pictures})
 
     @property
-    def answer_ratio(self) -> float:
-        """Total answer time from the bucket over that without the connector."""
-        return self.totals.answer_s / self.totals.plain_answer_s
+    def first_token_ratio(self) -> float:
+        """Total time to the first token from the bucket over that without the connector."""
+        return self.totals.first_token_s / self.totals.plain_first_token_s
 
     @property
     def encode_s(self) -> float:
@@ -160,7 +160,9 @@ class Report:
         more than that answer. Seconds, the median; 0 or less where a hit costs nothing that could
         be measured.
         """
-        return statistics.median(p.encode_s + p.answer_s - p.plain_answer_s for p in self.pictures)
+        return statistics.median(
+            p.encode_s + p.first_token_s - p.plain_first_token_s for p in self.pictures
+        )
 
     def problems(self) -> list[str]:
         """What the run failed to show, a sentence each; empty if all is well."""
@@ -199,7 +201,7 @@ class Report:
             "answers_identical": self.identical,
             "distinct_answers": self.distinct_answers,
             "distinct_texts": self.distinct_texts,
-            "answer_ratio": self.answer_ratio,
+            "first_token_ratio": self.first_token_ratio,
             "encode_s": self.encode_s,
             "break_even_s": self.break_even_s,
             "totals": asdict(self.totals),
@@ -242,8 +244,8 @@ def build_pictures(
             store_s=stored.get(picture.entry.digest),
             fetch_s=fetched.get(picture.entry.digest),
             load_s=loaded.get(picture.entry.digest),
-            answer_s=ours.seconds,
-            plain_answer_s=theirs.seconds,
+            first_token_s=ours.seconds,
+            plain_first_token_s=theirs.seconds,
             same_tokens=same_tokens(ours.answer, theirs.answer),
             logprob_gap=logprob_gap(ours.answer, theirs.answer),
             token_ids=tuple(ours.answer["token_ids"]),

@@ -18,9 +18,40 @@ from s3ec.dev.demo.engines import DemoEngine, transfer_config
 from s3ec.dev.demo.report import Asked, Encoded, Report, build_pictures
 from s3ec.dev.demo.steps import Steps
 from s3ec.dev.rigs.engine import EngineProcess
+from s3ec.dev.rigs.nursery import EngineForkServer
 from s3ec.dev.rigs.pictures import write_pictures
 from s3ec.errors import ConfigError, UnavailableError
+from s3ec.payoff import GPUS, MODELS
 from s3ec.testing.server import LocalS3
+
+
+@dataclass(frozen=True, slots=True)
+class Encoder:
+    """What plays the encoder.
+
+    Attributes:
+        model: One of ``s3ec.dev.rigs.models.GEMMA3_PRESETS``.
+        pause_s: How long each encode takes beyond what the model's does.
+    """
+
+    model: str
+    pause_s: float = 0.0
+
+
+_ENGINES = {
+    # In one process, whose encoder can be slowed down.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    # Several threads wait for each other in each layer, which takes long where cores are busy.
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
+ENCODERS = {
+    "gemma3-27b": Encoder(
+        "embedding-27b", MODELS["gemma3-27b"].encode_ms(GPUS["l4"], gpus=1) / 1e3
+    ),
+    "tiny": Encoder("tiny"),
+    "encoder-27b": Encoder("encoder-27b"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +59,7 @@ class Demo:
     """What to run.
 
     Attributes:
-        preset: Of the model, one of ``s3ec.dev.rigs.models.GEMMA3_PRESETS``.
+        preset: One of ENCODERS.
         images: How many pictures.
         work_dir: Absolute folder for model, pictures, logs and scratch.
         keep_bucket: Whether the server's data stays there too.
@@ -59,6 +90,7 @@ class _Stage:
     scratch: Path
     s3: LocalS3
     bucket: str
+    nursery: EngineForkServer
     model: Path = field(default_factory=Path)
     pictures: list[Path] = field(default_factory=list)
     warm_up_pictures: list[Path] = field(default_factory=list)
@@ -67,7 +99,8 @@ class _Stage:
     @contextmanager
     def engine(self, name: str, role: str | None, warm_up: Path) -> Iterator[DemoEngine]:
         """An engine with an empty disk tier of its own, warm; no connector if no role."""
-        with DemoEngine(self._describe(name, role)) as engine:
+        pause_s = ENCODERS[self.demo.preset].pause_s
+        with DemoEngine(self._describe(name, role), pause_s) as engine:
             try:
                 with self.steps.step(f"starting and warming up the {name} (often a minute)"):
                     self.starts_s[name] = engine.start(warm_up)
@@ -96,7 +129,8 @@ class _Stage:
             ec=None if role is None else transfer_config(role, settings),
             log_path=log_path,
             media=self.pictures[0].parent,
-            env=self.s3.env(),
+            env=self.s3.env() | _ENGINES,
+            nursery=self.nursery,
         )
 
     def log_path(self, name: str) -> Path:
@@ -127,8 +161,10 @@ def run(demo: Demo, steps: Steps) -> Report:
             with steps.step("starting a SeaweedFS server"):
                 s3.start()
                 bucket = s3.create_bucket(f"demo-{datetime.now(UTC):%Y%m%d-%H%M%S}")
-            stage = _Stage(demo, steps, Path(scratch), s3, bucket)
-            return _run(stage)
+            # It imports vLLM once for all engines, while the model is built.
+            demo.logs.mkdir(parents=True, exist_ok=True)
+            with EngineForkServer(demo.logs / "imports.log", s3.env() | _ENGINES) as nursery:
+                return _run(_Stage(demo, steps, Path(scratch), s3, bucket, nursery))
         finally:
             s3.close()
 
@@ -159,7 +195,7 @@ def _run(stage: _Stage) -> Report:
 
 
 def _make_model(stage: _Stage) -> None:
-    preset = stage.demo.preset
+    preset = ENCODERS[stage.demo.preset].model
     stage.model = stage.demo.work_dir / "models" / preset
     with stage.steps.step(f"building the model `{preset}` with random weights, once"):
         # In a process of its own: torch would keep gigabytes of this one.

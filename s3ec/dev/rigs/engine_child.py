@@ -195,6 +195,7 @@ def _plain(output: Any) -> dict[str, Any]:
         "logprobs": logprobs,
         "prompt_tokens": len(output.prompt_token_ids or []),
         "cached_tokens": output.num_cached_tokens,
+        "first_token_s": output.metrics.first_token_latency,
         "ec_transfer_params": getattr(output, "ec_transfer_params", None),
     }
 

@@ -47,8 +47,10 @@ class _Gemma3Shape:
 # encoder-27b: the vision side of Gemma3-27B (27 SigLIP layers) and its embedding, 256 rows of
 # 5376 values = 2,752,512 bytes, at half its resolution, before a two-layer text model:
 # encoding an image costs seconds on a CPU, as it should when one measures what a cache saves.
+# embedding-27b: that embedding, made by a tiny encoder.
 GEMMA3_PRESETS = {
     "tiny": _Gemma3Shape(64, 64, 2, 2, 128, image_size=224, image_tokens=64),
+    "embedding-27b": _Gemma3Shape(5376, 64, 2, 2, 128, image_size=224, image_tokens=256),
     "encoder-27b": _Gemma3Shape(5376, 1152, 27, 16, 4304, image_size=448, image_tokens=256),
 }
 

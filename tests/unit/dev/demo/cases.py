@@ -77,7 +77,7 @@ def make_report(
     answers: Sequence[dict[str, Any]] | None = None,
     plain_answers: Sequence[dict[str, Any]] | None = None,
     consumer_log: str | None = None,
-    answer_s: float = 0.5,
+    first_token_s: float = 0.5,
     encode_s: float = 4.0,
 ) -> Report:
     """The report of a run in which all went well, but for what is given."""
@@ -87,7 +87,7 @@ def make_report(
         consumer_log = "\n".join(line for n in numbers for line in (fetched(n), loaded(n)))
     pictures = build_pictures(
         [Encoded(f"p{number}.png", encode_s, entry(number)) for number in numbers],
-        [Asked(answer_s, one) for one in answers or good],
+        [Asked(first_token_s, one) for one in answers or good],
         [Asked(5.0, one) for one in plain_answers or good],
         producer_log="\n".join(map(stored, numbers)),
         consumer_log=consumer_log,

@@ -18,7 +18,7 @@ def test_a_good_run_has_no_problems() -> None:
     assert report.problems() == []
     assert report.identical
     assert report.distinct_answers == 3
-    assert report.answer_ratio == pytest.approx(0.1)
+    assert report.first_token_ratio == pytest.approx(0.1)
 
 
 def test_pictures_take_their_times_from_their_own_log_lines() -> None:
@@ -27,11 +27,11 @@ def test_pictures_take_their_times_from_their_own_log_lines() -> None:
     assert second.digest == digest_of(1)
     assert (second.rows, second.width, second.dtype, second.nbytes) == (2, 4, "bfloat16", 464)
     assert (second.store_s, second.fetch_s, second.load_s) == (0.2, 0.02, 0.002)
-    assert (second.encode_s, second.answer_s, second.plain_answer_s) == (4.0, 0.5, 5.0)
+    assert (second.encode_s, second.first_token_s, second.plain_first_token_s) == (4.0, 0.5, 5.0)
 
 
 def test_break_even_is_where_both_answers_take_equally_long() -> None:
-    report = make_report(answer_s=6.0, encode_s=0.25)
+    report = make_report(first_token_s=6.0, encode_s=0.25)
     assert report.encode_s == 0.25
     # With an encoder that is slower by this, the answer without would have taken 6 s as well.
     assert report.break_even_s - report.encode_s == pytest.approx(6.0 - 5.0)
@@ -45,7 +45,7 @@ def test_totals_are_sums() -> None:
     assert totals.encode_s == 12.0
     assert totals.fetch_s == pytest.approx(0.06)
     assert totals.load_s == pytest.approx(0.006)
-    assert (totals.answer_s, totals.plain_answer_s) == (1.5, 15.0)
+    assert (totals.first_token_s, totals.plain_first_token_s) == (1.5, 15.0)
 
 
 def test_too_few_hits_are_a_problem() -> None:
@@ -109,7 +109,7 @@ def test_to_json_is_json_and_agrees_with_the_report() -> None:
     assert document["ok"] is False
     assert document["problems"] == report.problems()
     assert (document["hits"], document["misses"]) == (2, 1)
-    assert document["totals"]["plain_answer_s"] == 15.0
+    assert document["totals"]["plain_first_token_s"] == 15.0
     assert [picture["name"] for picture in document["pictures"]] == ["p0.png", "p1.png", "p2.png"]
     assert document["pictures"][0]["token_ids"] == [0, 7]
 
