@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from s3ec.connector.item_tracker import NO_PIXELS_WAIT_S
+from s3ec.connector.kept_answers import KeptAnswers
 from s3ec.connector.messages import AdapterUse, StepPlan, WorkerReport
 from s3ec.connector.scheduler import SchedulerHalf, named_by
 from s3ec.counters import Counters
@@ -154,6 +155,9 @@ class AdapterNames:
     Each request waits for a look at its adapter's files that began after it came, a few
     milliseconds; at most ``defer_timeout_s``, or 10 s where it has no pixels. After that its
     images have names without a key: they are encoded and not saved.
+
+    Attributes:
+        answers: None is ever in force; each request's adapter is looked at in each pass.
     """
 
     def __init__(
@@ -177,6 +181,7 @@ class AdapterNames:
             clock: Monotonic seconds.
         """
         self._half = half
+        self.answers = KeptAnswers()
         self._start = start
         self._needs_embedding = needs_embedding
         self._defer_timeout_s = defer_timeout_s
@@ -278,6 +283,7 @@ class AdapterNames:
                 request, lambda name: with_adapter(name, adapter.name, adapter.digest)
             )
             asked.digest = adapter.digest
+            self._half.answers.drop(request.request_id)  # it was about other names
         return view
 
     # -- while scheduling a request --------------------------------------------------------

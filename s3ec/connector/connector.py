@@ -19,6 +19,7 @@ from vllm.distributed.ec_transfer.ec_connector.base import (
 from s3ec import runtime
 from s3ec.connector.adapters import AdapterNames
 from s3ec.connector.guard import fatal, guarded
+from s3ec.connector.kept_answers import KeptAnswers
 from s3ec.connector.messages import StepPlan, WorkerReport
 from s3ec.connector.parts import Parts
 from s3ec.connector.worker import WorkerHalf
@@ -82,16 +83,23 @@ class S3ECConnector(ECConnectorBase):
         super().__init__(vllm_config=vllm_config, role=role)
         self._increments: Increments | None = None
         self.parts = parts or Parts(vllm_config)
+        self._answers = KeptAnswers()
         if parts is not None:
+            self._repeat_answers()
             return
         try:
             self.parts.start(scheduler=role is ECConnectorRole.SCHEDULER)
+            self._repeat_answers()
         except (ConfigError, *PASS_THROUGH):
             raise
         except BaseException:
             # Whatever else it is, images can be encoded without us.
             log.exception("s3ec could not start; this engine runs without the cache")
             self.shutdown()
+
+    def _repeat_answers(self) -> None:
+        if self.parts.scheduler is not None:
+            self._answers = self.parts.scheduler.answers
 
     # -- scheduler side ----------------------------------------------------------------------
 
@@ -100,11 +108,21 @@ class S3ECConnector(ECConnectorBase):
         features = self.parts.features
         return features is None or not any(map(features.needs_embedding, request.mm_features))
 
-    @guarded(default=True, fallback=_can_encode)
     def ensure_cache_available(
         self, request: Any, num_computed_tokens: int, *_: Any, **__: Any
     ) -> bool:
-        """Whether the request can be scheduled; False while its embeddings are on their way."""
+        """Whether the request can be scheduled; False while its embeddings are on their way.
+
+        vLLM asks for each waiting request in each pass, so what it was told before comes first: a
+        look into a dict, with no guard around it. In a forked child there is nothing in it.
+        """
+        name: Any = getattr(request, "request_id", None)
+        if self._answers.in_force.pop(name, None) == num_computed_tokens:
+            return False
+        return self._ensure(request, num_computed_tokens)
+
+    @guarded(default=True, fallback=_can_encode)
+    def _ensure(self, request: Any, num_computed_tokens: int) -> bool:
         scheduler = self.parts.scheduler
         return scheduler is None or scheduler.ensure_cache_available(request, num_computed_tokens)
 

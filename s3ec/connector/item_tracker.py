@@ -9,11 +9,13 @@ has waited; and the tracker, which has all of these and moves items from state t
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from s3ec.connector.kept_answers import KeptAnswers
 from s3ec.connector.messages import WorkerReport
 from s3ec.connector.remote_ranks import Ranks
 from s3ec.connector.vllm_config import Role
@@ -298,9 +300,26 @@ class DeferralBudget:
             wait.since_s = now
         return wait.spent_s + now - wait.since_s >= limit_s
 
+    def ends_s(self, request_id: str, now: float) -> float:
+        """When the request will have waited long enough, at the soonest; infinity if it does not
+        wait at present.
+        """
+        wait = self._waits.get(request_id)
+        if wait is None or wait.since_s is None:
+            return math.inf
+        end_s = wait.since_s - wait.spent_s + self._limit_s
+        if end_s > now:
+            return end_s
+        return end_s + max(0.0, NO_PIXELS_WAIT_S - self._limit_s)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether so many waits were in vain that nobody should wait for this source."""
+        return self._in_vain >= MOST_IN_VAIN
+
     def _rests(self, now: float) -> bool:
         """Whether nobody should wait for this source."""
-        if self._in_vain < MOST_IN_VAIN:
+        if not self.has_failed:
             return False
         if now - self._vain_s < VAIN_REST_S:
             return True
@@ -399,6 +418,7 @@ class ItemTracker:
         clock: Callable[[], float],
         local: Callable[[Key], bool],
         needs_embedding: Callable[[Any], bool],
+        answers: KeptAnswers,
         policy: WaitPolicy | None = None,
     ) -> None:
         """Start empty.
@@ -411,9 +431,11 @@ class ItemTracker:
             clock: Monotonic seconds.
             local: Whether this node's disk is believed to hold a key.
             needs_embedding: Whether a feature came without pixels.
+            answers: Kept for requests that wait; told of every item that changes.
             policy: Weighs each wait against encoding; None where every wait is worth it.
         """
         self._policy = policy
+        self._answers = answers
         self._counters = counters
         self._local = local
         self._needs_embedding = needs_embedding
@@ -476,6 +498,7 @@ class ItemTracker:
             item.asked_s = self._clock()
         item.state = FETCHING
         item.rows = rows
+        self._answers.changed(item.key.identifier)
         self._order(item, priority)
 
     def expect(self, request_id: str, identifier: str, priority: Priority) -> None:
@@ -563,23 +586,47 @@ class ItemTracker:
                 return pending
             # What is not in the bucket says nothing about how fast the bucket is.
             late = any(self.items[one.identifier].state is FETCHING for one in pending)
-            self._waits.end(request_id, in_vain=late)
+            self._end_wait(self._waits, request_id, in_vain=late)
             return None
         if not can_wait:
             return []  # not in vain: nothing was late
         if rest:
-            self._waits.end(request_id, in_vain=True)
+            self._end_wait(self._waits, request_id, in_vain=True)
         if promised:
             if not self._promise_waits.is_over(request_id, turns):
                 return promised + here
-            if self._promise_waits.end(request_id, in_vain=True):
+            if self._end_wait(self._promise_waits, request_id, in_vain=True):
                 for feature in promised:
                     self._note_broken(self.items[feature.identifier])
         if here:
             if not self._tier_waits.is_over(request_id, turns):
                 return here
-            self._tier_waits.end(request_id, in_vain=True)
+            self._end_wait(self._tier_waits, request_id, in_vain=True)
         return []
+
+    def _end_wait(self, source: DeferralBudget, request_id: str, *, in_vain: bool) -> bool:
+        ended = source.end(request_id, in_vain=in_vain)
+        if in_vain and source.has_failed:
+            self._answers.clear()  # the others do not wait for it any more
+        return ended
+
+    def keep_answer(self, request: Any, pending: list[Any], computed_tokens: int) -> None:
+        """A request was deferred: it need not be looked at again before something changes.
+
+        Nothing is kept for one without pixels that is to ask again for what has FAILED.
+        """
+        if any(self.items[feature.identifier].state is not FETCHING for feature in pending):
+            return
+        request_id = request.request_id
+        now = self._clock()
+        ends_s = min(budget.ends_s(request_id, now) for budget in self._budgets)
+        needed = [
+            feature.identifier
+            for feature in request.mm_features
+            if feature.mm_position.offset + feature.mm_position.length > computed_tokens
+        ]
+        # A little sooner, since sums are rounded.
+        self._answers.keep(request_id, computed_tokens, needed, now=now, until_s=ends_s - 1e-9)
 
     def _pays(self, policy: WaitPolicy, request: Any, pending: list[Any]) -> bool:
         """Whether waiting costs less than encoding; what has no pixels is always waited for."""
@@ -660,6 +707,7 @@ class ItemTracker:
 
     def end_request(self, request_id: str) -> None:
         """The request has ended. What it waited for is for others, or for nobody."""
+        self._answers.drop(request_id)
         for budget in self._budgets:
             budget.end_request(request_id)
         if self._policy is not None:
@@ -704,6 +752,7 @@ class ItemTracker:
                 if fetched.pin is not None:
                     unwanted.append(fetched.pin)
                 continue
+            self._answers.changed(identifier)
             item.touched_s = now
             if fetched.outcome is not FetchOutcome.READY or fetched.pin is None:
                 # What does not fit this request never will.
@@ -745,6 +794,7 @@ class ItemTracker:
 
     def _prepare_again(self, ranks: Ranks) -> None:
         """Other ranks than before fetch for themselves, and hold nothing yet."""
+        self._answers.clear()
         for identifier, item in self.items.items():
             if item.state is FAILED:
                 continue
@@ -765,6 +815,7 @@ class ItemTracker:
         if self._ranks is not None:
             ready = self._ranks.verdict(identifier, item.pin.header.checksum)
         if ready:
+            self._answers.changed(identifier)
             item.state = READY
             item.touched_s = self._clock()
         elif ready is False:
@@ -772,6 +823,7 @@ class ItemTracker:
             self._fail(identifier)
 
     def _fail(self, identifier: str, *, may_come: bool = True, was_absent: bool = False) -> None:
+        self._answers.changed(identifier)
         item = self.items[identifier]
         item.state = FAILED
         item.touched_s = self._clock()
@@ -859,6 +911,7 @@ class ItemTracker:
             if item.is_over(now):
                 pins += self._drop(identifier)
         self._release(pins)
+        self._answers.expire(now)
         for budget in self._budgets:
             budget.sweep(LEASE_S)
         if self._policy is not None:
@@ -871,6 +924,7 @@ class ItemTracker:
     def _drop(self, identifier: str) -> list[Pin]:
         """The item becomes unknown. Its pins are to be given back; the bytes stay on the tier."""
         item = self.items.pop(identifier)
+        self._answers.changed(identifier)
         self._interest.drop(identifier)
         if self._ranks is not None:
             self._ranks.release(identifier)
@@ -895,6 +949,7 @@ class ItemTracker:
             "a wait for the tier": tier,
             "a wait for what was named": promises,
             "an interest": self.waiting,
+            "an answer": self._answers.requests,
         }
         complaints = [
             f"{what} of {name}, which has ended"
@@ -935,4 +990,5 @@ class ItemTracker:
             "steps that load": self._steps.loading,
             "demand": self._demand,
             "demoted": self._demoted,
+            "answers": self._answers.requests,
         }

@@ -28,6 +28,7 @@ from s3ec.connector.item_tracker import (
     PrefetchQueue,
     State,
 )
+from s3ec.connector.kept_answers import KeptAnswers
 from s3ec.connector.messages import Encode, Load, Save, StepPlan, WorkerReport
 from s3ec.connector.remote_ranks import Ranks
 from s3ec.connector.save_worth import SaveWorth
@@ -134,6 +135,7 @@ class SchedulerHalf:
 
     Attributes:
         tracker: What is known of each embedding. For reading.
+        answers: What requests were told that wait, while nothing has changed. For reading.
         on_device: What vLLM's encoder cache holds, or will when the last step was executed, as its
             manager told us. For reading.
     """
@@ -196,6 +198,9 @@ class SchedulerHalf:
         self._ranks = ranks
         self._clock = clock
         self._keys = CountingKeyCache(naming or KeyPolicy(), counters)
+        self.answers = KeptAnswers()
+        # Of store, disk and ranks: what all requests that wait depend on.
+        self._outside = (False, False, False)
         self.tracker = ItemTracker(
             prefetcher,
             role=role,
@@ -204,6 +209,7 @@ class SchedulerHalf:
             clock=clock,
             local=local,
             needs_embedding=needs_embedding,
+            answers=self.answers,
             policy=policy,
         )
         self._items = self.tracker.items
@@ -243,6 +249,7 @@ class SchedulerHalf:
             self._drop_orders({load.identifier for load in self._plan.loads})
             self.on_device.clear()
         self._plan.saves.clear()
+        self.answers.clear()
         stopped, self._stopped = self._stopped, True
         return not stopped
 
@@ -250,6 +257,13 @@ class SchedulerHalf:
 
     def ensure_cache_available(self, request: Any, num_computed_tokens: int) -> bool:
         """Whether the request can be scheduled now; False defers it for this step."""
+        answers = self.answers
+        if not answers.is_open:
+            self._begin_pass()
+        request_id = request.request_id
+        if answers.in_force.pop(request_id, None) == num_computed_tokens:
+            return False
+        answers.drop(request_id)
         if self._stopped:
             return self._can_be_encoded(request, num_computed_tokens)
         # Not by the end of the last feature: where they nest (the audio of a video), an earlier
@@ -298,10 +312,29 @@ class SchedulerHalf:
                 return self._give_up(request, pending)
         if pending:
             goes_on = self.tracker.defer(request, pending)
-            return self._give_up(request, pending) if goes_on is None else goes_on
+            if goes_on is None:
+                return self._give_up(request, pending)
+            if not goes_on and not self._hung:
+                self.tracker.keep_answer(request, pending, num_computed_tokens)
+            return goes_on
         if self._is_known(request.request_id):
             self.tracker.let_through(request, num_computed_tokens)
         return True
+
+    def _begin_pass(self) -> None:
+        """See what has changed since the last pass, and keep the answers that hold."""
+        if self._prefetcher.has_news:
+            self.tracker.take_news()
+        no_answer = self._ranks is not None and self._ranks.cannot_answer
+        outside = (self._store.is_open, self._disk.hangs, no_answer)
+        if outside != self._outside:
+            self._outside = outside
+            self.answers.clear()
+        now = self._clock()
+        if self._policy is not None:
+            for request_id in self._policy.due(now):
+                self.answers.drop(request_id)
+        self.answers.begin_pass(now)
 
     def _note_asked(self, policy: WaitPolicy, request: Any) -> None:
         """Tell the policy that vLLM wants to schedule a request, and since when it is here."""
@@ -409,6 +442,8 @@ class SchedulerHalf:
         # And so has one that came to this node's disk since.
         if item.rows == rows and item.failed_lately(now) and not came:
             return FAILED
+        if feature.identifier in self.on_device:
+            return ABSENT  # it was encoded, since it had failed
         if not self._is_worthwhile(feature, item.key):
             return ABSENT
         self._rows_asked[feature.identifier] = rows
@@ -542,15 +577,19 @@ class SchedulerHalf:
             decode_tokens: What the step would have if all its requests decoded; fewer than it has
                 where some are prefilled. Of use to a policy only.
         """
+        repeated = self.answers.end_pass()
         if self._policy is not None:
             self._policy.end_pass(
                 self._clock(),
                 has_prefill=scheduled_tokens > decode_tokens,
                 tokens=scheduled_tokens,
+                repeated=repeated,
             )
         gone = self._gone(freed)
         if gone:
             self._drop_orders(gone)
+        self.answers.changed_all(gone)
+        self.answers.changed_all(self._allocated)
         self.on_device.update(self._allocated)
         self.on_device.difference_update(gone)
         self._allocated.clear()
@@ -611,6 +650,7 @@ class SchedulerHalf:
             key = self._keys(identifier)
             if key is not None:
                 self._local.add(key)
+                self.answers.changed(identifier)
         # Adding looks into the index, which is mapped from the disk. What is not added is found
         # when it was announced.
         hangs = bool(report.stored) and self._disk.hangs

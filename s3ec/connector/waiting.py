@@ -33,6 +33,7 @@ a wait would end just before its end.
 
 from __future__ import annotations
 
+import heapq
 import math
 from bisect import bisect_right
 from collections import deque
@@ -55,6 +56,8 @@ _TRIES = 25
 # Doubt: how much more a wait may cost, and for which share of the cost to stop.
 _DOUBT_COST = 1.2
 _DOUBT_SHARE = 0.25
+# A decision to wait holds for this share of the cost to stop: to decide later costs no more.
+_HOLD_SHARE = 0.05
 # How fast the engine's load is forgotten, and what it counts at most.
 _MEMORY_S = 3.0
 _BUSIEST = 0.97
@@ -155,9 +158,11 @@ class EngineLoad:
         """One of those asked about waits."""
         self._deferred += 1
 
-    def end_pass(self, now: float, *, has_prefill: bool, tokens: int) -> None:
-        """A scheduling pass has ended."""
+    def end_pass(self, now: float, *, has_prefill: bool, tokens: int, repeated: int = 0) -> None:
+        """A scheduling pass has ended; ``repeated`` more requests wait as they did before."""
         last, self._last_s = self._last_s, now
+        self._asked += repeated
+        self._deferred += repeated
         if last is not None and now > last:
             self._learn(now - last)
             self._fresh = 0
@@ -330,6 +335,21 @@ class Want:
     fetching: Fetching
 
 
+@dataclass(slots=True)
+class _Waiting:
+    """One request that waits.
+
+    Attributes:
+        is_new: Nothing was decided yet: too many came in one pass.
+        again_s: When to decide anew.
+        doubt_s: Since when it is in doubt; None while it is not.
+    """
+
+    is_new: bool
+    again_s: float
+    doubt_s: float | None = None
+
+
 class WaitPolicy:
     """Decides for each request and pass; see the module for its states.
 
@@ -346,7 +366,7 @@ class WaitPolicy:
         self.queue = queue
         self.declined = 0
         self._times: dict[tuple[str, int], FetchTimes] = {}
-        self._waiting: dict[str, float | None] = {}  # since when in doubt
+        self._waiting: dict[str, _Waiting] = {}
         self._decisions = 0
 
     @property
@@ -366,10 +386,17 @@ class WaitPolicy:
         """How long fetches of this source take is to be learned anew."""
         self._times = {kind: times for kind, times in self._times.items() if kind[0] != source}
 
-    def end_pass(self, now: float, *, has_prefill: bool, tokens: int) -> None:
-        """A scheduling pass has ended."""
+    def end_pass(self, now: float, *, has_prefill: bool, tokens: int, repeated: int = 0) -> None:
+        """A scheduling pass has ended; ``repeated`` more requests wait as they did before."""
         self._decisions = 0
-        self.load.end_pass(now, has_prefill=has_prefill, tokens=tokens)
+        self.load.end_pass(now, has_prefill=has_prefill, tokens=tokens, repeated=repeated)
+
+    def due(self, now: float) -> list[str]:
+        """Waiting requests about which to decide anew; at most MOST_DECISIONS, who is due longest
+        first.
+        """
+        due = [(one.again_s, name) for name, one in self._waiting.items() if one.again_s <= now]
+        return [name for _, name in heapq.nsmallest(MOST_DECISIONS, due)]
 
     def waits(self, request_id: str, wants: Callable[[], Sequence[Want]], now: float) -> bool:
         """Whether the request should wait for what it lacks.
@@ -379,9 +406,10 @@ class WaitPolicy:
             wants: What it lacks, at least one; only asked where something is to be decided.
             now: Monotonic seconds.
         """
-        # A decision takes some microseconds. What was decided in an earlier pass holds for one
-        # more where many wait.
+        # A decision takes some microseconds. Who comes later waits for the next pass.
         if self._decisions >= MOST_DECISIONS:
+            self._waiting.setdefault(request_id, _Waiting(is_new=True, again_s=now))
+            self.load.deferred()
             return True
         self._decisions += 1
         waits = self._decide(request_id, wants(), now)
@@ -389,11 +417,13 @@ class WaitPolicy:
             self.load.deferred()
         else:
             self.declined += 1
+            self.end(request_id)
         return waits
 
     def _decide(self, request_id: str, wants: Sequence[Want], now: float) -> bool:
         costs = self.costs
-        is_new = request_id not in self._waiting
+        waiting = self._waiting.get(request_id)
+        is_new = waiting is None or waiting.is_new
         price = self.load.price
         # All of them, not the first one only: each kind is explored once.
         idle = price == 1.0
@@ -404,24 +434,22 @@ class WaitPolicy:
         missing = self._group(wants, now)
         late_s = max(one.times.late_s for one in missing)
         if late_s and self.queue.silent_s(now) > 2 * late_s:
-            self.end(request_id)
             return False
-        encode_s = price * sum(costs.cost_s(one.modality, one.rows) for one in wants) / len(wants)
+        stop_s = price * sum(costs.cost_s(one.modality, one.rows) for one in wants)
+        encode_s = stop_s / len(wants)
         pause_s = self.load.pause_s
+        again_s = now + _HOLD_SHARE * stop_s
         if is_waiting_cheaper(missing, encode_s, pause_s):
-            self._waiting[request_id] = None
+            self._waiting[request_id] = _Waiting(is_new=False, again_s=again_s)
             return True
-        if is_new:
+        if waiting is None or waiting.is_new:
             return False
-        since_s = self._waiting[request_id]
-        if since_s is None:
-            since_s = self._waiting[request_id] = now
-        if now - since_s < _DOUBT_SHARE * encode_s * len(wants) and is_waiting_cheaper(
+        waiting.again_s = again_s
+        if waiting.doubt_s is None:
+            waiting.doubt_s = now
+        return now - waiting.doubt_s < _DOUBT_SHARE * stop_s and is_waiting_cheaper(
             missing, encode_s, pause_s, most=_DOUBT_COST
-        ):
-            return True
-        self.end(request_id)
-        return False
+        )
 
     def _group(self, wants: Sequence[Want], now: float) -> list[Missing]:
         """Those that are alike, and whether they have begun; each group has the mean age."""

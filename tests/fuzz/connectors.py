@@ -283,6 +283,8 @@ class S3EC(NoConnector):
 
     def ensure_cache_available(self, request: Request, num_computed_tokens: int) -> bool:
         answer = self.half.ensure_cache_available(request, num_computed_tokens)
+        if not answer and self._compares and self.half.answers.is_of_earlier(request.request_id):
+            self._compare(request, num_computed_tokens)
         self.answers.append(("ensure", answer))
         self._lie_here = {
             feature.identifier
@@ -343,6 +345,19 @@ class S3EC(NoConnector):
         self.half.stop(was_reset=was_reset)
 
     # -- promises ----------------------------------------------------------------------------
+
+    @property
+    def _compares(self) -> bool:
+        """Whether this answer is compared with a look at every item: some, since a look at all of
+        them in each pass would hide what changes between two looks. What is weighed against the
+        encoder's cost is decided anew only after a while.
+        """
+        return self.options.encode_row_s is None and len(self.answers) % 3 == 0
+
+    def _compare(self, request: Request, num_computed_tokens: int) -> None:
+        """A kept answer holds once in a pass, so the second one is not kept."""
+        if self.half.ensure_cache_available(request, num_computed_tokens):
+            raise BrokenPromiseError("a kept answer is not what a look gives", request.request_id)
 
     def audit(self, *, requests: Collection[str], device: Collection[str]) -> None:
         """What the half remembers belongs to something that is there."""

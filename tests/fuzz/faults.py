@@ -55,6 +55,14 @@ class NeverLetsGo(SchedulerHalf):
         return request.request_id not in self.deferred
 
 
+class SeesNoChange(SchedulerHalf):
+    """Keeps its answers though an item has changed."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.answers.changed = lambda _: None  # type: ignore[method-assign]
+
+
 class SchedulesAnything(SchedulerHalf):
     """Lets requests without pixels go on without an embedding."""
 
@@ -228,6 +236,11 @@ FAULTS = {
     "loses loads": (of_half(LosesLoads), "encoder cache miss", crowded),
     "remembers the dead": (of_half(RemembersTheDead), "the half's audit complains", crowded),
     "never lets go": (of_half(NeverLetsGo), "a request waits for ever", crowded),
+    "sees no change": (
+        of_half(SeesNoChange),
+        "a kept answer is not what a look gives",
+        crowded,
+    ),
     "schedules anything": (of_half(SchedulesAnything), "the encoder runs on nothing", crowded),
     "grants anything": (of_half(GrantsAnything), "granted without a pin", crowded),
     "grants other rows": (GrantsOtherRows, "rows of another picture", crowded),

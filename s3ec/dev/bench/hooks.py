@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 _P50, _P99 = "hooks.has_cache_item_p50_us", "hooks.has_cache_item_p99_us"
 _RATIO = "hooks.has_cache_item_ratio_to_example"
 SYSCALLS = "hooks.syscalls_per_call"
+SCHEDULE = "hooks.schedule_1000x20_ratio"
 _ENSURE = "hooks.ensure_cache_available"
 ROWS = (
     Spec(_P50, "us", "<= 5"),
@@ -51,6 +52,7 @@ ROWS = (
     Spec("hooks.decision_per_image_ratio_to_example", "ratio", "< 1"),
     Spec("hooks.update_state_after_alloc_p50_us", "us"),
     Spec("hooks.build_connector_meta_p50_us", "us"),
+    Spec(SCHEDULE, "ratio", "<= 1.1"),
     Spec(SYSCALLS, "1", "<= 0"),
 )
 # The values of hooks_rig.Kind, which cannot be imported without vllm.
@@ -257,6 +259,7 @@ class Reporter:
 
 
 ROUNDS = 25
+_WAITING = 1000
 
 
 def run(context: Context) -> None:
@@ -266,7 +269,7 @@ def run(context: Context) -> None:
         CannotMeasureError: vllm is not there, or has no such connectors.
     """
     need_vllm(context)
-    from s3ec.dev.bench import hooks_rig
+    from s3ec.dev.bench import hooks_rig, hooks_waiting
 
     size = hooks_rig.Size(8, 2_000) if context.quick else hooks_rig.Size()
     context.say(f"an index of {size.corpus} keys")
@@ -289,6 +292,11 @@ def run(context: Context) -> None:
         Reporter(context, Samples(rounds), about).all()
         context.say("system calls")
         _report_syscalls(context, passes)
+    context.say("1,000 requests that wait")
+    found = hooks_waiting.ratios(
+        context.scratch, requests=_WAITING, rounds=20 if context.quick else 100
+    )
+    _report_waiting(context, found)
 
 
 def need_vllm(context: Context) -> None:
@@ -351,6 +359,24 @@ def _report_syscalls(context: Context, passes: Passes) -> None:
         per_call,
         samples=ours.calls * len(counts["ours"]),
         detail={**detail, "cases": {"ours": per_call, f"{EXAMPLE}.has_cache_item": per_example}},
+    )
+
+
+def _report_waiting(context: Context, rounds: Mapping[str, Sequence[float]]) -> None:
+    """The slower of the two; a median pass, with the mean beside it."""
+    medians = {name: statistics.median(ratios) for name, ratios in rounds.items()}
+    worst = max(medians, key=lambda name: medians[name])
+    context.report(
+        SCHEDULE,
+        medians[worst],
+        samples=sum(map(len, rounds.values())),
+        detail={
+            "spread": measure.spread(rounds[worst]),
+            "note": f"the slower case: `wait` = {worst}",
+            "cases": medians,
+            "means": {name: statistics.fmean(ratios) for name, ratios in rounds.items()},
+            "denominator": "schedule() with a connector that defers all and does nothing else",
+        },
     )
 
 

@@ -156,6 +156,7 @@ class HalfMachine(RuleBasedStateMachine):
         self.failed: set[str] = set()  # vLLM is told at the end of the pass
         self.carried: dict[str, int] = {}  # granted and allocated, not yet in a plan
         self.number = 0
+        self.limit_s = 2.0
         self.world.stock(*TEXTS)
 
     # -- the world around ---------------------------------------------------------------------
@@ -170,6 +171,7 @@ class HalfMachine(RuleBasedStateMachine):
 
     @rule(text=st.sampled_from(TEXTS))
     def the_tier_holds(self, text: str) -> None:
+        self.limit_s = 4.0  # each request may wait as long again for this node's disk
         self.world.local.add(key_of(identifier_of(text)))
 
     @rule(down=st.booleans())
@@ -307,11 +309,11 @@ class HalfMachine(RuleBasedStateMachine):
         answer = self.half.ensure_cache_available(running.it, running.computed)
         if answer:
             if running.since_s is not None:
-                running.spent_s += now - running.since_s
+                running.spent_s = min(running.spent_s + now - running.since_s, 2.0)
             running.since_s = None
             return True
         waited = running.spent_s + (0 if running.since_s is None else now - running.since_s)
-        limit_s = NO_PIXELS_WAIT_S if running.is_bare else 2.0
+        limit_s = NO_PIXELS_WAIT_S if running.is_bare else self.limit_s
         self.failed |= self.half.take_unavailable_requests()
         assert waited < limit_s or running.it.request_id in self.failed
         if running.since_s is None:

@@ -390,6 +390,7 @@ def test_an_image_that_another_request_had_encoded_is_not_waited_for(world: Worl
     world.step()
     world.clock.now_s += 1.0
     assert not world.ask(second)
+    world.step()
     world.clock.now_s += 1.0
     assert world.run(first) == [False]
     world.step()

@@ -272,6 +272,20 @@ def test_only_so_many_are_decided_in_one_pass_and_the_others_go_on_waiting() -> 
     assert not one.waits("x", wants, 0.1)
 
 
+def test_a_decision_to_wait_holds_for_a_share_of_what_it_costs_to_stop() -> None:
+    one = policy(encode_s=1.0, fetch_s=0.03)
+    assert decide(one, "a", [want(one)], 0.0)
+    assert one.due(0.01) == []
+    assert one.due(0.06) == ["a"]
+
+
+def test_of_many_that_are_due_those_come_first_that_were_decided_first() -> None:
+    one = policy(encode_s=1.0, fetch_s=0.03)
+    for number in range(3 * MOST_DECISIONS):
+        assert decide(one, str(number), [want(one)], 0.0001 * number)
+    assert one.due(100.0) == [str(number) for number in range(MOST_DECISIONS)]
+
+
 # -- the scheduler half that asks it -----------------------------------------------------------
 
 

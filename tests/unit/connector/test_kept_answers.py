@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A request that waits is looked at again when something has changed, and not before."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from s3ec.connector.kept_answers import LONGEST_KEPT_S
+from s3ec.connector.messages import WorkerReport
+from s3ec.prefetch import FetchOutcome
+from tests.unit.connector.scheduling import World, bare, feature, identifier_of, request
+
+ITEMS = 20
+SPACING = 4
+
+
+class Waits:
+    """A world in which one request waits for many pictures, and looks at them are counted."""
+
+    def __init__(self, world: World, *, without_pixels: bool = False) -> None:
+        self.world = world
+        self.texts = [f"picture {number}" for number in range(ITEMS)]
+        world.stock(*self.texts)
+        make = bare if without_pixels else feature
+        self.request = request(
+            "r", *(make(text, SPACING * place) for place, text in enumerate(self.texts))
+        )
+        self.looks = 0
+        for each in self.request.mm_features:
+            each.mm_position.get_num_embeds = self._rows
+        assert not self.ask()
+
+    def _rows(self) -> int:
+        self.looks += 1
+        return 4
+
+    def ask(self, computed: int = 0) -> bool:
+        """In a pass of its own."""
+        answer = self.world.ask(self.request, computed)
+        self.world.step()
+        return answer
+
+    def is_looked_at(self, computed: int = 0) -> bool:
+        """Whether the next pass looks at the pictures again."""
+        before = self.looks
+        self.ask(computed)
+        return self.looks > before
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+@pytest.fixture
+def waits(world: World) -> Waits:
+    return Waits(world)
+
+
+def test_while_nothing_changes_no_picture_is_looked_at(world: World, waits: Waits) -> None:
+    before = waits.looks
+    for _ in range(100):
+        world.clock.now_s += 0.001
+        assert not waits.ask()
+    assert waits.looks == before
+
+
+@pytest.mark.parametrize("outcome", [FetchOutcome.READY, FetchOutcome.ABSENT])
+def test_who_waits_for_what_has_ended_is_looked_at_once(
+    world: World, waits: Waits, outcome: FetchOutcome
+) -> None:
+    world.finish(waits.texts[7], outcome)
+    assert waits.is_looked_at()
+    assert not waits.is_looked_at()
+
+
+def test_who_waits_for_something_else_is_not_looked_at(world: World, waits: Waits) -> None:
+    world.stock("other")
+    other = world.deferred(request("other", feature("other")))
+    world.finish("other")
+    assert not waits.is_looked_at()
+    assert world.ask(other)
+
+
+def test_all_pictures_that_came_let_the_request_go_at_once(world: World, waits: Waits) -> None:
+    for text in waits.texts:
+        assert not waits.ask()
+        world.finish(text)
+    assert world.ask(waits.request)
+    assert world.schedule(waits.request) == [True] * ITEMS
+
+
+def take_down_the_store(world: World) -> None:
+    world.store.is_open = True
+
+
+def hang_the_disk(world: World) -> None:
+    world.disk.hangs = True
+
+
+@pytest.mark.parametrize("change", [take_down_the_store, hang_the_disk])
+def test_who_waits_for_a_store_or_disk_that_fails_is_let_go_in_the_next_pass(
+    world: World, waits: Waits, change: Any
+) -> None:
+    assert not waits.ask()
+    change(world)
+    assert waits.ask()
+
+
+def test_weights_that_may_have_changed_let_everybody_go(world: World, waits: Waits) -> None:
+    world.half.stop(was_reset=True)
+    assert waits.ask()
+
+
+def test_what_others_had_encoded_is_seen_and_so_is_what_the_device_gave_up(
+    world: World, waits: Waits
+) -> None:
+    world.clock.now_s += 0.5
+    hasty = request("hasty", feature(waits.texts[0]))
+    world.store.is_open = True
+    world.run(hasty)
+    world.store.is_open = False
+    world.step()
+    assert waits.is_looked_at()
+    assert not waits.is_looked_at()
+    world.step(freed=[waits.texts[0]])
+    assert waits.is_looked_at()
+
+
+def test_other_computed_tokens_are_another_question(waits: Waits) -> None:
+    assert waits.is_looked_at(SPACING)
+    assert not waits.is_looked_at(SPACING)
+    assert waits.is_looked_at(0)
+
+
+def test_what_a_worker_has_published_here_is_seen(world: World, waits: Waits) -> None:
+    report = WorkerReport(published=[identifier_of(waits.texts[3])])
+    world.half.update_connector_output(report)
+    assert waits.is_looked_at()
+
+
+def test_the_longest_wait_stays_what_it_was(world: World, waits: Waits) -> None:
+    world.clock.now_s += 1.99
+    assert not waits.ask()
+    world.clock.now_s += 0.01
+    assert waits.ask()
+
+
+def test_three_waits_in_vain_let_the_others_go(world: World, waits: Waits) -> None:
+    hasty = [request(f"hasty {n}", feature(f"hasty {n}")) for n in range(3)]
+    world.stock(*(f"hasty {n}" for n in range(3)))
+    world.half.request_finished(waits.request)
+    for one in hasty:
+        world.deferred(one)
+    world.clock.now_s += 1.0
+    assert not waits.ask()
+    world.clock.now_s += 1.0
+    assert all(map(world.ask, hasty))
+    assert world.ask(waits.request)
+
+
+def test_request_without_pixels_is_not_looked_at_either_while_its_fetches_run(world: World) -> None:
+    waits = Waits(world, without_pixels=True)
+    assert not waits.is_looked_at()
+    world.clock.now_s += 9.99
+    assert not waits.ask()
+    world.clock.now_s += 0.01
+    waits.ask()
+    assert world.failed() == {"r"}
+
+
+def test_pins_of_what_came_outlast_a_long_wait() -> None:
+    world = World(defer_timeout_s=60.0)
+    waits = Waits(world)
+    world.finish(waits.texts[0])
+    for _ in range(55):
+        world.clock.now_s += 1.0
+        assert not waits.ask()
+    for text in waits.texts[1:]:
+        world.finish(text)
+    assert world.ask(waits.request)
+    assert world.schedule(waits.request) == [True] * ITEMS
+
+
+def test_a_thousand_requests_that_came_at_once_are_not_looked_at_again_at_once() -> None:
+    world = World(defer_timeout_s=60.0)
+    texts = [str(number) for number in range(200)]
+    world.stock(*texts)
+    looks: list[str] = []
+    askers = []
+    for text in texts:
+        each = feature(text)
+        each.mm_position.get_num_embeds = lambda text=text: looks.append(text) or 4
+        askers.append(request(text, each))
+    most = 0
+    for _ in range(200):
+        looks.clear()
+        assert not any(map(world.ask, askers))
+        world.step()
+        most = max(most, len(looks)) if world.clock.now_s > 1000.0 else 0
+        world.clock.now_s += LONGEST_KEPT_S / 100
+    assert 0 < most < len(texts) / 4
+
+
+def test_what_has_ended_leaves_nothing_behind(world: World, waits: Waits) -> None:
+    world.half.request_finished(waits.request)
+    for text in waits.texts:
+        world.finish(text)
+    world.clock.now_s += 100
+    world.step()
+    world.clock.now_s += 100
+    world.step()
+    assert world.leftovers() == []
+
+
+def test_what_failed_and_was_encoded_since_is_not_fetched_again(world: World) -> None:
+    world.stock("a")
+    asker = world.deferred(request("r", feature("a")))
+    world.finish("a", FetchOutcome.UNAVAILABLE)
+    world.run(asker)
+    world.step()
+    world.clock.now_s += 5.0  # so that a failure is not the reason
+    assert world.ask(request("later", feature("a")))
+    world.step()
+    assert world.wanted == [identifier_of("a")]
