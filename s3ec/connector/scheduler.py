@@ -427,6 +427,8 @@ class SchedulerHalf:
     def _look_at_failed(
         self, feature: Any, item: Item, rows: int, needed_now: bool, now: float
     ) -> State | None:
+        if feature.identifier in self.on_device and not self._needs_embedding(feature):
+            return ABSENT  # it was encoded, since it had failed
         came = not item.was_local and self._local(item.key)
         named = feature.identifier in self._named and item.was_absent
         if named or self._needs_embedding(feature):
@@ -442,8 +444,6 @@ class SchedulerHalf:
         # And so has one that came to this node's disk since.
         if item.rows == rows and item.failed_lately(now) and not came:
             return FAILED
-        if feature.identifier in self.on_device:
-            return ABSENT  # it was encoded, since it had failed
         if not self._is_worthwhile(feature, item.key):
             return ABSENT
         self._rows_asked[feature.identifier] = rows
