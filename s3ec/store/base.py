@@ -292,3 +292,41 @@ async def parts_in_order(
         for request in coming:
             request.cancel()
         await asyncio.gather(*coming, return_exceptions=True)
+
+
+async def parts_as_they_come(
+    store: Store, name: str, ranges: Sequence[range], *, at_a_time: int, first_alone: bool
+) -> AsyncGenerator[tuple[int, Blob | None], None]:
+    """Part of an object, range by range, each as soon as it is there. Closed as parts_in_order.
+
+    Args:
+        ranges: Offsets in bytes, in order.
+        at_a_time: No range is asked for that lies so many behind the first one that is not done.
+            So the caller may keep what comes early until it is its turn.
+        first_alone: The others are asked for when the caller is done with the first one.
+
+    Yields:
+        A range's place in ``ranges``, and what ``get_range`` answered: None where the object is
+        gone. It is done when the next one is asked for.
+    """
+    under_way: dict[asyncio.Future[Blob | None], int] = {}
+    done: set[int] = set()
+    begun = first = 0
+    try:
+        while first < len(ranges):
+            width = 1 if first_alone and not first else at_a_time
+            while begun < min(first + width, len(ranges)):
+                asked = store.get_range(name, ranges[begun].start, len(ranges[begun]))
+                under_way[asyncio.ensure_future(asked)] = begun
+                begun += 1
+            came, _ = await asyncio.wait(under_way, return_when=asyncio.FIRST_COMPLETED)
+            for request in sorted(came, key=under_way.__getitem__):
+                yield under_way[request], request.result()
+                done.add(under_way.pop(request))
+            while first in done:
+                done.discard(first)
+                first += 1
+    finally:
+        for request in under_way:
+            request.cancel()
+        await asyncio.gather(*under_way, return_exceptions=True)

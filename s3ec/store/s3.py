@@ -48,6 +48,8 @@ log = logging.getLogger(__name__)
 # Up to here a body is collected in one buffer of the announced length; a server that announces
 # much and sends nothing then costs this much address space, and no process is ended for lack of it.
 COLLECT_BYTES = 64 * 2**20
+# A body whose length may be a lie is collected in chunks of this size at most.
+_CHUNK_BYTES = 4 * 2**20
 
 
 class ObstoreReply:
@@ -93,7 +95,8 @@ class ObstoreReply:
         """A body whose announced length may be a lie: little more is kept than it says."""
         chunks: list[bytes] = []
         nbytes = 0
-        stream = self._result.stream(min_chunk_size=2**20)
+        # Of an honest part that is all of it, and nothing is joined.
+        stream = self._result.stream(min_chunk_size=min(max(expected, 1), _CHUNK_BYTES))
         with contextlib.suppress(StopAsyncIteration):
             while nbytes <= expected:
                 chunk = await held(anext(stream))

@@ -266,6 +266,8 @@ class Incoming(Generic[T]):
         self._make_room = make_room
         self._lock = threading.Lock()
         self._over = False
+        self._checked_bytes = 0
+        self._early: dict[int, bytes | memoryview] = {}
 
     def append(self, part: bytes | memoryview) -> None:
         """Verify and write what comes next.
@@ -275,8 +277,42 @@ class Incoming(Generic[T]):
             TierError: The disk is full or failing, or the file was discarded.
         """
         with self._running():
-            self._check(part)
+            self._pass(part)
             self._write(part)
+
+    def put(self, parts: Sequence[tuple[int, bytes | memoryview]]) -> None:
+        """Write parts that come in any order, and verify them in theirs.
+
+        What comes before its turn is written and kept until then: the checksum goes in order.
+
+        Args:
+            parts: Their offsets in bytes, all behind what was written before ``put`` was first
+                called, and the bytes. No two overlap.
+
+        Raises:
+            CorruptEntryError, TierError: As for append.
+        """
+        with self._running():
+            for at, part in parts:
+                if at + len(part) > self.nbytes:
+                    raise CorruptEntryError(
+                        f"{self.name}: goes on after {self.nbytes} bytes", reason="length"
+                    )
+                if at < self._checked_bytes or at in self._early:
+                    # What was verified must not be written over.
+                    raise CorruptEntryError(f"{self.name}: byte {at} again", reason="length")
+                if at == self._checked_bytes:
+                    self._pass(part)
+                else:
+                    self._early[at] = part
+                self._write(part, at)
+                while (next_part := self._early.pop(self._checked_bytes, None)) is not None:
+                    self._pass(next_part)
+
+    def _pass(self, part: bytes | memoryview) -> None:
+        """Verify what is next."""
+        self._check(part)
+        self._checked_bytes += len(part)
 
     def write_checked(self, part: bytes | memoryview) -> None:
         """Write what was verified already; leaves nothing behind where that fails.
@@ -286,6 +322,7 @@ class Incoming(Generic[T]):
         """
         try:
             with self._running():
+                self._checked_bytes += len(part)
                 self._write(part)
         except BaseException:
             self.discard()
@@ -326,15 +363,21 @@ class Incoming(Generic[T]):
             if self._over:  # since a moment ago, so discard has left it to us
                 self.discard()
 
-    def _write(self, part: bytes | memoryview) -> None:
+    def _write(self, part: bytes | memoryview, at: int | None = None) -> None:
+        def write() -> None:
+            if at is None:
+                self._file.append([part])
+            else:
+                self._file.put(part, at)
+
         try:
             try:
-                self._file.append([part])
+                write()
             except OSError as exc:
                 # statvfs shows neither quotas nor a lack of inodes.
                 if exc.errno not in (ENOSPC, EDQUOT) or not self._make_room(len(part)):
                     raise
-                self._file.append([part])
+                write()
         except OSError as exc:
             raise TierError(f"cannot write {self.name}: {exc}") from exc
 

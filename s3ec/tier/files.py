@@ -427,6 +427,15 @@ class TempFile:
             raise
         self.nbytes += sum(memoryview(piece).nbytes for piece in pieces)
 
+    def put(self, piece: bytes | memoryview, at: int) -> None:
+        """Write a piece at an offset in bytes; from then on nothing is appended.
+
+        Raises:
+            OSError: A part of it may be there.
+        """
+        write_all(self._fd, [piece], at)
+        self.nbytes += memoryview(piece).nbytes
+
     def close(self, *, synced: bool = False) -> None:
         """Nothing more is written; before a rename, since network file systems fail here.
 
@@ -451,11 +460,20 @@ class TempFile:
                 os.unlink(self.path)
 
 
-def write_all(fd: int, pieces: Sequence[bytes | memoryview]) -> None:
-    """Write pieces one after the other, without joining them in memory."""
+def write_all(fd: int, pieces: Sequence[bytes | memoryview], at: int | None = None) -> None:
+    """Write pieces one after the other, without joining them in memory.
+
+    Args:
+        at: Offset in bytes; None for the file's own position.
+    """
     rest = [view for piece in pieces if (view := memoryview(piece).cast("B"))]
     while rest:
-        written = os.writev(fd, rest[:_PIECES_PER_WRITE])
+        some = rest[:_PIECES_PER_WRITE]
+        if at is None:
+            written = os.writev(fd, some)
+        else:
+            written = os.pwritev(fd, some, at)
+            at += written
         if written == 0:
             raise OSError(errno.EIO, "the file system wrote nothing")
         while rest and written >= len(rest[0]):

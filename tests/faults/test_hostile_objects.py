@@ -6,17 +6,21 @@ from __future__ import annotations
 import itertools
 import struct
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from s3ec.dev.rigs.proxy import Fault, Rule
-from s3ec.dev.rigs.proxy_faults import Flip, Replace, html_page
+from s3ec.dev.rigs.proxy import Exchange, Fault, Rule
+from s3ec.dev.rigs.proxy_faults import Cut, Endless, Flip, Replace, html_page
+from s3ec.index.rows import EntryInfo
 from s3ec.prefetch import FetchOutcome
 from tests.faults.embeddings import (
     LAYOUT,
+    ROWS,
+    WIDTH,
     body_at,
     key_at,
 )
@@ -26,6 +30,9 @@ from tests.support import damage
 from tests.support.on_disk import audit_of, usage_of
 
 ENTRY_BYTES = len(body_at(0))
+# Four ranges of one entry; large enough for any header.
+LARGE_PART_BYTES = 20_000
+DTYPE = "bfloat16"
 
 
 @pytest.fixture(autouse=True)
@@ -158,3 +165,72 @@ def test_hostile_safetensors_are_refused_and_quarantined(stocked: Site, tmp_path
         assert engine.count("quarantined_objects") == len(HOSTILE) - 1
         assert engine.count("corrupt.header") == 2 * (len(HOSTILE) - 1)
         assert usage_of(engine.node.tier).entries == 0
+
+
+@dataclass(frozen=True, slots=True)
+class SaysLess:
+    """A range under the head that the server gave it, with a longer body behind."""
+
+    async def apply(self, exchange: Exchange) -> None:
+        reply = await exchange.forward()
+        reply.body += bytes(300)
+        await exchange.send(reply)
+
+
+@dataclass(frozen=True, slots=True)
+class AnotherRange:
+    """The beginning of the object, under the head of what was asked for."""
+
+    async def apply(self, exchange: Exchange) -> None:
+        reply = await exchange.forward()
+        reply.body = body_at(0)[: len(reply.body)]
+        await exchange.send(reply)
+
+
+RANGES: dict[str, Callable[[], Fault]] = {
+    "longer than its head says": SaysLess,
+    "another range": AnotherRange,
+    "a bit flipped": lambda: Flip(7),
+    "nothing": lambda: Replace(b""),
+    "too little": lambda: Cut(20),
+    "a page with status 200": html_page,
+    "no length, and no end": Endless,
+}
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["known to the index", "unknown"])
+def test_range_that_is_something_else_is_fetched_again_or_a_miss_and_nothing_stays(
+    stocked: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: bool
+) -> None:
+    monkeypatch.setattr("s3ec.fetch.PART_BYTES", LARGE_PART_BYTES)
+    with Engine.at(stocked, tmp_path / "a") as engine:
+        for number, (what, fault) in enumerate(RANGES.items()):
+            stocked.put(number, body_at(number))
+            if known:
+                facts = EntryInfo(ENTRY_BYTES, ROWS, WIDTH, DTYPE)
+                engine.node.index.add(key_at(number), facts)
+            rule = stocked.proxy.add(
+                Rule(fault(), method="GET", target=key_at(number).name, skip=1, times=1)
+            )
+            fetched = engine.fetch(number)
+            assert rule.fired == 1, what
+            assert fetched.outcome is FetchOutcome.READY, what
+            assert len(asks_for(stocked, number)) > 4, what  # the ranges of one attempt
+        assert usage_of(engine.node.tier).entries == len(RANGES)
+        assert audit_of(engine.node.tier) == []
+
+
+def test_large_object_that_stays_bad_in_one_range_is_a_miss_and_quarantined(
+    stocked: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("s3ec.fetch.PART_BYTES", LARGE_PART_BYTES)
+    with Engine.at(stocked, tmp_path / "a") as engine:
+        for number in range(2):
+            bad = [flipped(body_at(number), 8 * (ENTRY_BYTES - 3)), body_at(number) + bytes(64)]
+            stocked.put(number, bad[number])
+            facts = EntryInfo(ENTRY_BYTES, ROWS, WIDTH, DTYPE)
+            engine.node.index.add(key_at(number), facts)
+            assert engine.fetch(number).outcome is FetchOutcome.CORRUPT
+        assert engine.count("quarantined_objects") == 2
+        assert usage_of(engine.node.tier).entries == 0
+        assert audit_of(engine.node.tier) == []

@@ -21,7 +21,6 @@ from s3ec import codec
 from s3ec.codec import Header, Shape
 from s3ec.counters import Counters
 from s3ec.errors import AccessError, CorruptEntryError, UnavailableError
-from s3ec.fetch import PARTS_AT_A_TIME
 from s3ec.identity import Key, Layout, make_key
 from s3ec.index.base import Index
 from s3ec.index.cache import IndexCache
@@ -804,12 +803,14 @@ def test_a_full_queue_answers_at_once(bench: Bench) -> None:
 
 LARGE_ROWS = 3000  # 192 kB: ten parts of PART_BYTES below
 PART_BYTES = 20_000
+PARTS_AT_A_TIME = 4
 
 
 @pytest.fixture
 def in_parts(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Bench:
     """A bench where an entry comes in parts, and holds one such entry."""
     monkeypatch.setattr("s3ec.fetch.PART_BYTES", PART_BYTES)
+    monkeypatch.setattr("s3ec.fetch.PARTS_AT_A_TIME", PARTS_AT_A_TIME)
     bench.put(key_of("a"), entry(key_of("a"), rows=LARGE_ROWS))
     return bench
 
@@ -835,9 +836,51 @@ def test_a_large_object_takes_the_memory_of_a_few_parts(in_parts: Bench) -> None
     in_parts.prefetcher.submit([want("a", rows=LARGE_ROWS)])
     assert gate.reached.wait(TIMEOUT_S)
     in_parts.fence()
-    assert ranges(in_parts) == PARTS_AT_A_TIME  # the first, and all that may be out behind it
+    assert ranges(in_parts) == 1 + PARTS_AT_A_TIME  # the first, and all that may be out behind it
     gate.release()
     assert in_parts.collect(1)[0].outcome is FetchOutcome.READY
+
+
+def test_ranges_of_what_the_index_knows_to_fit_are_asked_for_at_once(in_parts: Bench) -> None:
+    facts = EntryInfo(rows=LARGE_ROWS, width=WIDTH, dtype="bfloat16")
+    in_parts.read_the_manifest().add(key_of("a"), facts)
+    in_parts.make()
+    gate = in_parts.hold(op="get_range", name=OBJECTS)
+    in_parts.prefetcher.submit([want("a", rows=LARGE_ROWS)])
+    assert gate.reached.wait(TIMEOUT_S)
+    in_parts.fence()
+    assert ranges(in_parts) == PARTS_AT_A_TIME
+    gate.release()
+    done = in_parts.collect(1)[0]
+    assert done.pin is not None
+    assert done.pin.path.read_bytes() == entry(key_of("a"), rows=LARGE_ROWS)
+
+
+@pytest.mark.parametrize("late", range(PARTS_AT_A_TIME))
+def test_a_range_that_comes_last_of_all_changes_nothing(in_parts: Bench, late: int) -> None:
+    facts = EntryInfo(rows=LARGE_ROWS, width=WIDTH, dtype="bfloat16")
+    in_parts.read_the_manifest().add(key_of("a"), facts)
+    in_parts.make()
+    gate = in_parts.hold(op="get_range", name=OBJECTS)
+    in_parts.script.faults[0].skip, in_parts.script.faults[0].times = late, 1
+    in_parts.prefetcher.submit([want("a", rows=LARGE_ROWS)])
+    assert gate.reached.wait(TIMEOUT_S)
+    # All that may be asked for before that one is there: what comes early is kept in memory.
+    until(lambda: ranges(in_parts) == late + PARTS_AT_A_TIME, "the others")
+    in_parts.fence()
+    assert ranges(in_parts) == late + PARTS_AT_A_TIME
+    gate.release()
+    done = in_parts.collect(1)[0]
+    assert done.pin is not None
+    assert done.pin.path.read_bytes() == entry(key_of("a"), rows=LARGE_ROWS)
+
+
+def test_a_large_object_that_goes_on_behind_its_end_is_bad(in_parts: Bench) -> None:
+    longer = entry(key_of("a"), rows=LARGE_ROWS) + bytes(64)
+    in_parts.put(key_of("a"), longer)
+    assert in_parts.one(rows=LARGE_ROWS).outcome is FetchOutcome.CORRUPT
+    assert in_parts.counters.get("corrupt.length") == 2
+    assert usage_of(in_parts.tier).total_nbytes == 0
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from s3ec.dev.bench.context import CannotMeasureError
 from s3ec.dev.bench.corpus import Corpus
+from s3ec.index.rows import EntryInfo
 from s3ec.node import Node
 from s3ec.prefetch import FetchOutcome
 from s3ec.store.open import choose_transport
@@ -42,6 +43,10 @@ class Fetcher:
         settings = corpus.settings(cache_dir, transport)
         self.node = Node(settings, corpus.namespace, name=f"s3ec-bench-{transport}")
         self._pins: list[Pin] = []
+        shape = corpus.shape
+        facts = EntryInfo(corpus.entry_bytes, shape.rows, shape.width, shape.dtype)
+        for key in corpus.keys:  # as a reader of the bucket's index knows them
+            self.node.index.add(key, facts)
 
     def submit(self) -> None:
         """Want every entry; returns at once."""

@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several deletions at once inside the wrappers: what failed alone is asked for alone."""
+"""Several deletions at once inside the wrappers, and several ranges of one object."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
+from contextlib import aclosing
+from typing import Any
 
 import pytest
 
 from s3ec.counters import Counters
 from s3ec.errors import AccessError, S3ECError, UnavailableError
+from s3ec.store.base import parts_as_they_come
 from s3ec.store.endpoint import BreakerOptions, BreakerStore, Budget, Endpoint
 from s3ec.store.retry import RetryStore
 from s3ec.testing.fault_store import Fault, FaultStore, Script
@@ -107,3 +111,79 @@ async def test_names_that_are_throttled_slow_the_endpoint_down(bucket: Asked) ->
     assert list(await store.delete_many(NAMES)) == ["b"]
     assert endpoint.breaker.is_open
     assert endpoint.pace.used == 0
+
+
+# -- ranges of one object ------------------------------------------------------------------------
+
+RANGES = [range(at, at + 10) for at in range(0, 80, 10)]
+
+
+class Answering(MemoryStore):
+    """Answers a range when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: dict[int, asyncio.Future[bytes | None]] = {}
+
+    async def get_range(self, name: str, start: int, length: int) -> Any:
+        number = start // 10
+        self.asked[number] = asyncio.get_running_loop().create_future()
+        return await self.asked[number]
+
+    def answer(self, *numbers: int) -> None:
+        for number in numbers:
+            self.asked[number].set_result(b"%d" % number)
+
+
+async def until_asked(store: Answering, count: int) -> None:
+    for _ in range(20):  # turns of the loop; nothing else has to happen
+        await asyncio.sleep(0)
+    assert len(store.asked) == count
+
+
+async def test_ranges_come_as_they_are_answered_and_none_lies_far_ahead_of_the_first() -> None:
+    store = Answering()
+    coming = parts_as_they_come(store, "a", RANGES, at_a_time=3, first_alone=False)
+    async with aclosing(coming) as parts:
+        for answered, asked in ((2, 3), (1, 3), (0, 3), (3, 6), (5, 7), (4, 7), (7, 8), (6, 8)):
+            following = asyncio.ensure_future(anext(parts))
+            await until_asked(store, asked)
+            store.answer(answered)
+            assert await following == (answered, b"%d" % answered)
+        with pytest.raises(StopAsyncIteration):
+            await anext(parts)
+
+
+async def test_first_range_alone_is_asked_for_before_the_others() -> None:
+    store = Answering()
+    coming = parts_as_they_come(store, "a", RANGES, at_a_time=4, first_alone=True)
+    async with aclosing(coming) as parts:
+        following = asyncio.ensure_future(anext(parts))
+        await until_asked(store, 1)
+        store.answer(0)
+        assert await following == (0, b"0")
+        following = asyncio.ensure_future(anext(parts))
+        await until_asked(store, 5)
+        store.answer(4)
+        assert await following == (4, b"4")
+
+
+async def test_who_leaves_early_or_hears_an_error_leaves_no_request_behind() -> None:
+    store = Answering()
+    coming = parts_as_they_come(store, "a", RANGES, at_a_time=4, first_alone=False)
+    async with aclosing(coming) as parts:
+        following = asyncio.ensure_future(anext(parts))
+        await until_asked(store, 4)
+        store.asked[2].set_exception(UnavailableError("no"))
+        with pytest.raises(UnavailableError):
+            await following
+    assert all(one.done() for one in store.asked.values())
+    store.asked.clear()
+    async with aclosing(
+        parts_as_they_come(store, "a", RANGES, at_a_time=4, first_alone=False)
+    ) as parts:
+        following = asyncio.ensure_future(anext(parts))
+        await until_asked(store, 4)
+        store.answer(1, 3)
+        assert await following == (1, b"1")
+    assert all(one.done() for one in store.asked.values())

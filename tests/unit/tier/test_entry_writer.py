@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from s3ec import codec
 from s3ec.codec import Header, Shape
@@ -431,6 +433,50 @@ async def test_what_is_left_of_an_object_is_downloaded_in_whole_ranges(
         with pytest.raises(error, match="name"):
             await coming
     incoming.discard()
+    assert temps_below(root) == set()
+
+
+@settings(max_examples=50, suppress_health_check=list(HealthCheck))
+@given(order=st.permutations(range(len(parts(BLOB)) - 1)), together=st.integers(1, 3))
+def test_parts_may_come_in_any_order(tier: Tier, order: list[int], together: int) -> None:
+    first, *rest = parts(BLOB)
+    incoming = begin(tier, first)
+    placed = [(PART * (number + 1), rest[number]) for number in order]
+    for at in range(0, len(placed), together):
+        incoming.put(placed[at : at + together])
+    assert read(incoming.commit(), KEY) == BLOB
+
+
+@pytest.mark.parametrize("harm", ["bit", "short", "missing", "long", "twice", "again"])
+def test_parts_that_come_in_any_order_and_are_not_the_entry_are_refused(
+    tier: Tier, root: Path, harm: str
+) -> None:
+    first, *rest = parts(BLOB)
+    placed = [(PART * number, part) for number, part in enumerate(rest, 1)]
+    at, part = placed[1]
+    placed[1] = {
+        "bit": (at, bytes([part[0] ^ 1]) + part[1:]),
+        "short": (at, part[:-2]),
+        "missing": placed[0],
+        "long": (at, part),
+        "twice": (at - PART, part),
+        "again": (at, part),
+    }[harm]
+    if harm == "long":
+        placed[-1] = (placed[-1][0], placed[-1][1] + b"ab")
+    if harm == "again":  # over what was verified, when all are there
+        placed.insert(0, (PART, bytes(PART)))
+    incoming = begin(tier, first)
+
+    def receive() -> None:
+        for one in reversed(placed):
+            incoming.put([one])
+        incoming.commit()
+
+    with pytest.raises(CorruptEntryError):
+        receive()
+    incoming.discard()
+    assert tier.entries.pin(KEY) is None
     assert temps_below(root) == set()
 
 
