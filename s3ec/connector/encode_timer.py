@@ -14,6 +14,7 @@ the CPU count as encoding, as they should.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -22,6 +23,8 @@ from typing import Any
 import torch
 
 from s3ec.connector.messages import Encode, EncodeTime
+
+log = logging.getLogger(__name__)
 
 # Steps whose events have not passed yet. More are dropped: the device hangs, or nobody asks.
 _MOST_UNDER_WAY = 64
@@ -51,6 +54,7 @@ class EncodeTimer:
         self._begun: tuple[Sequence[Encode], Any] | None = None
         self._under_way: deque[tuple[Sequence[Encode], Any, Any]] = deque(maxlen=_MOST_UNDER_WAY)
         self._done: list[EncodeTime] = []
+        self._works = True
 
     def begin(self, encodes: Sequence[Encode]) -> None:
         """The encoder is about to run for these; nothing is measured where there are none.
@@ -58,7 +62,7 @@ class EncodeTimer:
         Items of two modalities in one step say nothing about either, so they are left out.
         """
         self._begun = None
-        if encodes and len({one.modality for one in encodes}) == 1:
+        if encodes and self._works and len({one.modality for one in encodes}) == 1:
             self._begun = (encodes, self._now())
 
     def end(self) -> None:
@@ -67,7 +71,9 @@ class EncodeTimer:
         if begun is None:
             return
         encodes, before = begun
-        after = self._now()
+        after = None if before is None else self._now()
+        if after is None:
+            return
         if isinstance(before, float):
             self._finish(encodes, after - before)
         else:
@@ -86,9 +92,18 @@ class EncodeTimer:
         self._done.append(EncodeTime(encodes[0].modality, len(encodes), rows, seconds))
 
     def _now(self) -> Any:
-        kind = self._device().type
-        if kind == "cpu":
-            return self._clock()
-        event = getattr(torch, kind).Event(enable_timing=True)
-        event.record()
-        return event
+        """This moment: seconds, or an event in the device's stream; None where there is neither.
+
+        Called from hooks whose faults end the engine, and a measurement is not worth that.
+        """
+        try:
+            kind = self._device().type
+            if kind == "cpu":
+                return self._clock()
+            event = getattr(torch, kind).Event(enable_timing=True)
+            event.record()
+            return event
+        except Exception:
+            self._works = False
+            log.exception("what encoding costs is not measured on this device")
+            return None

@@ -124,3 +124,22 @@ def test_our_hooks_take_what_vllm_hands_over() -> None:
         for parameter in inspect.signature(theirs).parameters.values():
             open_ended = any(one.kind is one.VAR_POSITIONAL for one in taken.values())
             assert open_ended or parameter.name in taken or parameter.kind is parameter.VAR_KEYWORD
+
+
+def _calls(function: object) -> list[str]:
+    """What of these a function names, in the order of its text."""
+    names = r"bind_connector_metadata|start_load_caches|yield|save_caches|get_finished"
+    return re.findall(rf"\b(?:{names})\b", inspect.getsource(function))  # type: ignore[arg-type]
+
+
+def test_the_encoder_runs_between_the_hooks_that_it_is_measured_by() -> None:
+    runners = ["v1.worker.ec_connector_model_runner_mixin:ECConnectorModelRunnerMixin"]
+    if importlib.util.find_spec("vllm.v1.worker.gpu.ec_connector") is not None:
+        runners.append("v1.worker.gpu.ec_connector:ActiveECConnector")
+    for place in runners:
+        module, name = place.split(":")
+        runner = getattr(importlib.import_module(f"vllm.{module}"), name)
+        of_one_step = getattr(runner, "_get_ec_connector_output", None) or runner.maybe_get_output
+        called = [one for one in _calls(of_one_step) if one != "save_caches"]
+        called = called[called.index("bind_connector_metadata") :]  # V2 leaves early without one
+        assert called == ["bind_connector_metadata", "start_load_caches", "yield", "get_finished"]

@@ -102,6 +102,17 @@ def test_on_a_gpu_nothing_waits_and_times_come_in_a_later_step(
     assert one.take() == [EncodeTime("image", 1, 256, 0.04)]
 
 
+def test_device_without_events_is_not_measured_and_ends_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    one = EncodeTimer(lambda: torch.device("meta"))
+    for _ in range(3):
+        one.begin([IMAGE])
+        one.end()
+    assert one.take() == []
+    assert len(caplog.records) == 1  # said once
+
+
 # -- in the worker half, as vLLM's runners call it ---------------------------------------------
 
 # Read in the sources of vLLM 0.24.0 to 0.32.0.
