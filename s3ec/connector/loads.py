@@ -157,6 +157,7 @@ class Loader:
         """
         self._node = node
         self._make_staging = make_staging
+        self._hashed = node.settings.verify == "always"
         self._readers: DaemonPool | None = None
 
     def start(self, loads: Sequence[Load], *, later: bool) -> Batch:
@@ -198,7 +199,19 @@ class Loader:
             BlockingIOError: A disk would have to answer.
             RuntimeError: Neither the file nor the bucket has it.
         """
-        return self._load(load, BufferLease(), wait=False)
+        # Few steps, with little in memory: what is read goes through the processor's caches, so
+        # all code and data behind it are cold.
+        started = time.perf_counter()
+        staging = self._staging
+        buffer = staging.take(load.shape)
+        try:
+            self._fill(buffer.memory, load, None, wait=False)
+        except BaseException:
+            staging.drop(buffer)
+            raise
+        tensor = staging.to_device(buffer, load.shape)
+        self._tell(load, started)
+        return tensor
 
     @property
     def patience_s(self) -> float:
@@ -219,16 +232,20 @@ class Loader:
             self._staging.leak(left)  # the kernel may write to it for a long time yet
         return self._to_device(load, self._staging.take(load.shape), self._from_bucket)
 
-    def _load(self, load: Load, lease: BufferLease, *, wait: bool = True) -> torch.Tensor:
-        """Bring one embedding to the device; in any thread."""
+    def _load(self, load: Load, lease: BufferLease) -> torch.Tensor:
+        """Bring one embedding to the device; in a reader's thread."""
         started = time.perf_counter()
         buffer = self._staging.take(load.shape)
         if not lease.take(buffer):
             self._staging.drop(buffer)
             raise _GivenUpError
         tensor = self._to_device(
-            load, buffer, lambda load, memory: self._fill(memory, load, lease, wait=wait), lease
+            load, buffer, lambda load, memory: self._fill(memory, load, lease, wait=True), lease
         )
+        self._tell(load, started)
+        return tensor
+
+    def _tell(self, load: Load, started: float) -> None:
         if log.isEnabledFor(logging.DEBUG):
             key = self._node.naming.make_key(load.identifier)
             log.debug(
@@ -237,7 +254,6 @@ class Loader:
                 load.shape.nbytes,
                 time.perf_counter() - started,
             )
-        return tensor
 
     def _to_device(
         self,
@@ -256,9 +272,11 @@ class Loader:
             raise _GivenUpError
         return self._staging.to_device(buffer, load.shape)
 
-    def _fill(self, memory: torch.Tensor, load: Load, lease: BufferLease, *, wait: bool) -> None:
+    def _fill(
+        self, memory: torch.Tensor, load: Load, lease: BufferLease | None, *, wait: bool
+    ) -> None:
         failure: BaseException | None = None
-        hashed = self._node.settings.verify == "always"
+        hashed = self._hashed
         for _ in range(2):
             try:
                 if wait:
@@ -268,7 +286,7 @@ class Loader:
             except (BlockingIOError, *PASS_THROUGH):
                 raise
             except BaseException as exc:
-                if lease.is_given_up:
+                if lease is not None and lease.is_given_up:
                     raise _GivenUpError from exc
                 failure = exc
                 self._node.counters.add("load.failed")
@@ -411,8 +429,11 @@ class Batch:
         while theirs and self._handed_over[theirs - 1].outcome.cancel():
             theirs -= 1
             mine.insert(0, self._attempt(self._loads[theirs]))
-        deadline_s = time.monotonic() + self._loader.patience_s
-        done = [self._wait(one, deadline_s) for one in (*self._handed_over[:theirs], *mine)]
+        begun = [*self._handed_over[:theirs], *mine]
+        # While nothing waits for a disk, nobody has to ask how it is.
+        waits = any(isinstance(one, Handed) for one in begun)
+        deadline_s = time.monotonic() + self._loader.patience_s if waits else 0.0
+        done = [self._wait(one, deadline_s) for one in begun]
         self._staging.finish_loads([one for one in done if isinstance(one, torch.Tensor)])
         return done
 

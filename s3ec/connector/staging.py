@@ -39,9 +39,10 @@ class Buffer:
 
     Attributes:
         memory: uint8 tensor on the CPU, contiguous, aligned for any dtype.
+        seen: The last answer of ``values``, or what the maker expects it to be asked for.
     """
 
-    __slots__ = ("_seen", "memory")
+    __slots__ = ("memory", "seen")
 
     def __init__(self, memory: torch.Tensor, seen: torch.Tensor | None = None) -> None:
         """Wrap some memory.
@@ -50,7 +51,7 @@ class Buffer:
             seen: What the next user is likely to ask ``values`` for.
         """
         self.memory = memory
-        self._seen = seen
+        self.seen = seen
 
     @property
     def nbytes(self) -> int:
@@ -63,11 +64,11 @@ class Buffer:
         Kept for the next user, who mostly has the same shape: cold, the views of a tensor take
         longer than many a copy of one.
         """
-        seen = self._seen
+        seen = self.seen
         if seen is None or seen.dtype is not dtype or seen.shape != shape:
             nbytes = math.prod(shape) * dtype.itemsize
             with torch.inference_mode(False):  # as for the memory itself, see HostPool.take
-                seen = self._seen = self.memory[:nbytes].view(dtype).view(shape)
+                seen = self.seen = self.memory[:nbytes].view(dtype).view(shape)
         return seen
 
 
@@ -306,8 +307,8 @@ class HostStaging:
         """Nothing, likewise: the reader has the last one."""
 
     def to_device(self, buffer: Buffer, shape: Shape) -> torch.Tensor:
-        """The memory itself as a tensor."""
-        return _values(buffer, shape)
+        """The memory itself as a tensor, as ``take`` has made it."""
+        return buffer.seen if buffer.seen is not None else _values(buffer, shape)
 
     def finish_loads(self, loaded: Iterable[torch.Tensor]) -> None:
         """Nothing is under way."""
