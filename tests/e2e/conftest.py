@@ -47,7 +47,13 @@ from tests.e2e.rig import (
 _HERE = Path(__file__).parent
 # They have a model and a corpus of their own; the others share theirs.
 _APART = (
-    *("test_no_pixels.py", "test_precompute.py", "test_request_scoped.py", "test_soak.py"),
+    *(
+        "test_epd.py",
+        "test_no_pixels.py",
+        "test_precompute.py",
+        "test_request_scoped.py",
+        "test_soak.py",
+    ),
     "test_weights.py",
 )
 
