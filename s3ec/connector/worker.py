@@ -107,8 +107,8 @@ class WorkerHalf:
         Which hook is the last one depends on role and release, so each says so and the last counts.
         A producer in vLLM before 0.30 has none but the one that hands over the plan.
         """
-        if self._rank() == 0:
-            # Also where there are none: what an earlier step began and did not end is dropped.
+        # Also where there are none: what an earlier step began and did not end is dropped.
+        if not plan.encodes or self._rank() == 0:
             self._timer.begin(list(plan.encodes.values()))
 
     def encoder_ended(self) -> None:
