@@ -282,8 +282,8 @@ class Payoff:
         nbytes: Of one embedding.
         encode_ms: As in the inputs.
         tie_mb_s: Bandwidth at which a download takes as long as the encoder; KB per millisecond.
-        gain_ms: What a hit from the bucket saves of a request's time to first token; below 0 it
-            costs. With ``wait`` = auto nobody waits for such a hit.
+        gain_ms: What a hit from the bucket, which is fetched and then loaded, saves of a request's
+            time to first token. Below 0 it costs; with ``wait`` = auto nobody waits for it then.
         tier_gain_ms: The same for a hit from the tier; None where the tier's time is not known.
         encode_dollars: Of one encode.
         month_dollars: Of storing one embedding for a month.
@@ -320,6 +320,7 @@ def pay_off(inputs: Inputs) -> Payoff:
     nbytes, encode_ms = inputs.nbytes, inputs.encode_ms.value
     store, reads = inputs.store, inputs.reads.value
     gigabytes = nbytes / 1e9
+    hit_ms = inputs.fetch_ms.value + (inputs.tier_ms.value if inputs.tier_ms else 0.0)
     tie_mb_s = nbytes / 1e3 / encode_ms
     engine_dollars_a_ms = inputs.gpus.value * inputs.gpu_dollars_an_hour.value / _MS_AN_HOUR
     encode_dollars = encode_ms * engine_dollars_a_ms
@@ -335,7 +336,7 @@ def pay_off(inputs: Inputs) -> Payoff:
         nbytes=nbytes,
         encode_ms=encode_ms,
         tie_mb_s=tie_mb_s,
-        gain_ms=encode_ms - inputs.fetch_ms.value,
+        gain_ms=encode_ms - hit_ms,
         tier_gain_ms=None if inputs.tier_ms is None else encode_ms - inputs.tier_ms.value,
         encode_dollars=encode_dollars,
         month_dollars=month_dollars,
@@ -343,8 +344,8 @@ def pay_off(inputs: Inputs) -> Payoff:
         break_even_reads=break_even,
         keep_days=keep_days,
         latency=_verdict(
-            encode_ms / inputs.fetch_ms.value,
-            f"encoding takes {encode_ms:.3g} ms, a hit from the bucket {inputs.fetch_ms.value:.3g}",
+            encode_ms / hit_ms,
+            f"encoding takes {encode_ms:.3g} ms, a hit from the bucket {hit_ms:.3g}",
         ),
         throughput=_verdict(
             inputs.node_mb_s.value / tie_mb_s,

@@ -81,6 +81,12 @@ def test_each_verdict_turns(values: dict[str, float], verdict: str, word: str) -
     assert getattr(changed(**values), verdict).word == word
 
 
+def test_a_hit_is_fetched_and_then_read() -> None:
+    found = pay_off(dataclasses.replace(ROUND, tier_ms=given(2)))
+    assert found.gain_ms == 3
+    assert found.tier_gain_ms == 8
+
+
 def test_all_gpus_of_an_engine_are_paid() -> None:
     assert changed(gpus=4).encode_dollars == pytest.approx(4 * pay_off(ROUND).encode_dollars)
 

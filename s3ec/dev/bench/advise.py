@@ -85,7 +85,7 @@ def _compare(
     """Foretold and measured gain of one preset, in milliseconds, and how far they are apart."""
     from s3ec.dev.rigs.proxy import Rule
     from s3ec.dev.rigs.proxy_faults import Delay
-    from s3ec.doctor.advise import Known, Measured, inputs_of, measure_bucket
+    from s3ec.doctor.advise import Known, Measured, inputs_of, measure_bucket, measure_tier
     from s3ec.payoff import pay_off
     from s3ec.settings import Settings
 
@@ -95,7 +95,9 @@ def _compare(
     _follow(engines[_CONSUMER], pictures[-1], sentinels)
     proxy.add(Rule(Delay(store_ms / 1e3)))
     try:
-        latency = measure_bucket(Settings.model_validate(settings), _ROWS * _WIDTH * 2)
+        here = Settings.model_validate(settings)
+        latency = measure_bucket(here, _ROWS * _WIDTH * 2)
+        tier_ms = measure_tier(here.cache_dir, _ROWS * _WIDTH * 2)
         before = _counters(engines[_CONSUMER]).get(_HITS, 0)
         with_s3ec: list[float] = []
         without: list[float] = []
@@ -110,10 +112,13 @@ def _compare(
     if hits != count:
         raise CannotMeasureError(f"{hits:.0f} hits for {count} questions")
     known = Known(rows=_ROWS, width=_WIDTH)
-    inputs = inputs_of(known, Measured(encode_ms_a_row=encode_ms_a_row, latency=latency))
+    found = Measured(encode_ms_a_row=encode_ms_a_row, latency=latency, tier_ms=tier_ms)
+    inputs = inputs_of(known, found)
     foretold = pay_off(inputs).gain_ms
     gain = statistics.median(without) - statistics.median(with_s3ec)
     return {
+        "encode_ms": inputs.encode_ms.value,
+        "fetch_ms": inputs.fetch_ms.value,
         "foretold_ms": foretold,
         "measured_ms": gain,
         "error": abs(foretold - gain) / abs(gain),
