@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from contextvars import ContextVar
-from typing import Protocol, TypeVar
+from types import TracebackType
+from typing import Generic, Protocol, TypeVar
 
 from s3ec.errors import CorruptEntryError, UnavailableError
 from s3ec.settings import Settings
@@ -29,8 +31,7 @@ _on_answer: ContextVar[Callable[[], None] | None] = ContextVar("s3ec_on_answer",
 _on_page: ContextVar[Callable[[int], None] | None] = ContextVar("s3ec_on_page", default=None)
 
 
-@contextlib.asynccontextmanager
-async def within(seconds: float) -> AsyncIterator[asyncio.Timeout]:
+def within(seconds: float) -> AbstractAsyncContextManager[asyncio.Timeout]:
     """Give everything inside so much time; tasks begun inside know of it too.
 
     Yields:
@@ -39,9 +40,31 @@ async def within(seconds: float) -> AsyncIterator[asyncio.Timeout]:
     Raises:
         TimeoutError: It has passed.
     """
-    async with asyncio.timeout(seconds) as deadline:
-        with _set(_deadline, deadline):
-            yield deadline
+    return _Within(seconds)
+
+
+class _Within(AbstractAsyncContextManager[asyncio.Timeout]):
+    """Contexts of a GET are classes: a generator costs some five times as much."""
+
+    __slots__ = ("_outer", "_timeout")
+
+    def __init__(self, seconds: float) -> None:
+        self._timeout = asyncio.timeout(seconds)
+
+    async def __aenter__(self) -> asyncio.Timeout:
+        await self._timeout.__aenter__()
+        self._outer = _deadline.get()
+        _deadline.set(self._timeout)
+        return self._timeout
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        _deadline.set(self._outer)
+        await self._timeout.__aexit__(kind, exc, traceback)
 
 
 def seconds_left() -> float:
@@ -53,7 +76,7 @@ def seconds_left() -> float:
 
 def hearing(on_answer: Callable[[], None]) -> AbstractContextManager[None]:
     """Have ``on_answer`` called when the answer to a request made inside begins."""
-    return _set(_on_answer, on_answer)
+    return _Set(_on_answer, on_answer)
 
 
 def answer_begun() -> None:
@@ -65,7 +88,7 @@ def answer_begun() -> None:
 
 def counting(on_page: Callable[[int], None]) -> AbstractContextManager[None]:
     """Have ``on_page`` called for each page of a listing, with its steps that need no request."""
-    return _set(_on_page, on_page)
+    return _Set(_on_page, on_page)
 
 
 def page_begun(entries: int, *, is_last: bool = False) -> None:
@@ -81,15 +104,20 @@ def page_begun(entries: int, *, is_last: bool = False) -> None:
         on_page(entries + is_last)
 
 
-@contextlib.contextmanager
-def _set(variable: ContextVar[T], value: T) -> Iterator[None]:
+class _Set(AbstractContextManager[None], Generic[T]):
     # Not by a token: a generator may be closed in another context than it was begun in.
-    before = variable.get()
-    variable.set(value)
-    try:
-        yield
-    finally:
-        variable.set(before)
+    __slots__ = ("_before", "_value", "_variable")
+
+    def __init__(self, variable: ContextVar[T], value: T) -> None:
+        self._variable = variable
+        self._value = value
+
+    def __enter__(self) -> None:
+        self._before = self._variable.get()
+        self._variable.set(self._value)
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._variable.set(self._before)
 
 
 class RequestSlots:
@@ -125,8 +153,7 @@ class RequestSlots:
             raise RuntimeError("the store is closed")
         self._loop = loop
 
-    @contextlib.asynccontextmanager
-    async def take(self, what: str) -> AsyncIterator[Extend]:
+    def take(self, what: str) -> AbstractAsyncContextManager[Extend]:
         """Wait for a slot without a limit; what then happens has a deadline.
 
         Yields:
@@ -136,20 +163,35 @@ class RequestSlots:
             UnavailableError: The store was closed meanwhile.
             TimeoutError: The deadline has passed.
         """
-        async with self._slots, asyncio.timeout(self._limit_s(0)) as deadline:
+        return _Taken(self, what)
+
+    async def begin(self, what: str) -> asyncio.Timeout:
+        """For ``take``: wait for a slot, and set a deadline.
+
+        Raises:
+            UnavailableError: As for take.
+        """
+        await self._slots.acquire()
+        try:
             if self.is_closed:  # while this one waited
                 raise UnavailableError(f"{what}: the store was closed")
-            loop = asyncio.get_running_loop()
+            deadline = asyncio.timeout(self._limit_s(0))
+            await deadline.__aenter__()
+        except BaseException:
+            self._slots.release()
+            raise
+        self._under_way.add(deadline)
+        return deadline
 
-            def extend(nbytes: int) -> None:
-                if not self.is_closed:  # close() has set the last deadline there is
-                    deadline.reschedule(loop.time() + self._limit_s(nbytes))
+    def extend(self, deadline: asyncio.Timeout, nbytes: int) -> None:
+        """For ``take``: grant the time that so many bytes may take."""
+        if not self.is_closed:  # close() has set the last deadline there is
+            deadline.reschedule(asyncio.get_running_loop().time() + self._limit_s(nbytes))
 
-            self._under_way.add(deadline)
-            try:
-                yield extend
-            finally:
-                self._under_way.discard(deadline)
+    def end(self, deadline: asyncio.Timeout) -> None:
+        """For ``take``: give the slot back."""
+        self._under_way.discard(deadline)
+        self._slots.release()
 
     def close(self) -> None:
         """End what is under way, and let nothing begin."""
@@ -169,6 +211,31 @@ class RequestSlots:
 
     def _limit_s(self, nbytes: int) -> float:
         return self._budget_s + nbytes / self._bytes_per_s
+
+
+class _Taken(AbstractAsyncContextManager[Extend]):
+    """See RequestSlots.take."""
+
+    __slots__ = ("_deadline", "_slots", "_what")
+
+    def __init__(self, slots: RequestSlots, what: str) -> None:
+        self._slots = slots
+        self._what = what
+
+    async def __aenter__(self) -> Extend:
+        deadline = self._deadline = await self._slots.begin(self._what)
+        return functools.partial(self._slots.extend, deadline)
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            await self._deadline.__aexit__(kind, exc, traceback)
+        finally:
+            self._slots.end(self._deadline)
 
 
 PIECE_BYTES = 256 * 1024

@@ -9,10 +9,11 @@ and never absence.
 
 from __future__ import annotations
 
-import contextlib
 import html
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import TracebackType
 
 from obstore import exceptions as obs
 
@@ -48,8 +49,7 @@ _NO_ANSWERS = {
 }
 
 
-@contextlib.contextmanager
-def sdk_errors(what: str, operation: str) -> Iterator[None]:
+def sdk_errors(what: str, operation: str) -> AbstractContextManager[None]:
     """Let no error of obstore out of this block; for a bucket of S3.
 
     Args:
@@ -60,12 +60,10 @@ def sdk_errors(what: str, operation: str) -> Iterator[None]:
         ClientError: The SDK's, with status, code and message of a server that refused.
         UnavailableError, AccessError: No answer, or none that obstore understands.
     """
-    with _boundary(what, lambda fault: from_obstore(fault, what, operation)):
-        yield
+    return _Boundary(what, lambda fault: from_obstore(fault, what, operation))
 
 
-@contextlib.contextmanager
-def plain_errors(what: str) -> Iterator[None]:
+def plain_errors(what: str) -> AbstractContextManager[None]:
     """Let no error of obstore out of this block; for what a ``url`` names.
 
     Args:
@@ -76,25 +74,38 @@ def plain_errors(what: str) -> Iterator[None]:
         ConflictError: The name is taken.
         UnavailableError, AccessError: Anything else.
     """
-    with _boundary(what, lambda fault: from_url(fault, what)):
-        yield
+    return _Boundary(what, lambda fault: from_url(fault, what))
 
 
-@contextlib.contextmanager
-def _boundary(what: str, translate: Callable[[Fault], Exception]) -> Iterator[None]:
-    try:
-        yield
-    except TimeoutError as exc:  # a deadline of ours
-        raise UnavailableError(f"{what}: timed out") from exc
-    except _ERRORS as exc:
-        # Not `from exc`: its text repeats the server's answer, and the one to a wrong signature
-        # repeats the request's headers, session token included.
-        raise translate(fault_of(exc)) from None
-    except BaseException as exc:
-        if type(exc).__name__ not in _PANICS:
-            raise
-        # The panic's own words went to stderr.
-        raise UnavailableError(f"{what}: obstore failed inside") from exc
+class _Boundary(AbstractContextManager[None]):
+    """A class, since there are two around each GET and a generator costs five times as much."""
+
+    __slots__ = ("_translate", "_what")
+
+    def __init__(self, what: str, translate: Callable[[Fault], Exception]) -> None:
+        self._what = what
+        self._translate = translate
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if exc is None:
+            return
+        if isinstance(exc, TimeoutError):  # a deadline of ours
+            raise UnavailableError(f"{self._what}: timed out") from exc
+        if isinstance(exc, _ERRORS):
+            # Not `from exc`: its text repeats the server's answer, and the one to a wrong
+            # signature repeats the request's headers, session token included.
+            raise self._translate(fault_of(exc)) from None
+        if type(exc).__name__ in _PANICS:
+            # The panic's own words went to stderr.
+            raise UnavailableError(f"{self._what}: obstore failed inside") from exc
 
 
 def fault_of(exc: Exception) -> Fault:

@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import functools
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
@@ -164,8 +164,11 @@ class ObstoreStore(BotocoreStore):
         what = self._what("GET", key)
         try:
             client = await self._client_for("reads", what)
-            async with self._errors_of(slot, what, "GetObject"):
+            with sdk_errors(what, "GetObject"):
                 result = await held(obstore.get_async(client, key, options=part))
+        except ClientError as exc:
+            await self._add_region(slot, exc)
+            raise
         except AskAgainError as exc:
             self._note(exc)
             return await super()._get_object(slot, key, wanted)
@@ -186,7 +189,7 @@ class ObstoreStore(BotocoreStore):
             return
         try:
             client = await self._client_for("writes" if checksum else "bare writes", what)
-            async with self._errors_of(slot, what, "PutObject"):
+            with sdk_errors(what, "PutObject"):
                 await held(
                     obstore.put_async(
                         client,
@@ -198,6 +201,9 @@ class ObstoreStore(BotocoreStore):
                         use_multipart=False,
                     )
                 )
+        except ClientError as exc:
+            await self._add_region(slot, exc)
+            raise
         except AskAgainError as exc:
             self._note(exc)
             await super()._put_object(slot, key, body, what, checksum=checksum)
@@ -302,18 +308,12 @@ class ObstoreStore(BotocoreStore):
                 options["sse_kms_key_id"] = self._settings.sse_kms_key_id
         return options
 
-    @contextlib.asynccontextmanager
-    async def _errors_of(self, slot: RequestSlot, what: str, operation: str) -> AsyncIterator[None]:
-        """obstore's errors as the SDK's, with the bucket's region where the SDK would know it."""
-        try:
-            with sdk_errors(what, operation):
-                yield
-        except ClientError as exc:
-            status = status_of(exc)
-            if status in _PERHAPS_WRONG_REGION:
-                headers = exc.response["ResponseMetadata"]["HTTPHeaders"]
-                headers["x-amz-bucket-region"] = await self._ask_region(slot, status)
-            raise
+    async def _add_region(self, slot: RequestSlot, exc: ClientError) -> None:
+        """Put the bucket's region into an error in which the SDK would know it."""
+        status = status_of(exc)
+        if status in _PERHAPS_WRONG_REGION:
+            headers = exc.response["ResponseMetadata"]["HTTPHeaders"]
+            headers["x-amz-bucket-region"] = await self._ask_region(slot, status)
 
     async def _ask_region(self, slot: RequestSlot, status: int) -> str:
         """The bucket's region as the server tells it; empty where it does not.
