@@ -70,6 +70,7 @@ class EncodeCosts:
         self._idle_since_s.pop(kind, None)
         if kind not in self._seen:
             self._seen.add(kind)
+            self._explored.pop(kind, None)  # all of those may have been in this one sample
             return
         row_s = seconds / rows
         known = self._row_s.get(kind)

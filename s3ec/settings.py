@@ -215,11 +215,11 @@ class Settings(BaseModel):
         16, ge=1, le=256, description="Objects in flight at a time, per process."
     )
     wait: Literal["always", "auto", "never"] = Field(
-        "always",
+        "auto",
         description="When a request waits for an embedding that is on its way. `auto`: while "
         "waiting is expected to cost less than encoding, by what fetches and encodes have taken in "
-        "this engine. `always`: up to `defer_timeout_s`. `never`: it is "
-        "encoded, and the fetch is for later requests. A request without pixels waits in any case.",
+        "this engine. `always`: up to `defer_timeout_s`. `never`: it is encoded, and the fetch is "
+        "for later requests. A request without pixels waits in any case.",
     )
     defer_timeout_s: float = Field(
         2.0,

@@ -19,11 +19,12 @@ A request, as ``WaitPolicy`` sees it:
 =========  =========  ==================================================================
 state      goes to    when
 =========  =========  ==================================================================
-new        waiting    some T is cheaper than to stop now
+new        waiting    some T costs at most 90% of what it costs to stop now
 new        declined   none is, or the encoding cost of this kind is to be learned first
 waiting    doubtful   no T is cheaper any more
 doubtful   waiting    some T is cheaper again
 doubtful   declined   a quarter of the cost to stop has passed, or to wait costs a fifth more
+waiting    declined   64% of the cost to stop have passed since it began; so for doubtful
 any        (unknown)  the request has ended, or waits for nothing any more
 =========  =========  ==================================================================
 
@@ -56,6 +57,10 @@ _TRIES = 25
 # Doubt: how much more a wait may cost, and for which share of the cost to stop.
 _DOUBT_COST = 1.2
 _DOUBT_SHARE = 0.25
+# A wait begins where it costs at most so much of what encoding costs, and lasts at most so long a
+# share of that. So nobody is served much later than by the encoder alone, however slow a fetch is.
+_BEGIN_COST = 0.9
+_LONGEST_SHARE = 0.64
 # A decision to wait holds for this share of the cost to stop: to decide later costs no more.
 _HOLD_SHARE = 0.05
 # How fast the engine's load is forgotten, and what it counts at most.
@@ -69,6 +74,8 @@ _REQUEST_WEIGHT = 0.05
 _LEAST_WEIGHT = 0.005
 # So many fetches without an answer say that the store has gone silent; fewer may be bad luck.
 _SILENT_FROM = 3
+# Before 0.26 vLLM does not tell when a request ends.
+_MOST_REMEMBERED = 10_000
 # In one scheduling pass; 64 of them take less than a millisecond.
 MOST_DECISIONS = 64
 # A scheduler that runs nothing looks again after about this long (vLLM sleeps 1 ms).
@@ -218,7 +225,12 @@ class Missing:
 
 
 def is_waiting_cheaper(
-    missing: Sequence[Missing], encode_s: float, pause_s: float, *, most: float = 1.0
+    missing: Sequence[Missing],
+    encode_s: float,
+    pause_s: float,
+    *,
+    most: float = 1.0,
+    longest_s: float = math.inf,
 ) -> bool:
     """Whether to wait until some time costs less than to encode all now.
 
@@ -227,6 +239,7 @@ def is_waiting_cheaper(
         encode_s: What it costs to encode one of them, price included, less what loading costs.
         pause_s: How long until the decision can be changed.
         most: How many times the cost of encoding a wait may cost.
+        longest_s: It ends after so long whatever has come, at the first pass.
     """
     count = sum(one.count for one in missing)
     stop_s = encode_s * count
@@ -234,7 +247,7 @@ def is_waiting_cheaper(
     if stop_s <= 0:
         return False
     missing_now = [max(one.times.later_than(one.age_s), 1e-6) for one in missing]
-    horizon_s = stop_s + 4 * pause_s
+    horizon_s = min(stop_s + 4 * pause_s, max(longest_s, pause_s))
     step = max(1.0001, horizon_s / pause_s) ** (1 / (_TRIES - 1))
     end_s, waited_s, not_all = 0.0, 0.0, 1.0
     for number in range(_TRIES):
@@ -342,11 +355,15 @@ class _Waiting:
     Attributes:
         is_new: Nothing was decided yet: too many came in one pass.
         again_s: When to decide anew.
+        began_s: When it began to wait.
+        stop_s: The most that it would have cost to stop, since then.
         doubt_s: Since when it is in doubt; None while it is not.
     """
 
     is_new: bool
     again_s: float
+    began_s: float = 0.0
+    stop_s: float = 0.0
     doubt_s: float | None = None
 
 
@@ -367,6 +384,8 @@ class WaitPolicy:
         self.declined = 0
         self._times: dict[tuple[str, int], FetchTimes] = {}
         self._waiting: dict[str, _Waiting] = {}
+        # How long those have waited that were told to encode: they may be asked about again.
+        self._waited_s: dict[str, float] = {}
         self._decisions = 0
 
     @property
@@ -417,7 +436,12 @@ class WaitPolicy:
             self.load.deferred()
         else:
             self.declined += 1
-            self.end(request_id)
+            waited = self._waiting.pop(request_id, None)
+            if waited is not None and not waited.is_new:
+                while len(self._waited_s) >= _MOST_REMEMBERED:
+                    del self._waited_s[next(iter(self._waited_s))]
+                waited_s = self._waited_s.pop(request_id, 0.0) + now - waited.began_s
+                self._waited_s[request_id] = waited_s
         return waits
 
     def _decide(self, request_id: str, wants: Sequence[Want], now: float) -> bool:
@@ -439,16 +463,27 @@ class WaitPolicy:
         encode_s = stop_s / len(wants)
         pause_s = self.load.pause_s
         again_s = now + _HOLD_SHARE * stop_s
-        if is_waiting_cheaper(missing, encode_s, pause_s):
-            self._waiting[request_id] = _Waiting(is_new=False, again_s=again_s)
-            return True
         if waiting is None or waiting.is_new:
+            longest_s = _LONGEST_SHARE * stop_s - self._waited_s.get(request_id, 0.0)
+            if longest_s <= 0 or not is_waiting_cheaper(
+                missing, encode_s, pause_s, most=_BEGIN_COST, longest_s=longest_s
+            ):
+                return False
+            self._waiting[request_id] = _Waiting(False, again_s, began_s=now, stop_s=stop_s)
+            return True
+        # What has come makes it cheaper to stop now. Not so what it would have cost at first.
+        waiting.stop_s = max(waiting.stop_s, stop_s)
+        left_s = waiting.began_s + _LONGEST_SHARE * waiting.stop_s - now
+        if left_s <= 0:
             return False
-        waiting.again_s = again_s
+        waiting.again_s = min(again_s, now + left_s)
+        if is_waiting_cheaper(missing, encode_s, pause_s, longest_s=left_s):
+            waiting.doubt_s = None
+            return True
         if waiting.doubt_s is None:
             waiting.doubt_s = now
         return now - waiting.doubt_s < _DOUBT_SHARE * stop_s and is_waiting_cheaper(
-            missing, encode_s, pause_s, most=_DOUBT_COST
+            missing, encode_s, pause_s, most=_DOUBT_COST, longest_s=left_s
         )
 
     def _group(self, wants: Sequence[Want], now: float) -> list[Missing]:
@@ -476,3 +511,8 @@ class WaitPolicy:
     def end(self, request_id: str) -> None:
         """The request waits for nothing any more."""
         self._waiting.pop(request_id, None)
+
+    def end_request(self, request_id: str) -> None:
+        """The request has ended."""
+        self.end(request_id)
+        self._waited_s.pop(request_id, None)

@@ -194,6 +194,8 @@ def settings(server: Endpoint, bucket: str, cache_dir: Path, **more: Any) -> dic
         "min_free_bytes": 0,
         # Or who encodes with other weights (other_vision_tower) would read another namespace.
         "weights": "name",
+        # The tiny models encode faster than a fetch ends: with `auto` nothing would be loaded.
+        "wait": "always",
         **more,
     }
 

@@ -76,7 +76,9 @@ def rig(workdir: Path, gallery: Gallery, qwen: Path, nursery: EngineForkServer) 
 
     def config(role: str) -> dict[str, Any]:
         place = {"url": folder.as_uri(), "cache_dir": str(workdir / f"qwen-{role}-tier")}
-        return ec_config(role, {**place, "cache_bytes": "1GiB", "min_free_bytes": 0})
+        return ec_config(
+            role, {**place, "cache_bytes": "1GiB", "min_free_bytes": 0, "wait": "always"}
+        )
 
     with EngineProcess(
         qwen,

@@ -271,7 +271,7 @@ def folder(workdir: Path, gallery: Gallery, nursery: EngineForkServer) -> Iterat
 
     def engine(role: str) -> EngineProcess:
         place = {"url": corpus.as_uri(), "cache_dir": str(workdir / f"qwen-{role}")}
-        rest = {"cache_bytes": "1GiB", "min_free_bytes": 0, **_PATIENT}
+        rest = {"cache_bytes": "1GiB", "min_free_bytes": 0, "wait": "always", **_PATIENT}
         return EngineProcess(
             model,
             ec=ec_config(role, place | rest),

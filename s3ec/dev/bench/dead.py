@@ -140,6 +140,7 @@ def _engines(context: Context) -> Iterator[tuple[dict[str, EngineProcess], Local
             "cache_dir": str(scratch / "tier"),
             "min_free_bytes": 0,
             "index_refresh_s": 1.0,
+            "wait": "always",
         }
         path = {"ec_connector_module_path": "s3ec.connector"}
         engines = {

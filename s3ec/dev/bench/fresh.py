@@ -323,6 +323,7 @@ def _engines(context: Context, corpus: Corpus) -> Iterator[tuple[EngineProcess, 
                 "endpoint_url": corpus.endpoint_url,
                 "cache_dir": str(scratch / role),
                 "min_free_bytes": 0,
+                "wait": "always",  # the tiny model's encoder is faster than a fetch
             }
             engines.append(
                 EngineProcess(

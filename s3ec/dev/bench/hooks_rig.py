@@ -163,6 +163,7 @@ class Rig:
                 "cache_dir": str(scratch / "cache"),
                 "min_free_bytes": 0,
                 "index_refresh_s": 86400,  # once: the loop has to be idle afterwards
+                "wait": "always",
                 "defer_timeout_s": 60,
                 "read_timeout_s": 60,  # what stays pending is no silence before then
             }

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import random
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -152,7 +151,7 @@ def _s3ec(asked: Sequence[Request], *, is_auto: bool) -> S3ECConnector:
         ),
         index=index,  # type: ignore[arg-type]
         local=LocalKeys(),
-        prefetcher=PlayedFetches(random.Random(1), 3600.0),
+        prefetcher=PlayedFetches(1, 3600.0),
         store=SimpleNamespace(is_open=False),
         disk=SimpleNamespace(hangs=False),
         needs_embedding=lambda _: False,

@@ -175,6 +175,7 @@ class _Trio:
             "cache_bytes": _CACHE,
             "min_free_bytes": 0,
             "index_refresh_s": 2.0,
+            "wait": "always",  # the tiny model's encoder is faster than a fetch
         }
 
         def engine(name: str, role: str | None, env: dict[str, str], **more: str) -> EngineProcess:

@@ -122,6 +122,8 @@ class _Stage:
             "min_free_bytes": "64MiB",
             # A machine that is busy with other things must not turn a slow fetch into a miss.
             "defer_timeout_s": 20,
+            # With `auto` the first pictures are encoded, so that their cost becomes known.
+            "wait": "always",
             "log_level": "DEBUG",  # the report's fetch and load times are in these lines
         }
         return EngineProcess(

@@ -105,8 +105,8 @@ class Outcome:
 class PlayedFetches:
     """The prefetcher as the scheduler half sees it; ``advance`` lets time pass."""
 
-    def __init__(self, source: random.Random, median_s: float) -> None:
-        self._source = source
+    def __init__(self, seed: int, median_s: float) -> None:
+        self._seed = seed
         self._median_s = median_s
         self._queue: list[tuple[Priority, int, str]] = []
         self._known: dict[str, tuple[FetchRequest, Priority, float]] = {}
@@ -119,12 +119,14 @@ class PlayedFetches:
         """Queue some, or move them forward."""
         for want in wants:
             name = want.key.identifier
-            seconds = self._known[name][2] if name in self._known else self._draw()
+            seconds = self._known[name][2] if name in self._known else self._draw(name)
             self._push(want, want.priority, seconds)
         self._start()
 
-    def _draw(self) -> float:
-        return self._median_s * math.exp(_SIGMA * self._source.gauss(0.0, 1.0))
+    def _draw(self, name: str) -> float:
+        """The same in every run of a seed, whatever else is fetched and when."""
+        source = random.Random(f"{self._seed} {name}")
+        return self._median_s * math.exp(_SIGMA * source.gauss(0.0, 1.0))
 
     def _push(self, want: FetchRequest, priority: Priority, seconds: float) -> None:
         self._turn += 1
@@ -348,7 +350,7 @@ class VirtualEngine:
     _arrived_s: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._fetches = PlayedFetches(random.Random(f"fetches {self.seed}"), self.point.fetch_s)
+        self._fetches = PlayedFetches(self.seed, self.point.fetch_s)
         self._index = PlayedIndex()
         self._counters = Counters()
         if self.wait == "auto":
