@@ -44,6 +44,7 @@ from s3ec.tier.bad_objects import BadObjects
 from s3ec.tier.files import Folders
 from tests.support.finite import FINITE
 from tests.support.on_disk import audit_of, evict, usage_of
+from tests.support.waiting import eventually
 from tests.unit.index.fake import FakeIndex
 
 NAMESPACE = "gemma-0123456789abcdef"
@@ -531,6 +532,18 @@ def test_no_more_is_asked_for_than_the_request_needs(bench: Bench) -> None:
     bench.store.get = watched  # type: ignore[method-assign]
     bench.one()
     assert asked[-1] == ENTRY_LIMIT
+
+
+def test_what_was_saved_here_before_the_namespaces_first_record_is_not_here_yet(
+    bench: Bench,
+) -> None:
+    """Its upload writes the record first. A request that waits for it asks again."""
+    record = bench.bucket.pop(LAYOUT.modality("image"))
+    bench.tier.writer.publish(key_of("a"), [entry(key_of("a"))])
+    bench.local.add(key_of("a"))
+    assert bench.one().outcome is FetchOutcome.ABSENT
+    bench.bucket[LAYOUT.modality("image")] = record
+    eventually(lambda: bench.one().outcome is FetchOutcome.READY)
 
 
 def test_without_a_record_nothing_is_fetched(bench: Bench) -> None:
