@@ -18,6 +18,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from s3ec.counters import Counters
@@ -31,8 +32,10 @@ PRIOR_ENCODE_S = 0.05
 _NEW_WEIGHT = 0.2
 # Encodes that only teach what encoding costs, for each kind.
 _MOST_EXPLORED = 3
-# An idle engine that has encoded nothing of a kind for so long does so again.
+# An idle engine that has encoded nothing of a kind for so long, and for so many requests, does so
+# again. Fewer requests would see it in what one in a hundred takes.
 _STALE_S = 600.0
+_STALE_REQUESTS = 300
 # A sample counts for at most so many times what was learned: a hiccup says nothing.
 _MOST_TIMES = 5.0
 # Modalities are few, and sizes are powers of two.
@@ -40,6 +43,15 @@ _MOST_KINDS = 256
 _LONGEST_NAME = 64
 
 _Kind = tuple[str, int]
+
+
+@dataclass(slots=True)
+class _Idle:
+    """Since a kind was last encoded: when that was, the last question, and how many requests."""
+
+    began_s: float
+    asked_s: float = -math.inf
+    requests: int = 0
 
 
 class EncodeCosts:
@@ -60,14 +72,14 @@ class EncodeCosts:
         # The first sample of a process holds compilation and lazy loading.
         self._seen: set[_Kind] = set()
         self._explored: dict[_Kind, int] = {}
-        self._idle_since_s: dict[_Kind, float] = {}
+        self._idle_since: dict[_Kind, _Idle] = {}
 
     def add(self, modality: str, rows: int, seconds: float, *, items: int = 1) -> None:
         """The encoder took so long for so many rows, of one item or of several alike."""
         if rows < items or items <= 0 or not 0.0 < seconds < math.inf:
             return
         kind = (modality, (rows // items).bit_length())
-        self._idle_since_s.pop(kind, None)
+        self._idle_since.pop(kind, None)
         if kind not in self._seen:
             self._seen.add(kind)
             self._explored.pop(kind, None)  # all of those may have been in this one sample
@@ -122,10 +134,13 @@ class EncodeCosts:
         """
         kind = (modality, rows.bit_length())
         if kind in self._row_s:
-            since_s = self._idle_since_s.setdefault(kind, now)
-            if not idle or now - since_s < _STALE_S:
+            since = self._idle_since.setdefault(kind, _Idle(now))
+            if now != since.asked_s:  # not one more item of the same request
+                since.asked_s = now
+                since.requests += 1
+            if not idle or now - since.began_s < _STALE_S or since.requests < _STALE_REQUESTS:
                 return False
-            self._idle_since_s[kind] = now
+            del self._idle_since[kind]
             return True
         explored = self._explored.get(kind, 0)
         if explored >= _MOST_EXPLORED:

@@ -19,12 +19,14 @@ A request, as ``WaitPolicy`` sees it:
 =========  =========  ==================================================================
 state      goes to    when
 =========  =========  ==================================================================
-new        waiting    some T costs at most 90% of what it costs to stop now
+new        waiting    some T is cheaper than to stop now; at most 90% of it where nobody else
+                      is delayed by an encode
 new        declined   none is, or the encoding cost of this kind is to be learned first
 waiting    doubtful   no T is cheaper any more
 doubtful   waiting    some T is cheaper again
 doubtful   declined   a quarter of the cost to stop has passed, or to wait costs a fifth more
-waiting    declined   64% of the cost to stop have passed since it began; so for doubtful
+waiting    declined   64% of the cost to stop have passed since it began, where nobody else
+                      is delayed by an encode; so for doubtful
 any        (unknown)  the request has ended, or waits for nothing any more
 =========  =========  ==================================================================
 
@@ -57,7 +59,7 @@ _TRIES = 25
 # Doubt: how much more a wait may cost, and for which share of the cost to stop.
 _DOUBT_COST = 1.2
 _DOUBT_SHARE = 0.25
-# A wait begins where it costs at most so much of what encoding costs, and lasts at most so long a
+# In an idle engine a wait begins where it costs at most so much of what encoding costs, and lasts at most so long a
 # share of that. So nobody is served much later than by the encoder alone, however slow a fetch is.
 _BEGIN_COST = 0.9
 _LONGEST_SHARE = 0.64
@@ -463,17 +465,19 @@ class WaitPolicy:
         encode_s = stop_s / len(wants)
         pause_s = self.load.pause_s
         again_s = now + _HOLD_SHARE * stop_s
+        # Where an encode delays others, they are what counts, and not how late this one is.
+        share, begin = (_LONGEST_SHARE, _BEGIN_COST) if idle else (math.inf, 1.0)
         if waiting is None or waiting.is_new:
-            longest_s = _LONGEST_SHARE * stop_s - self._waited_s.get(request_id, 0.0)
+            longest_s = share * stop_s - self._waited_s.get(request_id, 0.0)
             if longest_s <= 0 or not is_waiting_cheaper(
-                missing, encode_s, pause_s, most=_BEGIN_COST, longest_s=longest_s
+                missing, encode_s, pause_s, most=begin, longest_s=longest_s
             ):
                 return False
             self._waiting[request_id] = _Waiting(False, again_s, began_s=now, stop_s=stop_s)
             return True
         # What has come makes it cheaper to stop now. Not so what it would have cost at first.
         waiting.stop_s = max(waiting.stop_s, stop_s)
-        left_s = waiting.began_s + _LONGEST_SHARE * waiting.stop_s - now
+        left_s = waiting.began_s + share * waiting.stop_s - now
         if left_s <= 0:
             return False
         waiting.again_s = min(again_s, now + left_s)

@@ -74,13 +74,24 @@ def test_each_kind_is_explored_until_its_cost_is_known_and_never_for_long() -> N
 
 def test_a_kind_not_encoded_for_ten_minutes_is_explored_again_in_an_idle_engine() -> None:
     costs = EncodeCosts({"image:9": 0.1 / 256})
-    assert not costs.explore("image", 256, 1000.0, idle=True)
-    assert not costs.explore("image", 256, 1599.0, idle=True)
+    for number in range(600):
+        assert not costs.explore("image", 256, 1000.0 + number, idle=True)
     assert not costs.explore("image", 256, 1601.0, idle=False)
     assert costs.explore("image", 256, 1601.0, idle=True)
-    assert not costs.explore("image", 256, 1700.0, idle=True)
+    for number in range(599):
+        assert not costs.explore("image", 256, 1700.0 + number, idle=True)
     costs.add("image", 256, 0.1)  # encoded all the same
     assert not costs.explore("image", 256, 2500.0, idle=True)
+
+
+def test_a_kind_that_is_seldom_asked_for_is_not_explored_more_often_than_one_in_300() -> None:
+    costs = EncodeCosts({"image:9": 1.0 / 256})
+    explored = [
+        costs.explore("image", 256, 100.0 * number, idle=True)
+        for number in range(900)
+        for _ in range(4)  # items of one request
+    ]
+    assert 1 <= sum(explored) <= 3
 
 
 def test_several_alike_in_one_step_count_as_one_of_their_size() -> None:
