@@ -59,8 +59,9 @@ _TRIES = 25
 # Doubt: how much more a wait may cost, and for which share of the cost to stop.
 _DOUBT_COST = 1.2
 _DOUBT_SHARE = 0.25
-# In an idle engine a wait begins where it costs at most so much of what encoding costs, and lasts at most so long a
-# share of that. So nobody is served much later than by the encoder alone, however slow a fetch is.
+# In an idle engine a wait begins where it costs at most so much of what encoding costs, and lasts
+# at most so long a share of that. So nobody is served much later than by the encoder alone, however
+# slow a fetch is.
 _BEGIN_COST = 0.9
 _LONGEST_SHARE = 0.64
 # A decision to wait holds for this share of the cost to stop: to decide later costs no more.
