@@ -211,8 +211,9 @@ def _engines(
         engines = {
             name: EngineProcess(
                 model,
-                ec=role
-                and ec_config(
+                ec=None
+                if role is None
+                else ec_config(
                     role,
                     {**settings, "cache_dir": str(context.scratch / f"tier-{role}")},
                     ec_connector_module_path="s3ec.connector",
