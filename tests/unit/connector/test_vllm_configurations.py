@@ -386,6 +386,7 @@ class Adapted:
             request_id=str(self.requests),
             lora_request=lora,
             num_prompt_tokens=_ROWS + 1,
+            arrival_time=time.time(),
             mm_features=[
                 SimpleNamespace(
                     identifier=name, modality="image", data=pixels, mm_position=position
@@ -412,7 +413,7 @@ def test_an_adapter_s_embeddings_are_shared_until_it_is_replaced_under_its_name(
     corpus = tmp_path / "corpus"
     corpus.mkdir()
     settings = {"url": f"file://{corpus}", "cache_dir": str(tmp_path / "tier"),
-                "min_free_bytes": 0, "defer_timeout_s": 60}  # fmt: skip
+                "min_free_bytes": 0, "wait": "always", "defer_timeout_s": 60}  # fmt: skip
     place = adapter(tmp_path / "adapter", tensors_of(["vision_tower.lora_A"]))
     name = "my-lora:" + "ab" * 32
     old, new = (torch.full((_ROWS, _WIDTH), float(n), dtype=torch.bfloat16) for n in (1, 2))
