@@ -106,7 +106,7 @@ class FetchResult:
 
 
 # Larger objects are asked for in ranges of this size, since one connection to S3 carries some
-# 95 MiB/s. Smaller ranges cost more requests, and were no faster.
+# 95 MiB/s. Smaller ranges cost more requests.
 PART_BYTES = 4 * 2**20
 # Ranges of one object that are asked for, or wait to be checked, at a time.
 PARTS_AT_A_TIME = 8

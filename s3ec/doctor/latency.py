@@ -24,7 +24,6 @@ _LONGEST_S = 20.0
 # Fewer give no percentiles.
 _FEWEST = 3
 # As s3ec fetches: larger objects in ranges, all at once.
-_WHOLE_BYTES = 8 * 2**20
 _RANGE_BYTES = 4 * 2**20
 
 
@@ -122,7 +121,7 @@ async def measure_store(
 
 
 async def _read(store: Store, name: str, nbytes: int) -> int:
-    if nbytes <= _WHOLE_BYTES:
+    if nbytes <= _RANGE_BYTES:
         body = await store.get(name, max_bytes=nbytes)
         return 0 if body is None else len(body)
     starts = range(0, nbytes, _RANGE_BYTES)
