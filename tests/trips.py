@@ -215,6 +215,8 @@ class Half:
                 "min_free_bytes": 0,
                 "index_refresh_s": 86400,
                 "defer_timeout_s": 60,
+                # Else the first pictures are encoded, to learn what that costs.
+                "wait": "always",
             }
         )
         self.settings = loaded.settings

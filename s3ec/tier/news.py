@@ -179,7 +179,7 @@ class NewsReader:
             self._look(from_start=False)
         except (OSError, CorruptEntryError) as exc:
             self._failed_to_read(exc)
-        thread = threading.Thread(target=self._run, name="s3ec-news", daemon=True)
+        thread = threading.Thread(target=self._look_forever, name="s3ec-news", daemon=True)
         with suppress(RuntimeError):  # the interpreter ends, or there are too many
             thread.start()
             self._thread = thread
@@ -190,7 +190,7 @@ class NewsReader:
         if self._thread is not None:
             self._thread.join(_STOP_TIMEOUT_S)
 
-    def _run(self) -> None:
+    def _look_forever(self) -> None:
         rest_s = self._poll_s
         while not self._stopping.wait(rest_s):
             rest_s = self._poll_s

@@ -294,7 +294,7 @@ def run(context: Context) -> None:
         _report_syscalls(context, passes)
     context.say("1,000 requests that wait")
     found = hooks_waiting.ratios(
-        context.scratch, requests=_WAITING, rounds=20 if context.quick else 100
+        context.scratch, requests=100 if context.quick else _WAITING, rounds=context.rounds(100)
     )
     _report_waiting(context, found)
 
