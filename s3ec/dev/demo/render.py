@@ -29,9 +29,9 @@ _MEANINGS = (
     ("without s3ec", "the same in an engine that has no connector and encodes the picture"),
 )
 _MODELS = {
-    "gemma3-27b": "random weights. The embedding is as large as Gemma3-27B's. A small encoder "
-    "makes it and then sleeps, so that an encode takes as long as Gemma3-27B's is estimated to "
-    "take on an L4 (docs/does-it-pay.md).",
+    "gemma3-27b": "random weights. The embedding is about as large as Gemma3-27B's. A small "
+    "encoder makes it and then sleeps, so that an encode takes as long as Gemma3-27B's is "
+    "estimated to take on an L4 (docs/does-it-pay.md).",
     "tiny": "random weights; its encoder has two layers and costs next to nothing, so nothing can "
     "be gained. This run shows that answers are right, not that they are faster.",
     "encoder-27b": "random weights; encoder and embedding are as large as Gemma3-27B's, at half "

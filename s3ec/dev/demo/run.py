@@ -32,10 +32,12 @@ class Encoder:
     Attributes:
         model: One of ``s3ec.dev.rigs.models.GEMMA3_PRESETS``.
         pause_s: How long each encode takes beyond what the model's does.
+        dtype: Of weights and embeddings.
     """
 
     model: str
     pause_s: float = 0.0
+    dtype: str = "bfloat16"
 
 
 _ENGINES = {
@@ -47,7 +49,7 @@ _ENGINES = {
 }
 ENCODERS = {
     "gemma3-27b": Encoder(
-        "embedding-27b", MODELS["gemma3-27b"].encode_ms(GPUS["l4"], gpus=1) / 1e3
+        "embedding-2.6mb", MODELS["gemma3-27b"].encode_ms(GPUS["l4"], gpus=1) / 1e3, "float32"
     ),
     "tiny": Encoder("tiny"),
     "encoder-27b": Encoder("encoder-27b"),
@@ -132,6 +134,7 @@ class _Stage:
             log_path=log_path,
             media=self.pictures[0].parent,
             env=self.s3.env() | _ENGINES,
+            options={"dtype": ENCODERS[self.demo.preset].dtype},
             nursery=self.nursery,
         )
 

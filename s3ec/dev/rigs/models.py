@@ -47,10 +47,11 @@ class _Gemma3Shape:
 # encoder-27b: the vision side of Gemma3-27B (27 SigLIP layers) and its embedding, 256 rows of
 # 5376 values = 2,752,512 bytes, at half its resolution, before a two-layer text model:
 # encoding an image costs seconds on a CPU, as it should when one measures what a cache saves.
-# embedding-27b: that embedding, made by a tiny encoder.
+# embedding-2.6mb: 256 rows of 2560 values, which in float32 are nearly as many bytes, from a tiny
+# encoder. In bfloat16 and as wide as Gemma3-27B's, a prefill would take seconds on a CPU.
 GEMMA3_PRESETS = {
     "tiny": _Gemma3Shape(64, 64, 2, 2, 128, image_size=224, image_tokens=64),
-    "embedding-27b": _Gemma3Shape(5376, 64, 2, 2, 128, image_size=224, image_tokens=256),
+    "embedding-2.6mb": _Gemma3Shape(2560, 64, 2, 2, 128, image_size=224, image_tokens=256),
     "encoder-27b": _Gemma3Shape(5376, 1152, 27, 16, 4304, image_size=448, image_tokens=256),
 }
 
