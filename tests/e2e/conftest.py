@@ -20,15 +20,14 @@ from s3ec.dev.rigs.engine import EngineProcess, ec_config
 from s3ec.dev.rigs.models import write_gemma3, write_qwen2_vl
 from s3ec.dev.rigs.nursery import EngineForkServer
 from s3ec.dev.rigs.pictures import write_pictures
+from s3ec.dev.rigs.vllm_cpu import ONE_PROCESS, STEADY
 from s3ec.testing.server import LocalS3
 from tests.e2e.consumers import Exchange, Place, ask_engine, ask_server
 from tests.e2e.rig import (
     BOTH,
     HEALTHY_ROUNDS,
-    ONE_PROCESS,
     OPTIONS,
     PURPOSES,
-    STEADY,
     Answer,
     Corpus,
     Gallery,

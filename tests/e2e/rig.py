@@ -35,12 +35,6 @@ OPTIONS: dict[str, Any] = {
     "block_size": 32,
     "enable_prefix_caching": True,
 }
-# One thread: the same sums in the same order in every engine, so that answers can be compared to
-# the last bit, and nobody bound to a core that other engines use.
-STEADY = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-# vLLM in one process instead of three: it starts in half the time, and scheduler and worker half
-# share one Node. The consumers run as deployed.
-ONE_PROCESS = STEADY | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 QUESTION = "what is to be seen in it, and where?"
 MANY = 8  # pictures in one prompt: four times what the encoder cache holds
 BOTH = 6

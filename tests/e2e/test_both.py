@@ -16,6 +16,7 @@ import pytest
 from s3ec import codec
 from s3ec.dev.rigs.engine import EngineProcess, ec_config
 from s3ec.dev.rigs.nursery import EngineForkServer
+from s3ec.dev.rigs.vllm_cpu import ONE_PROCESS
 from s3ec.identity import Layout, digest_of_name, is_namespace_name, make_key
 from s3ec.index.rows import merge
 from s3ec.index.segment import parse_segment
@@ -27,7 +28,6 @@ from tests.e2e.rig import (
     HITS,
     LOADS,
     MISSES,
-    ONE_PROCESS,
     OPTIONS,
     SAVES,
     Answer,

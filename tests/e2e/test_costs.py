@@ -18,11 +18,11 @@ import pytest
 
 from s3ec.dev.rigs.engine import EngineProcess, ec_config
 from s3ec.dev.rigs.nursery import EngineForkServer
+from s3ec.dev.rigs.vllm_cpu import ONE_PROCESS
 from s3ec.testing.server import LocalS3
 from tests.e2e.rig import (
     HITS,
     MISSES,
-    ONE_PROCESS,
     OPTIONS,
     SAVES,
     Gallery,

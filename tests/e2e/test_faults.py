@@ -21,6 +21,7 @@ import pytest
 
 from s3ec.dev.rigs.engine import EngineProcess, ec_config, text
 from s3ec.dev.rigs.nursery import EngineForkServer
+from s3ec.dev.rigs.vllm_cpu import STEADY
 from s3ec.testing.server import LocalS3
 from tests.e2e.rig import (
     DELETED,
@@ -31,7 +32,6 @@ from tests.e2e.rig import (
     LOADS,
     MISSES,
     OPTIONS,
-    STEADY,
     Answer,
     Corpus,
     Gallery,

@@ -19,11 +19,11 @@ import pytest
 
 from s3ec.dev.rigs.engine import EngineProcess, ec_config
 from s3ec.dev.rigs.nursery import EngineForkServer
+from s3ec.dev.rigs.vllm_cpu import ONE_PROCESS
 from s3ec.testing.server import LocalS3
 from tests.e2e.rig import (
     HITS,
     LOADS,
-    ONE_PROCESS,
     OPTIONS,
     SAVES,
     Answer,

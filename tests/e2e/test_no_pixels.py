@@ -18,13 +18,12 @@ from PIL import Image
 from s3ec import codec
 from s3ec.dev.rigs.engine import EngineProcess, ec_config, image, text
 from s3ec.dev.rigs.nursery import EngineForkServer
+from s3ec.dev.rigs.vllm_cpu import ONE_PROCESS, STEADY
 from tests.e2e.rig import (
     FROM_BUCKET,
     HITS,
     LOADS,
     MISSES,
-    ONE_PROCESS,
-    STEADY,
     Gallery,
     eventually,
     moved,

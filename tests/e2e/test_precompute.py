@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 
 from s3ec.dev.rigs.pictures import write_pictures
-from s3ec.dev.rigs.vllm_cpu import engine_env
+from s3ec.dev.rigs.vllm_cpu import STEADY, engine_env
 from s3ec.testing.server import LocalS3
-from tests.e2e.rig import STEADY, keys, settings
+from tests.e2e.rig import keys, settings
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "precompute.py"
 # What a small machine needs; the rest is the script's own.

@@ -9,8 +9,9 @@ import pytest
 
 from s3ec.dev.rigs.engine import EngineError, EngineProcess, ec_config
 from s3ec.dev.rigs.nursery import EngineForkServer
+from s3ec.dev.rigs.vllm_cpu import ONE_PROCESS
 from s3ec.testing.server import LocalS3
-from tests.e2e.rig import ONE_PROCESS, settings
+from tests.e2e.rig import settings
 
 
 def test_an_engine_that_would_only_have_request_scoped_identifiers_names_the_flag_to_change(

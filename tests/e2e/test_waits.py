@@ -13,12 +13,12 @@ from s3ec.dev.rigs.engine import EngineProcess, ec_config
 from s3ec.dev.rigs.nursery import EngineForkServer
 from s3ec.dev.rigs.proxy import FaultProxy, Rule
 from s3ec.dev.rigs.proxy_faults import Delay
+from s3ec.dev.rigs.vllm_cpu import STEADY
 from s3ec.testing.server import LocalS3
 from tests.e2e.rig import (
     HITS,
     MISSES,
     OPTIONS,
-    STEADY,
     Answer,
     Corpus,
     Gallery,

@@ -14,11 +14,11 @@ from s3ec import codec
 from s3ec.dev.rigs.engine import EngineProcess, ec_config
 from s3ec.dev.rigs.models import write_gemma3
 from s3ec.dev.rigs.nursery import EngineForkServer
+from s3ec.dev.rigs.vllm_cpu import ONE_PROCESS
 from s3ec.testing.server import LocalS3
 from tests.e2e.rig import (
     HITS,
     MISSES,
-    ONE_PROCESS,
     OPTIONS,
     Gallery,
     Scenario,

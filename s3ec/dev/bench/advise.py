@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from s3ec.dev.bench.context import Bench, CannotMeasureError, Context
 from s3ec.dev.bench.result import Spec
+from s3ec.dev.rigs.vllm_cpu import NEW_PICTURES, ONE_PROCESS
 
 if TYPE_CHECKING:
     from s3ec.dev.rigs.engine import EngineProcess
@@ -39,16 +40,6 @@ _HITS = "vllm:s3ec_hits"
 _SAVED = "vllm:s3ec_saves"
 _SECONDS, _ENCODED = "vllm:s3ec_encode_seconds", "vllm:s3ec_encoded_rows"
 _PATIENCE_S = 60.0
-_ENV = {
-    "OMP_NUM_THREADS": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-}
-_OPTIONS: dict[str, Any] = {
-    "max_num_batched_tokens": 512,
-    "enable_prefix_caching": False,
-    "mm_processor_cache_gb": 0.01,
-}
 
 
 def run(context: Context) -> None:
@@ -220,8 +211,8 @@ def _engines(
                 ),
                 log_path=context.scratch / f"{role}.log",
                 media=context.scratch,
-                env=server.env() | _ENV,
-                options=_OPTIONS,
+                env=server.env() | ONE_PROCESS,
+                options=NEW_PICTURES,
             )
             for name, role in roles.items()
         }

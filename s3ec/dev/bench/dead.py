@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from s3ec.dev.bench import measure
 from s3ec.dev.bench.context import Bench, CannotMeasureError, Context
 from s3ec.dev.bench.result import Spec
+from s3ec.dev.rigs.vllm_cpu import NEW_PICTURES, ONE_PROCESS
 
 if TYPE_CHECKING:
     from s3ec.dev.rigs.engine import EngineProcess
@@ -38,16 +39,6 @@ _PICTURES = 64
 _WARM_UP = 2000  # at most; as many as it takes until the store counts as dead
 Prompt = list[dict[str, Any]]
 _NAMESPACE = re.compile(r"s3ec namespace (\S+) in ")
-_ONE_PROCESS = {
-    "OMP_NUM_THREADS": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-}
-_OPTIONS: dict[str, Any] = {
-    "max_num_batched_tokens": 512,
-    "enable_prefix_caching": False,
-    "mm_processor_cache_gb": 0.01,
-}
 _PATIENCE_S = 120.0
 _OPENED, _ABSENT = "vllm:s3ec_breaker_opened", "vllm:s3ec_fetch_outcomes{outcome=absent}"
 _HITS, _MISSES = "vllm:s3ec_hits", "vllm:s3ec_misses"
@@ -149,8 +140,8 @@ def _engines(context: Context) -> Iterator[tuple[dict[str, EngineProcess], Local
                 ec=ec,
                 log_path=scratch / f"{number}.log",
                 media=scratch,
-                env=server.env() | _ONE_PROCESS,
-                options=_OPTIONS,
+                env=server.env() | ONE_PROCESS,
+                options=NEW_PICTURES,
             )
             for number, (name, ec) in enumerate(
                 {PLAIN: None, DEAD: ec_config("ec_consumer", settings, **path)}.items()

@@ -27,6 +27,7 @@ from s3ec.dev.bench import measure
 from s3ec.dev.bench.children import Child
 from s3ec.dev.bench.context import Bench, CannotMeasureError, Context
 from s3ec.dev.bench.result import Spec
+from s3ec.dev.rigs.vllm_cpu import ONE_PROCESS
 
 if TYPE_CHECKING:
     from s3ec.connector.scheduler import SchedulerHalf
@@ -52,11 +53,6 @@ _PICTURES, _PICTURES_QUICK = 24, 2
 # What encoding a picture takes in both engines. They sleep: the processors are free then, as beside
 # a GPU.
 _ENCODE_S = 0.3
-_ONE_PROCESS = {
-    "OMP_NUM_THREADS": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-}
 
 
 def run(context: Context) -> None:
@@ -331,7 +327,7 @@ def _engines(context: Context, corpus: Corpus) -> Iterator[tuple[EngineProcess, 
                     ec=ec_config(role, settings, **path),
                     log_path=scratch / f"{role}.log",
                     media=scratch,
-                    env=dict(corpus.env) | _ONE_PROCESS,
+                    env=dict(corpus.env) | ONE_PROCESS,
                 )
             )
             stack.callback(engines[-1].stop)

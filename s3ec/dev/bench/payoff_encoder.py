@@ -12,10 +12,11 @@ import contextlib
 import secrets
 import statistics
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from s3ec.dev.bench.context import CannotMeasureError, Context
 from s3ec.dev.bench.result import Spec
+from s3ec.dev.rigs.vllm_cpu import NEW_PICTURES, ONE_PROCESS
 
 if TYPE_CHECKING:
     from s3ec.dev.rigs.engine import EngineProcess
@@ -29,16 +30,6 @@ _ENCODES, _QUICK_ENCODES = 24, 16
 _TOLD = 10  # the newest, which what was learned is compared with
 _ROLES = ("ec_consumer", "ec_both", "ec_producer")
 _PICTURES = 32
-_ENV = {
-    "OMP_NUM_THREADS": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-}
-_OPTIONS: dict[str, Any] = {
-    "max_num_batched_tokens": 512,
-    "enable_prefix_caching": False,
-    "mm_processor_cache_gb": 0.01,
-}
 
 
 def run(context: Context) -> None:
@@ -105,8 +96,8 @@ def _engines(context: Context) -> Iterator[dict[str, EngineProcess]]:
                     ec=ec_config(role, settings, ec_connector_module_path="s3ec.connector"),
                     log_path=scratch / f"{role}.log",
                     media=context.scratch,
-                    env=_ENV,
-                    options=_OPTIONS,
+                    env=ONE_PROCESS,
+                    options=NEW_PICTURES,
                 )
             )
         yield engines

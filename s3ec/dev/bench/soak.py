@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from s3ec.dev.bench.context import Bench, CannotMeasureError, Context
 from s3ec.dev.bench.result import Result, Spec
+from s3ec.dev.rigs.vllm_cpu import NEW_PICTURES, ONE_PROCESS, STEADY
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -51,14 +52,6 @@ _PICTURES, _PICTURES_PER_MINUTE = 192, 30
 _CACHE = "512KiB"  # about fifty embeddings: fewer than are asked about, so the tier evicts
 _DISK_BYTES = 24 * 2**20
 # Of the eight embeddings that the device's encoder cache holds there are always more in flight.
-_OPTIONS: dict[str, Any] = {
-    "max_num_batched_tokens": 512,
-    "enable_prefix_caching": False,
-    # vLLM's own cache of processed pictures would grow to 4 GiB.
-    "mm_processor_cache_gb": 0.01,
-}
-_STEADY = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-_ONE_PROCESS = _STEADY | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 
 def run(context: Context, minutes: float = 60.0, seed: int = 0) -> None:
@@ -136,7 +129,7 @@ def _scene(context: Context, minutes: float, seed: int, stop: threading.Event) -
         paths = write_patterns(scratch / "pictures", count, seed)
         site = Site(server, proxy, _BUCKET, (disk or scratch) / "tier", disk)
         context.say("starting three engines")
-        nursery = stack.enter_context(EngineForkServer(scratch / "nursery.log", _STEADY))
+        nursery = stack.enter_context(EngineForkServer(scratch / "nursery.log", STEADY))
         trio = _Trio(context, model, server, proxy.url, site.tier, nursery)
         reference = _start(trio, paths, stop, stack)
         if stop.is_set():
@@ -187,15 +180,15 @@ class _Trio:
                 log_path=context.scratch / f"{name}.log",
                 media=context.scratch,
                 env=server.env() | env,
-                options=_OPTIONS,
+                options=NEW_PICTURES,
                 nursery=nursery,  # one that is killed is back sooner
             )
 
         # Scheduler and worker in one process, as with one GPU; and in processes of their own, which
         # take three times as long to start.
-        self.saver = engine("saver", "ec_both", _ONE_PROCESS, log_level="DEBUG")
-        self.reader = engine("reader", "ec_consumer", _ONE_PROCESS if context.quick else _STEADY)
-        self.plain = engine("reference", None, _ONE_PROCESS)
+        self.saver = engine("saver", "ec_both", ONE_PROCESS, log_level="DEBUG")
+        self.reader = engine("reader", "ec_consumer", ONE_PROCESS if context.quick else STEADY)
+        self.plain = engine("reference", None, ONE_PROCESS)
 
 
 def _start(

@@ -20,6 +20,7 @@ from s3ec.dev.demo.steps import Steps
 from s3ec.dev.rigs.engine import EngineProcess
 from s3ec.dev.rigs.nursery import EngineForkServer
 from s3ec.dev.rigs.pictures import write_pictures
+from s3ec.dev.rigs.vllm_cpu import ONE_PROCESS
 from s3ec.errors import ConfigError, UnavailableError
 from s3ec.payoff import GPUS, MODELS
 from s3ec.testing.server import LocalS3
@@ -40,13 +41,6 @@ class Encoder:
     dtype: str = "bfloat16"
 
 
-_ENGINES = {
-    # In one process, whose encoder can be slowed down.
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    # Several threads wait for each other in each layer, which takes long where cores are busy.
-    "OMP_NUM_THREADS": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-}
 ENCODERS = {
     "gemma3-27b": Encoder(
         "embedding-2.6mb", MODELS["gemma3-27b"].encode_ms(GPUS["l4"], gpus=1) / 1e3, "float32"
@@ -133,7 +127,7 @@ class _Stage:
             ec=None if role is None else transfer_config(role, settings),
             log_path=log_path,
             media=self.pictures[0].parent,
-            env=self.s3.env() | _ENGINES,
+            env=self.s3.env() | ONE_PROCESS,
             options={"dtype": ENCODERS[self.demo.preset].dtype},
             nursery=self.nursery,
         )
@@ -168,7 +162,7 @@ def run(demo: Demo, steps: Steps) -> Report:
                 bucket = s3.create_bucket(f"demo-{datetime.now(UTC):%Y%m%d-%H%M%S}")
             # It imports vLLM once for all engines, while the model is built.
             demo.logs.mkdir(parents=True, exist_ok=True)
-            with EngineForkServer(demo.logs / "imports.log", s3.env() | _ENGINES) as nursery:
+            with EngineForkServer(demo.logs / "imports.log", s3.env() | ONE_PROCESS) as nursery:
                 return _run(_Stage(demo, steps, Path(scratch), s3, bucket, nursery))
         finally:
             s3.close()

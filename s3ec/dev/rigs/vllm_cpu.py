@@ -26,6 +26,19 @@ if TYPE_CHECKING:
     from importlib.abc import Loader
 
 SITE_DIR = Path(__file__).with_name("site")
+# One thread: the same sums in the same order in every engine, so that answers can be compared to
+# the last bit, and nobody bound to a core that other engines use.
+STEADY = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+# vLLM in one process instead of three: it starts in half the time, scheduler and worker half share
+# one Node, and its steps and its encoder can be timed and slowed down from outside.
+ONE_PROCESS = STEADY | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+# Arguments of ``vllm.LLM`` where each picture is a new one.
+NEW_PICTURES = {
+    "max_num_batched_tokens": 512,
+    "enable_prefix_caching": False,
+    # vLLM's own cache of processed pictures would grow to 4 GiB.
+    "mm_processor_cache_gb": 0.01,
+}
 
 _PROBE = """
 import sys
