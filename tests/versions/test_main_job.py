@@ -24,13 +24,12 @@ from s3ec.dev.rigs.engine import EngineProcess, ec_config, image, text
 from s3ec.dev.rigs.models import write_gemma3, write_qwen2_vl
 from s3ec.dev.rigs.nursery import EngineForkServer
 from s3ec.dev.rigs.pictures import write_pictures
+from s3ec.dev.rigs.vllm_cpu import ONE_PROCESS, STEADY
 from s3ec.testing.server import LocalS3
 from tests.e2e.rig import (
     MANY,
-    ONE_PROCESS,
     OPTIONS,
     PURPOSES,
-    STEADY,
     Answer,
     Gallery,
     Scenario,
