@@ -104,5 +104,10 @@ def bucket(moto_server: MotoServer, request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def configure(proxy: FaultProxy, bucket: str) -> Configure:
     """Settings for the bucket, by way of the proxy."""
-    defaults = {"bucket": bucket, "endpoint_url": proxy.url, "region": "us-east-1"}
+    defaults = {
+        "bucket": bucket,
+        "endpoint_url": proxy.url,
+        "region": "us-east-1",
+        "connect_timeout_s": 20,  # a busy machine is not what these tests are about
+    }
     return lambda **changes: load_settings({**defaults, **changes}).settings

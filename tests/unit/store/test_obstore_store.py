@@ -224,7 +224,9 @@ async def test_child_forked_after_obstore_started_reads_through_the_sdk_with_a_w
     await store.put_if_absent("x", [b"forked"])
     await store.close()
     proxy.requests.clear()
-    extra = settings.model_dump_json(include={"bucket", "endpoint_url", "region"})
+    extra = settings.model_dump_json(
+        include={"bucket", "endpoint_url", "region", "connect_timeout_s"}
+    )
     result = await asyncio.to_thread(
         subprocess.run,
         [sys.executable, "-c", FORKING, extra],
