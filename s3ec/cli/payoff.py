@@ -175,19 +175,19 @@ def advise(
 
     known = _known(like, rows, width, encode_ms, fetch_ms, reads, gpu, gpus, gpu_dollars, store)
     source = completed(source, vllm_args or [])
-    loaded = source.load(need_bucket=False)
-    known.store = known.store or prices_of(loaded.settings)
+    settings = source.load(need_bucket=False).settings
+    known.store = known.store or prices_of(settings)
     found = Measured()
     if from_metrics:
         found.encode_ms_a_row = read_metrics(from_metrics)
     if vllm_args:
         with progress("asking vLLM's processor (its import takes 5 to 20 s)"):
-            found.pages = _pages(loaded.settings, vllm_args, images, found)
+            found.pages = _pages(settings, vllm_args, images, found)
     elif images:
         raise ConfigError("`--images` needs the model: add `-- --model MODEL`", field="images")
     if not no_probe:
         with progress("measuring bucket and disk"):
-            measure_here(known, found, loaded, lambda text: None)
+            measure_here(known, found, settings)
     _show(known, found, as_json)
 
 

@@ -12,13 +12,12 @@ import statistics
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from s3ec.codec import checksum
-from s3ec.config import Loaded
 from s3ec.doctor.latency import StoreLatency, measure_store
 from s3ec.doctor.node import at_folder, probe_file
 from s3ec.errors import ConfigError, S3ECError, UnavailableError
@@ -302,28 +301,16 @@ def measure_tier(folder: Path, nbytes: int) -> float:
     return statistics.median(times_s) * 1e3
 
 
-def measure_here(
-    known: Known, found: Measured, loaded: Loaded | None, saying: Callable[[str], None]
-) -> None:
-    """Measure bucket and tier at the size that is known by now; what fails becomes a note.
-
-    Args:
-        loaded: The settings; None measures nothing.
-        saying: Told what is measured.
-    """
-    if loaded is None:
-        return
+def measure_here(known: Known, found: Measured, settings: Settings) -> None:
+    """Measure bucket and tier at the size that is known by now; what fails becomes a note."""
     nbytes = int(inputs_of(known, found).nbytes)
-    settings = loaded.settings
     if settings.bucket or settings.url:
-        saying("reading one object from the bucket, a hundred times")
         try:
             found.latency = measure_bucket(settings, nbytes)
             if found.latency.left:
                 found.notes.append(f"the probe object {found.latency.left} could not be deleted")
         except S3ECError as exc:
             found.notes.append(f"the bucket was not measured: {exc}")
-    saying("reading this node's disk")
     try:
         found.tier_ms = measure_tier(settings.cache_dir, nbytes)
     except OSError as exc:
