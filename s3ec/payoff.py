@@ -259,6 +259,31 @@ class Inputs:
         return self.rows.value * self.width.value * self.itemsize.value
 
 
+@dataclass(slots=True)
+class Known:
+    """What the command line says; None where it says nothing.
+
+    Attributes:
+        like: A model of the table, in place of one that vLLM is asked about.
+        rows, width, encode_ms, fetch_ms, reads: As in Inputs.
+        gpu: The engine's.
+        gpus: How many of them.
+        gpu_dollars_an_hour: Of one.
+        store: Preset for prices, and for times that are not measured.
+    """
+
+    like: ModelEstimate | None = None
+    rows: int | None = None
+    width: int | None = None
+    encode_ms: float | None = None
+    fetch_ms: float | None = None
+    reads: float | None = None
+    gpu: Gpu | None = None
+    gpus: int | None = None
+    gpu_dollars_an_hour: float | None = None
+    store: StorePreset | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """One answer.

@@ -253,9 +253,17 @@ def _read(config: str, label: str) -> tuple[str, str]:
         ) from exc
 
 
-def with_settings(function: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the options for settings; they arrive as its first argument, a Source."""
-    return _with_options(function, _SETTINGS_OPTIONS)
+# Options by name, and what makes one argument of their values.
+OptionGroup = tuple[Mapping[str, Any], Callable[[dict[str, Any]], Any]]
+
+
+def with_settings(function: Callable[..., None], *groups: OptionGroup) -> Callable[..., None]:
+    """Give a command the options for settings; they arrive as its first argument, a Source.
+
+    Args:
+        groups: Further options. Those of each group arrive as one argument behind the Source.
+    """
+    return with_options(function, (_SETTINGS_OPTIONS, Source.of), *groups)
 
 
 def with_namespace(function: Callable[..., None]) -> Callable[..., None]:
@@ -263,28 +271,35 @@ def with_namespace(function: Callable[..., None]) -> Callable[..., None]:
 
     The latter arrive as a NamespaceChoice behind the Source.
     """
-    return _with_options(function, {**_NAMESPACE_OPTIONS, **_SETTINGS_OPTIONS})
+    choice: OptionGroup = (
+        _NAMESPACE_OPTIONS,
+        lambda given: NamespaceChoice(given["namespace"], given["model"]),
+    )
+    return with_settings(function, choice)
 
 
 def with_cache_settings(function: Callable[..., None]) -> Callable[..., None]:
     """Give a command of this node's disk tier its options. It needs no bucket."""
-    return _with_options(function, _CACHE_OPTIONS)
+    return with_options(function, (_CACHE_OPTIONS, Source.of))
 
 
-def _with_options(function: Callable[..., None], options: Mapping[str, Any]) -> Callable[..., None]:
+def with_options(function: Callable[..., None], *groups: OptionGroup) -> Callable[..., None]:
+    """Give a command options; those of each group arrive as one of its first arguments.
+
+    In the command's help its own options come first, then the groups from the last to the first.
+    """
     signature = inspect.signature(function, eval_str=True)
-    chooses = "namespace" in options
-    own = list(signature.parameters.values())[2 if chooses else 1 :]
+    own = list(signature.parameters.values())[len(groups) :]
     added = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
+        for options, _ in reversed(groups)
         for name, kind in options.items()
     ]
 
     @functools.wraps(function)
     def wrapper(**kwargs: Any) -> None:
-        given = {name: kwargs.pop(name) for name in options}
-        choice = [NamespaceChoice(*map(given.pop, _NAMESPACE_OPTIONS))] if chooses else []
-        function(Source.of(given), *choice, **kwargs)
+        first = [make({name: kwargs.pop(name) for name in options}) for options, make in groups]
+        function(*first, **kwargs)
 
     parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own] + added
     # typer reads both; functools.wraps copied those of the function.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from s3ec.cli.doctor import completed
-from s3ec.cli.options import JsonOption, Source, with_settings
+from s3ec.cli.options import JsonOption, Source, with_options, with_settings
 from s3ec.cli.output import console, epilog, print_json, print_note, progress, safe
 from s3ec.errors import ConfigError
 from s3ec.payoff import (
@@ -23,6 +23,7 @@ from s3ec.payoff import (
     PRICES_AS_OF,
     STORES,
     Inputs,
+    Known,
     Payoff,
     advised_settings,
     figures,
@@ -30,7 +31,7 @@ from s3ec.payoff import (
 )
 
 if TYPE_CHECKING:
-    from s3ec.doctor.advise import Known, Measured
+    from s3ec.doctor.advise import Measured
 
 T = TypeVar("T")
 
@@ -41,42 +42,45 @@ _QUESTIONS = {
     "money": "does storing cost less than encoding again?",
 }
 
-LikeOption = Annotated[
-    str | None,
-    typer.Option("--like", metavar="MODEL", help=f"A model of the table: {', '.join(MODELS)}."),
-]
-RowsOption = Annotated[
-    int | None, typer.Option(min=1, help="Rows of an embedding; `s3ec stat` shows those stored.")
-]
-WidthOption = Annotated[int | None, typer.Option(min=1, help="Values of a row.")]
-EncodeOption = Annotated[
-    float | None,
-    typer.Option(
-        "--encode-ms", min=0.001, help="One encode in the engine, on all its GPUs together."
-    ),
-]
-FetchOption = Annotated[
-    float | None, typer.Option("--fetch-ms", min=0.001, help="One embedding from the bucket.")
-]
-ReadsOption = Annotated[
-    float | None,
-    typer.Option(min=0.0, help="Reads of one entry from the bucket in a month. [1.5]"),
-]
-GpuOption = Annotated[
-    str | None,
-    typer.Option(metavar="NAME", help=f"GPU of the engine: {', '.join(GPUS)}. [h100]"),
-]
-GpusOption = Annotated[int | None, typer.Option(min=1, help="GPUs of one engine. [1]")]
-DollarsOption = Annotated[
-    float | None, typer.Option("--gpu-dollars", min=0.0, help="Price of one GPU for an hour.")
-]
-StoreOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME",
-        help=f"Prices, and times that are not measured: {', '.join(STORES)}. [aws]",
-    ),
-]
+_FIGURES = {
+    "like": Annotated[
+        str | None,
+        typer.Option("--like", metavar="MODEL", help=f"A model of the table: {', '.join(MODELS)}."),
+    ],
+    "rows": Annotated[
+        int | None,
+        typer.Option(min=1, help="Rows of an embedding; `s3ec stat` shows those stored."),
+    ],
+    "width": Annotated[int | None, typer.Option(min=1, help="Values of a row.")],
+    "encode_ms": Annotated[
+        float | None,
+        typer.Option(
+            "--encode-ms", min=0.001, help="One encode in the engine, on all its GPUs together."
+        ),
+    ],
+    "fetch_ms": Annotated[
+        float | None, typer.Option("--fetch-ms", min=0.001, help="One embedding from the bucket.")
+    ],
+    "reads": Annotated[
+        float | None,
+        typer.Option(min=0.0, help="Reads of one entry from the bucket in a month. [1.5]"),
+    ],
+    "gpu": Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help=f"GPU of the engine: {', '.join(GPUS)}. [h100]"),
+    ],
+    "gpus": Annotated[int | None, typer.Option(min=1, help="GPUs of one engine. [1]")],
+    "gpu_dollars": Annotated[
+        float | None, typer.Option("--gpu-dollars", min=0.0, help="Price of one GPU for an hour.")
+    ],
+    "store": Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help=f"Prices, and times that are not measured: {', '.join(STORES)}. [aws]",
+        ),
+    ],
+}
 
 
 def register(app: typer.Typer) -> None:
@@ -90,7 +94,7 @@ def register(app: typer.Typer) -> None:
                 "figures of your own",
             ),
         ),
-    )(cost)
+    )(with_options(cost, (_FIGURES, _known)))
     app.command(
         "advise",
         epilog=epilog(
@@ -103,34 +107,22 @@ def register(app: typer.Typer) -> None:
                 "what an engine that runs has learned",
             ),
         ),
-    )(with_settings(advise))
+    )(with_settings(advise, (_FIGURES, _known)))
 
 
-def cost(
-    like: LikeOption = None,
-    rows: RowsOption = None,
-    width: WidthOption = None,
-    encode_ms: EncodeOption = None,
-    fetch_ms: FetchOption = None,
-    reads: ReadsOption = None,
-    gpu: GpuOption = None,
-    gpus: GpusOption = None,
-    gpu_dollars: DollarsOption = None,
-    store: StoreOption = None,
-    as_json: JsonOption = False,
-) -> None:
+def cost(known: Known, as_json: JsonOption = False) -> None:
     """Calculate what a stored embedding costs and saves. Nothing is measured or asked.
 
     The figures of the table are estimates for an A4 page: docs/does-it-pay.md.
     """
     from s3ec.doctor.advise import Measured
 
-    known = _known(like, rows, width, encode_ms, fetch_ms, reads, gpu, gpus, gpu_dollars, store)
     _show(known, Measured(), as_json)
 
 
 def advise(
     source: Source,
+    known: Known,
     vllm_args: Annotated[
         list[str] | None,
         typer.Argument(metavar="-- VLLM ARGS", help="Arguments of `vllm serve`."),
@@ -153,16 +145,6 @@ def advise(
     no_probe: Annotated[
         bool, typer.Option("--no-probe", help="Measure neither the bucket nor the disk tier.")
     ] = False,
-    like: LikeOption = None,
-    rows: RowsOption = None,
-    width: WidthOption = None,
-    encode_ms: EncodeOption = None,
-    fetch_ms: FetchOption = None,
-    reads: ReadsOption = None,
-    gpu: GpuOption = None,
-    gpus: GpusOption = None,
-    gpu_dollars: DollarsOption = None,
-    store: StoreOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Say whether s3ec pays for a model, before it is deployed.
@@ -173,7 +155,6 @@ def advise(
     """
     from s3ec.doctor.advise import Measured, measure_here, prices_of, read_metrics
 
-    known = _known(like, rows, width, encode_ms, fetch_ms, reads, gpu, gpus, gpu_dollars, store)
     source = completed(source, vllm_args or [])
     settings = source.load(need_bucket=False).settings
     known.store = known.store or prices_of(settings)
@@ -201,32 +182,11 @@ def _choice(name: str, given: str | None, table: Mapping[str, T]) -> T | None:
     return table[given.lower()]
 
 
-def _known(
-    like: str | None,
-    rows: int | None,
-    width: int | None,
-    encode_ms: float | None,
-    fetch_ms: float | None,
-    reads: float | None,
-    gpu: str | None,
-    gpus: int | None,
-    gpu_dollars: float | None,
-    store: str | None,
-) -> Known:
-    from s3ec.doctor.advise import Known
-
-    return Known(
-        like=_choice("like", like, MODELS),
-        rows=rows,
-        width=width,
-        encode_ms=encode_ms,
-        fetch_ms=fetch_ms,
-        reads=reads,
-        gpu=_choice("gpu", gpu, GPUS),
-        gpus=gpus,
-        gpu_dollars_an_hour=gpu_dollars,
-        store=_choice("store", store, STORES),
-    )
+def _known(given: dict[str, Any]) -> Known:
+    tables = {"like": MODELS, "gpu": GPUS, "store": STORES}
+    for name, table in tables.items():
+        given[name] = _choice(name, given[name], table)
+    return Known(gpu_dollars_an_hour=given.pop("gpu_dollars"), **given)
 
 
 def _pages(

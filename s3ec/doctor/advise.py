@@ -27,7 +27,7 @@ from s3ec.payoff import (
     STORES,
     Gpu,
     Inputs,
-    ModelEstimate,
+    Known,
     StorePreset,
     Value,
     assumed,
@@ -48,31 +48,6 @@ _TIER_READS = 20
 # Measuring the store takes at most twice its 20 s of reading, one write and one deletion.
 LATENCY_LIMIT_S = 120.0
 _LARGE_ENCODER = 2e9  # parameters
-
-
-@dataclass(slots=True)
-class Known:
-    """What the command line says; None where it says nothing.
-
-    Attributes:
-        like: A model of the table, in place of one that vLLM is asked about.
-        rows, width, encode_ms, fetch_ms, reads: As in Inputs.
-        gpu: The engine's.
-        gpus: How many of them.
-        gpu_dollars_an_hour: Of one.
-        store: Preset for prices, and for times that are not measured.
-    """
-
-    like: ModelEstimate | None = None
-    rows: int | None = None
-    width: int | None = None
-    encode_ms: float | None = None
-    fetch_ms: float | None = None
-    reads: float | None = None
-    gpu: Gpu | None = None
-    gpus: int | None = None
-    gpu_dollars_an_hour: float | None = None
-    store: StorePreset | None = None
 
 
 @dataclass(slots=True)

@@ -6,12 +6,12 @@ from __future__ import annotations
 import secrets
 from typing import Any
 
-from s3ec.doctor.advise import LATENCY_LIMIT_S, Known, Measured, inputs_of, preset_of, prices_of
+from s3ec.doctor.advise import LATENCY_LIMIT_S, Measured, inputs_of, preset_of, prices_of
 from s3ec.doctor.bucket import outcome_of
 from s3ec.doctor.check import CheckContext, Outcome, ok, skip, warn
 from s3ec.doctor.latency import AT_ONCE, measure_store
 from s3ec.errors import S3ECError
-from s3ec.payoff import pay_off
+from s3ec.payoff import Known, pay_off
 from s3ec.store.open import PROBE_PREFIX
 
 # Gemma3-27B's, where no model was named.

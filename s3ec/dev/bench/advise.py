@@ -76,8 +76,8 @@ def _compare(
     """Foretold and measured gain of one preset, in milliseconds, and how far they are apart."""
     from s3ec.dev.rigs.proxy import Rule
     from s3ec.dev.rigs.proxy_faults import Delay
-    from s3ec.doctor.advise import Known, Measured, inputs_of, measure_bucket, measure_tier
-    from s3ec.payoff import pay_off
+    from s3ec.doctor.advise import Measured, inputs_of, measure_bucket, measure_tier
+    from s3ec.payoff import Known, pay_off
     from s3ec.settings import Settings
 
     names = [secrets.token_hex(32) for _ in range(count)]
