@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 
 from s3ec.dev.rigs.engine import START_TIMEOUT_S, EngineError
+from s3ec.dev.rigs.nursery import EngineForkServer, Forked
 from s3ec.dev.rigs.vllm_cpu import engine_env
 from s3ec.testing.server import free_port
 
@@ -36,6 +37,7 @@ class ApiServer:
         log_path: Path,
         env: Mapping[str, str],
         flags: Mapping[str, str | int | None],
+        nursery: EngineForkServer | None = None,
     ) -> None:
         """Describe the server.
 
@@ -45,18 +47,19 @@ class ApiServer:
             log_path: Where its log goes.
             env: Additions to the environment.
             flags: More command-line flags; None for those without a value.
+            nursery: Forks the server and its engine, which then have nothing to import.
         """
         self.url = f"http://127.0.0.1:{(port := free_port())}"
-        self._command = [
-            *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+        self._arguments = [
             *("--host", "127.0.0.1", "--port", str(port)),
             *("--model", str(model), "--ec-transfer-config", ec),
         ]
         for flag, value in flags.items():
-            self._command += [flag] if value is None else [flag, str(value)]
+            self._arguments += [flag] if value is None else [flag, str(value)]
         self._log_path = log_path
         self._env = engine_env({**os.environ, **env})
-        self._process: subprocess.Popen[bytes] | None = None
+        self._nursery = nursery
+        self._process: subprocess.Popen[bytes] | Forked | None = None
 
     def get(self, path: str) -> str:
         """The body of a GET."""
@@ -76,14 +79,7 @@ class ApiServer:
 
     def __enter__(self) -> ApiServer:
         with open(self._log_path, "ab") as log:
-            self._process = subprocess.Popen(
-                self._command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=self._env,
-                start_new_session=True,  # a group of its own, so that none of it is left behind
-            )
+            self._process = self._spawn(log.fileno())
         try:
             self._wait_ready(self._process)
         except BaseException:
@@ -91,7 +87,19 @@ class ApiServer:
             raise
         return self
 
-    def _wait_ready(self, process: subprocess.Popen[bytes]) -> None:
+    def _spawn(self, log: int) -> subprocess.Popen[bytes] | Forked:
+        if self._nursery is not None:
+            return self._nursery.fork_api_server(self._env, self._arguments, log)
+        return subprocess.Popen(
+            [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *self._arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=self._env,
+            start_new_session=True,  # a group of its own, so that none of it is left behind
+        )
+
+    def _wait_ready(self, process: subprocess.Popen[bytes] | Forked) -> None:
         deadline = time.monotonic() + START_TIMEOUT_S
         while process.poll() is None and time.monotonic() < deadline:
             try:

@@ -88,7 +88,7 @@ def workdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def nursery(_vllm_is_here: None, workdir: Path) -> Iterator[EngineForkServer]:
-    """Starts engines in a third of the time; those of ``consumers`` start as deployed."""
+    """Starts engines in a third of the time; others start as deployed."""
     with EngineForkServer(workdir / "nursery.log", STEADY) as here:
         yield here
 
@@ -198,9 +198,14 @@ def corpus(made: tuple[dict[str, list[Answer]], Corpus]) -> Corpus:
 
 @pytest.fixture(scope="session")
 def consumers(
-    workdir: Path, gallery: Gallery, gemma: Path, corpus: Corpus, local_s3: LocalS3
+    workdir: Path,
+    gallery: Gallery,
+    gemma: Path,
+    corpus: Corpus,
+    local_s3: LocalS3,
+    nursery: EngineForkServer,
 ) -> tuple[dict[str, Record], Exchange]:
     """What two consumers say whose vision encoder has other weights than the corpus was made by."""
-    place = Place(gemma, workdir, gallery, corpus, local_s3)
+    place = Place(gemma, workdir, gallery, corpus, local_s3, nursery)
     with other_vision_tower(gemma):
         return at_once(partial(ask_engine, place), partial(ask_server, place))

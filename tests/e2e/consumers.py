@@ -11,6 +11,7 @@ from typing import Any
 import openai
 
 from s3ec.dev.rigs.engine import EngineProcess, ec_config
+from s3ec.dev.rigs.nursery import EngineForkServer
 from s3ec.dev.rigs.vllm_cpu import STEADY
 from s3ec.testing.server import REGION, LocalS3
 from tests.e2e.api_server import ApiServer
@@ -43,6 +44,7 @@ class Place:
     gallery: Gallery
     corpus: Corpus
     server: LocalS3
+    nursery: EngineForkServer
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,7 @@ def ask_engine(place: Place) -> dict[str, Record]:
         media=place.workdir,
         env=place.server.env() | STEADY,
         options=OPTIONS,
+        nursery=place.nursery,
     ) as engine:
         asked = [*scenarios(place.gallery), Scenario("control", [place.gallery.solo("control")])]
         return {scenario.name: record(engine, scenario) for scenario in asked}
@@ -75,7 +78,8 @@ def ask_server(place: Place) -> Exchange:
     """One picture, posted as a data URL by a client that calls it like another one's hash.
 
     The server's flag is what `terraform output` gives for such a store; what is this node's own
-    stands in the environment. The bucket is read through aioboto3.
+    stands in the environment. The bucket is read through aioboto3. It starts as deployed: each of
+    its processes is spawned, and imports.
     """
     where = {"bucket": place.corpus.bucket, "endpoint_url": place.server.endpoint_url}
     node = settings(

@@ -91,7 +91,12 @@ class Pair:
 
 
 def serve(
-    role: str, workdir: Path, model: Path, server: LocalS3, bucket: str
+    role: str,
+    workdir: Path,
+    model: Path,
+    server: LocalS3,
+    bucket: str,
+    nursery: EngineForkServer,
 ) -> contextlib.AbstractContextManager[ApiServer]:
     transfer = {
         "ec_connector": "S3ECConnector",
@@ -105,6 +110,7 @@ def serve(
         log_path=workdir / f"epd-{role}.log",
         env=server.env() | STEADY,
         flags=FLAGS,
+        nursery=nursery,  # as deployed they start in the README's test
     )
 
 
@@ -165,13 +171,15 @@ def pair(
     gallery: Gallery,
     gemma: Path,
     local_s3: LocalS3,
+    nursery: EngineForkServer,
     expected: dict[str, str],
 ) -> Iterator[Pair]:
     bucket = local_s3.create_bucket("epd")
+    place = (workdir, gemma, local_s3, bucket, nursery)
     with contextlib.ExitStack() as stack:
-        encoder = stack.enter_context(serve("ec_producer", workdir, gemma, local_s3, bucket))
+        encoder = stack.enter_context(serve("ec_producer", *place))
         with other_vision_tower(gemma):
-            language = stack.enter_context(serve("ec_consumer", workdir, gemma, local_s3, bucket))
+            language = stack.enter_context(serve("ec_consumer", *place))
         url = stack.enter_context(proxying(encoder.url, language.url, workdir / "epd-proxy.log"))
         yield Pair(encoder, language, url, gallery)
     local_s3.delete_bucket(bucket)
@@ -251,7 +259,7 @@ def test_the_readme_works_when_pasted(tmp_path: Path, gemma: Path) -> None:
     for port in ("8000", "8001", "8002", "8333"):
         script = script.replace(port, str(free_port()))
     kept = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
-    env = engine_env(kept) | STEADY | {"CACHE": str(tmp_path / "tier"), "CACHE_BYTES": "1GiB"}
+    env = engine_env(kept) | ONE_PROCESS | {"CACHE": str(tmp_path / "tier"), "CACHE_BYTES": "1GiB"}
     env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
     env["PYTHONPATH"] = f"{env['PYTHONPATH']}{os.pathsep}{ROOT}"
     script = f"set -euo pipefail\ntrap 'kill $(jobs -p) 2> {tmp_path}/kill.log || :' EXIT\n{script}"

@@ -1,25 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """One process that has imported vLLM, and forks engines: importing is two thirds of a start.
 
-Its engines differ from those that EngineProcess starts by itself in nothing but that. What is read
-from the environment while vLLM and torch are imported is the same for all of them.
+Its engines differ from those that EngineProcess starts by itself in nothing but that: an engine of
+several processes forks the others, where it would spawn them on a CPU. What is read from the
+environment while vLLM and torch are imported is the same for all of them. It forks vLLM's API
+server as well.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
+import multiprocessing
 import os
+import runpy
 import select
 import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from s3ec.dev.rigs.vllm_cpu import engine_env
 
@@ -40,7 +45,7 @@ _MESSAGE_BYTES = 2**17
 
 
 class Forked:
-    """An engine's process, as much of a Popen as EngineProcess needs."""
+    """A forked process, as much of a Popen as EngineProcess and the tests' ApiServer need."""
 
     def __init__(self, pid: int, pidfd: int) -> None:
         self.pid = pid
@@ -62,6 +67,11 @@ class Forked:
         if not self._has_ended(timeout):
             raise subprocess.TimeoutExpired(f"engine {self.pid}", timeout or 0.0)
         return "forked"
+
+    def terminate(self) -> None:
+        """Send SIGTERM, unless it has ended."""
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._pidfd, signal.SIGTERM)
 
     def _has_ended(self, timeout_s: float | None) -> bool:
         poller = select.poll()  # select() refuses descriptors from 1024 on
@@ -120,13 +130,29 @@ class EngineForkServer:
             ValueError: The environment differs in what was read already.
             OSError: The nursery ended; its log says why.
         """
+        return self._fork(env, {}, [requests, replies, log])
+
+    def fork_api_server(self, env: Mapping[str, str], arguments: Sequence[str], log: int) -> Forked:
+        """Start ``vllm.entrypoints.openai.api_server``, whose engine is forked from it in turn.
+
+        Args:
+            env: Its environment, whole.
+            arguments: Of its command line.
+            log: Descriptor for its standard output and error.
+
+        Raises:
+            ValueError: As fork does.
+            OSError: As fork does.
+        """
+        return self._fork(env, {"arguments": list(arguments)}, [log])
+
+    def _fork(self, env: Mapping[str, str], more: Mapping[str, Any], fds: list[int]) -> Forked:
         for name in _READ_ONCE:
             if env.get(name) != self._env.get(name):
                 raise ValueError(f"an engine of this nursery cannot have its own {name}")
+        message = json.dumps({"env": dict(env), **more}).encode()
         with self._lock:
-            socket.send_fds(
-                self._socket, [json.dumps(dict(env)).encode()], [requests, replies, log]
-            )
+            socket.send_fds(self._socket, [message], fds)
             pid, fds, _, _ = socket.recv_fds(self._socket, 64, 1)
         if not pid:
             raise OSError(f"the nursery ended: {self._log_path.read_text()[-4000:]}")
@@ -156,15 +182,24 @@ def main() -> None:
             socket.send_fds(messages, [str(pid).encode()], [pidfd])
             for fd in (*fds, pidfd):
                 os.close(fd)
-    # The engine's process from here on.
+    # The new process from here on.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    asked = json.loads(message)
     os.environ.clear()
-    os.environ.update(json.loads(message))
-    requests, replies, log = fds
+    os.environ.update(asked["env"])
+    *pipes, log = fds
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
-    engine_child.serve(requests, replies)
+    # Those that are spawned would import everything again. vLLM forks them by default, but on a CPU
+    # it sets its variable to `spawn` itself (0.32: platforms/cpu.py).
+    context: Any = multiprocessing.get_context("fork")
+    multiprocessing.get_context = lambda _method=None: context
+    if "arguments" in asked:
+        sys.argv = ["api_server", *asked["arguments"]]
+        runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")
+    else:
+        engine_child.serve(*pipes)
 
 
 if __name__ == "__main__":
