@@ -240,6 +240,7 @@ VAIN_REST_S = 30.0
 @dataclass(slots=True)
 class _Wait:
     features: int
+    limit_s: float  # as of the last question
     spent_s: float = 0.0
     since_s: float | None = None
     asked_s: float = 0.0
@@ -288,29 +289,27 @@ class DeferralBudget:
         if wait is None:
             if limit_s <= 0 or len(self._waits) >= MAX_WAITS:
                 return True
-            wait = self._waits[request_id] = _Wait(features)
+            wait = self._waits[request_id] = _Wait(features, limit_s)
         elif features > wait.features:
             wait.features = features
             wait.spent_s = 0.0
             wait.since_s = None
         wait.asked_s = now
+        wait.limit_s = limit_s
         if wait.spent_s >= limit_s:
             return True
         if wait.since_s is None:
             wait.since_s = now
         return wait.spent_s + now - wait.since_s >= limit_s
 
-    def ends_s(self, request_id: str, now: float) -> float:
+    def ends_s(self, request_id: str) -> float:
         """When the request will have waited long enough, at the soonest; infinity if it does not
         wait at present.
         """
         wait = self._waits.get(request_id)
         if wait is None or wait.since_s is None:
             return math.inf
-        end_s = wait.since_s - wait.spent_s + self._limit_s
-        if end_s > now:
-            return end_s
-        return end_s + max(0.0, NO_PIXELS_WAIT_S - self._limit_s)
+        return wait.since_s - wait.spent_s + wait.limit_s
 
     @property
     def has_failed(self) -> bool:
@@ -619,7 +618,7 @@ class ItemTracker:
             return
         request_id = request.request_id
         now = self._clock()
-        ends_s = min(budget.ends_s(request_id, now) for budget in self._budgets)
+        ends_s = min(budget.ends_s(request_id) for budget in self._budgets)
         needed = [
             feature.identifier
             for feature in request.mm_features

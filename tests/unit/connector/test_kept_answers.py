@@ -148,6 +148,15 @@ def test_the_longest_wait_stays_what_it_was(world: World, waits: Waits) -> None:
     assert waits.ask()
 
 
+def test_a_wait_that_ends_between_question_and_answer_is_not_kept(world: World) -> None:
+    world.clock.now_s = 1022.08
+    waits = Waits(world)
+    world.clock.now_s = 1024.08  # 2 s later, and as a difference a little less
+    waits.ask()
+    world.clock.now_s += 0.01
+    assert waits.ask()
+
+
 def test_three_waits_in_vain_let_the_others_go(world: World, waits: Waits) -> None:
     hasty = [request(f"hasty {n}", feature(f"hasty {n}")) for n in range(3)]
     world.stock(*(f"hasty {n}" for n in range(3)))
