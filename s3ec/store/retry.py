@@ -161,7 +161,8 @@ class HedgeStore(Wrapper):
             result = await call()
         else:
             result = await _Race(call, self._begin_second, self._counters).run(durations.late_s)
-        durations.add(clock() - started)
+        if result is not None:  # that there is nothing is said sooner
+            durations.add(clock() - started)
         return result
 
     def _begin_second(self, call: Call) -> asyncio.Task[Blob | None] | None:

@@ -389,10 +389,12 @@ async def test_seconds_are_at_most_their_share() -> None:
     assert rig.counters.get("hedge.sent") == 3
 
 
-@pytest.mark.parametrize("why", ["nothing known", "large", "no place"])
+@pytest.mark.parametrize("why", ["nothing known", "only absent ones known", "large", "no place"])
 async def test_nothing_is_sent_twice_without_reason_and_room(rig: Hedged, why: str) -> None:
     size = 2 * HEDGED_BYTES if why == "large" else 100
-    await rig.learn(0 if why == "nothing known" else 64)
+    await rig.learn(64 if why in ("large", "no place") else 0)
+    for _ in range(64 if why == "only absent ones known" else 0):
+        await rig.store.get("absent", max_bytes=size)
     for _ in range(64 if why == "large" else 0):
         await rig.store.get("a", max_bytes=size)
     if why == "no place":
