@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from s3ec.connector.kept_answers import KeptAnswers
 from s3ec.connector.messages import WorkerReport
+from s3ec.connector.probes import Probes
 from s3ec.connector.remote_ranks import Ranks
 from s3ec.connector.vllm_config import Role
 from s3ec.connector.waiting import Fetching, WaitPolicy, Want
@@ -73,6 +74,7 @@ class Item:
         asked_s: When it was asked for the first time, or anew.
         promised: A request has named it and the index does not know it: it is being uploaded.
         was_absent: Of one that has FAILED: neither this node nor the bucket had it.
+        probed: Of one that is FETCHING: nobody has said that the bucket holds it, see Probes.
     """
 
     key: Key
@@ -90,6 +92,7 @@ class Item:
     asked_s: float = 0.0
     promised: bool = False
     was_absent: bool = False
+    probed: bool = False
 
     def failed_lately(self, now: float) -> bool:
         """Of one that has FAILED: whether it is too soon to try again."""
@@ -249,9 +252,10 @@ class _Wait:
 class DeferralBudget:
     """Adds up the deferrals of each request and says when they have lasted long enough.
 
-    One object counts the waits for one source: the bucket, this node's disk, or an encoder that has
-    not uploaded yet what a request names. They are counted apart, so that no trouble with the
-    bucket keeps a request from an embedding that is here.
+    One object counts the waits for one source: the bucket, this node's disk, an encoder that has
+    not uploaded yet what a request names, or the bucket for what the index does not know. They are
+    counted apart, so that no trouble with the bucket keeps a request from an embedding that is
+    here.
 
     A source that answers, but too slowly for anybody to wait for, opens no breaker: small requests
     succeed. So after MOST_IN_VAIN waits in vain nothing waits for VAIN_REST_S, while fetches go on,
@@ -301,6 +305,17 @@ class DeferralBudget:
         if wait.since_s is None:
             wait.since_s = now
         return wait.spent_s + now - wait.since_s >= limit_s
+
+    def has_time(self, request_id: str, features: int) -> bool:
+        """Whether a wait of this request could begin or go on; starts nothing. As is_over."""
+        now = self._clock()
+        if self._limit_s <= 0 or self._rests(now):
+            return False
+        wait = self._waits.get(request_id)
+        if wait is None:
+            return len(self._waits) < MAX_WAITS
+        waited_s = wait.spent_s + (0.0 if wait.since_s is None else now - wait.since_s)
+        return features > wait.features or waited_s < self._limit_s
 
     def ends_s(self, request_id: str) -> float:
         """When the request will have waited long enough, at the soonest; infinity if it does not
@@ -388,6 +403,7 @@ class ItemTracker:
     ========  ===============================  =============================================
     FETCHING  READY                            its pin has come, and ranks elsewhere have theirs
     FETCHING  FAILED                           nothing came, it does not fit, or ranks differ
+    FETCHING  unknown                          it was probed, and the bucket does not have it
     READY     FETCHING                         other ranks fetch for themselves now
     READY     unknown                          it was loaded, or nobody asked for LEASE_S
     FAILED    FETCHING                         somebody asks again, see ``again``
@@ -403,8 +419,8 @@ class ItemTracker:
     Attributes:
         items: By identifier. For reading, but for ``touched_s``: who asks about an item sets it.
         waiting: Request id to the identifiers that it waits for, or will need later. For reading.
-        waited: Ids of requests that have waited for the bucket, for this node's disk, and for what
-            they named. For reading.
+        waited: Ids of requests that have waited for the bucket, for this node's disk, for what
+            they named, and for what was probed. For reading.
     """
 
     def __init__(
@@ -451,11 +467,16 @@ class ItemTracker:
         self._waits = DeferralBudget(role.defer_timeout_s, counters, clock)  # for the bucket
         self._tier_waits = DeferralBudget(role.defer_timeout_s, counters, clock)
         self._promise_waits = DeferralBudget(role.defer_timeout_s, counters, clock)
+        probe_s = min(role.probe_s, role.defer_timeout_s)
+        self._probe_waits = DeferralBudget(probe_s, counters, clock)
+        costs = None if policy is None else policy.costs
+        self._probes = Probes(probe_s, role.probes, costs=costs, counters=counters, clock=clock)
         self._promise_noted_s = clock()
         self._interest = Interest()
         self.items: dict[str, Item] = {}
         self.waiting: Mapping[str, set[str]] = self._interest.requests
-        self._budgets = (self._waits, self._tier_waits, self._promise_waits)
+        self._known_budgets = (self._waits, self._tier_waits, self._promise_waits)
+        self._budgets = (*self._known_budgets, self._probe_waits)
         self.waited = tuple(budget.requests for budget in self._budgets)
         # Since the prefetcher was last told.
         self._demand: dict[str, FetchRequest] = {}
@@ -475,6 +496,29 @@ class ItemTracker:
         item = Item(key, modality, FETCHING, priority, now, rows, asked_s=now, promised=promised)
         self.items[key.identifier] = item
         self._order(item, priority)
+
+    def may_probe(self, request: Any) -> bool:
+        """Whether anything that the index does not know may be asked for because of a request.
+
+        Not where nobody would wait for it: the bucket was too slow lately, this request has waited
+        its time, or ranks elsewhere cannot say what they hold.
+        """
+        if self._ranks is not None and self._ranks.cannot_answer:
+            return False
+        return self._probe_waits.has_time(request.request_id, len(request.mm_features))
+
+    def probe(self, key: Key, modality: str, rows: int) -> bool:
+        """Begin with an item that the index does not know; False where it is to be a miss."""
+        if not self._probes.begin(key, modality, rows):
+            return False
+        self.want(key, modality, rows, _DEMAND)
+        self.items[key.identifier].probed = True
+        return True
+
+    def promise(self, item: Item) -> None:
+        """A request names what is being probed: it is awaited like anything that is named."""
+        item.probed = False
+        item.promised = True
 
     def again(
         self,
@@ -535,7 +579,7 @@ class ItemTracker:
         """
         request_id = request.request_id
         is_new = not any(request_id in waited for waited in self.waited)
-        awaited = self._worth_waiting(pending, request)
+        awaited = self._awaited(pending, request)
         if awaited is None:
             return None
         if not awaited:
@@ -553,6 +597,40 @@ class ItemTracker:
             if identifier not in noted or self.items[identifier].priority is not _DEMAND:
                 self.expect(request_id, identifier, _DEMAND)
         return not awaited
+
+    def _awaited(self, pending: list[Any], request: Any) -> list[Any] | None:
+        """As _worth_waiting, and what is probed: that is waited for beside the rest, or alone.
+
+        Not where the rest is to be encoded: the encoder runs then, and the bucket is too slow.
+        """
+        request_id = request.request_id
+        probed = list(filter(self._is_probed, pending))
+        if not probed:
+            self._probe_waits.end(request_id)
+            return self._worth_waiting(pending, request)
+        rest = [feature for feature in pending if not self._is_probed(feature)]
+        awaited: list[Any] = []
+        if rest:
+            worth = self._worth_waiting(rest, request)
+            if not worth:
+                return worth
+            awaited = worth
+        else:
+            self._end_known_waits(request_id)
+        can_wait = self._ranks is None or not self._ranks.cannot_answer
+        if not can_wait or self._probe_waits.is_over(request_id, len(request.mm_features)):
+            self._end_wait(self._probe_waits, request_id, in_vain=can_wait)
+            return awaited
+        if not rest and self._policy is not None:
+            self._policy.load.deferred()  # or what has decided about the rest has told it
+        return awaited + probed
+
+    def _is_probed(self, feature: Any) -> bool:
+        """Whether a pending feature is waited for as what the index does not know."""
+        item = self.items[feature.identifier]
+        if not item.probed or (item.pin is None and self._local(item.key)):
+            return False
+        return not self._needs_embedding(feature)
 
     def _worth_waiting(self, pending: list[Any], request: Any) -> list[Any] | None:
         """What of the pending features the request should still wait for.
@@ -666,9 +744,13 @@ class ItemTracker:
         return Want(item.modality, item.rows, "bucket", item.fetching or Fetching(0))
 
     def _end_waits(self, request_id: str) -> None:
+        self._end_known_waits(request_id)
+        self._probe_waits.end(request_id)
+
+    def _end_known_waits(self, request_id: str) -> None:
         if self._policy is not None:
             self._policy.end(request_id)
-        for budget in self._budgets:
+        for budget in self._known_budgets:
             budget.end(request_id)
 
     # -- requests go on, and go --------------------------------------------------------------
@@ -738,6 +820,8 @@ class ItemTracker:
             if fetched.source is not None:
                 source = self._waits if fetched.source == "bucket" else self._tier_waits
                 source.came(fetched.seconds)
+            if self._probes.end(fetched):
+                self._probe_waits.came(fetched.seconds)
             identifier = fetched.want.key.identifier
             item = self.items.get(identifier)
             if self._policy is not None:
@@ -753,6 +837,11 @@ class ItemTracker:
                 continue
             self._answers.changed(identifier)
             item.touched_s = now
+            if item.probed and fetched.outcome is FetchOutcome.ABSENT:
+                # The index may tell of it at any moment. Until then Probes keeps it from being
+                # asked for again.
+                self._drop(identifier)
+                continue
             if fetched.outcome is not FetchOutcome.READY or fetched.pin is None:
                 # What does not fit this request never will.
                 self._fail(
@@ -816,6 +905,7 @@ class ItemTracker:
         if ready:
             self._answers.changed(identifier)
             item.state = READY
+            item.probed = False
             item.touched_s = self._clock()
         elif ready is False:
             self._counters.add("mismatch.ranks")
@@ -825,6 +915,7 @@ class ItemTracker:
         self._answers.changed(identifier)
         item = self.items[identifier]
         item.state = FAILED
+        item.probed = False
         item.touched_s = self._clock()
         item.failures += 1
         item.may_come = may_come
@@ -913,6 +1004,7 @@ class ItemTracker:
         self._answers.expire(now)
         for budget in self._budgets:
             budget.sweep(LEASE_S)
+        self._probes.sweep()
         if self._policy is not None:
             for request_id in list(self._policy.waiting):
                 if not any(request_id in waited for waited in self.waited):
@@ -942,11 +1034,12 @@ class ItemTracker:
         late_s: float,
     ) -> list[str]:
         """As SchedulerHalf.audit; what has failed is forgotten by ``late_s`` at the latest."""
-        bucket, tier, promises = self.waited
+        bucket, tier, promises, probes = self.waited
         kept: dict[str, Collection[str]] = {
             "a wait": bucket,
             "a wait for the tier": tier,
             "a wait for what was named": promises,
+            "a wait for what was probed": probes,
             "an interest": self.waiting,
             "an answer": self._answers.requests,
         }
@@ -970,6 +1063,11 @@ class ItemTracker:
             elif identifier not in fetching and identifier not in self._demand:
                 complaints.append(f"{identifier} waits for a fetch that nobody makes")
         complaints += [
+            f"{identifier} holds the place of a probe that nobody makes"
+            for identifier in self._probes.under_way
+            if identifier not in fetching and identifier not in self._demand
+        ]
+        complaints += [
             f"{name} waits for {identifier}, which is not known"
             for name, wanted in self.waiting.items()
             for identifier in wanted
@@ -984,6 +1082,9 @@ class ItemTracker:
             "waits": self.waited[0],
             "waits for the tier": self.waited[1],
             "waits for what was named": self.waited[2],
+            "waits for what was probed": self.waited[3],
+            "probes": self._probes.under_way,
+            "probes in vain": self._probes.absent,
             "interests": self.waiting,
             "items": self.items,
             "steps that load": self._steps.loading,

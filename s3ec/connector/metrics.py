@@ -18,6 +18,11 @@ PLAIN = {
         "vllm:s3ec_waits_declined",
         "Decisions to encode at once, because waiting was expected to cost more (`wait`).",
     ),
+    "probe.made": (
+        "vllm:s3ec_probes",
+        "Embeddings that no index knew and that were asked for (`probe_unknown_ms`).",
+    ),
+    "probe.found": ("vllm:s3ec_probes_found", "Of those, the ones that were there."),
     "encode.seconds": (
         "vllm:s3ec_encode_seconds",
         "Time that the encoder ran, as rank 0 measured it.",

@@ -43,6 +43,7 @@ from s3ec.store.open import choose_transport
 log = logging.getLogger(__name__)
 
 _SHUTDOWN_TIMEOUT_S = 1.0
+_MOST_PROBES = 8
 
 
 class Parts:
@@ -273,6 +274,9 @@ def _role_of(vllm_config: Any, topology: Topology, settings: Settings) -> Role:
         asked_every_pass=this is None or this >= (0, 30),
         can_load=topology.problem is None,
         stores_again=compat.installed_hooks()["start_save_caches"] and not saves_worth,
+        probe_s=settings.probe_unknown_ms / 1000,
+        # Half of the places of the prefetcher stay free for what the index knows.
+        probes=max(1, min(_MOST_PROBES, settings.max_concurrency // 2)),
     )
 
 

@@ -214,7 +214,9 @@ class SchedulerHalf:
         )
         self._items = self.tracker.items
         self._waiting = self.tracker.waiting
-        self._waited, self._waited_for_tier, self._waited_for_named = self.tracker.waited
+        bucket, tier, named, probed = self.tracker.waited
+        self._waited, self._waited_for_tier = bucket, tier
+        self._waited_for_named, self._waited_for_probed = named, probed
         self._unavailable: set[str] = set()
         self.on_device: set[str] = set()
         # Rows that the request being scheduled has room for. Where vLLM asks once only, what
@@ -222,6 +224,7 @@ class SchedulerHalf:
         self._rows_asked: dict[str, int] = {}
         self._must_grant: set[str] = set()  # of this request, while the disk hangs
         self._named: Collection[str] = ()  # by the request being scheduled
+        self._may_probe = False  # because of this request
         self._decisions: dict[str, bool] = {}  # of this pass
         # Of this pass: a pure producer was asked for these without pixels, and the index held them.
         self._stored: set[str] = set()
@@ -291,6 +294,9 @@ class SchedulerHalf:
             window_end = features[-1].mm_position.offset + 1
         now = self._clock()
         self._hung = self._disk.hangs
+        if self._role.probe_s:
+            is_down = self._hung or self._store.is_open or not self._role.can_load
+            self._may_probe = not is_down and self.tracker.may_probe(request)
         if self._must_grant:
             self._must_grant.clear()
         pending = []
@@ -353,6 +359,7 @@ class SchedulerHalf:
             or request_id in self._waited
             or request_id in self._waited_for_tier
             or request_id in self._waited_for_named
+            or request_id in self._waited_for_probed
         )
 
     def _can_be_encoded(self, request: Any, num_computed_tokens: int) -> bool:
@@ -413,6 +420,8 @@ class SchedulerHalf:
             return None
         if state is FAILED:
             return self._look_at_failed(feature, item, rows, needed_now, now)
+        if item.probed and identifier in self._named:
+            self.tracker.promise(item)
         came = not item.was_local and self._local(item.key)
         awaited = identifier in self._named or self._needs_embedding(feature)
         if item.failures and not came and not awaited:
@@ -472,7 +481,11 @@ class SchedulerHalf:
         if key is None:
             return None
         if not self._is_worthwhile(feature, key):
-            return ABSENT
+            may_probe = needed_now and self._may_probe
+            if not (may_probe and self.tracker.probe(key, feature.modality, rows)):
+                return ABSENT
+            self._rows_asked[identifier] = rows
+            return FETCHING
         if not self._role.can_load:
             return None
         priority = _DEMAND if needed_now else _LOOKAHEAD

@@ -34,6 +34,8 @@ class Role:
             them hold an embedding, nothing is granted.
         stores_again: Workers can store what the device holds already (vLLM's hook
             ``start_save_caches``, 0.30 and newer).
+        probe_s: Longest wait for what the index does not know; 0 where it is not asked for.
+        probes: How many of those are asked for at a time.
     """
 
     producer: bool
@@ -45,6 +47,8 @@ class Role:
     asked_every_pass: bool = True
     can_load: bool = True
     stores_again: bool = True
+    probe_s: float = 0.0
+    probes: int = 8
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,6 +54,8 @@ NAMESPACE = Namespace.from_descriptor({"model": "fuzz"})
 _FAULTS = ("load.failed", "load.rescued", "load.hung", "internal_errors")
 # Between two passes of an engine that runs.
 _LONGEST_PAUSE_S = 0.1
+# Of what the index does not know.
+PROBES = 3
 # In this time a fetch ends for certain where nothing fails.
 _AMPLE_S = 2.0
 
@@ -199,6 +201,8 @@ class S3EC(NoConnector):
             ranks=options.ranks,
             steps_in_flight=options.depth,
             defer_timeout_s=options.defer_timeout_s,
+            probe_s=options.probe_s,
+            probes=PROBES,
         )
         self.far = self._make_far(bench) if options.apart else None
         self.half = self.scheduler_half(
@@ -360,7 +364,10 @@ class S3EC(NoConnector):
             raise BrokenPromiseError("a kept answer is not what a look gives", request.request_id)
 
     def audit(self, *, requests: Collection[str], device: Collection[str]) -> None:
-        """What the half remembers belongs to something that is there."""
+        """What the half remembers belongs to something that is there, and probes are few."""
+        probes = len(self.half.tracker.remembered["probes"])
+        if probes > (PROBES if self.options.probe_s else 0):
+            raise BrokenPromiseError("too many probes are under way", str(probes))
         arrived = {one.pin.path for one in self.prefetcher.news if one.pin is not None}
         fetching = {
             *self.prefetcher.open,
@@ -444,21 +451,25 @@ class S3EC(NoConnector):
             raise BrokenPromiseError("a request is failed before its time", f"{name}: {waited_s}")
 
     def _count_deferred(self) -> None:
-        """No more than may wait for the bucket, and as many for this node's disk."""
+        """No more than may wait for the bucket, and as many for this node's disk.
+
+        And as many for what the index does not know.
+        """
         deferred = [
             name
             for name, wait in self._deferrals.items()
             if wait.asked_s is not None and all(map(has_pixels, self.requests[name].mm_features))
         ]
-        if self.is_calm and len(deferred) > 2 * self.most_waits:  # a jump lets waits be swept
+        sources = 3 if self.options.probe_s else 2
+        if self.is_calm and len(deferred) > sources * self.most_waits:  # a jump sweeps waits
             raise BrokenPromiseError("too many requests are deferred", str(len(deferred)))
 
     def _note_deferral(self, request: Request, answer: bool) -> None:
         """Nobody waits longer than allowed: a request is let go, or named as one that cannot be.
 
-        Waits for the bucket, for this node's disk and for what is still uploaded are counted apart,
-        and so is the patience of a request without pixels. An engine that stood still has not
-        deferred anybody.
+        Waits for the bucket, for this node's disk, for what is still uploaded and for what the
+        index does not know are counted apart, and so is the patience of a request without pixels.
+        An engine that stood still has not deferred anybody.
         """
         now = self.clock()
         wait = self._deferrals.setdefault(request.request_id, _Deferral())
@@ -469,7 +480,7 @@ class S3EC(NoConnector):
         if answer or asked_s is None:
             return
         wait.spent_s += min(now - asked_s, _LONGEST_PAUSE_S)
-        limit_s = 3 * self.options.defer_timeout_s
+        limit_s = 3 * self.options.defer_timeout_s + self.options.probe_s
         if not all(map(has_pixels, request.mm_features)):
             limit_s += NO_PIXELS_WAIT_S
         if wait.spent_s > limit_s:

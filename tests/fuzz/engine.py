@@ -67,6 +67,7 @@ class Options:
         cache_rows: Of the encoder cache, and of what a step may encode.
         lookahead: Tokens that a drafter looks ahead.
         defer_timeout_s: As the setting.
+        probe_s: As ``probe_unknown_ms``, in seconds.
         encode_row_s: What the workers say a row costs the encoder; None where waits are not weighed
             against it.
     """
@@ -84,6 +85,7 @@ class Options:
     cache_rows: int = 256
     lookahead: int = 0
     defer_timeout_s: float = 2.0
+    probe_s: float = 0.0
     encode_row_s: float | None = None
 
     @property

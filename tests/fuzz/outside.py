@@ -255,7 +255,8 @@ class PlayedPrefetcher:
             outside.local.add(want.key)
         if outcome is FetchOutcome.MISMATCH:
             self.misfits.add(identifier)
-        if outcome in (FetchOutcome.ABSENT, FetchOutcome.CORRUPT):
+        told = outcome is FetchOutcome.ABSENT and outside.index.maybe_contains(want.key)
+        if told or outcome is FetchOutcome.CORRUPT:
             outside.index.mark_missing(want.key, absent=outcome is FetchOutcome.ABSENT)
         if here is None and not outside.disk.hangs and pin is None:
             outside.local.discard(want.key)

@@ -109,6 +109,7 @@ class Habits:
         modalities: Of the pictures.
         adapters: How many LoRA adapters clients use.
         stored: How much of the pictures the bucket holds at first.
+        announced: How much of what is stored this engine's index knows.
         faults: How often a fetch fails whatever is there.
         outages: How often the store or the disk fails, or comes back.
         jumps: How often the clock jumps.
@@ -126,6 +127,7 @@ class Habits:
     modalities: tuple[str, ...] = ("image",)
     adapters: int = 0
     stored: float = 0.8
+    announced: float = 0.9
     faults: float = 0.1
     outages: float = 0.002
     jumps: float = 0.02
@@ -174,9 +176,14 @@ def draw(seed: int) -> tuple[Options, Habits]:
     # Drawn last, so that what an older seed was is what it is.
     row_s = rnd.choice([None, None, 1e-5, 1e-3, 1e-1])
     named = rnd.choice([0.0, 0.3, 0.9])
+    probe_s, announced = rnd.choice([0.0, 0.0, 0.08, 0.5]), 0.9
+    if probe_s:
+        announced = rnd.choice([0.0, 0.2, 0.6])
+        row_s = rnd.choice([row_s, None, None, 1e-1])
+        named = rnd.choice([named, 0.0])
     return (
-        dataclasses.replace(options, encode_row_s=row_s),
-        dataclasses.replace(habits, named=named),
+        dataclasses.replace(options, encode_row_s=row_s, probe_s=probe_s),
+        dataclasses.replace(habits, named=named, announced=announced),
     )
 
 
@@ -359,7 +366,7 @@ class Run:
             s3ec.outside.upload(identifier, stored)
             key = key_of(identifier)
             known = rnd.random()
-            if known < 0.9:
+            if known < self.habits.announced:
                 s3ec.outside.index.learn(key, sure=known < 0.6)
             if rnd.random() < 0.3:
                 s3ec.outside.publish(identifier, s3ec.outside.bucket[identifier])

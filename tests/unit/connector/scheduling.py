@@ -176,6 +176,7 @@ class World:
         self.local = LocalKeys()
         self.prefetcher = FakePrefetcher()
         self.ranks = ranks_apart
+        self.policy = policy
         self.store = SimpleNamespace(is_open=False)
         self.disk = SimpleNamespace(hangs=False)
         self.placeholders: dict[str, Any] = {"image_grid_thw": [[1, 2, 2]]}

@@ -41,6 +41,7 @@ from tests.unit.connector.scheduling import (
 TEXTS = "abc"
 CHECKSUM = "0" * 32  # of every entry that FakePrefetcher makes
 SPACING = 60
+PROBE_S = 0.5
 features = st.tuples(
     st.sampled_from(TEXTS), st.sampled_from([ROWS, ROWS, ROWS, ROWS + 1]), st.booleans()
 )
@@ -129,9 +130,17 @@ class HalfMachine(RuleBasedStateMachine):
         ranks=st.integers(1, 2),
         steps_in_flight=st.integers(1, 3),
         apart=st.booleans(),
+        probes=st.booleans(),
     )
-    def begin(self, producer: bool, ranks: int, steps_in_flight: int, apart: bool) -> None:
-        """``apart``: the last rank is on another node, and only what it says tells what it has."""
+    def begin(
+        self, producer: bool, ranks: int, steps_in_flight: int, apart: bool, probes: bool
+    ) -> None:
+        """Make an engine.
+
+        Args:
+            apart: The last rank is on another node, and only what it says tells what it has.
+            probes: What the index does not know is asked for.
+        """
         self.remote: RemoteRank | None = None
         bookkeeping = None
         if apart:
@@ -147,6 +156,8 @@ class HalfMachine(RuleBasedStateMachine):
             ranks=ranks,
             steps_in_flight=steps_in_flight,
             ranks_apart=bookkeeping,
+            probe_s=PROBE_S if probes else 0.0,
+            probes=2,
         )
         self.half = self.world.half
         self.live = self.world.prefetcher.live
@@ -157,7 +168,9 @@ class HalfMachine(RuleBasedStateMachine):
         self.carried: dict[str, int] = {}  # granted and allocated, not yet in a plan
         self.number = 0
         self.limit_s = 2.0
-        self.world.stock(*TEXTS)
+        if probes:
+            self.limit_s += PROBE_S
+        self.world.stock(*(TEXTS[:1] if probes else TEXTS))
 
     # -- the world around ---------------------------------------------------------------------
 
@@ -171,7 +184,8 @@ class HalfMachine(RuleBasedStateMachine):
 
     @rule(text=st.sampled_from(TEXTS))
     def the_tier_holds(self, text: str) -> None:
-        self.limit_s = 4.0  # each request may wait as long again for this node's disk
+        # Each request may wait as long again for this node's disk.
+        self.limit_s = 4.0 + self.world.role.probe_s
         self.world.local.add(key_of(identifier_of(text)))
 
     @rule(down=st.booleans())
@@ -430,6 +444,11 @@ class HalfMachine(RuleBasedStateMachine):
         for identifier, item in tracker.items.items():
             if item.state is FETCHING and identifier not in wanted:
                 assert item.priority is None
+
+    @invariant()
+    def few_probes_are_under_way(self) -> None:
+        if hasattr(self, "world"):
+            assert len(self.half.tracker.remembered["probes"]) <= 2 * bool(self.world.role.probe_s)
 
     def teardown(self) -> None:
         if not hasattr(self, "world"):
