@@ -50,7 +50,7 @@ class Plan:
     name: str
     reaches: Mapping[str, str | None]
     objects: int
-    objects_quick: int = 32
+    objects_quick: int = 16
     rows: int = 256
     width: int = 5376
     latency_s: float = 0.0
