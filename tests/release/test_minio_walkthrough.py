@@ -27,7 +27,7 @@ import yaml
 
 from s3ec.dev.rigs.proxy import FaultProxy
 from s3ec.testing.server import Identity, LocalS3
-from tests.terraform.cases import PLUGINS
+from tests.terraform.cases import PLUGINS, environment
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "minio"
@@ -186,12 +186,11 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Done]:
     (home / ".cache/huggingface").mkdir(parents=True)
     (home / ".cache/huggingface/token").write_text("hf_token\n")
     env = {
-        **{name: value for name, value in os.environ.items() if not name.startswith("TF_")},
+        **environment(),
         "HOME": str(home),
         "PATH": f"{commands}:{os.environ['PATH']}",
         "PYTHONPATH": str(ROOT),
         "TF_CLI_CONFIG_FILE": str(here / "terraform.rc"),
-        "CHECKPOINT_DISABLE": "1",
         "COLUMNS": "200",
     }
     shell = Shell(here, env)
