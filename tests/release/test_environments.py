@@ -88,11 +88,12 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def newest(tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> tuple[Path, dict[str, str]]:
     """An environment that held the newest boto3 before s3ec: its Python, and what it held."""
     folder = tmp_path_factory.mktemp("newest")
-    done = run(sys.executable, "-m", "venv", folder)
+    done = run(sys.executable, "-m", "venv", "--without-pip", folder)
     assert done.returncode == 0, done.stderr
     python = folder / "bin" / "python"
     once = ("--quiet", "--retries", "1")
-    pip(python, "install", *once, "--upgrade", "pip")  # older ones download to resolve
+    # The newest, older ones download to resolve; by this pip, since venv would install an old one.
+    pip(sys.executable, "--python", python, "install", *once, "pip")
     done = run(python, "-m", "pip", "install", *once, "boto3")
     if done.returncode:
         pytest.skip(f"needs a package index: {done.stderr.strip().splitlines()[-1][:200]}")
