@@ -80,8 +80,8 @@ demo: setup  ## encode real pictures into a bucket, answer from it; PRESET=gemma
 	@$(PY) -m s3ec.dev.demo --preset $(PRESET) $(ARGS)
 
 test: setup  ## all tests, with real vLLM engines; ARGS goes to pytest
-	@$(PY) -m pytest $(PARALLEL) -m "not e2e" $(ARGS)
-	# By its folder: collecting the others would import vllm once more.
+	# In two parts by folder: to collect the other's takes each process seconds.
+	@$(PY) -m pytest $(PARALLEL) --ignore=tests/e2e -m "not e2e" $(ARGS)
 	$(PY) -m pytest tests/e2e $(ENGINES) $(ARGS)
 
 test-fast: setup  ## the tests without engines, servers and crowds of processes, under two minutes
