@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,8 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def applied(tree: Path, moto_server: MotoServer) -> Iterator[Applied]:
+def applying(tree: Path, moto_server: MotoServer) -> Iterator[Future[Applied]]:
+    """Applied meanwhile: the provider looks at a new lifecycle for 50 s until it trusts it."""
     env = {
         **moto_server.env(),
         # An address instead of a name has the provider put buckets into the path.
@@ -66,14 +68,49 @@ def applied(tree: Path, moto_server: MotoServer) -> Iterator[Applied]:
     folder = tree / "examples" / "single-region"
     Terraform(folder, env).init()
     s3 = client(moto_server.endpoint_url, moto_server.env())
-    with Provider(folder, env) as provider:
-        here = Terraform(folder, env, provider)
+
+    def apply(here: Terraform) -> Applied:
         here.run("apply", "-auto-approve", "-input=false")
-        yield Applied(here, s3, here.outputs())
+        return Applied(here, s3, here.outputs())
+
+    with Provider(folder, env) as provider, ThreadPoolExecutor(1) as pool:
+        here = Terraform(folder, env, provider)
+        yield (future := pool.submit(apply, here))
+        future.result()
         # 0: nothing to do; 2 would be a change that each further apply makes again.
         here.run("plan", "-detailed-exitcode", "-input=false")
         here.run("destroy", "-auto-approve", "-input=false")
     assert BUCKET not in {bucket["Name"] for bucket in s3.list_buckets()["Buckets"]}
+
+
+@pytest.mark.usefixtures("applying")  # which waits, so this one comes first
+def test_bucket_of_an_s3_compatible_store_is_made_there_and_named_in_the_output(
+    tree: Path, local_s3: LocalS3
+) -> None:
+    env = {
+        **local_s3.env(),
+        "TF_VAR_endpoint_url": local_s3.endpoint_url,
+        "TF_VAR_bucket": "made-by-terraform",
+        "TF_VAR_prefix": "team-a/",
+    }
+    folder = tree / "examples" / "minio"
+    Terraform(folder, env).init()
+    with Provider(folder, env) as provider:
+        here = Terraform(folder, env, provider)
+        here.run("apply", "-auto-approve", "-input=false")
+        try:
+            extra = {"bucket": "made-by-terraform", "endpoint_url": local_s3.endpoint_url}
+            for role in ("ec_producer", "ec_consumer", "ec_both"):
+                expected = transfer_json(role, **extra, prefix="team-a", region="us-east-1")
+                assert here.outputs()["ec_transfer_config"][role] == expected
+            here.run("plan", "-detailed-exitcode", "-input=false")
+        finally:
+            here.run("destroy", "-auto-approve", "-input=false")
+
+
+@pytest.fixture(scope="module")
+def applied(applying: Future[Applied]) -> Applied:
+    return applying.result()
 
 
 def test_bucket_is_private_versioned_and_tidied(applied: Applied) -> None:
@@ -209,27 +246,3 @@ def test_connector_works_as_producer_and_as_consumer(
         assert engine.count("save.items") == 0
     lines = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert len([line for line in lines if "s3:PutObject" in line]) == 1
-
-
-def test_bucket_of_an_s3_compatible_store_is_made_there_and_named_in_the_output(
-    tree: Path, local_s3: LocalS3
-) -> None:
-    env = {
-        **local_s3.env(),
-        "TF_VAR_endpoint_url": local_s3.endpoint_url,
-        "TF_VAR_bucket": "made-by-terraform",
-        "TF_VAR_prefix": "team-a/",
-    }
-    folder = tree / "examples" / "minio"
-    Terraform(folder, env).init()
-    with Provider(folder, env) as provider:
-        here = Terraform(folder, env, provider)
-        here.run("apply", "-auto-approve", "-input=false")
-        try:
-            extra = {"bucket": "made-by-terraform", "endpoint_url": local_s3.endpoint_url}
-            for role in ("ec_producer", "ec_consumer", "ec_both"):
-                expected = transfer_json(role, **extra, prefix="team-a", region="us-east-1")
-                assert here.outputs()["ec_transfer_config"][role] == expected
-            here.run("plan", "-detailed-exitcode", "-input=false")
-        finally:
-            here.run("destroy", "-auto-approve", "-input=false")
