@@ -792,7 +792,7 @@ class ItemTracker:
         for budget in self._budgets:
             budget.end_request(request_id)
         if self._policy is not None:
-            self._policy.end_request(request_id)
+            self._policy.end_request(request_id, self._clock())
         self.leave(request_id)
 
     def _leave(self, request_id: str, identifier: str) -> None:

@@ -19,14 +19,13 @@ A request, as ``WaitPolicy`` sees it:
 =========  =========  ==================================================================
 state      goes to    when
 =========  =========  ==================================================================
-new        waiting    some T is cheaper than to stop now; at most 90% of it where nobody else
-                      is delayed by an encode
-new        declined   none is, or the encoding cost of this kind is to be learned first
+new        waiting    some T costs at most 80% of what it costs to stop now
+new        declined   none does, the encoding cost of this kind is to be learned first, or
+                      the request was declined after it had waited
 waiting    doubtful   no T is cheaper any more
 doubtful   waiting    some T is cheaper again
 doubtful   declined   a quarter of the cost to stop has passed, or to wait costs a fifth more
-waiting    declined   64% of the cost to stop have passed since it began, where nobody else
-                      is delayed by an encode; so for doubtful
+waiting    declined   twice the cost to stop has passed since it began; so for doubtful
 any        (unknown)  the request has ended, or waits for nothing any more
 =========  =========  ==================================================================
 
@@ -59,11 +58,11 @@ _TRIES = 25
 # Doubt: how much more a wait may cost, and for which share of the cost to stop.
 _DOUBT_COST = 1.2
 _DOUBT_SHARE = 0.25
-# In an idle engine a wait begins where it costs at most so much of what encoding costs, and lasts
-# at most so long a share of that. So nobody is served much later than by the encoder alone, however
-# slow a fetch is.
-_BEGIN_COST = 0.9
-_LONGEST_SHARE = 0.64
+# A wait begins where it costs at most so much of what encoding costs.
+_BEGIN_COST = 0.8
+# A fetch that hangs looks like one that is about to end. So a wait lasts at most so many times the
+# cost to stop; a shorter limit would end most waits just before their end.
+_LONGEST_SHARE = 2.0
 # A decision to wait holds for this share of the cost to stop: to decide later costs no more.
 _HOLD_SHARE = 0.05
 # How fast the engine's load is forgotten, and what it counts at most.
@@ -142,6 +141,7 @@ class EngineLoad:
         idle = (False, False)  # whether the step had a prefill, and any tokens
         self._steps = deque([idle] * steps_in_flight, maxlen=steps_in_flight)
         self._last_s: float | None = None
+        self._ended_s = 0.0
         self._busy_s = 0.0
         self._wall_s = 1e-6
         self._plain_s = 0.0  # a step that only decodes
@@ -168,31 +168,37 @@ class EngineLoad:
         """One of those asked about waits."""
         self._deferred += 1
 
+    def end_request(self, now: float) -> None:
+        """A request has ended, and with it a step; perhaps nothing runs until the next pass."""
+        self._ended_s = now
+
     def end_pass(self, now: float, *, has_prefill: bool, tokens: int, repeated: int = 0) -> None:
         """A scheduling pass has ended; ``repeated`` more requests wait as they did before."""
         last, self._last_s = self._last_s, now
         self._asked += repeated
         self._deferred += repeated
         if last is not None and now > last:
-            self._learn(now - last)
+            ran_s = (self._ended_s if self._ended_s > last else now) - last
+            self._learn(now - last, ran_s)
             self._fresh = 0
         self._steps.append((has_prefill, tokens > 0))
         self._others = max(0, self._asked - self._deferred)
         self._asked = self._deferred = 0
 
-    def _learn(self, interval_s: float) -> None:
+    def _learn(self, interval_s: float, ran_s: float) -> None:
+        """Since the last pass so much time has passed, and a step ran for some of it."""
         kept = math.exp(-interval_s / _MEMORY_S)
         had_prefill, had_tokens = self._steps[0]  # of the step that has run meanwhile
         exclusive_s = 0.0
         if had_prefill:
-            exclusive_s = max(0.0, interval_s - self._plain_s)
+            exclusive_s = max(0.0, ran_s - self._plain_s)
         elif had_tokens:
             weight = _PASS_WEIGHT if self._plain_s else 1.0
-            self._plain_s += weight * (interval_s - self._plain_s)
+            self._plain_s += weight * (ran_s - self._plain_s)
         self._busy_s = self._busy_s * kept + exclusive_s
         self._wall_s = self._wall_s * kept + interval_s
         if self._steps[-1][1]:
-            self._pause_s += _PASS_WEIGHT * (min(interval_s, _LONGEST_PAUSE_S) - self._pause_s)
+            self._pause_s += _PASS_WEIGHT * (min(ran_s, _LONGEST_PAUSE_S) - self._pause_s)
         self._arrivals += (1 - kept) * (self._fresh / interval_s - self._arrivals)
         self._crowd += (1 - kept) * (max(0, self._asked - 1) - self._crowd)
 
@@ -208,7 +214,8 @@ class EngineLoad:
             return 1.0
         busy = min(_BUSIEST, self._busy_s / self._wall_s)
         others = min(_MOST_OTHERS, self._others + self._arrivals * self._delay_s)
-        return (1.0 + others) / (1.0 - busy) ** 2
+        # Who waits now, and who comes before the engine has caught up.
+        return (1.0 + others) / (1.0 - busy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +240,6 @@ def is_waiting_cheaper(
     pause_s: float,
     *,
     most: float = 1.0,
-    longest_s: float = math.inf,
 ) -> bool:
     """Whether to wait until some time costs less than to encode all now.
 
@@ -242,7 +248,6 @@ def is_waiting_cheaper(
         encode_s: What it costs to encode one of them, price included, less what loading costs.
         pause_s: How long until the decision can be changed.
         most: How many times the cost of encoding a wait may cost.
-        longest_s: It ends after so long whatever has come, at the first pass.
     """
     count = sum(one.count for one in missing)
     stop_s = encode_s * count
@@ -250,7 +255,7 @@ def is_waiting_cheaper(
     if stop_s <= 0:
         return False
     missing_now = [max(one.times.later_than(one.age_s), 1e-6) for one in missing]
-    horizon_s = min(stop_s + 4 * pause_s, max(longest_s, pause_s))
+    horizon_s = stop_s + 4 * pause_s
     step = max(1.0001, horizon_s / pause_s) ** (1 / (_TRIES - 1))
     end_s, waited_s, not_all = 0.0, 0.0, 1.0
     for number in range(_TRIES):
@@ -387,8 +392,8 @@ class WaitPolicy:
         self.declined = 0
         self._times: dict[tuple[str, int], FetchTimes] = {}
         self._waiting: dict[str, _Waiting] = {}
-        # How long those have waited that were told to encode: they may be asked about again.
-        self._waited_s: dict[str, float] = {}
+        # Who has waited and was told to encode. vLLM may ask about them again.
+        self._over: dict[str, None] = {}
         self._decisions = 0
 
     @property
@@ -441,13 +446,14 @@ class WaitPolicy:
             self.declined += 1
             waited = self._waiting.pop(request_id, None)
             if waited is not None and not waited.is_new:
-                while len(self._waited_s) >= _MOST_REMEMBERED:
-                    del self._waited_s[next(iter(self._waited_s))]
-                waited_s = self._waited_s.pop(request_id, 0.0) + now - waited.began_s
-                self._waited_s[request_id] = waited_s
+                while len(self._over) >= _MOST_REMEMBERED:
+                    del self._over[next(iter(self._over))]
+                self._over[request_id] = None
         return waits
 
     def _decide(self, request_id: str, wants: Sequence[Want], now: float) -> bool:
+        if request_id in self._over:
+            return False
         costs = self.costs
         waiting = self._waiting.get(request_id)
         is_new = waiting is None or waiting.is_new
@@ -466,29 +472,24 @@ class WaitPolicy:
         encode_s = stop_s / len(wants)
         pause_s = self.load.pause_s
         again_s = now + _HOLD_SHARE * stop_s
-        # Where an encode delays others, they are what counts, and not how late this one is.
-        share, begin = (_LONGEST_SHARE, _BEGIN_COST) if idle else (math.inf, 1.0)
         if waiting is None or waiting.is_new:
-            longest_s = share * stop_s - self._waited_s.get(request_id, 0.0)
-            if longest_s <= 0 or not is_waiting_cheaper(
-                missing, encode_s, pause_s, most=begin, longest_s=longest_s
-            ):
+            if not is_waiting_cheaper(missing, encode_s, pause_s, most=_BEGIN_COST):
                 return False
             self._waiting[request_id] = _Waiting(False, again_s, began_s=now, stop_s=stop_s)
             return True
         # What has come makes it cheaper to stop now. Not so what it would have cost at first.
         waiting.stop_s = max(waiting.stop_s, stop_s)
-        left_s = waiting.began_s + share * waiting.stop_s - now
-        if left_s <= 0:
+        end_s = waiting.began_s + _LONGEST_SHARE * waiting.stop_s
+        if now >= end_s:
             return False
-        waiting.again_s = min(again_s, now + left_s)
-        if is_waiting_cheaper(missing, encode_s, pause_s, longest_s=left_s):
+        waiting.again_s = min(again_s, end_s)
+        if is_waiting_cheaper(missing, encode_s, pause_s):
             waiting.doubt_s = None
             return True
         if waiting.doubt_s is None:
             waiting.doubt_s = now
         return now - waiting.doubt_s < _DOUBT_SHARE * stop_s and is_waiting_cheaper(
-            missing, encode_s, pause_s, most=_DOUBT_COST, longest_s=left_s
+            missing, encode_s, pause_s, most=_DOUBT_COST
         )
 
     def _group(self, wants: Sequence[Want], now: float) -> list[Missing]:
@@ -517,7 +518,8 @@ class WaitPolicy:
         """The request waits for nothing any more."""
         self._waiting.pop(request_id, None)
 
-    def end_request(self, request_id: str) -> None:
+    def end_request(self, request_id: str, now: float) -> None:
         """The request has ended."""
+        self.load.end_request(now)
         self.end(request_id)
-        self._waited_s.pop(request_id, None)
+        self._over.pop(request_id, None)

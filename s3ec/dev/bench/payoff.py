@@ -4,8 +4,9 @@
 vLLM's own scheduler and s3ec's scheduler half run with a virtual clock: encoder, model and fetches
 are played (see ``rigs/virtual_engine.py``), so the figures are the same on every machine but for
 the time that one decision takes. At each point ``auto`` is compared with the better of the two
-others, in the same run and with the same requests and durations. What encoding is believed to cost
-is measured in real engines, see ``payoff_encoder.py``.
+others, in the same run and with the same requests and durations. Two parts run in real engines:
+what encoding is believed to cost (``payoff_encoder.py``), and six of the points
+(``payoff_engines.py``).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from s3ec.dev.bench import payoff_encoder
+from s3ec.dev.bench import payoff_encoder, payoff_engines
 from s3ec.dev.bench.context import Bench, Context
 from s3ec.dev.bench.result import Spec
 
@@ -41,10 +42,11 @@ ROWS = (
     Spec(_LEARNED, "ratio", "<= 1.25"),
     Spec(_DECIDE, "us", "<= 15"),
     *payoff_encoder.ROWS,
+    *payoff_engines.ROWS,
 )
 _REQUESTS, _QUICK_REQUESTS = 600, 150
 # Of its own: the policy's constants were chosen on others.
-_SEED = 23
+_SEED = 41
 _QUICK_EVERY = 11
 _DECISIONS = 20_000
 
@@ -99,6 +101,7 @@ def run(context: Context) -> None:
     context.report(_LEARNED, max(learned), samples=len(points))
     context.report(_DECIDE, _decide_us(), samples=_DECISIONS)
     payoff_encoder.run(context)
+    payoff_engines.run(context)
 
 
 def _ratios(one: Outcome, none: Outcome, always: Outcome) -> dict[str, float]:

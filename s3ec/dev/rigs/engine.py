@@ -171,6 +171,33 @@ class EngineProcess:
         answers: list[dict[str, Any]] = reply["answers"]
         return answers
 
+    def replay(
+        self,
+        prompts: Sequence[Sequence[Mapping[str, Any]]],
+        arrivals_s: Sequence[float],
+        *,
+        max_tokens: int,
+    ) -> tuple[list[float], float]:
+        """Ask each prompt at its time. For an engine in one process only.
+
+        Args:
+            prompts: As of ``chat``; rendered before the first one is asked.
+            arrivals_s: When each is asked, in rising order.
+            max_tokens: Length of each answer.
+
+        Returns:
+            Seconds from the arrival of each to its first token, and until all had ended.
+        """
+        reply = self._call(
+            {
+                "op": "replay",
+                "prompts": [list(prompt) for prompt in prompts],
+                "arrivals_s": list(arrivals_s),
+                "max_tokens": max_tokens,
+            }
+        )
+        return reply["first_token_s"], reply["seconds"]
+
     def timed(
         self, prompts: Sequence[Sequence[Mapping[str, Any]]], *, max_tokens: int
     ) -> dict[str, Any]:
@@ -205,7 +232,7 @@ class EngineProcess:
         self._call({"op": "shuffle"})
 
     def slow_encoder(self, seconds: float) -> None:
-        """Have each call of the encoder sleep so long first. For an engine in one process only."""
+        """Have the encoder sleep so long for each picture. For an engine in one process only."""
         self._call({"op": "slow_encoder", "seconds": seconds})
 
     def encoder(self) -> dict[str, Any]:

@@ -6,10 +6,12 @@ The file descriptors of both pipes come as arguments, since vLLM writes to stand
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -36,14 +38,20 @@ class _Engine:
         if spec["ec"] is not None:
             options["ec_transfer_config"] = ECTransferConfig(**spec["ec"])
         self._llm: Any = LLM(model=spec["model"], **options)
+        if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0":
+            self._rest_where_nothing_runs()
         self._timers: dict[str, list[int]] = {}
         self._encoder: _SlowEncoder | None = None
+        # Other than vLLM's own, which are small.
+        self._numbers = itertools.count(10**9)
 
     def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
         if request["op"] == "chat":
             return {"answers": self._chat(request)}
         if request["op"] == "generate":
             return {"answer": self._generate(request)}
+        if request["op"] == "replay":
+            return self._replay(request)
         if request["op"] == "timed":
             return self._timed(request)
         if request["op"] == "shuffle":
@@ -67,6 +75,59 @@ class _Engine:
             extra_args=request.get("extra_args"),
         )
         return [_plain(output) for output in self._llm.chat(messages, sampling, use_tqdm=False)]
+
+    def _rest_where_nothing_runs(self) -> None:
+        """As vLLM's engine does in a process of its own (``EngineCoreProc``).
+
+        Otherwise the scheduler would ask without a pause and keep the interpreter's lock from the
+        threads that fetch what it asks for.
+        """
+        core = self._core()
+        post_step = core.post_step
+
+        def rest(model_executed: bool) -> None:
+            post_step(model_executed)
+            if not model_executed and core.scheduler.has_requests():
+                time.sleep(0.001)
+
+        core.post_step = rest
+
+    def _replay(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Requests at their times; seconds to the first token of each, and of all."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        messages = [[{"role": "user", "content": parts}] for parts in request["prompts"]]
+        # Before the clock starts: a server renders in other processes.
+        rendered = self._llm._preprocess_chat(messages)  # noqa: SLF001  no public one gives these
+        due = deque(zip(request["arrivals_s"], rendered, strict=True))
+        engine = self._llm.llm_engine
+        arrived_s: dict[str, float] = {}
+        first_s: dict[str, float] = {}
+        started_s = time.monotonic()
+        while due or engine.has_unfinished_requests():
+            now_s = time.monotonic() - started_s
+            if due and not engine.has_unfinished_requests() and due[0][0] > now_s:
+                time.sleep(due[0][0] - now_s)
+            # Who comes while the engine executes is seen when it has.
+            while due and due[0][0] <= time.monotonic() - started_s:
+                at_s, one = due.popleft()
+                sampling = SamplingParams(
+                    temperature=0,
+                    max_tokens=request["max_tokens"],
+                    ignore_eos=True,
+                    output_kind=RequestOutputKind.DELTA,
+                )
+                name = str(next(self._numbers))
+                engine.add_request(name, one, sampling)
+                arrived_s[name] = at_s
+            for output in engine.step():
+                first_s.setdefault(output.request_id, time.monotonic() - started_s)
+        seconds = time.monotonic() - started_s
+        return {
+            "first_token_s": [first_s[name] - at_s for name, at_s in arrived_s.items()],
+            "seconds": seconds,
+        }
 
     def _timed(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Nanoseconds of the whole call, and of each step of the engine in it."""
@@ -135,14 +196,17 @@ class _Engine:
         return {"times": times, "learned": node.encode_costs("").document}
 
     def _metrics(self) -> dict[str, float]:
+        from prometheus_client import REGISTRY
+
+        # Not by LLM.get_metrics, which rounds counters to whole numbers.
         found: dict[str, float] = {}
-        for metric in self._llm.get_metrics():
-            value = getattr(metric, "value", None)
-            if value is None:
-                continue
-            labels = [f"{k}={v}" for k, v in metric.labels.items() if k in _OUR_LABELS]
-            name = metric.name + (f"{{{','.join(labels)}}}" if labels else "")
-            found[name] = found.get(name, 0) + value
+        for metric in REGISTRY.collect():
+            for sample in metric.samples:
+                if sample.name not in (metric.name, f"{metric.name}_total"):
+                    continue
+                labels = [f"{k}={v}" for k, v in sample.labels.items() if k in _OUR_LABELS]
+                name = metric.name + (f"{{{','.join(labels)}}}" if labels else "")
+                found[name] = found.get(name, 0) + sample.value
         return found
 
     def shutdown(self) -> None:
@@ -151,7 +215,7 @@ class _Engine:
 
 
 class _SlowEncoder:
-    """A model's encoder that takes longer by ``seconds``, and notes what each call took.
+    """A model's encoder that takes ``seconds`` longer a picture, and notes what each call took.
 
     It sleeps, which leaves the processor to others as an encoder on a GPU does.
     """
@@ -163,8 +227,8 @@ class _SlowEncoder:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         started = time.perf_counter()
-        time.sleep(self.seconds)
         made = self._embed(*args, **kwargs)
+        time.sleep(self.seconds * len(made))
         self.times.append((time.perf_counter() - started, sum(map(len, made))))
         return made
 

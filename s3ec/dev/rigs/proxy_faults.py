@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -48,6 +50,26 @@ class Delay:
     async def apply(self, exchange: Exchange) -> None:
         await asyncio.sleep(self.delay_s)
         await exchange.send(await exchange.forward())
+
+
+@dataclass(frozen=True, slots=True)
+class LognormalDelay:
+    """The upstream's reply, later by a time that the target and a seed decide.
+
+    Attributes:
+        median_s: Half of all targets take longer.
+        sigma: Of the times' logarithms.
+        seed: Another one gives other times.
+    """
+
+    median_s: float
+    sigma: float
+    seed: int
+
+    async def apply(self, exchange: Exchange) -> None:
+        path = exchange.request.target.partition("?")[0]
+        drawn = random.Random(f"{self.seed} {path}").gauss(0.0, self.sigma)
+        await Delay(self.median_s * math.exp(drawn)).apply(exchange)
 
 
 @dataclass(frozen=True, slots=True)

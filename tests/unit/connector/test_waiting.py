@@ -122,7 +122,7 @@ def test_encoding_is_dearer_the_more_requests_it_delays() -> None:
     now = run_passes(busy, asked=30, deferred=0, prefill=False, now=0.0)
     run_passes(busy, asked=30, deferred=0, prefill=True, now=now)
     assert 1.0 < idle.price < busy.price
-    assert busy.price < (1 + 500) / (1 - 0.97) ** 2 + 1
+    assert busy.price < (1 + 500) / (1 - 0.97) + 1
 
 
 def test_those_that_wait_for_fetches_are_not_delayed_by_an_encode() -> None:
@@ -143,6 +143,19 @@ def test_what_the_front_end_takes_and_its_clock_do_not_count_as_delay() -> None:
             load.end_pass(now, has_prefill=True, tokens=300)
         now += 0.02
     assert far.price == pytest.approx(near.price, rel=0.02)
+
+
+def test_time_without_requests_is_no_time_of_a_step() -> None:
+    load = EngineLoad(1)
+    now = 0.0
+    for _ in range(100):
+        for prefill in (True, False, False):
+            now += 0.01
+            load.asked()
+            load.end_pass(now, has_prefill=prefill, tokens=1)
+        load.end_request(now + 0.01)
+        now += 1.0
+    assert load.pause_s == pytest.approx(0.01, rel=0.05)
 
 
 def test_pause_is_that_of_the_steps_and_short_where_none_runs() -> None:
@@ -189,7 +202,8 @@ def test_request_waits_while_it_pays_then_doubts_then_encodes() -> None:
     assert list(one.waiting) == ["a"]
     times_s = [0.001 * step for step in range(1, 2000)]
     waited = next(now for now in times_s if not decide(one, "a", wants, now))
-    assert 0.03 < waited < 0.06
+    # As long as most fetches end, and no longer than twice what the encoder takes.
+    assert 0.03 < waited < 0.12 + 0.002
     assert not one.waiting
     assert one.declined == 1
     assert not decide(one, "a", wants, waited + 0.01)
@@ -267,7 +281,8 @@ def test_no_wait_is_much_longer_than_the_encoder_would_have_taken() -> None:
     wants = [want(slow)]
     assert decide(slow, "a", wants, 0.0)
     times_s = [0.001 * step for step in range(1, 2000)]
-    assert next(now for now in times_s if not decide(slow, "a", wants, now)) <= 0.07
+    waited = next(now for now in times_s if not decide(slow, "a", wants, now))
+    assert 0.19 < waited < 0.202
 
 
 def test_a_wait_begins_only_where_it_clearly_pays_and_one_that_has_begun_goes_on() -> None:
