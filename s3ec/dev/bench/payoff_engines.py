@@ -46,8 +46,10 @@ _SENTINELS = 20
 _REQUESTS, _QUICK_REQUESTS = 60, 8
 # Under load each engine is asked in so many turns.
 _TURNS = 3
-# Pictures that nobody has stored, then some that the bucket holds.
-_UNKNOWN, _KNOWN = 16, 16
+# Pictures that nobody has stored, one by one; then, some at a time, as many that the bucket holds
+# as fetches are remembered.
+_UNKNOWN = 16
+_KNOWN, _AT_A_TIME = 128, 4
 _MOST_SEQS = 32
 
 
@@ -107,7 +109,7 @@ def run(context: Context) -> None:
         _AUTO: ("ec_consumer", {"wait": "auto"}),
         _PRODUCER: ("ec_producer", {}),
     }
-    options = {"max_num_seqs": _MOST_SEQS, "mm_processor_cache_gb": 0}
+    options = {"max_num_seqs": _MOST_SEQS}
     with engines.running(context, roles, options=options) as rig:
         names = [secrets.token_hex(32) for _ in range(_names_of_all(count))]
         sentinels = [secrets.token_hex(32) for _ in range(_SENTINELS)]
@@ -122,14 +124,14 @@ def run(context: Context) -> None:
             before = engines.counters(rig.by_name[_ALWAYS]).get(engines.HITS, 0)
             found[point] = _measure(rig, point, count, left, pictures)
             hits = engines.counters(rig.by_name[_ALWAYS]).get(engines.HITS, 0) - before
-            if hits != (count + _KNOWN) * point.pictures:
+            if hits != count * point.pictures + _KNOWN:
                 raise CannotMeasureError(f"{hits:.0f} hits at {point}")
             context.say(", ".join(f"{name} {_shown(one)}" for name, one in found[point].items()))
     _report(context, found)
 
 
 def _names_of_all(count: int) -> int:
-    return sum((count + _KNOWN) * point.pictures for point in _POINTS)
+    return sum(count * point.pictures + _KNOWN for point in _POINTS)
 
 
 def _shown(times: _Times) -> str:
@@ -149,23 +151,23 @@ def _measure(
     def ask(about: Sequence[str]) -> list[dict[str, Any]]:
         return engines.prompt([next(shown) for _ in about], about)
 
-    def take(number: int) -> list[Any]:
-        each = point.pictures
+    def take(number: int, each: int) -> list[Any]:
         return [ask(list(itertools.islice(names, each))) for _ in range(number)]
 
     for engine in rig.by_name.values():
         engine.slow_encoder(point.encode_ms / 1e3)
     delay = LognormalDelay(point.fetch_ms / 1e3, _SIGMA, _SEED)
     rig.proxy.add(Rule(delay, method="GET", target="/objects/"))
-    known = take(_KNOWN)
-    seconds = 0.0
+    known = take(_KNOWN // _AT_A_TIME, _AT_A_TIME)
     for engine in rig.by_name.values():
         unknown = [ask([secrets.token_hex(32)]) for _ in range(_UNKNOWN)]
         for prompt in [*unknown, *known]:
             engine.replay([prompt], [0.0], max_tokens=_TOKENS)
-    asked = take(count)
+    asked = take(count, point.pictures)
     if point.load:
-        again = [ask([secrets.token_hex(32) for _ in range(point.pictures)]) for _ in known]
+        again = [
+            ask([secrets.token_hex(32) for _ in range(point.pictures)]) for _ in range(_UNKNOWN)
+        ]
         _, seconds = rig.by_name[_NONE].replay(again, [0.0] * len(again), max_tokens=_TOKENS)
         found = _ask_under_load(rig, asked, point.load * len(again) / seconds)
     else:

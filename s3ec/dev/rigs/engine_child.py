@@ -99,7 +99,7 @@ class _Engine:
 
         messages = [[{"role": "user", "content": parts}] for parts in request["prompts"]]
         # Before the clock starts: a server renders in other processes.
-        rendered = self._llm._preprocess_chat(messages)  # noqa: SLF001  no public one gives these
+        rendered = self._llm._preprocess_chat(messages)
         due = deque(zip(request["arrivals_s"], rendered, strict=True))
         engine = self._llm.llm_engine
         arrived_s: dict[str, float] = {}
