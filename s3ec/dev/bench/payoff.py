@@ -44,11 +44,11 @@ ROWS = (
     *payoff_encoder.ROWS,
     *payoff_engines.ROWS,
 )
-_REQUESTS, _QUICK_REQUESTS = 1200, 150
+_REQUESTS, _QUICK_REQUESTS = 600, 100
 # Of its own: the policy's constants were chosen on others.
 _SEED = 41
 # Of the grid; no side of it is a multiple of these.
-_EVERY, _QUICK_EVERY = 5, 29
+_EVERY, _QUICK_EVERY = 3, 23
 _DECISIONS = 20_000
 
 
@@ -60,7 +60,7 @@ def grid() -> Iterator[Point]:
     from s3ec.dev.rigs.virtual_engine import Point
 
     for encode_ms, fetch_ms, load, pictures, hits in itertools.product(
-        (3, 15, 100, 1000), (0.5, 5, 30, 80), (0.0, 0.5, 0.9, 1.3), (1, 4, 20), (0.5, 1.0)
+        (3, 15, 100, 1000), (0.5, 5, 30, 80), (0.0, 0.5, 0.9, 1.3), (1, 4), (0.5, 1.0)
     ):
         yield Point(encode_ms / 1000, fetch_ms / 1000, load, pictures, hits)
 
