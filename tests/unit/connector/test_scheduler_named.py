@@ -217,7 +217,7 @@ def test_how_long_uploads_take_is_learned() -> None:
     world = World(policy=weighs)
     asker = naming("r", "a")
     first_s = wait_in_vain(world, asker, "a")
-    assert 0.1 < first_s < 0.2  # no longer than the encoder would have taken
+    assert 0.1 < first_s < 0.41  # at most twice what the encoder would have taken
     world.end(asker)
     assert wait_in_vain(world, naming("next", "b"), "b") < first_s / 2
     assert weighs.times("promise", ROWS).mean_s > 0.2
