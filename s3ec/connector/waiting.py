@@ -76,6 +76,8 @@ _REQUEST_WEIGHT = 0.05
 _LEAST_WEIGHT = 0.005
 # So many fetches without an answer say that the store has gone silent; fewer may be bad luck.
 _SILENT_FROM = 3
+# What is believed of a cost may be so many times too high.
+_FAR_TOO_HIGH = 10.0
 # Before 0.26 vLLM does not tell when a request ends.
 _MOST_REMEMBERED = 10_000
 # In one scheduling pass; 64 of them take less than a millisecond.
@@ -462,7 +464,7 @@ class WaitPolicy:
         idle = price == 1.0
         # Not what others encode so that this engine need not.
         unknown = [one for one in wants if is_new and one.source != "promise"]
-        if sum([costs.explore(one.modality, one.rows, now, idle=idle) for one in unknown]):
+        if sum([self._explore(one, now, idle=idle) for one in unknown]):
             return False
         missing = self._group(wants, now)
         late_s = max(one.times.late_s for one in missing)
@@ -491,6 +493,15 @@ class WaitPolicy:
         return now - waiting.doubt_s < _DOUBT_SHARE * stop_s and is_waiting_cheaper(
             missing, encode_s, pause_s, most=_DOUBT_COST
         )
+
+    def _explore(self, want: Want, now: float, *, idle: bool) -> bool:
+        """Whether an item should be encoded so that its cost becomes known, or is learned anew.
+
+        Not anew where to wait would be right though the cost were believed far too high.
+        """
+        fetch_s = self.times(want.source, want.rows).mean_s
+        in_doubt = self.costs.cost_s(want.modality, want.rows) < _FAR_TOO_HIGH * fetch_s
+        return self.costs.explore(want.modality, want.rows, now, idle=idle and in_doubt)
 
     def _group(self, wants: Sequence[Want], now: float) -> list[Missing]:
         """Those that are alike, and whether they have begun; each group has the mean age."""

@@ -217,6 +217,20 @@ def test_cost_that_is_not_known_is_learned_by_encoding() -> None:
     assert decide(one, "b", [want(one)], 0.0)
 
 
+@pytest.mark.parametrize(("encode_s", "anew"), [(0.1, 1), (1.0, 0)])
+def test_an_old_cost_is_learned_anew_only_where_that_could_change_an_answer(
+    encode_s: float, anew: int
+) -> None:
+    one = policy(encode_s=encode_s, fetch_s=0.03)
+    # Ten minutes and 300 requests without an encode.
+    declined = 0
+    for number in range(400):
+        declined += not decide(one, str(number), [want(one, began_s=2.0 * number)], 2.0 * number)
+        one.queue.end(2.0 * number)
+        one.end_request(str(number), 2.0 * number)
+    assert declined == anew
+
+
 def test_request_that_has_ended_is_forgotten() -> None:
     one = policy(encode_s=1.0, fetch_s=0.03)
     assert decide(one, "a", [want(one)], 0.0)
