@@ -1067,6 +1067,8 @@ class ItemTracker:
             for identifier in self._probes.under_way
             if identifier not in fetching and identifier not in self._demand
         ]
+        if len(self._probes.under_way) > self._probes.places:
+            complaints.append(f"{len(self._probes.under_way)} probes are under way")
         complaints += [
             f"{name} waits for {identifier}, which is not known"
             for name, wanted in self.waiting.items()

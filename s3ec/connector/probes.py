@@ -29,6 +29,7 @@ class Probes:
     A key for which no place is free is a miss and stays (none).
 
     Attributes:
+        places: How many may be under way.
         under_way: Identifiers. For reading.
         absent: Digests of keys that are not asked for again. For reading.
     """
@@ -52,7 +53,7 @@ class Probes:
             clock: Monotonic seconds.
         """
         self._longest_s = longest_s
-        self._places = places
+        self.places = places
         self._costs = costs
         self._counters = counters
         self._absent = NegativeCache(NEGATIVE_TTL_S, clock)
@@ -62,7 +63,7 @@ class Probes:
 
     def begin(self, key: Key, modality: str, rows: int) -> bool:
         """Whether this key is to be asked for now; if so it is under way."""
-        if len(self._under_way) >= self._places or self._absent.holds(key.digest):
+        if len(self._under_way) >= self.places or self._absent.holds(key.digest):
             return False
         if self._costs is not None:
             # One in vain makes a request at most twice as late as its encoder alone.
