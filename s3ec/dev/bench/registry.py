@@ -89,7 +89,7 @@ ENTRIES: dict[str, Entry] = {
     ),
     "payoff": Entry(
         "s3ec.dev.bench.payoff",
-        "What weighing waits gains, in vLLM's scheduler with a virtual clock.",
+        "What weighing waits gains: vLLM's scheduler with a virtual clock, and real engines.",
         1800,
         alone=True,
     ),
