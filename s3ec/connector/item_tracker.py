@@ -519,6 +519,7 @@ class ItemTracker:
         """A request names what is being probed: it is awaited like anything that is named."""
         item.probed = False
         item.promised = True
+        self._answers.changed(item.key.identifier)  # they were for a probe
 
     def again(
         self,

@@ -448,16 +448,13 @@ class S3EC(NoConnector):
             raise BrokenPromiseError("a request is failed before its time", f"{name}: {waited_s}")
 
     def _count_deferred(self) -> None:
-        """No more than may wait for the bucket, and as many for this node's disk.
-
-        And as many for what the index does not know.
-        """
+        """No more than may wait for the bucket, and as many for each other source."""
         deferred = [
             name
             for name, wait in self._deferrals.items()
             if wait.asked_s is not None and all(map(has_pixels, self.requests[name].mm_features))
         ]
-        sources = 3 if self.options.probe_s else 2
+        sources = 4 if self.options.probe_s else 3  # bucket, disk, what is named; what is probed
         if self.is_calm and len(deferred) > sources * self.most_waits:  # a jump sweeps waits
             raise BrokenPromiseError("too many requests are deferred", str(len(deferred)))
 

@@ -280,6 +280,19 @@ def test_who_names_it_meanwhile_waits_as_for_what_is_named(world: World) -> None
     assert not world.ask(naming)
 
 
+def test_who_waited_for_the_probe_is_looked_at_again_when_another_one_names_it(
+    world: World,
+) -> None:
+    first = world.deferred(request("first", feature("a")))
+    assert "first" in world.half.answers.requests
+    namer = request("namer", feature("a"))
+    namer.ec_transfer_params = {identifier_of("a"): {}}
+    assert not world.ask(namer)
+    # Its answer was for a probe, and what it waits for is none any more.
+    assert "first" not in world.half.answers.requests
+    assert not world.ask(first)
+
+
 def test_who_has_no_pixels_waits_as_long_as_ever(world: World) -> None:
     asker = world.deferred(request("r", feature("a")))
     lone = world.deferred(request("s", bare("a")))
