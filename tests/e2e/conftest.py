@@ -126,8 +126,7 @@ def _answers(
     ) as engine:
         answers = {scenario.name: ask(engine, scenario) for scenario in scenarios(gallery)}
         single = [Scenario(f"solo {name}", [gallery.solo(name)]) for name in PURPOSES]
-        twice = [*(f"both-{n}" for n in range(BOTH)), "tier-flipped", "tier-cut", "tier-gone"]
-        single += [Scenario(f"again {name}", [gallery.again(name)]) for name in twice]
+        single += [Scenario(f"again both-{n}", [gallery.again(f"both-{n}")]) for n in range(BOTH)]
         single += [
             Scenario(f"healthy {n}", [healthy(gallery, n)[0]]) for n in range(HEALTHY_ROUNDS)
         ]

@@ -53,7 +53,7 @@ _CORPUS = (
     *(f"many-{number}" for number in range(MANY)),
     *(f"together-{number}" for number in range(4)),
     *(f"healthy-{number}" for number in range(4)),
-    *("stalled", "tier-flipped", "tier-cut", "tier-gone"),
+    "stalled",
     *(f"flight-{number}" for number in range(6)),
     *(f"deleted-{number}" for number in range(DELETED)),
     *("cut-tensor", "cut-header", "flipped", "other-width", "other-model"),
