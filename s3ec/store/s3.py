@@ -48,8 +48,9 @@ log = logging.getLogger(__name__)
 # Up to here a body is collected in one buffer of the announced length; a server that announces
 # much and sends nothing then costs this much address space, and no process is ended for lack of it.
 COLLECT_BYTES = 64 * 2**20
-# A body whose length may be a lie is collected in chunks of this size at most.
-_CHUNK_BYTES = 4 * 2**20
+# A body whose length may be a lie is collected in chunks of this size at most. No part that s3ec
+# asks for is as large.
+_CHUNK_BYTES = 9 * 2**20
 
 
 class ObstoreReply:
@@ -95,13 +96,17 @@ class ObstoreReply:
         """A body whose announced length may be a lie: little more is kept than it says."""
         chunks: list[bytes] = []
         nbytes = 0
-        # Of an honest part that is all of it, and nothing is joined.
-        stream = self._result.stream(min_chunk_size=min(max(expected, 1), _CHUNK_BYTES))
+        # One byte more than an honest part has: that comes as one chunk, whose size says that it
+        # is the last. Nothing is joined, and nobody has to ask whether more comes.
+        wanted = min(expected + 1, _CHUNK_BYTES)
+        stream = self._result.stream(min_chunk_size=wanted)
         with contextlib.suppress(StopAsyncIteration):
             while nbytes <= expected:
                 chunk = await held(anext(stream))
                 chunks.append(chunk)
                 nbytes += len(chunk)
+                if len(chunk) < wanted:
+                    break
         if len(chunks) == 1:
             return bytes(chunks[0])
         # In a thread, where joining lets go of the interpreter's lock.
