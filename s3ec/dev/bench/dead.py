@@ -8,25 +8,20 @@ slow moment of the machine hits both. Every image is new, so that each is looked
 
 from __future__ import annotations
 
-import contextlib
 import re
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from s3ec.dev.bench import measure
+from s3ec.dev.bench import engines, measure
 from s3ec.dev.bench.context import Bench, CannotMeasureError, Context
 from s3ec.dev.bench.result import Spec
-from s3ec.dev.rigs.vllm_cpu import NEW_PICTURES, ONE_PROCESS
 
 if TYPE_CHECKING:
     from s3ec.dev.rigs.engine import EngineProcess
     from s3ec.dev.rigs.proxy import FaultProxy
-    from s3ec.testing.server import LocalS3
 
 TTFT, STEP = "dead.ttft_p99_ratio", "dead.step_p99_ratio"
 ROWS = (Spec(TTFT, "ratio", "<= 1.05"), Spec(STEP, "ratio", "<= 1.05"))
@@ -34,12 +29,10 @@ PLAIN, DEAD = "no connector", "store dead"
 ROUNDS = 60
 _ALONE, _TOGETHER, _TOKENS = 16, 8, 8
 _GROUPS = 5
-_BUCKET = "dead"
 _PICTURES = 64
 _WARM_UP = 2000  # at most; as many as it takes until the store counts as dead
 Prompt = list[dict[str, Any]]
 _NAMESPACE = re.compile(r"s3ec namespace (\S+) in ")
-_PATIENCE_S = 120.0
 _OPENED, _ABSENT = "vllm:s3ec_breaker_opened", "vllm:s3ec_fetch_outcomes{outcome=absent}"
 _HITS, _MISSES = "vllm:s3ec_hits", "vllm:s3ec_misses"
 
@@ -68,22 +61,26 @@ def run(context: Context) -> None:
     rounds = context.rounds(ROUNDS)
     count = _WARM_UP + 2 * (rounds + 1) * (_ALONE + _TOGETHER)
     names = [secrets.token_hex(32) for _ in range(count)]
-    with _engines(context) as (engines, server, proxy):
+    roles = {PLAIN: None, DEAD: ("ec_consumer", {"wait": "always"})}
+    with engines.running(context, roles) as rig:
         pictures = write_patterns(context.scratch / "pictures", _PICTURES, 0)
-        asked = iter([_prompt(pictures[at % _PICTURES], name) for at, name in enumerate(names)])
-        found = _NAMESPACE.search(engines[DEAD].log)
+        asked = iter(
+            [engines.prompt([pictures[at % _PICTURES]], [name]) for at, name in enumerate(names)]
+        )
+        dead = rig.by_name[DEAD]
+        found = _NAMESPACE.search(dead.log)
         if found is None:
             raise CannotMeasureError("the connector does not name its namespace")
-        _announce(server, found[1], names)
-        _die(engines[DEAD], proxy, lambda: engines[DEAD].chat([next(asked)], max_tokens=1))
-        before = engines[DEAD].counters()
+        _announce(rig, found[1], names)
+        _die(dead, rig.proxy, asked)
+        before = dead.counters()
         context.say(f"{rounds} rounds")
         cases: dict[str, Callable[[], RequestTimes]] = {
             name: lambda engine=engine: _round(engine, asked)  # type: ignore[misc]
-            for name, engine in engines.items()
+            for name, engine in rig.by_name.items()
         }
         kept = measure.interleave(cases, rounds=rounds, warmup=1)
-        after = engines[DEAD].counters()
+        after = dead.counters()
     moved = {name: after[name] - before.get(name, 0) for name in after if "s3ec" in name}
     report(context, kept, {name: count for name, count in moved.items() if count})
 
@@ -99,62 +96,7 @@ def _round(engine: EngineProcess, asked: Iterator[Prompt]) -> RequestTimes:
     return times
 
 
-def _prompt(picture: Path, name: str) -> Prompt:
-    """A picture under a name of its own, which makes it a new one."""
-    from s3ec.dev.rigs.engine import image, text
-
-    return [image(picture, name), text("what is to be seen in it, and where?")]
-
-
-@contextlib.contextmanager
-def _engines(context: Context) -> Iterator[tuple[dict[str, EngineProcess], LocalS3, FaultProxy]]:
-    """Both engines, and what stands behind the second one."""
-    from s3ec.dev.rigs.engine import EngineProcess, ec_config
-    from s3ec.dev.rigs.models import write_gemma3
-    from s3ec.dev.rigs.proxy import FaultProxy
-    from s3ec.errors import ConfigError
-    from s3ec.testing.server import LocalS3
-
-    scratch = context.scratch
-    with contextlib.ExitStack() as stack:
-        context.say("starting a server and two engines")
-        try:
-            server = stack.enter_context(LocalS3())
-            model = write_gemma3(scratch / "model")
-        except (ConfigError, ImportError) as exc:
-            raise CannotMeasureError(str(exc)) from exc
-        server.create_bucket(_BUCKET)
-        proxy = stack.enter_context(FaultProxy(server.endpoint_url))
-        settings = {
-            "bucket": _BUCKET,
-            "endpoint_url": proxy.url,
-            "cache_dir": str(scratch / "tier"),
-            "min_free_bytes": 0,
-            "index_refresh_s": 1.0,
-            "wait": "always",
-        }
-        path = {"ec_connector_module_path": "s3ec.connector"}
-        engines = {
-            name: EngineProcess(
-                model,
-                ec=ec,
-                log_path=scratch / f"{number}.log",
-                media=scratch,
-                env=server.env() | ONE_PROCESS,
-                options=NEW_PICTURES,
-            )
-            for number, (name, ec) in enumerate(
-                {PLAIN: None, DEAD: ec_config("ec_consumer", settings, **path)}.items()
-            )
-        }
-        for engine in engines.values():
-            stack.callback(engine.stop, 5)
-        with ThreadPoolExecutor(2) as pool:
-            list(pool.map(EngineProcess.start, engines.values()))
-        yield engines, server, proxy
-
-
-def _announce(server: LocalS3, namespace: str, names: Sequence[str]) -> None:
+def _announce(rig: engines.Engines, namespace: str, names: Sequence[str]) -> None:
     """Write an index that holds all of these; there are no objects."""
     from s3ec.identity import Layout, canonical_json, make_key
     from s3ec.index.manifest import Ulids
@@ -165,14 +107,14 @@ def _announce(server: LocalS3, namespace: str, names: Sequence[str]) -> None:
     facts = EntryInfo(nbytes=9000, rows=64, width=64, dtype="bfloat16", time_s=int(now_s))
     keys = [key for key in map(make_key, names) if key is not None]
     rows = Rows.from_facts([(key.digest, facts) for key in keys]).sorted_unique()
-    client = server.client()
+    client, bucket = rig.server.client(), rig.settings["bucket"]
     record = canonical_json({"width": 64, "dtype": "bfloat16"}).encode()
-    client.put_object(Bucket=_BUCKET, Key=layout.modality("image"), Body=record)
+    client.put_object(Bucket=bucket, Key=layout.modality("image"), Body=record)
     body = b"".join(encode_segment(rows, namespace))
-    client.put_object(Bucket=_BUCKET, Key=layout.delta(Ulids().next(now_s)), Body=body)
+    client.put_object(Bucket=bucket, Key=layout.delta(Ulids().next(now_s)), Body=body)
 
 
-def _die(engine: EngineProcess, proxy: FaultProxy, ask: Callable[[], object]) -> None:
+def _die(engine: EngineProcess, proxy: FaultProxy, asked: Iterator[Prompt]) -> None:
     """Wait until the engine knows the index, swallow its requests, wait for its breaker.
 
     Raises:
@@ -182,20 +124,15 @@ def _die(engine: EngineProcess, proxy: FaultProxy, ask: Callable[[], object]) ->
     from s3ec.dev.rigs.proxy_faults import StallUpload
 
     def has(counter: str) -> bool:
-        return engine.counters().get(counter, 0) > 0
+        if engine.counters().get(counter, 0) > 0:
+            return True
+        engine.chat([next(asked)], max_tokens=1)
+        return False
 
     # It asks for what the index holds, and finds that it is not there.
-    _until(lambda: has(_ABSENT), ask, "the engine has read the index")
+    engines.until(lambda: has(_ABSENT), "the engine has read the index", pause_s=0.0)
     proxy.add(Rule(StallUpload()))
-    _until(lambda: has(_OPENED), ask, "the breaker is open")
-
-
-def _until(condition: Callable[[], bool], ask: Callable[[], object], what: str) -> None:
-    end = time.monotonic() + _PATIENCE_S
-    while not condition():
-        if time.monotonic() > end:
-            raise CannotMeasureError(f"not so after {_PATIENCE_S:.0f} s: {what}")
-        ask()
+    engines.until(lambda: has(_OPENED), "the breaker is open", pause_s=0.0)
 
 
 def report(

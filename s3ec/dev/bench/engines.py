@@ -8,6 +8,7 @@ as an encoder on a GPU does.
 from __future__ import annotations
 
 import contextlib
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,12 +23,13 @@ from s3ec.dev.rigs.vllm_cpu import NEW_PICTURES, ONE_PROCESS
 if TYPE_CHECKING:
     from s3ec.dev.rigs.engine import EngineProcess
     from s3ec.dev.rigs.proxy import FaultProxy
+    from s3ec.testing.server import LocalS3
 
 ROWS, WIDTH = 64, 64  # of the tiny model's embeddings
 HITS = "vllm:s3ec_hits"
 _SAVES = "vllm:s3ec_saves"
 _BUCKET = "engines"
-_PATIENCE_S = 60.0
+_PATIENCE_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +38,13 @@ class Engines:
 
     Attributes:
         by_name: The engines.
-        proxy: Before their bucket.
+        server: With their bucket.
+        proxy: Before it.
         settings: Of s3ec, for that bucket and a tier that no engine has.
     """
 
     by_name: dict[str, EngineProcess]
+    server: LocalS3
     proxy: FaultProxy
     settings: dict[str, Any]
 
@@ -69,7 +73,7 @@ def running(
     from s3ec.testing.server import LocalS3
 
     context.say(f"starting a server and {len(roles)} engines")
-    scratch = context.scratch / "engines"
+    scratch = Path(tempfile.mkdtemp(dir=context.scratch))
     with contextlib.ExitStack() as stack:
         try:
             server = stack.enter_context(LocalS3())
@@ -105,7 +109,7 @@ def running(
             stack.callback(engines[name].stop, 5)
         with ThreadPoolExecutor(len(engines)) as pool:
             list(pool.map(EngineProcess.start, engines.values()))
-        yield Engines(engines, proxy, settings)
+        yield Engines(engines, server, proxy, settings)
 
 
 def prompt(pictures: Sequence[Path], names: Sequence[str]) -> list[dict[str, Any]]:
@@ -130,7 +134,7 @@ def fill(producer: EngineProcess, pictures: Sequence[Path], names: Sequence[str]
     before = counters(producer).get(_SAVES, 0)
     for number, name in enumerate(names):
         producer.chat([prompt([pictures[number % len(pictures)]], [name])], max_tokens=1)
-    _until(lambda: counters(producer).get(_SAVES, 0) - before >= len(names), "all is stored")
+    until(lambda: counters(producer).get(_SAVES, 0) - before >= len(names), "all is stored")
 
 
 def follow(consumer: EngineProcess, picture: Path, sentinels: Sequence[str]) -> None:
@@ -148,10 +152,15 @@ def follow(consumer: EngineProcess, picture: Path, sentinels: Sequence[str]) -> 
         consumer.chat([prompt([picture], [next(left)])], max_tokens=1)
         return counters(consumer).get(HITS, 0) > before
 
-    _until(is_hit, "the consumer has read the index", pause_s=1.0)
+    until(is_hit, "the consumer has read the index", pause_s=1.0)
 
 
-def _until(condition: Callable[[], bool], what: str, pause_s: float = 0.1) -> None:
+def until(condition: Callable[[], bool], what: str, pause_s: float = 0.1) -> None:
+    """Wait for a condition.
+
+    Raises:
+        CannotMeasureError: It does not come.
+    """
     end_s = time.monotonic() + _PATIENCE_S
     while not condition():
         if time.monotonic() > end_s:
