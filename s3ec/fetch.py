@@ -37,6 +37,11 @@ class ByteBudget:
         self._held_bytes = 0
         self._waiting: list[asyncio.Future[None]] = []
 
+    @property
+    def is_used(self) -> bool:
+        """Whether anything is held."""
+        return self._held_bytes > 0
+
     async def take(self, nbytes: int) -> None:
         """Wait until so many bytes more may be held; anything may be alone."""
         while self._held_bytes and self._held_bytes + nbytes > self._limit_bytes:
@@ -106,9 +111,10 @@ class FetchResult:
 
 
 # Larger objects are asked for in ranges of this size, since one connection to S3 carries some
-# 95 MiB/s. Smaller ranges cost more requests.
+# 95 MiB/s. Ranges of half the size are here sooner and cost more requests: they are for an object
+# that is fetched alone.
 PART_BYTES = 4 * 2**20
-# Ranges of one object that are asked for, or wait to be checked, at a time.
+# So many ranges of one object, or twice as many halves, are asked for or wait to be checked.
 PARTS_AT_A_TIME = 8
 # A large object may take as much longer than a small one as it would at this pace.
 _LEAST_BYTES_PER_S = 2**20
@@ -280,29 +286,29 @@ class Fetcher:
     async def _download(
         self, want: FetchRequest, expected: Shape, deadline: asyncio.Timeout
     ) -> FetchResult:
-        # An honest entry is the tensor and a header; anything larger is refused unread.
-        max_bytes = expected.nbytes + 8 + codec.HEADER_LIMIT
+        max_bytes = _most_bytes(expected)
         whole = max_bytes <= PART_BYTES
         held_bytes = min(max_bytes, PARTS_AT_A_TIME * PART_BYTES)
+        part_bytes = PART_BYTES if self._budget.is_used else PART_BYTES // 2
         await self._budget.take(held_bytes)
         try:
             if not whole:
                 _extend(deadline, max_bytes / _LEAST_BYTES_PER_S)
-            return await self._first_good(want, expected, max_bytes if whole else None)
+            return await self._first_good(want, expected, None if whole else part_bytes)
         finally:
             self._budget.free(held_bytes)
 
     async def _first_good(
-        self, want: FetchRequest, expected: Shape, max_bytes: int | None
+        self, want: FetchRequest, expected: Shape, part_bytes: int | None
     ) -> FetchResult:
-        """The object, or its revision where that is bad or gone; no max_bytes: in parts."""
+        """The object, or its revision where that is bad or gone; no part_bytes: as a whole."""
         key, bad = want.key, self._bad_objects
         if self._loop.watch.run(bad.is_stale):
             await self._loop.disk(bad.refresh)
         facts = self._index.facts(key)
         revision = bad.revision(key)
         while revision <= MAX_REVISION:
-            answer = await self._twice(want, expected, max_bytes, revision, facts)
+            answer = await self._twice(want, expected, part_bytes, revision, facts)
             if isinstance(answer, str):
                 row_s = facts.time_s if facts else 0
                 note = partial(bad.note, key, answer, revision, row_time_s=row_s)
@@ -330,7 +336,7 @@ class Fetcher:
         self,
         want: FetchRequest,
         expected: Shape,
-        max_bytes: int | None,
+        part_bytes: int | None,
         revision: int,
         facts: EntryInfo | None,
     ) -> FetchResult | str | None:
@@ -338,10 +344,11 @@ class Fetcher:
         name, reason = self._layout.object(want.key, revision), ""
         for attempt in (1, 2):
             try:
-                if max_bytes is not None:
-                    return await self._receive(want, expected, name, max_bytes)
+                if part_bytes is None:
+                    return await self._receive(want, expected, name)
                 known = facts is not None and facts.confirms(expected)
-                return await self._receive_parts(want, expected, name, at_once=known)
+                ranges = _ranges(expected, part_bytes)
+                return await self._receive_parts(want, expected, name, ranges, at_once=known)
             except CorruptEntryError as exc:
                 reason = exc.reason
                 if reason == "size" and not (facts and facts.confirms(expected)):
@@ -357,10 +364,8 @@ class Fetcher:
                 )
         return reason
 
-    async def _receive(
-        self, want: FetchRequest, expected: Shape, name: str, max_bytes: int
-    ) -> FetchResult | None:
-        body = await self._store.get(name, max_bytes=max_bytes)
+    async def _receive(self, want: FetchRequest, expected: Shape, name: str) -> FetchResult | None:
+        body = await self._store.get(name, max_bytes=_most_bytes(expected))
         if body is None:
             return None
         kept = await self._loop.disk(self._keep, want, expected, body, undo=self._let_go)
@@ -379,20 +384,27 @@ class Fetcher:
         return pin
 
     async def _receive_parts(
-        self, want: FetchRequest, expected: Shape, name: str, *, at_once: bool
+        self,
+        want: FetchRequest,
+        expected: Shape,
+        name: str,
+        ranges: Sequence[range],
+        *,
+        at_once: bool,
     ) -> FetchResult | None:
         """A large object, in ranges that are written as they come.
 
         Args:
+            ranges: All of it.
             at_once: Ask for all ranges at once. Else for the first one alone, which tells whether
                 the object is there and of use.
         """
-        ranges = _ranges(expected)
         disk = self._loop.disk
+        at_a_time = PARTS_AT_A_TIME * PART_BYTES // len(ranges[0])
         incoming: Incoming[Pin] | None = None
         early: list[tuple[int, Blob]] = []
         coming = parts_as_they_come(
-            self._store, name, ranges, at_a_time=PARTS_AT_A_TIME, first_alone=not at_once
+            self._store, name, ranges, at_a_time=at_a_time, first_alone=not at_once
         )
         try:
             async with aclosing(coming) as parts:
@@ -448,11 +460,16 @@ def _misfit(header: Header, want: FetchRequest, expected: Shape) -> str | None:
     return None if header.modality == want.modality else "modality"
 
 
-def _ranges(expected: Shape) -> list[range]:
+def _most_bytes(expected: Shape) -> int:
+    """An honest entry is the tensor and a header; anything larger is refused unread."""
+    return expected.nbytes + 8 + codec.HEADER_LIMIT
+
+
+def _ranges(expected: Shape, part_bytes: int) -> list[range]:
     """The ranges that a large object is asked for in; the last one has room for any header."""
-    whole = expected.nbytes + 8 + codec.HEADER_LIMIT
-    starts = list(range(0, expected.nbytes, PART_BYTES))
-    return [range(start, stop) for start, stop in zip(starts, [*starts[1:], whole], strict=True)]
+    starts = list(range(0, expected.nbytes, part_bytes))
+    stops = [*starts[1:], _most_bytes(expected)]
+    return [range(start, stop) for start, stop in zip(starts, stops, strict=True)]
 
 
 def _extend(deadline: asyncio.Timeout, seconds: float) -> None:

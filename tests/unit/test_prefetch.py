@@ -815,21 +815,22 @@ def test_a_full_queue_answers_at_once(bench: Bench) -> None:
 # -- large objects -----------------------------------------------------------------------------
 
 LARGE_ROWS = 3000  # 192 kB: ten parts of PART_BYTES below
-PART_BYTES = 20_000
+PART_BYTES = 20_000  # of an object that is fetched alone
 PARTS_AT_A_TIME = 4
 
 
 @pytest.fixture
 def in_parts(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Bench:
     """A bench where an entry comes in parts, and holds one such entry."""
-    monkeypatch.setattr("s3ec.fetch.PART_BYTES", PART_BYTES)
-    monkeypatch.setattr("s3ec.fetch.PARTS_AT_A_TIME", PARTS_AT_A_TIME)
+    monkeypatch.setattr("s3ec.fetch.PART_BYTES", 2 * PART_BYTES)
+    monkeypatch.setattr("s3ec.fetch.PARTS_AT_A_TIME", PARTS_AT_A_TIME // 2)
     bench.put(key_of("a"), entry(key_of("a"), rows=LARGE_ROWS))
     return bench
 
 
-def ranges(bench: Bench) -> int:
-    return sum(op == "get_range" for op, _ in bench.store.log)
+def ranges(bench: Bench, text: str = "a") -> int:
+    asked = ("get_range", LAYOUT.object(key_of(text)))
+    return sum((op, name) == asked for op, name in bench.store.log)
 
 
 def test_a_large_object_comes_in_parts_and_is_whole(in_parts: Bench) -> None:
@@ -852,6 +853,22 @@ def test_a_large_object_takes_the_memory_of_a_few_parts(in_parts: Bench) -> None
     assert ranges(in_parts) == 1 + PARTS_AT_A_TIME  # the first, and all that may be out behind it
     gate.release()
     assert in_parts.collect(1)[0].outcome is FetchOutcome.READY
+
+
+def test_a_large_object_beside_another_one_comes_in_larger_parts(in_parts: Bench) -> None:
+    in_parts.put(key_of("b"), entry(key_of("b"), rows=LARGE_ROWS))
+    gate = in_parts.hold(op="get_range", name=OBJECTS)
+    in_parts.prefetcher.submit([want("a", rows=LARGE_ROWS)])
+    assert gate.reached.wait(TIMEOUT_S)
+    in_parts.prefetcher.submit([want("b", rows=LARGE_ROWS)])
+    until(lambda: ranges(in_parts, "b") == 1, "both are under way")
+    gate.release()
+    done = {each.want.key: each.pin for each in in_parts.collect(2)}
+    for text, nbytes in {"a": PART_BYTES, "b": 2 * PART_BYTES}.items():
+        pin = done[key_of(text)]
+        assert pin is not None
+        assert pin.path.read_bytes() == entry(key_of(text), rows=LARGE_ROWS)
+        assert ranges(in_parts, text) == -(-pin.nbytes // nbytes)
 
 
 def test_ranges_of_what_the_index_knows_to_fit_are_asked_for_at_once(in_parts: Bench) -> None:
