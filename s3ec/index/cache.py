@@ -189,7 +189,17 @@ class IndexCache:
     async def _open_base(
         self, head: BaseManifest, files: Sequence[tuple[str, Blob]], *, exact: bool
     ) -> Base:
-        await in_parallel(files, lambda it: self._base_file(*it, exact=exact), width=FILES)
+        bad: list[CorruptEntryError] = []
+
+        async def bring(file: tuple[str, Blob]) -> None:
+            try:
+                await self._base_file(*file, exact=exact)
+            except CorruptEntryError as exc:
+                bad.append(exc)  # the good ones come all the same: the next try needs them
+
+        await in_parallel(files, bring, width=FILES)
+        if bad:
+            raise bad[0]
         paths = [self._files.path(self._local(name)) for name, _ in files]
         try:
             return await self.disk(
