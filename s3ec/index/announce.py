@@ -37,7 +37,7 @@ CALIBRATE_EVERY = 1000
 """Deltas between two looks at the server's clock; an idle writer makes none."""
 
 _MAX_PAUSE_S = 15.0
-_MAX_TIME_S = 2**32 - 1  # what the column holds; of equal times the later name's wins
+_MAX_TIME_S = 2**32 - 1  # what the column holds
 # A retry takes a new name where the last one is older than this: readers find a delta late if it
 # appears under an old name.
 _NAME_AGE_S = OVERLAP_S / 10

@@ -163,9 +163,9 @@ def _check_entries(shard: Shard, part: Segment | Bloom, name: str) -> None:
 class Overlay:
     """The newest row of each key, and the delta that it comes from; 46 bytes a row. Immutable.
 
-    Of two rows for a key the later ``time_s`` counts, and where they are equal that of the later
-    ULID. So what a delta adds depends on no order in which deltas come, and no delta has to be
-    read again when one with an older name appears.
+    Of two rows for a key the later ``time_s`` counts, and where they are equal a tombstone, or that
+    of the later ULID. So what a delta adds depends on no order in which deltas come, and no delta
+    has to be read again when one with an older name appears.
 
     Attributes:
         ulids: Of all deltas in it, those too whose rows all lost.

@@ -179,7 +179,9 @@ class Rows:
         return bool(rises.all())
 
     def sorted_unique(self) -> Rows:
-        """One row per digest, sorted: the one with the latest time, of equals the last."""
+        """One row per digest, sorted: the one with the latest time, of equals a tombstone or the
+        last.
+        """
         if self.is_sorted():
             return self
         return self.select(self.winners())
@@ -196,8 +198,11 @@ class Rows:
         tied[1:] |= same
         tied[:-1] |= same
         some = order[tied]
-        # lexsort's last key counts most; it is stable, so of equals the last stays last.
-        ranks = np.lexsort((self.time_s[some], self.digest_lo[some], self.digest_hi[some]))
+        # lexsort's last key counts most; it is stable, so of equals the last stays last. Of equal
+        # times a tombstone's counts: a writer tells some seconds later what it has stored, and
+        # that may be gone by then.
+        keys = (self.deleted[some], self.time_s[some], self.digest_lo[some], self.digest_hi[some])
+        ranks = np.lexsort(keys)
         order[tied] = some[ranks]
         last = np.ones(len(order), np.bool_)
         lo = self.digest_lo[order]
@@ -206,7 +211,8 @@ class Rows:
 
 
 def merge(parts: Sequence[Rows], *, keep_tombstones: bool) -> Rows:
-    """One row per digest of all parts: the latest ``time_s``, at equal times the later part.
+    """One row per digest of all parts: the latest ``time_s``, at equal times a tombstone's or the
+    later part's.
 
     So the base comes first, then deltas by rising ULID. Memory: about three times the result.
 

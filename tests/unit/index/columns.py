@@ -54,12 +54,17 @@ def as_items(rows: Rows) -> Items:
     ]
 
 
+def rank(said: EntryInfo | Tombstone) -> tuple[int, bool]:
+    """Of two rows for a key the one of the higher rank counts, of equal ones the later."""
+    return said.time_s, isinstance(said, Tombstone)
+
+
 def winners(parts: Iterable[Items]) -> dict[bytes, EntryInfo | Tombstone]:
     """The rule of conflicts, as a loop over a dict."""
     result: dict[bytes, EntryInfo | Tombstone] = {}
     for part in parts:
         for digest, said in part:
-            if digest not in result or said.time_s >= result[digest].time_s:
+            if digest not in result or rank(said) >= rank(result[digest]):
                 result[digest] = said
     return dict(sorted(result.items()))
 

@@ -77,9 +77,10 @@ async def view(store: Store, layout: Layout = LAYOUT) -> View:
 
 def apply(state: dict[bytes, tuple[EntryInfo, bool]], rows: Rows) -> None:
     for row in range(len(rows)):
-        digest, facts = rows.digest(row), rows.facts(row)
-        if digest not in state or facts.time_s >= state[digest][0].time_s:
-            state[digest] = (facts, bool(rows.deleted[row]))
+        digest, facts, deleted = rows.digest(row), rows.facts(row), bool(rows.deleted[row])
+        known = state.get(digest)
+        if known is None or (facts.time_s, deleted) >= (known[0].time_s, known[1]):
+            state[digest] = (facts, deleted)
 
 
 async def read(store: Store, name: str) -> bytes:

@@ -22,6 +22,7 @@ from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script, flip
 from s3ec.testing.memory_store import MemoryStore
 from tests.support.clock import START_S, Clock
 from tests.unit.index.basics import LAYOUT, key_of, reached
+from tests.unit.index.columns import rank
 from tests.unit.index.manifests import (
     Killed,
     MortalStore,
@@ -77,7 +78,7 @@ async def _merges_as_dictionaries_do(steps: list[object]) -> None:
             await put_delta(store, number, step)
             for key, what in step.items():
                 old = model.get(key.digest)
-                if old is None or what.time_s >= old.time_s:
+                if old is None or rank(what) >= rank(old):
                     model[key.digest] = what
         else:
             await compacted(store)

@@ -63,6 +63,13 @@ def test_at_equal_times_the_later_part_wins() -> None:
     assert merge([delta, base], keep_tombstones=True).facts(0).rows == 1
 
 
+def test_at_equal_times_a_tombstone_wins() -> None:
+    stored = Rows.from_facts([(b"k" * 16, EntryInfo(rows=3, time_s=9))])
+    deleted = Rows.from_facts([(b"k" * 16, Tombstone(9))])
+    for parts in ([stored, deleted], [deleted, stored]):
+        assert as_items(merge(parts, keep_tombstones=True)) == as_items(deleted)
+
+
 def test_an_older_tombstone_in_a_later_part_deletes_nothing() -> None:
     stored = Rows.from_facts([(b"k" * 16, EntryInfo(rows=3, time_s=9))])
     deleted = Rows.from_facts([(b"k" * 16, Tombstone(8))])
