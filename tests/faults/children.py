@@ -120,11 +120,13 @@ def finish(*, settings: dict[str, str]) -> None:
 def save(
     *, settings: dict[str, str], overflow: Literal["block", "drop"], count: int, finish: bool
 ) -> None:
-    """Save what the tier does not hold; then wait to be killed, or see it into the bucket."""
+    """Save what the tier does not hold; then wait to be killed, or see it into the bucket.
+
+    One that drops may not be let save all, where the disk is slower than it is.
+    """
     engine = Engine(settings, saves=True, overflow=overflow)
     for number in range(count):
-        if not engine.node.tier.entries.contains(key_at(number)):
-            engine.save(number)
+        if not engine.node.tier.entries.contains(key_at(number)) and engine.offer(number):
             say(f"put {number}")
     say("all")
     while not finish:
