@@ -57,6 +57,13 @@ _TRAINING = frozenset(
     ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt")
 )
 
+# Files of processors, and which of their parts count; None is all. The image processor is a part of
+# the namespace by itself, see connector/vllm_config.py.
+_PROCESSORS = {
+    "video_preprocessor_config.json": None,
+    "processor_config.json": ("video_processor", "feature_extractor", "audio_processor"),
+}
+
 # The decoder layers, the final norm and the head: what a language model computes with after it was
 # given the embeddings. Checked for every model of vLLM 0.32: none of their `embed_multimodal`
 # touches these. The table of token embeddings counts as the encoder's, because some do read it
@@ -79,6 +86,7 @@ class Checkpoint:
         load_format: vLLM's ``--load-format``.
         download_dir: vLLM's ``--download-dir``; None is the hub's own cache folder.
         others: Further models that parts of the encoder are loaded from.
+        folders: Folders of the model that hold parts of the encoder beside its other files.
     """
 
     model: str
@@ -86,6 +94,7 @@ class Checkpoint:
     load_format: str = "auto"
     download_dir: str | None = None
     others: tuple[str, ...] = ()
+    folders: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +146,10 @@ def fingerprint_of(checkpoint: Checkpoint) -> str:
     Checkpoints of other kinds (``.bin``, ``.pt``, GGUF) are taken as a whole, with the language
     model: size, 2 MiB of samples, and the CRC of each tensor where the file is a zip.
 
+    Settings of the video and audio processors count with the weights, where the model has files of
+    them: vLLM's identifier does not hold them, and its configuration has the image processor's
+    only.
+
     Returns:
         ``sha256:`` and 32 hex digits.
 
@@ -153,6 +166,10 @@ def fingerprint_of(checkpoint: Checkpoint) -> str:
         revision = checkpoint.revision if model == checkpoint.model else None
         place = _place_of(model, revision, checkpoint.download_dir)
         digest.update(_digest_of_place(place, checkpoint.load_format))
+        if model == checkpoint.model:
+            for folder in checkpoint.folders:
+                digest.update(_digest_of_place(place / folder, checkpoint.load_format))
+            digest.update(_processors_of(place))
     return f"sha256:{digest.hexdigest()[:_DIGEST_CHARS]}"
 
 
@@ -266,6 +283,23 @@ def _snapshot_of(name: str, revision: str, cache: Path) -> Path | None:
 # -- what is in them ---------------------------------------------------------------------------
 
 
+def _processors_of(place: Path) -> bytes:
+    """A digest of the video and audio processors' settings; empty where no file has any."""
+    found: dict[str, Any] = {}
+    for name, parts in _PROCESSORS.items():
+        file = place / name
+        if not file.is_file():
+            continue
+        try:
+            content = json.loads(file.read_bytes())
+            wanted = content if parts is None else {k: content[k] for k in parts if k in content}
+        except (ValueError, TypeError) as exc:
+            raise _NoFingerprintError(f"{file} is damaged: {exc!r}") from exc
+        if wanted:
+            found[name] = wanted
+    return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).digest() if found else b""
+
+
 def _digest_of_place(place: Path, load_format: str) -> bytes:
     if place.is_file():
         # GGUF: the encoder is in a file of its own beside it.
@@ -322,11 +356,8 @@ class _Tensor:
 
 
 def _digest_of_safetensors(files: Sequence[Path]) -> bytes:
-    tensors = list(itertools.chain.from_iterable(_parallel(_tensors_of, files)))
-    tensors.sort(key=lambda tensor: (tensor.name, tensor.file))
-    encoder = [each for each in tensors if not _LANGUAGE_MODEL.match(each.name)]
     # Where every name looks like a language model's, they mean something else.
-    counted = encoder or tensors
+    counted = _all_tensors(files, _encoder_tensors) or _all_tensors(files, _tensors_of)
     names = [each.name for each in counted]
     once = len(set(names)) == len(names)
     digest = hashlib.sha256()
@@ -340,7 +371,17 @@ def _digest_of_safetensors(files: Sequence[Path]) -> bytes:
     return digest.digest()
 
 
-def _tensors_of(file: Path) -> list[_Tensor]:
+def _all_tensors(files: Sequence[Path], of_file: Callable[[Path], list[_Tensor]]) -> list[_Tensor]:
+    tensors = list(itertools.chain.from_iterable(_parallel(of_file, files)))
+    return sorted(tensors, key=lambda tensor: (tensor.name, tensor.file))
+
+
+def _encoder_tensors(file: Path) -> list[_Tensor]:
+    """Without the language model's, of which a mixture of experts has hundreds of thousands."""
+    return _tensors_of(file, lambda name: not _LANGUAGE_MODEL.match(name))
+
+
+def _tensors_of(file: Path, counts: Callable[[str], object] = bool) -> list[_Tensor]:
     try:
         with file.open("rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))
@@ -350,7 +391,7 @@ def _tensors_of(file: Path) -> list[_Tensor]:
         return [
             _tensor(name, file, entry, 8 + length)
             for name, entry in header.items()
-            if name != "__metadata__"
+            if name != "__metadata__" and counts(name)
         ]
     except (struct.error, ValueError, KeyError, TypeError, AttributeError) as exc:
         raise _NoFingerprintError(f"{file} is no safetensors file: {exc!r}") from exc

@@ -78,10 +78,12 @@ def current_device() -> torch.device:
     return torch.device(current_platform.device_type, index)
 
 
+@functools.cache
 def device_name() -> str:
     """The name of what computes here, such as ``NVIDIA H100 80GB HBM3`` or ``cpu``.
 
-    The kind alone where it has no name, or the driver does not tell.
+    The kind alone where it has no name, or the driver does not tell. Asked for once: on CUDA vLLM
+    starts NVML for each answer and ends it again (0.32, platforms/cuda.py).
     """
     from vllm.platforms import current_platform
 
@@ -93,8 +95,10 @@ def device_name() -> str:
 
 @functools.cache
 def loading_rank() -> int:
-    """This worker's number among those that load; vLLM makes worker connectors after it set the
-    ranks up. 0 is the one that saves.
+    """This worker's number among those that load; 0 is the one that saves.
+
+    vLLM makes worker connectors after it set the ranks up. The number never changes, and asking
+    vLLM is a good part of what a save costs beside its copy.
     """
     from vllm.distributed import parallel_state
 

@@ -7,7 +7,6 @@ is told about this engine. The hooks themselves are in ``connector.py``.
 
 from __future__ import annotations
 
-import functools
 import logging
 import sys
 from collections.abc import Callable
@@ -24,11 +23,11 @@ from s3ec.connector.vllm_config import (
     FeatureReader,
     Role,
     Topology,
+    describe_once,
     encoder_weights,
     identifier_problem,
     live_weights_problem,
     model_problem,
-    namespace_of,
     topology_of,
     trust_problem,
 )
@@ -36,6 +35,7 @@ from s3ec.connector.waiting import EngineLoad, FetchQueue, WaitPolicy
 from s3ec.connector.worker import WorkerHalf
 from s3ec.encode_costs import EncodeCosts
 from s3ec.errors import ConfigError, TierError
+from s3ec.identity import Namespace
 from s3ec.node import Node
 from s3ec.settings import Settings
 from s3ec.store.open import choose_transport
@@ -66,6 +66,7 @@ class Parts:
         """Nothing is made yet."""
         self._vllm_config = vllm_config
         self._settings: Settings | None = None
+        self._descriptor: dict[str, Any] = {}
         self.node: Node | None = None
         self.scheduler: SchedulerHalf | AdapterNames | None = None
         self.worker: WorkerHalf | None = None
@@ -90,6 +91,7 @@ class Parts:
         if not _is_for_us(config, settings):
             return
         self._settings = settings
+        self._descriptor = describe_once(config, settings)
         try:
             weights = encoder_weights(config, settings)
             if scheduler:
@@ -106,7 +108,7 @@ class Parts:
 
     def _open_node(self, settings: Settings, weights: str) -> Node:
         self.weights = weights  # first: what fails once is not tried again in every step
-        namespace = namespace_of(self._vllm_config, settings, weights)
+        namespace = Namespace.from_descriptor({**self._descriptor, "weights": weights})
         return Node.shared(settings, namespace)
 
     def agree_on_weights(self, weights: str) -> None:
@@ -227,8 +229,7 @@ class Parts:
             node,
             saves=saves,
             device=compat.current_device,
-            # It never changes, and asking vLLM is a good part of what a save costs beside its copy.
-            rank=functools.cache(compat.loading_rank),
+            rank=compat.loading_rank,
             encoder=self._encoder,
             drain_timeout_s=4.0 if transfer.is_ec_consumer else 30.0,
             finish_later=compat.installed_hooks()["finish_load_caches"],

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -196,6 +197,13 @@ class FeatureReader:
 # of the image. A release that lacks one counts as having it unset.
 _MULTIMODAL_SETTINGS = ("video_pruning_rate", "video_pruning_method", "mm_encoder_attn_dtype")
 _ENCODER_CONFIGS = ("vision_config", "audio_config", "speech_config", "encoder_config")
+# Parts of a Hugging Face configuration that say nothing about an encoder. What is quantised in the
+# checkpoint shows in its tensors.
+_NO_ENCODER_CONFIGS = frozenset(
+    ("text_config", "llm_config", "language_config", "talker_config", "token2wav_config",
+     "code2wav_config", "generation_config", "quantization_config", "compression_config",
+     "rope_scaling", "rope_parameters", "auto_map")
+)  # fmt: skip
 
 
 def namespace_of(vllm_config: Any, settings: Settings, weights: str | None = None) -> Namespace:
@@ -225,17 +233,51 @@ def checkpoint_of(vllm_config: Any) -> Checkpoint:
     load = vllm_config.load_config
     # Ultravox: the audio tower comes from a model of its own.
     others = getattr(model.hf_config, "audio_model_id", None)
+    # Kimi-Audio: it lies in a folder beside the files of the rest (kimi_audio.py).
+    is_kimi = getattr(model.hf_config, "model_type", None) == "kimi_audio"
     return Checkpoint(
         model=getattr(model, "model_weights", "") or model.model,
         revision=model.revision,
         load_format=str(load.load_format),
         download_dir=load.download_dir,
         others=(others,) if isinstance(others, str) else (),
+        folders=("whisper-large-v3",) if is_kimi else (),
     )
 
 
 def describe(vllm_config: Any, settings: Settings, weights: str | None = None) -> dict[str, Any]:
     """The descriptor: plain JSON, the same on every replica that may share embeddings."""
+    mark = weights or encoder_weights(vllm_config, settings).mark
+    return {**_describe_but_weights(vllm_config, settings), "weights": mark}
+
+
+def describe_once(vllm_config: Any, settings: Settings) -> dict[str, Any]:
+    """The descriptor but for ``weights``, as it was when this process first asked for it.
+
+    Constructors of some models write into the configuration that is described (0.32, isaac.py,
+    eagle2_5_vl.py). With one device both halves have the same configuration, and the model is made
+    after the worker half and before the scheduler half.
+    """
+    model = vllm_config.model_config
+    known = _DESCRIBED.get(id(model))
+    if known is None or known.model() is not model or known.settings != settings:
+        descriptor = _describe_but_weights(vllm_config, settings)
+        known = _DESCRIBED[id(model)] = _Described(weakref.ref(model), settings, descriptor)
+        weakref.finalize(model, _DESCRIBED.pop, id(model), None)
+    return known.descriptor
+
+
+@dataclass(frozen=True, slots=True)
+class _Described:
+    model: weakref.ref[Any]
+    settings: Settings
+    descriptor: dict[str, Any]
+
+
+_DESCRIBED: dict[int, _Described] = {}
+
+
+def _describe_but_weights(vllm_config: Any, settings: Settings) -> dict[str, Any]:
     model = vllm_config.model_config
     multimodal = model.multimodal_config
     tenant = Tenant.read(settings.tenant_key)
@@ -246,9 +288,9 @@ def describe(vllm_config: Any, settings: Settings, weights: str | None = None) -
         # vLLM mirrors the small files of an object store's model into a folder and runs on that.
         "model": settings.model_identity or getattr(model, "model_weights", "") or model.model,
         "revision": model.revision,
-        "weights": weights or encoder_weights(vllm_config, settings).mark,
         "dtype": str(model.dtype).removeprefix("torch."),
         "quantization": model.quantization,
+        **_quantization_config(getattr(model, "quantization_config", None)),
         "encoder": _encoder_configs(model.hf_config),
         "mm_processor_kwargs": _plain(_processor_kwargs(multimodal)),
         "media_io_kwargs": _plain(_media_io_kwargs(multimodal)),
@@ -265,8 +307,10 @@ def _multimodal_settings(multimodal: Any) -> dict[str, str]:
         for name in _MULTIMODAL_SETTINGS
         if (value := getattr(multimodal, name, None)) is not None
     }
-    if "video_pruning_rate" not in found:
-        found.pop("video_pruning_method", None)  # has a default that does nothing alone
+    if not getattr(multimodal, "video_pruning_rate", None):
+        # A rate of 0 prunes nothing, and the method has a default that does nothing alone.
+        found.pop("video_pruning_rate", None)
+        found.pop("video_pruning_method", None)
     scales = getattr(multimodal, "mm_encoder_fp8_scale_path", None)
     if scales is not None:
         try:
@@ -277,6 +321,33 @@ def _multimodal_settings(multimodal: Any) -> dict[str, str]:
                 field="mm_encoder_fp8_scale_path",
             ) from exc
     return found
+
+
+def _quantization_config(given: Any) -> dict[str, Any]:
+    """``--quantization-config``, which says layer by layer what is quantised while it is loaded.
+
+    Args:
+        given: A dictionary, or what vLLM makes of it (0.32, config/quantization.py).
+
+    Returns:
+        Empty where nothing is set.
+    """
+    values = given if isinstance(given, dict) else vars(given) if given is not None else {}
+    kept = {key: value for key, value in values.items() if value and not key.startswith("_")}
+    return {"quantization_config": _plain(_spelt(kept))} if kept else {}
+
+
+def _spelt(value: Any) -> Any:
+    """vLLM's kinds of quantisation by the names under which users know them."""
+    if isinstance(value, dict):
+        return {key: _spelt(inner) for key, inner in value.items()}
+    if not hasattr(value, "activation"):
+        return value
+    from vllm.config.quantization import QUANT_KEY_NAMES
+
+    names = {key: name for name, key in QUANT_KEY_NAMES.items()}
+    kinds = {side: getattr(value, side, None) for side in ("weight", "activation")}
+    return {side: names.get(kind, kind) for side, kind in kinds.items() if kind is not None}
 
 
 def _processor_kwargs(multimodal: Any) -> dict[str, Any]:
@@ -311,7 +382,9 @@ def _encoder_configs(hf_config: Any) -> dict[str, Any]:
 
     The base class's fields (label maps, generation defaults) come and go with releases of
     transformers and say nothing about an encoder. What stands beside the parts does: which layer
-    an image is taken from, how many tokens it becomes, how features are merged.
+    an image is taken from, how many tokens it becomes, how features are merged. A part of another
+    name counts, unless it is certainly not an encoder's: an unknown family shares less than it
+    could, never too much.
     """
     from transformers import PretrainedConfig
 
@@ -325,12 +398,23 @@ def _encoder_configs(hf_config: Any) -> dict[str, Any]:
             if key not in common and not key.startswith("_") and value is not None
         }
 
+    def parts(config: Any) -> dict[str, Any]:
+        kept: dict[str, Any] = {}
+        for key, value in own(config).items():
+            if not isinstance(value, dict):
+                kept[key] = value
+            elif key not in _NO_ENCODER_CONFIGS:
+                # In an encoder's part everything is the encoder's, whatever it is called.
+                inner = own(value) if key in _ENCODER_CONFIGS else parts(value)
+                if inner:
+                    kept[key] = inner
+        return kept
+
     result: dict[str, Any] = {"model_type": getattr(hf_config, "model_type", None)}
     for part in _ENCODER_CONFIGS:
         if kept := own(getattr(hf_config, part, None)):
             result[part] = kept
-    beside = {key: value for key, value in own(hf_config).items() if not isinstance(value, dict)}
-    return {**beside, **result}
+    return {**parts(hf_config), **result}
 
 
 def _plain(value: Any) -> Any:

@@ -435,3 +435,39 @@ def test_an_adapter_that_is_not_here_is_nothing(tmp_path: Path) -> None:
     assert read_adapter("acme/never-downloaded") is None
     (tmp_path / "adapter_config.json").write_text("{}")
     assert read_adapter(str(tmp_path)) is None
+
+
+def test_settings_of_the_video_and_audio_processors_count(tmp_path: Path) -> None:
+    """vLLM's configuration shows those of the image processor only."""
+    write(tmp_path / "model.safetensors", tensors_of(["visual.w"]))
+    (tmp_path / "processor_config.json").write_text('{"image_processor": {"size": 1}}')
+    marks = [mark(tmp_path)]
+    for name, content in (
+        ("video_preprocessor_config.json", {"image_mean": [0.5]}),
+        ("video_preprocessor_config.json", {"image_mean": [0.1]}),
+        ("processor_config.json", {"feature_extractor": {"hop_length": 160}}),
+        ("processor_config.json", {"feature_extractor": {"hop_length": 80}}),
+    ):
+        (tmp_path / name).write_text(json.dumps(content))
+        marks.append(mark(tmp_path))
+    assert len(set(marks)) == len(marks)
+    # Written anew, with the same content.
+    (tmp_path / name).write_text(json.dumps(content, indent=1) + "\n")
+    assert mark(tmp_path) == marks[-1]
+    (tmp_path / name).write_text("{")
+    assert "is damaged" in str(weights_of(Checkpoint(str(tmp_path))).problem)
+
+
+def test_an_encoder_in_a_folder_of_its_own_counts(tmp_path: Path) -> None:
+    """Kimi-Audio's lies beside the files of the rest, which are all that is loaded otherwise."""
+    write(tmp_path / "model.safetensors", tensors_of(["model.layers.0.w"]))
+    tower = tmp_path / "whisper-large-v3" / "model.safetensors"
+    checkpoint = Checkpoint(str(tmp_path), folders=("whisper-large-v3",))
+    tensors = tensors_of(["model.encoder.layers.0.w"])
+    marks = set()
+    for content in (tensors, changed(tensors, "model.encoder.layers.0.w")):
+        write(tower, content)
+        marks.add(weights_of(checkpoint).mark)
+    assert len(marks) == 2
+    tower.unlink()
+    assert "no weights of a known kind" in str(weights_of(checkpoint).problem)

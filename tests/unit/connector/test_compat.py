@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -27,3 +28,16 @@ def test_a_server_is_told_from_a_job(
 ) -> None:
     monkeypatch.setattr(sys, "argv", arguments)
     assert compat.serves_requests() is serves
+
+
+def test_the_device_is_asked_for_its_name_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA each answer costs an NVML of its own, and the worker needs it in many steps."""
+    asked = []
+    platform = SimpleNamespace(get_device_name=lambda: asked.append(1) or "NVIDIA H100")
+    monkeypatch.setattr("vllm.platforms.current_platform", platform)
+    compat.device_name.cache_clear()
+    try:
+        assert [compat.device_name() for _ in range(50)] == ["NVIDIA H100"] * 50
+    finally:
+        compat.device_name.cache_clear()
+    assert len(asked) == 1

@@ -319,8 +319,9 @@ def _started(
         raise fault
 
     checks = ("model_problem", "identifier_problem", "trust_problem", "live_weights_problem")
-    for name in (*checks, "namespace_of"):
+    for name in checks:
         monkeypatch.setattr(parts_module, name, lambda *_: None)
+    monkeypatch.setattr(parts_module, "describe_once", lambda *_: {"model": "some"})
     monkeypatch.setattr(parts_module, "encoder_weights", lambda *_: Weights("sha256:0"))
     monkeypatch.setattr(parts_module.Node, "shared", fails)
     config = SimpleNamespace(

@@ -139,6 +139,14 @@ def test_the_descriptor_is_plain_json_and_the_name_readable() -> None:
         put(f"{MULTIMODAL}media_io_kwargs", {"video": {"backend": "opencv", "device": "cuda"}}),
         put("model_config.hf_image_processor_config", {"image_mean": [0.5, 0.5, 0.5]}),
         put("load_config.load_format", "dummy"),
+        put("model_config.quantization_config", {"ignore": ["re:vision_tower.*"]}),
+        # Encoders under other names: BLIP-2, Phi-3-V, Qwen2.5-Omni.
+        put("model_config.hf_config.qformer_config", Config(layer_norm_eps=1.0)),
+        put("model_config.hf_config.img_processor", {"layer_idx": -1}),
+        put(
+            "model_config.hf_config.thinker_config",
+            Config(vision_config=Config(window_size=56), text_config=Config(hidden_size=1)),
+        ),
     ],
 )
 def test_what_changes_embeddings_changes_the_namespace(change: Callable[[Any], None]) -> None:
@@ -170,6 +178,11 @@ def test_what_changes_embeddings_changes_the_namespace(change: Callable[[Any], N
         put("load_config.load_format", "safetensors"),
         put(f"{MULTIMODAL}video_pruning_method", "vidcom2"),
         put(f"{MULTIMODAL}mm_processor_cache_gb", 0),
+        put(f"{MULTIMODAL}video_pruning_rate", 0.0),
+        put("model_config.quantization_config", {}),
+        put("model_config.hf_config.talker_config", Config(hidden_size=1)),
+        put("model_config.hf_config.rope_scaling", {"factor": 4.0}),
+        put("model_config.hf_config.thinker_config", Config(text_config=Config(vision_config={}))),
     ],
 )
 def test_what_does_not_change_embeddings_keeps_the_namespace(

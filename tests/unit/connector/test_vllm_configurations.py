@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 
 from s3ec.connector.messages import StepPlan
-from s3ec.connector.vllm_config import checkpoint_of, describe
+from s3ec.connector.vllm_config import checkpoint_of, describe, namespace_of
 from s3ec.dev.rigs.models import write_gemma3
 from s3ec.identity import Namespace
 from s3ec.settings import Settings
@@ -162,6 +162,29 @@ def test_where_vllm_takes_the_weights_from_is_read_off_its_configuration(
     )
 
 
+def test_layers_that_are_quantised_while_they_are_loaded_count(
+    model: Path, settings: dict[str, Any]
+) -> None:
+    every, language_model = "re:.*", "re:language_model.*"
+    cases: list[dict[str, Any]] = [
+        {},
+        {"quantization": "fp8_per_tensor"},
+        {"quantization": "fp8_per_tensor", "quantization_config": {"ignore": ["vision_tower.*"]}},
+        {"quantization": "online", "quantization_config": {"linear": "fp8_per_channel"}},
+        {"quantization": "online", "quantization_config": {"targets": {every: "fp8_per_channel"}}},
+        {
+            "quantization": "online",
+            "quantization_config": {"targets": {language_model: "fp8_per_channel"}},
+        },
+    ]
+    named = []
+    for options in cases:
+        made = [describe(engine_config(model, None, **options), Settings(**settings)) for _ in "12"]
+        assert made[0] == made[1]
+        named.append(Namespace.from_descriptor(made[0]).name)
+    assert len(set(named)) == len(cases)
+
+
 # -- what scheduler and workers agree on -------------------------------------------------------
 
 
@@ -207,6 +230,23 @@ def test_a_worker_that_starts_before_the_download_waits_for_the_scheduler_s_word
     assert namespace(worker).descriptor["weights"].startswith("sha256:")
     worker.start_load_caches(cache)
     worker.clear_connector_metadata()
+
+
+def test_what_a_models_constructor_writes_into_the_configuration_does_not_part_the_halves(
+    model: Path, settings: dict[str, Any]
+) -> None:
+    config = engine_config(model, ec("ec_both", settings))
+    worker = shell.S3ECConnector(config, shell.ECConnectorRole.WORKER)
+    # As Isaac's does. The model is made after the worker half and before the scheduler half.
+    config.model_config.hf_config.image_token_id = 151655
+    scheduler = shell.S3ECConnector(config, shell.ECConnectorRole.SCHEDULER)
+    try:
+        assert namespace(worker) == namespace(scheduler)
+        beside = engine_config(model, ec("ec_both", settings))  # a process that makes no model
+        assert namespace(worker) == namespace_of(beside, Settings(**settings))
+    finally:
+        worker.shutdown()
+        scheduler.shutdown()
 
 
 def test_a_worker_goes_on_where_the_scheduler_reads_and_says_that_its_files_differ(
