@@ -63,7 +63,8 @@ class Item:
     Attributes:
         priority: Its place in the prefetcher's queue; None once nobody waited for it any more.
         touched_s: When somebody asked last, or when it arrived or failed.
-        rows: Of the pinned entry; before that, what was asked for.
+        modality: Of the pinned entry; before that, what was asked for.
+        rows: Likewise.
         pin: On this node. A FETCHING item has one while ranks elsewhere still fetch theirs.
         loads: Steps that were told to load it and have not reported.
         failures: Fetches in a row that brought nothing.
@@ -93,6 +94,10 @@ class Item:
     promised: bool = False
     was_absent: bool = False
     probed: bool = False
+
+    def fits(self, rows: int, modality: str) -> bool:
+        """Whether it is what a request asks for, or was asked for as that."""
+        return self.rows == rows and self.modality == modality
 
     def failed_lately(self, now: float) -> bool:
         """Of one that has FAILED: whether it is too soon to try again."""
@@ -524,13 +529,14 @@ class ItemTracker:
     def again(
         self,
         item: Item,
+        modality: str,
         rows: int,
         priority: Priority,
         *,
         anew: bool = False,
         promised: bool = False,
     ) -> None:
-        """Fetch once more what has FAILED.
+        """Fetch once more what has FAILED, as what is asked for now.
 
         Args:
             anew: Its failures so far do not count.
@@ -541,6 +547,7 @@ class ItemTracker:
             item.failures = 0
             item.asked_s = self._clock()
         item.state = FETCHING
+        item.modality = modality
         item.rows = rows
         self._answers.changed(item.key.identifier)
         self._order(item, priority)
@@ -844,10 +851,13 @@ class ItemTracker:
                 self._drop(identifier)
                 continue
             if fetched.outcome is not FetchOutcome.READY or fetched.pin is None:
-                # What does not fit this request never will.
+                # What does not fit what is asked for never will. The fetch may have begun for
+                # something else of that name.
+                misfit = fetched.outcome is FetchOutcome.MISMATCH
+                misfit = misfit and item.fits(fetched.want.rows, fetched.want.modality)
                 self._fail(
                     identifier,
-                    may_come=fetched.outcome is not FetchOutcome.MISMATCH,
+                    may_come=not misfit,
                     was_absent=fetched.outcome is FetchOutcome.ABSENT,
                 )
                 continue
@@ -858,6 +868,7 @@ class ItemTracker:
             item.failures = 0
             item.pin = fetched.pin
             item.rows = fetched.pin.header.shape.rows
+            item.modality = fetched.pin.header.modality
             self._settle(identifier)
             if item.pin is not None and not self._interest.is_wanted(identifier):
                 item.touched_s -= LEASE_S - self._unwanted_lease_s

@@ -389,6 +389,8 @@ class SchedulerHalf:
             identifier = feature.identifier
             if identifier not in self.on_device or self._save_orders.is_recent(identifier):
                 continue
+            if feature.modality == PASSED_THROUGH:  # the client's own; it is no embedding of ours
+                continue
             key = self._keys(identifier)
             if key is not None and not self._disk.hangs and not self._index.maybe_contains(key):
                 self._plan.saves[identifier] = self._save_orders.again(feature)
@@ -404,9 +406,11 @@ class SchedulerHalf:
             if identifier in self.on_device and not self._needs_embedding(feature):
                 return ABSENT
             return self._want(feature, rows, needed_now, now)
-        # A request whose features disagree asks for the first of them first.
-        asked = self._rows_asked.setdefault(identifier, rows)
-        if asked != rows and not self._role.asked_every_pass:
+        # A request whose features disagree asks for the first of them first. A client's name may be
+        # that of an image and of a video, too: it is not granted to the other, whatever its rows.
+        fitting = rows if item.modality == feature.modality else 0
+        asked = self._rows_asked.setdefault(identifier, fitting)
+        if asked != fitting and not self._role.asked_every_pass:
             # Two requests disagree and has_cache_item cannot tell which of them asks.
             self._rows_asked[identifier] = 0
         state = item.state
@@ -414,9 +418,9 @@ class SchedulerHalf:
             return ABSENT
         if state is READY:
             item.touched_s = now
-            if item.rows == rows:
+            if item.fits(rows, feature.modality):
                 return READY
-            self._counters.add("mismatch.rows")
+            self._counters.add("mismatch.rows" if item.rows != rows else "mismatch.modality")
             return None
         if state is FAILED:
             return self._look_at_failed(feature, item, rows, needed_now, now)
@@ -440,23 +444,25 @@ class SchedulerHalf:
             return ABSENT  # it was encoded, since it had failed
         came = not item.was_local and self._local(item.key)
         named = feature.identifier in self._named and item.was_absent
+        modality = feature.modality
+        fits = item.fits(rows, modality)
         if named or self._needs_embedding(feature):
             misfit = not item.may_come
-            if misfit and item.rows == rows:
+            if misfit and fits:
                 return FAILED
             if not self._is_worthwhile(feature, item.key):
                 return ABSENT
             if misfit or came or item.is_due(now):
-                self.tracker.again(item, rows, _DEMAND, promised=named)
+                self.tracker.again(item, modality, rows, _DEMAND, promised=named)
             return FETCHING
         # One that asks for other rows has a chance: those may have been a client's invention.
         # And so has one that came to this node's disk since.
-        if item.rows == rows and item.failed_lately(now) and not came:
+        if fits and item.failed_lately(now) and not came:
             return FAILED
         if not self._is_worthwhile(feature, item.key):
             return ABSENT
         self._rows_asked[feature.identifier] = rows
-        self.tracker.again(item, rows, _DEMAND if needed_now else _LOOKAHEAD, anew=True)
+        self.tracker.again(item, modality, rows, _DEMAND if needed_now else _LOOKAHEAD, anew=True)
         return FETCHING
 
     def _is_out_of_reach(self, feature: Any, item: Item, rows: int) -> bool:

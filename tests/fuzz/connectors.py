@@ -37,6 +37,7 @@ from s3ec.identity import Namespace
 from s3ec.node import Node
 from s3ec.settings import Settings
 from s3ec.testing.memory_store import MemoryStore
+from s3ec.tier import Pin
 from tests.fuzz.engine import Options, Step, has_pixels
 from tests.fuzz.outside import (
     BrokenPromiseError,
@@ -95,6 +96,11 @@ def _node(cache_dir: Path) -> Node:
     node = Node(Settings.model_validate(settings), NAMESPACE, store=MemoryStore())
     node.users = 2  # the scheduler half reads the same counters
     return node
+
+
+def _kind_of(feature: Any) -> tuple[int, str]:
+    """Rows and modality, which an entry must share with who is granted it."""
+    return feature.mm_position.get_num_embeds(), feature.modality
 
 
 class Rank:
@@ -236,6 +242,7 @@ class S3EC(NoConnector):
         # On the device as this pass began. Of what the pass evicts no hook tells before its end.
         self._held: set[str] = set()
         self._is_stopped = False
+        self._granted = ""  # what was granted last, and is not allocated yet
 
     def _make_far(self, bench: Bench) -> PlayedPrefetcher:
         """The fetches of a rank on another node, with the same bucket behind them."""
@@ -303,11 +310,19 @@ class S3EC(NoConnector):
         self.answers.append(("has", answer))
         if answer and self.options.loads:
             self.check_grant(identifier)
+        self._granted = identifier if answer else ""
         if not answer and identifier in self._lie_here and self._is_sure_to_wait:
             raise BrokenPromiseError("what lies on this node is encoded", identifier[:12])
         return answer
 
     def update_state_after_alloc(self, request: Request, index: int) -> None:
+        feature = request.mm_features[index]
+        if self.options.loads and self._granted == feature.identifier:
+            kinds = {pin.header.modality for pin in self._pins_of(feature.identifier)}
+            if kinds != {feature.modality}:
+                detail = f"{feature.identifier[:12]}, {feature.modality}: {kinds}"
+                raise BrokenPromiseError("granted what is of another modality", detail)
+        self._granted = ""
         self.half.update_state_after_alloc(request, index)
 
     def build_connector_meta(self, output: SchedulerOutput) -> StepPlan:
@@ -393,32 +408,26 @@ class S3EC(NoConnector):
             prefetcher.close()
 
     def check_grant(self, identifier: str) -> None:
-        held = [
-            pin.header.shape.rows
-            for pin in self.prefetcher.live.values()
-            if pin.header.identifier == identifier
-        ]
-        if not held:
+        if not self._pins_of(identifier):
             raise BrokenPromiseError("granted without a pin", identifier[:12])
+
+    def _pins_of(self, identifier: str) -> list[Pin]:
+        return [pin for pin in self.prefetcher.live.values() if pin.header.identifier == identifier]
 
     def _lies_here(self, feature: Any) -> bool:
         """Whether this node's disk holds it, and the half can know."""
         identifier = feature.identifier
         held = self.outside.tier.get(identifier)
-        rows = feature.mm_position.get_num_embeds()
-        return held is not None and held.rows == rows and self.outside.local(key_of(identifier))
+        fits = held is not None and (held.rows, held.modality) == _kind_of(feature)
+        return fits and self.outside.local(key_of(identifier))
 
     def _misfits(self, feature: Any) -> bool:
-        """Whether what is stored or pinned under this name has, or had here, other rows."""
-        identifier, rows = feature.identifier, feature.mm_position.get_num_embeds()
+        """Whether what is stored or pinned under this name is, or was here, of another kind."""
+        identifier, kind = feature.identifier, _kind_of(feature)
         found = (self.outside.tier.get(identifier), self.outside.bucket.get(identifier))
-        pinned = {
-            pin.header.shape.rows
-            for pin in self.prefetcher.live.values()
-            if pin.header.identifier == identifier
-        }
-        told = identifier in self.prefetcher.misfits or not pinned <= {rows}
-        return told or any(one is not None and one.rows != rows for one in found)
+        kinds = {(one.rows, one.modality) for one in found if one is not None}
+        pinned = {(pin.header.shape.rows, pin.header.modality) for pin in self._pins_of(identifier)}
+        return identifier in self.prefetcher.misfits or not kinds | pinned <= {kind}
 
     @property
     def _is_sure_to_wait(self) -> bool:

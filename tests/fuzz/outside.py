@@ -245,7 +245,7 @@ class PlayedPrefetcher:
                 if outside.store.is_open or outside.disk.hangs
                 else FetchOutcome.ABSENT
             )
-        elif found.rows != want.rows:
+        elif (found.rows, found.modality) != (want.rows, want.modality):
             outcome = FetchOutcome.MISMATCH
         else:
             outcome = FetchOutcome.READY

@@ -104,6 +104,7 @@ class Habits:
         pictures: How many there are.
         requests: How many are sent.
         two_sizes: How often a picture's name comes with more rows than it has.
+        two_kinds: How often an image comes as a video, or a video as an image.
         bare: How often a feature comes without pixels.
         bare_forms: In which forms.
         modalities: Of the pictures.
@@ -122,6 +123,7 @@ class Habits:
     pictures: int = 5
     requests: int = 15
     two_sizes: float = 0.0
+    two_kinds: float = 0.0
     bare: float = 0.0
     bare_forms: tuple[str, ...] = ("grid", "kept on the CPU", "nothing")
     modalities: tuple[str, ...] = ("image",)
@@ -181,9 +183,10 @@ def draw(seed: int) -> tuple[Options, Habits]:
         announced = rnd.choice([0.0, 0.2, 0.6])
         row_s = rnd.choice([row_s, None, None, 1e-1])
         named = rnd.choice([named, 0.0])
+    two_kinds = rnd.choice([0.0, 0.0, 0.0, 0.3])
     return (
         dataclasses.replace(options, encode_row_s=row_s, probe_s=probe_s),
-        dataclasses.replace(habits, named=named, announced=announced),
+        dataclasses.replace(habits, named=named, announced=announced, two_kinds=two_kinds),
     )
 
 
@@ -233,7 +236,11 @@ class Run:
             self.s3ec.device = self.engine.scheduler.encoder_cache_manager.cached
             self.s3ec.most_waits = habits.most_waits
             self.s3ec.is_calm = not (
-                habits.faults or habits.outages or habits.jumps or habits.two_sizes
+                habits.faults
+                or habits.outages
+                or habits.jumps
+                or habits.two_sizes
+                or habits.two_kinds
             )
         self._loras = [
             LoRARequest(name, number, f"/adapters/{number}")
@@ -280,6 +287,10 @@ class Run:
     def _feature(
         self, picture: Picture, place: PlaceholderRange, lora: LoRARequest | None
     ) -> MultiModalFeatureSpec:
+        kinds = {"image": "video", "video": "image"}
+        if self.habits.two_kinds and self._rnd.random() < self.habits.two_kinds:
+            other = kinds.get(picture.modality, picture.modality)
+            picture = dataclasses.replace(picture, modality=other)
         form = "pixels"
         if picture.modality != "audio" and self._rnd.random() < self.habits.bare:
             form = self._rnd.choice(self.habits.bare_forms)

@@ -242,6 +242,44 @@ def test_a_fetch_that_failed_for_made_up_rows_does_not_spoil_the_real_ones(world
     assert world.has("a")
 
 
+def test_a_name_of_an_image_and_of_a_video_gives_neither_the_others_embedding(
+    world: World,
+) -> None:
+    """A client's name for two things, with as many rows."""
+    world.bring("a")
+    image, video = (request(kind, feature("a", modality=kind)) for kind in ("image", "video"))
+    assert world.ask(video)
+    assert not world.has("a")
+    assert world.counters.get("mismatch.modality") == 1
+    assert world.ask(image)
+    assert world.has("a")
+
+
+def test_what_failed_as_a_video_is_fetched_as_the_image_that_it_is(world: World) -> None:
+    world.stock("a")
+    image, video = bare("a"), request("video", feature("a", modality="video"))
+    assert not world.ask(video)
+    world.step()
+    world.finish("a", FetchOutcome.MISMATCH)
+    assert world.ask(video)
+    asker = request("image", image)
+    assert not world.ask(asker)
+    world.step()
+    world.finish("a")
+    assert world.ask(asker)
+    assert world.has("a")
+    assert [want.modality for want in world.prefetcher.submitted] == ["video", "image"]
+
+
+def test_where_vllm_asks_once_an_image_and_a_video_of_one_name_get_nothing() -> None:
+    world = World(asked_every_pass=False)
+    world.bring("a")
+    assert world.ask(request("image", feature("a")))
+    assert world.has("a")
+    assert world.ask(request("video", feature("a", modality="video")))
+    assert not world.has("a")
+
+
 # -- pins -----------------------------------------------------------------------------------------
 
 

@@ -127,6 +127,16 @@ def test_what_the_device_holds_and_the_corpus_lost_is_stored_again() -> None:
     assert list(world.step().saves) == [identifier_of("a")]
 
 
+def test_embeddings_that_the_client_sent_are_not_stored_again_either() -> None:
+    """vLLM's runner puts them where the encoder's are."""
+    world = World(producer=True)
+    asker = request("r", feature("a", modality="prompt_embeds"))
+    assert world.run(asker) == [False]
+    assert world.step().saves == {}
+    world.ask(request("again", feature("a", modality="prompt_embeds")))
+    assert world.step().saves == {}
+
+
 def test_what_the_device_gives_up_is_not_stored_again() -> None:
     world = World(producer=True, consumer=False)
     asker = request("r", feature("a"))
