@@ -483,6 +483,8 @@ class ItemTracker:
         self._known_budgets = (self._waits, self._tier_waits, self._promise_waits)
         self._budgets = (*self._known_budgets, self._probe_waits)
         self.waited = tuple(budget.requests for budget in self._budgets)
+        # Those whose wait goes on: vLLM has asked about them in the last pass.
+        self._deferred: set[str] = set()
         # Since the prefetcher was last told.
         self._demand: dict[str, FetchRequest] = {}
         self._demoted: dict[str, None] = {}
@@ -592,8 +594,10 @@ class ItemTracker:
             return None
         if not awaited:
             self._end_waits(request_id)
-        elif is_new:
-            self._counters.add("deferred_requests")
+        else:
+            self._deferred.add(request_id)
+            if is_new:
+                self._counters.add("deferred_requests")
         if awaited is not pending:
             kept = {feature.identifier for feature in awaited}
             for feature in pending:
@@ -726,7 +730,8 @@ class ItemTracker:
             policy.forget("promise")  # who does not wait learns nothing
         waited = request.request_id in policy.waiting
         wants = lambda: [self._want_of(item) for item in items]  # noqa: E731
-        if policy.waits(request.request_id, wants, self._clock()):
+        turns = len(request.mm_features)
+        if policy.waits(request.request_id, wants, self._clock(), features=turns):
             return True
         self._counters.add("waits_declined")
         if waited:
@@ -751,7 +756,21 @@ class ItemTracker:
             return Want(item.modality, item.rows, "promise", Fetching(0, item.asked_s))
         return Want(item.modality, item.rows, "bucket", item.fetching or Fetching(0))
 
+    def pause_waits(self, was_asked: Callable[[str], bool]) -> None:
+        """A pass has ended. Who was not asked about in it does not wait for an embedding.
+
+        vLLM leaves its queue where an engine is full. What a request waits there is not ours, and
+        must not be taken for the time that a fetch takes.
+        """
+        for request_id in [one for one in self._deferred if not was_asked(one)]:
+            self._deferred.discard(request_id)
+            for budget in self._budgets:
+                budget.end(request_id)
+            if self._policy is not None:
+                self._policy.pause(request_id, self._clock())
+
     def _end_waits(self, request_id: str) -> None:
+        self._deferred.discard(request_id)
         self._end_known_waits(request_id)
         self._probe_waits.end(request_id)
 
@@ -784,6 +803,7 @@ class ItemTracker:
 
     def give_up(self, request_id: str, pending: Iterable[str]) -> None:
         """The request fails: it waits for nothing, not even for what it has just asked for."""
+        self._deferred.discard(request_id)
         for identifier in pending:
             self._leave(request_id, identifier)
         self.leave(request_id)
@@ -797,6 +817,7 @@ class ItemTracker:
     def end_request(self, request_id: str) -> None:
         """The request has ended. What it waited for is for others, or for nobody."""
         self._answers.drop(request_id)
+        self._deferred.discard(request_id)
         for budget in self._budgets:
             budget.end_request(request_id)
         if self._policy is not None:
@@ -1053,6 +1074,7 @@ class ItemTracker:
             "a wait for what was named": promises,
             "a wait for what was probed": probes,
             "an interest": self.waiting,
+            "a deferral": self._deferred,
             "an answer": self._answers.requests,
         }
         complaints = [
@@ -1100,6 +1122,7 @@ class ItemTracker:
             "probes": self._probes.under_way,
             "probes in vain": self._probes.absent,
             "interests": self.waiting,
+            "deferrals": self._deferred,
             "items": self.items,
             "steps that load": self._steps.loading,
             "demand": self._demand,

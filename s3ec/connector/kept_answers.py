@@ -59,6 +59,10 @@ class KeptAnswers:
         """Whether a pass has begun."""
         return self._is_open
 
+    def was_repeated(self, request_id: str) -> bool:
+        """Whether the answer was asked for in this pass, and has held."""
+        return request_id in self._computed and request_id not in self.in_force
+
     def is_of_earlier(self, request_id: str) -> bool:
         """Whether the request has an answer that was found in an earlier pass."""
         return request_id in self._computed
@@ -73,11 +77,11 @@ class KeptAnswers:
         """Nothing is in force, and what was kept in this pass can be from the next one on.
 
         Returns:
-            How many requests wait that were not looked at in this pass.
+            How many answers were repeated in this pass.
         """
         self._is_open = False
+        repeated = len(self._computed) - len(self.in_force)
         self.in_force = {}
-        repeated = len(self._computed)
         if self._fresh:
             self._computed.update(self._fresh)
             self._fresh.clear()

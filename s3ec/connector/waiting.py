@@ -29,6 +29,9 @@ waiting    declined   twice the cost to stop has passed since it began; so for d
 any        (unknown)  the request has ended, or waits for nothing any more
 =========  =========  ==================================================================
 
+Time in which vLLM does not ask about a request, since the engine is full, counts for none of these.
+A streaming session begins anew with each turn that brings more items.
+
 ``doubtful`` still waits. The expected rest of a long wait is always "a little more", so without it
 a wait would end just before its end.
 """
@@ -368,6 +371,7 @@ class _Waiting:
         began_s: When it began to wait.
         stop_s: The most that it would have cost to stop, since then.
         doubt_s: Since when it is in doubt; None while it is not.
+        paused_s: Since when vLLM does not ask about it; None while it does.
     """
 
     is_new: bool
@@ -375,6 +379,16 @@ class _Waiting:
     began_s: float = 0.0
     stop_s: float = 0.0
     doubt_s: float | None = None
+    paused_s: float | None = None
+
+    def resume(self, now: float) -> None:
+        """vLLM asks again: the time since ``paused_s`` was not waited."""
+        if self.paused_s is None:
+            return
+        pause_s, self.paused_s = now - self.paused_s, None
+        self.began_s += pause_s
+        if self.doubt_s is not None:
+            self.doubt_s += pause_s
 
 
 class WaitPolicy:
@@ -394,8 +408,9 @@ class WaitPolicy:
         self.declined = 0
         self._times: dict[tuple[str, int], FetchTimes] = {}
         self._waiting: dict[str, _Waiting] = {}
-        # Who has waited and was told to encode. vLLM may ask about them again.
-        self._over: dict[str, None] = {}
+        # Who has waited and was told to encode, and how many items it had then. vLLM may ask about
+        # them again.
+        self._over: dict[str, int] = {}
         self._decisions = 0
 
     @property
@@ -424,17 +439,34 @@ class WaitPolicy:
         """Waiting requests about which to decide anew; at most MOST_DECISIONS, who is due longest
         first.
         """
-        due = [(one.again_s, name) for name, one in self._waiting.items() if one.again_s <= now]
+        due = [
+            (one.again_s, name)
+            for name, one in self._waiting.items()
+            if one.again_s <= now and one.paused_s is None
+        ]
         return [name for _, name in heapq.nsmallest(MOST_DECISIONS, due)]
 
-    def waits(self, request_id: str, wants: Callable[[], Sequence[Want]], now: float) -> bool:
+    def waits(
+        self,
+        request_id: str,
+        wants: Callable[[], Sequence[Want]],
+        now: float,
+        *,
+        features: int = 0,
+    ) -> bool:
         """Whether the request should wait for what it lacks.
 
         Args:
             request_id: Of the request.
             wants: What it lacks, at least one; only asked where something is to be decided.
             now: Monotonic seconds.
+            features: How many items the request has by now.
         """
+        waiting = self._waiting.get(request_id)
+        if waiting is not None:
+            waiting.resume(now)
+        if self._over.get(request_id, features) < features:
+            del self._over[request_id]
         # A decision takes some microseconds. Who comes later waits for the next pass.
         if self._decisions >= MOST_DECISIONS:
             self._waiting.setdefault(request_id, _Waiting(is_new=True, again_s=now))
@@ -450,7 +482,7 @@ class WaitPolicy:
             if waited is not None and not waited.is_new:
                 while len(self._over) >= _MOST_REMEMBERED:
                     del self._over[next(iter(self._over))]
-                self._over[request_id] = None
+                self._over[request_id] = features
         return waits
 
     def _decide(self, request_id: str, wants: Sequence[Want], now: float) -> bool:
@@ -524,6 +556,12 @@ class WaitPolicy:
         if fetching.began_s is None:
             fetching.began_s = now
         return now - fetching.began_s
+
+    def pause(self, request_id: str, now: float) -> None:
+        """vLLM has not asked about the request in the pass that has ended."""
+        waiting = self._waiting.get(request_id)
+        if waiting is not None:
+            waiting.paused_s = now
 
     def end(self, request_id: str) -> None:
         """The request waits for nothing any more."""

@@ -181,6 +181,7 @@ def test_only_so_many_are_under_way_and_the_others_are_misses(world: World) -> N
     asker = world.deferred(request("r", *(feature(text, 5 * n) for n, text in enumerate(texts))))
     assert world.wanted == list(map(identifier_of, texts[:PLACES]))
     assert world.run(request("s", feature("other"))) == [False]
+    assert not world.ask(asker)
     world.step(freed=["other"])
     for text in texts[:PLACES]:
         world.finish(text)
@@ -295,7 +296,9 @@ def test_who_waited_for_the_probe_is_looked_at_again_when_another_one_names_it(
 
 def test_who_has_no_pixels_waits_as_long_as_ever(world: World) -> None:
     asker = world.deferred(request("r", feature("a")))
-    lone = world.deferred(request("s", bare("a")))
+    lone = request("s", bare("a"))
+    assert not world.ask(asker)
+    world.deferred(lone)
     world.clock.now_s += PROBE_S
     assert world.ask(asker)
     world.step()

@@ -160,6 +160,23 @@ def test_time_between_waits_does_not_count(world: World) -> None:
     assert world.ask(asker, 150)
 
 
+def test_time_in_which_vllm_does_not_ask_is_no_wait(world: World) -> None:
+    """A full engine leaves its queue early: who stands at its end is asked about much later."""
+    world.put_here("a")
+    asker = world.deferred(request("r", feature("a")))
+    world.finish("a", source="tier")
+    for _ in range(40):
+        world.clock.now_s += 1.0
+        world.run(request("other", feature("nothing")))
+        world.step(freed=["nothing"])
+    # The pin has run out meanwhile.
+    assert not world.ask(asker)
+    world.step()
+    world.finish("a", source="tier")
+    assert world.run(asker) == [True]
+    assert world.counters.get("defer_timeouts") == 0
+
+
 def test_a_timeout_of_zero_never_waits_and_still_fetches() -> None:
     world = World(defer_timeout_s=0.0)
     world.stock("a")
@@ -389,6 +406,7 @@ def test_an_image_that_another_request_had_encoded_is_not_waited_for(world: Worl
     assert not world.ask(first)
     world.step()
     world.clock.now_s += 1.0
+    assert not world.ask(first)
     assert not world.ask(second)
     world.step()
     world.clock.now_s += 1.0

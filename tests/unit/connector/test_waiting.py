@@ -209,6 +209,34 @@ def test_request_waits_while_it_pays_then_doubts_then_encodes() -> None:
     assert not decide(one, "a", wants, waited + 0.01)
 
 
+def test_time_in_which_vllm_does_not_ask_ends_no_wait() -> None:
+    one = policy(encode_s=0.06, fetch_s=0.03)
+    assert decide(one, "a", [want(one)], 0.0)
+    one.pause("a", 0.001)
+    assert one.due(99.0) == []
+    # Fetched once more, since its pin has run out.
+    wants = [want(one, began_s=100.0)]
+    assert decide(one, "a", wants, 100.0)
+    times_s = [100.0 + 0.001 * step for step in range(1, 2000)]
+    waited = next(now for now in times_s if not decide(one, "a", wants, now)) - 100.0
+    assert 0.03 < waited < 0.12 + 0.002
+
+
+def test_each_turn_of_a_session_is_weighed_anew() -> None:
+    one = policy(encode_s=0.06, fetch_s=0.03)
+
+    def waits(now: float, wants: list[Want], features: int) -> bool:
+        one.end_pass(now, has_prefill=False, tokens=0)
+        return one.waits("a", lambda: wants, now, features=features)
+
+    slow = [want(one)]
+    assert waits(0.0, slow, 1)
+    assert not waits(1.0, slow, 1)
+    fresh = [want(one, began_s=2.0)]
+    assert not waits(2.0, fresh, 1)
+    assert waits(2.0, fresh, 2)
+
+
 def test_cost_that_is_not_known_is_learned_by_encoding() -> None:
     one = make(EncodeCosts(), fetch_s=0.001)
     assert not decide(one, "a", [want(one)], 0.0)
