@@ -193,15 +193,10 @@ class Fetcher:
             UnavailableError, AccessError, TierError: Bucket or disk did not do their part.
         """
         key = want.key
-        watch = self._loop.watch
-        if watch.hangs:
+        if self._loop.watch.hangs:
             raise TierError("the disk does not answer")
-        found: Pin | Claim | None = None
-        if not self._local(key):
-            found = watch.run(self._entries.try_claim, key)
-        if found is None:
-            look = partial(self._entries.pin_or_claim, key, ignore_claim=ignore_claim)
-            found = await self._loop.disk(look, undo=self._let_go)
+        look = partial(self._pin_or_claim, key, ignore_claim=ignore_claim)
+        found = await self._loop.disk(look, undo=self._let_go)
         if found is None:
             return None
         if isinstance(found, Pin):
@@ -218,7 +213,7 @@ class Fetcher:
                 return self._mismatch(want, "index", facts)
             return await self._download(want, expected, deadline)
         finally:
-            self._claims.release(found)
+            self._loop.disk_soon(self._claims.release, found)
 
     def unpin(self, pins: Iterable[Pin]) -> None:
         """Let go of some pins, in the disk pool; nobody waits for it."""
@@ -238,6 +233,14 @@ class Fetcher:
             self._claims.release(held)
 
     # -- what this node has --------------------------------------------------------------------
+
+    def _pin_or_claim(self, key: Key, *, ignore_claim: bool) -> Pin | Claim | None:
+        """See Entries; with a claim comes what is known of bad objects. Blocking."""
+        found = self._entries.pin_or_claim(key, ignore_claim=ignore_claim)
+        if isinstance(found, Claim):
+            # After the claim: who had it before us has noted what was bad.
+            self._bad_objects.catch_up()
+        return found
 
     async def _check_local(self, want: FetchRequest, pin: Pin) -> FetchResult:
         try:
@@ -303,8 +306,6 @@ class Fetcher:
     ) -> FetchResult:
         """The object, or its revision where that is bad or gone; no part_bytes: as a whole."""
         key, bad = want.key, self._bad_objects
-        if self._loop.watch.run(bad.is_stale):
-            await self._loop.disk(bad.refresh)
         facts = self._index.facts(key)
         revision = bad.revision(key)
         while revision <= MAX_REVISION:

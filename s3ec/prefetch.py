@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 # How soon a parked want is looked at again: at first, and at most while nothing changes.
 _FIRST_LOOK_S = 0.002
 _LAST_LOOK_S = 0.02
-# How many are looked at in one go; one takes about 2 us.
+# How many are looked at in one call of a disk thread; one takes about 2 us.
 _LOOKS = 64
 
 
@@ -324,17 +324,25 @@ class Prefetcher:
         try:
             while self._parked:
                 await looks.pause()
-                if self._look_at_parked():
+                if await self._look_at_parked():
                     looks.restart()
         finally:
             self._watch = None
 
-    def _look_at_parked(self) -> bool:
+    async def _look_at_parked(self) -> bool:
         """Queue those whose claim is gone again, at their old place; True if there were any."""
+        digests = list(itertools.islice(self._parked, _LOOKS))
+        try:
+            async with asyncio.timeout(self._limits.claim_patience_s):
+                taken = await self._loop.disk(self._taken, digests)
+        except TimeoutError:  # the disk hangs, perhaps: whoever looks for an entry is told
+            digests, taken = list(self._parked), set()
         moved = False
-        for digest, place in list(itertools.islice(self._parked.items(), _LOOKS)):
-            del self._parked[digest]
-            if self._is_late(place) or not self._sources.tier.claims.is_taken(digest):
+        for digest in digests:
+            place = self._parked.pop(digest, None)
+            if place is None:
+                continue
+            if digest not in taken or self._is_late(place):
                 self._requeue(place, self._looks)
                 moved = True
             else:
@@ -342,3 +350,7 @@ class Prefetcher:
         if moved:
             self._start_some()
         return moved
+
+    def _taken(self, digests: Sequence[bytes]) -> set[bytes]:
+        """Those that somebody fetches; blocking."""
+        return set(filter(self._sources.tier.claims.is_taken, digests))

@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, suppress
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
@@ -383,12 +384,27 @@ class LoopThread:
             raise RuntimeError(f"{self._name} is not running")
         return await calls.make(function, args, undo)
 
-    async def disk_long(self, function: Callable[..., T], *args: object) -> T:
-        """Await a blocking call that may take long, such as a walk. It has threads of its own."""
+    async def disk_long(
+        self,
+        function: Callable[..., T],
+        *args: object,
+        undo: Callable[[T], object] | None = None,
+    ) -> T:
+        """Await a blocking call that may take long, such as a walk. It has threads of its own.
+
+        Args:
+            undo: As for ``disk``.
+        """
         pool = self._long_pool
         if pool is None:
             raise RuntimeError(f"{self._name} is not running")
-        return await asyncio.wrap_future(pool.submit(function, *args))
+        made = pool.submit(function, *args)
+        try:
+            return await asyncio.wrap_future(made)
+        except asyncio.CancelledError:
+            if undo is not None:
+                made.add_done_callback(partial(_undo_in, pool, undo))
+            raise
 
     def disk_soon(self, function: Callable[..., object], *args: object) -> None:
         """Queue a short blocking call for the disk pool. Nobody waits for it.
@@ -418,6 +434,13 @@ class LoopThread:
             calls.shutdown()
         if long_pool is not None:
             long_pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _undo_in(pool: DaemonPool, undo: Callable[[T], object], made: Future[T]) -> None:
+    """What came of a call that nobody waits for any more is undone, in a thread of the pool."""
+    if not made.cancelled() and made.exception() is None:
+        with suppress(RuntimeError):  # it has ended
+            pool.submit(undo, made.result())
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:

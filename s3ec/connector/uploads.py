@@ -27,7 +27,7 @@ from s3ec.index.announce import ANNOUNCE_S, Announcer
 from s3ec.index.rows import EntryInfo
 from s3ec.modality import Record
 from s3ec.node import Node
-from s3ec.runtime import ends_task
+from s3ec.runtime import PATIENCE_S, ends_task
 from s3ec.store.base import Store
 from s3ec.store.open import with_conditional_put
 from s3ec.tier import Loaded, Spool
@@ -425,9 +425,11 @@ class Uploader:
 
     async def _revision_of(self, key: Key) -> int:
         """The first that no process of this node knows to be bad; who fetches may be another."""
-        watch, bad_objects = self._node.loop.watch, self._node.bad_objects
-        if not watch.hangs and watch.run(bad_objects.is_stale):
-            await self._node.loop.disk(bad_objects.refresh)
+        loop, bad_objects = self._node.loop, self._node.bad_objects
+        if not loop.watch.hangs:
+            with suppress(TimeoutError):  # what is in memory does not wait for a disk that hangs
+                async with asyncio.timeout(PATIENCE_S):
+                    await loop.disk(bad_objects.catch_up)
         return bad_objects.revision(key)
 
     def _load(self, upload: Upload) -> Loaded | None:

@@ -18,7 +18,7 @@ from s3ec.index.segment import MAX_DELTA_BYTES, Segment, parse_segment
 from s3ec.store.base import Store
 from s3ec.store.concurrency import in_parallel
 from s3ec.tier import IndexFile, IndexFiles
-from s3ec.tier.claims import LookAgain
+from s3ec.tier.claims import Claim, LookAgain
 from s3ec.tier.entry_writer import Disk, download
 
 # Parts of one object, asked for or waiting to be written.
@@ -234,7 +234,7 @@ class IndexCache:
                 await download(self.store, name, incoming, disk=disk, at_a_time=PARTS)
                 await disk(incoming.commit)
             finally:
-                incoming.discard()
+                await disk(incoming.discard)
             self._count(nbytes)
 
         await self._alone(local, fetch, nbytes=blob.nbytes)
@@ -300,13 +300,20 @@ class IndexCache:
             nbytes: One of another size is fetched again.
         """
         looks, waited_s = LookAgain(_FIRST_LOOK_S, _LAST_LOOK_S), 0.0
-        while (claim := self._files.try_claim(name)) is None and waited_s < _PATIENCE_S:
+        while (claim := await self._claim(name)) is None and waited_s < _PATIENCE_S:
             waited_s += await looks.pause()
         try:
-            # After the claim: who had it before us has finished by now. One stat.
-            found = self._files.find(name)
+            # After the claim: who had it before us has finished by now.
+            found = await self.disk(self._files.find, name)
             if found is None or nbytes not in (None, found.nbytes):
                 await fetch()
         finally:
             if claim is not None:
-                self._files.claims.release(claim)
+                await self.disk(self._release, claim)
+
+    async def _claim(self, name: str) -> Claim | None:
+        return await self.disk(self._files.try_claim, name, undo=self._release)
+
+    def _release(self, claim: Claim | None) -> None:
+        if claim is not None:
+            self._files.claims.release(claim)

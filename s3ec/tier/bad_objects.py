@@ -186,6 +186,8 @@ class BadObjects:
         note = self._notes.get(key.digest)
         return note if note is not None and now_s < note.until_s else None
 
+    # -- blocking ------------------------------------------------------------------------------
+
     def is_stale(self) -> bool:
         """Whether another process has noted something: one stat of a folder, nothing is read."""
         try:
@@ -193,7 +195,10 @@ class BadObjects:
         except OSError:
             return False
 
-    # -- blocking ------------------------------------------------------------------------------
+    def catch_up(self) -> None:
+        """As ``refresh``, where that would tell something new. Never raises."""
+        if self.is_stale():
+            self.refresh()
 
     def refresh(self) -> None:
         """Read what all processes have noted, and delete what has run out. Never raises."""

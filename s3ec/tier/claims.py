@@ -52,9 +52,7 @@ class Claim:
 
 
 class Claims:
-    """One Tier's claims. Thread-safe; its lock is held across calls that the kernel answers
-    from memory, and never across a wait.
-    """
+    """One Tier's claims. Blocking and thread-safe: the file is opened under the lock."""
 
     def __init__(self, folders: Folders, namespace: str, disk_errors: DiskErrors) -> None:
         self._folders = folders

@@ -272,19 +272,6 @@ class Entries:
         except (OSError, TierError) as exc:
             self._failed("unpin", exc)
 
-    def try_claim(self, key: Key) -> Claim | None:
-        """Claim an entry that is not here. No disk has to answer, unless a folder is cold.
-
-        Returns:
-            None where it is here, or somebody else fetches it: ask ``pin_or_claim``.
-        """
-        claim = self._claims.take(key.digest)
-        # In this order: who had the claim before us has published by now.
-        if claim is not None and self.contains(key):
-            self._claims.release(claim)
-            return None
-        return claim
-
     def pin_or_claim(self, key: Key, *, ignore_claim: bool = False) -> Pin | Claim | None:
         """Pin an entry that is here, or claim the right to fetch it; never waits.
 
@@ -295,12 +282,21 @@ class Entries:
             None while another process (or Tier) fetches it.
         """
         for _ in range(2):  # it may come between the look for it and the claim
-            found = self.pin(key) or self.try_claim(key)
+            found = self.pin(key) or self._claim(key)
             if found is not None:
                 return found
             if not self.contains(key):
                 return Claim() if ignore_claim else None
         return Claim()  # here, and cannot be pinned: the disk refuses
+
+    def _claim(self, key: Key) -> Claim | None:
+        """Claim an entry; None where it is here, or somebody else fetches it."""
+        claim = self._claims.take(key.digest)
+        # In this order: who had the claim before us has published by now.
+        if claim is not None and self.contains(key):
+            self._claims.release(claim)
+            return None
+        return claim
 
     def contains(self, key: Key) -> bool:
         """Whether a file stands under this name: one stat, nothing read, nothing promised."""

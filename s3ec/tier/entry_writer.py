@@ -389,7 +389,12 @@ class VanishedError(Exception):
 class Disk(Protocol):
     """Awaits a blocking call in another thread; ``LoopThread.disk`` is one."""
 
-    def __call__(self, function: Callable[..., T], *args: object) -> Awaitable[T]: ...
+    def __call__(
+        self,
+        function: Callable[..., T],
+        *args: object,
+        undo: Callable[[T], object] | None = None,
+    ) -> Awaitable[T]: ...
 
 
 async def whole_parts(

@@ -539,7 +539,8 @@ def _abort(node: Node, settings: dict[str, str], number: int) -> float:
     eventually(lambda: prefetcher.has_news, "its end")
     (late,) = prefetcher.drain()
     assert late.outcome is FetchOutcome.UNAVAILABLE
-    assert not node.tier.claims.is_taken(late.want.key.digest)
+    digest = late.want.key.digest
+    eventually(lambda: not node.tier.claims.is_taken(digest), "the end of its claim")
     other.close()
     return other.count("fetch.unavailable")
 

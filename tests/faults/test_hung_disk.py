@@ -186,12 +186,12 @@ def test_disk_that_hangs_at_the_start_is_refused_in_time(
 
 
 @contextmanager
-def reads_that_hang(thread: int) -> Iterator[None]:
-    """One thread's reads take a minute: a tracer holds them back, in the kernel."""
-    calls = "preadv,preadv2"
+def calls_that_hang(*threads: int | None, calls: str = "preadv,preadv2") -> Iterator[None]:
+    """Some threads' reads take a minute: a tracer holds them back, in the kernel."""
+    attached = [word for thread in threads for word in ("-p", str(thread))]
     try:
         tracer = subprocess.Popen(
-            [*("strace", "-p", str(thread), "-e", f"trace={calls}"),
+            [*("strace", *attached, "-e", f"trace={calls}"),
              *("-e", f"inject={calls}:delay_enter=60000000")],
             stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
@@ -199,13 +199,18 @@ def reads_that_hang(thread: int) -> Iterator[None]:
         pytest.skip("no strace command")
     with tracer:
         assert tracer.stderr is not None
-        if "attached" not in tracer.stderr.readline():
-            tracer.kill()
-            pytest.skip("strace may not trace here")
+        for _ in threads:
+            if "attached" not in tracer.stderr.readline():
+                tracer.kill()
+                pytest.skip("strace may not trace here")
         try:
             yield
         finally:
             tracer.send_signal(signal.SIGKILL)  # which lets its thread go on
+
+
+def threads_named(begin: str) -> list[threading.Thread]:
+    return [one for one in threading.enumerate() if one.name.startswith(begin)]
 
 
 def forget_pages(path: Path) -> None:
@@ -231,13 +236,12 @@ def test_load_that_hangs_is_answered_from_the_bucket_and_the_next_at_once(
         first = machine.grant(0)
         forget_pages(machine.file(0))
         machine.load(first)  # by a reader, since a disk had to answer
-        (reader,) = (one for one in threading.enumerate() if one.name.startswith("s3ec-load"))
-        assert reader.native_id is not None
+        (reader,) = threads_named("s3ec-load")
         assert counters.get("load.hung") == 0
         granted = {number: machine.grant(number)[number] for number in (1, 2, 3)}
         for number in (1, 2):
             forget_pages(machine.file(number))
-        with reads_that_hang(reader.native_id):
+        with calls_that_hang(reader.native_id):
             machine.load({1: granted[1]})
             assert counters.get("load.hung") == counters.get("load.rescued") == 1
             eventually(lambda: machine.node.loop.watch.hangs)  # the read began after the wait
@@ -247,4 +251,33 @@ def test_load_that_hangs_is_answered_from_the_bucket_and_the_next_at_once(
         eventually(lambda: not machine.node.loop.watch.hangs)
         assert machine.serve(*range(4)) == set(range(4))
         assert counters.get("load.hung") == 2
+        machine.assert_in_order()
+
+
+def test_load_is_rescued_though_a_look_for_another_entry_hangs(
+    disk: FailingDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("s3ec.connector.loads.MAX_READERS", 1)
+    corpus = Corpus()
+    corpus.stock(*range(4))
+    with Machine(corpus, disk.path / "cache") as machine:
+        counters = machine.node.counters
+        for number in range(2):
+            machine.serve(number)
+        first = machine.grant(0)
+        forget_pages(machine.file(0))
+        machine.load(first)
+        granted = {1: machine.grant(1)[1]}
+        forget_pages(machine.file(1))
+        # All threads that the node has by now: its loop's, the disk's, the reader.
+        threads = [one.native_id for one in threads_named("s3ec")]
+        with calls_that_hang(*threads, calls="preadv,preadv2,%file"):
+            machine.node.prefetcher.submit([FetchRequest(key_at(3), "image", ROWS)])
+            eventually(lambda: machine.node.loop.watch.hangs)
+            machine.load(granted)
+            assert counters.get("load.rescued") == 1
+        eventually(lambda: machine.node.prefetcher.has_news)
+        pins = [one.pin for one in machine.node.prefetcher.drain()]
+        machine.node.prefetcher.release(pin for pin in pins if pin)
+        assert machine.serve(*range(4)) == set(range(4))
         machine.assert_in_order()

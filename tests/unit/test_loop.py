@@ -151,7 +151,8 @@ def test_disk_passes_errors_on(loop: LoopThread) -> None:
         loop.run(use(), TIMEOUT_S)
 
 
-def test_a_result_that_nobody_awaits_any_more_is_undone(loop: LoopThread) -> None:
+@pytest.mark.parametrize("pool", ["disk", "long"])
+def test_a_result_that_nobody_awaits_any_more_is_undone(loop: LoopThread, pool: str) -> None:
     begun, go_on, undone = threading.Event(), threading.Event(), threading.Event()
     results: list[tuple[str, str]] = []
 
@@ -165,7 +166,8 @@ def test_a_result_that_nobody_awaits_any_more_is_undone(loop: LoopThread) -> Non
         undone.set()
 
     async def broken_off() -> None:
-        await loop.disk(make_something, undo=undo)
+        make = loop.disk if pool == "disk" else loop.disk_long
+        await make(make_something, undo=undo)
 
     call = loop.submit(broken_off())
     assert begun.wait(TIMEOUT_S)
@@ -173,7 +175,7 @@ def test_a_result_that_nobody_awaits_any_more_is_undone(loop: LoopThread) -> Non
     go_on.set()
     assert undone.wait(TIMEOUT_S)
     assert results[0][0] == "something"
-    assert "-disk" in results[0][1]
+    assert f"-{pool}" in results[0][1]
 
 
 def test_a_call_that_never_began_or_failed_has_nothing_to_undo(loop: LoopThread) -> None:

@@ -16,6 +16,7 @@ from s3ec.index.base_writer import temporary_folder
 from s3ec.node import Node, destination_of, refresh_pause_s
 from s3ec.store.endpoint import Breaker
 from s3ec.testing.memory_store import MemoryStore
+from s3ec.tier import Claim
 from s3ec.tier.evictor import evict_lock
 from s3ec.tier.files import Folders
 from tests.support.on_disk import audit_of, running_total
@@ -197,8 +198,8 @@ def test_a_forked_child_keeps_no_lock_of_its_dead_parent(tmp_path: Path) -> None
         parent.kill()  # its child lives
         tier = new_tier(root)
         assert [folder.name.split("-")[0] for folder in pin_folders(root)] == [str(os.getpid())]
-        claim = tier.entries.try_claim(key_at(1))
-        assert claim is not None
+        claim = tier.entries.pin_or_claim(key_at(1))
+        assert isinstance(claim, Claim)
         tier.claims.release(claim)
         assert len(tier.open_spool(DESTINATION).adopt()) == 1
         assert not temp.exists()

@@ -42,6 +42,7 @@ from s3ec.testing.memory_store import MemoryStore
 from s3ec.tier import Claim, LocalKeys, Pin, Tier
 from s3ec.tier.bad_objects import BadObjects
 from s3ec.tier.files import Folders
+from tests.support.file_calls import file_calls_of
 from tests.support.finite import FINITE
 from tests.support.on_disk import audit_of, evict, usage_of
 from tests.support.waiting import eventually
@@ -125,9 +126,7 @@ class Bench:
         self.index: Index = FakeIndex(self.counters)
         self.local = LocalKeys()
         self.loop = LoopThread("s3ec-prefetch-test", disk_threads=4)
-        self.bad_objects = BadObjects(
-            Folders(folder), NAMESPACE, "0" * 16, ttl_s=3600, counters=self.counters, clock=self.now
-        )
+        self.bad_objects = self.make_bad_objects()
         self.tier = self.make_tier()
         self.records = ModalityRecords(self.store, LAYOUT)
         self.bucket = self.memory.bucket.objects
@@ -136,6 +135,14 @@ class Bench:
 
     def now(self) -> float:
         return self.now_s
+
+    def make_bad_objects(self) -> BadObjects:
+        return BadObjects(
+            *(Folders(self.folder), NAMESPACE, "0" * 16),
+            ttl_s=3600,
+            counters=self.counters,
+            clock=self.now,
+        )
 
     def make_tier(self, *, min_free_bytes: int = 0) -> Tier:
         return Tier(
@@ -217,6 +224,10 @@ class Bench:
             return self.loop.run(self.records.get_soon("image", 0.0), TIMEOUT_S) is not None
         except UnavailableError:
             return False
+
+    def until_nobody_claims(self, text: object) -> None:
+        digest = key_of(text).digest
+        until(lambda: not self.tier.claims.is_taken(digest), "the end of the claim")
 
     def pinned(self) -> int:
         return usage_of(self.tier).pinned_nbytes
@@ -614,11 +625,11 @@ def test_an_error_of_ours_is_counted_and_the_want_is_answered(
     bench = Bench(tmp_path)
     bench.stock("a", "b")
 
-    def broken(key: Key) -> Pin | None:
+    def broken(key: Key, **_: object) -> Pin | None:
         raise kind("a fault of ours")
 
     with monkeypatch.context() as patch:
-        patch.setattr(bench.tier.entries, "try_claim", broken)
+        patch.setattr(bench.tier.entries, "pin_or_claim", broken)
         assert bench.one().outcome is FetchOutcome.UNAVAILABLE
     assert bench.counters.get("internal_errors") == 1
     assert "a fault of ours" in caplog.text
@@ -691,6 +702,52 @@ def test_what_the_disk_no_longer_holds_is_not_believed_to_be_there(bench: Bench)
     bench.local.add(key_of("a"))
     assert bench.one().outcome is FetchOutcome.ABSENT
     assert not bench.local(key_of("a"))
+
+
+# -- disk and loop -----------------------------------------------------------------------------
+
+
+def test_the_loop_makes_no_call_that_a_disk_has_to_answer(
+    in_parts: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would wait as well, and with it all that needs no disk."""
+    bench = in_parts
+    bench.stock("new", "parked")
+    bench.put(key_of("bad"), b"<html>")
+    bench.index.add(key_of("absent"))
+    calls = file_calls_of(bench.loop.run(thread_of(), TIMEOUT_S), monkeypatch)
+    end = others_claim(bench, "parked")
+    bench.prefetcher.submit([want("parked")])
+    until(lambda: bench.counters.get("fetch_parked") == 1, "the other one's fetch")
+    bench.fence()
+    end()
+    assert bench.collect(1)[0].outcome is FetchOutcome.READY
+    assert [bench.one("new").source for _ in range(2)] == ["bucket", "tier"]
+    assert bench.one("new", rows=ROWS + 1).outcome is FetchOutcome.MISMATCH
+    assert bench.one(rows=LARGE_ROWS).outcome is FetchOutcome.READY
+    assert bench.one("absent").outcome is FetchOutcome.ABSENT
+    assert bench.one("bad").outcome is FetchOutcome.CORRUPT
+    bench.make_bad_objects().note(key_of("other"), "checksum", 0)  # as another process would
+    assert bench.one("other").outcome is FetchOutcome.CORRUPT
+    assert calls == []
+
+
+def test_who_waits_for_another_process_is_answered_though_the_disk_hangs(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.stock("a")
+    bench.make(claim_patience_s=0.0)
+    end = others_claim(bench, "a")
+    answers = threading.Event()
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.tier.claims, "is_taken", lambda _: answers.wait(2 * TIMEOUT_S))
+        assert bench.one().source == "bucket"
+        answers.set()
+    end()
+
+
+async def thread_of() -> int:
+    return threading.get_ident()
 
 
 # -- queueing ----------------------------------------------------------------------------------
@@ -840,7 +897,7 @@ def test_a_large_object_comes_in_parts_and_is_whole(in_parts: Bench) -> None:
     assert done.pin.path.read_bytes() == entry(key_of("a"), rows=LARGE_ROWS)
     assert ranges(in_parts) == -(-done.pin.nbytes // PART_BYTES)
     assert in_parts.store.fetched == []
-    assert not in_parts.tier.claims.is_taken(key_of("a").digest)
+    in_parts.until_nobody_claims("a")
 
 
 def test_a_large_object_takes_the_memory_of_a_few_parts(in_parts: Bench) -> None:
@@ -960,7 +1017,7 @@ def test_a_large_object_that_is_broken_off_leaves_nothing(
     deadlines.expire(in_parts.loop)
     assert in_parts.collect(1)[0].outcome is FetchOutcome.UNAVAILABLE
     until(lambda: not list(in_parts.folder.rglob(".tmp-*")), "the temp file's end")
-    assert not in_parts.tier.claims.is_taken(key_of("a").digest)
+    in_parts.until_nobody_claims("a")
     in_parts.script.faults = []
     assert in_parts.one(rows=LARGE_ROWS).outcome is FetchOutcome.READY
 

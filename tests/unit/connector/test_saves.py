@@ -26,6 +26,7 @@ from s3ec.testing.fault_store import Fault, Gate
 from s3ec.testing.memory_store import MemoryStore
 from s3ec.tier import Spool
 from s3ec.tier.bad_objects import BadObjects
+from tests.support.file_calls import file_calls_of
 from tests.support.on_disk import audit_of, evict
 from tests.unit.connector.processes import DEADLINE_S, HASHES, Process, eventually, tensor
 from tests.unit.connector.scheduling import key_of
@@ -770,6 +771,48 @@ def test_revision_that_another_process_asks_for_is_the_one_that_is_written(rig: 
     codec.verify(blob, namespace=rig.node.namespace.name, identifier=HASHES[0])
     scheduler.refresh()
     assert scheduler.unhealed() == []
+
+
+def test_the_loop_makes_no_call_that_a_disk_has_to_answer(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def thread() -> int:
+        return threading.get_ident()
+
+    calls = file_calls_of(rig.node.loop.run(thread(), DEADLINE_S), monkeypatch)
+    queue = rig.queue()
+    assert queue.put(HASHES[0], IMAGE, tensor(0))
+    eventually(lambda: rig.stored(HASHES[0]) is not None)
+    key = key_of(HASHES[1])
+    assert rig.node.bad_objects.note(key, "header", 0) == 1
+    assert queue.put(HASHES[1], IMAGE, tensor(1))
+    assert queue.drain(DEADLINE_S) == 0
+    assert rig.node.layout.object(key, 1) in rig.bucket.objects
+    assert calls == []
+
+
+def test_upload_from_memory_does_not_wait_for_notes_that_a_hanging_disk_holds(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reached, answers = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        reached.set()
+        assert answers.wait(2 * DEADLINE_S)
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise TierError("read-only")
+
+    monkeypatch.setattr("s3ec.connector.uploads.PATIENCE_S", 0.0)
+    monkeypatch.setattr(rig.node.bad_objects, "catch_up", hang)
+    monkeypatch.setattr(rig.node.tier.writer, "publish", refuse)
+    queue = rig.queue()
+    assert queue.put(HASHES[0], IMAGE, tensor(0))
+    try:
+        eventually(lambda: rig.stored(HASHES[0]) is not None)
+    finally:
+        answers.set()
+    assert queue.drain(DEADLINE_S) == 0
 
 
 def test_drain_stores_what_waits_behind_a_save_that_hangs_in_the_disk(

@@ -46,8 +46,16 @@ def _as_key(item: object) -> Key:
     return item if isinstance(item, Key) else key_of(item)
 
 
-async def in_thread(function: Callable[..., T], *args: object) -> T:
-    return await asyncio.to_thread(function, *args)
+async def in_thread(
+    function: Callable[..., T], *args: object, undo: Callable[[T], object] | None = None
+) -> T:
+    made = asyncio.ensure_future(asyncio.to_thread(function, *args))
+    try:
+        return await asyncio.shield(made)
+    except asyncio.CancelledError:
+        if undo is not None:
+            made.add_done_callback(lambda done: undo(done.result()))
+        raise
 
 
 @dataclass

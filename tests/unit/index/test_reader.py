@@ -16,8 +16,9 @@ from s3ec.identity import Key, make_key
 from s3ec.index.lookup import View
 from s3ec.index.manifest import OVERLAP_S
 from s3ec.index.rows import EntryInfo, Tombstone
-from s3ec.testing.fault_store import Fault, Gate
+from s3ec.testing.fault_store import Fault, Gate, flip
 from tests.support.clock import START_S
+from tests.support.file_calls import file_calls_of
 from tests.unit.index.basics import LAYOUT, key_of, reached, until
 from tests.unit.index.corpus import HOUR_S, Corpus, Reader, rows_of
 
@@ -40,6 +41,23 @@ async def test_a_base_and_the_deltas_after_it_are_found(corpus: Corpus, reader: 
     await reader.refresh()
     assert reader.finds("a", "b", "c", "d") == [True, True, True, False]
     assert reader.index.loaded
+
+
+async def test_the_loop_makes_no_call_that_a_disk_has_to_answer(
+    corpus: Corpus, reader: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    corpus.base(1, rows_of("a", "b"))
+    calls = file_calls_of(threading.get_ident(), monkeypatch)
+    corpus.delta("c")
+    await reader.refresh()
+    head = corpus.base(2, rows_of("a", "b", "d"))
+    bad = head.segment_name(LAYOUT, head.shards[0])
+    corpus.put(bad, flip(-9)(corpus.objects[bad]))
+    await reader.refresh()
+    corpus.base(3, rows_of("a", "b", "d"))
+    await reader.refresh()
+    assert reader.finds("a", "c", "d") == [True, True, True]
+    assert calls == []
 
 
 async def test_deltas_alone_are_found_beside_what_is_listed(corpus: Corpus, reader: Reader) -> None:

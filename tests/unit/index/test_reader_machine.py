@@ -32,7 +32,9 @@ AHEAD_S = st.sampled_from([0.0, -500.0, -5.0, 5.0, 4000.0])
 SOME = st.lists(NUMBERS, min_size=1, max_size=4, unique=True)
 
 
-async def at_once(function: Callable[..., T], *args: object) -> T:
+async def at_once(
+    function: Callable[..., T], *args: object, undo: Callable[[T], object] | None = None
+) -> T:
     """A disk that answers in the loop's thread: an example is as it was the last time."""
     return function(*args)
 

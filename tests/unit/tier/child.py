@@ -21,7 +21,7 @@ from typing import Any
 
 from s3ec.counters import Counters
 from s3ec.errors import TierError
-from s3ec.tier import LocalKeys
+from s3ec.tier import Claim, LocalKeys
 from s3ec.tier.evictor import evict_lock
 from s3ec.tier.files import DiskErrors, Folders, TempFile, try_lock
 from s3ec.tier.news import NewsWriter
@@ -182,9 +182,9 @@ def fork(root: Path) -> None:
     settings, namespace = load_settings(given).settings, Namespace(NAMESPACE, {})
     node, key = Node.shared(settings, namespace), key_at(0)
     node.tier.writer.publish(key, [entry(key)])
-    pin, claim = node.tier.entries.pin(key), node.tier.entries.try_claim(key_at(1))
+    pin, claim = node.tier.entries.pin(key), node.tier.entries.pin_or_claim(key_at(1))
     assert pin is not None
-    assert claim is not None
+    assert isinstance(claim, Claim)
     ours, theirs = socket.socketpair()
     reader, _ = node.loop.run(_connect(ours), 10)
     locked = _all_locked(node, Node._locks, endpoint._sharing)
@@ -319,9 +319,9 @@ def orphan(root: Path) -> None:
 
     tier, key = new_tier(root), key_at(0)
     publish(tier, 0, spool=tier.open_spool(DESTINATION))
-    pin, claim = tier.entries.pin(key), tier.entries.try_claim(key_at(1))
+    pin, claim = tier.entries.pin(key), tier.entries.pin_or_claim(key_at(1))
     assert pin is not None
-    assert claim is not None
+    assert isinstance(claim, Claim)
     folders = Folders(root)
     temp = TempFile(str(folders.incoming))
     with temporary_folder(root.parent), evict_lock(folders) as alone:

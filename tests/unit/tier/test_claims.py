@@ -64,21 +64,6 @@ def test_what_was_published_meanwhile_is_pinned_not_claimed(
     assert not tier.claims.is_taken(KEY.digest)
 
 
-def test_what_is_here_is_not_claimed_without_a_look_at_it(make_tier: MakeTier) -> None:
-    one, two = make_tier(), make_tier()
-    taken = one.entries.try_claim(KEY)
-    assert taken is not None
-    assert two.entries.try_claim(KEY) is None
-    one.writer.publish(KEY, [entry(KEY)])
-    one.claims.release(taken)
-    assert two.entries.try_claim(KEY) is None
-    assert not one.claims.is_taken(KEY.digest)
-    one.close()
-    late = one.entries.try_claim(OTHER)
-    assert late is not None
-    assert late.place is None  # it excludes nobody
-
-
 def test_a_hanging_holder_can_be_passed_over(make_tier: MakeTier) -> None:
     one, two = make_tier(), make_tier()
     taken = claim(one)

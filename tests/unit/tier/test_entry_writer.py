@@ -397,7 +397,9 @@ def test_a_folder_that_vanishes_is_an_error_and_leaves_nothing(tier: Tier, root:
     assert tier.entries.pin(KEY) is None
 
 
-async def in_thread(function: Callable[..., T], *arguments: object) -> T:
+async def in_thread(
+    function: Callable[..., T], *arguments: object, undo: Callable[[T], object] | None = None
+) -> T:
     return await asyncio.to_thread(function, *arguments)
 
 
