@@ -18,8 +18,16 @@ import shutil
 import tempfile
 import time
 import weakref
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -125,6 +133,17 @@ def temporary_folder(parent: Path | None, *names: str) -> Iterator[Path]:
         except OSError as exc:
             raise TierError(f"cannot make a folder for temporary files: {exc}") from exc
         yield folder
+
+
+@asynccontextmanager
+async def in_temporary_folder(parent: Path | None, *names: str) -> AsyncIterator[Path]:
+    """As temporary_folder, for a loop, which waits for no disk."""
+    made = temporary_folder(parent, *names)
+    folder = await asyncio.to_thread(made.__enter__)
+    try:
+        yield folder
+    finally:
+        await asyncio.to_thread(made.__exit__, None, None, None)
 
 
 def _remove(folder: Path, process: int) -> None:

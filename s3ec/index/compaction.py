@@ -27,7 +27,7 @@ from s3ec.index.base_writer import (
     BuildOptions,
     BuildResult,
     clean,
-    temporary_folder,
+    in_temporary_folder,
     write_base,
 )
 from s3ec.index.manifest import (
@@ -103,7 +103,7 @@ async def _merge(
     """Make the next base; ``head`` itself if no delta could be read, None if another was first."""
     kept = head.merged & snapshot.deltas.keys()
     room = max(0, MAX_MERGED - len(kept))
-    with temporary_folder(making.folder) as folder:
+    async with in_temporary_folder(making.folder) as folder:
         content = MergedRows(store, layout, head, folder)
         await content.add_deltas(snapshot.unmerged(head)[:room], deltas)
         if not deltas.read:
@@ -232,7 +232,8 @@ class ElectedCompactor:
         """
         if not self._backlog().is_large:
             return False
-        claim = self._files.try_claim(_TASK)
+        # Cancelled only when the node ends, and then the tier gives the claim back.
+        claim = await asyncio.to_thread(self._files.try_claim, _TASK)
         if claim is None:
             return False
         try:
@@ -243,7 +244,7 @@ class ElectedCompactor:
                 self._allowed = True
             made = await compact(self._store, self._layout, self._making)
         finally:
-            self._files.claims.release(claim)
+            await asyncio.to_thread(self._files.claims.release, claim)
         if made is None or not made.merged:
             self._counters.add("compact.in_vain")
             return False

@@ -28,7 +28,7 @@ from s3ec.counters import Counters, Report, unreported
 from s3ec.errors import AccessError, ConflictError, S3ECError, UnavailableError
 from s3ec.identity import Key, Layout
 from s3ec.index.announce import Announcer
-from s3ec.index.base_writer import server_time, temporary_folder
+from s3ec.index.base_writer import in_temporary_folder, server_time
 from s3ec.index.listing import FEW, few_objects, key_of_object, list_objects, listed
 from s3ec.index.manifest import indexed_entries
 from s3ec.index.merged_rows import DELTAS, LastModifiedIndex
@@ -400,7 +400,7 @@ async def deleting(
         AccessError: It refuses.
         TierError: The folder for temporary files is full: 42 bytes for each entry of the index.
     """
-    with temporary_folder(None, DELTAS) as folder:
+    async with in_temporary_folder(None, DELTAS) as folder:
         times = LastModifiedIndex(store, layout, folder)
         await times.open()
         announcer = Announcer(

@@ -25,7 +25,7 @@ from s3ec.index.base_writer import (
     BuildOptions,
     BuildResult,
     clean,
-    temporary_folder,
+    in_temporary_folder,
     write_base,
 )
 from s3ec.index.listing import key_of_object, list_objects, read_listing
@@ -84,7 +84,7 @@ async def _attempt(store: Store, layout: Layout, making: BuildOptions) -> BaseMa
     started_s = making.clock()
     # First the deltas, then the objects: what is announced after this stays unmerged.
     snapshot = await take_snapshot(store, layout)
-    with temporary_folder(making.folder, *_FOLDERS) as folder:
+    async with in_temporary_folder(making.folder, *_FOLDERS) as folder:
         source = await _Source.read(store, layout, snapshot, folder, making.report)
         version = snapshot.version + 1
         while True:
@@ -225,7 +225,7 @@ async def verify(store: Store, layout: Layout, making: BuildOptions | None = Non
     """
     making = making or BuildOptions()
     names = ("known", "listed", "news")
-    with temporary_folder(making.folder, *names) as folder:
+    async with in_temporary_folder(making.folder, *names) as folder:
         places = [folder / name for name in names]
         before = await take_snapshot(store, layout)
         head = await newest_head(store, layout, before)

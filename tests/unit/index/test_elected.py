@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from s3ec.index.rows import EntryInfo
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
 from s3ec.testing.memory_store import MemoryStore
 from s3ec.tier import IndexFiles, Tier
+from tests.support.file_calls import file_calls_of
 from tests.support.overwriting import OverwritingStore
 from tests.unit.index.basics import LAYOUT, key_of, reached, until
 from tests.unit.index.manifests import names, put_delta, view
@@ -85,6 +87,21 @@ async def test_a_large_backlog_is_compacted(
     assert counters.get("compact.merged") == MAX_DELTAS + 1
     assert len(await view(memory)) == MAX_DELTAS + 1
     assert files.try_claim("compact") is not None
+
+
+@pytest.mark.parametrize("first", [True, False])
+async def test_the_loop_makes_no_call_that_a_disk_has_to_answer(
+    memory: MemoryStore, compactor: ElectedCompactor, monkeypatch: pytest.MonkeyPatch, first: bool
+) -> None:
+    if first:
+        for number in range(MAX_DELTAS + 1):
+            await put_delta(memory, number, {key_of(number): EntryInfo(9, time_s=1)})
+    else:
+        await pile_up(memory)
+    calls = file_calls_of(threading.get_ident(), monkeypatch)
+    await compactor.compact_if_needed()
+    assert len(await view(memory)) == (0 if first else MAX_DELTAS + 1)
+    assert calls == []
 
 
 async def test_a_small_backlog_costs_no_request(
