@@ -8,7 +8,7 @@ import enum
 import logging
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
@@ -198,6 +198,8 @@ class Fetcher:
         look = partial(self._pin_or_claim, key, ignore_claim=ignore_claim)
         found = await self._loop.disk(look, undo=self._let_go)
         if found is None:
+            with suppress(UnavailableError, AccessError):  # begun here, for ``longer_s``
+                await self._records.get_soon(want.modality, 0.0)
             return None
         if isinstance(found, Pin):
             return await self._check_local(want, found)
@@ -214,6 +216,17 @@ class Fetcher:
             return await self._download(want, expected, deadline)
         finally:
             self._loop.disk_soon(self._claims.release, found)
+
+    def longer_s(self, want: FetchRequest) -> float:
+        """How much more time than a small object this one may take; from memory.
+
+        Returns:
+            Seconds; 0 where its size is not known, since no record of its modality was read yet.
+        """
+        record = self._records.known(want.modality)
+        if record is None:
+            return 0.0
+        return _longer_s(_most_bytes(Shape(want.rows, record.width, record.dtype)))
 
     def unpin(self, pins: Iterable[Pin]) -> None:
         """Let go of some pins, in the disk pool; nobody waits for it."""
@@ -295,8 +308,7 @@ class Fetcher:
         part_bytes = PART_BYTES if self._budget.is_used else PART_BYTES // 2
         await self._budget.take(held_bytes)
         try:
-            if not whole:
-                _extend(deadline, max_bytes / _LEAST_BYTES_PER_S)
+            _extend(deadline, _longer_s(max_bytes))
             return await self._first_good(want, expected, None if whole else part_bytes)
         finally:
             self._budget.free(held_bytes)
@@ -466,6 +478,11 @@ def _most_bytes(expected: Shape) -> int:
     return expected.nbytes + 8 + codec.HEADER_LIMIT
 
 
+def _longer_s(max_bytes: int) -> float:
+    """By how much the deadline of a large object is later than a small one's."""
+    return max_bytes / _LEAST_BYTES_PER_S if max_bytes > PART_BYTES else 0.0
+
+
 def _ranges(expected: Shape, part_bytes: int) -> list[range]:
     """The ranges that a large object is asked for in; the last one has room for any header."""
     starts = list(range(0, expected.nbytes, part_bytes))
@@ -475,7 +492,7 @@ def _ranges(expected: Shape, part_bytes: int) -> list[range]:
 
 def _extend(deadline: asyncio.Timeout, seconds: float) -> None:
     when = deadline.when()
-    if when is not None:
+    if when is not None and seconds:
         deadline.reschedule(when + seconds)
 
 

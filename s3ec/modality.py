@@ -56,6 +56,10 @@ class ModalityRecords:
         self._absent_until: dict[str, float] = {}
         self._reading: dict[str, asyncio.Task[Record | None]] = {}
 
+    def known(self, modality: str) -> Record | None:
+        """The record where it was read already, from memory."""
+        return self._known.get(modality)
+
     async def get(self, modality: str) -> Record | None:
         """The record, or None where no producer wrote a usable one yet.
 

@@ -60,7 +60,8 @@ class Limits:
         max_queued: Wants that have not begun.
         deadline_s: For one fetch from its start; a large object gets more.
         claim_patience_s: How long a want waits for another process that fetches the same and may
-            hang, before it is fetched here too.
+            hang, before it is fetched here too. As much longer for a large object as its deadline
+            is later: who has the claim and keeps its pace is not overtaken.
     """
 
     max_concurrency: int = 16
@@ -316,8 +317,10 @@ class Prefetcher:
 
     def _is_late(self, place: _Place) -> bool:
         """Whether it was parked for so long that whoever fetches it may hang."""
-        waited = place.parked_s is not None
-        return waited and self._clock() - (place.parked_s or 0) >= self._limits.claim_patience_s
+        if place.parked_s is None:
+            return False
+        patience_s = self._limits.claim_patience_s + self._fetcher.longer_s(place.want)
+        return self._clock() - place.parked_s >= patience_s
 
     async def _watch_parked(self) -> None:
         looks = LookAgain(_FIRST_LOOK_S, _LAST_LOOK_S)

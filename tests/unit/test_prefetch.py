@@ -42,6 +42,7 @@ from s3ec.testing.memory_store import MemoryStore
 from s3ec.tier import Claim, LocalKeys, Pin, Tier
 from s3ec.tier.bad_objects import BadObjects
 from s3ec.tier.files import Folders
+from tests.support.clock import Clock
 from tests.support.file_calls import file_calls_of
 from tests.support.finite import FINITE
 from tests.support.on_disk import audit_of, evict, usage_of
@@ -153,7 +154,7 @@ class Bench:
             counters=self.counters,
         )
 
-    def make(self, **limits: float) -> Prefetcher:
+    def make(self, *, clock: Callable[[], float] = time.monotonic, **limits: float) -> Prefetcher:
         self.prefetcher = Prefetcher(
             self.loop,
             Sources(
@@ -167,6 +168,7 @@ class Bench:
             ),
             counters=self.counters,
             limits=Limits(**limits),  # type: ignore[arg-type]
+            clock=clock,
         )
         return self.prefetcher
 
@@ -1058,6 +1060,27 @@ def test_many_parked_wants_are_all_looked_at(bench: Bench) -> None:
     until(lambda: bench.counters.get("fetch_parked") == 150, "all parked")
     end()
     assert {each.outcome for each in bench.collect(150)} == {FetchOutcome.READY}
+
+
+def test_a_large_object_of_another_process_is_waited_for_as_long_as_it_may_take(
+    in_parts: Bench,
+) -> None:
+    bench, clock = in_parts, Clock()
+    bench.stock("small")
+    bench.make(clock=clock, claim_patience_s=5.0, max_concurrency=1)
+    end = others_claim(bench, "a", "small")
+    bench.prefetcher.submit([want("a", rows=LARGE_ROWS), want("small")])
+    until(lambda: bench.counters.get("fetch_parked") == 2, "both parked")
+    asked = ("get", LAYOUT.modality("image"))
+    until(lambda: asked in bench.store.log, "the question for the record, which gives the size")
+    until(bench.knows_the_record, "the record")
+    clock.now_s += 5.1
+    # The large one comes before it in every queue, but is not late: 200 kB at 1 MiB/s.
+    assert [each.want.key for each in bench.collect(1)] == [key_of("small")]
+    assert ranges(bench) == 0
+    clock.now_s += 0.1
+    assert bench.collect(1)[0].source == "bucket"
+    end()
 
 
 def test_a_process_that_hangs_with_its_claim_holds_nobody_up_for_ever(bench: Bench) -> None:
