@@ -8,8 +8,8 @@ high, and each walk over the folder puts it right. It is not synced to the devic
 power cut it may be an old one until the next walk.
 
 A little ahead of the limits (the budget, the free-space floor) a thread evicts in the background,
-one per node at a time. A publish that would break a limit waits for that round to end, or does one
-itself. Entries go in the order of their use, pinned ones never.
+one per node at a time. A publish that would break a limit does a round itself, or waits a second
+for the one that is under way. Entries go in the order of their use, pinned ones never.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 import errno
 import heapq
 import logging
+import math
 import os
 import struct
 import threading
@@ -376,8 +377,11 @@ _GRACE_NS = 2 * 10**9
 # Of the budget: evicted beyond what a short disk asks for, and published at most while nobody
 # has counted what lies here.
 _SLACK = 1 / 64
-# A walk over a million entries in the background takes about this long.
-ROUND_TIMEOUT_S = 30.0
+# A publish waits so long for whoever is evicting. A disk thread that waits for longer would be
+# taken for a disk that hangs, and a walk over a million entries takes half a minute.
+TURN_WAIT_S = 1.0
+# After that was in vain (a stopped process, a long walk) publishes do not wait for so long.
+TURN_REST_S = 5.0
 # A background round that could free nothing is not repeated at once: this many times as long as
 # it took, and never sooner than the other.
 _REST_SHARE = 10
@@ -416,6 +420,7 @@ class Evictor:
         self._background = Background("s3ec-evictor", self._work_ahead)
         self._is_open = False
         self._batches = _Batches()
+        self._waits_again_s = -math.inf  # monotonic
 
     def begin_batch(self) -> None:
         """What this thread publishes from now on is counted by ``end_batch``, together.
@@ -473,12 +478,9 @@ class Evictor:
             self.begin_batch()
         if self._has_room(nbytes):
             return
-        with evict_lock(self._folders, wait_s=ROUND_TIMEOUT_S) as alone:
+        with self._turn() as alone:
             if not alone:
-                raise TierError(
-                    "there is no room, and another process has been evicting for "
-                    f"{ROUND_TIMEOUT_S:.0f} s"
-                )
+                raise TierError("there is no room, and another process is still evicting")
             # Whoever evicted meanwhile may have made room enough.
             if not self._has_room(nbytes):
                 self._round(nbytes)
@@ -509,7 +511,8 @@ class Evictor:
             incoming_bytes: What is about to be written.
             at_least_bytes: Free this much even if the figures say there is room (a quota that
                 the figures do not show).
-            wait: Whether to wait for a round that is under way, and then do one nevertheless.
+            wait: Whether to wait for a round that is under way, as a publish does, and then do one
+                nevertheless.
 
         Returns:
             Bytes of the entries removed; 0 where another round is under way.
@@ -517,8 +520,17 @@ class Evictor:
         Raises:
             OSError: The file system refused.
         """
-        with evict_lock(self._folders, wait_s=ROUND_TIMEOUT_S if wait else 0.0) as alone:
+        with self._turn() if wait else evict_lock(self._folders) as alone:
             return self._round(incoming_bytes, at_least_bytes=at_least_bytes) if alone else 0
+
+    @contextmanager
+    def _turn(self) -> Iterator[bool]:
+        """As evict_lock, for a publish: it waits, but not for who has let others wait in vain."""
+        wait_s = TURN_WAIT_S if time.monotonic() >= self._waits_again_s else 0.0
+        with evict_lock(self._folders, wait_s=wait_s) as alone:
+            if not alone and wait_s:
+                self._waits_again_s = time.monotonic() + TURN_REST_S
+            yield alone
 
     def _has_room(self, nbytes: int) -> bool:
         """Whether a publish breaks no limit; wakes the background near the floor."""

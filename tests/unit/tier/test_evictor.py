@@ -7,9 +7,13 @@ import errno
 import os
 import stat
 import struct
+import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import xxhash
@@ -18,6 +22,7 @@ from s3ec import codec
 from s3ec.counters import Counters
 from s3ec.errors import TierError
 from s3ec.identity import Key, digest_of_name
+from s3ec.runtime import PATIENCE_S
 from s3ec.tier import LocalKeys, evictor, files
 from s3ec.tier.evictor import Figures, RunningTotal
 from s3ec.tier.files import Folders, free_bytes, try_lock
@@ -363,11 +368,7 @@ def test_second_evictor_does_not_wait_but_a_publish_past_the_budget_does(
         assert other.hear() == "locked"
         fill(tier, *range(3))
         assert make_room(tier, SIZE, budget_bytes=3 * SIZE) == 0
-        with monkeypatch.context() as patch:
-            patch.setattr(evictor, "ROUND_TIMEOUT_S", 0.05)
-            with pytest.raises(TierError, match="another process has been evicting"):
-                fill(tier, *range(4))
-        assert left(tier, 4) == set(range(3))
+        monkeypatch.setattr(evictor, "TURN_WAIT_S", 60.0)
         with ThreadPoolExecutor(1) as pool:
             publishing = pool.submit(fill, tier, *range(4))
             other.say()
@@ -375,6 +376,43 @@ def test_second_evictor_does_not_wait_but_a_publish_past_the_budget_does(
         other.end()
     assert tier.entries.contains(even(3))
     assert usage_of(tier).nbytes <= 3 * SIZE
+
+
+def test_publishes_behind_a_stopped_evictor_wait_once_and_then_are_refused_at_once(
+    make_tier: MakeTier, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk thread that waits for longer would be taken for a disk that hangs."""
+    tier = make_tier(budget_bytes=3 * SIZE)
+    mine, waits, lock = threading.current_thread(), list[float](), evictor.evict_lock
+
+    def noted(folders: Folders, *, wait_s: float = 0.0) -> AbstractContextManager[bool]:
+        if threading.current_thread() is mine:  # the background never waits
+            waits.append(wait_s)
+        return lock(folders, wait_s=0.0)
+
+    monkeypatch.setattr(evictor, "evict_lock", noted)
+    with child("occupy", root) as other:
+        assert other.hear() == "locked"
+        fill(tier, *range(3))
+        for _ in range(2):
+            with pytest.raises(TierError, match="another process is still evicting"):
+                fill(tier, 3)
+        assert tier.evictor.make_room(SIZE, at_least_bytes=SIZE, wait=True) == 0
+        assert waits == [evictor.TURN_WAIT_S, 0.0, 0.0]
+        assert waits[0] < PATIENCE_S
+        now_s = time.monotonic() + 60
+        monkeypatch.setattr(evictor, "time", SimpleNamespace(monotonic=lambda: now_s))
+        with pytest.raises(TierError, match="another process is still evicting"):
+            fill(tier, 3)
+        assert waits[3:] == [evictor.TURN_WAIT_S]
+        assert left(tier, 4) == set(range(3))
+        other.say()
+        other.end()
+    now_s += 60
+    monkeypatch.setattr(evictor, "TURN_WAIT_S", 60.0)  # the background may be at it
+    monkeypatch.setattr(evictor, "evict_lock", lock)
+    fill(tier, 3)
+    assert tier.entries.contains(even(3))
 
 
 def test_copy_of_a_rounds_descriptor_does_not_keep_evictors_out(
