@@ -393,18 +393,22 @@ class LoopThread:
         """Await a blocking call that may take long, such as a walk. It has threads of its own.
 
         Args:
-            undo: As for ``disk``.
+            undo: As in ``disk``, and short: the disk pool makes it.
         """
         pool = self._long_pool
         if pool is None:
             raise RuntimeError(f"{self._name} is not running")
-        made = pool.submit(function, *args)
+        call = pool.submit(function, *args)
         try:
-            return await asyncio.wrap_future(made)
+            return await asyncio.wrap_future(call)
         except asyncio.CancelledError:
             if undo is not None:
-                made.add_done_callback(partial(_undo_in, pool, undo))
+                call.add_done_callback(partial(self._undo, undo))
             raise
+
+    def _undo(self, undo: Callable[[T], object], call: Future[T]) -> None:
+        if not call.cancelled() and call.exception() is None:
+            self.disk_soon(undo, call.result())
 
     def disk_soon(self, function: Callable[..., object], *args: object) -> None:
         """Queue a short blocking call for the disk pool. Nobody waits for it.
@@ -434,13 +438,6 @@ class LoopThread:
             calls.shutdown()
         if long_pool is not None:
             long_pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _undo_in(pool: DaemonPool, undo: Callable[[T], object], made: Future[T]) -> None:
-    """What came of a call that nobody waits for any more is undone, in a thread of the pool."""
-    if not made.cancelled() and made.exception() is None:
-        with suppress(RuntimeError):  # it has ended
-            pool.submit(undo, made.result())
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:

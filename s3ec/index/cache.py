@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from functools import partial
 
 from s3ec import safetensors_file
 from s3ec.counters import Counters
@@ -19,7 +20,7 @@ from s3ec.store.base import Store
 from s3ec.store.concurrency import in_parallel
 from s3ec.tier import IndexFile, IndexFiles
 from s3ec.tier.claims import Claim, LookAgain
-from s3ec.tier.entry_writer import Disk, download
+from s3ec.tier.entry_writer import Disk, Incoming, download
 
 # Parts of one object, asked for or waiting to be written.
 PARTS = 2
@@ -229,7 +230,8 @@ class IndexCache:
 
         async def fetch() -> None:
             nbytes, disk = blob.nbytes, self.disk
-            incoming = await disk(self._files.begin, local, name, nbytes, blob.xxh3, check)
+            begin = partial(self._files.begin, local, name, nbytes, blob.xxh3, check)
+            incoming = await disk(begin, undo=Incoming.discard)
             try:
                 await download(self.store, name, incoming, disk=disk, at_a_time=PARTS)
                 await disk(incoming.commit)

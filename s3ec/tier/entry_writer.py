@@ -387,7 +387,10 @@ class VanishedError(Exception):
 
 
 class Disk(Protocol):
-    """Awaits a blocking call in another thread; ``LoopThread.disk`` is one."""
+    """Awaits a blocking call in another thread; ``LoopThread.disk`` is one.
+
+    ``undo`` is called with the result where the await was cancelled and nobody else gets it.
+    """
 
     def __call__(
         self,

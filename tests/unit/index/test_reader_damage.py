@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import resource
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,12 +20,16 @@ import pytest
 
 from s3ec.errors import TierError
 from s3ec.identity import Layout
+from s3ec.index.cache import IndexCache
 from s3ec.index.manifest import BaseManifest
 from s3ec.index.rows import Rows
 from s3ec.index.segment import encode_segment
+from s3ec.runtime import LoopThread
 from s3ec.safetensors_file import encode_columns
 from s3ec.testing.fault_store import Fault, cut, flip
+from s3ec.tier.entry_writer import Incoming
 from tests.support.clock import Clock
+from tests.support.waiting import DEADLINE_S, eventually
 from tests.unit.index.basics import LAYOUT, NAMESPACE, key_of
 from tests.unit.index.corpus import Corpus, Reader, rows_of
 
@@ -33,6 +38,12 @@ MakeReader = Callable[..., Reader]
 
 def first_shard(head: BaseManifest) -> str:
     return head.segment_name(LAYOUT, head.shards[0])
+
+
+def open_below(folder: Path) -> list[str]:
+    """Files in it that this process has open, deleted ones too."""
+    files = [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
+    return [file for file in files if file.startswith(str(folder))]
 
 
 def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -114,6 +125,43 @@ async def test_a_damaged_file_of_a_base_is_refused_by_name_and_the_old_base_stay
     corpus.base(3, rows_of("a", "b"))
     await reader.refresh()
     assert reader.finds("a", "b") == [True, True]
+
+
+async def test_a_download_that_is_cancelled_as_it_begins_leaves_nothing(
+    corpus: Corpus, reader: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head = corpus.base(1, rows_of("a"), shards=1)
+    incoming = reader.tier.folders.incoming
+    begin = reader.files.begin
+    begun, ended, go_on = threading.Event(), threading.Event(), threading.Event()
+
+    def slow(*args: Any) -> Incoming[None]:
+        made = begin(*args)
+        begun.set()
+        assert go_on.wait(DEADLINE_S)
+        return made
+
+    monkeypatch.setattr(reader.files, "begin", slow)
+    loop = LoopThread("s3ec-test")
+    try:
+        cache = IndexCache(reader.store, LAYOUT, reader.files, loop.disk_long, reader.counters)
+
+        async def broken_off() -> None:
+            try:
+                await cache.base(head, exact=True)
+            finally:
+                ended.set()
+
+        opening = loop.submit(broken_off())
+        assert begun.wait(DEADLINE_S)
+        opening.cancel()
+        assert ended.wait(DEADLINE_S)
+        go_on.set()
+        eventually(lambda: os.listdir(incoming) == [])
+    finally:
+        go_on.set()
+        loop.stop(DEADLINE_S)
+    assert open_below(incoming) == []
 
 
 async def test_good_files_of_a_damaged_base_are_downloaded_once(
