@@ -166,8 +166,8 @@ class DiskCalls:
         """Make no calls any more, but for those that have begun."""
         with self._lock:
             self._ended = True
-            while self._waiting:
-                self._watch.end(self._waiting.popleft().number)
+            while (call := self._first()) is not None:
+                self._watch.end(call.number)
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _put(self, call: _Call) -> None:
@@ -206,12 +206,13 @@ class DiskCalls:
     def _next(self) -> _Call | None:
         """The next call; None at the end of this thread's work."""
         with self._lock:
-            if self._waiting:
-                return self._waiting.popleft()
-            self._at_work -= 1
-            return None
+            call = self._first()
+            if call is None:
+                self._at_work -= 1
+            return call
 
     def _first(self) -> _Call | None:
+        # Without the lock, so whoever looks first whether one waits may find none a moment later.
         try:
             return self._waiting.popleft()
         except IndexError:

@@ -295,14 +295,20 @@ class Node:
         for task in self._following:
             task.cancel()
         try:
+            self._end_loop(timeout_s)
+        finally:  # or its pins and locks would stay for as long as the process
+            if not call_within(timeout_s, self.tier.close):
+                log.warning(
+                    "the disk of `cache_dir` does not answer; what is pinned stays until it does"
+                )
+
+    def _end_loop(self, timeout_s: float) -> None:
+        try:
             self.loop.run(self._close(), timeout_s)
         except (TimeoutError, UnavailableError) as exc:
             log.debug("closing the store: %r", exc)
-        self.loop.stop(timeout_s)
-        if not call_within(timeout_s, self.tier.close):
-            log.warning(
-                "the disk of `cache_dir` does not answer; what is pinned stays until it does"
-            )
+        finally:
+            self.loop.stop(timeout_s)
 
     async def _close(self) -> None:
         if self._cost_file is not None and not self.loop.watch.hangs:

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
@@ -156,3 +158,58 @@ def test_background_call_that_fails_is_logged(
 
     loop.run(fence(), TIMEOUT_S)
     assert "invalid literal" in caplog.text
+
+
+class Race:
+    """Whoever finds that a call waits finds it gone a moment later: another thread took it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
+        """Start a thread that is making a call, with another one behind it."""
+        self.go_on = threading.Event()
+        self.taken = taken = threading.Event()
+        begun = threading.Event()
+
+        class Raced(deque[Any]):
+            def __bool__(raced) -> bool:  # noqa: N805 - self is the race
+                found = len(raced) > 0
+                if found and begun.is_set() and not taken.is_set():
+                    self.go_on.set()
+                    assert taken.wait(TIMEOUT_S)
+                return found
+
+        def hold() -> None:
+            begun.set()
+            assert self.go_on.wait(TIMEOUT_S)
+
+        monkeypatch.setattr(disk_calls, "deque", Raced)
+        monkeypatch.setattr(disk_calls, "_SCOPE_S", 60.0)  # it takes the next one by itself
+        self.loop = LoopThread("s3ec-test", disk_threads=threads)
+        self.loop.run(asyncio.sleep(0), TIMEOUT_S)
+        self.loop.disk_soon(hold)
+        assert begun.wait(TIMEOUT_S)
+        self.loop.disk_soon(taken.set)
+
+
+def test_call_that_a_thread_takes_as_the_loop_stops_does_not_break_the_stop_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    race = Race(monkeypatch, threads=1)
+    race.loop.stop(TIMEOUT_S)
+    race.go_on.set()
+    with pytest.raises(RuntimeError):
+        race.loop.call(int)
+
+
+def test_call_that_another_thread_takes_first_costs_no_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    race = Race(monkeypatch, threads=2)
+    assert race.taken.wait(TIMEOUT_S)
+    race.go_on.set()
+    both = threading.Barrier(2)
+
+    async def at_once() -> None:
+        await asyncio.gather(*(race.loop.disk(both.wait, TIMEOUT_S) for _ in range(2)))
+
+    race.loop.run(at_once(), 2 * TIMEOUT_S)
+    race.loop.stop(TIMEOUT_S)

@@ -180,6 +180,23 @@ def test_a_node_compacts_what_piles_up(
     assert node.counters.get("compact.bases") == 1
 
 
+def test_a_node_whose_loop_cannot_be_stopped_gives_its_tier_back_all_the_same(
+    make_node: Callable[..., Node], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = make_node()
+    stop = node.loop.stop
+
+    def failing(timeout_s: float) -> None:
+        stop(timeout_s)
+        raise IndexError("a fault of ours")
+
+    monkeypatch.setattr(node.loop, "stop", failing)
+    assert pin_folders(tmp_path) != []
+    with pytest.raises(IndexError, match="fault of ours"):
+        node.close(10)
+    assert pin_folders(tmp_path) == []
+
+
 # -- forks -------------------------------------------------------------------------------------
 
 
