@@ -23,7 +23,7 @@ from s3ec.connector.uploads import Pauses, Upload, Uploader
 from s3ec.errors import CorruptEntryError, TierError
 from s3ec.identity import Key
 from s3ec.node import Node
-from s3ec.tier import Spool
+from s3ec.tier import Spool, Spooled
 
 if TYPE_CHECKING:
     import torch
@@ -436,13 +436,15 @@ class SaveQueue:
             log.warning("embedding %s is not saved: %s", key.digest.hex(), exc)
             return None
         try:
-            self._publish(key, pieces)
+            spooled = self._publish(key, pieces)
         except TierError as exc:
             # The bucket's copy is the one that counts; go on to it.
             self._node.counters.add("spool.refused")
             log.warning("embedding %s is not on this node's disk: %s", key.digest.hex(), exc)
             job.copy.disown()
-            return Upload(key.digest, 0, key, (header, pieces))
+            # The spool may have taken it nevertheless, or hold an earlier save that this confirms.
+            spooled = self._spool.held(key.digest)
+            return Upload(key.digest, 0, key, (header, pieces), spooled)
         nbytes = sum(memoryview(piece).nbytes for piece in pieces)
         job.copy.release()
         self._node.local.add(key)
@@ -451,9 +453,9 @@ class SaveQueue:
             self._pending[job.identifier] = 0
             self._published.append(job.identifier)
             self._changed.notify_all()
-        return Upload(key.digest, nbytes, key)
+        return Upload(key.digest, nbytes, key, spooled=spooled)
 
-    def _publish(self, key: Key, pieces: Sequence[bytes | memoryview]) -> None:
+    def _publish(self, key: Key, pieces: Sequence[bytes | memoryview]) -> Spooled | None:
         watch = self._node.loop.watch
         if watch.hangs:
             raise TierError("the disk does not answer")
@@ -461,7 +463,8 @@ class SaveQueue:
         if self._thread is me:
             self._writes_to_disk = True
         try:
-            watch.run(partial(self._node.tier.writer.publish, key, pieces, spool=self._spool))
+            publish = partial(self._node.tier.writer.publish, key, pieces, spool=self._spool)
+            return watch.run(publish)
         finally:
             if self._thread is me:
                 self._writes_to_disk = False

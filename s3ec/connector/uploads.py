@@ -30,7 +30,7 @@ from s3ec.node import Node
 from s3ec.runtime import PATIENCE_S, ends_task
 from s3ec.store.base import Store
 from s3ec.store.open import with_conditional_put
-from s3ec.tier import Loaded, Spool
+from s3ec.tier import Loaded, Spool, Spooled
 
 log = logging.getLogger(__name__)
 
@@ -145,6 +145,7 @@ class Upload:
         nbytes: Size of its file, which is read when its turn comes; 0 with ``pieces``.
         key: None for what a dead process left, until its file was read.
         pieces: Header and object where the disk did not take it; else None.
+        spooled: What the spool holds of it, to be removed in the end; None where it has nothing.
         adopted: A dead process left it.
     """
 
@@ -152,6 +153,7 @@ class Upload:
     nbytes: int
     key: Key | None = None
     pieces: tuple[Header, Sequence[bytes | memoryview]] | None = None
+    spooled: Spooled | None = None
     adopted: bool = False
 
 
@@ -219,7 +221,7 @@ class Uploader:
         # What stays in the spool for want of an announcement only.
         self._kept_limit_bytes = int(node.settings.cache_bytes) // KEPT_SHARE
         self._kept_bytes = 0
-        self._removable: list[tuple[bytes, int]] = []
+        self._removable: list[tuple[Spooled, int]] = []
         self._removing: asyncio.Task[None] | None = None
         self._looking: asyncio.TimerHandle | None = None
 
@@ -272,7 +274,7 @@ class Uploader:
             try:
                 found = await self._node.loop.disk_long(self._spool.adopt)
                 for one in found:
-                    self._enqueue(Upload(one.digest, one.nbytes, adopted=True))
+                    self._enqueue(Upload(one.digest, one.nbytes, spooled=one, adopted=True))
                 if found:
                     log.info("uploading %d embeddings that a dead process left", len(found))
             except BaseException as exc:
@@ -410,7 +412,8 @@ class Uploader:
         if upload.adopted:
             self._node.counters.add("spool.replayed")
         if answer is Answer.REFUSED:
-            await self._node.loop.disk(self._spool.remove, upload.digest)
+            if upload.spooled is not None:
+                await self._node.loop.disk(self._spool.remove, upload.spooled)
             return None
         # Not removed yet: the next one of a process killed here finds its object there, and
         # announces it.
@@ -419,7 +422,9 @@ class Uploader:
             await self._node.loop.disk(self._node.bad_objects.heal, upload.key, revision)
         # A revision is announced whoever wrote it: what readers know is the row of a bad object.
         await self._announce(
-            upload.key, header, nbytes, mine=answer is Answer.STORED, news=revision > 0
+            *(upload.key, upload.spooled, header, nbytes),
+            mine=answer is Answer.STORED,
+            news=revision > 0,
         )
         return header if answer is Answer.STORED else None
 
@@ -469,50 +474,60 @@ class Uploader:
     # -- the loop's thread: from the bucket into the index ------------------------------------
 
     async def _announce(
-        self, key: Key, header: Header, nbytes: int, *, mine: bool, news: bool
+        self,
+        key: Key,
+        spooled: Spooled | None,
+        header: Header,
+        nbytes: int,
+        *,
+        mine: bool,
+        news: bool,
     ) -> None:
         """Have one announced that is in the bucket; waits at most for a file to be unlinked.
 
         Args:
+            spooled: What is removed then, unless a later save has taken its place.
             nbytes: Of the whole object.
             mine: This upload put it there. Otherwise it is somebody's of the same name: of the
                 same shape, but perhaps of other last digits.
             news: It is a revision: what the index has about the entry is about a bad object.
         """
-        spooled = self._spool.holds(key.digest)  # not where the disk refused it
+        if spooled is not None and not self._spool.holds(spooled):
+            spooled = None
         if not (mine or news) and self._node.index.is_announced(key):
-            if spooled:
-                await self._node.loop.disk(self._spool.remove, key.digest)
+            if spooled is not None:
+                await self._node.loop.disk(self._spool.remove, spooled)
             return
         shape = header.shape
         checksum = int(header.checksum[:8], 16) if mine else 0
         facts = EntryInfo(nbytes, shape.rows, shape.width, shape.dtype, checksum)
         fits = self._kept_bytes + nbytes <= self._kept_limit_bytes
-        kept_bytes = nbytes if spooled and fits else 0
+        kept = spooled if fits else None
+        kept_bytes = nbytes if kept is not None else 0
         self.unannounced += 1
         self._kept_bytes += kept_bytes
         # Before the index is told below: the row's time must be later than what is known.
-        self._announcer.add(key, facts, partial(self._answered, key.digest, kept_bytes))
+        self._announcer.add(key, facts, partial(self._answered, kept, kept_bytes))
         if mine or news:
             # Not where it was there before: an entry that this process holds for gone or bad may
             # be the very one, and would be fetched in vain at every request.
             self._node.index.add(key, facts)
         if self._kept_bytes > self._kept_limit_bytes // 2:
             self._announcer.send_soon(retry=True)
-        if spooled and not kept_bytes:
+        if spooled is not None and kept is None:
             # A crash before it is announced leaves it to `s3ec manifest rebuild`.
-            await self._node.loop.disk(self._spool.remove, key.digest)
+            await self._node.loop.disk(self._spool.remove, spooled)
 
-    def _answered(self, digest: bytes, kept_bytes: int, confirmed: bool) -> None:
+    def _answered(self, kept: Spooled | None, kept_bytes: int, confirmed: bool) -> None:
         """The announcement is in the bucket, or was given up as the loop ends."""
-        if confirmed and kept_bytes:
-            self._removable.append((digest, kept_bytes))
+        if confirmed and kept is not None:
+            self._removable.append((kept, kept_bytes))
             if self._removing is None:
                 self._removing = asyncio.get_running_loop().create_task(
                     self._remove(), name="s3ec-unspool"
                 )
             return
-        if not confirmed and not kept_bytes:  # what is spooled is left to the next process
+        if not confirmed and kept is None:  # what is spooled is left to the next process
             self._node.counters.add("announce_dropped")
         self._leave(1)
 
@@ -520,14 +535,14 @@ class Uploader:
         while self._removable:
             batch = self._removable[:REMOVED_AT_ONCE]
             del self._removable[:REMOVED_AT_ONCE]
-            await self._node.loop.disk(self._unspool, [digest for digest, _ in batch])
+            await self._node.loop.disk(self._unspool, [kept for kept, _ in batch])
             self._kept_bytes -= sum(nbytes for _, nbytes in batch)
             self._leave(len(batch))
         self._removing = None
 
-    def _unspool(self, digests: list[bytes]) -> None:
-        for digest in digests:
-            self._spool.remove(digest)
+    def _unspool(self, confirmed: list[Spooled]) -> None:
+        for spooled in confirmed:
+            self._spool.remove(spooled)
 
     def _leave(self, count: int) -> None:
         self.unannounced -= count

@@ -21,7 +21,7 @@ from s3ec.tier.evictor import Evictor
 from s3ec.tier.files import Folders, TempFile, use_time_ns
 from s3ec.tier.news import NewsWriter
 from s3ec.tier.pins import Pin, Pins
-from s3ec.tier.spool import Spool
+from s3ec.tier.spool import Spool, Spooled
 
 T = TypeVar("T")
 
@@ -60,7 +60,7 @@ class EntryWriter:
 
     def publish(
         self, key: Key, pieces: Sequence[bytes | memoryview], *, spool: Spool | None = None
-    ) -> None:
+    ) -> Spooled | None:
         """Write one entry, whole or not at all; a present one is replaced, its use included.
 
         Eviction walks the folder (about 10 us per file there), in a thread that starts a
@@ -72,19 +72,22 @@ class EntryWriter:
             spool: Holds the entry from before it appears until the bucket has it, so that a
                 process killed at any point leaves no entry here that nobody uploads.
 
+        Returns:
+            What the spool holds of it.
+
         Raises:
             TierError: Closed, larger than the budget, or the disk is full or failing. The
                 spool may hold the entry nevertheless.
         """
 
-        def name(file: TempFile) -> None:
+        def name(file: TempFile) -> Spooled | None:
             self._finish(file, unread=True)
-            if spool is not None:
-                spool.add(key, file.path)
+            spooled = spool.add(key, file.path) if spool is not None else None
             self._place(key, file)
+            return spooled
 
         # The spool tells the running total itself: its bytes stay, whatever becomes of the entry.
-        self._write(key, pieces, name, counted=spool is not None)
+        return self._write(key, pieces, name, counted=spool is not None)
 
     def receive(self, key: Key, pieces: Sequence[bytes | memoryview], header: Header) -> Pin:
         """Publish an entry that came from the bucket, and pin it.

@@ -14,8 +14,8 @@ import logging
 import os
 import stat
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -48,9 +48,9 @@ _log = logging.getLogger(__name__)
 _ATTEMPTS = 4
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Spooled:
-    """One entry that waits for the bucket.
+    """One entry that waits for the bucket. Each save has one of its own, equal to no other.
 
     Attributes:
         path: The file; nobody else's to touch while this process lives.
@@ -117,7 +117,10 @@ class Spool:
         self._namespace = namespace
         self._above = (*folders.above, str(folders.spool))
         self._own = OwnFolder(folders, folders.spool, end=ProcessFolder.release)
-        self._lock = threading.Lock()  # never held across a system call
+        # Never held across a system call. Whoever links, moves or unlinks a file is in _busy with
+        # its digest meanwhile: all saves of an entry have one name.
+        self._lock = threading.Condition()
+        self._busy: set[bytes] = set()
         self._held: dict[bytes, Spooled] = {}
         self._nbytes = 0
         self._said_strangers = False
@@ -127,11 +130,15 @@ class Spool:
         """Bytes held by this process; no system call."""
         return self._nbytes
 
-    def holds(self, digest: bytes) -> bool:
-        """Whether this process answers for the entry; no system call."""
-        return digest in self._held
+    def held(self, digest: bytes) -> Spooled | None:
+        """The save of an entry that this process answers for, if any; no system call."""
+        return self._held.get(digest)
 
-    def add(self, key: Key, source: str) -> None:
+    def holds(self, spooled: Spooled) -> bool:
+        """Whether that is still this very save; no system call."""
+        return self._held.get(spooled.digest) is spooled
+
+    def add(self, key: Key, source: str) -> Spooled:
         """Hold a finished file, before or after it gets its name in the tier.
 
         An entry of the same name (a dead process's, not looked at yet) is replaced. The
@@ -140,10 +147,17 @@ class Spool:
         Args:
             source: A regular file of this tier whose bytes nobody changes any more.
 
+        Returns:
+            What ``remove`` takes.
+
         Raises:
             OSError: It cannot be held. FileNotFoundError: ``source`` is gone.
             TierError: Closed, or no room for a copy.
         """
+        with self._alone(key.digest):
+            return self._add(key, source)
+
+    def _add(self, key: Key, source: str) -> Spooled:
         name = f"{self._place}{key.digest.hex()}{OBJECT_SUFFIX}"
         for _ in range(_ATTEMPTS):
             folder = self._own.path()
@@ -156,14 +170,20 @@ class Spool:
                     raise
                 continue
             self._evictor.account(nbytes)
-            self._note(Spooled(target, key.digest, nbytes))
-            return
+            spooled = Spooled(target, key.digest, nbytes)
+            self._note(spooled)
+            return spooled
         raise TierError(f"{self._folders.spool} vanishes as soon as it is made")
 
-    def remove(self, digest: bytes) -> None:
-        """Let go of an entry that the bucket holds, or refused for good; never raises."""
-        spooled = self._let_go(digest)
-        if spooled is not None:
+    def remove(self, spooled: Spooled) -> None:
+        """Let go of a save that the bucket holds, or refused for good; never raises.
+
+        Nothing happens where a later save of the entry has taken its place: the bucket has not
+        confirmed that one, and may have lost the earlier since.
+        """
+        with self._alone(spooled.digest):
+            if not self._let_go(spooled):
+                return
             try:
                 self._require_own(spooled.path)
                 os.unlink(spooled.path)
@@ -191,7 +211,7 @@ class Spool:
             with open(open_entry(spooled.path), "rb") as file:
                 return self._checked(digest, file)
         except FileNotFoundError:
-            self._let_go(digest)
+            self._let_go(spooled)
             return None
         except CorruptEntryError as exc:
             self._set_aside(spooled, exc.reason)
@@ -233,6 +253,19 @@ class Spool:
         with self._lock:
             self._held.clear()
             self._nbytes = 0
+
+    @contextmanager
+    def _alone(self, digest: bytes) -> Iterator[None]:
+        """Nobody else of this process changes the entry's file meanwhile."""
+        with self._lock:
+            self._lock.wait_for(lambda: digest not in self._busy)
+            self._busy.add(digest)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._busy.remove(digest)
+                self._lock.notify_all()
 
     def _require_own(self, path: str) -> None:
         require_own_folders((*self._above, path.rpartition("/")[0]))
@@ -284,7 +317,11 @@ class Spool:
 
     def _set_aside(self, spooled: Spooled, reason: str) -> None:
         """Quarantine a bad entry; it is as bad under its other names."""
-        self._let_go(spooled.digest)
+        with self._alone(spooled.digest):
+            if self._let_go(spooled):
+                self._quarantine_file(spooled, reason)
+
+    def _quarantine_file(self, spooled: Spooled, reason: str) -> None:
         label = f"{self._namespace}--{spooled.digest.hex()}"
         try:
             inode = os.lstat(spooled.path).st_ino
@@ -321,7 +358,8 @@ class Spool:
                 if not name.startswith(self._place):
                     strangers += 1
                 elif self.load(parts.digest) is None:
-                    self._move(f"{folder}/{name}", parts.digest, taken)
+                    with self._alone(parts.digest):
+                        self._move(f"{folder}/{name}", parts.digest, taken)
                 else:
                     with suppress(FileNotFoundError):
                         os.unlink(f"{folder}/{name}")
@@ -368,9 +406,11 @@ class Spool:
             self._held[spooled.digest] = spooled
             self._nbytes += spooled.nbytes - (old.nbytes if old is not None else 0)
 
-    def _let_go(self, digest: bytes) -> Spooled | None:
+    def _let_go(self, spooled: Spooled) -> bool:
+        """Hold it no more; False where it is not what is held."""
         with self._lock:
-            spooled = self._held.pop(digest, None)
-            if spooled is not None:
-                self._nbytes -= spooled.nbytes
-            return spooled
+            if self._held.get(spooled.digest) is not spooled:
+                return False
+            del self._held[spooled.digest]
+            self._nbytes -= spooled.nbytes
+            return True

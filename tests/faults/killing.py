@@ -83,13 +83,13 @@ def save(tier: Tier, spool: Spool, *numbers: int) -> None:
 
 def confirm(bucket: Path, spool: Spool, digest: bytes) -> None:
     """As an upload does: read and verify, store, and only then let go."""
-    loaded = spool.load(digest)
-    if loaded is None:
+    spooled, loaded = spool.held(digest), spool.load(digest)
+    if spooled is None or loaded is None:
         return
     name = bucket / loaded.key.digest.hex()
     name.with_suffix(".part").write_bytes(loaded.blob)
     name.with_suffix(".part").rename(name)
-    spool.remove(digest)
+    spool.remove(spooled)
 
 
 def predecessor(root: Path) -> None:

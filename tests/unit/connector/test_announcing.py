@@ -62,15 +62,18 @@ class Rig(Process):
 
     def save(self, *numbers: int, spooled: bool = True, width: int = WIDTH) -> None:
         """Upload, and wait until the bucket has answered."""
+        self.begin_to_save(*numbers, spooled=spooled, width=width)
+        eventually(lambda: all(key_at(number).identifier in self.ended for number in numbers))
+
+    def begin_to_save(self, *numbers: int, spooled: bool = True, width: int = WIDTH) -> None:
         for number in numbers:
             key, header, pieces = self._entry(number, width)
             if spooled:
-                self.node.tier.writer.publish(key, pieces, spool=self.spool)
+                held = self.node.tier.writer.publish(key, pieces, spool=self.spool)
                 nbytes = sum(map(len, pieces))
-                self.uploader.submit(Upload(key.digest, nbytes, key))
+                self.uploader.submit(Upload(key.digest, nbytes, key, spooled=held))
             else:
                 self.uploader.submit(Upload(key.digest, 0, key, (header, pieces)))
-        eventually(lambda: all(key_at(number).identifier in self.ended for number in numbers))
 
     def _entry(self, number: int, width: int) -> tuple[Key, Header, list[bytes]]:
         key = key_at(number)
@@ -135,6 +138,30 @@ def test_entry_stays_in_the_spool_until_its_announcement_is_confirmed(rig: Rig) 
     assert (rig.spooled(), rig.uploader.unannounced) == (0, 0)
     assert rig.told().keys() == digests(1, 2)
     assert rig.counted("announced") == 2
+
+
+def test_confirmed_announcement_leaves_a_later_save_of_the_entry_in_the_spool(rig: Rig) -> None:
+    """Its object was deleted in between: the later save may be the only copy."""
+    announcing, storing = Gate(), Gate()
+    rig.faults.append(Fault(op="put_if_absent", name=DELTA, gate=announcing))
+    rig.save(1)
+    rig.uploader.flush()
+    assert announcing.reached.wait(DEADLINE_S)
+    name = rig.node.layout.object(key_at(1))
+    del rig.bucket.objects[name]
+    rig.ended.clear()
+    rig.faults.append(Fault(op="put_if_absent", name=name, gate=storing))
+    rig.begin_to_save(1)
+    assert storing.reached.wait(DEADLINE_S)
+    announcing.release()
+    assert rig.announced.wait(DEADLINE_S)
+    assert rig.spooled() == 1
+    storing.release()
+    eventually(lambda: key_at(1).identifier in rig.ended)
+    rig.faults.clear()
+    rig.flush()
+    assert rig.spooled() == 0
+    assert name in rig.bucket.objects
 
 
 def test_announcement_says_what_was_stored(rig: Rig) -> None:

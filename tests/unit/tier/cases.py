@@ -104,6 +104,13 @@ def publish(tier: Tier, *numbers: int, spool: Spool | None = None) -> None:
         tier.writer.publish(key_at(number), [entry(key_at(number))], spool=spool)
 
 
+def unspool(spool: Spool, key: Key) -> None:
+    """What an upload does in the end, for whichever save of the entry is held."""
+    held = spool.held(key.digest)
+    if held is not None:
+        spool.remove(held)
+
+
 def present(tier: Tier, *numbers: int) -> set[int]:
     """Which of these are here."""
     return {number for number in numbers if tier.entries.contains(key_at(number))}

@@ -165,7 +165,7 @@ def adopt(root: Path) -> None:
     say(all(own.load(one.digest) is not None for one in got))
     hear()
     for one in got:
-        own.remove(one.digest)
+        own.remove(one)
     tier.close()
 
 

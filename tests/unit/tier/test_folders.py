@@ -33,6 +33,7 @@ from tests.unit.tier.cases import (
     refusing,
     served,
     spool_folders,
+    unspool,
 )
 
 KEY = key_at(1)  # with a LoRA folder
@@ -119,7 +120,7 @@ def _everything(tier: Tier, spool: Spool) -> int:
         lambda: tier.entries.quarantine(key_at(4), "checksum"),
         lambda: make_room(tier, 1 << 30),
         lambda: spool.load(key_at(6).digest),
-        lambda: spool.remove(key_at(6).digest),
+        lambda: unspool(spool, key_at(6)),
         spool.adopt,
         lambda: tier.open_index().read(_INDEX_FILE, max_bytes=100),
         lambda: tier.open_index().remove(_INDEX_FILE),

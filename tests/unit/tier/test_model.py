@@ -36,6 +36,7 @@ from tests.unit.tier.cases import (
     entry,
     file_of,
     key_at,
+    unspool,
 )
 
 KEYS = [key_at(number) for number in range(7)]
@@ -185,7 +186,7 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule(key=keys)
     def confirm(self, key: Key) -> None:
-        self.spool.remove(key.digest)
+        unspool(self.spool, key)
         self.model.spooled.pop(key, None)
 
     @rule(key=keys)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import threading
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from s3ec.tier.files import own_start_time, try_lock
 from s3ec.tier.pins import LOCK_NAME
 from s3ec.tier.scan import SpoolName
 from tests.support.on_disk import audit_of, evict, make_room, running_total, usage_of
+from tests.support.waiting import DEADLINE_S
 from tests.unit.tier.cases import (
     DESTINATION,
     NAMESPACE,
@@ -36,6 +38,7 @@ from tests.unit.tier.cases import (
     spooled,
     spooled_below,
     temps_below,
+    unspool,
 )
 from tests.unit.tier.test_entries import BAD
 
@@ -78,7 +81,7 @@ def test_spooled_entry_is_one_file_with_two_names_in_a_private_folder_of_this_pr
     path = folder / name_of(0)
     assert path.samefile(file_of(root, KEY))
     assert path.stat().st_mode & 0o777 == 0o600
-    assert spool.holds(KEY.digest)
+    assert spool.held(KEY.digest) is not None
     assert spool.nbytes == SIZE
     usage = usage_of(tier)
     assert (usage.nbytes, usage.spooled_nbytes, usage.held_nbytes) == (SIZE, SIZE, 0)
@@ -116,7 +119,7 @@ def test_eviction_passes_over_what_the_spool_keeps_on_the_disk_anyway(
     assert all(tier.entries.contains(key_at(number)) for number in (0, 3, 6))
     assert running_total(tier) >= usage_of(tier).total_nbytes
     for number in (0, 3, 6):
-        spool.remove(key_at(number).digest)
+        unspool(spool, key_at(number))
     make_room(tier, 6 * SIZE, budget_bytes=8 * SIZE)
     assert not tier.entries.contains(key_at(0))
     assert audit_of(tier) == []
@@ -127,7 +130,7 @@ def test_removed_entry_stays_in_the_tier_and_remove_is_idempotent(
 ) -> None:
     publish(tier, 0, spool=spool)
     for _ in range(2):
-        spool.remove(KEY.digest)
+        unspool(spool, KEY)
     assert spooled_below(root) == set()
     assert spool.nbytes == 0
     assert spool.load(KEY.digest) is None
@@ -146,6 +149,48 @@ def test_second_save_of_an_entry_takes_the_place_of_the_first(
     assert temps_below(root) == set()
 
 
+@pytest.mark.parametrize("seed", [0, 1])
+def test_confirmation_of_an_earlier_save_leaves_the_later_one_of_the_same_entry(
+    tier: Tier, spool: Spool, seed: int
+) -> None:
+    first = tier.writer.publish(KEY, [entry(KEY)], spool=spool)
+    second = tier.writer.publish(KEY, [entry(KEY, seed=seed)], spool=spool)
+    assert first is not None
+    assert second is not None
+    spool.remove(first)
+    assert spooled(spool, KEY) == entry(KEY, seed=seed)
+    assert spool.nbytes == second.nbytes
+    assert not spool.holds(first)
+    assert spool.holds(second)
+    spool.remove(second)
+    assert spool.load(KEY.digest) is None
+    assert spool.nbytes == 0
+
+
+def test_save_that_comes_while_an_earlier_one_is_being_removed_is_kept(
+    tier: Tier, spool: Spool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = tier.writer.publish(KEY, [entry(KEY)], spool=spool)
+    assert first is not None
+    removing, go_on = threading.Event(), threading.Event()
+    unlink = os.unlink
+
+    def slow(path: str) -> None:
+        if path == first.path and not removing.is_set():
+            removing.set()
+            go_on.wait(0.2)  # the second save either waits for us, or comes in between
+        unlink(path)
+
+    monkeypatch.setattr(os, "unlink", slow)
+    confirming = threading.Thread(target=spool.remove, args=(first,))
+    confirming.start()
+    assert removing.wait(DEADLINE_S)
+    tier.writer.publish(KEY, [entry(KEY, seed=1)], spool=spool)
+    go_on.set()
+    confirming.join(DEADLINE_S)
+    assert spooled(spool, KEY) == entry(KEY, seed=1)
+
+
 def test_entry_does_not_appear_where_the_spool_cannot_hold_it(
     tier: Tier, spool: Spool, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,7 +198,7 @@ def test_entry_does_not_appear_where_the_spool_cannot_hold_it(
     with pytest.raises(TierError, match="disk gone"):
         publish(tier, 0, spool=spool)
     assert not tier.entries.contains(KEY)
-    assert not spool.holds(KEY.digest)
+    assert spool.held(KEY.digest) is None
     assert temps_below(root) == set()
     assert spool.nbytes == 0
 
@@ -333,7 +378,7 @@ def test_bad_entry_that_cannot_be_set_aside_is_counted_and_no_longer_held(
         patch.setattr(os, "rename", refusing(errno.EIO, "no"))
         assert spool.load(KEY.digest) is None
     assert counters.get("tier.errors") == 1
-    assert not spool.holds(KEY.digest)
+    assert spool.held(KEY.digest) is None
     (folder,) = spool_folders(root)
     (folder / name_of(0)).unlink()
     evict(tier, KEY)
@@ -375,7 +420,7 @@ def test_what_a_closed_tier_left_is_adopted_by_the_next_one(
     assert counters.get("spool.adopted") == 3
     for number in range(3):
         assert spooled(spool, key_at(number)) == entry(key_at(number))
-        spool.remove(key_at(number).digest)
+        unspool(spool, key_at(number))
     two.close()
     assert not folder.exists()
     assert audit_of(two) == []
