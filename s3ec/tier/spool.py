@@ -122,12 +122,13 @@ class Spool:
         self._lock = threading.Condition()
         self._busy: set[bytes] = set()
         self._held: dict[bytes, Spooled] = {}
+        self._left: dict[bytes, Spooled] = {}  # let go of, and still on the disk
         self._nbytes = 0
         self._said_strangers = False
 
     @property
     def nbytes(self) -> int:
-        """Bytes held by this process; no system call."""
+        """Bytes that this process keeps on the disk; no system call."""
         return self._nbytes
 
     def held(self, digest: bytes) -> Spooled | None:
@@ -155,7 +156,9 @@ class Spool:
             TierError: Closed, or no room for a copy.
         """
         with self._alone(key.digest):
-            return self._add(key, source)
+            spooled = self._add(key, source)
+        self._unlink_left()
+        return spooled
 
     def _add(self, key: Key, source: str) -> Spooled:
         name = f"{self._place}{key.digest.hex()}{OBJECT_SUFFIX}"
@@ -179,19 +182,44 @@ class Spool:
         """Let go of a save that the bucket holds, or refused for good; never raises.
 
         Nothing happens where a later save of the entry has taken its place: the bucket has not
-        confirmed that one, and may have lost the earlier since.
+        confirmed that one, and may have lost the earlier since. A file that the disk keeps counts
+        until it is gone. That is tried again after the next call that works.
         """
         with self._alone(spooled.digest):
-            if not self._let_go(spooled):
+            if not self._let_go(spooled, on_disk=True):
                 return
             try:
-                self._require_own(spooled.path)
-                os.unlink(spooled.path)
-            except FileNotFoundError:
-                pass
+                self._unlink(spooled)
             except (OSError, TierError) as exc:
-                # The next process uploads it again, which changes nothing.
+                # Should this process end before, the next one uploads it again, which changes
+                # nothing.
                 self._failed("unspool", exc)
+                return
+        self._unlink_left()
+
+    def _unlink(self, spooled: Spooled) -> None:
+        """Remove what was let go of from the disk, and count it no more."""
+        with suppress(FileNotFoundError):
+            self._require_own(spooled.path)
+            os.unlink(spooled.path)
+        with self._lock:
+            if self._left.pop(spooled.digest, None) is not None:  # else this was closed
+                self._nbytes -= spooled.nbytes
+
+    def _unlink_left(self) -> None:
+        """Try again what the disk has kept, up to the first file that it still keeps."""
+        for digest in list(self._left):
+            with self._alone(digest):
+                left = self._left.get(digest)
+                if left is None:  # another thread was faster
+                    continue
+                try:
+                    self._unlink(left)
+                except (OSError, TierError):  # was counted when it was removed
+                    with self._lock:
+                        if self._left.pop(digest, None) is not None:
+                            self._left[digest] = left  # the last one next time
+                    return
 
     def load(self, digest: bytes) -> Loaded | None:
         """Read and verify one entry that is held.
@@ -226,6 +254,7 @@ class Spool:
         gets it. A second copy of what we hold is dropped, once ours was read and is good.
         """
         taken: list[Spooled] = []
+        self._unlink_left()
         try:
             require_own_folders(self._above)
             folders = [f"{self._above[-1]}/{name}" for name in os.listdir(self._above[-1])]
@@ -252,6 +281,7 @@ class Spool:
         self._own.close()
         with self._lock:
             self._held.clear()
+            self._left.clear()
             self._nbytes = 0
 
     @contextmanager
@@ -402,15 +432,23 @@ class Spool:
 
     def _note(self, spooled: Spooled) -> None:
         with self._lock:
-            old = self._held.get(spooled.digest)
-            self._held[spooled.digest] = spooled
+            digest = spooled.digest
+            old = self._held.get(digest) or self._left.pop(digest, None)  # replaced on the disk
+            self._held[digest] = spooled
             self._nbytes += spooled.nbytes - (old.nbytes if old is not None else 0)
 
-    def _let_go(self, spooled: Spooled) -> bool:
-        """Hold it no more; False where it is not what is held."""
+    def _let_go(self, spooled: Spooled, *, on_disk: bool = False) -> bool:
+        """Hold it no more; False where it is not what is held.
+
+        Args:
+            on_disk: Its file is still to be removed, and counts until then.
+        """
         with self._lock:
             if self._held.get(spooled.digest) is not spooled:
                 return False
             del self._held[spooled.digest]
-            self._nbytes -= spooled.nbytes
+            if on_disk:
+                self._left[spooled.digest] = spooled
+            else:
+                self._nbytes -= spooled.nbytes
             return True

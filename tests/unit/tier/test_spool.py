@@ -7,6 +7,7 @@ import errno
 import os
 import shutil
 import threading
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -189,6 +190,68 @@ def test_save_that_comes_while_an_earlier_one_is_being_removed_is_kept(
     go_on.set()
     confirming.join(DEADLINE_S)
     assert spooled(spool, KEY) == entry(KEY, seed=1)
+
+
+NEXT_CALLS: dict[str, Callable[[Tier, Spool], object]] = {
+    "the next removal": lambda tier, spool: unspool(spool, key_at(3)),
+    "the next save": lambda tier, spool: publish(tier, 6, spool=spool),
+    "the next look for the dead": lambda tier, spool: spool.adopt(),
+}
+
+
+@pytest.mark.parametrize("call", NEXT_CALLS)
+def test_removed_entry_that_the_disk_keeps_is_counted_until_the_next_call_removes_it(
+    tier: Tier, spool: Spool, root: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    publish(tier, 0, 3, spool=spool)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", refusing(errno.EROFS, "read-only"))
+        unspool(spool, KEY)
+        assert spool.held(KEY.digest) is None
+        assert spool.load(KEY.digest) is None
+        assert spool.nbytes == usage_of(tier).spooled_nbytes == 2 * SIZE
+        assert spool.adopt() == []
+    NEXT_CALLS[call](tier, spool)
+    assert name_of(0) not in spooled_below(root)
+    assert spool.nbytes == usage_of(tier).spooled_nbytes
+
+
+def test_save_of_an_entry_whose_removal_the_disk_refused_is_kept(
+    tier: Tier, spool: Spool, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(tier, 0, 3, spool=spool)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", refusing(errno.EROFS, "read-only"))
+        unspool(spool, KEY)
+    tier.writer.publish(KEY, [entry(KEY, seed=1)], spool=spool)
+    unspool(spool, key_at(3))
+    assert spooled(spool, KEY) == entry(KEY, seed=1)
+    assert spool.nbytes == SIZE == usage_of(tier).spooled_nbytes
+
+
+def test_one_file_that_the_disk_keeps_for_good_does_not_keep_the_others(
+    tier: Tier, spool: Spool, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(tier, *range(0, 12, 3), spool=spool)
+    unlink = os.unlink
+
+    def damaged(path: str) -> None:
+        if path.endswith(name_of(0)):
+            raise OSError(errno.EIO, "damaged")
+        unlink(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", refusing(errno.EROFS, "read-only"))
+        for number in range(0, 9, 3):
+            unspool(spool, key_at(number))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", damaged)
+        unspool(spool, key_at(9))
+        spool.adopt()
+        assert spooled_below(root) == {name_of(0)}
+    spool.adopt()
+    assert spooled_below(root) == set()
+    assert spool.nbytes == 0
 
 
 def test_entry_does_not_appear_where_the_spool_cannot_hold_it(
