@@ -497,7 +497,7 @@ class Evictor:
             return
         try:
             figures = self._total.add(nbytes)
-        except OSError as exc:
+        except (OSError, TierError) as exc:
             self._failed("count", exc)
             self._background.wake()
             return

@@ -206,6 +206,11 @@ class _Together(LookingOnce):
         self._news.begin_batch()
 
     def __exit__(self, *exc_info: object) -> None:
-        self._news.end_batch()
-        self._evictor.end_batch()
-        super().__exit__(*exc_info)
+        # Whatever fails here, this thread must not go on believing in old looks.
+        try:
+            try:
+                self._news.end_batch()
+            finally:
+                self._evictor.end_batch()
+        finally:
+            super().__exit__(*exc_info)

@@ -223,6 +223,28 @@ def test_publish_that_cannot_be_counted_stands_and_is_reported(
     assert running_total(tier) == usage_of(tier).total_nbytes == len(entry(key))
 
 
+def test_entry_whose_folder_is_opened_to_others_as_it_gets_its_name_is_pinned_all_the_same(
+    make_tier: MakeTier, root: Path, counters: Counters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody would hold its pin otherwise."""
+    tier = make_tier()
+    key, body = even(0), entry(even(0))
+    replace = os.replace
+
+    def replace_and_open(source: str, target: str) -> None:
+        replace(source, target)
+        root.chmod(0o777)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", replace_and_open)
+        pin = tier.writer.receive(key, [body], codec.parse_header(body))
+    root.chmod(0o700)
+    assert read(pin, key) == body
+    assert counters.get("tier.errors") > 0
+    tier.entries.unpin(pin)
+    assert usage_of(tier).pinned_nbytes == 0
+
+
 def test_publish_past_the_budget_evicts_the_least_recently_used_to_the_low_mark(
     make_tier: MakeTier, counters: Counters
 ) -> None:

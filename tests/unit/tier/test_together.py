@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import threading
@@ -12,8 +13,10 @@ import pytest
 
 from s3ec.counters import Counters
 from s3ec.errors import TierError
+from s3ec.tier.evictor import Evictor
+from s3ec.tier.news import NewsWriter
 from tests.support.on_disk import audit_of, running_total, usage_of
-from tests.unit.tier.cases import SIZE, MakeTier, entry, even, fill, left, pinned, read
+from tests.unit.tier.cases import SIZE, MakeTier, entry, even, fill, left, pinned, read, refusing
 
 
 def test_what_is_published_together_is_counted_once_at_the_end(
@@ -114,3 +117,32 @@ def test_a_block_in_which_nothing_happens_writes_nothing(
         assert not tier.entries.contains(even(0))
     assert {path: path.stat().st_mtime_ns for path in root.rglob("*")} == before
     assert counters.get("tier.errors") == 0
+
+
+@pytest.mark.parametrize("part", [NewsWriter, Evictor])
+def test_block_whose_end_fails_leaves_no_look_behind(
+    make_tier: MakeTier, root: Path, monkeypatch: pytest.MonkeyPatch, part: type[object]
+) -> None:
+    tier = make_tier()
+
+    def fill_and_spoil_the_end(patch: pytest.MonkeyPatch) -> None:
+        with tier.together():
+            fill(tier, 0)
+            patch.setattr(part, "end_batch", refusing(errno.EIO, "a fault of ours"))
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="fault of ours"):
+        fill_and_spoil_the_end(patch)
+    (root / "v1").chmod(0o777)
+    with pytest.raises(TierError, match="writable by other users"):
+        fill(tier, 0)
+    (root / "v1").chmod(0o700)
+
+
+def test_news_that_fail_keep_nothing_from_being_counted(
+    make_tier: MakeTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = make_tier()
+    monkeypatch.setattr(NewsWriter, "end_batch", refusing(errno.EIO, "a fault of ours"))
+    with pytest.raises(OSError, match="fault of ours"), tier.together():
+        fill(tier, 0)
+    assert running_total(tier) == SIZE
