@@ -48,6 +48,8 @@ _FIRST_LOOK_S = 0.002
 _LAST_LOOK_S = 0.02
 # How many are looked at in one call of a disk thread; one takes about 2 us.
 _LOOKS = 64
+# Up to so many entries a heap is not worth tidying.
+_SHORT_HEAP = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,8 @@ class _Lane:
     """What waits in one lane, and how many are under way in it."""
 
     def __init__(self) -> None:
-        # Entries of places that have moved since are skipped when they surface.
+        # Entries of places that have moved since are skipped when they surface, or dropped where
+        # they pile up.
         self.heap: list[tuple[Priority, int, bytes]] = []
         self.under_way = 0
 
@@ -200,13 +203,26 @@ class Prefetcher:
                 self._move(key.digest, place, Priority.FORGOTTEN)
 
     def _move(self, digest: bytes, place: _Place, rank: Priority) -> None:
+        if rank == place.rank:
+            return
         place.rank = rank
         if digest not in self._parked:
             self._push(digest, place)
 
     def _push(self, digest: bytes, place: _Place) -> None:
-        place.number = next(self._numbers)
-        heapq.heappush(place.lane.heap, (place.rank, place.number, digest))
+        lane, place.number = place.lane, next(self._numbers)
+        heapq.heappush(lane.heap, (place.rank, place.number, digest))
+        # While a lane is never idle, what is wanted and given up in turn would fill it.
+        if len(lane.heap) > max(_SHORT_HEAP, 2 * len(self._places)):
+            lane.heap[:] = [each for each in lane.heap if self._queued(lane, *each[1:])]
+            heapq.heapify(lane.heap)
+
+    def _queued(self, lane: _Lane, number: int, digest: bytes) -> _Place | None:
+        """What an entry of a lane's heap stands for; None where that has moved since."""
+        place = self._places.get(digest)
+        if place is None or place.number != number or place.lane is not lane:
+            return None
+        return place if place.task is None else None
 
     def _start_some(self) -> None:
         for lane in (self._looks, self._downloads):
@@ -215,9 +231,8 @@ class Prefetcher:
     def _start_some_of(self, lane: _Lane) -> None:
         while lane.heap and lane.under_way < self._limits.max_concurrency:
             _, number, digest = heapq.heappop(lane.heap)
-            place = self._places.get(digest)
-            moved = place is None or place.number != number or place.lane is not lane
-            if place is None or moved or place.task is not None:
+            place = self._queued(lane, number, digest)
+            if place is None:
                 continue
             lane.under_way += 1
             place.task = asyncio.get_running_loop().create_task(

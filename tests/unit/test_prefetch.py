@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import hashlib
+import heapq
 import os
 import threading
 import time
@@ -775,8 +776,8 @@ def test_a_want_after_the_end_of_the_first_is_a_new_one(bench: Bench) -> None:
     assert [bench.one().outcome for _ in range(3)] == [FetchOutcome.READY] * 3
 
 
-def order_of(bench: Bench) -> list[str]:
-    names = {LAYOUT.object(key_of(text)): text for text in "abcdefgh"}
+def order_of(bench: Bench, texts: Sequence[str] = "abcdefgh") -> list[str]:
+    names = {LAYOUT.object(key_of(text)): text for text in texts}
     return [names[name] for name in bench.store.fetched]
 
 
@@ -1130,6 +1131,38 @@ def test_what_was_forgotten_can_be_wanted_again(bench: Bench) -> None:
     gate.release()
     bench.collect(3)
     assert order_of(bench) == list("acb")
+
+
+def test_queue_stays_short_however_often_its_wants_change_their_place(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    longest = 0
+    push = heapq.heappush
+
+    def measuring(heap: list[Any], item: Any) -> None:
+        nonlocal longest
+        push(heap, item)
+        if isinstance(item, tuple) and isinstance(item[0], Priority):  # not the loop's timers
+            longest = max(longest, len(heap))
+
+    texts = [f"{number}" for number in range(50)]
+    keys = [key_of(text) for text in texts]
+    bench.stock("a", *texts)
+    bench.make(max_concurrency=1)
+    gate = bench.hold()
+    bench.prefetcher.submit([want("a")])
+    assert gate.reached.wait(TIMEOUT_S)  # so its lane is never idle
+    monkeypatch.setattr(heapq, "heappush", measuring)
+    for _ in range(100):
+        bench.prefetcher.submit([want(text, Priority.LOOKAHEAD) for text in texts])
+        bench.prefetcher.demote(keys)
+        bench.prefetcher.demote(keys)
+    bench.prefetcher.submit([want(text) for text in reversed(texts)])
+    bench.fence()
+    assert len(texts) <= longest <= 4 * len(texts)
+    gate.release()
+    assert {each.outcome for each in bench.collect(51)} == {FetchOutcome.READY}
+    assert order_of(bench, ["a", *texts]) == ["a", *reversed(texts)]
 
 
 def test_forgetting_nothing_or_after_the_end_is_fine(bench: Bench) -> None:
