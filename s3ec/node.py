@@ -156,7 +156,7 @@ class Node:
             counters=self.counters,
         )
         self.records = ModalityRecords(self.store, self.layout)
-        files = self.tier.open_index()
+        self._index_files = files = self.tier.open_index()
         self.index = ManifestIndex(
             IndexCache(self.store, self.layout, files, self.loop.disk_long, self.counters),
             options=FollowOptions(mode=settings.index, cache_bytes=int(settings.cache_bytes)),
@@ -278,7 +278,7 @@ class Node:
         await self.loop.disk_long(self._news.start)
         while True:
             try:
-                await self.loop.disk_long(lambda: self.local.replace(self.tier.entries.names()))
+                await self.loop.disk_long(self._walk_the_folder)
             except TierError as exc:
                 log.warning("cannot read the cache folder: %s", exc)
             except BaseException as exc:
@@ -287,6 +287,11 @@ class Node:
                 self.counters.add("internal_errors")
                 log.exception("tier scan")
             await asyncio.sleep(_RESCAN_S)
+
+    def _walk_the_folder(self) -> None:
+        # Here and not in a refresh, which ends early for as long as the bucket is silent.
+        self._index_files.touch()
+        self.local.replace(self.tier.entries.names())
 
     def close(self, timeout_s: float) -> None:
         """End everything within about ``timeout_s``. Idempotent."""

@@ -9,7 +9,8 @@ power cut it may be an old one until the next walk.
 
 A little ahead of the limits (the budget, the free-space floor) a thread evicts in the background,
 one per node at a time. A publish that would break a limit does a round itself, or waits a second
-for the one that is under way. Entries go in the order of their use, pinned ones never.
+for the one that is under way. What goes first is the index of a model that nobody here has used for
+a week. Then entries go in the order of their use, pinned ones never.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from s3ec.tier.files import (
     sweep_temps,
 )
 from s3ec.tier.pins import sweep_dead
-from s3ec.tier.scan import ScannedEntry, TierScan, scan_tier, yield_gil
+from s3ec.tier.scan import ScannedEntry, ScannedIndex, TierScan, scan_tier, yield_gil
 
 # Sorted apart and merged as far as needed: one sort of all would keep the interpreter.
 _CHUNK = 1024
@@ -118,6 +119,63 @@ def evict(
         if pause is not None and removed % _REMOVALS_PER_PAUSE == 0:
             pause()
     return Evicted(removed, freed, unread)
+
+
+# Processes touch their index every 10 minutes. One of a machine that slept for longer than this
+# downloads its files again, and keeps what it has mapped.
+_INDEX_UNUSED_NS = 7 * 86_400 * 10**9
+
+
+def evict_indexes(
+    indexes: Sequence[ScannedIndex],
+    goal_bytes: int,
+    *,
+    above: Path,
+    now_s: float,
+    pause: Callable[[], None] | None = None,
+) -> int:
+    """Remove the index's files of namespaces that no process has used for a week.
+
+    The longest unused goes first, and each wholly: a part of an index is of no use.
+
+    Args:
+        goal_bytes: No further namespace goes once so much is gone.
+        above: ``Folders.index``.
+
+    Returns:
+        Bytes freed.
+    """
+    freed = 0
+    for index in sorted(indexes, key=lambda index: index.used_ns):
+        if freed >= goal_bytes or index.used_ns > now_s * 1e9 - _INDEX_UNUSED_NS:
+            break
+        freed += _remove_index(index, str(above))
+        if pause is not None:
+            pause()
+    return freed
+
+
+def _remove_index(index: ScannedIndex, above: str) -> int:
+    freed = 0
+    try:
+        require_own_folders((above, index.path))
+        if os.lstat(index.path).st_mtime_ns != index.used_ns:
+            return 0  # a process of that model has begun since the walk
+    except (OSError, TierError):
+        return 0
+    for path in index.files:
+        with suppress(OSError):
+            nbytes = os.lstat(path).st_size
+            os.unlink(path)
+            freed += nbytes
+            _remove_empty(path, above)
+    if freed:
+        _log.info(
+            "removed %s (%d bytes): no process of this node has used that index for a week",
+            index.path,
+            freed,
+        )
+    return freed
 
 
 def _remove_empty(path: str, objects: str) -> None:
@@ -515,7 +573,7 @@ class Evictor:
                 nevertheless.
 
         Returns:
-            Bytes of the entries removed; 0 where another round is under way.
+            Bytes removed; 0 where another round is under way.
 
         Raises:
             OSError: The file system refused.
@@ -574,7 +632,16 @@ class Evictor:
         scan = scan_tier(self._folders, pause)
         self._sweep_temps(scan)
         goal_bytes = max(self._excess(scan, incoming_bytes, ahead=ahead), at_least_bytes)
-        freed = self._evict(scan, goal_bytes, pause, spare_recent=ahead) if goal_bytes > 0 else 0
+        freed = 0
+        if goal_bytes > 0:
+            freed = evict_indexes(
+                *(scan.indexes, goal_bytes),
+                above=self._folders.index,
+                now_s=self._clock(),
+                pause=pause,
+            )
+        if freed < goal_bytes:
+            freed += self._evict(scan, goal_bytes - freed, pause, spare_recent=ahead)
         self._total.recount(before, scan.total_bytes - freed)
         return freed
 

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The index's files of one namespace on this node: whole or absent, counted, never evicted."""
+"""The index's files of one namespace on this node: whole or absent, counted.
+
+They are not evicted while the namespace is used here. What no process has touched for a week goes
+when room is needed, see ``evictor.py``.
+"""
 
 from __future__ import annotations
 
@@ -117,6 +121,12 @@ class IndexFiles:
         with suppress(OSError, TierError):
             require_own_folders(self._parents(name))
             os.utime(self.path(name), follow_symlinks=False)
+
+    def touch(self) -> None:
+        """Say that a process of this node uses these files; some short calls. Never raises."""
+        with suppress(OSError, TierError):
+            require_own_folders(self._above)
+            os.utime(self._top, follow_symlinks=False)
 
     def walk(self) -> Iterator[IndexFile]:
         """All files that are here."""

@@ -83,6 +83,21 @@ class ScannedEntry:
 
 
 @dataclass(frozen=True, slots=True)
+class ScannedIndex:
+    """The index's files of one namespace as the walk found them.
+
+    Attributes:
+        path: The namespace's folder.
+        used_ns: When a process that uses it last said so, nanoseconds since the epoch.
+        files: Paths.
+    """
+
+    path: str
+    used_ns: int
+    files: list[str]
+
+
+@dataclass(frozen=True, slots=True)
 class Usage:
     """What the folder holds, all namespaces together, as counted just now.
 
@@ -94,7 +109,7 @@ class Usage:
         held_nbytes: Pinned or spooled bytes that are no entry any more (evicted, or copied for
             their holder) and leave the disk when they are let go of.
         quarantined_nbytes: Bytes set aside.
-        index_nbytes: Bytes of the index's files, which are never evicted.
+        index_nbytes: Bytes of the index's files.
     """
 
     entries: int
@@ -126,6 +141,7 @@ class TierScan:
             among them.
         quarantined: Inode to bytes of what was set aside.
         index: Inode to bytes of the index's files.
+        indexes: The same by namespace.
         named: Inodes of ``kept`` that have a name outside of pins and spool.
         temps: Paths of files that are being written, or were when their writer died.
         foreign: Paths of what is not ours; never counted, never deleted.
@@ -139,6 +155,7 @@ class TierScan:
     spooled: dict[str, tuple[int, int]] = field(default_factory=dict)
     quarantined: dict[int, int] = field(default_factory=dict)
     index: dict[int, int] = field(default_factory=dict)
+    indexes: list[ScannedIndex] = field(default_factory=list)
     named: set[int] = field(default_factory=set)
     temps: list[str] = field(default_factory=list)
     foreign: list[str] = field(default_factory=list)
@@ -238,11 +255,16 @@ def _count_index(above: str, scan: TierScan) -> None:
         if not is_namespace_name(namespace.name) or not namespace.is_dir(follow_symlinks=False):
             scan.foreign.append(namespace.path)
             continue
+        files = []
         for item in _below(namespace.path, _LEVELS, scan):
             if is_index_name(item.path[len(namespace.path) + 1 :]):
                 _count(item, scan.index)
+                files.append(item.path)
             else:
                 scan.foreign.append(item.path)
+        with suppress(OSError):  # it may have gone meanwhile
+            used_ns = os.lstat(namespace.path).st_mtime_ns
+            scan.indexes.append(ScannedIndex(namespace.path, used_ns, files))
 
 
 def _items(folder: str, scan: TierScan) -> list[os.DirEntry[str]]:

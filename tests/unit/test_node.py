@@ -137,6 +137,17 @@ def test_a_node_knows_at_once_what_another_process_of_it_puts_on_its_disk(
     assert len(walks) == 1
 
 
+def test_a_node_that_follows_says_that_its_index_is_in_use(
+    make_node: Callable[..., Node], tmp_path: Path
+) -> None:
+    folder = tmp_path / "v1" / "index" / NAMESPACE
+    node = make_node()
+    node.tier.open_index().write("delta/01ARZ3NDEKTSV4RRFFQ69G5FAV.safetensors", b"rows")
+    os.utime(folder, (1, 1))
+    node.follow_the_bucket()
+    until(lambda: folder.stat().st_mtime > 1)
+
+
 @pytest.mark.parametrize("changes", [{"index": "bloom"}, {"index": "auto", "cache_bytes": "12KiB"}])
 def test_a_node_reads_filters_where_the_settings_say_so(
     corpus: Corpus, make_node: Callable[..., Node], changes: dict[str, str]

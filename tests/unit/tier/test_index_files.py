@@ -1,21 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The index's files: whole or absent, counted, shown, and left alone by eviction."""
+"""The index's files: whole or absent, counted, shown, and not evicted while they are in use."""
 
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import pytest
 
 from s3ec import codec
+from s3ec.counters import Counters
 from s3ec.errors import CorruptEntryError, TierError
 from s3ec.tier import IndexFiles, Tier
-from tests.support.on_disk import audit_of, running_total, usage_of
-from tests.unit.tier.cases import NAMESPACE, OTHER_NAMESPACE, MakeTier, entry, key_at, temps_below
+from tests.support.on_disk import audit_of, make_room, running_total, usage_of
+from tests.unit.tier.cases import (
+    HOUR_S,
+    NAMESPACE,
+    OTHER_NAMESPACE,
+    SIZE,
+    MakeTier,
+    entry,
+    fill,
+    key_at,
+    left,
+    temps_below,
+)
 
 SHARD = "base/000000000007-0123456789abcdef/00-ff.safetensors"
 DELTA = "delta/01ARZ3NDEKTSV4RRFFQ69G5FAV.safetensors"
+DAY_S = 24 * HOUR_S
 
 
 def write(files: IndexFiles, name: str, body: bytes = b"rows") -> str:
@@ -134,6 +148,59 @@ def test_files_count_for_the_budget_and_are_not_evicted(make_tier: MakeTier) -> 
         tier.writer.publish(key_at(number), [entry(key_at(0))])
     assert usage_of(tier).total_nbytes <= 10 * nbytes
     assert usage_of(tier).index_nbytes == 6 * nbytes
+
+
+def stock_index(make_tier: MakeTier, number: int, nbytes: int, *, unused_s: float) -> IndexFiles:
+    """The index of another model, which no process has used for so long."""
+    files = make_tier(namespace=f"tiny-gemma3-{number:016x}").open_index()
+    for name in (SHARD, DELTA):
+        write(files, name, bytes(nbytes // 2))
+    used_s = time.time() - unused_s
+    os.utime(Path(files.path("delta/0.x")).parents[1], (used_s, used_s))
+    return files
+
+
+def test_index_that_nobody_uses_any_more_goes_before_any_entry(
+    make_tier: MakeTier, root: Path, counters: Counters
+) -> None:
+    tier = make_tier(budget_bytes=20 * SIZE)
+    unused = [stock_index(make_tier, days, 4 * SIZE, unused_s=days * DAY_S) for days in (8, 30, 9)]
+    used = stock_index(make_tier, 6, 4 * SIZE, unused_s=6 * DAY_S)
+    fill(tier, *range(4))
+    assert [len(list(files.walk())) for files in (*unused, used)] == [2, 2, 2, 2]
+    fill(tier, 4)  # 21 of 20: down to 18
+    assert [len(list(files.walk())) for files in (*unused, used)] == [2, 0, 2, 2]
+    fill(tier, *range(5, 16))
+    assert [len(list(files.walk())) for files in (*unused, used)] == [0, 0, 0, 2]
+    assert left(tier, 16) == set(range(16))
+    assert counters.get("tier.evicted") == 0
+    assert running_total(tier) == usage_of(tier).total_nbytes
+    assert len(list((root / "v1" / "index").iterdir())) == 1
+    fill(tier, *range(16, 40))
+    assert len(list(used.walk())) == 2
+    assert audit_of(tier) == []
+
+
+def test_index_that_is_touched_is_in_use(make_tier: MakeTier) -> None:
+    tier = make_tier(budget_bytes=10 * SIZE)
+    files = stock_index(make_tier, 1, 4 * SIZE, unused_s=8 * DAY_S)
+    files.touch()
+    fill(tier, *range(20))
+    assert len(list(files.walk())) == 2
+    assert usage_of(tier).total_nbytes <= 10 * SIZE
+
+
+def test_index_that_is_not_here_can_be_touched(tier: Tier, root: Path) -> None:
+    tier.open_index().touch()
+    assert not (root / "v1" / "index" / NAMESPACE).exists()
+
+
+def test_index_that_nobody_uses_stays_while_there_is_room(make_tier: MakeTier) -> None:
+    tier = make_tier()
+    files = stock_index(make_tier, 1, SIZE, unused_s=8 * DAY_S)
+    fill(tier, *range(10))
+    make_room(tier)
+    assert len(list(files.walk())) == 2
 
 
 def test_a_file_larger_than_the_budget_is_refused(make_tier: MakeTier) -> None:
