@@ -239,7 +239,10 @@ class Breaker:
             ticket.is_slow = True
             nobody = self._answered_s <= ticket.asked_s
             points = self._options.threshold if nobody else _NO_ANSWER
-            return self._fail(self._all, points, error, ticket)
+            # Not abandoned: it is still under way, and may say something of reads yet.
+            opened = self._all.failed(ticket, points, error)
+            self._look()
+            return opened
 
     def succeeded(self, ticket: Ticket) -> None:
         """The endpoint answered; too late where the ticket is slow, and then it says nothing."""
@@ -254,31 +257,33 @@ class Breaker:
 
     def failed(self, ticket: Ticket, error: S3ECError) -> bool:
         """The endpoint failed or refused; True where that opened it."""
-        status = getattr(error, "status", 0)
         with self._lock:
-            if isinstance(error, AccessError):
-                return self._refused(ticket, error)
-            if status == 0:
-                if ticket.is_slow:  # its silence was counted already
-                    self._abandon(ticket)
-                    return False
-                return self._fail(self._all, _NO_ANSWER, error, ticket)
-            self._answered_s = self._clock()
-            if status == _CONFLICT:
-                self._all.succeeded()
-                self._look()
-                return False
-            return self._fail(self._all, _REFUSAL, error, ticket)
+            opened = self._count(ticket, error)
+            # It has ended: also a circuit that it says nothing about waits for it no longer.
+            self._abandon(ticket)
+            self._look()
+            return opened
+
+    def _count(self, ticket: Ticket, error: S3ECError) -> bool:
+        """What a failure says of each circuit; True where that opened one."""
+        if isinstance(error, AccessError):
+            return self._refused(ticket, error)
+        status = getattr(error, "status", 0)
+        if status == 0:
+            # The silence of a slow one was counted already.
+            return not ticket.is_slow and self._all.failed(ticket, _NO_ANSWER, error)
+        self._answered_s = self._clock()
+        if status == _CONFLICT:
+            self._all.succeeded()
+            return False
+        return self._all.failed(ticket, _REFUSAL, error)
 
     def _refused(self, ticket: Ticket, error: AccessError) -> bool:
         self._answered_s = self._clock()
         if error.is_general:
-            return self._fail(self._all, _REFUSAL, error, ticket)
+            return self._all.failed(ticket, _REFUSAL, error)
         self._all.succeeded()  # it is there, and knows us
-        if ticket.is_read:
-            return self._fail(self._reads, _REFUSAL, error, ticket)
-        self._look()
-        return False
+        return ticket.is_read and self._reads.failed(ticket, _REFUSAL, error)
 
     def abandoned(self, ticket: Ticket) -> None:
         """It was cancelled, or ended in a fault of ours: nothing was learnt."""
@@ -288,13 +293,6 @@ class Breaker:
     def _abandon(self, ticket: Ticket) -> None:
         for one in self._concerned(ticket.is_read):
             one.abandoned(ticket)
-
-    def _fail(self, circuit: Circuit, points: int, error: Exception, ticket: Ticket) -> bool:
-        opened = circuit.failed(ticket, points, error)
-        if not ticket.is_slow:  # of the other circuit's health it says nothing
-            self._abandon(ticket)
-        self._look()
-        return opened
 
     def _look(self) -> None:
         self.is_open = self._all.is_open or self._reads.is_open

@@ -17,6 +17,7 @@ from s3ec.counters import Counters
 from s3ec.errors import (
     AccessError,
     ConflictError,
+    S3ECError,
     UnavailableError,
 )
 from s3ec.settings import Settings
@@ -227,6 +228,56 @@ async def test_a_late_failure_from_before_is_not_taken_for_the_probes(
         await store.head("a")
     probe_gate.release()
     await probe
+    assert not breaker.is_open
+
+
+# Every way in which a probe can end without closing the circuit that it was sent for.
+PROBE_ENDS: dict[str, BaseException] = {
+    "403": AccessError("x", code="AccessDenied", is_general=False),
+    "404": AccessError("x", code="NoSuchBucket"),
+    "409": UnavailableError("x", status=409),
+    "412": ConflictError("x"),
+    "500": UnavailableError("x", status=500),
+    "503": UnavailableError("x", status=503, is_throttle=True),
+    "504": UnavailableError("x", status=504),
+    "expired": AccessError("x", code="ExpiredToken"),
+    "timeout": UnavailableError("x"),
+    "a corrupt body": corrupt("x"),
+    "a fault of ours": KeyError("x"),
+    "cancelled": asyncio.CancelledError(),
+}
+
+
+def end_by_hand(breaker: Breaker, ticket: Ticket, end: BaseException) -> None:
+    """Tell how a request ended, as BreakerStore does."""
+    if isinstance(end, (UnavailableError, AccessError)):
+        breaker.failed(ticket, end)
+    elif isinstance(end, S3ECError):
+        breaker.succeeded(ticket)
+    else:
+        breaker.abandoned(ticket)
+
+
+@pytest.mark.parametrize("end", PROBE_ENDS.values(), ids=PROBE_ENDS)
+@pytest.mark.parametrize("is_slow", [False, True], ids=["in time", "late"])
+@pytest.mark.parametrize("rests", ["reads", "everything"])
+def test_a_probe_that_ended_in_any_way_lets_a_later_one_out(
+    breaker: Breaker, clock: Clock, rests: str, is_slow: bool, end: BaseException
+) -> None:
+    if rests == "everything":
+        open_by_hand(breaker)
+    for _ in range(6 if rests == "reads" else 0):
+        breaker.failed(admitted(breaker, is_read=True), forbidden("x"))
+    assert breaker.is_open
+    clock.now_s += 1
+    probe = admitted(breaker, is_read=True)
+    assert breaker.admit(is_read=True) is None
+    if is_slow:
+        clock.now_s += 1.5
+        breaker.silent(probe)
+    end_by_hand(breaker, probe, end)
+    clock.now_s += 100  # longer than any pause
+    breaker.succeeded(admitted(breaker, is_read=True))
     assert not breaker.is_open
 
 
