@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
@@ -27,7 +27,7 @@ from botocore.session import get_session
 from s3ec.errors import UnavailableError
 from s3ec.settings import Settings
 from s3ec.store.s3_client import configured, quiet_sdk_logs
-from s3ec.store.s3_errors import boundary
+from s3ec.store.s3_errors import boundary, reading_answer
 
 # A CRC32 that no body of ours has.
 _WRONG_CRC = "AAAAAA=="
@@ -109,7 +109,7 @@ class S3Probe:
         before_s = time.time()
         with self._boundary("GET"), _saying_why():
             try:
-                reply = client.list_objects_v2(Bucket=self._settings.bucket, MaxKeys=1)
+                reply = self._ask(client.list_objects_v2, MaxKeys=1)
             except ClientError as exc:
                 reply = exc.response
             except ResponseParserError:
@@ -143,9 +143,7 @@ class S3Probe:
             UnavailableError: That host name leads nowhere.
         """
         with self._boundary(f"list in {style} style"):
-            self._client(style=style).list_objects_v2(
-                Bucket=self._settings.bucket, Prefix=self._key(""), MaxKeys=1
-            )
+            self._ask(self._client(style=style).list_objects_v2, Prefix=self._key(""), MaxKeys=1)
 
     def pages(self, prefix: str) -> list[list[str]]:
         """List the names that begin with ``prefix``, one to a page, 50 pages at most.
@@ -158,10 +156,12 @@ class S3Probe:
         more: dict[str, str] = {}
         while len(pages) < _MOST_PAGES:
             with self._boundary("list page by page"):
-                reply = self._client().list_objects_v2(
-                    Bucket=self._settings.bucket, Prefix=root + prefix, MaxKeys=1, **more
+                reply = self._ask(
+                    self._client().list_objects_v2, Prefix=root + prefix, MaxKeys=1, **more
                 )
-            pages.append([entry["Key"].removeprefix(root) for entry in reply.get("Contents", [])])
+                with reading_answer():
+                    keys = [entry["Key"] for entry in reply.get("Contents", [])]
+            pages.append([key.removeprefix(root) for key in keys])
             if "NextContinuationToken" not in reply:
                 break
             more = {"ContinuationToken": reply["NextContinuationToken"]}
@@ -192,8 +192,8 @@ class S3Probe:
         else:
             headers["ChecksumAlgorithm"] = "CRC32"
         with self._boundary("PUT"):
-            reply = self._client().put_object(
-                Bucket=self._settings.bucket, Key=self._key(name), Body=self.BODY, **headers
+            reply = self._ask(
+                self._client().put_object, Key=self._key(name), Body=self.BODY, **headers
             )
         used: str | None = reply.get("ServerSideEncryption")
         return used
@@ -206,9 +206,8 @@ class S3Probe:
             UnavailableError: Not answered.
         """
         with self._boundary("PUT"):
-            self._client(checksums="when_required").put_object(
-                Bucket=self._settings.bucket, Key=self._key(name), Body=self.BODY
-            )
+            put_object = self._client(checksums="when_required").put_object
+            self._ask(put_object, Key=self._key(name), Body=self.BODY)
 
     def stored_crc(self, name: str) -> str | None:
         """The CRC that the server returns with an object, None if it kept none.
@@ -218,8 +217,8 @@ class S3Probe:
             UnavailableError: Not answered.
         """
         with self._boundary("GET"):
-            reply = self._client().get_object(
-                Bucket=self._settings.bucket, Key=self._key(name), ChecksumMode="ENABLED"
+            reply = self._ask(
+                self._client().get_object, Key=self._key(name), ChecksumMode="ENABLED"
             )
             reply["Body"].read()
         crc: str | None = reply.get("ChecksumCRC32")
@@ -233,10 +232,15 @@ class S3Probe:
             UnavailableError: Not answered.
         """
         with self._boundary("DELETE"):
-            self._client().delete_object(Bucket=self._settings.bucket, Key=self._key(name))
+            self._ask(self._client().delete_object, Key=self._key(name))
 
     def _boundary(self, what: str) -> AbstractContextManager[None]:
         return boundary(what, lambda: self._settings.region or "")
+
+    def _ask(self, call: Callable[..., Any], **params: Any) -> Any:
+        """The SDK's answer to a request about the bucket."""
+        with reading_answer():
+            return call(Bucket=self._settings.bucket, **params)
 
     def _key(self, name: str) -> str:
         return f"{self._settings.prefix}/{name}" if self._settings.prefix else name

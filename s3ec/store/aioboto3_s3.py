@@ -37,7 +37,7 @@ from s3ec.store.s3_client import (
     configured,
     roots_for,
 )
-from s3ec.store.s3_errors import RedirectRefusedError
+from s3ec.store.s3_errors import RedirectRefusedError, reading_answer
 
 
 class Aioboto3Store(BotocoreStore):
@@ -70,8 +70,8 @@ class Aioboto3Store(BotocoreStore):
         await self._resources.aclose()
 
     async def _call(self, slot: RequestSlot, operation: str, **params: Any) -> Any:
-        with _as_botocores():
-            call = getattr(slot.opened.client, operation)
+        call = getattr(slot.opened.client, operation)
+        with reading_answer(), _as_botocores():
             return await call(Bucket=self._settings.bucket, **params)
 
     def _reply(self, slot: RequestSlot, response: Any) -> Reply:

@@ -52,6 +52,7 @@ from s3ec.store.s3_errors import (
     code_of,
     error_of_key,
     is_absent,
+    reading_answer,
     status_of,
 )
 
@@ -171,15 +172,13 @@ class BotocoreStore:
                 return None
             if "ETag" not in response:
                 raise UnavailableError(f"{what}: the answer is not an S3 server's")
-            modified = response.get("LastModified")
-            modified_s = modified.timestamp() if modified else 0.0
-            return ObjectInfo(name, int(response.get("ContentLength", 0)), modified_s)
+            with reading_answer():
+                return ObjectInfo(name, int(response.get("ContentLength", 0)), _written_s(response))
 
     async def list(self, prefix: str, *, start_after: str = "") -> AsyncIterator[ObjectInfo]:
         after = {"StartAfter": self._root + start_after} if start_after else {}
-        async for page in self._pages(prefix, after):
-            found = list(self._entries_of(page))
-            page_begun(len(found), is_last=not page["IsTruncated"])
+        async for found, is_last in self._pages(prefix, after, self._entries_of):
+            page_begun(len(found), is_last=is_last)
             for info in found:
                 yield info
 
@@ -188,17 +187,15 @@ class BotocoreStore:
             key = str(entry["Key"])
             # The root itself can be listed, as a folder marker made by a console.
             if key.startswith(self._root) and key != self._root:
-                modified = entry.get("LastModified")
-                modified_s = modified.timestamp() if modified else 0.0
-                yield ObjectInfo(key[len(self._root) :], int(entry["Size"]), modified_s)
+                name = key[len(self._root) :]
+                yield ObjectInfo(name, int(entry["Size"]), _written_s(entry))
 
     async def list_folders(self, prefix: str) -> Sequence[str]:
         check_folder(prefix)
         above = self._root + prefix
         folders: dict[str, None] = {}
-        async for page in self._pages(prefix, {"Delimiter": "/"}):
-            for entry in page.get("CommonPrefixes", ()):
-                folders[str(entry["Prefix"]).removeprefix(above)] = None
+        async for found, _ in self._pages(prefix, {"Delimiter": "/"}, _folders_of):
+            folders.update((folder.removeprefix(above), None) for folder in found)
         return tuple(folders)
 
     async def delete(self, name: str) -> None:
@@ -316,12 +313,16 @@ class BotocoreStore:
 
         Raises:
             ClientError: The SDK's, for a refusal.
+            ResponseParserError: The SDK's, for what it cannot read.
         """
         slot.exchange.credentials = await slot.opened.credentials.get_frozen_credentials()
         call = getattr(slot.opened.client, operation)
-        return await self._in_thread(
-            slot, functools.partial(call, Bucket=self._settings.bucket, **params)
-        )
+
+        def ask() -> Any:
+            with reading_answer():
+                return call(Bucket=self._settings.bucket, **params)
+
+        return await self._in_thread(slot, ask)
 
     async def _in_thread(self, slot: RequestSlot, function: Callable[[], T]) -> T:
         """Have a thread make a call that may wait for the server; cancelled, it ends that wait."""
@@ -385,7 +386,15 @@ class BotocoreStore:
         if "ETag" not in response:
             raise UnavailableError(f"{what}: the answer is not an S3 server's")
 
-    async def _pages(self, prefix: str, extra: dict[str, str]) -> AsyncIterator[Any]:
+    async def _pages(
+        self, prefix: str, extra: dict[str, str], items_of: Callable[[Any], Iterator[T]]
+    ) -> AsyncIterator[tuple[Sequence[T], bool]]:
+        """The items of each page of a listing, and whether it is the last one.
+
+        Args:
+            extra: Arguments for the SDK.
+            items_of: Takes the items out of the SDK's page.
+        """
         what = self._what("LIST", self._root + prefix)
         token = ""
         while True:
@@ -400,16 +409,29 @@ class BotocoreStore:
                     **extra,
                     **resume,
                 )
+                with reading_answer():
+                    items = list(items_of(page))
             answer_begun()
             # An empty page must be an S3 server's word: what is not listed may get deleted.
             if "IsTruncated" not in page:
                 raise UnavailableError(f"{what}: the answer is not a listing")
-            yield page
-            if not page["IsTruncated"]:
+            is_last = not page["IsTruncated"]
+            yield items, is_last
+            if is_last:
                 return
             last, token = token, page.get("NextContinuationToken", "")
             if token in ("", last):
                 raise UnavailableError(f"{what}: the listing does not advance")
+
+
+def _folders_of(page: Any) -> Iterator[str]:
+    return (str(entry["Prefix"]) for entry in page.get("CommonPrefixes", ()))
+
+
+def _written_s(entry: Any) -> float:
+    """When an object was written by an answer of the SDK, Unix time; 0 where it does not say."""
+    modified = entry.get("LastModified")
+    return float(modified.timestamp()) if modified else 0.0
 
 
 async def _unless_absent(request: Awaitable[T]) -> T | None:

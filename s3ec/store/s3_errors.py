@@ -65,6 +65,9 @@ SDK_ERRORS = (
     ResponseParserError,
     OSError,
 )
+# What the SDK's parsers raise at an answer that no S3 server gives: no number, no date, or a field
+# is missing. So does what takes the answer apart after them.
+_UNREADABLE = (ValueError, KeyError, TypeError, OverflowError, RuntimeError)
 _OPERATIONS = frozenset(
     {
         "GetObject",
@@ -198,6 +201,23 @@ def boundary(what: str, region: Callable[[], str]) -> Iterator[None]:
         # Tracebacks show the SDK's own text as well.
         exc.args = tuple(_scrubbed(arg) if isinstance(arg, str) else arg for arg in exc.args)
         raise _translate(exc, what, region()) from exc
+
+
+@contextlib.contextmanager
+def reading_answer() -> Iterator[None]:
+    """Around the SDK's own call or what takes its answer apart, inside a boundary.
+
+    Nothing else may be in this block: a fault of ours would be called the server's.
+
+    Raises:
+        ResponseParserError: The SDK's, instead of whatever an unreadable answer led to.
+    """
+    try:
+        yield
+    except (S3ECError, *SDK_ERRORS):
+        raise  # a certificate that is not trusted is a ValueError too
+    except _UNREADABLE as exc:
+        raise ResponseParserError("the answer is not an S3 server's") from exc
 
 
 def is_absent(exc: sdk.ClientError) -> bool:

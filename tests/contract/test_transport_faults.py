@@ -235,6 +235,35 @@ async def test_answer_of_something_that_is_not_s3_is_unavailable(
     await _fails(OPERATIONS[operation](store), UnavailableError, "answer is not")
 
 
+def _listing(entry: str) -> Fault:
+    body = f"<ListBucketResult><IsTruncated>false</IsTruncated>{entry}</ListBucketResult>"
+    return faults.Answer(200, body.encode(), {"content-type": "application/xml"})
+
+
+_BAD_DATE = {"etag": '"x"', "last-modified": "garbage"}
+# Whose form is S3's, and in which something is missing or is no number or date.
+UNREADABLE: dict[str, tuple[str, Fault]] = {
+    "size": ("list", _listing("<Contents><Key>a</Key><Size>abc</Size></Contents>")),
+    "long size": ("list", _listing(f"<Contents><Key>a</Key><Size>{'9' * 5000}</Size></Contents>")),
+    "no key": ("list", _listing("<Contents><Size>1</Size></Contents>")),
+    "date": ("list", _listing("<Contents><LastModified>garbage</LastModified></Contents>")),
+    "far date": ("list", _listing(f"<Contents><LastModified>{10**16}</LastModified></Contents>")),
+    "no folder": ("list_folders", _listing("<CommonPrefixes></CommonPrefixes>")),
+    "date of an object": ("head", faults.Answer(200, headers=_BAD_DATE)),
+}
+
+
+@pytest.mark.parametrize("case", UNREADABLE)
+async def test_answer_in_which_something_is_missing_or_unreadable_is_unavailable(
+    case: str, store: BotocoreStore, proxy: FaultProxy
+) -> None:
+    operation, fault = UNREADABLE[case]
+    proxy.add(Rule(fault))
+    await _fails(OPERATIONS[operation](store), UnavailableError, "answer is not an S3 server's")
+    proxy.clear()
+    await _assert_works(store)
+
+
 async def test_page_with_404_is_a_miss_for_reads_and_an_access_error_otherwise(
     store: BotocoreStore, proxy: FaultProxy
 ) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from s3ec.dev.rigs.proxy import FaultProxy, Rule
-from s3ec.dev.rigs.proxy_faults import Stall, html_page, s3_error
+from s3ec.dev.rigs.proxy_faults import Answer, Stall, html_page, s3_error
 from s3ec.doctor import bucket
 from s3ec.doctor.check import CheckContext, Outcome, Verdict
 from s3ec.errors import ConfigError
@@ -134,6 +134,15 @@ def test_web_page_is_not_taken_for_s3(
     make_patient: MakePatient, proxy: FaultProxy, status: int
 ) -> None:
     proxy.add(Rule(html_page(status)))
+    says(bucket.endpoint(make_patient()), Verdict.FAIL, found="not as S3")
+
+
+@pytest.mark.parametrize("entry", ["<Size>abc</Size>", "<LastModified>then</LastModified>"])
+def test_answer_that_cannot_be_read_is_not_taken_for_s3s(
+    make_patient: MakePatient, proxy: FaultProxy, entry: str
+) -> None:
+    page = f"<ListBucketResult><Contents><Key>a</Key>{entry}</Contents></ListBucketResult>"
+    proxy.add(Rule(Answer(200, page.encode())))
     says(bucket.endpoint(make_patient()), Verdict.FAIL, found="not as S3")
 
 

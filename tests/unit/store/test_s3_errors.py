@@ -16,7 +16,7 @@ from obstore import exceptions
 from obstore.exceptions import AlreadyExistsError, BaseError, GenericError
 from obstore.store import MemoryStore
 
-from s3ec.errors import AccessError, ConflictError, S3ECError, UnavailableError
+from s3ec.errors import AccessError, ConfigError, ConflictError, S3ECError, UnavailableError
 from s3ec.store.obstore_errors import plain_errors, sdk_errors
 from s3ec.store.s3_errors import (
     AbsentError,
@@ -24,6 +24,7 @@ from s3ec.store.s3_errors import (
     BrokenConnectionError,
     boundary,
     is_absent,
+    reading_answer,
     retry_after_s,
 )
 
@@ -206,6 +207,17 @@ def test_hostile_message_becomes_one_short_printable_line() -> None:
     assert str(error).isprintable()
     assert len(str(error)) < 400
     assert "a b[31m" in str(error)
+
+
+@pytest.mark.parametrize(
+    "exc",
+    [answer(403, "AccessDenied"), ConfigError("ours"), ssl.SSLCertVerificationError("self-signed")],
+    ids=lambda exc: type(exc).__name__,
+)
+def test_what_has_a_meaning_already_is_not_called_an_unreadable_answer(exc: Exception) -> None:
+    with pytest.raises(type(exc)) as caught, reading_answer():
+        raise exc
+    assert caught.value is exc
 
 
 @pytest.mark.parametrize("exc", [asyncio.CancelledError(), KeyError("ours"), ConflictError("x")])
