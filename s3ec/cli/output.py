@@ -6,13 +6,16 @@ Documents and tables go to stdout, progress and errors to stderr. Errors become 
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 import typer
 from rich.markup import escape
@@ -32,6 +35,7 @@ from s3ec.errors import (
 )
 
 if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
     from rich.console import Console
     from rich.progress import Progress, TaskID
 
@@ -110,6 +114,46 @@ def epilog(*examples: tuple[str, str]) -> str:
     return "\n\n".join([*paragraphs, f"[dim]{EXIT_CODES}[/dim]"])
 
 
+class StdoutError(OSError):
+    """Stdout does not take what is written: its disk is full, or its device is gone."""
+
+
+class _Stdout(io.FileIO):
+    """Stdout, whose faults can be told from those of other files."""
+
+    def write(self, data: ReadableBuffer, /) -> int | None:  # type: ignore[override]
+        """As FileIO's, which returns None where a stdout that does not block is full."""
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            raise  # its reader has seen enough; the parser of the command line ends quietly
+        except OSError as exc:
+            raise StdoutError(exc.errno, exc.strerror) from exc
+
+
+def open_stdout() -> None:
+    """Have stdout take any text, whatever its encoding, and raise StdoutError; for main."""
+    given: TextIO | None = getattr(sys, "stdout", None)
+    if given is None:  # it is closed, and as print() has it that is no error
+        sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - stays open
+    elif isinstance(given, io.TextIOWrapper):
+        given.flush()
+        sys.stdout = io.TextIOWrapper(
+            io.BufferedWriter(_Stdout(given.fileno(), "w", closefd=False)),
+            encoding=given.encoding,
+            errors="backslashreplace",
+            line_buffering=given.line_buffering,
+            write_through=given.write_through,
+        )
+
+
+def _drop_stdout() -> None:
+    """Let nothing be written any more: the interpreter would try again at its end."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
+
+
 # Columns of output that goes into a pipe, where nothing may be cut. Terminals have their own width.
 _PIPE_WIDTH = 240
 _SHOWN_CHARACTERS = 300
@@ -126,12 +170,25 @@ def console() -> Console:
 def print_json(document: object) -> None:
     """Print one JSON document, indented for people at a terminal."""
     indent = 2 if sys.stdout.isatty() else None
-    sys.stdout.write(json.dumps(document, indent=indent, ensure_ascii=False) + "\n")
+    sys.stdout.write(_json(document, indent) + "\n")
 
 
 def print_json_line(document: object) -> None:
     """Print one JSON document as one line, for readers that take a line at a time."""
-    sys.stdout.write(json.dumps(document, ensure_ascii=False) + "\n")
+    sys.stdout.write(_json(document) + "\n")
+
+
+def _json(document: object, indent: int | None = None) -> str:
+    """As people read it; with JSON's own escapes where stdout cannot hold it.
+
+    No encoding holds the half of a surrogate pair, which a ``namespace.json`` can name.
+    """
+    text = json.dumps(document, indent=indent, ensure_ascii=False)
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        text = json.dumps(document, indent=indent)
+    return text
 
 
 def print_error(message: str) -> None:
@@ -292,17 +349,25 @@ def reporting(words: Sequence[str]) -> Iterator[None]:
     """
     own = list(words)[: words.index("--")] if "--" in words else words
     try:
-        yield
-    except (S3ECError, _UsageError) as exc:
-        failure = Failure.of(exc)
-        if "--ndjson" in own:
-            print_json_line(failure.document)
-        elif "--json" in own:
-            print_json(failure.document)
-        if isinstance(exc, _UsageError):
-            raise  # typer prints it, with the usage
-        print_error(failure.message)
-        raise typer.Exit(failure.exit_code) from exc
+        try:
+            yield
+        except (S3ECError, _UsageError) as exc:
+            failure = Failure.of(exc)
+            if not isinstance(exc, _UsageError):  # typer prints that, with the usage
+                print_error(failure.message)
+            if "--ndjson" in own:
+                print_json_line(failure.document)
+            elif "--json" in own:
+                print_json(failure.document)
+            if isinstance(exc, _UsageError):
+                raise
+            raise typer.Exit(failure.exit_code) from exc
+        finally:
+            sys.stdout.flush()  # later nobody could say what is wrong
+    except StdoutError as exc:
+        _drop_stdout()
+        print_error(f"cannot write to stdout: {exc.strerror}")
+        raise typer.Exit(EXIT_WRONG) from exc
 
 
 EVERY_S = 10.0

@@ -44,6 +44,14 @@ def test_ns_shows_a_namespace_whose_descriptor_is_unusable(cli: Cli, corpus: Cor
     assert "no namespace.json" in cli("ns").stdout
 
 
+def test_ns_shows_half_a_surrogate_pair_as_jsons_escape(cli: Cli, corpus: Corpus) -> None:
+    name = corpus.namespace(MODEL)
+    corpus.put(f"{name}/namespace.json", b'{"model": "\\ud800x", "dtype": "bfloat16"}')
+    (row,) = cli.json("ns")["namespaces"]
+    assert row["model"] == "\ud800x"
+    assert "\\ud800x" in cli("ns").stdout
+
+
 def test_ns_of_an_empty_bucket_is_empty_and_well(cli: Cli, corpus: Corpus) -> None:
     assert cli.json("ns") == {"namespaces": []}
     assert "no namespace here yet" in cli("ns").stderr
