@@ -165,6 +165,9 @@ _FIXES = {
     "NotImplemented": "the server lacks a feature that the request asked for",
 }
 _REDIRECT_FIX = "the endpoint redirects, correct `endpoint_url` or `region`"
+# What a server's code and region may be; S3's own are shorter.
+_CODE_CHARACTERS = 64
+_REGION = re.compile(r"[a-z0-9-]{1,64}")
 # What a server may repeat of a request: parts of a presigned URL, an access key.
 _SIGNED = re.compile(r"(?i)\b(x-amz-[a-z-]+|signature|awsaccesskeyid|token)=[^&\s\"'<>]*")
 _ACCESS_KEY = re.compile(r"\b(?:AKIA|ASIA)[A-Z0-9]{8,}")
@@ -231,9 +234,10 @@ def status_of(exc: sdk.ClientError) -> int:
 
 
 def code_of(exc: sdk.ClientError) -> str:
-    """The server's error code; the status as digits where it gave none."""
+    """The server's error code, a short word for logs; the status as digits where it gave none."""
     # An error body that is XML without a <Code> leaves None or an empty string here.
-    return str(exc.response.get("Error", {}).get("Code") or status_of(exc))
+    code = _one_line(exc.response.get("Error", {}).get("Code") or "")[:_CODE_CHARACTERS]
+    return code or str(status_of(exc))
 
 
 def error_of_key(entry: Any, what: str, region: str) -> S3ECError | None:
@@ -352,8 +356,10 @@ def _unix_s(text: Any) -> float | None:
 
 
 def _right_region(response: Any) -> str:
+    """The bucket's region as the server tells it; empty where that cannot be one's name."""
     headers = response.get("ResponseMetadata", {}).get("HTTPHeaders", {})
-    return str(headers.get("x-amz-bucket-region") or response.get("Error", {}).get("Region") or "")
+    told = headers.get("x-amz-bucket-region") or response.get("Error", {}).get("Region") or ""
+    return str(told) if _REGION.fullmatch(str(told)) else ""
 
 
 def _not_trusted(what: str, reason: str, setting: str = "endpoint_url") -> AccessError:

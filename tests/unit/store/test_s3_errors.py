@@ -209,6 +209,24 @@ def test_hostile_message_becomes_one_short_printable_line() -> None:
     assert "a b[31m" in str(error)
 
 
+@pytest.mark.parametrize("operation", ["GetObject", "AssumeRole"])
+def test_hostile_code_becomes_a_short_printable_word(operation: str) -> None:
+    error = translated(answer(400, "A\nWARNING forged " * 5000, operation=operation))
+    assert isinstance(error, AccessError)
+    for told in (str(error), error.code):
+        assert told.isprintable()
+        assert len(told) < 300
+    assert error.code.startswith("A WARNING forged A")
+
+
+@pytest.mark.parametrize("region", ["eu\nWARNING forged", "e" * 65, "EU", "eu\n", "eu;x"])
+def test_what_is_no_name_of_a_region_is_not_told(region: str) -> None:
+    by_header = answer(403, "AccessDenied", headers={"x-amz-bucket-region": region})
+    by_body = answer(400, "AuthorizationHeaderMalformed", Region=region)
+    for exc in (by_header, by_body):
+        assert "region" not in str(translated(exc))
+
+
 @pytest.mark.parametrize(
     "exc",
     [answer(403, "AccessDenied"), ConfigError("ours"), ssl.SSLCertVerificationError("self-signed")],
