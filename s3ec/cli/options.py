@@ -230,6 +230,10 @@ class Source:
             ) from exc
         except tomllib.TOMLDecodeError as exc:
             raise ConfigError(f"{self.label} is not TOML: {exc}") from exc
+        except (ValueError, RecursionError) as exc:
+            # Python's own limits, in words that do not repeat the text.
+            problem = "a number is too long" if isinstance(exc, ValueError) else "nested too deep"
+            raise ConfigError(f"{self.label} cannot be read: {problem}") from exc
         if not isinstance(document, dict):
             raise ConfigError(
                 f'{self.label} must be a JSON object, such as \'{{"bucket": "embeddings"}}\''

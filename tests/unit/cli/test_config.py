@@ -73,7 +73,10 @@ def test_config_may_be_toml(cli: Cli, tmp_path: Path) -> None:
         ('{"ec_connector": "S3ECConnector"}', "`bucket` is required"),
         ('{"ec_connector_extra_config": 7}', "must be a JSON object"),
         ("{}", "`bucket` is required"),
+        ('{"cache_bytes": ' + "9" * 5000 + "}", "a number is too long"),
+        ("[" * 100_000, "nested too deep"),
     ],
+    ids=lambda text: text[:40],
 )
 def test_bad_config_is_one_line_and_exit_code_2(cli: Cli, config: str, part: str) -> None:
     out = cli("ls", "--config", config, code=2)
@@ -81,6 +84,12 @@ def test_bad_config_is_one_line_and_exit_code_2(cli: Cli, config: str, part: str
     assert out.stderr.startswith("error: ")
     assert out.stderr.count("\n") == 1
     assert part in out.stderr
+
+
+def test_number_in_toml_that_is_too_long_is_one_line(cli: Cli, tmp_path: Path) -> None:
+    path = tmp_path / "ec.toml"
+    path.write_text(f"cache_bytes = {'9' * 5000}")
+    assert "a number is too long" in cli("ls", "--config", str(path), code=2).stderr
 
 
 @pytest.mark.parametrize("name", ["aws_secret_access_key", "secret_key", "aws_session_token"])
