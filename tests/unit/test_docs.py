@@ -75,6 +75,12 @@ def test_lines_of_prose_are_at_most_100_columns_wide(document: str) -> None:
     assert [line for line in lines if len(line) > 100] == []
 
 
+@pytest.mark.parametrize("document", ["README.md", "ARCHITECTURE.md", *PAGES])
+def test_no_page_has_a_heading_twice(document: str) -> None:
+    headings = re.findall(r"^#+ +.+$", prose(document), re.M)
+    assert sorted(headings) == sorted(set(headings))
+
+
 def test_every_page_is_on_the_site_and_in_the_list_of_pages() -> None:
     nav = json.dumps(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
     index = (ROOT / "docs" / "index.md").read_text()
