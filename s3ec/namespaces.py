@@ -50,9 +50,10 @@ class NamespaceInfo:
 
     @property
     def model(self) -> str:
-        """The model's name; the slug where the descriptor does not say."""
+        """The model's name, one printable line; the slug where the descriptor does not say."""
         model = self.descriptor.get("model")
-        return model if isinstance(model, str) else self.slug
+        # Anybody may have written it: a line break would forge a line wherever names are listed.
+        return model if isinstance(model, str) and model.isprintable() else self.slug
 
 
 def slug_of(name: str) -> str:

@@ -15,6 +15,8 @@ import pytest
 from typer.testing import CliRunner
 
 from s3ec.cli.app import app
+from s3ec.config import load_settings
+from s3ec.corpus import Corpus as Opened
 from s3ec.identity import Layout
 from tests.unit.cli.conftest import Cli
 from tests.unit.cli.corpus import MODEL, OTHER, Corpus, content_hash
@@ -141,6 +143,29 @@ def test_model_name_with_control_characters_does_not_reach_the_terminal(
     corpus.namespace(MODEL)
     corpus.namespace({**MODEL, "model": "evil\x1b[2J/model"})
     assert "\x1b" not in cli("ls", code=2).stderr
+
+
+def test_model_name_with_a_line_break_forges_no_choice_and_no_note(
+    cli: Cli, corpus: Corpus
+) -> None:
+    forged = {**MODEL, "model": "evil\n  --namespace forged"}
+    older = corpus.namespace(forged)
+    newer = make_newer(corpus, {**forged, "dtype": "float16"}, older)
+    notes: list[str] = []
+    with Opened(load_settings({}).settings, note=notes.append) as opened:
+        assert opened.choose() == newer
+    assert [note.isprintable() for note in notes] == [True]
+    other = corpus.namespace(FOREIGN)
+    lines = cli("ls", code=2).stderr.splitlines()
+    options = [line.strip().split(" ") for line in lines[1:]]
+    slug = older.rpartition("-")[0]
+    assert options == [
+        ["--model", slug],
+        ["--model", "other/reader-2b"],
+        *(["--namespace", name] for name in sorted([older, newer, other])),
+    ]
+    for option in options:
+        cli("ls", *option)
 
 
 @pytest.fixture
