@@ -12,8 +12,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -135,26 +135,47 @@ def is_in_memory(device: int) -> bool:
 _RESCUE_TIMEOUT_S = 20.0
 # More do not help: a few fill the memory bus.
 MAX_READERS = 4
-# How long the engine waits for a disk that does not answer, before the bucket is asked.
+# How long the engine waits for a disk that delivers nothing, before the bucket is asked.
 PATIENCE_S = 5.0
+# How long it waits where the bucket delivers nothing either, before it ends.
+STALLED_S = 60.0
+
+
+def _wait_for_any(outcomes: Collection[Future[Any]], timeout_s: float) -> None:
+    wait(outcomes, max(0.0, timeout_s), FIRST_COMPLETED)
 
 
 class Loader:
     """Brings embeddings from pinned files to the device.
 
     One thread calls it. That thread never waits for a disk without a bound. It reads by itself
-    what the kernel has in memory, and hands the rest to reader threads. It gives a reader up after
-    ``PATIENCE_S``, or at once while the disk is known to hang. Readers are started when they are
-    first needed.
+    what the kernel has in memory, and hands the rest to reader threads. Where none of a step's
+    readers has delivered for ``PATIENCE_S``, or at once while the disk is known to hang, it asks
+    the bucket. Readers are started when they are first needed.
+
+    Attributes:
+        clock: As given.
+        wait_for_any: As given.
     """
 
-    def __init__(self, node: Node, make_staging: Callable[[], Staging]) -> None:
+    def __init__(
+        self,
+        node: Node,
+        make_staging: Callable[[], Staging],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        wait_for_any: Callable[[Collection[Future[Any]], float], None] = _wait_for_any,
+    ) -> None:
         """Nothing is started yet.
 
         Args:
             node: This process's parts.
             make_staging: Called once, by the first load.
+            clock: Monotonic seconds.
+            wait_for_any: Waits until one of the readers has ended, so many seconds at most.
         """
+        self.clock = clock
+        self.wait_for_any = wait_for_any
         self._node = node
         self._make_staging = make_staging
         self._hashed = node.settings.verify == "always"
@@ -215,22 +236,44 @@ class Loader:
 
     @property
     def patience_s(self) -> float:
-        """How long to wait for readers now."""
+        """How long to wait for the first of some readers now, before the bucket is asked."""
         return 0.0 if self._node.loop.watch.hangs else PATIENCE_S
 
-    def load_without_disk(self, handed: Handed) -> torch.Tensor:
-        """Give a reader up, whose disk does not answer, and bring the bucket's copy.
-
-        Raises:
-            RuntimeError: The bucket does not have it either.
-        """
-        load = handed.load
+    def note_hang(self, load: Load) -> None:
+        """The disk has not delivered this one in time."""
         self._node.counters.add("load.hung")
         log.warning("the disk does not answer; asking the bucket for what %s holds", load.path)
+
+    def ask_bucket(
+        self, load: Load, timeout_s: float, readers: Collection[Future[torch.Tensor]]
+    ) -> memoryview:
+        """The bucket's copy of what a reader should have brought, verified.
+
+        In no buffer of the staging: readers that hang may have all of them.
+
+        Args:
+            load: What was granted.
+            timeout_s: Of the bucket.
+            readers: The bucket is waited for no longer where one of these ends.
+
+        Raises:
+            RuntimeError: The bucket did not deliver.
+        """
+        return self._from_bucket(load, None, timeout_s, readers)
+
+    def load_values(self, load: Load, values: memoryview) -> torch.Tensor:
+        """Bring an embedding whose bytes are in memory to the device."""
+
+        def fill(load: Load, memory: torch.Tensor) -> None:
+            bytes_of(memory)[: load.shape.nbytes] = values
+
+        return self._to_device(load, self._staging.take(load.shape), fill)
+
+    def give_up(self, handed: Handed) -> None:
+        """Wait for a reader no more, and leave it the buffer that it reads into."""
         left = handed.lease.give_up()
         if left is not None:
             self._staging.leak(left)  # the kernel may write to it for a long time yet
-        return self._to_device(load, self._staging.take(load.shape), self._from_bucket)
 
     def _load(self, load: Load, lease: BufferLease) -> torch.Tensor:
         """Bring one embedding to the device; in a reader's thread."""
@@ -296,13 +339,22 @@ class Loader:
         key = self._node.naming.make_key(load.identifier)
         if key is not None and isinstance(failure, CorruptEntryError):
             self._node.tier.entries.quarantine(key, failure.reason)  # nobody shall pin it again
-        self._from_bucket(load, memory, failure)
+        bytes_of(memory)[: load.shape.nbytes] = self._from_bucket(load, failure)
 
     def _from_bucket(
-        self, load: Load, memory: torch.Tensor, failure: BaseException | None = None
-    ) -> None:
+        self,
+        load: Load,
+        failure: BaseException | None,
+        timeout_s: float = _RESCUE_TIMEOUT_S,
+        readers: Collection[Future[torch.Tensor]] = (),
+    ) -> memoryview:
+        """The tensor's bytes, verified.
+
+        Raises:
+            RuntimeError: Nor does the bucket deliver; it says what is wrong with the file too.
+        """
         try:
-            self._rescue(load, memory)
+            return self._rescue(load, timeout_s, readers)
         except PASS_THROUGH:
             raise
         except BaseException as exc:
@@ -312,38 +364,51 @@ class Loader:
                 f"({exc})"
             ) from exc
 
-    def _rescue(self, load: Load, memory: torch.Tensor) -> None:
+    def _rescue(
+        self, load: Load, timeout_s: float, readers: Collection[Future[torch.Tensor]]
+    ) -> memoryview:
         key = self._node.naming.make_key(load.identifier)
         if key is None:
             raise CorruptEntryError("not an identifier of ours", reason="identifier")
-        deadline_s = time.monotonic() + _RESCUE_TIMEOUT_S
+        deadline_s = time.monotonic() + min(timeout_s, _RESCUE_TIMEOUT_S)
         # What is noted of revisions may be another process's, or may have run out since the grant.
         noted = min(self._node.bad_objects.revision(key), MAX_REVISION)
         failure: Exception = CorruptEntryError("the bucket no longer holds it", reason="length")
         for revision in (noted, MAX_REVISION - noted):
             try:
-                values = self._stored_values(key, revision, load, deadline_s - time.monotonic())
+                left_s = deadline_s - time.monotonic()
+                values = self._stored_values(key, revision, load, left_s, readers)
             except (CorruptEntryError, AccessError) as exc:  # to some S3 denies what is absent
                 failure = exc
                 continue
             if values is not None:
-                bytes_of(memory)[: load.shape.nbytes] = values
                 self._node.counters.add("load.rescued")
-                return
+                return values
         raise failure
 
     def _stored_values(
-        self, key: Key, revision: int, load: Load, timeout_s: float
+        self,
+        key: Key,
+        revision: int,
+        load: Load,
+        timeout_s: float,
+        readers: Collection[Future[torch.Tensor]],
     ) -> memoryview | None:
         """The tensor's bytes in one revision, verified; None where the bucket lacks it.
 
         Raises:
             CorruptEntryError: It is not what was granted.
-            UnavailableError, AccessError, TimeoutError: The bucket did not answer.
+            UnavailableError, AccessError, TimeoutError: The bucket did not answer, or a reader
+                has ended first.
         """
         limit = load.shape.nbytes + 8 + codec.HEADER_LIMIT
         fetch = self._node.store.get(self._node.layout.object(key, revision), max_bytes=limit)
-        blob = self._node.loop.run(fetch, max(0.0, timeout_s))
+        answer = self._node.loop.submit(fetch)
+        _wait_for_any([answer, *readers], timeout_s)
+        if not answer.done():
+            answer.cancel()
+            raise TimeoutError("it has not answered in time")
+        blob = answer.result()
         if blob is None:
             return None
         header = codec.verify(blob, namespace=self._node.namespace.name, identifier=key.stored)
@@ -430,10 +495,10 @@ class Batch:
             theirs -= 1
             mine.insert(0, self._attempt(self._loads[theirs]))
         begun = [*self._handed_over[:theirs], *mine]
+        handed = {place: one for place, one in enumerate(begun) if isinstance(one, Handed)}
         # While nothing waits for a disk, nobody has to ask how it is.
-        waits = any(isinstance(one, Handed) for one in begun)
-        deadline_s = time.monotonic() + self._loader.patience_s if waits else 0.0
-        done = [self._wait(one, deadline_s) for one in begun]
+        read = _Readers(self._loader, handed).finish() if handed else {}
+        done = [read[place] if isinstance(one, Handed) else one for place, one in enumerate(begun)]
         self._staging.finish_loads([one for one in done if isinstance(one, torch.Tensor)])
         return done
 
@@ -452,21 +517,94 @@ class Batch:
         except BaseException as exc:  # noqa: BLE001 - raised by finish's caller, behind the others
             return _as_exception(exc)
 
-    def _wait(
-        self, one: torch.Tensor | Exception | Handed, deadline_s: float
-    ) -> torch.Tensor | Exception:
-        if not isinstance(one, Handed):
-            return one
-        try:
-            # Not result's own timeout alone: a load may fail with a TimeoutError itself.
-            wait([one.outcome], max(0.0, deadline_s - time.monotonic()))
-            if not one.outcome.done():
-                return self._loader.load_without_disk(one)
-            return one.outcome.result()
-        except PASS_THROUGH:
-            raise
-        except BaseException as exc:  # noqa: BLE001 - as above
-            return _as_exception(exc)
+
+class _Readers:
+    """Waits for a step's readers, and has the bucket stand in for them where none delivers.
+
+    Each of their loads is waited for until one of three things happens: its reader has ended, with
+    a tensor or a failure; the bucket has delivered its copy; neither disk nor bucket has delivered
+    anything for ``STALLED_S``. A disk that is slow has delivered something meanwhile, and is waited
+    for however long all loads of the step take it together.
+    """
+
+    def __init__(self, loader: Loader, handed: Mapping[int, Handed]) -> None:
+        """Nothing is waited for yet.
+
+        Args:
+            handed: By place in the step, not empty.
+        """
+        self._loader = loader
+        self._left = dict(handed)
+        self._ended: dict[int, torch.Tensor | Exception] = {}
+        self._failures: dict[int, RuntimeError] = {}  # of those that the bucket was asked for
+
+    def finish(self) -> dict[int, torch.Tensor | Exception]:
+        """Wait for all; by place, an Exception where that load failed."""
+        clock = self._loader.clock
+        came_s = clock()  # when something was delivered last
+        ask_at_s = came_s + self._loader.patience_s
+        while self._left:
+            wake_at_s = min(ask_at_s, came_s + STALLED_S)
+            self._loader.wait_for_any(self._outcomes(), wake_at_s - clock())
+            now_s = clock()
+            if self._collect():
+                came_s, ask_at_s = now_s, now_s + PATIENCE_S
+            elif now_s >= came_s + STALLED_S:
+                self._give_up()
+            else:
+                if self._ask_bucket(came_s + STALLED_S):
+                    came_s = clock()
+                ask_at_s = clock() + PATIENCE_S
+        return self._ended
+
+    def _outcomes(self) -> list[Future[torch.Tensor]]:
+        return [one.outcome for one in self._left.values()]
+
+    def _collect(self) -> bool:
+        """Take what readers have ended with; whether one has."""
+        ended = [place for place, one in self._left.items() if one.outcome.done()]
+        for place in ended:
+            self._ended[place] = _outcome_of(self._left.pop(place).outcome.result)
+        return bool(ended)
+
+    def _ask_bucket(self, until_s: float) -> bool:
+        """Ask for each load until a reader ends or the time is over; whether anything came."""
+        came = False
+        for place, handed in list(self._left.items()):
+            left_s = until_s - self._loader.clock()
+            outcomes = self._outcomes()
+            if left_s <= 0 or any(outcome.done() for outcome in outcomes):
+                break
+            if place not in self._failures:
+                self._loader.note_hang(handed.load)
+            try:
+                values = self._loader.ask_bucket(handed.load, left_s, outcomes)
+            except RuntimeError as exc:
+                self._failures[place] = exc  # the reader goes on: it may deliver yet
+                continue
+            self._loader.give_up(handed)
+            del self._left[place]
+            bring = partial(self._loader.load_values, handed.load, values)
+            self._ended[place] = _outcome_of(bring)
+            came, until_s = True, self._loader.clock() + STALLED_S
+        return came
+
+    def _give_up(self) -> None:
+        for place, handed in self._left.items():
+            self._loader.give_up(handed)
+            self._ended[place] = self._failures.get(place) or RuntimeError(
+                f"embedding cannot be read from {handed.load.path} (the disk does not answer)"
+            )
+        self._left.clear()
+
+
+def _outcome_of(bring: Callable[[], torch.Tensor]) -> torch.Tensor | Exception:
+    try:
+        return bring()
+    except PASS_THROUGH:
+        raise
+    except BaseException as exc:  # noqa: BLE001 - as in _attempt
+        return _as_exception(exc)
 
 
 def _as_exception(exc: BaseException) -> Exception:

@@ -5,15 +5,18 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from s3ec.codec import Shape
 from s3ec.connector.messages import Load
-from s3ec.errors import CorruptEntryError
+from s3ec.errors import CorruptEntryError, UnavailableError
+from s3ec.testing.fault_store import Fault
 from tests.unit.connector.processes import DEADLINE_S, HASHES, Process
 
 torch = pytest.importorskip("torch")
@@ -131,6 +134,111 @@ def test_failures_stay_with_their_loads(bench: Bench) -> None:
     assert loads[3].path in str(outcomes[3])
     outcomes[3] = tensor(3)
     check(outcomes, 8)
+    loader.close()
+
+
+# A disk that takes its time
+
+
+class SlowDisk:
+    """Reads nothing that it is not told to; hours of it pass in no time.
+
+    Attributes:
+        now_s: The engine's clock.
+        deliveries_s: When it delivers one load each, on that clock; later never.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *deliveries_s: float) -> None:
+        self.now_s = 0.0
+        self.deliveries_s = list(deliveries_s)
+        self._allowed = threading.Semaphore(0)
+        self._read = reading.read_data
+        monkeypatch.setattr(reading, "read_data", self._read_slowly)
+
+    def _read_slowly(
+        self, load: Load, memory: torch.Tensor, *, hashed: bool = True, wait: bool = True
+    ) -> None:
+        if not wait:
+            raise BlockingIOError
+        assert self._allowed.acquire(timeout=DEADLINE_S)
+        self._read(load, memory, hashed=hashed)
+
+    def loader(self, bench: Bench) -> Any:
+        return loading.Loader(
+            bench.node, staging.HostStaging, clock=self.clock, wait_for_any=self.wait_for_any
+        )
+
+    def clock(self) -> float:
+        return self.now_s
+
+    def wait_for_any(self, outcomes: Collection[Future[Any]], timeout_s: float) -> None:
+        until_s = self.now_s + max(0.0, timeout_s)
+        if not self.deliveries_s or self.deliveries_s[0] > until_s:
+            self.now_s = until_s
+            return
+        self.now_s = self.deliveries_s.pop(0)
+        self._allowed.release()
+        assert wait(outcomes, DEADLINE_S, FIRST_COMPLETED).done
+
+    def deliver_all(self) -> None:
+        """For the readers that nobody waits for any more."""
+        self._allowed.release(100)
+
+
+def test_a_disk_that_delivers_something_in_time_is_waited_for_to_the_end(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = SlowDisk(monkeypatch, *(4.0 * (number + 1) for number in range(12)))
+    loader = disk.loader(bench)
+    check(loader.start(bench.loads(12), later=False).finish(), 12)
+    assert disk.now_s == 48.0
+    assert bench.counted("load.hung") == 0
+    loader.close()
+
+
+def test_a_disk_that_pauses_while_the_bucket_is_down_is_waited_for(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = SlowDisk(monkeypatch, 30.0, 85.0, 86.0)
+    bench.faults.append(Fault(error=UnavailableError))
+    loader = disk.loader(bench)
+    check(loader.start(bench.loads(3), later=False).finish(), 3)
+    assert bench.faults[0].struck >= 1
+    assert bench.counted("load.rescued") == 0
+    loader.close()
+
+
+def test_a_reader_is_given_up_once_the_bucket_has_delivered(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = SlowDisk(monkeypatch, 4.0)
+    loads = bench.loads(3)
+    for number, load in enumerate(loads):
+        blob = bench.entry(load.identifier, tensor(number))
+        bench.bucket.objects[bench.object_name(load.identifier)] = blob
+    loader = disk.loader(bench)
+    check(loader.start(loads, later=False).finish(), 3)
+    assert disk.now_s == 9.0
+    assert bench.counted("load.hung") == bench.counted("load.rescued") == 2
+    disk.deliver_all()
+    loader.close()
+
+
+def test_where_neither_disk_nor_bucket_deliver_loads_fail_after_a_minute(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = SlowDisk(monkeypatch, 3.0)
+    bench.faults.append(Fault(error=UnavailableError))
+    loader = disk.loader(bench)
+    loads = bench.loads(3)
+    outcomes = loader.start(loads, later=False).finish()
+    failed = [one for one in zip(loads, outcomes, strict=True) if isinstance(one[1], Exception)]
+    assert disk.now_s == 63.0
+    assert len(failed) == bench.counted("load.hung") == 2
+    for load, outcome in failed:
+        assert isinstance(outcome, RuntimeError)
+        assert load.path in str(outcome)
+    disk.deliver_all()
     loader.close()
 
 
