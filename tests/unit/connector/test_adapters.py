@@ -275,6 +275,34 @@ def test_a_request_waits_for_the_look_no_longer_than_it_would_for_the_bucket(
     assert engine.world.counters.get("defer_timeouts") == 2
 
 
+def test_however_many_requests_wait_each_waits_for_its_adapter_once(tmp_path: Path) -> None:
+    engine = Engine()
+    write(tmp_path, 1)
+    waiting = [adapted(f"r{number}", number, lora(tmp_path)) for number in range(10_100)]
+    assert not any(map(engine.ask, waiting))
+    engine.step()
+    engine.step()
+    assert all(map(engine.ask, waiting))
+
+
+def test_what_is_known_of_a_request_goes_where_nobody_asks_about_it_for_minutes(
+    tmp_path: Path,
+) -> None:
+    """Releases before 0.26 do not tell when a request ends."""
+    engine = Engine()
+    write(tmp_path, 1)
+    asked, other = (adapted(name, name, lora(tmp_path)) for name in ("asked", "other"))
+    for one in (asked, other):
+        engine.until_asked(one)
+    for _ in range(10):
+        engine.world.clock.now_s += 60.0
+        assert engine.ask(asked)
+        engine.step()
+    kept = "a request is kept of {}".format
+    assert kept("other") not in engine.complaints("asked")
+    assert kept("asked") in engine.complaints("other")
+
+
 def test_requests_without_an_adapter_are_not_looked_at(tmp_path: Path) -> None:
     engine = Engine()
     plain = request("plain", feature("cat"))
