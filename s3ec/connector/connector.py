@@ -22,7 +22,7 @@ from s3ec.connector.guard import fatal, guarded
 from s3ec.connector.kept_answers import KeptAnswers
 from s3ec.connector.messages import StepPlan, WorkerReport
 from s3ec.connector.parts import Parts
-from s3ec.connector.worker import WorkerHalf
+from s3ec.connector.worker import WorkerHalf, load_without_a_half
 from s3ec.counters import Increments
 from s3ec.errors import ConfigError
 from s3ec.runtime import PASS_THROUGH
@@ -70,7 +70,7 @@ class S3ECConnector(ECConnectorBase):
     def __init__(
         self, vllm_config: Any, role: ECConnectorRole, *, parts: Parts | None = None
     ) -> None:
-        """Read the settings and make one half; a half that cannot be made leaves a plain engine.
+        """Read the settings and make one half; without one the engine serves all the same.
 
         Args:
             vllm_config: vLLM's VllmConfig.
@@ -82,6 +82,7 @@ class S3ECConnector(ECConnectorBase):
         """
         super().__init__(vllm_config=vllm_config, role=role)
         self._increments: Increments | None = None
+        self._saves_nothing = False
         self.parts = parts or Parts(vllm_config)
         self._answers = KeptAnswers()
         if parts is not None:
@@ -94,7 +95,11 @@ class S3ECConnector(ECConnectorBase):
             raise
         except BaseException:
             # Whatever else it is, images can be encoded without us.
-            log.exception("s3ec could not start; this engine runs without the cache")
+            if role is ECConnectorRole.SCHEDULER:
+                lost = "this engine runs without the cache"
+            else:
+                lost = "this worker reads by itself what is granted, and saves nothing"
+            log.exception("s3ec could not start; %s", lost)
             self.shutdown()
 
     def _repeat_answers(self) -> None:
@@ -260,7 +265,7 @@ class S3ECConnector(ECConnectorBase):
 
         Raises:
             RuntimeError: One of them can be had neither from its file nor from the bucket; the
-                engine cannot go on without it.
+                engine cannot go on without it. A worker without its half asks no bucket.
         """
         plan, worker = self._plan(), self._own_worker()
         if plan is None:
@@ -269,11 +274,10 @@ class S3ECConnector(ECConnectorBase):
             # Without orders to ranks there is nothing to follow.
             followed = None if plan.ranks is None else self._follow(plan)
             worker.start_load_caches(encoder_cache, followed or plan)
+        elif self.parts.worker is None:
+            load_without_a_half(encoder_cache, plan)
         elif plan.loads:
-            raise RuntimeError(
-                "this worker's half of s3ec did not start, as its log says, or was made by a "
-                "process that was forked then"
-            )
+            raise RuntimeError("s3ec loads nothing in a process that was forked from its worker")
 
     @guarded()
     def _follow(self, plan: StepPlan) -> StepPlan | None:
@@ -299,17 +303,25 @@ class S3ECConnector(ECConnectorBase):
         plan = self._plan()
         return [] if plan is None else plan.loaded_names
 
+    def _saving_worker(self) -> WorkerHalf | None:
+        """The worker half; where there is none and something is to be saved, that is said once."""
+        plan, worker = self._plan(), self.parts.worker
+        if worker is None and plan is not None and plan.saves and not self._saves_nothing:
+            self._saves_nothing = True
+            log.warning("this worker's half of s3ec did not start: it saves nothing")
+        return worker
+
     @guarded()
     def start_save_caches(self, encoder_cache: dict[str, Any], **kwargs: Any) -> None:
         """Store what the device holds and the corpus lacks (vLLM 0.30 and newer)."""
-        plan, worker = self._plan(), self.parts.worker
+        plan, worker = self._plan(), self._saving_worker()
         if worker is not None and plan is not None:
             worker.start_save_caches(encoder_cache, plan)
 
     @guarded()
     def save_caches(self, encoder_cache: dict[str, Any], mm_hash: str, **kwargs: Any) -> None:
         """Copy a fresh encoder output and queue it for tier and bucket."""
-        plan, worker = self._plan(), self.parts.worker
+        plan, worker = self._plan(), self._saving_worker()
         if worker is not None and plan is not None:
             worker.save_caches(encoder_cache, mm_hash, plan)
 

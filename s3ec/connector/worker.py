@@ -13,12 +13,13 @@ import torch
 from s3ec.connector import compat
 from s3ec.connector.adapters import AdapterCache, AdapterFiles, name_in_plan
 from s3ec.connector.encode_timer import EncodeTimer
-from s3ec.connector.loads import Batch, Loader
+from s3ec.connector.loads import Batch, Loader, read_data
 from s3ec.connector.messages import EncodeTime, Load, StepPlan, WorkerReport
 from s3ec.connector.remote_ranks import LocalPins
 from s3ec.connector.saves import SaveQueue
-from s3ec.connector.staging import open_staging
+from s3ec.connector.staging import HostStaging, open_staging
 from s3ec.counters import Increments
+from s3ec.errors import CorruptEntryError
 from s3ec.node import Node
 
 _NOTHING = WorkerReport()
@@ -237,6 +238,34 @@ class WorkerHalf:
         self._loader.close()
         if self._saves is not None:
             self._saves.drain(self._drain_timeout_s)
+
+
+def load_without_a_half(cache: MutableMapping[str, Any], plan: StepPlan) -> None:
+    """Put what a plan grants into the encoder cache, in a worker whose half did not start.
+
+    The scheduler half may not know of it, and cannot take a grant back. What a plan says is enough
+    to read a pinned file and to verify it. The thread waits for the disk, and the bucket does not
+    stand in for it.
+
+    Raises:
+        RuntimeError: A file cannot be read.
+    """
+    encoder_cache = AdapterCache(cache, plan) if plan.adapters else cache
+    staging = HostStaging()
+    for load in plan.loads:
+        if _holds(encoder_cache, load):
+            continue
+        buffer = staging.take(load.shape)
+        try:
+            read_data(load, buffer.memory)
+        except (OSError, CorruptEntryError) as exc:
+            raise RuntimeError(
+                "this worker's half of s3ec did not start, as its log says, and it cannot read "
+                f"{load.path} by itself: {exc}"
+            ) from exc
+        with compat.sync_allowed()():
+            tensor = staging.to_device(buffer, load.shape).to(compat.current_device())
+        encoder_cache[load.identifier] = tensor
 
 
 def _holds(encoder_cache: Mapping[str, Any], load: Load) -> bool:

@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import Callable
 from concurrent import futures
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -15,10 +16,11 @@ import pytest
 from s3ec import runtime
 from s3ec.codec import Shape
 from s3ec.connector import guard
-from s3ec.connector.messages import Load, StepPlan, WorkerReport
+from s3ec.connector.messages import AdapterUse, Load, Save, StepPlan, WorkerReport
 from s3ec.counters import Counters
 from s3ec.errors import ConfigError, TierError
 from s3ec.weights import Weights
+from tests.unit.connector.processes import HASHES, Process, tensor
 
 pytest.importorskip("vllm")
 stats = pytest.importorskip("s3ec.connector.stats")
@@ -214,6 +216,46 @@ def test_in_a_forked_child_a_granted_load_is_an_error_and_no_made_up_tensor(
     it.bind_connector_metadata(shell.S3ECMetadata(StepPlan(loads=[load])))
     with pytest.raises(RuntimeError, match="forked"):
         it.start_load_caches({})
+
+
+def test_a_worker_whose_half_did_not_start_loads_what_is_granted(tmp_path: Path) -> None:
+    rig = Process(tmp_path)
+    one, two, three = (rig.pinned(HASHES[number], tensor(number)) for number in range(3))
+    use = AdapterUse("an adapter's", "/adapter", "0" * 16)
+    cache = {one.identifier: tensor(0), two.identifier: tensor(9)[:2]}  # of two: another's rows
+    held = cache[one.identifier]
+    it = connector(None, StepPlan(loads=[one, two, three], adapters={three.identifier: use}))
+    it.start_load_caches(cache)
+    it.finish_load_caches(cache)
+    assert cache[one.identifier] is held
+    for name, number in ((two.identifier, 1), (use.identifier, 2)):
+        assert cache[name].tolist() == tensor(number).tolist()
+    assert it.build_connector_worker_meta() is None
+    rig.close()
+
+
+def test_a_worker_whose_half_did_not_start_makes_nothing_up(tmp_path: Path) -> None:
+    rig = Process(tmp_path)
+    load = rig.pinned(HASHES[0], tensor())
+    it = connector(None, StepPlan(loads=[load]))
+    path, cache = Path(load.path), {}
+    blob = path.read_bytes()
+    for damage in (lambda: path.write_bytes(blob[:-1] + bytes([blob[-1] ^ 1])), path.unlink):
+        damage()
+        with pytest.raises(RuntimeError, match=f"did not start.*{load.path}"):
+            it.start_load_caches(cache)
+    assert cache == {}
+    rig.close()
+
+
+def test_a_worker_whose_half_did_not_start_says_once_that_it_saves_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    it = connector(None, StepPlan(saves={"a": Save("image", {})}))
+    for _ in range(2):
+        it.start_save_caches({})
+        it.save_caches({"a": tensor()}, "a")
+    assert caplog.text.count("saves nothing") == 1
 
 
 @pytest.mark.parametrize("cancelled", [asyncio.CancelledError, futures.CancelledError])

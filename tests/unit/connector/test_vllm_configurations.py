@@ -14,7 +14,8 @@ from unittest import mock
 
 import pytest
 
-from s3ec.connector.messages import StepPlan
+from s3ec.codec import Shape
+from s3ec.connector.messages import Load, StepPlan
 from s3ec.connector.vllm_config import checkpoint_of, describe, namespace_of
 from s3ec.dev.rigs.models import write_gemma3
 from s3ec.identity import Namespace
@@ -283,7 +284,8 @@ def test_a_worker_whose_half_did_not_start_says_so_instead_of_loading_nothing(
     connectors: Any, tmp_path: Path
 ) -> None:
     worker = connectors("WORKER", tmp_path / "not-yet")
-    worker.bind_connector_metadata(shell.S3ECMetadata(StepPlan(loads=[SimpleNamespace()])))
+    load = Load("a", "/nowhere", Shape(1, 1, "float32"), "0" * 32, 64, "0" * 32)
+    worker.bind_connector_metadata(shell.S3ECMetadata(StepPlan(loads=[load])))
     with pytest.raises(RuntimeError, match="did not start"):
         worker.start_load_caches({})
 
