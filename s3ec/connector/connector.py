@@ -83,6 +83,7 @@ class S3ECConnector(ECConnectorBase):
         super().__init__(vllm_config=vllm_config, role=role)
         self._increments: Increments | None = None
         self._saves_nothing = False
+        self._unavailable: set[str] = set()  # where there is no scheduler half to note them
         self.parts = parts or Parts(vllm_config)
         self._answers = KeptAnswers()
         if parts is not None:
@@ -109,7 +110,7 @@ class S3ECConnector(ECConnectorBase):
     # -- scheduler side ----------------------------------------------------------------------
 
     def _can_encode(self, request: Any, *_: Any, **__: Any) -> bool:
-        """After a fault of ours: encode, but never what came without pixels to encode."""
+        """Without us: encode, but never what came without pixels to encode."""
         features = self.parts.features
         return features is None or not any(map(features.needs_embedding, request.mm_features))
 
@@ -129,7 +130,12 @@ class S3ECConnector(ECConnectorBase):
     @guarded(default=True, fallback=_can_encode)
     def _ensure(self, request: Any, num_computed_tokens: int) -> bool:
         scheduler = self.parts.scheduler
-        return scheduler is None or scheduler.ensure_cache_available(request, num_computed_tokens)
+        if scheduler is not None:
+            return scheduler.ensure_cache_available(request, num_computed_tokens)
+        if self._can_encode(request):
+            return True
+        self._unavailable.add(request.request_id)  # or it would wait for ever
+        return False
 
     @guarded(default=False)
     def has_cache_item(self, identifier: str) -> bool:
@@ -173,7 +179,10 @@ class S3ECConnector(ECConnectorBase):
     def take_unavailable_requests(self) -> set[str]:
         """Requests without pixels whose embedding cannot be had; vLLM fails them."""
         scheduler = self.parts.scheduler
-        return set() if scheduler is None else scheduler.take_unavailable_requests()
+        if scheduler is not None:
+            return scheduler.take_unavailable_requests()
+        taken, self._unavailable = self._unavailable, set()
+        return taken
 
     @guarded(default=(False, None))
     def request_finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
@@ -185,6 +194,7 @@ class S3ECConnector(ECConnectorBase):
         """
         scheduler, features = self.parts.scheduler, self.parts.features
         if scheduler is None:
+            self._unavailable.discard(request.request_id)
             return False, None
         unstored = scheduler.request_finished(request)
         if unstored is None or features is None:

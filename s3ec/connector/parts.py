@@ -57,7 +57,8 @@ class Parts:
         node: This process's parts; None before the start, after the end and where nothing started.
         scheduler: The scheduler half; None in a worker, and where ``node`` is.
         worker: The worker half; None in the scheduler's instance, and where ``node`` is.
-        features: Tells what came without pixels; None in a worker. Stays after the end.
+        features: Tells what came without pixels; None in a worker, and for a model that takes
+            none. It is there whether or not the half starts, and stays after the end.
         weights: What the namespace says about the encoder's weights; empty before it is known.
             Stays after the end.
     """
@@ -86,6 +87,10 @@ class Parts:
             BaseException: Whatever else may fail; what was made by then is for ``end``.
         """
         config = self._vllm_config
+        # First of all: whatever becomes of the half, no engine is to end for a request that came
+        # without pixels. A model without media has no such requests, and no processor to ask.
+        if scheduler and config.model_config.multimodal_config is not None:
+            self.features = FeatureReader(config.model_config)
         settings = load_settings(config.ec_transfer_config.ec_connector_extra_config).settings
         _set_up_logging(settings.log_level)
         if not _is_for_us(config, settings):
@@ -162,7 +167,7 @@ class Parts:
                 "identifiers that clients choose are neither looked up nor saved "
                 "(`trust_client_ids`); vllm:s3ec_refused_client_ids counts them"
             )
-        features = self.features = FeatureReader(config.model_config)
+        features = self.features = self.features or FeatureReader(config.model_config)
         topology = topology_of(config)
         role = _role_of(config, topology, settings)
         if topology.problem is not None and role.consumer:

@@ -341,6 +341,54 @@ def test_a_half_that_cannot_be_built_leaves_an_engine_without_the_cache(
     it.shutdown()
 
 
+@pytest.mark.parametrize("why", ["it cannot be built", "it stays inactive"])
+def test_without_a_scheduler_half_a_request_without_pixels_fails_alone(
+    why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = "no encoder cache" if why == "it stays inactive" else None
+    it = _started(ECConnectorRole.SCHEDULER, monkeypatch, Panic("told to"), problem=problem)
+    bare, served, left = (
+        SimpleNamespace(request_id=name, mm_features=features)
+        for name, features in [
+            ("bare", ("pixels", "no pixels")),
+            ("served", ("pixels", "pixels")),
+            ("left", ("no pixels",)),
+        ]
+    )
+    assert it.ensure_cache_available(served, 0) is True
+    for _ in range(2):
+        assert it.ensure_cache_available(bare, 0) is False
+        assert it.ensure_cache_available(left, 0) is False
+    assert it.request_finished(left) == (False, None)  # its client gave up
+    assert it.take_unavailable_requests() == {"bare"}
+    assert it.take_unavailable_requests() == set()
+    it.shutdown()
+    assert it.ensure_cache_available(bare, 0) is False
+    assert it.take_unavailable_requests() == {"bare"}
+
+
+def test_a_scheduler_half_that_went_away_lets_nothing_without_pixels_through() -> None:
+    it = connector(None, None)
+    it.parts.features = SimpleNamespace(needs_embedding=lambda feature: feature == "no pixels")
+    it.parts.scheduler = Broken()
+    it.parts.end()
+    assert it.ensure_cache_available(SimpleNamespace(mm_features=("pixels",)), 0) is True
+    bare = SimpleNamespace(request_id="bare", mm_features=("no pixels",))
+    assert it.ensure_cache_available(bare, 0) is False
+    assert it.take_unavailable_requests() == {"bare"}
+
+
+@pytest.mark.parametrize("media", [True, False])
+def test_a_model_without_media_is_not_asked_for_their_fields(
+    media: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM would build a processor to answer, and warn that it cannot."""
+    it = _started(
+        ECConnectorRole.SCHEDULER, monkeypatch, Panic("told to"), problem="no", media=media
+    )
+    assert (it.parts.features is not None) is media
+
+
 @pytest.mark.parametrize(
     "fault", [ConfigError("no such profile"), TierError("not ours"), KeyboardInterrupt()]
 )
@@ -353,22 +401,34 @@ def test_a_setting_that_cannot_work_ends_the_start(
 
 
 def _started(
-    role: ECConnectorRole, monkeypatch: pytest.MonkeyPatch, fault: BaseException
+    role: ECConnectorRole,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: BaseException,
+    *,
+    problem: str | None = None,
+    media: bool = True,
 ) -> shell.S3ECConnector:
     """A connector whose node cannot be made."""
 
     def fails(*_: Any) -> Any:
         raise fault
 
-    checks = ("model_problem", "identifier_problem", "trust_problem", "live_weights_problem")
+    checks = ("identifier_problem", "trust_problem", "live_weights_problem")
     for name in checks:
         monkeypatch.setattr(parts_module, name, lambda *_: None)
+    monkeypatch.setattr(parts_module, "model_problem", lambda _: problem)
+    monkeypatch.setattr(
+        parts_module,
+        "FeatureReader",
+        lambda _: SimpleNamespace(needs_embedding=lambda feature: feature == "no pixels"),
+    )
     monkeypatch.setattr(parts_module, "describe_once", lambda *_: {"model": "some"})
     monkeypatch.setattr(parts_module, "encoder_weights", lambda *_: Weights("sha256:0"))
     monkeypatch.setattr(parts_module.Node, "shared", fails)
     config = SimpleNamespace(
         ec_transfer_config=SimpleNamespace(
             ec_connector_extra_config={"bucket": "some"}, is_ec_producer=True, is_ec_consumer=True
-        )
+        ),
+        model_config=SimpleNamespace(multimodal_config=object() if media else None),
     )
     return shell.S3ECConnector(config, role)
