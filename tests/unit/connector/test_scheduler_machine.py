@@ -274,7 +274,10 @@ class HalfMachine(RuleBasedStateMachine):
 
     @rule()
     def schedule_nothing(self) -> None:
+        """A pass of a full engine, in which vLLM asks about nobody: no wait goes on."""
         self.make_room()
+        for running in self.requests:
+            self.does_not_wait(running)
         self.in_flight.append((self.half.build_connector_meta([], scheduled_tokens=0), set()))
 
     @rule(data=st.data())
@@ -322,9 +325,7 @@ class HalfMachine(RuleBasedStateMachine):
         now = self.world.clock.now_s
         answer = self.half.ensure_cache_available(running.it, running.computed)
         if answer:
-            if running.since_s is not None:
-                running.spent_s = min(running.spent_s + now - running.since_s, 2.0)
-            running.since_s = None
+            self.does_not_wait(running)
             return True
         waited = running.spent_s + (0 if running.since_s is None else now - running.since_s)
         limit_s = NO_PIXELS_WAIT_S if running.is_bare else self.limit_s
@@ -333,6 +334,12 @@ class HalfMachine(RuleBasedStateMachine):
         if running.since_s is None:
             running.since_s = now
         return False
+
+    def does_not_wait(self, running: Running) -> None:
+        if running.since_s is not None:
+            waited_s = self.world.clock.now_s - running.since_s
+            running.spent_s = min(running.spent_s + waited_s, 2.0)
+        running.since_s = None
 
     def schedule_one(self, running: Running, data: st.DataObject) -> int:
         if not self.ask(running):
