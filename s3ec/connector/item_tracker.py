@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -756,13 +756,13 @@ class ItemTracker:
             return Want(item.modality, item.rows, "promise", Fetching(0, item.asked_s))
         return Want(item.modality, item.rows, "bucket", item.fetching or Fetching(0))
 
-    def pause_waits(self, was_asked: Callable[[str], bool]) -> None:
+    def pause_waits(self, asked: Set[str]) -> None:
         """A pass has ended. Who was not asked about in it does not wait for an embedding.
 
         vLLM leaves its queue where an engine is full. What a request waits there is not ours, and
         must not be taken for the time that a fetch takes.
         """
-        for request_id in [one for one in self._deferred if not was_asked(one)]:
+        for request_id in self._deferred - asked:
             self._deferred.discard(request_id)
             for budget in self._budgets:
                 budget.end(request_id)

@@ -59,10 +59,6 @@ class KeptAnswers:
         """Whether a pass has begun."""
         return self._is_open
 
-    def was_repeated(self, request_id: str) -> bool:
-        """Whether the answer was asked for in this pass, and has held."""
-        return request_id in self._computed and request_id not in self.in_force
-
     def is_of_earlier(self, request_id: str) -> bool:
         """Whether the request has an answer that was found in an earlier pass."""
         return request_id in self._computed

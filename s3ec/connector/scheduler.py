@@ -225,7 +225,7 @@ class SchedulerHalf:
         self._must_grant: set[str] = set()  # of this request, while the disk hangs
         self._named: Collection[str] = ()  # by the request being scheduled
         self._may_probe = False  # because of this request
-        self._looked_at: set[str] = set()  # requests, in this pass
+        self._asked: set[str] = set()  # requests, in this pass
         self._decisions: dict[str, bool] = {}  # of this pass
         # Of this pass: a pure producer was asked for these without pixels, and the index held them.
         self._stored: set[str] = set()
@@ -265,10 +265,10 @@ class SchedulerHalf:
         if not answers.is_open:
             self._begin_pass()
         request_id = request.request_id
+        self._asked.add(request_id)
         if answers.in_force.pop(request_id, None) == num_computed_tokens:
             return False
         answers.drop(request_id)
-        self._looked_at.add(request_id)
         if self._stopped:
             return self._can_be_encoded(request, num_computed_tokens)
         # Not by the end of the last feature: where they nest (the audio of a video), an earlier
@@ -598,10 +598,9 @@ class SchedulerHalf:
             decode_tokens: What the step would have if all its requests decoded; fewer than it has
                 where some are prefilled. Of use to a policy only.
         """
-        looked_at, answers = self._looked_at, self.answers
-        self.tracker.pause_waits(lambda one: one in looked_at or answers.was_repeated(one))
-        looked_at.clear()
-        repeated = answers.end_pass()
+        self.tracker.pause_waits(self._asked)
+        self._asked.clear()
+        repeated = self.answers.end_pass()
         if self._policy is not None:
             self._policy.end_pass(
                 self._clock(),
