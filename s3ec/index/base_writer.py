@@ -26,6 +26,7 @@ from collections.abc import (
     Iterator,
     Mapping,
     Sequence,
+    Set,
 )
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -98,13 +99,16 @@ class BuildResult:
         head: The base that readers use now.
         merged: Deltas that went into it; 0 where a compaction had nothing to do.
         removed: Old objects deleted.
-        corrupt: Deltas that are unusable and were left where they are: ULID to what is wrong.
+        corrupt: Deltas that are unusable or could not be read, and were left where they are: ULID
+            to what is wrong.
+        waiting: Deltas that were left for later because of these.
     """
 
     head: BaseManifest
     merged: int
     removed: int
     corrupt: Mapping[str, str] = field(default_factory=dict)
+    waiting: Set[str] = frozenset()
 
 
 @contextmanager

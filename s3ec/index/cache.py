@@ -9,7 +9,7 @@ from functools import partial
 
 from s3ec import safetensors_file
 from s3ec.counters import Counters
-from s3ec.errors import CorruptEntryError, TierError
+from s3ec.errors import AccessError, CorruptEntryError, S3ECError, TierError, UnavailableError
 from s3ec.identity import Layout
 from s3ec.index.bloom import Bloom
 from s3ec.index.lookup import Base
@@ -79,21 +79,26 @@ class IndexCache:
 
     # -- deltas ------------------------------------------------------------------------------
 
-    async def deltas(self, ulids: Iterable[str]) -> dict[str, Rows | CorruptEntryError | None]:
+    async def deltas(self, ulids: Iterable[str]) -> dict[str, Rows | S3ECError | None]:
         """The rows of some deltas.
 
         Returns:
             For each its rows (views of its bytes), None where the bucket has it no more, or why
-            it is refused.
-
-        Raises:
-            UnavailableError, AccessError: The bucket did not answer.
+            there are none: CorruptEntryError where it is refused, UnavailableError or AccessError
+            where the bucket did not answer. One that cannot be had keeps back no other.
         """
         wanted = list(ulids)
-        found: dict[str, Rows | CorruptEntryError | None] = {}
+        found: dict[str, Rows | S3ECError | None] = {}
         found.update(await self.disk(self._open_deltas, wanted))
         missing = [ulid for ulid in wanted if ulid not in found]
-        fetched = await in_parallel(missing, self._delta, width=_DELTAS)
+
+        async def bring(ulid: str) -> Rows | S3ECError | None:
+            try:
+                return await self._delta(ulid)
+            except (UnavailableError, AccessError) as exc:
+                return exc
+
+        fetched = await in_parallel(missing, bring, width=_DELTAS)
         return found | dict(zip(missing, fetched, strict=True))
 
     def _open_deltas(self, ulids: Iterable[str]) -> dict[str, Rows]:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Set
+from dataclasses import dataclass, replace
 
 from s3ec.counters import Counters
 from s3ec.errors import (
@@ -46,6 +46,8 @@ from s3ec.tier import IndexFiles
 
 log = logging.getLogger(__name__)
 
+_FOLDERS = ("all", "stored")
+
 
 async def compact(
     store: Store, layout: Layout, making: BuildOptions | None = None
@@ -69,7 +71,8 @@ async def compact(
         UnavailableError: The store does not answer now.
         AccessError: It refuses.
         CorruptEntryError: The base is unusable; the message names the file. A delta that is
-            unusable is left out, and named in the result.
+            unusable is left out, and named in the result. So is one that cannot be read while
+            others can.
         TierError: The folder for temporary files is full.
     """
     making = making or BuildOptions()
@@ -77,19 +80,19 @@ async def compact(
     head = await newest_head(store, layout, snapshot)
     if head is None:
         return await rebuild(store, layout, making)
-    deltas = Deltas()
+    result = BuildResult(head, 0, 0)
     if snapshot.unmerged(head):
         try:
-            merged = await _merge(store, layout, making, snapshot, head, deltas)
+            merged = await _merge(store, layout, making, snapshot, head)
         except CorruptEntryError:
             if (await take_snapshot(store, layout)).version != head.version:
                 return None  # the old base was deleted while it was read
             raise
         if merged is None:
             return None
-        head = merged
+        result = merged
     removed = await clean(store, layout, grace_s=making.grace_s)
-    return BuildResult(head, len(deltas.read), removed, deltas.corrupt)
+    return replace(result, removed=removed)
 
 
 async def _merge(
@@ -98,19 +101,31 @@ async def _merge(
     making: BuildOptions,
     snapshot: ManifestListing,
     head: BaseManifest,
-    deltas: Deltas,
-) -> BaseManifest | None:
-    """Make the next base; ``head`` itself if no delta could be read, None if another was first."""
+) -> BuildResult | None:
+    """Make the next base; ``head`` itself if no delta could be merged, None if another was first.
+
+    A base holds no deletions. So what deletes waits as long as a delta cannot be read: that one
+    may hold a row that was deleted, and would bring it back when it is merged.
+    """
     kept = head.merged & snapshot.deltas.keys()
     room = max(0, MAX_MERGED - len(kept))
-    async with in_temporary_folder(making.folder) as folder:
-        content = MergedRows(store, layout, head, folder)
-        await content.add_deltas(snapshot.unmerged(head)[:room], deltas)
-        if not deltas.read:
-            return head
-        writer = BaseWriter(store, layout, head.version + 1, making)
-        await write_base(writer, content.between, content.max_entries)
-        return await writer.commit(kept | deltas.read)
+    wanted = snapshot.unmerged(head)[:room]
+    async with in_temporary_folder(making.folder, *_FOLDERS) as folder:
+        content, deltas = MergedRows(store, layout, head, folder / _FOLDERS[0]), Deltas()
+        await content.add_deltas(wanted, deltas)
+        deltas.require_any()
+        waiting = frozenset(deltas.deleting if deltas.unread else ())
+        if waiting:
+            content, deltas = MergedRows(store, layout, head, folder / _FOLDERS[1]), Deltas()
+            await content.add_deltas([ulid for ulid in wanted if ulid not in waiting], deltas)
+        made: BaseManifest | None = head
+        if deltas.read:
+            writer = BaseWriter(store, layout, head.version + 1, making)
+            await write_base(writer, content.between, content.max_entries)
+            made = await writer.commit(kept | deltas.read)
+        if made is None:
+            return None
+        return BuildResult(made, len(deltas.read), 0, deltas.problems, waiting)
 
 
 MAX_DELTAS = 128
@@ -192,6 +207,7 @@ class ElectedCompactor:
         self._counters = counters
         self._making = making or BuildOptions()
         self._allowed = False
+        self._left: Set[str] = frozenset()  # deltas that the last compaction could not merge
 
     async def run_forever(self) -> None:
         """Compact whenever it pays, until cancelled, or for good where the server forbids it."""
@@ -245,6 +261,8 @@ class ElectedCompactor:
             made = await compact(self._store, self._layout, self._making)
         finally:
             await asyncio.to_thread(self._files.claims.release, claim)
+        if made is not None:
+            self._left = made.corrupt.keys() | made.waiting
         if made is None or not made.merged:
             self._counters.add("compact.in_vain")
             return False
@@ -262,10 +280,14 @@ class ElectedCompactor:
         return True
 
     async def _real_backlog(self) -> Backlog:
-        """The backlog in the bucket, by sizes: another process may have compacted meanwhile."""
+        """The backlog in the bucket, by sizes: another process may have compacted meanwhile.
+
+        Without what could not be merged the last time, or each compaction would call for the next.
+        """
         snapshot = await take_snapshot(self._store, self._layout)
         head = await newest_head(self._store, self._layout, snapshot)
-        sizes = [snapshot.deltas[ulid].nbytes for ulid in snapshot.unmerged(head)]
+        waiting = set(snapshot.unmerged(head)) - self._left
+        sizes = [snapshot.deltas[ulid].nbytes for ulid in waiting]
         return Backlog(len(sizes), sum(sizes) // _ROW_BYTES, head.entries if head else 0)
 
     def _note(self, exc: S3ECError) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from typing import Literal
 
-from s3ec.errors import CorruptEntryError, TierError
+from s3ec.errors import AccessError, CorruptEntryError, S3ECError, TierError, UnavailableError
 from s3ec.index.cache import IndexCache
 from s3ec.index.listing import list_digests
 from s3ec.index.lookup import Overlay, View
@@ -123,10 +123,13 @@ class Follower:
         if news.complete:
             self._forgive(news)
         newest = await self._newest_head(news)
-        await self._apply(news, newest)
+        failed = await self._apply(news, newest)
         await self._fill_up(newest)
         if news.complete:
             await self._cache.clean_deltas(self._overlay.ulids | news.deltas.keys())
+        # Last: one delta that the bucket lists and cannot read must not keep back the others.
+        for exc in failed:
+            raise exc
 
     async def close(self) -> None:
         """End what runs in the background."""
@@ -207,27 +210,34 @@ class Follower:
 
     # -- deltas ------------------------------------------------------------------------------
 
-    async def _apply(self, news: ManifestListing, newest: BaseManifest | None) -> None:
-        """Fetch what is new, and merge it into the overlay."""
+    async def _apply(self, news: ManifestListing, newest: BaseManifest | None) -> list[S3ECError]:
+        """Fetch what is new, and merge it into the overlay.
+
+        Returns:
+            Why some could not be fetched; they stay pending.
+        """
         self._pending |= news.deltas.keys()
         # Before there is a base, the one to come will hold what is merged into it.
         self._drop_pending(self._head or newest)
         if not self._pending:
-            return
+            return []
         wanted = set(self._pending)
         found = await self._cache.deltas(wanted)
-        self._pending -= wanted  # others may have come from a look for a new base
+        failed = _failed(found)
+        # Others may have come from a look for a new base.
+        self._pending -= wanted - failed.keys()
         self._refuse_deltas(found)
         async with self._changing:
             good = {ulid: rows for ulid, rows in found.items() if isinstance(rows, Rows)}
             if self._head is not None:  # it may have come meanwhile
                 good = {u: rows for u, rows in good.items() if u not in self._head.merged}
             if not good:
-                return
+                return list(failed.values())
             overlay = await self._cache.disk(self._overlay.plus, good)
             new = await self._cache.disk(Overlay().plus, good)
             self._overlay = overlay
             self._show(View(self._view.base, overlay.segment, self._view.listing), new.segment)
+        return list(failed.values())
 
     def _drop_pending(self, head: BaseManifest | None) -> None:
         self._pending -= self._overlay.ulids
@@ -243,9 +253,11 @@ class Follower:
     async def _applied_rows(self, ulids: set[str]) -> dict[str, Rows]:
         """The rows of deltas that were applied before; most are on this node's disk.
 
-        Those that are gone from there and from the bucket were merged long ago.
+        Those that are gone from there and from the bucket were merged long ago. Those that the
+        bucket does not give now are pending again.
         """
         found = await self._cache.deltas(ulids)
+        self._pending |= _failed(found).keys()
         return {ulid: rows for ulid, rows in found.items() if isinstance(rows, Rows)}
 
     def _show(self, view: View, new: Segment | None = None) -> None:
@@ -384,3 +396,12 @@ class Follower:
 
     def _show_listing(self, listing: Set[bytes] | None) -> None:
         self._show(View(self._view.base, self._view.overlay, listing))
+
+
+def _failed(found: Mapping[str, Rows | S3ECError | None]) -> dict[str, S3ECError]:
+    """The deltas of which the bucket did not say whether they are good."""
+    return {
+        ulid: rows
+        for ulid, rows in found.items()
+        if isinstance(rows, UnavailableError | AccessError)
+    }

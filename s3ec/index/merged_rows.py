@@ -14,7 +14,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from s3ec.errors import CorruptEntryError, TierError
+from s3ec.errors import AccessError, CorruptEntryError, S3ECError, TierError, UnavailableError
 from s3ec.identity import Key, Layout
 from s3ec.index.manifest import BaseManifest, Blob, Shard, newest_head, take_snapshot
 from s3ec.index.rows import Rows, merge
@@ -37,11 +37,45 @@ class Deltas:
 
     Attributes:
         read: ULIDs of those whose rows are in the content.
+        deleting: Of these, those that hold deletions.
         corrupt: ULID to what is wrong with it; left out, and left where it is.
+        unread: ULID to why the bucket did not give it; left out, and left where it is.
     """
 
     read: set[str] = field(default_factory=set)
+    deleting: set[str] = field(default_factory=set)
     corrupt: dict[str, str] = field(default_factory=dict)
+    unread: dict[str, S3ECError] = field(default_factory=dict)
+
+    @property
+    def problems(self) -> dict[str, str]:
+        """ULID to why it was left out."""
+        return self.corrupt | {ulid: str(exc) for ulid, exc in self.unread.items()}
+
+    def warn_of_unread(self, *, has_base: bool) -> None:
+        """For those who go on without them: name what the bucket did not give.
+
+        Args:
+            has_base: The head of one was just read, so the bucket answers. It may be that nothing
+                but lost objects waits to be merged.
+
+        Raises:
+            UnavailableError, AccessError: As require_any, where there is no base.
+        """
+        if not has_base:
+            self.require_any()
+        for exc in self.unread.values():
+            log.warning("part of the index cannot be read, going on without it: %s", exc)
+
+    def require_any(self) -> None:
+        """Raise where the bucket gave none of them: that is an outage, and no lost object.
+
+        Raises:
+            UnavailableError, AccessError: Of the first one.
+        """
+        if not (self.read or self.corrupt):
+            for exc in self.unread.values():
+                raise exc
 
 
 class MergedRows:
@@ -80,8 +114,6 @@ class MergedRows:
             done: Gets what became of each.
 
         Raises:
-            UnavailableError: The store does not answer now.
-            AccessError: It refuses.
             TierError: The folder is full.
         """
 
@@ -96,6 +128,9 @@ class MergedRows:
             except CorruptEntryError as exc:
                 done.corrupt[ulid] = f"{exc} ({exc.reason})"
                 return None
+            except (UnavailableError, AccessError) as exc:
+                done.unread[ulid] = exc  # perhaps of this object alone, and for good
+                return None
 
         for start in range(0, len(ulids), _DELTAS_AT_A_TIME):
             some = ulids[start : start + _DELTAS_AT_A_TIME]
@@ -103,6 +138,8 @@ class MergedRows:
                 if rows is not None:
                     await asyncio.to_thread(self._runs.add, rows)
                     done.read.add(ulid)
+                    if rows.deleted.any():
+                        done.deleting.add(ulid)
 
     async def between(self, first: int, last: int, *, keep_tombstones: bool = False) -> Rows:
         """Entries whose leading byte is in ``first..last``; ask for ranges in rising order from 0.
@@ -212,7 +249,9 @@ class LastModifiedIndex:
         except CorruptEntryError as exc:
             log.warning("the base of the index is unusable: %s", exc)
         content = MergedRows(self._store, self._layout, None, self._folder / DELTAS)
-        await content.add_deltas(snapshot.unmerged(self._head), Deltas())
+        deltas = Deltas()
+        await content.add_deltas(snapshot.unmerged(self._head), deltas)
+        deltas.warn_of_unread(has_base=self._head is not None)
         self._deltas = Segment.of(await content.between(0, 255, keep_tombstones=True))
         for shard in self._head.shards if self._head else ():
             self._of_byte[shard.first : shard.last + 1] = [shard] * (shard.last + 1 - shard.first)

@@ -115,7 +115,9 @@ class _Source:
         """Read the deltas, then list the objects."""
         head = await _usable_head(store, layout, snapshot)
         known = MergedRows(store, layout, head, folder / _FOLDERS[0])
-        await known.add_deltas(snapshot.unmerged(head), Deltas())
+        deltas = Deltas()
+        await known.add_deltas(snapshot.unmerged(head), deltas)
+        deltas.warn_of_unread(has_base=head is not None)
         listed = await read_listing(
             store,
             layout,
@@ -192,7 +194,7 @@ class Verified:
         unannounced: Objects of the last minute that are not in the index yet: not missing.
         examples: Digests, as hex, of some that are missing, extra or differing.
         objects_of: The objects' names of those examples that have one, by digest.
-        corrupt: Deltas that are unusable: ULID to what is wrong.
+        corrupt: Deltas that are unusable or cannot be read: ULID to what is wrong.
     """
 
     version: int = 0
@@ -231,7 +233,10 @@ async def verify(store: Store, layout: Layout, making: BuildOptions | None = Non
         head = await newest_head(store, layout, before)
         found = Verified(version=before.version)
         known = MergedRows(store, layout, head, places[0])
-        await known.add_deltas(before.unmerged(head), Deltas(corrupt=found.corrupt))
+        deltas = Deltas()
+        await known.add_deltas(before.unmerged(head), deltas)
+        deltas.require_any()
+        found.corrupt = deltas.problems
         young_s = making.clock() - _UNANNOUNCED_S
         expected = known.max_entries or None
         listed = await read_listing(
@@ -239,7 +244,9 @@ async def verify(store: Store, layout: Layout, making: BuildOptions | None = Non
         )
         news = MergedRows(store, layout, None, places[2])
         after = await take_snapshot(store, layout)
-        await news.add_deltas(sorted(after.deltas.keys() - before.deltas.keys()), Deltas())
+        later = Deltas()
+        await news.add_deltas(sorted(after.deltas.keys() - before.deltas.keys()), later)
+        found.corrupt |= later.problems
         ranges = shard_ranges(max(known.max_entries, listed.added))
         for number, (first, last) in enumerate(ranges):
             making.report("comparing", number, len(ranges))

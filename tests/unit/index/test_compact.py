@@ -434,6 +434,47 @@ async def test_a_corrupt_delta_is_left_out_and_named(memory: MemoryStore) -> Non
     assert LAYOUT.delta(ulid_of(2)) in memory.bucket.objects
 
 
+@pytest.mark.parametrize("error", [UnavailableError, AccessError])
+async def test_a_delta_that_cannot_be_read_is_named_and_merged_when_it_can_be(
+    memory: MemoryStore, error: type[Exception]
+) -> None:
+    await compacted(memory)
+    for number in (1, 2):
+        await put_delta(memory, number, {KEYS[number]: facts_of(number)})
+    lost = Script([Fault("get", LAYOUT.delta(ulid_of(1)), error=error)])
+    made = await compacted(FaultStore(memory, lost))
+    assert made.head.merged == {ulid_of(2)}
+    assert LAYOUT.delta(ulid_of(1)) in made.corrupt[ulid_of(1)]
+    assert (await compacted(memory)).merged == 1
+    assert set(await view(memory)) == {KEYS[1].digest, KEYS[2].digest}
+
+
+async def test_what_a_delta_says_that_cannot_be_read_stays_deleted(memory: MemoryStore) -> None:
+    await compacted(memory)
+    await put_delta(memory, 1, {KEYS[1]: facts_of(1, 1)})
+    await put_delta(memory, 2, {KEYS[1]: Tombstone(2)})
+    await put_delta(memory, 3, {KEYS[3]: facts_of(3, 3)})
+    lost = Script([Fault("get", LAYOUT.delta(ulid_of(1)), error=UnavailableError)])
+    made = await compacted(FaultStore(memory, lost))
+    assert (made.head.merged, made.waiting) == ({ulid_of(3)}, {ulid_of(2)})
+    assert set(await view(memory)) == {KEYS[3].digest}
+    assert (await compacted(memory)).merged == 2
+    assert set(await view(memory)) == {KEYS[3].digest}
+
+
+async def test_where_no_delta_can_be_read_that_is_raised_and_nothing_is_written(
+    memory: MemoryStore,
+) -> None:
+    await compacted(memory)
+    for number in (1, 2):
+        await put_delta(memory, number, {KEYS[number]: facts_of(number)})
+    before = names(memory.bucket)
+    outage = Script([Fault("get", "/delta/", error=UnavailableError)])
+    with pytest.raises(UnavailableError):
+        await compact(FaultStore(memory, outage), LAYOUT)
+    assert names(memory.bucket) == before
+
+
 @pytest.mark.parametrize("change", ["flip", "cut", "gone", "swap"])
 async def test_a_damaged_base_is_never_the_ground_of_another(
     memory: MemoryStore, change: str

@@ -28,7 +28,7 @@ from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
 from s3ec.testing.memory_store import MemoryStore
 from tests.support.clock import Clock
 from tests.unit.index.basics import LAYOUT, key_of, reached, until
-from tests.unit.index.manifests import names, put_delta, put_object, view
+from tests.unit.index.manifests import names, put_delta, put_object, ulid_of, view
 
 KEYS = [key_of(number) for number in range(8)]
 
@@ -94,6 +94,21 @@ async def test_with_an_unusable_base_entries_can_still_be_deleted(
     await delete(memory, 1)
     assert LAYOUT.object(KEYS[1]) not in memory.bucket.objects
     assert "unusable" in caplog.text
+
+
+@pytest.mark.parametrize("others", [1, 0])
+async def test_with_a_delta_that_cannot_be_read_entries_can_still_be_deleted(
+    memory: MemoryStore, caplog: pytest.LogCaptureFixture, others: int
+) -> None:
+    await compact(memory, LAYOUT)
+    for number in range(others + 1):
+        await put_entry(memory, number)
+    unread = LAYOUT.delta(ulid_of(10))
+    lost = Script([Fault("get", unread, error=UnavailableError)])
+    await delete(FaultStore(memory, lost), 0)
+    assert LAYOUT.object(KEYS[0]) not in memory.bucket.objects
+    assert unread in caplog.text
+    assert KEYS[0].digest not in await view(memory)
 
 
 async def test_what_was_deleted_before_a_failure_is_announced(memory: MemoryStore) -> None:

@@ -22,7 +22,7 @@ from s3ec.tier import IndexFiles, Tier
 from tests.support.file_calls import file_calls_of
 from tests.support.overwriting import OverwritingStore
 from tests.unit.index.basics import LAYOUT, key_of, reached, until
-from tests.unit.index.manifests import names, put_delta, view
+from tests.unit.index.manifests import names, put_delta, ulid_of, view
 
 
 @pytest.fixture
@@ -120,6 +120,18 @@ async def test_what_somebody_else_compacted_meanwhile_is_left_alone(
     before = names(memory.bucket)
     assert not await compactor.compact_if_needed()
     assert names(memory.bucket) == before
+
+
+async def test_what_cannot_be_merged_does_not_call_for_one_compaction_after_the_other(
+    memory: MemoryStore, script: Script, compactor: ElectedCompactor, counters: Counters
+) -> None:
+    await pile_up(memory, 2 * MAX_DELTAS)
+    lost = [ulid_of(number) for number in range(MAX_DELTAS + 1)]
+    script.faults.append(Fault("get", "|".join(lost), error=UnavailableError))
+    assert await compactor.compact_if_needed()
+    await put_delta(memory, 9999, {key_of("new"): EntryInfo(9, time_s=1)})
+    assert not await compactor.compact_if_needed()
+    assert counters.get("compact.bases") == 1
 
 
 async def test_while_another_process_of_the_node_is_at_it_nothing_is_asked(

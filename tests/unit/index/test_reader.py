@@ -175,6 +175,27 @@ async def test_a_failed_download_is_tried_again_by_the_next_refresh(
     assert reader.finds("a", "b") == [True, True]
 
 
+@pytest.mark.parametrize("error", [UnavailableError, AccessError])
+async def test_a_delta_that_the_bucket_cannot_read_keeps_back_neither_others_nor_a_base(
+    corpus: Corpus, make_reader: MakeReader, error: type[Exception]
+) -> None:
+    bad, _ = corpus.delta("bad"), corpus.delta("good")
+    corpus.base(1, rows_of("old"))
+    reader = make_reader()
+    reader.script.faults = [Fault(op="get", name=bad, error=error)]
+    with pytest.raises(error):
+        await reader.refresh()
+    assert reader.finds("old", "good", "bad") == [True, True, False]
+    corpus.delta("later")
+    corpus.base(2, rows_of("old", "new"))
+    with pytest.raises(error):
+        await reader.refresh()
+    assert reader.finds("new", "good", "later", "bad") == [True, True, True, False]
+    reader.script.faults = []
+    await reader.refresh()
+    assert reader.finds("bad") == [True]
+
+
 # -- clocks ------------------------------------------------------------------------------------
 
 

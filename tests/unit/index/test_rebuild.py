@@ -69,6 +69,23 @@ async def test_rebuild_adds_what_is_missing_and_drops_what_is_gone(memory: Memor
     assert (await verify(memory, LAYOUT)).agrees
 
 
+@pytest.mark.parametrize("others", [1, 0])
+async def test_rebuild_goes_on_without_a_delta_that_cannot_be_read(
+    memory: MemoryStore, caplog: pytest.LogCaptureFixture, others: int
+) -> None:
+    await compact(memory, LAYOUT)
+    for number in range(others + 1):
+        await put_entry(memory, number, number)
+    lost = Script([Fault("get", LAYOUT.delta(ulid_of(0)), error=UnavailableError)])
+    store = FaultStore(memory, lost)
+    if others:
+        assert ulid_of(0) in (await verify(store, LAYOUT)).corrupt
+    await rebuild(store, LAYOUT)
+    assert LAYOUT.delta(ulid_of(0)) in caplog.text
+    assert set(await view(memory)) == {KEYS[number].digest for number in range(others + 1)}
+    assert (await verify(store, LAYOUT)).agrees
+
+
 async def test_a_made_up_last_version_is_named_and_nothing_is_written(memory: MemoryStore) -> None:
     await put_entry(memory, 0, 0)
     last = LAYOUT.head(MAX_VERSION)
