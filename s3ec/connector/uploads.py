@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from s3ec import codec
 from s3ec.codec import Header
@@ -157,6 +158,18 @@ class Upload:
     adopted: bool = False
 
 
+class _Since(NamedTuple):
+    """From when on an object was there.
+
+    Attributes:
+        at_s: By this machine's clock, seconds since the epoch; 0 where only ``known_s`` counts.
+        known_s: Time of the latest row that was known then, by the bucket's clock.
+    """
+
+    at_s: float
+    known_s: int
+
+
 class Uploader:
     """A queue, and a bounded number of uploads that are tried again until the bucket answers.
 
@@ -181,6 +194,7 @@ class Uploader:
         ended: Callable[[Upload, bool], None],
         announced: Callable[[], None],
         pauses: Pauses | None = None,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         """Set up; nothing runs yet.
 
@@ -190,6 +204,7 @@ class Uploader:
                 where the bucket took it. Must not wait.
             announced: Called there when nothing is unannounced any more. Must not wait.
             pauses: None for the usual ones.
+            clock: Seconds since the epoch.
         """
         self._node = node
         self._spool = spool
@@ -198,11 +213,13 @@ class Uploader:
         self._ended = ended
         self._announced = announced
         self._pauses = pauses or Pauses()
+        self._clock = clock
         self._announcer = Announcer(
             node.store,
             node.layout,
             node.counters,
             known_time_s=node.index.known_time_s,
+            clock=clock,
             batch_s=ANNOUNCE_S,
         )
         self.unannounced = 0
@@ -408,6 +425,9 @@ class Uploader:
         if upload.key is None:  # a queued upload with pieces has one
             raise ValueError("an upload without a key")
         revision = await self._revision_of(upload.key)
+        # Before the request: who deletes the object while the answer is on its way does it later,
+        # also where this process has heard of that by then.
+        since = _Since(self._clock(), self._node.index.known_time_s(upload.key))
         answer = await self._objects.write(upload.key, revision, header, pieces)
         if upload.adopted:
             self._node.counters.add("spool.replayed")
@@ -420,13 +440,35 @@ class Uploader:
         nbytes = sum(memoryview(piece).nbytes for piece in pieces)
         if revision:
             await self._node.loop.disk(self._node.bad_objects.heal, upload.key, revision)
+        mine, news = answer is Answer.STORED, revision > 0
+        if not mine and (news or not self._node.index.is_announced(upload.key)):
+            since = await self._since_when(self._node.layout.object(upload.key, revision), since)
         # A revision is announced whoever wrote it: what readers know is the row of a bad object.
         await self._announce(
-            *(upload.key, upload.spooled, header, nbytes),
-            mine=answer is Answer.STORED,
-            news=revision > 0,
+            *(upload.key, upload.spooled, header, nbytes), mine=mine, news=news, since=since
         )
-        return header if answer is Answer.STORED else None
+        return header if mine else None
+
+    async def _since_when(self, name: str, asked: _Since) -> _Since:
+        """When an object that was there before was stored: it may be gone, or be so soon.
+
+        Args:
+            name: Of the object.
+            asked: When it was found to be there.
+
+        Raises:
+            UnavailableError: It is gone, so it is to be stored; or the bucket does not answer.
+        """
+        try:
+            info = await self._node.store.head(name)
+        except AccessError as exc:  # one who may write but not read
+            log.debug("no look at what was there: %s", exc)
+            return asked
+        if info is None:
+            raise UnavailableError(f"{name} was there, and was deleted while it was saved")
+        if not info.modified_s:
+            return asked
+        return _Since(0.0, max(int(info.modified_s) - 1, asked.known_s))
 
     async def _revision_of(self, key: Key) -> int:
         """The first that no process of this node knows to be bad; who fetches may be another."""
@@ -482,6 +524,7 @@ class Uploader:
         *,
         mine: bool,
         news: bool,
+        since: _Since,
     ) -> None:
         """Have one announced that is in the bucket; waits at most for a file to be unlinked.
 
@@ -491,6 +534,7 @@ class Uploader:
             mine: This upload put it there. Otherwise it is somebody's of the same name: of the
                 same shape, but perhaps of other last digits.
             news: It is a revision: what the index has about the entry is about a bad object.
+            since: When it was there; later deletions win.
         """
         if spooled is not None and not self._spool.holds(spooled):
             spooled = None
@@ -506,8 +550,8 @@ class Uploader:
         kept_bytes = nbytes if kept is not None else 0
         self.unannounced += 1
         self._kept_bytes += kept_bytes
-        # Before the index is told below: the row's time must be later than what is known.
-        self._announcer.add(key, facts, partial(self._answered, kept, kept_bytes))
+        done = partial(self._answered, kept, kept_bytes)
+        self._announcer.add(key, facts, done, at_s=since.at_s, known_s=since.known_s)
         if mine or news:
             # Not where it was there before: an entry that this process holds for gone or bad may
             # be the very one, and would be fetched in vain at every request.

@@ -125,6 +125,7 @@ class Announcer:
         done: Callable[[bool], None],
         *,
         at_s: float | None = None,
+        known_s: int | None = None,
     ) -> None:
         """Announce one key soon; never waits.
 
@@ -137,6 +138,8 @@ class Announcer:
                 when it was given up (closed, too much waits, an error of ours). Must not wait,
                 and should hold little: it is kept until then.
             at_s: When it was so, seconds since the epoch by this machine's clock; None: now.
+            known_s: The row wins over what is no later than this, by the bucket's clock; None:
+                over what the index knows now.
         """
         if self._closed or len(self._waiting) >= MAX_WAITING:
             if not self._closed and not self._said_full:
@@ -149,7 +152,8 @@ class Announcer:
             done(False)
             return
         added_s = self._clock() if at_s is None else at_s
-        item = _Item(facts, added_s, self._known_time_s(key) + 1, [done])
+        known_s = self._known_time_s(key) if known_s is None else known_s
+        item = _Item(facts, added_s, known_s + 1, [done])
         earlier = self._waiting.pop(key.digest, None)
         if earlier is not None:  # the later one is true; one row tells it for both
             item.done[:0] = earlier.done

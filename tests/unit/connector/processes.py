@@ -49,6 +49,7 @@ class Process:
         shared: MemoryBucket | None = None,
         descriptor: dict[str, Any] | None = None,
         breaker: BreakerOptions | None = None,
+        clock: Callable[[], float] = time.time,
         **settings: Any,
     ) -> None:
         """Open its node.
@@ -59,11 +60,12 @@ class Process:
             shared: The bucket; None for one of its own.
             descriptor: Of the namespace.
             breaker: Options of the breaker; None for the usual ones.
+            clock: The bucket's.
             settings: Changes.
         """
         self.bucket = shared or MemoryBucket()
         self.faults = list(faults)
-        self.store = FaultStore(MemoryStore(self.bucket), Script(self.faults))
+        self.store = FaultStore(MemoryStore(self.bucket, clock=clock), Script(self.faults))
         given = {"bucket": "corpus", "cache_dir": folder / "tier", "min_free_bytes": 0}
         self.node = Node(
             Settings.model_validate({**given, **settings}),

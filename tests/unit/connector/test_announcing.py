@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from s3ec.index.manifest import Ulids
 from s3ec.index.rows import EntryInfo, Rows, Tombstone
 from s3ec.index.segment import encode_segment, parse_segment
 from s3ec.testing.fault_store import Fault, Gate
+from tests.support.clock import Clock
 from tests.support.on_disk import audit_of
 from tests.unit.connector.processes import DEADLINE_S, Process, eventually
 from tests.unit.connector.scheduling import key_of
@@ -43,8 +44,11 @@ def key_at(number: int) -> Key:
 class Rig(Process):
     """One process that uploads."""
 
-    def __init__(self, folder: Path, *faults: Fault, **more: Any) -> None:
-        super().__init__(folder, *faults, **more)
+    def __init__(
+        self, folder: Path, *faults: Fault, clock: Callable[[], float] = time.time, **more: Any
+    ) -> None:
+        super().__init__(folder, *faults, clock=clock, **more)
+        self.clock = clock
         self.spool = self.node.tier.open_spool(self.node.destination)
         self.ended: dict[str, bool] = {}
         self.announced = threading.Event()
@@ -54,6 +58,7 @@ class Rig(Process):
             inflight_bytes=2**20,
             ended=self._end,
             announced=self.announced.set,
+            clock=clock,
         )
 
     def _end(self, upload: Upload, stored: bool) -> None:
@@ -91,6 +96,15 @@ class Rig(Process):
         """Announce what waits, and wait for it."""
         self.uploader.flush()
         eventually(lambda: self.uploader.unannounced == 0)
+
+    def delete(self, number: int) -> str:
+        """Announce a deletion of now; the delta's name."""
+        layout, now_s = self.node.layout, self.clock()
+        rows = Rows.from_facts([(key_at(number).digest, Tombstone(int(now_s)))])
+        name = layout.delta(Ulids().next(now_s))
+        self.bucket.objects[name] = b"".join(map(bytes, encode_segment(rows, layout.namespace)))
+        self.bucket.modified_s[name] = now_s
+        return name
 
     def told(self) -> dict[bytes, EntryInfo]:
         """What the deltas say, each key once."""
@@ -174,6 +188,68 @@ def test_announcement_says_what_was_stored(rig: Rig) -> None:
     assert facts == EntryInfo(
         len(blob), ROWS, WIDTH, "bfloat16", int(header.checksum[:8], 16), facts.time_s
     )
+
+
+def test_announcement_is_dated_before_the_object_was_sent(tmp_path: Path) -> None:
+    """Whoever deletes it while the answer is on its way does so later."""
+    clock, gate = Clock(), Gate()
+    rig = Rig(tmp_path, Fault(op="put_if_absent", name="/objects/", gate=gate), clock=clock)
+    asked_s = int(clock.now_s)
+    rig.begin_to_save(1)
+    assert gate.reached.wait(DEADLINE_S)
+    clock.now_s += 100
+    deletion = rig.delete(1)
+    rig.node.loop.run(rig.node.index.refresh(), DEADLINE_S)
+    gate.release()
+    eventually(lambda: key_at(1).identifier in rig.ended)
+    rig.flush()
+    del rig.bucket.objects[deletion]
+    assert rig.told()[key_at(1).digest].time_s == asked_s
+    rig.close()
+
+
+def test_object_that_was_there_is_announced_with_its_own_time(tmp_path: Path) -> None:
+    """So it does not come back for readers when a deletion is under way."""
+    clock = Clock()
+    rig = Rig(tmp_path, clock=clock)
+    stored_s = int(clock.now_s)
+    rig.bucket.objects[rig.node.layout.object(key_at(1))] = b"entry"
+    rig.bucket.modified_s[rig.node.layout.object(key_at(1))] = clock.now_s
+    clock.now_s += 100
+    rig.save(1)
+    rig.flush()
+    assert rig.counted("save.existed") == 1
+    assert rig.told()[key_at(1).digest].time_s == stored_s
+    rig.close()
+
+
+def test_object_that_was_there_and_is_gone_is_stored(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    name = rig.node.layout.object(key_at(1))
+    gate = Gate()
+    rig.faults.append(Fault(op="head", name="/objects/", gate=gate, times=1))
+    rig.bucket.objects[name] = b"entry"
+    rig.bucket.modified_s[name] = time.time()
+    rig.begin_to_save(1)
+    assert gate.reached.wait(DEADLINE_S)
+    del rig.bucket.objects[name]
+    gate.release()
+    eventually(lambda: key_at(1).identifier in rig.ended)
+    assert rig.ended == {key_at(1).identifier: True}
+    assert name in rig.bucket.objects
+    rig.close()
+
+
+def test_object_that_was_there_and_may_not_be_read_is_announced(tmp_path: Path) -> None:
+    first = Rig(tmp_path)
+    first.save(1)
+    first.close()
+    denied = Fault(op="head", name="/objects/", error=AccessError)
+    rig = Rig(tmp_path / "other", denied, shared=first.bucket)
+    rig.save(1)
+    rig.flush()
+    assert rig.told().keys() == digests(1)
+    rig.close()
 
 
 def test_what_the_disk_refused_is_announced_all_the_same(rig: Rig) -> None:

@@ -34,10 +34,11 @@ from tests.unit.index.manifests import Killed, MortalStore
 T = TypeVar("T")
 
 KEYS = [key_of(number) for number in range(6)]
-# The first two are those of the writers.
-MODES = ["exact", "bloom", "exact"]
+# The first three are those of the writers.
+MODES = ["exact", "bloom", "exact", "exact"]
 # Of the writers' clocks against the bucket's.
-SKEWS_S = [3600.0, -3600.0]
+SKEWS_S = [3600.0, -3600.0, 0.0]
+PUNCTUAL = 2
 NEGATIVE_TTL_S = 60.0
 
 keys = st.sampled_from(KEYS)
@@ -97,14 +98,34 @@ class Manifest(RuleBasedStateMachine):
     def save(self, number: int, key: Key) -> None:
         self.run(self._save(number, key))
 
-    async def _save(self, number: int, key: Key) -> None:
-        """What an uploader does: the object, then the announcement, then out of the spool."""
+    async def _save(
+        self, number: int, key: Key, *, deleted: bool = False, refreshed: bool = False
+    ) -> None:
+        """What an uploader does: the object, then the announcement, then out of the spool.
+
+        Args:
+            deleted: Somebody deletes the object before it is announced.
+            refreshed: And this process hears of that.
+        """
         self.spools[number][key] = self.deletions[key]
         if not self.told.get(key):
             self.told.pop(key, None)
-        with suppress(ConflictError):  # announced all the same
+        at_s = self.clock.now_s + SKEWS_S[number]
+        known_s = self.readers[number].index.known_time_s(key)
+        try:
             await self.memory.put_if_absent(LAYOUT.object(key), [b"entry"])
+        except ConflictError:  # announced all the same
+            info = await self.memory.head(LAYOUT.object(key))
+            assert info is not None
+            at_s, known_s = 0.0, max(known_s, int(info.modified_s) - 1)
         deletions = self.deletions[key]
+        if deleted:
+            self.pass_time(5)
+            self._expect_deletion([key])
+            assert await self._delete(MortalStore(self.memory, after=True), [key])
+            self.pass_time(5)
+        if refreshed:
+            await self.readers[number].refresh()
 
         def done(confirmed: bool) -> None:
             if not confirmed:
@@ -118,8 +139,19 @@ class Manifest(RuleBasedStateMachine):
                 del self.told[key]
 
         facts = EntryInfo(5, 1, 8, "bfloat16", 1)
-        self.announcers[number].add(key, facts, done)
+        self.announcers[number].add(key, facts, done, at_s=at_s, known_s=known_s)
         self.readers[number].index.add(key, facts)
+
+    @rule(key=keys, refreshed=st.booleans(), existed=st.booleans())
+    def save_that_is_deleted(self, key: Key, refreshed: bool, existed: bool) -> None:
+        """The object is deleted after its PUT was carried out, and before it is announced."""
+        if existed:
+            self.corpus.store(key)
+        self.run(self._save(PUNCTUAL, key, deleted=True, refreshed=refreshed))
+        self.run(self.announcers[PUNCTUAL].flush())
+        waiting = {key for spool in self.spools for key in spool}
+        if key not in waiting:
+            self.told[key] = False
 
     @rule(number=writers)
     def flush(self, number: int) -> None:
@@ -147,14 +179,17 @@ class Manifest(RuleBasedStateMachine):
         dies_at=st.none() | st.integers(0, 12),
     )
     def delete(self, chosen: list[Key], dies_at: int | None) -> None:
-        for key in chosen:
-            self.deletions[key] += 1
-            self.told.pop(key, None)
+        self._expect_deletion(chosen)
         store = MortalStore(self.memory, dies_at, after=True)
         if self.run(self._delete(store, chosen)):
             # A save that is still to be announced may have a later time, by a clock that is ahead.
             waiting = {key for spool in self.spools for key in spool}
             self.told |= {key: False for key in chosen if key not in waiting}
+
+    def _expect_deletion(self, chosen: list[Key]) -> None:
+        for key in chosen:
+            self.deletions[key] += 1
+            self.told.pop(key, None)
 
     async def _delete(self, store: MortalStore, chosen: list[Key]) -> bool:
         """Whether it lived to the end."""
