@@ -28,6 +28,9 @@ _DTYPE_NAMES = frozenset(name for name, _ in DTYPES.values())
 # How long "no record yet" is believed before the bucket is asked again. Who waits for the first
 # embedding of a namespace asks about as often.
 _ABSENT_TTL_S = 0.05
+SETTLED_S = 300.0
+"""So long a writer believes that what a namespace needs besides entries is there: `s3ec ns rm`
+may run beside an idle engine, which has stored nothing for ten minutes then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,7 @@ class ModalityRecords:
         self._clock = clock
         self._known: dict[str, Record] = {}
         self._absent_until: dict[str, float] = {}
+        self._settled_until: dict[str, float] = {}
         self._reading: dict[str, asyncio.Task[Record | None]] = {}
 
     def known(self, modality: str) -> Record | None:
@@ -79,6 +83,7 @@ class ModalityRecords:
             self._absent_until[modality] = self._clock() + _ABSENT_TTL_S
             return None
         self._known[modality] = record
+        self._settled_until[modality] = self._clock() + SETTLED_S
         return record
 
     async def get_soon(self, modality: str, patience_s: float) -> Record | None:
@@ -120,18 +125,26 @@ class ModalityRecords:
     async def settle(self, modality: str, mine: Record) -> Record:
         """The namespace's record: ``mine`` if none was written before.
 
+        Written again, if it is absent, when it was last seen SETTLED_S ago.
+
         Raises:
             UnavailableError, AccessError: The bucket could not be asked.
         """
-        known = self._known.get(modality)
-        if known is not None:
+        known, now_s = self._known.get(modality), self._clock()
+        if known is not None and now_s < self._settled_until.get(modality, 0.0):
             return known
+        # The others go by what is known meanwhile: one request for all.
+        self._settled_until[modality] = now_s + SETTLED_S
         body = canonical_json({"width": mine.width, "dtype": mine.dtype}).encode()
         try:
             await self._store.put_if_absent(self._layout.modality(modality), [body])
         except ConflictError:
             self._absent_until.pop(modality, None)
+            self._known.pop(modality, None)  # it may be another one by now
             return await self.get(modality) or mine
+        except BaseException:
+            self._settled_until.pop(modality, None)
+            raise
         self._known[modality] = mine
         return mine
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
+import math
 import random
 import time
 from collections import deque
@@ -26,7 +27,7 @@ from s3ec.errors import AccessError, ConflictError, CorruptEntryError, TierError
 from s3ec.identity import MAX_REVISION, Key
 from s3ec.index.announce import ANNOUNCE_S, Announcer
 from s3ec.index.rows import EntryInfo
-from s3ec.modality import Record
+from s3ec.modality import SETTLED_S, Record
 from s3ec.node import Node
 from s3ec.runtime import PATIENCE_S, ends_task
 from s3ec.store.base import Store
@@ -48,8 +49,10 @@ class Answer(enum.Enum):
 class ObjectWriter:
     """Writes objects, each once. The loop's thread only; any number of calls at once."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: Node, clock: Callable[[], float]) -> None:
         self._node = node
+        self._clock = clock
+        self._described_s = -math.inf
         self._store: Store | None = None
         self._ready: asyncio.Lock | None = None
         self._disagreed: set[str] = set()
@@ -94,17 +97,22 @@ class ObjectWriter:
             )
 
     async def _prepared(self) -> Store:
-        """The store for writing; the first call probes it and writes the descriptor."""
+        """The store for writing; the first call probes it. Now and then the descriptor is written.
+
+        Again because `s3ec ns rm` may have deleted it, as with the records.
+        """
         if self._ready is None:
             self._ready = asyncio.Lock()
         async with self._ready:
             if self._store is None:
-                store = await with_conditional_put(self._node.store)
+                self._store = await with_conditional_put(self._node.store)
+            now_s = self._clock()
+            if not 0 <= now_s - self._described_s < SETTLED_S:
                 with suppress(ConflictError):
-                    await store.put_if_absent(
+                    await self._store.put_if_absent(
                         self._node.layout.descriptor, [self._node.namespace.to_json()]
                     )
-                self._store = store
+                self._described_s = now_s
             return self._store
 
 
@@ -208,7 +216,7 @@ class Uploader:
         """
         self._node = node
         self._spool = spool
-        self._objects = ObjectWriter(node)
+        self._objects = ObjectWriter(node, clock)
         self._inflight_limit_bytes = inflight_bytes
         self._ended = ended
         self._announced = announced

@@ -119,7 +119,9 @@ class Follower:
         known = self._head
         news = await self._watch.look()
         if known is not None and await self._is_made_anew(known, news):
+            # Its base answers until another one, or a listing, can do so.
             self._head = None
+            self._listing_due_s = self._clock()
         if news.complete:
             self._forgive(news)
         newest = await self._newest_head(news)
@@ -144,10 +146,13 @@ class Follower:
         """Whether the manifest was replaced since this head was read.
 
         A head is deleted after a newer one only, and never written twice: unless somebody deleted
-        the manifest by hand, or the server ignores If-None-Match.
+        the manifest by hand or the namespace, or the server ignores If-None-Match.
         """
+        if not news.version:
+            # Rarely, and not by one listing: to list all objects in vain may take minutes.
+            return news.complete and not (await self._watch.look(complete=True)).version
         if news.version != known.version:
-            return 0 < news.version < known.version
+            return news.version < known.version
         info, name = news.heads[known.version], self._layout.head(known.version)
         if self._listed.get(known.version) == info or name in self._refused:
             return False
@@ -381,18 +386,40 @@ class Follower:
         """
         started_s = self._clock()
         found: set[bytes] = set()
+        # Before the objects: what was merged or deleted by now, the listing says.
+        past = await self._past_deltas() if self._head is None else set()
         try:
             junk = await list_digests(self._cache.store, self._layout, found)
         except BaseException:
             found |= self._view.listing or set()
             self._show_listing(found)
             raise
-        self._show_listing(found)
+        await self._start_over(found, past)
         if junk:
             self._counters.add("index.junk", junk)
         now_s = self._clock()
         pause_s = max(_LISTING_EVERY_S, (now_s - started_s) / _LISTING_SHARE)
         self._listing_due_s = now_s + pause_s
+
+    async def _past_deltas(self) -> set[str]:
+        """Deltas of the overlay that the bucket has no more, or that are in the newest base."""
+        seen = set(self._overlay.ulids)
+        if seen:
+            news = await self._watch.look(complete=True)
+            self._pending |= news.deltas.keys()
+            seen -= set(news.unmerged(await self._newest_head(news)))
+        return seen
+
+    async def _start_over(self, listing: Set[bytes], past: set[str]) -> None:
+        """Show a complete listing. Where no head is known, it replaces base and past deltas."""
+        async with self._changing:
+            if self._head is not None:
+                self._show_listing(listing)
+                return
+            if past & self._overlay.ulids:
+                rows = await self._applied_rows(set(self._overlay.ulids - past))
+                self._overlay = await self._cache.disk(Overlay().plus, rows)
+            self._show(View(None, self._overlay.segment, listing))
 
     def _show_listing(self, listing: Set[bytes] | None) -> None:
         self._show(View(self._view.base, self._view.overlay, listing))

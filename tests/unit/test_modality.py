@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from s3ec.errors import AccessError, CorruptEntryError, UnavailableError
 from s3ec.identity import Layout
-from s3ec.modality import ModalityRecords, Record
+from s3ec.modality import SETTLED_S, ModalityRecords, Record
 from s3ec.testing.fault_store import Fault, FaultStore, Script, cut
 from s3ec.testing.memory_store import MemoryStore
 from tests.support.clock import Clock
@@ -70,6 +70,37 @@ async def test_of_racing_producers_one_wins(store: FaultStore) -> None:
     )
     assert len(set(settled)) == 1
     assert await ModalityRecords(store, LAYOUT).get("image") == settled[0]
+
+
+async def test_a_record_that_was_deleted_under_a_producer_is_written_again(
+    memory: MemoryStore, records: ModalityRecords, clock: Clock
+) -> None:
+    await records.settle("image", WIDE)
+    await memory.delete(NAME)
+    clock.now_s += SETTLED_S
+    assert await records.settle("image", WIDE) == WIDE
+    assert await ModalityRecords(memory, LAYOUT).get("image") == WIDE
+
+
+async def test_a_record_that_another_one_replaced_is_taken(
+    memory: MemoryStore, records: ModalityRecords, clock: Clock
+) -> None:
+    await records.settle("image", WIDE)
+    await memory.delete(NAME)
+    await ModalityRecords(memory, LAYOUT).settle("image", NARROW)
+    clock.now_s += SETTLED_S
+    assert await records.settle("image", WIDE) == NARROW
+
+
+async def test_a_busy_producer_asks_for_its_record_rarely(
+    store: FaultStore, records: ModalityRecords, clock: Clock
+) -> None:
+    await records.settle("image", WIDE)
+    clock.now_s += SETTLED_S
+    store.calls.clear()
+    await asyncio.gather(*(records.settle("image", WIDE) for _ in range(20)))
+    await records.settle("image", WIDE)
+    assert store.calls["put_if_absent"] == 1
 
 
 async def test_a_known_record_is_not_asked_for_again(

@@ -20,6 +20,7 @@ from s3ec.identity import Key
 from s3ec.index.manifest import Ulids
 from s3ec.index.rows import EntryInfo, Rows, Tombstone
 from s3ec.index.segment import encode_segment, parse_segment
+from s3ec.modality import SETTLED_S
 from s3ec.testing.fault_store import Fault, Gate
 from tests.support.clock import Clock
 from tests.support.on_disk import audit_of
@@ -340,6 +341,19 @@ def test_what_was_deleted_and_saved_again_is_told_later_than_its_deletion(
     assert facts is not None
     assert facts.time_s == ahead_s + 1
     other.close()
+
+
+def test_descriptor_that_was_deleted_under_a_writer_is_written_again(tmp_path: Path) -> None:
+    clock = Clock()
+    rig = Rig(tmp_path, clock=clock)
+    rig.save(1)
+    del rig.bucket.objects[rig.node.layout.descriptor]
+    rig.save(2)
+    assert rig.node.layout.descriptor not in rig.bucket.objects  # not asked for with each save
+    clock.now_s += SETTLED_S
+    rig.save(3)
+    assert rig.node.layout.descriptor in rig.bucket.objects
+    rig.close()
 
 
 def test_what_may_never_be_stored_is_not_announced(rig: Rig) -> None:

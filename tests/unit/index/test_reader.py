@@ -535,6 +535,83 @@ async def test_a_corpus_whose_index_started_over_is_followed(
     assert reader.finds("new", "newer") == [False, True]
 
 
+async def test_a_namespace_that_was_deleted_under_a_reader_is_empty(
+    corpus: Corpus, reader: Reader
+) -> None:
+    corpus.base(3, rows_of("a"))
+    corpus.delta("b")
+    await reader.refresh()
+    corpus.delete(*[name for name in corpus.objects if name.startswith(LAYOUT.everything)])
+    for _ in range(30):
+        await reader.refresh()
+    assert reader.finds("a", "b") == [False, False]
+    assert reader.index.counts() == (0, 0, 0)
+    corpus.store("b")
+    corpus.delta("b")
+    await reader.refresh()
+    assert reader.finds("a", "b") == [False, True]
+    corpus.base(1, rows_of("b", "c"))
+    await reader.refresh()
+    assert reader.finds("a", "b", "c") == [False, True, True]
+
+
+async def test_a_reader_whose_heads_are_gone_keeps_its_base_until_the_objects_are_listed(
+    corpus: Corpus, make_reader: MakeReader
+) -> None:
+    reader = make_reader(patience_s=0.0)
+    corpus.store("a")
+    corpus.base(3, rows_of("a", "gone"))
+    await reader.refresh()
+    await until(lambda: reader.index.loaded)
+    corpus.delete(LAYOUT.head(3))
+    gate = Gate()
+    reader.script.faults = [Fault(op="list", name="/objects/", gate=gate)]
+    for _ in range(30):
+        await reader.refresh()
+    await reached(gate)
+    assert reader.finds("a", "gone") == [True, True]
+    gate.release()
+    await until(lambda: reader.finds("gone") == [False])
+    assert reader.finds("a") == [True]
+
+
+async def test_one_listing_without_a_head_is_not_believed(corpus: Corpus, reader: Reader) -> None:
+    head = corpus.base(3, rows_of("a"))
+    await reader.refresh()
+    for _ in range(29):
+        await reader.refresh()
+    corpus.delete(LAYOUT.head(3))
+    gate = Gate()
+    reader.script.faults = [Fault(op="list", name="/manifest/", gate=gate, skip=1)]
+    looking = asyncio.create_task(reader.refresh())
+    await reached(gate)
+    corpus.put(LAYOUT.head(3), head.to_json())
+    gate.release()
+    await looking
+    assert "/objects/" not in "".join(name for _, name in reader.store.log)
+    assert reader.finds("a") == [True]
+
+
+async def test_a_reader_whose_base_cannot_be_opened_drops_what_was_merged_with_each_listing(
+    corpus: Corpus, make_reader: MakeReader
+) -> None:
+    reader = make_reader(budget_bytes=2000, mode="exact")
+    corpus.base(1, rows_of(*range(200)))
+    merged, gone = corpus.delta("deleted", "stays"), corpus.delta("long ago")
+    await reader.refresh()
+    assert reader.finds("deleted", "stays", "long ago") == [True] * 3
+    corpus.store("stays", "later")
+    corpus.delta("later")
+    corpus.base(2, rows_of(*range(200), "stays"), merged=[merged])
+    corpus.delete(LAYOUT.delta(gone))
+    reader.clock.now_s += 601
+    await reader.refresh()
+    assert reader.finds("deleted", "long ago", "stays", "later") == [False, False, True, True]
+    assert reader.index.counts() == (1, 1, 0)
+    await reader.refresh()
+    assert reader.index.counts() == (1, 1, 0)
+
+
 async def test_an_index_that_started_over_at_the_same_version_is_followed(
     corpus: Corpus, reader: Reader
 ) -> None:
