@@ -243,19 +243,21 @@ class Announcer:
         return batch
 
     async def _send(self, batch: dict[bytes, _Item]) -> None:
-        """Write one delta, and a second one if the first showed that our clock is far off."""
+        """Write one delta, and a second one if the first showed that our clock is off."""
         started_s = self._clock()
         name = await self._put(batch)
         if self._until_look == 0:
             self._until_look = CALIBRATE_EVERY
             moved_s = await self._calibrate(name, started_s, self._clock())
             if abs(moved_s) > OVERLAP_S / 2:
-                # Readers may have looked past a name of the wrong time already.
                 log.warning(
                     "this machine's clock is %.0f s off the bucket's; names and times of the "
                     "index are corrected by that",
                     self._offset_s,
                 )
+            if abs(moved_s) > _RESOLUTION_S:
+                # Rows with too early a time lose against deletions of entries that were stored
+                # again since. Readers may have looked past a name that is far too early.
                 await self._put(batch)
         self._until_look -= 1
         self._counters.add("announced", len(batch))

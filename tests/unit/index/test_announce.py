@@ -394,17 +394,35 @@ async def test_writer_whose_clock_is_far_off_announces_again_under_the_right_tim
     assert rig.store.calls["head"] == 1
 
 
-@pytest.mark.parametrize("off_s", [-60.0, -1.0, 1.0, 60.0])
-async def test_writer_whose_clock_is_a_little_off_announces_once(off_s: float) -> None:
+@pytest.mark.parametrize("off_s", [-2.0, -1.0, 1.0, 2.0])
+async def test_writer_whose_clock_is_as_good_as_right_announces_once(off_s: float) -> None:
+    rig = Rig()
+    rig.now_s += off_s
+    for number in (1, 2):
+        rig.add(number)
+        await rig.announcer.flush()
+    assert [time_ms(ulid) // 1000 for ulid in rig.ulids()] == [at(off_s)] * 2
+
+
+@pytest.mark.parametrize("off_s", [-240.0, -60.0, -3.0, 3.0, 60.0])
+async def test_writer_whose_clock_is_a_little_off_announces_the_first_again_without_a_word(
+    off_s: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By too early a time it would lose against a deletion of what it has stored again."""
     rig = Rig()
     rig.now_s += off_s
     rig.add(1)
     await rig.announcer.flush()
-    assert len(rig.ulids()) == 1
+    times = {int(rows.time_s[0]) for rows in rig.deltas()}
+    assert times == {at(off_s), at(0)}
+    assert caplog.text == ""
     rig.add(2)
     await rig.announcer.flush()
-    corrected_s = at(off_s) if abs(off_s) <= 2 else at(0)
-    assert corrected_s * 1000 in [time_ms(ulid) // 1000 * 1000 for ulid in rig.ulids()]
+    assert len(rig.ulids()) == 3
+    told = [contents(rows) for rows in rig.deltas()]
+    assert [{key_at(2).digest: FACTS._replace(time_s=at(0))}] == [
+        rows for rows in told if key_at(2).digest in rows
+    ]
 
 
 async def test_clock_is_looked_at_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
