@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence, Set
 from functools import partial
 
 from s3ec import safetensors_file
@@ -268,12 +268,14 @@ class IndexCache:
 
         await self.disk(self._remove, is_replaced)
 
-    async def clean_deltas(self, needed: Collection[str]) -> None:
+    async def clean_deltas(self, needed: Set[str]) -> None:
         """Remove deltas that came here long ago and are neither in the bucket nor in use.
 
         Args:
             needed: ULIDs of those that are.
         """
+        for ulid in self._unkept.keys() - needed:
+            del self._unkept[ulid]
         keep = {self._local(self.layout.delta(ulid)) for ulid in needed}
         old_s = self._clock() - _LEFT_S
 

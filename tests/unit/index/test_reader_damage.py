@@ -346,6 +346,23 @@ async def test_a_delta_that_the_disk_does_not_take_is_kept_in_memory(
     assert reader.finds("a", "b", "c") == [True] * 3
 
 
+async def test_a_delta_in_memory_that_nobody_needs_any_more_is_dropped(
+    corpus: Corpus, reader: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> Any:
+        raise TierError("no room")
+
+    monkeypatch.setattr(reader.files, "write", full)
+    ulid = corpus.delta("a")
+    await reader.refresh()
+    assert reader.counters.get("index.not_kept") == 1
+    corpus.delete(LAYOUT.delta(ulid))  # merged and cleaned away, while this reader was behind
+    corpus.base(2, rows_of("a"))
+    for _ in range(30):
+        await reader.refresh()
+    assert await reader.cache.deltas([ulid]) == {ulid: None}
+
+
 async def test_a_base_that_does_not_fit_is_told_once_and_the_objects_are_listed(
     corpus: Corpus, make_reader: MakeReader, caplog: pytest.LogCaptureFixture
 ) -> None:
