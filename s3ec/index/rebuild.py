@@ -82,6 +82,13 @@ async def rebuild(store: Store, layout: Layout, making: BuildOptions | None = No
 async def _attempt(store: Store, layout: Layout, making: BuildOptions) -> BaseManifest | None:
     """One attempt; None if other compactions took so long that the listing is too old."""
     started_s = making.clock()
+
+    def is_late() -> bool:
+        """After another base came first. All that it merged is still there as deltas, and those
+        that are news to us stay unmerged, unless the grace period is nearly over.
+        """
+        return making.clock() - started_s > making.grace_s / 2
+
     # First the deltas, then the objects: what is announced after this stays unmerged.
     snapshot = await take_snapshot(store, layout)
     async with in_temporary_folder(making.folder, *_FOLDERS) as folder:
@@ -90,13 +97,14 @@ async def _attempt(store: Store, layout: Layout, making: BuildOptions) -> BaseMa
         while True:
             writer = BaseWriter(store, layout, version, making)
             await write_base(writer, source.between, source.entries)
+            if version > snapshot.version + 1 and is_late():
+                await writer.discard()
+                return None
             # Not only those that could be read: the listing says what they say, and more.
             head = await writer.commit(sorted(snapshot.deltas)[:MAX_MERGED])
             if head is not None:
                 return head
-            # Another base came first. All that it merged is still there as deltas, and those
-            # that are news to us stay unmerged, unless the grace period is nearly over.
-            if making.clock() - started_s > making.grace_s / 2:
+            if is_late():
                 return None
             version = (await take_snapshot(store, layout)).version + 1
 

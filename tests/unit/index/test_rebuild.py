@@ -222,6 +222,32 @@ async def test_rebuild_comes_after_a_compaction_that_was_faster(
     assert held.calls["list_folders"] == (2 if late else 1)
 
 
+async def test_rebuild_whose_second_base_took_long_to_write_lists_again(
+    memory: MemoryStore, clock: Clock
+) -> None:
+    """What the first one's winner has merged may be gone by then, and is not in the listing."""
+    await put_entry(memory, 1, 1)
+    await compact(memory, LAYOUT)
+    gates = [Gate(), Gate()]
+    faults = [
+        Fault("put_if_absent", "/head/", gate=gates[0], times=1),
+        Fault("put_if_absent", "/base/000000000003", gate=gates[1], times=1),
+    ]
+    held = FaultStore(memory, Script(faults))
+    running = asyncio.create_task(rebuild(held, LAYOUT, BuildOptions(clock=clock)))
+    await reached(gates[0])
+    await put_entry(memory, 3, 3)
+    await compact(memory, LAYOUT)
+    gates[0].release()
+    await reached(gates[1])
+    clock.now_s += 2 * GRACE_S
+    await compact(memory, LAYOUT)
+    assert not [name for name in names(memory.bucket) if name.startswith("delta/")]
+    gates[1].release()
+    await running
+    assert await view(memory) == {KEYS[n].digest: known_of(n) for n in (1, 3)}
+
+
 async def test_few_objects_are_listed_at_once_and_more_than_few_by_folder(
     memory: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
