@@ -32,8 +32,8 @@ _FIRST_LOOK_S = 0.005
 _LAST_LOOK_S = 0.1
 # A process that has a claim for so long may hang.
 _PATIENCE_S = 60.0
-# Deltas that the bucket has no more go from here an hour after they came: until then another
-# process, which has not seen the newest base yet, may need them.
+# Deltas that the bucket has no more, and newer bases than the newest, go from here an hour after
+# they came: until then another process, which has seen less or more than this one, may need them.
 _LEFT_S = 3600.0
 
 
@@ -253,8 +253,10 @@ class IndexCache:
     async def clean(self, head: BaseManifest) -> None:
         """Remove the files that this base has replaced.
 
-        Those of newer bases stay: they are another process's, which is ahead of us.
+        Those of newer bases stay at first: they are another process's, which is ahead of us. After
+        an hour they are of a manifest that was made anew, and whose versions began at 1 again.
         """
+        old_s = self._clock() - _LEFT_S
         merged = {self._local(self.layout.delta(ulid)) for ulid in head.merged}
         keep = self._local(self.layout.run(head.version, head.run))
         for ulid in head.merged & self._unkept.keys():
@@ -264,7 +266,9 @@ class IndexCache:
             run = self.layout.run_of(self.layout.manifest + file.name)
             if run is None:
                 return file.name in merged
-            return run[0] <= head.version and not file.name.startswith(keep)
+            if run[0] > head.version:
+                return file.modified_s < old_s
+            return not file.name.startswith(keep)
 
         await self.disk(self._remove, is_replaced)
 

@@ -31,7 +31,7 @@ from s3ec.tier.entry_writer import Incoming
 from tests.support.clock import Clock
 from tests.support.waiting import DEADLINE_S, eventually
 from tests.unit.index.basics import LAYOUT, NAMESPACE, key_of
-from tests.unit.index.corpus import Corpus, Reader, rows_of
+from tests.unit.index.corpus import HOUR_S, Corpus, Reader, rows_of
 
 MakeReader = Callable[..., Reader]
 
@@ -539,6 +539,25 @@ async def test_a_reader_behind_another_of_its_node_leaves_its_files_alone(
     assert first_shard(new).removeprefix(LAYOUT.manifest) in behind.here()
     await behind.refresh()
     assert behind.finds("a", "b") == [True, True]
+
+
+async def test_a_base_of_an_index_that_started_over_leaves_this_node(
+    corpus: Corpus, make_reader: MakeReader
+) -> None:
+    old = corpus.base(7, rows_of("a"))
+    clock = Clock(time.time())
+    reader = make_reader(file_clock=clock)
+    await reader.refresh()
+    corpus.drop_base(old)
+    corpus.base(1, rows_of("b"))
+    await reader.refresh()
+    name = first_shard(old).removeprefix(LAYOUT.manifest)
+    assert name in reader.here()  # it may be newer than what this process has seen
+    clock.now_s += 2 * HOUR_S
+    corpus.base(2, rows_of("b"))
+    await reader.refresh()
+    assert name not in reader.here()
+    assert reader.finds("b") == [True]
 
 
 async def test_lookups_survive_the_removal_of_their_files(
