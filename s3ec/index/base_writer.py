@@ -127,11 +127,7 @@ def temporary_folder(parent: Path | None, *names: str) -> Iterator[Path]:
             place = Path(parent or tempfile.gettempdir())
             _sweep(place)
             runtime.keep_files(f"{os.path.realpath(place)}/{_PREFIX}")
-            folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=place))
-            # Not by TemporaryDirectory, which would do it at the end of a forked child, too.
-            stack.callback(weakref.finalize(stack, _remove, folder, runtime.process_number))
-            lock = stack.enter_context(open(folder / _LOCK, "wb"))
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            folder = _locked_folder(place, stack)
             for name in names:
                 (folder / name).mkdir()
         except OSError as exc:
@@ -150,6 +146,19 @@ async def in_temporary_folder(parent: Path | None, *names: str) -> AsyncIterator
         await asyncio.to_thread(made.__exit__, None, None, None)
 
 
+def _locked_folder(place: Path, stack: ExitStack) -> Path:
+    """Make a folder that nobody sweeps before the stack ends."""
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=place))
+        # Not by TemporaryDirectory, which would do it at the end of a forked child, too.
+        stack.callback(weakref.finalize(stack, _remove, folder, runtime.process_number))
+        lock = stack.enter_context((folder / _LOCK).open("wb"))
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        # Another process may have had the lock a moment sooner, and swept it.
+        if (folder / _LOCK).exists():
+            return folder
+
+
 def _remove(folder: Path, process: int) -> None:
     if process == runtime.process_number:
         # A thread of a cancelled piece of work may still be writing there.
@@ -160,24 +169,25 @@ def _sweep(place: Path) -> None:
     """Remove what others of this user left; a large compaction that was killed leaves 500 MB."""
     for folder in place.glob(_PREFIX + "*"):
         with suppress(OSError):
-            if (
-                folder.lstat().st_uid == os.geteuid()
-                and not folder.is_symlink()
-                and _is_dead(folder)
-            ):
-                shutil.rmtree(folder)
+            if folder.lstat().st_uid == os.geteuid() and not folder.is_symlink():
+                _remove_dead(folder)
 
 
-def _is_dead(folder: Path) -> bool:
-    """Whether nobody holds its lock, which the kernel lets go with the process."""
+def _remove_dead(folder: Path) -> None:
+    """Remove it where nobody holds its lock, which the kernel lets go with the process."""
     try:
         fd = take_lock(folder / _LOCK)
     except BlockingIOError:
-        return False
+        return
     if fd is None:  # made just now, or half removed
-        return time.time() - folder.lstat().st_mtime > _UNLOCKED_S
-    os.close(fd)
-    return True
+        if time.time() - folder.lstat().st_mtime > _UNLOCKED_S:
+            shutil.rmtree(folder)
+        return
+    try:
+        # Under the lock: who has just made the folder waits for it, and sees that it is gone.
+        shutil.rmtree(folder)
+    finally:
+        os.close(fd)
 
 
 # A run without a head may be one that is being written. So long after its last file it is taken

@@ -3,11 +3,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from s3ec.index.base_writer import temporary_folder
 
@@ -69,3 +73,21 @@ def test_what_is_not_a_folder_of_ours_is_left_alone(tmp_path: Path) -> None:
     with temporary_folder(place):
         pass
     assert place / "s3ec-work-new" not in place.iterdir()
+
+
+def test_a_folder_that_another_process_sweeps_before_it_is_locked_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flock, locked = fcntl.flock, []
+
+    def late(fd: Any, how: int) -> None:
+        locked.append(fd)
+        if len(locked) == 1:
+            with temporary_folder(tmp_path):  # another compaction begins
+                pass
+        flock(fd, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with temporary_folder(tmp_path, "rows") as folder:
+        assert (folder / "rows").is_dir()
+    assert list(tmp_path.iterdir()) == []
