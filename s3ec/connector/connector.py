@@ -132,7 +132,8 @@ class S3ECConnector(ECConnectorBase):
         scheduler = self.parts.scheduler
         if scheduler is not None:
             return scheduler.ensure_cache_available(request, num_computed_tokens)
-        if self._can_encode(request):
+        # All that a decoding request had to show is in the KV cache: no look at its features.
+        if num_computed_tokens >= request.num_prompt_tokens or self._can_encode(request):
             return True
         self._unavailable.add(request.request_id)  # or it would wait for ever
         return False

@@ -101,6 +101,7 @@ def broken() -> shell.S3ECConnector:
 
 class Request:
     mm_features = (1,)
+    num_prompt_tokens = 5
 
 
 class SchedulerOutput:
@@ -348,7 +349,7 @@ def test_without_a_scheduler_half_a_request_without_pixels_fails_alone(
     problem = "no encoder cache" if why == "it stays inactive" else None
     it = _started(ECConnectorRole.SCHEDULER, monkeypatch, Panic("told to"), problem=problem)
     bare, served, left = (
-        SimpleNamespace(request_id=name, mm_features=features)
+        SimpleNamespace(request_id=name, mm_features=features, num_prompt_tokens=5)
         for name, features in [
             ("bare", ("pixels", "no pixels")),
             ("served", ("pixels", "pixels")),
@@ -356,6 +357,7 @@ def test_without_a_scheduler_half_a_request_without_pixels_fails_alone(
         ]
     )
     assert it.ensure_cache_available(served, 0) is True
+    assert it.ensure_cache_available(bare, 5) is True  # all of it was computed before
     for _ in range(2):
         assert it.ensure_cache_available(bare, 0) is False
         assert it.ensure_cache_available(left, 0) is False
@@ -372,8 +374,9 @@ def test_a_scheduler_half_that_went_away_lets_nothing_without_pixels_through() -
     it.parts.features = SimpleNamespace(needs_embedding=lambda feature: feature == "no pixels")
     it.parts.scheduler = Broken()
     it.parts.end()
-    assert it.ensure_cache_available(SimpleNamespace(mm_features=("pixels",)), 0) is True
-    bare = SimpleNamespace(request_id="bare", mm_features=("no pixels",))
+    plain = SimpleNamespace(mm_features=("pixels",), num_prompt_tokens=5)
+    assert it.ensure_cache_available(plain, 0) is True
+    bare = SimpleNamespace(request_id="bare", mm_features=("no pixels",), num_prompt_tokens=5)
     assert it.ensure_cache_available(bare, 0) is False
     assert it.take_unavailable_requests() == {"bare"}
 
