@@ -124,6 +124,7 @@ class S3ECConnector(ECConnectorBase):
         """
         name: Any = getattr(request, "request_id", None)
         if self._answers.in_force.pop(name, None) == num_computed_tokens:
+            self._answers.asked.add(name)
             return False
         return self._ensure(request, num_computed_tokens)
 

@@ -36,10 +36,13 @@ class KeptAnswers:
         in_force: Request id to the computed tokens that the answer is for. Who repeats an answer
             takes it out: it holds once in a pass. Empty between two passes, so that the first
             question of each pass looks at what has changed.
+        asked: Requests that vLLM has asked about in this pass. Who answers adds to it, also who
+            repeats an answer: a request that is not asked about does not wait for us.
     """
 
     def __init__(self) -> None:
         self.in_force: dict[str, int] = {}
+        self.asked: set[str] = set()
         self._computed: dict[str, int] = {}
         self._fresh: dict[str, int] = {}
         self._until_s: dict[str, float] = {}
@@ -78,6 +81,7 @@ class KeptAnswers:
         self._is_open = False
         repeated = len(self._computed) - len(self.in_force)
         self.in_force = {}
+        self.asked.clear()
         if self._fresh:
             self._computed.update(self._fresh)
             self._fresh.clear()

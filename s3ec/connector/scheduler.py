@@ -225,7 +225,6 @@ class SchedulerHalf:
         self._must_grant: set[str] = set()  # of this request, while the disk hangs
         self._named: Collection[str] = ()  # by the request being scheduled
         self._may_probe = False  # because of this request
-        self._asked: set[str] = set()  # requests, in this pass
         self._decisions: dict[str, bool] = {}  # of this pass
         # Of this pass: a pure producer was asked for these without pixels, and the index held them.
         self._stored: set[str] = set()
@@ -265,7 +264,7 @@ class SchedulerHalf:
         if not answers.is_open:
             self._begin_pass()
         request_id = request.request_id
-        self._asked.add(request_id)
+        answers.asked.add(request_id)
         if answers.in_force.pop(request_id, None) == num_computed_tokens:
             return False
         answers.drop(request_id)
@@ -598,8 +597,7 @@ class SchedulerHalf:
             decode_tokens: What the step would have if all its requests decoded; fewer than it has
                 where some are prefilled. Of use to a policy only.
         """
-        self.tracker.pause_waits(self._asked)
-        self._asked.clear()
+        self.tracker.pause_waits(self.answers.asked)
         repeated = self.answers.end_pass()
         if self._policy is not None:
             self._policy.end_pass(

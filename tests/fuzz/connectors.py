@@ -293,7 +293,13 @@ class S3EC(NoConnector):
     # -- hooks -------------------------------------------------------------------------------
 
     def ensure_cache_available(self, request: Request, num_computed_tokens: int) -> bool:
-        answer = self.half.ensure_cache_available(request, num_computed_tokens)
+        # As the connector's shell, which repeats an answer without asking the half.
+        answers = self.half.answers
+        if answers.in_force.pop(request.request_id, None) == num_computed_tokens:
+            answers.asked.add(request.request_id)
+            answer = False
+        else:
+            answer = self.half.ensure_cache_available(request, num_computed_tokens)
         if not answer and self._compares and self.half.answers.is_of_earlier(request.request_id):
             self._compare(request, num_computed_tokens)
         self.answers.append(("ensure", answer))

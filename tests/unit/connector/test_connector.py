@@ -21,6 +21,7 @@ from s3ec.counters import Counters
 from s3ec.errors import ConfigError, TierError
 from s3ec.weights import Weights
 from tests.unit.connector.processes import HASHES, Process, tensor
+from tests.unit.connector.scheduling import World, feature, request
 
 pytest.importorskip("vllm")
 stats = pytest.importorskip("s3ec.connector.stats")
@@ -49,6 +50,30 @@ def connector(worker: Worker | None, plan: StepPlan | None) -> shell.S3ECConnect
     if plan is not None:
         made.bind_connector_metadata(shell.S3ECMetadata(plan))
     return made
+
+
+@pytest.mark.parametrize("pixels", [True, False])
+def test_a_wait_whose_answer_is_repeated_goes_on_and_ends_in_time(pixels: bool) -> None:
+    """The shell repeats it without asking the half."""
+    world, transfer = World(), SimpleNamespace(is_ec_producer=False, is_ec_consumer=True)
+    config = SimpleNamespace(ec_transfer_config=transfer)
+    parts = Parts(config)
+    parts.scheduler = world.half
+    it = shell.S3ECConnector(config, ECConnectorRole.SCHEDULER, parts=parts)
+    world.stock("a", "b")
+    # The half sees the first question of each pass.
+    first = request("first", feature("b", pixels=False))
+    asker = request("r", feature("a", pixels=pixels))
+    began_s, limit_s = world.clock.now_s, 2.0 if pixels else 10.0
+    while not (
+        it.ensure_cache_available(first, 0)
+        or it.ensure_cache_available(asker, 0)
+        or "r" in it.take_unavailable_requests()
+    ):
+        world.step()
+        world.clock.now_s += 0.1
+        assert world.clock.now_s < began_s + limit_s + 0.5
+    assert world.clock.now_s >= began_s + limit_s - 0.01
 
 
 def test_finish_load_caches_goes_to_the_worker_half() -> None:
