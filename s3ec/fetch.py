@@ -335,10 +335,9 @@ class Fetcher:
                 if facts is not None and facts.time_s:
                     return replace(answer, age_s=max(0.0, time.time() - facts.time_s))
                 return answer
-            elif revision or not self._index.maybe_contains(key):
+            elif revision or not self._index.holds(key):
                 break
             else:  # somebody deleted the first one, which may have been a bad one
-                # A filter's word is enough: it is all that is known of what only the base holds.
                 revision = 1
         absent = not bad.revision(key)
         if self._index.maybe_contains(key):

@@ -25,9 +25,7 @@ from s3ec.errors import AccessError, CorruptEntryError, UnavailableError
 from s3ec.identity import Key, Layout, make_key
 from s3ec.index.base import Index
 from s3ec.index.cache import IndexCache
-from s3ec.index.follower import FollowOptions
 from s3ec.index.reader import ManifestIndex
-from s3ec.index.rebuild import rebuild
 from s3ec.index.rows import EntryInfo
 from s3ec.modality import ModalityRecords
 from s3ec.prefetch import (
@@ -345,15 +343,6 @@ def test_absent_is_forgotten(bench: Bench) -> None:
     # What the index holds for certain may have been stored again, as a revision.
     assert bench.store.fetched == [LAYOUT.object(key_of("a")), LAYOUT.object(key_of("a"), 1)]
     assert not bench.prefetcher.has_news
-
-
-@pytest.mark.parametrize("mode", ["exact", "bloom"])
-def test_entry_of_which_only_the_revision_is_left_is_found(bench: Bench, mode: str) -> None:
-    bench.bucket[LAYOUT.object(key_of("a"), 1)] = entry(key_of("a"))
-    index = bench.read_the_manifest(options=FollowOptions(mode=mode))  # type: ignore[arg-type]
-    bench.loop.run(rebuild(bench.memory, LAYOUT), TIMEOUT_S)
-    bench.loop.run(index.refresh(), TIMEOUT_S)
-    assert bench.one().outcome is FetchOutcome.READY
 
 
 def test_what_the_index_never_held_is_no_less_to_be_had_after_a_404(bench: Bench) -> None:
