@@ -318,6 +318,7 @@ class Node:
     async def _close(self) -> None:
         if self._cost_file is not None and not self.loop.watch.hangs:
             await self.loop.disk(self._cost_file.exchange)
+        self.prefetcher.stop()
         await self.index.close()
         await self.store.close()
 

@@ -133,6 +133,7 @@ class Prefetcher:
         self._numbers = itertools.count()
         self._places: dict[bytes, _Place] = {}
         self._looks, self._downloads = _Lane(), _Lane()
+        self._has_ended = False
         self._parked: dict[bytes, _Place] = {}
         self._watch: asyncio.Task[None] | None = None
 
@@ -225,6 +226,8 @@ class Prefetcher:
         return place if place.task is None else None
 
     def _start_some(self) -> None:
+        if self._has_ended:
+            return
         for lane in (self._looks, self._downloads):
             self._start_some_of(lane)
 
@@ -238,6 +241,17 @@ class Prefetcher:
             place.task = asyncio.get_running_loop().create_task(
                 self._run(place), name=f"s3ec-fetch-{digest.hex()[:8]}"
             )
+
+    def stop(self) -> None:
+        """Cancel what is under way, and start nothing more; in the loop's thread.
+
+        The store is closed next, and nobody is to ask a closed one.
+        """
+        self._has_ended = True
+        self._parked.clear()
+        for place in list(self._places.values()):
+            if place.task is not None:
+                place.task.cancel()
 
     async def _run(self, place: _Place) -> None:
         want, lane = place.want, place.lane
@@ -256,10 +270,7 @@ class Prefetcher:
             result = self._denied(want, exc)
         except BaseException as exc:
             if ends_task(exc):
-                # Only the end of the loop does this: nothing more is to be started.
-                self._looks.heap.clear()
-                self._downloads.heap.clear()
-                self._parked.clear()
+                self.stop()  # only the end of node or loop does this
                 raise
             # The top of a task: nothing above would report it, and a request waits for it.
             self._counters.add("internal_errors")

@@ -83,7 +83,8 @@ class S3ECConnector(ECConnectorBase):
         super().__init__(vllm_config=vllm_config, role=role)
         self._increments: Increments | None = None
         self._saves_nothing = False
-        self._unavailable: set[str] = set()  # where there is no scheduler half to note them
+        # What cannot be encoded, where there is no scheduler half to say so or it has failed.
+        self._unavailable: set[str] = set()
         self.parts = parts or Parts(vllm_config)
         self._answers = KeptAnswers()
         if parts is not None:
@@ -109,10 +110,17 @@ class S3ECConnector(ECConnectorBase):
 
     # -- scheduler side ----------------------------------------------------------------------
 
-    def _can_encode(self, request: Any, *_: Any, **__: Any) -> bool:
+    def _can_encode(self, request: Any) -> bool:
         """Without us: encode, but never what came without pixels to encode."""
         features = self.parts.features
         return features is None or not any(map(features.needs_embedding, request.mm_features))
+
+    def _without_us(self, request: Any, *_: Any, **__: Any) -> bool:
+        """As _can_encode; what cannot be encoded fails, or it would wait for ever."""
+        if self._can_encode(request):
+            return True
+        self._unavailable.add(request.request_id)
+        return False
 
     def ensure_cache_available(
         self, request: Any, num_computed_tokens: int, *_: Any, **__: Any
@@ -128,16 +136,13 @@ class S3ECConnector(ECConnectorBase):
             return False
         return self._ensure(request, num_computed_tokens)
 
-    @guarded(default=True, fallback=_can_encode)
+    @guarded(default=True, fallback=_without_us)
     def _ensure(self, request: Any, num_computed_tokens: int) -> bool:
         scheduler = self.parts.scheduler
         if scheduler is not None:
             return scheduler.ensure_cache_available(request, num_computed_tokens)
         # All that a decoding request had to show is in the KV cache: no look at its features.
-        if num_computed_tokens >= request.num_prompt_tokens or self._can_encode(request):
-            return True
-        self._unavailable.add(request.request_id)  # or it would wait for ever
-        return False
+        return num_computed_tokens >= request.num_prompt_tokens or self._without_us(request)
 
     @guarded(default=False)
     def has_cache_item(self, identifier: str) -> bool:
@@ -181,10 +186,8 @@ class S3ECConnector(ECConnectorBase):
     def take_unavailable_requests(self) -> set[str]:
         """Requests without pixels whose embedding cannot be had; vLLM fails them."""
         scheduler = self.parts.scheduler
-        if scheduler is not None:
-            return scheduler.take_unavailable_requests()
         taken, self._unavailable = self._unavailable, set()
-        return taken
+        return taken if scheduler is None else taken | scheduler.take_unavailable_requests()
 
     @guarded(default=(False, None))
     def request_finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
@@ -195,8 +198,8 @@ class S3ECConnector(ECConnectorBase):
             ``ec_transfer_params`` of the request to the language instance.
         """
         scheduler, features = self.parts.scheduler, self.parts.features
+        self._unavailable.discard(request.request_id)
         if scheduler is None:
-            self._unavailable.discard(request.request_id)
             return False, None
         unstored = scheduler.request_finished(request)
         if unstored is None or features is None:

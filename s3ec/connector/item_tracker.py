@@ -719,6 +719,7 @@ class ItemTracker:
 
     def _pays(self, policy: WaitPolicy, request: Any, pending: list[Any]) -> bool:
         """Whether waiting costs less than encoding; what has no pixels is always waited for."""
+        policy.resume(request.request_id, self._clock())
         if any(map(self._needs_embedding, pending)):
             return True
         items = [self.items[feature.identifier] for feature in pending]
@@ -764,6 +765,8 @@ class ItemTracker:
         """
         for request_id in self._deferred - asked:
             self._deferred.discard(request_id)
+            # It is looked at when vLLM asks again, and its wait goes on from there.
+            self._answers.drop(request_id)
             for budget in self._budgets:
                 budget.end(request_id)
             if self._policy is not None:

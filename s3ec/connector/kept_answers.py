@@ -78,8 +78,9 @@ class KeptAnswers:
         Returns:
             How many answers were repeated in this pass.
         """
+        # Where nobody was asked about, nothing was in force.
+        repeated = len(self._computed) - len(self.in_force) if self._is_open else 0
         self._is_open = False
-        repeated = len(self._computed) - len(self.in_force)
         self.in_force = {}
         self.asked.clear()
         if self._fresh:

@@ -548,7 +548,7 @@ class _Readers:
             self._loader.wait_for_any(self._outcomes(), wake_at_s - clock())
             now_s = clock()
             if self._collect():
-                came_s, ask_at_s = now_s, now_s + PATIENCE_S
+                came_s, ask_at_s = now_s, now_s + self._loader.patience_s
             elif now_s >= came_s + STALLED_S:
                 self._give_up()
             else:

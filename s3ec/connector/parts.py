@@ -90,7 +90,10 @@ class Parts:
         # First of all: whatever becomes of the half, no engine is to end for a request that came
         # without pixels. A model without media has no such requests, and no processor to ask.
         if scheduler and config.model_config.multimodal_config is not None:
-            self.features = FeatureReader(config.model_config)
+            try:
+                self.features = FeatureReader(config.model_config)
+            except Exception:  # a bad setting is to be told of all the same
+                log.debug("no look at features", exc_info=True)
         settings = load_settings(config.ec_transfer_config.ec_connector_extra_config).settings
         _set_up_logging(settings.log_level)
         if not _is_for_us(config, settings):

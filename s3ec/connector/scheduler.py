@@ -454,6 +454,7 @@ class SchedulerHalf:
             if not self._is_worthwhile(feature, item.key):
                 return ABSENT
             if misfit or came or item.is_due(now):
+                self._rows_asked[feature.identifier] = rows
                 self.tracker.again(item, modality, rows, _DEMAND, promised=named)
             return FETCHING
         # One that asks for other rows has a chance: those may have been a client's invention.

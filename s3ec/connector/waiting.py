@@ -462,9 +462,6 @@ class WaitPolicy:
             now: Monotonic seconds.
             features: How many items the request has by now.
         """
-        waiting = self._waiting.get(request_id)
-        if waiting is not None:
-            waiting.resume(now)
         if self._over.get(request_id, features) < features:
             del self._over[request_id]
         # A decision takes some microseconds. Who comes later waits for the next pass.
@@ -562,6 +559,12 @@ class WaitPolicy:
         waiting = self._waiting.get(request_id)
         if waiting is not None:
             waiting.paused_s = now
+
+    def resume(self, request_id: str, now: float) -> None:
+        """vLLM asks about the request again; before ``waits``."""
+        waiting = self._waiting.get(request_id)
+        if waiting is not None:
+            waiting.resume(now)
 
     def end(self, request_id: str) -> None:
         """The request waits for nothing any more."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence, Set
 from functools import partial
@@ -105,7 +106,8 @@ class IndexCache:
         """Those that are on this node and good."""
         found = {}
         for ulid in ulids:
-            rows = self._unkept[ulid] if ulid in self._unkept else self._open_delta(ulid)
+            kept = self._unkept.get(ulid)  # the loop's thread may drop it meanwhile
+            rows = self._open_delta(ulid) if kept is None else kept
             if rows is not None:
                 found[ulid] = rows
         return found
@@ -241,7 +243,7 @@ class IndexCache:
                 await download(self.store, name, incoming, disk=disk, at_a_time=PARTS)
                 await disk(incoming.commit)
             finally:
-                await disk(incoming.discard)
+                await asyncio.shield(disk(incoming.discard))  # also where this is cancelled
             self._count(nbytes)
 
         await self._alone(local, fetch, nbytes=blob.nbytes)
@@ -322,7 +324,7 @@ class IndexCache:
                 await fetch()
         finally:
             if claim is not None:
-                await self.disk(self._release, claim)
+                await asyncio.shield(self.disk(self._release, claim))
 
     async def _claim(self, name: str) -> Claim | None:
         return await self.disk(self._files.try_claim, name, undo=self._release)

@@ -71,8 +71,7 @@ async def compact(
         UnavailableError: The store does not answer now.
         AccessError: It refuses.
         CorruptEntryError: The base is unusable; the message names the file. A delta that is
-            unusable is left out, and named in the result. So is one that cannot be read while
-            others can.
+            unusable, or cannot be read, is left out and named in the result.
         TierError: The folder for temporary files is full.
     """
     making = making or BuildOptions()
@@ -113,11 +112,15 @@ async def _merge(
     async with in_temporary_folder(making.folder, *_FOLDERS) as folder:
         content, deltas = MergedRows(store, layout, head, folder / _FOLDERS[0]), Deltas()
         await content.add_deltas(wanted, deltas)
-        deltas.require_any()
+        problems = deltas.problems
         waiting = frozenset(deltas.deleting if deltas.unread else ())
         if waiting:
+            # Of what was read, and of nothing else: one that can be read now may delete what one
+            # that could be read before has stored.
+            stored = sorted(deltas.read - waiting)
             content, deltas = MergedRows(store, layout, head, folder / _FOLDERS[1]), Deltas()
-            await content.add_deltas([ulid for ulid in wanted if ulid not in waiting], deltas)
+            await content.add_deltas(stored, deltas)
+            problems |= deltas.problems
         made: BaseManifest | None = head
         if deltas.read:
             writer = BaseWriter(store, layout, head.version + 1, making)
@@ -125,7 +128,7 @@ async def _merge(
             made = await writer.commit(kept | deltas.read)
         if made is None:
             return None
-        return BuildResult(made, len(deltas.read), 0, deltas.problems, waiting)
+        return BuildResult(made, len(deltas.read), 0, problems, waiting)
 
 
 MAX_DELTAS = 128

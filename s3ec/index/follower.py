@@ -110,8 +110,11 @@ class Follower:
         """How many deltas are in the view."""
         return len(self._overlay.ulids)
 
-    async def refresh(self) -> None:
+    async def refresh(self) -> list[S3ECError]:
         """Look once. That is one request if nothing is new.
+
+        Returns:
+            Why some deltas that the bucket lists could not be fetched; the others are in use.
 
         Raises:
             UnavailableError, AccessError: The bucket did not answer; what is known stays.
@@ -129,9 +132,7 @@ class Follower:
         await self._fill_up(newest)
         if news.complete:
             await self._cache.clean_deltas(self._overlay.ulids | news.deltas.keys())
-        # Last: one delta that the bucket lists and cannot read must not keep back the others.
-        for exc in failed:
-            raise exc
+        return failed
 
     async def close(self) -> None:
         """End what runs in the background."""

@@ -201,10 +201,13 @@ class ManifestIndex:
         Raises:
             UnavailableError, AccessError: The bucket did not answer; what is known stays.
         """
-        await self._follower.refresh()
+        failed = await self._follower.refresh()
         with self._lock:
             self._gone.sweep_locked()
             self._sweep_recent_locked()
+        # Last: one delta that the bucket lists and cannot read must not keep back the others.
+        for exc in failed:
+            raise exc
 
     async def close(self) -> None:
         """End what runs in the background; lookups go on with what is known."""

@@ -17,7 +17,7 @@ from s3ec.errors import CorruptEntryError, TierError
 from s3ec.identity import Key
 from s3ec.store.base import Blob, Store, parts_in_order
 from s3ec.tier.entries import Entries
-from s3ec.tier.evictor import Evictor
+from s3ec.tier.evictor import TURN_WAIT_S, Evictor
 from s3ec.tier.files import Folders, TempFile, use_time_ns
 from s3ec.tier.news import NewsWriter
 from s3ec.tier.pins import Pin, Pins
@@ -129,12 +129,14 @@ class EntryWriter:
         *,
         check: Callable[[bytes | memoryview], object],
         commit: Callable[[TempFile], T],
+        wait_s: float = TURN_WAIT_S,
     ) -> Incoming[T]:
         """A file that comes in parts.
 
         Args:
             name: What it is, for messages.
             nbytes: What it will have in the end.
+            wait_s: How long to wait for who evicts, where there is no room.
             check: Sees each part before it is written. May raise CorruptEntryError.
             commit: Judges the whole file, and gives it its name.
 
@@ -142,7 +144,7 @@ class EntryWriter:
             TierError: There will be no room, or the disk refused.
         """
         try:
-            self._evictor.need_room(nbytes)
+            self._evictor.need_room(nbytes, wait_s=wait_s)
             file = self._folders.new_file()
         except OSError as exc:
             raise TierError(f"cannot receive {name}: {exc}") from exc

@@ -515,8 +515,11 @@ class Evictor:
         self._is_open = False
         self._background.stop()
 
-    def need_room(self, nbytes: int) -> None:
+    def need_room(self, nbytes: int, *, wait_s: float = TURN_WAIT_S) -> None:
         """Make sure of room before a publish; a few system calls where there is.
+
+        Args:
+            wait_s: How long to wait for who evicts; see ``_turn``.
 
         Raises:
             TierError: Not open, or there will be no room. A budget full of pinned entries is no
@@ -536,9 +539,9 @@ class Evictor:
             self.begin_batch()
         if self._has_room(nbytes):
             return
-        with self._turn() as alone:
+        with self._turn(wait_s) as alone:
             if not alone:
-                raise TierError("there is no room, and another process is still evicting")
+                raise TierError("there is no room, and another eviction is still under way")
             # Whoever evicted meanwhile may have made room enough.
             if not self._has_room(nbytes):
                 self._round(nbytes)
@@ -582,11 +585,15 @@ class Evictor:
             return self._round(incoming_bytes, at_least_bytes=at_least_bytes) if alone else 0
 
     @contextmanager
-    def _turn(self) -> Iterator[bool]:
-        """As evict_lock, for a publish: it waits, but not for who has let others wait in vain."""
-        wait_s = TURN_WAIT_S if time.monotonic() >= self._waits_again_s else 0.0
-        with evict_lock(self._folders, wait_s=wait_s) as alone:
-            if not alone and wait_s:
+    def _turn(self, wait_s: float = TURN_WAIT_S) -> Iterator[bool]:
+        """As evict_lock, for a publish: it waits, but not for who has let others wait in vain.
+
+        Args:
+            wait_s: Longer only where no thread is kept that others need.
+        """
+        rests = time.monotonic() < self._waits_again_s and wait_s <= TURN_WAIT_S
+        with evict_lock(self._folders, wait_s=0.0 if rests else wait_s) as alone:
+            if not alone and not rests:
                 self._waits_again_s = time.monotonic() + TURN_REST_S
             yield alone
 

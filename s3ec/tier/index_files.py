@@ -24,6 +24,9 @@ from s3ec.tier.entry_writer import EntryWriter, Incoming
 from s3ec.tier.files import Folders, TempFile, require_own_folders
 from s3ec.tier.scan import is_index_name
 
+# So long a file waits for who evicts: a walk over a million entries takes about half a minute.
+_ROOM_WAIT_S = 30.0
+
 
 @dataclass(frozen=True, slots=True)
 class IndexFile:
@@ -163,7 +166,10 @@ class IndexFiles:
             check(file.path)
             self._writer.place(file, path, self._parents(name))
 
-        return self._writer.open(called, nbytes, check=running.update, commit=commit)
+        # A base that finds no room is not tried again for minutes, so it waits for a long walk.
+        return self._writer.open(
+            called, nbytes, check=running.update, commit=commit, wait_s=_ROOM_WAIT_S
+        )
 
     def write(self, name: str, body: bytes | memoryview) -> None:
         """Keep a whole file, verified by the caller.

@@ -155,14 +155,18 @@ class _Deferral:
 
     Attributes:
         spent_s: While the engine ran.
+        counted_s: Of that, from one pass to the next that asked as well.
         clock_s: By the clock, which jumps.
         asked_s: When it was deferred last; None while it is not deferred.
+        asked_in: The pass of that.
         overdue: How often it was deferred although its time was over.
     """
 
     spent_s: float = 0.0
+    counted_s: float = 0.0
     clock_s: float = 0.0
     asked_s: float | None = None
+    asked_in: int = 0
     overdue: int = 0
 
 
@@ -242,6 +246,7 @@ class S3EC(NoConnector):
         # On the device as this pass began. Of what the pass evicts no hook tells before its end.
         self._held: set[str] = set()
         self._is_stopped = False
+        self._passes = 0
         self._granted = ""  # what was granted last, and is not allocated yet
 
     def _make_far(self, bench: Bench) -> PlayedPrefetcher:
@@ -338,6 +343,7 @@ class S3EC(NoConnector):
             scheduled_tokens=output.total_num_scheduled_tokens,
             decode_tokens=len(output.num_scheduled_tokens),
         )
+        self._passes += 1
         self._held = set(self.device)
         for load in plan.loads:
             if Path(load.path) not in self.prefetcher.live:
@@ -479,21 +485,24 @@ class S3EC(NoConnector):
 
         Waits for the bucket, for this node's disk, for what is still uploaded and for what the
         index does not know are counted apart, and so is the patience of a request without pixels.
-        An engine that stood still has not deferred anybody.
+        An engine that stood still has not deferred anybody, nor has a pass that did not ask.
         """
         now = self.clock()
         wait = self._deferrals.setdefault(request.request_id, _Deferral())
         asked_s, wait.asked_s = wait.asked_s, None if answer else now
+        was_asked, wait.asked_in = self._passes <= wait.asked_in + 1, self._passes
         self._count_deferred()
         if asked_s is not None:
             wait.clock_s += now - asked_s
         if answer or asked_s is None:
             return
-        wait.spent_s += min(now - asked_s, _LONGEST_PAUSE_S)
+        paused_s = min(now - asked_s, _LONGEST_PAUSE_S)
+        wait.spent_s += paused_s
+        wait.counted_s += paused_s if was_asked else 0.0
         limit_s = 3 * self.options.defer_timeout_s + self.options.probe_s
         if not all(map(has_pixels, request.mm_features)):
             limit_s += NO_PIXELS_WAIT_S
-        if wait.spent_s > limit_s:
+        if wait.counted_s > limit_s:
             # One that cannot be had is failed by vLLM with the next results.
             wait.overdue += 1
             if wait.overdue > self.options.depth + 2:

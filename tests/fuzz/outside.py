@@ -263,6 +263,9 @@ class PlayedPrefetcher:
         source = None if pin is None else "bucket" if here is None else "tier"
         self._done.append(FetchResult(want, outcome, pin, source, 0.05))
 
+    def stop(self) -> None:
+        """Its node ends; what is under way is the workload's."""
+
     def close(self) -> None:
         """Remove the links that are left."""
         for path in self.live:

@@ -52,9 +52,10 @@ def connector(worker: Worker | None, plan: StepPlan | None) -> shell.S3ECConnect
     return made
 
 
+@pytest.mark.parametrize("full", [False, True])
 @pytest.mark.parametrize("pixels", [True, False])
-def test_a_wait_whose_answer_is_repeated_goes_on_and_ends_in_time(pixels: bool) -> None:
-    """The shell repeats it without asking the half."""
+def test_a_wait_whose_answer_is_repeated_goes_on_and_ends_in_time(pixels: bool, full: bool) -> None:
+    """The shell repeats it without asking the half. A full engine asks about nobody for a pass."""
     world, transfer = World(), SimpleNamespace(is_ec_producer=False, is_ec_consumer=True)
     config = SimpleNamespace(ec_transfer_config=transfer)
     parts = Parts(config)
@@ -72,6 +73,8 @@ def test_a_wait_whose_answer_is_repeated_goes_on_and_ends_in_time(pixels: bool) 
     ):
         world.step()
         world.clock.now_s += 0.1
+        if full and world.clock.now_s - began_s == pytest.approx(0.5):
+            world.step()
         assert world.clock.now_s < began_s + limit_s + 0.5
     assert world.clock.now_s >= began_s + limit_s - 0.01
 
@@ -226,7 +229,7 @@ def test_in_a_forked_child_a_hook_uses_nothing_and_answers_like_a_miss(
 def test_in_a_forked_child_no_engine_ends_for_a_request_without_pixels(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    asked = SimpleNamespace(mm_features=("pixels", "no pixels"))
+    asked = SimpleNamespace(request_id="r", mm_features=("pixels", "no pixels"))
     it = forked(monkeypatch)
     assert it.ensure_cache_available(asked, 0) is False
     it.parts.features = Broken()

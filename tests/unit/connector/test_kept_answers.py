@@ -78,7 +78,9 @@ def test_who_waits_for_what_has_ended_is_looked_at_once(
 
 def test_who_waits_for_something_else_is_not_looked_at(world: World, waits: Waits) -> None:
     world.stock("other")
-    other = world.deferred(request("other", feature("other")))
+    other = request("other", feature("other"))
+    assert not world.ask(other)
+    assert not waits.ask()
     world.finish("other")
     assert not waits.is_looked_at()
     assert world.ask(other)

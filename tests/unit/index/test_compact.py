@@ -462,17 +462,39 @@ async def test_what_a_delta_says_that_cannot_be_read_stays_deleted(memory: Memor
     assert set(await view(memory)) == {KEYS[3].digest}
 
 
-async def test_where_no_delta_can_be_read_that_is_raised_and_nothing_is_written(
+async def test_where_no_delta_can_be_read_they_are_named_and_nothing_is_written(
     memory: MemoryStore,
 ) -> None:
+    """All others may be merged, so that those that are lost are the only ones left."""
     await compacted(memory)
     for number in (1, 2):
         await put_delta(memory, number, {KEYS[number]: facts_of(number)})
     before = names(memory.bucket)
-    outage = Script([Fault("get", "/delta/", error=UnavailableError)])
-    with pytest.raises(UnavailableError):
-        await compact(FaultStore(memory, outage), LAYOUT)
+    lost = Script([Fault("get", "/delta/", error=UnavailableError)])
+    made = await compact(FaultStore(memory, lost), LAYOUT)
+    assert made is not None
+    assert (made.merged, set(made.corrupt)) == (0, {ulid_of(1), ulid_of(2)})
     assert names(memory.bucket) == before
+
+
+async def test_what_could_not_be_read_at_first_is_not_merged_by_the_second_look(
+    memory: MemoryStore,
+) -> None:
+    """A deletion that is read a moment later than the row that it deletes would be lost."""
+    await compacted(memory)
+    await put_delta(memory, 1, {KEYS[1]: facts_of(1)})
+    await put_delta(memory, 2, {KEYS[1]: Tombstone(2)})
+    await put_delta(memory, 3, {KEYS[3]: Tombstone(3)})
+    name = LAYOUT.delta
+    faults = [
+        Fault("get", name(ulid_of(1)), error=UnavailableError),
+        Fault("get", name(ulid_of(2)), error=UnavailableError, times=1),
+    ]
+    made = await compacted(FaultStore(memory, Script(faults)))
+    assert made.head.merged == set()
+    assert await view(memory) == {}
+    await compacted(memory)
+    assert await view(memory) == {}
 
 
 @pytest.mark.parametrize("change", ["flip", "cut", "gone", "swap"])

@@ -417,14 +417,14 @@ def test_publishes_behind_a_stopped_evictor_wait_once_and_then_are_refused_at_on
         assert other.hear() == "locked"
         fill(tier, *range(3))
         for _ in range(2):
-            with pytest.raises(TierError, match="another process is still evicting"):
+            with pytest.raises(TierError, match="another eviction is still under way"):
                 fill(tier, 3)
         assert tier.evictor.make_room(SIZE, at_least_bytes=SIZE, wait=True) == 0
         assert waits == [evictor.TURN_WAIT_S, 0.0, 0.0]
         assert waits[0] < PATIENCE_S
         now_s = time.monotonic() + 60
         monkeypatch.setattr(evictor, "time", SimpleNamespace(monotonic=lambda: now_s))
-        with pytest.raises(TierError, match="another process is still evicting"):
+        with pytest.raises(TierError, match="another eviction is still under way"):
             fill(tier, 3)
         assert waits[3:] == [evictor.TURN_WAIT_S]
         assert left(tier, 4) == set(range(3))
