@@ -223,20 +223,30 @@ def forget_pages(path: Path) -> None:
         os.close(fd)
 
 
-def test_load_that_hangs_is_answered_from_the_bucket_and_the_next_at_once(
-    disk: FailingDisk, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@contextmanager
+def one_reader(
+    disk: FailingDisk, monkeypatch: pytest.MonkeyPatch, *here: int
+) -> Iterator[tuple[Machine, threading.Thread]]:
+    """A node with these entries on its disk, and its one reader, which has read the first."""
     monkeypatch.setattr("s3ec.connector.loads.MAX_READERS", 1)
+    others = threads_named("s3ec-load")  # of other tests
     corpus = Corpus()
     corpus.stock(*range(4))
     with Machine(corpus, disk.path / "cache") as machine:
-        counters = machine.node.counters
-        for number in range(4):
+        for number in here:
             machine.serve(number)
-        first = machine.grant(0)
-        forget_pages(machine.file(0))
+        first = machine.grant(here[0])
+        forget_pages(machine.file(here[0]))
         machine.load(first)  # by a reader, since a disk had to answer
-        (reader,) = threads_named("s3ec-load")
+        (reader,) = (one for one in threads_named("s3ec-load") if one not in others)
+        yield machine, reader
+
+
+def test_load_that_hangs_is_answered_from_the_bucket_and_the_next_at_once(
+    disk: FailingDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with one_reader(disk, monkeypatch, 0, 1, 2, 3) as (machine, reader):
+        counters = machine.node.counters
         assert counters.get("load.hung") == 0
         granted = {number: machine.grant(number)[number] for number in (1, 2, 3)}
         for number in (1, 2):
@@ -257,16 +267,8 @@ def test_load_that_hangs_is_answered_from_the_bucket_and_the_next_at_once(
 def test_load_is_rescued_though_a_look_for_another_entry_hangs(
     disk: FailingDisk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("s3ec.connector.loads.MAX_READERS", 1)
-    corpus = Corpus()
-    corpus.stock(*range(4))
-    with Machine(corpus, disk.path / "cache") as machine:
+    with one_reader(disk, monkeypatch, 0, 1) as (machine, _):
         counters = machine.node.counters
-        for number in range(2):
-            machine.serve(number)
-        first = machine.grant(0)
-        forget_pages(machine.file(0))
-        machine.load(first)
         granted = {1: machine.grant(1)[1]}
         forget_pages(machine.file(1))
         # All threads that the node has by now: its loop's, the disk's, the reader.
