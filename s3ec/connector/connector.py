@@ -182,12 +182,17 @@ class S3ECConnector(ECConnectorBase):
         if scheduler is not None and isinstance(metadata, S3ECWorkerMetadata):
             scheduler.update_connector_output(metadata.report)
 
-    @guarded(fallback=lambda _: set())
+    def _take_unavailable(self) -> set[str]:
+        """Those that no half has named."""
+        taken, self._unavailable = self._unavailable, set()
+        return taken
+
+    @guarded(fallback=_take_unavailable)
     def take_unavailable_requests(self) -> set[str]:
         """Requests without pixels whose embedding cannot be had; vLLM fails them."""
         scheduler = self.parts.scheduler
-        taken, self._unavailable = self._unavailable, set()
-        return taken if scheduler is None else taken | scheduler.take_unavailable_requests()
+        taken = set() if scheduler is None else scheduler.take_unavailable_requests()
+        return taken | self._take_unavailable()
 
     @guarded(default=(False, None))
     def request_finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:

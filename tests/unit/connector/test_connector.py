@@ -401,10 +401,12 @@ def test_a_scheduler_half_that_went_away_lets_nothing_without_pixels_through() -
     it = connector(None, None)
     it.parts.features = SimpleNamespace(needs_embedding=lambda feature: feature == "no pixels")
     it.parts.scheduler = Broken()
+    bare = SimpleNamespace(request_id="bare", mm_features=("no pixels",), num_prompt_tokens=5)
+    assert it.ensure_cache_available(bare, 0) is False
+    assert it.take_unavailable_requests() == {"bare"}  # and not asked about for ever
     it.parts.end()
     plain = SimpleNamespace(mm_features=("pixels",), num_prompt_tokens=5)
     assert it.ensure_cache_available(plain, 0) is True
-    bare = SimpleNamespace(request_id="bare", mm_features=("no pixels",), num_prompt_tokens=5)
     assert it.ensure_cache_available(bare, 0) is False
     assert it.take_unavailable_requests() == {"bare"}
 
