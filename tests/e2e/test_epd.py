@@ -102,7 +102,10 @@ def serve(
         "ec_connector": "S3ECConnector",
         "ec_role": role,
         "ec_connector_module_path": "s3ec.connector",
-        "ec_connector_extra_config": settings(server, bucket, workdir / f"epd-{role}"),
+        # The first upload of a busy machine may take longer than the 2 s that are the default.
+        "ec_connector_extra_config": settings(
+            server, bucket, workdir / f"epd-{role}", defer_timeout_s=8
+        ),
     }
     return ApiServer(
         model,
