@@ -719,7 +719,8 @@ class ItemTracker:
 
     def _pays(self, policy: WaitPolicy, request: Any, pending: list[Any]) -> bool:
         """Whether waiting costs less than encoding; what has no pixels is always waited for."""
-        policy.resume(request.request_id, self._clock())
+        now = self._clock()
+        policy.resume(request.request_id, now)
         if any(map(self._needs_embedding, pending)):
             return True
         items = [self.items[feature.identifier] for feature in pending]
@@ -727,12 +728,12 @@ class ItemTracker:
         for item in promised:
             if policy.costs.known_s(item.modality, item.rows) is None:
                 return True  # others encode it; it is not encoded here to learn the cost
-        if promised and self._clock() - self._promise_noted_s > VAIN_REST_S:
+        if promised and now - self._promise_noted_s > VAIN_REST_S:
             policy.forget("promise")  # who does not wait learns nothing
         waited = request.request_id in policy.waiting
         wants = lambda: [self._want_of(item) for item in items]  # noqa: E731
         turns = len(request.mm_features)
-        if policy.waits(request.request_id, wants, self._clock(), features=turns):
+        if policy.waits(request.request_id, wants, now, features=turns):
             return True
         self._counters.add("waits_declined")
         if waited:
@@ -763,6 +764,7 @@ class ItemTracker:
         vLLM leaves its queue where an engine is full. What a request waits there is not ours, and
         must not be taken for the time that a fetch takes.
         """
+        now = self._clock()
         for request_id in self._deferred - asked:
             self._deferred.discard(request_id)
             # It is looked at when vLLM asks again, and its wait goes on from there.
@@ -770,7 +772,7 @@ class ItemTracker:
             for budget in self._budgets:
                 budget.end(request_id)
             if self._policy is not None:
-                self._policy.pause(request_id, self._clock())
+                self._policy.pause(request_id, now)
 
     def _end_waits(self, request_id: str) -> None:
         self._deferred.discard(request_id)

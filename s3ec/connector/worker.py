@@ -250,6 +250,8 @@ def load_without_a_half(cache: MutableMapping[str, Any], plan: StepPlan) -> None
     Raises:
         RuntimeError: A file cannot be read.
     """
+    if not plan.loads:  # as in most steps
+        return
     encoder_cache = AdapterCache(cache, plan) if plan.adapters else cache
     staging = HostStaging()
     for load in plan.loads:
