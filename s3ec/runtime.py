@@ -291,6 +291,7 @@ class LoopThread:
         self._disk_calls: DiskCalls | None = None
         self._together: Callable[[], AbstractContextManager[object]] | None = None
         self._long_pool: DaemonPool | None = None
+        self._submitted: set[Future[Any]] = set()  # the loop's own references to tasks are weak
 
     @property
     def closed(self) -> bool:
@@ -339,10 +340,13 @@ class LoopThread:
             RuntimeError: Stopped, or it cannot start now.
         """
         try:
-            return asyncio.run_coroutine_threadsafe(coroutine, self._running_loop())
+            future = asyncio.run_coroutine_threadsafe(coroutine, self._running_loop())
         except RuntimeError:
             coroutine.close()  # nobody will await it
             raise
+        self._submitted.add(future)
+        future.add_done_callback(self._submitted.discard)
+        return future
 
     def call(self, function: Callable[..., object], *args: object) -> None:
         """Call a plain function in the loop's thread soon; never waits.

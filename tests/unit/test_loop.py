@@ -331,6 +331,29 @@ def test_stop_also_ends_what_is_started_while_stopping(
     assert "destroyed" not in caplog.text
 
 
+def test_what_is_submitted_runs_on_though_nobody_holds_it(
+    loop: LoopThread, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A coroutine and the future it awaits hold nothing but each other."""
+    running, cleaned = threading.Event(), threading.Event()
+
+    async def forever() -> None:
+        running.set()
+        try:
+            await asyncio.get_running_loop().create_future()
+        except asyncio.CancelledError:
+            cleaned.set()
+            raise
+
+    loop.submit(forever())
+    assert running.wait(TIMEOUT_S)
+    loop.run(asyncio.sleep(0), TIMEOUT_S)  # forever() waits by now
+    gc.collect()
+    loop.stop(TIMEOUT_S)
+    assert cleaned.is_set()
+    assert "destroyed" not in caplog.text
+
+
 def test_stop_is_idempotent_and_fine_before_the_first_use(
     make: Callable[[str], LoopThread],
 ) -> None:
