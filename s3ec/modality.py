@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from s3ec.codec import DTYPES
-from s3ec.errors import ConflictError, CorruptEntryError, UnavailableError
+from s3ec.errors import AccessError, ConflictError, CorruptEntryError, UnavailableError
 from s3ec.identity import Layout, canonical_json
 from s3ec.safetensors_file import plain_json
 from s3ec.store.base import Store
@@ -75,11 +75,16 @@ class ModalityRecords:
             return record
         if self._clock() < self._absent_until.get(modality, float("-inf")):
             return None
+        return await self._look(modality)
+
+    async def _look(self, modality: str) -> Record | None:
+        """Read the record, whatever is known; what is known stays where the bucket fails."""
         body = await self._read(self._layout.modality(modality))
         record = parse_record(body) if body is not None else None
         if record is None:
             if body is not None:
                 log.error("%s is not a modality record", self._layout.modality(modality))
+            self._known.pop(modality, None)
             self._absent_until[modality] = self._clock() + _ABSENT_TTL_S
             return None
         self._known[modality] = record
@@ -128,7 +133,7 @@ class ModalityRecords:
         Written again, if it is absent, when it was last seen SETTLED_S ago.
 
         Raises:
-            UnavailableError, AccessError: The bucket could not be asked.
+            UnavailableError, AccessError: The bucket could not be asked, and nothing is known.
         """
         known, now_s = self._known.get(modality), self._clock()
         if known is not None and now_s < self._settled_until.get(modality, 0.0):
@@ -139,9 +144,12 @@ class ModalityRecords:
         try:
             await self._store.put_if_absent(self._layout.modality(modality), [body])
         except ConflictError:
-            self._absent_until.pop(modality, None)
-            self._known.pop(modality, None)  # it may be another one by now
-            return await self.get(modality) or mine
+            try:
+                return await self._look(modality) or mine  # it may be another one by now
+            except (UnavailableError, AccessError):
+                if known is None:
+                    raise
+                return known  # most likely the same; looked at again after SETTLED_S
         except BaseException:
             self._settled_until.pop(modality, None)
             raise

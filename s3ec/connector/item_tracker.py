@@ -368,6 +368,12 @@ class DeferralBudget:
             self._vain_s = now
         return True
 
+    def resume(self, request_id: str, pause_s: float) -> None:
+        """vLLM asks about the request again, after so long: that was no wait."""
+        wait = self._waits.get(request_id)
+        if wait is not None and wait.since_s is not None:
+            wait.since_s += pause_s
+
     def came(self, seconds: float) -> None:
         """Something came from there after so long; who waits for others has a chance."""
         if seconds < self._limit_s:
@@ -426,6 +432,8 @@ class ItemTracker:
         waiting: Request id to the identifiers that it waits for, or will need later. For reading.
         waited: Ids of requests that have waited for the bucket, for this node's disk, for what
             they named, and for what was probed. For reading.
+        paused: Ids of requests that wait, but vLLM did not ask about them in the last pass in which
+            it could. For reading.
     """
 
     def __init__(
@@ -483,8 +491,11 @@ class ItemTracker:
         self._known_budgets = (self._waits, self._tier_waits, self._promise_waits)
         self._budgets = (*self._known_budgets, self._probe_waits)
         self.waited = tuple(budget.requests for budget in self._budgets)
-        # Those whose wait goes on: vLLM has asked about them in the last pass.
+        # Those that wait: vLLM has asked about them in the last pass...
         self._deferred: set[str] = set()
+        # ...or has not; since when.
+        self._paused_s: dict[str, float] = {}
+        self.paused = self._paused_s.keys()
         # Since the prefetcher was last told.
         self._demand: dict[str, FetchRequest] = {}
         self._demoted: dict[str, None] = {}
@@ -588,7 +599,7 @@ class ItemTracker:
             cannot: one came without pixels, and it has waited its time.
         """
         request_id = request.request_id
-        is_new = not any(request_id in waited for waited in self.waited)
+        is_new = not self._has_waited(request_id)
         awaited = self._awaited(pending, request)
         if awaited is None:
             return None
@@ -609,6 +620,9 @@ class ItemTracker:
             if identifier not in noted or self.items[identifier].priority is not _DEMAND:
                 self.expect(request_id, identifier, _DEMAND)
         return not awaited
+
+    def _has_waited(self, request_id: str) -> bool:
+        return any(request_id in waited for waited in self.waited)
 
     def _awaited(self, pending: list[Any], request: Any) -> list[Any] | None:
         """As _worth_waiting, and what is probed: that is waited for beside the rest, or alone.
@@ -720,7 +734,6 @@ class ItemTracker:
     def _pays(self, policy: WaitPolicy, request: Any, pending: list[Any]) -> bool:
         """Whether waiting costs less than encoding; what has no pixels is always waited for."""
         now = self._clock()
-        policy.resume(request.request_id, now)
         if any(map(self._needs_embedding, pending)):
             return True
         items = [self.items[feature.identifier] for feature in pending]
@@ -765,16 +778,26 @@ class ItemTracker:
         must not be taken for the time that a fetch takes.
         """
         now = self._clock()
+        for request_id in self.paused & asked:
+            self.resume_wait(request_id, now)  # its answer was repeated
         for request_id in self._deferred - asked:
             self._deferred.discard(request_id)
-            # It is looked at when vLLM asks again, and its wait goes on from there.
-            self._answers.drop(request_id)
-            for budget in self._budgets:
-                budget.end(request_id)
+            self._paused_s[request_id] = now
             if self._policy is not None:
                 self._policy.pause(request_id, now)
 
+    def resume_wait(self, request_id: str, now: float) -> None:
+        """vLLM asks about a paused request again: its wait goes on where it was."""
+        pause_s = now - self._paused_s.pop(request_id)
+        self._deferred.add(request_id)
+        for budget in self._budgets:
+            budget.resume(request_id, pause_s)
+        if self._policy is not None:
+            self._policy.resume(request_id, now)
+
     def _end_waits(self, request_id: str) -> None:
+        if request_id in self._paused_s:
+            self.resume_wait(request_id, self._clock())
         self._deferred.discard(request_id)
         self._end_known_waits(request_id)
         self._probe_waits.end(request_id)
@@ -823,6 +846,7 @@ class ItemTracker:
         """The request has ended. What it waited for is for others, or for nobody."""
         self._answers.drop(request_id)
         self._deferred.discard(request_id)
+        self._paused_s.pop(request_id, None)
         for budget in self._budgets:
             budget.end_request(request_id)
         if self._policy is not None:
@@ -1043,9 +1067,13 @@ class ItemTracker:
         for budget in self._budgets:
             budget.sweep(LEASE_S)
         self._probes.sweep()
+        # Whom the budgets have dropped by now: before 0.26 vLLM does not tell when a request ends.
+        for request_id in list(self._paused_s):
+            if not self._has_waited(request_id):
+                del self._paused_s[request_id]
         if self._policy is not None:
             for request_id in list(self._policy.waiting):
-                if not any(request_id in waited for waited in self.waited):
+                if not self._has_waited(request_id):
                     self._policy.end(request_id)
             if not any(item.fetching for item in self.items.values()):
                 self._policy.queue.reset()
@@ -1080,6 +1108,7 @@ class ItemTracker:
             "a wait for what was probed": probes,
             "an interest": self.waiting,
             "a deferral": self._deferred,
+            "a paused wait": self.paused,
             "an answer": self._answers.requests,
         }
         complaints = [
@@ -1128,6 +1157,7 @@ class ItemTracker:
             "probes in vain": self._probes.absent,
             "interests": self.waiting,
             "deferrals": self._deferred,
+            "paused waits": self.paused,
             "items": self.items,
             "steps that load": self._steps.loading,
             "demand": self._demand,

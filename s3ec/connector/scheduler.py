@@ -268,6 +268,8 @@ class SchedulerHalf:
         if answers.in_force.pop(request_id, None) == num_computed_tokens:
             return False
         answers.drop(request_id)
+        if request_id in self.tracker.paused:
+            self.tracker.resume_wait(request_id, self._clock())
         if self._stopped:
             return self._can_be_encoded(request, num_computed_tokens)
         # Not by the end of the last feature: where they nest (the audio of a video), an earlier

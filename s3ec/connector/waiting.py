@@ -437,14 +437,14 @@ class WaitPolicy:
 
     def due(self, now: float) -> list[str]:
         """Waiting requests about which to decide anew; at most MOST_DECISIONS, who is due longest
-        first.
+        first. Those that vLLM did not ask about in the last pass come last: it may not do so now.
         """
         due = [
-            (one.again_s, name)
+            (one.paused_s is not None, one.again_s, name)
             for name, one in self._waiting.items()
-            if one.again_s <= now and one.paused_s is None
+            if one.again_s <= (now if one.paused_s is None else one.paused_s)
         ]
-        return [name for _, name in heapq.nsmallest(MOST_DECISIONS, due)]
+        return [name for _, _, name in heapq.nsmallest(MOST_DECISIONS, due)]
 
     def waits(
         self,

@@ -103,6 +103,20 @@ async def test_a_busy_producer_asks_for_its_record_rarely(
     assert store.calls["put_if_absent"] == 1
 
 
+@pytest.mark.parametrize("error", [UnavailableError, AccessError])
+async def test_a_known_record_stays_where_it_cannot_be_read_again(
+    store: FaultStore, records: ModalityRecords, clock: Clock, error: type[Exception]
+) -> None:
+    """A server that throttles reads, say: uploads go on."""
+    await records.settle("image", WIDE)
+    break_with(store, Fault("get", NAME, error=error))
+    for _ in range(2):
+        clock.now_s += SETTLED_S + 1
+        assert await records.settle("image", NARROW) == WIDE
+        assert records.known("image") == WIDE
+    assert store.calls["get"] == 2
+
+
 async def test_a_known_record_is_not_asked_for_again(
     store: FaultStore, records: ModalityRecords
 ) -> None:

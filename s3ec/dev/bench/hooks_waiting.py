@@ -58,15 +58,17 @@ class _Watched:
     def __init__(self, scheduler: Scheduler, requests: Sequence[Request]) -> None:
         self._scheduler = scheduler
         self._waiting = len(requests)
+        self._places = scheduler.max_num_active_reqs
         for request in requests:
             scheduler.add_request(request)
 
-    def schedule_s(self) -> float:
-        """One pass.
+    def schedule_s(self, *, is_full: bool = False) -> float:
+        """One pass; a full engine asks about nobody.
 
         Raises:
             RuntimeError: A request was scheduled, so that something else would be measured.
         """
+        self._scheduler.max_num_active_reqs = 0 if is_full else self._places
         started = time.thread_time()
         output = self._scheduler.schedule()
         seconds = time.thread_time() - started
@@ -84,7 +86,8 @@ def ratios(scratch: Path, *, requests: int, rounds: int) -> dict[str, list[float
         rounds: Passes of each, in turn, after those in which every request was looked at.
 
     Returns:
-        By the setting ``wait``: one ratio a round.
+        By the setting ``wait``: one ratio a round. Behind ``after a full pass, `` the same where
+        the engine was full in the pass before, which is in the time as well.
     """
     init_none_hash(sha256)
     config = EngineArgs(
@@ -110,6 +113,7 @@ def ratios(scratch: Path, *, requests: int, rounds: int) -> dict[str, list[float
             one.block_hashes = its_hashes
         watched[name] = _Watched(scheduler, copies)
     times: dict[str, list[float]] = {name: [] for name in watched}
+    after_full: dict[str, list[float]] = {name: [] for name in watched}
     gc.collect()
     gc.disable()
     try:
@@ -118,8 +122,18 @@ def ratios(scratch: Path, *, requests: int, rounds: int) -> dict[str, list[float
                 seconds = each.schedule_s()
                 if number >= _FIRST_PASSES:
                     times[name].append(seconds)
+        for _ in range(rounds):
+            for name, each in watched.items():
+                seconds = each.schedule_s(is_full=True) + each.schedule_s()
+                after_full[name].append(seconds)
     finally:
         gc.enable()
+    return _over_alone(times) | {
+        f"after a full pass, {name}": found for name, found in _over_alone(after_full).items()
+    }
+
+
+def _over_alone(times: dict[str, list[float]]) -> dict[str, list[float]]:
     alone = times.pop("")
     return {
         name: [one / other for one, other in zip(seconds, alone, strict=True)]

@@ -67,6 +67,17 @@ def test_while_nothing_changes_no_picture_is_looked_at(world: World, waits: Wait
     assert waits.looks == before
 
 
+def test_after_passes_of_a_full_engine_no_picture_is_looked_at(world: World, waits: Waits) -> None:
+    """vLLM leaves its queue early then, and asks about nobody in it."""
+    before = waits.looks
+    for _ in range(20):
+        for _ in range(2):
+            world.clock.now_s += 0.001
+            world.step()
+        assert not waits.ask()
+    assert waits.looks == before
+
+
 @pytest.mark.parametrize("outcome", [FetchOutcome.READY, FetchOutcome.ABSENT])
 def test_who_waits_for_what_has_ended_is_looked_at_once(
     world: World, waits: Waits, outcome: FetchOutcome
@@ -78,9 +89,7 @@ def test_who_waits_for_what_has_ended_is_looked_at_once(
 
 def test_who_waits_for_something_else_is_not_looked_at(world: World, waits: Waits) -> None:
     world.stock("other")
-    other = request("other", feature("other"))
-    assert not world.ask(other)
-    assert not waits.ask()
+    other = world.deferred(request("other", feature("other")))
     world.finish("other")
     assert not waits.is_looked_at()
     assert world.ask(other)

@@ -177,6 +177,26 @@ def test_time_in_which_vllm_does_not_ask_is_no_wait(world: World) -> None:
     assert world.counters.get("defer_timeouts") == 0
 
 
+def test_a_wait_that_ends_after_a_pause_is_in_vain_like_any_other(world: World) -> None:
+    """So a slow bucket in a full engine costs MOST_IN_VAIN requests their time, and no more."""
+    waits = []
+    for number in range(MOST_IN_VAIN + 3):
+        world.stock(f"slow {number}")
+        asker = request(f"r{number}", feature(f"slow {number}"))
+        waits.append(not world.ask(asker))
+        world.step()
+        if waits[-1]:
+            world.clock.now_s += 1.9
+            assert not world.ask(asker)
+            world.step()
+            world.clock.now_s += 0.2
+            world.step()  # nobody is asked about; the wait was over before
+            assert world.ask(asker)
+        world.half.request_finished(asker)
+    assert waits == [True] * MOST_IN_VAIN + [False] * 3
+    assert world.counters.get("defer_timeouts") == MOST_IN_VAIN
+
+
 def test_a_timeout_of_zero_never_waits_and_still_fetches() -> None:
     world = World(defer_timeout_s=0.0)
     world.stock("a")

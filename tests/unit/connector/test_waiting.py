@@ -223,6 +223,16 @@ def test_time_in_which_vllm_does_not_ask_ends_no_wait() -> None:
     assert 0.03 < waited < 0.12 + 0.002
 
 
+def test_who_was_not_asked_about_in_the_last_pass_is_due_last() -> None:
+    one = policy(encode_s=1.0, fetch_s=0.03)
+    for number in range(3):
+        assert decide(one, str(number), [want(one)], 0.001 * number)
+    one.pause("0", 1.0)
+    assert one.due(2.0) == ["1", "2", "0"]
+    one.resume("0", 2.0)
+    assert one.due(2.0) == ["0", "1", "2"]
+
+
 def test_each_turn_of_a_session_is_weighed_anew() -> None:
     one = policy(encode_s=0.06, fetch_s=0.03)
 
