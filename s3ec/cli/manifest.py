@@ -199,6 +199,7 @@ def _report(made: BuildResult, *, as_json: bool) -> None:
                 "bloom_bytes": head.bloom_nbytes,
                 "merged": made.merged,
                 "deleted": made.removed,
+                "waiting_count": len(made.waiting),
                 "corrupt": dict(made.corrupt),
             }
         )
@@ -210,6 +211,11 @@ def _report(made: BuildResult, *, as_json: bool) -> None:
         )
         for problem in made.corrupt.values():
             print_note(f"left out: {safe(problem)}")
+        if made.waiting:
+            print_note(
+                f"{many(len(made.waiting), 'delta')} with deletions left for later, since what was "
+                "left out may hold what they delete; `s3ec manifest rebuild` goes on without it"
+            )
     if made.corrupt:
         raise typer.Exit(EXIT_WRONG)
 

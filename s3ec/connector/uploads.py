@@ -166,6 +166,10 @@ class Upload:
     adopted: bool = False
 
 
+# After a write that took longer the bucket is asked when it was.
+_SLOW_WRITE_S = 2.0
+
+
 class _Since(NamedTuple):
     """From when on an object was there.
 
@@ -449,7 +453,12 @@ class Uploader:
         if revision:
             await self._node.loop.disk(self._node.bad_objects.heal, upload.key, revision)
         mine, news = answer is Answer.STORED, revision > 0
-        if not mine and (news or not self._node.index.is_announced(upload.key)):
+        if mine:
+            # It waited, for its place or for the server: it may have been deleted before it came.
+            is_doubtful = self._clock() - since.at_s > _SLOW_WRITE_S
+        else:
+            is_doubtful = news or not self._node.index.is_announced(upload.key)
+        if is_doubtful:
             since = await self._since_when(self._node.layout.object(upload.key, revision), since)
         # A revision is announced whoever wrote it: what readers know is the row of a bad object.
         await self._announce(
@@ -458,11 +467,11 @@ class Uploader:
         return header if mine else None
 
     async def _since_when(self, name: str, asked: _Since) -> _Since:
-        """When an object that was there before was stored: it may be gone, or be so soon.
+        """When an object that is there was stored: it may be gone, or be so soon.
 
         Args:
             name: Of the object.
-            asked: When it was found to be there.
+            asked: When it was asked for.
 
         Raises:
             UnavailableError: It is gone, so it is to be stored; or the bucket does not answer.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import time
 from collections.abc import Callable, Set
 from dataclasses import dataclass, replace
 
@@ -151,6 +152,8 @@ FIRST_PAUSE_S = 60.0
 """After a compaction that failed or was in vain; twice as long after each further one."""
 MAX_PAUSE_S = 1800.0
 """The longest of these pauses."""
+LEFT_S = 600.0
+"""What could not be merged counts as backlog again after this time: it may be readable by then."""
 _TASK = "compact"
 
 
@@ -195,6 +198,7 @@ class ElectedCompactor:
         files: IndexFiles,
         counters: Counters,
         making: BuildOptions | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Nothing runs before ``run_forever``.
 
@@ -202,6 +206,7 @@ class ElectedCompactor:
             backlog: As far as this process knows; no I/O.
             files: This node's, for their claims: one of its processes compacts at a time.
             making: How to compact; None for the defaults.
+            clock: Monotonic seconds.
         """
         self._store = store
         self._layout = layout
@@ -210,7 +215,9 @@ class ElectedCompactor:
         self._counters = counters
         self._making = making or BuildOptions()
         self._allowed = False
-        self._left: Set[str] = frozenset()  # deltas that the last compaction could not merge
+        self._clock = clock
+        self._left: Set[str] = frozenset()  # deltas that the last compaction could not merge...
+        self._left_until_s = 0.0  # ...and how long they do not count
 
     async def run_forever(self) -> None:
         """Compact whenever it pays, until cancelled, or for good where the server forbids it."""
@@ -266,6 +273,7 @@ class ElectedCompactor:
             await asyncio.to_thread(self._files.claims.release, claim)
         if made is not None:
             self._left = made.corrupt.keys() | made.waiting
+            self._left_until_s = self._clock() + LEFT_S
         if made is None or not made.merged:
             self._counters.add("compact.in_vain")
             return False
@@ -285,11 +293,12 @@ class ElectedCompactor:
     async def _real_backlog(self) -> Backlog:
         """The backlog in the bucket, by sizes: another process may have compacted meanwhile.
 
-        Without what could not be merged the last time, or each compaction would call for the next.
+        Without what could not be merged a moment ago, or each compaction would call for the next.
         """
+        left = self._left if self._clock() < self._left_until_s else frozenset()
         snapshot = await take_snapshot(self._store, self._layout)
         head = await newest_head(self._store, self._layout, snapshot)
-        waiting = set(snapshot.unmerged(head)) - self._left
+        waiting = set(snapshot.unmerged(head)) - left
         sizes = [snapshot.deltas[ulid].nbytes for ulid in waiting]
         return Backlog(len(sizes), sum(sizes) // _ROW_BYTES, head.entries if head else 0)
 

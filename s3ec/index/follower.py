@@ -29,6 +29,10 @@ _EXACT_SHARE = 1 / 8
 _LARGEST_SHARE = 1 / 2
 # A base that is refused is tried again so late, unless a newer one comes.
 _RETRY_S = 600.0
+# Deltas that the bucket did not give are asked for once more by the next refresh, and then so late.
+_ASK_AGAIN_S = 60.0
+# Until so many in a row have failed: more would open the breaker, for what may be lost for good.
+_MOST_FAILURES = 2
 # Where there is no base the objects are listed; a listing that takes long is repeated rarely.
 _LISTING_EVERY_S = 600.0
 _LISTING_SHARE = 0.1
@@ -57,7 +61,8 @@ class Follower:
     """Looks at the bucket for one reader, and shows each new View through ``install``.
 
     A delta is pending once it was listed, and applied once its rows are in the overlay. It leaves
-    the overlay when a base is shown that contains it. A delta, head or base that is damaged is
+    the overlay when a base is shown that contains it. One that the bucket did not give stays
+    pending, and is asked for behind the others, seldom. A delta, head or base that is damaged is
     refused, and tried again after the next full listing; one of a newer format stays refused.
 
     States of the view: nothing; a listing of the objects; a base; both. A base is opened beside
@@ -96,7 +101,9 @@ class Follower:
         self._head: BaseManifest | None = None  # of the base in the view
         self._listed: dict[int, ObjectInfo] = {}  # heads as they were when they were read
         self._overlay = Overlay()  # the deltas in the view
-        self._pending: set[str] = set()  # seen and not applied: the bucket did not answer
+        self._pending: set[str] = set()  # seen and not applied
+        self._unread: dict[str, S3ECError] = {}  # of these, what the bucket did not give, and why
+        self._ask_again_s = -math.inf
         self._refused: dict[str, str] = {}  # name of what is in the bucket: reason
         self._told: set[str] = set()  # names of what the log has a line about
         self._not_before: dict[int, float] = {}  # bases that could not be opened
@@ -227,29 +234,48 @@ class Follower:
         self._drop_pending(self._head or newest)
         if not self._pending:
             return []
-        wanted = set(self._pending)
-        found = await self._cache.deltas(wanted)
+        found = await self._cache.deltas(self._pending - self._unread.keys())
+        found |= await self._read_unread()
         failed = _failed(found)
+        self._unread |= failed
         # Others may have come from a look for a new base.
-        self._pending -= wanted - failed.keys()
+        self._pending -= found.keys() - failed.keys()
         self._refuse_deltas(found)
         async with self._changing:
             good = {ulid: rows for ulid, rows in found.items() if isinstance(rows, Rows)}
             if self._head is not None:  # it may have come meanwhile
                 good = {u: rows for u, rows in good.items() if u not in self._head.merged}
             if not good:
-                return list(failed.values())
+                return list(self._unread.values())
             overlay = await self._cache.disk(self._overlay.plus, good)
             new = await self._cache.disk(Overlay().plus, good)
             self._overlay = overlay
             self._show(View(self._view.base, overlay.segment, self._view.listing), new.segment)
-        return list(failed.values())
+        return list(self._unread.values())
+
+    async def _read_unread(self) -> dict[str, Rows | S3ECError | None]:
+        """Ask again for what the bucket did not give, one by one while that goes well."""
+        found: dict[str, Rows | S3ECError | None] = {}
+        failures = 0
+        if self._clock() < self._ask_again_s:
+            return found
+        for ulid in list(self._unread):
+            del self._unread[ulid]  # one that fails again goes to the end
+            answer = await self._cache.deltas([ulid])
+            found |= answer
+            failures = failures + 1 if _failed(answer) else 0
+            if failures == _MOST_FAILURES:
+                break
+        if _failed(found):
+            self._ask_again_s = self._clock() + _ASK_AGAIN_S
+        return found
 
     def _drop_pending(self, head: BaseManifest | None) -> None:
         self._pending -= self._overlay.ulids
         if head is not None:
             self._pending -= head.merged
         self._pending = {u for u in self._pending if self._layout.delta(u) not in self._refused}
+        self._unread = {u: why for u, why in self._unread.items() if u in self._pending}
 
     def _refuse_deltas(self, found: Mapping[str, object]) -> None:
         for ulid, rows in found.items():
@@ -263,7 +289,9 @@ class Follower:
         bucket does not give now are pending again.
         """
         found = await self._cache.deltas(ulids)
-        self._pending |= _failed(found).keys()
+        failed = _failed(found)
+        self._pending |= failed.keys()
+        self._unread |= failed
         return {ulid: rows for ulid, rows in found.items() if isinstance(rows, Rows)}
 
     def _show(self, view: View, new: Segment | None = None) -> None:

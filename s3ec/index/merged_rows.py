@@ -119,18 +119,22 @@ class MergedRows:
 
         async def read(ulid: str) -> Rows | None:
             name = self._layout.delta(ulid)
-            try:
-                blob = await self._store.get(name, max_bytes=MAX_DELTA_BYTES)
-                if blob is None:
+            for _ in range(2):  # it may have been damaged on its way
+                try:
+                    blob = await self._store.get(name, max_bytes=MAX_DELTA_BYTES)
+                    if blob is None:
+                        return None
+                    namespace = self._layout.namespace
+                    rows = await asyncio.to_thread(parse_segment, blob, namespace, name=name)
+                except CorruptEntryError as exc:
+                    done.corrupt[ulid] = f"{exc} ({exc.reason})"
+                    continue
+                except (UnavailableError, AccessError) as exc:
+                    done.unread[ulid] = exc  # perhaps of this object alone, and for good
                     return None
-                namespace = self._layout.namespace
-                return await asyncio.to_thread(parse_segment, blob, namespace, name=name)
-            except CorruptEntryError as exc:
-                done.corrupt[ulid] = f"{exc} ({exc.reason})"
-                return None
-            except (UnavailableError, AccessError) as exc:
-                done.unread[ulid] = exc  # perhaps of this object alone, and for good
-                return None
+                done.corrupt.pop(ulid, None)
+                return rows
+            return None
 
         for start in range(0, len(ulids), _DELTAS_AT_A_TIME):
             some = ulids[start : start + _DELTAS_AT_A_TIME]

@@ -53,13 +53,14 @@ def test_compact_merges_what_was_announced(cli: Cli, corpus: Corpus, namespace: 
     for number in range(3):
         announce(corpus, namespace, number, content_hash(str(number)))
     made = cli.json("manifest", "compact")
-    names = ("version", "entry_count", "shard_count", "merged", "deleted")
+    names = ("version", "entry_count", "shard_count", "merged", "deleted", "waiting_count")
     assert {name: made[name] for name in names} == {
         "version": 2,
         "entry_count": 3,
         "shard_count": 1,
         "merged": 3,
         "deleted": 0,
+        "waiting_count": 0,
     }
     assert cli.json("manifest", "compact")["merged"] == 0
     assert "base 2: 3 entries" in cli("manifest", "compact").stdout

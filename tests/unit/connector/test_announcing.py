@@ -191,6 +191,59 @@ def test_announcement_says_what_was_stored(rig: Rig) -> None:
     )
 
 
+@pytest.mark.parametrize("is_deleted_first", [False, True])
+def test_of_a_slow_write_and_a_deletion_the_later_one_counts(
+    tmp_path: Path, is_deleted_first: bool
+) -> None:
+    """Its answer may be on its way for long, and so may the request."""
+    clock, writing, looking = Clock(), Gate(), Gate()
+    rig = Rig(
+        tmp_path,
+        Fault(op="put_if_absent", name="/objects/", gate=writing),
+        Fault(op="head", name="/objects/", gate=looking),
+        clock=clock,
+    )
+    asked_s, name = int(clock.now_s), rig.node.layout.object(key_at(1))
+    rig.begin_to_save(1)
+    assert writing.reached.wait(DEADLINE_S)
+    clock.now_s += 100
+    deletion = rig.delete(1)
+    rig.node.loop.run(rig.node.index.refresh(), DEADLINE_S)
+    clock.now_s += 5
+    writing.release()
+    assert looking.reached.wait(DEADLINE_S)
+    if not is_deleted_first:
+        rig.bucket.modified_s[name] = asked_s
+    looking.release()
+    eventually(lambda: key_at(1).identifier in rig.ended)
+    rig.flush()
+    del rig.bucket.objects[deletion]
+    told_s = rig.told()[key_at(1).digest].time_s
+    assert told_s > asked_s + 100 if is_deleted_first else told_s <= asked_s
+    rig.close()
+
+
+def test_slow_write_whose_object_was_deleted_meanwhile_is_repeated(tmp_path: Path) -> None:
+    clock, writing, looking = Clock(), Gate(), Gate()
+    rig = Rig(
+        tmp_path,
+        Fault(op="put_if_absent", name="/objects/", gate=writing),
+        Fault(op="head", name="/objects/", gate=looking),
+        clock=clock,
+    )
+    name = rig.node.layout.object(key_at(1))
+    rig.begin_to_save(1)
+    assert writing.reached.wait(DEADLINE_S)
+    clock.now_s += 100
+    writing.release()
+    assert looking.reached.wait(DEADLINE_S)
+    del rig.bucket.objects[name]
+    looking.release()
+    eventually(lambda: key_at(1).identifier in rig.ended)
+    assert name in rig.bucket.objects
+    rig.close()
+
+
 def test_announcement_is_dated_before_the_object_was_sent(tmp_path: Path) -> None:
     """Whoever deletes it while the answer is on its way does so later."""
     clock, gate = Clock(), Gate()
@@ -198,13 +251,10 @@ def test_announcement_is_dated_before_the_object_was_sent(tmp_path: Path) -> Non
     asked_s = int(clock.now_s)
     rig.begin_to_save(1)
     assert gate.reached.wait(DEADLINE_S)
-    clock.now_s += 100
-    deletion = rig.delete(1)
-    rig.node.loop.run(rig.node.index.refresh(), DEADLINE_S)
+    clock.now_s += 2
     gate.release()
     eventually(lambda: key_at(1).identifier in rig.ended)
     rig.flush()
-    del rig.bucket.objects[deletion]
     assert rig.told()[key_at(1).digest].time_s == asked_s
     rig.close()
 

@@ -434,6 +434,17 @@ async def test_a_corrupt_delta_is_left_out_and_named(memory: MemoryStore) -> Non
     assert LAYOUT.delta(ulid_of(2)) in memory.bucket.objects
 
 
+async def test_a_delta_that_was_damaged_on_its_way_is_read_again(memory: MemoryStore) -> None:
+    """Or what it holds, and a later one deletes, would come back with the next compaction."""
+    await compacted(memory)
+    await put_delta(memory, 1, {KEYS[1]: facts_of(1, 1)})
+    await put_delta(memory, 2, {KEYS[1]: Tombstone(2)})
+    damaged = Script([Fault("get", LAYOUT.delta(ulid_of(1)), change=flip(-1), times=1)])
+    made = await compacted(FaultStore(memory, damaged))
+    assert (made.merged, made.corrupt) == (2, {})
+    assert not await view(memory)
+
+
 @pytest.mark.parametrize("error", [UnavailableError, AccessError])
 async def test_a_delta_that_cannot_be_read_is_named_and_merged_when_it_can_be(
     memory: MemoryStore, error: type[Exception]

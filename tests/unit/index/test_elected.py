@@ -14,11 +14,19 @@ import pytest
 from s3ec.counters import Counters
 from s3ec.errors import AccessError, UnavailableError
 from s3ec.index import compaction
-from s3ec.index.compaction import MAX_DELTAS, MIN_ROWS, Backlog, ElectedCompactor, compact
+from s3ec.index.compaction import (
+    LEFT_S,
+    MAX_DELTAS,
+    MIN_ROWS,
+    Backlog,
+    ElectedCompactor,
+    compact,
+)
 from s3ec.index.rows import EntryInfo
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
 from s3ec.testing.memory_store import MemoryStore
 from s3ec.tier import IndexFiles, Tier
+from tests.support.clock import Clock
 from tests.support.file_calls import file_calls_of
 from tests.support.overwriting import OverwritingStore
 from tests.unit.index.basics import LAYOUT, key_of, reached, until
@@ -45,11 +53,16 @@ def backlog() -> list[Backlog]:
 
 
 @pytest.fixture
+def clock() -> Clock:
+    return Clock(0.0)
+
+
+@pytest.fixture
 def compactor(
-    store: FaultStore, files: IndexFiles, counters: Counters, backlog: list[Backlog]
+    store: FaultStore, files: IndexFiles, counters: Counters, backlog: list[Backlog], clock: Clock
 ) -> ElectedCompactor:
     return ElectedCompactor(
-        store, LAYOUT, backlog=lambda: backlog[0], files=files, counters=counters
+        store, LAYOUT, backlog=lambda: backlog[0], files=files, counters=counters, clock=clock
     )
 
 
@@ -132,6 +145,19 @@ async def test_what_cannot_be_merged_does_not_call_for_one_compaction_after_the_
     await put_delta(memory, 9999, {key_of("new"): EntryInfo(9, time_s=1)})
     assert not await compactor.compact_if_needed()
     assert counters.get("compact.bases") == 1
+
+
+async def test_what_could_not_be_read_for_a_moment_is_merged_later(
+    memory: MemoryStore, script: Script, compactor: ElectedCompactor, clock: Clock
+) -> None:
+    await pile_up(memory, 2 * MAX_DELTAS)
+    script.faults.append(Fault("get", "/delta/", error=UnavailableError))
+    with contextlib.suppress(UnavailableError):
+        assert not await compactor.compact_if_needed()
+    script.faults.clear()
+    clock.now_s += LEFT_S
+    assert await compactor.compact_if_needed()
+    assert len(await view(memory)) == 2 * MAX_DELTAS
 
 
 async def test_while_another_process_of_the_node_is_at_it_nothing_is_asked(

@@ -192,8 +192,33 @@ async def test_a_delta_that_the_bucket_cannot_read_keeps_back_neither_others_nor
         await reader.refresh()
     assert reader.finds("new", "good", "later", "bad") == [True, True, True, False]
     reader.script.faults = []
+    reader.clock.now_s += 60.0
     await reader.refresh()
     assert reader.finds("bad") == [True]
+
+
+async def test_deltas_that_cannot_be_read_are_asked_for_seldom(
+    corpus: Corpus, make_reader: MakeReader
+) -> None:
+    """Requests that fail one after the other open the breaker, and with it the whole cache."""
+    bad = [corpus.delta(f"bad {number}") for number in range(8)]
+    reader = make_reader()
+    reader.script.faults = [Fault(op="get", name="|".join(bad), error=UnavailableError)]
+    asked = []
+    for _ in range(20):
+        corpus.delta(f"good {len(asked)}")
+        with pytest.raises(UnavailableError):
+            await reader.refresh()
+        asked.append(reader.script.faults[0].struck)
+        reader.clock.now_s += 10.0
+    assert asked[0] == 8
+    assert asked[1] - asked[0] == 2
+    assert asked[-1] <= 8 + 2 * 4
+    assert all(reader.finds(*(f"good {number}" for number in range(20))))
+    reader.script.faults = []
+    reader.clock.now_s += 60.0
+    await reader.refresh()
+    assert all(reader.finds(*(f"bad {number}" for number in range(8))))
 
 
 # -- clocks ------------------------------------------------------------------------------------
