@@ -41,8 +41,9 @@ _BLOCK = 16
 _TOKENS = 8192
 # Until every request was looked at: 64 of them are weighed in one pass.
 _FIRST_PASSES = 30
-# What encoding one picture costs, as far as the policy knows: more than to wait for the fetches.
-_ENCODE_S = 5.0
+# What encoding one picture costs, as far as the policy knows: far more than to wait for the fetches
+# of all requests before it.
+_ENCODE_S = 50.0
 
 
 class Deferring(NoConnector):
