@@ -35,6 +35,7 @@ from s3ec.errors import TierError
 from s3ec.tier.files import (
     DiskErrors,
     Folders,
+    current_batch,
     free_bytes,
     is_stale_temp,
     is_unread,
@@ -208,10 +209,6 @@ class _Batch:
 
     nbytes: int = 0
     room_bytes: int = 0
-
-
-class _Batches(threading.local):
-    now: _Batch | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -477,22 +474,7 @@ class Evictor:
         self._total = RunningTotal(folders)
         self._background = Background("s3ec-evictor", self._work_ahead)
         self._is_open = False
-        self._batches = _Batches()
         self._waits_again_s = -math.inf  # monotonic
-
-    def begin_batch(self) -> None:
-        """What this thread publishes from now on is counted by ``end_batch``, together.
-
-        And it looks for room once. For a few milliseconds: what is not counted may be published by
-        others a second time, and is not counted at all where this process is killed.
-        """
-        self._batches.now = _Batch()
-
-    def end_batch(self) -> None:
-        """Count it. Never raises."""
-        batch, self._batches.now = self._batches.now, None
-        if batch is not None and batch.nbytes:
-            self.account(batch.nbytes)
 
     def open(self, *, fresh: bool) -> None:
         """Sweep what dead processes left; no walk over the entries.
@@ -530,13 +512,12 @@ class Evictor:
             raise TierError("the tier is not open")
         if nbytes > self._budget_bytes:
             raise TierError(f"{nbytes} bytes are more than the budget of {self._budget_bytes}")
-        batch = self._batches.now
+        batch = self._batch()
         if batch is not None:
             if nbytes <= batch.room_bytes:
                 batch.room_bytes -= nbytes
                 return
-            self.end_batch()  # so that the total is right
-            self.begin_batch()
+            self._end_batch(batch)  # so that the total is right
         if self._has_room(nbytes):
             return
         with self._turn(wait_s) as alone:
@@ -553,9 +534,27 @@ class Evictor:
 
     def account(self, nbytes: int) -> None:
         """Count what was published; a few system calls. Never raises: the bytes are there."""
-        if (batch := self._batches.now) is not None:
+        batch = self._batch()
+        if batch is None:
+            self._count(nbytes)
+        else:
             batch.nbytes += nbytes
-            return
+
+    def _batch(self) -> _Batch | None:
+        """Where this thread adds up what it publishes in a row, to count it at the end.
+
+        And it looks for room once. For a few milliseconds: what is not counted may be published by
+        others a second time, and is not counted at all where this process is killed.
+        """
+        batch = current_batch()
+        return None if batch is None else batch.share(self, _Batch, self._end_batch)
+
+    def _end_batch(self, batch: _Batch) -> None:
+        nbytes, batch.nbytes, batch.room_bytes = batch.nbytes, 0, 0
+        if nbytes:
+            self._count(nbytes)
+
+    def _count(self, nbytes: int) -> None:
         try:
             figures = self._total.add(nbytes)
         except (OSError, TierError) as exc:
@@ -603,7 +602,8 @@ class Evictor:
         if free - nbytes < self.min_free_bytes + self._ahead_of_floor_bytes:
             self._background.wake()
         limit = self._budget_bytes if figures.counted else self._slack_bytes
-        if (batch := self._batches.now) is not None:
+        batch = self._batch()
+        if batch is not None:
             # Near a limit there is none, so that each publish looks.
             spare = free - self.min_free_bytes - self._ahead_of_floor_bytes
             batch.room_bytes = min(limit - figures.total_bytes, spare) - nbytes

@@ -19,14 +19,16 @@ import secrets
 import stat
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any, TypeVar
 
 from s3ec.counters import Counters
 from s3ec.errors import CorruptEntryError, TierError
 
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class DiskErrors:
@@ -113,7 +115,7 @@ class Folders:
             TierError: A folder is a symbolic link, another user's, or writable by others.
             OSError: It could not be made.
         """
-        _looks.forget()
+        _look_again()
         for folder in reversed(self.root.parents):
             if not folder.exists():
                 make_folder(folder)
@@ -219,7 +221,7 @@ class Folders:
                 file.is_named = True
                 return
             except FileNotFoundError:
-                _looks.forget()
+                _look_again()
                 if last or not os.path.lexists(file.path):
                     raise
                 self._make_below(parents)
@@ -279,48 +281,73 @@ def require_own_folders(paths: Iterable[str]) -> None:
         TierError: One is not a folder, another user's, or writable by others.
         FileNotFoundError: One is missing.
     """
-    seen = _looks.seen
-    if seen is None:
+    batch = _current.batch
+    if batch is None:
         for path in paths:
             check_folder(path)
         return
+    seen = batch.seen
     for path in paths:
         if path not in seen:
             check_folder(path)
             seen.add(path)
 
 
-class _Looks(threading.local):
-    """Which folders this thread has found in order in its present scope; None outside of one."""
+class Batch(AbstractContextManager[None]):
+    """Calls that one thread makes in a row, for milliseconds, and what they share.
 
-    seen: set[str] | None = None
+    They look at each folder once, see require_own_folders. Looking comes before using in any case;
+    a folder that is replaced after the look is used for those milliseconds.
 
-    def begin(self) -> None:
-        self.seen = set()
-
-    def end(self) -> None:
-        self.seen = None
-
-    def forget(self) -> None:
-        if self.seen:
-            self.seen.clear()
-
-
-_looks = _Looks()
-
-
-class LookingOnce(AbstractContextManager[None]):
-    """While a thread is in this block, require_own_folders looks at each folder once.
-
-    For calls in a row that take milliseconds together. Looking comes before using in any case; in
-    such a block a folder that is replaced after the look is used for those milliseconds.
+    Attributes:
+        seen: Folders that were found in order.
     """
 
+    def __init__(self) -> None:
+        self.seen: set[str] = set()
+        self._shared: dict[object, Any] = {}
+        self._ends = ExitStack()
+
     def __enter__(self) -> None:
-        _looks.begin()
+        _current.batch = self
 
     def __exit__(self, *exc_info: object) -> None:
-        _looks.end()
+        # Whatever fails here, this thread must not go on believing in old looks.
+        try:
+            self._ends.close()
+        finally:
+            _current.batch = None
+
+    def share(self, owner: object, make: Callable[[], T], end: Callable[[T], object]) -> T:
+        """What the calls share for one owner.
+
+        Args:
+            make: Makes it at the first call.
+            end: Takes it at the end of the batch, whatever else fails there.
+        """
+        found: T | None = self._shared.get(owner)
+        if found is None:
+            found = self._shared[owner] = make()
+            self._ends.callback(end, found)
+        return found
+
+
+class _Current(threading.local):
+    batch: Batch | None = None
+
+
+_current = _Current()
+
+
+def current_batch() -> Batch | None:
+    """The batch that this thread is in."""
+    return _current.batch
+
+
+def _look_again() -> None:
+    """A folder has vanished or was made."""
+    if _current.batch is not None:
+        _current.batch.seen.clear()
 
 
 def free_bytes(folder: Path) -> int:

@@ -24,7 +24,7 @@ import xxhash
 
 from s3ec.errors import CorruptEntryError, TierError
 from s3ec.identity import Key
-from s3ec.tier.files import DiskErrors, Folders, open_entry
+from s3ec.tier.files import DiskErrors, Folders, current_batch, open_entry
 
 _log = logging.getLogger(__name__)
 
@@ -80,10 +80,6 @@ def parse_records(blob: bytes, namespace: str) -> tuple[list[bytes], int]:
     return digests, max(done, len(blob) - len(_MAGIC) + 1)
 
 
-class _Batches(threading.local):
-    now: list[bytes] | None = None
-
-
 class NewsWriter:
     """Tells the node's other processes what was put here. Thread-safe; holds nothing open."""
 
@@ -92,33 +88,23 @@ class NewsWriter:
         self._folders = folders
         self._namespace = namespace
         self._failed = disk_errors.record
-        self._batches = _Batches()
-
-    def begin_batch(self) -> None:
-        """What this thread tells from now on is written by ``end_batch``, all at once."""
-        self._batches.now = []
-
-    def end_batch(self) -> None:
-        """Write it. Never raises."""
-        records, self._batches.now = self._batches.now, None
-        if records:
-            self._write(b"".join(records))
 
     def tell(self, key: Key) -> None:
         """An entry has its name now; about six short system calls. Never raises."""
         record = make_record(self._namespace, key.digest)
-        if (records := self._batches.now) is not None:
-            records.append(record)
+        batch = current_batch()
+        if batch is None:
+            self._write([record])
         else:
-            self._write(record)
+            batch.share(self, list[bytes], self._write).append(record)
 
-    def _write(self, records: bytes) -> None:
+    def _write(self, records: list[bytes]) -> None:
         try:
             fd = self._folders.open_own(self._folders.news, os.O_APPEND)
             try:
                 # One write at the end, so records of many processes do not mix. A full disk may
                 # take a part of it, which readers pass over.
-                os.write(fd, records)
+                os.write(fd, b"".join(records))
                 if os.lseek(fd, 0, os.SEEK_CUR) >= LARGEST_BYTES:
                     self._begin_anew(fd)
             finally:

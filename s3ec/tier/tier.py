@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from errno import EDQUOT, ENOSPC
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from s3ec.tier.claims import Claims
 from s3ec.tier.entries import Entries
 from s3ec.tier.entry_writer import EntryWriter
 from s3ec.tier.evictor import Evictor
-from s3ec.tier.files import DiskErrors, Folders, LookingOnce, make_folder
+from s3ec.tier.files import DiskErrors, Folders, make_folder
 from s3ec.tier.index_files import IndexFiles
 from s3ec.tier.news import NewsReader, NewsWriter
 from s3ec.tier.pins import Pins
@@ -97,11 +96,10 @@ class Tier:
         )
         self.writer = EntryWriter(
             *(folders, self.entries, self.pins, self.evictor),
-            news := NewsWriter(folders, namespace, errors),
+            NewsWriter(folders, namespace, errors),
             counters,
             clock=clock,
         )
-        self._news = news
         self._spools: list[Spool] = []
         self._readers: list[NewsReader] = []
         try:
@@ -112,14 +110,6 @@ class Tier:
                 f"cannot use {root}: {exc}; set `cache_dir` to a folder on a local "
                 "disk that this user may write"
             ) from exc
-
-    def together(self) -> AbstractContextManager[None]:
-        """For a thread that makes several calls in a row, for milliseconds.
-
-        They look at each folder and for room once, and what they published is counted and told of
-        at the end, together.
-        """
-        return _Together(self.evictor, self._news)
 
     def close(self) -> None:
         """Drop our pins; entries and spool stay. Never raises; more than once is fine."""
@@ -191,26 +181,3 @@ class Tier:
             if not full or not self.evictor.make_room(0, at_least_bytes=1):
                 raise
             self.pins.make_folder()
-
-
-class _Together(LookingOnce):
-    """See Tier.together."""
-
-    def __init__(self, evictor: Evictor, news: NewsWriter) -> None:
-        self._evictor = evictor
-        self._news = news
-
-    def __enter__(self) -> None:
-        super().__enter__()
-        self._evictor.begin_batch()
-        self._news.begin_batch()
-
-    def __exit__(self, *exc_info: object) -> None:
-        # Whatever fails here, this thread must not go on believing in old looks.
-        try:
-            try:
-                self._news.end_batch()
-            finally:
-                self._evictor.end_batch()
-        finally:
-            super().__exit__(*exc_info)

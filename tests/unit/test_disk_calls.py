@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from s3ec import disk_calls
+from s3ec import runtime
 from s3ec.runtime import LoopThread
 
 TIMEOUT_S = 20.0
@@ -52,7 +52,7 @@ def loop(scopes: Scopes) -> Iterator[LoopThread]:
 def test_calls_that_wait_are_made_in_one_scope_which_ends(
     loop: LoopThread, scopes: Scopes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk_calls, "_SCOPE_S", 60.0)
+    monkeypatch.setattr(runtime, "_SCOPE_S", 60.0)
     go_on = threading.Event()
 
     async def several() -> list[object]:
@@ -69,7 +69,7 @@ def test_calls_that_wait_are_made_in_one_scope_which_ends(
 def test_long_row_of_calls_is_cut_into_scopes(
     loop: LoopThread, scopes: Scopes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk_calls, "_SCOPE_S", -1.0)
+    monkeypatch.setattr(runtime, "_SCOPE_S", -1.0)
 
     async def several() -> None:
         await asyncio.gather(*(loop.disk(int) for _ in range(5)))
@@ -181,8 +181,8 @@ class Race:
             begun.set()
             assert self.go_on.wait(TIMEOUT_S)
 
-        monkeypatch.setattr(disk_calls, "deque", Raced)
-        monkeypatch.setattr(disk_calls, "_SCOPE_S", 60.0)  # it takes the next one by itself
+        monkeypatch.setattr(runtime, "deque", Raced)
+        monkeypatch.setattr(runtime, "_SCOPE_S", 60.0)  # it takes the next one by itself
         self.loop = LoopThread("s3ec-test", disk_threads=threads)
         self.loop.run(asyncio.sleep(0), TIMEOUT_S)
         self.loop.disk_soon(hold)

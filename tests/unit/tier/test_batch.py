@@ -13,8 +13,7 @@ import pytest
 
 from s3ec.counters import Counters
 from s3ec.errors import TierError
-from s3ec.tier.evictor import Evictor
-from s3ec.tier.news import NewsWriter
+from s3ec.tier.files import Batch
 from tests.support.on_disk import audit_of, running_total, usage_of
 from tests.unit.tier.cases import SIZE, MakeTier, entry, even, fill, left, pinned, read, refusing
 
@@ -31,7 +30,7 @@ def test_what_is_published_together_is_counted_once_at_the_end(
         looked.append(str(path))
         return lstat(path)
 
-    with tier.together():
+    with Batch():
         fill(tier, 1)
         monkeypatch.setattr(os, "lstat", counting)
         fill(tier, *range(2, 10))
@@ -45,7 +44,7 @@ def test_what_is_published_together_is_counted_once_at_the_end(
 
 def test_other_threads_do_not_take_part(make_tier: MakeTier) -> None:
     tier = make_tier()
-    with tier.together():
+    with Batch():
         fill(tier, 0)
         other = threading.Thread(target=fill, args=(tier, 1))
         other.start()
@@ -56,7 +55,7 @@ def test_other_threads_do_not_take_part(make_tier: MakeTier) -> None:
 
 def test_budget_is_kept_inside_too(make_tier: MakeTier) -> None:
     tier = make_tier(budget_bytes=10 * SIZE)
-    with tier.together():
+    with Batch():
         for number in range(40):
             fill(tier, number)
             assert usage_of(tier).nbytes <= 10 * SIZE
@@ -66,7 +65,7 @@ def test_budget_is_kept_inside_too(make_tier: MakeTier) -> None:
 
 def test_folder_that_vanishes_inside_is_made_again(make_tier: MakeTier, root: Path) -> None:
     tier = make_tier()
-    with tier.together():
+    with Batch():
         fill(tier, 0)
         shutil.rmtree(root)
         fill(tier, 0)
@@ -79,13 +78,13 @@ def test_folder_that_vanishes_inside_is_made_again(make_tier: MakeTier, root: Pa
 
 def test_spoiled_folder_is_refused_by_the_next_ones(make_tier: MakeTier, root: Path) -> None:
     tier = make_tier()
-    with tier.together():
+    with Batch():
         fill(tier, 0)
     (root / "v1").chmod(0o777)
-    with tier.together(), pytest.raises(TierError, match="writable by other users"):
+    with Batch(), pytest.raises(TierError, match="writable by other users"):
         fill(tier, 1)
     (root / "v1").chmod(0o700)
-    with tier.together():
+    with Batch():
         fill(tier, 1)
     assert left(tier, 2) == {0, 1}
 
@@ -102,7 +101,7 @@ def test_all_are_told_of_at_the_end(make_tier: MakeTier) -> None:
 
     reader = tier.follow_news(hear)
     reader.start()
-    with tier.together():
+    with Batch():
         fill(tier, *range(5))
     assert told.wait(20)
     assert heard == [even(number).digest for number in range(5)]
@@ -113,36 +112,35 @@ def test_a_block_in_which_nothing_happens_writes_nothing(
 ) -> None:
     tier = make_tier()
     before = {path: path.stat().st_mtime_ns for path in root.rglob("*")}
-    with tier.together():
+    with Batch():
         assert not tier.entries.contains(even(0))
     assert {path: path.stat().st_mtime_ns for path in root.rglob("*")} == before
     assert counters.get("tier.errors") == 0
 
 
-@pytest.mark.parametrize("part", [NewsWriter, Evictor])
-def test_block_whose_end_fails_leaves_no_look_behind(
-    make_tier: MakeTier, root: Path, monkeypatch: pytest.MonkeyPatch, part: type[object]
-) -> None:
-    tier = make_tier()
+def test_batch_whose_end_fails_leaves_no_look_behind(make_tier: MakeTier, root: Path) -> None:
+    tier, batch = make_tier(), Batch()
 
-    def fill_and_spoil_the_end(patch: pytest.MonkeyPatch) -> None:
-        with tier.together():
+    def fill_and_spoil_the_end() -> None:
+        with batch:
             fill(tier, 0)
-            patch.setattr(part, "end_batch", refusing(errno.EIO, "a fault of ours"))
+            batch.share("other", list[int], refusing(errno.EIO, "a fault of ours"))
 
-    with monkeypatch.context() as patch, pytest.raises(OSError, match="fault of ours"):
-        fill_and_spoil_the_end(patch)
+    with pytest.raises(OSError, match="fault of ours"):
+        fill_and_spoil_the_end()
+    assert running_total(tier) == SIZE  # what fails keeps nothing else from its end
     (root / "v1").chmod(0o777)
     with pytest.raises(TierError, match="writable by other users"):
         fill(tier, 0)
     (root / "v1").chmod(0o700)
 
 
-def test_news_that_fail_keep_nothing_from_being_counted(
-    make_tier: MakeTier, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tier = make_tier()
-    monkeypatch.setattr(NewsWriter, "end_batch", refusing(errno.EIO, "a fault of ours"))
-    with pytest.raises(OSError, match="fault of ours"), tier.together():
-        fill(tier, 0)
-    assert running_total(tier) == SIZE
+def test_what_is_shared_is_made_once_and_ended_once() -> None:
+    batch, ended = Batch(), []
+    with batch:
+        assert batch.share("one", list[int], ended.append) is batch.share(
+            "one", list[int], ended.append
+        )
+        batch.share("other", list[int], ended.append).append(1)
+        assert not ended
+    assert sorted(ended) == [[], [1]]
