@@ -216,10 +216,10 @@ class Node:
                     *(self.tier.folders, self.namespace.name, device),
                     *(self._encode_costs, self.counters),
                 )
-                self._following.append(self.loop.submit(self._keep_costs(self._cost_file)))
+                self._following.append(self.loop.submit(self._keep_costs_forever(self._cost_file)))
             return self._encode_costs
 
-    async def _keep_costs(self, file: CostFile) -> None:
+    async def _keep_costs_forever(self, file: CostFile) -> None:
         while True:
             try:
                 if not self.loop.watch.hangs:
