@@ -37,8 +37,6 @@ _EXPONENTS = {
     "float32": ("<u4", "<i4", 0x7F800000),
 }
 _BITS = {"<i2": 16, "<i4": 32}
-# So much is hashed and looked at in turn: it stays in the processor's cache in between.
-_PIECE_BYTES = 512 * 2**10
 _SPELLING = {torch_name: spelling for spelling, (torch_name, _) in DTYPES.items()}
 _CHECKSUM = re.compile(r"[0-9a-f]{32}")
 _COUNT = re.compile(r"[1-9][0-9]{0,11}")
@@ -125,12 +123,10 @@ def hash_values(running: xxhash.xxh3_128, data: memoryview | bytes, dtype: str) 
         data: Whole values, little-endian.
         dtype: torch name.
     """
-    view, finite = memoryview(data), True
-    for at in range(0, len(view), _PIECE_BYTES):
-        piece = view[at : at + _PIECE_BYTES]
-        running.update(piece)
-        finite = finite and is_finite(piece, dtype)
-    return finite
+    # Not piece by piece, though each would still be in the processor's cache: every call waits for
+    # the interpreter's lock, up to 5 ms each while the scheduler's thread is busy.
+    running.update(data)
+    return is_finite(data, dtype)
 
 
 def encode_header(header: Header) -> bytes:

@@ -796,8 +796,6 @@ class ItemTracker:
             self._policy.resume(request_id, now)
 
     def _end_waits(self, request_id: str) -> None:
-        if request_id in self._paused_s:
-            self.resume_wait(request_id, self._clock())
         self._deferred.discard(request_id)
         self._end_known_waits(request_id)
         self._probe_waits.end(request_id)

@@ -438,9 +438,10 @@ class WaitPolicy:
     def due(self, now: float) -> list[str]:
         """Waiting requests about which to decide anew; at most MOST_DECISIONS, who is due longest
         first. Those that vLLM did not ask about in the last pass come last: it may not do so now.
+        Of these it has left out for longest those that stand behind the others in its queue.
         """
         due = [
-            (one.paused_s is not None, one.again_s, name)
+            (-math.inf if one.paused_s is None else -one.paused_s, one.again_s, name)
             for name, one in self._waiting.items()
             if one.again_s <= (now if one.paused_s is None else one.paused_s)
         ]

@@ -177,6 +177,49 @@ def test_time_in_which_vllm_does_not_ask_is_no_wait(world: World) -> None:
     assert world.counters.get("defer_timeouts") == 0
 
 
+def test_a_wait_is_longer_by_its_pauses_and_no_more(world: World) -> None:
+    """Also where the answer is repeated after a pause, and nothing looked at."""
+    world.stock("slow")
+    asker = world.deferred(request("r", feature("slow")))
+    began_s, pauses = world.clock.now_s, 0
+    for number in range(1, 100):
+        world.clock.now_s += 0.1
+        if world.ask(asker):
+            break
+        world.step()
+        if number % 4 == 0:
+            world.step()  # nobody is asked about, and then not before 0.4 s later
+            world.clock.now_s += 0.3
+            pauses += 1
+    assert pauses > 3
+    assert world.counters.get("deferred_seconds") == pytest.approx(2.0, abs=0.11)
+    assert world.clock.now_s - began_s == pytest.approx(2.0 + pauses * 0.4, abs=0.11)
+
+
+def test_paused_request_that_ends_leaves_nothing_behind(world: World) -> None:
+    world.stock("a")
+    asker = world.deferred(request("r", feature("a")))
+    world.step()
+    assert list(world.half.tracker.paused) == ["r"]
+    world.end(asker)
+    assert not world.half.tracker.paused
+
+
+def test_paused_request_whose_end_nobody_tells_is_forgotten_with_its_waits(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM 0.24 and 0.25."""
+    monkeypatch.setattr("s3ec.connector.item_tracker.MAX_WAITS", 2)
+    for name in ("a", "b"):
+        world.stock(name)
+        world.deferred(request(name, feature(name)))
+    world.step()
+    assert len(world.half.tracker.paused) == 2
+    world.clock.now_s += 2 * LEASE_S
+    world.step()
+    assert not world.half.tracker.paused
+
+
 def test_a_wait_that_ends_after_a_pause_is_in_vain_like_any_other(world: World) -> None:
     """So a slow bucket in a full engine costs MOST_IN_VAIN requests their time, and no more."""
     waits = []

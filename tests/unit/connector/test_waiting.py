@@ -229,7 +229,10 @@ def test_who_was_not_asked_about_in_the_last_pass_is_due_last() -> None:
         assert decide(one, str(number), [want(one)], 0.001 * number)
     one.pause("0", 1.0)
     assert one.due(2.0) == ["1", "2", "0"]
+    one.pause("1", 1.5)  # asked about later than the first, so it stands before it in the queue
+    assert one.due(2.0) == ["2", "1", "0"]
     one.resume("0", 2.0)
+    one.resume("1", 2.0)
     assert one.due(2.0) == ["0", "1", "2"]
 
 
@@ -365,12 +368,29 @@ def test_of_many_that_are_due_those_come_first_that_were_decided_first() -> None
 
 
 def world(*, encode_s: float = 0.06, fetch_s: float = 0.03, known: bool = True) -> World:
+    return World(policy=learned(encode_s=encode_s, fetch_s=fetch_s, known=known))
+
+
+def learned(*, encode_s: float = 0.06, fetch_s: float = 0.03, known: bool = True) -> WaitPolicy:
     costs = EncodeCosts({f"image:{SMALL.bit_length()}": encode_s / SMALL} if known else None)
     one = WaitPolicy(costs, EngineLoad(2), FetchQueue(PLACES))
     source = random.Random(5)
     for _ in range(128):
         one.times("bucket", SMALL).add(fetch_s * math.exp(0.7 * source.gauss(0, 1)))
-    return World(policy=one)
+    return one
+
+
+def test_wait_that_goes_on_after_a_pause_is_decided_anew() -> None:
+    """By a repeated answer too, which does not ask the policy."""
+    one = learned()
+    here = World(policy=one)
+    here.stock("a")
+    asker = here.deferred(request("r", feature("a")))
+    here.step()  # nobody is asked about
+    assert one.due(here.clock.now_s + 9.0) == []
+    assert not here.ask(asker)
+    here.step()
+    assert one.due(here.clock.now_s + 9.0) == ["r"]
 
 
 def test_request_is_encoded_at_once_where_the_encoder_is_cheap_and_the_fetch_goes_on() -> None:
