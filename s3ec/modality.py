@@ -133,7 +133,8 @@ class ModalityRecords:
         Written again, if it is absent, when it was last seen SETTLED_S ago.
 
         Raises:
-            UnavailableError, AccessError: The bucket could not be asked, and nothing is known.
+            UnavailableError, AccessError: The bucket could not be written to, or it could not be
+                read while nothing is known.
         """
         known, now_s = self._known.get(modality), self._clock()
         if known is not None and now_s < self._settled_until.get(modality, 0.0):

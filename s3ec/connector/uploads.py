@@ -36,6 +36,9 @@ from s3ec.tier import Loaded, Spool, Spooled
 
 log = logging.getLogger(__name__)
 
+# After a write that took longer the bucket is asked when it was.
+_SLOW_WRITE_S = 2.0
+
 
 class Answer(enum.Enum):
     """What the bucket made of an embedding."""
@@ -156,6 +159,8 @@ class Upload:
         pieces: Header and object where the disk did not take it; else None.
         spooled: What the spool holds of it, to be removed in the end; None where it has nothing.
         adopted: A dead process left it.
+        written: What the bucket made of it, of which revision, and since when at the earliest;
+            None until it has answered.
     """
 
     digest: bytes
@@ -164,10 +169,7 @@ class Upload:
     pieces: tuple[Header, Sequence[bytes | memoryview]] | None = None
     spooled: Spooled | None = None
     adopted: bool = False
-
-
-# After a write that took longer the bucket is asked when it was.
-_SLOW_WRITE_S = 2.0
+    written: tuple[Answer, int, _Since] | None = None
 
 
 class _Since(NamedTuple):
@@ -436,13 +438,16 @@ class Uploader:
             header, pieces = loaded.header, [loaded.blob]
         if upload.key is None:  # a queued upload with pieces has one
             raise ValueError("an upload without a key")
-        revision = await self._revision_of(upload.key)
-        # Before the request: who deletes the object while the answer is on its way does it later,
-        # also where this process has heard of that by then.
-        since = _Since(self._clock(), self._node.index.known_time_s(upload.key))
-        answer = await self._objects.write(upload.key, revision, header, pieces)
-        if upload.adopted:
-            self._node.counters.add("spool.replayed")
+        if upload.written is None:
+            revision = await self._revision_of(upload.key)
+            # Before the request: who deletes the object while the answer is on its way does it
+            # later, also where this process has heard of that by then.
+            since = _Since(self._clock(), self._node.index.known_time_s(upload.key))
+            answer = await self._objects.write(upload.key, revision, header, pieces)
+            upload.written = answer, revision, since
+            if upload.adopted:
+                self._node.counters.add("spool.replayed")
+        answer, revision, since = upload.written
         if answer is Answer.REFUSED:
             if upload.spooled is not None:
                 await self._node.loop.disk(self._spool.remove, upload.spooled)
@@ -459,29 +464,34 @@ class Uploader:
         else:
             is_doubtful = news or not self._node.index.is_announced(upload.key)
         if is_doubtful:
-            since = await self._since_when(self._node.layout.object(upload.key, revision), since)
+            since = await self._since_when(upload, self._node.layout.object(upload.key, revision))
         # A revision is announced whoever wrote it: what readers know is the row of a bad object.
         await self._announce(
             *(upload.key, upload.spooled, header, nbytes), mine=mine, news=news, since=since
         )
         return header if mine else None
 
-    async def _since_when(self, name: str, asked: _Since) -> _Since:
+    async def _since_when(self, upload: Upload, name: str) -> _Since:
         """When an object that is there was stored: it may be gone, or be so soon.
 
         Args:
+            upload: It was found there, or put there.
             name: Of the object.
-            asked: When it was asked for.
 
         Raises:
-            UnavailableError: It is gone, so it is to be stored; or the bucket does not answer.
+            UnavailableError: It is gone, so it is to be stored; or the bucket does not answer, and
+                only this is to be asked again.
         """
+        if upload.written is None:
+            raise ValueError("an upload that was not written")
+        _, _, asked = upload.written
         try:
             info = await self._node.store.head(name)
         except AccessError as exc:  # one who may write but not read
             log.debug("no look at what was there: %s", exc)
             return asked
         if info is None:
+            upload.written = None
             raise UnavailableError(f"{name} was there, and was deleted while it was saved")
         if not info.modified_s:
             return asked

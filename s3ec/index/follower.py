@@ -33,6 +33,7 @@ _RETRY_S = 600.0
 _ASK_AGAIN_S = 60.0
 # Until so many in a row have failed: more would open the breaker, for what may be lost for good.
 _MOST_FAILURES = 2
+_UNREAD_AT_A_TIME = 4
 # Where there is no base the objects are listed; a listing that takes long is repeated rarely.
 _LISTING_EVERY_S = 600.0
 _LISTING_SHARE = 0.1
@@ -254,18 +255,21 @@ class Follower:
         return list(self._unread.values())
 
     async def _read_unread(self) -> dict[str, Rows | S3ECError | None]:
-        """Ask again for what the bucket did not give, one by one while that goes well."""
+        """Ask again for what the bucket did not give: one, and more while that goes well."""
         found: dict[str, Rows | S3ECError | None] = {}
-        failures = 0
+        failures, width = 0, 1
         if self._clock() < self._ask_again_s:
             return found
-        for ulid in list(self._unread):
-            del self._unread[ulid]  # one that fails again goes to the end
-            answer = await self._cache.deltas([ulid])
+        left = list(self._unread)
+        while left and failures < _MOST_FAILURES:
+            some, left = left[:width], left[width:]
+            for ulid in some:
+                del self._unread[ulid]  # one that fails again goes to the end
+            answer = await self._cache.deltas(some)
             found |= answer
-            failures = failures + 1 if _failed(answer) else 0
-            if failures == _MOST_FAILURES:
-                break
+            failed = len(_failed(answer))
+            failures = failures + failed if failed else 0
+            width = 1 if failed else min(2 * width, _UNREAD_AT_A_TIME)
         if _failed(found):
             self._ask_again_s = self._clock() + _ASK_AGAIN_S
         return found

@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Iterable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,7 +27,9 @@ log = logging.getLogger(__name__)
 
 # A hundred times a shard as they are written; nothing larger is taken into memory.
 MAX_SHARD_BYTES = 4 * 2**30
-_DELTAS_AT_A_TIME = 16
+# Fewer than requests in a row that open the breaker: some may be lost for good.
+_DELTAS_AT_A_TIME = 4
+_DESCRIPTOR_BYTES = 2**20
 _PARTS_AT_A_TIME = 4
 
 
@@ -115,11 +117,13 @@ class MergedRows:
 
         Raises:
             TierError: The folder is full.
+            UnavailableError, AccessError: The bucket gives nothing else either.
         """
 
         async def read(ulid: str) -> Rows | None:
             name = self._layout.delta(ulid)
             for _ in range(2):  # it may have been damaged on its way
+                done.corrupt.pop(ulid, None)
                 try:
                     blob = await self._store.get(name, max_bytes=MAX_DELTA_BYTES)
                     if blob is None:
@@ -132,18 +136,25 @@ class MergedRows:
                 except (UnavailableError, AccessError) as exc:
                     done.unread[ulid] = exc  # perhaps of this object alone, and for good
                     return None
-                done.corrupt.pop(ulid, None)
                 return rows
             return None
 
         for start in range(0, len(ulids), _DELTAS_AT_A_TIME):
             some = ulids[start : start + _DELTAS_AT_A_TIME]
+            unread = len(done.unread)
             for ulid, rows in zip(some, await in_parallel(some, read), strict=True):
                 if rows is not None:
                     await asyncio.to_thread(self._runs.add, rows)
                     done.read.add(ulid)
                     if rows.deleted.any():
                         done.deleting.add(ulid)
+            if len(done.unread) > unread:
+                await self._require_an_answer()
+
+    async def _require_an_answer(self) -> None:
+        """Tell lost objects from an outage, and keep them from opening the breaker."""
+        with suppress(CorruptEntryError):  # too large, and an answer
+            await self._store.get(self._layout.descriptor, max_bytes=_DESCRIPTOR_BYTES)
 
     async def between(self, first: int, last: int, *, keep_tombstones: bool = False) -> Rows:
         """Entries whose leading byte is in ``first..last``; ask for ranges in rising order from 0.

@@ -244,6 +244,27 @@ def test_slow_write_whose_object_was_deleted_meanwhile_is_repeated(tmp_path: Pat
     rig.close()
 
 
+def test_slow_write_is_not_sent_again_where_nobody_says_when_it_was(tmp_path: Path) -> None:
+    clock, writing = Clock(), Gate()
+    rig = Rig(
+        tmp_path,
+        Fault(op="put_if_absent", name="/objects/", gate=writing, times=1),
+        Fault(op="head", name="/objects/", error=UnavailableError, times=3),
+        clock=clock,
+    )
+    again = Fault(op="put_if_absent", name="/objects/")
+    rig.faults.append(again)
+    rig.begin_to_save(1)
+    assert writing.reached.wait(DEADLINE_S)
+    clock.now_s += 3
+    writing.release()
+    eventually(lambda: key_at(1).identifier in rig.ended)
+    assert again.struck == 0
+    assert rig.ended == {key_at(1).identifier: True}
+    assert rig.node.index.maybe_contains(key_at(1))
+    rig.close()
+
+
 def test_announcement_is_dated_before_the_object_was_sent(tmp_path: Path) -> None:
     """Whoever deletes it while the answer is on its way does so later."""
     clock, gate = Clock(), Gate()

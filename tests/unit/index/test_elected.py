@@ -6,7 +6,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from s3ec.index.compaction import (
     compact,
 )
 from s3ec.index.rows import EntryInfo
+from s3ec.store.endpoint import BreakerStore, Endpoint
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
 from s3ec.testing.memory_store import MemoryStore
 from s3ec.tier import IndexFiles, Tier
@@ -145,6 +147,30 @@ async def test_what_cannot_be_merged_does_not_call_for_one_compaction_after_the_
     await put_delta(memory, 9999, {key_of("new"): EntryInfo(9, time_s=1)})
     assert not await compactor.compact_if_needed()
     assert counters.get("compact.bases") == 1
+
+
+@pytest.mark.parametrize("error", [AccessError, partial(UnavailableError, status=500)])
+async def test_deltas_that_are_lost_for_good_open_no_breaker(
+    memory: MemoryStore,
+    store: FaultStore,
+    script: Script,
+    files: IndexFiles,
+    counters: Counters,
+    error: Callable[[str], Exception],
+) -> None:
+    await pile_up(memory, 2 * MAX_DELTAS)
+    lost = "|".join(ulid_of(number) for number in range(40))
+    script.faults.append(Fault("get", lost, error=error))
+    endpoint = Endpoint(16)
+    one = ElectedCompactor(
+        *(BreakerStore(store, endpoint, counters), LAYOUT),
+        backlog=lambda: Backlog(MAX_DELTAS + 1, 0, 0),
+        files=files,
+        counters=counters,
+    )
+    assert await one.compact_if_needed()
+    assert counters.get("compact.merged") == 2 * MAX_DELTAS - 40
+    assert counters.get("breaker.opened") == 0
 
 
 async def test_what_could_not_be_read_for_a_moment_is_merged_later(
