@@ -67,9 +67,9 @@ def count_syscalls(
         trace = Path(folder) / "trace"
         with _strace(trace):
             for number, run in enumerate(runs):
-                _mark(number, "begin")
+                mark(number, "begin")
                 run()
-                _mark(number, "end")
+                mark(number, "end")
         lines = trace.read_text(encoding="utf-8", errors="replace").splitlines()
     counted = [parse(lines, number) for number in range(len(runs))]
     return {
@@ -77,7 +77,8 @@ def count_syscalls(
     }
 
 
-def _mark(number: int, which: str) -> None:
+def mark(number: int, which: str) -> None:
+    """Leave a mark in the trace of this thread: one ``begin`` and one ``end`` of each number."""
     with contextlib.suppress(FileNotFoundError):
         os.stat(f"{_MARK}-{number}-{which}")
 

@@ -4,21 +4,24 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from s3ec.dev.bench.syscalls import parse
+
 REPOSITORY = Path(__file__).parents[3]
-BEGIN, END = "/s3ec-hot-path-begins", "/s3ec-hot-path-ends"
+TRIES = 3
 
 # Real parts all around: the index, the prefetcher with its running loop, a pinned file.
 CHILD = f"""
-import os, sys
+import sys
 from pathlib import Path
+from s3ec.dev.bench.syscalls import mark
 from s3ec.connector.vllm_config import Role
 from s3ec.connector.scheduler import SchedulerHalf
 from s3ec.store.endpoint import Breaker
@@ -56,16 +59,10 @@ def hot(rounds):
         assert half.ensure_cache_available(old, 100)
 
 hot(1000)
-for _ in range(2):
-    try:
-        os.stat({BEGIN!r})
-    except FileNotFoundError:
-        pass
+for number in range({TRIES}):
+    mark(number, "begin")
     hot(10_000)
-    try:
-        os.stat({END!r})
-    except FileNotFoundError:
-        pass
+    mark(number, "end")
 gate.release()
 bench.end()
 """
@@ -96,7 +93,8 @@ def test_ensure_and_has_make_no_system_call(tmp_path: Path) -> None:
         env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
     )
     assert done.returncode == 0, done.stderr
-    between = re.findall(f"{BEGIN}.*?\n(.*?){END}", trace.read_text(), re.DOTALL)
-    assert len(between) == 2
-    calls = [part.splitlines()[:-1] for part in between]  # the last line is the end's own
-    assert calls == [[], []]
+    lines = trace.read_text().splitlines()
+    # What a hook does shows in every try. A call in one of them only is the interpreter's: another
+    # thread went to sleep, or woke up and asked for its lock.
+    calls = [parse(lines, number).own for number in range(TRIES)]
+    assert Counter() in calls, calls
