@@ -13,8 +13,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import xxhash
-
 from s3ec import safetensors_file
 from s3ec.errors import CorruptEntryError
 from s3ec.identity import FORMAT_VERSION, canonical_json
@@ -113,20 +111,6 @@ def is_finite(data: memoryview | bytes | bytearray, dtype: str) -> bool:
     positive = int(np.frombuffer(data, signed).max())
     negative = int(np.frombuffer(data, unsigned).max())
     return positive < exponent and negative < sign + exponent
-
-
-def hash_values(running: xxhash.xxh3_128, data: memoryview | bytes, dtype: str) -> bool:
-    """Feed a running checksum, and say whether all values are finite; off the GIL.
-
-    Args:
-        running: Of ``running_checksum``.
-        data: Whole values, little-endian.
-        dtype: torch name.
-    """
-    # Not piece by piece, though each would still be in the processor's cache: every call waits for
-    # the interpreter's lock, up to 5 ms each while the scheduler's thread is busy.
-    running.update(data)
-    return is_finite(data, dtype)
 
 
 def encode_header(header: Header) -> bytes:
@@ -278,10 +262,8 @@ class Verifier:
             raise CorruptEntryError(
                 f"goes on after {self.header.total_bytes} bytes", reason="length"
             )
-        dtype = self.header.shape.dtype
-        if len(part) % DTYPES[_SPELLING[dtype]][1]:
-            raise CorruptEntryError("ends in the middle of a value", reason="length")
-        _require_finite(hash_values(self._hash, part, dtype))
+        self._hash.update(part)
+        _require_finite(self.header, part)
 
     def finish(self) -> None:
         """Check that the entry ends here, and its checksum.
@@ -313,23 +295,18 @@ def check_data(header: Header, data: memoryview | bytes) -> None:
         CorruptEntryError: ``reason`` is ``length``, ``checksum``, or ``nonfinite``: no producer
             of ours stores NaN or infinity.
     """
-    _require_length(header, len(data))
-    running = running_checksum()
-    finite = hash_values(running, data, header.shape.dtype)
-    check_sum(header, len(data), running.hexdigest())
-    _require_finite(finite)
+    # Two looks at all of it, and not at piece after piece, which would still be in the processor's
+    # cache: each call waits for the interpreter's lock, up to 5 ms beside a busy thread.
+    check_sum(header, len(data), checksum(data))
+    _require_finite(header, data)
 
 
-def _require_finite(finite: bool) -> None:
-    if not finite:
+def _require_finite(header: Header, data: memoryview | bytes) -> None:
+    dtype = header.shape.dtype
+    if len(data) % DTYPES[_SPELLING[dtype]][1]:
+        raise CorruptEntryError("ends in the middle of a value", reason="length")
+    if not is_finite(data, dtype):
         raise CorruptEntryError("the tensor holds NaN or infinity", reason="nonfinite")
-
-
-def _require_length(header: Header, nbytes: int) -> None:
-    if nbytes != header.shape.nbytes:
-        raise CorruptEntryError(
-            f"{nbytes} bytes of tensor, expected {header.shape.nbytes}", reason="length"
-        )
 
 
 def check_sum(header: Header, nbytes: int, digest: str) -> None:
@@ -342,6 +319,9 @@ def check_sum(header: Header, nbytes: int, digest: str) -> None:
     Raises:
         CorruptEntryError: ``reason`` is ``length`` or ``checksum``.
     """
-    _require_length(header, nbytes)
+    if nbytes != header.shape.nbytes:
+        raise CorruptEntryError(
+            f"{nbytes} bytes of tensor, expected {header.shape.nbytes}", reason="length"
+        )
     if digest != header.checksum:
         raise CorruptEntryError("checksum differs", reason="checksum")

@@ -307,6 +307,10 @@ def is_namespace_name(name: str) -> bool:
     return _NAMESPACE.fullmatch(name) is not None
 
 
+DESCRIPTOR_BYTES = 2**20
+"""More than a namespace's descriptor ever has."""
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """Object names of one namespace, relative to the store's prefix."""

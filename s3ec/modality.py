@@ -145,6 +145,7 @@ class ModalityRecords:
         try:
             await self._store.put_if_absent(self._layout.modality(modality), [body])
         except ConflictError:
+            self._absent_until.pop(modality, None)
             try:
                 return await self._look(modality) or mine  # it may be another one by now
             except (UnavailableError, AccessError):

@@ -16,7 +16,7 @@ from s3ec import runtime
 from s3ec.counters import Counters
 from s3ec.encode_costs import CostFile, EncodeCosts
 from s3ec.errors import AccessError, ConfigError, CorruptEntryError, TierError, UnavailableError
-from s3ec.identity import KeyPolicy, Layout, Namespace, canonical_json, naming_of
+from s3ec.identity import DESCRIPTOR_BYTES, KeyPolicy, Layout, Namespace, canonical_json, naming_of
 from s3ec.index.base_writer import BuildOptions
 from s3ec.index.cache import IndexCache
 from s3ec.index.compaction import Backlog, ElectedCompactor
@@ -42,8 +42,6 @@ log = logging.getLogger(__name__)
 _RESCAN_S = 600.0
 # How often what was learned goes to the disk and comes from there, at most.
 _KEEP_COSTS_EVERY_S = 1.0
-# More than a namespace's descriptor ever has.
-_DESCRIPTOR_BYTES = 2**20
 # For the few folders and files that are looked at and made at the start.
 _OPEN_TIMEOUT_S = 30.0
 # Looks whether the store may be asked again come no closer than this.
@@ -272,7 +270,7 @@ class Node:
 
         A read, because a rest from reads ends by one; the descriptor is there once anything is.
         """
-        await self.store.get(self.layout.descriptor, max_bytes=_DESCRIPTOR_BYTES)
+        await self.store.get(self.layout.descriptor, max_bytes=DESCRIPTOR_BYTES)
 
     async def _follow_the_folder(self) -> None:
         # Before the walk, so that nothing falls between the two.

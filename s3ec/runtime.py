@@ -513,7 +513,7 @@ class LoopThread:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._disk_calls: DiskCalls | None = None
-        self._together: Callable[[], AbstractContextManager[object]] | None = None
+        self._scope: Callable[[], AbstractContextManager[object]] | None = None
         self._long_pool: DaemonPool | None = None
         self._submitted: set[Future[Any]] = set()  # the loop's own references to tasks are weak
 
@@ -539,8 +539,8 @@ class LoopThread:
                 threads = self._disk_threads
                 pool = DaemonPool(threads, f"{self._name}-disk")
                 self._disk_calls = DiskCalls(loop, pool, threads, self.watch)
-                if self._together is not None:
-                    self._disk_calls.scope = self._together
+                if self._scope is not None:
+                    self._disk_calls.scope = self._scope
                 self._long_pool = DaemonPool(_LONG_THREADS, f"{self._name}-long")
                 self._thread = threading.Thread(
                     target=_run_loop, args=(loop,), name=self._name, daemon=True
@@ -555,7 +555,7 @@ class LoopThread:
         Args:
             scope: Entered around one or more calls, in their thread; see DiskCalls.
         """
-        self._together = scope
+        self._scope = scope
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         """Schedule a coroutine; never waits. Callable from any thread.

@@ -464,27 +464,26 @@ class Uploader:
         else:
             is_doubtful = news or not self._node.index.is_announced(upload.key)
         if is_doubtful:
-            since = await self._since_when(upload, self._node.layout.object(upload.key, revision))
+            name = self._node.layout.object(upload.key, revision)
+            since = await self._since_when(upload, name, since)
         # A revision is announced whoever wrote it: what readers know is the row of a bad object.
         await self._announce(
             *(upload.key, upload.spooled, header, nbytes), mine=mine, news=news, since=since
         )
         return header if mine else None
 
-    async def _since_when(self, upload: Upload, name: str) -> _Since:
+    async def _since_when(self, upload: Upload, name: str, asked: _Since) -> _Since:
         """When an object that is there was stored: it may be gone, or be so soon.
 
         Args:
             upload: It was found there, or put there.
             name: Of the object.
+            asked: When it was asked for.
 
         Raises:
             UnavailableError: It is gone, so it is to be stored; or the bucket does not answer, and
                 only this is to be asked again.
         """
-        if upload.written is None:
-            raise ValueError("an upload that was not written")
-        _, _, asked = upload.written
         try:
             info = await self._node.store.head(name)
         except AccessError as exc:  # one who may write but not read

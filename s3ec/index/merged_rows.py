@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from s3ec.errors import AccessError, CorruptEntryError, S3ECError, TierError, UnavailableError
-from s3ec.identity import Key, Layout
+from s3ec.identity import DESCRIPTOR_BYTES, Key, Layout
 from s3ec.index.manifest import BaseManifest, Blob, Shard, newest_head, take_snapshot
 from s3ec.index.rows import Rows, merge
 from s3ec.index.segment import MAX_DELTA_BYTES, Segment, SortedRuns, encode_segment, parse_segment
@@ -29,7 +29,6 @@ log = logging.getLogger(__name__)
 MAX_SHARD_BYTES = 4 * 2**30
 # Fewer than requests in a row that open the breaker: some may be lost for good.
 _DELTAS_AT_A_TIME = 4
-_DESCRIPTOR_BYTES = 2**20
 _PARTS_AT_A_TIME = 4
 
 
@@ -154,7 +153,7 @@ class MergedRows:
     async def _require_an_answer(self) -> None:
         """Tell lost objects from an outage, and keep them from opening the breaker."""
         with suppress(CorruptEntryError):  # too large, and an answer
-            await self._store.get(self._layout.descriptor, max_bytes=_DESCRIPTOR_BYTES)
+            await self._store.get(self._layout.descriptor, max_bytes=DESCRIPTOR_BYTES)
 
     async def between(self, first: int, last: int, *, keep_tombstones: bool = False) -> Rows:
         """Entries whose leading byte is in ``first..last``; ask for ranges in rising order from 0.

@@ -199,7 +199,7 @@ _TOTAL_POLL_S = 0.0005
 
 
 @dataclass(slots=True)
-class _Batch:
+class _Published:
     """What one thread has published since the running total was last added to.
 
     Attributes:
@@ -512,12 +512,12 @@ class Evictor:
             raise TierError("the tier is not open")
         if nbytes > self._budget_bytes:
             raise TierError(f"{nbytes} bytes are more than the budget of {self._budget_bytes}")
-        batch = self._batch()
-        if batch is not None:
-            if nbytes <= batch.room_bytes:
-                batch.room_bytes -= nbytes
+        published = self._published()
+        if published is not None:
+            if nbytes <= published.room_bytes:
+                published.room_bytes -= nbytes
                 return
-            self._end_batch(batch)  # so that the total is right
+            self._end_batch(published)  # so that the total is right
         if self._has_room(nbytes):
             return
         with self._turn(wait_s) as alone:
@@ -534,23 +534,23 @@ class Evictor:
 
     def account(self, nbytes: int) -> None:
         """Count what was published; a few system calls. Never raises: the bytes are there."""
-        batch = self._batch()
-        if batch is None:
+        published = self._published()
+        if published is None:
             self._count(nbytes)
         else:
-            batch.nbytes += nbytes
+            published.nbytes += nbytes
 
-    def _batch(self) -> _Batch | None:
+    def _published(self) -> _Published | None:
         """Where this thread adds up what it publishes in a row, to count it at the end.
 
         And it looks for room once. For a few milliseconds: what is not counted may be published by
         others a second time, and is not counted at all where this process is killed.
         """
         batch = current_batch()
-        return None if batch is None else batch.share(self, _Batch, self._end_batch)
+        return None if batch is None else batch.share(self, _Published, self._end_batch)
 
-    def _end_batch(self, batch: _Batch) -> None:
-        nbytes, batch.nbytes, batch.room_bytes = batch.nbytes, 0, 0
+    def _end_batch(self, published: _Published) -> None:
+        nbytes, published.nbytes, published.room_bytes = published.nbytes, 0, 0
         if nbytes:
             self._count(nbytes)
 
@@ -602,11 +602,11 @@ class Evictor:
         if free - nbytes < self.min_free_bytes + self._ahead_of_floor_bytes:
             self._background.wake()
         limit = self._budget_bytes if figures.counted else self._slack_bytes
-        batch = self._batch()
-        if batch is not None:
+        published = self._published()
+        if published is not None:
             # Near a limit there is none, so that each publish looks.
             spare = free - self.min_free_bytes - self._ahead_of_floor_bytes
-            batch.room_bytes = min(limit - figures.total_bytes, spare) - nbytes
+            published.room_bytes = min(limit - figures.total_bytes, spare) - nbytes
         return figures.total_bytes + nbytes <= limit and free - nbytes >= self.min_free_bytes
 
     def _work_ahead(self, pause: Callable[[], None]) -> float:

@@ -103,6 +103,17 @@ async def test_a_busy_producer_asks_for_its_record_rarely(
     assert store.calls["put_if_absent"] == 1
 
 
+async def test_an_absence_is_forgotten_also_where_the_winner_cannot_be_read(
+    store: FaultStore, records: ModalityRecords
+) -> None:
+    assert await records.get("image") is None
+    await ModalityRecords(store, LAYOUT).settle("image", WIDE)
+    break_with(store, Fault("get", NAME, error=UnavailableError, times=1))
+    with pytest.raises(UnavailableError):
+        await records.settle("image", NARROW)
+    assert await records.get("image") == WIDE
+
+
 @pytest.mark.parametrize("error", [UnavailableError, AccessError])
 async def test_a_known_record_stays_where_it_cannot_be_read_again(
     store: FaultStore, records: ModalityRecords, clock: Clock, error: type[Exception]

@@ -191,18 +191,23 @@ def test_announcement_says_what_was_stored(rig: Rig) -> None:
     )
 
 
+def gated(folder: Path, clock: Clock, writing: Gate, looking: Gate) -> Rig:
+    """A process whose writes, and looks at what was written, wait for these."""
+    return Rig(
+        folder,
+        Fault(op="put_if_absent", name="/objects/", gate=writing),
+        Fault(op="head", name="/objects/", gate=looking),
+        clock=clock,
+    )
+
+
 @pytest.mark.parametrize("is_deleted_first", [False, True])
 def test_of_a_slow_write_and_a_deletion_the_later_one_counts(
     tmp_path: Path, is_deleted_first: bool
 ) -> None:
     """Its answer may be on its way for long, and so may the request."""
     clock, writing, looking = Clock(), Gate(), Gate()
-    rig = Rig(
-        tmp_path,
-        Fault(op="put_if_absent", name="/objects/", gate=writing),
-        Fault(op="head", name="/objects/", gate=looking),
-        clock=clock,
-    )
+    rig = gated(tmp_path, clock, writing, looking)
     asked_s, name = int(clock.now_s), rig.node.layout.object(key_at(1))
     rig.begin_to_save(1)
     assert writing.reached.wait(DEADLINE_S)
@@ -225,12 +230,7 @@ def test_of_a_slow_write_and_a_deletion_the_later_one_counts(
 
 def test_slow_write_whose_object_was_deleted_meanwhile_is_repeated(tmp_path: Path) -> None:
     clock, writing, looking = Clock(), Gate(), Gate()
-    rig = Rig(
-        tmp_path,
-        Fault(op="put_if_absent", name="/objects/", gate=writing),
-        Fault(op="head", name="/objects/", gate=looking),
-        clock=clock,
-    )
+    rig = gated(tmp_path, clock, writing, looking)
     name = rig.node.layout.object(key_at(1))
     rig.begin_to_save(1)
     assert writing.reached.wait(DEADLINE_S)
