@@ -155,7 +155,10 @@ def test_large_entries_far_away_are_measured_beside_ranges(of_bytes: Ran) -> Non
     assert detail["object_bytes"] > 30e6
     ranges = {"raw ranges of 2 MiB", "raw ranges of 4 MiB"}
     assert detail["cases"].keys() == ranges | {"s3ec", "raw obstore, whole"}
-    assert max(detail["cases"][one] for one in ranges) == 1.0
+    fastest = detail["note"].removeprefix("over ")
+    assert fastest in ranges
+    # The other size may have won a single round, so its own ratio says nothing.
+    assert detail["cases"][fastest] == 1.0
 
 
 def test_requests_of_two_processes_are_counted_by_key() -> None:
