@@ -24,7 +24,7 @@ from s3ec.index.follower import FollowOptions
 from s3ec.index.reader import ManifestIndex
 from s3ec.modality import ModalityRecords
 from s3ec.prefetch import Limits, Prefetcher, Sources
-from s3ec.runtime import DiskWatch, LoopThread, call_within, ends_task, in_thread
+from s3ec.runtime import DiskWatch, LoopThread, call_within, contained, in_thread
 from s3ec.settings import Settings
 from s3ec.store.base import Store
 from s3ec.store.endpoint import Breaker, Endpoint
@@ -219,51 +219,34 @@ class Node:
 
     async def _keep_costs_forever(self, file: CostFile) -> None:
         while True:
-            try:
+            with contained(self.counters, "what encoding costs"):
                 if not self.loop.watch.hangs:
                     await self.loop.disk(file.exchange)
-            except BaseException as exc:
-                # The top of a task that nobody awaits.
-                if ends_task(exc):
-                    raise
-                self.counters.add("internal_errors")
-                log.exception("what encoding costs")
             await asyncio.sleep(_KEEP_COSTS_EVERY_S)
 
     async def _refresh_forever(self) -> None:
         complained = False
         while True:
-            try:
-                if self.breaker.is_open:
-                    await self._probe()
-                await self.index.refresh()
-                complained = False
-            except (UnavailableError, AccessError, CorruptEntryError) as exc:
-                if not complained:
-                    log.warning("cannot read the index, trying again later: %s", exc)
-                complained = True
-                self.counters.add("index.refresh_failed")
-            except BaseException as exc:
-                # The top of a task that nobody awaits.
-                if ends_task(exc):
-                    raise
-                self.counters.add("internal_errors")
-                log.exception("index refresh")
+            with contained(self.counters, "index refresh"):
+                try:
+                    if self.breaker.is_open:
+                        await self._probe()
+                    await self.index.refresh()
+                    complained = False
+                except (UnavailableError, AccessError, CorruptEntryError) as exc:
+                    if not complained:
+                        log.warning("cannot read the index, trying again later: %s", exc)
+                    complained = True
+                    self.counters.add("index.refresh_failed")
             await self.apply_bad_objects()
             pause_s = refresh_pause_s(self.settings.index_refresh_s, self.breaker)
             await asyncio.sleep(pause_s * random.uniform(0.9, 1.1))
 
     async def apply_bad_objects(self) -> None:
         """Have producers store again what any process of this node found bad."""
-        try:
+        with contained(self.counters, "notes of bad objects"):
             await self.loop.disk(self.bad_objects.refresh)
             self.index.distrust({note.key: note.row_time_s for note in self.bad_objects.unhealed()})
-        except BaseException as exc:
-            # Likewise.
-            if ends_task(exc):
-                raise
-            self.counters.add("internal_errors")
-            log.exception("notes of bad objects")
 
     async def _probe(self) -> None:
         """One small request that the breaker may let through, also where nobody else asks.
@@ -276,15 +259,11 @@ class Node:
         # Before the walk, so that nothing falls between the two.
         await self.loop.disk_long(self._news.start)
         while True:
-            try:
-                await self.loop.disk_long(self._walk_the_folder)
-            except TierError as exc:
-                log.warning("cannot read the cache folder: %s", exc)
-            except BaseException as exc:
-                if ends_task(exc):
-                    raise
-                self.counters.add("internal_errors")
-                log.exception("tier scan")
+            with contained(self.counters, "tier scan"):
+                try:
+                    await self.loop.disk_long(self._walk_the_folder)
+                except TierError as exc:
+                    log.warning("cannot read the cache folder: %s", exc)
             await asyncio.sleep(_RESCAN_S)
 
     def _walk_the_folder(self) -> None:

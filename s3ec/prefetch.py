@@ -26,7 +26,7 @@ from s3ec.counters import Counters
 from s3ec.errors import AccessError, TierError, UnavailableError
 from s3ec.fetch import Fetcher, FetchOutcome, FetchRequest, FetchResult, Priority, Sources
 from s3ec.identity import Key
-from s3ec.runtime import LoopThread, ends_task
+from s3ec.runtime import LoopThread, contained
 from s3ec.store.concurrency import within
 from s3ec.tier import Pin
 from s3ec.tier.claims import LookAgain
@@ -258,23 +258,11 @@ class Prefetcher:
         started = self._clock()
         result: FetchResult | None = FetchResult(want, FetchOutcome.UNAVAILABLE)
         try:
-            async with within(self._limits.deadline_s) as deadline:
-                if lane is self._looks:
-                    result = await self._fetcher.look(want)
-                else:
-                    late = self._is_late(place)
-                    result = await self._fetcher.fetch(want, deadline, ignore_claim=late)
-        except (UnavailableError, TimeoutError, TierError) as exc:
-            log.debug("fetch of %s: %s", want.key.digest.hex(), exc)
-        except AccessError as exc:
-            result = self._denied(want, exc)
-        except BaseException as exc:
-            if ends_task(exc):
-                self.stop()  # only the end of node or loop does this
-                raise
-            # The top of a task: nothing above would report it, and a request waits for it.
-            self._counters.add("internal_errors")
-            log.exception("fetch of %s", want.key.digest.hex())
+            with contained(self._counters, "fetch of %s", want.key.digest.hex()):
+                result = await self._fetch(place)
+        except BaseException:
+            self.stop()  # only the end of node or loop ends this task
+            raise
         finally:
             place.task = None
             lane.under_way -= 1
@@ -285,6 +273,21 @@ class Prefetcher:
             else:
                 self._end(place, result, self._clock() - started)
             self._start_some()
+
+    async def _fetch(self, place: _Place) -> FetchResult | None:
+        """What its lane does; None where the request goes on to another."""
+        want = place.want
+        try:
+            async with within(self._limits.deadline_s) as deadline:
+                if place.lane is self._looks:
+                    return await self._fetcher.look(want)
+                late = self._is_late(place)
+                return await self._fetcher.fetch(want, deadline, ignore_claim=late)
+        except (UnavailableError, TimeoutError, TierError) as exc:
+            log.debug("fetch of %s: %s", want.key.digest.hex(), exc)
+            return FetchResult(want, FetchOutcome.UNAVAILABLE)
+        except AccessError as exc:
+            return self._denied(want, exc)
 
     def _denied(self, want: FetchRequest, exc: AccessError) -> FetchResult:
         """A refusal of this key alone says no more than that it is not to be had.

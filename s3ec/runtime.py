@@ -14,7 +14,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -28,7 +28,7 @@ PASS_THROUGH = (KeyboardInterrupt, SystemExit)
 """What signal handlers raise, Python's and vLLM's, between any two lines of the main thread."""
 
 
-def ends_task(exc: BaseException) -> bool:
+def _ends_task(exc: BaseException) -> bool:
     """Whether an exception at the top of a task ends it on purpose, and must be raised again.
 
     A task can also see the cancellation of something that it waits for. That is a fault like any
@@ -38,6 +38,26 @@ def ends_task(exc: BaseException) -> bool:
         task = asyncio.current_task()
         return task is None or task.cancelling() > 0
     return isinstance(exc, (GeneratorExit, *PASS_THROUGH))
+
+
+@contextmanager
+def contained(counters: Counters, doing: str, *args: object) -> Iterator[None]:
+    """At the top of a task that nobody awaits: count and log a fault of ours, and go on.
+
+    What ends the task on purpose is raised: its own cancellation, a signal, the interpreter's end.
+
+    Counter: ``internal_errors``.
+
+    Args:
+        doing: What the log says was done, with ``args`` for its placeholders.
+    """
+    try:
+        yield
+    except BaseException as exc:
+        if _ends_task(exc):
+            raise
+        counters.add("internal_errors")
+        log.exception(doing, *args)
 
 
 T = TypeVar("T")

@@ -29,7 +29,7 @@ from s3ec.index.announce import ANNOUNCE_S, Announcer
 from s3ec.index.rows import EntryInfo
 from s3ec.modality import SETTLED_S, Record
 from s3ec.node import Node
-from s3ec.runtime import PATIENCE_S, ends_task
+from s3ec.runtime import PATIENCE_S, contained
 from s3ec.store.base import Store
 from s3ec.store.open import with_conditional_put
 from s3ec.tier import Loaded, Spool, Spooled
@@ -302,18 +302,12 @@ class Uploader:
 
     async def _adopt_forever(self) -> None:
         while self._adopting:
-            try:
+            with contained(self._node.counters, "adopting the spool"):
                 found = await self._node.loop.disk_long(self._spool.adopt)
                 for one in found:
                     self._enqueue(Upload(one.digest, one.nbytes, spooled=one, adopted=True))
                 if found:
                     log.info("uploading %d embeddings that a dead process left", len(found))
-            except BaseException as exc:
-                # The top of a task that nobody awaits.
-                if ends_task(exc):
-                    raise
-                self._node.counters.add("internal_errors")
-                log.exception("adopting the spool")
             await asyncio.sleep(self._pauses.adopt_every_s)
 
     def _enqueue(self, upload: Upload) -> None:
@@ -369,16 +363,11 @@ class Uploader:
         stored = False
         started = time.monotonic()
         try:
-            header = await self._until_answered(upload)
-            if header is not None:
-                stored = True
-                self._count(upload, header, time.monotonic() - started)
-        except BaseException as exc:
-            # The top of a task that nobody awaits.
-            if ends_task(exc):
-                raise
-            self._node.counters.add("internal_errors")
-            log.exception("upload of %s", upload.digest.hex())
+            with contained(self._node.counters, "upload of %s", upload.digest.hex()):
+                header = await self._until_answered(upload)
+                if header is not None:
+                    stored = True
+                    self._count(upload, header, time.monotonic() - started)
         finally:
             task = asyncio.current_task()
             if task is not None:

@@ -17,7 +17,7 @@ from s3ec.identity import Key, Layout
 from s3ec.index.manifest import OVERLAP_S, Ulids
 from s3ec.index.rows import EntryInfo, Rows, Tombstone
 from s3ec.index.segment import encode_segment
-from s3ec.runtime import ends_task
+from s3ec.runtime import contained
 from s3ec.store.base import Store
 
 log = logging.getLogger(__name__)
@@ -220,15 +220,10 @@ class Announcer:
         while self._waiting:
             self._sending = await self._collect()
             confirmed = False
-            try:
+            # The other batches may do where this one fails.
+            with contained(self._counters, "announcing %d keys", len(self._sending)):
                 await self._send(self._sending)
                 confirmed = True
-            except BaseException as exc:
-                # The top of a task that nobody awaits; the other batches may do.
-                if ends_task(exc):
-                    raise
-                self._counters.add("internal_errors")
-                log.exception("announcing %d keys", len(self._sending))
             items, self._sending = list(self._sending.values()), {}
             _tell(items, confirmed=confirmed)
 

@@ -40,7 +40,7 @@ from s3ec.index.manifest import (
 )
 from s3ec.index.merged_rows import Deltas, MergedRows
 from s3ec.index.rebuild import rebuild
-from s3ec.runtime import ends_task
+from s3ec.runtime import contained
 from s3ec.store.base import Store
 from s3ec.store.open import require_conditional_put
 from s3ec.tier import IndexFiles
@@ -227,22 +227,17 @@ class ElectedCompactor:
             if not self._backlog().is_large:
                 continue
             await asyncio.sleep(random.uniform(0, SPREAD_S))
-            try:
-                if await self.compact_if_needed():
-                    pause_s = FIRST_PAUSE_S
-                    continue
-            except ConfigError as exc:
-                self._counters.add("compact.failed")
-                log.warning("the index of %s is not compacted: %s", self._layout.namespace, exc)
-                return
-            except (UnavailableError, AccessError, CorruptEntryError, TierError) as exc:
-                self._note(exc)
-            except BaseException as exc:
-                # The top of a task that nobody awaits.
-                if ends_task(exc):
-                    raise
-                self._counters.add("internal_errors")
-                log.exception("compacting the index of %s", self._layout.namespace)
+            with contained(self._counters, "compacting the index of %s", self._layout.namespace):
+                try:
+                    if await self.compact_if_needed():
+                        pause_s = FIRST_PAUSE_S
+                        continue
+                except ConfigError as exc:
+                    self._counters.add("compact.failed")
+                    log.warning("the index of %s is not compacted: %s", self._layout.namespace, exc)
+                    return
+                except (UnavailableError, AccessError, CorruptEntryError, TierError) as exc:
+                    self._note(exc)
             await asyncio.sleep(pause_s * random.uniform(0.5, 1))
             pause_s = min(2 * pause_s, MAX_PAUSE_S)
 
