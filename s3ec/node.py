@@ -8,7 +8,7 @@ import hashlib
 import logging
 import random
 import threading
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from functools import partial
 from typing import ClassVar
 
@@ -24,7 +24,7 @@ from s3ec.index.follower import FollowOptions
 from s3ec.index.reader import ManifestIndex
 from s3ec.modality import ModalityRecords
 from s3ec.prefetch import Limits, Prefetcher, Sources
-from s3ec.runtime import DiskWatch, LoopThread, call_within, contained, in_thread
+from s3ec.runtime import DiskWatch, LoopThread, call_within, contained
 from s3ec.settings import Settings
 from s3ec.store.base import Store
 from s3ec.store.endpoint import Breaker, Endpoint
@@ -280,7 +280,9 @@ class Node:
         try:
             self._end_loop(timeout_s)
         finally:  # or its pins and locks would stay for as long as the process
-            if not call_within(timeout_s, self.tier.close):
+            try:
+                call_within(timeout_s, self.tier.close)
+            except TimeoutError:
                 log.warning(
                     "the disk of `cache_dir` does not answer; what is pinned stays until it does"
                 )
@@ -323,13 +325,13 @@ def _open_tier(settings: Settings, namespace: str, counters: Counters) -> Tier:
         # bucket not answer, the engine ends.
         check_values=settings.verify == "always",
     )
-    opened = in_thread(make, "s3ec-open")
-    if not wait([opened], _OPEN_TIMEOUT_S).done:
+    try:
+        return call_within(_OPEN_TIMEOUT_S, make)
+    except TimeoutError as exc:
         raise TierError(
             f"{settings.cache_dir} has not answered for {_OPEN_TIMEOUT_S:.0f} s; set "
             "`cache_dir` to a folder on a local disk that works"
-        )
-    return opened.result()
+        ) from exc
 
 
 def _naming(settings: Settings, namespace: Namespace) -> KeyPolicy:

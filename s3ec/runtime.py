@@ -13,7 +13,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -61,6 +61,14 @@ def contained(counters: Counters, doing: str, *args: object) -> Iterator[None]:
 
 
 T = TypeVar("T")
+
+# For so long the interpreter is left to others.
+_YIELD_S = 0.001
+# How long the end of work in the background is waited for.
+_STOP_TIMEOUT_S = 5.0
+FAULT_REST_S = 1.0
+"""Work in the background rests for so long after a fault of ours."""
+
 _Call = tuple[Future[Any], Callable[[], Any]]
 
 
@@ -167,20 +175,111 @@ def in_thread(function: Callable[[], T], name: str) -> Future[T]:
     return future
 
 
-def call_within(timeout_s: float, function: Callable[[], object]) -> bool:
+def call_within(timeout_s: float, function: Callable[[], T]) -> T:
     """Make a call in a thread of its own, and wait at most ``timeout_s`` for it.
 
-    Returns:
-        Whether it has come back. Otherwise it goes on in its thread.
-
     Raises:
+        TimeoutError: It has not come back, and goes on in its thread.
         Exception: What the call raised.
     """
-    future = in_thread(function, "s3ec-bounded")
-    if not wait([future], timeout_s).done:
-        return False
-    future.result()
-    return True
+    return in_thread(function, "s3ec-bounded").result(timeout_s)
+
+
+def yield_gil() -> None:
+    """Leave the interpreter to others for a moment; long work in the background calls this."""
+    time.sleep(_YIELD_S)
+
+
+class StoppedError(Exception):
+    """Raised inside background work by its pause: the owner wants the thread to end."""
+
+
+class Background:
+    """Work in a daemon thread of its own, which sleeps until it is woken. Thread-safe.
+
+    =======  =======  =======================================================================
+    state    goes to  when
+    =======  =======  =======================================================================
+    new      due      the first ``wake``, which starts the thread
+    idle     due      ``wake``
+    due      at work  the thread has rested from its last work
+    at work  idle     the work is done, or has raised what it should not: that is logged
+    at work  due      likewise, and ``wake`` was called meanwhile
+    (any)    ended    ``stop``; work ends at its next pause
+    =======  =======  =======================================================================
+    """
+
+    def __init__(self, name: str, work: Callable[[Callable[[], None]], float]) -> None:
+        """Nothing is started.
+
+        Args:
+            work: Called once after one or more wakes, with a function to call often: it
+                leaves the interpreter to others, and raises StoppedError. Answers the seconds
+                to rest.
+        """
+        self._name = name
+        self._work = work
+        self._closed = False
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._wanted = threading.Event()
+        self._stopping = threading.Event()
+
+    def wake(self) -> None:
+        """Have the work done soon; no system call where it is due already. Never raises."""
+        if self._wanted.is_set() and self._thread is not None:
+            return
+        with self._lock:
+            if self._closed:
+                return
+            self._wanted.set()
+            if self._thread is None:
+                thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError as exc:  # the interpreter ends, or there are too many
+                    log.debug("%s: %s", self._name, exc)
+                    return
+                self._thread = thread
+
+    def stop(self) -> bool:
+        """End the thread, and wait for it; for good.
+
+        Returns:
+            Whether it has ended. A disk that does not answer is not waited for.
+        """
+        with self._lock:
+            self._closed = True
+            thread = self._thread
+        self._stopping.set()
+        self._wanted.set()
+        if thread is None or thread is threading.current_thread():
+            return thread is None
+        thread.join(_STOP_TIMEOUT_S)
+        if thread.is_alive():
+            log.warning("%s did not end; left to the process's end", self._name)
+        return not thread.is_alive()
+
+    def _run(self) -> None:
+        while True:
+            self._wanted.wait()
+            if self._stopping.is_set():
+                return
+            self._wanted.clear()
+            try:
+                rest_s = self._work(self._pause)
+            except StoppedError:
+                return
+            except BaseException:  # the top of a thread
+                log.exception("%s", self._name)
+                rest_s = FAULT_REST_S
+            if self._stopping.wait(rest_s):
+                return
+
+    def _pause(self) -> None:
+        if self._stopping.is_set():
+            raise StoppedError
+        yield_gil()
 
 
 # A disk that takes longer for one entry, eviction included, is of no use to a request.

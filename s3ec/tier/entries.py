@@ -26,10 +26,11 @@ from s3ec.codec import Header
 from s3ec.counters import Counters
 from s3ec.errors import CorruptEntryError, TierError
 from s3ec.identity import Key, digest_of_name
+from s3ec.runtime import yield_gil
 from s3ec.tier.claims import Claim, Claims
 from s3ec.tier.files import DiskErrors, Folders, require_own_folders, use_time_ns
 from s3ec.tier.pins import Held, Pin, Pins
-from s3ec.tier.scan import entry_names, yield_gil
+from s3ec.tier.scan import entry_names
 
 _PART_BYTES = 256 * 2**10
 

@@ -21,7 +21,6 @@ import logging
 import math
 import os
 import struct
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -32,6 +31,7 @@ import xxhash
 
 from s3ec.counters import Counters
 from s3ec.errors import TierError
+from s3ec.runtime import Background
 from s3ec.tier.files import (
     DiskErrors,
     Folders,
@@ -43,7 +43,7 @@ from s3ec.tier.files import (
     sweep_temps,
 )
 from s3ec.tier.pins import sweep_dead
-from s3ec.tier.scan import ScannedEntry, ScannedIndex, TierScan, scan_tier, yield_gil
+from s3ec.tier.scan import ScannedEntry, ScannedIndex, TierScan, scan_tier
 
 # Sorted apart and merged as far as needed: one sort of all would keep the interpreter.
 _CHUNK = 1024
@@ -343,86 +343,6 @@ def evict_lock(folders: Folders, *, wait_s: float = 0.0) -> Iterator[bool]:
 
 _log = logging.getLogger(__name__)
 
-# Work ends at its next pause; a disk that does not answer is not waited for.
-_STOP_TIMEOUT_S = 5.0
-# After work that failed by a fault of ours.
-REST_S = 1.0
-
-
-class StoppedError(Exception):
-    """Raised inside the work by its pause: the owner wants the thread to end."""
-
-
-class Background:
-    """Thread-safe."""
-
-    def __init__(self, name: str, work: Callable[[Callable[[], None]], float]) -> None:
-        """Nothing is started.
-
-        Args:
-            work: Called once after one or more wakes, with a function to call often: it
-                leaves the interpreter to others, and raises StoppedError. Answers the seconds
-                to rest.
-        """
-        self._name = name
-        self._work = work
-        self._closed = False
-        self._thread: threading.Thread | None = None
-        self._lock = threading.Lock()
-        self._wanted = threading.Event()
-        self._stopping = threading.Event()
-
-    def wake(self) -> None:
-        """Have the work done soon; no system call where it is due already. Never raises."""
-        if self._wanted.is_set() and self._thread is not None:
-            return
-        with self._lock:
-            if self._closed:
-                return
-            self._wanted.set()
-            if self._thread is None:
-                thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                try:
-                    thread.start()
-                except RuntimeError as exc:  # the interpreter ends, or there are too many
-                    _log.debug("%s: %s", self._name, exc)
-                    return
-                self._thread = thread
-
-    def stop(self) -> None:
-        """End the thread, and wait for it; for good."""
-        with self._lock:
-            self._closed = True
-            thread = self._thread
-        self._stopping.set()
-        self._wanted.set()
-        if thread is not None and thread is not threading.current_thread():
-            thread.join(_STOP_TIMEOUT_S)
-            if thread.is_alive():
-                _log.warning("%s did not end; left to the process's end", self._name)
-
-    def _run(self) -> None:
-        while True:
-            self._wanted.wait()
-            if self._stopping.is_set():
-                return
-            self._wanted.clear()
-            try:
-                rest_s = self._work(self._pause)
-            except StoppedError:
-                return
-            except BaseException:  # noqa: BLE001 (the top of a thread)
-                _log.exception("%s", self._name)
-                rest_s = REST_S
-            if self._stopping.wait(rest_s):
-                return
-
-    def _pause(self) -> None:
-        if self._stopping.is_set():
-            raise StoppedError
-        yield_gil()
-
-
 # Eviction goes on down to this share of the budget, so that it is not needed at every publish.
 LOW_WATER = 0.9
 # The background evicts when less than this share of the budget is left.
@@ -437,8 +357,9 @@ _SLACK = 1 / 64
 TURN_WAIT_S = 1.0
 # After that was in vain (a stopped process, a long walk) publishes do not wait for so long.
 TURN_REST_S = 5.0
-# A background round that could free nothing is not repeated at once: this many times as long as
-# it took, and never sooner than the other.
+# A background round that could free nothing is not repeated at once, but after this time at the
+# earliest, and after this many times as long as it took.
+REST_S = 1.0
 _REST_SHARE = 10
 
 

@@ -20,6 +20,7 @@ from s3ec.counters import Report as ReportProgress
 from s3ec.counters import unreported
 from s3ec.errors import CorruptEntryError, TierError
 from s3ec.identity import digest_of_name, key_of_header
+from s3ec.runtime import yield_gil
 from s3ec.tier.entries import KEPT_FILES, Quarantine, read_header
 from s3ec.tier.evictor import Evicted, RunningTotal, evict, evict_lock, oldest_first
 from s3ec.tier.files import (
@@ -32,7 +33,7 @@ from s3ec.tier.files import (
     open_entry,
 )
 from s3ec.tier.pins import LOCK_NAME, is_dead, is_process_folder_name, sweep_dead
-from s3ec.tier.scan import ScannedEntry, SpoolName, TierScan, Usage, scan_tier, yield_gil
+from s3ec.tier.scan import ScannedEntry, SpoolName, TierScan, Usage, scan_tier
 
 # Longer than any round takes.
 LOCK_TIMEOUT_S = 60.0

@@ -13,10 +13,8 @@ it. Readers hold the old one open, so they read its rest before they go on to th
 
 from __future__ import annotations
 
-import logging
 import os
 import struct
-import threading
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -24,9 +22,8 @@ import xxhash
 
 from s3ec.errors import CorruptEntryError, TierError
 from s3ec.identity import Key
+from s3ec.runtime import Background
 from s3ec.tier.files import DiskErrors, Folders, current_batch, open_entry
-
-_log = logging.getLogger(__name__)
 
 _MAGIC = b"s3n\x01"
 _BODY = struct.Struct("<4sQ16s")
@@ -38,8 +35,6 @@ POLL_S = 0.02
 """One look is one system call, about 3 us."""
 # After a look that failed.
 _REST_S = 1.0
-# At the end of the process; a disk that does not answer is not waited for.
-_STOP_TIMEOUT_S = 1.0
 
 
 def _tag(namespace: str) -> int:
@@ -122,8 +117,7 @@ class NewsWriter:
 class NewsReader:
     """Follows the file from a thread of its own, since a disk may hang.
 
-    States: new, following from ``start`` on, ended for good by ``close``. A forked child has no
-    such thread.
+    States: new, following from ``start`` on, ended for good by ``close``.
     """
 
     def __init__(
@@ -131,66 +125,54 @@ class NewsReader:
         folders: Folders,
         namespace: str,
         disk_errors: DiskErrors,
-        told: Callable[[list[bytes]], None],
-        *,
-        poll_s: float = POLL_S,
+        notify: Callable[[list[bytes]], None],
     ) -> None:
         """Nothing is touched.
 
         Args:
-            told: Takes the digests of new entries, in the reader's thread; must not wait.
-            poll_s: Between two looks.
+            notify: Takes the digests of new entries, in the reader's thread; must not wait.
         """
         self._path = str(folders.news)
         self._namespace = namespace
         self._failed = disk_errors.record
-        self._told = told
-        self._poll_s = poll_s
+        self._notify = notify
         self._fd: int | None = None
         self._file: os.stat_result | None = None  # what is open
         self._at = 0
         self._seen: tuple[int, int, int] | None = None  # device, inode, size at the last look
-        self._stopping = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._is_closed = False
+        self._thread = Background("s3ec-news", self._follow)
 
     def start(self) -> None:
-        """Go on from the end of the file as it is now; blocking. Never raises.
+        """Go on from the end of the file as it is now; blocking. Called once. Never raises.
 
         A walk over the folder that begins after this and what is told from now on are together
         all that is here.
         """
-        if self._thread is not None or self._stopping.is_set():
+        if self._is_closed:
             return
         try:
             self._look(from_start=False)
         except (OSError, CorruptEntryError) as exc:
             self._failed_to_read(exc)
-        thread = threading.Thread(target=self._look_forever, name="s3ec-news", daemon=True)
-        with suppress(RuntimeError):  # the interpreter ends, or there are too many
-            thread.start()
-            self._thread = thread
+        self._thread.wake()
 
     def close(self) -> None:
         """End the thread; for good."""
-        self._stopping.set()
-        if self._thread is not None:
-            self._thread.join(_STOP_TIMEOUT_S)
+        self._is_closed = True
+        if self._thread.stop():  # else it may be reading still
+            self._close_file()
 
-    def _look_forever(self) -> None:
-        rest_s = self._poll_s
-        while not self._stopping.wait(rest_s):
-            rest_s = self._poll_s
-            try:
-                digests = self._look()
-                if digests:
-                    self._told(digests)
-            except (OSError, CorruptEntryError) as exc:
-                self._failed_to_read(exc)
-                rest_s = _REST_S
-            except BaseException:  # noqa: BLE001 (the top of a thread)
-                _log.exception("news")
-                rest_s = _REST_S
-        self._close_file()
+    def _follow(self, _pause: Callable[[], None]) -> float:
+        self._thread.wake()  # for the next look
+        try:
+            digests = self._look()
+        except (OSError, CorruptEntryError) as exc:
+            self._failed_to_read(exc)
+            return _REST_S
+        if digests:
+            self._notify(digests)
+        return POLL_S
 
     def _failed_to_read(self, exc: OSError | CorruptEntryError) -> None:
         self._failed("read the news", exc if isinstance(exc, OSError) else TierError(str(exc)))

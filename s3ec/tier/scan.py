@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import re
 import stat
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -58,7 +57,6 @@ _TOP_LEVEL = {
 }
 # Between two breaths a walk keeps the interpreter for a millisecond or two.
 FILES_PER_BREATH = 128
-_BREATH_S = 0.001
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,11 +188,6 @@ class TierScan:
             quarantined_nbytes=sum(self.quarantined.values()),
             index_nbytes=sum(self.index.values()),
         )
-
-
-def yield_gil() -> None:
-    """Leave the interpreter to others for a moment; walks in the background call this."""
-    time.sleep(_BREATH_S)
 
 
 def scan_tier(folders: Folders, pause: Callable[[], None] | None = None) -> TierScan:

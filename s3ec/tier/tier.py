@@ -140,17 +140,17 @@ class Tier:
         self._spools.append(spool)
         return spool
 
-    def follow_news(self, told: Callable[[list[bytes]], None]) -> NewsReader:
+    def follow_news(self, notify: Callable[[list[bytes]], None]) -> NewsReader:
         """What hears of entries that any process puts here; to be started, ends with this tier.
 
         Args:
-            told: Takes their digests, in a thread of the reader's; must not wait.
+            notify: Takes their digests, in a thread of the reader's; must not wait.
 
         Raises:
             TierError: The tier is closed.
         """
         self._require_open()
-        reader = NewsReader(self.folders, self._namespace, self._disk_errors, told)
+        reader = NewsReader(self.folders, self._namespace, self._disk_errors, notify)
         self._readers.append(reader)
         return reader
 

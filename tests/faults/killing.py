@@ -20,9 +20,8 @@ from functools import partial
 from pathlib import Path
 
 from s3ec import codec
-from s3ec.tier import Spool, Tier
-from s3ec.tier.evictor import Background
-from tests.support.on_disk import audit_of, evict, make_room
+from s3ec.tier import Spool, Tier, evictor
+from tests.support.on_disk import Asleep, audit_of, evict, make_room
 from tests.unit.tier.cases import DESTINATION, NAMESPACE, entry, key_at, new_tier, read
 
 # What changes a folder or a file; `open` only where it may make one.
@@ -237,7 +236,7 @@ def kill_at(nth: int, folder: Path) -> tuple[str, int]:
 
 
 def main(arguments: Sequence[str]) -> None:
-    Background.wake = lambda self: None  # type: ignore[method-assign] # calls in one order
+    evictor.Background = Asleep  # type: ignore[misc] # calls in one order
     logging.disable()  # what a child writes is the call that it did not make
     killed: Counter[str] = Counter()
     most_waiting = nth = 0

@@ -10,11 +10,19 @@ from pathlib import Path
 from s3ec.counters import Counters
 from s3ec.errors import TierError
 from s3ec.identity import Key
+from s3ec.runtime import Background
 from s3ec.tier import Tier
 from s3ec.tier.evictor import Evictor, RunningTotal
 from s3ec.tier.files import DiskErrors, Folders
 from s3ec.tier.inspection import Inspection, complaints_about
 from s3ec.tier.scan import Usage, scan_tier
+
+
+class Asleep(Background):
+    """In place of an evictor's thread: it never works."""
+
+    def wake(self) -> None:
+        """Nothing is woken."""
 
 
 def found_in(cache_dir: Path) -> Inspection:

@@ -12,11 +12,10 @@ from pathlib import Path
 import pytest
 
 from s3ec.counters import Counters
-from s3ec.tier import Tier
-from s3ec.tier.evictor import Background
+from s3ec.tier import Tier, evictor
 from tests.support.clock import Clock
 from tests.support.disks import as_plain_user, read_only, small_tmpfs
-from tests.support.on_disk import audit_of
+from tests.support.on_disk import Asleep, audit_of
 from tests.unit.tier.cases import NAMESPACE, disk_clock
 
 
@@ -27,7 +26,7 @@ def quiet(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
     Children have theirs, and so have the tests that take the fixture ``background``.
     """
     if "background" not in request.fixturenames:
-        monkeypatch.setattr(Background, "wake", lambda self: None)
+        monkeypatch.setattr(evictor, "Background", Asleep)
 
 
 @pytest.fixture

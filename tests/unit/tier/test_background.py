@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from s3ec import runtime
 from s3ec.counters import Counters
+from s3ec.runtime import Background
 from s3ec.tier import evictor
-from s3ec.tier.evictor import Background
 from tests.support.clock import Clock
-from tests.support.on_disk import audit_of, make_room, running_total, usage_of
+from tests.support.on_disk import Asleep, audit_of, make_room, running_total, usage_of
 from tests.unit.tier.cases import HOUR_S, SIZE, MakeTier, even, fill, left, refusing
 
 DEADLINE_S = 30.0
@@ -136,7 +137,7 @@ def test_folder_of_unknown_size_takes_a_64th_of_the_budget_without_a_count(
     fill(tier, *range(600))
     tier.close()
     (root / "v1" / "usage").unlink()
-    monkeypatch.setattr(Background, "wake", lambda self: None)  # the thread gets no turn
+    monkeypatch.setattr(evictor, "Background", Asleep)  # the thread gets no turn
     tier = make_tier(budget_bytes=640 * SIZE)
     fill(tier, *range(600, 610))
     assert running_total(tier) == 10 * SIZE
@@ -197,7 +198,7 @@ def test_work_that_raises_is_logged_and_done_again_at_the_next_wake(
         calls.release()
         raise RuntimeError("a fault of ours")
 
-    monkeypatch.setattr(evictor, "REST_S", 0.0)
+    monkeypatch.setattr(runtime, "FAULT_REST_S", 0.0)
     thread = Background("test-background", work)
     for _ in range(2):
         thread.wake()
