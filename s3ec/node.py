@@ -160,17 +160,13 @@ class Node:
             IndexCache(self.store, self.layout, files, self.loop.disk_long, self.counters),
             options=FollowOptions(mode=settings.index, cache_bytes=int(settings.cache_bytes)),
         )
+        self.sources = Sources(
+            *(self.store, self.tier, self.layout, self.index, self.records, self.local),
+            self.bad_objects,
+        )
         self.prefetcher = Prefetcher(
             self.loop,
-            Sources(
-                self.store,
-                self.tier,
-                self.layout,
-                self.index,
-                self.records,
-                self.local,
-                self.bad_objects,
-            ),
+            self.sources,
             counters=self.counters,
             limits=Limits(max_concurrency=settings.max_concurrency),
         )

@@ -8,6 +8,7 @@ import errno
 import itertools
 import logging
 import os
+import random
 import threading
 import time
 import weakref
@@ -38,6 +39,40 @@ def _ends_task(exc: BaseException) -> bool:
         task = asyncio.current_task()
         return task is None or task.cancelling() > 0
     return isinstance(exc, (GeneratorExit, *PASS_THROUGH))
+
+
+class Backoff:
+    """How long to wait after each failure: twice as long each time, and partly at random.
+
+    Else all processes of a fleet would come back at once.
+    """
+
+    def __init__(
+        self,
+        first_s: float,
+        longest_s: float,
+        *,
+        uniform: Callable[[float, float], float] = random.uniform,
+    ) -> None:
+        """Nothing has failed yet.
+
+        Args:
+            first_s: After the first failure, and at least half of it.
+            longest_s: At most.
+            uniform: Draws a number between two.
+        """
+        self._first_s = self._pause_s = first_s
+        self._longest_s = longest_s
+        self._uniform = uniform
+
+    def next_s(self) -> float:
+        """The pause after one more failure, in seconds."""
+        pause_s, self._pause_s = self._pause_s, min(self._pause_s * 2, self._longest_s)
+        return self._uniform(pause_s / 2, pause_s)
+
+    def reset(self) -> None:
+        """Something worked: the next failure is a first one."""
+        self._pause_s = self._first_s
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,7 +18,7 @@ from s3ec.identity import Key, Layout
 from s3ec.index.manifest import OVERLAP_S, Ulids
 from s3ec.index.rows import EntryInfo, Rows, Tombstone
 from s3ec.index.segment import encode_segment
-from s3ec.runtime import contained
+from s3ec.runtime import Backoff, contained
 from s3ec.store.base import Store
 
 log = logging.getLogger(__name__)
@@ -30,7 +31,7 @@ BATCH_ITEMS = 1000
 MAX_WAITING = 100_000
 """Keys that may wait for a confirmation; about 600 bytes each."""
 FIRST_PAUSE_S = 0.5
-"""After a failure; twice as long after each further one."""
+"""After a failure at most; twice as long after each further one."""
 DENIED_PAUSE_S = 60.0
 """A refusal lasts until somebody changes a policy, and too many refusals open the breaker."""
 CALIBRATE_EVERY = 1000
@@ -84,6 +85,7 @@ class Announcer:
         clock: Callable[[], float] = time.time,
         batch_s: float = ANNOUNCE_S,
         batch_items: int = BATCH_ITEMS,
+        uniform: Callable[[float, float], float] = random.uniform,
     ) -> None:
         """Set up; nothing runs yet.
 
@@ -93,6 +95,7 @@ class Announcer:
             clock: Seconds since the epoch.
             batch_s: How long the first item of a batch waits for others.
             batch_items: A batch of so many waits for no more, and is one delta.
+            uniform: Draws a pause after a failure.
         """
         self._store = store
         self._layout = layout
@@ -101,6 +104,7 @@ class Announcer:
         self._clock = clock
         self._batch_s = batch_s
         self._batch_items = batch_items
+        self._uniform = uniform
         self._waiting: dict[bytes, _Item] = {}
         self._sending: dict[bytes, _Item] = {}
         self._urgent = 0  # so many of those that wait are not held back for a fuller batch
@@ -260,7 +264,7 @@ class Announcer:
     async def _put(self, batch: dict[bytes, _Item]) -> str:
         """Write one delta, trying until the bucket has it; returns its name."""
         body = encode_segment(self._rows(batch), self._layout.namespace)
-        pause_s = FIRST_PAUSE_S
+        backoff = Backoff(FIRST_PAUSE_S, _MAX_PAUSE_S, uniform=self._uniform)
         name, named_s = "", 0.0
         while True:
             now_s = self._clock() + self._offset_s
@@ -272,9 +276,9 @@ class Announcer:
                 pass  # our own, its reply was lost: nobody else has the name
             except (UnavailableError, AccessError) as exc:
                 self._failed(exc)
+                pause_s = backoff.next_s()
                 denied = isinstance(exc, AccessError)
                 await _wait(self._retry, DENIED_PAUSE_S if denied else pause_s)
-                pause_s = min(pause_s * 2, _MAX_PAUSE_S)
                 continue
             self._complained = False
             return name

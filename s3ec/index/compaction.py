@@ -40,7 +40,7 @@ from s3ec.index.manifest import (
 )
 from s3ec.index.merged_rows import Deltas, MergedRows
 from s3ec.index.rebuild import rebuild
-from s3ec.runtime import contained
+from s3ec.runtime import Backoff, contained
 from s3ec.store.base import Store
 from s3ec.store.open import require_conditional_put
 from s3ec.tier import IndexFiles
@@ -221,7 +221,7 @@ class ElectedCompactor:
 
     async def run_forever(self) -> None:
         """Compact whenever it pays, until cancelled, or for good where the server forbids it."""
-        pause_s = FIRST_PAUSE_S
+        backoff = Backoff(FIRST_PAUSE_S, MAX_PAUSE_S)
         while True:
             await asyncio.sleep(LOOK_EVERY_S * random.uniform(0.9, 1.1))
             if not self._backlog().is_large:
@@ -230,7 +230,7 @@ class ElectedCompactor:
             with contained(self._counters, "compacting the index of %s", self._layout.namespace):
                 try:
                     if await self.compact_if_needed():
-                        pause_s = FIRST_PAUSE_S
+                        backoff.reset()
                         continue
                 except ConfigError as exc:
                     self._counters.add("compact.failed")
@@ -238,8 +238,7 @@ class ElectedCompactor:
                     return
                 except (UnavailableError, AccessError, CorruptEntryError, TierError) as exc:
                     self._note(exc)
-            await asyncio.sleep(pause_s * random.uniform(0.5, 1))
-            pause_s = min(2 * pause_s, MAX_PAUSE_S)
+            await asyncio.sleep(backoff.next_s())
 
     async def compact_if_needed(self) -> bool:
         """Look at the bucket, and compact where the backlog is still large and nobody is at it.

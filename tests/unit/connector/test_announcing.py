@@ -53,9 +53,12 @@ class Rig(Process):
         self.spool = self.node.tier.open_spool(self.node.destination)
         self.ended: dict[str, bool] = {}
         self.announced = threading.Event()
+        node = self.node
         self.uploader = Uploader(
-            self.node,
+            *(node.loop, node.sources, node.counters, node.namespace, node.index),
             self.spool,
+            cache_bytes=int(node.settings.cache_bytes),
+            max_concurrency=node.settings.max_concurrency,
             inflight_bytes=2**20,
             ended=self._end,
             announced=self.announced.set,

@@ -7,6 +7,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -45,6 +46,7 @@ class Rig:
         batch_s: float = _NEVER_S,
         known: dict[bytes, int] | None = None,
         shared: MemoryBucket | None = None,
+        **more: Any,
     ) -> None:
         self.now_s = self.server_now_s = NOW_S
         self.bucket = shared or MemoryBucket()
@@ -61,6 +63,7 @@ class Rig:
             known_time_s=lambda key: (known or {}).get(key.digest, 0),
             clock=lambda: self.now_s,
             batch_s=batch_s,
+            **more,
         )
 
     def add(self, *numbers: int, facts: EntryInfo | None = FACTS) -> None:
@@ -217,6 +220,20 @@ async def test_delta_is_repeated_until_the_bucket_confirms_it(
     assert rig.counters.get("announce_failed") == 4
     assert rig.counters.get("announced") == 1
     assert caplog.text.count("cannot be announced") == 1
+
+
+async def test_pauses_after_failures_grow_and_are_drawn_at_random() -> None:
+    drawn_from: list[tuple[float, float]] = []
+
+    def draw(least_s: float, most_s: float) -> float:
+        drawn_from.append((least_s, most_s))
+        return 0.0
+
+    rig = Rig(Fault(op="put_if_absent", error=UnavailableError, times=7), uniform=draw)
+    rig.add(1)
+    await rig.announcer.flush()
+    assert rig.told == {1: [True]}
+    assert drawn_from == [(most_s / 2, most_s) for most_s in (0.5, 1, 2, 4, 8, 15, 15)]
 
 
 async def test_lost_reply_of_a_delta_is_a_confirmation(monkeypatch: pytest.MonkeyPatch) -> None:
