@@ -21,11 +21,12 @@ import torch
 
 from s3ec import codec
 from s3ec.connector.messages import Load
-from s3ec.connector.staging import Buffer, Staging
+from s3ec.connector.staging import Buffer, Staging, bytes_of
+from s3ec.counters import Counters
 from s3ec.errors import AccessError, CorruptEntryError
-from s3ec.identity import MAX_REVISION, Key
-from s3ec.node import Node
-from s3ec.runtime import PASS_THROUGH, DaemonPool
+from s3ec.fetch import Sources
+from s3ec.identity import MAX_REVISION, Key, KeyPolicy
+from s3ec.runtime import PASS_THROUGH, DaemonPool, LoopThread
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +39,15 @@ _OPEN = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _NO_WAIT = getattr(os, "RWF_NOWAIT", None)
 # Their pages are nowhere else, and they do not know RWF_NOWAIT.
 _IN_MEMORY = {"tmpfs", "ramfs"}
+# The last resort of a load whose pinned file failed: the engine waits for it, since without
+# the embedding it would end.
+_RESCUE_TIMEOUT_S = 20.0
+# More do not help: a few fill the memory bus.
+MAX_READERS = 4
+# How long the engine waits for a disk that delivers nothing, before the bucket is asked.
+PATIENCE_S = 5.0
+# How long it waits where the bucket delivers nothing either, before it ends.
+STALLED_S = 60.0
 
 
 def read_data(load: Load, memory: torch.Tensor, *, hashed: bool = True, wait: bool = True) -> None:
@@ -94,12 +104,6 @@ def read_data(load: Load, memory: torch.Tensor, *, hashed: bool = True, wait: bo
         raise CorruptEntryError("checksum differs", reason="checksum")
 
 
-def bytes_of(memory: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous uint8 tensor on the CPU, to be written to."""
-    array: Any = memory.numpy()
-    return memoryview(array).cast("B")
-
-
 def _read(fd: int, views: list[Any], offset: int, flags: int) -> int:
     try:
         return os.preadv(fd, views, offset, flags)
@@ -130,17 +134,6 @@ def is_in_memory(device: int) -> bool:
     return False
 
 
-# The last resort of a load whose pinned file failed: the engine waits for it, since without
-# the embedding it would end.
-_RESCUE_TIMEOUT_S = 20.0
-# More do not help: a few fill the memory bus.
-MAX_READERS = 4
-# How long the engine waits for a disk that delivers nothing, before the bucket is asked.
-PATIENCE_S = 5.0
-# How long it waits where the bucket delivers nothing either, before it ends.
-STALLED_S = 60.0
-
-
 def _wait_for_any(outcomes: Collection[Future[Any]], timeout_s: float) -> None:
     wait(outcomes, max(0.0, timeout_s), FIRST_COMPLETED)
 
@@ -160,28 +153,37 @@ class Loader:
 
     def __init__(
         self,
-        node: Node,
+        loop: LoopThread,
+        sources: Sources,
+        counters: Counters,
+        naming: KeyPolicy,
         make_staging: Callable[[], Staging],
         *,
+        hashed: bool,
         clock: Callable[[], float] = time.monotonic,
         wait_for_any: Callable[[Collection[Future[Any]], float], None] = _wait_for_any,
     ) -> None:
         """Nothing is started yet.
 
         Args:
-            node: This process's parts.
+            sources: Where the bucket's copies come from.
+            naming: Makes keys of what was granted.
             make_staging: Called once, by the first load.
+            hashed: Whether values are verified; False believes what was pinned.
             clock: Monotonic seconds.
             wait_for_any: Waits until one of the readers has ended, so many seconds at most.
         """
         self.clock = clock
         self.wait_for_any = wait_for_any
-        self._node = node
+        self._loop = loop
+        self._sources = sources
+        self._counters = counters
+        self._naming = naming
         self._make_staging = make_staging
-        self._hashed = node.settings.verify == "always"
+        self._hashed = hashed
         self._readers: DaemonPool | None = None
 
-    def start(self, loads: Sequence[Load], *, later: bool) -> Batch:
+    def start(self, loads: Sequence[Load], *, later: bool) -> StepLoads:
         """Begin with a step's loads.
 
         Args:
@@ -189,7 +191,7 @@ class Loader:
             later: The caller has other things to do before it asks for the results.
         """
         staging = self._staging  # made here, where the device is current
-        batch = Batch(self, staging, loads)
+        batch = StepLoads(self, staging, loads)
         # The caller reads too, so one alone needs no other thread.
         handed_over = len(loads) if later else len(loads) - 1
         if handed_over > 0:
@@ -231,17 +233,17 @@ class Loader:
             staging.drop(buffer)
             raise
         tensor = staging.to_device(buffer, load.shape)
-        self._tell(load, started)
+        self._log_loaded(load, started)
         return tensor
 
     @property
     def patience_s(self) -> float:
         """How long to wait for the first of some readers now, before the bucket is asked."""
-        return 0.0 if self._node.loop.watch.hangs else PATIENCE_S
+        return 0.0 if self._loop.watch.hangs else PATIENCE_S
 
     def note_hang(self, load: Load) -> None:
         """The disk has not delivered this one in time."""
-        self._node.counters.add("load.hung")
+        self._counters.add("load.hung")
         log.warning("the disk does not answer; asking the bucket for what %s holds", load.path)
 
     def ask_bucket(
@@ -285,12 +287,12 @@ class Loader:
         tensor = self._to_device(
             load, buffer, lambda load, memory: self._fill(memory, load, lease, wait=True), lease
         )
-        self._tell(load, started)
+        self._log_loaded(load, started)
         return tensor
 
-    def _tell(self, load: Load, started: float) -> None:
+    def _log_loaded(self, load: Load, started: float) -> None:
         if log.isEnabledFor(logging.DEBUG):
-            key = self._node.naming.make_key(load.identifier)
+            key = self._naming.make_key(load.identifier)
             log.debug(
                 "loaded digest=%s nbytes=%d seconds=%.6f",
                 key.digest.hex() if key else "?",
@@ -323,7 +325,7 @@ class Loader:
         for _ in range(2):
             try:
                 if wait:
-                    self._node.loop.watch.run(partial(read_data, load, memory, hashed=hashed))
+                    self._loop.watch.run(partial(read_data, load, memory, hashed=hashed))
                 else:
                     read_data(load, memory, hashed=hashed, wait=False)
             except (BlockingIOError, *PASS_THROUGH):
@@ -332,13 +334,13 @@ class Loader:
                 if lease is not None and lease.is_given_up:
                     raise _GivenUpError from exc
                 failure = exc
-                self._node.counters.add("load.failed")
+                self._counters.add("load.failed")
                 log.warning("pinned file %s cannot be loaded: %s", load.path, exc)
             else:
                 return
-        key = self._node.naming.make_key(load.identifier)
+        key = self._naming.make_key(load.identifier)
         if key is not None and isinstance(failure, CorruptEntryError):
-            self._node.tier.entries.quarantine(key, failure.reason)  # nobody shall pin it again
+            self._sources.tier.entries.quarantine(key, failure.reason)  # nobody shall pin it again
         bytes_of(memory)[: load.shape.nbytes] = self._from_bucket(load, failure)
 
     def _from_bucket(
@@ -367,12 +369,12 @@ class Loader:
     def _rescue(
         self, load: Load, timeout_s: float, readers: Collection[Future[torch.Tensor]]
     ) -> memoryview:
-        key = self._node.naming.make_key(load.identifier)
+        key = self._naming.make_key(load.identifier)
         if key is None:
             raise CorruptEntryError("not an identifier of ours", reason="identifier")
         deadline_s = time.monotonic() + min(timeout_s, _RESCUE_TIMEOUT_S)
         # What is noted of revisions may be another process's, or may have run out since the grant.
-        noted = min(self._node.bad_objects.revision(key), MAX_REVISION)
+        noted = min(self._sources.bad_objects.revision(key), MAX_REVISION)
         failure: Exception = CorruptEntryError("the bucket no longer holds it", reason="length")
         for revision in (noted, MAX_REVISION - noted):
             try:
@@ -382,7 +384,7 @@ class Loader:
                 failure = exc
                 continue
             if values is not None:
-                self._node.counters.add("load.rescued")
+                self._counters.add("load.rescued")
                 return values
         raise failure
 
@@ -402,8 +404,8 @@ class Loader:
                 has ended first.
         """
         limit = load.shape.nbytes + 8 + codec.HEADER_LIMIT
-        fetch = self._node.store.get(self._node.layout.object(key, revision), max_bytes=limit)
-        answer = self._node.loop.submit(fetch)
+        fetch = self._sources.store.get(self._sources.layout.object(key, revision), max_bytes=limit)
+        answer = self._loop.submit(fetch)
         _wait_for_any([answer, *readers], timeout_s)
         if not answer.done():
             answer.cancel()
@@ -411,7 +413,7 @@ class Loader:
         blob = answer.result()
         if blob is None:
             return None
-        header = codec.verify(blob, namespace=self._node.namespace.name, identifier=key.stored)
+        header = codec.verify(blob, namespace=self._sources.layout.namespace, identifier=key.stored)
         if header.shape != load.shape:
             raise CorruptEntryError(
                 f"holds {header.shape}, granted was {load.shape}", reason="shape"
@@ -469,8 +471,22 @@ class Handed(NamedTuple):
     outcome: Future[torch.Tensor]
 
 
-class Batch:
-    """One step's loads, in the hands of the readers and of the thread that made it."""
+class StepLoads:
+    """One step's loads, in the hands of the readers and of the thread that made it.
+
+    States of a load:
+
+    ===========  ===========  ==============================================================
+    state        goes to      when
+    ===========  ===========  ==============================================================
+    (new)        handed over  the step was begun before its results are needed, or is not alone
+    (new)        ended        ``finish`` reads it in the calling thread
+    (new)        handed over  the kernel does not have it in memory: a disk would have to answer
+    handed over  ended        a reader has it, or the bucket stood in, or both failed
+    handed over  (new)        no reader has begun it when ``finish`` gets there
+    handed over  dropped      ``cancel``, before a reader has begun it
+    ===========  ===========  ==============================================================
+    """
 
     def __init__(self, loader: Loader, staging: Staging, loads: Sequence[Load]) -> None:
         self._loader = loader

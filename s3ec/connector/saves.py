@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The first half of a save: off the device, through a bounded queue, to spool and tier.
 
-``SaveQueue`` says what the life of a save is. ``uploads.py`` has the second half. torch is
-imported where it is needed.
+``SaveQueue`` says what the life of a save is. ``uploads.py`` has the second half.
 """
 
 from __future__ import annotations
@@ -14,30 +13,36 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+import torch
 
 from s3ec.codec import DTYPES, Header, Shape, checksum, encode_header, is_finite
 from s3ec.connector.messages import Save
-from s3ec.connector.staging import HostCopy, Staging, open_staging
+from s3ec.connector.staging import HostCopy, Staging, bytes_of, open_staging
 from s3ec.connector.uploads import Pauses, Upload, Uploader
 from s3ec.errors import CorruptEntryError, TierError
 from s3ec.identity import Key
 from s3ec.node import Node
 from s3ec.tier import Spool, Spooled
 
-if TYPE_CHECKING:
-    import torch
-
 log = logging.getLogger(__name__)
+
+# One part in so many of `cache_bytes` may wait for the bucket, per process.
+_SPOOL_SHARE = 4
+# The writer begins when no save has come for so long, and at the latest after the second figure.
+# Earlier it would take the interpreter's lock and the memory's bandwidth from the hook that makes
+# the next copy.
+_QUIET_S = 0.002
+_LONGEST_WAIT_S = 0.02
+# A hook waits at most so long for room, in one step and for one outage of the bucket. vLLM ends an
+# engine of several workers when a step takes 300 s (VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS).
+MAX_BLOCKED_S = 60.0
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     """A contiguous CPU tensor's memory as bytes, without a copy; keeps the tensor alive."""
-    import torch
-
-    flat = tensor.detach().reshape(-1).view(torch.uint8)
-    array: Any = flat.numpy()
-    return memoryview(array).cast("B")
+    return bytes_of(tensor.detach().reshape(-1).view(torch.uint8))
 
 
 def describe(
@@ -82,20 +87,6 @@ def describe(
 def encode(header: Header, tensor: torch.Tensor) -> tuple[bytes, memoryview]:
     """One entry as two pieces, header and tensor; the tensor is not copied."""
     return encode_header(header), tensor_bytes(tensor)
-
-
-# One part in so many of `cache_bytes` may wait for the bucket, per process.
-_SPOOL_SHARE = 4
-
-# The writer begins when no save has come for so long, and at the latest after the second figure.
-# Earlier it would take the interpreter's lock and the memory's bandwidth from the hook that makes
-# the next copy.
-_QUIET_S = 0.002
-_LONGEST_WAIT_S = 0.02
-
-# A hook waits at most so long for room, in one step and for one outage of the bucket. vLLM ends an
-# engine of several workers when a step takes 300 s (VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS).
-MAX_BLOCKED_S = 60.0
 
 
 class _Job(NamedTuple):

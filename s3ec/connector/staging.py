@@ -72,6 +72,12 @@ class Buffer:
         return seen
 
 
+def bytes_of(memory: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous uint8 tensor on the CPU, to be written to; keeps it alive."""
+    array: Any = memory.numpy()
+    return memoryview(array).cast("B")
+
+
 class HostPool:
     """Buffers of host memory that are taken, and given back for the next taker. Thread-safe.
 

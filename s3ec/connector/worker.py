@@ -13,7 +13,7 @@ import torch
 from s3ec.connector import compat
 from s3ec.connector.adapters import AdapterCache, AdapterFiles, name_in_plan
 from s3ec.connector.encode_timer import EncodeTimer
-from s3ec.connector.loads import Batch, Loader, read_data
+from s3ec.connector.loads import Loader, StepLoads, read_data
 from s3ec.connector.messages import EncodeTime, Load, StepPlan, WorkerReport
 from s3ec.connector.remote_ranks import LocalPins
 from s3ec.connector.saves import SaveQueue
@@ -32,7 +32,7 @@ class _Started(NamedTuple):
 
     plan: StepPlan
     loads: list[Load]
-    batch: Batch
+    batch: StepLoads
 
 
 class WorkerHalf:
@@ -77,7 +77,11 @@ class WorkerHalf:
         self._encoder = encoder
         self._timer = EncodeTimer(device, clock=clock)
         self._measured: deque[EncodeTime] = deque(maxlen=_MOST_MEASURED)
-        self._loader = Loader(node, lambda: open_staging(device(), can_pin=compat.can_pin_memory))
+        self._loader = Loader(
+            *(node.loop, node.sources, node.counters, node.naming),
+            lambda: open_staging(device(), can_pin=compat.can_pin_memory),
+            hashed=node.settings.verify == "always",
+        )
         self._started: _Started | None = None
         self._loaded: dict[int, set[int]] = {}
         self._sync_allowed = compat.sync_allowed()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +16,7 @@ import pytest
 from s3ec.codec import Shape
 from s3ec.connector.messages import Load
 from s3ec.errors import CorruptEntryError, UnavailableError
+from s3ec.node import Node
 from s3ec.testing.fault_store import Fault
 from tests.unit.connector.processes import DEADLINE_S, HASHES, Process
 
@@ -69,6 +70,12 @@ class Watched(staging.HostStaging):
         return super().take(shape)
 
 
+def loader_on(node: Node, make_staging: Callable[[], Any], **more: Any) -> loading.Loader:
+    return loading.Loader(
+        *(node.loop, node.sources, node.counters, node.naming), make_staging, hashed=True, **more
+    )
+
+
 def check(outcomes: list[torch.Tensor | Exception], count: int) -> None:
     assert len(outcomes) == count
     for number, outcome in enumerate(outcomes):
@@ -78,21 +85,21 @@ def check(outcomes: list[torch.Tensor | Exception], count: int) -> None:
 
 def test_one_alone_is_read_in_the_calling_thread(bench: Bench) -> None:
     watched = Watched()
-    loader = loading.Loader(bench.node, lambda: watched)
+    loader = loader_on(bench.node, lambda: watched)
     check(loader.start(bench.loads(1), later=False).finish(), 1)
     assert watched.threads == [threading.current_thread().name]
 
 
 def test_two_are_read_at_the_same_time(bench: Bench) -> None:
     watched = Watched(threading.Barrier(2))
-    loader = loading.Loader(bench.node, lambda: watched)
+    loader = loader_on(bench.node, lambda: watched)
     check(loader.start(bench.loads(2), later=False).finish(), 2)
     assert len(set(watched.threads)) == 2
     loader.close()
 
 
 def test_many_keep_their_order(bench: Bench) -> None:
-    loader = loading.Loader(bench.node, staging.HostStaging)
+    loader = loader_on(bench.node, staging.HostStaging)
     for later in (False, True):
         check(loader.start(bench.loads(len(HASHES)), later=later).finish(), len(HASHES))
     loader.close()
@@ -116,7 +123,7 @@ def test_caller_reads_what_the_readers_have_not_begun(bench: Bench) -> None:
                 assert gate.wait(DEADLINE_S)
             return super().take(shape)
 
-    loader = loading.Loader(bench.node, Held)
+    loader = loader_on(bench.node, Held)
     check(loader.start(bench.loads(len(HASHES)), later=True).finish(), len(HASHES))
     assert gate.is_set()
     loader.close()
@@ -126,7 +133,7 @@ def test_failures_stay_with_their_loads(bench: Bench) -> None:
     loads = bench.loads(8)
     Path(loads[3].path).unlink()
     bench.only_in_the_bucket(loads[6], 6)
-    loader = loading.Loader(bench.node, staging.HostStaging)
+    loader = loader_on(bench.node, staging.HostStaging)
     outcomes = loader.start(loads, later=False).finish()
     assert [isinstance(outcome, RuntimeError) for outcome in outcomes] == [
         number == 3 for number in range(8)
@@ -164,7 +171,7 @@ class SlowDisk:
         self._read(load, memory, hashed=hashed)
 
     def loader(self, bench: Bench) -> Any:
-        return loading.Loader(
+        return loader_on(
             bench.node, staging.HostStaging, clock=self.clock, wait_for_any=self.wait_for_any
         )
 
@@ -250,7 +257,7 @@ def test_where_neither_disk_nor_bucket_deliver_loads_fail_after_a_minute(
 def test_accelerator_gets_all_through_few_buffers(bench: Bench, buffers: int, later: bool) -> None:
     fake = accelerators.FakeAccelerator()
     device = staging.AcceleratorStaging(fake, load_buffer_bytes=buffers * SMALLEST)
-    loader = loading.Loader(bench.node, lambda: device)
+    loader = loader_on(bench.node, lambda: device)
     loads = bench.loads(len(HASHES))
     bench.only_in_the_bucket(loads[5], 5)
     check(loader.start(loads, later=later).finish(), len(HASHES))
@@ -263,7 +270,7 @@ def test_accelerator_gets_all_through_few_buffers(bench: Bench, buffers: int, la
 def test_next_file_is_read_while_the_copy_of_the_last_is_held_back(bench: Bench) -> None:
     fake = accelerators.FakeAccelerator()
     device = staging.AcceleratorStaging(fake)
-    loader = loading.Loader(bench.node, lambda: device)
+    loader = loader_on(bench.node, lambda: device)
     fake.streams[0].held = True
     outcomes = loader.start(bench.loads(6), later=False).finish()
     assert fake.log.count("loads copies") == 6  # all read, none there
@@ -275,7 +282,7 @@ def test_next_file_is_read_while_the_copy_of_the_last_is_held_back(bench: Bench)
 def test_buffer_comes_back_from_a_load_that_failed(bench: Bench) -> None:
     fake = accelerators.FakeAccelerator()
     device = staging.AcceleratorStaging(fake, load_buffer_bytes=SMALLEST)
-    loader = loading.Loader(bench.node, lambda: device)
+    loader = loader_on(bench.node, lambda: device)
     loads = bench.loads(3)
     Path(loads[1].path).unlink()
     for _ in range(3):
