@@ -54,6 +54,9 @@ class Node:
     Construction touches the disk (the tier's folder) but never the network: an engine starts
     the same whether the bucket answers or not.
 
+    States: made, following the bucket and the folder from ``follow_the_bucket`` on, closed for
+    good by ``close``. The last user's ``release`` closes a shared node.
+
     A node belongs to the process that made it. A forked child has none of its threads, and nobody
     to give back what they had locked, so there nothing of it may be used: hooks answer like a miss,
     ``shared`` makes another, and ``release`` and ``close`` leave it alone. It is kept there, since

@@ -469,7 +469,7 @@ class DiskCalls:
         self._at_work = 0
         self._ended = False
         self._done: deque[_DiskCall] = deque()
-        self._is_told = False
+        self._is_notified = False
 
     # -- the loop's thread -------------------------------------------------------------------
 
@@ -505,7 +505,7 @@ class DiskCalls:
             self._undo(call, future.result())
 
     def _deliver(self) -> None:
-        self._is_told = False
+        self._is_notified = False
         while True:
             try:
                 call = self._done.popleft()
@@ -609,8 +609,8 @@ class DiskCalls:
                 log.error("in the background", exc_info=call.error)
             return
         self._done.append(call)
-        if not self._is_told:
-            self._is_told = True
+        if not self._is_notified:
+            self._is_notified = True
             with suppress(RuntimeError):  # the loop has ended, and with it all that waited
                 self._loop.call_soon_threadsafe(self._deliver)
 

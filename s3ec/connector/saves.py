@@ -159,10 +159,10 @@ class SaveQueue:
         self._blocked_in_step_s = self._blocked_in_outage_s = 0.0
         self._dropped = 0
         self._jobs: deque[_Job] = deque()
-        # Rung once for all that comes in before the writer looks: waking it costs the hook more
-        # than a job. False ends the writer.
-        self._bell: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        self._rung = False
+        # One wake-up for all that comes in before the writer looks: it costs the hook more than a
+        # job. False ends the writer.
+        self._wakeups: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._is_woken = False
         self._changed = threading.Condition()
         # Identifier -> bytes in memory (0: in the spool), until stored or given up.
         self._pending: dict[str, int] = {}
@@ -173,7 +173,7 @@ class SaveQueue:
         self._left: int | None = None  # by drain
         self._thread: threading.Thread | None = None
         self._writes_to_disk = False
-        self._stage = stage or _open_staging
+        self._stage = stage or open_staging
         self._stagings: dict[torch.device, Staging] = {}
         self._spool: Spool = node.tier.open_spool(node.destination)
         self._uploads = Uploader(
@@ -222,9 +222,9 @@ class SaveQueue:
             self._end_save(identifier, stored=False)
             raise
         self._jobs.append(_Job(identifier, save, copy))
-        if not self._rung:
-            self._rung = True
-            self._bell.put(True)
+        if not self._is_woken:
+            self._is_woken = True
+            self._wakeups.put(True)
         return True
 
     def begin_step(self, step: int) -> None:
@@ -268,7 +268,7 @@ class SaveQueue:
         if self._writes_to_disk and self._node.loop.watch.hangs:
             self._writes_to_disk = False
             self._start_writer()
-            self._bell.put(True)
+            self._wakeups.put(True)
 
     def _staging(self, device: torch.device) -> Staging:
         staging = self._stagings.get(device)
@@ -307,8 +307,8 @@ class SaveQueue:
             is that of all others.
         """
         self._uploads.stop_adopting()
-        # A signal may have ended the hook between a job and its ring.
-        self._bell.put(True)
+        # A signal may have ended the hook between a job and its wake-up.
+        self._wakeups.put(True)
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
@@ -322,12 +322,12 @@ class SaveQueue:
             spooled = len(self._pending) - lost + self._uploads.adopted_left
             unannounced = self._uploads.unannounced
             self._left = spooled + unannounced + lost
-        self._bell.put(False)
+        self._wakeups.put(False)
         self._uploads.stop()
-        self._tell_left(spooled, unannounced, lost)
+        self._log_left(spooled, unannounced, lost)
         return self._left
 
-    def _tell_left(self, spooled: int, unannounced: int, lost: int) -> None:
+    def _log_left(self, spooled: int, unannounced: int, lost: int) -> None:
         if self._dropped:
             log.error(
                 "%d embeddings were not saved, since there was no room for them; a job that fills "
@@ -368,9 +368,9 @@ class SaveQueue:
 
     def _write(self) -> None:
         me = threading.current_thread()
-        while self._bell.get():
+        while self._wakeups.get():
             self._wait_for_more()
-            self._rung = False  # first: what comes in from here on rings again
+            self._is_woken = False  # first: what comes in from here on wakes it again
             while self._jobs:
                 self._write_next()
                 if self._thread is not me:
@@ -482,14 +482,3 @@ class SaveQueue:
             if stored:
                 self._stored.append(identifier)
             self._changed.notify_all()
-
-
-def _open_staging(device: torch.device) -> Staging:
-    return open_staging(device, can_pin=_can_pin_memory)
-
-
-def _can_pin_memory() -> bool:
-    # Importing vllm takes many seconds, and what saves from the CPU need not have it.
-    from s3ec.connector import compat
-
-    return compat.can_pin_memory()

@@ -22,6 +22,10 @@ from s3ec.codec import Shape
 _SMALLEST_BYTES = 64 * 1024
 # The engine may be who waits.
 PATIENCE_S = 1.0
+# Pinned memory for loads: enough to keep a PCIe link busy while the next files are read.
+LOAD_BUFFER_BYTES = 128 * 2**20
+# Kept for the next saves; what is in use is bounded by the save queue.
+SAVE_IDLE_BYTES = 64 * 2**20
 
 
 class Event(Protocol):
@@ -80,6 +84,20 @@ def bytes_of(memory: torch.Tensor) -> memoryview:
 
 class HostPool:
     """Buffers of host memory that are taken, and given back for the next taker. Thread-safe.
+
+    States of a buffer:
+
+    =======  =======  ===================================================================
+    state    goes to  when
+    =======  =======  ===================================================================
+    (new)    taken    ``take`` finds no idle one of its size, and there is room for one
+    taken    idle     ``give``, and no copy uses it
+    taken    flying   ``give`` with the event that ends its last copy
+    taken    (gone)   ``leak``: somebody may use it still, so it is never reused
+    flying   idle     that event has happened, as seen by the next ``take``
+    idle     taken    ``take``; the one that was given back last goes first
+    idle     (freed)  too many bytes are idle, or their room is needed for another size
+    =======  =======  ===================================================================
 
     Page faults and pinning cost more than the copies themselves; reused memory has neither.
     Sizes are powers of two, so that embeddings of different rows share buffers (torch rounds
@@ -217,12 +235,6 @@ class HostPool:
                 self._idle_bytes -= size
             if not buffers:
                 del self._idle[size]
-
-
-# Pinned memory for loads: enough to keep a PCIe link busy while the next files are read.
-LOAD_BUFFER_BYTES = 128 * 2**20
-# Kept for the next saves; what is in use is bounded by the save queue.
-SAVE_IDLE_BYTES = 64 * 2**20
 
 
 class HostCopy:
@@ -460,11 +472,14 @@ class AcceleratorStaging:
         return HostCopy(self.saves, buffer, values, copied)
 
 
-def open_staging(device: torch.device, *, can_pin: Callable[[], bool]) -> Staging:
+def open_staging(device: torch.device) -> Staging:
     """The staging of one device."""
     if device.type == "cpu":
         return HostStaging()
-    return AcceleratorStaging(Accelerator(device, can_pin=can_pin()))
+    # Importing vllm takes many seconds, and what stays on the CPU need not have it.
+    from s3ec.connector import compat
+
+    return AcceleratorStaging(Accelerator(device, can_pin=compat.can_pin_memory()))
 
 
 def _empty(nbytes: int) -> torch.Tensor:

@@ -79,7 +79,7 @@ class WorkerHalf:
         self._measured: deque[EncodeTime] = deque(maxlen=_MOST_MEASURED)
         self._loader = Loader(
             *(node.loop, node.sources, node.counters, node.naming),
-            lambda: open_staging(device(), can_pin=compat.can_pin_memory),
+            lambda: open_staging(device()),
             hashed=node.settings.verify == "always",
         )
         self._started: _Started | None = None

@@ -221,7 +221,7 @@ class EntryWriter:
     def _place(self, key: Key, file: TempFile) -> None:
         """Give an entry its name, and tell the node's other processes."""
         self._folders.place(file, *self._entries.path(key))
-        self._news.tell(key)
+        self._news.notify(key)
 
     def _finish(self, file: TempFile, *, unread: bool = False) -> None:
         file.close()

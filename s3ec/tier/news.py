@@ -84,7 +84,7 @@ class NewsWriter:
         self._namespace = namespace
         self._failed = disk_errors.record
 
-    def tell(self, key: Key) -> None:
+    def notify(self, key: Key) -> None:
         """An entry has its name now; about six short system calls. Never raises."""
         record = make_record(self._namespace, key.digest)
         batch = current_batch()

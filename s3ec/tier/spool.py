@@ -82,6 +82,23 @@ class Spool:
     """What one process holds for one namespace and one bucket. Blocking and thread-safe.
 
     Made by ``Tier.open_spool``. The folder appears with the first entry.
+
+    States of an entry:
+
+    =======  ===========  ================================================================
+    state    goes to      when
+    =======  ===========  ================================================================
+    (new)    held         ``add``, or ``adopt`` takes it from a dead process
+    held     held         ``add`` of a later save of the entry replaces it
+    held     (gone)       ``remove``, or ``load`` finds that its file has vanished
+    held     left         ``remove``, and the disk keeps its file
+    held     quarantined  ``load`` finds that it is bad
+    left     (gone)       the file could be unlinked, which each later call tries again
+    left     held         ``add`` or ``adopt`` gives the entry another file in its place
+    held     orphaned     ``close``, or the process dies; so does left
+    =======  ===========  ================================================================
+
+    What is orphaned stays on the disk, for the ``adopt`` of another process.
     """
 
     def __init__(

@@ -288,7 +288,7 @@ def tell_under_limit(root: Path, first: int, count: int) -> None:
     news = NewsWriter(tier.folders, NAMESPACE, DiskErrors(root, Counters()))
     resource.setrlimit(resource.RLIMIT_FSIZE, (300, resource.RLIM_INFINITY))
     for number in range(first, first + count):
-        news.tell(key_at(number))
+        news.notify(key_at(number))
     tier.close()
     say("told")
 
