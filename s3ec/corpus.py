@@ -102,10 +102,6 @@ _SHOWN_MATCHES = 5
 # A larger entry comes by ranges of this size.
 _PART_BYTES = 8 * 2**20
 _PARTS_AT_A_TIME = 4
-# One page of a listing.
-_LISTED_AT_A_TIME = 1000
-# So many entries are listed a page after the other, before 256 folders are.
-_FEW = 4096
 _CLOSE_S = 5.0
 
 
@@ -800,56 +796,25 @@ async def scan(
         adapter: Only those in the folder of this adapter.
         width: Folders that are listed at a time. Each waits until what it found is taken.
     """
-    found: asyncio.Queue[Sequence[CorpusEntry]] = asyncio.Queue(1)
-    known: set[str] = set()  # what was listed before the folders
+    from s3ec.index.listing import list_side_by_side
+
+    layout = Layout(namespace)
     above, narrow = _place(starts_with, adapter)
-
-    async def few() -> AsyncIterator[CorpusEntry]:
-        async for entry in _listed(store, namespace, above):
-            if len(known) == _FEW:
-                return
-            known.add(entry.name)
-            yield entry
-
-    async def hand_on(entries: AsyncIterator[CorpusEntry]) -> None:
-        batch: list[CorpusEntry] = []
-        async for entry in entries:
-            if _is_wanted(entry, starts_with, adapter):
-                batch.append(entry)
-            if len(batch) == _LISTED_AT_A_TIME:
-                await found.put(batch)
-                batch = []
-        if batch:
-            await found.put(batch)
-
-    async def read(folder: str) -> None:
-        entries = _listed(store, namespace, folder)
-        await hand_on(entry async for entry in entries if entry.name not in known)
-
-    async def read_all() -> None:
-        if narrow is None:
-            # A page after the other: for few entries that takes fewer requests than folders do.
-            await hand_on(few())
-            if len(known) < _FEW:
-                return
-        folders = await _folders(store, Layout(namespace), starts_with, above, narrow)
-        await in_parallel(folders, read, width=width)
-
-    reading = asyncio.create_task(read_all(), name="s3ec-scan")
-    taking: asyncio.Task[Sequence[CorpusEntry]] | None = None
-    try:
-        while not reading.done() or not found.empty():
-            taking = asyncio.create_task(found.get(), name="s3ec-scan-take")
-            await asyncio.wait((taking, reading), return_when=asyncio.FIRST_COMPLETED)
-            if taking.done():
-                yield taking.result()
-            else:
-                taking.cancel()
-        await reading
-    finally:
-        for task in filter(None, (reading, taking)):
-            task.cancel()
-        await asyncio.gather(*filter(None, (reading, taking)), return_exceptions=True)
+    listing = list_side_by_side(
+        store,
+        None if narrow else layout.objects + above,
+        lambda: _prefixes(store, layout, starts_with, above, narrow),
+        width=width,
+    )
+    async with aclosing(listing) as batches:
+        async for infos in batches:
+            found = [
+                entry
+                for entry in _entries(layout, infos)
+                if _is_wanted(entry, starts_with, adapter)
+            ]
+            if found:
+                yield found
 
 
 def _is_wanted(entry: CorpusEntry, begin: str, adapter: str | None) -> bool:
@@ -873,26 +838,34 @@ def _place(begin: str, adapter: str | None) -> tuple[str, str | None]:
     return above, match and f"{above}{match[1]}/{match[0]}"
 
 
-async def _folders(
+async def _prefixes(
     store: Store, layout: Layout, begin: str, above: str, narrow: str | None
 ) -> list[str]:
-    """Beginnings of names below ``objects/`` that hold all that is wanted, to list side by side."""
+    """Beginnings of objects' names that hold all that is wanted, to list side by side."""
     if narrow and above:
-        return [narrow]
-    below = await store.list_folders(layout.objects + above)
-    if not narrow:
-        return [above + folder for folder in below]
-    # What looks like a hash may be the beginning of an adapter's name.
-    return [narrow, *(f for f in below if f.startswith(begin) and not _FAN_OUT.fullmatch(f))]
+        return [layout.objects + narrow]
+    prefix = layout.objects + above
+    below = await store.list_folders(prefix)
+    if narrow:
+        # What looks like a hash may be the beginning of an adapter's name.
+        below = [narrow, *(f for f in below if f.startswith(begin) and not _FAN_OUT.fullmatch(f))]
+    return [prefix + folder for folder in below]
 
 
-async def _listed(store: Store, namespace: str, folder: str = "") -> AsyncIterator[CorpusEntry]:
-    """All entries below a folder of ``objects/``; foreign objects are left out."""
-    objects = Layout(namespace).objects
-    async for info in store.list(objects + folder):
-        name = info.name.removeprefix(objects)
+async def _listed(store: Store, namespace: str, folder: str) -> AsyncIterator[CorpusEntry]:
+    """All entries below a folder of ``objects/``."""
+    layout = Layout(namespace)
+    async for info in store.list(layout.objects + folder):
+        for entry in _entries(layout, [info]):
+            yield entry
+
+
+def _entries(layout: Layout, infos: Iterable[ObjectInfo]) -> Iterator[CorpusEntry]:
+    """Those of listed objects that are entries; foreign objects are left out."""
+    for info in infos:
+        name = info.name.removeprefix(layout.objects)
         if entry_name(name) is not None:
-            yield CorpusEntry(namespace, name, info.nbytes, info.modified_s)
+            yield CorpusEntry(layout.namespace, name, info.nbytes, info.modified_s)
 
 
 def is_hash_prefix(text: str) -> bool:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -40,7 +39,7 @@ from s3ec.index.manifest import (
 from s3ec.index.merged_rows import Deltas, MergedRows
 from s3ec.index.rows import Rows, find_in
 from s3ec.index.segment import SortedRuns
-from s3ec.store.base import ObjectInfo, Store
+from s3ec.store.base import Store
 
 log = logging.getLogger(__name__)
 
@@ -272,10 +271,6 @@ async def verify(store: Store, layout: Layout, making: BuildOptions | None = Non
     return found
 
 
-class _AllFoundError(Exception):
-    """Ends a listing."""
-
-
 async def _find_names(
     store: Store, layout: Layout, wanted: set[str], report: Report
 ) -> dict[str, str]:
@@ -284,17 +279,14 @@ async def _find_names(
     A digest does not tell its name, and to keep all names would take the memory of the bucket.
     """
     names: dict[str, str] = {}
-
-    async def take(infos: Sequence[ObjectInfo]) -> None:
-        for info in infos:
-            digest = key_of_object(layout, info.name)[0].digest.hex()
-            if digest in wanted:
-                names[digest] = info.name
-        if len(names) == len(wanted):
-            raise _AllFoundError
-
-    with suppress(_AllFoundError):
-        await list_objects(store, layout, take, report=report)
+    async with aclosing(list_objects(store, layout, report=report)) as batches:
+        async for infos in batches:
+            for info in infos:
+                digest = key_of_object(layout, info.name)[0].digest.hex()
+                if digest in wanted:
+                    names[digest] = info.name
+            if len(names) == len(wanted):
+                break
     return names
 
 
