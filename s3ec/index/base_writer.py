@@ -46,8 +46,8 @@ from s3ec.identity import Layout
 from s3ec.index.bloom import build_bloom
 from s3ec.index.manifest import (
     MAX_VERSION,
+    BaseFile,
     BaseManifest,
-    Blob,
     ManifestListing,
     Shard,
     newest_head,
@@ -275,8 +275,8 @@ class BaseWriter:
         bloom_blob = await self._put(layout.bloom(self._version, self._run, first, last), bloom)
         self._shards.append(Shard(first, last, len(rows), segment_blob, bloom_blob))
 
-    async def _put(self, name: str, pieces: list[bytes | memoryview]) -> Blob:
-        blob = await asyncio.to_thread(Blob.of, pieces)
+    async def _put(self, name: str, pieces: list[bytes | memoryview]) -> BaseFile:
+        blob = await asyncio.to_thread(BaseFile.of, pieces)
         self._names.append(name)
         # Nobody else makes this name: where it is taken, the reply to our own put was lost.
         with suppress(ConflictError):

@@ -16,10 +16,10 @@ from pathlib import Path
 
 from s3ec.errors import AccessError, CorruptEntryError, S3ECError, TierError, UnavailableError
 from s3ec.identity import DESCRIPTOR_BYTES, Key, Layout
-from s3ec.index.manifest import BaseManifest, Blob, Shard, newest_head, take_snapshot
+from s3ec.index.manifest import BaseFile, BaseManifest, Shard, newest_head, take_snapshot
 from s3ec.index.rows import Rows, merge
 from s3ec.index.segment import MAX_DELTA_BYTES, Segment, SortedRuns, encode_segment, parse_segment
-from s3ec.store.base import Store
+from s3ec.store.base import Blob, Store
 from s3ec.store.concurrency import in_parallel
 from s3ec.tier.entry_writer import VanishedError, whole_parts
 
@@ -120,23 +120,15 @@ class MergedRows:
         """
 
         async def read(ulid: str) -> Rows | None:
-            name = self._layout.delta(ulid)
-            for _ in range(2):  # it may have been damaged on its way
-                done.corrupt.pop(ulid, None)
-                try:
-                    blob = await self._store.get(name, max_bytes=MAX_DELTA_BYTES)
-                    if blob is None:
-                        return None
-                    namespace = self._layout.namespace
-                    rows = await asyncio.to_thread(parse_segment, blob, namespace, name=name)
-                except CorruptEntryError as exc:
-                    done.corrupt[ulid] = f"{exc} ({exc.reason})"
-                    continue
-                except (UnavailableError, AccessError) as exc:
-                    done.unread[ulid] = exc  # perhaps of this object alone, and for good
-                    return None
-                return rows
-            return None
+            try:
+                found = await read_delta(self._store, self._layout, ulid)
+            except CorruptEntryError as exc:
+                done.corrupt[ulid] = f"{exc} ({exc.reason})"
+                return None
+            except (UnavailableError, AccessError) as exc:
+                done.unread[ulid] = exc  # perhaps of this object alone, and for good
+                return None
+            return None if found is None else found[1]
 
         for start in range(0, len(ulids), _DELTAS_AT_A_TIME):
             some = ulids[start : start + _DELTAS_AT_A_TIME]
@@ -178,6 +170,33 @@ class MergedRows:
         return await asyncio.to_thread(merge, parts, keep_tombstones=keep_tombstones)
 
 
+async def read_delta(store: Store, layout: Layout, ulid: str) -> tuple[Blob, Rows] | None:
+    """Download one delta and check every byte; once more where it was damaged on its way.
+
+    Returns:
+        The file, and its rows, which are views of it. None where the bucket has it no more.
+
+    Raises:
+        CorruptEntryError: It is unusable, or of a newer format (reason ``version``).
+        UnavailableError: The store does not answer now.
+        AccessError: It refuses.
+    """
+    name = layout.delta(ulid)
+
+    async def read() -> tuple[Blob, Rows] | None:
+        body = await store.get(name, max_bytes=MAX_DELTA_BYTES)
+        if body is None:
+            return None
+        return body, await asyncio.to_thread(parse_segment, body, layout.namespace, name=name)
+
+    try:
+        return await read()
+    except CorruptEntryError as exc:
+        if exc.reason == "version":
+            raise
+    return await read()
+
+
 async def read_shard(store: Store, layout: Layout, head: BaseManifest, shard: Shard) -> Rows:
     """Download one shard of a base into memory, and check every byte.
 
@@ -189,7 +208,7 @@ async def read_shard(store: Store, layout: Layout, head: BaseManifest, shard: Sh
     name = head.segment_name(layout, shard)
 
     def checked(blob: bytearray) -> Rows:
-        if Blob.of([memoryview(blob)]) != shard.segment:
+        if BaseFile.of([memoryview(blob)]) != shard.segment:
             raise CorruptEntryError("its bytes are not those of the head", reason="checksum")
         rows = parse_segment(memoryview(blob), layout.namespace)
         if len(rows) != shard.entries or len(rows.between(shard.first, shard.last)) != len(rows):
