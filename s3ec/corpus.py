@@ -62,7 +62,14 @@ from s3ec.namespaces import (
     read_namespaces,
 )
 from s3ec.runtime import LoopThread
-from s3ec.store.base import Blob, ObjectInfo, Store, parts_in_order
+from s3ec.store.base import (
+    PART_BYTES,
+    Blob,
+    ObjectInfo,
+    Store,
+    VanishedError,
+    get_in_parts,
+)
 from s3ec.store.concurrency import REQUESTS_AT_A_TIME, in_parallel
 from s3ec.store.open import open_store, require_conditional_put, with_conditional_put
 from s3ec.store.retry import RetryStore
@@ -99,8 +106,6 @@ _NOBODY = re.compile(
 )
 _QUERY = re.compile(r"(https?://[^\s\"'?]*)\?[^\s\"']*")
 _SHOWN_MATCHES = 5
-# A larger entry comes by ranges of this size.
-_PART_BYTES = 8 * 2**20
 _PARTS_AT_A_TIME = 4
 _CLOSE_S = 5.0
 
@@ -974,17 +979,14 @@ def _checked_header(blob: Blob, entry: CorpusEntry) -> codec.Header:
 
 async def _download(store: Store, entry: CorpusEntry, report: Report) -> Blob | None:
     """All bytes of an object. A large one comes by ranges, so that its progress is seen."""
-    if entry.nbytes <= _PART_BYTES:
+    if entry.nbytes <= PART_BYTES:
         return await store.get(entry.object_name, max_bytes=entry.nbytes)
-    whole = bytearray()
-    starts = range(0, entry.nbytes, _PART_BYTES)
-    parts = parts_in_order(store, entry.object_name, starts, at_a_time=_PARTS_AT_A_TIME)
-    async with aclosing(parts):
-        async for part in parts:
-            if part is None:
-                return None
-            whole += part
-            report("downloading", len(whole), entry.nbytes)
+    try:
+        whole = await get_in_parts(
+            store, entry.object_name, entry.nbytes, at_a_time=_PARTS_AT_A_TIME, report=report
+        )
+    except VanishedError:
+        return None
     return memoryview(whole).toreadonly()
 
 

@@ -18,8 +18,7 @@ from s3ec.index.lookup import Overlay, View
 from s3ec.index.manifest import BaseManifest, ManifestListing, ManifestPoller, read_head
 from s3ec.index.rows import Rows
 from s3ec.index.segment import Segment
-from s3ec.store.base import ObjectInfo
-from s3ec.tier.entry_writer import VanishedError
+from s3ec.store.base import ObjectInfo, VanishedError
 
 log = logging.getLogger(__name__)
 

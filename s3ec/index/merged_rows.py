@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Iterable, Sequence
-from contextlib import aclosing, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,9 +19,8 @@ from s3ec.identity import DESCRIPTOR_BYTES, Key, Layout
 from s3ec.index.manifest import BaseFile, BaseManifest, Shard, newest_head, take_snapshot
 from s3ec.index.rows import Rows, merge
 from s3ec.index.segment import MAX_DELTA_BYTES, Segment, SortedRuns, encode_segment, parse_segment
-from s3ec.store.base import Blob, Store
+from s3ec.store.base import Blob, Store, VanishedError, get_in_parts
 from s3ec.store.concurrency import in_parallel
-from s3ec.tier.entry_writer import VanishedError, whole_parts
 
 log = logging.getLogger(__name__)
 
@@ -218,32 +217,16 @@ async def read_shard(store: Store, layout: Layout, head: BaseManifest, shard: Sh
     try:
         if shard.segment.nbytes > MAX_SHARD_BYTES:
             raise CorruptEntryError("too large to be a shard", reason="size")
-        return await asyncio.to_thread(checked, await _download(store, name, shard.segment.nbytes))
+        try:
+            blob = await get_in_parts(store, name, shard.segment.nbytes, at_a_time=_PARTS_AT_A_TIME)
+        except VanishedError as exc:
+            raise CorruptEntryError("not there", reason="length") from exc
+        return await asyncio.to_thread(checked, blob)
     except CorruptEntryError as exc:
         raise CorruptEntryError(
             f"{name} ({exc.reason}): {exc}; `s3ec manifest rebuild` makes a new base",
             reason=exc.reason,
         ) from exc
-
-
-async def _download(store: Store, name: str, nbytes: int) -> bytearray:
-    """A whole object of known size, by ranges.
-
-    Raises:
-        CorruptEntryError: It is shorter, or not there.
-        UnavailableError: The store does not answer now.
-        AccessError: It refuses.
-    """
-    blob, done = bytearray(nbytes), 0
-    try:
-        coming = whole_parts(store, name, nbytes, at_a_time=_PARTS_AT_A_TIME)
-        async with aclosing(coming) as parts:
-            async for part in parts:
-                blob[done : done + len(part)] = part
-                done += len(part)
-    except VanishedError as exc:
-        raise CorruptEntryError("not there", reason="length") from exc
-    return blob
 
 
 DELTAS = "deltas"

@@ -84,9 +84,9 @@ def test_a_file_that_comes_in_parts_is_there_after_its_last_good_one(
 
     for parts, good in (([b"ro"], False), ([b"ro", b"wS"], False), ([b"ro", b"ws"], True)):
         incoming = files.begin(SHARD, "one of it", 4, checksum, look)
-        for part in parts:
+        for number, part in enumerate(parts):
             assert list(files.walk()) == []
-            incoming.append(part)
+            incoming.put([(2 * number, part)])
         if good:
             incoming.commit()
         else:
