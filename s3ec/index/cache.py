@@ -221,15 +221,19 @@ class IndexCache:
 
         def check(path: str) -> None:
             kind = Segment if exact else Bloom
-            whole = memoryview(safetensors_file.map_file(path))
+            try:
+                whole = memoryview(safetensors_file.map_file(path))
+            except OSError as exc:
+                raise TierError(f"cannot read {name}: {exc}") from exc
             kind.parse(whole, self.layout.namespace, name=name).check()
 
         async def fetch() -> None:
             nbytes, disk = blob.nbytes, self.disk
-            begin = partial(self._files.begin, local, name, nbytes, blob.xxh3, check)
+            begin = partial(self._files.begin, local, name, nbytes, blob.xxh3)
             incoming = await disk(begin, undo=Incoming.discard)
             try:
                 await download(self.store, name, incoming, disk=disk, at_a_time=PARTS)
+                await disk(check, incoming.path)
                 await disk(incoming.commit)
             finally:
                 await asyncio.shield(disk(incoming.discard))  # also where this is cancelled
@@ -237,7 +241,7 @@ class IndexCache:
 
         await self._alone(local, fetch, nbytes=blob.nbytes)
         path = self._files.path(local)
-        await self.disk(self._check_doubtful, local, lambda: check(path))
+        await self.disk(self._check_doubtful, local, partial(check, path))
 
     # -- what is not needed any more -----------------------------------------------------------
 

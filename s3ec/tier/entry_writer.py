@@ -245,6 +245,7 @@ class Incoming(Generic[T]):
     Attributes:
         name: What it is, for messages.
         nbytes: What it will have in the end.
+        path: Where it lies until it has its name.
     """
 
     def __init__(
@@ -263,6 +264,7 @@ class Incoming(Generic[T]):
         """
         self.name = name
         self.nbytes = nbytes
+        self.path = file.path
         self._file = file
         self._check = check
         self._commit = commit
