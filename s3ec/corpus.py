@@ -32,7 +32,6 @@ from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
-from urllib.parse import urlsplit
 
 from s3ec import codec
 from s3ec.counters import Counters, Report, unreported
@@ -73,6 +72,7 @@ from s3ec.store.base import (
 from s3ec.store.concurrency import REQUESTS_AT_A_TIME, in_parallel
 from s3ec.store.open import open_store, require_conditional_put, with_conditional_put
 from s3ec.store.retry import RetryStore
+from s3ec.store.unreachable import in_plain_words
 from s3ec.tenant import Tenant
 
 if TYPE_CHECKING:
@@ -98,13 +98,6 @@ _HASH_PREFIX = re.compile(
 # The first digits of a hash name a folder of the bucket.
 _HASH_BEGIN = re.compile(r"(?:[tx]-)?([0-9a-f]{2})[0-9a-f]*")
 _FAN_OUT = re.compile(r"[0-9a-f]{2}/")
-# What an operating system and HTTP libraries say of a server that cannot be reached at all.
-_NOBODY = re.compile(
-    r"(connection refused|errno 111|connect call failed)|name or service not known|"
-    r"nodename nor servname|name resolution|failed to lookup address|no address associated",
-    re.IGNORECASE,
-)
-_QUERY = re.compile(r"(https?://[^\s\"'?]*)\?[^\s\"']*")
 _SHOWN_MATCHES = 5
 _PARTS_AT_A_TIME = 4
 _CLOSE_S = 5.0
@@ -636,7 +629,7 @@ class Corpus:
             try:
                 return await work(self._store)
             except UnavailableError as exc:
-                plain = _nobody_answers(exc, self.settings)
+                plain = in_plain_words(exc, self.settings)
                 if plain is None:
                     raise
                 raise plain from exc
@@ -988,51 +981,3 @@ async def _download(store: Store, entry: CorpusEntry, report: Report) -> Blob | 
     except VanishedError:
         return None
     return memoryview(whole).toreadonly()
-
-
-# -- a server that does not answer -------------------------------------------------------------
-
-
-def _nobody_answers(exc: UnavailableError, settings: Settings) -> UnavailableError | None:
-    """The same error in plain words; None if the server answered, or its words will do.
-
-    A library repeats the whole request, and does not say that the connection was refused.
-    """
-    said = []
-    seen: BaseException | None = exc
-    while seen is not None:
-        said.append(str(seen))
-        seen = seen.__cause__ or seen.__context__
-    found = _NOBODY.search(" ".join(said))
-    if exc.status:
-        return None
-    if found is None:
-        text = _QUERY.sub(r"\1", str(exc))
-        if text == str(exc):
-            return None
-        return UnavailableError(f"{text}; {mend_endpoint(settings, '')}")
-    reason = "connection refused" if found[1] else "Name or service not known"
-    where = settings.endpoint_url or str(settings.corpus)
-    return UnavailableError(f"{where}: {reason}; {mend_endpoint(settings, reason)}")
-
-
-def mend_endpoint(settings: Settings, reason: str) -> str:
-    """What to do where nobody answers as S3 does.
-
-    Args:
-        reason: The operating system's or a library's words.
-    """
-    where = settings.endpoint_url or "AWS"
-    if "certificate" in reason:
-        return "name the authority's PEM file in `ca_bundle`"
-    if "SSL" in reason or "WRONG_VERSION" in reason:
-        return "does the server speak TLS there? if not, http:// in `endpoint_url` and `allow_http`"
-    if "refused" in reason:
-        return f"nothing listens at {where}: start the server, or correct `endpoint_url`"
-    if "Name" in reason or "resolution" in reason:
-        if settings.path_style is False:
-            host = urlsplit(where).hostname
-            name = f"{settings.bucket}.{host}"
-            return f"the host name {name} is unknown: set `addressing_style` = `path`, or the DNS"
-        return "the host name is unknown: correct `endpoint_url` or `region`, or the DNS"
-    return "correct `endpoint_url`, or open the way (firewall, proxy, VPC endpoint)"
