@@ -608,8 +608,8 @@ class Corpus:
             from s3ec.index.base_writer import BuildOptions
             from s3ec.index.rebuild import verify
 
-            making = BuildOptions(bloom_fpr=self.settings.bloom_fpr, report=report)
-            return await verify(store, layout, making)
+            options = BuildOptions(bloom_fpr=self.settings.bloom_fpr, report=report)
+            return await verify(store, layout, options)
 
         return self.within(work, namespace, model=model)
 

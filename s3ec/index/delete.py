@@ -199,7 +199,7 @@ async def _require_idle(store: Store, layout: Layout, contents: Contents, idle_s
         )
 
 
-TELL_S = 60.0
+FLUSH_S = 60.0
 """An announcement takes no longer where the bucket answers at all."""
 # How long it is found out what a request without an answer has left.
 _LOOK_S = 10.0
@@ -308,7 +308,7 @@ class Deleter:
             await in_parallel(range(len(batches)), delete, width=_REQUESTS_AT_A_TIME)
         finally:
             self._announce(await self._gone(unknown), asked_s, confirmed)
-            await _tell(self._announcer)
+            await _flush(self._announcer)
         if errors:
             raise errors[min(errors)]
         if not all(confirmed):
@@ -371,7 +371,7 @@ def _with_error(
     }
 
 
-async def _tell(announcer: Announcer) -> None:
+async def _flush(announcer: Announcer) -> None:
     """Wait until readers are told, and give up where the bucket does not take it.
 
     Raises:
@@ -379,7 +379,7 @@ async def _tell(announcer: Announcer) -> None:
     """
     count = len(announcer)
     try:
-        async with asyncio.timeout(TELL_S):
+        async with asyncio.timeout(FLUSH_S):
             await announcer.flush()
     except TimeoutError as exc:
         announcer.close()
@@ -420,7 +420,7 @@ async def deleting(
         finally:
             try:
                 if len(announcer):  # broken off while it was told
-                    await _tell(announcer)
+                    await _flush(announcer)
             finally:
                 announcer.close()
 

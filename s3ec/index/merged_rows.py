@@ -36,7 +36,7 @@ class Deltas:
     """What became of the deltas that were to be read.
 
     Attributes:
-        read: ULIDs of those whose rows are in the content.
+        read: ULIDs of those whose rows were merged.
         deleting: Of these, those that hold deletions.
         corrupt: ULID to what is wrong with it; left out, and left where it is.
         unread: ULID to why the bucket did not give it; left out, and left where it is.
@@ -264,11 +264,11 @@ class LastModifiedIndex:
             self._head = await newest_head(self._store, self._layout, snapshot)
         except CorruptEntryError as exc:
             log.warning("the base of the index is unusable: %s", exc)
-        content = MergedRows(self._store, self._layout, None, self._folder / DELTAS)
+        rows = MergedRows(self._store, self._layout, None, self._folder / DELTAS)
         deltas = Deltas()
-        await content.add_deltas(snapshot.unmerged(self._head), deltas)
+        await rows.add_deltas(snapshot.unmerged(self._head), deltas)
         deltas.warn_of_unread(has_base=self._head is not None)
-        self._deltas = Segment.of(await content.between(0, 255, keep_tombstones=True))
+        self._deltas = Segment.of(await rows.between(0, 255, keep_tombstones=True))
         for shard in self._head.shards if self._head else ():
             self._of_byte[shard.first : shard.last + 1] = [shard] * (shard.last + 1 - shard.first)
 

@@ -163,7 +163,7 @@ async def test_a_batch_that_is_refused_as_a_whole_is_not_announced(memory: Memor
 async def test_readers_that_could_not_be_told_are_an_error(
     memory: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(deletion, "TELL_S", 0.01)
+    monkeypatch.setattr(deletion, "FLUSH_S", 0.01)
     await put_entry(memory, 1)
     fault = Fault("put_if_absent", "/delta/", error=UnavailableError)
     with pytest.raises(UnavailableError, match="could not be told"):
