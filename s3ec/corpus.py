@@ -32,7 +32,6 @@ from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
-from urllib.parse import urlsplit
 
 from s3ec import codec
 from s3ec.counters import Counters, Report, unreported
@@ -62,10 +61,18 @@ from s3ec.namespaces import (
     read_namespaces,
 )
 from s3ec.runtime import LoopThread
-from s3ec.store.base import Blob, ObjectInfo, Store, parts_in_order
+from s3ec.store.base import (
+    PART_BYTES,
+    Blob,
+    ObjectInfo,
+    Store,
+    VanishedError,
+    get_in_parts,
+)
 from s3ec.store.concurrency import REQUESTS_AT_A_TIME, in_parallel
 from s3ec.store.open import open_store, require_conditional_put, with_conditional_put
 from s3ec.store.retry import RetryStore
+from s3ec.store.unreachable import in_plain_words
 from s3ec.tenant import Tenant
 
 if TYPE_CHECKING:
@@ -91,21 +98,8 @@ _HASH_PREFIX = re.compile(
 # The first digits of a hash name a folder of the bucket.
 _HASH_BEGIN = re.compile(r"(?:[tx]-)?([0-9a-f]{2})[0-9a-f]*")
 _FAN_OUT = re.compile(r"[0-9a-f]{2}/")
-# What an operating system and HTTP libraries say of a server that cannot be reached at all.
-_NOBODY = re.compile(
-    r"(connection refused|errno 111|connect call failed)|name or service not known|"
-    r"nodename nor servname|name resolution|failed to lookup address|no address associated",
-    re.IGNORECASE,
-)
-_QUERY = re.compile(r"(https?://[^\s\"'?]*)\?[^\s\"']*")
 _SHOWN_MATCHES = 5
-# A larger entry comes by ranges of this size.
-_PART_BYTES = 8 * 2**20
 _PARTS_AT_A_TIME = 4
-# One page of a listing.
-_LISTED_AT_A_TIME = 1000
-# So many entries are listed a page after the other, before 256 folders are.
-_FEW = 4096
 _CLOSE_S = 5.0
 
 
@@ -614,8 +608,8 @@ class Corpus:
             from s3ec.index.base_writer import BuildOptions
             from s3ec.index.rebuild import verify
 
-            making = BuildOptions(bloom_fpr=self.settings.bloom_fpr, report=report)
-            return await verify(store, layout, making)
+            options = BuildOptions(bloom_fpr=self.settings.bloom_fpr, report=report)
+            return await verify(store, layout, options)
 
         return self.within(work, namespace, model=model)
 
@@ -635,7 +629,7 @@ class Corpus:
             try:
                 return await work(self._store)
             except UnavailableError as exc:
-                plain = _nobody_answers(exc, self.settings)
+                plain = in_plain_words(exc, self.settings)
                 if plain is None:
                     raise
                 raise plain from exc
@@ -800,56 +794,25 @@ async def scan(
         adapter: Only those in the folder of this adapter.
         width: Folders that are listed at a time. Each waits until what it found is taken.
     """
-    found: asyncio.Queue[Sequence[CorpusEntry]] = asyncio.Queue(1)
-    known: set[str] = set()  # what was listed before the folders
+    from s3ec.index.listing import list_side_by_side
+
+    layout = Layout(namespace)
     above, narrow = _place(starts_with, adapter)
-
-    async def few() -> AsyncIterator[CorpusEntry]:
-        async for entry in _listed(store, namespace, above):
-            if len(known) == _FEW:
-                return
-            known.add(entry.name)
-            yield entry
-
-    async def hand_on(entries: AsyncIterator[CorpusEntry]) -> None:
-        batch: list[CorpusEntry] = []
-        async for entry in entries:
-            if _is_wanted(entry, starts_with, adapter):
-                batch.append(entry)
-            if len(batch) == _LISTED_AT_A_TIME:
-                await found.put(batch)
-                batch = []
-        if batch:
-            await found.put(batch)
-
-    async def read(folder: str) -> None:
-        entries = _listed(store, namespace, folder)
-        await hand_on(entry async for entry in entries if entry.name not in known)
-
-    async def read_all() -> None:
-        if narrow is None:
-            # A page after the other: for few entries that takes fewer requests than folders do.
-            await hand_on(few())
-            if len(known) < _FEW:
-                return
-        folders = await _folders(store, Layout(namespace), starts_with, above, narrow)
-        await in_parallel(folders, read, width=width)
-
-    reading = asyncio.create_task(read_all(), name="s3ec-scan")
-    taking: asyncio.Task[Sequence[CorpusEntry]] | None = None
-    try:
-        while not reading.done() or not found.empty():
-            taking = asyncio.create_task(found.get(), name="s3ec-scan-take")
-            await asyncio.wait((taking, reading), return_when=asyncio.FIRST_COMPLETED)
-            if taking.done():
-                yield taking.result()
-            else:
-                taking.cancel()
-        await reading
-    finally:
-        for task in filter(None, (reading, taking)):
-            task.cancel()
-        await asyncio.gather(*filter(None, (reading, taking)), return_exceptions=True)
+    listing = list_side_by_side(
+        store,
+        None if narrow else layout.objects + above,
+        lambda: _prefixes(store, layout, starts_with, above, narrow),
+        width=width,
+    )
+    async with aclosing(listing) as batches:
+        async for infos in batches:
+            found = [
+                entry
+                for entry in _entries(layout, infos)
+                if _is_wanted(entry, starts_with, adapter)
+            ]
+            if found:
+                yield found
 
 
 def _is_wanted(entry: CorpusEntry, begin: str, adapter: str | None) -> bool:
@@ -873,26 +836,34 @@ def _place(begin: str, adapter: str | None) -> tuple[str, str | None]:
     return above, match and f"{above}{match[1]}/{match[0]}"
 
 
-async def _folders(
+async def _prefixes(
     store: Store, layout: Layout, begin: str, above: str, narrow: str | None
 ) -> list[str]:
-    """Beginnings of names below ``objects/`` that hold all that is wanted, to list side by side."""
+    """Beginnings of objects' names that hold all that is wanted, to list side by side."""
     if narrow and above:
-        return [narrow]
-    below = await store.list_folders(layout.objects + above)
-    if not narrow:
-        return [above + folder for folder in below]
-    # What looks like a hash may be the beginning of an adapter's name.
-    return [narrow, *(f for f in below if f.startswith(begin) and not _FAN_OUT.fullmatch(f))]
+        return [layout.objects + narrow]
+    prefix = layout.objects + above
+    below = await store.list_folders(prefix)
+    if narrow:
+        # What looks like a hash may be the beginning of an adapter's name.
+        below = [narrow, *(f for f in below if f.startswith(begin) and not _FAN_OUT.fullmatch(f))]
+    return [prefix + folder for folder in below]
 
 
-async def _listed(store: Store, namespace: str, folder: str = "") -> AsyncIterator[CorpusEntry]:
-    """All entries below a folder of ``objects/``; foreign objects are left out."""
-    objects = Layout(namespace).objects
-    async for info in store.list(objects + folder):
-        name = info.name.removeprefix(objects)
+async def _listed(store: Store, namespace: str, folder: str) -> AsyncIterator[CorpusEntry]:
+    """All entries below a folder of ``objects/``."""
+    layout = Layout(namespace)
+    async for info in store.list(layout.objects + folder):
+        for entry in _entries(layout, [info]):
+            yield entry
+
+
+def _entries(layout: Layout, infos: Iterable[ObjectInfo]) -> Iterator[CorpusEntry]:
+    """Those of listed objects that are entries; foreign objects are left out."""
+    for info in infos:
+        name = info.name.removeprefix(layout.objects)
         if entry_name(name) is not None:
-            yield CorpusEntry(namespace, name, info.nbytes, info.modified_s)
+            yield CorpusEntry(layout.namespace, name, info.nbytes, info.modified_s)
 
 
 def is_hash_prefix(text: str) -> bool:
@@ -1001,63 +972,12 @@ def _checked_header(blob: Blob, entry: CorpusEntry) -> codec.Header:
 
 async def _download(store: Store, entry: CorpusEntry, report: Report) -> Blob | None:
     """All bytes of an object. A large one comes by ranges, so that its progress is seen."""
-    if entry.nbytes <= _PART_BYTES:
+    if entry.nbytes <= PART_BYTES:
         return await store.get(entry.object_name, max_bytes=entry.nbytes)
-    whole = bytearray()
-    starts = range(0, entry.nbytes, _PART_BYTES)
-    parts = parts_in_order(store, entry.object_name, starts, at_a_time=_PARTS_AT_A_TIME)
-    async with aclosing(parts):
-        async for part in parts:
-            if part is None:
-                return None
-            whole += part
-            report("downloading", len(whole), entry.nbytes)
-    return memoryview(whole).toreadonly()
-
-
-# -- a server that does not answer -------------------------------------------------------------
-
-
-def _nobody_answers(exc: UnavailableError, settings: Settings) -> UnavailableError | None:
-    """The same error in plain words; None if the server answered, or its words will do.
-
-    A library repeats the whole request, and does not say that the connection was refused.
-    """
-    said = []
-    seen: BaseException | None = exc
-    while seen is not None:
-        said.append(str(seen))
-        seen = seen.__cause__ or seen.__context__
-    found = _NOBODY.search(" ".join(said))
-    if exc.status:
+    try:
+        whole = await get_in_parts(
+            store, entry.object_name, entry.nbytes, at_a_time=_PARTS_AT_A_TIME, report=report
+        )
+    except VanishedError:
         return None
-    if found is None:
-        text = _QUERY.sub(r"\1", str(exc))
-        if text == str(exc):
-            return None
-        return UnavailableError(f"{text}; {mend_endpoint(settings, '')}")
-    reason = "connection refused" if found[1] else "Name or service not known"
-    where = settings.endpoint_url or str(settings.corpus)
-    return UnavailableError(f"{where}: {reason}; {mend_endpoint(settings, reason)}")
-
-
-def mend_endpoint(settings: Settings, reason: str) -> str:
-    """What to do where nobody answers as S3 does.
-
-    Args:
-        reason: The operating system's or a library's words.
-    """
-    where = settings.endpoint_url or "AWS"
-    if "certificate" in reason:
-        return "name the authority's PEM file in `ca_bundle`"
-    if "SSL" in reason or "WRONG_VERSION" in reason:
-        return "does the server speak TLS there? if not, http:// in `endpoint_url` and `allow_http`"
-    if "refused" in reason:
-        return f"nothing listens at {where}: start the server, or correct `endpoint_url`"
-    if "Name" in reason or "resolution" in reason:
-        if settings.path_style is False:
-            host = urlsplit(where).hostname
-            name = f"{settings.bucket}.{host}"
-            return f"the host name {name} is unknown: set `addressing_style` = `path`, or the DNS"
-        return "the host name is unknown: correct `endpoint_url` or `region`, or the DNS"
-    return "correct `endpoint_url`, or open the way (firewall, proxy, VPC endpoint)"
+    return memoryview(whole).toreadonly()

@@ -308,7 +308,7 @@ def is_namespace_name(name: str) -> bool:
 
 
 DESCRIPTOR_BYTES = 2**20
-"""More than a namespace's descriptor ever has."""
+"""More than a namespace's descriptor ever has, which is a few kilobytes."""
 
 
 @dataclass(frozen=True, slots=True)

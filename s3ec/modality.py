@@ -47,7 +47,13 @@ class Record:
 
 
 class ModalityRecords:
-    """Reads and writes the records of one namespace; used from one event loop."""
+    """Reads and writes the records of one namespace; used from one event loop.
+
+    States of a modality: unknown; absent, for a moment; known; settled, which is known and was
+    seen in the bucket, for SETTLED_S. A read of an unknown one makes it absent or settled.
+    ``settle`` makes any other one settled, by a write. A settled one becomes known with time. A
+    known one becomes absent only where a read finds nothing: it stays where the bucket fails.
+    """
 
     def __init__(
         self, store: Store, layout: Layout, *, clock: Callable[[], float] = time.monotonic

@@ -192,7 +192,7 @@ class Node:
             backlog=lambda: Backlog(*self.index.counts()),
             files=self.tier.open_index(),
             counters=self.counters,
-            making=BuildOptions(bloom_fpr=self.settings.bloom_fpr),
+            options=BuildOptions(bloom_fpr=self.settings.bloom_fpr),
         )
         self.loop.submit(compactor.run_forever())
 

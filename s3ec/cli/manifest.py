@@ -158,7 +158,7 @@ def compact(source: Source, choice: NamespaceChoice, as_json: JsonOption = False
         async def work(store: Store, layout: Layout) -> BuildResult | None:
             from s3ec.index.compaction import compact as make
 
-            return await make(store, layout, _making(corpus, report))
+            return await make(store, layout, _build_options(corpus, report))
 
         made = corpus.within(work, choice.within(corpus), compacts=True)
     if made is None:
@@ -180,7 +180,7 @@ def rebuild(source: Source, choice: NamespaceChoice, as_json: JsonOption = False
         async def work(store: Store, layout: Layout) -> BuildResult:
             from s3ec.index.rebuild import rebuild as make
 
-            return await make(store, layout, _making(corpus, report))
+            return await make(store, layout, _build_options(corpus, report))
 
         made = corpus.within(work, choice.within(corpus), compacts=True)
     _report(made, as_json=as_json)
@@ -285,7 +285,7 @@ def _print_verified(found: Verified) -> None:
         print_note("`s3ec manifest rebuild` makes the index say what the bucket holds")
 
 
-def _making(corpus: Corpus, report: Report) -> BuildOptions:
+def _build_options(corpus: Corpus, report: Report) -> BuildOptions:
     from s3ec.index.base_writer import BuildOptions
 
     return BuildOptions(bloom_fpr=corpus.settings.bloom_fpr, report=report)

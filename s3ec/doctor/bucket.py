@@ -17,6 +17,7 @@ from s3ec.doctor.check import CheckContext, Outcome, fail, ok, skip, warn
 from s3ec.errors import AccessError, CorruptEntryError, S3ECError, UnavailableError
 from s3ec.store.base import Blob, Store
 from s3ec.store.open import PROBE_PREFIX, ConditionalPut, probe_conditional_put
+from s3ec.store.unreachable import mend_endpoint
 
 WARN_SKEW_S = 60.0
 FAIL_SKEW_S = 900.0  # S3 refuses requests that are signed further away from its own clock
@@ -82,8 +83,6 @@ def endpoint(context: CheckContext) -> Outcome:
         hello = context.ask(context.s3.hello)
     except S3ECError as exc:
         where = context.settings.endpoint_url or "AWS"
-        from s3ec.corpus import mend_endpoint  # which takes 0.2 s, and the doctor has 2
-
         return fail(f"{where}: {exc}", mend_endpoint(context.settings, str(exc)))
     context.hello = hello
     server = f", {hello.server}" if hello.server else ""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The protocol of an index: what a scheduler asks, and how an index learns of changes."""
+"""The protocol of an index: what a scheduler asks it, and what it learns from this process."""
 
 from __future__ import annotations
 
@@ -41,8 +41,4 @@ class Index(Protocol):
         Args:
             absent: The bucket said 404. Otherwise its copy is bad.
         """
-        ...
-
-    async def refresh(self) -> None:
-        """Look for news in the bucket; may raise UnavailableError or AccessError."""
         ...

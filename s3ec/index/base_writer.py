@@ -46,8 +46,8 @@ from s3ec.identity import Layout
 from s3ec.index.bloom import build_bloom
 from s3ec.index.manifest import (
     MAX_VERSION,
+    BaseFile,
     BaseManifest,
-    Blob,
     ManifestListing,
     Shard,
     newest_head,
@@ -229,7 +229,7 @@ class BaseWriter:
         store: The bucket.
         layout: The namespace.
         version: To become.
-        making: How.
+        options: How the base is made.
 
     Attributes:
         nbytes: Bytes of all files written so far.
@@ -239,7 +239,7 @@ class BaseWriter:
         CorruptEntryError: There is no such version (``reason`` is ``version``).
     """
 
-    def __init__(self, store: Store, layout: Layout, version: int, making: BuildOptions) -> None:
+    def __init__(self, store: Store, layout: Layout, version: int, options: BuildOptions) -> None:
         if version > MAX_VERSION:  # its name would sort before, and no reader know it
             raise CorruptEntryError(
                 f"{layout.head(MAX_VERSION)} leaves no version for another base, so somebody made "
@@ -247,13 +247,13 @@ class BaseWriter:
                 reason="version",
             )
         self.nbytes = 0
-        self.report = making.report
+        self.report = options.report
         self._store = store
         self._layout = layout
         self._version = version
-        self._bloom_fpr = making.bloom_fpr
-        self._clock = making.clock
-        self._started_s = making.clock()
+        self._bloom_fpr = options.bloom_fpr
+        self._clock = options.clock
+        self._started_s = options.clock()
         self._run = secrets.token_hex(8)
         self._shards: list[Shard] = []
         self._names: list[str] = []
@@ -275,8 +275,8 @@ class BaseWriter:
         bloom_blob = await self._put(layout.bloom(self._version, self._run, first, last), bloom)
         self._shards.append(Shard(first, last, len(rows), segment_blob, bloom_blob))
 
-    async def _put(self, name: str, pieces: list[bytes | memoryview]) -> Blob:
-        blob = await asyncio.to_thread(Blob.of, pieces)
+    async def _put(self, name: str, pieces: list[bytes | memoryview]) -> BaseFile:
+        blob = await asyncio.to_thread(BaseFile.of, pieces)
         self._names.append(name)
         # Nobody else makes this name: where it is taken, the reply to our own put was lost.
         with suppress(ConflictError):

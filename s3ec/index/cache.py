@@ -14,10 +14,11 @@ from s3ec.errors import AccessError, CorruptEntryError, S3ECError, TierError, Un
 from s3ec.identity import Layout
 from s3ec.index.bloom import Bloom
 from s3ec.index.lookup import Base
-from s3ec.index.manifest import BaseManifest, Blob
+from s3ec.index.manifest import BaseFile, BaseManifest
+from s3ec.index.merged_rows import read_delta
 from s3ec.index.rows import Rows
 from s3ec.index.segment import MAX_DELTA_BYTES, Segment, parse_segment
-from s3ec.store.base import Store
+from s3ec.store.base import Blob, Store
 from s3ec.store.concurrency import in_parallel
 from s3ec.tier import IndexFile, IndexFiles
 from s3ec.tier.claims import Claim, LookAgain
@@ -96,7 +97,7 @@ class IndexCache:
         async def bring(ulid: str) -> Rows | S3ECError | None:
             try:
                 return await self._delta(ulid)
-            except (UnavailableError, AccessError) as exc:
+            except (CorruptEntryError, UnavailableError, AccessError) as exc:
                 return exc
 
         fetched = await in_parallel(missing, bring, width=_DELTAS)
@@ -129,43 +130,28 @@ class IndexCache:
             check()
             self._files.trust(name)
 
-    async def _delta(self, ulid: str) -> Rows | CorruptEntryError | None:
+    async def _delta(self, ulid: str) -> Rows | None:
         rows: Rows | None = None
 
         async def fetch() -> None:
             nonlocal rows
-            rows = await self._fetch_delta(ulid)
+            found = await read_delta(self.store, self.layout, ulid)
+            if found is not None:
+                body, rows = found
+                self._count(len(body))
+                await self.disk(self._keep_delta, ulid, body, rows)
 
-        refused: CorruptEntryError | None = None
-        for _ in range(2):
-            try:
-                await self._alone(self._local(self.layout.delta(ulid)), fetch)
-            except CorruptEntryError as exc:
-                refused = exc
-                if exc.reason == "version":
-                    break
-                continue
-            # Another process may have brought it.
-            return rows if rows is not None else await self.disk(self._open_delta, ulid)
-        return refused
+        await self._alone(self._local(self.layout.delta(ulid)), fetch)
+        # Another process may have brought it.
+        return rows if rows is not None else await self.disk(self._open_delta, ulid)
 
-    async def _fetch_delta(self, ulid: str) -> Rows | None:
-        name = self.layout.delta(ulid)
-        body = await self.store.get(name, max_bytes=MAX_DELTA_BYTES)
-        if body is None:
-            return None
-        self._count(len(body))
-        return await self.disk(self._keep_delta, ulid, name, body)
-
-    def _keep_delta(self, ulid: str, name: str, body: bytes | memoryview) -> Rows:
-        """Check what was received and write it, or hold it where the disk does not take it."""
-        rows = parse_segment(body, self.layout.namespace, name=name)
+    def _keep_delta(self, ulid: str, body: Blob, rows: Rows) -> None:
+        """Write what was received, or hold it where the disk does not take it."""
         try:
-            self._files.write(self._local(name), body)
+            self._files.write(self._local(self.layout.delta(ulid)), body)
         except TierError:
             self.counters.add("index.not_kept")
             self._unkept[ulid] = rows
-        return rows
 
     # -- bases -------------------------------------------------------------------------------
 
@@ -195,11 +181,11 @@ class IndexCache:
             return await self._open_base(head, files, exact=exact)
 
     async def _open_base(
-        self, head: BaseManifest, files: Sequence[tuple[str, Blob]], *, exact: bool
+        self, head: BaseManifest, files: Sequence[tuple[str, BaseFile]], *, exact: bool
     ) -> Base:
         bad: list[CorruptEntryError] = []
 
-        async def bring(file: tuple[str, Blob]) -> None:
+        async def bring(file: tuple[str, BaseFile]) -> None:
             try:
                 await self._base_file(*file, exact=exact)
             except CorruptEntryError as exc:
@@ -216,10 +202,13 @@ class IndexCache:
         except OSError as exc:
             raise TierError(f"cannot open the index on this node: {exc}") from exc
 
-    def _remove_other(self, local: str, blob: Blob) -> None:
+    def _remove_other(self, local: str, blob: BaseFile) -> None:
         """Remove a file that is not the one that the head names."""
         try:
-            if Blob.of([memoryview(safetensors_file.map_file(self._files.path(local)))]) == blob:
+            if (
+                BaseFile.of([memoryview(safetensors_file.map_file(self._files.path(local)))])
+                == blob
+            ):
                 return
         except FileNotFoundError:
             return
@@ -227,20 +216,24 @@ class IndexCache:
             pass
         self._files.remove(local)
 
-    async def _base_file(self, name: str, blob: Blob, *, exact: bool) -> None:
+    async def _base_file(self, name: str, blob: BaseFile, *, exact: bool) -> None:
         local = self._local(name)
 
         def check(path: str) -> None:
             kind = Segment if exact else Bloom
-            whole = memoryview(safetensors_file.map_file(path))
+            try:
+                whole = memoryview(safetensors_file.map_file(path))
+            except OSError as exc:
+                raise TierError(f"cannot read {name}: {exc}") from exc
             kind.parse(whole, self.layout.namespace, name=name).check()
 
         async def fetch() -> None:
             nbytes, disk = blob.nbytes, self.disk
-            begin = partial(self._files.begin, local, name, nbytes, blob.xxh3, check)
+            begin = partial(self._files.begin, local, name, nbytes, blob.xxh3)
             incoming = await disk(begin, undo=Incoming.discard)
             try:
                 await download(self.store, name, incoming, disk=disk, at_a_time=PARTS)
+                await disk(check, incoming.path)
                 await disk(incoming.commit)
             finally:
                 await asyncio.shield(disk(incoming.discard))  # also where this is cancelled
@@ -248,7 +241,7 @@ class IndexCache:
 
         await self._alone(local, fetch, nbytes=blob.nbytes)
         path = self._files.path(local)
-        await self.disk(self._check_doubtful, local, lambda: check(path))
+        await self.disk(self._check_doubtful, local, partial(check, path))
 
     # -- what is not needed any more -----------------------------------------------------------
 

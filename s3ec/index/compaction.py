@@ -47,91 +47,6 @@ from s3ec.tier import IndexFiles
 
 log = logging.getLogger(__name__)
 
-_FOLDERS = ("all", "stored")
-
-
-async def compact(
-    store: Store, layout: Layout, making: BuildOptions | None = None
-) -> BuildResult | None:
-    """Merge all deltas into a new base, then delete what is older than the grace period.
-
-    The first base is made by ``rebuild``, since entries may be older than the index. Safe to
-    kill at any time and to run in many places at once: readers see the old base or the new one.
-
-    Memory: about four shards of 2**20 rows (200 MiB), however many entries there are.
-
-    Args:
-        store: The bucket; one that honours conditional writes.
-        layout: The namespace.
-        making: None for the defaults.
-
-    Returns:
-        None where another one was faster; what this one wrote is deleted then.
-
-    Raises:
-        UnavailableError: The store does not answer now.
-        AccessError: It refuses.
-        CorruptEntryError: The base is unusable; the message names the file. A delta that is
-            unusable, or cannot be read, is left out and named in the result.
-        TierError: The folder for temporary files is full.
-    """
-    making = making or BuildOptions()
-    snapshot = await take_snapshot(store, layout)
-    head = await newest_head(store, layout, snapshot)
-    if head is None:
-        return await rebuild(store, layout, making)
-    result = BuildResult(head, 0, 0)
-    if snapshot.unmerged(head):
-        try:
-            merged = await _merge(store, layout, making, snapshot, head)
-        except CorruptEntryError:
-            if (await take_snapshot(store, layout)).version != head.version:
-                return None  # the old base was deleted while it was read
-            raise
-        if merged is None:
-            return None
-        result = merged
-    removed = await clean(store, layout, grace_s=making.grace_s)
-    return replace(result, removed=removed)
-
-
-async def _merge(
-    store: Store,
-    layout: Layout,
-    making: BuildOptions,
-    snapshot: ManifestListing,
-    head: BaseManifest,
-) -> BuildResult | None:
-    """Make the next base; ``head`` itself if no delta could be merged, None if another was first.
-
-    A base holds no deletions. So what deletes waits as long as a delta cannot be read: that one
-    may hold a row that was deleted, and would bring it back when it is merged.
-    """
-    kept = head.merged & snapshot.deltas.keys()
-    room = max(0, MAX_MERGED - len(kept))
-    wanted = snapshot.unmerged(head)[:room]
-    async with in_temporary_folder(making.folder, *_FOLDERS) as folder:
-        content, deltas = MergedRows(store, layout, head, folder / _FOLDERS[0]), Deltas()
-        await content.add_deltas(wanted, deltas)
-        problems = deltas.problems
-        waiting = frozenset(deltas.deleting if deltas.unread else ())
-        if waiting:
-            # Of what was read, and of nothing else: one that can be read now may delete what one
-            # that could be read before has stored.
-            stored = sorted(deltas.read - waiting)
-            content, deltas = MergedRows(store, layout, head, folder / _FOLDERS[1]), Deltas()
-            await content.add_deltas(stored, deltas)
-            problems |= deltas.problems
-        made: BaseManifest | None = head
-        if deltas.read:
-            writer = BaseWriter(store, layout, head.version + 1, making)
-            await write_base(writer, content.between, content.max_entries)
-            made = await writer.commit(kept | deltas.read)
-        if made is None:
-            return None
-        return BuildResult(made, len(deltas.read), 0, problems, waiting)
-
-
 MAX_DELTAS = 128
 """Unmerged deltas that are never too many; each costs a reader that starts a request."""
 # A large base may have more of them, one for so many keys: each compaction writes it anew, and
@@ -155,6 +70,89 @@ MAX_PAUSE_S = 1800.0
 LEFT_S = 600.0
 """What could not be merged counts as backlog again after this time: it may be readable by then."""
 _TASK = "compact"
+_FOLDERS = ("all", "stored")
+
+
+async def compact(
+    store: Store, layout: Layout, options: BuildOptions | None = None
+) -> BuildResult | None:
+    """Merge all deltas into a new base, then delete what is older than the grace period.
+
+    The first base is made by ``rebuild``, since entries may be older than the index. Safe to
+    kill at any time and to run in many places at once: readers see the old base or the new one.
+
+    Memory: about four shards of 2**20 rows (200 MiB), however many entries there are.
+
+    Args:
+        store: The bucket; one that honours conditional writes.
+        layout: The namespace.
+        options: None for the defaults.
+
+    Returns:
+        None where another one was faster; what this one wrote is deleted then.
+
+    Raises:
+        UnavailableError: The store does not answer now.
+        AccessError: It refuses.
+        CorruptEntryError: The base is unusable; the message names the file. A delta that is
+            unusable, or cannot be read, is left out and named in the result.
+        TierError: The folder for temporary files is full.
+    """
+    options = options or BuildOptions()
+    snapshot = await take_snapshot(store, layout)
+    head = await newest_head(store, layout, snapshot)
+    if head is None:
+        return await rebuild(store, layout, options)
+    result = BuildResult(head, 0, 0)
+    if snapshot.unmerged(head):
+        try:
+            merged = await _merge(store, layout, options, snapshot, head)
+        except CorruptEntryError:
+            if (await take_snapshot(store, layout)).version != head.version:
+                return None  # the old base was deleted while it was read
+            raise
+        if merged is None:
+            return None
+        result = merged
+    removed = await clean(store, layout, grace_s=options.grace_s)
+    return replace(result, removed=removed)
+
+
+async def _merge(
+    store: Store,
+    layout: Layout,
+    options: BuildOptions,
+    snapshot: ManifestListing,
+    head: BaseManifest,
+) -> BuildResult | None:
+    """Make the next base; ``head`` itself if no delta could be merged, None if another was first.
+
+    A base holds no deletions. So what deletes waits as long as a delta cannot be read: that one
+    may hold a row that was deleted, and would bring it back when it is merged.
+    """
+    kept = head.merged & snapshot.deltas.keys()
+    room = max(0, MAX_MERGED - len(kept))
+    wanted = snapshot.unmerged(head)[:room]
+    async with in_temporary_folder(options.folder, *_FOLDERS) as folder:
+        rows, deltas = MergedRows(store, layout, head, folder / _FOLDERS[0]), Deltas()
+        await rows.add_deltas(wanted, deltas)
+        problems = deltas.problems
+        waiting = frozenset(deltas.deleting if deltas.unread else ())
+        if waiting:
+            # Of what was read, and of nothing else: one that can be read now may delete what one
+            # that could be read before has stored.
+            stored = sorted(deltas.read - waiting)
+            rows, deltas = MergedRows(store, layout, head, folder / _FOLDERS[1]), Deltas()
+            await rows.add_deltas(stored, deltas)
+            problems |= deltas.problems
+        made: BaseManifest | None = head
+        if deltas.read:
+            writer = BaseWriter(store, layout, head.version + 1, options)
+            await write_base(writer, rows.between, rows.max_entries)
+            made = await writer.commit(kept | deltas.read)
+        if made is None:
+            return None
+        return BuildResult(made, len(deltas.read), 0, problems, waiting)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +180,12 @@ class Backlog:
 class ElectedCompactor:
     """Looks at what its process knows of the backlog, and compacts where nobody else does.
 
+    States: resting, while the backlog that this process knows of is small; spreading, which is a
+    wait of random length; compacting, under this node's claim and where the bucket's backlog is
+    large too; pausing. A base that was made leads to resting. A compaction that failed, was in vain
+    or was not begun leads to pausing, and that to resting. It ends for good where the server is
+    none to compact on.
+
     Costs no request while the backlog is small. Two nodes may compact at once: one of them has
     worked in vain then. In the loop's thread; sorting and hashing happen in other threads.
 
@@ -197,7 +201,7 @@ class ElectedCompactor:
         backlog: Callable[[], Backlog],
         files: IndexFiles,
         counters: Counters,
-        making: BuildOptions | None = None,
+        options: BuildOptions | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Nothing runs before ``run_forever``.
@@ -205,7 +209,7 @@ class ElectedCompactor:
         Args:
             backlog: As far as this process knows; no I/O.
             files: This node's, for their claims: one of its processes compacts at a time.
-            making: How to compact; None for the defaults.
+            options: How to compact; None for the defaults.
             clock: Monotonic seconds.
         """
         self._store = store
@@ -213,7 +217,7 @@ class ElectedCompactor:
         self._backlog = backlog
         self._files = files
         self._counters = counters
-        self._making = making or BuildOptions()
+        self._options = options or BuildOptions()
         self._allowed = False
         self._clock = clock
         self._left: Set[str] = frozenset()  # deltas that the last compaction could not merge...
@@ -262,7 +266,7 @@ class ElectedCompactor:
             if not self._allowed:
                 await require_conditional_put(self._store)
                 self._allowed = True
-            made = await compact(self._store, self._layout, self._making)
+            made = await compact(self._store, self._layout, self._options)
         finally:
             await asyncio.to_thread(self._files.claims.release, claim)
         if made is not None:

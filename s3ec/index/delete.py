@@ -21,7 +21,7 @@ from collections.abc import (
     Sequence,
     Set,
 )
-from contextlib import asynccontextmanager, suppress
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
 
 from s3ec.counters import Counters, Report, unreported
@@ -29,7 +29,14 @@ from s3ec.errors import AccessError, ConflictError, S3ECError, UnavailableError
 from s3ec.identity import Key, Layout
 from s3ec.index.announce import Announcer
 from s3ec.index.base_writer import in_temporary_folder, server_time
-from s3ec.index.listing import FEW, few_objects, key_of_object, list_objects, listed
+from s3ec.index.listing import (
+    FEW,
+    key_of_object,
+    list_folders,
+    list_objects,
+    list_side_by_side,
+    listed,
+)
 from s3ec.index.manifest import indexed_entries
 from s3ec.index.merged_rows import DELTAS, LastModifiedIndex
 from s3ec.store.base import DELETE_AT_A_TIME, ObjectInfo, Store
@@ -101,27 +108,27 @@ async def survey(store: Store, layout: Layout, *, report: Report = unreported) -
         AccessError: It refuses.
     """
     contents = Contents()
-    few = await few_objects(store, layout.everything)
-    if few is not None:
-        for info in few:
-            folder = info.name.rpartition("/")[0] + "/"  # what is in none is not seen below either
-            if info.name == layout.descriptor or folder not in (layout.everything, layout.objects):
-                contents.add(layout, info)
-        return contents
-    expected = await indexed_entries(store, layout)
+    expected: int | None = None
 
-    async def count(folder: str) -> None:
-        async for info in listed(store, folder):
-            contents.add(layout, info)
-            if contents.objects % DELETE_AT_A_TIME == 0:
-                report("listing objects", contents.objects, expected)
+    async def prefixes() -> list[str]:
+        nonlocal expected
+        expected = await indexed_entries(store, layout)
+        folders = await list_folders(store, layout.everything)
+        others = [folder for folder in folders if folder != layout.objects]
+        return [*others, *await list_folders(store, layout.objects), layout.descriptor]
 
-    folders = await _folders(store, layout.everything)
-    await in_parallel([folder for folder in folders if folder != layout.objects], count)
-    await in_parallel(await _folders(store, layout.objects), count)
-    descriptor = await store.head(layout.descriptor)
-    if descriptor is not None:
-        contents.add(layout, descriptor)
+    listing = list_side_by_side(store, layout.everything, prefixes)
+    async with aclosing(listing) as batches:
+        async for infos in batches:
+            for info in infos:
+                # What lies in none of the folders does not count, however it is listed.
+                above = info.name.rpartition("/")[0] + "/"
+                if info.name == layout.descriptor or above not in (
+                    layout.everything,
+                    layout.objects,
+                ):
+                    contents.add(layout, info)
+            report("listing objects", contents.objects, expected)
     return contents
 
 
@@ -165,7 +172,7 @@ async def remove_namespace(
         report("deleting", done, max(done, contents.objects))
 
     if contents.entries > FEW:  # side by side, then what is left
-        await in_parallel(await _folders(store, layout.objects), remove)
+        await in_parallel(await list_folders(store, layout.objects), remove)
         await delete()
     # Of the index the heads first: without one, readers look for no base.
     for prefix in (layout.objects, layout.heads, layout.manifest, layout.everything):
@@ -181,10 +188,6 @@ async def remove_namespace(
     return contents
 
 
-async def _folders(store: Store, prefix: str) -> list[str]:
-    return [prefix + folder for folder in await store.list_folders(prefix)]
-
-
 async def _require_idle(store: Store, layout: Layout, contents: Contents, idle_s: float) -> None:
     if not idle_s or not contents.stored_s:
         return
@@ -196,7 +199,7 @@ async def _require_idle(store: Store, layout: Layout, contents: Contents, idle_s
         )
 
 
-TELL_S = 60.0
+FLUSH_S = 60.0
 """An announcement takes no longer where the bucket answers at all."""
 # How long it is found out what a request without an answer has left.
 _LOOK_S = 10.0
@@ -305,7 +308,7 @@ class Deleter:
             await in_parallel(range(len(batches)), delete, width=_REQUESTS_AT_A_TIME)
         finally:
             self._announce(await self._gone(unknown), asked_s, confirmed)
-            await _tell(self._announcer)
+            await _flush(self._announcer)
         if errors:
             raise errors[min(errors)]
         if not all(confirmed):
@@ -368,7 +371,7 @@ def _with_error(
     }
 
 
-async def _tell(announcer: Announcer) -> None:
+async def _flush(announcer: Announcer) -> None:
     """Wait until readers are told, and give up where the bucket does not take it.
 
     Raises:
@@ -376,7 +379,7 @@ async def _tell(announcer: Announcer) -> None:
     """
     count = len(announcer)
     try:
-        async with asyncio.timeout(TELL_S):
+        async with asyncio.timeout(FLUSH_S):
             await announcer.flush()
     except TimeoutError as exc:
         announcer.close()
@@ -417,7 +420,7 @@ async def deleting(
         finally:
             try:
                 if len(announcer):  # broken off while it was told
-                    await _tell(announcer)
+                    await _flush(announcer)
             finally:
                 announcer.close()
 
@@ -462,7 +465,7 @@ async def find_objects(
     """
     wanted = list(dict.fromkeys(keys))
     if len(wanted) > _MANY:
-        few = await few_objects(store, layout.objects)
+        few = await _few_objects(store, layout.objects)
         if few is not None:
             return _of_entries(layout, wanted, few)
     looked = itertools.count(1)
@@ -473,6 +476,17 @@ async def find_objects(
         return [info for info in listed if key_of_object(layout, info.name)[0].name == key.name]
 
     return dict(zip(wanted, await in_parallel(wanted, find), strict=True))
+
+
+async def _few_objects(store: Store, prefix: str) -> list[ObjectInfo] | None:
+    """All objects below a prefix; None if there are more than FEW."""
+    found: list[ObjectInfo] = []
+    async with aclosing(listed(store, prefix)) as listing:
+        async for info in listing:
+            if len(found) == FEW:
+                return None
+            found.append(info)
+    return found
 
 
 def _of_entries(
@@ -511,12 +525,11 @@ async def count_older(
 ) -> Older:
     """What delete_older would delete, by an authoritative listing; raises what it raises."""
     older = Older()
-
-    async def take(infos: Sequence[ObjectInfo]) -> None:
-        older.take(infos, before_s)
-
     expected = await indexed_entries(store, layout)
-    await list_objects(store, layout, take, report=report, expected=expected)
+    listing = list_objects(store, layout, report=report, expected=expected)
+    async with aclosing(listing) as batches:
+        async for infos in batches:
+            older.take(infos, before_s)
     return older
 
 
@@ -535,13 +548,13 @@ async def delete_older(
         TierError: As deleting.
     """
     older = Older()
-    turn = asyncio.Lock()  # a batch after the other
     waiting: dict[Key, Sequence[str]] = {}  # old objects, until they fill a round
     kept: set[Key] = set()  # entries of several objects, of which one is young
     async with deleting(store, layout) as deleter:
-
-        async def take(infos: Sequence[ObjectInfo]) -> None:
-            async with turn:
+        expected = await indexed_entries(store, layout)
+        listing = list_objects(store, layout, report=report, expected=expected)
+        async with aclosing(listing) as batches:
+            async for infos in batches:
                 old = {info.name for info in older.take(infos, before_s)}
                 found = [(info.name, *key_of_object(layout, info.name)) for info in infos]
                 for name, key, _ in found:
@@ -554,8 +567,5 @@ async def delete_older(
                 while sum(map(len, waiting.values())) >= ROUND_OBJECTS:
                     full = _take_batch(waiting, ROUND_OBJECTS)
                     await deleter.delete(full, kept=kept)
-
-        expected = await indexed_entries(store, layout)
-        await list_objects(store, layout, take, report=report, expected=expected)
         await deleter.delete(waiting, kept=kept)
     return older

@@ -18,8 +18,7 @@ from s3ec.index.lookup import Overlay, View
 from s3ec.index.manifest import BaseManifest, ManifestListing, ManifestPoller, read_head
 from s3ec.index.rows import Rows
 from s3ec.index.segment import Segment
-from s3ec.store.base import ObjectInfo
-from s3ec.tier.entry_writer import VanishedError
+from s3ec.store.base import ObjectInfo, VanishedError
 
 log = logging.getLogger(__name__)
 
@@ -106,7 +105,7 @@ class Follower:
         self._unread: dict[str, S3ECError] = {}  # of these, what the bucket did not give, and why
         self._ask_again_s = -math.inf
         self._refused: dict[str, str] = {}  # name of what is in the bucket: reason
-        self._told: set[str] = set()  # names of what the log has a line about
+        self._warned: set[str] = set()  # names of what the log has a line about
         self._not_before: dict[int, float] = {}  # bases that could not be opened
         self._listing_due_s = clock()
         self._changing = asyncio.Lock()  # who makes a new view from the old one
@@ -196,17 +195,17 @@ class Follower:
         self._counters.add("index.refused")
         self._refused[name] = exc.reason
         if exc.reason == "version":
-            self._tell_once(
+            self._warn_once(
                 _NEWER,
                 f"the index of {self._layout.namespace} was written by a newer s3ec ({exc}); until "
                 "this one is updated the objects are listed instead",
             )
         else:
-            self._tell_once(name, f"{name} is refused, and the index goes without it: {exc}")
+            self._warn_once(name, f"{name} is refused, and the index goes without it: {exc}")
 
-    def _tell_once(self, what: str, message: str) -> None:
-        if what not in self._told:
-            self._told.add(what)
+    def _warn_once(self, what: str, message: str) -> None:
+        if what not in self._warned:
+            self._warned.add(what)
             log.warning("%s", message)
 
     def _forgive(self, news: ManifestListing) -> None:
@@ -218,7 +217,7 @@ class Follower:
             for name, reason in self._refused.items()
             if reason == "version" and name in there
         }
-        self._told &= there | {_NEWER}
+        self._warned &= there | {_NEWER}
         self._not_before = {v: at for v, at in self._not_before.items() if v in news.heads}
         self._listed = {v: info for v, info in self._listed.items() if v in news.heads}
 
@@ -368,7 +367,7 @@ class Follower:
     def _give_up(self, head: BaseManifest, why: str) -> None:
         self._not_before[head.version] = self._clock() + _RETRY_S
         name = self._layout.head(head.version)
-        self._tell_once(name, f"the base of {name} cannot be used: {why}")
+        self._warn_once(name, f"the base of {name} cannot be used: {why}")
 
     async def _swap_in(self, head: BaseManifest) -> None:
         exact = self._is_exact(head)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import aclosing
 from pathlib import Path
 
@@ -17,10 +17,10 @@ from s3ec.identity import Key, Layout, digest_of_name, entry_name
 from s3ec.index.rows import Rows
 from s3ec.index.segment import SortedRuns
 from s3ec.store.base import ObjectInfo, Store
-from s3ec.store.concurrency import in_parallel
+from s3ec.store.concurrency import REQUESTS_AT_A_TIME, in_parallel
 
-BATCH = 4096
-"""Objects that are handed on at a time."""
+BATCH = 1000
+"""Objects that are handed on at a time: one page of a listing."""
 FEW = 4096
 """So many are listed one page after the other: requests for each of 256 folders cost more."""
 # In a row: a hundred thousand requests are sent, and some will fail.
@@ -30,76 +30,103 @@ PAUSE_S = 1.0
 _FAN_OUT = re.compile(r"[0-9a-f]{2}/")
 _MAX_TIME_S = 2**32 - 1
 
-Take = Callable[[Sequence[ObjectInfo]], Awaitable[None]]
 
-
-async def list_objects(
+async def list_side_by_side(
     store: Store,
-    layout: Layout,
-    take: Take,
+    first: str | None,
+    prefixes: Callable[[], Awaitable[Iterable[str]]],
     *,
-    report: Report = unreported,
-    expected: int | None = None,
-) -> None:
-    """List every entry. Objects that are empty or have no name of ours are left out.
+    width: int = REQUESTS_AT_A_TIME,
+) -> AsyncGenerator[list[ObjectInfo], None]:
+    """List objects, some at a time, in no order. To be closed.
 
-    One request per 1000 objects; where there are many, 16 at a time, by folder.
+    What is found first comes after one request. Where there are more than FEW objects, the others
+    are listed by several requests at a time.
 
     Args:
-        take: Gets some objects at a time, from several coroutines.
-        report: Told how many were handed on.
-        expected: How many there may be, for ``report``.
+        first: The prefix of all of them, which is listed page after page, up to FEW objects. None
+            to skip that.
+        prefixes: Finds prefixes that hold all of them; asked where there are more than FEW.
+        width: Prefixes that are listed at a time. Each waits until what it found is taken.
 
     Raises:
         UnavailableError: The store does not answer now; part of the listing is missing.
         AccessError: Listing is refused.
     """
-    objects = layout.objects
-    count = 0
+    found: asyncio.Queue[list[ObjectInfo]] = asyncio.Queue(1)
+    known: set[str] = set()  # what was listed before the prefixes
+    is_all = False  # that is all there is
 
-    async def hand_on(batch: Sequence[ObjectInfo]) -> None:
-        nonlocal count
-        await take(batch)
-        count += len(batch)
-        report("listing objects", count, None if expected is None else max(expected, count))
-
-    def is_entry(info: ObjectInfo) -> bool:
-        return info.nbytes > 0 and entry_name(info.name.removeprefix(objects)) is not None
-
-    few = await few_objects(store, objects)
-    if few is not None:
-        found = [info for info in few if is_entry(info)]
-        if found:
-            await hand_on(found)
-        return
-
-    async def read(prefix: str) -> None:
+    async def hand_on(infos: AsyncIterator[ObjectInfo]) -> None:
         batch: list[ObjectInfo] = []
-        async for info in listed(store, objects + prefix):
-            if is_entry(info):
-                batch.append(info)
+        async for info in infos:
+            batch.append(info)
             if len(batch) == BATCH:
-                await hand_on(batch)
+                await found.put(batch)
                 batch = []
         if batch:
-            await hand_on(batch)
+            await found.put(batch)
 
-    await in_parallel(await _prefixes(store, objects), read)
+    async def few(prefix: str) -> AsyncIterator[ObjectInfo]:
+        nonlocal is_all
+        async for info in listed(store, prefix):
+            if len(known) == FEW:
+                return
+            known.add(info.name)
+            yield info
+        is_all = True
+
+    async def read(prefix: str) -> None:
+        await hand_on(info async for info in listed(store, prefix) if info.name not in known)
+
+    async def read_all() -> None:
+        if first is not None:
+            await hand_on(few(first))
+        if not is_all:
+            await in_parallel(await prefixes(), read, width=width)
+
+    reading = asyncio.create_task(read_all(), name="s3ec-list")
+    taking: asyncio.Task[list[ObjectInfo]] | None = None
+    try:
+        while not reading.done() or not found.empty():
+            taking = asyncio.create_task(found.get(), name="s3ec-list-take")
+            await asyncio.wait((taking, reading), return_when=asyncio.FIRST_COMPLETED)
+            if taking.done():
+                yield taking.result()
+            else:
+                taking.cancel()
+        await reading
+    finally:
+        for task in filter(None, (reading, taking)):
+            task.cancel()
+        await asyncio.gather(*filter(None, (reading, taking)), return_exceptions=True)
 
 
-async def few_objects(store: Store, prefix: str) -> list[ObjectInfo] | None:
-    """All objects below a prefix; None if there are more than FEW.
+async def list_objects(
+    store: Store, layout: Layout, *, report: Report = unreported, expected: int | None = None
+) -> AsyncGenerator[list[ObjectInfo], None]:
+    """List every entry. Objects that are empty or have no name of ours are left out.
 
-    Raises:
-        UnavailableError, AccessError: As listed.
+    Costs, order and errors as list_side_by_side; to be closed like it.
+
+    Args:
+        report: Told how many were taken.
+        expected: How many there may be, for ``report``.
     """
-    found: list[ObjectInfo] = []
-    async with aclosing(listed(store, prefix)) as listing:
-        async for info in listing:
-            if len(found) == FEW:
-                return None
-            found.append(info)
-    return found
+    objects, count = layout.objects, 0
+    listing = list_side_by_side(store, objects, lambda: _prefixes(store, objects))
+    async with aclosing(listing) as batches:
+        async for infos in batches:
+            entries = [
+                info
+                for info in infos
+                if info.nbytes > 0 and entry_name(info.name.removeprefix(objects)) is not None
+            ]
+            if entries:
+                yield entries
+                count += len(entries)
+                most = None if expected is None else max(expected, count)
+                report("listing objects", count, most)
 
 
 async def listed(store: Store, prefix: str) -> AsyncGenerator[ObjectInfo, None]:
@@ -125,16 +152,18 @@ async def listed(store: Store, prefix: str) -> AsyncGenerator[ObjectInfo, None]:
 
 
 async def _prefixes(store: Store, objects: str) -> list[str]:
-    """Folders named by the first two digits of a hash, also those of adapters."""
+    """Prefixes of the folders named by the first two digits of a hash, also those of adapters."""
     top = await store.list_folders(objects)
     adapters = [folder for folder in top if not _FAN_OUT.fullmatch(folder)]
 
-    async def below(folder: str) -> list[str]:
-        return [folder + inner for inner in await store.list_folders(objects + folder)]
-
-    nested = await in_parallel(adapters, below)
-    direct = [folder for folder in top if _FAN_OUT.fullmatch(folder)]
+    nested = await in_parallel(adapters, lambda folder: list_folders(store, objects + folder))
+    direct = [objects + folder for folder in top if _FAN_OUT.fullmatch(folder)]
     return [*direct, *(prefix for prefixes in nested for prefix in prefixes)]
+
+
+async def list_folders(store: Store, prefix: str) -> list[str]:
+    """The prefixes of the folders directly below another one."""
+    return [prefix + folder for folder in await store.list_folders(prefix)]
 
 
 def key_of_object(layout: Layout, name: str) -> tuple[Key, int]:
@@ -167,15 +196,11 @@ async def read_listing(
         TierError: The folder is full.
     """
     listed = SortedRuns(folder, layout.namespace)
-    turn = asyncio.Lock()
-
-    async def take(infos: Sequence[ObjectInfo]) -> None:
-        rows = await asyncio.to_thread(rows_of, layout, infos)
-        # The others may well wait: this bounds what is in memory, too.
-        async with turn:
+    listing = list_objects(store, layout, report=report, expected=expected)
+    async with aclosing(listing) as batches:
+        async for infos in batches:
+            rows = await asyncio.to_thread(rows_of, layout, infos)
             await asyncio.to_thread(listed.add, rows)
-
-    await list_objects(store, layout, take, report=report, expected=expected)
     return listed
 
 

@@ -361,7 +361,7 @@ class View:
                     return facts, self.overlay.deleted(row)
         return None if in_base is None else (in_base, False)
 
-    def tells(self, digest: bytes, facts: EntryInfo) -> bool:
+    def knows_of(self, digest: bytes, facts: EntryInfo) -> bool:
         """Whether this knows of a store, or of a later deletion.
 
         Args:

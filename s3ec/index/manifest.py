@@ -101,7 +101,7 @@ _HEAD_FIELDS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Blob:
+class BaseFile:
     """One file of a base.
 
     Attributes:
@@ -113,7 +113,7 @@ class Blob:
     xxh3: str
 
     @classmethod
-    def of(cls, pieces: Iterable[bytes | memoryview]) -> Blob:
+    def of(cls, pieces: Iterable[bytes | memoryview]) -> BaseFile:
         """Size and checksum of a file that consists of these pieces."""
         nbytes, running = 0, running_checksum()
         for piece in pieces:
@@ -139,8 +139,8 @@ class Shard:
     first: int
     last: int
     entries: int
-    segment: Blob
-    bloom: Blob
+    segment: BaseFile
+    bloom: BaseFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,10 +297,10 @@ def _checked_shard(content: object) -> Shard:
     )
 
 
-def _checked_blob(content: object) -> Blob:
+def _checked_blob(content: object) -> BaseFile:
     if not isinstance(content, dict) or content.keys() != {"nbytes", "xxh3"}:
         raise _WrongError("a file must have nbytes and xxh3")
-    return Blob(_number(content, "nbytes", 1, _MAX_NUMBER), _text(content, "xxh3", _XXH3))
+    return BaseFile(_number(content, "nbytes", 1, _MAX_NUMBER), _text(content, "xxh3", _XXH3))
 
 
 def _check_cover(shards: tuple[Shard, ...]) -> None:

@@ -10,18 +10,17 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Iterable, Sequence
-from contextlib import aclosing, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from s3ec.errors import AccessError, CorruptEntryError, S3ECError, TierError, UnavailableError
 from s3ec.identity import DESCRIPTOR_BYTES, Key, Layout
-from s3ec.index.manifest import BaseManifest, Blob, Shard, newest_head, take_snapshot
+from s3ec.index.manifest import BaseFile, BaseManifest, Shard, newest_head, take_snapshot
 from s3ec.index.rows import Rows, merge
 from s3ec.index.segment import MAX_DELTA_BYTES, Segment, SortedRuns, encode_segment, parse_segment
-from s3ec.store.base import Store
+from s3ec.store.base import Blob, Store, VanishedError, get_in_parts
 from s3ec.store.concurrency import in_parallel
-from s3ec.tier.entry_writer import VanishedError, whole_parts
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +36,7 @@ class Deltas:
     """What became of the deltas that were to be read.
 
     Attributes:
-        read: ULIDs of those whose rows are in the content.
+        read: ULIDs of those whose rows were merged.
         deleting: Of these, those that hold deletions.
         corrupt: ULID to what is wrong with it; left out, and left where it is.
         unread: ULID to why the bucket did not give it; left out, and left where it is.
@@ -120,23 +119,15 @@ class MergedRows:
         """
 
         async def read(ulid: str) -> Rows | None:
-            name = self._layout.delta(ulid)
-            for _ in range(2):  # it may have been damaged on its way
-                done.corrupt.pop(ulid, None)
-                try:
-                    blob = await self._store.get(name, max_bytes=MAX_DELTA_BYTES)
-                    if blob is None:
-                        return None
-                    namespace = self._layout.namespace
-                    rows = await asyncio.to_thread(parse_segment, blob, namespace, name=name)
-                except CorruptEntryError as exc:
-                    done.corrupt[ulid] = f"{exc} ({exc.reason})"
-                    continue
-                except (UnavailableError, AccessError) as exc:
-                    done.unread[ulid] = exc  # perhaps of this object alone, and for good
-                    return None
-                return rows
-            return None
+            try:
+                found = await read_delta(self._store, self._layout, ulid)
+            except CorruptEntryError as exc:
+                done.corrupt[ulid] = f"{exc} ({exc.reason})"
+                return None
+            except (UnavailableError, AccessError) as exc:
+                done.unread[ulid] = exc  # perhaps of this object alone, and for good
+                return None
+            return None if found is None else found[1]
 
         for start in range(0, len(ulids), _DELTAS_AT_A_TIME):
             some = ulids[start : start + _DELTAS_AT_A_TIME]
@@ -178,6 +169,33 @@ class MergedRows:
         return await asyncio.to_thread(merge, parts, keep_tombstones=keep_tombstones)
 
 
+async def read_delta(store: Store, layout: Layout, ulid: str) -> tuple[Blob, Rows] | None:
+    """Download one delta and check every byte; once more where it was damaged on its way.
+
+    Returns:
+        The file, and its rows, which are views of it. None where the bucket has it no more.
+
+    Raises:
+        CorruptEntryError: It is unusable, or of a newer format (reason ``version``).
+        UnavailableError: The store does not answer now.
+        AccessError: It refuses.
+    """
+    name = layout.delta(ulid)
+
+    async def read() -> tuple[Blob, Rows] | None:
+        body = await store.get(name, max_bytes=MAX_DELTA_BYTES)
+        if body is None:
+            return None
+        return body, await asyncio.to_thread(parse_segment, body, layout.namespace, name=name)
+
+    try:
+        return await read()
+    except CorruptEntryError as exc:
+        if exc.reason == "version":
+            raise
+    return await read()
+
+
 async def read_shard(store: Store, layout: Layout, head: BaseManifest, shard: Shard) -> Rows:
     """Download one shard of a base into memory, and check every byte.
 
@@ -189,7 +207,7 @@ async def read_shard(store: Store, layout: Layout, head: BaseManifest, shard: Sh
     name = head.segment_name(layout, shard)
 
     def checked(blob: bytearray) -> Rows:
-        if Blob.of([memoryview(blob)]) != shard.segment:
+        if BaseFile.of([memoryview(blob)]) != shard.segment:
             raise CorruptEntryError("its bytes are not those of the head", reason="checksum")
         rows = parse_segment(memoryview(blob), layout.namespace)
         if len(rows) != shard.entries or len(rows.between(shard.first, shard.last)) != len(rows):
@@ -199,32 +217,16 @@ async def read_shard(store: Store, layout: Layout, head: BaseManifest, shard: Sh
     try:
         if shard.segment.nbytes > MAX_SHARD_BYTES:
             raise CorruptEntryError("too large to be a shard", reason="size")
-        return await asyncio.to_thread(checked, await _download(store, name, shard.segment.nbytes))
+        try:
+            blob = await get_in_parts(store, name, shard.segment.nbytes, at_a_time=_PARTS_AT_A_TIME)
+        except VanishedError as exc:
+            raise CorruptEntryError("not there", reason="length") from exc
+        return await asyncio.to_thread(checked, blob)
     except CorruptEntryError as exc:
         raise CorruptEntryError(
             f"{name} ({exc.reason}): {exc}; `s3ec manifest rebuild` makes a new base",
             reason=exc.reason,
         ) from exc
-
-
-async def _download(store: Store, name: str, nbytes: int) -> bytearray:
-    """A whole object of known size, by ranges.
-
-    Raises:
-        CorruptEntryError: It is shorter, or not there.
-        UnavailableError: The store does not answer now.
-        AccessError: It refuses.
-    """
-    blob, done = bytearray(nbytes), 0
-    try:
-        coming = whole_parts(store, name, nbytes, at_a_time=_PARTS_AT_A_TIME)
-        async with aclosing(coming) as parts:
-            async for part in parts:
-                blob[done : done + len(part)] = part
-                done += len(part)
-    except VanishedError as exc:
-        raise CorruptEntryError("not there", reason="length") from exc
-    return blob
 
 
 DELTAS = "deltas"
@@ -262,11 +264,11 @@ class LastModifiedIndex:
             self._head = await newest_head(self._store, self._layout, snapshot)
         except CorruptEntryError as exc:
             log.warning("the base of the index is unusable: %s", exc)
-        content = MergedRows(self._store, self._layout, None, self._folder / DELTAS)
+        rows = MergedRows(self._store, self._layout, None, self._folder / DELTAS)
         deltas = Deltas()
-        await content.add_deltas(snapshot.unmerged(self._head), deltas)
+        await rows.add_deltas(snapshot.unmerged(self._head), deltas)
         deltas.warn_of_unread(has_base=self._head is not None)
-        self._deltas = Segment.of(await content.between(0, 255, keep_tombstones=True))
+        self._deltas = Segment.of(await rows.between(0, 255, keep_tombstones=True))
         for shard in self._head.shards if self._head else ():
             self._of_byte[shard.first : shard.last + 1] = [shard] * (shard.last + 1 - shard.first)
 

@@ -78,7 +78,7 @@ class VanishAlarm:
         with self._lock:
             self._counts: defaultdict[str, int] = defaultdict(int)
             self._since_s = self._clock()
-            self._told: set[str] = set()
+            self._warned: set[str] = set()
 
     def note(self, key: Key) -> None:
         """One more has vanished."""
@@ -88,9 +88,9 @@ class VanishAlarm:
                 self._counts.clear()
                 self._since_s = self._clock()
             self._counts[folder] += 1
-            many = self._counts[folder] >= _MANY and folder not in self._told
+            many = self._counts[folder] >= _MANY and folder not in self._warned
             if many:
-                self._told.add(folder)
+                self._warned.add(folder)
         if many:
             self._counters.add("index.rebuild_wanted")
             log.warning(

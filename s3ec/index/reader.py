@@ -244,7 +244,7 @@ class ManifestIndex:
         settled = {
             digest: stored
             for digest, stored in list(self._recent.items())
-            if view.tells(digest, stored.facts)
+            if view.knows_of(digest, stored.facts)
         }
         with self._lock:
             for digest, stored in settled.items():

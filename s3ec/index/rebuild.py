@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -40,7 +39,7 @@ from s3ec.index.manifest import (
 from s3ec.index.merged_rows import Deltas, MergedRows
 from s3ec.index.rows import Rows, find_in
 from s3ec.index.segment import SortedRuns
-from s3ec.store.base import ObjectInfo, Store
+from s3ec.store.base import Store
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +50,7 @@ _SKEW_S = 600
 _FOLDERS = ("known", "listed")
 
 
-async def rebuild(store: Store, layout: Layout, making: BuildOptions | None = None) -> BuildResult:
+async def rebuild(store: Store, layout: Layout, options: BuildOptions | None = None) -> BuildResult:
     """Make a base of what ``objects/`` holds now, whatever became of the index.
 
     What the old base and the deltas know of an entry besides its size is kept where it is still
@@ -62,7 +61,7 @@ async def rebuild(store: Store, layout: Layout, making: BuildOptions | None = No
     Args:
         store: The bucket; one that honours conditional writes.
         layout: The namespace.
-        making: None for the defaults.
+        options: None for the defaults.
 
     Raises:
         UnavailableError: The store does not answer now, or others went on making bases.
@@ -70,32 +69,32 @@ async def rebuild(store: Store, layout: Layout, making: BuildOptions | None = No
         CorruptEntryError: A newer s3ec wrote the index (reason ``version``).
         TierError: The folder for temporary files is full.
     """
-    making = making or BuildOptions()
+    options = options or BuildOptions()
     for _ in range(_ATTEMPTS):
-        made = await _attempt(store, layout, making)
+        made = await _attempt(store, layout, options)
         if made is not None:
-            removed = await clean(store, layout, grace_s=making.grace_s)
+            removed = await clean(store, layout, grace_s=options.grace_s)
             return BuildResult(made, len(made.merged), removed)
     raise UnavailableError("other compactions were faster each time; try again later")
 
 
-async def _attempt(store: Store, layout: Layout, making: BuildOptions) -> BaseManifest | None:
+async def _attempt(store: Store, layout: Layout, options: BuildOptions) -> BaseManifest | None:
     """One attempt; None if other compactions took so long that the listing is too old."""
-    started_s = making.clock()
+    started_s = options.clock()
 
     def is_late() -> bool:
         """After another base came first. All that it merged is still there as deltas, and those
         that are news to us stay unmerged, unless the grace period is nearly over.
         """
-        return making.clock() - started_s > making.grace_s / 2
+        return options.clock() - started_s > options.grace_s / 2
 
     # First the deltas, then the objects: what is announced after this stays unmerged.
     snapshot = await take_snapshot(store, layout)
-    async with in_temporary_folder(making.folder, *_FOLDERS) as folder:
-        source = await _Source.read(store, layout, snapshot, folder, making.report)
+    async with in_temporary_folder(options.folder, *_FOLDERS) as folder:
+        source = await _Source.read(store, layout, snapshot, folder, options.report)
         version = snapshot.version + 1
         while True:
-            writer = BaseWriter(store, layout, version, making)
+            writer = BaseWriter(store, layout, version, options)
             await write_base(writer, source.between, source.entries)
             if version > snapshot.version + 1 and is_late():
                 await writer.discard()
@@ -225,7 +224,7 @@ class Verified:
         return not (self.missing or self.extra or self.differing or self.corrupt)
 
 
-async def verify(store: Store, layout: Layout, making: BuildOptions | None = None) -> Verified:
+async def verify(store: Store, layout: Layout, options: BuildOptions | None = None) -> Verified:
     """Read the whole index and list the whole bucket; memory as for compact.
 
     Entries that are announced or deleted meanwhile are not complained about.
@@ -236,9 +235,9 @@ async def verify(store: Store, layout: Layout, making: BuildOptions | None = Non
         CorruptEntryError: The base is unusable; the message names the file.
         TierError: The folder for temporary files is full.
     """
-    making = making or BuildOptions()
+    options = options or BuildOptions()
     names = ("known", "listed", "news")
-    async with in_temporary_folder(making.folder, *names) as folder:
+    async with in_temporary_folder(options.folder, *names) as folder:
         places = [folder / name for name in names]
         before = await take_snapshot(store, layout)
         head = await newest_head(store, layout, before)
@@ -249,10 +248,10 @@ async def verify(store: Store, layout: Layout, making: BuildOptions | None = Non
         if head is None:  # else the bucket answers, and these objects are lost
             deltas.require_any()
         found.corrupt = deltas.problems
-        young_s = making.clock() - _UNANNOUNCED_S
+        young_s = options.clock() - _UNANNOUNCED_S
         expected = known.max_entries or None
         listed = await read_listing(
-            store, layout, places[1], report=making.report, expected=expected
+            store, layout, places[1], report=options.report, expected=expected
         )
         news = MergedRows(store, layout, None, places[2])
         after = await take_snapshot(store, layout)
@@ -261,19 +260,15 @@ async def verify(store: Store, layout: Layout, making: BuildOptions | None = Non
         found.corrupt |= later.problems
         ranges = shard_ranges(max(known.max_entries, listed.added))
         for number, (first, last) in enumerate(ranges):
-            making.report("comparing", number, len(ranges))
+            options.report("comparing", number, len(ranges))
             index = await known.between(first, last)
             latest = await news.between(first, last, keep_tombstones=True)
             there = await asyncio.to_thread(listed.sorted_between, first, last)
             _compare(found, index, latest, there, young_s)
     wanted = {digest for kind in _WITH_OBJECT for digest in found.examples.get(kind, ())}
     if wanted:
-        found.objects_of = await _find_names(store, layout, wanted, making.report)
+        found.objects_of = await _find_names(store, layout, wanted, options.report)
     return found
-
-
-class _AllFoundError(Exception):
-    """Ends a listing."""
 
 
 async def _find_names(
@@ -284,17 +279,14 @@ async def _find_names(
     A digest does not tell its name, and to keep all names would take the memory of the bucket.
     """
     names: dict[str, str] = {}
-
-    async def take(infos: Sequence[ObjectInfo]) -> None:
-        for info in infos:
-            digest = key_of_object(layout, info.name)[0].digest.hex()
-            if digest in wanted:
-                names[digest] = info.name
-        if len(names) == len(wanted):
-            raise _AllFoundError
-
-    with suppress(_AllFoundError):
-        await list_objects(store, layout, take, report=report)
+    async with aclosing(list_objects(store, layout, report=report)) as batches:
+        async for infos in batches:
+            for info in infos:
+                digest = key_of_object(layout, info.name)[0].digest.hex()
+                if digest in wanted:
+                    names[digest] = info.name
+            if len(names) == len(wanted):
+                break
     return names
 
 

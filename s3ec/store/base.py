@@ -9,13 +9,13 @@ A large object is read range by range, with several requests under way.
 from __future__ import annotations
 
 import asyncio
-import itertools
-from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias, TypeVar
 
-from s3ec.errors import AccessError, S3ECError, UnavailableError
+from s3ec.counters import Report, unreported
+from s3ec.errors import AccessError, CorruptEntryError, S3ECError, UnavailableError
 
 Blob: TypeAlias = bytes | memoryview
 """Bytes of an object, read-only, one byte an item; a view where the transport holds the memory."""
@@ -261,43 +261,13 @@ class Wrapper:
         await self._inner.close()
 
 
-async def parts_in_order(
-    store: Store, name: str, starts: range, *, at_a_time: int
-) -> AsyncGenerator[Blob | None, None]:
-    """Part of an object, range by range.
-
-    A caller that may leave early closes it (``contextlib.aclosing``). Requests under way are then
-    cancelled, and have ended when that returns.
-
-    Args:
-        starts: Offsets of the ranges in bytes; its step is their length, its stop where the last
-            one ends.
-        at_a_time: The most ranges that are asked for, have come, or are in the caller's hands.
-
-    Yields:
-        What ``get_range`` answered, so None where the object is gone. The next range is asked for
-        when the caller is done with this one.
-    """
-    requests = (
-        asyncio.ensure_future(store.get_range(name, at, min(starts.step, starts.stop - at)))
-        for at in starts
-    )
-    coming = deque(itertools.islice(requests, at_a_time))
-    try:
-        while coming:
-            yield await coming[0]
-            coming.popleft()
-            coming.extend(itertools.islice(requests, 1))
-    finally:
-        for request in coming:
-            request.cancel()
-        await asyncio.gather(*coming, return_exceptions=True)
-
-
 async def parts_as_they_come(
     store: Store, name: str, ranges: Sequence[range], *, at_a_time: int, first_alone: bool
 ) -> AsyncGenerator[tuple[int, Blob | None], None]:
-    """Part of an object, range by range, each as soon as it is there. Closed as parts_in_order.
+    """Part of an object, range by range, each as soon as it is there.
+
+    A caller that may leave early closes it (``contextlib.aclosing``). Requests under way are then
+    cancelled, and have ended when that returns.
 
     Args:
         ranges: Offsets in bytes, in order.
@@ -330,3 +300,67 @@ async def parts_as_they_come(
         for request in under_way:
             request.cancel()
         await asyncio.gather(*under_way, return_exceptions=True)
+
+
+PART_BYTES = 8 * 2**20
+"""Large objects of known size are asked for by ranges of this size."""
+
+
+class VanishedError(Exception):
+    """An object is gone from the bucket: deleted, or replaced by a newer base of the index."""
+
+
+async def whole_parts(
+    store: Store, name: str, nbytes: int, *, at_a_time: int
+) -> AsyncGenerator[tuple[int, Blob], None]:
+    """An object of known size in whole ranges, each as soon as it is there.
+
+    To be closed as parts_as_they_come.
+
+    Args:
+        nbytes: Of the object.
+        at_a_time: As in parts_as_they_come.
+
+    Yields:
+        Where a range begins, and its bytes.
+
+    Raises:
+        VanishedError: It is not in the store.
+        CorruptEntryError: It is shorter.
+        UnavailableError, AccessError: The store did not answer.
+    """
+    ranges = [range(at, min(at + PART_BYTES, nbytes)) for at in range(0, nbytes, PART_BYTES)]
+    coming = parts_as_they_come(store, name, ranges, at_a_time=at_a_time, first_alone=False)
+    async with aclosing(coming) as parts:
+        async for number, part in parts:
+            if part is None:
+                raise VanishedError(name)
+            at = ranges[number].start
+            if len(part) != len(ranges[number]):
+                raise CorruptEntryError(
+                    f"{name}: ends at {at + len(part)} of {nbytes} bytes", reason="length"
+                )
+            yield at, part
+            del part  # not one more in memory while the next is waited for
+
+
+async def get_in_parts(
+    store: Store, name: str, nbytes: int, *, at_a_time: int, report: Report = unreported
+) -> bytearray:
+    """A whole object of known size, in memory.
+
+    Args:
+        nbytes: Of the object.
+        at_a_time: As in parts_as_they_come.
+        report: Told how many bytes have come.
+
+    Raises:
+        VanishedError, CorruptEntryError, UnavailableError, AccessError: As whole_parts.
+    """
+    whole, done = bytearray(nbytes), 0
+    async with aclosing(whole_parts(store, name, nbytes, at_a_time=at_a_time)) as parts:
+        async for at, part in parts:
+            whole[at : at + len(part)] = part
+            done += len(part)
+            report("downloading", done, nbytes)
+    return whole

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager, suppress
 from errno import EDQUOT, ENOSPC
 from pathlib import Path
@@ -15,7 +15,7 @@ from s3ec.codec import Header, Verifier
 from s3ec.counters import Counters
 from s3ec.errors import CorruptEntryError, TierError
 from s3ec.identity import Key
-from s3ec.store.base import Blob, Store, parts_in_order
+from s3ec.store.base import Store, whole_parts
 from s3ec.tier.entries import Entries
 from s3ec.tier.evictor import TURN_WAIT_S, Evictor
 from s3ec.tier.files import Folders, TempFile, use_time_ns
@@ -25,8 +25,6 @@ from s3ec.tier.spool import Spool, Spooled
 
 T = TypeVar("T")
 
-PART_BYTES = 8 * 2**20
-"""Large objects are asked for by ranges of this size."""
 # To write one entry: the folder may be missing, the disk full, the folder evicted meanwhile.
 _ATTEMPTS = 4
 
@@ -237,7 +235,7 @@ class EntryWriter:
 class Incoming(Generic[T]):
     """A file being received part by part; made by ``EntryWriter.open``. Blocking.
 
-    States: open, committed, discarded. ``append`` keeps it open, ``commit`` and ``discard`` end it.
+    States: open, committed, discarded. ``put`` keeps it open, ``commit`` and ``discard`` end it.
     Nobody sees the file before ``commit``, which only a good one survives. Whoever makes one ends
     it.
 
@@ -247,6 +245,7 @@ class Incoming(Generic[T]):
     Attributes:
         name: What it is, for messages.
         nbytes: What it will have in the end.
+        path: Where it lies until it has its name.
     """
 
     def __init__(
@@ -265,6 +264,7 @@ class Incoming(Generic[T]):
         """
         self.name = name
         self.nbytes = nbytes
+        self.path = file.path
         self._file = file
         self._check = check
         self._commit = commit
@@ -274,28 +274,17 @@ class Incoming(Generic[T]):
         self._checked_bytes = 0
         self._early: dict[int, bytes | memoryview] = {}
 
-    def append(self, part: bytes | memoryview) -> None:
-        """Verify and write what comes next.
-
-        Raises:
-            CorruptEntryError: It is not what should come, such as longer than announced.
-            TierError: The disk is full or failing, or the file was discarded.
-        """
-        with self._running():
-            self._pass(part)
-            self._write(part)
-
     def put(self, parts: Sequence[tuple[int, bytes | memoryview]]) -> None:
         """Write parts that come in any order, and verify them in theirs.
 
         What comes before its turn is written and kept until then: the checksum goes in order.
 
         Args:
-            parts: Their offsets in bytes, all behind what was written before ``put`` was first
-                called, and the bytes. No two overlap.
+            parts: Their offsets in bytes, and the bytes. No two overlap.
 
         Raises:
-            CorruptEntryError, TierError: As for append.
+            CorruptEntryError: It is not what should come, such as longer than announced.
+            TierError: The disk is full or failing, or the file was discarded.
         """
         with self._running():
             for at, part in parts:
@@ -320,15 +309,17 @@ class Incoming(Generic[T]):
         self._checked_bytes += len(part)
 
     def write_checked(self, part: bytes | memoryview) -> None:
-        """Write what was verified already; leaves nothing behind where that fails.
+        """Write what is verified already and comes first, before any ``put``.
+
+        Leaves nothing behind where that fails.
 
         Raises:
             TierError: The disk is full or failing.
         """
         try:
             with self._running():
-                self._checked_bytes += len(part)
-                self._write(part)
+                self._checked_bytes = len(part)
+                self._write(part, 0)
         except BaseException:
             self.discard()
             raise
@@ -368,27 +359,17 @@ class Incoming(Generic[T]):
             if self._over:  # since a moment ago, so discard has left it to us
                 self.discard()
 
-    def _write(self, part: bytes | memoryview, at: int | None = None) -> None:
-        def write() -> None:
-            if at is None:
-                self._file.append([part])
-            else:
-                self._file.put(part, at)
-
+    def _write(self, part: bytes | memoryview, at: int) -> None:
         try:
             try:
-                write()
+                self._file.put(part, at)
             except OSError as exc:
                 # statvfs shows neither quotas nor a lack of inodes.
                 if exc.errno not in (ENOSPC, EDQUOT) or not self._make_room(len(part)):
                     raise
-                write()
+                self._file.put(part, at)
         except OSError as exc:
             raise TierError(f"cannot write {self.name}: {exc}") from exc
-
-
-class VanishedError(Exception):
-    """An object is gone from the bucket: deleted, or replaced by a newer base of the index."""
 
 
 class Disk(Protocol):
@@ -405,69 +386,22 @@ class Disk(Protocol):
     ) -> Awaitable[T]: ...
 
 
-async def whole_parts(
-    store: Store,
-    name: str,
-    nbytes: int,
-    *,
-    at_a_time: int,
-    begun: int = 0,
-    part_bytes: int = PART_BYTES,
-) -> AsyncGenerator[Blob, None]:
-    """An object of known size in ranges, each of which is whole; to be closed like its source.
-
-    Args:
-        nbytes: Of the object.
-        at_a_time: As in ``parts_in_order``.
-        begun: Bytes of its start that are here already.
-        part_bytes: Of a range.
-
-    Raises:
-        VanishedError: It is not in the store.
-        CorruptEntryError: It is shorter.
-        UnavailableError, AccessError: The store did not answer.
-    """
-    starts = range(begun, nbytes, part_bytes)
-    async with aclosing(parts_in_order(store, name, starts, at_a_time=at_a_time)) as parts:
-        async for part in parts:
-            if part is None:
-                raise VanishedError(name)
-            if len(part) != min(part_bytes, nbytes - begun):
-                raise CorruptEntryError(
-                    f"{name}: ends at {begun + len(part)} of {nbytes} bytes", reason="length"
-                )
-            begun += len(part)
-            yield part
-            del part  # not one more in memory while the next is waited for
-
-
 async def download(
-    store: Store,
-    name: str,
-    incoming: Incoming[T],
-    *,
-    disk: Disk,
-    at_a_time: int,
-    begun: int = 0,
-    part_bytes: int = PART_BYTES,
+    store: Store, name: str, incoming: Incoming[T], *, disk: Disk, at_a_time: int
 ) -> None:
-    """Bring the rest of an object into a file, range by range; the caller commits or discards.
+    """Bring an object into a file, range by range; the caller commits or discards.
 
     Args:
         name: In the store.
         disk: Runs what blocks.
-        at_a_time: As in ``parts_in_order``.
-        begun: Bytes that the file has already.
-        part_bytes: Of a range.
+        at_a_time: As in ``parts_as_they_come``.
 
     Raises:
         TierError: The disk refused.
         VanishedError, CorruptEntryError, UnavailableError, AccessError: As for whole_parts.
     """
-    coming = whole_parts(
-        store, name, incoming.nbytes, at_a_time=at_a_time, begun=begun, part_bytes=part_bytes
-    )
+    coming = whole_parts(store, name, incoming.nbytes, at_a_time=at_a_time)
     async with aclosing(coming) as parts:
-        async for part in parts:
-            await disk(incoming.append, part)
+        async for at, part in parts:
+            await disk(incoming.put, [(at, part)])
             del part  # so that only whole_parts decides how many are in memory

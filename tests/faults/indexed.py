@@ -166,17 +166,17 @@ def evict(node: Node, numbers: Iterable[int]) -> None:
         node.local.discard(key_at(number))
 
 
-def run_compact(node: Node, **making: Any) -> BuildResult | None:
-    return node.loop.run(compact(node.store, LAYOUT, BuildOptions(**making)), _TIMEOUT_S)
+def run_compact(node: Node, **options: Any) -> BuildResult | None:
+    return node.loop.run(compact(node.store, LAYOUT, BuildOptions(**options)), _TIMEOUT_S)
 
 
-def run_rebuild(node: Node, **making: Any) -> BuildResult:
-    return node.loop.run(rebuild(node.store, LAYOUT, BuildOptions(**making)), _TIMEOUT_S)
+def run_rebuild(node: Node, **options: Any) -> BuildResult:
+    return node.loop.run(rebuild(node.store, LAYOUT, BuildOptions(**options)), _TIMEOUT_S)
 
 
-def run_verify(node: Node, **making: Any) -> Verified:
+def run_verify(node: Node, **options: Any) -> Verified:
     """Objects of this moment count as missing too: the clock is an hour ahead."""
     ahead: Callable[[], float] = lambda: time.time() + 3600  # noqa: E731
     return node.loop.run(
-        verify(node.store, LAYOUT, BuildOptions(clock=ahead, **making)), _TIMEOUT_S
+        verify(node.store, LAYOUT, BuildOptions(clock=ahead, **options)), _TIMEOUT_S
     )

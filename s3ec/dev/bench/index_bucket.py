@@ -37,9 +37,9 @@ from s3ec.index.rows import Rows
 from s3ec.index.segment import encode_segment
 from s3ec.node import Node
 from s3ec.settings import Settings
+from s3ec.store.base import PART_BYTES
 from s3ec.store.open import choose_transport, open_store
 from s3ec.store.retry import RetryStore
-from s3ec.tier.entry_writer import PART_BYTES
 
 if TYPE_CHECKING:
     from s3ec.identity import Key

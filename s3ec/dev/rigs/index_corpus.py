@@ -15,7 +15,7 @@ import numpy as np
 from s3ec.identity import Layout
 from s3ec.index.bloom import build_bloom
 from s3ec.index.lookup import Base
-from s3ec.index.manifest import BaseManifest, Blob, Shard, shard_ranges
+from s3ec.index.manifest import BaseFile, BaseManifest, Shard, shard_ranges
 from s3ec.index.rows import Array, Rows
 from s3ec.index.segment import encode_segment
 
@@ -85,7 +85,7 @@ class IndexCorpus:
         for (first, last), rows in zip(self.ranges, self.all_rows(), strict=True):
             bloom = build_bloom(rows.digest_hi, rows.digest_lo, bloom_fpr, namespace)
             segment = encode_segment(rows, namespace)
-            shard = Shard(first, last, len(rows), Blob.of(segment), Blob.of(bloom))
+            shard = Shard(first, last, len(rows), BaseFile.of(segment), BaseFile.of(bloom))
             _write(folder / layout.shard(version, _RUN, first, last), segment)
             _write(folder / layout.bloom(version, _RUN, first, last), bloom)
             shards.append(shard)

@@ -16,7 +16,7 @@ from s3ec.identity import Key
 from s3ec.index.bloom import build_bloom
 from s3ec.index.cache import IndexCache
 from s3ec.index.follower import FollowOptions
-from s3ec.index.manifest import BaseManifest, Blob, Shard, Ulids
+from s3ec.index.manifest import BaseFile, BaseManifest, Shard, Ulids
 from s3ec.index.reader import ManifestIndex
 from s3ec.index.rows import EntryInfo, Rows, Tombstone
 from s3ec.index.segment import encode_segment
@@ -106,7 +106,7 @@ class Corpus:
             part = rows.between(first, last)
             segment = encode_segment(part, NAMESPACE)
             bloom = build_bloom(part.digest_hi, part.digest_lo, 0.01, NAMESPACE)
-            made.append(Shard(first, last, len(part), Blob.of(segment), Blob.of(bloom)))
+            made.append(Shard(first, last, len(part), BaseFile.of(segment), BaseFile.of(bloom)))
             self.put(LAYOUT.shard(version, run, first, last), b"".join(segment))
             self.put(LAYOUT.bloom(version, run, first, last), b"".join(bloom))
         head = BaseManifest(

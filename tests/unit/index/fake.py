@@ -36,6 +36,3 @@ class FakeIndex:
         self._known.discard(key.digest)
         self._missing.add_locked(key.digest)
         self._counters.add("index.forgotten")
-
-    async def refresh(self) -> None:
-        pass

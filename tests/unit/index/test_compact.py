@@ -39,9 +39,9 @@ KEYS = [key_of(number) for number in range(12)]
 
 
 async def compacted(
-    store: MemoryStore | FaultStore, making: BuildOptions | None = None
+    store: MemoryStore | FaultStore, options: BuildOptions | None = None
 ) -> BuildResult:
-    made = await compact(store, LAYOUT, making)
+    made = await compact(store, LAYOUT, options)
     assert made is not None
     return made
 

@@ -163,7 +163,7 @@ async def test_a_batch_that_is_refused_as_a_whole_is_not_announced(memory: Memor
 async def test_readers_that_could_not_be_told_are_an_error(
     memory: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(deletion, "TELL_S", 0.01)
+    monkeypatch.setattr(deletion, "FLUSH_S", 0.01)
     await put_entry(memory, 1)
     fault = Fault("put_if_absent", "/delta/", error=UnavailableError)
     with pytest.raises(UnavailableError, match="could not be told"):
@@ -409,7 +409,7 @@ async def test_old_objects_of_an_entry_go_and_readers_keep_it_for_the_young_one(
 async def test_of_many_entries_those_that_are_there_are_found_with_their_revisions(
     memory: MemoryStore, monkeypatch: pytest.MonkeyPatch, few: int
 ) -> None:
-    monkeypatch.setattr(listing, "FEW", few)
+    monkeypatch.setattr(deletion, "FEW", few)
     keys = [key_of(("many", number)) for number in range(40)]
     for key in keys[:3]:
         await put_object(memory, key, 9)
@@ -440,7 +440,7 @@ async def test_many_entries_are_looked_for_at_a_time(memory: MemoryStore) -> Non
         await task
 
 
-@pytest.mark.parametrize(("few", "listings"), [(0, 16), (4096, 6)])
+@pytest.mark.parametrize(("few", "listings"), [(0, 17), (4096, 6)])
 async def test_a_namespace_goes_with_all_that_is_in_it(
     memory: MemoryStore, monkeypatch: pytest.MonkeyPatch, few: int, listings: int
 ) -> None:

@@ -18,8 +18,8 @@ from s3ec.identity import Layout, is_ulid
 from s3ec.index.manifest import (
     MAX_HEAD_BYTES,
     MAX_SHARD_ROWS,
+    BaseFile,
     BaseManifest,
-    Blob,
     Shard,
     Ulids,
     first_ulid,
@@ -29,7 +29,7 @@ from s3ec.index.manifest import (
 )
 
 ULID = "01ARZ3NDEKTSV4RRFFQ69G5FAV"
-BLOB = Blob(100, "0123456789abcdef" * 2)
+BLOB = BaseFile(100, "0123456789abcdef" * 2)
 
 
 def head_of(*ranges: tuple[int, int, int]) -> BaseManifest:
@@ -192,10 +192,10 @@ def test_ranges_cover_everything_in_a_power_of_two_of_shards(entries: int, shard
 
 
 def test_size_and_checksum_of_pieces_are_those_of_the_file() -> None:
-    whole = Blob.of([b"one", memoryview(b"two"), b""])
-    assert whole == Blob.of([b"onetwo"])
+    whole = BaseFile.of([b"one", memoryview(b"two"), b""])
+    assert whole == BaseFile.of([b"onetwo"])
     assert whole.nbytes == 6
-    assert whole != Blob.of([b"onetwp"])
+    assert whole != BaseFile.of([b"onetwp"])
 
 
 # -- names of deltas -------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from s3ec.errors import CorruptEntryError
 from s3ec.identity import Layout, split_digest
 from s3ec.index.bloom import Bloom, build_bloom
 from s3ec.index.lookup import UNKNOWN, Base, Overlay, PresenceFilter
-from s3ec.index.manifest import BaseManifest, Blob, Shard, parse_head
+from s3ec.index.manifest import BaseFile, BaseManifest, Shard, parse_head
 from s3ec.index.rows import Rows, merge
 from s3ec.index.segment import Segment, encode_segment
 from tests.unit.index import columns
@@ -31,7 +31,11 @@ LAYOUT = Layout(NAMESPACE)
 def shard_of(first: int, last: int, rows: Rows) -> tuple[Shard, bytes, bytes]:
     segment = b"".join(encode_segment(rows, NAMESPACE))
     bloom = b"".join(build_bloom(rows.digest_hi, rows.digest_lo, 0.01, NAMESPACE))
-    return Shard(first, last, len(rows), Blob.of([segment]), Blob.of([bloom])), segment, bloom
+    return (
+        Shard(first, last, len(rows), BaseFile.of([segment]), BaseFile.of([bloom])),
+        segment,
+        bloom,
+    )
 
 
 def base_of(rows: Rows, shards: int = 4, *, exact: bool = True) -> Base:
@@ -153,7 +157,7 @@ def test_files_of_a_made_up_corpus_open_as_its_head_says(
     name = head.segment_name if exact else head.bloom_name
     paths = [tmp_path / name(LAYOUT, shard) for shard in head.shards]
     blobs = [shard.segment if exact else shard.bloom for shard in head.shards]
-    assert [Blob.of([path.read_bytes()]) for path in paths] == blobs
+    assert [BaseFile.of([path.read_bytes()]) for path in paths] == blobs
     base = Base.open(head, paths, NAMESPACE, exact=exact)
     for path in paths:
         path.unlink()

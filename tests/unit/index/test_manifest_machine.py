@@ -69,7 +69,7 @@ class Manifest(RuleBasedStateMachine):
         self.spools: list[dict[Key, int]] = [{} for _ in SKEWS_S]
         self.deletions = dict.fromkeys(KEYS, 0)
         self.told: dict[Key, bool] = dict.fromkeys(KEYS, False)
-        self.making = BuildOptions(clock=self.clock)
+        self.options = BuildOptions(clock=self.clock)
 
     def _announcer(self, number: int) -> Announcer:
         return Announcer(
@@ -211,24 +211,24 @@ class Manifest(RuleBasedStateMachine):
 
     @rule()
     def compact(self) -> None:
-        assert self.run(compact(self.memory, LAYOUT, self.making)) is not None
+        assert self.run(compact(self.memory, LAYOUT, self.options)) is not None
 
     @rule(dies_at=st.integers(0, 25), after=st.booleans())
     def compact_and_die(self, dies_at: int, after: bool) -> None:
         store = MortalStore(self.memory, dies_at, after=after)
         with suppress(Killed):
-            self.run(compact(store, LAYOUT, self.making))
+            self.run(compact(store, LAYOUT, self.options))
 
     @rule()
     def compact_twice_at_once(self) -> None:
         async def both() -> None:
-            await asyncio.gather(*(compact(self.memory, LAYOUT, self.making) for _ in range(2)))
+            await asyncio.gather(*(compact(self.memory, LAYOUT, self.options) for _ in range(2)))
 
         self.run(both())
 
     @rule()
     def rebuild(self) -> None:
-        self.run(rebuild(self.memory, LAYOUT, self.making))
+        self.run(rebuild(self.memory, LAYOUT, self.options))
         waiting = {key for spool in self.spools for key in spool}
         self.told = {
             key: self.is_there(key) for key in KEYS if self.is_there(key) or key not in waiting
@@ -291,9 +291,9 @@ class Manifest(RuleBasedStateMachine):
             announcer.close()
         self.pass_time(NEGATIVE_TTL_S + 1)
         await self._all_know(self.told)
-        await compact(self.memory, LAYOUT, self.making)
+        await compact(self.memory, LAYOUT, self.options)
         await self._all_know(self.told)
-        await rebuild(self.memory, LAYOUT, self.making)
+        await rebuild(self.memory, LAYOUT, self.options)
         await self._all_know({key: self.is_there(key) for key in KEYS})
         assert (await verify(self.memory, LAYOUT)).agrees
         assert self.memory.check() == []

@@ -414,13 +414,13 @@ async def test_an_own_store_of_the_moment_in_which_an_older_one_is_settled_is_fo
     reader.index.add(key_of("a"))
     corpus.delta((key_of("a"), Tombstone(int(START_S) + 1)))
 
-    def tells(view: View, digest: bytes, facts: EntryInfo) -> bool:
+    def knows_of(view: View, digest: bytes, facts: EntryInfo) -> bool:
         monkeypatch.undo()
-        found = view.tells(digest, facts)
+        found = view.knows_of(digest, facts)
         reader.index.add(key_of("a"))  # as the scheduler's thread may
         return found
 
-    monkeypatch.setattr(View, "tells", tells)
+    monkeypatch.setattr(View, "knows_of", knows_of)
     await reader.refresh()
     assert reader.finds("a") == [True]
 

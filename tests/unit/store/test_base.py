@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from s3ec.counters import Counters
-from s3ec.errors import AccessError, S3ECError, UnavailableError
-from s3ec.store.base import parts_as_they_come
+from s3ec.errors import AccessError, CorruptEntryError, S3ECError, UnavailableError
+from s3ec.store import base
+from s3ec.store.base import VanishedError, get_in_parts, parts_as_they_come
 from s3ec.store.endpoint import BreakerOptions, BreakerStore, Budget, Endpoint
 from s3ec.store.retry import RetryStore
 from s3ec.testing.fault_store import Fault, FaultStore, Script
@@ -187,3 +188,22 @@ async def test_who_leaves_early_or_hears_an_error_leaves_no_request_behind() -> 
         store.answer(1, 3)
         assert await following == (1, b"1")
     assert all(one.done() for one in store.asked.values())
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "error"), [(25, None), (26, CorruptEntryError), (31, CorruptEntryError)]
+)
+async def test_an_object_is_put_together_from_whole_ranges(
+    monkeypatch: pytest.MonkeyPatch, nbytes: int, error: type[Exception] | None
+) -> None:
+    monkeypatch.setattr(base, "PART_BYTES", 10)
+    store, body = MemoryStore(), bytes(range(25))
+    with pytest.raises(VanishedError, match="name"):
+        await get_in_parts(store, "name", nbytes, at_a_time=2)
+    await store.put_if_absent("name", [body])
+    coming = get_in_parts(store, "name", nbytes, at_a_time=2)
+    if error is None:
+        assert await coming == body
+    else:
+        with pytest.raises(error, match="name: ends at 25 of"):
+            await coming

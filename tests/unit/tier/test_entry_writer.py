@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import os
 import shutil
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -20,9 +20,7 @@ from s3ec import codec
 from s3ec.codec import Header, Shape
 from s3ec.counters import Counters
 from s3ec.errors import CorruptEntryError, TierError
-from s3ec.testing.memory_store import MemoryStore
 from s3ec.tier import Incoming, Pin, Tier, files
-from s3ec.tier.entry_writer import VanishedError, download
 from tests.support.clock import Clock
 from tests.support.finite import FINITE
 from tests.support.on_disk import audit_of, evict, make_room, running_total, usage_of
@@ -59,6 +57,11 @@ def parts(blob: bytes) -> list[bytes]:
     return [blob[start : start + PART] for start in range(0, len(blob), PART)]
 
 
+def behind_first(parts: Sequence[bytes]) -> list[tuple[int, bytes]]:
+    """Where parts lie that come behind the first one."""
+    return [(PART * number, part) for number, part in enumerate(parts, 1)]
+
+
 def begin(tier: Tier, first: bytes) -> Incoming[Pin]:
     verifier = codec.Verifier(first, namespace=NAMESPACE, identifier=KEY.identifier)
     return tier.writer.begin(KEY, first, verifier)
@@ -67,8 +70,8 @@ def begin(tier: Tier, first: bytes) -> Incoming[Pin]:
 def receive(tier: Tier, blob: bytes) -> Pin:
     first, *rest = parts(blob)
     incoming = begin(tier, first)
-    for part in rest:
-        incoming.append(memoryview(part))
+    for at, part in behind_first(rest):
+        incoming.put([(at, memoryview(part))])
     return incoming.commit()
 
 
@@ -150,7 +153,7 @@ def test_a_failed_write_raises_and_leaves_the_old_entry_and_no_temp(
     publish(tier, 0)
     pinned(tier, KEY)
 
-    def fail(fd: int, pieces: object) -> None:
+    def fail(fd: int, pieces: object, at: int | None = None) -> None:
         os.write(fd, b"half")
         raise OSError(error, os.strerror(error))
 
@@ -166,7 +169,7 @@ def test_a_failed_write_raises_and_leaves_the_old_entry_and_no_temp(
 def test_an_interrupted_write_leaves_no_temp(
     tier: Tier, root: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[[Tier], object]
 ) -> None:
-    def interrupt(fd: int, pieces: object) -> None:
+    def interrupt(fd: int, pieces: object, at: int | None = None) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(files, "write_all", interrupt)
@@ -183,15 +186,16 @@ def test_a_full_quota_evicts_as_much_and_tries_once_more(
     tier = make_tier()
     tier.writer.publish(key_at(1), [entry(key_at(1), rows=1500)])  # larger than what comes
     publish(tier, 2, 3)
-    writev, full = os.writev, [True]
+    full = [True]
 
-    def fail_once(fd: int, pieces: list[memoryview]) -> int:
+    def fail_once(writev: Callable[..., int], fd: int, pieces: list[memoryview], *at: int) -> int:
         if full.pop() if full else False:
-            os.write(fd, bytes(pieces[0][:100]))  # some went through, as on a real disk
+            writev(fd, [pieces[0][:100]], *at)  # some went through, as on a real disk
             raise OSError(errno.EDQUOT, "quota")
-        return writev(fd, pieces)
+        return writev(fd, pieces, *at)
 
-    monkeypatch.setattr(os, "writev", fail_once)
+    monkeypatch.setattr(os, "writev", partial(fail_once, os.writev))
+    monkeypatch.setattr(os, "pwritev", partial(fail_once, os.pwritev))
     write(tier)
     assert present(tier, 1, 2, 3) == {2, 3}
     assert served(tier, KEY) == BLOB
@@ -349,9 +353,9 @@ def test_temp_that_a_neighbour_swept_is_written_again(
 def test_an_entry_appears_with_its_last_good_part(tier: Tier) -> None:
     first, *rest = parts(BLOB)
     incoming = begin(tier, first)
-    for part in rest:
+    for part in behind_first(rest):
         assert tier.entries.pin(KEY) is None
-        incoming.append(part)
+        incoming.put([part])
     assert tier.entries.pin(KEY) is None
     pin = incoming.commit()
     incoming.discard()
@@ -374,8 +378,7 @@ def test_a_bad_entry_never_appears(tier: Tier, root: Path, blob: bytes, reason: 
     incoming = begin(tier, first)
 
     def receive() -> None:
-        for part in rest:
-            incoming.append(part)
+        incoming.put(behind_first(rest))
         incoming.commit()
 
     with pytest.raises(CorruptEntryError) as caught:
@@ -390,52 +393,10 @@ def test_a_folder_that_vanishes_is_an_error_and_leaves_nothing(tier: Tier, root:
     first, *rest = parts(BLOB)
     incoming = begin(tier, first)
     shutil.rmtree(root / "v1" / "incoming")
-    for part in rest:
-        incoming.append(part)
+    incoming.put(behind_first(rest))
     with pytest.raises(TierError):
         incoming.commit()
     assert tier.entries.pin(KEY) is None
-
-
-async def in_thread(
-    function: Callable[..., T], *arguments: object, undo: Callable[[T], object] | None = None
-) -> T:
-    return await asyncio.to_thread(function, *arguments)
-
-
-class OfOneObject(MemoryStore):
-    """Says of an object that it is as it is made here."""
-
-    def __init__(self, blob: bytes | None) -> None:
-        super().__init__()
-        self.blob = blob
-
-    async def get_range(self, key: str, start: int, length: int) -> Any:
-        return None if self.blob is None else self.blob[start : start + length]
-
-
-@pytest.mark.parametrize(
-    ("blob", "error"), [(BLOB, None), (BLOB[:-1], CorruptEntryError), (None, VanishedError)]
-)
-async def test_what_is_left_of_an_object_is_downloaded_in_whole_ranges(
-    tier: Tier, root: Path, blob: bytes | None, error: type[Exception] | None
-) -> None:
-    incoming = begin(tier, BLOB[:PART])
-    coming = download(
-        *(OfOneObject(blob), "name", incoming),
-        disk=in_thread,
-        at_a_time=2,
-        begun=PART,
-        part_bytes=PART,
-    )
-    if error is None:
-        await coming
-        assert read(incoming.commit(), KEY) == BLOB
-    else:
-        with pytest.raises(error, match="name"):
-            await coming
-    incoming.discard()
-    assert temps_below(root) == set()
 
 
 @settings(max_examples=50, suppress_health_check=list(HealthCheck))
@@ -443,9 +404,10 @@ async def test_what_is_left_of_an_object_is_downloaded_in_whole_ranges(
 def test_parts_may_come_in_any_order(tier: Tier, order: list[int], together: int) -> None:
     first, *rest = parts(BLOB)
     incoming = begin(tier, first)
-    placed = [(PART * (number + 1), rest[number]) for number in order]
-    for at in range(0, len(placed), together):
-        incoming.put(placed[at : at + together])
+    in_order = behind_first(rest)
+    coming = [in_order[number] for number in order]
+    for at in range(0, len(coming), together):
+        incoming.put(coming[at : at + together])
     assert read(incoming.commit(), KEY) == BLOB
 
 
@@ -454,7 +416,7 @@ def test_parts_that_come_in_any_order_and_are_not_the_entry_are_refused(
     tier: Tier, root: Path, harm: str
 ) -> None:
     first, *rest = parts(BLOB)
-    placed = [(PART * number, part) for number, part in enumerate(rest, 1)]
+    placed = behind_first(rest)
     at, part = placed[1]
     placed[1] = {
         "bit": (at, bytes([part[0] ^ 1]) + part[1:]),
@@ -489,16 +451,16 @@ def test_a_discarded_file_goes_when_the_call_under_way_has_ended(
     first, second, *_ = parts(BLOB)
     incoming, write_all = begin(tier, first), files.write_all
 
-    def discard_meanwhile(fd: int, pieces: list[bytes]) -> None:
+    def discard_meanwhile(fd: int, pieces: list[bytes], at: int) -> None:
         incoming.discard()
         assert temps_below(root)
-        write_all(fd, pieces)
+        write_all(fd, pieces, at)
 
     monkeypatch.setattr(files, "write_all", discard_meanwhile)
-    incoming.append(second)
+    incoming.put([(PART, second)])
     assert temps_below(root) == set()
     with pytest.raises(TierError, match="discarded"):
-        incoming.append(second)
+        incoming.put([(PART, second)])
     with pytest.raises(TierError, match="discarded"):
         incoming.commit()
     assert not tier.entries.contains(KEY)
