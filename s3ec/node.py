@@ -164,7 +164,12 @@ class Node:
             options=FollowOptions(mode=settings.index, cache_bytes=int(settings.cache_bytes)),
         )
         self.sources = Sources(
-            *(self.store, self.tier, self.layout, self.index, self.records, self.local),
+            self.store,
+            self.tier,
+            self.layout,
+            self.index,
+            self.records,
+            self.local,
             self.bad_objects,
         )
         self.prefetcher = Prefetcher(
@@ -210,8 +215,11 @@ class Node:
             if self._encode_costs is None:
                 self._encode_costs = EncodeCosts()
                 self._cost_file = CostFile(
-                    *(self.tier.folders, self.namespace.name, device),
-                    *(self._encode_costs, self.counters),
+                    self.tier.folders,
+                    self.namespace.name,
+                    device,
+                    self._encode_costs,
+                    self.counters,
                 )
                 self._following.append(self.loop.submit(self._keep_costs_forever(self._cost_file)))
             return self._encode_costs

@@ -177,7 +177,11 @@ class SaveQueue:
         self._stagings: dict[torch.device, Staging] = {}
         self._spool: Spool = node.tier.open_spool(node.destination)
         self._uploads = Uploader(
-            *(node.loop, node.sources, node.counters, node.namespace, node.index),
+            node.loop,
+            node.sources,
+            node.counters,
+            node.namespace,
+            node.index,
             self._spool,
             cache_bytes=int(node.settings.cache_bytes),
             max_concurrency=node.settings.max_concurrency,

@@ -273,7 +273,9 @@ class Uploader:
         self._pauses = pauses or Pauses()
         self._clock = clock
         self._announcer = Announcer(
-            *(sources.store, sources.layout, counters),
+            sources.store,
+            sources.layout,
+            counters,
             known_time_s=index.known_time_s,
             clock=clock,
             batch_s=ANNOUNCE_S,

@@ -78,7 +78,10 @@ class WorkerHalf:
         self._timer = EncodeTimer(device, clock=clock)
         self._measured: deque[EncodeTime] = deque(maxlen=_MOST_MEASURED)
         self._loader = Loader(
-            *(node.loop, node.sources, node.counters, node.naming),
+            node.loop,
+            node.sources,
+            node.counters,
+            node.naming,
             lambda: open_staging(device()),
             hashed=node.settings.verify == "always",
         )
