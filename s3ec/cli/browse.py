@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import os
@@ -304,17 +303,10 @@ def save(path: Path, blob: Blob, *, force: bool) -> None:
     from s3ec.tier.files import TempFile
 
     try:
-        temporary = TempFile(str(path.parent))
-        try:
+        with TempFile(str(path.parent), private=False) as temporary:
             temporary.append([blob])
-            temporary.close()
-            with open(temporary.path, "rb") as written:
-                os.fsync(written.fileno())
-            # A private file is right for a cache; this one follows the umask as others do.
-            os.chmod(temporary.path, 0o666 & ~_umask())
+            temporary.close(synced=True)
             _publish(temporary.path, path, force=force)
-        finally:
-            temporary.discard()
     except FileExistsError as exc:
         raise ConfigError(f"{path} exists; --force replaces it") from exc
     except OSError as exc:
@@ -332,10 +324,3 @@ def _publish(temporary: str, path: Path, *, force: bool) -> None:
         if path.exists():
             raise FileExistsError
     os.replace(temporary, path)
-
-
-def _umask() -> int:
-    """The process's umask, read without setting it."""
-    with contextlib.suppress(OSError, ValueError), open("/proc/self/status") as status:
-        return next(int(line.split()[1], 8) for line in status if line.startswith("Umask:"))
-    return 0o077

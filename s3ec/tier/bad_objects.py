@@ -42,7 +42,7 @@ from s3ec.identity import (
     revised_name,
 )
 from s3ec.safetensors_file import plain_json
-from s3ec.tier.files import DiskErrors, Folders, open_entry, require_own_folders
+from s3ec.tier.files import DiskErrors, Folders, read_small, require_own_folders
 
 log = logging.getLogger(__name__)
 
@@ -312,7 +312,8 @@ class BadObjects:
         self._notes[digest] = note
         self._unwritten.add(digest)
         try:
-            write_note(self._folders, note)
+            path = f"{self._folders.bad_objects}/{note.file_name}"
+            self._folders.write_small(path, note.encode())
             self._unwritten.discard(digest)
         except (OSError, TierError) as exc:
             self._refused("note a bad object", exc)
@@ -333,18 +334,6 @@ def _walk(folders: Folders) -> Iterator[tuple[str, BadObject | None]]:
     require_own_folders((*folders.above, top))
     for name in os.listdir(top):
         yield name, _read(f"{top}/{name}")
-
-
-def write_note(folders: Folders, note: BadObject) -> None:
-    """Put a note in its place, whole or not at all; replaces an older one.
-
-    Raises:
-        OSError, TierError: The disk refused.
-    """
-    parents = (*folders.above, str(folders.bad_objects))
-    with folders.new_file() as file:
-        file.append([note.encode()])
-        folders.place(file, f"{folders.bad_objects}/{note.file_name}", parents)
 
 
 def remove_note(folders: Folders, note: BadObject) -> bool:
@@ -388,10 +377,7 @@ def _read(path: str) -> BadObject | None:
     if match is None or not is_namespace_name(match[1]):
         return None
     try:
-        with open(open_entry(path), "rb") as file:
-            if os.fstat(file.fileno()).st_uid != os.geteuid():
-                return None
-            text = file.read(_NOTE_LIMIT).decode()
+        text = read_small(path, max_bytes=_NOTE_LIMIT).decode()
     except (OSError, CorruptEntryError, UnicodeDecodeError):
         return None
     note = BadObject.parse(match[1], match[2], text)

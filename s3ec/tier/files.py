@@ -226,6 +226,16 @@ class Folders:
                     raise
                 self._make_below(parents)
 
+    def write_small(self, path: str, content: bytes) -> None:
+        """Put a small file right below one of our folders, whole or not at all; replaces one.
+
+        Raises:
+            OSError, TierError: As for new_file and place.
+        """
+        with self.new_file() as file:
+            file.append([content])
+            self.place(file, path, (*self.above, path.rpartition("/")[0]))
+
     def _make_below(self, parents: Sequence[str]) -> None:
         """Create what is missing of some folders, each inside the one before it."""
         try:
@@ -391,6 +401,20 @@ def open_entry(path: str | Path) -> int:
         os.close(fd)
         raise CorruptEntryError(f"{path} is not a regular file", reason="header")
     return fd
+
+
+def read_small(path: str | Path, *, max_bytes: int) -> bytes:
+    """All bytes of a small file of ours.
+
+    Raises:
+        CorruptEntryError: Not a regular file, another user's, or larger.
+        OSError: Absent, or it cannot be read.
+    """
+    with open(open_entry(path), "rb") as file:
+        found = os.fstat(file.fileno())
+        if found.st_uid != os.geteuid() or found.st_size > max_bytes:
+            raise CorruptEntryError(f"{path} is not ours, or too large", reason="header")
+        return file.read(found.st_size)
 
 
 def temp_name(folder: str) -> str:
