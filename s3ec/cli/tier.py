@@ -37,7 +37,7 @@ from s3ec.errors import ConfigError, TierError
 
 if TYPE_CHECKING:
     from s3ec.settings import Settings
-    from s3ec.tier.inspection import Complaint, Freed, Inspection, Report, Sum
+    from s3ec.tier.inspection import Complaint, Freed, Inspection, Sum, TierReport
 
 
 def register(app: typer.Typer) -> None:
@@ -305,7 +305,7 @@ def _choose(inspection: Inspection, begin: str) -> str:
     )
 
 
-def _document(settings: Settings, inspection: Inspection, report: Report) -> dict[str, Any]:
+def _document(settings: Settings, inspection: Inspection, report: TierReport) -> dict[str, Any]:
     def row(total: Sum) -> dict[str, int]:
         return {"entry_count": total.entries, "bytes": total.nbytes}
 

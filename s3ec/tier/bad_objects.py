@@ -37,12 +37,12 @@ from s3ec.identity import (
     MAX_REVISION,
     Key,
     digest_of_name,
-    is_namespace_name,
     is_object_name,
     revised_name,
 )
 from s3ec.safetensors_file import plain_json
 from s3ec.tier.files import DiskErrors, Folders, read_small, require_own_folders
+from s3ec.tier.scan import EntryFileName
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ MANY = 16
 """Objects found bad by one process within a minute that are no coincidence any more."""
 _WINDOW_S = 60.0
 _NOTE_LIMIT = 4096
-_NAME = re.compile(r"(.+)--([0-9a-f]{16})--([0-9a-f]{32})\.json")
+_SUFFIX = ".json"
 _REASON = re.compile(r"[a-z]{1,32}")
 _FIELDS = {"name": str, "reason": str, "since_s": float, "until_s": float, "revision": int,
            "row_time_s": int, "good": bool}  # fmt: skip
@@ -95,7 +95,7 @@ class BadObject:
     @property
     def file_name(self) -> str:
         """Of its note."""
-        return f"{self.namespace}--{self.destination}--{self.key.digest.hex()}.json"
+        return f"{self.namespace}--{self.destination}--{self.key.digest.hex()}{_SUFFIX}"
 
     def counts(self, now_s: float) -> bool:
         """Whether it has not run out; one from the future is not believed."""
@@ -358,7 +358,7 @@ def prune(folders: Folders, now_s: float, *, kept: int) -> list[BadObject]:
     left = []
     for name, note in _walk(folders):
         if note is None:
-            if _NAME.fullmatch(name):  # torn, or of no version that we know
+            if EntryFileName.parse(name, _SUFFIX):  # torn, or of no version that we know
                 with suppress(FileNotFoundError):
                     os.unlink(f"{folders.bad_objects}/{name}")
         elif note.counts(now_s):
@@ -373,12 +373,12 @@ def prune(folders: Folders, now_s: float, *, kept: int) -> list[BadObject]:
 
 def _read(path: str) -> BadObject | None:
     """One note; None for what is none of ours, or gone."""
-    match = _NAME.fullmatch(path.rpartition("/")[2])
-    if match is None or not is_namespace_name(match[1]):
+    name = EntryFileName.parse(path.rpartition("/")[2], _SUFFIX)
+    if name is None:
         return None
     try:
         text = read_small(path, max_bytes=_NOTE_LIMIT).decode()
     except (OSError, CorruptEntryError, UnicodeDecodeError):
         return None
-    note = BadObject.parse(match[1], match[2], text)
-    return note if note is not None and note.key.digest.hex() == match[3] else None
+    note = BadObject.parse(name.namespace, name.destination, text)
+    return note if note is not None and note.key.digest == name.digest else None

@@ -89,6 +89,8 @@ class Folders:
         usage: A file. The running total of all that is here.
         news: A file. Entries that were put here lately; see news.py.
         evict_lock: A file. Locked by the one process that evicts.
+        inner: The folders right below ``version``.
+        shared_files: The files right below ``version``.
     """
 
     def __init__(self, root: Path) -> None:
@@ -107,6 +109,11 @@ class Folders:
         self.usage = version / "usage"
         self.news = version / "news"
         self.evict_lock = version / "evict.lock"
+        self.inner = (
+            *(self.objects, self.pins, self.spool, self.quarantine, self.bad_objects),
+            *(self.incoming, self.index, self.costs),
+        )
+        self.shared_files = (self.fetch_lock, self.usage, self.news, self.evict_lock)
 
     def make(self) -> None:
         """Create what is missing and check what is there.
@@ -119,10 +126,7 @@ class Folders:
         for folder in reversed(self.root.parents):
             if not folder.exists():
                 make_folder(folder)
-        for folder in (
-            *(self.root, self.version, self.objects, self.incoming, self.pins, self.spool),
-            *(self.quarantine, self.index, self.bad_objects, self.costs),
-        ):
+        for folder in (self.root, self.version, *self.inner):
             make_folder(folder)
 
     def open_own(self, path: Path, flags: int = 0) -> int:
@@ -358,6 +362,11 @@ def _look_again() -> None:
     """A folder has vanished or was made."""
     if _current.batch is not None:
         _current.batch.seen.clear()
+
+
+def is_full(exc: OSError) -> bool:
+    """Whether the disk refused since it is full, or this user's share of it."""
+    return exc.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def free_bytes(folder: Path) -> int:

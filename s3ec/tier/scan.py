@@ -23,12 +23,12 @@ def is_index_name(name: str) -> bool:
     return _INDEX_NAME.fullmatch(name) is not None
 
 
-_SPOOL_NAME = re.compile(r"(.+)--([0-9a-f]{16})--([0-9a-f]{32})" + re.escape(OBJECT_SUFFIX))
+_ENTRY_FILE = re.compile(r"(.+)--([0-9a-f]{16})--([0-9a-f]{32})")
 
 
 @dataclass(frozen=True, slots=True)
-class SpoolName:
-    """The parts of ``NAMESPACE--DESTINATION--DIGEST.safetensors``.
+class EntryFileName:
+    """The parts of ``NAMESPACE--DESTINATION--DIGEST``: files of the spool, and of bad objects.
 
     Attributes:
         namespace: ``Namespace.name``.
@@ -42,23 +42,19 @@ class SpoolName:
     digest: bytes
 
     @classmethod
-    def parse(cls, name: str) -> SpoolName | None:
-        """The parts of a file name, None where it is no such name."""
-        match = _SPOOL_NAME.fullmatch(name)
-        if match is None or not is_namespace_name(match[1]):
+    def parse(cls, name: str, suffix: str = OBJECT_SUFFIX) -> EntryFileName | None:
+        """The parts of a file name, None where it is no such name, or ends otherwise."""
+        match = _ENTRY_FILE.fullmatch(name.removesuffix(suffix))
+        if match is None or not name.endswith(suffix) or not is_namespace_name(match[1]):
             return None
         return cls(match[1], match[2], bytes.fromhex(match[3]))
 
 
 # objects/NAMESPACE/[LORA/]aa/NAME: folders below a namespace.
 _LEVELS = 2
-_TOP_LEVEL = {
-    *("objects", "incoming", "pins", "spool", "quarantine", "index", "bad-objects"),
-    *("costs", "evict.lock", "fetch.lock", "usage", "news"),
-}
-# Between two breaths a walk keeps the interpreter for a millisecond or two.
-FILES_PER_BREATH = 128
-_BREATH_S = 0.001
+# Between two pauses a walk keeps the interpreter for a millisecond or two.
+FILES_PER_PAUSE = 128
+_PAUSE_S = 0.001
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +126,7 @@ class Usage:
 class TierScan:
     """What lies below the root. Built while others work: each figure was true at some moment.
 
-    Sums are made during the walk, where it breathes, and not after it.
+    Sums are made during the walk, where it pauses, and not after it.
 
     Attributes:
         entries: Of all namespaces, in no order.
@@ -194,7 +190,7 @@ class TierScan:
 
 def yield_gil() -> None:
     """Leave the interpreter to others for a moment; walks in the background call this."""
-    time.sleep(_BREATH_S)
+    time.sleep(_PAUSE_S)
 
 
 def scan_tier(folders: Folders, pause: Callable[[], None] | None = None) -> TierScan:
@@ -205,8 +201,9 @@ def scan_tier(folders: Folders, pause: Callable[[], None] | None = None) -> Tier
             walk. What it raises ends the walk.
     """
     scan = TierScan()
+    ours = {path.name for path in (*folders.inner, *folders.shared_files)}
     for item in _items(str(folders.version), scan):
-        if item.name not in _TOP_LEVEL:
+        if item.name not in ours:
             scan.foreign.append(item.path)
     for item in _items(str(folders.incoming), scan):
         (scan.temps if is_temp_name(item.name) else scan.foreign).append(item.path)
@@ -227,7 +224,7 @@ def scan_tier(folders: Folders, pause: Callable[[], None] | None = None) -> Tier
         for item in _below(namespace.path, _LEVELS, scan):
             _sort(item, namespace, scan)
             seen += 1
-            if pause is not None and seen % FILES_PER_BREATH == 0:
+            if pause is not None and seen % FILES_PER_PAUSE == 0:
                 pause()
     for item in _items(str(folders.quarantine), scan):
         _count(item, scan.quarantined)
@@ -246,7 +243,7 @@ def entry_names(objects: str, pause: Callable[[], None]) -> Iterator[str]:
         name = item.path[len(objects) + 1 :]
         if is_object_name(name) and item.is_file(follow_symlinks=False):
             yield name
-        if seen % FILES_PER_BREATH == 0:
+        if seen % FILES_PER_PAUSE == 0:
             pause()
 
 
@@ -309,7 +306,7 @@ def _sort(item: os.DirEntry[str], namespace: os.DirEntry[str], scan: TierScan) -
 
 
 def _sort_spooled(item: os.DirEntry[str], scan: TierScan) -> None:
-    found = _look(item, SpoolName.parse(item.name) is not None, scan)
+    found = _look(item, EntryFileName.parse(item.name) is not None, scan)
     if found is not None:
         scan.spooled[item.path] = (found.st_ino, found.st_size)
 
