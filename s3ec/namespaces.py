@@ -9,13 +9,17 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from s3ec.errors import AmbiguousError, CorruptEntryError, NotFoundError
-from s3ec.identity import Layout, canonical_json, entry_name, is_namespace_name
+from s3ec.identity import (
+    DESCRIPTOR_BYTES,
+    Layout,
+    canonical_json,
+    entry_name,
+    is_namespace_name,
+)
 from s3ec.safetensors_file import plain_json
 from s3ec.store.base import Store
 from s3ec.store.concurrency import in_parallel
 
-# Descriptors are a few kilobytes; more is not one of ours.
-_DESCRIPTOR_BYTES = 256 * 1024
 _SHOWN_CHOICES = 20
 _ABSENT = "(not there)"
 _HERE = ": here "
@@ -78,7 +82,7 @@ async def read_namespaces(store: Store, names: Sequence[str]) -> list[NamespaceI
 
 async def _read_descriptor(store: Store, name: str) -> dict[str, Any]:
     try:
-        blob = await store.get(Layout(name).descriptor, max_bytes=_DESCRIPTOR_BYTES)
+        blob = await store.get(Layout(name).descriptor, max_bytes=DESCRIPTOR_BYTES)
         content = plain_json(bytes(blob).decode("utf-8")) if blob else {}
     except (CorruptEntryError, ValueError, RecursionError):
         return {}  # anybody may have put anything there; the name still says what it is

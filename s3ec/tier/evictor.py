@@ -196,6 +196,8 @@ _BODY = struct.Struct("<8sQQ")
 _CHECKSUM = struct.Struct("<Q")
 _NBYTES = _BODY.size + _CHECKSUM.size
 _TOTAL_POLL_S = 0.0005
+# Its lock is held for two system calls. Whoever holds it for longer was stopped in between.
+TOTAL_LOCK_TIMEOUT_S = 2.0
 
 
 @dataclass(slots=True)
@@ -249,15 +251,9 @@ class RunningTotal:
     or where another process was stopped while it held the lock.
     """
 
-    def __init__(self, folders: Folders, *, lock_timeout_s: float = 2.0) -> None:
-        """Nothing is touched.
-
-        Args:
-            lock_timeout_s: The lock is held for two system calls. Whoever holds it for longer was
-                stopped in between.
-        """
+    def __init__(self, folders: Folders) -> None:
+        """Nothing is touched."""
         self._folders = folders
-        self._lock_timeout_s = lock_timeout_s
 
     def begin(self) -> None:
         """The folder was just made and holds nothing: a total of 0 that is known to be right.
@@ -310,11 +306,9 @@ class RunningTotal:
 
     @contextmanager
     def _locked(self, *, make: bool = True) -> Iterator[int]:
-        path, wait_s = self._folders.usage, self._lock_timeout_s
-        with self._folders.locked(path, wait_s=wait_s, poll_s=_TOTAL_POLL_S, make=make) as (
-            fd,
-            alone,
-        ):
+        with self._folders.locked(
+            self._folders.usage, wait_s=TOTAL_LOCK_TIMEOUT_S, poll_s=_TOTAL_POLL_S, make=make
+        ) as (fd, alone):
             if not alone:
                 raise OSError(errno.EAGAIN, "the running total is locked by a stopped process")
             yield fd
