@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from s3ec.cli.ls import entry_document, ls
-from s3ec.cli.options import JsonOption, NamespaceChoice, Source, with_namespace, with_settings
+from s3ec.cli.options import (
+    CONSENT,
+    JsonOption,
+    NamespaceChoice,
+    Source,
+    with_namespace,
+    with_settings,
+)
 from s3ec.cli.output import (
     EXIT_WRONG,
     App,
@@ -66,7 +73,7 @@ def register(app: typer.Typer) -> None:
             ("s3ec ns rm acme-vision-0123456789abcdef", "what is in it? asks at a terminal"),
             ("s3ec ns rm acme-vision-0123456789abcdef --yes", "delete all of it"),
         ),
-    )(with_settings(ns_rm))
+    )(with_settings(ns_rm, CONSENT))
     app.add_typer(namespaces, name="ns")
     app.command(
         "ls",

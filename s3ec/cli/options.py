@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options that many commands have: settings, namespaces, sizes, and the leave to delete."""
+"""Options that many commands have: settings, namespaces, sizes, and the consent to delete."""
 
 from __future__ import annotations
 
@@ -257,8 +257,63 @@ def _read(config: str, label: str) -> tuple[str, str]:
         ) from exc
 
 
+@dataclass(frozen=True, slots=True)
+class Consent:
+    """What ``--yes`` and ``--dry-run`` say about what a command would delete."""
+
+    yes: bool
+    dry_run: bool
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Consent:
+        """Make one from the values of its options.
+
+        Raises:
+            ConfigError: They contradict each other.
+        """
+        if given["yes"] and given["dry_run"]:
+            raise ConfigError("`--yes` and `--dry-run` contradict each other; leave one out")
+        return cls(bool(given["yes"]), bool(given["dry_run"]))
+
+    def ask(self, question: str, *, as_json: bool) -> bool:
+        """Whether to do it. Call this after it was shown what would go.
+
+        Programs get no question: where stdin or stderr is no terminal, and with ``--json``, nothing
+        is deleted without ``--yes``.
+
+        Args:
+            question: Such as ``delete 3 entries?``.
+        """
+        if self.yes or self.dry_run:
+            return self.yes
+        if as_json or not (sys.stdin.isatty() and sys.stderr.isatty()):
+            print_note("nothing was deleted; --yes does it")
+            return False
+        if typer.confirm(question, err=True):
+            return True
+        print_note("nothing was deleted")
+        return False
+
+
 # Options by name, and what makes one argument of their values.
 OptionGroup = tuple[Mapping[str, Any], Callable[[dict[str, Any]], Any]]
+
+CONSENT: OptionGroup = (
+    {
+        "yes": Annotated[
+            bool | None,
+            typer.Option(
+                "--yes", "-y", help="Do it. Without this, people at a terminal are asked."
+            ),
+        ],
+        "dry_run": Annotated[
+            bool | None,
+            typer.Option("--dry-run", help="Only say what would go, and ask nothing."),
+        ],
+    },
+    Consent.of,
+)
+"""The options of commands that delete something; they arrive as a Consent."""
 
 
 def with_settings(function: Callable[..., None], *groups: OptionGroup) -> Callable[..., None]:
@@ -270,21 +325,21 @@ def with_settings(function: Callable[..., None], *groups: OptionGroup) -> Callab
     return with_options(function, (_SETTINGS_OPTIONS, Source.of), *groups)
 
 
-def with_namespace(function: Callable[..., None]) -> Callable[..., None]:
+def with_namespace(function: Callable[..., None], *groups: OptionGroup) -> Callable[..., None]:
     """Give a command the options of with_settings, and those that choose a namespace.
 
-    The latter arrive as a NamespaceChoice behind the Source.
+    The latter arrive as a NamespaceChoice behind the Source, and before those of further groups.
     """
     choice: OptionGroup = (
         _NAMESPACE_OPTIONS,
         lambda given: NamespaceChoice(given["namespace"], given["model"]),
     )
-    return with_settings(function, choice)
+    return with_settings(function, choice, *groups)
 
 
-def with_cache_settings(function: Callable[..., None]) -> Callable[..., None]:
+def with_cache_settings(function: Callable[..., None], *groups: OptionGroup) -> Callable[..., None]:
     """Give a command of this node's disk tier its options. It needs no bucket."""
-    return with_options(function, (_CACHE_OPTIONS, Source.of))
+    return with_options(function, (_CACHE_OPTIONS, Source.of), *groups)
 
 
 def with_options(function: Callable[..., None], *groups: OptionGroup) -> Callable[..., None]:
@@ -343,42 +398,3 @@ def size_bytes(text: str, name: str) -> int:
             "or a number of bytes",
             field=name,
         ) from exc
-
-
-YesOption = Annotated[
-    bool,
-    typer.Option("--yes", "-y", help="Do it. Without this, people at a terminal are asked."),
-]
-DryRunOption = Annotated[
-    bool, typer.Option("--dry-run", help="Only say what would go, and ask nothing.")
-]
-
-
-def check_habit(*, yes: bool, dry_run: bool) -> None:
-    """Refuse ``--yes`` together with ``--dry-run``, before anything is read.
-
-    Raises:
-        ConfigError: They contradict each other.
-    """
-    if yes and dry_run:
-        raise ConfigError("`--yes` and `--dry-run` contradict each other; leave one out")
-
-
-def is_confirmed(question: str, *, yes: bool, dry_run: bool, as_json: bool) -> bool:
-    """Whether to delete, after it was shown what would be deleted.
-
-    Programs get no question: where stdin or stderr is no terminal, and with ``--json``, nothing is
-    deleted without ``--yes``.
-
-    Args:
-        question: Such as ``delete 3 entries?``.
-    """
-    if yes or dry_run:
-        return yes
-    if as_json or not (sys.stdin.isatty() and sys.stderr.isatty()):
-        print_note("nothing was deleted; --yes does it")
-        return False
-    if typer.confirm(question, err=True):
-        return True
-    print_note("nothing was deleted")
-    return False

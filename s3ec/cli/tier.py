@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from s3ec.cli.options import (
-    DryRunOption,
+    CONSENT,
+    Consent,
     JsonOption,
     Source,
-    YesOption,
-    check_habit,
-    is_confirmed,
     size_bytes,
     with_cache_settings,
 )
@@ -64,14 +62,14 @@ def register(app: typer.Typer) -> None:
             ("s3ec tier repair --dry-run", "what is wrong, and what can be done about it?"),
             ("s3ec tier repair --yes", "do it, while engines run"),
         ),
-    )(with_cache_settings(repair))
+    )(with_cache_settings(repair, CONSENT))
     group.command(
         "evict",
         epilog=epilog(
             ("s3ec tier evict --to 10GiB --dry-run", "what would go?"),
             ("s3ec tier evict --to 0 --namespace google-gemma --yes", "one model's entries"),
         ),
-    )(with_cache_settings(evict))
+    )(with_cache_settings(evict, CONSENT))
     app.add_typer(group, name="tier")
 
 
@@ -124,12 +122,7 @@ def check(source: Source, as_json: JsonOption = False) -> None:
         raise typer.Exit(EXIT_WRONG)
 
 
-def repair(
-    source: Source,
-    yes: YesOption = False,
-    dry_run: DryRunOption = False,
-    as_json: JsonOption = False,
-) -> None:
+def repair(source: Source, consent: Consent, as_json: JsonOption = False) -> None:
     """Audit the folder, and mend what is safe to mend, also while engines use it.
 
     Bad entries are set aside: the newest 32 are kept for you to look at, and engines fetch them
@@ -137,7 +130,6 @@ def repair(
     nothing that waits for the bucket, is touched. Without --yes, nothing is done unless you agree
     at a terminal. Exit status 1 where complaints are left.
     """
-    check_habit(yes=yes, dry_run=dry_run)
     settings, complaints = _audit(source)
     wanted = [complaint for complaint in complaints if complaint.remedy]
     if not as_json:
@@ -145,7 +137,7 @@ def repair(
             remedy = f" -> {complaint.remedy}" if complaint.remedy else ""
             typer.echo(f"{safe(complaint.text, limit=2000)}{remedy}")
     question = f"mend {len(wanted)} of {many(len(complaints), 'complaint')}?"
-    do = bool(wanted) and is_confirmed(question, yes=yes, dry_run=dry_run, as_json=as_json)
+    do = bool(wanted) and consent.ask(question, as_json=as_json)
     left = [complaint for complaint in complaints if not (do and _is_mended(complaint))]
     mended = len(complaints) - len(left)
     if as_json:
@@ -190,6 +182,7 @@ def _audited(settings: Settings, complaints: Sequence[Complaint]) -> dict[str, A
 
 def evict(
     source: Source,
+    consent: Consent,
     to: Annotated[
         str,
         typer.Option(
@@ -208,8 +201,6 @@ def evict(
             help="Only entries of this namespace, or of the one whose name begins so.",
         ),
     ] = None,
-    yes: YesOption = False,
-    dry_run: DryRunOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Remove the least recently used entries.
@@ -221,7 +212,6 @@ def evict(
     from s3ec.tier.evictor import Evicted
     from s3ec.tier.inspection import Freed
 
-    check_habit(yes=yes, dry_run=dry_run)
     target_bytes = size_bytes(to, "to")
     _, inspection = _open(source)
     chosen = _choose(inspection, namespace) if inspection and namespace is not None else None
@@ -234,12 +224,11 @@ def evict(
                 target_bytes, now_s=time.time(), namespace=chosen, dry_run=dry_run
             )
 
-    freed, done = evict_to(dry_run=not yes), yes
+    freed, done = evict_to(dry_run=not consent.yes), consent.yes
     if not as_json:
-        _print_freed(freed, target_bytes, done=yes)
-    if freed.gone.entries and not yes:
-        question = f"remove {freed.gone.entries:,} entries?"
-        done = is_confirmed(question, yes=yes, dry_run=dry_run, as_json=as_json)
+        _print_freed(freed, target_bytes, done=done)
+    if freed.gone.entries and not done:
+        done = consent.ask(f"remove {freed.gone.entries:,} entries?", as_json=as_json)
         if done:
             freed = evict_to(dry_run=False)
             _print_freed(freed, target_bytes, done=True)
