@@ -18,7 +18,7 @@ from s3ec.cli.options import (
     CONSENT,
     JsonOption,
     NamespaceChoice,
-    Source,
+    SettingsSource,
     with_namespace,
     with_settings,
 )
@@ -100,7 +100,7 @@ def register(app: typer.Typer) -> None:
 
 
 def ns(
-    source: Source,
+    source: SettingsSource,
     ctx: typer.Context,
     count: Annotated[
         bool, typer.Option("--count", help="Count entries and bytes too; lists every object.")
@@ -109,7 +109,7 @@ def ns(
 ) -> None:
     """List the namespaces of a bucket: one per model, revision, weights and settings that count."""
     if ctx.invoked_subcommand is not None:
-        if source != Source() or count or as_json:
+        if source != SettingsSource() or count or as_json:
             command = f"s3ec ns {ctx.invoked_subcommand}"
             raise ConfigError(f"write options after the command: `{command} ...`")
         return
@@ -159,7 +159,7 @@ def _print_namespaces(rows: list[dict[str, Any]], count: bool) -> None:
 
 
 def stat(
-    source: Source,
+    source: SettingsSource,
     choice: NamespaceChoice,
     identifier: IdArgument,
     verify: Annotated[
@@ -251,7 +251,7 @@ def _stat_pairs(document: dict[str, Any], is_bad: bool) -> list[tuple[str, Any]]
 
 
 def get(
-    source: Source,
+    source: SettingsSource,
     choice: NamespaceChoice,
     identifier: IdArgument,
     output: Annotated[

@@ -20,7 +20,7 @@ from s3ec.cli.output import print_note
 from s3ec.errors import ConfigError, S3ECError
 
 if TYPE_CHECKING:
-    from s3ec.config import Loaded
+    from s3ec.config import LoadedSettings
     from s3ec.corpus import Corpus
 
 _PANEL = "Settings (then S3EC_* variables, then the file that S3EC_CONFIG names)"
@@ -78,7 +78,7 @@ def _stored_namespaces(ctx: typer.Context) -> list[str]:
 
     given = {name: ctx.params.get(name) for name in _SETTINGS_OPTIONS}
     try:
-        with Source.of(given).corpus(attempts=1) as corpus:
+        with SettingsSource.of(given).corpus(attempts=1) as corpus:
             return corpus.run(lambda store: asyncio.wait_for(list_namespaces(store), _COMPLETION_S))
     except (S3ECError, TimeoutError):
         return []
@@ -143,7 +143,7 @@ class NamespaceChoice:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class SettingsSource:
     """What the command line says about settings, not yet read.
 
     Attributes:
@@ -157,12 +157,12 @@ class Source:
     label: str = "--config"
 
     @classmethod
-    def of(cls, given: Mapping[str, Any]) -> Source:
+    def of(cls, given: Mapping[str, Any]) -> SettingsSource:
         """Make one from the values of options. None means that an option was not given."""
         overrides = {name: value for name, value in given.items() if value is not None}
         return cls(overrides.pop("config", None), overrides)
 
-    def load(self, *, need_bucket: bool = True) -> Loaded:
+    def load(self, *, need_bucket: bool = True) -> LoadedSettings:
         """Read the settings; origins name the option that won.
 
         Args:
@@ -317,18 +317,19 @@ CONSENT: OptionGroup = (
 
 
 def with_settings(function: Callable[..., None], *groups: OptionGroup) -> Callable[..., None]:
-    """Give a command the options for settings; they arrive as its first argument, a Source.
+    """Give a command the options for settings; they arrive as its first argument, a SettingsSource.
 
     Args:
-        groups: Further options. Those of each group arrive as one argument behind the Source.
+        groups: Further options. Those of each group arrive as one further argument.
     """
-    return with_options(function, (_SETTINGS_OPTIONS, Source.of), *groups)
+    return with_options(function, (_SETTINGS_OPTIONS, SettingsSource.of), *groups)
 
 
 def with_namespace(function: Callable[..., None], *groups: OptionGroup) -> Callable[..., None]:
     """Give a command the options of with_settings, and those that choose a namespace.
 
-    The latter arrive as a NamespaceChoice behind the Source, and before those of further groups.
+    The latter arrive as a NamespaceChoice behind the SettingsSource. Those of further groups
+    follow.
     """
     choice: OptionGroup = (
         _NAMESPACE_OPTIONS,
@@ -339,7 +340,7 @@ def with_namespace(function: Callable[..., None], *groups: OptionGroup) -> Calla
 
 def with_cache_settings(function: Callable[..., None], *groups: OptionGroup) -> Callable[..., None]:
     """Give a command of this node's disk tier its options. It needs no bucket."""
-    return with_options(function, (_CACHE_OPTIONS, Source.of), *groups)
+    return with_options(function, (_CACHE_OPTIONS, SettingsSource.of), *groups)
 
 
 def with_options(function: Callable[..., None], *groups: OptionGroup) -> Callable[..., None]:

@@ -13,7 +13,7 @@ from s3ec.cli.options import (
     CONSENT,
     Consent,
     JsonOption,
-    Source,
+    SettingsSource,
     with_cache_settings,
 )
 from s3ec.cli.output import EXIT_WRONG, App, epilog, human_age, many, print_json, print_note, safe
@@ -51,7 +51,7 @@ def register(app: typer.Typer) -> None:
     app.add_typer(group, name="quarantine")
 
 
-def ls(source: Source, as_json: JsonOption = False) -> None:
+def ls(source: SettingsSource, as_json: JsonOption = False) -> None:
     """List the objects that this node does not ask the bucket for, and why.
 
     Needs no bucket and no network. An entry heals by itself: the next encode of its image is
@@ -73,7 +73,7 @@ def ls(source: Source, as_json: JsonOption = False) -> None:
 
 
 def clear(
-    source: Source,
+    source: SettingsSource,
     consent: Consent,
     key: Annotated[
         str | None,
@@ -113,7 +113,7 @@ def clear(
         raise typer.Exit(EXIT_WRONG)
 
 
-def _folders(source: Source) -> Folders:
+def _folders(source: SettingsSource) -> Folders:
     from s3ec.tier.files import Folders
 
     return Folders(Path(source.load(need_bucket=False).settings.cache_dir).resolve())
@@ -130,7 +130,7 @@ def _notes(folders: Folders) -> list[BadObject]:
         raise TierError(f"cannot read {folders.bad_objects}: {exc.strerror}") from exc
 
 
-def _names(text: str, source: Source) -> set[str]:
+def _names(text: str, source: SettingsSource) -> set[str]:
     """The object names that fit an identifier or a name."""
     from s3ec.identity import entry_name, make_key
     from s3ec.tenant import Tenant

@@ -13,7 +13,7 @@ from s3ec.cli.options import (
     Consent,
     JsonOption,
     NamespaceChoice,
-    Source,
+    SettingsSource,
     complete_namespace,
     duration_s,
     with_namespace,
@@ -58,7 +58,7 @@ def register(app: typer.Typer) -> None:
 
 
 def rm(
-    source: Source,
+    source: SettingsSource,
     choice: NamespaceChoice,
     consent: Consent,
     identifiers: Annotated[
@@ -126,7 +126,7 @@ def _require_key(corpus: Corpus, text: str, *, by_name: bool) -> None:
 
 
 def gc(
-    source: Source,
+    source: SettingsSource,
     choice: NamespaceChoice,
     consent: Consent,
     older_than: Annotated[
@@ -189,7 +189,7 @@ def _sum_of(older: Older, age_s: float) -> str:
 
 
 def ns_rm(
-    source: Source,
+    source: SettingsSource,
     consent: Consent,
     namespace: Annotated[
         str,

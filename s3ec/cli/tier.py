@@ -13,7 +13,7 @@ from s3ec.cli.options import (
     CONSENT,
     Consent,
     JsonOption,
-    Source,
+    SettingsSource,
     size_bytes,
     with_cache_settings,
 )
@@ -73,13 +73,13 @@ def register(app: typer.Typer) -> None:
     app.add_typer(group, name="tier")
 
 
-def tier(source: Source, ctx: typer.Context, as_json: JsonOption = False) -> None:
+def tier(source: SettingsSource, ctx: typer.Context, as_json: JsonOption = False) -> None:
     """Show what this node's disk tier holds: size, ages, pins, spool; or run a command on it.
 
     Needs no bucket and no network, and may run while engines use the folder.
     """
     if ctx.invoked_subcommand is not None:
-        if source != Source() or as_json:
+        if source != SettingsSource() or as_json:
             command = f"s3ec tier {ctx.invoked_subcommand}"
             raise ConfigError(f"write options after the command: `{command} ...`")
         return
@@ -104,7 +104,7 @@ def tier(source: Source, ctx: typer.Context, as_json: JsonOption = False) -> Non
         _print_report(_document(settings, inspection, report))
 
 
-def check(source: Source, as_json: JsonOption = False) -> None:
+def check(source: SettingsSource, as_json: JsonOption = False) -> None:
     """Audit the folder: names, owners, modes, and every byte of every entry.
 
     Nothing is changed. Exit status 1 where there is something to complain about.
@@ -122,7 +122,7 @@ def check(source: Source, as_json: JsonOption = False) -> None:
         raise typer.Exit(EXIT_WRONG)
 
 
-def repair(source: Source, consent: Consent, as_json: JsonOption = False) -> None:
+def repair(source: SettingsSource, consent: Consent, as_json: JsonOption = False) -> None:
     """Audit the folder, and mend what is safe to mend, also while engines use it.
 
     Bad entries are set aside: the newest 32 are kept for you to look at, and engines fetch them
@@ -161,7 +161,7 @@ def _is_mended(complaint: Complaint) -> bool:
     return True
 
 
-def _audit(source: Source) -> tuple[Settings, list[Complaint]]:
+def _audit(source: SettingsSource) -> tuple[Settings, list[Complaint]]:
     from s3ec.tier.inspection import complaints_about
 
     settings, inspection = _open(source)
@@ -181,7 +181,7 @@ def _audited(settings: Settings, complaints: Sequence[Complaint]) -> dict[str, A
 
 
 def evict(
-    source: Source,
+    source: SettingsSource,
     consent: Consent,
     to: Annotated[
         str,
@@ -261,7 +261,7 @@ def _print_freed(freed: Freed, target_bytes: int, *, done: bool) -> None:
         )
 
 
-def _open(source: Source) -> tuple[Settings, Inspection | None]:
+def _open(source: SettingsSource) -> tuple[Settings, Inspection | None]:
     """Settings and folder. Where nothing has been stored yet, a note is printed and it is None."""
     from s3ec.tier.inspection import Inspection, NoTierError
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from s3ec.doctor.check import CheckContext, Outcome, fail, ok, warn
 from s3ec.errors import TierError
-from s3ec.tier.files import Folders, check_folder, free_bytes, is_full, make_folder
+from s3ec.tier.files import Folders, free_bytes, is_full, make_folder, require_own_folder
 
 MOUNTS = Path("/proc/self/mountinfo")
 _OCTAL = re.compile(r"\\([0-7]{3})")
@@ -28,9 +28,9 @@ def cache_folder(context: CheckContext) -> Outcome:
     root = context.settings.cache_dir
     try:
         with at_folder(root) as folder:
-            check_folder(folder)
+            require_own_folder(folder)
             if (folder / "v1").exists():
-                check_folder(folder / "v1")
+                require_own_folder(folder / "v1")
             with probe_file(folder):
                 pass
     except TierError as exc:

@@ -9,12 +9,7 @@ A note is a small file with a time to live::
 
     v1/bad-objects/NAMESPACE--DESTINATION--DIGEST.json
 
-It is read as anything from a disk is: whole, bounded, and refused where it is odd. Of an entry it
-says one of three things, each of which knows more than the one before:
-
-* revision 1: the object is bad, and ``.r1`` may be there or not;
-* revision 1, good: and this node has fetched or written ``.r1``;
-* revision 2: both are bad. There is nothing to ask for or to write until the note runs out.
+It is read as anything from a disk is: whole, bounded, and refused where it is odd.
 """
 
 from __future__ import annotations
@@ -133,6 +128,17 @@ class BadObjects:
     """The notes of one namespace and bucket, for one process; thread-safe.
 
     Questions are answered from memory, where also stays what the disk refuses.
+
+    States of an entry, each of which knows more than the one before:
+
+    * No note. ``note`` of the object leads to the next state.
+    * Revision 1: the object is bad, and ``.r1`` may be there or not. ``heal`` leads to the next
+      state, and ``note`` of ``.r1`` to the last one.
+    * Revision 1, good: this node has fetched or written ``.r1``. ``note`` of it leads on.
+    * Revision 2: both are bad. There is nothing to ask for or to write.
+
+    A note ends when its time is over, when there are too many, or when somebody deletes it. Then
+    there is no note again.
 
     Counters: ``quarantined_objects`` (objects found bad by this process).
     """

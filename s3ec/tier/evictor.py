@@ -51,6 +51,37 @@ _REMOVALS_PER_PAUSE = 64
 # So far may clocks differ.
 _SKEW_NS = 300 * 10**9
 _BEFORE_ALL_NS = 1 << 65
+# Processes touch their index every 10 minutes. One of a machine that slept for longer than this
+# downloads its files again, and keeps what it has mapped.
+_INDEX_UNUSED_NS = 7 * 86_400 * 10**9
+
+# Eviction goes on down to this share of the budget, so that it is not needed at every publish.
+LOW_WATER = 0.9
+# The background evicts when less than this share of the budget is left.
+AHEAD = 0.05
+# It passes over what was used so recently: its publisher may be about to pin it.
+_GRACE_NS = 2 * 10**9
+# Of the budget: evicted beyond what a short disk asks for, and published at most while nobody
+# has counted what lies here.
+_SLACK = 1 / 64
+# A publish waits so long for whoever is evicting. A disk thread that waits for longer would be
+# taken for a disk that hangs, and a walk over a million entries takes half a minute.
+TURN_WAIT_S = 1.0
+# After that was in vain (a stopped process, a long walk) publishes do not wait for so long.
+TURN_REST_S = 5.0
+# A background round that could free nothing is not repeated at once: this many times as long as
+# it took, and never sooner than REST_S.
+_REST_SHARE = 10
+_LOCK_POLL_S = 0.01
+
+# -- the file of the running total
+_MAGIC = b"s3ecuse\x02"
+_BODY = struct.Struct("<8sQQ")
+_CHECKSUM = struct.Struct("<Q")
+_NBYTES = _BODY.size + _CHECKSUM.size
+_TOTAL_POLL_S = 0.0005
+# Its lock is held for two system calls. Whoever holds it for longer was stopped in between.
+TOTAL_LOCK_TIMEOUT_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,11 +153,6 @@ def evict(
     return Evicted(removed, freed, unread)
 
 
-# Processes touch their index every 10 minutes. One of a machine that slept for longer than this
-# downloads its files again, and keeps what it has mapped.
-_INDEX_UNUSED_NS = 7 * 86_400 * 10**9
-
-
 def evict_indexes(
     indexes: Sequence[ScannedIndex],
     goal_bytes: int,
@@ -189,15 +215,6 @@ def _remove_empty(path: str, objects: str) -> None:
         while folder != objects:
             os.rmdir(folder)
             folder = os.path.dirname(folder)
-
-
-_MAGIC = b"s3ecuse\x02"
-_BODY = struct.Struct("<8sQQ")
-_CHECKSUM = struct.Struct("<Q")
-_NBYTES = _BODY.size + _CHECKSUM.size
-_TOTAL_POLL_S = 0.0005
-# Its lock is held for two system calls. Whoever holds it for longer was stopped in between.
-TOTAL_LOCK_TIMEOUT_S = 2.0
 
 
 @dataclass(slots=True)
@@ -314,9 +331,6 @@ class RunningTotal:
             yield fd
 
 
-_LOCK_POLL_S = 0.01
-
-
 @contextmanager
 def evict_lock(folders: Folders, *, wait_s: float = 0.0) -> Iterator[bool]:
     """Be the one process of the node that evicts, while the block runs.
@@ -417,27 +431,21 @@ class Background:
         yield_gil()
 
 
-# Eviction goes on down to this share of the budget, so that it is not needed at every publish.
-LOW_WATER = 0.9
-# The background evicts when less than this share of the budget is left.
-AHEAD = 0.05
-# It passes over what was used so recently: its publisher may be about to pin it.
-_GRACE_NS = 2 * 10**9
-# Of the budget: evicted beyond what a short disk asks for, and published at most while nobody
-# has counted what lies here.
-_SLACK = 1 / 64
-# A publish waits so long for whoever is evicting. A disk thread that waits for longer would be
-# taken for a disk that hangs, and a walk over a million entries takes half a minute.
-TURN_WAIT_S = 1.0
-# After that was in vain (a stopped process, a long walk) publishes do not wait for so long.
-TURN_REST_S = 5.0
-# A background round that could free nothing is not repeated at once: this many times as long as
-# it took, and never sooner than the other.
-_REST_SHARE = 10
-
-
 class Evictor:
-    """Decides when there is too much, and removes it. Thread-safe."""
+    """Decides when there is too much, and removes it. Thread-safe.
+
+    States: new, open (by ``open``), and closed for good (by ``close``). There is room only while it
+    is open. Then a publish finds the folder in one of these states:
+
+    * There is room. The publish goes on.
+    * A limit is near, or nobody has counted yet. The publish goes on, and a round in the background
+      evicts down to LOW_WATER of the budget.
+    * A limit would be broken. The publish does a round itself, or waits for the one that is under
+      way. If there is still no room on the disk, the publish fails.
+
+    A round sweeps, walks the folder, evicts, and puts the running total right. The node has one at
+    a time, by a lock. After a round in the background that freed nothing, the next one waits.
+    """
 
     def __init__(
         self,

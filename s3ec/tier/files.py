@@ -256,12 +256,12 @@ def make_folder(path: Path | str) -> None:
     try:
         os.mkdir(path, FOLDER_MODE)
     except FileExistsError:
-        check_folder(path)
+        require_own_folder(path)
         return
     os.chmod(path, FOLDER_MODE)
 
 
-def check_folder(path: Path | str) -> None:
+def require_own_folder(path: Path | str) -> None:
     """Refuse a folder that somebody else could have filled.
 
     Raises:
@@ -286,7 +286,7 @@ def check_folder(path: Path | str) -> None:
 
 
 def require_own_folders(paths: Iterable[str]) -> None:
-    """check_folder for each on the way, before each use: they may be replaced at any time.
+    """require_own_folder for each on the way, before each use: they may be replaced at any time.
 
     One lstat each: the kernel would follow a symbolic link in the middle of a path. Looking comes
     before using, so this keeps out what lies there, not who may write to the folder above.
@@ -298,12 +298,12 @@ def require_own_folders(paths: Iterable[str]) -> None:
     batch = _current.batch
     if batch is None:
         for path in paths:
-            check_folder(path)
+            require_own_folder(path)
         return
     seen = batch.seen
     for path in paths:
         if path not in seen:
-            check_folder(path)
+            require_own_folder(path)
             seen.add(path)
 
 
@@ -595,7 +595,7 @@ def sweep_temps(folder: Path, *, now_s: float) -> int:
     """
     swept = 0
     with suppress(OSError, TierError):
-        check_folder(folder)
+        require_own_folder(folder)
         for name in os.listdir(folder):
             path = f"{folder}/{name}"
             if is_stale_temp(path, now_s=now_s):

@@ -25,10 +25,10 @@ from s3ec.tier.files import (
     FILE_MODE,
     FOLDER_MODE,
     Folders,
-    check_folder,
     free_bytes,
     is_stale_temp,
     open_entry,
+    require_own_folder,
 )
 from s3ec.tier.pins import LOCK_NAME, is_dead, is_process_folder_name, sweep_dead
 from s3ec.tier.scan import EntryFileName, ScannedEntry, TierScan, Usage, scan_tier, yield_gil
@@ -128,7 +128,7 @@ class Inspection:
                         f"{folder} belongs to uid {owner}; run this as that user, such as "
                         f"`sudo -u '#{owner}' s3ec tier`, or name another `cache_dir`"
                     )
-                check_folder(folder)
+                require_own_folder(folder)
         except FileNotFoundError as exc:
             raise NoTierError(
                 f"no cache in {root}: nothing has been stored there yet, or engines use another "

@@ -31,10 +31,10 @@ from s3ec.tier.files import (
     NO_LINK,
     DiskErrors,
     Folders,
-    check_folder,
     copy_entry,
     is_temp_name,
     open_entry,
+    require_own_folder,
     require_own_folders,
     take_lock,
     temp_name,
@@ -374,7 +374,7 @@ class Spool:
         self._quarantine.record(f"spooled entry {digest.hex()} of {namespace}", reason)
 
     def _take_over(self, folder: str, taken: list[Spooled]) -> None:
-        check_folder(Path(folder))
+        require_own_folder(Path(folder))
         fd = take_lock(f"{folder}/{LOCK_NAME}")
         try:
             strangers = 0
