@@ -91,7 +91,9 @@ def complete_namespace(ctx: typer.Context, incomplete: str) -> list[str]:
 
 def complete_model(ctx: typer.Context, incomplete: str) -> list[str]:
     """The models that begin like what was typed, as their namespaces spell them."""
-    models = {name.rpartition("-")[0] for name in _stored_namespaces(ctx)}
+    from s3ec.namespaces import slug_of
+
+    models = {slug_of(name) for name in _stored_namespaces(ctx)}
     return sorted(model for model in models if model.startswith(incomplete))
 
 
