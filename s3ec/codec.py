@@ -36,7 +36,6 @@ _EXPONENTS = {
 }
 _BITS = {"<i2": 16, "<i4": 32}
 _SPELLING = {torch_name: spelling for spelling, (torch_name, _) in DTYPES.items()}
-_CHECKSUM = re.compile(r"[0-9a-f]{32}")
 _COUNT = re.compile(r"[1-9][0-9]{0,11}")
 
 
@@ -171,7 +170,7 @@ def _tensor_entry(shape: Shape) -> dict[str, Any]:
 
 def _checked(metadata: dict[str, str], tensor: object, front: bytes) -> Header:
     shape = _checked_shape(metadata, tensor)
-    if not _CHECKSUM.fullmatch(metadata.get("xxh3", "")):
+    if not safetensors_file.CHECKSUM.fullmatch(metadata.get("xxh3", "")):
         raise CorruptEntryError("no checksum", reason="checksum")
     placeholder = None
     if "placeholder" in metadata:

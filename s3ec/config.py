@@ -39,7 +39,7 @@ _CHAIN = (
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedSettings:
     """Settings and, for each, where its value came from (such as ``env S3EC_BUCKET``)."""
 
     settings: Settings
@@ -58,7 +58,7 @@ def load_settings(
     options: Mapping[str, Any] | None = None,
     as_arguments: bool = False,
     need_bucket: bool = True,
-) -> Loaded:
+) -> LoadedSettings:
     """Read the settings of this process.
 
     Args:
@@ -101,7 +101,7 @@ def load_settings(
         settings = Settings.model_validate(merged)
     except ValidationError as exc:
         raise _readable(exc, origins, as_arguments) from exc.__cause__
-    return Loaded(settings, origins)
+    return LoadedSettings(settings, origins)
 
 
 def _spelt(name: str, label: str) -> str:

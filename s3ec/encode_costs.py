@@ -24,7 +24,7 @@ from typing import Any
 from s3ec.counters import Counters
 from s3ec.errors import CorruptEntryError, TierError
 from s3ec.safetensors_file import plain_json
-from s3ec.tier.files import DiskErrors, Folders, open_entry, require_own_folders
+from s3ec.tier.files import DiskErrors, Folders, read_small, require_own_folders
 
 # Before anything was encoded: for one item, whatever its size.
 PRIOR_ENCODE_S = 0.05
@@ -237,10 +237,7 @@ class CostFile:
         # The newest last: what is over goes at the front.
         others = list(devices.items())[-(_MOST_DEVICES - 1) :]
         document = {"version": _VERSION, "devices": {**dict(others), self._device: kept}}
-        parents = (*self._folders.above, str(self._folders.costs))
-        with self._folders.new_file() as file:
-            file.append([(json.dumps(document) + "\n").encode()])
-            self._folders.place(file, self._path, parents)
+        self._folders.write_small(self._path, (json.dumps(document) + "\n").encode())
         self._written = own
 
     def _read_new(self) -> None:
@@ -257,10 +254,8 @@ class CostFile:
         """Device to its figures; empty for anything that is no such file of ours."""
         try:
             require_own_folders((*self._folders.above, str(self._folders.costs)))
-            with open(open_entry(self._path), "rb") as file:
-                if os.fstat(file.fileno()).st_uid != os.geteuid():
-                    return {}
-                document: Any = plain_json(file.read(_FILE_LIMIT).decode())
+            content = read_small(self._path, max_bytes=_FILE_LIMIT)
+            document: Any = plain_json(content.decode())
         except (FileNotFoundError, CorruptEntryError, ValueError, RecursionError):
             return {}
         if not isinstance(document, dict) or document.get("version") != _VERSION:

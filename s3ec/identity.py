@@ -12,7 +12,7 @@ import hashlib
 import json
 import re
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,10 +28,14 @@ OBJECT_SUFFIX = ".safetensors"
 # The full identifier is stored in each object's header, which is capped (codec.HEADER_LIMIT);
 # 4 KiB leaves room for the rest. vLLM's own hashes have 64 characters.
 MAX_IDENTIFIER_BYTES = 4096
-MAX_PREFIX_BYTES = 512
 # Objects are never replaced: where one turns out to be bad the entry is written once more beside
 # it, as a revision. There is one, since each costs every reader two requests.
 MAX_REVISION = 1
+DESCRIPTOR_BYTES = 2**20
+"""More than a namespace's descriptor ever has."""
+# Enough for a content hash and its adapter's name. A longer identifier is hashed at each lookup,
+# which takes a few microseconds.
+_REMEMBERED_CHARACTERS = 128
 
 _CONTENT_HASH = re.compile(r"[0-9a-f]{64}")
 # Three characters at least: two could be taken for a fan-out folder.
@@ -307,10 +311,6 @@ def is_namespace_name(name: str) -> bool:
     return _NAMESPACE.fullmatch(name) is not None
 
 
-DESCRIPTOR_BYTES = 2**20
-"""More than a namespace's descriptor ever has, which is a few kilobytes."""
-
-
 @dataclass(frozen=True, slots=True)
 class Layout:
     """Object names of one namespace, relative to the store's prefix."""
@@ -426,11 +426,6 @@ def modality_name(modality: str) -> str:
     return modality if re.fullmatch(r"[a-z][a-z0-9_]{0,31}", modality) else _sha256_hex(modality)
 
 
-# Enough for a content hash and its adapter's name. A longer identifier is hashed at each lookup,
-# which takes a few microseconds.
-_REMEMBERED_CHARACTERS = 128
-
-
 @dataclass(frozen=True, slots=True)
 class KeyPolicy:
     """By which rules one process makes keys.
@@ -464,46 +459,35 @@ def naming_of(settings: Settings) -> KeyPolicy:
 
 
 class KeyCache:
-    """make_key with a bounded memory of recent answers; not thread-safe, one per owner.
+    """KeyPolicy.make_key with a bounded memory of recent answers; not thread-safe, one per owner.
 
     A scheduler asks for the same identifiers at every step. Hashing them each time would be most of
     the cost of a lookup. It takes at most 64 MiB, whatever clients call their pictures.
+
+    Counters: ``ids.refused`` (identifiers of clients where those may not choose) and
+    ``refused_identifiers`` (the others without a key).
     """
 
-    def __init__(
-        self, make: Callable[[str], Key | None] = make_key, *, capacity: int = 65536
-    ) -> None:
-        self._make = make
+    def __init__(self, policy: KeyPolicy, counters: Counters, *, capacity: int = 65536) -> None:
+        self._policy = policy
+        self._counters = counters
         self._known: LRUCache[str, Key | None] = LRUCache(capacity)
 
     def __call__(self, identifier: str) -> Key | None:
         try:
             return self._known[identifier]
         except KeyError:
-            key = self._make(identifier)
+            key = self._policy.make_key(identifier)
             # What is refused can be huge, and what is not can have 4 KiB; remembering that would
             # let clients fill the memory.
             if key is not None and len(identifier) <= _REMEMBERED_CHARACTERS:
                 self._known[identifier] = key
             return key
 
-
-class CountingKeyCache(KeyCache):
-    """A KeyCache that can count what has no key.
-
-    ``ids.refused`` counts identifiers of clients where those may not choose, and
-    ``refused_identifiers`` counts the others.
-    """
-
-    def __init__(self, naming: KeyPolicy, counters: Counters, *, capacity: int = 65536) -> None:
-        super().__init__(naming.make_key, capacity=capacity)
-        self._naming = naming
-        self._counters = counters
-
     def asked(self, identifier: str) -> Key | None:
         """The key of an identifier; counted where there is none."""
         key = self(identifier)
         if key is None:
-            chosen = self._naming.refuses(identifier)
+            chosen = self._policy.refuses(identifier)
             self._counters.add("ids.refused" if chosen else "refused_identifiers")
         return key

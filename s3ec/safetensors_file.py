@@ -44,7 +44,7 @@ _ALIGNMENT = 64
 # No file of an index comes near; keeps forged numbers away from arithmetic and allocation.
 MAX_FILE_BYTES = 2**40
 _SEAL = "header_xxh3"
-_XXH3 = re.compile(r"[0-9a-f]{32}")
+CHECKSUM = re.compile(r"[0-9a-f]{32}")
 # safetensors spelling -> numpy type
 _KINDS = {"U8": "u1", "U32": "<u4", "U64": "<u8"}
 _ITEM_BYTES = {"u1": 1, "<u4": 4, "<u8": 8}
@@ -302,7 +302,7 @@ def parse_columns(whole: memoryview, *, kind: str, namespace: str, name: str) ->
         metadata, tensors, front = parse_header(whole, kind)
     except CorruptEntryError as exc:
         raise CorruptEntryError(f"{name}: {exc}", reason=exc.reason) from exc
-    if not _XXH3.fullmatch(metadata.get("xxh3", "")):
+    if not CHECKSUM.fullmatch(metadata.get("xxh3", "")):
         raise CorruptEntryError(f"{name}: no checksum", reason="header")
     if metadata.get("namespace") != namespace:
         raise CorruptEntryError(

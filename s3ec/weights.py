@@ -102,11 +102,11 @@ class Weights:
     """What a namespace says about the encoder's weights.
 
     Attributes:
-        mark: ``sha256:`` and 32 hex digits, or DUMMY, or BY_NAME.
+        fingerprint: ``sha256:`` and 32 hex digits, or DUMMY, or BY_NAME.
         problem: Why a fingerprint was wanted and could not be had; None where nothing is wrong.
     """
 
-    mark: str
+    fingerprint: str
     problem: str | None = None
 
 

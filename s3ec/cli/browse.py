@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import os
@@ -15,7 +14,14 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from s3ec.cli.ls import entry_document, ls
-from s3ec.cli.options import JsonOption, NamespaceChoice, Source, with_namespace, with_settings
+from s3ec.cli.options import (
+    CONSENT,
+    JsonOption,
+    NamespaceChoice,
+    SettingsSource,
+    with_namespace,
+    with_settings,
+)
 from s3ec.cli.output import (
     EXIT_WRONG,
     App,
@@ -67,7 +73,7 @@ def register(app: typer.Typer) -> None:
             ("s3ec ns rm acme-vision-0123456789abcdef", "what is in it? asks at a terminal"),
             ("s3ec ns rm acme-vision-0123456789abcdef --yes", "delete all of it"),
         ),
-    )(with_settings(ns_rm))
+    )(with_settings(ns_rm, CONSENT))
     app.add_typer(namespaces, name="ns")
     app.command(
         "ls",
@@ -94,7 +100,7 @@ def register(app: typer.Typer) -> None:
 
 
 def ns(
-    source: Source,
+    source: SettingsSource,
     ctx: typer.Context,
     count: Annotated[
         bool, typer.Option("--count", help="Count entries and bytes too; lists every object.")
@@ -103,7 +109,7 @@ def ns(
 ) -> None:
     """List the namespaces of a bucket: one per model, revision, weights and settings that count."""
     if ctx.invoked_subcommand is not None:
-        if source != Source() or count or as_json:
+        if source != SettingsSource() or count or as_json:
             command = f"s3ec ns {ctx.invoked_subcommand}"
             raise ConfigError(f"write options after the command: `{command} ...`")
         return
@@ -153,7 +159,7 @@ def _print_namespaces(rows: list[dict[str, Any]], count: bool) -> None:
 
 
 def stat(
-    source: Source,
+    source: SettingsSource,
     choice: NamespaceChoice,
     identifier: IdArgument,
     verify: Annotated[
@@ -245,7 +251,7 @@ def _stat_pairs(document: dict[str, Any], is_bad: bool) -> list[tuple[str, Any]]
 
 
 def get(
-    source: Source,
+    source: SettingsSource,
     choice: NamespaceChoice,
     identifier: IdArgument,
     output: Annotated[
@@ -304,17 +310,10 @@ def save(path: Path, blob: Blob, *, force: bool) -> None:
     from s3ec.tier.files import TempFile
 
     try:
-        temporary = TempFile(str(path.parent))
-        try:
+        with TempFile(str(path.parent), private=False) as temporary:
             temporary.append([blob])
-            temporary.close()
-            with open(temporary.path, "rb") as written:
-                os.fsync(written.fileno())
-            # A private file is right for a cache; this one follows the umask as others do.
-            os.chmod(temporary.path, 0o666 & ~_umask())
+            temporary.close(synced=True)
             _publish(temporary.path, path, force=force)
-        finally:
-            temporary.discard()
     except FileExistsError as exc:
         raise ConfigError(f"{path} exists; --force replaces it") from exc
     except OSError as exc:
@@ -332,10 +331,3 @@ def _publish(temporary: str, path: Path, *, force: bool) -> None:
         if path.exists():
             raise FileExistsError
     os.replace(temporary, path)
-
-
-def _umask() -> int:
-    """The process's umask, read without setting it."""
-    with contextlib.suppress(OSError, ValueError), open("/proc/self/status") as status:
-        return next(int(line.split()[1], 8) for line in status if line.startswith("Umask:"))
-    return 0o077

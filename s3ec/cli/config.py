@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from s3ec.cli.options import JsonOption, Source, with_settings
+from s3ec.cli.options import JsonOption, SettingsSource, with_settings
 from s3ec.cli.output import App, console, epilog, print_json, print_note
 
 if TYPE_CHECKING:
-    from s3ec.config import Loaded
+    from s3ec.config import LoadedSettings
 
 # The origin of a setting that has no value.
 _MISSING = "missing"
@@ -40,7 +40,7 @@ def register(app: typer.Typer) -> None:
     app.add_typer(group, name="config")
 
 
-def show(source: Source, as_json: JsonOption = False) -> None:
+def show(source: SettingsSource, as_json: JsonOption = False) -> None:
     """Print the value and the origin of each setting. Credentials are not settings.
 
     A bucket that is missing is marked so, and no error here: other commands need one.
@@ -61,7 +61,7 @@ def show(source: Source, as_json: JsonOption = False) -> None:
             print_note("no corpus is named: set `bucket` (--bucket, S3EC_BUCKET) or `url`")
 
 
-def _print_table(loaded: Loaded) -> None:
+def _print_table(loaded: LoadedSettings) -> None:
     from rich.table import Table
     from rich.text import Text
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from s3ec.cli.options import JsonOption, Source, with_settings
+from s3ec.cli.options import JsonOption, SettingsSource, with_settings
 from s3ec.cli.output import EXIT_WRONG, console, epilog, print_json, safe
 from s3ec.errors import ConfigError
 
@@ -47,7 +47,7 @@ def register(app: typer.Typer) -> None:
 
 
 def doctor(
-    source: Source,
+    source: SettingsSource,
     ctx: typer.Context,
     vllm_args: Annotated[
         list[str] | None,
@@ -118,7 +118,7 @@ def doctor(
         raise typer.Exit(EXIT_WRONG)
 
 
-def completed(source: Source, vllm_args: Sequence[str]) -> Source:
+def completed(source: SettingsSource, vllm_args: Sequence[str]) -> SettingsSource:
     """Take the settings out of vLLM's arguments where --config does not give them."""
     if source.config is not None:
         return source
@@ -127,9 +127,9 @@ def completed(source: Source, vllm_args: Sequence[str]) -> Source:
         if name.replace("_", "-") != _TRANSFER:
             continue
         if equals:
-            return Source(value, source.overrides, _TRANSFER)
+            return SettingsSource(value, source.overrides, _TRANSFER)
         if position + 1 < len(vllm_args):
-            return Source(vllm_args[position + 1], source.overrides, _TRANSFER)
+            return SettingsSource(vllm_args[position + 1], source.overrides, _TRANSFER)
     return source
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from s3ec.cli.options import JsonOption, NamespaceChoice, Source, duration_s, size_bytes
+from s3ec.cli.options import JsonOption, NamespaceChoice, SettingsSource, duration_s, size_bytes
 from s3ec.cli.output import (
     human_age,
     human_bytes,
@@ -121,7 +121,7 @@ _KEYS: dict[Sort, Callable[[CorpusEntry], tuple[float, str]]] = {
 
 
 def ls(
-    source: Source,
+    source: SettingsSource,
     choice: NamespaceChoice,
     sort: Annotated[
         Sort | None,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from s3ec.cli.options import JsonOption, NamespaceChoice, Source, with_namespace
+from s3ec.cli.options import JsonOption, NamespaceChoice, SettingsSource, with_namespace
 from s3ec.cli.output import (
     EXIT_WRONG,
     App,
@@ -77,7 +77,7 @@ def register(app: typer.Typer) -> None:
     app.add_typer(group, name="manifest")
 
 
-def show(source: Source, choice: NamespaceChoice, as_json: JsonOption = False) -> None:
+def show(source: SettingsSource, choice: NamespaceChoice, as_json: JsonOption = False) -> None:
     """Show the newest base, what waits to be merged into the next, and what is left over.
 
     Reads one small object and lists the index; downloads none of it.
@@ -148,7 +148,7 @@ def _print_show(document: dict[str, Any]) -> None:
     facts(rows)
 
 
-def compact(source: Source, choice: NamespaceChoice, as_json: JsonOption = False) -> None:
+def compact(source: SettingsSource, choice: NamespaceChoice, as_json: JsonOption = False) -> None:
     """Merge all deltas into a new base, and delete what has been superseded for an hour.
 
     Writers do this by themselves when deltas pile up. Safe at any time, also while they do.
@@ -169,7 +169,7 @@ def compact(source: Source, choice: NamespaceChoice, as_json: JsonOption = False
     _report(made, as_json=as_json)
 
 
-def rebuild(source: Source, choice: NamespaceChoice, as_json: JsonOption = False) -> None:
+def rebuild(source: SettingsSource, choice: NamespaceChoice, as_json: JsonOption = False) -> None:
     """Make a new base from a listing of all objects, 1000 per request, 16 requests at a time.
 
     For after objects were deleted, or put there, by other means than s3ec. Safe at any time,
@@ -220,7 +220,7 @@ def _report(made: BuildResult, *, as_json: bool) -> None:
         raise typer.Exit(EXIT_WRONG)
 
 
-def verify(source: Source, choice: NamespaceChoice, as_json: JsonOption = False) -> None:
+def verify(source: SettingsSource, choice: NamespaceChoice, as_json: JsonOption = False) -> None:
     """Compare the index with a listing of all objects; changes nothing.
 
     Exit status 1 where objects are missing in it, where it holds what is not there, or where

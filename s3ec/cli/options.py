@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options that many commands have: settings, namespaces, sizes, and the leave to delete."""
+"""Options that many commands have: settings, namespaces, sizes, and the consent to delete."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from s3ec.cli.output import print_note
 from s3ec.errors import ConfigError, S3ECError
 
 if TYPE_CHECKING:
-    from s3ec.config import Loaded
+    from s3ec.config import LoadedSettings
     from s3ec.corpus import Corpus
 
 _PANEL = "Settings (then S3EC_* variables, then the file that S3EC_CONFIG names)"
@@ -78,7 +78,7 @@ def _stored_namespaces(ctx: typer.Context) -> list[str]:
 
     given = {name: ctx.params.get(name) for name in _SETTINGS_OPTIONS}
     try:
-        with Source.of(given).corpus(attempts=1) as corpus:
+        with SettingsSource.of(given).corpus(attempts=1) as corpus:
             return corpus.run(lambda store: asyncio.wait_for(list_namespaces(store), _COMPLETION_S))
     except (S3ECError, TimeoutError):
         return []
@@ -91,7 +91,9 @@ def complete_namespace(ctx: typer.Context, incomplete: str) -> list[str]:
 
 def complete_model(ctx: typer.Context, incomplete: str) -> list[str]:
     """The models that begin like what was typed, as their namespaces spell them."""
-    models = {name.rpartition("-")[0] for name in _stored_namespaces(ctx)}
+    from s3ec.namespaces import slug_of
+
+    models = {slug_of(name) for name in _stored_namespaces(ctx)}
     return sorted(model for model in models if model.startswith(incomplete))
 
 
@@ -143,7 +145,7 @@ class NamespaceChoice:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class SettingsSource:
     """What the command line says about settings, not yet read.
 
     Attributes:
@@ -157,12 +159,12 @@ class Source:
     label: str = "--config"
 
     @classmethod
-    def of(cls, given: Mapping[str, Any]) -> Source:
+    def of(cls, given: Mapping[str, Any]) -> SettingsSource:
         """Make one from the values of options. None means that an option was not given."""
         overrides = {name: value for name, value in given.items() if value is not None}
         return cls(overrides.pop("config", None), overrides)
 
-    def load(self, *, need_bucket: bool = True) -> Loaded:
+    def load(self, *, need_bucket: bool = True) -> LoadedSettings:
         """Read the settings; origins name the option that won.
 
         Args:
@@ -257,34 +259,90 @@ def _read(config: str, label: str) -> tuple[str, str]:
         ) from exc
 
 
+@dataclass(frozen=True, slots=True)
+class Consent:
+    """What ``--yes`` and ``--dry-run`` say about what a command would delete."""
+
+    yes: bool
+    dry_run: bool
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Consent:
+        """Make one from the values of its options.
+
+        Raises:
+            ConfigError: They contradict each other.
+        """
+        if given["yes"] and given["dry_run"]:
+            raise ConfigError("`--yes` and `--dry-run` contradict each other; leave one out")
+        return cls(bool(given["yes"]), bool(given["dry_run"]))
+
+    def ask(self, question: str, *, as_json: bool) -> bool:
+        """Whether to do it. Call this after it was shown what would go.
+
+        Programs get no question: where stdin or stderr is no terminal, and with ``--json``, nothing
+        is deleted without ``--yes``.
+
+        Args:
+            question: Such as ``delete 3 entries?``.
+        """
+        if self.yes or self.dry_run:
+            return self.yes
+        if as_json or not (sys.stdin.isatty() and sys.stderr.isatty()):
+            print_note("nothing was deleted; --yes does it")
+            return False
+        if typer.confirm(question, err=True):
+            return True
+        print_note("nothing was deleted")
+        return False
+
+
 # Options by name, and what makes one argument of their values.
 OptionGroup = tuple[Mapping[str, Any], Callable[[dict[str, Any]], Any]]
 
+CONSENT: OptionGroup = (
+    {
+        "yes": Annotated[
+            bool | None,
+            typer.Option(
+                "--yes", "-y", help="Do it. Without this, people at a terminal are asked."
+            ),
+        ],
+        "dry_run": Annotated[
+            bool | None,
+            typer.Option("--dry-run", help="Only say what would go, and ask nothing."),
+        ],
+    },
+    Consent.of,
+)
+"""The options of commands that delete something; they arrive as a Consent."""
+
 
 def with_settings(function: Callable[..., None], *groups: OptionGroup) -> Callable[..., None]:
-    """Give a command the options for settings; they arrive as its first argument, a Source.
+    """Give a command the options for settings; they arrive as its first argument, a SettingsSource.
 
     Args:
-        groups: Further options. Those of each group arrive as one argument behind the Source.
+        groups: Further options. Those of each group arrive as one further argument.
     """
-    return with_options(function, (_SETTINGS_OPTIONS, Source.of), *groups)
+    return with_options(function, (_SETTINGS_OPTIONS, SettingsSource.of), *groups)
 
 
-def with_namespace(function: Callable[..., None]) -> Callable[..., None]:
+def with_namespace(function: Callable[..., None], *groups: OptionGroup) -> Callable[..., None]:
     """Give a command the options of with_settings, and those that choose a namespace.
 
-    The latter arrive as a NamespaceChoice behind the Source.
+    The latter arrive as a NamespaceChoice behind the SettingsSource. Those of further groups
+    follow.
     """
     choice: OptionGroup = (
         _NAMESPACE_OPTIONS,
         lambda given: NamespaceChoice(given["namespace"], given["model"]),
     )
-    return with_settings(function, choice)
+    return with_settings(function, choice, *groups)
 
 
-def with_cache_settings(function: Callable[..., None]) -> Callable[..., None]:
+def with_cache_settings(function: Callable[..., None], *groups: OptionGroup) -> Callable[..., None]:
     """Give a command of this node's disk tier its options. It needs no bucket."""
-    return with_options(function, (_CACHE_OPTIONS, Source.of))
+    return with_options(function, (_CACHE_OPTIONS, SettingsSource.of), *groups)
 
 
 def with_options(function: Callable[..., None], *groups: OptionGroup) -> Callable[..., None]:
@@ -343,42 +401,3 @@ def size_bytes(text: str, name: str) -> int:
             "or a number of bytes",
             field=name,
         ) from exc
-
-
-YesOption = Annotated[
-    bool,
-    typer.Option("--yes", "-y", help="Do it. Without this, people at a terminal are asked."),
-]
-DryRunOption = Annotated[
-    bool, typer.Option("--dry-run", help="Only say what would go, and ask nothing.")
-]
-
-
-def check_habit(*, yes: bool, dry_run: bool) -> None:
-    """Refuse ``--yes`` together with ``--dry-run``, before anything is read.
-
-    Raises:
-        ConfigError: They contradict each other.
-    """
-    if yes and dry_run:
-        raise ConfigError("`--yes` and `--dry-run` contradict each other; leave one out")
-
-
-def is_confirmed(question: str, *, yes: bool, dry_run: bool, as_json: bool) -> bool:
-    """Whether to delete, after it was shown what would be deleted.
-
-    Programs get no question: where stdin or stderr is no terminal, and with ``--json``, nothing is
-    deleted without ``--yes``.
-
-    Args:
-        question: Such as ``delete 3 entries?``.
-    """
-    if yes or dry_run:
-        return yes
-    if as_json or not (sys.stdin.isatty() and sys.stderr.isatty()):
-        print_note("nothing was deleted; --yes does it")
-        return False
-    if typer.confirm(question, err=True):
-        return True
-    print_note("nothing was deleted")
-    return False

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from s3ec.cli.doctor import completed
-from s3ec.cli.options import JsonOption, Source, with_options, with_settings
+from s3ec.cli.options import JsonOption, SettingsSource, with_options, with_settings
 from s3ec.cli.output import console, epilog, print_json, print_note, progress, safe
 from s3ec.errors import ConfigError
 from s3ec.payoff import (
@@ -121,7 +121,7 @@ def cost(known: Known, as_json: JsonOption = False) -> None:
 
 
 def advise(
-    source: Source,
+    source: SettingsSource,
     known: Known,
     vllm_args: Annotated[
         list[str] | None,

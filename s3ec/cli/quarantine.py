@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from s3ec.cli.options import (
-    DryRunOption,
+    CONSENT,
+    Consent,
     JsonOption,
-    Source,
-    YesOption,
-    check_habit,
-    is_confirmed,
+    SettingsSource,
     with_cache_settings,
 )
 from s3ec.cli.output import EXIT_WRONG, App, epilog, human_age, many, print_json, print_note, safe
@@ -49,11 +47,11 @@ def register(app: typer.Typer) -> None:
             ("s3ec quarantine clear 3f9a01bc...e2 --yes", "one image's, by its identifier or name"),
             ("s3ec quarantine clear --all --yes --json", "everything, for machines"),
         ),
-    )(with_cache_settings(clear))
+    )(with_cache_settings(clear, CONSENT))
     app.add_typer(group, name="quarantine")
 
 
-def ls(source: Source, as_json: JsonOption = False) -> None:
+def ls(source: SettingsSource, as_json: JsonOption = False) -> None:
     """List the objects that this node does not ask the bucket for, and why.
 
     Needs no bucket and no network. An entry heals by itself: the next encode of its image is
@@ -75,14 +73,13 @@ def ls(source: Source, as_json: JsonOption = False) -> None:
 
 
 def clear(
-    source: Source,
+    source: SettingsSource,
+    consent: Consent,
     key: Annotated[
         str | None,
         typer.Argument(metavar="[KEY]", help="Identifier, or a name as `ls` prints it."),
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Forget all of them.")] = False,
-    yes: YesOption = False,
-    dry_run: DryRunOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Have this node ask for quarantined objects again, such as after they were replaced.
@@ -90,7 +87,6 @@ def clear(
     Without --yes, nothing is forgotten unless you agree at a terminal. The objects themselves are
     not touched. Engines that run notice at once. Exit status 1 where the key was not in quarantine.
     """
-    check_habit(yes=yes, dry_run=dry_run)
     from s3ec.tier.bad_objects import remove_note
 
     if (key is None) is not everything:
@@ -104,7 +100,7 @@ def clear(
         for note in meant:
             typer.echo(f"{safe(note.name)}  {note.namespace}  {note.reason}")
     question = f"ask for {many(len(meant), 'object')} again?"
-    do = bool(meant) and is_confirmed(question, yes=yes, dry_run=dry_run, as_json=as_json)
+    do = bool(meant) and consent.ask(question, as_json=as_json)
     try:
         cleared = sum(remove_note(folders, note) for note in meant) if do else 0
     except OSError as exc:
@@ -117,7 +113,7 @@ def clear(
         raise typer.Exit(EXIT_WRONG)
 
 
-def _folders(source: Source) -> Folders:
+def _folders(source: SettingsSource) -> Folders:
     from s3ec.tier.files import Folders
 
     return Folders(Path(source.load(need_bucket=False).settings.cache_dir).resolve())
@@ -134,7 +130,7 @@ def _notes(folders: Folders) -> list[BadObject]:
         raise TierError(f"cannot read {folders.bad_objects}: {exc.strerror}") from exc
 
 
-def _names(text: str, source: Source) -> set[str]:
+def _names(text: str, source: SettingsSource) -> set[str]:
     """The object names that fit an identifier or a name."""
     from s3ec.identity import entry_name, make_key
     from s3ec.tenant import Tenant

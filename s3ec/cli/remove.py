@@ -9,15 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from s3ec.cli.options import (
-    DryRunOption,
+    CONSENT,
+    Consent,
     JsonOption,
     NamespaceChoice,
-    Source,
-    YesOption,
-    check_habit,
+    SettingsSource,
     complete_namespace,
     duration_s,
-    is_confirmed,
     with_namespace,
 )
 from s3ec.cli.output import (
@@ -49,19 +47,20 @@ def register(app: typer.Typer) -> None:
             ("s3ec rm page-12-of-report", "is it there, and how large is it? asks at a terminal"),
             ("s3ec rm --name x-3f9a01bc... --yes", "delete what `s3ec ls` prints, all 64 digits"),
         ),
-    )(with_namespace(rm))
+    )(with_namespace(rm, CONSENT))
     app.command(
         "gc",
         epilog=epilog(
             ("s3ec gc --older-than 90d --dry-run", "how much is older than that?"),
             ("s3ec gc --older-than 90d --yes", "delete it"),
         ),
-    )(with_namespace(gc))
+    )(with_namespace(gc, CONSENT))
 
 
 def rm(
-    source: Source,
+    source: SettingsSource,
     choice: NamespaceChoice,
+    consent: Consent,
     identifiers: Annotated[
         list[str], typer.Argument(metavar="ID...", help="Identifiers, in full.")
     ],
@@ -71,8 +70,6 @@ def rm(
             "--name", help="The arguments are names as `s3ec ls` prints them, or object names."
         ),
     ] = False,
-    yes: YesOption = False,
-    dry_run: DryRunOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Delete entries from the bucket with their revision, and tell every reader by the index.
@@ -81,7 +78,6 @@ def rm(
     disk serves it until it is evicted. Exit status 1 where one was not there; the others are
     deleted all the same.
     """
-    check_habit(yes=yes, dry_run=dry_run)
     with source.corpus() as corpus:
         for text in identifiers:
             _require_key(corpus, text, by_name=by_name)
@@ -93,20 +89,16 @@ def rm(
                     identifiers, namespace=name, by_name=by_name, dry_run=dry_run, report=report
                 )
 
-        found = delete(dry_run=not yes)
+        found = delete(dry_run=not consent.yes)
         count, absent = found.count, found.absent
         what = f"{many(count, 'entry', 'entries')}, {human_bytes(found.nbytes)}, from {name}"
         if not as_json:
-            typer.echo(f"deleted {what}" if yes else f"would delete {what}")
+            typer.echo(f"deleted {what}" if consent.yes else f"would delete {what}")
             for text in absent:
                 print_note(f"not there: {safe(text)}")
-        deleted = yes
+        deleted = consent.yes
         # What is absent may be in the index, so it is deleted as well.
-        if (
-            count
-            and not yes
-            and is_confirmed(f"delete {what}?", yes=yes, dry_run=dry_run, as_json=as_json)
-        ):
+        if count and not deleted and consent.ask(f"delete {what}?", as_json=as_json):
             delete(dry_run=False)
             typer.echo(f"deleted {what}")
             deleted = True
@@ -134,14 +126,13 @@ def _require_key(corpus: Corpus, text: str, *, by_name: bool) -> None:
 
 
 def gc(
-    source: Source,
+    source: SettingsSource,
     choice: NamespaceChoice,
+    consent: Consent,
     older_than: Annotated[
         str,
         typer.Option("--older-than", metavar="AGE", help="Such as `90d`, `12h`, `2w`, `30min`."),
     ],
-    yes: YesOption = False,
-    dry_run: DryRunOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Delete entries that were stored long ago, by a listing of all objects.
@@ -149,20 +140,18 @@ def gc(
     Without --yes, nothing is deleted unless you agree at a terminal. How often an entry is used is
     not known to the bucket: an entry that is still needed is encoded and stored again.
     """
-    check_habit(yes=yes, dry_run=dry_run)
     age_s = duration_s(older_than, "older_than")
     with source.corpus() as corpus:
         name = choice.within(corpus)
-        older = _collect(corpus, name, age_s, delete=yes)
-        deleted = yes
+        older = _collect(corpus, name, age_s, delete=consent.yes)
+        deleted = consent.yes
         if not as_json:
-            typer.echo(f"{'deleted' if yes else 'would delete'} {_told(older, age_s)}")
-        if not yes and older.entries:
-            question = f"delete {_told(older, age_s)}?"
-            deleted = is_confirmed(question, yes=yes, dry_run=dry_run, as_json=as_json)
+            typer.echo(f"{'deleted' if deleted else 'would delete'} {_sum_of(older, age_s)}")
+        if older.entries and not deleted:
+            deleted = consent.ask(f"delete {_sum_of(older, age_s)}?", as_json=as_json)
             if deleted:
                 older = _collect(corpus, name, age_s, delete=True)
-                typer.echo(f"deleted {_told(older, age_s)}")
+                typer.echo(f"deleted {_sum_of(older, age_s)}")
     if as_json:
         print_json(
             {
@@ -194,13 +183,14 @@ def _collect(corpus: Corpus, name: str, age_s: float, *, delete: bool) -> Older:
         return corpus.within(work, name, write=delete)
 
 
-def _told(older: Older, age_s: float) -> str:
+def _sum_of(older: Older, age_s: float) -> str:
     entries = many(older.entries, "entry", "entries")
     return f"{entries}, {human_bytes(older.nbytes)}, older than {human_age(age_s)}"
 
 
 def ns_rm(
-    source: Source,
+    source: SettingsSource,
+    consent: Consent,
     namespace: Annotated[
         str,
         typer.Argument(
@@ -215,8 +205,6 @@ def ns_rm(
             help="Refuse where something was stored more recently; `0` takes all.",
         ),
     ] = "10min",
-    yes: YesOption = False,
-    dry_run: DryRunOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Delete a namespace: all entries, the index, the records, and namespace.json last.
@@ -225,14 +213,13 @@ def ns_rm(
     into it first. What was broken off goes on with the next call. Nodes keep their copies on disk:
     `s3ec tier evict --to 0 --namespace NAME` removes them there.
     """
-    check_habit(yes=yes, dry_run=dry_run)
     idle_s = 0.0 if idle.strip() == "0" else duration_s(idle, "idle")
     with source.corpus() as corpus:
         contents = _remove(corpus, namespace, idle_s, delete=False)
         if not as_json:
             _print_contents(namespace, contents)
         what = f"{many(contents.objects, 'object')}, {human_bytes(contents.nbytes)}"
-        deleted = is_confirmed(f"delete {what}?", yes=yes, dry_run=dry_run, as_json=as_json)
+        deleted = consent.ask(f"delete {what}?", as_json=as_json)
         if deleted:
             contents = _remove(corpus, namespace, idle_s, delete=True)
             what = f"{many(contents.objects, 'object')}, {human_bytes(contents.nbytes)}"

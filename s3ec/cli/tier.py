@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from s3ec.cli.options import (
-    DryRunOption,
+    CONSENT,
+    Consent,
     JsonOption,
-    Source,
-    YesOption,
-    check_habit,
-    is_confirmed,
+    SettingsSource,
     size_bytes,
     with_cache_settings,
 )
@@ -37,7 +35,7 @@ from s3ec.errors import ConfigError, TierError
 
 if TYPE_CHECKING:
     from s3ec.settings import Settings
-    from s3ec.tier.inspection import Complaint, Freed, Inspection, Report, Sum
+    from s3ec.tier.inspection import Complaint, Freed, Inspection, Sum, TierReport
 
 
 def register(app: typer.Typer) -> None:
@@ -64,24 +62,24 @@ def register(app: typer.Typer) -> None:
             ("s3ec tier repair --dry-run", "what is wrong, and what can be done about it?"),
             ("s3ec tier repair --yes", "do it, while engines run"),
         ),
-    )(with_cache_settings(repair))
+    )(with_cache_settings(repair, CONSENT))
     group.command(
         "evict",
         epilog=epilog(
             ("s3ec tier evict --to 10GiB --dry-run", "what would go?"),
             ("s3ec tier evict --to 0 --namespace google-gemma --yes", "one model's entries"),
         ),
-    )(with_cache_settings(evict))
+    )(with_cache_settings(evict, CONSENT))
     app.add_typer(group, name="tier")
 
 
-def tier(source: Source, ctx: typer.Context, as_json: JsonOption = False) -> None:
+def tier(source: SettingsSource, ctx: typer.Context, as_json: JsonOption = False) -> None:
     """Show what this node's disk tier holds: size, ages, pins, spool; or run a command on it.
 
     Needs no bucket and no network, and may run while engines use the folder.
     """
     if ctx.invoked_subcommand is not None:
-        if source != Source() or as_json:
+        if source != SettingsSource() or as_json:
             command = f"s3ec tier {ctx.invoked_subcommand}"
             raise ConfigError(f"write options after the command: `{command} ...`")
         return
@@ -106,7 +104,7 @@ def tier(source: Source, ctx: typer.Context, as_json: JsonOption = False) -> Non
         _print_report(_document(settings, inspection, report))
 
 
-def check(source: Source, as_json: JsonOption = False) -> None:
+def check(source: SettingsSource, as_json: JsonOption = False) -> None:
     """Audit the folder: names, owners, modes, and every byte of every entry.
 
     Nothing is changed. Exit status 1 where there is something to complain about.
@@ -124,12 +122,7 @@ def check(source: Source, as_json: JsonOption = False) -> None:
         raise typer.Exit(EXIT_WRONG)
 
 
-def repair(
-    source: Source,
-    yes: YesOption = False,
-    dry_run: DryRunOption = False,
-    as_json: JsonOption = False,
-) -> None:
+def repair(source: SettingsSource, consent: Consent, as_json: JsonOption = False) -> None:
     """Audit the folder, and mend what is safe to mend, also while engines use it.
 
     Bad entries are set aside: the newest 32 are kept for you to look at, and engines fetch them
@@ -137,7 +130,6 @@ def repair(
     nothing that waits for the bucket, is touched. Without --yes, nothing is done unless you agree
     at a terminal. Exit status 1 where complaints are left.
     """
-    check_habit(yes=yes, dry_run=dry_run)
     settings, complaints = _audit(source)
     wanted = [complaint for complaint in complaints if complaint.remedy]
     if not as_json:
@@ -145,7 +137,7 @@ def repair(
             remedy = f" -> {complaint.remedy}" if complaint.remedy else ""
             typer.echo(f"{safe(complaint.text, limit=2000)}{remedy}")
     question = f"mend {len(wanted)} of {many(len(complaints), 'complaint')}?"
-    do = bool(wanted) and is_confirmed(question, yes=yes, dry_run=dry_run, as_json=as_json)
+    do = bool(wanted) and consent.ask(question, as_json=as_json)
     left = [complaint for complaint in complaints if not (do and _is_mended(complaint))]
     mended = len(complaints) - len(left)
     if as_json:
@@ -169,7 +161,7 @@ def _is_mended(complaint: Complaint) -> bool:
     return True
 
 
-def _audit(source: Source) -> tuple[Settings, list[Complaint]]:
+def _audit(source: SettingsSource) -> tuple[Settings, list[Complaint]]:
     from s3ec.tier.inspection import complaints_about
 
     settings, inspection = _open(source)
@@ -189,7 +181,8 @@ def _audited(settings: Settings, complaints: Sequence[Complaint]) -> dict[str, A
 
 
 def evict(
-    source: Source,
+    source: SettingsSource,
+    consent: Consent,
     to: Annotated[
         str,
         typer.Option(
@@ -208,8 +201,6 @@ def evict(
             help="Only entries of this namespace, or of the one whose name begins so.",
         ),
     ] = None,
-    yes: YesOption = False,
-    dry_run: DryRunOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Remove the least recently used entries.
@@ -221,7 +212,6 @@ def evict(
     from s3ec.tier.evictor import Evicted
     from s3ec.tier.inspection import Freed
 
-    check_habit(yes=yes, dry_run=dry_run)
     target_bytes = size_bytes(to, "to")
     _, inspection = _open(source)
     chosen = _choose(inspection, namespace) if inspection and namespace is not None else None
@@ -234,12 +224,11 @@ def evict(
                 target_bytes, now_s=time.time(), namespace=chosen, dry_run=dry_run
             )
 
-    freed, done = evict_to(dry_run=not yes), yes
+    freed, done = evict_to(dry_run=not consent.yes), consent.yes
     if not as_json:
-        _print_freed(freed, target_bytes, done=yes)
-    if freed.gone.entries and not yes:
-        question = f"remove {freed.gone.entries:,} entries?"
-        done = is_confirmed(question, yes=yes, dry_run=dry_run, as_json=as_json)
+        _print_freed(freed, target_bytes, done=done)
+    if freed.gone.entries and not done:
+        done = consent.ask(f"remove {freed.gone.entries:,} entries?", as_json=as_json)
         if done:
             freed = evict_to(dry_run=False)
             _print_freed(freed, target_bytes, done=True)
@@ -272,7 +261,7 @@ def _print_freed(freed: Freed, target_bytes: int, *, done: bool) -> None:
         )
 
 
-def _open(source: Source) -> tuple[Settings, Inspection | None]:
+def _open(source: SettingsSource) -> tuple[Settings, Inspection | None]:
     """Settings and folder. Where nothing has been stored yet, a note is printed and it is None."""
     from s3ec.tier.inspection import Inspection, NoTierError
 
@@ -305,7 +294,7 @@ def _choose(inspection: Inspection, begin: str) -> str:
     )
 
 
-def _document(settings: Settings, inspection: Inspection, report: Report) -> dict[str, Any]:
+def _document(settings: Settings, inspection: Inspection, report: TierReport) -> dict[str, Any]:
     def row(total: Sum) -> dict[str, int]:
         return {"entry_count": total.entries, "bytes": total.nbytes}
 

@@ -108,9 +108,9 @@ class Parts:
                         "the namespace knows the encoder's weights by the model's name only: %s",
                         weights.problem,
                     )
-                self.start_scheduler(self._open_node(settings, weights.mark))
+                self.start_scheduler(self._open_node(settings, weights.fingerprint))
             elif weights.problem is None:
-                self.start_worker(self._open_node(settings, weights.mark))
+                self.start_worker(self._open_node(settings, weights.fingerprint))
         except TierError as exc:
             raise ConfigError(f"`cache_dir`: {exc}", field="cache_dir") from exc
 

@@ -36,7 +36,7 @@ from s3ec.connector.vllm_config import PASSED_THROUGH, Role
 from s3ec.connector.waiting import WaitPolicy
 from s3ec.counters import Counters
 from s3ec.encode_costs import EncodeCosts
-from s3ec.identity import CountingKeyCache, Key, KeyPolicy
+from s3ec.identity import Key, KeyCache, KeyPolicy
 from s3ec.index.base import Index
 from s3ec.prefetch import Priority
 from s3ec.tier import LocalKeys
@@ -197,7 +197,7 @@ class SchedulerHalf:
         self._counters = counters
         self._ranks = ranks
         self._clock = clock
-        self._keys = CountingKeyCache(naming or KeyPolicy(), counters)
+        self._keys = KeyCache(naming or KeyPolicy(), counters)
         self.answers = KeptAnswers()
         # Of store, disk and ranks: what all requests that wait depend on.
         self._outside = (False, False, False)

@@ -247,8 +247,8 @@ def checkpoint_of(vllm_config: Any) -> Checkpoint:
 
 def describe(vllm_config: Any, settings: Settings, weights: str | None = None) -> dict[str, Any]:
     """The descriptor: plain JSON, the same on every replica that may share embeddings."""
-    mark = weights or encoder_weights(vllm_config, settings).mark
-    return {**_describe_but_weights(vllm_config, settings), "weights": mark}
+    fingerprint = weights or encoder_weights(vllm_config, settings).fingerprint
+    return {**_describe_but_weights(vllm_config, settings), "weights": fingerprint}
 
 
 def describe_once(vllm_config: Any, settings: Settings) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from s3ec.config import Loaded
+from s3ec.config import LoadedSettings
 from s3ec.errors import UnavailableError
 from s3ec.runtime import LoopThread, in_thread
 from s3ec.settings import Settings
@@ -124,7 +124,7 @@ class CheckContext:
         latency: Of the store, once measured.
     """
 
-    loaded: Loaded
+    loaded: LoadedSettings
     transfer: Mapping[str, Any]
     vllm_args: Sequence[str] | None
     with_vllm: bool = True

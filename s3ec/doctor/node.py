@@ -14,7 +14,7 @@ from pathlib import Path
 
 from s3ec.doctor.check import CheckContext, Outcome, fail, ok, warn
 from s3ec.errors import TierError
-from s3ec.tier.files import Folders, check_folder, free_bytes, make_folder
+from s3ec.tier.files import Folders, free_bytes, is_full, make_folder, require_own_folder
 
 MOUNTS = Path("/proc/self/mountinfo")
 _OCTAL = re.compile(r"\\([0-7]{3})")
@@ -28,9 +28,9 @@ def cache_folder(context: CheckContext) -> Outcome:
     root = context.settings.cache_dir
     try:
         with at_folder(root) as folder:
-            check_folder(folder)
+            require_own_folder(folder)
             if (folder / "v1").exists():
-                check_folder(folder / "v1")
+                require_own_folder(folder / "v1")
             with probe_file(folder):
                 pass
     except TierError as exc:
@@ -44,7 +44,7 @@ def cache_folder(context: CheckContext) -> Outcome:
 def _mend_folder(exc: OSError) -> str:
     if exc.errno == errno.EROFS:
         return "mounted read-only: mount a writable volume, or set `cache_dir` to another folder"
-    if exc.errno in (errno.ENOSPC, errno.EDQUOT):
+    if is_full(exc):
         return "free some space or inodes there, or set `cache_dir` to another disk"
     if exc.errno in (errno.EACCES, errno.EPERM):
         return f"give it to uid {os.geteuid()} (chown, chmod 700), or set `cache_dir` elsewhere"

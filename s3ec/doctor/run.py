@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any, Literal
 
-from s3ec.config import Loaded
+from s3ec.config import LoadedSettings
 from s3ec.doctor import bucket, node, payoff, serving
 from s3ec.doctor.check import Check, CheckContext, Outcome, Verdict, fail, ok, skip, warn
 from s3ec.doctor.serving import VllmChild
@@ -132,7 +132,7 @@ _CLOSE_S = 0.1
 
 
 def examine(
-    loaded: Loaded,
+    loaded: LoadedSettings,
     transfer: Mapping[str, Any],
     *,
     vllm_args: Sequence[str] | None = None,

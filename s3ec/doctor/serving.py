@@ -420,7 +420,7 @@ def _describe(args: Sequence[str], settings: Settings, pages: Sequence[str], rep
     if problem is None:
         reply("identifiers", problem=identifier_problem(vllm_config))
         weights = encoder_weights(vllm_config, settings)
-        namespace = namespace_of(vllm_config, settings, weights.mark)
+        namespace = namespace_of(vllm_config, settings, weights.fingerprint)
         reply(
             "namespace",
             name=namespace.name,

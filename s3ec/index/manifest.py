@@ -13,7 +13,7 @@ from typing import Any
 
 from s3ec.errors import CorruptEntryError, UnavailableError
 from s3ec.identity import OBJECT_SUFFIX, Layout, canonical_json, is_ulid
-from s3ec.safetensors_file import plain_json, running_checksum
+from s3ec.safetensors_file import CHECKSUM, plain_json, running_checksum
 from s3ec.store.base import ObjectInfo, Store
 
 # Crockford's: no I, L, O or U. In ASCII's order, so that names sort as their numbers do.
@@ -94,7 +94,6 @@ MAX_SHARD_ROWS = 2**20
 _ROOM = 0.99
 _MAX_NUMBER = 10**15 - 1  # what plain_json reads
 _RUN = re.compile(r"[0-9a-f]{16}")
-_XXH3 = re.compile(r"[0-9a-f]{32}")
 _HEAD_FIELDS = {
     *("format", "version", "run", "created_s", "entries", "bloom_fpr", "shards", "merged")
 }
@@ -300,7 +299,7 @@ def _checked_shard(content: object) -> Shard:
 def _checked_blob(content: object) -> BaseFile:
     if not isinstance(content, dict) or content.keys() != {"nbytes", "xxh3"}:
         raise _WrongError("a file must have nbytes and xxh3")
-    return BaseFile(_number(content, "nbytes", 1, _MAX_NUMBER), _text(content, "xxh3", _XXH3))
+    return BaseFile(_number(content, "nbytes", 1, _MAX_NUMBER), _text(content, "xxh3", CHECKSUM))
 
 
 def _check_cover(shards: tuple[Shard, ...]) -> None:

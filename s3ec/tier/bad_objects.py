@@ -9,12 +9,7 @@ A note is a small file with a time to live::
 
     v1/bad-objects/NAMESPACE--DESTINATION--DIGEST.json
 
-It is read as anything from a disk is: whole, bounded, and refused where it is odd. Of an entry it
-says one of three things, each of which knows more than the one before:
-
-* revision 1: the object is bad, and ``.r1`` may be there or not;
-* revision 1, good: and this node has fetched or written ``.r1``;
-* revision 2: both are bad. There is nothing to ask for or to write until the note runs out.
+It is read as anything from a disk is: whole, bounded, and refused where it is odd.
 """
 
 from __future__ import annotations
@@ -37,12 +32,12 @@ from s3ec.identity import (
     MAX_REVISION,
     Key,
     digest_of_name,
-    is_namespace_name,
     is_object_name,
     revised_name,
 )
 from s3ec.safetensors_file import plain_json
-from s3ec.tier.files import DiskErrors, Folders, open_entry, require_own_folders
+from s3ec.tier.files import DiskErrors, Folders, read_small, require_own_folders
+from s3ec.tier.scan import EntryFileName
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +47,7 @@ MANY = 16
 """Objects found bad by one process within a minute that are no coincidence any more."""
 _WINDOW_S = 60.0
 _NOTE_LIMIT = 4096
-_NAME = re.compile(r"(.+)--([0-9a-f]{16})--([0-9a-f]{32})\.json")
+_SUFFIX = ".json"
 _REASON = re.compile(r"[a-z]{1,32}")
 _FIELDS = {"name": str, "reason": str, "since_s": float, "until_s": float, "revision": int,
            "row_time_s": int, "good": bool}  # fmt: skip
@@ -95,7 +90,7 @@ class BadObject:
     @property
     def file_name(self) -> str:
         """Of its note."""
-        return f"{self.namespace}--{self.destination}--{self.key.digest.hex()}.json"
+        return f"{self.namespace}--{self.destination}--{self.key.digest.hex()}{_SUFFIX}"
 
     def counts(self, now_s: float) -> bool:
         """Whether it has not run out; one from the future is not believed."""
@@ -133,6 +128,17 @@ class BadObjects:
     """The notes of one namespace and bucket, for one process; thread-safe.
 
     Questions are answered from memory, where also stays what the disk refuses.
+
+    States of an entry, each of which knows more than the one before:
+
+    * No note. ``note`` of the object leads to the next state.
+    * Revision 1: the object is bad, and ``.r1`` may be there or not. ``heal`` leads to the next
+      state, and ``note`` of ``.r1`` to the last one.
+    * Revision 1, good: this node has fetched or written ``.r1``. ``note`` of it leads on.
+    * Revision 2: both are bad. There is nothing to ask for or to write.
+
+    A note ends when its time is over, when there are too many, or when somebody deletes it. Then
+    there is no note again.
 
     Counters: ``quarantined_objects`` (objects found bad by this process).
     """
@@ -312,7 +318,8 @@ class BadObjects:
         self._notes[digest] = note
         self._unwritten.add(digest)
         try:
-            write_note(self._folders, note)
+            path = f"{self._folders.bad_objects}/{note.file_name}"
+            self._folders.write_small(path, note.encode())
             self._unwritten.discard(digest)
         except (OSError, TierError) as exc:
             self._refused("note a bad object", exc)
@@ -333,18 +340,6 @@ def _walk(folders: Folders) -> Iterator[tuple[str, BadObject | None]]:
     require_own_folders((*folders.above, top))
     for name in os.listdir(top):
         yield name, _read(f"{top}/{name}")
-
-
-def write_note(folders: Folders, note: BadObject) -> None:
-    """Put a note in its place, whole or not at all; replaces an older one.
-
-    Raises:
-        OSError, TierError: The disk refused.
-    """
-    parents = (*folders.above, str(folders.bad_objects))
-    with folders.new_file() as file:
-        file.append([note.encode()])
-        folders.place(file, f"{folders.bad_objects}/{note.file_name}", parents)
 
 
 def remove_note(folders: Folders, note: BadObject) -> bool:
@@ -369,7 +364,7 @@ def prune(folders: Folders, now_s: float, *, kept: int) -> list[BadObject]:
     left = []
     for name, note in _walk(folders):
         if note is None:
-            if _NAME.fullmatch(name):  # torn, or of no version that we know
+            if EntryFileName.parse(name, _SUFFIX):  # torn, or of no version that we know
                 with suppress(FileNotFoundError):
                     os.unlink(f"{folders.bad_objects}/{name}")
         elif note.counts(now_s):
@@ -384,15 +379,12 @@ def prune(folders: Folders, now_s: float, *, kept: int) -> list[BadObject]:
 
 def _read(path: str) -> BadObject | None:
     """One note; None for what is none of ours, or gone."""
-    match = _NAME.fullmatch(path.rpartition("/")[2])
-    if match is None or not is_namespace_name(match[1]):
+    name = EntryFileName.parse(path.rpartition("/")[2], _SUFFIX)
+    if name is None:
         return None
     try:
-        with open(open_entry(path), "rb") as file:
-            if os.fstat(file.fileno()).st_uid != os.geteuid():
-                return None
-            text = file.read(_NOTE_LIMIT).decode()
+        text = read_small(path, max_bytes=_NOTE_LIMIT).decode()
     except (OSError, CorruptEntryError, UnicodeDecodeError):
         return None
-    note = BadObject.parse(match[1], match[2], text)
-    return note if note is not None and note.key.digest.hex() == match[3] else None
+    note = BadObject.parse(name.namespace, name.destination, text)
+    return note if note is not None and note.key.digest == name.digest else None

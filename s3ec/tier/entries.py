@@ -32,7 +32,12 @@ from s3ec.tier.files import DiskErrors, Folders, require_own_folders, use_time_n
 from s3ec.tier.pins import Held, Pin, Pins
 from s3ec.tier.scan import entry_names
 
+_log = logging.getLogger(__name__)
+
 _PART_BYTES = 256 * 2**10
+KEPT_FILES = 32
+# A few bad videos must not crowd out the entries that work.
+KEPT_BYTES = 1 << 28
 
 
 def read_header(fd: int, nbytes: int) -> Header:
@@ -72,25 +77,24 @@ def check_values(fd: int, header: Header) -> None:
     codec.check_sum(header, done, hashed.hexdigest())
 
 
-KEPT_FILES = 32
-# A few bad videos must not crowd out the entries that work.
-KEPT_BYTES = 1 << 28
-
-
 class Quarantine:
     """The folder of bad entries: the newest KEPT_FILES, together at most KEPT_BYTES.
 
     The newest is kept whatever its size.
     """
 
-    def __init__(self, folders: Folders) -> None:
+    def __init__(self, folders: Folders, counters: Counters) -> None:
         self._folders = folders
+        self._counters = counters
 
-    def take(self, source: str, label: str, reason: str, *, mtime_ns: int) -> bool:
-        """Move whatever stands under ``source`` here.
+    def take(
+        self, source: str, namespace: str, digest: bytes, reason: str, *, mtime_ns: int
+    ) -> bool:
+        """Move whatever stands under ``source`` here; nothing is counted.
 
         Args:
-            label: Namespace and digest.
+            namespace: Where the entry belongs.
+            digest: ``Key.digest``.
             reason: A word or two; becomes part of the file name.
             mtime_ns: When, for the order of what is kept.
 
@@ -101,7 +105,7 @@ class Quarantine:
             OSError, TierError: It could not be moved.
         """
         word = re.sub(r"[^a-z0-9]+", "-", reason.lower()).strip("-")[:32] or "unknown"
-        target = f"{self._folders.quarantine}/{label}-{word}"
+        target = f"{self._folders.quarantine}/{namespace}--{digest.hex()}-{word}"
         for last in (False, True):
             try:
                 require_own_folders((*self._folders.above, str(self._folders.quarantine)))
@@ -119,6 +123,11 @@ class Quarantine:
         self._prune()
         return True
 
+    def record(self, entry: str, reason: str) -> None:
+        """Count an entry that was bad, and say so in the log."""
+        self._counters.add("tier.quarantined")
+        _log.warning("%s was bad (%s); set aside", entry, reason)
+
     def _prune(self) -> None:
         """Drop what is past the bounds, oldest first. Folders stay: they are not our writing."""
         found: list[tuple[int, int, str]] = []
@@ -135,9 +144,6 @@ class Quarantine:
             if rank and (rank >= KEPT_FILES or total > KEPT_BYTES):
                 with suppress(OSError):
                     os.unlink(path)
-
-
-_log = logging.getLogger(__name__)
 
 
 class LocalKeys:
@@ -216,7 +222,7 @@ class Entries:
         self.namespace = namespace
         self.objects = str(folders.objects / namespace)
         self._above = (*folders.above, str(folders.objects), self.objects)
-        self._quarantine = Quarantine(folders)
+        self._quarantine = Quarantine(folders, counters)
         self._pins = pins
         self._claims = claims
         self._failed = disk_errors.record
@@ -320,11 +326,10 @@ class Entries:
         if self._pins.closed:
             return
         path, parents = self.path(key)
-        label = f"{self.namespace}--{key.digest.hex()}"
         try:
             require_own_folders(parents)
             now_ns = int(self._clock() * 1e9)
-            if not self._quarantine.take(path, label, reason, mtime_ns=now_ns):
+            if not self._quarantine.take(path, self.namespace, key.digest, reason, mtime_ns=now_ns):
                 return
         except FileNotFoundError:
             return
@@ -333,8 +338,7 @@ class Entries:
             self._remove(path, parents)  # the evidence is worth less than the next reader's time
             if os.path.lexists(path):
                 return
-        self._counters.add("tier.quarantined")
-        _log.warning("entry %s of %s was bad (%s); set aside", key.name, self.namespace, reason)
+        self._quarantine.record(f"entry {key.name} of {self.namespace}", reason)
 
     def _remove(self, path: str, parents: Sequence[str]) -> None:
         """Drop the local copy; pins of it stay."""

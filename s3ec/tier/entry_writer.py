@@ -7,7 +7,6 @@ import os
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager, suppress
-from errno import EDQUOT, ENOSPC
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
@@ -18,7 +17,7 @@ from s3ec.identity import Key
 from s3ec.store.base import Store, whole_parts
 from s3ec.tier.entries import Entries
 from s3ec.tier.evictor import TURN_WAIT_S, Evictor
-from s3ec.tier.files import Folders, TempFile, use_time_ns
+from s3ec.tier.files import Folders, TempFile, is_full, use_time_ns
 from s3ec.tier.news import NewsWriter
 from s3ec.tier.pins import Pin, Pins
 from s3ec.tier.spool import Spool, Spooled
@@ -199,8 +198,7 @@ class EntryWriter:
                     raise
                 self._folders.make()
             except OSError as exc:
-                full = exc.errno in (ENOSPC, EDQUOT)
-                if not left or not full or not self._make_room(nbytes):
+                if not left or not is_full(exc) or not self._make_room(nbytes):
                     raise
 
     def _name_pinned(self, key: Key, file: TempFile, header: Header) -> Pin:
@@ -365,7 +363,7 @@ class Incoming(Generic[T]):
                 self._file.put(part, at)
             except OSError as exc:
                 # statvfs shows neither quotas nor a lack of inodes.
-                if exc.errno not in (ENOSPC, EDQUOT) or not self._make_room(len(part)):
+                if not is_full(exc) or not self._make_room(len(part)):
                     raise
                 self._file.put(part, at)
         except OSError as exc:

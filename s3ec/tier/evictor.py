@@ -45,12 +45,46 @@ from s3ec.tier.files import (
 from s3ec.tier.pins import sweep_dead
 from s3ec.tier.scan import ScannedEntry, ScannedIndex, TierScan, scan_tier
 
+_log = logging.getLogger(__name__)
+
 # Sorted apart and merged as far as needed: one sort of all would keep the interpreter.
 _CHUNK = 1024
 _REMOVALS_PER_PAUSE = 64
 # So far may clocks differ.
 _SKEW_NS = 300 * 10**9
 _BEFORE_ALL_NS = 1 << 65
+# Processes touch their index every 10 minutes. One of a machine that slept for longer than this
+# downloads its files again, and keeps what it has mapped.
+_INDEX_UNUSED_NS = 7 * 86_400 * 10**9
+
+# Eviction goes on down to this share of the budget, so that it is not needed at every publish.
+LOW_WATER = 0.9
+# The background evicts when less than this share of the budget is left.
+AHEAD = 0.05
+# It passes over what was used so recently: its publisher may be about to pin it.
+_GRACE_NS = 2 * 10**9
+# Of the budget: evicted beyond what a short disk asks for, and published at most while nobody
+# has counted what lies here.
+_SLACK = 1 / 64
+# A publish waits so long for whoever is evicting. A disk thread that waits for longer would be
+# taken for a disk that hangs, and a walk over a million entries takes half a minute.
+TURN_WAIT_S = 1.0
+# After that was in vain (a stopped process, a long walk) publishes do not wait for so long.
+TURN_REST_S = 5.0
+# A background round that could free nothing is not repeated at once, but after this time at the
+# earliest, and after this many times as long as it took.
+REST_S = 1.0
+_REST_SHARE = 10
+_LOCK_POLL_S = 0.01
+
+# -- the file of the running total
+_MAGIC = b"s3ecuse\x02"
+_BODY = struct.Struct("<8sQQ")
+_CHECKSUM = struct.Struct("<Q")
+_NBYTES = _BODY.size + _CHECKSUM.size
+_TOTAL_POLL_S = 0.0005
+# Its lock is held for two system calls. Whoever holds it for longer was stopped in between.
+TOTAL_LOCK_TIMEOUT_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,11 +156,6 @@ def evict(
     return Evicted(removed, freed, unread)
 
 
-# Processes touch their index every 10 minutes. One of a machine that slept for longer than this
-# downloads its files again, and keeps what it has mapped.
-_INDEX_UNUSED_NS = 7 * 86_400 * 10**9
-
-
 def evict_indexes(
     indexes: Sequence[ScannedIndex],
     goal_bytes: int,
@@ -191,13 +220,6 @@ def _remove_empty(path: str, objects: str) -> None:
             folder = os.path.dirname(folder)
 
 
-_MAGIC = b"s3ecuse\x02"
-_BODY = struct.Struct("<8sQQ")
-_CHECKSUM = struct.Struct("<Q")
-_NBYTES = _BODY.size + _CHECKSUM.size
-_TOTAL_POLL_S = 0.0005
-
-
 @dataclass(slots=True)
 class _Published:
     """What one thread has published since the running total was last added to.
@@ -249,15 +271,9 @@ class RunningTotal:
     or where another process was stopped while it held the lock.
     """
 
-    def __init__(self, folders: Folders, *, lock_timeout_s: float = 2.0) -> None:
-        """Nothing is touched.
-
-        Args:
-            lock_timeout_s: The lock is held for two system calls. Whoever holds it for longer was
-                stopped in between.
-        """
+    def __init__(self, folders: Folders) -> None:
+        """Nothing is touched."""
         self._folders = folders
-        self._lock_timeout_s = lock_timeout_s
 
     def begin(self) -> None:
         """The folder was just made and holds nothing: a total of 0 that is known to be right.
@@ -310,17 +326,12 @@ class RunningTotal:
 
     @contextmanager
     def _locked(self, *, make: bool = True) -> Iterator[int]:
-        path, wait_s = self._folders.usage, self._lock_timeout_s
-        with self._folders.locked(path, wait_s=wait_s, poll_s=_TOTAL_POLL_S, make=make) as (
-            fd,
-            alone,
-        ):
+        with self._folders.locked(
+            self._folders.usage, wait_s=TOTAL_LOCK_TIMEOUT_S, poll_s=_TOTAL_POLL_S, make=make
+        ) as (fd, alone):
             if not alone:
                 raise OSError(errno.EAGAIN, "the running total is locked by a stopped process")
             yield fd
-
-
-_LOCK_POLL_S = 0.01
 
 
 @contextmanager
@@ -341,30 +352,21 @@ def evict_lock(folders: Folders, *, wait_s: float = 0.0) -> Iterator[bool]:
         yield alone
 
 
-_log = logging.getLogger(__name__)
-
-# Eviction goes on down to this share of the budget, so that it is not needed at every publish.
-LOW_WATER = 0.9
-# The background evicts when less than this share of the budget is left.
-AHEAD = 0.05
-# It passes over what was used so recently: its publisher may be about to pin it.
-_GRACE_NS = 2 * 10**9
-# Of the budget: evicted beyond what a short disk asks for, and published at most while nobody
-# has counted what lies here.
-_SLACK = 1 / 64
-# A publish waits so long for whoever is evicting. A disk thread that waits for longer would be
-# taken for a disk that hangs, and a walk over a million entries takes half a minute.
-TURN_WAIT_S = 1.0
-# After that was in vain (a stopped process, a long walk) publishes do not wait for so long.
-TURN_REST_S = 5.0
-# A background round that could free nothing is not repeated at once, but after this time at the
-# earliest, and after this many times as long as it took.
-REST_S = 1.0
-_REST_SHARE = 10
-
-
 class Evictor:
-    """Decides when there is too much, and removes it. Thread-safe."""
+    """Decides when there is too much, and removes it. Thread-safe.
+
+    States: new, open (by ``open``), and closed for good (by ``close``). There is room only while it
+    is open. Then a publish finds the folder in one of these states:
+
+    * There is room. The publish goes on.
+    * A limit is near, or nobody has counted yet. The publish goes on, and a round in the background
+      evicts down to LOW_WATER of the budget.
+    * A limit would be broken. The publish does a round itself, or waits for the one that is under
+      way. If there is still no room on the disk, the publish fails.
+
+    A round sweeps, walks the folder, evicts, and puts the running total right. The node has one at
+    a time, by a lock. After a round in the background that freed nothing, the next one waits.
+    """
 
     def __init__(
         self,

@@ -89,6 +89,8 @@ class Folders:
         usage: A file. The running total of all that is here.
         news: A file. Entries that were put here lately; see news.py.
         evict_lock: A file. Locked by the one process that evicts.
+        inner: The folders right below ``version``.
+        shared_files: The files right below ``version``.
     """
 
     def __init__(self, root: Path) -> None:
@@ -107,6 +109,11 @@ class Folders:
         self.usage = version / "usage"
         self.news = version / "news"
         self.evict_lock = version / "evict.lock"
+        self.inner = (
+            *(self.objects, self.pins, self.spool, self.quarantine, self.bad_objects),
+            *(self.incoming, self.index, self.costs),
+        )
+        self.shared_files = (self.fetch_lock, self.usage, self.news, self.evict_lock)
 
     def make(self) -> None:
         """Create what is missing and check what is there.
@@ -119,10 +126,7 @@ class Folders:
         for folder in reversed(self.root.parents):
             if not folder.exists():
                 make_folder(folder)
-        for folder in (
-            *(self.root, self.version, self.objects, self.incoming, self.pins, self.spool),
-            *(self.quarantine, self.index, self.bad_objects, self.costs),
-        ):
+        for folder in (self.root, self.version, *self.inner):
             make_folder(folder)
 
     def open_own(self, path: Path, flags: int = 0) -> int:
@@ -226,6 +230,16 @@ class Folders:
                     raise
                 self._make_below(parents)
 
+    def write_small(self, path: str, content: bytes) -> None:
+        """Put a small file right below one of our folders, whole or not at all; replaces one.
+
+        Raises:
+            OSError, TierError: As for new_file and place.
+        """
+        with self.new_file() as file:
+            file.append([content])
+            self.place(file, path, (*self.above, path.rpartition("/")[0]))
+
     def _make_below(self, parents: Sequence[str]) -> None:
         """Create what is missing of some folders, each inside the one before it."""
         try:
@@ -242,12 +256,12 @@ def make_folder(path: Path | str) -> None:
     try:
         os.mkdir(path, FOLDER_MODE)
     except FileExistsError:
-        check_folder(path)
+        require_own_folder(path)
         return
     os.chmod(path, FOLDER_MODE)
 
 
-def check_folder(path: Path | str) -> None:
+def require_own_folder(path: Path | str) -> None:
     """Refuse a folder that somebody else could have filled.
 
     Raises:
@@ -272,7 +286,7 @@ def check_folder(path: Path | str) -> None:
 
 
 def require_own_folders(paths: Iterable[str]) -> None:
-    """check_folder for each on the way, before each use: they may be replaced at any time.
+    """require_own_folder for each on the way, before each use: they may be replaced at any time.
 
     One lstat each: the kernel would follow a symbolic link in the middle of a path. Looking comes
     before using, so this keeps out what lies there, not who may write to the folder above.
@@ -284,12 +298,12 @@ def require_own_folders(paths: Iterable[str]) -> None:
     batch = _current.batch
     if batch is None:
         for path in paths:
-            check_folder(path)
+            require_own_folder(path)
         return
     seen = batch.seen
     for path in paths:
         if path not in seen:
-            check_folder(path)
+            require_own_folder(path)
             seen.add(path)
 
 
@@ -350,6 +364,11 @@ def _look_again() -> None:
         _current.batch.seen.clear()
 
 
+def is_full(exc: OSError) -> bool:
+    """Whether the disk refused since it is full, or this user's share of it."""
+    return exc.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
 def free_bytes(folder: Path) -> int:
     """Bytes an unprivileged process may still write to the disk of this folder."""
     found = os.statvfs(folder)
@@ -391,6 +410,20 @@ def open_entry(path: str | Path) -> int:
         os.close(fd)
         raise CorruptEntryError(f"{path} is not a regular file", reason="header")
     return fd
+
+
+def read_small(path: str | Path, *, max_bytes: int) -> bytes:
+    """All bytes of a small file of ours.
+
+    Raises:
+        CorruptEntryError: Not a regular file, another user's, or larger.
+        OSError: Absent, or it cannot be read.
+    """
+    with open(open_entry(path), "rb") as file:
+        found = os.fstat(file.fileno())
+        if found.st_uid != os.geteuid() or found.st_size > max_bytes:
+            raise CorruptEntryError(f"{path} is not ours, or too large", reason="header")
+        return file.read(found.st_size)
 
 
 def temp_name(folder: str) -> str:
@@ -562,7 +595,7 @@ def sweep_temps(folder: Path, *, now_s: float) -> int:
     """
     swept = 0
     with suppress(OSError, TierError):
-        check_folder(folder)
+        require_own_folder(folder)
         for name in os.listdir(folder):
             path = f"{folder}/{name}"
             if is_stale_temp(path, now_s=now_s):

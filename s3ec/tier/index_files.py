@@ -7,7 +7,6 @@ when room is needed, see ``evictor.py``.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 import stat
@@ -21,7 +20,7 @@ from s3ec import codec
 from s3ec.errors import CorruptEntryError, TierError
 from s3ec.tier.claims import Claim, Claims
 from s3ec.tier.entry_writer import EntryWriter, Incoming
-from s3ec.tier.files import Folders, TempFile, require_own_folders
+from s3ec.tier.files import Folders, TempFile, read_small, require_own_folders
 from s3ec.tier.scan import is_index_name
 
 # So long a file waits for who evicts: a walk over a million entries takes about half a minute.
@@ -96,24 +95,15 @@ class IndexFiles:
         For small files, of which there may be more than a process may have open or mapped.
 
         Raises:
-            OSError: Not a regular file, larger than ``max_bytes``, or the disk refused.
+            CorruptEntryError: Not a regular file, not ours, or larger than ``max_bytes``.
+            OSError: The disk refused.
             TierError: A folder on the way is not one of ours.
         """
         try:
             require_own_folders(self._parents(name))
-            fd = os.open(
-                self.path(name), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-            )
+            return read_small(self.path(name), max_bytes=max_bytes)
         except FileNotFoundError:
             return None
-        try:
-            found = os.fstat(fd)
-            if not stat.S_ISREG(found.st_mode) or found.st_size > max_bytes:
-                raise OSError(errno.EFBIG, "not a regular file, or too large", name)
-            with open(fd, "rb", closefd=False) as file:
-                return file.read(found.st_size)
-        finally:
-            os.close(fd)
 
     def is_doubtful(self, file: IndexFile) -> bool:
         """Whether a file came before this machine was started: read it all before using it."""

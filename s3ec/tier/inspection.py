@@ -16,8 +16,7 @@ from pathlib import Path
 
 from s3ec import codec
 from s3ec.codec import Header
-from s3ec.counters import Report as ReportProgress
-from s3ec.counters import unreported
+from s3ec.counters import Counters, Report, unreported
 from s3ec.errors import CorruptEntryError, TierError
 from s3ec.identity import digest_of_name, key_of_header
 from s3ec.runtime import yield_gil
@@ -27,13 +26,13 @@ from s3ec.tier.files import (
     FILE_MODE,
     FOLDER_MODE,
     Folders,
-    check_folder,
     free_bytes,
     is_stale_temp,
     open_entry,
+    require_own_folder,
 )
 from s3ec.tier.pins import LOCK_NAME, is_dead, is_process_folder_name, sweep_dead
-from s3ec.tier.scan import ScannedEntry, SpoolName, TierScan, Usage, scan_tier
+from s3ec.tier.scan import EntryFileName, ScannedEntry, TierScan, Usage, scan_tier
 
 # Longer than any round takes.
 LOCK_TIMEOUT_S = 60.0
@@ -60,7 +59,7 @@ class Sum:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class TierReport:
     """What ``s3ec tier`` shows.
 
     Attributes:
@@ -130,7 +129,7 @@ class Inspection:
                         f"{folder} belongs to uid {owner}; run this as that user, such as "
                         f"`sudo -u '#{owner}' s3ec tier`, or name another `cache_dir`"
                     )
-                check_folder(folder)
+                require_own_folder(folder)
         except FileNotFoundError as exc:
             raise NoTierError(
                 f"no cache in {root}: nothing has been stored there yet, or engines use another "
@@ -140,7 +139,7 @@ class Inspection:
             raise TierError(f"cannot read `cache_dir` {root}: {exc.strerror}") from exc
         return cls(folders)
 
-    def report(self, *, now_s: float) -> Report:
+    def report(self, *, now_s: float) -> TierReport:
         """Count everything; walks the folder, about 10 us per file.
 
         Raises:
@@ -158,7 +157,7 @@ class Inspection:
         except OSError as exc:
             raise TierError(f"cannot read {self.folders.usage}: {exc.strerror}") from exc
         ranked = sorted(namespaces.items(), key=lambda item: (-item[1].nbytes, item[0]))
-        return Report(
+        return TierReport(
             usage=scan.usage(),
             running_total_bytes=figures.total_bytes if figures.counted else None,
             free_bytes=free,
@@ -286,7 +285,7 @@ class Complaint:
 
 
 def complaints_about(
-    folders: Folders, *, now_s: float, report: ReportProgress = unreported
+    folders: Folders, *, now_s: float, report: Report = unreported
 ) -> list[Complaint]:
     """Every complaint about the folder, with what can be done; reads every byte of every entry.
 
@@ -374,11 +373,13 @@ def _remove_temp(path: str) -> bool:
 
 def _set_aside(folders: Folders, entry: ScannedEntry, reason: str) -> bool:
     """Move a bad entry away, unless somebody has published a better one since."""
-    label = f"{entry.namespace}--{digest_of_name(entry.name).hex()}"
+    digest = digest_of_name(entry.name)
     try:
         if os.lstat(entry.path).st_ino != entry.inode:
             return False
-        return Quarantine(folders).take(entry.path, label, reason, mtime_ns=entry.mtime_ns)
+        return Quarantine(folders, Counters()).take(
+            entry.path, entry.namespace, digest, reason, mtime_ns=entry.mtime_ns
+        )
     except FileNotFoundError:
         return False
 
@@ -402,7 +403,7 @@ def _spool_complaints(path: str) -> Iterator[Complaint]:
     def bad(reason: str) -> Complaint:
         return Complaint(f"{path} is bad: {reason}")
 
-    name = SpoolName.parse(path.rpartition("/")[2])
+    name = EntryFileName.parse(path.rpartition("/")[2])
     return iter(()) if name is None else _content_complaints(path, name.namespace, name.digest, bad)
 
 

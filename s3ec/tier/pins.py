@@ -27,11 +27,11 @@ from s3ec.tier.files import (
     FILE_MODE,
     NO_LINK,
     Folders,
-    check_folder,
     copy_entry,
     make_folder,
     open_entry,
     own_start_time,
+    require_own_folder,
     require_own_folders,
     seems_alive,
     take_lock,
@@ -369,7 +369,7 @@ def sweep_dead(pins: Path) -> int:
         How many were removed.
     """
     try:
-        check_folder(pins)
+        require_own_folder(pins)
         folders = [f"{pins}/{name}" for name in os.listdir(pins)]
     except (OSError, TierError):
         return 0
@@ -377,7 +377,7 @@ def sweep_dead(pins: Path) -> int:
     for folder in folders:
         if looks_dead(folder):
             with suppress(OSError, TierError):
-                check_folder(folder)
+                require_own_folder(folder)
                 _sweep(folder)
                 swept += not os.path.lexists(folder)
     return swept

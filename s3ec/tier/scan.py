@@ -22,12 +22,12 @@ def is_index_name(name: str) -> bool:
     return _INDEX_NAME.fullmatch(name) is not None
 
 
-_SPOOL_NAME = re.compile(r"(.+)--([0-9a-f]{16})--([0-9a-f]{32})" + re.escape(OBJECT_SUFFIX))
+_ENTRY_FILE = re.compile(r"(.+)--([0-9a-f]{16})--([0-9a-f]{32})")
 
 
 @dataclass(frozen=True, slots=True)
-class SpoolName:
-    """The parts of ``NAMESPACE--DESTINATION--DIGEST.safetensors``.
+class EntryFileName:
+    """The parts of ``NAMESPACE--DESTINATION--DIGEST``: files of the spool, and of bad objects.
 
     Attributes:
         namespace: ``Namespace.name``.
@@ -41,22 +41,18 @@ class SpoolName:
     digest: bytes
 
     @classmethod
-    def parse(cls, name: str) -> SpoolName | None:
-        """The parts of a file name, None where it is no such name."""
-        match = _SPOOL_NAME.fullmatch(name)
-        if match is None or not is_namespace_name(match[1]):
+    def parse(cls, name: str, suffix: str = OBJECT_SUFFIX) -> EntryFileName | None:
+        """The parts of a file name, None where it is no such name, or ends otherwise."""
+        match = _ENTRY_FILE.fullmatch(name.removesuffix(suffix))
+        if match is None or not name.endswith(suffix) or not is_namespace_name(match[1]):
             return None
         return cls(match[1], match[2], bytes.fromhex(match[3]))
 
 
 # objects/NAMESPACE/[LORA/]aa/NAME: folders below a namespace.
 _LEVELS = 2
-_TOP_LEVEL = {
-    *("objects", "incoming", "pins", "spool", "quarantine", "index", "bad-objects"),
-    *("costs", "evict.lock", "fetch.lock", "usage", "news"),
-}
-# Between two breaths a walk keeps the interpreter for a millisecond or two.
-FILES_PER_BREATH = 128
+# Between two pauses a walk keeps the interpreter for a millisecond or two.
+FILES_PER_PAUSE = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +124,7 @@ class Usage:
 class TierScan:
     """What lies below the root. Built while others work: each figure was true at some moment.
 
-    Sums are made during the walk, where it breathes, and not after it.
+    Sums are made during the walk, where it pauses, and not after it.
 
     Attributes:
         entries: Of all namespaces, in no order.
@@ -198,8 +194,9 @@ def scan_tier(folders: Folders, pause: Callable[[], None] | None = None) -> Tier
             walk. What it raises ends the walk.
     """
     scan = TierScan()
+    ours = {path.name for path in (*folders.inner, *folders.shared_files)}
     for item in _items(str(folders.version), scan):
-        if item.name not in _TOP_LEVEL:
+        if item.name not in ours:
             scan.foreign.append(item.path)
     for item in _items(str(folders.incoming), scan):
         (scan.temps if is_temp_name(item.name) else scan.foreign).append(item.path)
@@ -220,7 +217,7 @@ def scan_tier(folders: Folders, pause: Callable[[], None] | None = None) -> Tier
         for item in _below(namespace.path, _LEVELS, scan):
             _sort(item, namespace, scan)
             seen += 1
-            if pause is not None and seen % FILES_PER_BREATH == 0:
+            if pause is not None and seen % FILES_PER_PAUSE == 0:
                 pause()
     for item in _items(str(folders.quarantine), scan):
         _count(item, scan.quarantined)
@@ -239,7 +236,7 @@ def entry_names(objects: str, pause: Callable[[], None]) -> Iterator[str]:
         name = item.path[len(objects) + 1 :]
         if is_object_name(name) and item.is_file(follow_symlinks=False):
             yield name
-        if seen % FILES_PER_BREATH == 0:
+        if seen % FILES_PER_PAUSE == 0:
             pause()
 
 
@@ -302,7 +299,7 @@ def _sort(item: os.DirEntry[str], namespace: os.DirEntry[str], scan: TierScan) -
 
 
 def _sort_spooled(item: os.DirEntry[str], scan: TierScan) -> None:
-    found = _look(item, SpoolName.parse(item.name) is not None, scan)
+    found = _look(item, EntryFileName.parse(item.name) is not None, scan)
     if found is not None:
         scan.spooled[item.path] = (found.st_ino, found.st_size)
 

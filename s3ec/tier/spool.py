@@ -31,16 +31,16 @@ from s3ec.tier.files import (
     NO_LINK,
     DiskErrors,
     Folders,
-    check_folder,
     copy_entry,
     is_temp_name,
     open_entry,
+    require_own_folder,
     require_own_folders,
     take_lock,
     temp_name,
 )
 from s3ec.tier.pins import LOCK_NAME, OwnFolder, ProcessFolder, looks_dead
-from s3ec.tier.scan import SpoolName, scan_tier
+from s3ec.tier.scan import EntryFileName, scan_tier
 
 _log = logging.getLogger(__name__)
 
@@ -122,12 +122,12 @@ class Spool:
             ValueError: The destination is not 16 hex digits.
         """
         place = f"{namespace}--{destination}--"
-        if SpoolName.parse(f"{place}{'0' * 32}{OBJECT_SUFFIX}") is None:
+        if EntryFileName.parse(f"{place}{'0' * 32}{OBJECT_SUFFIX}") is None:
             raise ValueError(f"not a destination: {destination!r:.100}")
         self._place = place
         self._folders = folders
         self._evictor = evictor
-        self._quarantine = Quarantine(folders)
+        self._quarantine = Quarantine(folders, counters)
         self._failed = disk_errors.record
         self._counters = counters
         self._clock = clock
@@ -369,11 +369,13 @@ class Spool:
                 self._quarantine_file(spooled, reason)
 
     def _quarantine_file(self, spooled: Spooled, reason: str) -> None:
-        label = f"{self._namespace}--{spooled.digest.hex()}"
+        namespace, digest = self._namespace, spooled.digest
         try:
             inode = os.lstat(spooled.path).st_ino
             mtime_ns = int(self._clock() * 1e9)
-            if not self._quarantine.take(spooled.path, label, reason, mtime_ns=mtime_ns):
+            if not self._quarantine.take(
+                spooled.path, namespace, digest, reason, mtime_ns=mtime_ns
+            ):
                 return
             with suppress(FileNotFoundError):
                 # Still there if the quarantine holds the same file under this name already.
@@ -386,11 +388,10 @@ class Spool:
             return
         except (OSError, TierError) as exc:
             self._failed("quarantine", exc)
-        self._counters.add("tier.quarantined")
-        _log.warning("spooled entry %s was bad (%s); set aside", label, reason)
+        self._quarantine.record(f"spooled entry {digest.hex()} of {namespace}", reason)
 
     def _take_over(self, folder: str, taken: list[Spooled]) -> None:
-        check_folder(Path(folder))
+        require_own_folder(Path(folder))
         fd = take_lock(f"{folder}/{LOCK_NAME}")
         try:
             strangers = 0
@@ -399,7 +400,7 @@ class Spool:
                     with suppress(FileNotFoundError):
                         os.unlink(f"{folder}/{name}")
                     continue
-                parts = SpoolName.parse(name)
+                parts = EntryFileName.parse(name)
                 if parts is None:
                     continue
                 if not name.startswith(self._place):

@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from errno import EDQUOT, ENOSPC
 from pathlib import Path
 
 from s3ec import runtime
@@ -22,7 +21,7 @@ from s3ec.tier.claims import Claims
 from s3ec.tier.entries import Entries
 from s3ec.tier.entry_writer import EntryWriter
 from s3ec.tier.evictor import Evictor
-from s3ec.tier.files import DiskErrors, Folders, make_folder
+from s3ec.tier.files import DiskErrors, Folders, is_full, make_folder
 from s3ec.tier.index_files import IndexFiles
 from s3ec.tier.news import NewsReader, NewsWriter
 from s3ec.tier.pins import Pins
@@ -177,7 +176,6 @@ class Tier:
             self.pins.make_folder()
         except OSError as exc:
             # A disk that filled up while nobody evicted must not keep the next one out.
-            full = exc.errno in (ENOSPC, EDQUOT)
-            if not full or not self.evictor.make_room(0, at_least_bytes=1):
+            if not is_full(exc) or not self.evictor.make_room(0, at_least_bytes=1):
                 raise
             self.pins.make_folder()

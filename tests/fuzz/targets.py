@@ -44,7 +44,7 @@ from s3ec.tier.bad_objects import BadObject
 from s3ec.tier.evictor import Figures
 from s3ec.tier.news import make_record, parse_records
 from s3ec.tier.pins import is_process_folder_name
-from s3ec.tier.scan import SpoolName, is_index_name
+from s3ec.tier.scan import EntryFileName, is_index_name
 
 NAMESPACE = "gemma-0123456789abcdef"
 TENANT = Tenant(b"0123456789abcdef")
@@ -239,7 +239,7 @@ def names(data: bytes) -> None:
     if is_object_name(text):
         require(_SAFE.fullmatch(text) is not None, "an unsafe object name")
     is_process_folder_name(text)
-    spooled = SpoolName.parse(text)
+    spooled = EntryFileName.parse(text)
     if spooled is not None:
         place = (spooled.namespace, spooled.destination, spooled.digest.hex())
         require("--".join(place) + OBJECT_SUFFIX == text, "another spool name")

@@ -138,8 +138,8 @@ def write(path: Path, tensors: Mapping[str, bytes]) -> Path:
 def mark(folder: Path | str, **more: str) -> str:
     found = weights_of(Checkpoint(str(folder), **more))
     assert found.problem is None, found.problem
-    assert found.mark.startswith("sha256:")
-    return found.mark
+    assert found.fingerprint.startswith("sha256:")
+    return found.fingerprint
 
 
 def changed(tensors: Tensors, name: str) -> Tensors:
@@ -282,13 +282,13 @@ def test_a_pickled_checkpoint_counts_as_a_whole_to_the_last_byte(tmp_path: Path)
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt"])
 def test_other_files_count_as_a_whole_by_size_and_samples(name: str, tmp_path: Path) -> None:
     content = random.Random(0).randbytes(100_000)
-    marks = set()
+    fingerprints = set()
     for number, other in enumerate([content, content + b"x", b"x" + content[1:], content]):
         folder = tmp_path / str(number)
         folder.mkdir()
         (folder / name).write_bytes(other)
-        marks.add(mark(folder))
-    assert len(marks) == 3
+        fingerprints.add(mark(folder))
+    assert len(fingerprints) == 3
 
 
 def test_a_gguf_file_counts_together_with_its_encoder_beside_it(tmp_path: Path) -> None:
@@ -304,19 +304,19 @@ def test_a_gguf_file_counts_together_with_its_encoder_beside_it(tmp_path: Path) 
 def test_an_encoder_from_a_second_model_counts(tmp_path: Path) -> None:
     main = write(tmp_path / "main" / "model.safetensors", tensors_of(["projector.w"])).parent
     tower = tensors_of(["encoder.layers.0.w"])
-    marks = set()
+    fingerprints = set()
     for number, content in enumerate((tower, changed(tower, "encoder.layers.0.w"))):
         other = write(tmp_path / str(number) / "model.safetensors", content).parent
-        marks.add(weights_of(Checkpoint(str(main), others=(str(other),))).mark)
-    assert len(marks | {mark(main)}) == 3
+        fingerprints.add(weights_of(Checkpoint(str(main), others=(str(other),))).fingerprint)
+    assert len(fingerprints | {mark(main)}) == 3
 
 
 def test_dummy_weights_are_neither_the_folder_s_nor_the_name_s(tmp_path: Path) -> None:
     write(tmp_path / "model.safetensors", tensors_of(FAMILIES["gemma3"][0]))
     dummy = Checkpoint(str(tmp_path), load_format="dummy")
     for fingerprint in (True, False):
-        assert weights_of(dummy, fingerprint=fingerprint).mark == DUMMY
-    assert weights_of(Checkpoint(str(tmp_path)), fingerprint=False).mark == BY_NAME
+        assert weights_of(dummy, fingerprint=fingerprint).fingerprint == DUMMY
+    assert weights_of(Checkpoint(str(tmp_path)), fingerprint=False).fingerprint == BY_NAME
 
 
 def damaged(folder: Path) -> None:
@@ -362,7 +362,7 @@ def test_what_cannot_be_read_is_known_by_its_name_and_says_why(
 ) -> None:
     make(tmp_path)
     found = weights_of(Checkpoint(str(tmp_path)))
-    assert found.mark == BY_NAME
+    assert found.fingerprint == BY_NAME
     assert found.problem is not None
     assert words in found.problem
 
@@ -381,14 +381,14 @@ def test_what_is_elsewhere_is_known_by_its_name_and_says_why(
 ) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     found = weights_of(checkpoint)
-    assert found.mark == BY_NAME
+    assert found.fingerprint == BY_NAME
     assert words in str(found.problem)
 
 
 def test_an_unreadable_file_is_known_by_its_name(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").symlink_to(tmp_path / "gone")
     found = weights_of(Checkpoint(str(tmp_path)))
-    assert (found.mark, found.problem is None) == (BY_NAME, False)
+    assert (found.fingerprint, found.problem is None) == (BY_NAME, False)
 
 
 # -- adapters ----------------------------------------------------------------------------------
@@ -441,7 +441,7 @@ def test_settings_of_the_video_and_audio_processors_count(tmp_path: Path) -> Non
     """vLLM's configuration shows those of the image processor only."""
     write(tmp_path / "model.safetensors", tensors_of(["visual.w"]))
     (tmp_path / "processor_config.json").write_text('{"image_processor": {"size": 1}}')
-    marks = [mark(tmp_path)]
+    fingerprints = [mark(tmp_path)]
     for name, content in (
         ("video_preprocessor_config.json", {"image_mean": [0.5]}),
         ("video_preprocessor_config.json", {"image_mean": [0.1]}),
@@ -449,11 +449,11 @@ def test_settings_of_the_video_and_audio_processors_count(tmp_path: Path) -> Non
         ("processor_config.json", {"feature_extractor": {"hop_length": 80}}),
     ):
         (tmp_path / name).write_text(json.dumps(content))
-        marks.append(mark(tmp_path))
-    assert len(set(marks)) == len(marks)
+        fingerprints.append(mark(tmp_path))
+    assert len(set(fingerprints)) == len(fingerprints)
     # Written anew, with the same content.
     (tmp_path / name).write_text(json.dumps(content, indent=1) + "\n")
-    assert mark(tmp_path) == marks[-1]
+    assert mark(tmp_path) == fingerprints[-1]
     (tmp_path / name).write_text("{")
     assert "is damaged" in str(weights_of(Checkpoint(str(tmp_path))).problem)
 
@@ -464,10 +464,10 @@ def test_an_encoder_in_a_folder_of_its_own_counts(tmp_path: Path) -> None:
     tower = tmp_path / "whisper-large-v3" / "model.safetensors"
     checkpoint = Checkpoint(str(tmp_path), folders=("whisper-large-v3",))
     tensors = tensors_of(["model.encoder.layers.0.w"])
-    marks = set()
+    fingerprints = set()
     for content in (tensors, changed(tensors, "model.encoder.layers.0.w")):
         write(tower, content)
-        marks.add(weights_of(checkpoint).mark)
-    assert len(marks) == 2
+        fingerprints.add(weights_of(checkpoint).fingerprint)
+    assert len(fingerprints) == 2
     tower.unlink()
     assert "no weights of a known kind" in str(weights_of(checkpoint).problem)

@@ -353,12 +353,12 @@ def test_what_the_fingerprint_leaves_out_vllm_calls_the_language_model(
                     ).parent
                 )
             )
-        ).mark
+        ).fingerprint
         for number, name in enumerate(tensors)
     }
     base = weights_of(
         Checkpoint(str(write(tmp_path / "base" / "model.safetensors", tensors).parent))
-    ).mark
+    ).fingerprint
     assert {name for name, mark in marks.items() if mark == base} == set(language_model)
 
 

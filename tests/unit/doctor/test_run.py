@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from s3ec.cli import main
-from s3ec.config import Loaded, load_settings
+from s3ec.config import LoadedSettings, load_settings
 from s3ec.doctor.check import Check, Verdict
 from s3ec.doctor.run import LIMIT_S, STEPS, examine
 
@@ -22,7 +22,7 @@ SHORT = 0.01
 
 
 @pytest.fixture
-def silent(tmp_path: Path) -> Iterator[Loaded]:
+def silent(tmp_path: Path) -> Iterator[LoadedSettings]:
     """Settings of a server that takes connections and never answers, and is waited for."""
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
@@ -40,7 +40,7 @@ def by_name(checks: Iterator[Check]) -> dict[str, Check]:
 
 
 def test_a_command_that_took_all_its_time_to_start_checks_nothing_and_says_so(
-    silent: Loaded,
+    silent: LoadedSettings,
 ) -> None:
     started_s = time.monotonic() - LIMIT_S
     found = by_name(examine(silent, {}, with_vllm=False, started_s=started_s))
@@ -57,7 +57,7 @@ def test_a_command_that_took_all_its_time_to_start_checks_nothing_and_says_so(
 
 
 def test_the_time_of_a_caller_begins_with_the_call_and_node_checks_need_no_server(
-    silent: Loaded,
+    silent: LoadedSettings,
 ) -> None:
     found = by_name(examine(silent, {}, with_vllm=False, timeout_s=SHORT))
     assert found["endpoint"].outcome.found in (NO_TIME, f"no answer within {SHORT:g} s")

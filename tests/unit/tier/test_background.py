@@ -227,10 +227,10 @@ def test_walks_in_the_background_leave_the_interpreter_now_and_then(
 ) -> None:
     from s3ec.tier import entries, scan
 
-    breaths: list[int] = []
+    pauses: list[int] = []
     tier = make_tier()
     fill(tier, *range(50))
-    monkeypatch.setattr(scan, "FILES_PER_BREATH", 10)
-    monkeypatch.setattr(entries, "yield_gil", lambda: breaths.append(os.getpid()))
+    monkeypatch.setattr(scan, "FILES_PER_PAUSE", 10)
+    monkeypatch.setattr(entries, "yield_gil", lambda: pauses.append(os.getpid()))
     assert len(list(tier.entries.names())) == 50
-    assert len(breaths) == 5
+    assert len(pauses) == 5

@@ -33,9 +33,8 @@ def full(monkeypatch: pytest.MonkeyPatch) -> Full:
     @contextmanager
     def full() -> Iterator[None]:
         with monkeypatch.context() as patch:
-            patch.setattr(
-                bad_objects, "write_note", refusing(errno.ENOSPC, "No space left on device")
-            )
+            refused = refusing(errno.ENOSPC, "No space left on device")
+            patch.setattr(Folders, "write_small", refused)
             yield
 
     return full

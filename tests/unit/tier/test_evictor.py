@@ -187,13 +187,14 @@ def test_threads_and_forks_lose_no_addition(running: RunningTotal, folders: Fold
 
 
 def test_lock_of_a_stopped_process_is_an_error_not_a_hang(
-    running: RunningTotal, folders: Folders
+    running: RunningTotal, folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("s3ec.tier.evictor.TOTAL_LOCK_TIMEOUT_S", 0.02)
     running.begin()
     with folders.usage.open("rb") as file:
         assert try_lock(file.fileno())
         with pytest.raises(OSError, match="stopped process"):
-            RunningTotal(folders, lock_timeout_s=0.02).read()
+            running.read()
     assert running.read().counted
 
 

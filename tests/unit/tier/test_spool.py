@@ -19,7 +19,7 @@ from s3ec.errors import TierError
 from s3ec.tier import Spool, Tier
 from s3ec.tier.files import own_start_time, try_lock
 from s3ec.tier.pins import LOCK_NAME
-from s3ec.tier.scan import SpoolName
+from s3ec.tier.scan import EntryFileName
 from tests.support.on_disk import audit_of, evict, make_room, running_total, usage_of
 from tests.support.waiting import DEADLINE_S
 from tests.unit.tier.cases import (
@@ -351,13 +351,13 @@ def test_spool_of_a_closed_tier_and_a_bad_destination_are_refused(tier: Tier) ->
     ],
 )
 def test_other_names_are_no_spool_names(name: str) -> None:
-    assert SpoolName.parse(name) is None
+    assert EntryFileName.parse(name) is None
 
 
 def test_spool_name_of_a_namespace_with_dashes_reads_back() -> None:
     namespace, digest = "a--b--0123456789abcdef-0123456789abcdef", bytes(range(16))
     name = f"{namespace}--{DESTINATION}--{digest.hex()}.safetensors"
-    assert SpoolName.parse(name) == SpoolName(namespace, DESTINATION, digest)
+    assert EntryFileName.parse(name) == EntryFileName(namespace, DESTINATION, digest)
 
 
 # Bad entries
