@@ -541,7 +541,7 @@ class BreakerStore(Wrapper):
         self._pace = endpoint.pace
         self._counters = counters
 
-    async def _around(self, op: str, call: Callable[[], Awaitable[T]]) -> T:
+    async def _around(self, op: str, name: str, call: Callable[[], Awaitable[T]]) -> T:
         is_read = op in _READS
         if self._breaker.refuses(is_read=is_read):
             raise BreakerOpenError("the breaker is open")
@@ -555,7 +555,9 @@ class BreakerStore(Wrapper):
         finally:
             self._pace.give_back()
 
-    def _next_of(self, pages: AsyncIterator[ObjectInfo]) -> Callable[[], Awaitable[ObjectInfo]]:
+    def _next_of(
+        self, prefix: str, pages: AsyncIterator[ObjectInfo]
+    ) -> Callable[[], Awaitable[ObjectInfo]]:
         in_hand = 0
 
         def came(entries: int) -> None:
@@ -568,7 +570,7 @@ class BreakerStore(Wrapper):
 
         async def next_entry() -> ObjectInfo:
             nonlocal in_hand
-            info = await (pages.__anext__() if in_hand else self._around("list", ask))
+            info = await (pages.__anext__() if in_hand else self._around("list", prefix, ask))
             in_hand = max(in_hand - 1, 0)  # 0 where a transport does not tell
             return info
 

@@ -57,7 +57,7 @@ class RetryStore(Wrapper):
         self._sleep = sleep
         self._uniform = uniform
 
-    async def _around(self, op: str, call: Callable[[], Awaitable[T]]) -> T:
+    async def _around(self, op: str, name: str, call: Callable[[], Awaitable[T]]) -> T:
         if self._endpoint is not None and op != "list":  # whose entries are no requests
             self._endpoint.retries.pay_in()
         attempt = 1
