@@ -42,6 +42,7 @@ from s3ec.errors import (
     CorruptEntryError,
     S3ECError,
     UnavailableError,
+    causes_of,
 )
 from s3ec.identity import (
     OBJECT_SUFFIX,
@@ -1023,12 +1024,7 @@ def _nobody_answers(exc: UnavailableError, settings: Settings) -> UnavailableErr
 
     A library repeats the whole request, and does not say that the connection was refused.
     """
-    said = []
-    seen: BaseException | None = exc
-    while seen is not None:
-        said.append(str(seen))
-        seen = seen.__cause__ or seen.__context__
-    found = _NOBODY.search(" ".join(said))
+    found = _NOBODY.search(" ".join(str(cause) for cause in causes_of(exc)))
     if exc.status:
         return None
     if found is None:

@@ -45,7 +45,14 @@ from s3ec.store.concurrency import (
     page_begun,
     read_body,
 )
-from s3ec.store.s3_client import Exchange, Opened, check_settings, open_client, read_piece
+from s3ec.store.s3_client import (
+    Exchange,
+    Opened,
+    check_settings,
+    encryption,
+    open_client,
+    read_piece,
+)
 from s3ec.store.s3_errors import (
     CREDENTIAL_CODES,
     boundary,
@@ -363,16 +370,12 @@ class BotocoreStore:
         """
         # The SDK wants one buffer; an only piece of type bytes is not copied.
         whole = body[0] if len(body) == 1 and isinstance(body[0], bytes) else b"".join(body)
-        extra: dict[str, str] = {}
+        extra = encryption(self._settings)
         if checksum:
             # As a header of our own: the SDK's would be a trailer over HTTPS, in a chunked
             # encoding that several S3-compatible servers do not understand.
             crc = await asyncio.to_thread(zlib.crc32, whole)
             extra["ChecksumCRC32"] = base64.b64encode(crc.to_bytes(4, "big")).decode()
-        if self._settings.sse != "none":
-            extra["ServerSideEncryption"] = self._settings.sse
-        if self._settings.sse_kms_key_id:
-            extra["SSEKMSKeyId"] = self._settings.sse_kms_key_id
         response = await self._call(
             slot,
             "put_object",

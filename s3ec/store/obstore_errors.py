@@ -18,7 +18,7 @@ from types import TracebackType
 from obstore import exceptions as obs
 
 from s3ec.errors import UnavailableError
-from s3ec.store.s3_errors import Fault, from_obstore, from_url
+from s3ec.store.s3_errors import Fault, from_obstore, from_url, one_line
 
 _STATUS = re.compile(r"^ *inner: Status \{\n *status: (\d{3}),$", re.MULTILINE)
 _ANSWER = re.compile(r'^ *body: Some\(\n *"(.*)",$', re.MULTILINE)
@@ -113,14 +113,14 @@ def fault_of(exc: Exception) -> Fault:
     text = str(exc)
     # From the right: the first half holds the server's answer as it came.
     first, _, debug = text.rpartition("\n\nDebug source:\n")
-    first = _printable((first or text).partition("Server returned")[0].partition("\n")[0])
+    first = one_line((first or text).partition("Server returned")[0].partition("\n")[0])
     status, body, errno = _STATUS.search(debug), _ANSWER.search(debug), _ERRNO.search(debug)
     reason = _REASON.search(debug)
     return Fault(
         said=_said(first, debug),
         by_class=next((said for said, kinds in _CLASSES.items() if isinstance(exc, kinds)), ""),
         text=first,
-        reason=_printable(_unescaped(reason[1])) if reason else "",
+        reason=one_line(_unescaped(reason[1])) if reason else "",
         status=int(status[1]) if status else None,
         error=_elements(_unescaped(body[1])) if body else {},
         errno=int(errno[1]) if errno and not status else None,
@@ -165,7 +165,3 @@ def _unescape(found: re.Match[str]) -> str:
     if escape.startswith("u{"):
         return chr(int(escape[2:-1], 16))
     return " " if escape in ("n", "r", "t", "0") else escape
-
-
-def _printable(text: str) -> str:
-    return "".join(c for c in " ".join(text.split()) if c.isprintable())[:200]

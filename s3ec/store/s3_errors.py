@@ -24,10 +24,11 @@ from botocore import exceptions as sdk
 from botocore.parsers import ResponseParserError
 from urllib3.util.ssl_match_hostname import CertificateError
 
-from s3ec.errors import AccessError, ConflictError, S3ECError, UnavailableError
+from s3ec.errors import AccessError, ConflictError, S3ECError, UnavailableError, causes_of
 
 # A server's figure is an input like any other.
 _LONGEST_S = 86400.0
+_NO_DATE = (ValueError, TypeError, AttributeError, IndexError, OverflowError, OSError)
 
 
 def retry_after_s(
@@ -44,18 +45,19 @@ def retry_after_s(
     said = headers.get("retry-after", "").strip()
     if said.isascii() and said.isdigit():
         return min(float(said[:9]), _LONGEST_S)
-    until_s = _date_s(said)
+    until_s = unix_s(said)
     if until_s is None:
         return None
-    now_s = _date_s(headers.get("date", ""))
+    now_s = unix_s(headers.get("date", ""))
     return min(max(until_s - (clock() if now_s is None else now_s), 0.0), _LONGEST_S)
 
 
-def _date_s(text: str) -> float | None:
-    try:
-        return parsedate_to_datetime(text).timestamp()
-    except (ValueError, TypeError, OverflowError, IndexError):
-        return None
+def unix_s(text: Any) -> float | None:
+    """A date of HTTP or ISO 8601 as Unix time; None for whatever else a server may say."""
+    for read in (datetime.fromisoformat, parsedate_to_datetime):
+        with contextlib.suppress(*_NO_DATE):
+            return read(text).timestamp()
+    return None
 
 
 # Everything the SDK raises. OSError includes TimeoutError, refused connections and ssl.SSLError.
@@ -236,7 +238,7 @@ def status_of(exc: sdk.ClientError) -> int:
 def code_of(exc: sdk.ClientError) -> str:
     """The server's error code, a short word for logs; the status as digits where it gave none."""
     # An error body that is XML without a <Code> leaves None or an empty string here.
-    code = _one_line(exc.response.get("Error", {}).get("Code") or "")[:_CODE_CHARACTERS]
+    code = one_line(exc.response.get("Error", {}).get("Code") or "")[:_CODE_CHARACTERS]
     return code or str(status_of(exc))
 
 
@@ -274,14 +276,14 @@ def _translate(exc: Exception, what: str, region: str) -> S3ECError:
     if isinstance(exc, (TimeoutError, sdk.ReadTimeoutError)):
         return UnavailableError(f"{what}: timed out")
     if isinstance(exc, _TRANSPORT):
-        return UnavailableError(f"{what}: {_one_line(exc) or type(exc).__name__}")
+        return UnavailableError(f"{what}: {one_line(exc) or type(exc).__name__}")
     # What is left is botocore's own refusal: parameters, endpoint rules, region names.
-    return AccessError(f"{what}: {_one_line(exc)}", code=type(exc).__name__)
+    return AccessError(f"{what}: {one_line(exc)}", code=type(exc).__name__)
 
 
 def _from_answer(exc: sdk.ClientError, what: str, region: str) -> S3ECError:
     status, code = status_of(exc), code_of(exc)
-    message = _one_line(exc.response.get("Error", {}).get("Message") or "")
+    message = one_line(exc.response.get("Error", {}).get("Message") or "")
     said = (
         f"{what}: {status}" + f" {code}" * (code != str(status)) + f" ({message})" * bool(message)
     )
@@ -324,7 +326,7 @@ def _unavailable(said: str, exc: sdk.ClientError) -> UnavailableError:
 def _from_credential_service(exc: sdk.ClientError, what: str) -> S3ECError:
     """STS or SSO answered, not the bucket: a 404 or 412 of theirs says nothing about an object."""
     status, code = status_of(exc), code_of(exc)
-    message = _one_line(exc.response.get("Error", {}).get("Message") or "")
+    message = one_line(exc.response.get("Error", {}).get("Message") or "")
     said = f"{what}: {exc.operation_name} for the credentials: {status} {code} ({message})"
     if status == 429 or status >= 500 or code in _TRANSIENT_CODES:
         return UnavailableError(said)
@@ -337,7 +339,7 @@ def _skew(response: Any) -> str:
     S3 names its time in the body. The SDK does not correct signatures by it, nor does obstore.
     """
     told = response.get("Error", {}).get("ServerTime", "")
-    told_s = _unix_s(told) or _unix_s(
+    told_s = unix_s(told) or unix_s(
         response.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("date", "")
     )
     if told_s is None:
@@ -345,14 +347,6 @@ def _skew(response: Any) -> str:
     ahead_s = time.time() - told_s
     side = "ahead of" if ahead_s > 0 else "behind"
     return f", it is {abs(ahead_s):.0f} s {side} the server's"
-
-
-def _unix_s(text: Any) -> float | None:
-    """Of a server's words, which may be anything that XML can hold."""
-    for read in (datetime.fromisoformat, parsedate_to_datetime):
-        with contextlib.suppress(ValueError, TypeError, AttributeError, OverflowError, OSError):
-            return read(text).timestamp()
-    return None
 
 
 def _right_region(response: Any) -> str:
@@ -383,13 +377,10 @@ def _not_trusted(what: str, reason: str, setting: str = "endpoint_url") -> Acces
 
 def _caused_by(exc: BaseException, kind: type[BaseException]) -> BaseException | None:
     """This error, or the first of those that it was raised for, that is of a kind."""
-    seen: BaseException | None = exc
-    while seen is not None and not isinstance(seen, kind):
-        seen = seen.__cause__ or seen.__context__
-    return seen
+    return next((cause for cause in causes_of(exc) if isinstance(cause, kind)), None)
 
 
-def _one_line(value: object) -> str:
+def one_line(value: object) -> str:
     """At most 300 printable characters: the text is the server's and ends in our log."""
     text = _scrubbed(" ".join(str(value).split()))
     return "".join(c for c in text if c.isprintable())[:300]

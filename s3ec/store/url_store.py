@@ -15,7 +15,6 @@ import os
 import re
 import stat
 from collections.abc import AsyncIterator, Iterable, Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ import obstore
 from obstore.exceptions import BaseError, GenericError
 from obstore.store import AzureStore, GCSStore, LocalStore
 
-import s3ec
 from s3ec.errors import AccessError, ConfigError, S3ECError, UnavailableError
 from s3ec.settings import Settings
 from s3ec.store import obstore_runtime
@@ -39,7 +37,7 @@ from s3ec.store.base import (
 from s3ec.store.concurrency import Extend, RequestSlots, page_begun, read_body
 from s3ec.store.obstore_errors import fault_of, plain_errors
 from s3ec.store.obstore_runtime import held
-from s3ec.store.s3 import ObstoreReply
+from s3ec.store.s3 import ObstoreReply, http_options
 from s3ec.store.s3_errors import AbsentError, WrongRangeError
 
 # obstore's names for what it is still writing.
@@ -334,12 +332,7 @@ class UrlStore:
 
 
 def cloud_client(settings: Settings) -> GCSStore | AzureStore:
-    options: Any = {
-        "connect_timeout": timedelta(seconds=settings.connect_timeout_s),
-        # Off, so to speak: the deadline of the slot ends a request.
-        "timeout": timedelta(days=1),
-        "user_agent": f"s3ec/{s3ec.__version__}",
-    }
+    options = http_options(settings)
     if settings.ca_bundle is not None:
         options["root_certificate"] = settings.ca_bundle.read_bytes()
     # Retries are a wrapper of ours.
