@@ -26,7 +26,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import statistics
 import threading
 import time
 import weakref
@@ -36,7 +35,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from s3ec import runtime
-from s3ec.counters import Counters
+from s3ec.counters import Counters, RecentTimes
 from s3ec.errors import AccessError, S3ECError, UnavailableError
 from s3ec.settings import Settings
 from s3ec.store.base import ObjectInfo, Store, Wrapper
@@ -49,7 +48,6 @@ _NO_ANSWER, _REFUSAL = 2, 1
 # The server did its part, and another writer was faster: nothing to hold against it.
 _CONFLICT = 409
 _SAMPLES = 64
-_SAMPLES_BETWEEN_LOOKS = 16
 
 
 class BreakerOpenError(UnavailableError):
@@ -187,8 +185,7 @@ class Breaker:
         self._all = Circuit(self._options, clock, "anything")
         self._reads = Circuit(self._options, clock, "reads")
         self._answered_s = clock()
-        self._first_bytes: deque[float] = deque(maxlen=_SAMPLES)
-        self._unseen = 0
+        self._first_bytes = RecentTimes(_SAMPLES, few=1)
         self._lock = threading.Lock()
 
     @property
@@ -224,13 +221,10 @@ class Breaker:
         """The answer to a read, or to another small request, has begun."""
         with self._lock:
             self._answered_s = self._clock()
-            self._first_bytes.append(self._answered_s - ticket.asked_s)
-            self._unseen += 1
-            if self._unseen >= min(_SAMPLES_BETWEEN_LOOKS, len(self._first_bytes)):
-                self._unseen = 0
-                usual_s = statistics.median(self._first_bytes)
-                late_s = min(self._options.times_usual * usual_s, self._options.slowest_s)
-                self.slow_s = max(self._options.slow_s, late_s)
+            self._first_bytes.add(self._answered_s - ticket.asked_s)
+            usual_s = self._first_bytes.quantile(0.5) or 0.0
+            late_s = min(self._options.times_usual * usual_s, self._options.slowest_s)
+            self.slow_s = max(self._options.slow_s, late_s)
 
     def silent(self, ticket: Ticket) -> bool:
         """Nothing has come for ``slow_s``; True where that opened it."""
