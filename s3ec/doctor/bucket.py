@@ -9,14 +9,19 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import os
-import secrets
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 from s3ec.doctor.check import CheckContext, Outcome, fail, ok, skip, warn
 from s3ec.errors import AccessError, CorruptEntryError, S3ECError, UnavailableError
 from s3ec.store.base import Blob, Store
-from s3ec.store.open import PROBE_PREFIX, ConditionalPut, probe_conditional_put
+from s3ec.store.open import (
+    KEPT_PROBE,
+    PROBE_PREFIX,
+    ConditionalPut,
+    probe_conditional_put,
+    probe_name,
+)
 
 WARN_SKEW_S = 60.0
 FAIL_SKEW_S = 900.0  # S3 refuses requests that are signed further away from its own clock
@@ -213,10 +218,9 @@ def _denied_if_absent(context: CheckContext) -> Outcome:
 def _probe_object(context: CheckContext, begin: str = PROBE_PREFIX) -> Iterator[str]:
     """The name of an object to write, deleted afterwards where that is allowed."""
     if not context.may_delete:
-        # Always the same name, so that one small object stays however often the doctor runs.
-        yield f"{PROBE_PREFIX}kept"
+        yield KEPT_PROBE
         return
-    name = f"{begin}{secrets.token_hex(8)}"
+    name = probe_name(begin)
     try:
         yield name
     finally:
@@ -229,7 +233,7 @@ def write(context: CheckContext) -> Outcome:
     if context.only_reads:
         return skip("ec_role is ec_consumer, which never writes")
     try:
-        context.ask(lambda: context.s3.delete(f"{PROBE_PREFIX}{secrets.token_hex(8)}"))
+        context.ask(lambda: context.s3.delete(probe_name()))
     except AccessError:
         context.may_delete = False  # a good policy: only `gc` jobs need to delete
     except S3ECError as exc:
@@ -253,7 +257,7 @@ def write_by_store(context: CheckContext) -> Outcome:
     """Whether objects can be written to a corpus outside S3."""
     if context.only_reads:
         return skip("ec_role is ec_consumer, which never writes")
-    name = f"{PROBE_PREFIX}{secrets.token_hex(8)}"
+    name = probe_name()
 
     async def put_and_delete(store: Store) -> None:
         await store.put_if_absent(name, [b"s3ec doctor"])
@@ -400,7 +404,7 @@ def ranges(context: CheckContext) -> Outcome:
 def listing(context: CheckContext) -> Outcome:
     """Whether a listing is whole when it comes in several pages (ListObjectsV2)."""
     # A beginning of their own: doctors that were cut short may have left many objects there.
-    begin = f"{PROBE_PREFIX}{secrets.token_hex(8)}-"
+    begin = f"{probe_name()}-"
     with _probe_object(context, begin) as one, _probe_object(context, begin) as other:
         if one == other:
             return skip("needs two throw-away objects, and deleting is not allowed")

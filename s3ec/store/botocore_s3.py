@@ -93,26 +93,25 @@ class BotocoreStore:
     May be made before a loop exists; the SDK's client is made once, at the first call, and later
     calls must come from the loop of that one. At most ``settings.max_concurrency`` requests are
     out at a time; others wait for a slot without a limit. Then each is bounded by the timeouts of
-    ``settings`` and by the least throughput.
+    ``settings`` and by the least throughput, see RequestSlots.
 
     Args:
         settings: Where the bucket is and how to reach it.
+
+    Attributes:
         page_size: Entries asked for per page of a listing.
-        least_bytes_per_s: A body that comes or goes slower is a fault (UnavailableError): the
-            SDK's read timeout is not reached by a trickle, and does not guard an upload.
 
     Raises:
         ConfigError: Profile, region or CA file cannot be used.
     """
 
-    def __init__(
-        self, settings: Settings, *, page_size: int = 1000, least_bytes_per_s: float = 65536.0
-    ) -> None:
+    page_size = 1000
+
+    def __init__(self, settings: Settings) -> None:
         check_settings(settings)
         self._settings = settings
         self._root = f"{settings.prefix}/" if settings.prefix else ""
-        self._page_size = page_size
-        self._slots = RequestSlots(settings, least_bytes_per_s)
+        self._slots = RequestSlots(settings)
         self._opening = asyncio.Lock()
         self._opened: Opened | None = None
         self._pool = DaemonPool(settings.max_concurrency, "s3ec-sdk")
@@ -408,7 +407,7 @@ class BotocoreStore:
                     slot,
                     "list_objects_v2",
                     Prefix=self._root + prefix,
-                    MaxKeys=self._page_size,
+                    MaxKeys=self.page_size,
                     **extra,
                     **resume,
                 )

@@ -125,15 +125,18 @@ class RequestSlots:
 
     Args:
         settings: ``max_concurrency`` slots, and the timeouts that a deadline is made of.
-        least_bytes_per_s: A body that comes or goes slower is past its deadline.
 
     Attributes:
+        least_bytes_per_s: A body that comes or goes slower is past its deadline. A read timeout
+            is not reached by a trickle, and does not guard an upload.
         is_closed: Whether close() was called.
     """
 
-    def __init__(self, settings: Settings, least_bytes_per_s: float) -> None:
+    least_bytes_per_s = 65536.0
+
+    def __init__(self, settings: Settings) -> None:
         self.is_closed = False
-        self._bytes_per_s = least_bytes_per_s
+        self._bytes_per_s = self.least_bytes_per_s
         # Connect, then the reply's head, then silence within the body: each may take its limit.
         self._budget_s = settings.connect_timeout_s + 2 * settings.read_timeout_s
         self._slots = asyncio.Semaphore(settings.max_concurrency)

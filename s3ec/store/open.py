@@ -20,6 +20,8 @@ from s3ec.store.endpoint import BreakerStore, Endpoint
 from s3ec.store.retry import HedgeStore, RetryStore
 
 PROBE_PREFIX = ".s3ec-probe/"
+KEPT_PROBE = f"{PROBE_PREFIX}kept"
+"""For who may write and not delete: one small object stays, however often it is written."""
 _PROBE_BODY = b"s3ec asked whether If-None-Match is honoured here; this can be deleted\n"
 _answers: WeakKeyDictionary[Store, ConditionalPut] = WeakKeyDictionary()
 log = logging.getLogger(__name__)
@@ -103,6 +105,11 @@ def choose_transport(settings: Settings) -> Transport:
     return Transport("obstore", "`transport` asks for it" if asked else "`auto`: it is installed")
 
 
+def probe_name(begin: str = PROBE_PREFIX) -> str:
+    """A new name for a throw-away object."""
+    return begin + secrets.token_hex(8)
+
+
 class ConditionalPut(enum.Enum):
     """What a server makes of ``If-None-Match: *``."""
 
@@ -124,12 +131,12 @@ async def probe_conditional_put(store: Store) -> ConditionalPut:
     Raises:
         UnavailableError: The store does not answer now; ask again later.
     """
-    name = PROBE_PREFIX + secrets.token_hex(8)
+    name = probe_name()
     deletable = True
     try:
         await store.delete(name)
     except AccessError:
-        name, deletable = PROBE_PREFIX + "kept", False
+        name, deletable = KEPT_PROBE, False
     try:
         return await _write_twice(store, name)
     except AccessError as exc:

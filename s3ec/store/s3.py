@@ -145,10 +145,8 @@ class ObstoreStore(BotocoreStore):
       is ending, see obstore_runtime.
     """
 
-    def __init__(
-        self, settings: Settings, *, page_size: int = 1000, least_bytes_per_s: float = 65536.0
-    ) -> None:
-        super().__init__(settings, page_size=page_size, least_bytes_per_s=least_bytes_per_s)
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
         self._address: Address | None = None
         self._signed_by: Any = None
         self._clients: dict[str, S3Store] = {}

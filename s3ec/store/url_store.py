@@ -127,16 +127,17 @@ class UrlStore:
 
     Args:
         settings: With a ``url``.
+
+    Attributes:
         page_size: Entries asked for per page of a listing.
-        least_bytes_per_s: A body that comes or goes slower is a fault (UnavailableError).
 
     Raises:
         ConfigError: obstore refuses what the environment says about this cloud.
     """
 
-    def __init__(
-        self, settings: Settings, *, page_size: int = 1000, least_bytes_per_s: float = 65536.0
-    ) -> None:
+    page_size = 1000
+
+    def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._corpus = settings.corpus
         self._folder: RealFolder | None = None
@@ -144,8 +145,7 @@ class UrlStore:
         if self._corpus.scheme == "file":
             self._folder, inside = RealFolder(Path(inside)), ""
         self._root = f"{inside}/" if inside else ""
-        self._page_size = page_size
-        self._slots = RequestSlots(settings, least_bytes_per_s)
+        self._slots = RequestSlots(settings)
         # A folder may appear later, so a missing one is an error of each request.
         self._client: Any = None if self._folder else cloud_client(settings)
 
@@ -210,7 +210,7 @@ class UrlStore:
                 extend(_PAGE_BYTES)
                 if pages is None:
                     pages = obstore.list(
-                        client, above or None, offset=after, chunk_size=self._page_size
+                        client, above or None, offset=after, chunk_size=self.page_size
                     )
                 try:
                     page = await held(anext(pages))

@@ -14,7 +14,7 @@ from s3ec.errors import AccessError, ConfigError, ConflictError, UnavailableErro
 from s3ec.store.aioboto3_s3 import Aioboto3Store
 from s3ec.store.botocore_s3 import BotocoreStore
 from s3ec.store.open import (
-    PROBE_PREFIX,
+    KEPT_PROBE,
     ConditionalPut,
     HeadBeforePut,
     choose_transport,
@@ -79,7 +79,7 @@ async def test_probes_without_leave_to_delete_share_one_object(
     inner = kind()
     store = FaultStore(inner, Script([Fault(op="delete", error=AccessError)]))
     assert [await probe_conditional_put(store) for _ in range(3)] == [expected] * 3
-    assert list(inner.bucket.objects) == [PROBE_PREFIX + "kept"]
+    assert list(inner.bucket.objects) == [KEPT_PROBE]
 
 
 async def test_probe_whose_first_reply_was_lost_and_retried_finds_enforcement() -> None:
