@@ -74,7 +74,7 @@ def seconds_left() -> float:
     return math.inf if when is None else when - asyncio.get_running_loop().time()
 
 
-def hearing(on_answer: Callable[[], None]) -> AbstractContextManager[None]:
+def listening(on_answer: Callable[[], None]) -> AbstractContextManager[None]:
     """Have ``on_answer`` called when the answer to a request made inside begins."""
     return _Set(_on_answer, on_answer)
 
@@ -86,7 +86,7 @@ def answer_begun() -> None:
         on_answer()
 
 
-def counting(on_page: Callable[[int], None]) -> AbstractContextManager[None]:
+def listening_for_pages(on_page: Callable[[int], None]) -> AbstractContextManager[None]:
     """Have ``on_page`` called for each page of a listing, with its steps that need no request."""
     return _Set(_on_page, on_page)
 
@@ -122,6 +122,11 @@ class _Set(AbstractContextManager[None], Generic[T]):
 
 class RequestSlots:
     """One store's requests: how many are under way, and until when each of them may be.
+
+    States: new, then bound to the loop of the first ``check_loop``, then closed for good by
+    ``close``. A request waits for a slot, is under way within its deadline, and gives the slot
+    back, however it ended. ``close`` ends those that are under way and those that wait, and
+    ``abandon`` ends only the former.
 
     Args:
         settings: ``max_concurrency`` slots, and the timeouts that a deadline is made of.

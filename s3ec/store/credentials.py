@@ -29,10 +29,22 @@ _HANGING_LOOKS = 4
 
 
 class ChainCredentials:
-    """What signs all requests of one store.
+    """What signs all requests of one store, for one event loop.
 
-    One event loop's. Of the SDK's own objects it needs ``get_frozen_credentials``, and
-    ``refresh_needed`` where they expire; the former may take its time, in a thread.
+    States of the credentials:
+
+    - missing: the chain has given none yet.
+    - good: requests get them at once. A look beside the requests renews them now and then.
+    - expiring: their end is near. A look has the SDK's object renew them.
+    - refused: a server said so (``refused``). A look walks the whole chain. They are good again
+      once a server accepts them (``accepted``) or a look finds others.
+
+    Where they are not good, a request waits for a look, but no longer than ``patience_s``. A look
+    that ended less than ``look_every_s`` ago is not repeated: the request gets its error, or the
+    credentials as they are. One look is under way at a time.
+
+    Of the SDK's own objects it needs ``get_frozen_credentials``, and ``refresh_needed`` where they
+    expire; the former may take its time, in a thread.
 
     Args:
         find: Walks the SDK's chain, in a thread; raises what the SDK raises, NoCredentialsError

@@ -39,7 +39,7 @@ from s3ec.counters import Counters, RecentTimes
 from s3ec.errors import AccessError, S3ECError, UnavailableError
 from s3ec.settings import Settings
 from s3ec.store.base import ObjectInfo, Store, Wrapper
-from s3ec.store.concurrency import counting, hearing
+from s3ec.store.concurrency import listening, listening_for_pages
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -301,7 +301,16 @@ _Waiting = tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]
 class AdaptiveConcurrency:
     """Places for requests, fewer while the endpoint throttles; for any number of threads.
 
-    Reads get places in the order they were asked for, and so do the others.
+    States of a place, and what moves it between them:
+
+    - free: ``try_take`` takes it, and ``take`` does where nobody waits.
+    - taken: ``give_back`` makes it free. Where requests wait, the next of them has it at once.
+    - withheld: nobody gets it. ``slow_down`` withholds half of the places; one that is taken
+      is withheld when it is given back. ``speed_up`` makes them free, one for each round of
+      answers.
+
+    A request waits in one of two queues, for reads and for the others, each first come, first
+    served. ``wake_all`` lets all of them go on beyond the number of places.
 
     Args:
         places: With an endpoint that does not complain. At least one is left.
@@ -559,7 +568,7 @@ class BreakerStore(Wrapper):
             in_hand += entries
 
         async def ask() -> ObjectInfo:
-            with counting(came):
+            with listening_for_pages(came):
                 return await pages.__anext__()
 
         async def next_entry() -> ObjectInfo:
@@ -590,13 +599,11 @@ class BreakerStore(Wrapper):
         return result
 
     async def _watched(self, call: Callable[[], Awaitable[T]], ticket: Ticket) -> T:
-        watch = _Watch(
-            self._breaker.slow_s, lambda: self._silent(ticket), lambda: self._breaker.began(ticket)
-        )
+        watch = _Watch(self._breaker, ticket, self._on_silence)
         try:
-            with hearing(watch.heard):
+            with listening(watch.on_answer):
                 result = await call()
-            watch.heard()  # for transports that tell nothing, and answers without a body
+            watch.on_answer()  # for transports that tell nothing, and answers without a body
         finally:
             watch.stop()
         return result
@@ -616,14 +623,14 @@ class BreakerStore(Wrapper):
         if self._breaker.failed(ticket, exc):
             self._opened()
 
-    def _silent(self, ticket: Ticket) -> None:
+    def _on_silence(self, ticket: Ticket) -> None:
         self._counters.add("store.slow_starts")
         if self._breaker.silent(ticket):
             self._opened()
 
     def _opened(self) -> None:
         self._counters.add("breaker.opened")
-        # Those that wait for a place hear at once that there is nothing to wait for.
+        # Those that wait for a place fail at once: there is nothing to wait for.
         self._pace.wake_all()
 
 
@@ -632,33 +639,35 @@ _LOOKS = 4
 
 
 class _Watch:
-    """Says when nothing has been heard for a while, once.
+    """Tells the breaker when the answer to a request begins, and when that takes too long.
 
-    The time is taken in several looks, and one that comes late does not count: a loop that could
-    not run may have the answer unread.
+    States: waiting, then silent after the breaker's ``slow_s``, and answered from either. That
+    time is taken in several looks, and one that comes late does not count: a loop that could not
+    run may have the answer unread.
     """
 
     def __init__(
-        self, limit_s: float, on_silence: Callable[[], None], on_answer: Callable[[], None]
+        self, breaker: Breaker, ticket: Ticket, on_silence: Callable[[Ticket], None]
     ) -> None:
         self._loop = asyncio.get_running_loop()
-        self._pause_s = limit_s / _LOOKS
+        self._breaker = breaker
+        self._ticket = ticket
+        self._pause_s = breaker.slow_s / _LOOKS
         self._left = _LOOKS
         self._on_silence = on_silence
-        self._on_answer = on_answer
-        self._is_heard = False
+        self._is_answered = False
         self._wait()
 
     def _wait(self) -> None:
         self._due = self._loop.time() + self._pause_s
         self._timer = self._loop.call_at(self._due, self._look)
 
-    def heard(self) -> None:
+    def on_answer(self) -> None:
         """The answer has begun; later calls say nothing new."""
-        if not self._is_heard:
-            self._is_heard = True
+        if not self._is_answered:
+            self._is_answered = True
             self.stop()
-            self._on_answer()
+            self._breaker.began(self._ticket)
 
     def stop(self) -> None:
         """Look no more."""
@@ -669,4 +678,4 @@ class _Watch:
         if self._left:
             self._wait()
         else:
-            self._on_silence()
+            self._on_silence(self._ticket)

@@ -69,6 +69,14 @@ _of_thread = threading.local()
 class Exchange:
     """One operation's request and answer, made by one thread at a time, ended by any.
 
+    States:
+
+    - idle: no thread works for it.
+    - running: a thread is in ``run``, for one of the operation's calls. ``uses`` and
+      ``is_done_with`` say which connection that thread has.
+    - aborted, by ``abort``, for good: a thread that is running gets an error from its socket, and
+      a later ``run`` fails at once. The connection is closed when no thread is running.
+
     Attributes:
         credentials: What signs the request, the SDK's tuple.
         is_aborted: Whether nobody waits for it any more.
