@@ -84,27 +84,27 @@ def credentials(context: CheckContext) -> Outcome:
 def endpoint(context: CheckContext) -> Outcome:
     """Whether an S3 server answers there."""
     try:
-        hello = context.ask(context.s3.hello)
+        found = context.ask(context.s3.probe_server)
     except S3ECError as exc:
         where = context.settings.endpoint_url or "AWS"
         from s3ec.corpus import mend_endpoint  # which takes 0.2 s, and the doctor has 2
 
         return fail(f"{where}: {exc}", mend_endpoint(context.settings, str(exc)))
-    context.hello = hello
-    server = f", {hello.server}" if hello.server else ""
-    if not hello.is_s3:
+    context.server = found
+    name = f", {found.server}" if found.server else ""
+    if not found.is_s3:
         return fail(
-            f"{hello.url} answers{server}, but not as S3 does",
+            f"{found.url} answers{name}, but not as S3 does",
             "correct `endpoint_url`: the S3 port, not that of a web console",
         )
     here = _region_of_machine()
-    if here and hello.region and here != hello.region:
+    if here and found.region and here != found.region:
         return warn(
-            f"{hello.url} answers{server}; the bucket is in {hello.region}, this machine in {here}",
+            f"{found.url} answers{name}; the bucket is in {found.region}, this machine in {here}",
             "read a copy that is near (terraform/ replicates buckets): a read from another region "
             "takes longer and costs more than most encodes",
         )
-    return ok(f"{hello.url} answers{server}", cell=hello.server)
+    return ok(f"{found.url} answers{name}", cell=found.server)
 
 
 def _region_of_machine() -> str:
@@ -114,7 +114,7 @@ def _region_of_machine() -> str:
 
 def clock(context: CheckContext) -> Outcome:
     """How far this machine's clock is from the server's. Signatures depend on it."""
-    skew_s = context.hello.skew_s if context.hello else None
+    skew_s = context.server.skew_s if context.server else None
     if skew_s is None:
         return skip("the server sends no date")
     side = "behind" if skew_s > 0 else "ahead of"
@@ -145,8 +145,8 @@ async def _first_object(store: Store) -> str | None:
 
 def addressing(context: CheckContext) -> Outcome:
     """Whether requests have the bucket in the path or the host name, and whether both work."""
-    hello = context.hello
-    used, other = ("virtual", "path") if hello and hello.virtual_host else ("path", "virtual")
+    server = context.server
+    used, other = ("virtual", "path") if server and server.virtual_host else ("path", "virtual")
     style = context.settings.addressing_style
     found = f"{used} style" + (" (auto)" if style == "auto" else "")
     host = urlsplit(context.settings.endpoint_url or "").hostname or ""

@@ -102,7 +102,7 @@ class S3Probe:
         with self._boundary("AssumeRole"):
             self._role_session()
 
-    def hello(self) -> ServerProbe:
+    def probe_server(self) -> ServerProbe:
         """Send a request without credentials. Any answer, even a refusal, shows a server is there.
 
         Raises:
@@ -118,13 +118,13 @@ class S3Probe:
             except ClientError as exc:
                 reply = exc.response
             except ResponseParserError:
-                return self._hello(sent[0], {}, 0.0, is_s3=False)
+                return self._server_probe(sent[0], {}, 0.0, is_s3=False)
         now_s = (before_s + time.time()) / 2
         headers = reply["ResponseMetadata"].get("HTTPHeaders", {})
         is_s3 = "html" not in headers.get("content-type", "") or "x-amz-request-id" in headers
-        return self._hello(sent[0], headers, now_s, is_s3=is_s3)
+        return self._server_probe(sent[0], headers, now_s, is_s3=is_s3)
 
-    def _hello(
+    def _server_probe(
         self, url: str, headers: Mapping[str, str], now_s: float, *, is_s3: bool
     ) -> ServerProbe:
         parts = urlsplit(url)

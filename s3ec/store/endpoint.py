@@ -487,7 +487,7 @@ class Endpoint:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.breaker = Breaker(options, clock=clock)
-        self.pace = AdaptiveConcurrency(places)
+        self.concurrency = AdaptiveConcurrency(places)
         self.retries = Budget(_RETRIES, at_most=_RETRIES_SAVED, at_first=1.0)
         self.hedges = Budget(_HEDGES, at_most=_HEDGES_SAVED, at_first=0.0)
 
@@ -541,14 +541,14 @@ class BreakerStore(Wrapper):
     def __init__(self, inner: Store, endpoint: Endpoint, counters: Counters) -> None:
         super().__init__(inner)
         self._breaker = endpoint.breaker
-        self._pace = endpoint.pace
+        self._concurrency = endpoint.concurrency
         self._counters = counters
 
     async def _around(self, op: str, name: str, call: Callable[[], Awaitable[T]]) -> T:
         is_read = op in _READS
         if self._breaker.refuses(is_read=is_read):
             raise BreakerOpenError("the breaker is open")
-        since = await self._pace.take(is_read=is_read)
+        since = await self._concurrency.take(is_read=is_read)
         try:
             # Once more: it may have opened while this one waited for a place.
             ticket = self._breaker.admit(is_read=is_read)
@@ -556,7 +556,7 @@ class BreakerStore(Wrapper):
                 raise BreakerOpenError("the breaker is open")
             return await self._ask(call, ticket, since, is_watched=op in _WATCHED)
         finally:
-            self._pace.give_back()
+            self._concurrency.give_back()
 
     def _next_of(
         self, prefix: str, pages: AsyncIterator[ObjectInfo]
@@ -610,13 +610,13 @@ class BreakerStore(Wrapper):
 
     def _answered(self, ticket: Ticket) -> None:
         self._breaker.succeeded(ticket)
-        brought_back = self._pace.speed_up()
+        brought_back = self._concurrency.speed_up()
         if brought_back:
             self._counters.add("pace.withheld", -brought_back)
 
     def _failed(self, ticket: Ticket, exc: UnavailableError | AccessError, since: int) -> None:
         if isinstance(exc, UnavailableError) and exc.is_throttle:
-            taken_away = self._pace.slow_down(since)
+            taken_away = self._concurrency.slow_down(since)
             if taken_away:
                 self._counters.add("pace.slowed")
                 self._counters.add("pace.withheld", taken_away)
@@ -631,7 +631,7 @@ class BreakerStore(Wrapper):
     def _opened(self) -> None:
         self._counters.add("breaker.opened")
         # Those that wait for a place fail at once: there is nothing to wait for.
-        self._pace.wake_all()
+        self._concurrency.wake_all()
 
 
 # The silence before an answer is looked at so often, see _Watch.

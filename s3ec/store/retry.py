@@ -118,7 +118,7 @@ class HedgeStore(Wrapper):
     def __init__(self, inner: Store, endpoint: Endpoint, counters: Counters) -> None:
         super().__init__(inner)
         self._counters = counters
-        self._pace = endpoint.pace
+        self._concurrency = endpoint.concurrency
         self._budget = endpoint.hedges
         self._times = defaultdict[int, RecentTimes](lambda: RecentTimes(_SAMPLES, few=_FEWEST))
 
@@ -145,14 +145,14 @@ class HedgeStore(Wrapper):
 
     def _begin_second(self, call: Call) -> asyncio.Task[Blob | None] | None:
         """Send it once more, where that is affordable."""
-        if not self._pace.try_take():
+        if not self._concurrency.try_take():
             return None
         if not self._budget.take():
-            self._pace.give_back()
+            self._concurrency.give_back()
             return None
         self._counters.add("hedge.sent")
         second = asyncio.ensure_future(call())
-        second.add_done_callback(lambda _: self._pace.give_back())
+        second.add_done_callback(lambda _: self._concurrency.give_back())
         return second
 
 

@@ -403,7 +403,7 @@ _NO_ANSWERS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class ObstoreFailure:
     """An error of obstore, as obstore_errors reads it.
 
     Attributes:
@@ -447,30 +447,30 @@ class UnfitError(AskAgainError):
     """obstore refuses this server whatever is asked, and the SDK does not."""
 
 
-def from_obstore(fault: Fault, what: str, operation: str) -> sdk.ClientError | S3ECError:
+def from_obstore(failure: ObstoreFailure, what: str, operation: str) -> sdk.ClientError | S3ECError:
     """An error of obstore about a bucket of S3, as the SDK has it where a server answered.
 
     Args:
         what: Begins every message.
         operation: The SDK's name of what was asked.
     """
-    if fault.status is not None:
-        return _as_sdk(fault.status, fault.error, operation)
-    if fault.said == "redirected":
+    if failure.status is not None:
+        return _as_sdk(failure.status, failure.error, operation)
+    if failure.said == "redirected":
         return _as_sdk(307, {"Code": "TooManyRedirects"}, operation)
-    if fault.said == "moved":
+    if failure.said == "moved":
         return _as_sdk(301, {"Code": "PermanentRedirect"}, operation)
-    if fault.said == "authority":
+    if failure.said == "authority":
         # rustls minds, OpenSSL does not.
         return UnfitError(f"{what}: a server's certificate may not be an authority's as well")
-    if fault.said == "no etag":
+    if failure.said == "no etag":
         return UnavailableError(f"{what}: the answer is not an S3 server's")
-    if fault.said == "wrong range":
-        return UnavailableError(f"{what}: the answer holds another range ({fault.text})")
+    if failure.said == "wrong range":
+        return UnavailableError(f"{what}: the answer holds another range ({failure.text})")
     # The whole object where a range was asked for, a body in chunks, a range "of *"; or the text
     # of a release that words the above differently.
-    return _no_answer(fault, what) or AskAgainError(
-        f"{what}: {fault.text or 'obstore failed without a reason'}"
+    return _no_answer(failure, what) or AskAgainError(
+        f"{what}: {failure.text or 'obstore failed without a reason'}"
     )
 
 
@@ -484,59 +484,61 @@ def _as_sdk(status: int, error: Mapping[str, str], operation: str) -> sdk.Client
     return sdk.ClientError(response, operation)
 
 
-def _no_answer(fault: Fault, what: str, setting: str = "endpoint_url") -> S3ECError | None:
+def _no_answer(
+    failure: ObstoreFailure, what: str, setting: str = "endpoint_url"
+) -> S3ECError | None:
     """Why no server answered; None where it is something else."""
-    if fault.said in ("not trusted", "authority"):
-        return _not_trusted(what, fault.debug, setting)
-    if fault.said == "timeout":
+    if failure.said in ("not trusted", "authority"):
+        return _not_trusted(what, failure.debug, setting)
+    if failure.said == "timeout":
         return UnavailableError(f"{what}: timed out")
-    if fault.said not in _NO_ANSWERS:
+    if failure.said not in _NO_ANSWERS:
         return None
-    kind = BrokenConnectionError if fault.said == "broken" else UnavailableError
-    why = f" ({fault.reason})" if fault.reason else ""
-    return kind(f"{what}: {_NO_ANSWERS[fault.said]}{why}")
+    kind = BrokenConnectionError if failure.said == "broken" else UnavailableError
+    why = f" ({failure.reason})" if failure.reason else ""
+    return kind(f"{what}: {_NO_ANSWERS[failure.said]}{why}")
 
 
-def from_url(fault: Fault, what: str) -> S3ECError:
+def from_url(failure: ObstoreFailure, what: str) -> S3ECError:
     """An error of obstore about what a ``url`` names.
 
     Args:
         what: Begins every message.
     """
-    if fault.by_class == "absent" or fault.errno in _ABSENT:
+    if failure.by_class == "absent" or failure.errno in _ABSENT:
         return AbsentError(f"{what}: there is no such thing; correct `url`", code="NotFound")
-    if fault.by_class == "taken":
+    if failure.by_class == "taken":
         return ConflictError(f"{what}: it is there already")
-    if fault.status == 416 or fault.said == "start too large":
+    if failure.status == 416 or failure.said == "start too large":
         return WrongRangeError(f"{what}: the object ends before that range")
-    if fault.by_class == "denied" or fault.status in (401, 403):
-        status = f" ({fault.status})" if fault.status else ""
+    if failure.by_class == "denied" or failure.status in (401, 403):
+        status = f" ({failure.status})" if failure.status else ""
         return AccessError(
             f"{what}: refused{status}; allow these credentials to read, list and create objects "
             "here",
-            code=str(fault.status or "PermissionDenied"),
-            is_general=fault.status == 401,
+            code=str(failure.status or "PermissionDenied"),
+            is_general=failure.status == 401,
         )
-    if fault.errno is not None:
-        name = errno.errorcode.get(fault.errno, str(fault.errno))
-        said = f"{what}: {name} ({fault.text})"
-        if fault.errno not in _REFUSED:
+    if failure.errno is not None:
+        name = errno.errorcode.get(failure.errno, str(failure.errno))
+        said = f"{what}: {name} ({failure.text})"
+        if failure.errno not in _REFUSED:
             return UnavailableError(said)
         return AccessError(
             f"{said}; give this user the right to do that", code=name, is_general=False
         )
-    if fault.status is not None:
-        if _is_later(fault.status):
+    if failure.status is not None:
+        if _is_later(failure.status):
             return UnavailableError(
-                f"{what}: {fault.status}",
-                status=fault.status,
-                is_throttle=fault.status in _THROTTLES,
+                f"{what}: {failure.status}",
+                status=failure.status,
+                is_throttle=failure.status in _THROTTLES,
             )
-        return AccessError(f"{what}: {fault.status}; correct `url`", code=str(fault.status))
-    if (error := _no_answer(fault, what, "url")) is not None:
+        return AccessError(f"{what}: {failure.status}; correct `url`", code=str(failure.status))
+    if (error := _no_answer(failure, what, "url")) is not None:
         return error
-    if fault.by_class == "unsupported":
+    if failure.by_class == "unsupported":
         return AccessError(
-            f"{what}: {fault.text}; obstore cannot do that", code="NotSupported", is_general=False
+            f"{what}: {failure.text}; obstore cannot do that", code="NotSupported", is_general=False
         )
-    return UnavailableError(f"{what}: {fault.text or 'obstore failed without a reason'}")
+    return UnavailableError(f"{what}: {failure.text or 'obstore failed without a reason'}")

@@ -35,7 +35,7 @@ from s3ec.store.base import (
     delete_each,
 )
 from s3ec.store.concurrency import Extend, RequestSlots, page_begun, read_body
-from s3ec.store.obstore_errors import fault_of, plain_errors
+from s3ec.store.obstore_errors import failure_of, plain_errors
 from s3ec.store.obstore_runtime import held
 from s3ec.store.s3 import ObstoreReply, http_options
 from s3ec.store.s3_errors import AbsentError, WrongRangeError
@@ -344,5 +344,5 @@ def cloud_client(settings: Settings) -> GCSStore | AzureStore:
         return AzureStore(corpus.bucket, **common)
     except (BaseError, ValueError) as exc:
         hint = "; set AZURE_STORAGE_ACCOUNT_NAME" if corpus.scheme == "az" else ""
-        reason = fault_of(exc).text
+        reason = failure_of(exc).text
         raise ConfigError(f"`url` = `{corpus}`: {reason}{hint}", field="url") from exc
