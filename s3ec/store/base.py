@@ -145,7 +145,7 @@ def check_range(start: int, length: int) -> None:
         raise ValueError("a range starts at 0 or later and has 1 byte or more")
 
 
-def check_folder(prefix: str) -> None:
+def check_folder_name(prefix: str) -> None:
     """Raise ValueError for a prefix that does not end with the slash of a folder."""
     if prefix and not prefix.endswith("/"):
         raise ValueError("a folder's prefix is empty or ends with a slash")

@@ -29,7 +29,7 @@ from s3ec.store.base import (
     Blob,
     ObjectInfo,
     check_batch,
-    check_folder,
+    check_folder_name,
     check_name,
     check_range,
     content_type_of,
@@ -197,7 +197,7 @@ class BotocoreStore:
                 yield ObjectInfo(name, int(entry["Size"]), _written_s(entry))
 
     async def list_folders(self, prefix: str) -> Sequence[str]:
-        check_folder(prefix)
+        check_folder_name(prefix)
         above = self._root + prefix
         folders: dict[str, None] = {}
         async for found, _ in self._pages(prefix, {"Delimiter": "/"}, _folders_of):

@@ -75,7 +75,7 @@ class ChainCredentials:
         self._since_s = 0.0  # when those came into use
         self._refused = ""  # the server's code; empty while they are good
         self._refused_s = 0.0
-        self._told: Any = None  # those that the log has called refused, with no others there
+        self._logged: Any = None  # those that the log has called refused, with no others there
         self._problem: Exception | None = None
         self._asked_s = float("-inf")
         self._asking: asyncio.Task[None] | None = None
@@ -188,8 +188,8 @@ class ChainCredentials:
                 )
             self._frozen, self._refused = frozen, ""
             self._since_s = self._clock()
-        elif self._refused and frozen != self._told:
-            self._told = frozen
+        elif self._refused and frozen != self._logged:
+            self._logged = frozen
             log.warning(
                 "the credentials are refused (%s), and there are no others yet (%s)",
                 self._refused,

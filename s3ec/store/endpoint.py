@@ -204,7 +204,7 @@ class Breaker:
         return self.is_open and not all(one.may_ask() for one in self._concerned(is_read))
 
     def admit(self, *, is_read: bool) -> Ticket | None:
-        """Let a request through; None where it must not go out. Its end is to be told."""
+        """Let a request through; None where it must not go out. Its caller reports its end."""
         with self._lock:
             concerned = self._concerned(is_read)
             if not all(one.may_ask() for one in concerned):

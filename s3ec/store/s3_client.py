@@ -164,16 +164,16 @@ class _Connection:
         # For sending; the answer is waited for with the limit for silence again. A body goes out
         # as long as its deadline lets it, which then shuts the socket down.
         self.sock.settimeout(None)
-        self._tell()
+        self._register()
 
     def request(self, *args: Any, **kwargs: Any) -> None:
         self.exchange = getattr(_of_thread, "exchange", None)
         if self.sock is not None:
             self.sock.settimeout(None)
-            self._tell()
+            self._register()
         super().request(*args, **kwargs)  # type: ignore[misc]
 
-    def _tell(self) -> None:
+    def _register(self) -> None:
         exchange = getattr(_of_thread, "exchange", None)
         if exchange is not None:
             exchange.uses(self)

@@ -29,7 +29,7 @@ from s3ec.store.base import (
     Blob,
     ObjectInfo,
     check_batch,
-    check_folder,
+    check_folder_name,
     check_range,
     content_type_of,
     delete_each,
@@ -226,7 +226,7 @@ class UrlStore:
                 yield self._info(entry)
 
     async def list_folders(self, prefix: str) -> Sequence[str]:
-        check_folder(prefix)
+        check_folder_name(prefix)
         above = self._root + prefix
         what = self._what("LIST", above)
         async with self._slot(what) as (client, extend):
