@@ -339,8 +339,7 @@ class Corpus:
             ConfigError: Profile, region or CA file cannot be used.
         """
         self.settings = settings
-        bare = store or open_store(settings)
-        self._store = RetryStore(bare, Counters(), attempts=attempts) if attempts > 1 else bare
+        self._store = RetryStore(store or open_store(settings), Counters(), attempts=attempts)
         self._wording = wording or Wording()
         self._note = note or (lambda text: log.info("%s", text))
         self._thread = LoopThread("s3ec-corpus")

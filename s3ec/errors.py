@@ -7,6 +7,8 @@ these at one boundary per transport, so nothing above a transport imports an SDK
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 
 class S3ECError(Exception):
     """Base of every error that s3ec raises on purpose."""
@@ -116,3 +118,11 @@ class TierError(S3ECError):
 
     The caller goes on without the tier for this entry and counts it.
     """
+
+
+def causes_of(exc: BaseException) -> Iterator[BaseException]:
+    """This error, then one after the other those that it was raised for."""
+    seen: BaseException | None = exc
+    while seen is not None:
+        yield seen
+        seen = seen.__cause__ or seen.__context__

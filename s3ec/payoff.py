@@ -21,7 +21,7 @@ DAYS_A_MONTH = 30.4
 # Reads of one entry from the bucket in a month, where nobody says more. Most questions about a
 # document come in one session and on one node, whose disk tier answers the second.
 ASSUMED_READS = 1.5
-# A share of the encoder's time that a verdict does not turn on.
+# A share of the encoder's time that an assessment does not turn on.
 MARGIN = 1.25
 # Large objects are fetched in ranges of this size, all at once.
 _RANGE_BYTES = 4 * 2**20
@@ -285,7 +285,7 @@ class Known:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Assessment:
     """One answer.
 
     Attributes:
@@ -317,7 +317,7 @@ class Payoff:
             where one read costs more than an encode.
         keep_days: How long an entry may lie unread before its storage has cost one encode;
             infinite where storage costs nothing.
-        latency, throughput, money: The verdicts.
+        latency, throughput, money: What each comes to.
     """
 
     nbytes: float
@@ -330,9 +330,9 @@ class Payoff:
     read_dollars: float
     break_even_reads: float
     keep_days: float
-    latency: Verdict
-    throughput: Verdict
-    money: Verdict
+    latency: Assessment
+    throughput: Assessment
+    money: Assessment
 
     @property
     def is_a_loss(self) -> bool:
@@ -368,16 +368,16 @@ def pay_off(inputs: Inputs) -> Payoff:
         read_dollars=read_dollars,
         break_even_reads=break_even,
         keep_days=keep_days,
-        latency=_verdict(
+        latency=_assess(
             encode_ms / hit_ms,
             f"encoding takes {encode_ms:.3g} ms, a hit from the bucket {hit_ms:.3g}",
         ),
-        throughput=_verdict(
+        throughput=_assess(
             inputs.node_mb_s.value / tie_mb_s,
             f"a node fetches {inputs.node_mb_s.value:.3g} MB/s; at {tie_mb_s:.3g} MB/s it brings "
             "as many embeddings as the encoder makes",
         ),
-        money=_verdict(
+        money=_assess(
             math.inf if break_even == 0 else reads / break_even,
             f"{reads:.2g} reads from the bucket a month, "
             + (
@@ -389,10 +389,10 @@ def pay_off(inputs: Inputs) -> Payoff:
     )
 
 
-def _verdict(ratio: float, why: str) -> Verdict:
+def _assess(ratio: float, why: str) -> Assessment:
     if ratio > MARGIN:
-        return Verdict("yes", ratio, why)
-    return Verdict("no" if ratio < 1 / MARGIN else "even", ratio, why)
+        return Assessment("yes", ratio, why)
+    return Assessment("no" if ratio < 1 / MARGIN else "even", ratio, why)
 
 
 def estimate(model: ModelEstimate, gpu: Gpu, store: StorePreset) -> Payoff:

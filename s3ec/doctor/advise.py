@@ -7,7 +7,6 @@ What cannot be measured is what the user gave, and else an assumption that says 
 from __future__ import annotations
 
 import re
-import secrets
 import statistics
 import time
 import urllib.error
@@ -38,7 +37,7 @@ from s3ec.payoff import (
 )
 from s3ec.runtime import LoopThread
 from s3ec.settings import Settings
-from s3ec.store.open import PROBE_PREFIX, open_store
+from s3ec.store.open import open_store, probe_name
 
 _METRICS_TIMEOUT_S = 5.0
 _MOST_METRICS_BYTES = 16 * 2**20
@@ -246,7 +245,7 @@ def measure_bucket(settings: Settings, nbytes: int) -> StoreLatency:
     loop = LoopThread("s3ec-advise")
     store = open_store(settings)
     try:
-        name = f"{PROBE_PREFIX}{secrets.token_hex(8)}"
+        name = probe_name()
         return loop.run(measure_store(store, name, nbytes), LATENCY_LIMIT_S)
     except TimeoutError as exc:
         raise UnavailableError(f"no end within {LATENCY_LIMIT_S:.0f} s") from exc

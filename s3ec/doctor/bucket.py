@@ -9,14 +9,19 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import os
-import secrets
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 from s3ec.doctor.check import CheckContext, Outcome, fail, ok, skip, warn
 from s3ec.errors import AccessError, CorruptEntryError, S3ECError, UnavailableError
 from s3ec.store.base import Blob, Store
-from s3ec.store.open import PROBE_PREFIX, ConditionalPut, probe_conditional_put
+from s3ec.store.open import (
+    KEPT_PROBE,
+    PROBE_PREFIX,
+    ConditionalPut,
+    probe_conditional_put,
+    probe_name,
+)
 from s3ec.store.unreachable import mend_endpoint
 
 WARN_SKEW_S = 60.0
@@ -80,25 +85,25 @@ def credentials(context: CheckContext) -> Outcome:
 def endpoint(context: CheckContext) -> Outcome:
     """Whether an S3 server answers there."""
     try:
-        hello = context.ask(context.s3.hello)
+        found = context.ask(context.s3.probe_server)
     except S3ECError as exc:
         where = context.settings.endpoint_url or "AWS"
         return fail(f"{where}: {exc}", mend_endpoint(context.settings, str(exc)))
-    context.hello = hello
-    server = f", {hello.server}" if hello.server else ""
-    if not hello.is_s3:
+    context.server = found
+    name = f", {found.server}" if found.server else ""
+    if not found.is_s3:
         return fail(
-            f"{hello.url} answers{server}, but not as S3 does",
+            f"{found.url} answers{name}, but not as S3 does",
             "correct `endpoint_url`: the S3 port, not that of a web console",
         )
     here = _region_of_machine()
-    if here and hello.region and here != hello.region:
+    if here and found.region and here != found.region:
         return warn(
-            f"{hello.url} answers{server}; the bucket is in {hello.region}, this machine in {here}",
+            f"{found.url} answers{name}; the bucket is in {found.region}, this machine in {here}",
             "read a copy that is near (terraform/ replicates buckets): a read from another region "
             "takes longer and costs more than most encodes",
         )
-    return ok(f"{hello.url} answers{server}", cell=hello.server)
+    return ok(f"{found.url} answers{name}", cell=found.server)
 
 
 def _region_of_machine() -> str:
@@ -108,7 +113,7 @@ def _region_of_machine() -> str:
 
 def clock(context: CheckContext) -> Outcome:
     """How far this machine's clock is from the server's. Signatures depend on it."""
-    skew_s = context.hello.skew_s if context.hello else None
+    skew_s = context.server.skew_s if context.server else None
     if skew_s is None:
         return skip("the server sends no date")
     side = "behind" if skew_s > 0 else "ahead of"
@@ -139,8 +144,8 @@ async def _first_object(store: Store) -> str | None:
 
 def addressing(context: CheckContext) -> Outcome:
     """Whether requests have the bucket in the path or the host name, and whether both work."""
-    hello = context.hello
-    used, other = ("virtual", "path") if hello and hello.virtual_host else ("path", "virtual")
+    server = context.server
+    used, other = ("virtual", "path") if server and server.virtual_host else ("path", "virtual")
     style = context.settings.addressing_style
     found = f"{used} style" + (" (auto)" if style == "auto" else "")
     host = urlsplit(context.settings.endpoint_url or "").hostname or ""
@@ -212,10 +217,9 @@ def _denied_if_absent(context: CheckContext) -> Outcome:
 def _probe_object(context: CheckContext, begin: str = PROBE_PREFIX) -> Iterator[str]:
     """The name of an object to write, deleted afterwards where that is allowed."""
     if not context.may_delete:
-        # Always the same name, so that one small object stays however often the doctor runs.
-        yield f"{PROBE_PREFIX}kept"
+        yield KEPT_PROBE
         return
-    name = f"{begin}{secrets.token_hex(8)}"
+    name = probe_name(begin)
     try:
         yield name
     finally:
@@ -228,7 +232,7 @@ def write(context: CheckContext) -> Outcome:
     if context.only_reads:
         return skip("ec_role is ec_consumer, which never writes")
     try:
-        context.ask(lambda: context.s3.delete(f"{PROBE_PREFIX}{secrets.token_hex(8)}"))
+        context.ask(lambda: context.s3.delete(probe_name()))
     except AccessError:
         context.may_delete = False  # a good policy: only `gc` jobs need to delete
     except S3ECError as exc:
@@ -252,7 +256,7 @@ def write_by_store(context: CheckContext) -> Outcome:
     """Whether objects can be written to a corpus outside S3."""
     if context.only_reads:
         return skip("ec_role is ec_consumer, which never writes")
-    name = f"{PROBE_PREFIX}{secrets.token_hex(8)}"
+    name = probe_name()
 
     async def put_and_delete(store: Store) -> None:
         await store.put_if_absent(name, [b"s3ec doctor"])
@@ -399,7 +403,7 @@ def ranges(context: CheckContext) -> Outcome:
 def listing(context: CheckContext) -> Outcome:
     """Whether a listing is whole when it comes in several pages (ListObjectsV2)."""
     # A beginning of their own: doctors that were cut short may have left many objects there.
-    begin = f"{PROBE_PREFIX}{secrets.token_hex(8)}-"
+    begin = f"{probe_name()}-"
     with _probe_object(context, begin) as one, _probe_object(context, begin) as other:
         if one == other:
             return skip("needs two throw-away objects, and deleting is not allowed")

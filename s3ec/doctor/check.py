@@ -115,7 +115,7 @@ class CheckContext:
         with_vllm: Whether to look at vLLM at all.
         with_latency: Whether to measure the store.
         child: The process that imports vLLM, None before it runs and where vLLM is not installed.
-        hello: The endpoint's answer, once there is one.
+        server: The endpoint's answer, once there is one.
         first_object: Name of some object in the bucket, once listed.
         listed: Whether listing worked.
         may_delete: Whether probe objects can be taken away again.
@@ -130,7 +130,7 @@ class CheckContext:
     with_vllm: bool = True
     with_latency: bool = False
     child: VllmChild | None = None
-    hello: ServerProbe | None = None
+    server: ServerProbe | None = None
     first_object: str | None = None
     listed: bool = False
     may_delete: bool = True

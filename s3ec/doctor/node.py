@@ -15,6 +15,7 @@ from pathlib import Path
 from s3ec.doctor.check import CheckContext, Outcome, fail, ok, warn
 from s3ec.errors import TierError
 from s3ec.tier.files import Folders, free_bytes, is_full, make_folder, require_own_folder
+from s3ec.tier.inspection import plain_bytes
 
 MOUNTS = Path("/proc/self/mountinfo")
 _OCTAL = re.compile(r"\\([0-7]{3})")
@@ -88,7 +89,7 @@ def cache_space(context: CheckContext) -> Outcome:
     """Whether the disk has room for `cache_bytes` and `min_free_bytes`."""
     settings = context.settings
     try:
-        used = _tier_bytes(settings.cache_dir)
+        used = plain_bytes(Folders(settings.cache_dir), skip=set())
         free = _free_bytes(settings.cache_dir)
     except OSError as exc:
         return fail(f"{settings.cache_dir}: {exc.strerror}", _mend_folder(exc))
@@ -113,16 +114,6 @@ def _gib(nbytes: int) -> str:
     if abs(nbytes) >= 2**30:
         return f"{nbytes / 2**30:.1f}GiB"
     return f"{nbytes / 2**20:.0f}MiB"
-
-
-def _tier_bytes(root: Path) -> int:
-    """Bytes of the entries below a cache folder."""
-    total = 0
-    for folder, _, names in os.walk(Folders(root).objects):
-        for name in names:
-            with contextlib.suppress(FileNotFoundError):  # evicted meanwhile
-                total += os.lstat(os.path.join(folder, name)).st_size
-    return total
 
 
 def _free_bytes(path: Path) -> int:

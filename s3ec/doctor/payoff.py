@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import secrets
 from typing import Any
 
 from s3ec.doctor.advise import LATENCY_LIMIT_S, Measured, inputs_of, preset_of, prices_of
@@ -12,7 +11,7 @@ from s3ec.doctor.check import CheckContext, Outcome, ok, skip, warn
 from s3ec.doctor.latency import AT_ONCE, measure_store
 from s3ec.errors import S3ECError
 from s3ec.payoff import Known, pay_off
-from s3ec.store.open import PROBE_PREFIX
+from s3ec.store.open import probe_name
 
 # Gemma3-27B's, where no model was named.
 _USUAL_BYTES = 256 * 5376 * 2
@@ -25,7 +24,7 @@ def latency(context: CheckContext) -> Outcome:
         return skip("not asked for; `--latency` measures it")
     pages = _pages(context)
     nbytes = int(pages["rows"] * pages["width"] * pages["itemsize"]) if pages else _USUAL_BYTES
-    name = f"{PROBE_PREFIX}{secrets.token_hex(8)}"
+    name = probe_name()
     try:
         found = context.ask_store(
             lambda store: measure_store(store, name, nbytes), deadline_s=LATENCY_LIMIT_S

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
-from email.utils import parsedate_to_datetime
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -22,12 +21,18 @@ from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError, SSLError
 from botocore.exceptions import ConnectionError as SdkConnectionError
 from botocore.parsers import ResponseParserError
-from botocore.session import get_session
 
 from s3ec.errors import UnavailableError
 from s3ec.settings import Settings
-from s3ec.store.s3_client import configured, quiet_sdk_logs
-from s3ec.store.s3_errors import boundary, reading_answer
+from s3ec.store.s3_client import (
+    addressing_style,
+    client_options,
+    encryption,
+    new_session,
+    quiet_sdk_logs,
+    timeouts,
+)
+from s3ec.store.s3_errors import boundary, one_line, reading_answer, unix_s
 
 # A CRC32 that no body of ours has.
 _WRONG_CRC = "AAAAAA=="
@@ -97,7 +102,7 @@ class S3Probe:
         with self._boundary("AssumeRole"):
             self._role_session()
 
-    def hello(self) -> ServerProbe:
+    def probe_server(self) -> ServerProbe:
         """Send a request without credentials. Any answer, even a refusal, shows a server is there.
 
         Raises:
@@ -113,19 +118,19 @@ class S3Probe:
             except ClientError as exc:
                 reply = exc.response
             except ResponseParserError:
-                return self._hello(sent[0], {}, 0.0, is_s3=False)
+                return self._server_probe(sent[0], {}, 0.0, is_s3=False)
         now_s = (before_s + time.time()) / 2
         headers = reply["ResponseMetadata"].get("HTTPHeaders", {})
         is_s3 = "html" not in headers.get("content-type", "") or "x-amz-request-id" in headers
-        return self._hello(sent[0], headers, now_s, is_s3=is_s3)
+        return self._server_probe(sent[0], headers, now_s, is_s3=is_s3)
 
-    def _hello(
+    def _server_probe(
         self, url: str, headers: Mapping[str, str], now_s: float, *, is_s3: bool
     ) -> ServerProbe:
         parts = urlsplit(url)
         virtual = (parts.hostname or "").startswith(f"{self._settings.bucket.lower()}.")
         host = parts.netloc.partition(".")[2] if virtual else parts.netloc
-        skew_s = _date_s(headers.get("date", ""))
+        skew_s = unix_s(headers.get("date", ""))
         return ServerProbe(
             url=f"{parts.scheme}://{host}",
             server=headers.get("server", ""),
@@ -181,12 +186,7 @@ class S3Probe:
             AccessError: Refused.
             UnavailableError: Not answered, or not implemented (501).
         """
-        headers: dict[str, str] = {}
-        sse = sse or self._settings.sse
-        if sse != "none":
-            headers["ServerSideEncryption"] = sse
-        if sse == "aws:kms" and self._settings.sse_kms_key_id:
-            headers["SSEKMSKeyId"] = self._settings.sse_kms_key_id
+        headers = encryption(self._settings, sse)
         if wrong_crc:
             headers["ChecksumCRC32"] = _WRONG_CRC
         else:
@@ -247,7 +247,7 @@ class S3Probe:
 
     def _base_session(self) -> Any:
         if self._base is None:
-            self._base = configured(get_session(), self._settings)
+            self._base = new_session(self._settings)
         return self._base
 
     def _role_session(self) -> Any:
@@ -262,17 +262,14 @@ class S3Probe:
         with closing(base.create_client("sts", region, config=self._config())) as sts:
             reply = sts.assume_role(RoleArn=self._settings.role_arn, RoleSessionName="s3ec-doctor")
         keys = reply["Credentials"]
-        self._session = configured(get_session(), self._settings)
+        self._session = new_session(self._settings)
         self._session.set_credentials(
             keys["AccessKeyId"], keys["SecretAccessKey"], keys["SessionToken"]
         )
         return self._session
 
-    def _verify(self) -> str | None:
-        return str(self._settings.ca_bundle) if self._settings.ca_bundle else None
-
     def _client(self, *, style: str | None = None, checksums: str = "when_supported") -> Any:
-        kind = (style or self._style(), checksums)
+        kind = (style or addressing_style(self._settings), checksums)
         with self._lock:
             if kind not in self._clients:
                 self._clients[kind] = self._new_client(self._role_session(), *kind)
@@ -283,16 +280,14 @@ class S3Probe:
 
         It has a session of its own, since the other session is busy while it looks for them.
         """
-        session = configured(get_session(), self._settings)
+        session = new_session(self._settings)
         session.set_credentials("nobody", "unused")
-        client = self._new_client(session, self._style(), signature_version=UNSIGNED)
+        client = self._new_client(
+            session, addressing_style(self._settings), signature_version=UNSIGNED
+        )
         with self._lock:
             self._clients["unsigned", ""] = client
         return client
-
-    def _style(self) -> str:
-        chosen = self._settings.path_style
-        return "auto" if chosen is None else "path" if chosen else "virtual"
 
     def _new_client(
         self, session: Any, style: str, checksums: str = "when_supported", **more: Any
@@ -303,13 +298,7 @@ class S3Probe:
             response_checksum_validation=checksums,
             **more,
         )
-        return session.create_client(
-            "s3",
-            self._settings.region,
-            endpoint_url=self._settings.endpoint_url,
-            config=config,
-            verify=self._verify(),
-        )
+        return session.create_client("s3", config=config, **client_options(self._settings))
 
     def close(self) -> None:
         """Close all connections."""
@@ -318,19 +307,7 @@ class S3Probe:
             client.close()
 
     def _config(self, **more: Any) -> Config:
-        return Config(
-            retries={"total_max_attempts": 1},
-            connect_timeout=self._settings.connect_timeout_s,
-            read_timeout=self._settings.read_timeout_s,
-            **more,
-        )
-
-
-def _date_s(header: str) -> float | None:
-    try:
-        return parsedate_to_datetime(header).timestamp()
-    except ValueError:
-        return None
+        return Config(retries={"total_max_attempts": 1}, **timeouts(self._settings), **more)
 
 
 @contextmanager
@@ -353,4 +330,4 @@ def _reason(exc: Exception) -> str:
     found = _REASON.search(text)
     if found:
         return found[1].strip()
-    return "no connection in time" if "timed out" in text else " ".join(text.split())[:300]
+    return "no connection in time" if "timed out" in text else one_line(text)

@@ -59,7 +59,7 @@ from s3ec.index.rows import Rows
 from s3ec.index.segment import encode_segment
 from s3ec.store.base import ObjectInfo, Store
 from s3ec.store.concurrency import in_parallel
-from s3ec.store.open import PROBE_PREFIX
+from s3ec.store.open import probe_name
 from s3ec.tier.files import take_lock
 
 log = logging.getLogger(__name__)
@@ -441,7 +441,7 @@ async def server_time(store: Store) -> float:
         AccessError: This identity may not write or delete.
         UnavailableError: The store does not answer now.
     """
-    name = PROBE_PREFIX + secrets.token_hex(8)
+    name = probe_name()
     await store.delete(name)  # whoever may not delete leaves nothing behind
     try:
         with suppress(ConflictError):  # our own first attempt, whose reply was lost

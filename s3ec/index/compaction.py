@@ -218,7 +218,6 @@ class ElectedCompactor:
         self._files = files
         self._counters = counters
         self._options = options or BuildOptions()
-        self._allowed = False
         self._clock = clock
         self._left: Set[str] = frozenset()  # deltas that the last compaction could not merge...
         self._left_until_s = 0.0  # ...and how long they do not count
@@ -263,9 +262,7 @@ class ElectedCompactor:
         try:
             if not (await self._real_backlog()).is_large:
                 return False
-            if not self._allowed:
-                await require_conditional_put(self._store)
-                self._allowed = True
+            await require_conditional_put(self._store)
             made = await compact(self._store, self._layout, self._options)
         finally:
             await asyncio.to_thread(self._files.claims.release, claim)

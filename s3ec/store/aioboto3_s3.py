@@ -46,10 +46,8 @@ class Aioboto3Store(BotocoreStore):
     Limits, deadlines and errors are those of BotocoreStore.
     """
 
-    def __init__(
-        self, settings: Settings, *, page_size: int = 1000, least_bytes_per_s: float = 65536.0
-    ) -> None:
-        super().__init__(settings, page_size=page_size, least_bytes_per_s=least_bytes_per_s)
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
         self._resources = contextlib.AsyncExitStack()
 
     async def _connect(self) -> Opened:

@@ -145,7 +145,7 @@ def check_range(start: int, length: int) -> None:
         raise ValueError("a range starts at 0 or later and has 1 byte or more")
 
 
-def check_folder(prefix: str) -> None:
+def check_folder_name(prefix: str) -> None:
     """Raise ValueError for a prefix that does not end with the slash of a folder."""
     if prefix and not prefix.endswith("/"):
         raise ValueError("a folder's prefix is empty or ends with a slash")
@@ -184,11 +184,12 @@ class Wrapper:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._inner!r})"
 
-    async def _around(self, op: str, call: Callable[[], Awaitable[T]]) -> T:
+    async def _around(self, op: str, name: str, call: Callable[[], Awaitable[T]]) -> T:
         """Await one operation, or one entry of a listing.
 
         Args:
             op: Name of the method of Store.
+            name: Of the object, or the prefix that is listed; several names stand one a line.
             call: Makes the request; may be called again, except for ``list``. For
                 ``delete_many`` it raises while some names are to be asked for again. The next
                 call asks for those alone.
@@ -196,20 +197,22 @@ class Wrapper:
         return await call()
 
     async def get(self, name: str, *, max_bytes: int) -> Blob | None:
-        return await self._around("get", lambda: self._inner.get(name, max_bytes=max_bytes))
+        return await self._around("get", name, lambda: self._inner.get(name, max_bytes=max_bytes))
 
     async def get_range(self, name: str, start: int, length: int) -> Blob | None:
-        return await self._around("get_range", lambda: self._inner.get_range(name, start, length))
+        return await self._around(
+            "get_range", name, lambda: self._inner.get_range(name, start, length)
+        )
 
     async def put_if_absent(self, name: str, body: Sequence[bytes | memoryview]) -> None:
-        await self._around("put_if_absent", lambda: self._inner.put_if_absent(name, body))
+        await self._around("put_if_absent", name, lambda: self._inner.put_if_absent(name, body))
 
     async def head(self, name: str) -> ObjectInfo | None:
-        return await self._around("head", lambda: self._inner.head(name))
+        return await self._around("head", name, lambda: self._inner.head(name))
 
     async def list(self, prefix: str, *, start_after: str = "") -> AsyncIterator[ObjectInfo]:
         pages = self._inner.list(prefix, start_after=start_after)
-        next_entry = self._next_of(pages)
+        next_entry = self._next_of(prefix, pages)
         try:
             while True:
                 try:
@@ -222,15 +225,17 @@ class Wrapper:
             if isinstance(pages, AsyncGenerator):
                 await pages.aclose()
 
-    def _next_of(self, pages: AsyncIterator[ObjectInfo]) -> Callable[[], Awaitable[ObjectInfo]]:
+    def _next_of(
+        self, prefix: str, pages: AsyncIterator[ObjectInfo]
+    ) -> Callable[[], Awaitable[ObjectInfo]]:
         """What brings the next entry of a listing, or raises StopAsyncIteration."""
-        return lambda: self._around("list", pages.__anext__)
+        return lambda: self._around("list", prefix, pages.__anext__)
 
     async def list_folders(self, prefix: str) -> Sequence[str]:
-        return await self._around("list_folders", lambda: self._inner.list_folders(prefix))
+        return await self._around("list_folders", prefix, lambda: self._inner.list_folders(prefix))
 
     async def delete(self, name: str) -> None:
-        await self._around("delete", lambda: self._inner.delete(name))
+        await self._around("delete", name, lambda: self._inner.delete(name))
 
     async def delete_many(self, names: Sequence[str]) -> dict[str, S3ECError]:
         left: dict[str, S3ECError] = {}
@@ -248,7 +253,7 @@ class Wrapper:
                 raise _SomeLeftError(list(reasons.values()))
 
         try:
-            await self._around("delete_many", ask)
+            await self._around("delete_many", "\n".join(names), ask)
         except _SomeLeftError:
             pass
         except (UnavailableError, AccessError) as exc:

@@ -29,7 +29,7 @@ from s3ec.store.base import (
     Blob,
     ObjectInfo,
     check_batch,
-    check_folder,
+    check_folder_name,
     check_name,
     check_range,
     content_type_of,
@@ -45,7 +45,14 @@ from s3ec.store.concurrency import (
     page_begun,
     read_body,
 )
-from s3ec.store.s3_client import Exchange, Opened, check_settings, open_client, read_piece
+from s3ec.store.s3_client import (
+    Exchange,
+    Opened,
+    check_settings,
+    encryption,
+    open_client,
+    read_piece,
+)
 from s3ec.store.s3_errors import (
     CREDENTIAL_CODES,
     boundary,
@@ -86,26 +93,25 @@ class BotocoreStore:
     May be made before a loop exists; the SDK's client is made once, at the first call, and later
     calls must come from the loop of that one. At most ``settings.max_concurrency`` requests are
     out at a time; others wait for a slot without a limit. Then each is bounded by the timeouts of
-    ``settings`` and by the least throughput.
+    ``settings`` and by the least throughput, see RequestSlots.
 
     Args:
         settings: Where the bucket is and how to reach it.
+
+    Attributes:
         page_size: Entries asked for per page of a listing.
-        least_bytes_per_s: A body that comes or goes slower is a fault (UnavailableError): the
-            SDK's read timeout is not reached by a trickle, and does not guard an upload.
 
     Raises:
         ConfigError: Profile, region or CA file cannot be used.
     """
 
-    def __init__(
-        self, settings: Settings, *, page_size: int = 1000, least_bytes_per_s: float = 65536.0
-    ) -> None:
+    page_size = 1000
+
+    def __init__(self, settings: Settings) -> None:
         check_settings(settings)
         self._settings = settings
         self._root = f"{settings.prefix}/" if settings.prefix else ""
-        self._page_size = page_size
-        self._slots = RequestSlots(settings, least_bytes_per_s)
+        self._slots = RequestSlots(settings)
         self._opening = asyncio.Lock()
         self._opened: Opened | None = None
         self._pool = DaemonPool(settings.max_concurrency, "s3ec-sdk")
@@ -191,7 +197,7 @@ class BotocoreStore:
                 yield ObjectInfo(name, int(entry["Size"]), _written_s(entry))
 
     async def list_folders(self, prefix: str) -> Sequence[str]:
-        check_folder(prefix)
+        check_folder_name(prefix)
         above = self._root + prefix
         folders: dict[str, None] = {}
         async for found, _ in self._pages(prefix, {"Delimiter": "/"}, _folders_of):
@@ -363,16 +369,12 @@ class BotocoreStore:
         """
         # The SDK wants one buffer; an only piece of type bytes is not copied.
         whole = body[0] if len(body) == 1 and isinstance(body[0], bytes) else b"".join(body)
-        extra: dict[str, str] = {}
+        extra = encryption(self._settings)
         if checksum:
             # As a header of our own: the SDK's would be a trailer over HTTPS, in a chunked
             # encoding that several S3-compatible servers do not understand.
             crc = await asyncio.to_thread(zlib.crc32, whole)
             extra["ChecksumCRC32"] = base64.b64encode(crc.to_bytes(4, "big")).decode()
-        if self._settings.sse != "none":
-            extra["ServerSideEncryption"] = self._settings.sse
-        if self._settings.sse_kms_key_id:
-            extra["SSEKMSKeyId"] = self._settings.sse_kms_key_id
         response = await self._call(
             slot,
             "put_object",
@@ -405,7 +407,7 @@ class BotocoreStore:
                     slot,
                     "list_objects_v2",
                     Prefix=self._root + prefix,
-                    MaxKeys=self._page_size,
+                    MaxKeys=self.page_size,
                     **extra,
                     **resume,
                 )

@@ -74,7 +74,7 @@ def seconds_left() -> float:
     return math.inf if when is None else when - asyncio.get_running_loop().time()
 
 
-def hearing(on_answer: Callable[[], None]) -> AbstractContextManager[None]:
+def listening(on_answer: Callable[[], None]) -> AbstractContextManager[None]:
     """Have ``on_answer`` called when the answer to a request made inside begins."""
     return _Set(_on_answer, on_answer)
 
@@ -86,7 +86,7 @@ def answer_begun() -> None:
         on_answer()
 
 
-def counting(on_page: Callable[[int], None]) -> AbstractContextManager[None]:
+def listening_for_pages(on_page: Callable[[int], None]) -> AbstractContextManager[None]:
     """Have ``on_page`` called for each page of a listing, with its steps that need no request."""
     return _Set(_on_page, on_page)
 
@@ -123,17 +123,25 @@ class _Set(AbstractContextManager[None], Generic[T]):
 class RequestSlots:
     """One store's requests: how many are under way, and until when each of them may be.
 
+    States: new, then bound to the loop of the first ``check_loop``, then closed for good by
+    ``close``. A request waits for a slot, is under way within its deadline, and gives the slot
+    back, however it ended. ``close`` ends those that are under way and those that wait, and
+    ``abandon`` ends only the former.
+
     Args:
         settings: ``max_concurrency`` slots, and the timeouts that a deadline is made of.
-        least_bytes_per_s: A body that comes or goes slower is past its deadline.
 
     Attributes:
+        least_bytes_per_s: A body that comes or goes slower is past its deadline. A read timeout
+            is not reached by a trickle, and does not guard an upload.
         is_closed: Whether close() was called.
     """
 
-    def __init__(self, settings: Settings, least_bytes_per_s: float) -> None:
+    least_bytes_per_s = 65536.0
+
+    def __init__(self, settings: Settings) -> None:
         self.is_closed = False
-        self._bytes_per_s = least_bytes_per_s
+        self._bytes_per_s = self.least_bytes_per_s
         # Connect, then the reply's head, then silence within the body: each may take its limit.
         self._budget_s = settings.connect_timeout_s + 2 * settings.read_timeout_s
         self._slots = asyncio.Semaphore(settings.max_concurrency)

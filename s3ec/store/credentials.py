@@ -29,10 +29,22 @@ _HANGING_LOOKS = 4
 
 
 class ChainCredentials:
-    """What signs all requests of one store.
+    """What signs all requests of one store, for one event loop.
 
-    One event loop's. Of the SDK's own objects it needs ``get_frozen_credentials``, and
-    ``refresh_needed`` where they expire; the former may take its time, in a thread.
+    States of the credentials:
+
+    - missing: the chain has given none yet.
+    - good: requests get them at once. A look beside the requests renews them now and then.
+    - expiring: their end is near. A look has the SDK's object renew them.
+    - refused: a server said so (``refused``). A look walks the whole chain. They are good again
+      once a server accepts them (``accepted``) or a look finds others.
+
+    Where they are not good, a request waits for a look, but no longer than ``patience_s``. A look
+    that ended less than ``look_every_s`` ago is not repeated: the request gets its error, or the
+    credentials as they are. One look is under way at a time.
+
+    Of the SDK's own objects it needs ``get_frozen_credentials``, and ``refresh_needed`` where they
+    expire; the former may take its time, in a thread.
 
     Args:
         find: Walks the SDK's chain, in a thread; raises what the SDK raises, NoCredentialsError
@@ -63,7 +75,7 @@ class ChainCredentials:
         self._since_s = 0.0  # when those came into use
         self._refused = ""  # the server's code; empty while they are good
         self._refused_s = 0.0
-        self._told: Any = None  # those that the log has called refused, with no others there
+        self._logged: Any = None  # those that the log has called refused, with no others there
         self._problem: Exception | None = None
         self._asked_s = float("-inf")
         self._asking: asyncio.Task[None] | None = None
@@ -176,8 +188,8 @@ class ChainCredentials:
                 )
             self._frozen, self._refused = frozen, ""
             self._since_s = self._clock()
-        elif self._refused and frozen != self._told:
-            self._told = frozen
+        elif self._refused and frozen != self._logged:
+            self._logged = frozen
             log.warning(
                 "the credentials are refused (%s), and there are no others yet (%s)",
                 self._refused,

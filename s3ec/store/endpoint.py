@@ -26,7 +26,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import statistics
 import threading
 import time
 import weakref
@@ -36,11 +35,11 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from s3ec import runtime
-from s3ec.counters import Counters
+from s3ec.counters import Counters, RecentTimes
 from s3ec.errors import AccessError, S3ECError, UnavailableError
 from s3ec.settings import Settings
 from s3ec.store.base import ObjectInfo, Store, Wrapper
-from s3ec.store.concurrency import counting, hearing
+from s3ec.store.concurrency import listening, listening_for_pages
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -49,7 +48,6 @@ _NO_ANSWER, _REFUSAL = 2, 1
 # The server did its part, and another writer was faster: nothing to hold against it.
 _CONFLICT = 409
 _SAMPLES = 64
-_SAMPLES_BETWEEN_LOOKS = 16
 
 
 class BreakerOpenError(UnavailableError):
@@ -187,8 +185,7 @@ class Breaker:
         self._all = Circuit(self._options, clock, "anything")
         self._reads = Circuit(self._options, clock, "reads")
         self._answered_s = clock()
-        self._first_bytes: deque[float] = deque(maxlen=_SAMPLES)
-        self._unseen = 0
+        self._first_bytes = RecentTimes(_SAMPLES, few=1)
         self._lock = threading.Lock()
 
     @property
@@ -207,7 +204,7 @@ class Breaker:
         return self.is_open and not all(one.may_ask() for one in self._concerned(is_read))
 
     def admit(self, *, is_read: bool) -> Ticket | None:
-        """Let a request through; None where it must not go out. Its end is to be told."""
+        """Let a request through; None where it must not go out. Its caller reports its end."""
         with self._lock:
             concerned = self._concerned(is_read)
             if not all(one.may_ask() for one in concerned):
@@ -224,13 +221,10 @@ class Breaker:
         """The answer to a read, or to another small request, has begun."""
         with self._lock:
             self._answered_s = self._clock()
-            self._first_bytes.append(self._answered_s - ticket.asked_s)
-            self._unseen += 1
-            if self._unseen >= min(_SAMPLES_BETWEEN_LOOKS, len(self._first_bytes)):
-                self._unseen = 0
-                usual_s = statistics.median(self._first_bytes)
-                late_s = min(self._options.times_usual * usual_s, self._options.slowest_s)
-                self.slow_s = max(self._options.slow_s, late_s)
+            self._first_bytes.add(self._answered_s - ticket.asked_s)
+            usual_s = self._first_bytes.quantile(0.5) or 0.0
+            late_s = min(self._options.times_usual * usual_s, self._options.slowest_s)
+            self.slow_s = max(self._options.slow_s, late_s)
 
     def silent(self, ticket: Ticket) -> bool:
         """Nothing has come for ``slow_s``; True where that opened it."""
@@ -307,7 +301,16 @@ _Waiting = tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]
 class AdaptiveConcurrency:
     """Places for requests, fewer while the endpoint throttles; for any number of threads.
 
-    Reads get places in the order they were asked for, and so do the others.
+    States of a place, and what moves it between them:
+
+    - free: ``try_take`` takes it, and ``take`` does where nobody waits.
+    - taken: ``give_back`` makes it free. Where requests wait, the next of them has it at once.
+    - withheld: nobody gets it. ``slow_down`` withholds half of the places; one that is taken
+      is withheld when it is given back. ``speed_up`` makes them free, one for each round of
+      answers.
+
+    A request waits in one of two queues, for reads and for the others, each first come, first
+    served. ``wake_all`` lets all of them go on beyond the number of places.
 
     Args:
         places: With an endpoint that does not complain. At least one is left.
@@ -484,7 +487,7 @@ class Endpoint:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.breaker = Breaker(options, clock=clock)
-        self.pace = AdaptiveConcurrency(places)
+        self.concurrency = AdaptiveConcurrency(places)
         self.retries = Budget(_RETRIES, at_most=_RETRIES_SAVED, at_first=1.0)
         self.hedges = Budget(_HEDGES, at_most=_HEDGES_SAVED, at_first=0.0)
 
@@ -538,14 +541,14 @@ class BreakerStore(Wrapper):
     def __init__(self, inner: Store, endpoint: Endpoint, counters: Counters) -> None:
         super().__init__(inner)
         self._breaker = endpoint.breaker
-        self._pace = endpoint.pace
+        self._concurrency = endpoint.concurrency
         self._counters = counters
 
-    async def _around(self, op: str, call: Callable[[], Awaitable[T]]) -> T:
+    async def _around(self, op: str, name: str, call: Callable[[], Awaitable[T]]) -> T:
         is_read = op in _READS
         if self._breaker.refuses(is_read=is_read):
             raise BreakerOpenError("the breaker is open")
-        since = await self._pace.take(is_read=is_read)
+        since = await self._concurrency.take(is_read=is_read)
         try:
             # Once more: it may have opened while this one waited for a place.
             ticket = self._breaker.admit(is_read=is_read)
@@ -553,9 +556,11 @@ class BreakerStore(Wrapper):
                 raise BreakerOpenError("the breaker is open")
             return await self._ask(call, ticket, since, is_watched=op in _WATCHED)
         finally:
-            self._pace.give_back()
+            self._concurrency.give_back()
 
-    def _next_of(self, pages: AsyncIterator[ObjectInfo]) -> Callable[[], Awaitable[ObjectInfo]]:
+    def _next_of(
+        self, prefix: str, pages: AsyncIterator[ObjectInfo]
+    ) -> Callable[[], Awaitable[ObjectInfo]]:
         in_hand = 0
 
         def came(entries: int) -> None:
@@ -563,12 +568,12 @@ class BreakerStore(Wrapper):
             in_hand += entries
 
         async def ask() -> ObjectInfo:
-            with counting(came):
+            with listening_for_pages(came):
                 return await pages.__anext__()
 
         async def next_entry() -> ObjectInfo:
             nonlocal in_hand
-            info = await (pages.__anext__() if in_hand else self._around("list", ask))
+            info = await (pages.__anext__() if in_hand else self._around("list", prefix, ask))
             in_hand = max(in_hand - 1, 0)  # 0 where a transport does not tell
             return info
 
@@ -594,41 +599,39 @@ class BreakerStore(Wrapper):
         return result
 
     async def _watched(self, call: Callable[[], Awaitable[T]], ticket: Ticket) -> T:
-        watch = _Watch(
-            self._breaker.slow_s, lambda: self._silent(ticket), lambda: self._breaker.began(ticket)
-        )
+        watch = _Watch(self._breaker, ticket, self._on_silence)
         try:
-            with hearing(watch.heard):
+            with listening(watch.on_answer):
                 result = await call()
-            watch.heard()  # for transports that tell nothing, and answers without a body
+            watch.on_answer()  # for transports that tell nothing, and answers without a body
         finally:
             watch.stop()
         return result
 
     def _answered(self, ticket: Ticket) -> None:
         self._breaker.succeeded(ticket)
-        brought_back = self._pace.speed_up()
+        brought_back = self._concurrency.speed_up()
         if brought_back:
             self._counters.add("pace.withheld", -brought_back)
 
     def _failed(self, ticket: Ticket, exc: UnavailableError | AccessError, since: int) -> None:
         if isinstance(exc, UnavailableError) and exc.is_throttle:
-            taken_away = self._pace.slow_down(since)
+            taken_away = self._concurrency.slow_down(since)
             if taken_away:
                 self._counters.add("pace.slowed")
                 self._counters.add("pace.withheld", taken_away)
         if self._breaker.failed(ticket, exc):
             self._opened()
 
-    def _silent(self, ticket: Ticket) -> None:
+    def _on_silence(self, ticket: Ticket) -> None:
         self._counters.add("store.slow_starts")
         if self._breaker.silent(ticket):
             self._opened()
 
     def _opened(self) -> None:
         self._counters.add("breaker.opened")
-        # Those that wait for a place hear at once that there is nothing to wait for.
-        self._pace.wake_all()
+        # Those that wait for a place fail at once: there is nothing to wait for.
+        self._concurrency.wake_all()
 
 
 # The silence before an answer is looked at so often, see _Watch.
@@ -636,33 +639,35 @@ _LOOKS = 4
 
 
 class _Watch:
-    """Says when nothing has been heard for a while, once.
+    """Tells the breaker when the answer to a request begins, and when that takes too long.
 
-    The time is taken in several looks, and one that comes late does not count: a loop that could
-    not run may have the answer unread.
+    States: waiting, then silent after the breaker's ``slow_s``, and answered from either. That
+    time is taken in several looks, and one that comes late does not count: a loop that could not
+    run may have the answer unread.
     """
 
     def __init__(
-        self, limit_s: float, on_silence: Callable[[], None], on_answer: Callable[[], None]
+        self, breaker: Breaker, ticket: Ticket, on_silence: Callable[[Ticket], None]
     ) -> None:
         self._loop = asyncio.get_running_loop()
-        self._pause_s = limit_s / _LOOKS
+        self._breaker = breaker
+        self._ticket = ticket
+        self._pause_s = breaker.slow_s / _LOOKS
         self._left = _LOOKS
         self._on_silence = on_silence
-        self._on_answer = on_answer
-        self._is_heard = False
+        self._is_answered = False
         self._wait()
 
     def _wait(self) -> None:
         self._due = self._loop.time() + self._pause_s
         self._timer = self._loop.call_at(self._due, self._look)
 
-    def heard(self) -> None:
+    def on_answer(self) -> None:
         """The answer has begun; later calls say nothing new."""
-        if not self._is_heard:
-            self._is_heard = True
+        if not self._is_answered:
+            self._is_answered = True
             self.stop()
-            self._on_answer()
+            self._breaker.began(self._ticket)
 
     def stop(self) -> None:
         """Look no more."""
@@ -673,4 +678,4 @@ class _Watch:
         if self._left:
             self._wait()
         else:
-            self._on_silence()
+            self._on_silence(self._ticket)

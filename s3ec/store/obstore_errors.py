@@ -18,7 +18,7 @@ from types import TracebackType
 from obstore import exceptions as obs
 
 from s3ec.errors import UnavailableError
-from s3ec.store.s3_errors import Fault, from_obstore, from_url
+from s3ec.store.s3_errors import ObstoreFailure, from_obstore, from_url, one_line
 
 _STATUS = re.compile(r"^ *inner: Status \{\n *status: (\d{3}),$", re.MULTILINE)
 _ANSWER = re.compile(r'^ *body: Some\(\n *"(.*)",$', re.MULTILINE)
@@ -60,7 +60,7 @@ def sdk_errors(what: str, operation: str) -> AbstractContextManager[None]:
         ClientError: The SDK's, with status, code and message of a server that refused.
         UnavailableError, AccessError: No answer, or none that obstore understands.
     """
-    return _Boundary(what, lambda fault: from_obstore(fault, what, operation))
+    return _Boundary(what, lambda failure: from_obstore(failure, what, operation))
 
 
 def plain_errors(what: str) -> AbstractContextManager[None]:
@@ -74,7 +74,7 @@ def plain_errors(what: str) -> AbstractContextManager[None]:
         ConflictError: The name is taken.
         UnavailableError, AccessError: Anything else.
     """
-    return _Boundary(what, lambda fault: from_url(fault, what))
+    return _Boundary(what, lambda failure: from_url(failure, what))
 
 
 class _Boundary(AbstractContextManager[None]):
@@ -82,7 +82,7 @@ class _Boundary(AbstractContextManager[None]):
 
     __slots__ = ("_translate", "_what")
 
-    def __init__(self, what: str, translate: Callable[[Fault], Exception]) -> None:
+    def __init__(self, what: str, translate: Callable[[ObstoreFailure], Exception]) -> None:
         self._what = what
         self._translate = translate
 
@@ -102,25 +102,25 @@ class _Boundary(AbstractContextManager[None]):
         if isinstance(exc, _ERRORS):
             # Not `from exc`: its text repeats the server's answer, and the one to a wrong
             # signature repeats the request's headers, session token included.
-            raise self._translate(fault_of(exc)) from None
+            raise self._translate(failure_of(exc)) from None
         if type(exc).__name__ in _PANICS:
             # The panic's own words went to stderr.
             raise UnavailableError(f"{self._what}: obstore failed inside") from exc
 
 
-def fault_of(exc: Exception) -> Fault:
+def failure_of(exc: Exception) -> ObstoreFailure:
     """What an error of obstore says."""
     text = str(exc)
     # From the right: the first half holds the server's answer as it came.
     first, _, debug = text.rpartition("\n\nDebug source:\n")
-    first = _printable((first or text).partition("Server returned")[0].partition("\n")[0])
+    first = one_line((first or text).partition("Server returned")[0].partition("\n")[0])
     status, body, errno = _STATUS.search(debug), _ANSWER.search(debug), _ERRNO.search(debug)
     reason = _REASON.search(debug)
-    return Fault(
+    return ObstoreFailure(
         said=_said(first, debug),
         by_class=next((said for said, kinds in _CLASSES.items() if isinstance(exc, kinds)), ""),
         text=first,
-        reason=_printable(_unescaped(reason[1])) if reason else "",
+        reason=one_line(_unescaped(reason[1])) if reason else "",
         status=int(status[1]) if status else None,
         error=_elements(_unescaped(body[1])) if body else {},
         errno=int(errno[1]) if errno and not status else None,
@@ -165,7 +165,3 @@ def _unescape(found: re.Match[str]) -> str:
     if escape.startswith("u{"):
         return chr(int(escape[2:-1], 16))
     return " " if escape in ("n", "r", "t", "0") else escape
-
-
-def _printable(text: str) -> str:
-    return "".join(c for c in " ".join(text.split()) if c.isprintable())[:200]

@@ -10,6 +10,7 @@ import logging
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 from s3ec.counters import Counters
 from s3ec.errors import AccessError, ConfigError, ConflictError, UnavailableError
@@ -19,7 +20,10 @@ from s3ec.store.endpoint import BreakerStore, Endpoint
 from s3ec.store.retry import HedgeStore, RetryStore
 
 PROBE_PREFIX = ".s3ec-probe/"
+KEPT_PROBE = f"{PROBE_PREFIX}kept"
+"""For who may write and not delete: one small object stays, however often it is written."""
 _PROBE_BODY = b"s3ec asked whether If-None-Match is honoured here; this can be deleted\n"
+_answers: WeakKeyDictionary[Store, ConditionalPut] = WeakKeyDictionary()
 log = logging.getLogger(__name__)
 
 
@@ -101,6 +105,11 @@ def choose_transport(settings: Settings) -> Transport:
     return Transport("obstore", "`transport` asks for it" if asked else "`auto`: it is installed")
 
 
+def probe_name(begin: str = PROBE_PREFIX) -> str:
+    """A new name for a throw-away object."""
+    return begin + secrets.token_hex(8)
+
+
 class ConditionalPut(enum.Enum):
     """What a server makes of ``If-None-Match: *``."""
 
@@ -122,12 +131,12 @@ async def probe_conditional_put(store: Store) -> ConditionalPut:
     Raises:
         UnavailableError: The store does not answer now; ask again later.
     """
-    name = PROBE_PREFIX + secrets.token_hex(8)
+    name = probe_name()
     deletable = True
     try:
         await store.delete(name)
     except AccessError:
-        name, deletable = PROBE_PREFIX + "kept", False
+        name, deletable = KEPT_PROBE, False
     try:
         return await _write_twice(store, name)
     except AccessError as exc:
@@ -144,9 +153,9 @@ async def probe_conditional_put(store: Store) -> ConditionalPut:
 async def with_conditional_put(store: Store) -> Store:
     """The store, or HeadBeforePut around it where the server ignores ``If-None-Match: *``.
 
-    Costs what probe_conditional_put costs, and raises what it raises.
+    Costs what probe_conditional_put costs, once for each store, and raises what it raises.
     """
-    if await probe_conditional_put(store) is ConditionalPut.IGNORED:
+    if await _conditional_put(store) is ConditionalPut.IGNORED:
         return HeadBeforePut(store)
     return store
 
@@ -154,18 +163,28 @@ async def with_conditional_put(store: Store) -> Store:
 async def require_conditional_put(store: Store) -> None:
     """Refuse a server on which two writers of one name can both believe that they were first.
 
-    Costs what probe_conditional_put costs, and raises what it raises.
+    Costs what probe_conditional_put costs, once for each store, and raises what it raises.
 
     Raises:
         ConfigError: The server ignores ``If-None-Match: *``.
     """
-    if await probe_conditional_put(store) is ConditionalPut.IGNORED:
+    if await _conditional_put(store) is ConditionalPut.IGNORED:
         raise ConfigError(
             "this server ignores If-None-Match, so two compactions at once could both commit, and "
             "entries would be lost from the index: it is never compacted here, and readers list "
             "the objects; a server with conditional writes does without that",
             field="endpoint_url",
         )
+
+
+async def _conditional_put(store: Store) -> ConditionalPut:
+    """As probe_conditional_put. What a server did stays true for its store."""
+    answer = _answers.get(store)
+    if answer is None:
+        answer = await probe_conditional_put(store)
+        if answer is not ConditionalPut.UNKNOWN:  # the rights of this identity may change
+            _answers[store] = answer
+    return answer
 
 
 async def _write_twice(store: Store, name: str) -> ConditionalPut:

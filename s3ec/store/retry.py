@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections import deque
+from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from s3ec.counters import Counters
+from s3ec.counters import Counters, RecentTimes
 from s3ec.errors import S3ECError, UnavailableError
 from s3ec.store.base import Blob, Store, Wrapper
 from s3ec.store.concurrency import seconds_left
@@ -57,7 +57,7 @@ class RetryStore(Wrapper):
         self._sleep = sleep
         self._uniform = uniform
 
-    async def _around(self, op: str, call: Callable[[], Awaitable[T]]) -> T:
+    async def _around(self, op: str, name: str, call: Callable[[], Awaitable[T]]) -> T:
         if self._endpoint is not None and op != "list":  # whose entries are no requests
             self._endpoint.retries.pay_in()
         attempt = 1
@@ -101,29 +101,6 @@ HEDGED_BYTES = 8 * 2**20
 _SAMPLES = 128
 _FEWEST = 32
 _LATE = 0.95
-# Sorting that many takes about 5 us, so not for each request.
-_SAMPLES_BETWEEN_LOOKS = 16
-
-
-class Durations:
-    """How long recent GETs of about one size took; one event loop.
-
-    Attributes:
-        late_s: What nineteen in twenty took less than; None while too few are known.
-    """
-
-    def __init__(self) -> None:
-        self.late_s: float | None = None
-        self._last: deque[float] = deque(maxlen=_SAMPLES)
-        self._unseen = 0
-
-    def add(self, seconds: float) -> None:
-        """Note one that was answered."""
-        self._last.append(seconds)
-        self._unseen += 1
-        if len(self._last) >= _FEWEST and self._unseen >= _SAMPLES_BETWEEN_LOOKS:
-            self._unseen = 0
-            self.late_s = sorted(self._last)[int(_LATE * len(self._last))]
 
 
 class HedgeStore(Wrapper):
@@ -141,9 +118,9 @@ class HedgeStore(Wrapper):
     def __init__(self, inner: Store, endpoint: Endpoint, counters: Counters) -> None:
         super().__init__(inner)
         self._counters = counters
-        self._pace = endpoint.pace
+        self._concurrency = endpoint.concurrency
         self._budget = endpoint.hedges
-        self._durations: dict[int, Durations] = {}
+        self._times = defaultdict[int, RecentTimes](lambda: RecentTimes(_SAMPLES, few=_FEWEST))
 
     async def get(self, name: str, *, max_bytes: int) -> Blob | None:
         return await self._hedged(max_bytes, lambda: self._inner.get(name, max_bytes=max_bytes))
@@ -154,27 +131,28 @@ class HedgeStore(Wrapper):
     async def _hedged(self, nbytes: int, call: Call) -> Blob | None:
         self._budget.pay_in()
         # Sizes are told apart by factors of two.
-        durations = self._durations.setdefault(nbytes.bit_length(), Durations())
+        times = self._times[nbytes.bit_length()]
+        late_s = times.quantile(_LATE)
         clock = asyncio.get_running_loop().time
         started = clock()
-        if durations.late_s is None or nbytes > HEDGED_BYTES:
+        if late_s is None or nbytes > HEDGED_BYTES:
             result = await call()
         else:
-            result = await _Race(call, self._begin_second, self._counters).run(durations.late_s)
+            result = await _Race(call, self._begin_second, self._counters).run(late_s)
         if result is not None:  # that there is nothing is said sooner
-            durations.add(clock() - started)
+            times.add(clock() - started)
         return result
 
     def _begin_second(self, call: Call) -> asyncio.Task[Blob | None] | None:
         """Send it once more, where that is affordable."""
-        if not self._pace.try_take():
+        if not self._concurrency.try_take():
             return None
         if not self._budget.take():
-            self._pace.give_back()
+            self._concurrency.give_back()
             return None
         self._counters.add("hedge.sent")
         second = asyncio.ensure_future(call())
-        second.add_done_callback(lambda _: self._pace.give_back())
+        second.add_done_callback(lambda _: self._concurrency.give_back())
         return second
 
 

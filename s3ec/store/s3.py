@@ -53,6 +53,16 @@ COLLECT_BYTES = 64 * 2**20
 _CHUNK_BYTES = 9 * 2**20
 
 
+def http_options(settings: Settings) -> dict[str, Any]:
+    """obstore's options for the HTTP of every cloud."""
+    return {
+        "connect_timeout": timedelta(seconds=settings.connect_timeout_s),
+        # Off, so to speak: the deadline of the slot ends a request.
+        "timeout": timedelta(days=1),
+        "user_agent": f"s3ec/{s3ec.__version__}",
+    }
+
+
 class ObstoreReply:
     """What obstore's get returned.
 
@@ -135,10 +145,8 @@ class ObstoreStore(BotocoreStore):
       is ending, see obstore_runtime.
     """
 
-    def __init__(
-        self, settings: Settings, *, page_size: int = 1000, least_bytes_per_s: float = 65536.0
-    ) -> None:
-        super().__init__(settings, page_size=page_size, least_bytes_per_s=least_bytes_per_s)
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
         self._address: Address | None = None
         self._signed_by: Any = None
         self._clients: dict[str, S3Store] = {}
@@ -264,13 +272,7 @@ class ObstoreStore(BotocoreStore):
 
     def _http_options(self, purpose: str, address: Address, roots: str) -> Any:
         over_tls = address.url.startswith("https:")
-        options: dict[str, Any] = {
-            "allow_http": not over_tls,
-            "connect_timeout": timedelta(seconds=self._settings.connect_timeout_s),
-            # Off, so to speak: the deadline of the slot ends a request.
-            "timeout": timedelta(days=1),
-            "user_agent": f"s3ec/{s3ec.__version__}",
-        }
+        options = {**http_options(self._settings), "allow_http": not over_tls}
         if not getproxies():
             # It follows redirects, with the session token among the headers. What is not for the
             # server's own host goes to a port where nobody can listen.

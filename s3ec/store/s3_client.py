@@ -69,6 +69,14 @@ _of_thread = threading.local()
 class Exchange:
     """One operation's request and answer, made by one thread at a time, ended by any.
 
+    States:
+
+    - idle: no thread works for it.
+    - running: a thread is in ``run``, for one of the operation's calls. ``uses`` and
+      ``is_done_with`` say which connection that thread has.
+    - aborted, by ``abort``, for good: a thread that is running gets an error from its socket, and
+      a later ``run`` fails at once. The connection is closed when no thread is running.
+
     Attributes:
         credentials: What signs the request, the SDK's tuple.
         is_aborted: Whether nobody waits for it any more.
@@ -156,16 +164,16 @@ class _Connection:
         # For sending; the answer is waited for with the limit for silence again. A body goes out
         # as long as its deadline lets it, which then shuts the socket down.
         self.sock.settimeout(None)
-        self._tell()
+        self._register()
 
     def request(self, *args: Any, **kwargs: Any) -> None:
         self.exchange = getattr(_of_thread, "exchange", None)
         if self.sock is not None:
             self.sock.settimeout(None)
-            self._tell()
+            self._register()
         super().request(*args, **kwargs)  # type: ignore[misc]
 
-    def _tell(self) -> None:
+    def _register(self) -> None:
         exchange = getattr(_of_thread, "exchange", None)
         if exchange is not None:
             exchange.uses(self)
@@ -309,7 +317,7 @@ def check_settings(settings: Settings) -> None:
     """
     quiet_sdk_logs()
     try:
-        endpoint_url = _endpoint_url(settings, _session(settings).get_scoped_config())
+        endpoint_url = _endpoint_url(settings, new_session(settings).get_scoped_config())
     except ProfileNotFound as exc:
         raise ConfigError(
             f"`profile` (or AWS_PROFILE): {exc}; see ~/.aws/config and ~/.aws/credentials",
@@ -366,7 +374,7 @@ def open_client(settings: Settings) -> Opened:
     Raises:
         AccessError: Plain http to another machine that nobody has allowed.
     """
-    core = _session(settings)
+    core = new_session(settings)
     core.get_component("credential_provider").providers.insert(0, _Provider())
     # Not by way of boto3, which would import its transfer manager.
     client = core.create_client(
@@ -397,9 +405,9 @@ def find_credentials(settings: Settings) -> Any:
     Raises:
         NoCredentialsError: The SDK's; there are none.
     """
-    core = _session(settings)
+    core = new_session(settings)
     # Services of credentials are clients of this session; botocore gives each a minute, five times.
-    core.set_default_client_config(Config(**_timeouts(settings), retries={"total_max_attempts": 2}))
+    core.set_default_client_config(Config(**timeouts(settings), retries={"total_max_attempts": 2}))
     source = core.get_credentials()
     if source is None:
         raise NoCredentialsError
@@ -445,7 +453,8 @@ def _loader() -> Any:
     return get_session().get_component("data_loader")
 
 
-def _session(settings: Settings) -> Session:
+def new_session(settings: Settings) -> Session:
+    """A session of botocore, as the settings want it."""
     return configured(get_session(), settings)
 
 
@@ -475,11 +484,11 @@ def config_for(settings: Settings, core: Any) -> dict[str, Any]:
     # Over HTTPS the checksum and TLS guard the body; hashing it for the signature as well would
     # cost more than the transfer. Over HTTP the signature is all there is.
     over_tls = not _endpoint_url(settings, core.get_scoped_config()).lower().startswith("http:")
-    s3_options: dict[str, Any] = {"addressing_style": _addressing_style(settings)}
+    s3_options: dict[str, Any] = {"addressing_style": addressing_style(settings)}
     if over_tls:
         s3_options["payload_signing_enabled"] = False
     return {
-        **_timeouts(settings),
+        **timeouts(settings),
         "max_pool_connections": settings.max_concurrency,
         # One attempt in all, whatever AWS_MAX_ATTEMPTS says: retries are a wrapper of ours.
         "retries": {"total_max_attempts": 1, "mode": "standard"},
@@ -505,20 +514,35 @@ def check_and_adapt(client: Any, settings: Settings) -> None:
     client.meta.events.register_last("before-parameter-build.s3", _stay_in_region)
 
 
+def encryption(settings: Settings, sse: str | None = None) -> dict[str, str]:
+    """The SDK's arguments of a write that ask for encryption.
+
+    Args:
+        sse: The kind; None for that of the settings, ``none`` for none.
+    """
+    sse = sse or settings.sse
+    asked = {} if sse == "none" else {"ServerSideEncryption": sse}
+    if sse == "aws:kms" and settings.sse_kms_key_id:
+        asked["SSEKMSKeyId"] = settings.sse_kms_key_id
+    return asked
+
+
 def roots_for(settings: Settings, core: Any) -> str:
     """PEM file of the authorities to trust, where the SDK would look for it."""
     named = settings.ca_bundle or core.get_config_variable("ca_bundle")
     return str(named or os.environ.get("REQUESTS_CA_BUNDLE") or get_cert_path(True))
 
 
-def _timeouts(settings: Settings) -> dict[str, float]:
+def timeouts(settings: Settings) -> dict[str, float]:
+    """What each client's configuration says of time: the services of credentials have it too."""
     return {
         "connect_timeout": settings.connect_timeout_s,
         "read_timeout": settings.read_timeout_s,
     }
 
 
-def _addressing_style(settings: Settings) -> str:
+def addressing_style(settings: Settings) -> str:
+    """The SDK's word for where the bucket's name stands."""
     if settings.path_style is None:
         return "auto"
     return "path" if settings.path_style else "virtual"

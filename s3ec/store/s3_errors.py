@@ -24,10 +24,11 @@ from botocore import exceptions as sdk
 from botocore.parsers import ResponseParserError
 from urllib3.util.ssl_match_hostname import CertificateError
 
-from s3ec.errors import AccessError, ConflictError, S3ECError, UnavailableError
+from s3ec.errors import AccessError, ConflictError, S3ECError, UnavailableError, causes_of
 
 # A server's figure is an input like any other.
 _LONGEST_S = 86400.0
+_NO_DATE = (ValueError, TypeError, AttributeError, IndexError, OverflowError, OSError)
 
 
 def retry_after_s(
@@ -44,18 +45,19 @@ def retry_after_s(
     said = headers.get("retry-after", "").strip()
     if said.isascii() and said.isdigit():
         return min(float(said[:9]), _LONGEST_S)
-    until_s = _date_s(said)
+    until_s = unix_s(said)
     if until_s is None:
         return None
-    now_s = _date_s(headers.get("date", ""))
+    now_s = unix_s(headers.get("date", ""))
     return min(max(until_s - (clock() if now_s is None else now_s), 0.0), _LONGEST_S)
 
 
-def _date_s(text: str) -> float | None:
-    try:
-        return parsedate_to_datetime(text).timestamp()
-    except (ValueError, TypeError, OverflowError, IndexError):
-        return None
+def unix_s(text: Any) -> float | None:
+    """A date of HTTP or ISO 8601 as Unix time; None for whatever else a server may say."""
+    for read in (datetime.fromisoformat, parsedate_to_datetime):
+        with contextlib.suppress(*_NO_DATE):
+            return read(text).timestamp()
+    return None
 
 
 # Everything the SDK raises. OSError includes TimeoutError, refused connections and ssl.SSLError.
@@ -236,7 +238,7 @@ def status_of(exc: sdk.ClientError) -> int:
 def code_of(exc: sdk.ClientError) -> str:
     """The server's error code, a short word for logs; the status as digits where it gave none."""
     # An error body that is XML without a <Code> leaves None or an empty string here.
-    code = _one_line(exc.response.get("Error", {}).get("Code") or "")[:_CODE_CHARACTERS]
+    code = one_line(exc.response.get("Error", {}).get("Code") or "")[:_CODE_CHARACTERS]
     return code or str(status_of(exc))
 
 
@@ -274,14 +276,14 @@ def _translate(exc: Exception, what: str, region: str) -> S3ECError:
     if isinstance(exc, (TimeoutError, sdk.ReadTimeoutError)):
         return UnavailableError(f"{what}: timed out")
     if isinstance(exc, _TRANSPORT):
-        return UnavailableError(f"{what}: {_one_line(exc) or type(exc).__name__}")
+        return UnavailableError(f"{what}: {one_line(exc) or type(exc).__name__}")
     # What is left is botocore's own refusal: parameters, endpoint rules, region names.
-    return AccessError(f"{what}: {_one_line(exc)}", code=type(exc).__name__)
+    return AccessError(f"{what}: {one_line(exc)}", code=type(exc).__name__)
 
 
 def _from_answer(exc: sdk.ClientError, what: str, region: str) -> S3ECError:
     status, code = status_of(exc), code_of(exc)
-    message = _one_line(exc.response.get("Error", {}).get("Message") or "")
+    message = one_line(exc.response.get("Error", {}).get("Message") or "")
     said = (
         f"{what}: {status}" + f" {code}" * (code != str(status)) + f" ({message})" * bool(message)
     )
@@ -324,7 +326,7 @@ def _unavailable(said: str, exc: sdk.ClientError) -> UnavailableError:
 def _from_credential_service(exc: sdk.ClientError, what: str) -> S3ECError:
     """STS or SSO answered, not the bucket: a 404 or 412 of theirs says nothing about an object."""
     status, code = status_of(exc), code_of(exc)
-    message = _one_line(exc.response.get("Error", {}).get("Message") or "")
+    message = one_line(exc.response.get("Error", {}).get("Message") or "")
     said = f"{what}: {exc.operation_name} for the credentials: {status} {code} ({message})"
     if status == 429 or status >= 500 or code in _TRANSIENT_CODES:
         return UnavailableError(said)
@@ -337,7 +339,7 @@ def _skew(response: Any) -> str:
     S3 names its time in the body. The SDK does not correct signatures by it, nor does obstore.
     """
     told = response.get("Error", {}).get("ServerTime", "")
-    told_s = _unix_s(told) or _unix_s(
+    told_s = unix_s(told) or unix_s(
         response.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("date", "")
     )
     if told_s is None:
@@ -345,14 +347,6 @@ def _skew(response: Any) -> str:
     ahead_s = time.time() - told_s
     side = "ahead of" if ahead_s > 0 else "behind"
     return f", it is {abs(ahead_s):.0f} s {side} the server's"
-
-
-def _unix_s(text: Any) -> float | None:
-    """Of a server's words, which may be anything that XML can hold."""
-    for read in (datetime.fromisoformat, parsedate_to_datetime):
-        with contextlib.suppress(ValueError, TypeError, AttributeError, OverflowError, OSError):
-            return read(text).timestamp()
-    return None
 
 
 def _right_region(response: Any) -> str:
@@ -383,13 +377,10 @@ def _not_trusted(what: str, reason: str, setting: str = "endpoint_url") -> Acces
 
 def _caused_by(exc: BaseException, kind: type[BaseException]) -> BaseException | None:
     """This error, or the first of those that it was raised for, that is of a kind."""
-    seen: BaseException | None = exc
-    while seen is not None and not isinstance(seen, kind):
-        seen = seen.__cause__ or seen.__context__
-    return seen
+    return next((cause for cause in causes_of(exc) if isinstance(cause, kind)), None)
 
 
-def _one_line(value: object) -> str:
+def one_line(value: object) -> str:
     """At most 300 printable characters: the text is the server's and ends in our log."""
     text = _scrubbed(" ".join(str(value).split()))
     return "".join(c for c in text if c.isprintable())[:300]
@@ -412,7 +403,7 @@ _NO_ANSWERS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class ObstoreFailure:
     """An error of obstore, as obstore_errors reads it.
 
     Attributes:
@@ -456,30 +447,30 @@ class UnfitError(AskAgainError):
     """obstore refuses this server whatever is asked, and the SDK does not."""
 
 
-def from_obstore(fault: Fault, what: str, operation: str) -> sdk.ClientError | S3ECError:
+def from_obstore(failure: ObstoreFailure, what: str, operation: str) -> sdk.ClientError | S3ECError:
     """An error of obstore about a bucket of S3, as the SDK has it where a server answered.
 
     Args:
         what: Begins every message.
         operation: The SDK's name of what was asked.
     """
-    if fault.status is not None:
-        return _as_sdk(fault.status, fault.error, operation)
-    if fault.said == "redirected":
+    if failure.status is not None:
+        return _as_sdk(failure.status, failure.error, operation)
+    if failure.said == "redirected":
         return _as_sdk(307, {"Code": "TooManyRedirects"}, operation)
-    if fault.said == "moved":
+    if failure.said == "moved":
         return _as_sdk(301, {"Code": "PermanentRedirect"}, operation)
-    if fault.said == "authority":
+    if failure.said == "authority":
         # rustls minds, OpenSSL does not.
         return UnfitError(f"{what}: a server's certificate may not be an authority's as well")
-    if fault.said == "no etag":
+    if failure.said == "no etag":
         return UnavailableError(f"{what}: the answer is not an S3 server's")
-    if fault.said == "wrong range":
-        return UnavailableError(f"{what}: the answer holds another range ({fault.text})")
+    if failure.said == "wrong range":
+        return UnavailableError(f"{what}: the answer holds another range ({failure.text})")
     # The whole object where a range was asked for, a body in chunks, a range "of *"; or the text
     # of a release that words the above differently.
-    return _no_answer(fault, what) or AskAgainError(
-        f"{what}: {fault.text or 'obstore failed without a reason'}"
+    return _no_answer(failure, what) or AskAgainError(
+        f"{what}: {failure.text or 'obstore failed without a reason'}"
     )
 
 
@@ -493,59 +484,61 @@ def _as_sdk(status: int, error: Mapping[str, str], operation: str) -> sdk.Client
     return sdk.ClientError(response, operation)
 
 
-def _no_answer(fault: Fault, what: str, setting: str = "endpoint_url") -> S3ECError | None:
+def _no_answer(
+    failure: ObstoreFailure, what: str, setting: str = "endpoint_url"
+) -> S3ECError | None:
     """Why no server answered; None where it is something else."""
-    if fault.said in ("not trusted", "authority"):
-        return _not_trusted(what, fault.debug, setting)
-    if fault.said == "timeout":
+    if failure.said in ("not trusted", "authority"):
+        return _not_trusted(what, failure.debug, setting)
+    if failure.said == "timeout":
         return UnavailableError(f"{what}: timed out")
-    if fault.said not in _NO_ANSWERS:
+    if failure.said not in _NO_ANSWERS:
         return None
-    kind = BrokenConnectionError if fault.said == "broken" else UnavailableError
-    why = f" ({fault.reason})" if fault.reason else ""
-    return kind(f"{what}: {_NO_ANSWERS[fault.said]}{why}")
+    kind = BrokenConnectionError if failure.said == "broken" else UnavailableError
+    why = f" ({failure.reason})" if failure.reason else ""
+    return kind(f"{what}: {_NO_ANSWERS[failure.said]}{why}")
 
 
-def from_url(fault: Fault, what: str) -> S3ECError:
+def from_url(failure: ObstoreFailure, what: str) -> S3ECError:
     """An error of obstore about what a ``url`` names.
 
     Args:
         what: Begins every message.
     """
-    if fault.by_class == "absent" or fault.errno in _ABSENT:
+    if failure.by_class == "absent" or failure.errno in _ABSENT:
         return AbsentError(f"{what}: there is no such thing; correct `url`", code="NotFound")
-    if fault.by_class == "taken":
+    if failure.by_class == "taken":
         return ConflictError(f"{what}: it is there already")
-    if fault.status == 416 or fault.said == "start too large":
+    if failure.status == 416 or failure.said == "start too large":
         return WrongRangeError(f"{what}: the object ends before that range")
-    if fault.by_class == "denied" or fault.status in (401, 403):
-        status = f" ({fault.status})" if fault.status else ""
+    if failure.by_class == "denied" or failure.status in (401, 403):
+        status = f" ({failure.status})" if failure.status else ""
         return AccessError(
             f"{what}: refused{status}; allow these credentials to read, list and create objects "
             "here",
-            code=str(fault.status or "PermissionDenied"),
-            is_general=fault.status == 401,
+            code=str(failure.status or "PermissionDenied"),
+            is_general=failure.status == 401,
         )
-    if fault.errno is not None:
-        name = errno.errorcode.get(fault.errno, str(fault.errno))
-        said = f"{what}: {name} ({fault.text})"
-        if fault.errno not in _REFUSED:
+    if failure.errno is not None:
+        name = errno.errorcode.get(failure.errno, str(failure.errno))
+        said = f"{what}: {name} ({failure.text})"
+        if failure.errno not in _REFUSED:
             return UnavailableError(said)
         return AccessError(
             f"{said}; give this user the right to do that", code=name, is_general=False
         )
-    if fault.status is not None:
-        if _is_later(fault.status):
+    if failure.status is not None:
+        if _is_later(failure.status):
             return UnavailableError(
-                f"{what}: {fault.status}",
-                status=fault.status,
-                is_throttle=fault.status in _THROTTLES,
+                f"{what}: {failure.status}",
+                status=failure.status,
+                is_throttle=failure.status in _THROTTLES,
             )
-        return AccessError(f"{what}: {fault.status}; correct `url`", code=str(fault.status))
-    if (error := _no_answer(fault, what, "url")) is not None:
+        return AccessError(f"{what}: {failure.status}; correct `url`", code=str(failure.status))
+    if (error := _no_answer(failure, what, "url")) is not None:
         return error
-    if fault.by_class == "unsupported":
+    if failure.by_class == "unsupported":
         return AccessError(
-            f"{what}: {fault.text}; obstore cannot do that", code="NotSupported", is_general=False
+            f"{what}: {failure.text}; obstore cannot do that", code="NotSupported", is_general=False
         )
-    return UnavailableError(f"{what}: {fault.text or 'obstore failed without a reason'}")
+    return UnavailableError(f"{what}: {failure.text or 'obstore failed without a reason'}")

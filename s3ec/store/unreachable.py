@@ -7,7 +7,7 @@ import re
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from s3ec.errors import UnavailableError
+from s3ec.errors import UnavailableError, causes_of
 
 if TYPE_CHECKING:
     from s3ec.settings import Settings
@@ -26,12 +26,7 @@ def in_plain_words(exc: UnavailableError, settings: Settings) -> UnavailableErro
 
     A library repeats the whole request, and does not say that the connection was refused.
     """
-    said = []
-    seen: BaseException | None = exc
-    while seen is not None:
-        said.append(str(seen))
-        seen = seen.__cause__ or seen.__context__
-    found = _NOBODY.search(" ".join(said))
+    found = _NOBODY.search(" ".join(str(cause) for cause in causes_of(exc)))
     if exc.status:
         return None
     if found is None:

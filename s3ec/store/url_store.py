@@ -15,7 +15,6 @@ import os
 import re
 import stat
 from collections.abc import AsyncIterator, Iterable, Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ import obstore
 from obstore.exceptions import BaseError, GenericError
 from obstore.store import AzureStore, GCSStore, LocalStore
 
-import s3ec
 from s3ec.errors import AccessError, ConfigError, S3ECError, UnavailableError
 from s3ec.settings import Settings
 from s3ec.store import obstore_runtime
@@ -31,15 +29,15 @@ from s3ec.store.base import (
     Blob,
     ObjectInfo,
     check_batch,
-    check_folder,
+    check_folder_name,
     check_range,
     content_type_of,
     delete_each,
 )
 from s3ec.store.concurrency import Extend, RequestSlots, page_begun, read_body
-from s3ec.store.obstore_errors import fault_of, plain_errors
+from s3ec.store.obstore_errors import failure_of, plain_errors
 from s3ec.store.obstore_runtime import held
-from s3ec.store.s3 import ObstoreReply
+from s3ec.store.s3 import ObstoreReply, http_options
 from s3ec.store.s3_errors import AbsentError, WrongRangeError
 
 # obstore's names for what it is still writing.
@@ -129,16 +127,17 @@ class UrlStore:
 
     Args:
         settings: With a ``url``.
+
+    Attributes:
         page_size: Entries asked for per page of a listing.
-        least_bytes_per_s: A body that comes or goes slower is a fault (UnavailableError).
 
     Raises:
         ConfigError: obstore refuses what the environment says about this cloud.
     """
 
-    def __init__(
-        self, settings: Settings, *, page_size: int = 1000, least_bytes_per_s: float = 65536.0
-    ) -> None:
+    page_size = 1000
+
+    def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._corpus = settings.corpus
         self._folder: RealFolder | None = None
@@ -146,8 +145,7 @@ class UrlStore:
         if self._corpus.scheme == "file":
             self._folder, inside = RealFolder(Path(inside)), ""
         self._root = f"{inside}/" if inside else ""
-        self._page_size = page_size
-        self._slots = RequestSlots(settings, least_bytes_per_s)
+        self._slots = RequestSlots(settings)
         # A folder may appear later, so a missing one is an error of each request.
         self._client: Any = None if self._folder else cloud_client(settings)
 
@@ -212,7 +210,7 @@ class UrlStore:
                 extend(_PAGE_BYTES)
                 if pages is None:
                     pages = obstore.list(
-                        client, above or None, offset=after, chunk_size=self._page_size
+                        client, above or None, offset=after, chunk_size=self.page_size
                     )
                 try:
                     page = await held(anext(pages))
@@ -228,7 +226,7 @@ class UrlStore:
                 yield self._info(entry)
 
     async def list_folders(self, prefix: str) -> Sequence[str]:
-        check_folder(prefix)
+        check_folder_name(prefix)
         above = self._root + prefix
         what = self._what("LIST", above)
         async with self._slot(what) as (client, extend):
@@ -334,12 +332,7 @@ class UrlStore:
 
 
 def cloud_client(settings: Settings) -> GCSStore | AzureStore:
-    options: Any = {
-        "connect_timeout": timedelta(seconds=settings.connect_timeout_s),
-        # Off, so to speak: the deadline of the slot ends a request.
-        "timeout": timedelta(days=1),
-        "user_agent": f"s3ec/{s3ec.__version__}",
-    }
+    options = http_options(settings)
     if settings.ca_bundle is not None:
         options["root_certificate"] = settings.ca_bundle.read_bytes()
     # Retries are a wrapper of ours.
@@ -351,5 +344,5 @@ def cloud_client(settings: Settings) -> GCSStore | AzureStore:
         return AzureStore(corpus.bucket, **common)
     except (BaseError, ValueError) as exc:
         hint = "; set AZURE_STORAGE_ACCOUNT_NAME" if corpus.scheme == "az" else ""
-        reason = fault_of(exc).text
+        reason = failure_of(exc).text
         raise ConfigError(f"`url` = `{corpus}`: {reason}{hint}", field="url") from exc

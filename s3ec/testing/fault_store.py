@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeVar, cast
 
 from s3ec.errors import S3ECError, UnavailableError
-from s3ec.store.base import Blob, ObjectInfo, Store
+from s3ec.store.base import ObjectInfo, Store, Wrapper
 
 T = TypeVar("T")
 
@@ -165,7 +165,7 @@ class Dice:
         return fault
 
 
-class FaultStore:
+class FaultStore(Wrapper):
     """A Store that behaves as ``plan`` says.
 
     Args:
@@ -186,26 +186,14 @@ class FaultStore:
         *,
         sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
     ) -> None:
+        super().__init__(inner)
         self.plan: Plan = plan or Script()
         self.calls: Counter[str] = Counter()
         self.log: list[tuple[str, str]] = []
-        self._inner = inner
         self._sleep = sleep
 
-    async def get(self, name: str, *, max_bytes: int) -> Blob | None:
-        return await self._read("get", name, lambda: self._inner.get(name, max_bytes=max_bytes))
-
-    async def get_range(self, name: str, start: int, length: int) -> Blob | None:
-        return await self._read(
-            "get_range", name, lambda: self._inner.get_range(name, start, length)
-        )
-
-    async def put_if_absent(self, name: str, body: Sequence[bytes | memoryview]) -> None:
-        fault = self._strike("put_if_absent", name)
-        await self._run(fault, name, lambda: self._inner.put_if_absent(name, body))
-
-    async def head(self, name: str) -> ObjectInfo | None:
-        return await self._run(self._strike("head", name), name, lambda: self._inner.head(name))
+    async def _around(self, op: str, name: str, call: Callable[[], Awaitable[T]]) -> T:
+        return await self._run(self._strike(op, name), name, call)
 
     async def list(self, prefix: str, *, start_after: str = "") -> AsyncIterator[ObjectInfo]:
         fault = self._strike("list", prefix)
@@ -216,13 +204,6 @@ class FaultStore:
             yield info
         if fault is not None and fault.lost_reply:
             raise _error(fault, prefix)
-
-    async def list_folders(self, prefix: str) -> Sequence[str]:
-        fault = self._strike("list_folders", prefix)
-        return await self._run(fault, prefix, lambda: self._inner.list_folders(prefix))
-
-    async def delete(self, name: str) -> None:
-        await self._run(self._strike("delete", name), name, lambda: self._inner.delete(name))
 
     async def delete_many(self, names: Sequence[str]) -> dict[str, S3ECError]:
         lines = "\n".join(names)
@@ -237,22 +218,10 @@ class FaultStore:
         asked = names if fault.lost_reply else [name for name in names if name not in struck]
         return {**await self._inner.delete_many(asked), **struck}
 
-    async def close(self) -> None:
-        await self._inner.close()
-
     def _strike(self, op: str, name: str) -> Fault | None:
         self.calls[op] += 1
         self.log.append((op, name))
         return self.plan.next(op, name)
-
-    async def _read(
-        self, op: str, name: str, call: Callable[[], Awaitable[Blob | None]]
-    ) -> Blob | None:
-        fault = self._strike(op, name)
-        body = await self._run(fault, name, call)
-        if fault is None or fault.change is None or body is None:
-            return body
-        return fault.change(bytes(body))
 
     async def _run(self, fault: Fault | None, name: str, call: Callable[[], Awaitable[T]]) -> T:
         if fault is None:
@@ -261,6 +230,8 @@ class FaultStore:
         result = await call()
         if fault.lost_reply:
             raise _error(fault, name)
+        if fault.change is not None and isinstance(result, (bytes, memoryview)):
+            return cast("T", fault.change(bytes(result)))
         return result
 
     async def _before(self, fault: Fault, name: str) -> None:

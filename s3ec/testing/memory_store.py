@@ -14,7 +14,7 @@ from s3ec.store.base import (
     Blob,
     ObjectInfo,
     check_batch,
-    check_folder,
+    check_folder_name,
     check_name,
     check_range,
 )
@@ -102,7 +102,7 @@ class MemoryStore:
                 yield self._info(key, body)
 
     async def list_folders(self, prefix: str) -> Sequence[str]:
-        check_folder(prefix)
+        check_folder_name(prefix)
         await self._turn()
         above = len(self._root + prefix)
         folders: dict[str, None] = {}

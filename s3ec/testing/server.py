@@ -63,7 +63,7 @@ class Identity:
     secret_key: str = field(default_factory=lambda: secrets.token_urlsafe(30), repr=False)
 
 
-class Endpoint:
+class S3Server:
     """What tests and the demo need of any S3 server. A context manager starts and closes it."""
 
     def __init__(self, admin: Identity, port: int) -> None:
@@ -160,7 +160,7 @@ _SIDE_SERVICES = ("master", "volume", "filer", "admin")
 _START_ATTEMPTS = 5
 
 
-class LocalS3(Endpoint):
+class LocalS3(S3Server):
     """A SeaweedFS server, alive as long as this process at most.
 
     It is up within a second, one time in ten within six. A watchdog kills the server when this
@@ -354,7 +354,7 @@ class LocalS3(Endpoint):
         ]
 
 
-class MotoServer(Endpoint):
+class MotoServer(S3Server):
     """moto's S3 as a thread of this process: real semantics, signatures not checked."""
 
     def __init__(self) -> None:

@@ -23,7 +23,7 @@ from s3ec.dev.rigs.proxy import FaultProxy, Rule
 from s3ec.dev.rigs.proxy_faults import Delay
 from s3ec.dev.rigs.vllm_cpu import engine_env
 from s3ec.identity import Layout, Namespace
-from s3ec.testing.server import Endpoint, Identity, LocalS3, MotoServer
+from s3ec.testing.server import Identity, LocalS3, MotoServer, S3Server
 from tests.contract.conftest import BUCKET, READER
 
 # Where vLLM is not installed and no model is named.
@@ -129,7 +129,7 @@ def doctor(monkeypatch: pytest.MonkeyPatch) -> Doctor:
     return run
 
 
-def objects(server: Endpoint, bucket: str = BUCKET) -> list[str]:
+def objects(server: S3Server, bucket: str = BUCKET) -> list[str]:
     """What lies below the doctor's folder of a bucket."""
     page = server.client().list_objects_v2(Bucket=bucket, Prefix=".s3ec-probe/")
     return [entry["Key"] for entry in page.get("Contents", [])]

@@ -20,8 +20,11 @@ class TestOnMoto(StoreContract):
     list_count = 120
 
     @pytest.fixture
-    def make_store(self, on_moto: Configure, transport: Transport) -> MakeStore:
-        return lambda prefix: transport(on_moto(prefix=prefix), page_size=7)
+    def make_store(
+        self, on_moto: Configure, transport: Transport, monkeypatch: pytest.MonkeyPatch
+    ) -> MakeStore:
+        monkeypatch.setattr(transport, "page_size", 7)
+        return lambda prefix: transport(on_moto(prefix=prefix))
 
 
 class TestOnSeaweed(StoreContract):
@@ -35,9 +38,10 @@ class TestOnSeaweed(StoreContract):
 
 
 async def test_small_pages_of_seaweed_hold_every_object(
-    on_seaweed: Configure, transport: Transport
+    on_seaweed: Configure, transport: Transport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = transport(on_seaweed(prefix=f"small-pages-{transport.__name__}"), page_size=7)
+    monkeypatch.setattr(transport, "page_size", 7)
+    store = transport(on_seaweed(prefix=f"small-pages-{transport.__name__}"))
     names = {f"o/{i:02d}/x" for i in range(40)}
     for name in names:
         await store.put_if_absent(name, [b"x"])

@@ -18,7 +18,7 @@ from s3ec.cli.app import app
 from s3ec.dev.rigs.proxy import FaultProxy, Rule
 from s3ec.dev.rigs.proxy_faults import ForgetCondition
 from s3ec.doctor.compatibility import COLUMNS, row
-from s3ec.testing.server import Endpoint, LocalS3, MotoServer
+from s3ec.testing.server import LocalS3, MotoServer, S3Server
 from tests.contract.conftest import BUCKET
 
 PAGE = Path(__file__).parents[2] / "docs" / "deployment.md"
@@ -34,7 +34,7 @@ def doctor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Doctor:
     monkeypatch.setenv("S3EC_CONNECT_TIMEOUT_S", "10")
     monkeypatch.setenv("S3EC_READ_TIMEOUT_S", "20")
 
-    def run(server: Endpoint, *args: str, url: str | None = None) -> str:
+    def run(server: S3Server, *args: str, url: str | None = None) -> str:
         where = ("--bucket", BUCKET, "--endpoint-url", url or server.endpoint_url)
         result = CliRunner().invoke(
             app, ["doctor", "--timeout", "100", *where, *args], env=server.env()

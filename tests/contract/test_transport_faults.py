@@ -23,6 +23,7 @@ from s3ec.dev.rigs.proxy import Exchange, Fault, FaultProxy, Reply, Rule
 from s3ec.errors import AccessError, ConflictError, CorruptEntryError, S3ECError, UnavailableError
 from s3ec.store.aioboto3_s3 import Aioboto3Store
 from s3ec.store.botocore_s3 import BotocoreStore
+from s3ec.store.concurrency import RequestSlots
 from s3ec.store.s3 import ObstoreStore
 from s3ec.testing.server import LocalS3
 from tests.contract.conftest import BUCKET, Configure, Issued, Transport
@@ -54,15 +55,20 @@ def proxy(local_s3: LocalS3) -> Iterator[FaultProxy]:
 
 @pytest.fixture
 async def make(
-    proxy: FaultProxy, on_seaweed: Configure, transport: Transport
+    proxy: FaultProxy,
+    on_seaweed: Configure,
+    transport: Transport,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> AsyncIterator[Make]:
     """Stores over one fresh prefix that reach the server through the proxy."""
+    monkeypatch.setattr(transport, "page_size", 2)
     stores = []
     prefix = f"faults-{secrets.token_hex(6)}"
 
     def make(*, least_bytes_per_s: float = 65536.0, **changes: Any) -> BotocoreStore:
         settings = on_seaweed(**{"endpoint_url": proxy.url, "prefix": prefix, **changes})
-        stores.append(transport(settings, page_size=2, least_bytes_per_s=least_bytes_per_s))
+        monkeypatch.setattr(RequestSlots, "least_bytes_per_s", least_bytes_per_s)
+        stores.append(transport(settings))
         return stores[-1]
 
     yield make

@@ -44,11 +44,12 @@ def make_store(
         retry_config={"max_retries": 0},
     )
     monkeypatch.setattr(url_store, "cloud_client", lambda settings: client)
+    monkeypatch.setattr(UrlStore, "page_size", 7)
 
     def make(prefix: str) -> UrlStore:
         url = f"gs://{moto_bucket}/{quote(prefix)}"
         limits = {"connect_timeout_s": 1.0, "read_timeout_s": 5.0}
-        return UrlStore(load_settings({"url": url, **limits}).settings, page_size=7)
+        return UrlStore(load_settings({"url": url, **limits}).settings)
 
     return make
 

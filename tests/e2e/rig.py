@@ -17,7 +17,7 @@ import numpy as np
 
 from s3ec.counters import Counters
 from s3ec.dev.rigs.engine import EngineProcess, image, text
-from s3ec.testing.server import Endpoint
+from s3ec.testing.server import S3Server
 from s3ec.tier import Tier
 from tests.support import waiting
 
@@ -177,7 +177,7 @@ def at_once(first: Callable[[], First], second: Callable[[], Second]) -> tuple[F
         return futures[0].result(), futures[1].result()
 
 
-def settings(server: Endpoint, bucket: str, cache_dir: Path, **more: Any) -> dict[str, Any]:
+def settings(server: S3Server, bucket: str, cache_dir: Path, **more: Any) -> dict[str, Any]:
     """The connector's settings for a server on this machine."""
     return {
         "bucket": bucket,

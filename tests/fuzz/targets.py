@@ -37,7 +37,7 @@ from s3ec.middleware import BodyError, rewrite
 from s3ec.modality import parse_record
 from s3ec.safetensors_file import seal
 from s3ec.settings import check_endpoint, check_prefix, parse_url
-from s3ec.store.obstore_errors import fault_of
+from s3ec.store.obstore_errors import failure_of
 from s3ec.store.s3_errors import from_obstore, from_url
 from s3ec.tenant import Tenant, check_reference
 from s3ec.tier.bad_objects import BadObject
@@ -373,8 +373,8 @@ def request_body(data: bytes) -> None:
 
 def error_text(data: bytes) -> None:
     """What a client library says of a reply, which holds text of a server's."""
-    fault = fault_of(Exception(data.decode("utf-8", "replace")))
-    for error in (from_obstore(fault, "GET", "GetObject"), from_url(fault, "GET")):
+    failure = failure_of(Exception(data.decode("utf-8", "replace")))
+    for error in (from_obstore(failure, "GET", "GetObject"), from_url(failure, "GET")):
         require(isinstance(error, Exception), "no error")
 
 

@@ -9,7 +9,7 @@ from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
 
-from s3ec.testing.server import HOST, REGION, Endpoint
+from s3ec.testing.server import HOST, REGION, S3Server
 
 _ROLES = "/latest/meta-data/iam/security-credentials/"
 
@@ -23,7 +23,7 @@ class MetadataService:
         asked: How many requests it has got, answered or not.
     """
 
-    def __init__(self, keys: Endpoint) -> None:
+    def __init__(self, keys: S3Server) -> None:
         self.answering = threading.Event()
         self.refusing = False
         self.asked = 0

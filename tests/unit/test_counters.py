@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sums that no thread loses."""
+"""Sums that no thread loses, and the order of recent times."""
 
 from __future__ import annotations
 
 import threading
 
-from s3ec.counters import Counters, Increments
+from s3ec.counters import Counters, Increments, RecentTimes
 
 
 def test_what_was_never_added_is_zero() -> None:
@@ -60,3 +60,16 @@ def test_no_addition_is_lost_between_threads() -> None:
     for thread in threads:
         thread.join(30)
     assert counters.get("hits") == 16_000
+
+
+def test_a_quantile_is_of_the_last_times_and_there_is_none_of_few() -> None:
+    times = RecentTimes(20, few=4)
+    for seconds in (5.0, 5.0, 5.0):
+        times.add(seconds)
+        assert times.quantile(0.5) is None
+    for number in range(48):
+        times.add(float(number))
+    assert sorted(times.in_order) == times.in_order
+    assert len(times.in_order) == 20
+    assert times.quantile(0) == times.in_order[0] > 0.0
+    assert times.quantile(0.95) == times.in_order[-1] > 15.0

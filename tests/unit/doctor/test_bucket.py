@@ -102,8 +102,8 @@ def test_endpoint_that_answers_is_named_with_its_server(make_patient: MakePatien
     assert outcome.verdict == Verdict.OK
     assert patient.settings.endpoint_url is not None
     assert patient.settings.endpoint_url in outcome.found
-    assert patient.hello is not None
-    assert not patient.hello.virtual_host
+    assert patient.server is not None
+    assert not patient.server.virtual_host
 
 
 @pytest.mark.parametrize(

@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from typing import TypeVar
 
-from s3ec.errors import S3ECError
 from s3ec.identity import Key, Layout
 from s3ec.index.rows import EntryInfo, Rows, Tombstone
 from s3ec.index.segment import encode_segment, parse_segment
-from s3ec.store.base import Blob, ObjectInfo, Store
+from s3ec.store.base import ObjectInfo, Store, Wrapper
 from s3ec.testing.memory_store import MemoryBucket, MemoryStore
 from tests.unit.index.basics import LAYOUT
 
@@ -102,7 +101,7 @@ class Killed(BaseException):
     """The end of a process; nothing of ours catches it."""
 
 
-class MortalStore:
+class MortalStore(Wrapper):
     """A store whose process is killed in its n-th request: before it got through, or after.
 
     Args:
@@ -116,13 +115,13 @@ class MortalStore:
     """
 
     def __init__(self, inner: MemoryStore, dies_at: int | None = None, *, after: bool) -> None:
+        super().__init__(inner)
         self.requests = 0
         self.died = asyncio.Event()
-        self._inner = inner
         self._dies_at = dies_at
         self._after = after
 
-    async def _run(self, call: Callable[[], Awaitable[T]]) -> T:
+    async def _around(self, op: str, name: str, call: Callable[[], Awaitable[T]]) -> T:
         number = self.requests
         self.requests += 1
         if self._dies_at is None or number < self._dies_at:
@@ -132,34 +131,10 @@ class MortalStore:
         self.died.set()
         raise Killed
 
-    async def get(self, name: str, *, max_bytes: int) -> Blob | None:
-        return await self._run(lambda: self._inner.get(name, max_bytes=max_bytes))
-
-    async def get_range(self, name: str, start: int, length: int) -> Blob | None:
-        return await self._run(lambda: self._inner.get_range(name, start, length))
-
-    async def put_if_absent(self, name: str, body: Sequence[bytes | memoryview]) -> None:
-        await self._run(lambda: self._inner.put_if_absent(name, body))
-
-    async def head(self, name: str) -> ObjectInfo | None:
-        return await self._run(lambda: self._inner.head(name))
-
     async def list(self, prefix: str, *, start_after: str = "") -> AsyncIterator[ObjectInfo]:
         async def whole() -> tuple[ObjectInfo, ...]:
             pages = self._inner.list(prefix, start_after=start_after)
             return tuple([info async for info in pages])
 
-        for info in await self._run(whole):
+        for info in await self._around("list", prefix, whole):
             yield info
-
-    async def list_folders(self, prefix: str) -> Sequence[str]:
-        return await self._run(lambda: self._inner.list_folders(prefix))
-
-    async def delete(self, name: str) -> None:
-        await self._run(lambda: self._inner.delete(name))
-
-    async def delete_many(self, names: Sequence[str]) -> dict[str, S3ECError]:
-        return await self._run(lambda: self._inner.delete_many(names))
-
-    async def close(self) -> None:
-        await self._inner.close()

@@ -107,11 +107,11 @@ async def test_names_that_are_throttled_slow_the_endpoint_down(bucket: Asked) ->
     endpoint = Endpoint(8, BreakerOptions(threshold=2))
     store = BreakerStore(FaultStore(bucket, Script([fault])), endpoint, Counters())
     assert list(await store.delete_many(NAMES)) == ["b"]
-    assert endpoint.pace.withheld == 4
+    assert endpoint.concurrency.withheld == 4
     assert not endpoint.breaker.is_open
     assert list(await store.delete_many(NAMES)) == ["b"]
     assert endpoint.breaker.is_open
-    assert endpoint.pace.used == 0
+    assert endpoint.concurrency.used == 0
 
 
 # -- ranges of one object ------------------------------------------------------------------------

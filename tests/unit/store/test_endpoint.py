@@ -297,42 +297,42 @@ async def test_throttling_halves_the_places_and_answers_give_them_back(
     for withheld in (4, 6):
         with pytest.raises(UnavailableError):
             await store.head("a")
-        assert counters.get("pace.withheld") == endpoint.pace.withheld == withheld
+        assert counters.get("pace.withheld") == endpoint.concurrency.withheld == withheld
     assert counters.get("pace.slowed") == 2
     for _ in range(40):
         await store.head("a")
-    assert counters.get("pace.withheld") == endpoint.pace.withheld == 0
-    assert endpoint.pace.used == 0
+    assert counters.get("pace.withheld") == endpoint.concurrency.withheld == 0
+    assert endpoint.concurrency.used == 0
 
 
 async def test_requests_that_were_out_together_count_once() -> None:
-    pace = AdaptiveConcurrency(16)
-    since = [await pace.take() for _ in range(3)]
-    assert [pace.slow_down(one) for one in since] == [8, 0, 0]
-    assert pace.withheld == 8
+    concurrency = AdaptiveConcurrency(16)
+    since = [await concurrency.take() for _ in range(3)]
+    assert [concurrency.slow_down(one) for one in since] == [8, 0, 0]
+    assert concurrency.withheld == 8
 
 
 async def test_reads_go_before_uploads_that_came_earlier_and_not_before_all_of_them() -> None:
-    pace = AdaptiveConcurrency(1)
-    await pace.take()
+    concurrency = AdaptiveConcurrency(1)
+    await concurrency.take()
     order: list[str] = []
 
     async def ask(name: str, *, is_read: bool) -> None:
-        await pace.take(is_read=is_read)
+        await concurrency.take(is_read=is_read)
         order.append(name)
-        pace.give_back()
+        concurrency.give_back()
 
     asked = [asyncio.create_task(ask(f"upload {n}", is_read=False)) for n in range(3)]
     asked += [asyncio.create_task(ask(f"read {n}", is_read=True)) for n in range(5)]
     await asyncio.sleep(0)
-    pace.give_back()
+    concurrency.give_back()
     async with asyncio.timeout(30):
         await asyncio.gather(*asked)
     assert order == [
         *("read 0", "read 1", "read 2", "upload 0"),
         *("read 3", "read 4", "upload 1", "upload 2"),
     ]
-    assert pace.used == 0
+    assert concurrency.used == 0
 
 
 async def test_a_read_through_the_guard_passes_uploads_that_wait() -> None:
@@ -364,7 +364,7 @@ async def test_who_waits_for_a_place_when_the_breaker_opens_is_told_at_once() ->
         ticket = endpoint.breaker.admit(is_read=False)
         assert ticket is not None
         if endpoint.breaker.failed(ticket, UnavailableError("x")):
-            endpoint.pace.wake_all()
+            endpoint.concurrency.wake_all()
     async with asyncio.timeout(30):
         for task in waiting:
             with pytest.raises(BreakerOpenError):
@@ -372,7 +372,7 @@ async def test_who_waits_for_a_place_when_the_breaker_opens_is_told_at_once() ->
         gate.release()
         await stuck
     assert inner.calls["head"] == 0
-    assert endpoint.pace.used == 0
+    assert endpoint.concurrency.used == 0
 
 
 async def test_a_conflict_is_an_answer_for_the_pace_too(inner: FaultStore) -> None:
@@ -380,13 +380,13 @@ async def test_a_conflict_is_an_answer_for_the_pace_too(inner: FaultStore) -> No
     endpoint = Endpoint(8)
     store = BreakerStore(inner, endpoint, Counters())
     await store.put_if_absent("a", [b""])
-    endpoint.pace.slow_down(await endpoint.pace.take())
-    endpoint.pace.give_back()
-    assert endpoint.pace.withheld == 4
+    endpoint.concurrency.slow_down(await endpoint.concurrency.take())
+    endpoint.concurrency.give_back()
+    assert endpoint.concurrency.withheld == 4
     for _ in range(60):
         with pytest.raises(ConflictError):
             await store.put_if_absent("a", [b""])
-    assert endpoint.pace.withheld == 0
+    assert endpoint.concurrency.withheld == 0
 
 
 # -- listings --------------------------------------------------------------------------------------
@@ -415,16 +415,16 @@ async def test_entries_of_a_page_that_is_here_wait_for_no_place() -> None:
     endpoint = Endpoint(1)
     listing = await paged(endpoint, "abcd")
     await anext(listing)
-    await endpoint.pace.take()
+    await endpoint.concurrency.take()
     async with asyncio.timeout(10):
         await anext(listing)
     third = asyncio.ensure_future(anext(listing))
     for _ in range(10):
         await asyncio.sleep(0)
     assert not third.done()  # another page is another request
-    endpoint.pace.give_back()
+    endpoint.concurrency.give_back()
     await third
-    await endpoint.pace.take()
+    await endpoint.concurrency.take()
     async with asyncio.timeout(10):
         assert [info.name async for info in listing] == ["a"]
 
@@ -767,7 +767,7 @@ class PaceMachine(RuleBasedStateMachine):
     def begin(self, places: int) -> None:
         self.loop = asyncio.new_event_loop()
         self.places = places
-        self.pace = AdaptiveConcurrency(places)
+        self.concurrency = AdaptiveConcurrency(places)
         self.holders: list[int] = []
         self.waiters: list[asyncio.Task[int]] = []
 
@@ -781,7 +781,7 @@ class PaceMachine(RuleBasedStateMachine):
 
     @rule(is_read=st.booleans())
     def come(self, is_read: bool) -> None:
-        self.waiters.append(self.loop.create_task(self.pace.take(is_read=is_read)))
+        self.waiters.append(self.loop.create_task(self.concurrency.take(is_read=is_read)))
         self.turn()
 
     @precondition(lambda self: self.holders)
@@ -789,10 +789,10 @@ class PaceMachine(RuleBasedStateMachine):
     def end(self, how: str) -> None:
         since = self.holders.pop(0)
         if how == "answered":
-            self.pace.speed_up()
+            self.concurrency.speed_up()
         elif how == "throttled":
-            self.pace.slow_down(since)
-        self.pace.give_back()
+            self.concurrency.slow_down(since)
+        self.concurrency.give_back()
         self.turn()
 
     @precondition(lambda self: self.waiters)
@@ -800,15 +800,15 @@ class PaceMachine(RuleBasedStateMachine):
     def cancel(self, granted_meanwhile: bool) -> None:
         if granted_meanwhile and self.holders:
             self.holders.pop(0)
-            self.pace.give_back()
+            self.concurrency.give_back()
         self.waiters[0].cancel()
         self.turn()
 
     @invariant()
     def nothing_leaks(self) -> None:
-        if hasattr(self, "pace"):
-            assert self.pace.used == len(self.holders)
-            allowed = self.places - self.pace.withheld
+        if hasattr(self, "concurrency"):
+            assert self.concurrency.used == len(self.holders)
+            allowed = self.places - self.concurrency.withheld
             assert 1 <= allowed <= self.places
             # After a cut those that were out already may be more.
             assert not self.waiters or len(self.holders) >= allowed

@@ -18,7 +18,7 @@ from s3ec.errors import ConflictError, CorruptEntryError, S3ECError, Unavailable
 from s3ec.store import obstore_errors, s3
 from s3ec.store.open import open_store
 from s3ec.store.s3 import ObstoreStore
-from s3ec.store.s3_errors import Fault
+from s3ec.store.s3_errors import ObstoreFailure
 from tests.unit.store.conftest import SECRET, Configure
 
 # Every test signs.
@@ -113,12 +113,12 @@ async def test_words_of_another_release_cost_a_second_request_and_change_no_answ
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    genuine = obstore_errors.fault_of
+    genuine = obstore_errors.failure_of
 
-    def in_other_words(exc: Exception) -> Fault:
+    def in_other_words(exc: Exception) -> ObstoreFailure:
         return genuine(Exception(str(exc).replace("status:", "answer:")))
 
-    monkeypatch.setattr(obstore_errors, "fault_of", in_other_words)
+    monkeypatch.setattr(obstore_errors, "failure_of", in_other_words)
     store = ObstoreStore(configure(prefix="drift"))
     await store.put_if_absent("x", [b"x"])
     with pytest.raises(ConflictError):

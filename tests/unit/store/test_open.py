@@ -14,12 +14,13 @@ from s3ec.errors import AccessError, ConfigError, ConflictError, UnavailableErro
 from s3ec.store.aioboto3_s3 import Aioboto3Store
 from s3ec.store.botocore_s3 import BotocoreStore
 from s3ec.store.open import (
-    PROBE_PREFIX,
+    KEPT_PROBE,
     ConditionalPut,
     HeadBeforePut,
     choose_transport,
     open_store,
     probe_conditional_put,
+    require_conditional_put,
     with_conditional_put,
 )
 from s3ec.store.s3 import ObstoreStore
@@ -78,7 +79,7 @@ async def test_probes_without_leave_to_delete_share_one_object(
     inner = kind()
     store = FaultStore(inner, Script([Fault(op="delete", error=AccessError)]))
     assert [await probe_conditional_put(store) for _ in range(3)] == [expected] * 3
-    assert list(inner.bucket.objects) == [PROBE_PREFIX + "kept"]
+    assert list(inner.bucket.objects) == [KEPT_PROBE]
 
 
 async def test_probe_whose_first_reply_was_lost_and_retried_finds_enforcement() -> None:
@@ -103,6 +104,36 @@ async def test_probe_that_cannot_clean_up_says_what_stays(
     assert await probe_conditional_put(store) is ConditionalPut.ENFORCED
     (left,) = inner.bucket.objects
     assert left in caplog.text
+
+
+async def test_a_store_is_probed_once_for_all_who_ask() -> None:
+    store = FaultStore(MemoryStore())
+    await with_conditional_put(store)
+    probed = store.calls.total()
+    assert probed == 4
+    for _ in range(2):
+        assert await with_conditional_put(store) is store
+        await require_conditional_put(store)
+    assert store.calls.total() == probed
+
+
+async def test_a_server_that_ignores_conditions_is_probed_once() -> None:
+    store = FaultStore(OverwritingStore())
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="If-None-Match"):
+            await require_conditional_put(store)
+    assert isinstance(await with_conditional_put(store), HeadBeforePut)
+    assert store.calls["put_if_absent"] == 2
+
+
+async def test_an_identity_without_rights_is_probed_again() -> None:
+    """It may be allowed to write later, and then the answer matters."""
+    store = FaultStore(
+        OverwritingStore(), Script([Fault("put_if_absent", error=AccessError, times=1)])
+    )
+    await require_conditional_put(store)
+    with pytest.raises(ConfigError):
+        await require_conditional_put(store)
 
 
 async def test_head_before_put_keeps_the_first_writer_where_the_server_does_not_and_warns_once(

@@ -282,7 +282,7 @@ class Hedged:
         self.counters = Counters()
         endpoint = Endpoint(4)
         endpoint.hedges = Budget(share, at_most=5, at_first=0)
-        self.pace = endpoint.pace
+        self.concurrency = endpoint.concurrency
         self.store = HedgeStore(self.inner, endpoint, self.counters)
 
     async def learn(self, requests: int = 64) -> None:
@@ -324,7 +324,7 @@ async def test_a_late_get_is_won_by_the_second_and_the_first_is_cancelled(rig: H
     assert rig.inner.calls["get"] == 2
     assert (rig.counters.get("hedge.sent"), rig.counters.get("hedge.won")) == (1, 1)
     await asyncio.sleep(0)
-    assert rig.pace.used == 0
+    assert rig.concurrency.used == 0
     task = asyncio.current_task()
     assert task is not None
     assert task.cancelling() == 0
@@ -332,12 +332,12 @@ async def test_a_late_get_is_won_by_the_second_and_the_first_is_cancelled(rig: H
 
 async def test_the_first_may_still_win_and_the_second_is_cancelled(rig: Hedged) -> None:
     asking, first, _ = await rig.both()
-    assert rig.pace.used == 1
+    assert rig.concurrency.used == 1
     first.release()
     assert await asking == b"x"
     await asyncio.sleep(0)
     await asyncio.sleep(0)
-    assert rig.pace.used == 0
+    assert rig.concurrency.used == 0
     assert (rig.counters.get("hedge.sent"), rig.counters.get("hedge.won")) == (1, 0)
 
 
@@ -368,7 +368,7 @@ async def test_a_cancelled_caller_cancels_both(rig: Hedged) -> None:
         await asking
     for _ in range(3):
         await asyncio.sleep(0)
-    assert rig.pace.used == 0
+    assert rig.concurrency.used == 0
 
 
 async def test_seconds_are_at_most_their_share() -> None:
@@ -399,7 +399,7 @@ async def test_nothing_is_sent_twice_without_reason_and_room(rig: Hedged, why: s
         await rig.store.get("a", max_bytes=size)
     if why == "no place":
         for _ in range(4):
-            await rig.pace.take()
+            await rig.concurrency.take()
     rig.inner.calls.clear()
     gate = Gate()
     rig.script.faults = [Fault(gate=gate, times=1)]
