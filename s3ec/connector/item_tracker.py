@@ -381,6 +381,7 @@ class DeferralBudget:
 
     def end_request(self, request_id: str) -> None:
         """The request has ended."""
+        self.end(request_id)
         self._waits.pop(request_id, None)
 
     def sweep(self, idle_s: float) -> None:
@@ -432,8 +433,8 @@ class ItemTracker:
         waiting: Request id to the identifiers that it waits for, or will need later. For reading.
         waited: Ids of requests that have waited for the bucket, for this node's disk, for what
             they named, and for what was probed. For reading.
-        paused: Ids of requests that wait, but vLLM did not ask about them in the last pass in which
-            it could. For reading.
+        paused: Requests that wait, but vLLM did not ask about them in the last pass in which it
+            could; since when. For reading.
     """
 
     def __init__(
@@ -495,7 +496,7 @@ class ItemTracker:
         self._deferred: set[str] = set()
         # ...or has not; since when.
         self._paused_s: dict[str, float] = {}
-        self.paused = self._paused_s.keys()
+        self.paused: Mapping[str, float] = self._paused_s
         # Since the prefetcher was last told.
         self._demand: dict[str, FetchRequest] = {}
         self._demoted: dict[str, None] = {}
@@ -778,13 +779,11 @@ class ItemTracker:
         must not be taken for the time that a fetch takes.
         """
         now = self._clock()
-        for request_id in self.paused & asked:
+        for request_id in self.paused.keys() & asked:
             self.resume_wait(request_id, now)  # its answer was repeated
         for request_id in self._deferred - asked:
             self._deferred.discard(request_id)
             self._paused_s[request_id] = now
-            if self._policy is not None:
-                self._policy.pause(request_id, now)
 
     def resume_wait(self, request_id: str, now: float) -> None:
         """vLLM asks about a paused request again: its wait goes on where it was."""
@@ -793,7 +792,7 @@ class ItemTracker:
         for budget in self._budgets:
             budget.resume(request_id, pause_s)
         if self._policy is not None:
-            self._policy.resume(request_id, now)
+            self._policy.resume(request_id, pause_s)
 
     def _end_waits(self, request_id: str) -> None:
         self._deferred.discard(request_id)
@@ -842,13 +841,15 @@ class ItemTracker:
 
     def end_request(self, request_id: str) -> None:
         """The request has ended. What it waited for is for others, or for nobody."""
+        now = self._clock()
         self._answers.drop(request_id)
+        if request_id in self.paused:
+            self.resume_wait(request_id, now)  # so that what is counted ends with the pause
         self._deferred.discard(request_id)
-        self._paused_s.pop(request_id, None)
         for budget in self._budgets:
             budget.end_request(request_id)
         if self._policy is not None:
-            self._policy.end_request(request_id, self._clock())
+            self._policy.end_request(request_id, now)
         self.leave(request_id)
 
     def _leave(self, request_id: str, identifier: str) -> None:

@@ -341,7 +341,7 @@ class SchedulerHalf:
             self.answers.clear()
         now = self._clock()
         if self._policy is not None:
-            for request_id in self._policy.due(now):
+            for request_id in self._policy.due(now, self.tracker.paused):
                 self.answers.drop(request_id)
         self.answers.begin_pass(now)
 

@@ -42,7 +42,7 @@ import heapq
 import math
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, KeysView, Sequence
+from collections.abc import Callable, KeysView, Mapping, Sequence
 from dataclasses import dataclass
 
 from s3ec.encode_costs import EncodeCosts
@@ -371,7 +371,6 @@ class _Waiting:
         began_s: When it began to wait.
         stop_s: The most that it would have cost to stop, since then.
         doubt_s: Since when it is in doubt; None while it is not.
-        paused_s: Since when vLLM does not ask about it; None while it does.
     """
 
     is_new: bool
@@ -379,16 +378,6 @@ class _Waiting:
     began_s: float = 0.0
     stop_s: float = 0.0
     doubt_s: float | None = None
-    paused_s: float | None = None
-
-    def resume(self, now: float) -> None:
-        """vLLM asks again: the time since ``paused_s`` was not waited."""
-        if self.paused_s is None:
-            return
-        pause_s, self.paused_s = now - self.paused_s, None
-        self.began_s += pause_s
-        if self.doubt_s is not None:
-            self.doubt_s += pause_s
 
 
 class WaitPolicy:
@@ -435,15 +424,19 @@ class WaitPolicy:
         self._decisions = 0
         self.load.end_pass(now, has_prefill=has_prefill, tokens=tokens, repeated=repeated)
 
-    def due(self, now: float) -> list[str]:
+    def due(self, now: float, paused_s: Mapping[str, float]) -> list[str]:
         """Waiting requests about which to decide anew; at most MOST_DECISIONS, who is due longest
         first. Those that vLLM did not ask about in the last pass come last: it may not do so now.
         Of these it has left out for longest those that stand behind the others in its queue.
+
+        Args:
+            now: Monotonic seconds.
+            paused_s: Requests that vLLM does not ask about, and since when.
         """
         due = [
-            (-math.inf if one.paused_s is None else -one.paused_s, one.again_s, name)
+            (-paused_s.get(name, math.inf), one.again_s, name)
             for name, one in self._waiting.items()
-            if one.again_s <= (now if one.paused_s is None else one.paused_s)
+            if one.again_s <= paused_s.get(name, now)
         ]
         return [name for _, _, name in heapq.nsmallest(MOST_DECISIONS, due)]
 
@@ -555,17 +548,13 @@ class WaitPolicy:
             fetching.began_s = now
         return now - fetching.began_s
 
-    def pause(self, request_id: str, now: float) -> None:
-        """vLLM has not asked about the request in the pass that has ended."""
+    def resume(self, request_id: str, pause_s: float) -> None:
+        """vLLM asks about the request again, after so long: that was no wait. Before ``waits``."""
         waiting = self._waiting.get(request_id)
         if waiting is not None:
-            waiting.paused_s = now
-
-    def resume(self, request_id: str, now: float) -> None:
-        """vLLM asks about the request again; before ``waits``."""
-        waiting = self._waiting.get(request_id)
-        if waiting is not None:
-            waiting.resume(now)
+            waiting.began_s += pause_s
+            if waiting.doubt_s is not None:
+                waiting.doubt_s += pause_s
 
     def end(self, request_id: str) -> None:
         """The request waits for nothing any more."""

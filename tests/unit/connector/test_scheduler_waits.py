@@ -205,6 +205,20 @@ def test_paused_request_that_ends_leaves_nothing_behind(world: World) -> None:
     assert not world.half.tracker.paused
 
 
+@pytest.mark.parametrize("paused_s", [0.0, 5.0])
+def test_what_a_request_has_waited_is_counted_where_it_ends_before_its_embedding_comes(
+    world: World, paused_s: float
+) -> None:
+    """Its client has gone; but for a pause, which is no wait."""
+    asker = world.defer("a")
+    world.clock.now_s += 0.3
+    if paused_s:
+        world.step()  # nobody is asked about
+        world.clock.now_s += paused_s
+    world.end(asker)
+    assert world.counters.get("deferred_seconds") == pytest.approx(0.3)
+
+
 def test_paused_request_whose_end_nobody_tells_is_forgotten_with_its_waits(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
