@@ -16,9 +16,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, M
 from dataclasses import dataclass, field
 from typing import Any
 
-from s3ec.connector.item_tracker import NO_PIXELS_WAIT_S
 from s3ec.connector.kept_answers import KeptAnswers
 from s3ec.connector.messages import AdapterUse, StepPlan, WorkerReport
+from s3ec.connector.request_waits import NO_PIXELS_WAIT_S
 from s3ec.connector.scheduler import SchedulerHalf, named_by
 from s3ec.counters import Counters
 from s3ec.identity import with_adapter

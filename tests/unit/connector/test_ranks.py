@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from s3ec.connector import saves
-from s3ec.connector.item_tracker import LEASE_S, NO_PIXELS_WAIT_S, RETRY_AFTER_S
+from s3ec.connector.item_tracker import LEASE_S, RETRY_AFTER_S
 from s3ec.connector.messages import StepPlan, WorkerReport
 from s3ec.connector.remote_ranks import Ranks
+from s3ec.connector.request_waits import NO_PIXELS_WAIT_S
 from s3ec.connector.scheduler import SchedulerHalf
 from s3ec.connector.vllm_config import Role
 from s3ec.errors import UnavailableError

@@ -7,13 +7,8 @@ from typing import Any
 
 import pytest
 
-from s3ec.connector.item_tracker import (
-    LEASE_S,
-    MOST_IN_VAIN,
-    NO_PIXELS_WAIT_S,
-    RETRY_AFTER_S,
-    VAIN_REST_S,
-)
+from s3ec.connector.item_tracker import LEASE_S, RETRY_AFTER_S
+from s3ec.connector.request_waits import MOST_IN_VAIN, NO_PIXELS_WAIT_S, VAIN_REST_S
 from s3ec.connector.waiting import EngineLoad, FetchQueue, WaitPolicy
 from s3ec.encode_costs import EncodeCosts
 from s3ec.index.missing import NEGATIVE_TTL_S

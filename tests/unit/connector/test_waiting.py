@@ -383,10 +383,10 @@ def test_wait_that_goes_on_after_a_pause_is_decided_anew() -> None:
     here.stock("a")
     asker = here.deferred(request("r", feature("a")))
     here.step()  # nobody is asked about
-    assert one.due(here.clock.now_s + 9.0, here.half.tracker.paused) == []
+    assert one.due(here.clock.now_s + 9.0, here.half.waits.paused) == []
     assert not here.ask(asker)
     here.step()
-    assert one.due(here.clock.now_s + 9.0, here.half.tracker.paused) == ["r"]
+    assert one.due(here.clock.now_s + 9.0, here.half.waits.paused) == ["r"]
 
 
 def test_request_is_encoded_at_once_where_the_encoder_is_cheap_and_the_fetch_goes_on() -> None:
