@@ -20,19 +20,17 @@ from s3ec.connector.item_tracker import (
     ABSENT,
     FAILED,
     FETCHING,
-    LEASE_S,
     READY,
-    RETRY_AFTER_S,
     Item,
     ItemTracker,
     PrefetchQueue,
     State,
 )
 from s3ec.connector.kept_answers import KeptAnswers
-from s3ec.connector.messages import Encode, Load, Save, StepPlan, WorkerReport
+from s3ec.connector.messages import Encode, Load, StepPlan, WorkerReport
 from s3ec.connector.remote_ranks import Ranks
 from s3ec.connector.request_waits import RequestWaits
-from s3ec.connector.save_worth import SaveWorth
+from s3ec.connector.save_orders import SaveOrders, SaveWorth
 from s3ec.connector.vllm_config import PASSED_THROUGH, Role
 from s3ec.connector.waiting import WaitPolicy
 from s3ec.counters import Counters
@@ -56,65 +54,6 @@ def named_by(request: Any) -> Collection[str]:
     """
     params = getattr(request, "ec_transfer_params", None)
     return params if isinstance(params, dict) else ()
-
-
-class SaveOrders:
-    """Remembers what was ordered, so that an embedding is not saved by each of its requests.
-
-    Attributes:
-        ordered_s: When each was ordered. For reading, as the next one.
-        again_s: The same for those that the device held already.
-    """
-
-    def __init__(
-        self,
-        index: Index,
-        placeholder_of: Callable[[Any], dict[str, Any] | None],
-        clock: Callable[[], float],
-        worth: SaveWorth | None,
-    ) -> None:
-        self._index = index
-        self._worth = worth
-        self._placeholder_of = placeholder_of
-        self._clock = clock
-        self.ordered_s: dict[str, float] = {}
-        self.again_s: dict[str, float] = {}
-
-    def order(self, key: Key, feature: Any) -> Save | None:
-        """What to save of a feature that is about to be encoded; None where that is done."""
-        identifier = feature.identifier
-        if identifier in self.ordered_s or self._index.holds(key):
-            return None
-        rows = feature.mm_position.get_num_embeds()
-        if self._worth is not None and not self._worth.is_worth(key, feature.modality, rows):
-            return None
-        self.ordered_s[identifier] = self._clock()
-        return Save(feature.modality, self._placeholder_of(feature))
-
-    def is_recent(self, identifier: str) -> bool:
-        """Whether what the device holds was ordered to be stored, too lately to do so again."""
-        again_s = self.again_s.get(identifier)
-        return again_s is not None and self._clock() - again_s < RETRY_AFTER_S
-
-    def again(self, feature: Any) -> Save:
-        """What to save of a feature that the device holds, whatever was ordered before.
-
-        The worker knows whether it is under way.
-        """
-        self.again_s[feature.identifier] = self._clock()
-        return Save(feature.modality, self._placeholder_of(feature), on_device=True)
-
-    def release(self, identifier: str) -> None:
-        """The bucket holds it, or it will not be saved: it may be ordered again."""
-        self.ordered_s.pop(identifier, None)
-        self.again_s.pop(identifier, None)
-
-    def sweep(self, now: float) -> None:
-        """A save that was dropped or failed may be tried again at the next encode."""
-        for times_s, lease_s in ((self.ordered_s, LEASE_S), (self.again_s, RETRY_AFTER_S)):
-            for identifier, since_s in list(times_s.items()):
-                if now - since_s > lease_s:
-                    del times_s[identifier]
 
 
 class StoreState(Protocol):

@@ -64,12 +64,8 @@ class RankRig:
         process = Process(folder, shared=bucket, cache_dir=folder)
         self.node, self.faults = process.node, process.faults
         self.cache: dict[str, Any] = {}
-        self.own_pins = remote.LocalPins(
-            self.node.prefetcher, self.node.tier, self.node.naming.make_key
-        )
         self.worker = WorkerHalf(
             self.node,
-            own_pins=self.own_pins,
             saves=None,
             device=lambda: torch.device("cpu"),
             rank=lambda: rank,
@@ -199,7 +195,7 @@ class Engine:
         return "gone" if item is None else item.state.name
 
     def all_given_back(self) -> bool:
-        rigs = (len(rank.pins()) + len(rank.own_pins) for rank in self.ranks)
+        rigs = (len(rank.pins()) + len(rank.worker.local_pins) for rank in self.ranks)
         own = [path for path in self.node.tier.pins.folder().iterdir() if path.name != ".lock"]
         return not sum(rigs) and not own
 
