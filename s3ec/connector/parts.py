@@ -319,7 +319,7 @@ def _ranks_elsewhere(node: Node, role: Role, topology: Topology) -> Ranks | None
         topology.ranks,
         tier_id(node.tier),
         steps_in_flight=role.steps_in_flight,
-        heard_without_tokens=topology.heard_without_tokens,
+        called_without_tokens=topology.called_without_tokens,
     )
 
 

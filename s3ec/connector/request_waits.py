@@ -18,7 +18,7 @@ from s3ec.connector.item_tracker import FETCHING, LEASE_S, Item, ItemTracker
 from s3ec.connector.kept_answers import KeptAnswers
 from s3ec.connector.remote_ranks import Ranks
 from s3ec.connector.vllm_config import Role
-from s3ec.connector.waiting import Fetching, WaitPolicy, Want
+from s3ec.connector.waiting import Fetching, Lacking, WaitPolicy
 from s3ec.counters import Counters
 from s3ec.encode_costs import EncodeCosts
 from s3ec.identity import Key
@@ -58,8 +58,18 @@ class DeferralBudget:
     here.
 
     A source that answers, but too slowly for anybody to wait for, opens no breaker: small requests
-    succeed. So after MOST_IN_VAIN waits in vain nothing waits for VAIN_REST_S, while fetches go on,
-    or until one of them is quick enough.
+    succeed. So a source is
+
+    ========  ========  ======================================================================
+    state     goes to   when
+    ========  ========  ======================================================================
+    trusted   resting   MOST_IN_VAIN waits in a row were in vain: only requests without pixels
+                        wait for it, while fetches go on
+    resting   trusted   something came from there in time
+    resting   on trial  VAIN_REST_S have passed since the last wait in vain
+    on trial  trusted   something came from there in time
+    on trial  resting   one more wait is in vain
+    ========  ========  ======================================================================
 
     Attributes:
         requests: Ids of requests that have waited. For reading: a look is cheaper than a call.
@@ -526,11 +536,11 @@ class RequestWaits:
             if policy.costs.known_s(item.modality, item.rows) is None:
                 return True  # others encode it; it is not encoded here to learn the cost
         if promised and now - self._promise_noted_s > VAIN_REST_S:
-            policy.forget("promise")  # who does not wait learns nothing
+            policy.relearn("promise")  # who does not wait learns nothing
         waited = request.request_id in policy.waiting
-        wants = lambda: [self._want_of(item) for item in items]  # noqa: E731
+        lacking = lambda: [self._lacking(item) for item in items]  # noqa: E731
         turns = len(request.mm_features)
-        if policy.waits(request.request_id, wants, now, features=turns):
+        if policy.waits(request.request_id, lacking, now, features=turns):
             return True
         self._counters.add("waits_declined")
         if waited:
@@ -548,12 +558,12 @@ class RequestWaits:
             self._policy.times("promise", item.rows).add(seconds)
             self._promise_noted_s = self._clock()
 
-    def _want_of(self, item: Item) -> Want:
+    def _lacking(self, item: Item) -> Lacking:
         if self._local(item.key):
-            return Want(item.modality, item.rows, "tier", item.fetching or Fetching(0))
+            return Lacking(item.modality, item.rows, "tier", item.fetching or Fetching(0))
         if item.promised:  # fetched again and again, so its age is that of the first time
-            return Want(item.modality, item.rows, "promise", Fetching(0, item.asked_s))
-        return Want(item.modality, item.rows, "bucket", item.fetching or Fetching(0))
+            return Lacking(item.modality, item.rows, "promise", Fetching(0, item.asked_s))
+        return Lacking(item.modality, item.rows, "bucket", item.fetching or Fetching(0))
 
     def end_pass(self, asked: Set[str]) -> None:
         """A pass has ended. Who was not asked about in it does not wait for an embedding.

@@ -164,7 +164,6 @@ class SchedulerHalf:
             policy=policy,
         )
         self._items = self.tracker.items
-        self._waiting = self.tracker.waiting
         self._unavailable: set[str] = set()
         self.on_device: set[str] = set()
         # Rows that the request being scheduled has room for. Where vLLM asks once only, what
@@ -183,7 +182,7 @@ class SchedulerHalf:
         self._plan = StepPlan()
         self._save_orders = SaveOrders(index, placeholder_of, clock, worth)
         self._swept_s = clock()
-        self._told_price = 0.0
+        self._counted_price = 0.0
         self._stopped = False
 
     def stop(self, *, was_reset: bool) -> bool:
@@ -232,8 +231,8 @@ class SchedulerHalf:
         features = request.mm_features
         self._named = named_by(request)
         if decoding:  # everything is in the KV cache
-            if self._waiting and request.request_id in self._waiting:
-                self.tracker.leave_all(request.request_id)
+            if request_id in self.tracker.waiting:
+                self.tracker.leave_all(request_id)
             return True
         if self._policy is not None:
             self._note_asked(self._policy, request)
@@ -631,9 +630,9 @@ class SchedulerHalf:
     def _sweep(self, now: float) -> None:
         """Drop what is too old to matter; at most once a second."""
         self._swept_s = now
-        if self._policy is not None and (price := self._policy.load.price) != self._told_price:
-            self._counters.add("wait.price", price - self._told_price)
-            self._told_price = price
+        if self._policy is not None and (price := self._policy.load.price) != self._counted_price:
+            self._counters.add("wait.price", price - self._counted_price)
+            self._counted_price = price
         if not self._role.asked_every_pass:
             for identifier in self._rows_asked.keys() - self._items.keys():
                 del self._rows_asked[identifier]

@@ -268,7 +268,7 @@ class S3EC(NoConnector):
             self.options.ranks,
             tier_id(bench.node.tier),
             steps_in_flight=self.options.depth,
-            heard_without_tokens=self.options.v2,
+            called_without_tokens=self.options.v2,
         )
 
     def _make_rank(self, node: Node, rank: int) -> Rank:

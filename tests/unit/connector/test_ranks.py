@@ -92,18 +92,18 @@ class Engine:
     """A scheduler on one node and ranks on others; V1 unless told otherwise."""
 
     def __init__(
-        self, here: Path, folders: list[Path], *, heard_without_tokens: bool = False
+        self, here: Path, folders: list[Path], *, called_without_tokens: bool = False
     ) -> None:
         self.bucket = MemoryBucket()
         self.node = node_on(here, self.bucket)
         self.ranks = [RankRig(rank, path, self.bucket) for rank, path in enumerate(folders)]
-        self.heard_without_tokens = heard_without_tokens
+        self.called_without_tokens = called_without_tokens
         self.clock = Clock()
         self.bookkeeping = Ranks(
             len(folders),
             remote.tier_id(self.node.tier),
             steps_in_flight=1,
-            heard_without_tokens=heard_without_tokens,
+            called_without_tokens=called_without_tokens,
         )
         role = Role(
             producer=False,
@@ -160,7 +160,7 @@ class Engine:
             loses: Whether the reports of its execution get lost.
         """
         plan = self.half.build_connector_meta([], scheduled_tokens=tokens)
-        if not tokens and not self.heard_without_tokens:
+        if not tokens and not self.called_without_tokens:
             return plan
         sent = pickle.dumps(plan)
         merged = WorkerReport()
@@ -330,7 +330,7 @@ def test_an_engine_that_falls_idle_does_not_keep_a_request_waiting(engine: Engin
 
 def test_where_workers_hear_of_steps_without_tokens_an_idle_engine_waits(tmp_path: Path) -> None:
     engine = Engine(
-        tmp_path / "here", [tmp_path / "here", tmp_path / "there"], heard_without_tokens=True
+        tmp_path / "here", [tmp_path / "here", tmp_path / "there"], called_without_tokens=True
     )
     try:
         engine.stock("a")

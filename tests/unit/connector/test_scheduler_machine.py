@@ -150,7 +150,7 @@ class HalfMachine(RuleBasedStateMachine):
                 ranks,
                 TierId("host", "/pins"),
                 steps_in_flight=steps_in_flight,
-                heard_without_tokens=False,
+                called_without_tokens=False,
             )
         self.world = World(
             producer=producer,

@@ -331,7 +331,7 @@ def test_what_is_not_there_teaches_nothing_about_fetches_and_gives_its_place_bac
         world.end(asker)
     assert policy.times("bucket", ROWS).late_s == 0.0
     assert policy.queue.silent_s(world.clock.now_s + 100) == 0.0
-    assert policy.declined == 0
+    assert world.counters.get("waits_declined") == 0
 
 
 # -- the end ---------------------------------------------------------------------------------------
