@@ -338,8 +338,7 @@ class ItemTracker:
         """
         now = self._clock()
         item = Item(key, modality, FETCHING, priority, now, rows, asked_s=now)
-        item.promised = promised
-        item.probed = probed
+        item.promised, item.probed = promised, probed
         self.items[key.identifier] = item
         self._order(item, priority)
 

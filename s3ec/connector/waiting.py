@@ -434,7 +434,7 @@ class WaitPolicy:
         due = [
             (-paused_s.get(name, math.inf), one.again_s, name)
             for name, one in self._waiting.items()
-            if one.again_s <= paused_s.get(name, now)
+            if one.again_s <= now and one.again_s <= paused_s.get(name, now)
         ]
         return [name for _, _, name in heapq.nsmallest(MOST_DECISIONS, due)]
 
