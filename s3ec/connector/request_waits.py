@@ -289,7 +289,7 @@ class RequestWaits:
     (none)   waiting  what it needs now is on its way, and worth the wait
     waiting  paused   a pass has ended in which vLLM did not ask about it
     paused   waiting  vLLM asks about it again
-    waiting  waited   all is here, its time is over, or the encoder is to make it
+    waiting  waited   all is here, its time is over, the encoder is to make it, or it fails
     waited   waiting  something is on its way again and it has time left, as it has with each
                       turn of a session
     any      (none)   it has ended; before 0.26 nobody tells, so it was not asked about for long
