@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What encoding costs on this machine: learned in the running engine, and kept for the next one.
 
-The worker measures, see ``connector/encode_timer.py``. Where scheduler and worker are one process
+The worker measures, see ``connector/worker.py``. Where scheduler and worker are one process
 they share one ``EncodeCosts``. Else the scheduler learns from the workers' reports, and, where vLLM
 drops those (before 0.30, pure producers, pipeline parallel), from the file that the worker's
 process writes a moment later::

@@ -16,9 +16,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, M
 from dataclasses import dataclass, field
 from typing import Any
 
-from s3ec.connector.item_tracker import NO_PIXELS_WAIT_S
 from s3ec.connector.kept_answers import KeptAnswers
 from s3ec.connector.messages import AdapterUse, StepPlan, WorkerReport
+from s3ec.connector.request_waits import NO_PIXELS_WAIT_S
 from s3ec.connector.scheduler import SchedulerHalf, named_by
 from s3ec.counters import Counters
 from s3ec.identity import with_adapter
@@ -35,10 +35,20 @@ _KEPT_S = 300.0
 class _Known:
     """One adapter: a name, a number and a path, as vLLM's requests carry them.
 
-    Its digest is None before the first look at its files and where they are not to be had. It is
-    None too where the files were changed without a reload, and after another adapter took the
-    number: then it is not known what the workers hold. A request with ``load_inplace`` has the
-    workers read the files again, so the new content counts.
+    It is
+
+    ==========  ==========  ==============================================================
+    state       goes to     when
+    ==========  ==========  ==============================================================
+    unknown     known       a look finds its files, for the first time or the same as before
+    known       unknown     a look does not find them, or finds others; or a request has
+                            waited too long for a look
+    any         superseded  another adapter has its number: nobody knows what the workers hold
+    any         unknown     the workers read its files: what they hold now is to be looked at
+    ==========  ==========  ==============================================================
+
+    Only one that is known has a digest. One whose requests have ``load_inplace`` is known by
+    whatever a look finds: the workers read its files with each load.
 
     Attributes:
         looked: Number of the last look at its files.

@@ -1,26 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scheduler half knows of each embedding: where it is, who waits for it, and how long.
+"""What the scheduler half knows of each embedding: where it is, and who waits for it.
 
 All of it is in memory and belongs to the scheduler's thread. The parts, in this order: one item;
-which requests wait for which items; which steps may still read pinned files; how long each request
-has waited; and the tracker, which has all of these and moves items from state to state.
+which requests wait for which items; which steps may still read pinned files; and the tracker, which
+has all of these and moves items from state to state. How a request waits is in
+``request_waits.py``.
 """
 
 from __future__ import annotations
 
 import enum
-import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from s3ec.connector.kept_answers import KeptAnswers
 from s3ec.connector.messages import WorkerReport
-from s3ec.connector.probes import Probes
 from s3ec.connector.remote_ranks import Ranks
 from s3ec.connector.vllm_config import Role
-from s3ec.connector.waiting import Fetching, WaitPolicy, Want
+from s3ec.connector.waiting import Fetching, FetchQueue
 from s3ec.counters import Counters
 from s3ec.identity import Key
 from s3ec.prefetch import FetchOutcome, FetchRequest, FetchResult, Priority
@@ -53,7 +52,6 @@ class State(enum.Enum):
 
 # Looking a member up in its class costs 65 ns in Python 3.11, five times a global.
 FETCHING, READY, FAILED, ABSENT = State
-_DEMAND = Priority.DEMAND
 
 
 @dataclass(slots=True)
@@ -75,7 +73,8 @@ class Item:
         asked_s: When it was asked for the first time, or anew.
         promised: A request has named it and the index does not know it: it is being uploaded.
         was_absent: Of one that has FAILED: neither this node nor the bucket had it.
-        probed: Of one that is FETCHING: nobody has said that the bucket holds it, see Probes.
+        probed: Of one that is FETCHING: nobody has said that the bucket holds it. Its fetch keeps
+            the place of a probe even after a request has named it, see Probes.
     """
 
     key: Key
@@ -233,166 +232,6 @@ class Steps:
         return ended
 
 
-# vLLM 0.24 and 0.25 do not tell when a request ends; more than these do not wait at all.
-MAX_WAITS = 10_000
-# A request that came without pixels waits at least this long, whatever `defer_timeout_s` says:
-# it cannot be encoded instead, and would fail. Longer than a fetch that is tried again after a
-# silence of the store (`read_timeout_s`).
-NO_PIXELS_WAIT_S = 10.0
-# So many waits in vain, one after the other, and nobody waits for this source...
-MOST_IN_VAIN = 3
-# ...until something of it comes in time, or this long has passed. Then one more in vain is enough.
-VAIN_REST_S = 30.0
-
-
-@dataclass(slots=True)
-class _Wait:
-    features: int
-    limit_s: float  # as of the last question
-    spent_s: float = 0.0
-    since_s: float | None = None
-    asked_s: float = 0.0
-
-
-class DeferralBudget:
-    """Adds up the deferrals of each request and says when they have lasted long enough.
-
-    One object counts the waits for one source: the bucket, this node's disk, an encoder that has
-    not uploaded yet what a request names, or the bucket for what the index does not know. They are
-    counted apart, so that no trouble with the bucket keeps a request from an embedding that is
-    here.
-
-    A source that answers, but too slowly for anybody to wait for, opens no breaker: small requests
-    succeed. So after MOST_IN_VAIN waits in vain nothing waits for VAIN_REST_S, while fetches go on,
-    or until one of them is quick enough.
-
-    Attributes:
-        requests: Ids of requests that have waited. For reading: a look is cheaper than a call.
-    """
-
-    def __init__(
-        self, defer_timeout_s: float, counters: Counters, clock: Callable[[], float]
-    ) -> None:
-        self._limit_s = defer_timeout_s
-        self._counters = counters
-        self._clock = clock
-        self._waits: dict[str, _Wait] = {}
-        self._in_vain = 0
-        self._vain_s = 0.0  # when the last wait in vain ended
-        self.requests: Collection[str] = self._waits
-
-    def is_over(self, request_id: str, features: int = 0, *, no_pixels: bool = False) -> bool:
-        """Start or continue this request's wait; True once it has waited long enough.
-
-        Args:
-            features: How many the request has by now. A streaming session brings more with each
-                turn, and each turn may wait as long as a request of its own.
-            no_pixels: It has no other chance, so it is given more time, and waits though others
-                have waited in vain.
-        """
-        now = self._clock()
-        if not no_pixels and self._rests(now):
-            return True
-        limit_s = max(self._limit_s, NO_PIXELS_WAIT_S) if no_pixels else self._limit_s
-        wait = self._waits.get(request_id)
-        if wait is None:
-            if limit_s <= 0 or len(self._waits) >= MAX_WAITS:
-                return True
-            wait = self._waits[request_id] = _Wait(features, limit_s)
-        elif features > wait.features:
-            wait.features = features
-            wait.spent_s = 0.0
-            wait.since_s = None
-        wait.asked_s = now
-        wait.limit_s = limit_s
-        if wait.spent_s >= limit_s:
-            return True
-        if wait.since_s is None:
-            wait.since_s = now
-        return wait.spent_s + now - wait.since_s >= limit_s
-
-    def has_time(self, request_id: str, features: int) -> bool:
-        """Whether a wait of this request could begin or go on; starts nothing. As is_over."""
-        now = self._clock()
-        if self._limit_s <= 0 or self._rests(now):
-            return False
-        wait = self._waits.get(request_id)
-        if wait is None:
-            return len(self._waits) < MAX_WAITS
-        waited_s = wait.spent_s + (0.0 if wait.since_s is None else now - wait.since_s)
-        return features > wait.features or waited_s < self._limit_s
-
-    def ends_s(self, request_id: str) -> float:
-        """When the request will have waited long enough, at the soonest; infinity if it does not
-        wait at present.
-        """
-        wait = self._waits.get(request_id)
-        if wait is None or wait.since_s is None:
-            return math.inf
-        return wait.since_s - wait.spent_s + wait.limit_s
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether so many waits were in vain that nobody should wait for this source."""
-        return self._in_vain >= MOST_IN_VAIN
-
-    def _rests(self, now: float) -> bool:
-        """Whether nobody should wait for this source."""
-        if not self.has_failed:
-            return False
-        if now - self._vain_s < VAIN_REST_S:
-            return True
-        self._in_vain = MOST_IN_VAIN - 1
-        return False
-
-    def end(self, request_id: str, *, in_vain: bool = False) -> bool:
-        """The request need not wait now; what it has waited stays counted against it.
-
-        Args:
-            in_vain: What it waited for has not come in time.
-
-        Returns:
-            Whether it has waited until now.
-        """
-        wait = self._waits.get(request_id)
-        if wait is None or wait.since_s is None:
-            return False
-        now = self._clock()
-        waited_s = now - wait.since_s
-        wait.spent_s += waited_s
-        wait.since_s = None
-        self._counters.add("deferred_seconds", waited_s)
-        if in_vain:
-            self._counters.add("defer_timeouts")
-            self._in_vain += 1
-            self._vain_s = now
-        return True
-
-    def resume(self, request_id: str, pause_s: float) -> None:
-        """vLLM asks about the request again, after so long: that was no wait."""
-        wait = self._waits.get(request_id)
-        if wait is not None and wait.since_s is not None:
-            wait.since_s += pause_s
-
-    def came(self, seconds: float) -> None:
-        """Something came from there after so long; who waits for others has a chance."""
-        if seconds < self._limit_s:
-            self._in_vain = 0
-
-    def end_request(self, request_id: str) -> None:
-        """The request has ended."""
-        self._waits.pop(request_id, None)
-
-    def sweep(self, idle_s: float) -> None:
-        """Drop requests that were not asked about for this long, once there are many."""
-        if len(self._waits) <= MAX_WAITS // 2:
-            return
-        now = self._clock()
-        for request_id, wait in list(self._waits.items()):
-            if now - wait.asked_s > idle_s:
-                del self._waits[request_id]
-
-
 class PrefetchQueue(Protocol):
     """What the scheduler half needs of a Prefetcher."""
 
@@ -430,10 +269,7 @@ class ItemTracker:
     Attributes:
         items: By identifier. For reading, but for ``touched_s``: who asks about an item sets it.
         waiting: Request id to the identifiers that it waits for, or will need later. For reading.
-        waited: Ids of requests that have waited for the bucket, for this node's disk, for what
-            they named, and for what was probed. For reading.
-        paused: Ids of requests that wait, but vLLM did not ask about them in the last pass in which
-            it could. For reading.
+        demand: What the prefetcher will be told to fetch. For reading.
     """
 
     def __init__(
@@ -445,9 +281,8 @@ class ItemTracker:
         counters: Counters,
         clock: Callable[[], float],
         local: Callable[[Key], bool],
-        needs_embedding: Callable[[Any], bool],
         answers: KeptAnswers,
-        policy: WaitPolicy | None = None,
+        queue: FetchQueue | None = None,
     ) -> None:
         """Start empty.
 
@@ -458,15 +293,13 @@ class ItemTracker:
             counters: Where to count.
             clock: Monotonic seconds.
             local: Whether this node's disk is believed to hold a key.
-            needs_embedding: Whether a feature came without pixels.
             answers: Kept for requests that wait; told of every item that changes.
-            policy: Weighs each wait against encoding; None where every wait is worth it.
+            queue: Told of every fetch; None where waits are not weighed.
         """
-        self._policy = policy
+        self._queue = queue
         self._answers = answers
         self._counters = counters
         self._local = local
-        self._needs_embedding = needs_embedding
         self._prefetcher = prefetcher
         self._ranks = ranks
         # Where requests are not deferred, everything is fetched for a later request, so nothing is
@@ -477,61 +310,37 @@ class ItemTracker:
         brief = self._requests_wait and ranks is None
         self._unwanted_lease_s = UNWANTED_LEASE_S if brief else LEASE_S
         self._steps = Steps(ranks=role.ranks, in_flight=role.steps_in_flight)
-        self._waits = DeferralBudget(role.defer_timeout_s, counters, clock)  # for the bucket
-        self._tier_waits = DeferralBudget(role.defer_timeout_s, counters, clock)
-        self._promise_waits = DeferralBudget(role.defer_timeout_s, counters, clock)
-        probe_s = min(role.probe_s, role.defer_timeout_s)
-        self._probe_waits = DeferralBudget(probe_s, counters, clock)
-        costs = None if policy is None else policy.costs
-        self._probes = Probes(probe_s, role.probes, costs=costs, counters=counters, clock=clock)
-        self._promise_noted_s = clock()
         self._interest = Interest()
         self.items: dict[str, Item] = {}
         self.waiting: Mapping[str, set[str]] = self._interest.requests
-        self._known_budgets = (self._waits, self._tier_waits, self._promise_waits)
-        self._budgets = (*self._known_budgets, self._probe_waits)
-        self.waited = tuple(budget.requests for budget in self._budgets)
-        # Those that wait: vLLM has asked about them in the last pass...
-        self._deferred: set[str] = set()
-        # ...or has not; since when.
-        self._paused_s: dict[str, float] = {}
-        self.paused = self._paused_s.keys()
         # Since the prefetcher was last told.
         self._demand: dict[str, FetchRequest] = {}
+        self.demand: Mapping[str, FetchRequest] = self._demand
         self._demoted: dict[str, None] = {}
 
     # -- what a request needs ----------------------------------------------------------------
 
     def want(
-        self, key: Key, modality: str, rows: int, priority: Priority, *, promised: bool = False
+        self,
+        key: Key,
+        modality: str,
+        rows: int,
+        priority: Priority,
+        *,
+        promised: bool = False,
+        probed: bool = False,
     ) -> None:
         """Begin with an item that is not known.
 
         Args:
             promised: See Item.
+            probed: Likewise.
         """
         now = self._clock()
-        item = Item(key, modality, FETCHING, priority, now, rows, asked_s=now, promised=promised)
+        item = Item(key, modality, FETCHING, priority, now, rows, asked_s=now)
+        item.promised, item.probed = promised, probed
         self.items[key.identifier] = item
         self._order(item, priority)
-
-    def may_probe(self, request: Any) -> bool:
-        """Whether anything that the index does not know may be asked for because of a request.
-
-        Not where nobody would wait for it: the bucket was too slow lately, this request has waited
-        its time, or ranks elsewhere cannot say what they hold.
-        """
-        if self._ranks is not None and self._ranks.cannot_answer:
-            return False
-        return self._probe_waits.has_time(request.request_id, len(request.mm_features))
-
-    def probe(self, key: Key, modality: str, rows: int) -> bool:
-        """Begin with an item that the index does not know; False where it is to be a miss."""
-        if not self._probes.begin(key, modality, rows):
-            return False
-        self.want(key, modality, rows, _DEMAND)
-        self.items[key.identifier].probed = True
-        return True
 
     def promise(self, item: Item) -> None:
         """A request names what is being probed: it is awaited like anything that is named."""
@@ -581,277 +390,18 @@ class ItemTracker:
         item.priority = priority
         if item.pin is None:
             self._demand[identifier] = FetchRequest(item.key, item.modality, item.rows, priority)
-            if self._policy is not None and item.fetching is None:
-                item.fetching = Fetching(self._policy.queue.order(self._clock()))
+            if self._queue is not None and item.fetching is None:
+                item.fetching = Fetching(self._queue.order(self._clock()))
         if self._ranks is not None:
             self._ranks.prepare(identifier, item.modality, item.rows, priority)
 
-    # -- how long a request waits for it -----------------------------------------------------
-
-    def defer(self, request: Any, pending: list[Any]) -> bool | None:
-        """Defer a request, unless it has waited long enough or would wait in vain.
-
-        Args:
-            pending: Those of its features that are needed now and have not come.
-
-        Returns:
-            False where it is deferred, True where it is to go on without them. None where it
-            cannot: one came without pixels, and it has waited its time.
-        """
-        request_id = request.request_id
-        is_new = not self._has_waited(request_id)
-        awaited = self._awaited(pending, request)
-        if awaited is None:
-            return None
-        if not awaited:
-            self._end_waits(request_id)
-        else:
-            self._deferred.add(request_id)
-            if is_new:
-                self._counters.add("deferred_requests")
-        if awaited is not pending:
-            kept = {feature.identifier for feature in awaited}
-            for feature in pending:
-                if feature.identifier not in kept:
-                    self._leave(request_id, feature.identifier)
-        noted = self.waiting.get(request_id, ())
-        for feature in awaited:
-            identifier = feature.identifier
-            if identifier not in noted or self.items[identifier].priority is not _DEMAND:
-                self.expect(request_id, identifier, _DEMAND)
-        return not awaited
-
-    def _has_waited(self, request_id: str) -> bool:
-        return any(request_id in waited for waited in self.waited)
-
-    def _awaited(self, pending: list[Any], request: Any) -> list[Any] | None:
-        """As _worth_waiting, and what is probed: that is waited for beside the rest, or alone.
-
-        Not where the rest is to be encoded: the encoder runs then, and the bucket is too slow.
-        """
-        request_id = request.request_id
-        probed = list(filter(self._is_probed, pending))
-        if not probed:
-            self._probe_waits.end(request_id)
-            return self._worth_waiting(pending, request)
-        rest = [feature for feature in pending if not self._is_probed(feature)]
-        awaited: list[Any] = []
-        if rest:
-            worth = self._worth_waiting(rest, request)
-            if not worth:
-                return worth
-            awaited = worth
-        else:
-            self._end_known_waits(request_id)
-        can_wait = self._ranks is None or not self._ranks.cannot_answer
-        if not can_wait or self._probe_waits.is_over(request_id, len(request.mm_features)):
-            self._end_wait(self._probe_waits, request_id, in_vain=can_wait)
-            return awaited
-        if not rest and self._policy is not None:
-            self._policy.load.deferred()  # or what has decided about the rest has told it
-        return awaited + probed
-
-    def _is_probed(self, feature: Any) -> bool:
-        """Whether a pending feature is waited for as what the index does not know."""
-        item = self.items[feature.identifier]
-        if not item.probed or (item.pin is None and self._local(item.key)):
-            return False
-        return not self._needs_embedding(feature)
-
-    def _worth_waiting(self, pending: list[Any], request: Any) -> list[Any] | None:
-        """What of the pending features the request should still wait for.
-
-        Returns:
-            All, those that lie on this node or may still be uploaded, those on this node, or none.
-            None instead of a list where one came without pixels and has waited its time.
-        """
-        request_id = request.request_id
-        turns = len(request.mm_features)
-        here: list[Any] = []
-        promised: list[Any] = []
-        for feature in pending:
-            item = self.items[feature.identifier]
-            if self._local(item.key):
-                here.append(feature)
-            elif item.failures:
-                promised.append(feature)
-        rest = len(pending) - len(here) - len(promised)
-        can_wait = self._ranks is None or not self._ranks.cannot_answer
-        if can_wait and self._policy is not None and not self._pays(self._policy, request, pending):
-            return []
-        # First, since most requests wait for the bucket, and to look for pixels takes longer.
-        if not rest:
-            self._waits.end(request_id)
-        elif can_wait and not self._waits.is_over(request_id, turns):
-            return pending
-        if any(map(self._needs_embedding, pending)):
-            if not self._waits.is_over(request_id, turns, no_pixels=True):
-                return pending
-            # What is not in the bucket says nothing about how fast the bucket is.
-            late = any(self.items[one.identifier].state is FETCHING for one in pending)
-            self._end_wait(self._waits, request_id, in_vain=late)
-            return None
-        if not can_wait:
-            return []  # not in vain: nothing was late
-        if rest:
-            self._end_wait(self._waits, request_id, in_vain=True)
-        if promised:
-            if not self._promise_waits.is_over(request_id, turns):
-                return promised + here
-            if self._end_wait(self._promise_waits, request_id, in_vain=True):
-                for feature in promised:
-                    self._note_broken(self.items[feature.identifier])
-        if here:
-            if not self._tier_waits.is_over(request_id, turns):
-                return here
-            self._end_wait(self._tier_waits, request_id, in_vain=True)
-        return []
-
-    def _end_wait(self, source: DeferralBudget, request_id: str, *, in_vain: bool) -> bool:
-        ended = source.end(request_id, in_vain=in_vain)
-        if in_vain and source.has_failed:
-            self._answers.clear()  # the others do not wait for it any more
-        return ended
-
-    def keep_answer(self, request: Any, pending: list[Any], computed_tokens: int) -> None:
-        """A request was deferred: it need not be looked at again before something changes.
-
-        Nothing is kept for one without pixels that is to ask again for what has FAILED.
-        """
-        if any(self.items[feature.identifier].state is not FETCHING for feature in pending):
-            return
-        request_id = request.request_id
-        now = self._clock()
-        ends_s = min(budget.ends_s(request_id) for budget in self._budgets)
-        needed = [
-            feature.identifier
-            for feature in request.mm_features
-            if feature.mm_position.offset + feature.mm_position.length > computed_tokens
-        ]
-        # A little sooner, since sums are rounded.
-        self._answers.keep(request_id, computed_tokens, needed, now=now, until_s=ends_s - 1e-9)
-
-    def _pays(self, policy: WaitPolicy, request: Any, pending: list[Any]) -> bool:
-        """Whether waiting costs less than encoding; what has no pixels is always waited for."""
-        now = self._clock()
-        if any(map(self._needs_embedding, pending)):
-            return True
-        items = [self.items[feature.identifier] for feature in pending]
-        promised = [item for item in items if item.promised and not self._local(item.key)]
-        for item in promised:
-            if policy.costs.known_s(item.modality, item.rows) is None:
-                return True  # others encode it; it is not encoded here to learn the cost
-        if promised and now - self._promise_noted_s > VAIN_REST_S:
-            policy.forget("promise")  # who does not wait learns nothing
-        waited = request.request_id in policy.waiting
-        wants = lambda: [self._want_of(item) for item in items]  # noqa: E731
-        turns = len(request.mm_features)
-        if policy.waits(request.request_id, wants, now, features=turns):
-            return True
-        self._counters.add("waits_declined")
-        if waited:
-            for item in promised:
-                self._note_broken(item)
-        return False
-
-    def _note_broken(self, item: Item) -> None:
-        """Somebody has waited for it in vain. Nobody will learn how long it takes."""
-        self._note_promise(item, 2 * (self._clock() - item.asked_s))
-
-    def _note_promise(self, item: Item, seconds: float) -> None:
-        """What was named has taken so long from the first question on."""
-        if self._policy is not None:
-            self._policy.times("promise", item.rows).add(seconds)
-            self._promise_noted_s = self._clock()
-
-    def _want_of(self, item: Item) -> Want:
-        if self._local(item.key):
-            return Want(item.modality, item.rows, "tier", item.fetching or Fetching(0))
-        if item.promised:  # fetched again and again, so its age is that of the first time
-            return Want(item.modality, item.rows, "promise", Fetching(0, item.asked_s))
-        return Want(item.modality, item.rows, "bucket", item.fetching or Fetching(0))
-
-    def pause_waits(self, asked: Set[str]) -> None:
-        """A pass has ended. Who was not asked about in it does not wait for an embedding.
-
-        vLLM leaves its queue where an engine is full. What a request waits there is not ours, and
-        must not be taken for the time that a fetch takes.
-        """
-        now = self._clock()
-        for request_id in self.paused & asked:
-            self.resume_wait(request_id, now)  # its answer was repeated
-        for request_id in self._deferred - asked:
-            self._deferred.discard(request_id)
-            self._paused_s[request_id] = now
-            if self._policy is not None:
-                self._policy.pause(request_id, now)
-
-    def resume_wait(self, request_id: str, now: float) -> None:
-        """vLLM asks about a paused request again: its wait goes on where it was."""
-        pause_s = now - self._paused_s.pop(request_id)
-        self._deferred.add(request_id)
-        for budget in self._budgets:
-            budget.resume(request_id, pause_s)
-        if self._policy is not None:
-            self._policy.resume(request_id, now)
-
-    def _end_waits(self, request_id: str) -> None:
-        self._deferred.discard(request_id)
-        self._end_known_waits(request_id)
-        self._probe_waits.end(request_id)
-
-    def _end_known_waits(self, request_id: str) -> None:
-        if self._policy is not None:
-            self._policy.end(request_id)
-        for budget in self._known_budgets:
-            budget.end(request_id)
-
-    # -- requests go on, and go --------------------------------------------------------------
-
-    def let_through(self, request: Any, num_computed_tokens: int) -> None:
-        """All that the request needs now is here, or will be encoded.
-
-        The KV cache may hold what it waited for: a prefix that others computed.
-        """
-        request_id = request.request_id
-        self._end_waits(request_id)
-        if request_id in self.waiting:
-            for feature in request.mm_features:
-                position = feature.mm_position
-                if position.offset + position.length <= num_computed_tokens:
-                    self._leave(request_id, feature.identifier)
-
-    def scheduled(self, request_id: str, identifier: str) -> None:
-        """The request got room for one item: it need not wait, and has done with this one."""
-        self._end_waits(request_id)
-        if request_id in self.waiting:
-            self._leave(request_id, identifier)
-
-    def give_up(self, request_id: str, pending: Iterable[str]) -> None:
-        """The request fails: it waits for nothing, not even for what it has just asked for."""
-        self._deferred.discard(request_id)
-        for identifier in pending:
-            self._leave(request_id, identifier)
-        self.leave(request_id)
-
-    def leave(self, request_id: str) -> None:
+    def leave_all(self, request_id: str) -> None:
         """The request waits for nothing any more; perhaps nobody does now."""
         if request_id in self.waiting:
             for identifier in self._interest.leave_all(request_id):
                 self._abandon(identifier)
 
-    def end_request(self, request_id: str) -> None:
-        """The request has ended. What it waited for is for others, or for nobody."""
-        self._answers.drop(request_id)
-        self._deferred.discard(request_id)
-        self._paused_s.pop(request_id, None)
-        for budget in self._budgets:
-            budget.end_request(request_id)
-        if self._policy is not None:
-            self._policy.end_request(request_id, self._clock())
-        self.leave(request_id)
-
-    def _leave(self, request_id: str, identifier: str) -> None:
+    def leave(self, request_id: str, identifier: str) -> None:
         """The request does not wait for this any more; perhaps nobody does now."""
         self._interest.leave(request_id, identifier)
         if not self._interest.is_wanted(identifier):
@@ -868,59 +418,44 @@ class ItemTracker:
 
     # -- what arrives ------------------------------------------------------------------------
 
-    def take_news(self) -> None:
-        """Learn what the prefetcher has finished."""
-        now = self._clock()
-        unwanted = []
-        for fetched in self._prefetcher.drain():
-            if fetched.source is not None:
-                source = self._waits if fetched.source == "bucket" else self._tier_waits
-                source.came(fetched.seconds)
-            if self._probes.end(fetched):
-                self._probe_waits.came(fetched.seconds)
-            identifier = fetched.want.key.identifier
-            item = self.items.get(identifier)
-            if self._policy is not None:
-                self._policy.queue.end(now)
-                if fetched.source is not None:
-                    times = self._policy.times(fetched.source, fetched.want.rows)
-                    times.add(fetched.seconds)
-                if item is not None:
-                    item.fetching = None
-            if item is None or item.state is not FETCHING or item.pin is not None:
-                if fetched.pin is not None:
-                    unwanted.append(fetched.pin)
-                continue
-            self._answers.changed(identifier)
-            item.touched_s = now
-            if item.probed and fetched.outcome is FetchOutcome.ABSENT:
-                # The index may tell of it at any moment. Until then Probes keeps it from being
-                # asked for again.
-                self._drop(identifier)
-                continue
-            if fetched.outcome is not FetchOutcome.READY or fetched.pin is None:
-                # What does not fit what is asked for never will. The fetch may have begun for
-                # something else of that name.
-                misfit = fetched.outcome is FetchOutcome.MISMATCH
-                misfit = misfit and item.fits(fetched.want.rows, fetched.want.modality)
-                self._fail(
-                    identifier,
-                    may_come=not misfit,
-                    was_absent=fetched.outcome is FetchOutcome.ABSENT,
-                )
-                continue
-            if item.failures:
-                self._promise_waits.came(0.0)
-            if item.promised:
-                self._note_promise(item, now - item.asked_s)
-            item.failures = 0
-            item.pin = fetched.pin
-            item.rows = fetched.pin.header.shape.rows
-            item.modality = fetched.pin.header.modality
-            self._settle(identifier)
-            if item.pin is not None and not self._interest.is_wanted(identifier):
-                item.touched_s -= LEASE_S - self._unwanted_lease_s
-        self._release(unwanted)
+    def arrived(self, fetched: FetchResult, now: float) -> bool:
+        """The prefetcher has finished one fetch; whether an item has its pin by that."""
+        identifier = fetched.want.key.identifier
+        item = self.items.get(identifier)
+        if self._queue is not None:
+            self._queue.end(now)
+            if item is not None:
+                item.fetching = None
+        if item is None or item.state is not FETCHING or item.pin is not None:
+            if fetched.pin is not None:
+                self._release([fetched.pin])
+            return False
+        self._answers.changed(identifier)
+        item.touched_s = now
+        if item.probed and fetched.outcome is FetchOutcome.ABSENT:
+            # The index may tell of it at any moment. Until then Probes keeps it from being asked
+            # for again.
+            self._drop(identifier)
+            return False
+        if fetched.outcome is not FetchOutcome.READY or fetched.pin is None:
+            # What does not fit what is asked for never will. The fetch may have begun for something
+            # else of that name.
+            misfit = fetched.outcome is FetchOutcome.MISMATCH
+            misfit = misfit and item.fits(fetched.want.rows, fetched.want.modality)
+            self._fail(
+                identifier,
+                may_come=not misfit,
+                was_absent=fetched.outcome is FetchOutcome.ABSENT,
+            )
+            return False
+        item.failures = 0
+        item.pin = fetched.pin
+        item.rows = fetched.pin.header.shape.rows
+        item.modality = fetched.pin.header.modality
+        self._settle(identifier)
+        if item.pin is not None and not self._interest.is_wanted(identifier):
+            item.touched_s -= LEASE_S - self._unwanted_lease_s
+        return True
 
     def on_report(self, report: WorkerReport, on_device: Collection[str]) -> None:
         """Learn what workers have loaded, and what ranks elsewhere have finished.
@@ -1054,27 +589,13 @@ class ItemTracker:
         self._release(pins)
 
     def _sweep(self, now: float) -> None:
-        if self._prefetcher.has_news:
-            self.take_news()
         pins = []
         for identifier, item in list(self.items.items()):
             if item.is_over(now):
                 pins += self._drop(identifier)
         self._release(pins)
-        self._answers.expire(now)
-        for budget in self._budgets:
-            budget.sweep(LEASE_S)
-        self._probes.sweep()
-        # Whom the budgets have dropped by now: before 0.26 vLLM does not tell when a request ends.
-        for request_id in list(self._paused_s):
-            if not self._has_waited(request_id):
-                del self._paused_s[request_id]
-        if self._policy is not None:
-            for request_id in list(self._policy.waiting):
-                if not self._has_waited(request_id):
-                    self._policy.end(request_id)
-            if not any(item.fetching for item in self.items.values()):
-                self._policy.queue.reset()
+        if self._queue is not None and not any(item.fetching for item in self.items.values()):
+            self._queue.reset()
 
     def _drop(self, identifier: str) -> list[Pin]:
         """The item becomes unknown. Its pins are to be given back; the bytes stay on the tier."""
@@ -1090,33 +611,11 @@ class ItemTracker:
             self._prefetcher.release(pins)
 
     def audit(
-        self,
-        *,
-        requests: Collection[str],
-        fetching: Collection[str],
-        pins: Collection[Path],
-        late_s: float,
+        self, *, fetching: Collection[str], pins: Collection[Path], late_s: float
     ) -> list[str]:
         """As SchedulerHalf.audit; what has failed is forgotten by ``late_s`` at the latest."""
-        bucket, tier, promises, probes = self.waited
-        kept: dict[str, Collection[str]] = {
-            "a wait": bucket,
-            "a wait for the tier": tier,
-            "a wait for what was named": promises,
-            "a wait for what was probed": probes,
-            "an interest": self.waiting,
-            "a deferral": self._deferred,
-            "a paused wait": self.paused,
-            "an answer": self._answers.requests,
-        }
-        complaints = [
-            f"{what} of {name}, which has ended"
-            for what, names in kept.items()
-            for name in names
-            if name not in requests
-        ]
         held = {item.pin.path: name for name, item in self.items.items() if item.pin is not None}
-        complaints += [f"{path} is pinned for nothing" for path in pins if path not in held]
+        complaints = [f"{path} is pinned for nothing" for path in pins if path not in held]
         complaints += [f"{held[path]} has no pin any more" for path in held if path not in pins]
         for identifier, item in self.items.items():
             if item.pin is not None:
@@ -1129,13 +628,6 @@ class ItemTracker:
             elif identifier not in fetching and identifier not in self._demand:
                 complaints.append(f"{identifier} waits for a fetch that nobody makes")
         complaints += [
-            f"{identifier} holds the place of a probe that nobody makes"
-            for identifier in self._probes.under_way
-            if identifier not in fetching and identifier not in self._demand
-        ]
-        if len(self._probes.under_way) > self._probes.places:
-            complaints.append(f"{len(self._probes.under_way)} probes are under way")
-        complaints += [
             f"{name} waits for {identifier}, which is not known"
             for name, wanted in self.waiting.items()
             for identifier in wanted
@@ -1145,20 +637,10 @@ class ItemTracker:
 
     @property
     def remembered(self) -> dict[str, Collection[Any]]:
-        """All that is kept; an audit at rest expects it to be empty."""
+        """All that is kept of items; an audit at rest expects it to be empty."""
         return {
-            "waits": self.waited[0],
-            "waits for the tier": self.waited[1],
-            "waits for what was named": self.waited[2],
-            "waits for what was probed": self.waited[3],
-            "probes": self._probes.under_way,
-            "probes in vain": self._probes.absent,
-            "interests": self.waiting,
-            "deferrals": self._deferred,
-            "paused waits": self.paused,
             "items": self.items,
             "steps that load": self._steps.loading,
             "demand": self._demand,
             "demoted": self._demoted,
-            "answers": self._answers.requests,
         }

@@ -85,15 +85,15 @@ def _wrap(owner: type, name: str, notice: Callable[..., None]) -> None:
 def _on_rpc(core: Any, method: Any, *_: Any, **__: Any) -> None:
     name = method if isinstance(method, str) else getattr(method, "__qualname__", repr(method))
     if name not in _HARMLESS and not name.startswith("get_"):
-        _tell(core.scheduler, f"`{name}` was called on its workers", was_reset=False)
+        _notify(core.scheduler, f"`{name}` was called on its workers", was_reset=False)
 
 
 def _on_version(core: Any, weight_version: str) -> None:
-    _tell(core.scheduler, f"its weights are called {weight_version!r} now", was_reset=False)
+    _notify(core.scheduler, f"its weights are called {weight_version!r} now", was_reset=False)
 
 
 def _on_reset(scheduler: Any) -> None:
-    _tell(scheduler, "its encoder cache was reset", was_reset=True)
+    _notify(scheduler, "its encoder cache was reset", was_reset=True)
 
 
 def _on_adapter(core: Any, lora_request: Any) -> None:
@@ -102,7 +102,7 @@ def _on_adapter(core: Any, lora_request: Any) -> None:
         loaded(lora_request)
 
 
-def _tell(scheduler: Any, what: str, *, was_reset: bool) -> None:
-    told = getattr(getattr(scheduler, "ec_connector", None), "weights_may_have_changed", None)
-    if told is not None:
-        told(what, was_reset=was_reset)
+def _notify(scheduler: Any, what: str, *, was_reset: bool) -> None:
+    notice = getattr(getattr(scheduler, "ec_connector", None), "weights_may_have_changed", None)
+    if notice is not None:
+        notice(what, was_reset=was_reset)

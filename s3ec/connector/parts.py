@@ -16,7 +16,7 @@ from s3ec.config import load_settings
 from s3ec.connector import compat, live_weights
 from s3ec.connector.adapters import AdapterNames
 from s3ec.connector.remote_ranks import Ranks, tier_id
-from s3ec.connector.save_worth import SaveWorth
+from s3ec.connector.save_orders import SaveWorth
 from s3ec.connector.saves import SaveQueue
 from s3ec.connector.scheduler import SchedulerHalf
 from s3ec.connector.vllm_config import (
@@ -319,7 +319,7 @@ def _ranks_elsewhere(node: Node, role: Role, topology: Topology) -> Ranks | None
         topology.ranks,
         tier_id(node.tier),
         steps_in_flight=role.steps_in_flight,
-        heard_without_tokens=topology.heard_without_tokens,
+        called_without_tokens=topology.called_without_tokens,
     )
 
 

@@ -47,6 +47,8 @@ from s3ec.tier import Pin, Tier
 
 log = logging.getLogger(__name__)
 
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
 
 @dataclass(slots=True)
 class RankUpdate:
@@ -71,10 +73,22 @@ class _Order:
 
 
 class Ranks:
-    """The scheduler's side: bookkeeping in memory, for the scheduler's thread."""
+    """The scheduler's side: bookkeeping in memory, for the scheduler's thread.
+
+    An item on the ranks that have a tier of their own is
+
+    ========  ========  ==================================================================
+    state     goes to   when
+    ========  ========  ==================================================================
+    (none)    ordered   somebody asks for it, and there are such ranks or nobody knows yet
+    ordered   ready     each of them has reported the checksum of what it holds
+    ready     ordered   other ranks, or other processes, are there now
+    any       (none)    it was released: loaded, too old, or it failed somewhere
+    ========  ========  ==================================================================
+    """
 
     def __init__(
-        self, count: int, tier: TierId, *, steps_in_flight: int, heard_without_tokens: bool
+        self, count: int, tier: TierId, *, steps_in_flight: int, called_without_tokens: bool
     ) -> None:
         """Know nobody yet.
 
@@ -82,12 +96,12 @@ class Ranks:
             count: Workers that load.
             tier: Tells a rank whether it sees our pins.
             steps_in_flight: Steps that can be scheduled before the first of them has ended.
-            heard_without_tokens: Whether workers get plans and report in steps without tokens.
+            called_without_tokens: Whether workers get plans and report in steps without tokens.
         """
         self._count = count
         self._tier = tier
         self._steps_in_flight = steps_in_flight
-        self._heard_without_tokens = heard_without_tokens
+        self._called_without_tokens = called_without_tokens
         self._present: dict[int, RankStatus] = {}
         self._remote: frozenset[int] | None = None  # None until everybody was heard
         self._numbers = itertools.count(1)
@@ -158,7 +172,7 @@ class Ranks:
 
     def take_orders(self, *, scheduled_tokens: int) -> RankOrders | None:
         """What this step's plan should carry; None where no worker would see it."""
-        if not scheduled_tokens and not self._heard_without_tokens:
+        if not scheduled_tokens and not self._called_without_tokens:
             self._silent_steps += 1
             return None
         self._silent_steps = 0
@@ -167,20 +181,20 @@ class Ranks:
 
     def on_report(self, report: WorkerReport) -> RankUpdate:
         """Take a report's part about ranks."""
-        heard = RankUpdate(moved=self._meet(report.present))
+        update = RankUpdate(moved=self._meet(report.present))
         remote = self._remote
-        if heard.moved or not remote:
-            return heard
+        if update.moved or not remote:
+            return update
         for ticket, ranks in report.failed.items():
             order = self._orders.get(ticket)
             if order is not None and ranks & remote:
-                heard.failed.append(order.identifier)
+                update.failed.append(order.identifier)
         for ticket, checksums in report.ready.items():
             order = self._orders.get(ticket)
             if order is not None:
                 order.ready.update(checksums)
-                heard.ready.append(order.identifier)
-        return heard
+                update.ready.append(order.identifier)
+        return update
 
     def _meet(self, present: dict[int, RankStatus]) -> bool:
         known = self._present
@@ -201,9 +215,6 @@ class Ranks:
         for order in self._orders.values():
             order.ready.clear()
         return True
-
-
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def tier_id(tier: Tier) -> TierId:
@@ -235,6 +246,17 @@ class LocalPins:
 
     Does nothing at all while plans carry no such orders, or when this rank sees the scheduler's
     pins. Fetching happens on this process's prefetcher, whose results only this object drains.
+
+    An item is
+
+    ========  ========  ==================================================================
+    state     goes to   when
+    ========  ========  ==================================================================
+    (none)    fetching  it was ordered
+    fetching  held      its pin has come, with the rows of the order: reported as ready
+    fetching  (none)    it has not, or not with these rows: reported as failed
+    any       (none)    the order was released; the pin is given back
+    ========  ========  ==================================================================
     """
 
     def __init__(
@@ -251,7 +273,7 @@ class LocalPins:
         self._tier = tier
         self._make_key = make_key
         self._incarnation = secrets.token_hex(8)
-        self._mark: TierId | None = None
+        self._scheduler_tier: TierId | None = None
         self._shares = True
         self._held: dict[str, _Held] = {}  # by identifier
         self._identifiers: dict[int, str] = {}  # by ticket
@@ -272,8 +294,8 @@ class LocalPins:
         orders = plan.ranks
         if orders is None:
             return plan
-        if orders.tier != self._mark:
-            self._mark = orders.tier
+        if orders.tier != self._scheduler_tier:
+            self._scheduler_tier = orders.tier
             self._shares = _sees(orders.tier, self._tier)
         if self._shares:
             return plan
@@ -282,7 +304,7 @@ class LocalPins:
 
     def report(self, report: WorkerReport, rank_of: Callable[[], int]) -> None:
         """Add what the scheduler should know, once it has asked."""
-        if self._mark is None:
+        if self._scheduler_tier is None:
             return
         rank = rank_of()
         report.present[rank] = RankStatus(self._incarnation, self._shares)
@@ -369,13 +391,13 @@ class LocalPins:
         return [] if pin is None else [pin]
 
 
-def _sees(mark: TierId, tier: Tier) -> bool:
+def _sees(scheduler_tier: TierId, tier: Tier) -> bool:
     """Whether the scheduler's pins lie in our own tier, under the paths that it names."""
     try:
         return (
-            mark.host == _host()
-            and os.access(mark.folder, os.R_OK | os.X_OK)
-            and os.path.samefile(Path(mark.folder).parent, tier.pins.folder().parent)
+            scheduler_tier.host == _host()
+            and os.access(scheduler_tier.folder, os.R_OK | os.X_OK)
+            and os.path.samefile(Path(scheduler_tier.folder).parent, tier.pins.folder().parent)
         )
     except (OSError, TierError):
         return False

@@ -20,18 +20,17 @@ from s3ec.connector.item_tracker import (
     ABSENT,
     FAILED,
     FETCHING,
-    LEASE_S,
     READY,
-    RETRY_AFTER_S,
     Item,
     ItemTracker,
     PrefetchQueue,
     State,
 )
 from s3ec.connector.kept_answers import KeptAnswers
-from s3ec.connector.messages import Encode, Load, Save, StepPlan, WorkerReport
+from s3ec.connector.messages import Encode, Load, StepPlan, WorkerReport
 from s3ec.connector.remote_ranks import Ranks
-from s3ec.connector.save_worth import SaveWorth
+from s3ec.connector.request_waits import RequestWaits
+from s3ec.connector.save_orders import SaveOrders, SaveWorth
 from s3ec.connector.vllm_config import PASSED_THROUGH, Role
 from s3ec.connector.waiting import WaitPolicy
 from s3ec.counters import Counters
@@ -57,65 +56,6 @@ def named_by(request: Any) -> Collection[str]:
     return params if isinstance(params, dict) else ()
 
 
-class SaveOrders:
-    """Remembers what was ordered, so that an embedding is not saved by each of its requests.
-
-    Attributes:
-        ordered_s: When each was ordered. For reading, as the next one.
-        again_s: The same for those that the device held already.
-    """
-
-    def __init__(
-        self,
-        index: Index,
-        placeholder_of: Callable[[Any], dict[str, Any] | None],
-        clock: Callable[[], float],
-        worth: SaveWorth | None,
-    ) -> None:
-        self._index = index
-        self._worth = worth
-        self._placeholder_of = placeholder_of
-        self._clock = clock
-        self.ordered_s: dict[str, float] = {}
-        self.again_s: dict[str, float] = {}
-
-    def order(self, key: Key, feature: Any) -> Save | None:
-        """What to save of a feature that is about to be encoded; None where that is done."""
-        identifier = feature.identifier
-        if identifier in self.ordered_s or self._index.holds(key):
-            return None
-        rows = feature.mm_position.get_num_embeds()
-        if self._worth is not None and not self._worth.is_worth(key, feature.modality, rows):
-            return None
-        self.ordered_s[identifier] = self._clock()
-        return Save(feature.modality, self._placeholder_of(feature))
-
-    def is_recent(self, identifier: str) -> bool:
-        """Whether what the device holds was ordered to be stored, too lately to do so again."""
-        again_s = self.again_s.get(identifier)
-        return again_s is not None and self._clock() - again_s < RETRY_AFTER_S
-
-    def again(self, feature: Any) -> Save:
-        """What to save of a feature that the device holds, whatever was ordered before.
-
-        The worker knows whether it is under way.
-        """
-        self.again_s[feature.identifier] = self._clock()
-        return Save(feature.modality, self._placeholder_of(feature), on_device=True)
-
-    def release(self, identifier: str) -> None:
-        """The bucket holds it, or it will not be saved: it may be ordered again."""
-        self.ordered_s.pop(identifier, None)
-        self.again_s.pop(identifier, None)
-
-    def sweep(self, now: float) -> None:
-        """A save that was dropped or failed may be tried again at the next encode."""
-        for times_s, lease_s in ((self.ordered_s, LEASE_S), (self.again_s, RETRY_AFTER_S)):
-            for identifier, since_s in list(times_s.items()):
-                if now - since_s > lease_s:
-                    del times_s[identifier]
-
-
 class StoreState(Protocol):
     """What the half needs of a Breaker."""
 
@@ -135,6 +75,7 @@ class SchedulerHalf:
 
     Attributes:
         tracker: What is known of each embedding. For reading.
+        waits: Which requests wait, and for what. For reading.
         answers: What requests were told that wait, while nothing has changed. For reading.
         on_device: What vLLM's encoder cache holds, or will when the last step was executed, as its
             manager told us. For reading.
@@ -208,15 +149,21 @@ class SchedulerHalf:
             counters=counters,
             clock=clock,
             local=local,
+            answers=self.answers,
+            queue=None if policy is None else policy.queue,
+        )
+        self.waits = RequestWaits(
+            self.tracker,
+            role=role,
+            ranks=ranks,
+            counters=counters,
+            clock=clock,
+            local=local,
             needs_embedding=needs_embedding,
             answers=self.answers,
             policy=policy,
         )
         self._items = self.tracker.items
-        self._waiting = self.tracker.waiting
-        bucket, tier, named, probed = self.tracker.waited
-        self._waited, self._waited_for_tier = bucket, tier
-        self._waited_for_named, self._waited_for_probed = named, probed
         self._unavailable: set[str] = set()
         self.on_device: set[str] = set()
         # Rows that the request being scheduled has room for. Where vLLM asks once only, what
@@ -235,7 +182,7 @@ class SchedulerHalf:
         self._plan = StepPlan()
         self._save_orders = SaveOrders(index, placeholder_of, clock, worth)
         self._swept_s = clock()
-        self._told_price = 0.0
+        self._counted_price = 0.0
         self._stopped = False
 
     def stop(self, *, was_reset: bool) -> bool:
@@ -268,8 +215,8 @@ class SchedulerHalf:
         if answers.in_force.pop(request_id, None) == num_computed_tokens:
             return False
         answers.drop(request_id)
-        if request_id in self.tracker.paused:
-            self.tracker.resume_wait(request_id, self._clock())
+        if request_id in self.waits.paused:
+            self.waits.resume(request_id, self._clock())
         if self._stopped:
             return self._can_be_encoded(request, num_computed_tokens)
         # Not by the end of the last feature: where they nest (the audio of a video), an earlier
@@ -284,13 +231,13 @@ class SchedulerHalf:
         features = request.mm_features
         self._named = named_by(request)
         if decoding:  # everything is in the KV cache
-            if self._waiting and request.request_id in self._waiting:
-                self.tracker.leave(request.request_id)
+            if request_id in self.tracker.waiting:
+                self.tracker.leave_all(request_id)
             return True
         if self._policy is not None:
             self._note_asked(self._policy, request)
         if self._prefetcher.has_news:
-            self.tracker.take_news()
+            self.waits.arrived(self._prefetcher.drain())
         window_end = num_computed_tokens + self._role.window_tokens
         if not self._role.asked_every_pass:
             # There will be no second question: wait for all.
@@ -299,7 +246,7 @@ class SchedulerHalf:
         self._hung = self._disk.hangs
         if self._role.probe_s:
             is_down = self._hung or self._store.is_open or not self._role.can_load
-            self._may_probe = not is_down and self.tracker.may_probe(request)
+            self._may_probe = not is_down and self.waits.may_probe(request)
         if self._must_grant:
             self._must_grant.clear()
         pending = []
@@ -320,20 +267,20 @@ class SchedulerHalf:
             elif needed_now and state is not ABSENT and self._needs_embedding(feature):
                 return self._give_up(request, pending)
         if pending:
-            goes_on = self.tracker.defer(request, pending)
+            goes_on = self.waits.defer(request, pending)
             if goes_on is None:
                 return self._give_up(request, pending)
             if not goes_on and not self._hung:
-                self.tracker.keep_answer(request, pending, num_computed_tokens)
+                self.waits.keep_answer(request, pending, num_computed_tokens)
             return goes_on
-        if self._is_known(request.request_id):
-            self.tracker.let_through(request, num_computed_tokens)
+        if self.waits.knows(request.request_id):
+            self.waits.let_through(request, num_computed_tokens)
         return True
 
     def _begin_pass(self) -> None:
         """See what has changed since the last pass, and keep the answers that hold."""
         if self._prefetcher.has_news:
-            self.tracker.take_news()
+            self.waits.arrived(self._prefetcher.drain())
         no_answer = self._ranks is not None and self._ranks.cannot_answer
         outside = (self._store.is_open, self._disk.hangs, no_answer)
         if outside != self._outside:
@@ -341,7 +288,7 @@ class SchedulerHalf:
             self.answers.clear()
         now = self._clock()
         if self._policy is not None:
-            for request_id in self._policy.due(now):
+            for request_id in self._policy.due(now, self.waits.paused):
                 self.answers.drop(request_id)
         self.answers.begin_pass(now)
 
@@ -354,16 +301,6 @@ class SchedulerHalf:
             del self._seen[next(iter(self._seen))]
         self._seen[request.request_id] = None
         policy.load.asked(delay_s=self._wall_clock() - request.arrival_time)
-
-    def _is_known(self, request_id: str) -> bool:
-        """Whether the tracker has anything of a request. Most requests never wait."""
-        return (
-            request_id in self._waiting
-            or request_id in self._waited
-            or request_id in self._waited_for_tier
-            or request_id in self._waited_for_named
-            or request_id in self._waited_for_probed
-        )
 
     def _can_be_encoded(self, request: Any, num_computed_tokens: int) -> bool:
         """Whether the encoder can make all that the request needs, since nothing is loaded."""
@@ -492,7 +429,7 @@ class SchedulerHalf:
             return None
         if not self._is_worthwhile(feature, key):
             may_probe = needed_now and self._may_probe
-            if not (may_probe and self.tracker.probe(key, feature.modality, rows)):
+            if not (may_probe and self.waits.probe(key, feature.modality, rows)):
                 return ABSENT
             self._rows_asked[identifier] = rows
             return FETCHING
@@ -530,7 +467,7 @@ class SchedulerHalf:
         if request.request_id not in self._unavailable:
             self._unavailable.add(request.request_id)
             self._counters.add("unavailable_requests")
-        self.tracker.give_up(request.request_id, [feature.identifier for feature in pending])
+        self.waits.give_up(request.request_id, [feature.identifier for feature in pending])
         return False
 
     # -- while scheduling a request --------------------------------------------------------
@@ -563,8 +500,8 @@ class SchedulerHalf:
         identifier = feature.identifier
         self._allocated.append(identifier)
         request_id = request.request_id
-        if self._is_known(request_id):
-            self.tracker.scheduled(request_id, identifier)
+        if self.waits.knows(request_id):
+            self.waits.scheduled(request_id, identifier)
         if feature.modality == PASSED_THROUGH:
             return
         granted = self._decisions.pop(identifier, False)
@@ -600,7 +537,7 @@ class SchedulerHalf:
             decode_tokens: What the step would have if all its requests decoded; fewer than it has
                 where some are prefilled. Of use to a policy only.
         """
-        self.tracker.pause_waits(self.answers.asked)
+        self.waits.end_pass(self.answers.asked)
         repeated = self.answers.end_pass()
         if self._policy is not None:
             self._policy.end_pass(
@@ -624,6 +561,8 @@ class SchedulerHalf:
             self._rows_asked.clear()
         now = self._clock()
         is_late = now - self._swept_s >= _SWEEP_EVERY_S
+        if is_late and self._prefetcher.has_news:
+            self.waits.arrived(self._prefetcher.drain())
         step = self.tracker.next_step(self.on_device, now, sweep=is_late)
         if is_late:
             self._sweep(now)
@@ -691,13 +630,14 @@ class SchedulerHalf:
     def _sweep(self, now: float) -> None:
         """Drop what is too old to matter; at most once a second."""
         self._swept_s = now
-        if self._policy is not None and (price := self._policy.load.price) != self._told_price:
-            self._counters.add("wait.price", price - self._told_price)
-            self._told_price = price
+        if self._policy is not None and (price := self._policy.load.price) != self._counted_price:
+            self._counters.add("wait.price", price - self._counted_price)
+            self._counted_price = price
         if not self._role.asked_every_pass:
             for identifier in self._rows_asked.keys() - self._items.keys():
                 del self._rows_asked[identifier]
         self._save_orders.sweep(now)
+        self.waits.sweep(now)
 
     # -- the end of a request --------------------------------------------------------------
 
@@ -715,7 +655,7 @@ class SchedulerHalf:
         """
         self._seen.pop(request.request_id, None)
         self._unavailable.discard(request.request_id)
-        self.tracker.end_request(request.request_id)
+        self.waits.end_request(request.request_id)
         if self._role.consumer:
             return None
         return [
@@ -758,8 +698,9 @@ class SchedulerHalf:
             if identifier not in device
         ]
         late_s = self._clock() - 2 * _SWEEP_EVERY_S
-        complaints += self.tracker.audit(
-            requests=requests, fetching=fetching, pins=pins, late_s=late_s
+        complaints += self.tracker.audit(fetching=fetching, pins=pins, late_s=late_s)
+        complaints += self.waits.audit(
+            requests=requests, fetching={*fetching, *self.tracker.demand}
         )
         kept: dict[str, Collection[Any]] = {
             "rows": self._rows_asked,
@@ -768,6 +709,7 @@ class SchedulerHalf:
             "saves": self._save_orders.ordered_s,
             "saves again": self._save_orders.again_s,
             **self.tracker.remembered,
+            **self.waits.remembered,
         }
         if at_rest:
             complaints += [f"{what}: {len(of)} are kept" for what, of in kept.items() if of]

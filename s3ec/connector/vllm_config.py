@@ -17,6 +17,25 @@ from s3ec.weights import Checkpoint, Weights, content_digest, weights_of
 
 log = logging.getLogger(__name__)
 
+# Those for which some model of vLLM declares placeholder metadata.
+MODALITIES = ("image", "video", "audio")
+# vLLM hands a request's own embeddings through as a modality of this name; nothing to cache.
+PASSED_THROUGH = "prompt_embeds"
+# With `--mm-processor-cache-type shm` an item holds three numbers, which say where the worker
+# finds its fields (vLLM 0.32, multimodal/cache/shm.py, `address_as_item`).
+_SHM_ADDRESS = "address"
+# Settings of the multimodal configuration that change an encoder's output but not vLLM's hash
+# of the image. A release that lacks one counts as having it unset.
+_MULTIMODAL_SETTINGS = ("video_pruning_rate", "video_pruning_method", "mm_encoder_attn_dtype")
+_ENCODER_CONFIGS = ("vision_config", "audio_config", "speech_config", "encoder_config")
+# Parts of a Hugging Face configuration that say nothing about an encoder. What is quantised in the
+# checkpoint shows in its tensors.
+_NO_ENCODER_CONFIGS = frozenset(
+    ("text_config", "llm_config", "language_config", "talker_config", "token2wav_config",
+     "code2wav_config", "generation_config", "quantization_config", "compression_config",
+     "rope_scaling", "rope_parameters", "auto_map")
+)  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True)
 class Role:
@@ -60,13 +79,13 @@ class Topology:
         ranks: How many there are.
         beside_scheduler: Whether all of them certainly run on the scheduler's node.
         problem: Why the scheduler cannot learn what the others hold; None if it can.
-        heard_without_tokens: Whether they are called in steps that schedule no tokens.
+        called_without_tokens: Whether they are called in steps that schedule no tokens.
     """
 
     ranks: int
     beside_scheduler: bool
     problem: str | None
-    heard_without_tokens: bool
+    called_without_tokens: bool
 
 
 def topology_of(vllm_config: Any) -> Topology:
@@ -102,15 +121,6 @@ def _silence(backend: Any, ranks: int, stages: int, *, v2: bool) -> str | None:
             "selects the one that passes them on)"
         )
     return None
-
-
-# Those for which some model of vLLM declares placeholder metadata.
-MODALITIES = ("image", "video", "audio")
-# vLLM hands a request's own embeddings through as a modality of this name; nothing to cache.
-PASSED_THROUGH = "prompt_embeds"
-# With `--mm-processor-cache-type shm` an item holds three numbers, which say where the worker
-# finds its fields (vLLM 0.32, multimodal/cache/shm.py, `address_as_item`).
-_SHM_ADDRESS = "address"
 
 
 class FeatureReader:
@@ -191,19 +201,6 @@ class FeatureReader:
                 tolist = getattr(value, "tolist", None)
                 found[key] = value if tolist is None else tolist()
         return found
-
-
-# Settings of the multimodal configuration that change an encoder's output but not vLLM's hash
-# of the image. A release that lacks one counts as having it unset.
-_MULTIMODAL_SETTINGS = ("video_pruning_rate", "video_pruning_method", "mm_encoder_attn_dtype")
-_ENCODER_CONFIGS = ("vision_config", "audio_config", "speech_config", "encoder_config")
-# Parts of a Hugging Face configuration that say nothing about an encoder. What is quantised in the
-# checkpoint shows in its tensors.
-_NO_ENCODER_CONFIGS = frozenset(
-    ("text_config", "llm_config", "language_config", "talker_config", "token2wav_config",
-     "code2wav_config", "generation_config", "quantization_config", "compression_config",
-     "rope_scaling", "rope_parameters", "auto_map")
-)  # fmt: skip
 
 
 def namespace_of(vllm_config: Any, settings: Settings, weights: str | None = None) -> Namespace:

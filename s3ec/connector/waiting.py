@@ -13,27 +13,6 @@ A decision compares two costs, anew in each scheduling pass:
 
 The request waits while some T is cheaper than to stop now. What it does not wait for is fetched all
 the same, for later requests.
-
-A request, as ``WaitPolicy`` sees it:
-
-=========  =========  ==================================================================
-state      goes to    when
-=========  =========  ==================================================================
-new        waiting    some T costs at most 80% of what it costs to stop now
-new        declined   none does, the encoding cost of this kind is to be learned first, or
-                      the request was declined after it had waited
-waiting    doubtful   no T is cheaper any more
-doubtful   waiting    some T is cheaper again
-doubtful   declined   a quarter of the cost to stop has passed, or to wait costs a fifth more
-waiting    declined   twice the cost to stop has passed since it began; so for doubtful
-any        (unknown)  the request has ended, or waits for nothing any more
-=========  =========  ==================================================================
-
-Time in which vLLM does not ask about a request, since the engine is full, counts for none of these.
-A streaming session begins anew with each turn that brings more items.
-
-``doubtful`` still waits. The expected rest of a long wait is always "a little more", so without it
-a wait would end just before its end.
 """
 
 from __future__ import annotations
@@ -42,7 +21,7 @@ import heapq
 import math
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, KeysView, Sequence
+from collections.abc import Callable, KeysView, Mapping, Sequence
 from dataclasses import dataclass
 
 from s3ec.encode_costs import EncodeCosts
@@ -344,7 +323,7 @@ class Fetching:
 
 
 @dataclass(frozen=True, slots=True)
-class Want:
+class Lacking:
     """One item that a request lacks.
 
     Attributes:
@@ -371,7 +350,6 @@ class _Waiting:
         began_s: When it began to wait.
         stop_s: The most that it would have cost to stop, since then.
         doubt_s: Since when it is in doubt; None while it is not.
-        paused_s: Since when vLLM does not ask about it; None while it does.
     """
 
     is_new: bool
@@ -379,33 +357,42 @@ class _Waiting:
     began_s: float = 0.0
     stop_s: float = 0.0
     doubt_s: float | None = None
-    paused_s: float | None = None
-
-    def resume(self, now: float) -> None:
-        """vLLM asks again: the time since ``paused_s`` was not waited."""
-        if self.paused_s is None:
-            return
-        pause_s, self.paused_s = now - self.paused_s, None
-        self.began_s += pause_s
-        if self.doubt_s is not None:
-            self.doubt_s += pause_s
 
 
 class WaitPolicy:
-    """Decides for each request and pass; see the module for its states.
+    """Decides for each request and pass whether it waits.
+
+    A request is, with the cost of stopping and the times T of the module's docstring,
+
+    =========  =========  ==================================================================
+    state      goes to    when
+    =========  =========  ==================================================================
+    new        waiting    some T costs at most 80% of what it costs to stop now
+    new        declined   none does, the encoding cost of this kind is to be learned first, or
+                          the request was declined after it had waited
+    waiting    doubtful   no T is cheaper any more
+    doubtful   waiting    some T is cheaper again
+    doubtful   declined   a quarter of the cost to stop has passed, or to wait costs a fifth more
+    waiting    declined   twice the cost to stop has passed since it began; so for doubtful
+    any        (unknown)  the request has ended, or waits for nothing any more
+    =========  =========  ==================================================================
+
+    Time in which vLLM does not ask about a request, since the engine is full, counts for none of
+    these. A streaming session begins anew with each turn that brings more items.
+
+    ``doubtful`` still waits. The expected rest of a long wait is always "a little more", so without
+    it a wait would end just before its end.
 
     Attributes:
         costs: What encoding costs.
         load: How busy the engine is.
         queue: Fetches under way.
-        declined: Requests that were to encode at once, since the start.
     """
 
     def __init__(self, costs: EncodeCosts, load: EngineLoad, queue: FetchQueue) -> None:
         self.costs = costs
         self.load = load
         self.queue = queue
-        self.declined = 0
         self._times: dict[tuple[str, int], FetchTimes] = {}
         self._waiting: dict[str, _Waiting] = {}
         # Who has waited and was told to encode, and how many items it had then. vLLM may ask about
@@ -426,7 +413,7 @@ class WaitPolicy:
             found = self._times[kind] = FetchTimes()
         return found
 
-    def forget(self, source: str) -> None:
+    def relearn(self, source: str) -> None:
         """How long fetches of this source take is to be learned anew."""
         self._times = {kind: times for kind, times in self._times.items() if kind[0] != source}
 
@@ -435,22 +422,26 @@ class WaitPolicy:
         self._decisions = 0
         self.load.end_pass(now, has_prefill=has_prefill, tokens=tokens, repeated=repeated)
 
-    def due(self, now: float) -> list[str]:
+    def due(self, now: float, paused_s: Mapping[str, float]) -> list[str]:
         """Waiting requests about which to decide anew; at most MOST_DECISIONS, who is due longest
         first. Those that vLLM did not ask about in the last pass come last: it may not do so now.
         Of these it has left out for longest those that stand behind the others in its queue.
+
+        Args:
+            now: Monotonic seconds.
+            paused_s: Requests that vLLM does not ask about, and since when.
         """
         due = [
-            (-math.inf if one.paused_s is None else -one.paused_s, one.again_s, name)
+            (-paused_s.get(name, math.inf), one.again_s, name)
             for name, one in self._waiting.items()
-            if one.again_s <= (now if one.paused_s is None else one.paused_s)
+            if one.again_s <= now and one.again_s <= paused_s.get(name, now)
         ]
         return [name for _, _, name in heapq.nsmallest(MOST_DECISIONS, due)]
 
     def waits(
         self,
         request_id: str,
-        wants: Callable[[], Sequence[Want]],
+        lacking: Callable[[], Sequence[Lacking]],
         now: float,
         *,
         features: int = 0,
@@ -459,7 +450,7 @@ class WaitPolicy:
 
         Args:
             request_id: Of the request.
-            wants: What it lacks, at least one; only asked where something is to be decided.
+            lacking: What it lacks, at least one; only asked where something is to be decided.
             now: Monotonic seconds.
             features: How many items the request has by now.
         """
@@ -471,11 +462,10 @@ class WaitPolicy:
             self.load.deferred()
             return True
         self._decisions += 1
-        waits = self._decide(request_id, wants(), now)
+        waits = self._decide(request_id, lacking(), now)
         if waits:
             self.load.deferred()
         else:
-            self.declined += 1
             waited = self._waiting.pop(request_id, None)
             if waited is not None and not waited.is_new:
                 while len(self._over) >= _MOST_REMEMBERED:
@@ -483,7 +473,7 @@ class WaitPolicy:
                 self._over[request_id] = features
         return waits
 
-    def _decide(self, request_id: str, wants: Sequence[Want], now: float) -> bool:
+    def _decide(self, request_id: str, lacking: Sequence[Lacking], now: float) -> bool:
         if request_id in self._over:
             return False
         costs = self.costs
@@ -493,15 +483,15 @@ class WaitPolicy:
         # All of them, not the first one only: each kind is explored once.
         idle = price == 1.0
         # Not what others encode so that this engine need not.
-        unknown = [one for one in wants if is_new and one.source != "promise"]
+        unknown = [one for one in lacking if is_new and one.source != "promise"]
         if sum([self._explore(one, now, idle=idle) for one in unknown]):
             return False
-        missing = self._group(wants, now)
+        missing = self._group(lacking, now)
         late_s = max(one.times.late_s for one in missing)
         if late_s and self.queue.silent_s(now) > 2 * late_s:
             return False
-        stop_s = price * sum(costs.cost_s(one.modality, one.rows) for one in wants)
-        encode_s = stop_s / len(wants)
+        stop_s = price * sum(costs.cost_s(one.modality, one.rows) for one in lacking)
+        encode_s = stop_s / len(lacking)
         pause_s = self.load.pause_s
         again_s = now + _HOLD_SHARE * stop_s
         if waiting is None or waiting.is_new:
@@ -524,20 +514,20 @@ class WaitPolicy:
             missing, encode_s, pause_s, most=_DOUBT_COST
         )
 
-    def _explore(self, want: Want, now: float, *, idle: bool) -> bool:
+    def _explore(self, item: Lacking, now: float, *, idle: bool) -> bool:
         """Whether an item should be encoded so that its cost becomes known, or is learned anew.
 
         Not anew where to wait would be right though the cost were believed far too high.
         """
-        fetch_s = self.times(want.source, want.rows).mean_s
-        in_doubt = self.costs.cost_s(want.modality, want.rows) < _FAR_TOO_HIGH * fetch_s
-        return self.costs.explore(want.modality, want.rows, now, idle=idle and in_doubt)
+        fetch_s = self.times(item.source, item.rows).mean_s
+        in_doubt = self.costs.cost_s(item.modality, item.rows) < _FAR_TOO_HIGH * fetch_s
+        return self.costs.explore(item.modality, item.rows, now, idle=idle and in_doubt)
 
-    def _group(self, wants: Sequence[Want], now: float) -> list[Missing]:
+    def _group(self, lacking: Sequence[Lacking], now: float) -> list[Missing]:
         """Those that are alike, and whether they have begun; each group has the mean age."""
         groups: dict[tuple[int, bool], list[float]] = {}
         times: dict[int, FetchTimes] = {}
-        for one in wants:
+        for one in lacking:
             kind = self.times(one.source, one.rows)
             times[id(kind)] = kind
             age_s = self._age_s(one.fetching, kind.mean_s, now)
@@ -555,17 +545,13 @@ class WaitPolicy:
             fetching.began_s = now
         return now - fetching.began_s
 
-    def pause(self, request_id: str, now: float) -> None:
-        """vLLM has not asked about the request in the pass that has ended."""
+    def resume(self, request_id: str, pause_s: float) -> None:
+        """vLLM asks about the request again, after so long: that was no wait. Before ``waits``."""
         waiting = self._waiting.get(request_id)
         if waiting is not None:
-            waiting.paused_s = now
-
-    def resume(self, request_id: str, now: float) -> None:
-        """vLLM asks about the request again; before ``waits``."""
-        waiting = self._waiting.get(request_id)
-        if waiting is not None:
-            waiting.resume(now)
+            waiting.began_s += pause_s
+            if waiting.doubt_s is not None:
+                waiting.doubt_s += pause_s
 
     def end(self, request_id: str) -> None:
         """The request waits for nothing any more."""

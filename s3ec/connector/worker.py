@@ -1,20 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker half: brings granted files into the encoder cache, hands encoded tensors to saves."""
+"""The worker half: brings granted files into the encoder cache, hands encoded tensors to saves.
+
+It also measures how long the encoder runs, without waiting for the device.
+"""
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from s3ec.connector import compat
 from s3ec.connector.adapters import AdapterCache, AdapterFiles, name_in_plan
-from s3ec.connector.encode_timer import EncodeTimer
 from s3ec.connector.loads import Loader, StepLoads, read_data
-from s3ec.connector.messages import EncodeTime, Load, StepPlan, WorkerReport
+from s3ec.connector.messages import Encode, EncodeTime, Load, StepPlan, WorkerReport
 from s3ec.connector.remote_ranks import LocalPins
 from s3ec.connector.saves import SaveQueue
 from s3ec.connector.staging import HostStaging, open_staging
@@ -22,9 +25,114 @@ from s3ec.counters import Increments
 from s3ec.errors import CorruptEntryError
 from s3ec.node import Node
 
+log = logging.getLogger(__name__)
+
 _NOTHING = WorkerReport()
 # Measurements that no report has carried yet; some releases of vLLM ask for none.
 _MOST_MEASURED = 64
+# Steps whose events have not passed yet. More are dropped: the device hangs, or nobody asks.
+_MOST_UNDER_WAY = 64
+
+
+class EncodeTimer:
+    """How long the encoder runs in a step. One thread: the model runner's.
+
+    vLLM's runners call the worker half directly before the encoder runs: with
+    ``bind_connector_metadata``, then ``start_save_caches`` in a producer (0.30 and newer), then
+    ``start_load_caches`` in a consumer. They call it directly after it: with the first
+    ``save_caches`` of what was encoded, and with ``get_finished``. So it was in the sources of
+    0.24.0 to 0.32.0, V1 runner and V2 (``v1/worker/ec_connector_model_runner_mixin.py``,
+    ``v1/worker/gpu/ec_connector.py``).
+
+    On a GPU both points are events in the stream that the encoder runs in. They are asked in later
+    steps whether they have passed, so nothing ever waits for them. Gaps in which the device waits
+    for the CPU count as encoding, as they should.
+
+    A measurement is
+
+    =========  =========  ==================================================================
+    state      goes to    when
+    =========  =========  ==================================================================
+    (none)     begun      the encoder is about to run
+    begun      under way  it was launched on a GPU
+    begun      done       it has run in this thread
+    begun      (none)     the next step begins: this one has failed
+    under way  done       both events have passed
+    under way  (none)     _MOST_UNDER_WAY newer ones are under way
+    done       (none)     it was taken
+    =========  =========  ==================================================================
+    """
+
+    def __init__(
+        self,
+        device: Callable[[], torch.device],
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """Start idle.
+
+        Args:
+            device: The model's device.
+            clock: Seconds, for a device that runs in the caller's thread.
+        """
+        self._device = device
+        self._clock = clock
+        self._begun: tuple[Sequence[Encode], Any] | None = None
+        self._under_way: deque[tuple[Sequence[Encode], Any, Any]] = deque(maxlen=_MOST_UNDER_WAY)
+        self._done: list[EncodeTime] = []
+        self._works = True
+
+    def begin(self, encodes: Sequence[Encode]) -> None:
+        """The encoder is about to run for these; nothing is measured where there are none.
+
+        Items of two modalities in one step say nothing about either, so they are left out.
+        """
+        self._begun = None
+        if encodes and self._works and len({one.modality for one in encodes}) == 1:
+            self._begun = (encodes, self._now())
+
+    def end(self) -> None:
+        """The encoder has run, or was launched. Only the first call after ``begin`` counts."""
+        begun, self._begun = self._begun, None
+        if begun is None:
+            return
+        encodes, before = begun
+        after = None if before is None else self._now()
+        if after is None:
+            return
+        if isinstance(before, float):
+            self._finish(encodes, after - before)
+        else:
+            self._under_way.append((encodes, before, after))
+
+    def take(self) -> list[EncodeTime]:
+        """What has been measured since the last call."""
+        while self._under_way and self._under_way[0][2].query():
+            encodes, before, after = self._under_way.popleft()
+            self._finish(encodes, before.elapsed_time(after) / 1000)
+        done, self._done = self._done, []
+        return done
+
+    def _finish(self, encodes: Sequence[Encode], seconds: float) -> None:
+        rows = sum(one.rows for one in encodes)
+        self._done.append(EncodeTime(encodes[0].modality, len(encodes), rows, seconds))
+
+    def _now(self) -> Any:
+        """This moment: seconds, or an event in the device's stream; None where there is neither.
+
+        Called from hooks whose faults end the engine, and a measurement is not worth that.
+        """
+        try:
+            kind = self._device().type
+            if kind == "cpu":
+                return self._clock()
+            event = getattr(torch, kind).Event(enable_timing=True)
+            event.record()
+            return event
+        except Exception:
+            self._works = False
+            log.exception("what encoding costs is not measured on this device")
+            return None
 
 
 class _Started(NamedTuple):
@@ -40,6 +148,20 @@ class WorkerHalf:
 
     The encoder caches that it is given are vLLM's, under vLLM's names. Where a plan has names of
     its own for what adapters have their part in, it translates.
+
+    A step's loads are
+
+    =========  =========  ==================================================================
+    state      goes to    when
+    =========  =========  ==================================================================
+    (none)     started    the plan grants some
+    started    loaded     the encoder cache has them: in the same call, or in finish_load_caches
+    started    (none)     one cannot be had, or the step fails before it asks for them
+    loaded     (none)     a report has told the scheduler
+    =========  =========  ==================================================================
+
+    Attributes:
+        local_pins: What a rank holds that does not see the scheduler's pins. For reading.
     """
 
     def __init__(
@@ -52,7 +174,6 @@ class WorkerHalf:
         encoder: Callable[[], str],
         drain_timeout_s: float,
         finish_later: bool = False,
-        own_pins: LocalPins | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Wire the half up.
@@ -65,8 +186,6 @@ class WorkerHalf:
             encoder: Names what encodes, for what is learned of it.
             drain_timeout_s: How long finish() waits for the bucket to confirm queued saves.
             finish_later: The model runner calls finish_load_caches; else start_load_caches does.
-            own_pins: What a rank does that does not see the scheduler's pins; None for one of the
-                node's.
             clock: Seconds, for encoders that run in this thread.
         """
         self._node = node
@@ -89,16 +208,12 @@ class WorkerHalf:
         self._loaded: dict[int, set[int]] = {}
         self._sync_allowed = compat.sync_allowed()
         self._increments = Increments(node.counters)
-        self._has_orders = False
-        if own_pins is None:
-            own_pins = LocalPins(node.prefetcher, node.tier, node.naming.make_key)
-        self._own_pins = own_pins
+        self.local_pins = LocalPins(node.prefetcher, node.tier, node.naming.make_key)
         self._adapter_files = AdapterFiles()
 
     def follow(self, plan: StepPlan) -> StepPlan:
         """Obey orders to ranks on other nodes; the plan as this rank should execute it."""
-        self._has_orders = True
-        return self._own_pins.follow(plan)
+        return self.local_pins.follow(plan)
 
     def start_load_caches(self, cache: MutableMapping[str, Any], plan: StepPlan) -> None:
         """Begin to bring every granted embedding into the encoder cache.
@@ -230,8 +345,7 @@ class WorkerHalf:
         self._loaded = {}
         if self._saves is not None:
             report.published, report.stored = self._saves.take_report()
-        if self._has_orders:
-            self._own_pins.report(report, self._rank)
+        self.local_pins.report(report, self._rank)
         if self._measured:
             report.encoded = list(self._measured)
             self._measured.clear()

@@ -23,9 +23,9 @@ from vllm.v1.outputs import ECConnectorOutput
 from vllm.v1.request import Request
 
 from s3ec.connector import live_weights
-from s3ec.connector.item_tracker import MAX_WAITS, NO_PIXELS_WAIT_S
 from s3ec.connector.messages import StepPlan, WorkerReport
 from s3ec.connector.remote_ranks import Ranks, tier_id
+from s3ec.connector.request_waits import MAX_WAITS, NO_PIXELS_WAIT_S
 from s3ec.connector.scheduler import SchedulerHalf
 from s3ec.connector.vllm_config import Role
 from s3ec.connector.waiting import EngineLoad, FetchQueue, WaitPolicy
@@ -268,7 +268,7 @@ class S3EC(NoConnector):
             self.options.ranks,
             tier_id(bench.node.tier),
             steps_in_flight=self.options.depth,
-            heard_without_tokens=self.options.v2,
+            called_without_tokens=self.options.v2,
         )
 
     def _make_rank(self, node: Node, rank: int) -> Rank:

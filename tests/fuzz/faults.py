@@ -7,8 +7,8 @@ import dataclasses
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from s3ec.connector.item_tracker import MAX_WAITS
 from s3ec.connector.messages import Load, StepPlan, WorkerReport
+from s3ec.connector.request_waits import MAX_WAITS
 from s3ec.connector.scheduler import SchedulerHalf
 from s3ec.connector.worker import WorkerHalf
 from s3ec.prefetch import FetchRequest

@@ -25,7 +25,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 
-from s3ec.connector import item_tracker
+from s3ec.connector import request_waits
 from s3ec.connector.vllm_config import FeatureReader
 from s3ec.dev.rigs.models import write_qwen2_vl
 from tests.fuzz.connectors import Bench, Repeat, RepeatRank, bench
@@ -72,7 +72,7 @@ class Fuzz:
         run = Run(seed, self._model, self._bench, self._needs_embedding, **how)
         verdict = Verdict(seed)
         try:
-            with patch.object(item_tracker, "MAX_WAITS", run.habits.most_waits):
+            with patch.object(request_waits, "MAX_WAITS", run.habits.most_waits):
                 run.live()
         except Exception as exc:  # noqa: BLE001 - whatever ends an engine is a finding
             verdict.failure = _one_line(exc)

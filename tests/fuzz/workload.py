@@ -23,7 +23,7 @@ from vllm.multimodal.inputs import (
 )
 from vllm.v1.engine.input_processor import InputProcessor
 
-from s3ec.connector.item_tracker import MAX_WAITS
+from s3ec.connector.request_waits import MAX_WAITS
 from s3ec.prefetch import FetchOutcome
 from tests.fuzz.connectors import S3EC, Bench
 from tests.fuzz.engine import BLOCK, Asked, Engine, Options

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from s3ec.codec import Header, Shape
 from s3ec.connector.messages import StepPlan, WorkerReport
 from s3ec.connector.remote_ranks import Ranks
-from s3ec.connector.save_worth import SaveWorth
+from s3ec.connector.save_orders import SaveWorth
 from s3ec.connector.scheduler import SchedulerHalf
 from s3ec.connector.vllm_config import Role
 from s3ec.connector.waiting import WaitPolicy

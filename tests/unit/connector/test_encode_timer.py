@@ -12,14 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from s3ec.connector import encode_timer
-from s3ec.connector.encode_timer import EncodeTimer
 from s3ec.connector.messages import Encode, EncodeTime, Save, StepPlan, WorkerReport
 from tests.unit.connector.processes import HASHES, Process, eventually, tensor
 
 pytest.importorskip("vllm")
 shell = pytest.importorskip("s3ec.connector.connector")
-WorkerHalf = pytest.importorskip("s3ec.connector.worker").WorkerHalf
+worker = pytest.importorskip("s3ec.connector.worker")
+EncodeTimer, WorkerHalf = worker.EncodeTimer, worker.WorkerHalf
 Parts = pytest.importorskip("s3ec.connector.parts").Parts
 
 IMAGE = Encode("image", 256)
@@ -92,7 +91,7 @@ class Event:
 def test_on_a_gpu_nothing_waits_and_times_come_in_a_later_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(encode_timer.torch.cuda, "Event", Event)
+    monkeypatch.setattr("torch.cuda.Event", Event)
     one = EncodeTimer(lambda: torch.device("cuda", 0))
     monkeypatch.setattr(Event, "passed", False)
     one.begin([IMAGE])

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from s3ec.connector import saves
-from s3ec.connector.item_tracker import LEASE_S, NO_PIXELS_WAIT_S, RETRY_AFTER_S
+from s3ec.connector.item_tracker import LEASE_S, RETRY_AFTER_S
 from s3ec.connector.messages import StepPlan, WorkerReport
 from s3ec.connector.remote_ranks import Ranks
+from s3ec.connector.request_waits import NO_PIXELS_WAIT_S
 from s3ec.connector.scheduler import SchedulerHalf
 from s3ec.connector.vllm_config import Role
 from s3ec.errors import UnavailableError
@@ -63,12 +64,8 @@ class RankRig:
         process = Process(folder, shared=bucket, cache_dir=folder)
         self.node, self.faults = process.node, process.faults
         self.cache: dict[str, Any] = {}
-        self.own_pins = remote.LocalPins(
-            self.node.prefetcher, self.node.tier, self.node.naming.make_key
-        )
         self.worker = WorkerHalf(
             self.node,
-            own_pins=self.own_pins,
             saves=None,
             device=lambda: torch.device("cpu"),
             rank=lambda: rank,
@@ -95,18 +92,18 @@ class Engine:
     """A scheduler on one node and ranks on others; V1 unless told otherwise."""
 
     def __init__(
-        self, here: Path, folders: list[Path], *, heard_without_tokens: bool = False
+        self, here: Path, folders: list[Path], *, called_without_tokens: bool = False
     ) -> None:
         self.bucket = MemoryBucket()
         self.node = node_on(here, self.bucket)
         self.ranks = [RankRig(rank, path, self.bucket) for rank, path in enumerate(folders)]
-        self.heard_without_tokens = heard_without_tokens
+        self.called_without_tokens = called_without_tokens
         self.clock = Clock()
         self.bookkeeping = Ranks(
             len(folders),
             remote.tier_id(self.node.tier),
             steps_in_flight=1,
-            heard_without_tokens=heard_without_tokens,
+            called_without_tokens=called_without_tokens,
         )
         role = Role(
             producer=False,
@@ -163,7 +160,7 @@ class Engine:
             loses: Whether the reports of its execution get lost.
         """
         plan = self.half.build_connector_meta([], scheduled_tokens=tokens)
-        if not tokens and not self.heard_without_tokens:
+        if not tokens and not self.called_without_tokens:
             return plan
         sent = pickle.dumps(plan)
         merged = WorkerReport()
@@ -198,7 +195,7 @@ class Engine:
         return "gone" if item is None else item.state.name
 
     def all_given_back(self) -> bool:
-        rigs = (len(rank.pins()) + len(rank.own_pins) for rank in self.ranks)
+        rigs = (len(rank.pins()) + len(rank.worker.local_pins) for rank in self.ranks)
         own = [path for path in self.node.tier.pins.folder().iterdir() if path.name != ".lock"]
         return not sum(rigs) and not own
 
@@ -333,7 +330,7 @@ def test_an_engine_that_falls_idle_does_not_keep_a_request_waiting(engine: Engin
 
 def test_where_workers_hear_of_steps_without_tokens_an_idle_engine_waits(tmp_path: Path) -> None:
     engine = Engine(
-        tmp_path / "here", [tmp_path / "here", tmp_path / "there"], heard_without_tokens=True
+        tmp_path / "here", [tmp_path / "here", tmp_path / "there"], called_without_tokens=True
     )
     try:
         engine.stock("a")

@@ -497,7 +497,7 @@ def test_what_requests_leave_behind_is_given_back_in_time(world: World) -> None:
 
 def test_a_new_process_prepares_what_is_urgent_first_and_what_nobody_wants_last() -> None:
     mark = TierId("host", "folder")
-    ranks = Ranks(1, mark, steps_in_flight=2, heard_without_tokens=True)
+    ranks = Ranks(1, mark, steps_in_flight=2, called_without_tokens=True)
     world = World(ranks_apart=ranks, ranks=1)
     world.stock("a", "b")
     world.report(0, present={0: RankStatus("one", shares=False)})

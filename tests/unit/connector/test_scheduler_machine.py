@@ -23,9 +23,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from s3ec.connector.item_tracker import FETCHING, LEASE_S, NO_PIXELS_WAIT_S
+from s3ec.connector.item_tracker import FETCHING, LEASE_S
 from s3ec.connector.messages import RankOrders, RankStatus, StepPlan, TierId, WorkerReport
 from s3ec.connector.remote_ranks import Ranks
+from s3ec.connector.request_waits import NO_PIXELS_WAIT_S
 from s3ec.prefetch import FetchOutcome
 from tests.unit.connector.scheduling import (
     ROWS,
@@ -149,7 +150,7 @@ class HalfMachine(RuleBasedStateMachine):
                 ranks,
                 TierId("host", "/pins"),
                 steps_in_flight=steps_in_flight,
-                heard_without_tokens=False,
+                called_without_tokens=False,
             )
         self.world = World(
             producer=producer,
@@ -454,7 +455,7 @@ class HalfMachine(RuleBasedStateMachine):
     @invariant()
     def few_probes_are_under_way(self) -> None:
         if hasattr(self, "world"):
-            assert len(self.half.tracker.remembered["probes"]) <= 2 * bool(self.world.role.probe_s)
+            assert len(self.half.waits.remembered["probes"]) <= 2 * bool(self.world.role.probe_s)
 
     def teardown(self) -> None:
         if not hasattr(self, "world"):

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from s3ec.connector.item_tracker import FIRST_PAUSE_S, MOST_IN_VAIN, VAIN_REST_S
+from s3ec.connector.item_tracker import FIRST_PAUSE_S
+from s3ec.connector.request_waits import MOST_IN_VAIN, VAIN_REST_S
 from s3ec.connector.waiting import EngineLoad, FetchQueue, WaitPolicy
 from s3ec.encode_costs import EncodeCosts
 from s3ec.prefetch import FetchOutcome

@@ -7,13 +7,8 @@ from typing import Any
 
 import pytest
 
-from s3ec.connector.item_tracker import (
-    FIRST_PAUSE_S,
-    LONGEST_PAUSE_S,
-    NO_PIXELS_WAIT_S,
-    PAUSE_GROWTH,
-    RETRY_AFTER_S,
-)
+from s3ec.connector.item_tracker import FIRST_PAUSE_S, LONGEST_PAUSE_S, PAUSE_GROWTH, RETRY_AFTER_S
+from s3ec.connector.request_waits import NO_PIXELS_WAIT_S
 from s3ec.prefetch import FetchOutcome
 from tests.unit.connector.scheduling import (
     ROWS,

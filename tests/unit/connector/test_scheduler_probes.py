@@ -7,13 +7,8 @@ from typing import Any
 
 import pytest
 
-from s3ec.connector.item_tracker import (
-    LEASE_S,
-    MOST_IN_VAIN,
-    NO_PIXELS_WAIT_S,
-    RETRY_AFTER_S,
-    VAIN_REST_S,
-)
+from s3ec.connector.item_tracker import LEASE_S, RETRY_AFTER_S
+from s3ec.connector.request_waits import MOST_IN_VAIN, NO_PIXELS_WAIT_S, VAIN_REST_S
 from s3ec.connector.waiting import EngineLoad, FetchQueue, WaitPolicy
 from s3ec.encode_costs import EncodeCosts
 from s3ec.index.missing import NEGATIVE_TTL_S
@@ -336,7 +331,7 @@ def test_what_is_not_there_teaches_nothing_about_fetches_and_gives_its_place_bac
         world.end(asker)
     assert policy.times("bucket", ROWS).late_s == 0.0
     assert policy.queue.silent_s(world.clock.now_s + 100) == 0.0
-    assert policy.declined == 0
+    assert world.counters.get("waits_declined") == 0
 
 
 # -- the end ---------------------------------------------------------------------------------------

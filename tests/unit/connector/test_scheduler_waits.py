@@ -5,13 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from s3ec.connector.item_tracker import (
-    LEASE_S,
-    MOST_IN_VAIN,
-    RETRY_AFTER_S,
-    UNWANTED_LEASE_S,
-    VAIN_REST_S,
-)
+from s3ec.connector.item_tracker import LEASE_S, RETRY_AFTER_S, UNWANTED_LEASE_S
+from s3ec.connector.request_waits import MOST_IN_VAIN, VAIN_REST_S
 from s3ec.prefetch import FetchOutcome, Priority
 from tests.unit.connector.scheduling import (
     ROWS,
@@ -200,24 +195,38 @@ def test_paused_request_that_ends_leaves_nothing_behind(world: World) -> None:
     world.stock("a")
     asker = world.deferred(request("r", feature("a")))
     world.step()
-    assert list(world.half.tracker.paused) == ["r"]
+    assert list(world.half.waits.paused) == ["r"]
     world.end(asker)
-    assert not world.half.tracker.paused
+    assert not world.half.waits.paused
+
+
+@pytest.mark.parametrize("paused_s", [0.0, 5.0])
+def test_what_a_request_has_waited_is_counted_where_it_ends_before_its_embedding_comes(
+    world: World, paused_s: float
+) -> None:
+    """Its client has gone; but for a pause, which is no wait."""
+    asker = world.defer("a")
+    world.clock.now_s += 0.3
+    if paused_s:
+        world.step()  # nobody is asked about
+        world.clock.now_s += paused_s
+    world.end(asker)
+    assert world.counters.get("deferred_seconds") == pytest.approx(0.3)
 
 
 def test_paused_request_whose_end_nobody_tells_is_forgotten_with_its_waits(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM 0.24 and 0.25."""
-    monkeypatch.setattr("s3ec.connector.item_tracker.MAX_WAITS", 2)
+    monkeypatch.setattr("s3ec.connector.request_waits.MAX_WAITS", 2)
     for name in ("a", "b"):
         world.stock(name)
         world.deferred(request(name, feature(name)))
     world.step()
-    assert len(world.half.tracker.paused) == 2
+    assert len(world.half.waits.paused) == 2
     world.clock.now_s += 2 * LEASE_S
     world.step()
-    assert not world.half.tracker.paused
+    assert not world.half.waits.paused
 
 
 def test_a_wait_that_ends_after_a_pause_is_in_vain_like_any_other(world: World) -> None:
@@ -252,7 +261,7 @@ def test_a_timeout_of_zero_never_waits_and_still_fetches() -> None:
 def test_more_waiting_requests_than_can_be_remembered_still_time_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("s3ec.connector.item_tracker.MAX_WAITS", 10)
+    monkeypatch.setattr("s3ec.connector.request_waits.MAX_WAITS", 10)
     world = World()
     world.stock("a")
     askers = [request(str(number), feature("a")) for number in range(15)]
@@ -267,7 +276,7 @@ def test_more_waiting_requests_than_can_be_remembered_still_time_out(
 
 def test_requests_that_end_unseen_leave_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM 0.24 and 0.25 have no request_finished."""
-    monkeypatch.setattr("s3ec.connector.item_tracker.MAX_WAITS", 10)
+    monkeypatch.setattr("s3ec.connector.request_waits.MAX_WAITS", 10)
     world = World()
     world.stock("a")
     for burst in range(5):

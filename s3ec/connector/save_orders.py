@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which embeddings are worth storing, with `save` = worth: those that are encoded a second time.
+"""What the scheduler half has stored: which embeddings, and each of them once.
 
-Most pictures that people send are never sent again. What was encoded once is remembered by its key
-alone, in a sketch of fixed size, and stored when it is encoded once more. What takes less time to
-encode than to bring back is not stored at all.
+With `save` = worth only what is encoded a second time. Most pictures that people send are never
+sent again. What was encoded once is remembered by its key alone, in a sketch of fixed size, and
+stored when it is encoded once more. What takes less time to encode than to bring back is not
+stored at all.
 
 Everything here is arithmetic in memory; the scheduler's thread owns it.
 """
@@ -12,11 +13,15 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
+from typing import Any
 
+from s3ec.connector.item_tracker import LEASE_S, RETRY_AFTER_S
+from s3ec.connector.messages import Save
 from s3ec.connector.waiting import WaitPolicy
 from s3ec.counters import Counters
 from s3ec.encode_costs import EncodeCosts
 from s3ec.identity import Key
+from s3ec.index.base import Index
 
 # A generation: 1 MiB. At 16 bits for each key, of which 4 are set, it takes 1 in 400 for one that
 # it holds, which is stored a little early.
@@ -78,7 +83,6 @@ class SaveWorth:
         counters: Counters,
         *,
         policy: WaitPolicy | None = None,
-        seen: SeenKeys | None = None,
     ) -> None:
         """Nothing was seen yet.
 
@@ -86,12 +90,11 @@ class SaveWorth:
             costs: What encoding costs.
             counters: Of this process: what fetches and uploads took, and where to count.
             policy: Knows what fetches of one size take, and what an encode costs all requests.
-            seen: None for a sketch of the usual size.
         """
         self._costs = costs
         self._counters = counters
         self._policy = policy
-        self._seen = SeenKeys() if seen is None else seen
+        self._seen = SeenKeys()
 
     def is_worth(self, key: Key, modality: str, rows: int) -> bool:
         """Whether to store it; counts where not, and remembers that it was encoded."""
@@ -124,3 +127,73 @@ class SaveWorth:
             if count := get(items):
                 return get(seconds) / count
         return None
+
+
+class SaveOrders:
+    """Remembers what was ordered, so that an embedding is not saved by each of its requests.
+
+    There are two ways to order a save. Each has a record of its own, which keeps it from being
+    ordered once more:
+
+    =========  ============================================  ==================================
+    record     begins when                                   ends when
+    =========  ============================================  ==================================
+    ordered    it is about to be encoded, the corpus lacks   the bucket holds it, it is not to
+               it, and it is worth it                        be saved, or LEASE_S have passed
+    again      the device holds it, and the corpus lacks it  likewise, or after RETRY_AFTER_S
+    =========  ============================================  ==================================
+
+    Attributes:
+        ordered_s: When each was ordered. For reading, as the next one.
+        again_s: The same for those that the device held already.
+    """
+
+    def __init__(
+        self,
+        index: Index,
+        placeholder_of: Callable[[Any], dict[str, Any] | None],
+        clock: Callable[[], float],
+        worth: SaveWorth | None,
+    ) -> None:
+        self._index = index
+        self._worth = worth
+        self._placeholder_of = placeholder_of
+        self._clock = clock
+        self.ordered_s: dict[str, float] = {}
+        self.again_s: dict[str, float] = {}
+
+    def order(self, key: Key, feature: Any) -> Save | None:
+        """What to save of a feature that is about to be encoded; None where that is done."""
+        identifier = feature.identifier
+        if identifier in self.ordered_s or self._index.holds(key):
+            return None
+        rows = feature.mm_position.get_num_embeds()
+        if self._worth is not None and not self._worth.is_worth(key, feature.modality, rows):
+            return None
+        self.ordered_s[identifier] = self._clock()
+        return Save(feature.modality, self._placeholder_of(feature))
+
+    def is_recent(self, identifier: str) -> bool:
+        """Whether what the device holds was ordered to be stored, too lately to do so again."""
+        again_s = self.again_s.get(identifier)
+        return again_s is not None and self._clock() - again_s < RETRY_AFTER_S
+
+    def again(self, feature: Any) -> Save:
+        """What to save of a feature that the device holds, whatever was ordered before.
+
+        The worker knows whether it is under way.
+        """
+        self.again_s[feature.identifier] = self._clock()
+        return Save(feature.modality, self._placeholder_of(feature), on_device=True)
+
+    def release(self, identifier: str) -> None:
+        """The bucket holds it, or it will not be saved: it may be ordered again."""
+        self.ordered_s.pop(identifier, None)
+        self.again_s.pop(identifier, None)
+
+    def sweep(self, now: float) -> None:
+        """A save that was dropped or failed may be tried again at the next encode."""
+        for times_s, lease_s in ((self.ordered_s, LEASE_S), (self.again_s, RETRY_AFTER_S)):
+            for identifier, since_s in list(times_s.items()):
+                if now - since_s > lease_s:
+                    del times_s[identifier]

@@ -8,7 +8,7 @@ import hashlib
 import pytest
 
 from s3ec.connector.messages import WorkerReport
-from s3ec.connector.save_worth import SaveWorth, SeenKeys
+from s3ec.connector.save_orders import SaveWorth, SeenKeys
 from s3ec.connector.waiting import EngineLoad, FetchQueue, WaitPolicy
 from s3ec.counters import Counters
 from s3ec.encode_costs import EncodeCosts

@@ -1,0 +1,716 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a request waits for its embeddings: for which of them, for how long, and when in vain.
+
+All of it is in memory and belongs to the scheduler's thread. The parts, in this order: how long
+each request has waited for one source; which fetches of unknown keys are made; and the waits
+themselves. Which items there are is in ``item_tracker.py``, whether waiting costs less than
+encoding in ``waiting.py``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Set
+from dataclasses import dataclass
+from typing import Any
+
+from s3ec.connector.item_tracker import FETCHING, LEASE_S, Item, ItemTracker
+from s3ec.connector.kept_answers import KeptAnswers
+from s3ec.connector.remote_ranks import Ranks
+from s3ec.connector.vllm_config import Role
+from s3ec.connector.waiting import Fetching, Lacking, WaitPolicy
+from s3ec.counters import Counters
+from s3ec.encode_costs import EncodeCosts
+from s3ec.identity import Key
+from s3ec.index.missing import NEGATIVE_TTL_S, NegativeCache
+from s3ec.prefetch import FetchOutcome, FetchResult, Priority
+
+# vLLM 0.24 and 0.25 do not tell when a request ends; more than these do not wait at all.
+MAX_WAITS = 10_000
+# A request that came without pixels waits at least this long, whatever `defer_timeout_s` says:
+# it cannot be encoded instead, and would fail. Longer than a fetch that is tried again after a
+# silence of the store (`read_timeout_s`).
+NO_PIXELS_WAIT_S = 10.0
+# So many waits in vain, one after the other, and nobody waits for this source...
+MOST_IN_VAIN = 3
+# ...until something of it comes in time, or this long has passed. Then one more in vain is enough.
+VAIN_REST_S = 30.0
+
+# As for the states: a global is found faster than a member of a class.
+_DEMAND = Priority.DEMAND
+
+
+@dataclass(slots=True)
+class _Wait:
+    features: int
+    limit_s: float  # as of the last question
+    spent_s: float = 0.0
+    since_s: float | None = None
+    asked_s: float = 0.0
+
+
+class DeferralBudget:
+    """Adds up the deferrals of each request and says when they have lasted long enough.
+
+    One object counts the waits for one source: the bucket, this node's disk, an encoder that has
+    not uploaded yet what a request names, or the bucket for what the index does not know. They are
+    counted apart, so that no trouble with the bucket keeps a request from an embedding that is
+    here.
+
+    A source that answers, but too slowly for anybody to wait for, opens no breaker: small requests
+    succeed. So a source is
+
+    ========  ========  ======================================================================
+    state     goes to   when
+    ========  ========  ======================================================================
+    trusted   resting   MOST_IN_VAIN waits in a row were in vain: only requests without pixels
+                        wait for it, while fetches go on
+    resting   trusted   something came from there in time
+    resting   on trial  VAIN_REST_S have passed since the last wait in vain
+    on trial  trusted   something came from there in time
+    on trial  resting   one more wait is in vain
+    ========  ========  ======================================================================
+
+    Attributes:
+        requests: Ids of requests that have waited. For reading: a look is cheaper than a call.
+    """
+
+    def __init__(
+        self, defer_timeout_s: float, counters: Counters, clock: Callable[[], float]
+    ) -> None:
+        self._limit_s = defer_timeout_s
+        self._counters = counters
+        self._clock = clock
+        self._waits: dict[str, _Wait] = {}
+        self._in_vain = 0
+        self._vain_s = 0.0  # when the last wait in vain ended
+        self.requests: Collection[str] = self._waits
+
+    def is_over(self, request_id: str, features: int = 0, *, no_pixels: bool = False) -> bool:
+        """Start or continue this request's wait; True once it has waited long enough.
+
+        Args:
+            features: How many the request has by now. A streaming session brings more with each
+                turn, and each turn may wait as long as a request of its own.
+            no_pixels: It has no other chance, so it is given more time, and waits though others
+                have waited in vain.
+        """
+        now = self._clock()
+        if not no_pixels and self._rests(now):
+            return True
+        limit_s = max(self._limit_s, NO_PIXELS_WAIT_S) if no_pixels else self._limit_s
+        wait = self._waits.get(request_id)
+        if wait is None:
+            if limit_s <= 0 or len(self._waits) >= MAX_WAITS:
+                return True
+            wait = self._waits[request_id] = _Wait(features, limit_s)
+        elif features > wait.features:
+            wait.features = features
+            wait.spent_s = 0.0
+            wait.since_s = None
+        wait.asked_s = now
+        wait.limit_s = limit_s
+        if wait.spent_s >= limit_s:
+            return True
+        if wait.since_s is None:
+            wait.since_s = now
+        return wait.spent_s + now - wait.since_s >= limit_s
+
+    def has_time(self, request_id: str, features: int) -> bool:
+        """Whether a wait of this request could begin or go on; starts nothing. As is_over."""
+        now = self._clock()
+        if self._limit_s <= 0 or self._rests(now):
+            return False
+        wait = self._waits.get(request_id)
+        if wait is None:
+            return len(self._waits) < MAX_WAITS
+        waited_s = wait.spent_s + (0.0 if wait.since_s is None else now - wait.since_s)
+        return features > wait.features or waited_s < self._limit_s
+
+    def ends_s(self, request_id: str) -> float:
+        """When the request will have waited long enough, at the soonest; infinity if it does not
+        wait at present.
+        """
+        wait = self._waits.get(request_id)
+        if wait is None or wait.since_s is None:
+            return math.inf
+        return wait.since_s - wait.spent_s + wait.limit_s
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether so many waits were in vain that nobody should wait for this source."""
+        return self._in_vain >= MOST_IN_VAIN
+
+    def _rests(self, now: float) -> bool:
+        """Whether nobody should wait for this source."""
+        if not self.has_failed:
+            return False
+        if now - self._vain_s < VAIN_REST_S:
+            return True
+        self._in_vain = MOST_IN_VAIN - 1
+        return False
+
+    def end(self, request_id: str, *, in_vain: bool = False) -> bool:
+        """The request need not wait now; what it has waited stays counted against it.
+
+        Args:
+            in_vain: What it waited for has not come in time.
+
+        Returns:
+            Whether it has waited until now.
+        """
+        wait = self._waits.get(request_id)
+        if wait is None or wait.since_s is None:
+            return False
+        now = self._clock()
+        waited_s = now - wait.since_s
+        wait.spent_s += waited_s
+        wait.since_s = None
+        self._counters.add("deferred_seconds", waited_s)
+        if in_vain:
+            self._counters.add("defer_timeouts")
+            self._in_vain += 1
+            self._vain_s = now
+        return True
+
+    def resume(self, request_id: str, pause_s: float) -> None:
+        """vLLM asks about the request again, after so long: that was no wait."""
+        wait = self._waits.get(request_id)
+        if wait is not None and wait.since_s is not None:
+            wait.since_s += pause_s
+
+    def came(self, seconds: float) -> None:
+        """Something came from there after so long; who waits for others has a chance."""
+        if seconds < self._limit_s:
+            self._in_vain = 0
+
+    def end_request(self, request_id: str) -> None:
+        """The request has ended."""
+        self.end(request_id)
+        self._waits.pop(request_id, None)
+
+    def sweep(self, idle_s: float) -> None:
+        """Drop requests that were not asked about for this long, once there are many."""
+        if len(self._waits) <= MAX_WAITS // 2:
+            return
+        now = self._clock()
+        for request_id, wait in list(self._waits.items()):
+            if now - wait.asked_s > idle_s:
+                del self._waits[request_id]
+
+
+class Probes:
+    """Says which fetches of unknown keys are made. One thread: the scheduler's.
+
+    A key is
+
+    =========  =========  ================================================================
+    state      goes to    when
+    =========  =========  ================================================================
+    (none)     under way  a request needs it now, a place is free, and it is worth the wait
+    under way  (none)     it was found, or bucket or disk have not answered
+    under way  absent     it is not to be had
+    absent     (none)     NEGATIVE_TTL_S have passed
+    =========  =========  ================================================================
+
+    A key for which no place is free is a miss and stays (none).
+
+    Attributes:
+        places: How many may be under way.
+        under_way: Identifiers. For reading.
+        absent: Digests of keys that are not asked for again. For reading.
+    """
+
+    def __init__(
+        self,
+        longest_s: float,
+        places: int,
+        *,
+        costs: EncodeCosts | None,
+        counters: Counters,
+        clock: Callable[[], float],
+    ) -> None:
+        """Start with nothing under way.
+
+        Args:
+            longest_s: That a request waits for one; 0 makes none.
+            places: How many may be under way.
+            costs: What encoding costs; None where that is not weighed.
+            counters: Where to count.
+            clock: Monotonic seconds.
+        """
+        self._longest_s = longest_s
+        self.places = places
+        self._costs = costs
+        self._counters = counters
+        self._absent = NegativeCache(NEGATIVE_TTL_S, clock)
+        self._under_way: set[str] = set()
+        self.under_way: Collection[str] = self._under_way
+        self.absent: Collection[bytes] = self._absent.until
+
+    def begin(self, key: Key, modality: str, rows: int) -> bool:
+        """Whether this key is to be asked for now; if so it is under way."""
+        if len(self._under_way) >= self.places or self._absent.holds(key.digest):
+            return False
+        if self._costs is not None:
+            # One in vain makes a request at most twice as late as its encoder alone.
+            encode_s = self._costs.known_s(modality, rows)
+            if encode_s is None or encode_s <= self._longest_s:
+                return False
+        self._under_way.add(key.identifier)
+        self._counters.add("probe.made")
+        return True
+
+    def end(self, fetched: FetchResult) -> bool:
+        """A fetch has ended; whether it says that the bucket has answered a probe."""
+        key = fetched.want.key
+        if key.identifier not in self._under_way:
+            return False
+        self._under_way.discard(key.identifier)
+        if fetched.outcome is FetchOutcome.READY:
+            self._counters.add("probe.found")
+        elif fetched.outcome is not FetchOutcome.UNAVAILABLE:
+            self._absent.add_locked(key.digest)
+        return fetched.source == "bucket" or fetched.outcome is FetchOutcome.ABSENT
+
+    def sweep(self) -> None:
+        """Drop what may be asked for again."""
+        self._absent.sweep_locked()
+
+
+class RequestWaits:
+    """Which requests wait, for what, and until when.
+
+    A request is
+
+    =======  =======  ======================================================================
+    state    goes to  when
+    =======  =======  ======================================================================
+    (none)   waiting  what it needs now is on its way, and worth the wait
+    waiting  paused   a pass has ended in which vLLM did not ask about it
+    paused   waiting  vLLM asks about it again
+    waiting  waited   all is here, its time is over, the encoder is to make it, or it fails
+    waited   waiting  something is on its way again and it has time left, as it has with each
+                      turn of a session
+    any      (none)   it has ended; before 0.26 nobody tells, so it was not asked about for long
+    =======  =======  ======================================================================
+
+    The time of a paused request stands still. There are four sources, each with a budget of its
+    own for each request: see DeferralBudget.
+
+    Attributes:
+        paused: Requests that are paused, and since when. For reading.
+    """
+
+    def __init__(
+        self,
+        tracker: ItemTracker,
+        *,
+        role: Role,
+        ranks: Ranks | None,
+        counters: Counters,
+        clock: Callable[[], float],
+        local: Callable[[Key], bool],
+        needs_embedding: Callable[[Any], bool],
+        answers: KeptAnswers,
+        policy: WaitPolicy | None = None,
+    ) -> None:
+        """Start with nobody.
+
+        Args:
+            tracker: Has the items.
+            role: How long a request may wait.
+            ranks: Ranks that may not see this node's pins; None where all do for certain.
+            counters: Where to count.
+            clock: Monotonic seconds.
+            local: Whether this node's disk is believed to hold a key.
+            needs_embedding: Whether a feature came without pixels.
+            answers: Where answers are kept while nothing changes.
+            policy: Weighs each wait against encoding; None where every wait is worth it.
+        """
+        self._tracker = tracker
+        self._items = tracker.items
+        self._ranks = ranks
+        self._counters = counters
+        self._clock = clock
+        self._local = local
+        self._needs_embedding = needs_embedding
+        self._answers = answers
+        self._policy = policy
+        self._bucket_waits = DeferralBudget(role.defer_timeout_s, counters, clock)  # for the bucket
+        self._tier_waits = DeferralBudget(role.defer_timeout_s, counters, clock)
+        self._promise_waits = DeferralBudget(role.defer_timeout_s, counters, clock)
+        probe_s = min(role.probe_s, role.defer_timeout_s)
+        self._probe_waits = DeferralBudget(probe_s, counters, clock)
+        self._known_budgets = (self._bucket_waits, self._tier_waits, self._promise_waits)
+        self._budgets = (*self._known_budgets, self._probe_waits)
+        costs = None if policy is None else policy.costs
+        self._probes = Probes(probe_s, role.probes, costs=costs, counters=counters, clock=clock)
+        self._promise_noted_s = clock()
+        self._deferred: set[str] = set()  # those that are waiting
+        self._paused_s: dict[str, float] = {}
+        self.paused: Mapping[str, float] = self._paused_s
+
+    def knows(self, request_id: str) -> bool:
+        """Whether a request waits for anything or has waited. Most requests never do."""
+        return (
+            request_id in self._tracker.waiting
+            or request_id in self._bucket_waits.requests
+            or request_id in self._tier_waits.requests
+            or request_id in self._promise_waits.requests
+            or request_id in self._probe_waits.requests
+        )
+
+    # -- what the index does not know --------------------------------------------------------
+
+    def may_probe(self, request: Any) -> bool:
+        """Whether anything that the index does not know may be asked for because of a request.
+
+        Not where nobody would wait for it: the bucket was too slow lately, this request has waited
+        its time, or ranks elsewhere cannot say what they hold.
+        """
+        if self._ranks is not None and self._ranks.cannot_answer:
+            return False
+        return self._probe_waits.has_time(request.request_id, len(request.mm_features))
+
+    def probe(self, key: Key, modality: str, rows: int) -> bool:
+        """Begin with an item that the index does not know; False where it is to be a miss."""
+        if not self._probes.begin(key, modality, rows):
+            return False
+        self._tracker.want(key, modality, rows, _DEMAND, probed=True)
+        return True
+
+    # -- begin to wait, or go on -------------------------------------------------------------
+
+    def defer(self, request: Any, pending: list[Any]) -> bool | None:
+        """Defer a request, unless it has waited long enough or would wait in vain.
+
+        Args:
+            pending: Those of its features that are needed now and have not come.
+
+        Returns:
+            False where it is deferred, True where it is to go on without them. None where it
+            cannot: one came without pixels, and it has waited its time.
+        """
+        request_id = request.request_id
+        is_new = not self._has_waited(request_id)
+        awaited = self._awaited(pending, request)
+        if awaited is None:
+            return None
+        if not awaited:
+            self._end_waits(request_id)
+        else:
+            self._deferred.add(request_id)
+            if is_new:
+                self._counters.add("deferred_requests")
+        if awaited is not pending:
+            kept = {feature.identifier for feature in awaited}
+            for feature in pending:
+                if feature.identifier not in kept:
+                    self._tracker.leave(request_id, feature.identifier)
+        noted = self._tracker.waiting.get(request_id, ())
+        for feature in awaited:
+            identifier = feature.identifier
+            if identifier not in noted or self._items[identifier].priority is not _DEMAND:
+                self._tracker.expect(request_id, identifier, _DEMAND)
+        return not awaited
+
+    def _has_waited(self, request_id: str) -> bool:
+        return any(request_id in budget.requests for budget in self._budgets)
+
+    def _awaited(self, pending: list[Any], request: Any) -> list[Any] | None:
+        """As _worth_waiting, and what is probed: that is waited for beside the rest, or alone.
+
+        Not where the rest is to be encoded: the encoder runs then, and the bucket is too slow.
+        """
+        request_id = request.request_id
+        probed = list(filter(self._is_probed, pending))
+        if not probed:
+            self._probe_waits.end(request_id)
+            return self._worth_waiting(pending, request)
+        rest = [feature for feature in pending if not self._is_probed(feature)]
+        awaited: list[Any] = []
+        if rest:
+            worth = self._worth_waiting(rest, request)
+            if not worth:
+                return worth
+            awaited = worth
+        else:
+            self._end_known_waits(request_id)
+        can_wait = self._ranks is None or not self._ranks.cannot_answer
+        if not can_wait or self._probe_waits.is_over(request_id, len(request.mm_features)):
+            self._end_wait(self._probe_waits, request_id, in_vain=can_wait)
+            return awaited
+        if not rest and self._policy is not None:
+            self._policy.load.deferred()  # or what has decided about the rest has told it
+        return awaited + probed
+
+    def _is_probed(self, feature: Any) -> bool:
+        """Whether a pending feature is waited for as what the index does not know."""
+        item = self._items[feature.identifier]
+        if not item.probed or (item.pin is None and self._local(item.key)):
+            return False
+        return not self._needs_embedding(feature)
+
+    def _worth_waiting(self, pending: list[Any], request: Any) -> list[Any] | None:
+        """What of the pending features the request should still wait for.
+
+        Returns:
+            All, those that lie on this node or may still be uploaded, those on this node, or none.
+            None instead of a list where one came without pixels and has waited its time.
+        """
+        request_id = request.request_id
+        turns = len(request.mm_features)
+        here: list[Any] = []
+        promised: list[Any] = []
+        for feature in pending:
+            item = self._items[feature.identifier]
+            if self._local(item.key):
+                here.append(feature)
+            elif item.failures:
+                promised.append(feature)
+        rest = len(pending) - len(here) - len(promised)
+        can_wait = self._ranks is None or not self._ranks.cannot_answer
+        if can_wait and self._policy is not None and not self._pays(self._policy, request, pending):
+            return []
+        # First, since most requests wait for the bucket, and to look for pixels takes longer.
+        if not rest:
+            self._bucket_waits.end(request_id)
+        elif can_wait and not self._bucket_waits.is_over(request_id, turns):
+            return pending
+        if any(map(self._needs_embedding, pending)):
+            if not self._bucket_waits.is_over(request_id, turns, no_pixels=True):
+                return pending
+            # What is not in the bucket says nothing about how fast the bucket is.
+            late = any(self._items[one.identifier].state is FETCHING for one in pending)
+            self._end_wait(self._bucket_waits, request_id, in_vain=late)
+            return None
+        if not can_wait:
+            return []  # not in vain: nothing was late
+        if rest:
+            self._end_wait(self._bucket_waits, request_id, in_vain=True)
+        if promised:
+            if not self._promise_waits.is_over(request_id, turns):
+                return promised + here
+            if self._end_wait(self._promise_waits, request_id, in_vain=True):
+                for feature in promised:
+                    self._note_broken(self._items[feature.identifier])
+        if here:
+            if not self._tier_waits.is_over(request_id, turns):
+                return here
+            self._end_wait(self._tier_waits, request_id, in_vain=True)
+        return []
+
+    def _end_wait(self, source: DeferralBudget, request_id: str, *, in_vain: bool) -> bool:
+        ended = source.end(request_id, in_vain=in_vain)
+        if in_vain and source.has_failed:
+            self._answers.clear()  # the others do not wait for it any more
+        return ended
+
+    def keep_answer(self, request: Any, pending: list[Any], computed_tokens: int) -> None:
+        """A request was deferred: it need not be looked at again before something changes.
+
+        Nothing is kept for one without pixels that is to ask again for what has FAILED.
+        """
+        if any(self._items[feature.identifier].state is not FETCHING for feature in pending):
+            return
+        request_id = request.request_id
+        now = self._clock()
+        ends_s = min(budget.ends_s(request_id) for budget in self._budgets)
+        needed = [
+            feature.identifier
+            for feature in request.mm_features
+            if feature.mm_position.offset + feature.mm_position.length > computed_tokens
+        ]
+        # A little sooner, since sums are rounded.
+        self._answers.keep(request_id, computed_tokens, needed, now=now, until_s=ends_s - 1e-9)
+
+    def _pays(self, policy: WaitPolicy, request: Any, pending: list[Any]) -> bool:
+        """Whether waiting costs less than encoding; what has no pixels is always waited for."""
+        now = self._clock()
+        if any(map(self._needs_embedding, pending)):
+            return True
+        items = [self._items[feature.identifier] for feature in pending]
+        promised = [item for item in items if item.promised and not self._local(item.key)]
+        for item in promised:
+            if policy.costs.known_s(item.modality, item.rows) is None:
+                return True  # others encode it; it is not encoded here to learn the cost
+        if promised and now - self._promise_noted_s > VAIN_REST_S:
+            policy.relearn("promise")  # who does not wait learns nothing
+        waited = request.request_id in policy.waiting
+        lacking = lambda: [self._lacking(item) for item in items]  # noqa: E731
+        turns = len(request.mm_features)
+        if policy.waits(request.request_id, lacking, now, features=turns):
+            return True
+        self._counters.add("waits_declined")
+        if waited:
+            for item in promised:
+                self._note_broken(item)
+        return False
+
+    def _note_broken(self, item: Item) -> None:
+        """Somebody has waited for it in vain. Nobody will learn how long it takes."""
+        self._note_promise(item, 2 * (self._clock() - item.asked_s))
+
+    def _note_promise(self, item: Item, seconds: float) -> None:
+        """What was named has taken so long from the first question on."""
+        if self._policy is not None:
+            self._policy.times("promise", item.rows).add(seconds)
+            self._promise_noted_s = self._clock()
+
+    def _lacking(self, item: Item) -> Lacking:
+        if self._local(item.key):
+            return Lacking(item.modality, item.rows, "tier", item.fetching or Fetching(0))
+        if item.promised:  # fetched again and again, so its age is that of the first time
+            return Lacking(item.modality, item.rows, "promise", Fetching(0, item.asked_s))
+        return Lacking(item.modality, item.rows, "bucket", item.fetching or Fetching(0))
+
+    def end_pass(self, asked: Set[str]) -> None:
+        """A pass has ended. Who was not asked about in it does not wait for an embedding.
+
+        vLLM leaves its queue where an engine is full. What a request waits there is not ours, and
+        must not be taken for the time that a fetch takes.
+        """
+        now = self._clock()
+        for request_id in self.paused.keys() & asked:
+            self.resume(request_id, now)  # its answer was repeated
+        for request_id in self._deferred - asked:
+            self._deferred.discard(request_id)
+            self._paused_s[request_id] = now
+
+    def resume(self, request_id: str, now: float) -> None:
+        """vLLM asks about a paused request again: its wait goes on where it was."""
+        pause_s = now - self._paused_s.pop(request_id)
+        self._deferred.add(request_id)
+        for budget in self._budgets:
+            budget.resume(request_id, pause_s)
+        if self._policy is not None:
+            self._policy.resume(request_id, pause_s)
+
+    def _end_waits(self, request_id: str) -> None:
+        self._deferred.discard(request_id)
+        self._end_known_waits(request_id)
+        self._probe_waits.end(request_id)
+
+    def _end_known_waits(self, request_id: str) -> None:
+        if self._policy is not None:
+            self._policy.end(request_id)
+        for budget in self._known_budgets:
+            budget.end(request_id)
+
+    # -- the end of a wait -------------------------------------------------------------------
+
+    def let_through(self, request: Any, num_computed_tokens: int) -> None:
+        """All that the request needs now is here, or will be encoded.
+
+        The KV cache may hold what it waited for: a prefix that others computed.
+        """
+        request_id = request.request_id
+        self._end_waits(request_id)
+        if request_id in self._tracker.waiting:
+            for feature in request.mm_features:
+                position = feature.mm_position
+                if position.offset + position.length <= num_computed_tokens:
+                    self._tracker.leave(request_id, feature.identifier)
+
+    def scheduled(self, request_id: str, identifier: str) -> None:
+        """The request got room for one item: it need not wait, and has done with this one."""
+        self._end_waits(request_id)
+        if request_id in self._tracker.waiting:
+            self._tracker.leave(request_id, identifier)
+
+    def give_up(self, request_id: str, pending: Iterable[str]) -> None:
+        """The request fails: it waits for nothing, not even for what it has just asked for."""
+        self._deferred.discard(request_id)
+        for identifier in pending:
+            self._tracker.leave(request_id, identifier)
+        self._tracker.leave_all(request_id)
+
+    def end_request(self, request_id: str) -> None:
+        """The request has ended. What it waited for is for others, or for nobody."""
+        now = self._clock()
+        self._answers.drop(request_id)
+        if request_id in self.paused:
+            self.resume(request_id, now)  # so that what is counted ends with the pause
+        self._deferred.discard(request_id)
+        for budget in self._budgets:
+            budget.end_request(request_id)
+        if self._policy is not None:
+            self._policy.end_request(request_id, now)
+        self._tracker.leave_all(request_id)
+
+    # -- what is learned, and what is kept ---------------------------------------------------
+
+    def arrived(self, results: Iterable[FetchResult]) -> None:
+        """The prefetcher has finished these: learn what they took, and move their items on."""
+        now = self._clock()
+        for fetched in results:
+            if fetched.source is not None:
+                budget = self._bucket_waits if fetched.source == "bucket" else self._tier_waits
+                budget.came(fetched.seconds)
+                if self._policy is not None:
+                    times = self._policy.times(fetched.source, fetched.want.rows)
+                    times.add(fetched.seconds)
+            if self._probes.end(fetched):
+                self._probe_waits.came(fetched.seconds)
+            item = self._items.get(fetched.want.key.identifier)
+            had_failed = item is not None and item.failures > 0
+            if self._tracker.arrived(fetched, now) and item is not None:
+                if had_failed:
+                    self._promise_waits.came(0.0)
+                if item.promised:
+                    self._note_promise(item, now - item.asked_s)
+
+    def sweep(self, now: float) -> None:
+        """Drop what is too old to matter."""
+        self._answers.expire(now)
+        for budget in self._budgets:
+            budget.sweep(LEASE_S)
+        self._probes.sweep()
+        # Whom the budgets have dropped by now: before 0.26 vLLM does not tell when a request ends.
+        for request_id in list(self._paused_s):
+            if not self._has_waited(request_id):
+                del self._paused_s[request_id]
+        if self._policy is not None:
+            for request_id in list(self._policy.waiting):
+                if not self._has_waited(request_id):
+                    self._policy.end(request_id)
+
+    def audit(self, *, requests: Collection[str], fetching: Collection[str]) -> list[str]:
+        """As SchedulerHalf.audit; ``fetching`` has what the prefetcher is about to be told, too."""
+        complaints = [
+            f"{what}: {name} is kept, and has ended"
+            for what, names in self._of_requests.items()
+            for name in names
+            if name not in requests
+        ]
+        complaints += [
+            f"{identifier} holds the place of a probe that nobody makes"
+            for identifier in self._probes.under_way
+            if identifier not in fetching
+        ]
+        if len(self._probes.under_way) > self._probes.places:
+            complaints.append(f"{len(self._probes.under_way)} probes are under way")
+        return complaints
+
+    @property
+    def _of_requests(self) -> dict[str, Collection[str]]:
+        return {
+            "waits": self._bucket_waits.requests,
+            "waits for the tier": self._tier_waits.requests,
+            "waits for what was named": self._promise_waits.requests,
+            "waits for what was probed": self._probe_waits.requests,
+            "interests": self._tracker.waiting,
+            "deferrals": self._deferred,
+            "paused waits": self.paused,
+            "answers": self._answers.requests,
+        }
+
+    @property
+    def remembered(self) -> dict[str, Collection[Any]]:
+        """All that is kept of requests and probes; an audit at rest expects it to be empty."""
+        return {
+            "probes": self._probes.under_way,
+            "probes in vain": self._probes.absent,
+            **self._of_requests,
+        }
