@@ -23,8 +23,8 @@ Where no frame below is s3ec's, as of a hook that vLLM calls, it is an *entry* a
 **What does not count.** Going on after an ``await`` or a ``yield``: only the first step of a
 coroutine is its call. Modules that are imported. What stands for vLLM and the bucket:
 ``s3ec/testing``, ``s3ec/dev`` and this file. Polling: while a trip waits for other threads, no
-hook is called, the test's own looks are not profiled, and coroutines that run for ever
-(``*_forever``: refresh, rescan, compaction) are left out with all they call.
+hook is called, the test's own looks are not profiled. What runs for ever is left out with all it
+calls (``*_forever``: refresh, rescan, compaction; ``_poll``: the look for other processes' news).
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ class Tracer:
         below: FrameType | None = frame
         while below is not None:
             if self._file(below.f_code) is not None:
-                if below.f_code.co_name.endswith("_forever"):
+                if below.f_code.co_name.endswith(("_forever", "_poll")):
                     return _POLLING
                 if nearest is None and below is not frame:
                     nearest = self._file(below.f_code)

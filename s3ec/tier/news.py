@@ -141,7 +141,7 @@ class NewsReader:
         self._at = 0
         self._seen: tuple[int, int, int] | None = None  # device, inode, size at the last look
         self._is_closed = False
-        self._thread = Background("s3ec-news", self._follow)
+        self._thread = Background("s3ec-news", self._poll)
 
     def start(self) -> None:
         """Go on from the end of the file as it is now; blocking. Called once. Never raises.
@@ -163,7 +163,7 @@ class NewsReader:
         if self._thread.stop():  # else it may be reading still
             self._close_file()
 
-    def _follow(self, _pause: Callable[[], None]) -> float:
+    def _poll(self, _pause: Callable[[], None]) -> float:
         self._thread.wake()  # for the next look
         try:
             digests = self._look()
