@@ -163,10 +163,8 @@ class DeferralBudget:
         if wait is None or wait.since_s is None:
             return False
         now = self._clock()
-        waited_s = now - wait.since_s
-        wait.spent_s += waited_s
+        wait.spent_s += now - wait.since_s
         wait.since_s = None
-        self._counters.add("deferred_seconds", waited_s)
         if in_vain:
             self._counters.add("defer_timeouts")
             self._in_vain += 1
@@ -186,7 +184,6 @@ class DeferralBudget:
 
     def end_request(self, request_id: str) -> None:
         """The request has ended."""
-        self.end(request_id)
         self._waits.pop(request_id, None)
 
     def sweep(self, idle_s: float) -> None:
@@ -347,7 +344,7 @@ class RequestWaits:
         costs = None if policy is None else policy.costs
         self._probes = Probes(probe_s, role.probes, costs=costs, counters=counters, clock=clock)
         self._promise_noted_s = clock()
-        self._deferred: set[str] = set()  # those that are waiting
+        self._deferred_s: dict[str, float] = {}  # those that are waiting, and since when
         self._paused_s: dict[str, float] = {}
         self.paused: Mapping[str, float] = self._paused_s
 
@@ -400,7 +397,8 @@ class RequestWaits:
         if not awaited:
             self._end_waits(request_id)
         else:
-            self._deferred.add(request_id)
+            if request_id not in self._deferred_s:
+                self._deferred_s[request_id] = self._clock()
             if is_new:
                 self._counters.add("deferred_requests")
         if awaited is not pending:
@@ -574,21 +572,27 @@ class RequestWaits:
         now = self._clock()
         for request_id in self.paused.keys() & asked:
             self.resume(request_id, now)  # its answer was repeated
-        for request_id in self._deferred - asked:
-            self._deferred.discard(request_id)
+        for request_id in self._deferred_s.keys() - asked:
+            self._count_wait(request_id)
             self._paused_s[request_id] = now
 
     def resume(self, request_id: str, now: float) -> None:
         """vLLM asks about a paused request again: its wait goes on where it was."""
         pause_s = now - self._paused_s.pop(request_id)
-        self._deferred.add(request_id)
+        self._deferred_s[request_id] = now
         for budget in self._budgets:
             budget.resume(request_id, pause_s)
         if self._policy is not None:
             self._policy.resume(request_id, pause_s)
 
+    def _count_wait(self, request_id: str) -> None:
+        """The request does not wait now. However many sources it waited for, it waited once."""
+        since_s = self._deferred_s.pop(request_id, None)
+        if since_s is not None:
+            self._counters.add("deferred_seconds", self._clock() - since_s)
+
     def _end_waits(self, request_id: str) -> None:
-        self._deferred.discard(request_id)
+        self._count_wait(request_id)
         self._end_known_waits(request_id)
         self._probe_waits.end(request_id)
 
@@ -621,7 +625,7 @@ class RequestWaits:
 
     def give_up(self, request_id: str, pending: Iterable[str]) -> None:
         """The request fails: it waits for nothing, not even for what it has just asked for."""
-        self._deferred.discard(request_id)
+        self._count_wait(request_id)
         for identifier in pending:
             self._tracker.leave(request_id, identifier)
         self._tracker.leave_all(request_id)
@@ -630,9 +634,8 @@ class RequestWaits:
         """The request has ended. What it waited for is for others, or for nobody."""
         now = self._clock()
         self._answers.drop(request_id)
-        if request_id in self.paused:
-            self.resume(request_id, now)  # so that what is counted ends with the pause
-        self._deferred.discard(request_id)
+        self._paused_s.pop(request_id, None)
+        self._count_wait(request_id)
         for budget in self._budgets:
             budget.end_request(request_id)
         if self._policy is not None:
@@ -701,7 +704,7 @@ class RequestWaits:
             "waits for what was named": self._promise_waits.requests,
             "waits for what was probed": self._probe_waits.requests,
             "interests": self._tracker.waiting,
-            "deferrals": self._deferred,
+            "deferrals": self._deferred_s,
             "paused waits": self.paused,
             "answers": self._answers.requests,
         }

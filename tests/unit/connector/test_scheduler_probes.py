@@ -243,6 +243,7 @@ def test_what_is_known_is_awaited_by_its_own_rules(world: World) -> None:
     assert world.prefetcher.demoted == [identifier_of("a")]
     world.finish("known")
     assert world.run(asker) == [True, False]
+    assert world.counters.get("deferred_seconds") == pytest.approx(PROBE_S)  # it waited for two
 
 
 def test_where_the_known_came_first_the_wait_ends_in_its_own_time(world: World) -> None:
