@@ -133,10 +133,14 @@ class ModalityRecords:
                 return b""  # whatever it is, it is no record
             raise UnavailableError(f"half a reply for {name}: {exc}") from exc
 
-    async def settle(self, modality: str, mine: Record) -> Record:
+    async def settle(self, modality: str, mine: Record, *, store: Store | None = None) -> Record:
         """The namespace's record: ``mine`` if none was written before.
 
         Written again, if it is absent, when it was last seen SETTLED_S ago.
+
+        Args:
+            store: Writes it; None for the store that is read. Where the server ignores
+                ``If-None-Match: *``, only one that looks first leaves an earlier record alone.
 
         Raises:
             UnavailableError, AccessError: The bucket could not be written to, or it could not be
@@ -149,7 +153,8 @@ class ModalityRecords:
         self._settled_until[modality] = now_s + SETTLED_S
         body = canonical_json({"width": mine.width, "dtype": mine.dtype}).encode()
         try:
-            await self._store.put_if_absent(self._layout.modality(modality), [body])
+            writable = self._store if store is None else store
+            await writable.put_if_absent(self._layout.modality(modality), [body])
         except ConflictError:
             self._absent_until.pop(modality, None)
             try:

@@ -100,7 +100,7 @@ class ObjectWriter:
             return Answer.REFUSED
         store = await self._prepared()
         mine = Record(header.shape.width, header.shape.dtype)
-        record = await self._sources.records.settle(header.modality, mine)
+        record = await self._sources.records.settle(header.modality, mine, store=store)
         if record != mine:
             self._refuse(header.modality, record, mine)
             return Answer.REFUSED

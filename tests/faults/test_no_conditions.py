@@ -23,6 +23,7 @@ from s3ec.testing.server import LocalS3, MotoServer
 from tests.faults.embeddings import LAYOUT, body_at, key_at
 from tests.faults.engine import Engine
 from tests.faults.site import Site
+from tests.support.waiting import eventually
 
 _numbers = itertools.count()
 
@@ -85,6 +86,18 @@ def test_server_without_conditions_is_named_not_compacted_on_and_serves_right_by
     checks = {check["name"]: check for check in json.loads(report)["checks"]}
     assert checks["conditional_put"]["verdict"] == "warn"
     assert "overwrites" in checks["conditional_put"]["found"]
+
+
+def test_record_of_an_earlier_producer_is_not_overwritten(careless: Site, tmp_path: Path) -> None:
+    name = LAYOUT.modality("image")
+    earlier = b'{"dtype":"bfloat16","width":64}'
+    careless.client.put_object(Bucket=careless.bucket, Key=name, Body=earlier)
+    with Engine.at(careless, tmp_path / "a") as one:
+        one.save(1)
+        eventually(lambda: one.count("save_problem.record") == 1)
+        assert one.count("save.items") == 0
+    left = careless.client.get_object(Bucket=careless.bucket, Key=name)["Body"].read()
+    assert left == earlier
 
 
 def _manifest(site: Site) -> set[str]:
