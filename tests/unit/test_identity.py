@@ -34,6 +34,7 @@ from s3ec.identity import (
     revised_name,
 )
 from s3ec.tenant import Tenant
+from tests.unit.tier.cases import key_of
 
 A = hashlib.sha256(b"a").hexdigest()
 B = hashlib.sha256(b"b").hexdigest()
@@ -114,12 +115,6 @@ identifiers = st.one_of(
     st.sampled_from(TRICKY),
     st.builds("{}:{}".format, st.text(max_size=80), st.sampled_from([A, B, A.upper()])),
 )
-
-
-def key_of(identifier: str) -> Key:
-    key = make_key(identifier)
-    assert key is not None
-    return key
 
 
 # -- keys --------------------------------------------------------------------------------------

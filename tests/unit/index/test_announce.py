@@ -21,7 +21,7 @@ from s3ec.index.rows import EntryInfo, Rows
 from s3ec.index.segment import parse_segment
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
 from s3ec.testing.memory_store import MemoryBucket, MemoryStore
-from tests.unit.index.basics import until
+from tests.support.waiting import until
 
 LAYOUT = Layout("tiny-0123456789abcdef")
 NOW_S = 1_700_000_000.0

@@ -19,7 +19,8 @@ from s3ec.index.rows import EntryInfo, Tombstone
 from s3ec.testing.fault_store import Fault, Gate, flip
 from tests.support.clock import START_S
 from tests.support.file_calls import file_calls_of
-from tests.unit.index.basics import LAYOUT, key_of, reached, until
+from tests.support.waiting import reached, until
+from tests.unit.index.basics import LAYOUT, key_of
 from tests.unit.index.corpus import HOUR_S, Corpus, Reader, rows_of
 
 MakeReader = Callable[..., Reader]

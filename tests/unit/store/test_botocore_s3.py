@@ -27,7 +27,8 @@ from s3ec.dev.rigs.proxy import Fault, FaultProxy, Rule
 from s3ec.errors import UnavailableError
 from s3ec.store.botocore_s3 import BotocoreStore
 from s3ec.store.s3_client import Exchange
-from tests.unit.store.conftest import PATIENCE_S, ROLE, Configure, eventually
+from tests.support.waiting import until
+from tests.unit.store.conftest import PATIENCE_S, ROLE, Configure
 
 BODY = os.urandom(300_000)
 AMPLE = 2**24
@@ -51,7 +52,7 @@ async def test_request_that_nobody_waits_for_gives_its_thread_back(
     fault, operation = PHASES[phase]
     rule = proxy.add(Rule(fault, times=1))
     hanging = asyncio.ensure_future(operation(store))
-    await eventually(lambda: rule.fired)
+    await until(lambda: rule.fired)
     async with asyncio.timeout(PATIENCE_S):
         hanging.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -112,7 +113,7 @@ async def test_many_hanging_requests_leave_a_store_that_works_at_once(
     rule = proxy.add(Rule(faults.Stall(), times=3))
     async with asyncio.timeout(PATIENCE_S):
         tasks = [asyncio.create_task(store.get("many", max_bytes=AMPLE)) for _ in range(12)]
-        await eventually(lambda: rule.fired == 3)
+        await until(lambda: rule.fired == 3)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -282,5 +283,5 @@ async def test_service_of_credentials_that_hangs_is_given_up_as_soon_as_a_store_
         await store.get("x", max_bytes=1)
     # It is asked again, which botocore's own limit would put off for a minute.
     async with asyncio.timeout(PATIENCE_S / 2):
-        await eventually(lambda: rule.fired >= 2)
+        await until(lambda: rule.fired >= 2)
     await store.close()

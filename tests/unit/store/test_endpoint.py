@@ -35,13 +35,12 @@ from s3ec.store.endpoint import (
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
 from s3ec.testing.memory_store import MemoryStore
 from tests.support.clock import Clock
+from tests.support.waiting import reached, until
 from tests.unit.store.conftest import (
     OPERATIONS,
     corrupt,
-    eventually,
     every_operation,
     names,
-    reached,
 )
 
 
@@ -460,7 +459,7 @@ async def test_one_read_without_an_answer_opens_it_where_nobody_else_got_one(
     script.faults = [Fault(op="get", gate=gate)]
     hung = asyncio.create_task(store.get("a", max_bytes=10))
     await reached(gate)
-    await eventually(lambda: breaker.is_open)
+    await until(lambda: breaker.is_open)
     assert counters.get("store.slow_starts") == counters.get("breaker.opened") == 1
     gate.release()
     assert await hung is None

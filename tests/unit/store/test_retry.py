@@ -25,7 +25,8 @@ from s3ec.store.open import resilient
 from s3ec.store.retry import HEDGED_BYTES, HedgeStore, RetryStore
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
 from s3ec.testing.memory_store import MemoryStore
-from tests.unit.store.conftest import OPERATIONS, corrupt, every_operation, reached
+from tests.support.waiting import reached
+from tests.unit.store.conftest import OPERATIONS, corrupt, every_operation
 
 
 class Sleeps:
