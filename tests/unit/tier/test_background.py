@@ -153,11 +153,12 @@ def test_close_ends_a_walk_in_the_middle(
     tier = make_tier(budget_bytes=100 * SIZE)
     before = evictor_threads()
     monkeypatch.setattr(evictor, "scan_tier", endless)
+    monkeypatch.setattr(runtime, "_STOP_TIMEOUT_S", DEADLINE_S)
     fill(tier, *range(96))
     assert entered.wait(DEADLINE_S)
     tier.close()
     assert ended.is_set()
-    assert evictor_threads() == before
+    assert evictor_threads() - before == set()
     monkeypatch.undo()
     assert make_room(make_tier()) == 0  # the lock is free
 
