@@ -13,6 +13,7 @@ from s3ec.dev.rigs.proxy import FaultProxy
 from s3ec.errors import CorruptEntryError
 from s3ec.settings import Settings
 from s3ec.store.base import Store
+from s3ec.store.credentials import ChainCredentials
 from s3ec.testing.fault_store import FaultStore, Script
 from s3ec.testing.memory_store import MemoryStore
 from s3ec.testing.server import MotoServer
@@ -89,12 +90,14 @@ def bucket(moto_server: MotoServer, request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def configure(proxy: FaultProxy, bucket: str) -> Configure:
+def configure(proxy: FaultProxy, bucket: str, monkeypatch: pytest.MonkeyPatch) -> Configure:
     """Settings for the bucket, by way of the proxy."""
+    monkeypatch.setattr(ChainCredentials, "patience_s", PATIENCE_S)
     defaults = {
         "bucket": bucket,
         "endpoint_url": proxy.url,
         "region": "us-east-1",
         "connect_timeout_s": 20,  # a busy machine is not what these tests are about
+        "read_timeout_s": 60,
     }
     return lambda **changes: load_settings({**defaults, **changes}).settings

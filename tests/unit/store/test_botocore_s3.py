@@ -27,7 +27,7 @@ from s3ec.dev.rigs.proxy import Fault, FaultProxy, Rule
 from s3ec.errors import UnavailableError
 from s3ec.store.botocore_s3 import BotocoreStore
 from s3ec.store.s3_client import Exchange
-from tests.support.waiting import until
+from tests.support.waiting import eventually, until
 from tests.unit.store.conftest import PATIENCE_S, ROLE, Configure
 
 BODY = os.urandom(300_000)
@@ -139,18 +139,19 @@ def test_thread_that_waits_for_a_server_does_not_keep_a_process_from_ending(
     keys: None, configure: Configure, proxy: FaultProxy
 ) -> None:
     rule = proxy.add(Rule(faults.Stall()))
-    wanted = {"bucket", "endpoint_url", "region", "read_timeout_s"}
+    wanted = {"bucket", "endpoint_url", "region", "connect_timeout_s", "read_timeout_s"}
     settings = configure(read_timeout_s=600).model_dump_json(include=wanted)
-    process = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, "-c", ENDING, settings],
         stdin=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-    )
-    wait = threading.Event()
-    while not rule.fired and process.poll() is None:
-        wait.wait(0.01)
-    _, said = process.communicate("go\n", timeout=PATIENCE_S)
+    ) as process:
+        try:
+            eventually(lambda: rule.fired == 1 or process.poll() is not None)
+            _, said = process.communicate("go\n", timeout=PATIENCE_S)
+        finally:
+            process.kill()
     assert process.returncode == 0, said
     assert rule.fired == 1
 
