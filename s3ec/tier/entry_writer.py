@@ -16,7 +16,7 @@ from s3ec.errors import CorruptEntryError, TierError
 from s3ec.identity import Key
 from s3ec.store.base import Store, whole_parts
 from s3ec.tier.entries import Entries
-from s3ec.tier.evictor import TURN_WAIT_S, Evictor
+from s3ec.tier.evictor import Evictor
 from s3ec.tier.files import Folders, TempFile, is_full, use_time_ns
 from s3ec.tier.news import NewsWriter
 from s3ec.tier.pins import Pin, Pins
@@ -126,14 +126,14 @@ class EntryWriter:
         *,
         check: Callable[[bytes | memoryview], object],
         commit: Callable[[TempFile], T],
-        wait_s: float = TURN_WAIT_S,
+        wait_s: float | None = None,
     ) -> Incoming[T]:
         """A file that comes in parts.
 
         Args:
             name: What it is, for messages.
             nbytes: What it will have in the end.
-            wait_s: How long to wait for who evicts, where there is no room.
+            wait_s: How long to wait for who evicts, where there is no room; see ``need_room``.
             check: Sees each part before it is written. May raise CorruptEntryError.
             commit: Judges the whole file, and gives it its name.
 

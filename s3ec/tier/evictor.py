@@ -420,7 +420,7 @@ class Evictor:
         self._is_open = False
         self._background.stop()
 
-    def need_room(self, nbytes: int, *, wait_s: float = TURN_WAIT_S) -> None:
+    def need_room(self, nbytes: int, *, wait_s: float | None = None) -> None:
         """Make sure of room before a publish; a few system calls where there is.
 
         Args:
@@ -507,12 +507,14 @@ class Evictor:
             return self._round(incoming_bytes, at_least_bytes=at_least_bytes) if alone else 0
 
     @contextmanager
-    def _turn(self, wait_s: float = TURN_WAIT_S) -> Iterator[bool]:
+    def _turn(self, wait_s: float | None = None) -> Iterator[bool]:
         """As evict_lock, for a publish: it waits, but not for who has let others wait in vain.
 
         Args:
-            wait_s: Longer only where no thread is kept that others need.
+            wait_s: None for TURN_WAIT_S. Longer only where no thread is kept that others need.
         """
+        if wait_s is None:
+            wait_s = TURN_WAIT_S
         rests = time.monotonic() < self._waits_again_s and wait_s <= TURN_WAIT_S
         with evict_lock(self._folders, wait_s=0.0 if rests else wait_s) as alone:
             if not alone and not rests:

@@ -27,6 +27,7 @@ from s3ec.store.concurrency import RequestSlots
 from s3ec.store.s3 import ObstoreStore
 from s3ec.testing.server import LocalS3
 from tests.contract.conftest import BUCKET, Configure, Issued, Transport
+from tests.support.waiting import until
 
 BODY = os.urandom(300_000)
 AMPLE = 2**24
@@ -127,11 +128,6 @@ async def _assert_works(store: BotocoreStore) -> None:
         for operation in OPERATIONS.values():
             await operation(store)
         assert await store.get("a", max_bytes=AMPLE) == BODY
-
-
-async def _until(condition: Callable[[], bool]) -> None:
-    while not condition():  # noqa: ASYNC110 -- the proxy's thread has no event of this loop
-        await asyncio.sleep(0.01)
 
 
 async def _fails(call: Awaitable[object], kind: type[S3ECError], match: str = ".") -> S3ECError:
@@ -398,7 +394,7 @@ async def test_cancelled_read_frees_its_slot_and_its_connection(
     reading = asyncio.create_task(single.get("a", max_bytes=AMPLE))
     waiting = asyncio.create_task(single.get("b/b", max_bytes=10))
     async with asyncio.timeout(PATIENCE_S):
-        await _until(lambda: bool(proxy.requests))
+        await until(lambda: bool(proxy.requests))
     assert not waiting.done()
     proxy.clear()
     reading.cancel()
@@ -631,7 +627,7 @@ async def test_waiting_for_a_turn_does_not_count_against_the_deadline(
     single = make(max_concurrency=1, connect_timeout_s=0.5, read_timeout_s=0.5)
     rule = proxy.add(Rule(faults.Trickle(piece_bytes=20_000, pause_s=0.2)))  # 3 s in all
     slow = asyncio.create_task(single.get("a", max_bytes=AMPLE))
-    await _until(lambda: rule.fired == 1)
+    await until(lambda: rule.fired == 1)
     proxy.clear()
     assert await single.get("b/b", max_bytes=10) == b"b"  # alone it would have 1.5 s
     assert await slow == BODY
@@ -645,7 +641,7 @@ async def test_close_ends_what_is_under_way_and_what_waits(make: Make, proxy: Fa
     reading = asyncio.create_task(store.get("a", max_bytes=AMPLE))
     waiting = asyncio.create_task(store.get("a", max_bytes=AMPLE))
     async with asyncio.timeout(PATIENCE_S):
-        await _until(lambda: bool(proxy.requests))
+        await until(lambda: bool(proxy.requests))
         await store.close()
         for task in (reading, waiting):
             with pytest.raises(UnavailableError):

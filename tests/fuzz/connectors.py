@@ -48,7 +48,7 @@ from tests.fuzz.outside import (
     embedding,
 )
 from tests.support.clock import Clock
-from tests.unit.connector.scheduling import key_of
+from tests.unit.tier.cases import key_of
 
 NAMESPACE = Namespace.from_descriptor({"model": "fuzz"})
 # What a worker counts when a pinned file was not there, or not what was granted.

@@ -28,7 +28,8 @@ from s3ec.prefetch import FetchOutcome
 from tests.fuzz.connectors import S3EC, Bench
 from tests.fuzz.engine import BLOCK, Asked, Engine, Options
 from tests.fuzz.outside import FIRST_WEIGHTS, BrokenPromiseError, Stored
-from tests.unit.connector.scheduling import identifier_of, key_of
+from tests.unit.connector.scheduling import identifier_of
+from tests.unit.tier.cases import key_of
 
 _FAULTS = (
     FetchOutcome.ABSENT,

@@ -91,12 +91,14 @@ def newest(tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> tuple[Path,
     done = run(sys.executable, "-m", "venv", "--without-pip", folder)
     assert done.returncode == 0, done.stderr
     python = folder / "bin" / "python"
-    once = ("--quiet", "--retries", "1")
     # The newest, older ones download to resolve; by this pip, since venv would install an old one.
-    pip(sys.executable, "--python", python, "install", *once, "pip")
-    done = run(python, "-m", "pip", "install", *once, "boto3")
+    done = run(
+        *(sys.executable, "-m", "pip", "--python", python),
+        *("install", "--quiet", "--retries", "1", "pip"),
+    )
     if done.returncode:
         pytest.skip(f"needs a package index: {done.stderr.strip().splitlines()[-1][:200]}")
+    pip(python, "install", "--quiet", "boto3")
     before = versions(python)
     pip(python, "install", "--quiet", wheel, "pytest>=8.4", "pytest-asyncio>=1.0")
     return python, before
@@ -142,6 +144,8 @@ def test_installed_without_vllm_the_commands_work(
         "endpoint_url": local_s3.endpoint_url,
         "region": "us-east-1",
         "cache_dir": str(tmp_path),
+        "connect_timeout_s": 30,  # a busy machine's
+        "read_timeout_s": 30,
     }
     config = json.dumps(settings)
     namespace = "gemma-0123456789abcdef"

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which calls of the file system one thread makes."""
+"""Which calls of the file system one thread makes, and which files are open."""
 
 from __future__ import annotations
 
 import fcntl
 import os
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,3 +41,9 @@ def file_calls_of(thread: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for name in ("fcntl", "flock"):
         note(fcntl, name)
     return calls
+
+
+def open_below(folder: Path) -> list[str]:
+    """Files in it that this process has open, deleted ones too."""
+    files = [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
+    return [file for file in files if file.startswith(str(folder))]

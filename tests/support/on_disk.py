@@ -48,7 +48,7 @@ def running_total(tier: Tier) -> int:
 def evict(tier: Tier, key: Key) -> None:
     """Drop the local copy, as the eviction of another process may at any time."""
     for path in tier.folders.objects.glob(f"*/{key.name}"):
-        path.unlink()
+        path.unlink(missing_ok=True)
 
 
 def make_room(

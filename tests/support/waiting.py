@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
+
+from s3ec.testing.fault_store import Gate
 
 DEADLINE_S = 60.0
 
@@ -21,3 +24,15 @@ def eventually(
     while not condition():
         assert time.monotonic() < end, f"after {deadline_s:.0f} s: {what}"
         time.sleep(pause_s)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Poll in a coroutine, for what no event of its loop tells of."""
+    async with asyncio.timeout(DEADLINE_S):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+
+async def reached(gate: Gate) -> None:
+    """Return once an operation waits at the gate."""
+    assert await asyncio.to_thread(gate.reached.wait, DEADLINE_S)

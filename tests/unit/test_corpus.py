@@ -7,6 +7,7 @@ import asyncio
 import logging
 import re
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -33,6 +34,7 @@ from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
 from s3ec.testing.memory_store import MemoryStore
 from s3ec.testing.server import MotoServer
 from tests.support.corpora import IDS, Bucket, CorpusSuite, Filled
+from tests.support.waiting import until
 from tests.unit.cli.corpus import MODEL, content_hash, entry_bytes
 
 Make = Callable[..., Corpus]
@@ -267,11 +269,15 @@ def test_a_call_ends_when_another_thread_closes_the_corpus(make: Make) -> None:
 
 def test_interrupted_call_waits_until_it_has_cleaned_up(make: Make) -> None:
     """Ctrl-C in the main thread, while it waits."""
-    cleaned, main = [], threading.main_thread().ident
+    cleaned, main = [], threading.get_ident()
+
+    def waits() -> bool:
+        return sys._current_frames()[main].f_code is threading.Condition.wait.__code__
 
     async def work(_: Store) -> None:
         try:
-            asyncio.get_running_loop().call_later(0.2, signal.pthread_kill, main, signal.SIGINT)
+            await until(waits)
+            signal.pthread_kill(main, signal.SIGINT)
             await asyncio.Event().wait()
         finally:
             await asyncio.sleep(0)

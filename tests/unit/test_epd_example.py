@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -18,7 +19,6 @@ from typing import Any
 
 import pytest
 
-from s3ec.testing.server import free_port
 from tests.support.waiting import eventually
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "epd"
@@ -26,6 +26,7 @@ PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA
 SOUND = {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}
 WORDS = {"type": "text", "text": "what is it?"}
 NAMES = {"ab" * 32: {"item_indices": [0], "metadata": {}}}
+RUNS = re.compile("Running on (http://127.0.0.1:[0-9]+) ")
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("aiohttp") is None, reason="aiohttp comes with vLLM"
@@ -93,19 +94,20 @@ def language() -> Iterator[StandIn]:
 
 @contextlib.contextmanager
 def proxy(encoder: str, language: str, log_path: Path) -> Iterator[str]:
-    port = free_port()
-    arguments = ["--port", str(port), "--encoder", encoder, "--language", language]
+    arguments = ["--port", "0", "--encoder", encoder, "--language", language]
     with (
         open(log_path, "ab") as log,
         subprocess.Popen(
-            [sys.executable, str(EXAMPLE / "proxy.py"), *arguments, "--encoder-timeout-s", "5"],
+            [sys.executable, str(EXAMPLE / "proxy.py"), *arguments, "--encoder-timeout-s", "60"],
             stdout=log,
             stderr=log,
         ) as process,
     ):
         try:
-            eventually(lambda: "Running on" in log_path.read_text(), "the proxy runs")
-            yield f"http://127.0.0.1:{port}"
+            eventually(lambda: RUNS.search(log_path.read_text()) is not None, "the proxy runs")
+            found = RUNS.search(log_path.read_text())
+            assert found is not None
+            yield found[1]
         finally:
             process.terminate()
 
@@ -203,7 +205,7 @@ def test_an_error_of_the_language_instance_is_the_clients(post: Post, language: 
 
 
 def test_without_a_language_instance_the_client_is_told(encoder: StandIn, tmp_path: Path) -> None:
-    nobody = f"http://127.0.0.1:{free_port()}"
+    nobody = "http://127.0.0.1:1"
     with (
         proxy(encoder.url, nobody, tmp_path / "proxy.log") as url,
         pytest.raises(urllib.error.HTTPError) as caught,

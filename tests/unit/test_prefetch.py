@@ -22,7 +22,7 @@ from s3ec import codec
 from s3ec.codec import Header, Shape
 from s3ec.counters import Counters
 from s3ec.errors import AccessError, CorruptEntryError, UnavailableError
-from s3ec.identity import Key, Layout, make_key
+from s3ec.identity import Key, Layout
 from s3ec.index.base import Index
 from s3ec.index.cache import IndexCache
 from s3ec.index.reader import ManifestIndex
@@ -37,7 +37,7 @@ from s3ec.prefetch import (
     Priority,
     Sources,
 )
-from s3ec.runtime import LoopThread
+from s3ec.runtime import DiskWatch, LoopThread
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script, cut, flip, replace
 from s3ec.testing.memory_store import MemoryStore
 from s3ec.tier import Claim, LocalKeys, Pin, Tier
@@ -48,6 +48,7 @@ from tests.support.file_calls import file_calls_of
 from tests.support.finite import FINITE
 from tests.support.on_disk import audit_of, evict, usage_of
 from tests.support.waiting import eventually
+from tests.unit.index.basics import key_of
 from tests.unit.index.fake import FakeIndex
 
 NAMESPACE = "gemma-0123456789abcdef"
@@ -57,12 +58,6 @@ ENTRY_LIMIT = ROWS * WIDTH * 2 + 8 + codec.HEADER_LIMIT  # most that one fetch a
 TIMEOUT_S = 20.0
 OBJECTS = "/objects/"
 REPOSITORY = Path(__file__).parents[2]
-
-
-def key_of(text: object) -> Key:
-    key = make_key(hashlib.sha256(str(text).encode()).hexdigest())
-    assert key is not None
-    return key
 
 
 def entry(
@@ -84,14 +79,6 @@ def entry(
 def want(text: object, priority: Priority = Priority.DEMAND, **changes: object) -> FetchRequest:
     values: dict[str, object] = {"modality": "image", "rows": ROWS, **changes}
     return FetchRequest(key_of(text), priority=priority, **values)  # type: ignore[arg-type]
-
-
-def until(true: Callable[[], bool], what: str) -> None:
-    """Poll until something is true; fails after a generous deadline."""
-    deadline = time.monotonic() + TIMEOUT_S
-    while not true():
-        assert time.monotonic() < deadline, f"still waiting: {what}"
-        time.sleep(0.001)
 
 
 class Watch(FaultStore):
@@ -127,7 +114,8 @@ class Bench:
         self.counters = Counters()
         self.index: Index = FakeIndex(self.counters)
         self.local = LocalKeys()
-        self.loop = LoopThread("s3ec-prefetch-test", disk_threads=4)
+        watch = DiskWatch(self.counters, patience_s=600)  # a slow disk is not a hung one
+        self.loop = LoopThread("s3ec-prefetch-test", disk_threads=4, watch=watch)
         self.bad_objects = self.make_bad_objects()
         self.tier = self.make_tier()
         self.records = ModalityRecords(self.store, LAYOUT)
@@ -202,7 +190,7 @@ class Bench:
             done.extend(self.prefetcher.drain())
             return len(done) >= count
 
-        until(enough, f"{count} fetches, have {done}")
+        eventually(enough, f"{count} fetches, have {done}")
         return done
 
     def fetch(self, *wants: FetchRequest) -> list[FetchResult]:
@@ -219,7 +207,7 @@ class Bench:
             for _ in range(3):
                 await asyncio.gather(*(self.loop.disk(int) for _ in range(8)))
 
-        self.loop.run(turn(), TIMEOUT_S)
+        self.loop.run(turn(), 10 * TIMEOUT_S)  # behind all that was submitted
 
     def knows_the_record(self) -> bool:
         """Whether the reading that nobody waits for has ended."""
@@ -230,7 +218,7 @@ class Bench:
 
     def until_nobody_claims(self, text: object) -> None:
         digest = key_of(text).digest
-        until(lambda: not self.tier.claims.is_taken(digest), "the end of the claim")
+        eventually(lambda: not self.tier.claims.is_taken(digest), "the end of the claim")
 
     def pinned(self) -> int:
         return usage_of(self.tier).pinned_nbytes
@@ -322,7 +310,7 @@ def test_a_pin_is_held_until_it_is_released(bench: Bench) -> None:
     assert pins[0].path.exists()
     assert bench.pinned() > 0
     bench.prefetcher.release(pins)
-    until(lambda: bench.pinned() == 0, "the pins' release")
+    eventually(lambda: bench.pinned() == 0, "the pins' release")
 
 
 def test_releasing_nothing_or_after_the_end_is_fine(bench: Bench) -> None:
@@ -383,7 +371,7 @@ def test_what_was_believed_to_be_here_is_downloaded_in_its_turn(bench: Bench) ->
     bench.prefetcher.submit([want("slow")])
     assert gate.reached.wait(TIMEOUT_S)
     bench.prefetcher.submit([want("gone")])
-    until(lambda: not bench.local(key_of("gone")), "a look at the disk")
+    eventually(lambda: not bench.local(key_of("gone")), "a look at the disk")
     assert bench.store.peak == 1
     gate.release()
     assert {each.source for each in bench.collect(2)} == {"bucket"}
@@ -403,7 +391,7 @@ def test_what_lies_here_does_not_wait_for_the_record_of_a_slow_bucket(bench: Ben
     assert bench.one("b").outcome is FetchOutcome.READY
     assert bench.store.log.count(("get", LAYOUT.modality("image"))) == 2  # one reading goes on
     gate.release()
-    until(bench.knows_the_record, "the record")
+    eventually(bench.knows_the_record, "the record")
 
 
 def test_corrupt_once_is_fetched_again(bench: Bench) -> None:
@@ -513,7 +501,7 @@ def test_an_entry_of_another_shape_in_the_tier_is_a_mismatch_and_not_kept_pinned
 ) -> None:
     bench.tier.writer.publish(key_of("a"), [entry(key_of("a"), **changes)])  # type: ignore[arg-type]
     assert bench.one().outcome is FetchOutcome.MISMATCH
-    until(lambda: bench.pinned() == 0, "the pin's release")
+    eventually(lambda: bench.pinned() == 0, "the pin's release")
     assert bench.store.fetched == []
 
 
@@ -684,20 +672,21 @@ def test_a_pin_made_after_the_deadline_is_given_back(
     deadlines.expire(bench.loop)
     assert {each.outcome for each in bench.collect(2)} == {FetchOutcome.UNAVAILABLE}
     release.set()
-    until(lambda: sum(each is not None for each in made) == 2, "both late pins")
-    until(lambda: bench.pinned() == 0, "their release")
+    eventually(lambda: sum(each is not None for each in made) == 2, "both late pins")
+    eventually(lambda: bench.pinned() == 0, "their release")
 
 
 def test_a_pin_is_given_back_when_the_record_cannot_be_had_in_time(
-    bench: Bench, deadlines: Deadlines
+    bench: Bench, deadlines: Deadlines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("s3ec.fetch._RECORD_PATIENCE_S", TIMEOUT_S)
     bench.tier.writer.publish(key_of("a"), [entry(key_of("a"))])
     gate = bench.hold(name="/modality/")
     bench.prefetcher.submit([want("a")])
     assert gate.reached.wait(TIMEOUT_S)
     deadlines.expire(bench.loop)
     assert bench.collect(1)[0].outcome is FetchOutcome.UNAVAILABLE
-    until(lambda: bench.pinned() == 0, "the pin's release")
+    eventually(lambda: bench.pinned() == 0, "the pin's release")
 
 
 def test_what_the_disk_no_longer_holds_is_not_believed_to_be_there(bench: Bench) -> None:
@@ -721,7 +710,7 @@ def test_the_loop_makes_no_call_that_a_disk_has_to_answer(
     calls = file_calls_of(bench.loop.run(thread_of(), TIMEOUT_S), monkeypatch)
     end = others_claim(bench, "parked")
     bench.prefetcher.submit([want("parked")])
-    until(lambda: bench.counters.get("fetch_parked") == 1, "the other one's fetch")
+    eventually(lambda: bench.counters.get("fetch_parked") == 1, "the other one's fetch")
     bench.fence()
     end()
     assert bench.collect(1)[0].outcome is FetchOutcome.READY
@@ -816,7 +805,7 @@ def test_no_more_than_the_allowed_number_runs_at_a_time(bench: Bench) -> None:
     bench.make(max_concurrency=3)
     gate = bench.hold()
     bench.prefetcher.submit([want(text) for text in texts])
-    until(lambda: bench.store.active == 3, "three fetches")
+    eventually(lambda: bench.store.active == 3, "three fetches")
     bench.fence()
     assert bench.store.active == 3
     gate.release()
@@ -833,7 +822,7 @@ def test_no_more_than_the_allowed_bytes_are_in_flight(
     bench.make(max_concurrency=6, max_inflight_bytes=limit)
     gate = bench.hold()
     bench.prefetcher.submit([want(text) for text in texts])
-    until(lambda: bench.store.active == at_once, "the first fetches")
+    eventually(lambda: bench.store.active == at_once, "the first fetches")
     bench.fence()
     assert bench.store.active == at_once
     gate.release()
@@ -921,7 +910,7 @@ def test_a_large_object_beside_another_one_comes_in_larger_parts(in_parts: Bench
     in_parts.prefetcher.submit([want("a", rows=LARGE_ROWS)])
     assert gate.reached.wait(TIMEOUT_S)
     in_parts.prefetcher.submit([want("b", rows=LARGE_ROWS)])
-    until(lambda: ranges(in_parts, "b") == 1, "both are under way")
+    eventually(lambda: ranges(in_parts, "b") == 1, "both are under way")
     gate.release()
     done = {each.want.key: each.pin for each in in_parts.collect(2)}
     for text, nbytes in {"a": PART_BYTES, "b": 2 * PART_BYTES}.items():
@@ -956,7 +945,7 @@ def test_a_range_that_comes_last_of_all_changes_nothing(in_parts: Bench, late: i
     in_parts.prefetcher.submit([want("a", rows=LARGE_ROWS)])
     assert gate.reached.wait(TIMEOUT_S)
     # All that may be asked for before that one is there: what comes early is kept in memory.
-    until(lambda: ranges(in_parts) == late + PARTS_AT_A_TIME, "the others")
+    eventually(lambda: ranges(in_parts) == late + PARTS_AT_A_TIME, "the others")
     in_parts.fence()
     assert ranges(in_parts) == late + PARTS_AT_A_TIME
     gate.release()
@@ -1019,7 +1008,7 @@ def test_a_large_object_that_is_broken_off_leaves_nothing(
     assert gate.reached.wait(TIMEOUT_S)
     deadlines.expire(in_parts.loop)
     assert in_parts.collect(1)[0].outcome is FetchOutcome.UNAVAILABLE
-    until(lambda: not list(in_parts.folder.rglob(".tmp-*")), "the temp file's end")
+    eventually(lambda: not list(in_parts.folder.rglob(".tmp-*")), "the temp file's end")
     in_parts.until_nobody_claims("a")
     in_parts.script.faults = []
     assert in_parts.one(rows=LARGE_ROWS).outcome is FetchOutcome.READY
@@ -1040,7 +1029,7 @@ def test_what_another_process_fetches_is_not_fetched_here_and_takes_no_place(
     bench: Bench,
 ) -> None:
     bench.stock(*"abc")
-    bench.make(max_concurrency=1)
+    bench.make(max_concurrency=1, claim_patience_s=600)
     end = others_claim(bench, "a", "b")
     bench.prefetcher.submit([want("a"), want("b"), want("c")])
     assert [each.want.key for each in bench.collect(1)] == [key_of("c")]
@@ -1056,9 +1045,10 @@ def test_what_another_process_fetches_is_not_fetched_here_and_takes_no_place(
 def test_many_parked_wants_are_all_looked_at(bench: Bench) -> None:
     texts = [str(number) for number in range(150)]
     bench.stock(*texts)
+    bench.make(claim_patience_s=600)
     end = others_claim(bench, *texts)
     bench.prefetcher.submit([want(text) for text in texts])
-    until(lambda: bench.counters.get("fetch_parked") == 150, "all parked")
+    eventually(lambda: bench.counters.get("fetch_parked") == 150, "all parked")
     end()
     assert {each.outcome for each in bench.collect(150)} == {FetchOutcome.READY}
 
@@ -1071,10 +1061,12 @@ def test_a_large_object_of_another_process_is_waited_for_as_long_as_it_may_take(
     bench.make(clock=clock, claim_patience_s=5.0, max_concurrency=1)
     end = others_claim(bench, "a", "small")
     bench.prefetcher.submit([want("a", rows=LARGE_ROWS), want("small")])
-    until(lambda: bench.counters.get("fetch_parked") == 2, "both parked")
+    eventually(lambda: bench.counters.get("fetch_parked") == 2, "both parked")
     asked = ("get", LAYOUT.modality("image"))
-    until(lambda: asked in bench.store.log, "the question for the record, which gives the size")
-    until(bench.knows_the_record, "the record")
+    eventually(
+        lambda: asked in bench.store.log, "the question for the record, which gives the size"
+    )
+    eventually(bench.knows_the_record, "the record")
     clock.now_s += 5.1
     # The large one comes before it in every queue, but is not late: 200 kB at 1 MiB/s.
     assert [each.want.key for each in bench.collect(1)] == [key_of("small")]
@@ -1096,7 +1088,7 @@ def test_parked_wants_end_with_the_loop(bench: Bench, caplog: pytest.LogCaptureF
     bench.stock("a")
     end = others_claim(bench, "a")
     bench.prefetcher.submit([want("a")])
-    until(lambda: bench.counters.get("fetch_parked") == 1, "the parking")
+    eventually(lambda: bench.counters.get("fetch_parked") == 1, "the parking")
     bench.loop.stop(TIMEOUT_S)
     gc.collect()
     assert "destroyed" not in caplog.text
@@ -1181,9 +1173,9 @@ def test_stopping_ends_running_and_queued_fetches_and_frees_every_pin(
     bench.tier.writer.publish(key_of("h"), [entry(key_of("h"))])
     bench.make(max_concurrency=2)
     assert bench.one("h").outcome is FetchOutcome.READY
-    gate = bench.hold()
+    bench.hold()
     bench.prefetcher.submit([want(text) for text in "abcdefg"])
-    assert gate.reached.wait(TIMEOUT_S)
+    eventually(lambda: bench.store.active == 2, "two fetches")
     bench.fence()
     started = len(bench.store.fetched)
     bench.loop.stop(TIMEOUT_S)

@@ -23,7 +23,7 @@ def test_both_trips_happen_while_they_are_counted() -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=300,
+        timeout=1800,
         cwd=REPOSITORY,
         env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
     )

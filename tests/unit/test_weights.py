@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 import struct
+import time
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -425,6 +427,8 @@ def test_an_adapter_is_read_again_only_where_its_files_were_touched(tmp_path: Pa
     assert first is not None
     assert read_adapter(str(folder), first) is first
     adapter(folder, changed(tensors, "vision_tower.lora_A.weight"))
+    later_ns = time.time_ns() + 10**7  # the clock of a file system ticks in up to 10 ms
+    os.utime(folder / "adapter_model.safetensors", ns=(later_ns, later_ns))
     again = read_adapter(str(folder), first)
     assert again is not None
     assert again.digest != first.digest

@@ -231,6 +231,7 @@ class LiveEngine:
         self._now: Callable[[], str] = str
         self._ended = threading.Event()
         self._up = threading.Event()
+        self._up_lock = threading.Lock()  # no kill in the middle of a start
         self._killing = False
         self._busy_since: float | None = None
         self._counted: Mapping[str, float] = {}
@@ -284,10 +285,11 @@ class LiveEngine:
         if not self.is_up:
             yield
             return
-        self.tally.killed += 1
-        self._killing = True
-        self._engine.kill()
-        self._up.clear()
+        with self._up_lock:
+            self.tally.killed += 1
+            self._killing = True
+            self._engine.kill()
+            self._up.clear()
         yield
         while not self._up.wait(0.5):
             if self._ended.is_set():
@@ -326,7 +328,8 @@ class LiveEngine:
         while not self._ended.is_set():
             try:
                 if not self.is_up:
-                    self._start()
+                    with self._up_lock:
+                        self._start()
                 self._ask()
             except EngineError as exc:
                 self._up.clear()

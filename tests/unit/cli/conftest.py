@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,15 @@ class Cli:
         return json.loads(self(*args, "--json", code=code).stdout)
 
 
+def all_shown_on(terminal: int) -> str:
+    """What a terminal shows until its last writer has ended; closes it."""
+    shown = b""
+    with open(terminal, "rb", buffering=0) as screen, suppress(OSError):  # once nobody writes
+        while piece := screen.read(65536):
+            shown += piece
+    return shown.decode()
+
+
 @pytest.fixture
 def cli() -> Cli:
     return Cli()
@@ -67,6 +77,7 @@ def make_corpus(
         monkeypatch.setenv("S3EC_PREFIX", prefix)
         monkeypatch.setenv("S3EC_ENDPOINT_URL", moto_server.endpoint_url)
         monkeypatch.setenv("S3EC_CONNECT_TIMEOUT_S", "10")  # the machine may be busy
+        monkeypatch.setenv("S3EC_READ_TIMEOUT_S", "60")
         return Corpus(moto_server.client(), bucket, prefix)
 
     return make

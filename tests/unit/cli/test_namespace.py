@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from s3ec.cli import options
 from s3ec.cli.app import app
 from s3ec.config import load_settings
 from s3ec.corpus import Corpus as Opened
@@ -171,6 +172,7 @@ def test_model_name_with_a_line_break_forges_no_choice_and_no_note(
 @pytest.fixture
 def complete(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[str]]:
     """What bash is told for a line whose last word is being typed."""
+    monkeypatch.setattr(options, "_COMPLETION_S", 60.0)
 
     def complete(line: str) -> list[str]:
         words = line.split(" ")
@@ -222,7 +224,12 @@ def test_what_bash_is_given_completes_in_bash(
     corpus: Corpus, three: tuple[str, str, str], tmp_path: Path
 ) -> None:
     script = tmp_path / "s3ec"
-    script.write_text(f"#!{sys.executable}\nfrom s3ec.cli import main\nmain()\n")
+    script.write_text(
+        f"#!{sys.executable}\n"
+        "from s3ec.cli import main, options\n"
+        "options._COMPLETION_S = 60.0\n"
+        "main()\n"
+    )
     script.chmod(0o700)
     typed = [["ls", "-n", "oth"], ["manifest", "sh"], ["ls", "--model", "acme"]]
     lines = ['eval "$(s3ec --show-completion bash)"']

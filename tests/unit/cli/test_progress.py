@@ -12,7 +12,7 @@ import pytest
 
 from s3ec.cli.output import Lines
 from tests.support.clock import Clock
-from tests.unit.cli.conftest import Cli
+from tests.unit.cli.conftest import Cli, all_shown_on
 from tests.unit.cli.corpus import MODEL, Corpus
 from tests.unit.cli.test_manifest import announce
 
@@ -70,9 +70,8 @@ print("done")
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=theirs
     ) as shown:
         os.close(theirs)
+        screen = all_shown_on(ours)
         told, _ = shown.communicate()
-    screen = os.read(ours, 65536).decode()
-    os.close(ours)
     assert told == b"done\n"
     assert "reading entries" in screen
     assert screen.rstrip().endswith("\x1b[2K")

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import pty
 import re
@@ -16,7 +15,7 @@ from s3ec.dev.rigs.proxy import FaultProxy, Rule
 from s3ec.dev.rigs.proxy_faults import s3_error
 from s3ec.identity import Layout
 from s3ec.testing.server import MotoServer
-from tests.unit.cli.conftest import Cli
+from tests.unit.cli.conftest import Cli, all_shown_on
 from tests.unit.cli.corpus import MODEL, OTHER, Corpus, content_hash
 from tests.unit.cli.test_manifest import announce
 
@@ -136,13 +135,6 @@ def test_yes_and_dry_run_are_refused_together(
     assert len(labels(cli)) == 4
 
 
-def read_screen(screen: io.FileIO) -> bytes:
-    try:
-        return screen.read(65536)
-    except OSError:  # its last writer has ended
-        return b""
-
-
 @pytest.mark.parametrize(("answer", "left"), [(b"n\n", 4), (b"y\n", 3)])
 def test_people_at_a_terminal_are_asked(
     cli: Cli, corpus: Corpus, namespace: str, answer: bytes, left: int
@@ -150,12 +142,9 @@ def test_people_at_a_terminal_are_asked(
     ours, theirs = pty.openpty()
     os.write(ours, answer)  # typed ahead
     command = [sys.executable, "-m", "s3ec", "rm", "page 1"]
-    with (
-        open(ours, "rb", buffering=0) as screen,
-        subprocess.Popen(command, stdin=theirs, stdout=subprocess.PIPE, stderr=theirs) as asked,
-    ):
+    with subprocess.Popen(command, stdin=theirs, stdout=subprocess.PIPE, stderr=theirs) as asked:
         os.close(theirs)
-        shown = b"".join(iter(lambda: read_screen(screen), b"")).decode()
+        shown = all_shown_on(ours)
         told, _ = asked.communicate()
     assert asked.returncode == 0
     assert "would delete 1 entry" in told.decode()

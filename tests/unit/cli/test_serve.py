@@ -23,8 +23,10 @@ Serve = Callable[..., subprocess.Popen[str]]
 
 
 @pytest.fixture
-def serve() -> Iterator[Serve]:
+def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
     """Starts the command; whatever still runs at the end is killed."""
+    monkeypatch.setenv("S3EC_CONNECT_TIMEOUT_S", "10")  # the machine may be busy
+    monkeypatch.setenv("S3EC_READ_TIMEOUT_S", "60")
     running: list[subprocess.Popen[str]] = []
 
     def start(*args: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:

@@ -18,17 +18,9 @@ from s3ec.settings import Settings
 from s3ec.store.endpoint import BreakerOptions, Endpoint
 from s3ec.testing.fault_store import Fault, FaultStore, Script
 from s3ec.testing.memory_store import MemoryBucket, MemoryStore
-from tests.unit.connector.scheduling import key_of
+from tests.unit.tier.cases import key_of
 
-DEADLINE_S = 20.0
 HASHES = [f"{n:064x}" for n in range(1, 40)]
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.005)
 
 
 def tensor(seed: int = 0, *, width: int = 8) -> Any:

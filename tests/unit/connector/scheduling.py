@@ -17,12 +17,13 @@ from s3ec.connector.scheduler import SchedulerHalf
 from s3ec.connector.vllm_config import Role
 from s3ec.connector.waiting import WaitPolicy
 from s3ec.counters import Counters
-from s3ec.identity import Key, KeyPolicy, Layout, make_key
+from s3ec.identity import Key, KeyPolicy, Layout
 from s3ec.index.base import Index
 from s3ec.prefetch import FetchOutcome, FetchRequest, FetchResult
 from s3ec.tier import LocalKeys, Pin
 from tests.support.clock import Clock
 from tests.unit.index.fake import FakeIndex
+from tests.unit.tier.cases import key_of
 
 LAYOUT = Layout("gemma-0123456789abcdef")
 ROWS = 4
@@ -33,12 +34,6 @@ WINDOW = 100
 
 def identifier_of(text: object) -> str:
     return hashlib.sha256(str(text).encode()).hexdigest()
-
-
-def key_of(identifier: str) -> Key:
-    key = make_key(identifier)
-    assert key is not None
-    return key
 
 
 def feature(

@@ -21,8 +21,9 @@ from s3ec.connector.adapters import (
 from s3ec.connector.messages import AdapterUse, StepPlan
 from s3ec.identity import is_object_name, make_key, with_adapter
 from s3ec.weights import read_adapter
-from tests.unit.connector.scheduling import World, feature, identifier_of, key_of, request
+from tests.unit.connector.scheduling import World, feature, identifier_of, request
 from tests.unit.test_weights import adapter, tensors_of
+from tests.unit.tier.cases import key_of
 
 NAME = "my-lora"
 

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from s3ec.connector.messages import Encode, EncodeTime, Save, StepPlan, WorkerReport
-from tests.unit.connector.processes import HASHES, Process, eventually, tensor
+from tests.support.waiting import eventually
+from tests.unit.connector.processes import HASHES, Process, tensor
 
 pytest.importorskip("vllm")
 shell = pytest.importorskip("s3ec.connector.connector")

@@ -25,7 +25,8 @@ from s3ec.dev.bench.syscalls import mark
 from s3ec.connector.vllm_config import Role
 from s3ec.connector.scheduler import SchedulerHalf
 from s3ec.store.endpoint import Breaker
-from tests.unit.connector.scheduling import feature, has_no_pixels, identifier_of, key_of, request
+from tests.unit.connector.scheduling import feature, has_no_pixels, identifier_of, request
+from tests.unit.tier.cases import key_of
 from tests.unit.test_prefetch import LAYOUT, Bench, entry, want
 
 bench = Bench(Path(sys.argv[1]))

@@ -18,7 +18,8 @@ from s3ec.connector.messages import Load
 from s3ec.errors import CorruptEntryError, UnavailableError
 from s3ec.node import Node
 from s3ec.testing.fault_store import Fault
-from tests.unit.connector.processes import DEADLINE_S, HASHES, Process
+from tests.support.waiting import DEADLINE_S
+from tests.unit.connector.processes import HASHES, Process
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")

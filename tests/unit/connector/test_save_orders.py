@@ -12,7 +12,8 @@ from s3ec.connector.save_orders import SaveWorth, SeenKeys
 from s3ec.connector.waiting import EngineLoad, FetchQueue, WaitPolicy
 from s3ec.counters import Counters
 from s3ec.encode_costs import EncodeCosts
-from tests.unit.connector.scheduling import World, feature, identifier_of, key_of, request
+from tests.unit.connector.scheduling import World, feature, identifier_of, request
+from tests.unit.tier.cases import key_of
 
 ROWS = 4  # of the features that ``scheduling`` makes
 KIND = f"image:{ROWS.bit_length()}"

@@ -28,8 +28,9 @@ from s3ec.tier import Spool
 from s3ec.tier.bad_objects import BadObjects
 from tests.support.file_calls import file_calls_of
 from tests.support.on_disk import audit_of, evict
-from tests.unit.connector.processes import DEADLINE_S, HASHES, Process, eventually, tensor
-from tests.unit.connector.scheduling import key_of
+from tests.support.waiting import DEADLINE_S, eventually
+from tests.unit.connector.processes import HASHES, Process, tensor
+from tests.unit.tier.cases import key_of
 
 torch = pytest.importorskip("torch")
 SaveQueue = pytest.importorskip("s3ec.connector.saves").SaveQueue

@@ -23,8 +23,10 @@ from s3ec.settings import Settings
 from s3ec.tenant import Tenant
 from s3ec.testing.memory_store import MemoryBucket
 from tests.support.on_disk import audit_of
-from tests.unit.connector.processes import DEADLINE_S, Process, eventually
-from tests.unit.connector.scheduling import World, feature, identifier_of, key_of, request
+from tests.support.waiting import DEADLINE_S, eventually
+from tests.unit.connector.processes import Process
+from tests.unit.connector.scheduling import World, feature, identifier_of, request
+from tests.unit.tier.cases import key_of
 
 torch = pytest.importorskip("torch")
 SaveQueue = pytest.importorskip("s3ec.connector.saves").SaveQueue

@@ -15,7 +15,7 @@ from s3ec.connector.messages import Save, StepPlan
 from s3ec.errors import UnavailableError
 from s3ec.testing.fault_store import Fault
 from tests.unit.connector.processes import HASHES, Process, tensor
-from tests.unit.connector.scheduling import key_of
+from tests.unit.tier.cases import key_of
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")

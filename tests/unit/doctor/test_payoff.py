@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -48,6 +49,13 @@ def with_pages(patient: CheckContext, **changes: Any) -> CheckContext:
     return patient
 
 
+@pytest.fixture
+def near(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No store is far, however slow this machine is."""
+    monkeypatch.setattr(payoff, "_FAR_MS", math.inf)
+
+
+@pytest.mark.usefixtures("near")
 def test_latency_is_measured_when_asked_for(make_patient: MakePatient) -> None:
     patient = make_patient()
     says(payoff.latency(patient), Verdict.SKIP)
@@ -57,10 +65,20 @@ def test_latency_is_measured_when_asked_for(make_patient: MakePatient) -> None:
     assert patient.latency.left is None
 
 
+@pytest.mark.usefixtures("near")
 def test_latency_is_measured_at_the_models_size(make_patient: MakePatient) -> None:
     patient = with_pages(make_patient(), rows=100, width=50)
     patient.with_latency = True
     says(payoff.latency(patient), Verdict.OK, found="0.01 MB")
+
+
+def test_a_store_that_is_far_is_a_warning(
+    make_patient: MakePatient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(payoff, "_FAR_MS", 0.0)
+    patient = make_patient()
+    patient.with_latency = True
+    says(payoff.latency(patient), Verdict.WARN, found="one read p50", mend="another region")
 
 
 def test_a_model_that_cannot_pay_is_a_warning(make_patient: MakePatient) -> None:

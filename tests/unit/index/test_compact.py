@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import tracemalloc
 from collections.abc import Sequence
@@ -21,7 +22,8 @@ from s3ec.index.rows import EntryInfo, Tombstone
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script, flip
 from s3ec.testing.memory_store import MemoryStore
 from tests.support.clock import START_S, Clock
-from tests.unit.index.basics import LAYOUT, key_of, reached
+from tests.support.waiting import reached
+from tests.unit.index.basics import LAYOUT, key_of
 from tests.unit.index.columns import rank
 from tests.unit.index.manifests import (
     Killed,
@@ -567,22 +569,25 @@ class Forgetful(MortalStore):
 async def test_memory_is_bounded_by_a_shard_and_not_by_the_base(
     memory: MemoryStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(manifest, "MAX_SHARD_ROWS", 2**12)
-    monkeypatch.setattr(segment, "ROWS_PER_RUN", 2**12)
+    """Of many megabytes: what other threads allocate meanwhile counts, too."""
+    monkeypatch.setattr(manifest, "MAX_SHARD_ROWS", 2**16)
+    monkeypatch.setattr(segment, "ROWS_PER_RUN", 2**16)
     await compacted(memory)
     for number in range(64):
-        await put_delta(memory, number, {key_of((number, i)): facts_of(i) for i in range(1, 1001)})
+        rows = {key_of((number, i)): facts_of(i) for i in range(1, 16_001)}
+        await put_delta(memory, number, rows)
     first = await compacted(memory)
-    assert first.head.entries == 64_000
+    assert first.head.entries == 64 * 16_000
     await put_delta(memory, 100, {KEYS[1]: facts_of(1)})
     store = Forgetful(memory)
+    gc.collect()
     tracemalloc.start()
     try:
         await compact(store, LAYOUT, BuildOptions(folder=tmp_path))
         peak_bytes = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert store.written > 64_000 * 40
+    assert store.written > 64 * 16_000 * 40
     assert peak_bytes < 8 * store.largest
     assert peak_bytes < store.written / 2
     assert os.listdir(tmp_path) == []

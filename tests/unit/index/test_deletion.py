@@ -27,7 +27,8 @@ from s3ec.store.base import Store
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
 from s3ec.testing.memory_store import MemoryStore
 from tests.support.clock import Clock
-from tests.unit.index.basics import LAYOUT, key_of, reached, until
+from tests.support.waiting import reached, until
+from tests.unit.index.basics import LAYOUT, key_of
 from tests.unit.index.manifests import names, put_delta, put_object, ulid_of, view
 
 KEYS = [key_of(number) for number in range(8)]

@@ -31,7 +31,8 @@ from s3ec.tier import IndexFiles, Tier
 from tests.support.clock import Clock
 from tests.support.file_calls import file_calls_of
 from tests.support.overwriting import OverwritingStore
-from tests.unit.index.basics import LAYOUT, key_of, reached, until
+from tests.support.waiting import reached, until
+from tests.unit.index.basics import LAYOUT, key_of
 from tests.unit.index.manifests import names, put_delta, ulid_of, view
 
 

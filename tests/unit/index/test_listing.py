@@ -16,7 +16,8 @@ from s3ec.index.listing import list_digests
 from s3ec.store.base import ObjectInfo
 from s3ec.testing.fault_store import Fault, Gate
 from s3ec.testing.memory_store import MemoryStore
-from tests.unit.index.basics import LAYOUT, key_of, reached
+from tests.support.waiting import reached
+from tests.unit.index.basics import LAYOUT, key_of
 from tests.unit.index.corpus import Corpus, Reader
 
 OTHER = Layout("gemma-fedcba9876543210")

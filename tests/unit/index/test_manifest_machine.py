@@ -76,6 +76,7 @@ class Manifest(RuleBasedStateMachine):
             self.memory,
             LAYOUT,
             Counters(),
+            batch_s=3600.0,  # it is told when to announce
             known_time_s=self.readers[number].index.known_time_s,
             clock=lambda: self.clock.now_s + SKEWS_S[number],
         )

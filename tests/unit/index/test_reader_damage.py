@@ -29,6 +29,8 @@ from s3ec.safetensors_file import encode_columns
 from s3ec.testing.fault_store import Fault, cut, flip
 from s3ec.tier.entry_writer import Incoming
 from tests.support.clock import Clock
+from tests.support.file_calls import open_below
+from tests.support.logs import ours
 from tests.support.waiting import DEADLINE_S, eventually
 from tests.unit.index.basics import LAYOUT, NAMESPACE, key_of
 from tests.unit.index.corpus import HOUR_S, Corpus, Reader, rows_of
@@ -40,14 +42,8 @@ def first_shard(head: BaseManifest) -> str:
     return head.segment_name(LAYOUT, head.shards[0])
 
 
-def open_below(folder: Path) -> list[str]:
-    """Files in it that this process has open, deleted ones too."""
-    files = [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
-    return [file for file in files if file.startswith(str(folder))]
-
-
 def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
+    return [each.getMessage() for each in ours(caplog) if each.levelno >= logging.WARNING]
 
 
 def unsorted() -> bytes:

@@ -21,7 +21,8 @@ from s3ec.store.base import ObjectInfo
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
 from s3ec.testing.memory_store import MemoryStore
 from tests.support.clock import START_S, Clock
-from tests.unit.index.basics import LAYOUT, key_of, reached
+from tests.support.waiting import reached
+from tests.unit.index.basics import LAYOUT, key_of
 from tests.unit.index.manifests import (
     Killed,
     MortalStore,

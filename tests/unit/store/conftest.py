@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 
 import pytest
@@ -14,7 +13,8 @@ from s3ec.dev.rigs.proxy import FaultProxy
 from s3ec.errors import CorruptEntryError
 from s3ec.settings import Settings
 from s3ec.store.base import Store
-from s3ec.testing.fault_store import FaultStore, Gate, Script
+from s3ec.store.credentials import ChainCredentials
+from s3ec.testing.fault_store import FaultStore, Script
 from s3ec.testing.memory_store import MemoryStore
 from s3ec.testing.server import MotoServer
 
@@ -40,18 +40,6 @@ def script() -> Script:
 def inner(script: Script) -> FaultStore:
     """A store in memory that does what the script says."""
     return FaultStore(MemoryStore(), script)
-
-
-async def reached(gate: Gate) -> None:
-    """Return once an operation waits at the gate."""
-    assert await asyncio.to_thread(gate.reached.wait, 10)
-
-
-async def eventually(condition: Callable[[], object]) -> None:
-    """Return once it holds; for what no event of this loop tells of."""
-    async with asyncio.timeout(PATIENCE_S):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
 
 
 async def names(store: Store, prefix: str = "") -> list[str]:
@@ -102,12 +90,14 @@ def bucket(moto_server: MotoServer, request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def configure(proxy: FaultProxy, bucket: str) -> Configure:
+def configure(proxy: FaultProxy, bucket: str, monkeypatch: pytest.MonkeyPatch) -> Configure:
     """Settings for the bucket, by way of the proxy."""
+    monkeypatch.setattr(ChainCredentials, "patience_s", PATIENCE_S)
     defaults = {
         "bucket": bucket,
         "endpoint_url": proxy.url,
         "region": "us-east-1",
         "connect_timeout_s": 20,  # a busy machine is not what these tests are about
+        "read_timeout_s": 60,
     }
     return lambda **changes: load_settings({**defaults, **changes}).settings

@@ -27,7 +27,8 @@ from s3ec.dev.rigs.proxy import Fault, FaultProxy, Rule
 from s3ec.errors import UnavailableError
 from s3ec.store.botocore_s3 import BotocoreStore
 from s3ec.store.s3_client import Exchange
-from tests.unit.store.conftest import PATIENCE_S, ROLE, Configure, eventually
+from tests.support.waiting import eventually, until
+from tests.unit.store.conftest import PATIENCE_S, ROLE, Configure
 
 BODY = os.urandom(300_000)
 AMPLE = 2**24
@@ -51,7 +52,7 @@ async def test_request_that_nobody_waits_for_gives_its_thread_back(
     fault, operation = PHASES[phase]
     rule = proxy.add(Rule(fault, times=1))
     hanging = asyncio.ensure_future(operation(store))
-    await eventually(lambda: rule.fired)
+    await until(lambda: rule.fired)
     async with asyncio.timeout(PATIENCE_S):
         hanging.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -112,7 +113,7 @@ async def test_many_hanging_requests_leave_a_store_that_works_at_once(
     rule = proxy.add(Rule(faults.Stall(), times=3))
     async with asyncio.timeout(PATIENCE_S):
         tasks = [asyncio.create_task(store.get("many", max_bytes=AMPLE)) for _ in range(12)]
-        await eventually(lambda: rule.fired == 3)
+        await until(lambda: rule.fired == 3)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -138,18 +139,19 @@ def test_thread_that_waits_for_a_server_does_not_keep_a_process_from_ending(
     keys: None, configure: Configure, proxy: FaultProxy
 ) -> None:
     rule = proxy.add(Rule(faults.Stall()))
-    wanted = {"bucket", "endpoint_url", "region", "read_timeout_s"}
+    wanted = {"bucket", "endpoint_url", "region", "connect_timeout_s", "read_timeout_s"}
     settings = configure(read_timeout_s=600).model_dump_json(include=wanted)
-    process = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, "-c", ENDING, settings],
         stdin=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-    )
-    wait = threading.Event()
-    while not rule.fired and process.poll() is None:
-        wait.wait(0.01)
-    _, said = process.communicate("go\n", timeout=PATIENCE_S)
+    ) as process:
+        try:
+            eventually(lambda: rule.fired == 1 or process.poll() is not None)
+            _, said = process.communicate("go\n", timeout=PATIENCE_S)
+        finally:
+            process.kill()
     assert process.returncode == 0, said
     assert rule.fired == 1
 
@@ -282,5 +284,5 @@ async def test_service_of_credentials_that_hangs_is_given_up_as_soon_as_a_store_
         await store.get("x", max_bytes=1)
     # It is asked again, which botocore's own limit would put off for a minute.
     async with asyncio.timeout(PATIENCE_S / 2):
-        await eventually(lambda: rule.fired >= 2)
+        await until(lambda: rule.fired >= 2)
     await store.close()

@@ -35,13 +35,13 @@ from s3ec.store.endpoint import (
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
 from s3ec.testing.memory_store import MemoryStore
 from tests.support.clock import Clock
+from tests.support.waiting import reached, until
 from tests.unit.store.conftest import (
     OPERATIONS,
+    PATIENCE_S,
     corrupt,
-    eventually,
     every_operation,
     names,
-    reached,
 )
 
 
@@ -52,7 +52,8 @@ def clock() -> Clock:
 
 @pytest.fixture
 def endpoint(clock: Clock) -> Endpoint:
-    return Endpoint(100, clock=clock)
+    """One that waits, since silence is not counted by ``clock``."""
+    return Endpoint(100, BreakerOptions(slow_s=3600.0), clock=clock)
 
 
 @pytest.fixture
@@ -326,7 +327,7 @@ async def test_reads_go_before_uploads_that_came_earlier_and_not_before_all_of_t
     asked += [asyncio.create_task(ask(f"read {n}", is_read=True)) for n in range(5)]
     await asyncio.sleep(0)
     concurrency.give_back()
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(PATIENCE_S):
         await asyncio.gather(*asked)
     assert order == [
         *("read 0", "read 1", "read 2", "upload 0"),
@@ -365,7 +366,7 @@ async def test_who_waits_for_a_place_when_the_breaker_opens_is_told_at_once() ->
         assert ticket is not None
         if endpoint.breaker.failed(ticket, UnavailableError("x")):
             endpoint.concurrency.wake_all()
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(PATIENCE_S):
         for task in waiting:
             with pytest.raises(BreakerOpenError):
                 await task
@@ -416,7 +417,7 @@ async def test_entries_of_a_page_that_is_here_wait_for_no_place() -> None:
     listing = await paged(endpoint, "abcd")
     await anext(listing)
     await endpoint.concurrency.take()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         await anext(listing)
     third = asyncio.ensure_future(anext(listing))
     for _ in range(10):
@@ -425,7 +426,7 @@ async def test_entries_of_a_page_that_is_here_wait_for_no_place() -> None:
     endpoint.concurrency.give_back()
     await third
     await endpoint.concurrency.take()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         assert [info.name async for info in listing] == ["a"]
 
 
@@ -460,12 +461,12 @@ async def test_one_read_without_an_answer_opens_it_where_nobody_else_got_one(
     script.faults = [Fault(op="get", gate=gate)]
     hung = asyncio.create_task(store.get("a", max_bytes=10))
     await reached(gate)
-    await eventually(lambda: breaker.is_open)
+    await until(lambda: breaker.is_open)
     assert counters.get("store.slow_starts") == counters.get("breaker.opened") == 1
     gate.release()
     assert await hung is None
     assert breaker.is_open  # that late an answer is no reason to ask for more
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(PATIENCE_S):
         while breaker.is_open:
             with contextlib.suppress(UnavailableError):
                 await store.head("a")
@@ -489,8 +490,9 @@ def test_silence_while_others_are_answered_is_one_failure_among_others(
     ("took_s", "late_s"), [([0.5] * 4, 4.0), ([0.01] * 44 + [5.0] * 20, 1.0)], ids=["all", "some"]
 )
 def test_what_late_is_follows_a_store_that_is_always_slow_and_no_few_late_answers(
-    breaker: Breaker, clock: Clock, took_s: list[float], late_s: float
+    clock: Clock, took_s: list[float], late_s: float
 ) -> None:
+    breaker = Endpoint(100, clock=clock).breaker
     assert breaker.slow_s == 1.0
     for seconds in took_s:
         ticket = admitted(breaker, is_read=True)
@@ -673,7 +675,7 @@ class BreakerMachine(RuleBasedStateMachine):
     def begin(self) -> None:
         self.loop = asyncio.new_event_loop()
         self.clock = Clock(100.0)
-        endpoint = Endpoint(100, BreakerOptions(threshold=4), clock=self.clock)
+        endpoint = Endpoint(100, BreakerOptions(threshold=4, slow_s=3600.0), clock=self.clock)
         self.breaker = endpoint.breaker
         self.held = Held()
         self.store = guarded(self.held, endpoint)

@@ -3,12 +3,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import obstore
@@ -18,6 +16,7 @@ from obstore.store import MemoryStore
 from s3ec.store import obstore_runtime
 from s3ec.store.obstore_runtime import held
 from s3ec.testing.server import MotoServer
+from tests.support.waiting import until
 
 # Ends in the middle of its requests, in a way that stops nothing: the loop's thread is a daemon.
 ENDING = """
@@ -55,6 +54,8 @@ def test_processes_that_end_in_the_midst_of_requests_are_not_aborted(
         "bucket": moto_server.create_bucket(f"ending-{verb.lower()}"),
         "endpoint_url": moto_server.endpoint_url,
         "region": "us-east-1",
+        "connect_timeout_s": 20,  # a busy machine is not what this is about
+        "read_timeout_s": 60,
     }
 
     def run(_: int) -> tuple[int, str]:
@@ -82,8 +83,9 @@ async def test_what_obstore_was_given_is_held_until_it_lets_go(
     assert len(obstore_runtime.holding) >= 1
     await reading
     del reading
-    until = time.monotonic() + 10
-    while obstore_runtime.holding and time.monotonic() < until:
-        await asyncio.sleep(0.001)
+
+    def all_let_go() -> bool:
         obstore.Bytes()
-    assert obstore_runtime.holding == set()
+        return not obstore_runtime.holding
+
+    await until(all_let_go)

@@ -84,7 +84,8 @@ def clients_made(monkeypatch: pytest.MonkeyPatch, transport: Transport) -> list[
 
 @pytest.fixture
 def looks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """One entry per walk through the SDK's chain."""
+    """One entry per walk through the SDK's chain; no answer of it gets old."""
+    monkeypatch.setattr(ChainCredentials, "look_every_s", 3600.0)
     made: list[int] = []
     genuine = s3_client.find_credentials
 

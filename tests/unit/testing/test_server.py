@@ -8,8 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +19,7 @@ from botocore.exceptions import BotoCoreError, ClientError
 from s3ec.errors import ConfigError, UnavailableError
 from s3ec.testing import server as server_module
 from s3ec.testing.server import HOST, Identity, LocalS3, MotoServer, find_weed, free_port
+from tests.support.waiting import eventually
 
 # Also those that start a server of their own.
 pytestmark = pytest.mark.s3
@@ -31,15 +31,6 @@ server = LocalS3().start()
 print(server.endpoint_url, flush=True)
 sys.stdin.read()
 """
-
-
-def _until(condition: Callable[[], bool], deadline_s: float = 30.0) -> bool:
-    end = time.monotonic() + deadline_s
-    while time.monotonic() < end:
-        if condition():
-            return True
-        time.sleep(0.02)
-    return condition()
 
 
 def _refuses(endpoint_url: str) -> bool:
@@ -121,7 +112,7 @@ def test_server_killed_from_outside_can_be_restarted() -> None:
         server.create_bucket("kept")
         assert server.pid is not None
         os.kill(server.pid, signal.SIGKILL)
-        assert _until(lambda: server.pid is None)
+        eventually(lambda: server.pid is None)
         server.restart()
         assert [bucket["Name"] for bucket in server.client().list_buckets()["Buckets"]] == ["kept"]
 
@@ -139,8 +130,8 @@ def test_sigkilled_parent_leaves_no_server_and_no_files(tmp_path: Path) -> None:
         assert not _refuses(endpoint)
         assert list(tmp_path.iterdir())
         parent.kill()
-    assert _until(lambda: _refuses(endpoint))
-    assert _until(lambda: not list(tmp_path.iterdir()))
+    eventually(lambda: _refuses(endpoint))
+    eventually(lambda: not list(tmp_path.iterdir()))
 
 
 def test_what_a_server_keeps_is_private_and_is_gone_when_it_is_closed(

@@ -21,12 +21,12 @@ from typing import Any
 
 from s3ec.counters import Counters
 from s3ec.errors import TierError
-from s3ec.tier import Claim, LocalKeys
+from s3ec.tier import Claim, LocalKeys, evictor
 from s3ec.tier.evictor import evict_lock
 from s3ec.tier.files import DiskErrors, Folders, TempFile, try_lock
 from s3ec.tier.news import NewsWriter
 from tests.support.on_disk import make_room
-from tests.support.waiting import eventually
+from tests.support.waiting import DEADLINE_S, eventually
 from tests.unit.tier.cases import (
     DESTINATION,
     NAMESPACE,
@@ -186,12 +186,12 @@ def fork(root: Path) -> None:
     assert pin is not None
     assert isinstance(claim, Claim)
     ours, theirs = socket.socketpair()
-    reader, _ = node.loop.run(_connect(ours), 10)
+    reader, _ = node.loop.run(_connect(ours), DEADLINE_S)
     locked = _all_locked(node, Node._locks, endpoint._sharing)
     with temporary_folder(root.parent) as work, locked:
         pid = os.fork()
         if pid == 0:
-            signal.alarm(20)
+            signal.alarm(240)
             assert node.is_foreign
             assert os.readlink(f"/proc/self/fd/{ours.fileno()}") == os.devnull
             own = Node.shared(settings, namespace)
@@ -204,7 +204,7 @@ def fork(root: Path) -> None:
             assert own.tier.claims.is_taken(key_at(1).digest)
             own.tier.entries.unpin(pin)
             own.tier.claims.release(claim)
-            assert own.loop.run(_pid(), 10) == os.getpid()
+            assert own.loop.run(_pid(), DEADLINE_S) == os.getpid()
             for _ in range(2):
                 node.release(1)
                 node.close(1)
@@ -217,7 +217,7 @@ def fork(root: Path) -> None:
     assert read(pin, key) == entry(key)
     assert node.tier.claims.is_taken(key_at(1).digest)
     theirs.send(b"here")
-    assert node.loop.run(reader.read(4), 10) == b"here"
+    assert node.loop.run(reader.read(4), DEADLINE_S) == b"here"
     assert node.users == 1
     node.release(10)
     assert pin_folders(root) == []
@@ -261,7 +261,7 @@ def _all_locked(*things: object) -> Iterator[None]:
 
     holder = threading.Thread(target=hold, daemon=True)
     holder.start()
-    assert held.wait(20)
+    assert held.wait(DEADLINE_S)
     yield
     over.set()
     holder.join()
@@ -347,6 +347,8 @@ def limit(root: Path) -> None:
 
 
 if __name__ == "__main__":
+    # Whoever holds a lock for seconds is busy, and not stopped.
+    evictor.TURN_WAIT_S = evictor.TOTAL_LOCK_TIMEOUT_S = 60.0
     commands = {
         function.__name__: function
         for function in (

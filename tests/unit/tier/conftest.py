@@ -35,6 +35,13 @@ def background() -> None:
 
 
 @pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever holds a lock for seconds is busy, and not stopped."""
+    for name in ("TURN_WAIT_S", "TOTAL_LOCK_TIMEOUT_S"):
+        monkeypatch.setattr(evictor, name, 60.0)
+
+
+@pytest.fixture
 def clock() -> Clock:
     return disk_clock()
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import errno
 import os
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,18 +17,10 @@ from s3ec.runtime import Background
 from s3ec.tier import evictor
 from tests.support.clock import Clock
 from tests.support.on_disk import Asleep, audit_of, make_room, running_total, usage_of
+from tests.support.waiting import DEADLINE_S, eventually
 from tests.unit.tier.cases import HOUR_S, SIZE, MakeTier, even, fill, left, refusing
 
-DEADLINE_S = 30.0
-
 pytestmark = pytest.mark.usefixtures("background")
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.002)
 
 
 def evictor_threads() -> set[threading.Thread]:
@@ -44,10 +35,10 @@ def test_thread_evicts_to_the_low_mark_before_the_budget_is_full(
     clock.now_s += HOUR_S
     assert left(tier, 95) == set(range(95))
     fill(tier, 95)  # past 95%
-    wait_until(lambda: len(left(tier, 96)) == 90)
+    eventually(lambda: len(left(tier, 96)) == 90)
     assert left(tier, 96) == set(range(6, 96))
     # The walk writes its sum down at its end, after the last file has gone.
-    wait_until(lambda: running_total(tier) == usage_of(tier).total_nbytes)
+    eventually(lambda: running_total(tier) == usage_of(tier).total_nbytes)
     assert audit_of(tier) == []
 
 
@@ -68,7 +59,7 @@ def test_publish_walks_only_where_it_would_break_the_budget(
     # The thread walks, and passes over what was just used. What comes while it does can count twice
     # until the next walk, so not more of it than there is room for.
     fill(tier, *range(95, 97))
-    wait_until(lambda: "s3ec-evictor" in walkers)
+    eventually(lambda: "s3ec-evictor" in walkers)
     assert threading.current_thread().name not in walkers
     fill(tier, *range(97, 101))
     assert threading.current_thread().name in walkers
@@ -84,7 +75,7 @@ def test_thread_passes_over_what_was_just_used_and_not_over_what_a_clock_ahead_n
     clock.now_s -= 86400
     fill(tier, *range(40))
     fill(tier, *range(50, 96))
-    wait_until(lambda: len(left(tier, 96)) == 90)
+    eventually(lambda: len(left(tier, 96)) == 90)
     assert left(tier, 96) == {*range(40), *range(46, 96)}
 
 
@@ -102,7 +93,7 @@ def test_thread_keeps_ahead_of_the_free_space_floor(
     free[0] = 110  # above the floor, so publishing itself has no reason to evict
     fill(tier, 60)
     # 12.5 ahead of the floor (a quarter of 5% of the budget), and a 64th of the budget
-    wait_until(lambda: len(left(tier, 60)) == 60 - 19)
+    eventually(lambda: len(left(tier, 60)) == 60 - 19)
 
 
 def test_tier_that_publishes_little_has_no_thread(make_tier: MakeTier) -> None:
@@ -125,7 +116,7 @@ def test_folder_of_unknown_size_is_counted_by_the_thread_after_the_first_publish
     tier = make_tier()
     assert evictor_threads() == before
     fill(tier, 20)
-    wait_until(lambda: running_total(tier) >= 21 * SIZE)
+    eventually(lambda: running_total(tier) >= 21 * SIZE)
     # The newest may be counted by both, the walk and its publisher.
     assert running_total(tier) <= 22 * SIZE
 
@@ -162,11 +153,12 @@ def test_close_ends_a_walk_in_the_middle(
     tier = make_tier(budget_bytes=100 * SIZE)
     before = evictor_threads()
     monkeypatch.setattr(evictor, "scan_tier", endless)
+    monkeypatch.setattr(runtime, "_STOP_TIMEOUT_S", DEADLINE_S)
     fill(tier, *range(96))
     assert entered.wait(DEADLINE_S)
     tier.close()
     assert ended.is_set()
-    assert evictor_threads() == before
+    assert evictor_threads() - before == set()
     monkeypatch.undo()
     assert make_room(make_tier()) == 0  # the lock is free
 
@@ -183,10 +175,10 @@ def test_round_that_fails_is_counted_and_the_thread_goes_on(
     with monkeypatch.context() as patch:
         patch.setattr(evictor, "scan_tier", refusing(errno.EIO, "disk gone"))
         fill(tier, *range(96))
-        wait_until(lambda: counters.get("tier.errors") > 0)
+        eventually(lambda: counters.get("tier.errors") > 0)
     clock.now_s += HOUR_S
     fill(tier, 96)
-    wait_until(lambda: len(left(tier, 97)) == 90)
+    eventually(lambda: len(left(tier, 97)) == 90)
 
 
 def test_work_that_raises_is_logged_and_done_again_at_the_next_wake(

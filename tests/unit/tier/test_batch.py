@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import shutil
 import threading
 from pathlib import Path
@@ -14,31 +13,22 @@ import pytest
 from s3ec.counters import Counters
 from s3ec.errors import TierError
 from s3ec.tier.files import Batch
+from tests.support.file_calls import file_calls_of
 from tests.support.on_disk import audit_of, running_total, usage_of
 from tests.unit.tier.cases import SIZE, MakeTier, entry, even, fill, left, pinned, read, refusing
 
 
-def test_what_is_published_together_is_counted_once_at_the_end(
-    make_tier: MakeTier, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_published_together_is_counted_once_at_the_end(make_tier: MakeTier) -> None:
     tier = make_tier()
     fill(tier, 0)
-    looked: list[str] = []
-    lstat = os.lstat
-
-    def counting(path: str | Path) -> os.stat_result:
-        looked.append(str(path))
-        return lstat(path)
-
     with Batch():
         fill(tier, 1)
-        monkeypatch.setattr(os, "lstat", counting)
-        fill(tier, *range(2, 10))
-        monkeypatch.undo()
+        with pytest.MonkeyPatch.context() as patch:
+            calls = file_calls_of(threading.get_ident(), patch)
+            fill(tier, *range(2, 10))
         assert running_total(tier) == SIZE
     assert running_total(tier) == 10 * SIZE == usage_of(tier).nbytes
-    assert str(tier.folders.version) not in looked
-    assert len(looked) == len(set(looked))
+    assert [call for call in calls if call.startswith("lstat")] == []
     assert audit_of(tier) == []
 
 

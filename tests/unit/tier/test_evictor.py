@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import stat
 import struct
 import threading
@@ -27,6 +28,7 @@ from s3ec.tier import LocalKeys, evictor, files
 from s3ec.tier.evictor import Figures, RunningTotal
 from s3ec.tier.files import Folders, free_bytes, try_lock
 from tests.support.clock import Clock
+from tests.support.file_calls import file_calls_of
 from tests.support.on_disk import audit_of, evict, make_room, running_total, usage_of
 from tests.unit.tier.cases import (
     HOUR_S,
@@ -165,7 +167,9 @@ def test_former_release_takes_the_total_of_this_one_for_none() -> None:
     assert len(Figures(counted=True, total_bytes=5000).pack()) != len(former_file(0))
 
 
-def test_threads_and_forks_lose_no_addition(running: RunningTotal, folders: Folders) -> None:
+def test_threads_and_forks_lose_no_addition(
+    running: RunningTotal, folders: Folders, patient: None
+) -> None:
     running.begin()
     children = []
     for _ in range(3):
@@ -384,14 +388,13 @@ def test_disk_short_of_free_space_evicts_only_what_is_missing(
 
 
 def test_second_evictor_does_not_wait_but_a_publish_past_the_budget_does(
-    make_tier: MakeTier, root: Path, monkeypatch: pytest.MonkeyPatch
+    make_tier: MakeTier, root: Path, patient: None
 ) -> None:
     tier = make_tier(budget_bytes=3 * SIZE)
     with child("occupy", root) as other:
         assert other.hear() == "locked"
         fill(tier, *range(3))
         assert make_room(tier, SIZE, budget_bytes=3 * SIZE) == 0
-        monkeypatch.setattr(evictor, "TURN_WAIT_S", 60.0)
         with ThreadPoolExecutor(1) as pool:
             publishing = pool.submit(fill, tier, *range(4))
             other.say()
@@ -414,6 +417,8 @@ def test_publishes_behind_a_stopped_evictor_wait_once_and_then_are_refused_at_on
         return lock(folders, wait_s=0.0)
 
     monkeypatch.setattr(evictor, "evict_lock", noted)
+    now_s = time.monotonic()
+    monkeypatch.setattr(evictor, "time", SimpleNamespace(monotonic=lambda: now_s))
     with child("occupy", root) as other:
         assert other.hear() == "locked"
         fill(tier, *range(3))
@@ -423,8 +428,7 @@ def test_publishes_behind_a_stopped_evictor_wait_once_and_then_are_refused_at_on
         assert tier.evictor.make_room(SIZE, at_least_bytes=SIZE, wait=True) == 0
         assert waits == [evictor.TURN_WAIT_S, 0.0, 0.0]
         assert waits[0] < PATIENCE_S
-        now_s = time.monotonic() + 60
-        monkeypatch.setattr(evictor, "time", SimpleNamespace(monotonic=lambda: now_s))
+        now_s += 60
         with pytest.raises(TierError, match="another eviction is still under way"):
             fill(tier, 3)
         assert waits[3:] == [evictor.TURN_WAIT_S]
@@ -556,9 +560,12 @@ def test_foreign_files_are_complained_about_but_neither_counted_nor_deleted(
         assert any(str(path) in complaint for complaint in complaints)
 
 
-def test_free_bytes_is_what_a_plain_user_may_write(tmp_path: Path) -> None:
-    found = os.statvfs(tmp_path)
-    assert 0 < free_bytes(tmp_path) <= found.f_bfree * found.f_frsize
+def test_free_bytes_is_what_a_plain_user_may_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = SimpleNamespace(f_bavail=3, f_bfree=5, f_bsize=4096, f_frsize=512)
+    monkeypatch.setattr(os, "statvfs", lambda _: found)
+    assert free_bytes(tmp_path) == 3 * 512
 
 
 def test_folders_that_lost_their_last_entry_go_too(make_tier: MakeTier, root: Path) -> None:
@@ -570,32 +577,17 @@ def test_folders_that_lost_their_last_entry_go_too(make_tier: MakeTier, root: Pa
     assert audit_of(tier) == []
 
 
-class Walks:
-    """The folders that were listed, and how often the disk was asked for one thing or another."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.listed: list[str] = []
-        self.calls = 0
-        for name in ("scandir", "listdir"):
-            monkeypatch.setattr(os, name, self._noting(getattr(os, name), listing=True))
-        for name in ("open", "stat", "lstat", "statvfs", "mkdir", "link", "unlink", "rename"):
-            monkeypatch.setattr(os, name, self._noting(getattr(os, name)))
-
-    def _noting(self, call: Callable[..., object], *, listing: bool = False) -> object:
-        def noting(*arguments: object, **options: object) -> object:
-            self.calls += 1
-            if listing:
-                self.listed.append(str(arguments[0]))
-            return call(*arguments, **options)
-
-        return noting
-
-
-def start(make_tier: MakeTier) -> Walks:
+def start(make_tier: MakeTier) -> list[str]:
+    """The calls of the file system that opening one takes."""
     with pytest.MonkeyPatch.context() as patch:
-        walks = Walks(patch)
+        calls = file_calls_of(threading.get_ident(), patch)
         make_tier()
-    return walks
+    return calls
+
+
+def walks(calls: list[str]) -> list[str]:
+    """Those that list a folder of entries."""
+    return [call for call in calls if re.match("(scandir|listdir).*/objects", call)]
 
 
 def names_of(count: int) -> list[str]:
@@ -623,10 +615,10 @@ def test_start_costs_the_same_however_many_entries_there_are(
     empty = start(make_tier)
     link_entries(root / "v1" / "objects" / NAMESPACE, names_of(count))
     full = start(make_tier)
-    assert not [folder for folder in full.listed if "/objects" in folder]
-    assert full.calls == empty.calls
+    assert walks(full) == []
+    assert len(full) == len(empty)
     (root / "v1" / "usage").unlink()
-    assert not [folder for folder in start(make_tier).listed if "/objects" in folder]
+    assert walks(start(make_tier)) == []
     tier = make_tier()
     local = LocalKeys()
     local.replace(tier.entries.names())

@@ -45,7 +45,7 @@ class Ran:
             env=child_env(),
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=1800,
             check=False,
         )
         lines = (line.partition("RESULT ")[2] for line in self._done.stdout.splitlines())

@@ -22,6 +22,7 @@ from s3ec.dev.bench.result import Result
 from s3ec.dev.bench.soak import LOST, ROWS
 from s3ec.dev.bench.soak_engine import LiveEngine, PictureSet, Sample, compare, growths
 from s3ec.dev.rigs.engine import EngineError, EngineProcess
+from tests.support.waiting import eventually
 
 KINDS = ["killed", "cut", "full", "flipped", "swapped"]
 
@@ -94,6 +95,7 @@ class FakeEngine:
 
     def kill(self) -> None:
         self.alive = False
+        time.sleep(0.05)  # its asker may notice before this returns
 
 
 def live(fake: FakeEngine, tmp_path: Path) -> LiveEngine:
@@ -131,9 +133,7 @@ def test_an_engine_that_dies_by_itself_is_counted_with_the_fault_of_the_moment(
     engine: LiveEngine, right: FakeEngine
 ) -> None:
     right.alive = False
-    deadline = time.monotonic() + 10
-    while not right.starts and time.monotonic() < deadline:
-        time.sleep(0.01)
+    eventually(lambda: right.starts > 0)
     engine.stop()
     assert engine.tally.dead == 1
     assert engine.tally.deaths[0].startswith("a fault: ")
