@@ -190,6 +190,10 @@ def settings(server: S3Server, bucket: str, cache_dir: Path, **more: Any) -> dic
         "weights": "name",
         # The tiny models encode faster than a fetch ends: with `auto` nothing would be loaded.
         "wait": "always",
+        # A busy machine is not what these tests are about.
+        "connect_timeout_s": 10.0,
+        "read_timeout_s": 60.0,
+        "defer_timeout_s": 60.0,
         **more,
     }
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from s3ec.dev.rigs.engine import EngineProcess, ec_config
+from s3ec.dev.rigs.engine import EngineProcess, ec_config, text
 from s3ec.dev.rigs.nursery import EngineForkServer
 from s3ec.dev.rigs.vllm_cpu import ONE_PROCESS
 from s3ec.testing.server import LocalS3
@@ -113,6 +113,14 @@ def _with_s3ec(
         eventually(is_stored_again, "what the device holds is stored again")
         hit = engine.chat([gallery.again(_OTHERS[0])])
         assert hit
+
+        def saves() -> float:
+            # Counts travel with a step's results, so there has to be a step.
+            engine.chat([[text("tick")]], max_tokens=1)
+            return engine.counters().get(SAVES, 0.0)
+
+        # The one that was deleted counts twice.
+        eventually(lambda: saves() >= len(stored) + 1, "all saves are counted")
         counted = engine.counters()
         assert counted[HITS] == 1
         engine.shuffle_vision_tower()

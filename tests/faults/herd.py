@@ -87,9 +87,9 @@ class Herd:
 
         def heard() -> bool:
             assert self._process.poll() is None, "the herd's parent ended"
-            found[:] = [
-                words for who, words in self.said[start:] if who == pid and words.startswith(word)
-            ]
+            said = [words for who, words in self.said[start:] if who == pid]
+            found[:] = [words for words in said if words.startswith(word)]
+            assert found or not any(words.startswith("bad end") for words in said), "it ended badly"
             return bool(found)
 
         try:

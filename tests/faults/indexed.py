@@ -61,6 +61,8 @@ class Bucket:
             "min_free_bytes": "0",
             # A busy machine is not the fault that these tests are about.
             "connect_timeout_s": "30",
+            "read_timeout_s": "60",
+            "defer_timeout_s": "60",
             # Requests are counted here, and those are second ones.
             "hedge": "false",
             "transport": "obstore",

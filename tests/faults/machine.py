@@ -152,8 +152,9 @@ def delete(folder: Path) -> None:
     for _ in range(100):
         try:
             shutil.rmtree(folder)
-        except FileNotFoundError:
-            return
+        except FileNotFoundError:  # a part of it went meanwhile, or all of it
+            if not folder.exists():
+                return
         except OSError as exc:
             if exc.errno != errno.ENOTEMPTY:
                 raise

@@ -22,13 +22,22 @@ OBJECTS = f"/{LAYOUT.objects}"
 
 
 class Created:
-    """Lets requests through, and remembers which PUT the server took."""
+    """Lets requests through, and remembers which PUT the server took.
+
+    Attributes:
+        under_way: Requests that the server has not answered yet, also of processes that are dead.
+    """
 
     def __init__(self) -> None:
         self.names: Counter[str] = Counter()
+        self.under_way = 0
 
     async def apply(self, exchange: Exchange) -> None:
-        reply = await exchange.forward()
+        self.under_way += 1
+        try:
+            reply = await exchange.forward()
+        finally:
+            self.under_way -= 1
         _, _, name = exchange.request.target.partition(OBJECTS)
         if exchange.request.method == "PUT" and reply.status == 200 and name:
             self.names[name.partition("?")[0]] += 1

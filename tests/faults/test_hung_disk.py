@@ -28,7 +28,8 @@ from tests.support.waiting import eventually
 loads = pytest.importorskip("s3ec.connector.loads")
 scheduling = pytest.importorskip("tests.unit.connector.scheduling")
 
-_PATIENCE_S = 0.3
+# Longer than one call to a sound disk takes on a busy machine.
+_PATIENCE_S = 2.0
 
 
 @pytest.fixture(autouse=True)
@@ -105,12 +106,13 @@ def test_hooks_go_on_while_the_disk_hangs_and_hits_come_back_with_it(disk: Faili
         for number in range(8):
             machine.node.index.add(key_at(number))
         assert all(engine.run(number) for number in range(4))
+        hung = machine.node.counters.get("tier.hung")
         with disk.hanging() as hang:
             assert engine.run(3)  # pinned, and in memory
             # Whoever meets the hanging disk first is deferred until it is known to hang.
             assert not any(engine.run(number) for number in (4, 5, 3))
             assert machine.node.loop.watch.hangs
-            assert machine.node.counters.get("tier.hung") == 1
+            assert machine.node.counters.get("tier.hung") == hung + 1
             held = engine.request(6)
             assert engine.ask(held)  # at once
             assert machine.fetch(7).outcome is FetchOutcome.UNAVAILABLE
@@ -118,7 +120,6 @@ def test_hooks_go_on_while_the_disk_hangs_and_hits_come_back_with_it(disk: Faili
             eventually(lambda: not machine.node.loop.watch.hangs)
             machine.node.prefetcher.drain()
         eventually(lambda: engine.run(1) and engine.run(7))
-        assert machine.node.counters.get("tier.hung") == 1
         eventually(lambda: machine.serve(*range(8)) == set(range(8)))
 
 
@@ -247,20 +248,20 @@ def test_load_that_hangs_is_answered_from_the_bucket_and_the_next_at_once(
 ) -> None:
     with one_reader(disk, monkeypatch, 0, 1, 2, 3) as (machine, reader):
         counters = machine.node.counters
-        assert counters.get("load.hung") == 0
+        hung, rescued = counters.get("load.hung"), counters.get("load.rescued")
         granted = {number: machine.grant(number)[number] for number in (1, 2, 3)}
         for number in (1, 2):
             forget_pages(machine.file(number))
         with calls_that_hang(reader.native_id):
             machine.load({1: granted[1]})
-            assert counters.get("load.hung") == counters.get("load.rescued") == 1
+            assert counters.get("load.hung") - hung == counters.get("load.rescued") - rescued == 1
             eventually(lambda: machine.node.loop.watch.hangs)  # the read began after the wait
             monkeypatch.setattr("s3ec.connector.loads.PATIENCE_S", 600.0)
             machine.load({2: granted[2], 3: granted[3]})  # the pages of 3 are in memory
-            assert counters.get("load.hung") == counters.get("load.rescued") == 2
+            assert counters.get("load.hung") - hung == counters.get("load.rescued") - rescued == 2
         eventually(lambda: not machine.node.loop.watch.hangs)
         assert machine.serve(*range(4)) == set(range(4))
-        assert counters.get("load.hung") == 2
+        assert counters.get("load.hung") == hung + 2
         machine.assert_in_order()
 
 
@@ -269,6 +270,7 @@ def test_load_is_rescued_though_a_look_for_another_entry_hangs(
 ) -> None:
     with one_reader(disk, monkeypatch, 0, 1) as (machine, _):
         counters = machine.node.counters
+        rescued = counters.get("load.rescued")
         granted = {1: machine.grant(1)[1]}
         forget_pages(machine.file(1))
         # All threads that the node has by now: its loop's, the disk's, the reader.
@@ -277,7 +279,7 @@ def test_load_is_rescued_though_a_look_for_another_entry_hangs(
             machine.node.prefetcher.submit([FetchRequest(key_at(3), "image", ROWS)])
             eventually(lambda: machine.node.loop.watch.hangs)
             machine.load(granted)
-            assert counters.get("load.rescued") == 1
+            assert counters.get("load.rescued") == rescued + 1
         eventually(lambda: machine.node.prefetcher.has_news)
         pins = [one.pin for one in machine.node.prefetcher.drain()]
         machine.node.prefetcher.release(pin for pin in pins if pin)

@@ -79,8 +79,12 @@ def test_memory_of_a_listing_for_a_base_does_not_grow_with_the_bucket(
     monkeypatch.setattr(segment, "ROWS_PER_RUN", 2048)
     monkeypatch.setattr(listing, "BATCH", 512)
     monkeypatch.setattr(listing, "FEW", 100)
-    peaks = [peak_of_listing(tmp_path / str(entries), entries) for entries in (3_000, 9_000)]
-    assert peaks[1] - peaks[0] < 6_000 * 84
+    # What other threads allocate meanwhile counts too, so the smallest of several.
+    small, large = (
+        min(peak_of_listing(tmp_path / f"{entries}-{n}", entries) for n in range(3))
+        for entries in (3_000, 9_000)
+    )
+    assert large - small < 6_000 * 84
 
 
 def peak_of_listing(folder: Path, entries: int) -> int:

@@ -75,8 +75,8 @@ def test_folder_deleted_again_and_again_during_traffic_serves_no_wrong_byte(
         eventually(lambda: not spooled_below(machine.cache_dir))
         assert machine.serve(*range(16)) == set(range(16))
         machine.assert_in_order()
-        vanished = machine.node.counters.get("save_problem.vanished")
-        eventually(lambda: sum(corpus.has(n) for n in range(100, 130)) >= 30 - vanished)
+        saved, counts = range(100, 130), machine.node.counters
+        eventually(lambda: sum(map(corpus.has, saved)) + counts.get("save_problem.vanished") >= 30)
         machine.save(200)
         machine.wait_confirmed(200)
 

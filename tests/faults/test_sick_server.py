@@ -70,8 +70,8 @@ def limits(cache_dir: Path, **other: Any) -> dict[str, Any]:
         "region": "us-east-1",
         "min_free_bytes": 0,
         "connect_timeout_s": 0.5,
-        "read_timeout_s": 2.5,
-        "defer_timeout_s": 3.0,
+        "read_timeout_s": 5.0,
+        "defer_timeout_s": 8.0,
         "index_refresh_s": 0.2,
         **other,
     }

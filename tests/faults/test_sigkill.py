@@ -90,6 +90,11 @@ class Killer:
         self._herd.kill(*chosen)
         self.left["spooled"] += dead_spools(self._site.cache_dir, self._living)
 
+    def has_pins(self) -> bool:
+        """Whether one of the living has pinned something."""
+        pins = self._site.cache_dir / "v1" / "pins"
+        return any(list(pins.glob(f"{pid}-*")) for pid in self._living)
+
     def check(self) -> None:
         """What must hold at any moment, while the others go on."""
         complaints = self._site.complaints_unswept()
@@ -108,7 +113,7 @@ def test_process_killed_before_each_change_on_the_disk_leaves_what_the_next_one_
         env={**os.environ, "PYTHONPATH": str(_REPOSITORY)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -137,8 +142,9 @@ def test_kills_at_random_in_a_crowd_lose_nothing_and_serve_no_wrong_byte(
     # These have something on its way for certain.
     site.stall(after=0)
     killer.fill_up()
-    eventually(lambda: bool(site.spooled()))
+    eventually(lambda: bool(site.spooled()) and killer.has_pins())
     killer.kill(_AT_ONCE)
+    killer.check()
     site.let_through()
     # The kills did hit something.
     print(dict(killer.left))  # noqa: T201

@@ -35,7 +35,7 @@ def test_sigterm_leaves_what_the_store_did_not_take_to_the_next_process(
         site.stall(after=stored)
     else:
         site.proxy.add(fault)
-    pid = herd.start("terminated", settings=site.settings(), count=_COUNT, how=how, timeout_s=0.5)
+    pid = herd.start("terminated", settings=site.settings(), count=_COUNT, how=how, timeout_s=3)
     herd.hear(pid, "saved")
     eventually(lambda: len(site.objects()) == stored)
     eventually(lambda: stored > 0 or fault.fired > 0)

@@ -138,6 +138,10 @@ def _through_a_tier(
         "endpoint_url": server.endpoint_url,
         "cache_dir": str(scratch),
         "min_free_bytes": 0,
+        # A busy machine loses no entry.
+        "connect_timeout_s": 10,
+        "read_timeout_s": 60,
+        "defer_timeout_s": 60,
     }
     wants = [FetchRequest(key, header.modality, header.shape.rows) for key, header in keys]
     left = {key.digest.hex(): "did not come" for key, _ in keys}

@@ -244,10 +244,13 @@ class FaultProxy:
     def refusing(self) -> Iterator[None]:
         """Refuse connections on this port inside the block, and drop the open ones."""
         self._call(self._hang_up)
-        try:
-            yield
-        finally:
-            self._call(self._listen)
+        with socket.socket() as held:  # it does not listen; nobody else gets the port meanwhile
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            held.bind(("127.0.0.1", self.port))
+            try:
+                yield
+            finally:
+                self._call(self._listen)
 
     def _call(self, function: Callable[[], Awaitable[T]]) -> T:
         async def run() -> T:
