@@ -26,8 +26,8 @@ from s3ec.counters import Counters
 log = logging.getLogger(__name__)
 
 jitter = random.SystemRandom()
-"""Draws pauses. vLLM seeds the ``random`` module alike in all processes of a fleet, and a fork copies
-its state; this one has none."""
+"""Draws pauses. vLLM seeds the ``random`` module alike in all processes of a fleet, and a fork
+copies its state. This one has none."""
 
 PASS_THROUGH = (KeyboardInterrupt, SystemExit)
 """What signal handlers raise, Python's and vLLM's, between any two lines of the main thread."""

@@ -24,7 +24,8 @@ from s3ec.modality import SETTLED_S
 from s3ec.testing.fault_store import Fault, Gate
 from tests.support.clock import Clock
 from tests.support.on_disk import audit_of
-from tests.unit.connector.processes import DEADLINE_S, Process, eventually
+from tests.support.waiting import DEADLINE_S, eventually
+from tests.unit.connector.processes import Process
 from tests.unit.connector.scheduling import key_of
 
 _NEVER_S = 3600.0

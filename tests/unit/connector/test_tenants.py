@@ -23,7 +23,8 @@ from s3ec.settings import Settings
 from s3ec.tenant import Tenant
 from s3ec.testing.memory_store import MemoryBucket
 from tests.support.on_disk import audit_of
-from tests.unit.connector.processes import DEADLINE_S, Process, eventually
+from tests.support.waiting import DEADLINE_S, eventually
+from tests.unit.connector.processes import Process
 from tests.unit.connector.scheduling import World, feature, identifier_of, key_of, request
 
 torch = pytest.importorskip("torch")
@@ -92,7 +93,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     yield start
     for engine in engines:
         assert audit_of(engine.node.tier) == []
-        engine.node.close(5)
+        engine.node.close(DEADLINE_S)
 
 
 @pytest.mark.parametrize("identifier", ["report.png", HASH, f"my-lora:{HASH}"])
@@ -169,7 +170,7 @@ def test_the_next_process_uploads_what_a_tenants_engine_left_in_the_spool(
         codec.checksum(bytes(64)),
     )
     first.node.tier.writer.publish(key, [codec.encode_header(header), bytes(64)], spool=spool)
-    first.node.close(5)  # nobody uploaded it
+    first.node.close(DEADLINE_S)  # nobody uploaded it
 
     # Its folder's name says that it is of a process that is gone.
     (folder,) = (first.node.settings.cache_dir / "v1" / "spool").iterdir()
