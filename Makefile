@@ -29,6 +29,8 @@ FINGERPRINT = { echo "$(CURDIR)"; cat $(INPUTS); } | cksum
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
+# Sets of names have the same order in every run of a test.
+export PYTHONHASHSEED ?= 0
 
 .PHONY: help setup demo test test-fast test-versions check lint bench docs fuzz audit audit-terraform dist lock clean
 

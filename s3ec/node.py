@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-import random
 import threading
 from concurrent.futures import Future
 from functools import partial
@@ -24,7 +23,7 @@ from s3ec.index.follower import FollowOptions
 from s3ec.index.reader import ManifestIndex
 from s3ec.modality import ModalityRecords
 from s3ec.prefetch import Limits, Prefetcher, Sources
-from s3ec.runtime import DiskWatch, LoopThread, call_within, contained
+from s3ec.runtime import DiskWatch, LoopThread, call_within, contained, jitter
 from s3ec.settings import Settings
 from s3ec.store.base import Store
 from s3ec.store.endpoint import Breaker, Endpoint
@@ -247,7 +246,7 @@ class Node:
                     self.counters.add("index.refresh_failed")
             await self.apply_bad_objects()
             pause_s = refresh_pause_s(self.settings.index_refresh_s, self.breaker)
-            await asyncio.sleep(pause_s * random.uniform(0.9, 1.1))
+            await asyncio.sleep(pause_s * jitter.uniform(0.9, 1.1))
 
     async def apply_bad_objects(self) -> None:
         """Have producers store again what any process of this node found bad."""

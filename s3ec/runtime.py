@@ -25,6 +25,10 @@ from s3ec.counters import Counters
 
 log = logging.getLogger(__name__)
 
+jitter = random.SystemRandom()
+"""Draws pauses. vLLM seeds the ``random`` module alike in all processes of a fleet, and a fork
+copies its state. This one has none."""
+
 PASS_THROUGH = (KeyboardInterrupt, SystemExit)
 """What signal handlers raise, Python's and vLLM's, between any two lines of the main thread."""
 
@@ -52,7 +56,7 @@ class Backoff:
         first_s: float,
         longest_s: float,
         *,
-        uniform: Callable[[float, float], float] = random.uniform,
+        uniform: Callable[[float, float], float] = jitter.uniform,
     ) -> None:
         """Nothing has failed yet.
 

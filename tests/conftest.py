@@ -11,14 +11,18 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from s3ec.dev.rigs.vllm_cpu import install_here
 from s3ec.errors import ConfigError
 from s3ec.testing.server import LocalS3, MotoServer, find_weed
 
-# A deadline per example is a timed assertion: it fails on a busy machine, and on nothing else.
-settings.register_profile("s3ec", deadline=None)
+# A deadline per example, and the check of how long examples take to make, are timed assertions:
+# they fail on a busy machine, and on nothing else. By default a test tries the same examples each
+# time. To search for others: `make test ARGS=--hypothesis-profile=search`.
+_UNTIMED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("search", _UNTIMED)
+settings.register_profile("s3ec", _UNTIMED, derandomize=True)
 settings.load_profile("s3ec")
 
 # Tests that import vllm or transformers into this process.

@@ -444,11 +444,11 @@ class SaveQueue:
             return Upload(key.digest, 0, key, (header, pieces), spooled)
         nbytes = sum(memoryview(piece).nbytes for piece in pieces)
         job.copy.release()
-        self._node.local.add(key)
         with self._changed:
             self._memory_bytes -= self._pending[job.identifier]
             self._pending[job.identifier] = 0
             self._published.append(job.identifier)
+            self._node.local.add(key)
             self._changed.notify_all()
         return Upload(key.digest, nbytes, key, spooled=spooled)
 

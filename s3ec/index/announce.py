@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,7 +17,7 @@ from s3ec.identity import Key, Layout
 from s3ec.index.manifest import OVERLAP_S, Ulids
 from s3ec.index.rows import EntryInfo, Rows, Tombstone
 from s3ec.index.segment import encode_segment
-from s3ec.runtime import Backoff, contained
+from s3ec.runtime import Backoff, contained, jitter
 from s3ec.store.base import Store
 
 log = logging.getLogger(__name__)
@@ -85,7 +84,7 @@ class Announcer:
         clock: Callable[[], float] = time.time,
         batch_s: float = ANNOUNCE_S,
         batch_items: int = BATCH_ITEMS,
-        uniform: Callable[[float, float], float] = random.uniform,
+        uniform: Callable[[float, float], float] = jitter.uniform,
     ) -> None:
         """Set up; nothing runs yet.
 
@@ -234,6 +233,7 @@ class Announcer:
     async def _collect(self) -> dict[bytes, _Item]:
         """Wait for a batch, and take it."""
         if not self._urgent and len(self._waiting) < self._batch_items:
+            self._due.clear()
             await _wait(self._due, self._batch_s)
         batch = dict(islice(self._waiting.items(), self._batch_items))
         for digest in batch:
@@ -270,6 +270,7 @@ class Announcer:
             now_s = self._clock() + self._offset_s
             if not name or not 0 <= now_s - named_s <= _NAME_AGE_S:
                 name, named_s = self._names.next(now_s), now_s
+            self._retry.clear()  # before the attempt: who hurries during it does not wait after it
             try:
                 await self._store.put_if_absent(self._layout.delta(name), body)
             except ConflictError:
@@ -338,8 +339,7 @@ def _tell(items: list[_Item], *, confirmed: bool) -> None:
 
 
 async def _wait(event: asyncio.Event, timeout_s: float) -> None:
-    """Wait for an event that is set from now on."""
-    event.clear()
+    """Wait for an event, at most so long."""
     with suppress(TimeoutError):
         async with asyncio.timeout(timeout_s):
             await event.wait()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import time
 from collections.abc import Callable, Set
 from dataclasses import dataclass, replace
@@ -40,7 +39,7 @@ from s3ec.index.manifest import (
 )
 from s3ec.index.merged_rows import Deltas, MergedRows
 from s3ec.index.rebuild import rebuild
-from s3ec.runtime import Backoff, contained
+from s3ec.runtime import Backoff, contained, jitter
 from s3ec.store.base import Store
 from s3ec.store.open import require_conditional_put
 from s3ec.tier import IndexFiles
@@ -226,10 +225,10 @@ class ElectedCompactor:
         """Compact whenever it pays, until cancelled, or for good where the server forbids it."""
         backoff = Backoff(FIRST_PAUSE_S, MAX_PAUSE_S)
         while True:
-            await asyncio.sleep(LOOK_EVERY_S * random.uniform(0.9, 1.1))
+            await asyncio.sleep(LOOK_EVERY_S * jitter.uniform(0.9, 1.1))
             if not self._backlog().is_large:
                 continue
-            await asyncio.sleep(random.uniform(0, SPREAD_S))
+            await asyncio.sleep(jitter.uniform(0, SPREAD_S))
             with contained(self._counters, "compacting the index of %s", self._layout.namespace):
                 try:
                     if await self.compact_if_needed():

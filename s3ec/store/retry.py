@@ -7,13 +7,13 @@ Both pay for the extra requests from a budget of the endpoint.
 from __future__ import annotations
 
 import asyncio
-import random
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from s3ec.counters import Counters, RecentTimes
 from s3ec.errors import S3ECError, UnavailableError
+from s3ec.runtime import jitter
 from s3ec.store.base import Blob, Store, Wrapper
 from s3ec.store.concurrency import seconds_left
 from s3ec.store.endpoint import BreakerOpenError, Endpoint
@@ -48,7 +48,7 @@ class RetryStore(Wrapper):
         attempts: int = 3,
         endpoint: Endpoint | None = None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-        uniform: Callable[[float, float], float] = random.uniform,
+        uniform: Callable[[float, float], float] = jitter.uniform,
     ) -> None:
         super().__init__(inner)
         self._counters = counters

@@ -415,7 +415,7 @@ async def test_no_more_requests_are_out_than_max_concurrency(
             self.most = max(self.most, self.now)
             reply = await exchange.forward()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(_until(lambda: self.most >= 3), 10)
+                await asyncio.wait_for(until(lambda: self.most >= 3), 10)
             await asyncio.sleep(0.02)  # long enough for one too many to arrive, if it may
             self.now -= 1
             await exchange.send(reply)

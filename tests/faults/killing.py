@@ -109,7 +109,7 @@ def begin(tier: Tier) -> Callable[[], None]:
     incoming = tier.writer.begin(key, first, verifier)
 
     def finish() -> None:
-        incoming.append(rest)
+        incoming.put([(len(first), rest)])
         tier.entries.unpin(incoming.commit())
 
     return finish

@@ -16,13 +16,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ECConnectorOutput
 from vllm.v1.request import Request
 
-from s3ec.connector import live_weights
+from s3ec.connector import live_weights, loads
 from s3ec.connector.messages import StepPlan, WorkerReport
 from s3ec.connector.remote_ranks import Ranks, tier_id
 from s3ec.connector.request_waits import MAX_WAITS, NO_PIXELS_WAIT_S
@@ -35,6 +36,7 @@ from s3ec.dev.rigs.virtual_engine import NoConnector
 from s3ec.encode_costs import EncodeCosts
 from s3ec.identity import Namespace
 from s3ec.node import Node
+from s3ec.runtime import DiskWatch
 from s3ec.settings import Settings
 from s3ec.testing.memory_store import MemoryStore
 from s3ec.tier import Pin
@@ -48,6 +50,7 @@ from tests.fuzz.outside import (
     embedding,
 )
 from tests.support.clock import Clock
+from tests.support.waiting import DEADLINE_S
 from tests.unit.tier.cases import key_of
 
 NAMESPACE = Namespace.from_descriptor({"model": "fuzz"})
@@ -59,6 +62,8 @@ _LONGEST_PAUSE_S = 0.1
 PROBES = 3
 # In this time a fetch ends for certain where nothing fails.
 _AMPLE_S = 2.0
+# The disk of a busy machine is not taken for one that hangs, which counts as a fault.
+_NEVER_S = 3600.0
 
 
 @dataclass(frozen=True)
@@ -84,16 +89,18 @@ def bench() -> Iterator[Bench]:
     live_weights.watch()
     nodes = [_node(folder / name) for name in ("tier", "far-tier")]
     try:
-        yield Bench(*nodes, EntryFiles(folder / "entries", NAMESPACE.name))
+        with patch.object(loads, "PATIENCE_S", _NEVER_S):
+            yield Bench(*nodes, EntryFiles(folder / "entries", NAMESPACE.name))
     finally:
         for node in nodes:
-            node.close(5)
+            node.close(DEADLINE_S)
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def _node(cache_dir: Path) -> Node:
     settings = {"bucket": "corpus", "cache_dir": cache_dir, "min_free_bytes": 0, "verify": "always"}
     node = Node(Settings.model_validate(settings), NAMESPACE, store=MemoryStore())
+    node.loop.watch = DiskWatch(node.counters, patience_s=_NEVER_S)
     node.users = 2  # the scheduler half reads the same counters
     return node
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.fuzz.targets import TARGETS
@@ -87,13 +87,11 @@ def test_a_reader_keeps_its_promises_on_the_corpus(name: str) -> None:
             raise AssertionError(f"{seed}: {exc!r}") from exc
 
 
-# Another thread of the process, a node's of an earlier test, may draw its jitter meanwhile.
-@pytest.mark.filterwarnings("ignore:Do not use the `random` module inside strategies")
 @pytest.mark.parametrize("name", TARGETS)
 def test_a_reader_keeps_its_promises_on_changes_of_the_corpus(name: str) -> None:
     seeds = [seed.read_bytes() for seed in SEEDS[name]]
 
-    @settings(max_examples=_EXAMPLES, suppress_health_check=[HealthCheck.too_slow])
+    @settings(max_examples=_EXAMPLES)
     @given(st.sampled_from(seeds), edits, st.lists(numbers, max_size=6), values)
     def run(
         seed: bytes, some: list[tuple[str, int, bytes]], picks: list[int], value: object

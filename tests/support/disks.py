@@ -81,7 +81,7 @@ class Hang:
         self._fd = fd
         self._over = False
         self.held_up = False
-        self.timer = threading.Timer(60.0, self._help)
+        self.timer = threading.Timer(300.0, self._help)
 
     def end(self) -> None:
         """Let all go on that wait; more than once is fine."""
@@ -122,8 +122,8 @@ class FailingDisk:
     def hanging(self) -> Iterator[Hang]:
         """Inside, every call that would change something waits, in the kernel and unkillable.
 
-        What is in memory can be read. Should the test itself hang, the disk is let go after a
-        minute, and the test fails.
+        What is in memory can be read. Should the test itself hang, the disk is let go after
+        five minutes, and the test fails.
         """
         fd = os.open(self.path, os.O_RDONLY)
         hang = Hang(fd)

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 import torch
 
 from s3ec.connector.staging import HostPool
+from tests.support.waiting import DEADLINE_S
 
-DEADLINE_S = 20.0
 _BUFFER_BYTES = 64 * 1024  # the smallest, which all embeddings of these tests fit into
 
 

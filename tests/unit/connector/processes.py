@@ -14,10 +14,12 @@ from s3ec.connector import saves
 from s3ec.connector.messages import Load
 from s3ec.identity import Namespace
 from s3ec.node import Node
+from s3ec.runtime import DiskWatch
 from s3ec.settings import Settings
 from s3ec.store.endpoint import BreakerOptions, Endpoint
 from s3ec.testing.fault_store import Fault, FaultStore, Script
 from s3ec.testing.memory_store import MemoryBucket, MemoryStore
+from tests.support.waiting import DEADLINE_S
 from tests.unit.tier.cases import key_of
 
 HASHES = [f"{n:064x}" for n in range(1, 40)]
@@ -65,6 +67,8 @@ class Process:
             store=self.store,
             endpoint=Endpoint(16, breaker) if breaker else None,
         )
+        # The disk of a busy machine may take longer than a request has time for.
+        self.node.loop.watch = DiskWatch(self.node.counters, patience_s=3600)
 
     def counted(self, name: str) -> float:
         return self.node.counters.get(name)
@@ -104,4 +108,4 @@ class Process:
         return Load.of(identifier, pin)
 
     def close(self) -> None:
-        self.node.close(5)
+        self.node.close(DEADLINE_S)

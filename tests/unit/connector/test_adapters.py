@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -86,8 +87,13 @@ def adapted(name: str, text: object, of: Any, *, pixels: bool = True) -> Any:
 
 
 def write(folder: Path, version: int) -> Path:
-    """An adapter; every version has other values."""
-    return adapter(folder, tensors_of([f"vision_tower.lora_A.{version}"], 4096))
+    """An adapter; every version has other values, and other times of its files.
+
+    The kernel's clock for files may stand still for milliseconds.
+    """
+    made = adapter(folder, tensors_of([f"vision_tower.lora_A.{version}"], 4096))
+    os.utime(made / "adapter_model.safetensors", (version, version))
+    return made
 
 
 def content_name(folder: Path, text: object) -> str:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from s3ec.connector.messages import Encode, EncodeTime, Save, StepPlan, WorkerReport
-from tests.support.waiting import eventually
+from tests.support.waiting import DEADLINE_S, eventually
 from tests.unit.connector.processes import HASHES, Process, tensor
 
 pytest.importorskip("vllm")
@@ -199,7 +199,7 @@ class Runner:
         return None if made is None else made.report
 
     def close(self) -> None:
-        self.process.node.close(10)
+        self.process.node.close(DEADLINE_S)
 
 
 @pytest.fixture
@@ -264,7 +264,7 @@ def test_scheduler_of_another_process_learns_though_vllm_drops_the_reports(tmp_p
         runner.step(_CALLS["ec_producer, before 0.30"])
     eventually(lambda: known.known_s("image", 256) == pytest.approx(_ENCODE_S))
     runner.close()
-    scheduler.node.close(10)
+    scheduler.node.close(DEADLINE_S)
 
 
 def test_what_was_learned_is_kept_when_the_engine_ends_and_known_to_the_next(
@@ -281,4 +281,4 @@ def test_what_was_learned_is_kept_when_the_engine_ends_and_known_to_the_next(
     following = Process(tmp_path)
     known = following.node.encode_costs(_ENCODER)
     eventually(lambda: known.known_s("image", 256) == pytest.approx(_ENCODE_S))
-    following.node.close(10)
+    following.node.close(DEADLINE_S)

@@ -8,6 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.support.waiting import DEADLINE_S
+
 torch = pytest.importorskip("torch")
 accelerators = pytest.importorskip("tests.unit.connector.accelerators")
 host_pool = pytest.importorskip("s3ec.connector.staging")
@@ -51,13 +53,13 @@ def test_take_at_the_limit_waits_for_a_copy_to_end() -> None:
     first, event = pool.take(1), accelerators.FakeEvent()
     pool.give(first, after=event)
     waits = threading.Event()
-    event.synchronize = lambda: (waits.set(), event.happened.wait(20))
+    event.synchronize = lambda: (waits.set(), event.happened.wait(DEADLINE_S))
     taken: list[torch.Tensor] = []
     thread = in_a_thread(lambda: taken.append(pool.take(1)))
-    assert waits.wait(20)
+    assert waits.wait(DEADLINE_S)
     assert taken == []
     event.happened.set()
-    thread.join(20)
+    thread.join(DEADLINE_S)
     assert taken[0] is first
     assert pool.held_bytes == SMALLEST
 
@@ -69,7 +71,7 @@ def test_take_at_the_limit_waits_for_another_taker(monkeypatch: pytest.MonkeyPat
     taken: list[torch.Tensor] = []
     thread = in_a_thread(lambda: taken.append(pool.take(1)))
     pool.give(first)
-    thread.join(20)
+    thread.join(DEADLINE_S)
     assert taken[0] is first
 
 
@@ -81,10 +83,10 @@ def test_take_does_not_wait_for_ever_for_takers_that_hang_in_a_disk(
     hung = pool.take(1)
     taken: list[object] = []
     thread = in_a_thread(lambda: taken.append(pool.take(1)))
-    thread.join(10)
+    thread.join(DEADLINE_S)
     waits = thread.is_alive()
     pool.give(hung)
-    thread.join(10)
+    thread.join(DEADLINE_S)
     assert not waits
     assert taken != [hung]
 
@@ -105,7 +107,7 @@ def test_limit_holds_with_many_takers(monkeypatch: pytest.MonkeyPatch) -> None:
 
     threads = [in_a_thread(lambda seed=seed: work(seed)) for seed in range(4)]
     for thread in threads:
-        thread.join(60)
+        thread.join(DEADLINE_S)
         assert not thread.is_alive()
     assert max(most) <= 512 * KIB
     pool.take(512 * KIB)

@@ -186,7 +186,7 @@ def test_upload_is_repeated_until_the_bucket_confirms(tmp_path: Path) -> None:
         Fault(op="put_if_absent", name="objects/", error=UnavailableError, times=7),
         Fault(op="put_if_absent", name="objects/", error=AccessError, times=2),
     ]
-    queue = rig.queue(pauses=uploads.Pauses(first_s=0.01))
+    queue = rig.queue(pauses=uploads.Pauses(first_s=0.01, longest_s=0.05))
     queue.put(HASHES[0], IMAGE, tensor())
     assert queue.drain(DEADLINE_S) == 0
     assert [fault.struck for fault in rig.faults] == [7, 2]
@@ -275,8 +275,9 @@ def test_a_hook_waits_a_bounded_time_for_a_bucket_that_takes_nothing(
 
 
 def test_a_bucket_that_takes_something_now_and_then_blocks_no_step_for_longer(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(uploads, "ANNOUNCE_S", 3600.0)  # it would wake the hook that waits
     dead = dead_process(tmp_path, HASHES[9])
     first, last = Gate(), Gate()
     rig = Rig(tmp_path, shared=dead.bucket, cache_bytes=4 * 1300)
@@ -371,13 +372,19 @@ def test_drain_that_cannot_announce_leaves_it_to_the_next_process(
     queue = rig.queue()
     for identifier in HASHES[:3]:
         queue.put(identifier, IMAGE, tensor())
-    eventually(lambda: rig.counted("save.items") == 3)
+    stored: list[str] = []
+
+    def all_stored() -> bool:
+        stored.extend(queue.take_report()[1])
+        return len(stored) == 3
+
+    eventually(all_stored)
     assert queue.drain(0.1) == 3
     assert rig.counted("spool.left") == 3
     assert rig.counted("save_problem.abandoned") == 0
     assert rig.spooled() == 3
     assert "3 embeddings are in the bucket and not in its index yet" in caplog.text
-    assert sorted(queue.take_report()[1]) == HASHES[:3]
+    assert sorted(stored) == HASHES[:3]
 
 
 def test_nothing_is_asked_of_the_bucket_after_a_drain(tmp_path: Path) -> None:
@@ -621,7 +628,7 @@ def test_dead_bucket_that_comes_back_gets_everything(tmp_path: Path) -> None:
     rig = Rig(tmp_path, breaker=SHORT_PAUSES)
     dead = Fault(error=UnavailableError)
     rig.faults.append(dead)
-    queue = rig.queue(budget_bytes=64, pauses=uploads.Pauses(first_s=0.01))
+    queue = rig.queue(budget_bytes=64, pauses=uploads.Pauses(first_s=0.01, longest_s=0.05))
     rig.put_spooled(queue, *HASHES)
     eventually(lambda: dead.struck > 5)
     rig.faults.clear()
@@ -702,9 +709,12 @@ def test_fresh_save_of_an_adopted_entry_stores_it_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_upload_reads_the_tiers_entry_where_somebody_emptied_the_spool(rig: Rig) -> None:
+def test_upload_reads_the_tiers_entry_where_somebody_emptied_the_spool(
+    tmp_path: Path,
+) -> None:
+    rig = Rig(tmp_path, breaker=SHORT_PAUSES)
     rig.faults.append(Fault(error=UnavailableError))
-    queue = rig.queue(pauses=uploads.Pauses(first_s=0.001))
+    queue = rig.queue(pauses=uploads.Pauses(first_s=0.001, longest_s=0.05))
     rig.put_spooled(queue, *HASHES[:2])
     key = key_of(HASHES[1])
     evict(rig.node.tier, key)
@@ -714,6 +724,7 @@ def test_upload_reads_the_tiers_entry_where_somebody_emptied_the_spool(rig: Rig)
     assert queue.drain(DEADLINE_S) == 0
     assert rig.stored(HASHES[0]) is not None
     assert rig.stored(HASHES[1]) is None
+    rig.close()
 
 
 def test_adopted_uploads_that_never_end_are_left_at_the_end(tmp_path: Path) -> None:
@@ -780,14 +791,20 @@ def test_the_loop_makes_no_call_that_a_disk_has_to_answer(
     async def thread() -> int:
         return threading.get_ident()
 
-    calls = file_calls_of(rig.node.loop.run(thread(), DEADLINE_S), monkeypatch)
-    queue = rig.queue()
-    assert queue.put(HASHES[0], IMAGE, tensor(0))
-    eventually(lambda: rig.stored(HASHES[0]) is not None)
-    key = key_of(HASHES[1])
-    assert rig.node.bad_objects.note(key, "header", 0) == 1
-    assert queue.put(HASHES[1], IMAGE, tensor(1))
-    assert queue.drain(DEADLINE_S) == 0
+    # What an earlier test left closes its files in whichever thread collects the garbage.
+    gc.collect()
+    gc.disable()
+    try:
+        calls = file_calls_of(rig.node.loop.run(thread(), DEADLINE_S), monkeypatch)
+        queue = rig.queue()
+        assert queue.put(HASHES[0], IMAGE, tensor(0))
+        eventually(lambda: rig.stored(HASHES[0]) is not None)
+        key = key_of(HASHES[1])
+        assert rig.node.bad_objects.note(key, "header", 0) == 1
+        assert queue.put(HASHES[1], IMAGE, tensor(1))
+        assert queue.drain(DEADLINE_S) == 0
+    finally:
+        gc.enable()
     assert rig.node.layout.object(key, 1) in rig.bucket.objects
     assert calls == []
 

@@ -94,7 +94,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     yield start
     for engine in engines:
         assert audit_of(engine.node.tier) == []
-        engine.node.close(5)
+        engine.node.close(DEADLINE_S)
 
 
 @pytest.mark.parametrize("identifier", ["report.png", HASH, f"my-lora:{HASH}"])
@@ -171,7 +171,7 @@ def test_the_next_process_uploads_what_a_tenants_engine_left_in_the_spool(
         codec.checksum(bytes(64)),
     )
     first.node.tier.writer.publish(key, [codec.encode_header(header), bytes(64)], spool=spool)
-    first.node.close(5)  # nobody uploaded it
+    first.node.close(DEADLINE_S)  # nobody uploaded it
 
     # Its folder's name says that it is of a process that is gone.
     (folder,) = (first.node.settings.cache_dir / "v1" / "spool").iterdir()

@@ -275,6 +275,20 @@ async def test_flush_waits_for_no_pause_after_a_failure() -> None:
     assert rig.told == {1: [True]}
 
 
+async def test_hurry_during_an_attempt_that_fails_is_not_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(announce, "DENIED_PAUSE_S", _NEVER_S)
+    gate = Gate()
+    rig = Rig(Fault(op="put_if_absent", gate=gate, error=AccessError, times=1))
+    rig.add(1)
+    rig.announcer.send_soon()
+    await until(gate.reached.is_set)
+    rig.announcer.send_soon(retry=True)
+    gate.release()
+    await until(lambda: rig.told == {1: [True]})
+
+
 async def test_too_much_that_waits_is_refused_and_said_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
