@@ -14,7 +14,9 @@ FUZZ_SECONDS ?= 600
 VERSIONS ?= 0.31.0 0.30.0 0.29.0 0.28.0 0.27.1 0.27.0
 # A test file stays in one process, with its servers. By itself xdist would begin with the files of
 # many tests, and those of few and long ones would come last.
-PARALLEL ?= --numprocesses auto --dist loadfile --no-loadscope-reorder
+# Two more than there are cores, since many tests wait.
+WORKERS := $(shell expr $$(nproc 2>/dev/null || echo 2) + 2)
+PARALLEL ?= --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 # Engines are shared by many tests, so these come in two parts (tests/e2e/conftest.py).
 ENGINES ?= --numprocesses 2
 # Servers, engines and processes that are killed; to collect these takes its time as well.

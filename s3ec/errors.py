@@ -104,8 +104,8 @@ class CorruptEntryError(S3ECError):
 
     Attributes:
         reason: One word for counters: ``length``, ``header``, ``checksum``, ``identifier``,
-            ``namespace``, ``size``, ``dtype``, ``shape``, ``version``, ``nonfinite`` or
-            ``order`` (an index file that is not sorted).
+            ``namespace``, ``size``, ``dtype``, ``shape``, ``version``, ``nonfinite``,
+            ``order`` (an index file that is not sorted) or ``disk`` (one that cannot be read).
     """
 
     def __init__(self, message: str, *, reason: str) -> None:

@@ -218,7 +218,8 @@ def call_within(timeout_s: float, function: Callable[[], T]) -> T:
     """Make a call in a thread of its own, and wait at most ``timeout_s`` for it.
 
     Raises:
-        TimeoutError: It has not come back, and goes on in its thread.
+        TimeoutError: It has not come back, and goes on in its thread. A call that may raise one
+            itself, as of a disk, is not for this function.
         Exception: What the call raised.
     """
     return in_thread(function, "s3ec-bounded").result(timeout_s)
@@ -281,11 +282,11 @@ class Background:
                     return
                 self._thread = thread
 
-    def stop(self) -> bool:
-        """End the thread, and wait for it; for good.
+    def stop(self, timeout_s: float = _STOP_TIMEOUT_S) -> bool:
+        """End the thread, and wait for it so long; for good.
 
         Returns:
-            Whether it has ended. A disk that does not answer is not waited for.
+            Whether it has ended. A disk that does not answer is left to the process's end.
         """
         with self._lock:
             self._closed = True
@@ -294,7 +295,7 @@ class Background:
         self._wanted.set()
         if thread is None or thread is threading.current_thread():
             return thread is None
-        thread.join(_STOP_TIMEOUT_S)
+        thread.join(timeout_s)
         if thread.is_alive():
             log.warning("%s did not end; left to the process's end", self._name)
         return not thread.is_alive()

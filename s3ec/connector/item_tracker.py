@@ -418,8 +418,12 @@ class ItemTracker:
 
     # -- what arrives ------------------------------------------------------------------------
 
-    def arrived(self, fetched: FetchResult, now: float) -> bool:
-        """The prefetcher has finished one fetch; whether an item has its pin by that."""
+    def arrived(self, fetched: FetchResult, now: float, unwanted: list[Pin]) -> bool:
+        """The prefetcher has finished one fetch; whether an item has its pin by that.
+
+        Args:
+            unwanted: Gets its pin where nobody wants it any more; to be released.
+        """
         identifier = fetched.want.key.identifier
         item = self.items.get(identifier)
         if self._queue is not None:
@@ -428,7 +432,7 @@ class ItemTracker:
                 item.fetching = None
         if item is None or item.state is not FETCHING or item.pin is not None:
             if fetched.pin is not None:
-                self._release([fetched.pin])
+                unwanted.append(fetched.pin)
             return False
         self._answers.changed(identifier)
         item.touched_s = now
@@ -586,14 +590,14 @@ class ItemTracker:
             item.loads -= 1
             if item.loads == 0 and identifier in on_device:
                 pins += self._drop(identifier)
-        self._release(pins)
+        self.release(pins)
 
     def _sweep(self, now: float) -> None:
         pins = []
         for identifier, item in list(self.items.items()):
             if item.is_over(now):
                 pins += self._drop(identifier)
-        self._release(pins)
+        self.release(pins)
         if self._queue is not None and not any(item.fetching for item in self.items.values()):
             self._queue.reset()
 
@@ -606,7 +610,8 @@ class ItemTracker:
             self._ranks.release(identifier)
         return [] if item.pin is None else [item.pin]
 
-    def _release(self, pins: list[Pin]) -> None:
+    def release(self, pins: list[Pin]) -> None:
+        """Have these given back, by one call of the loop."""
         if pins:
             self._prefetcher.release(pins)
 

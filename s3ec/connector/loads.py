@@ -479,7 +479,8 @@ class StepLoads:
     ===========  ===========  ==============================================================
     state        goes to      when
     ===========  ===========  ==============================================================
-    (new)        handed over  the step was begun before its results are needed, or is not alone
+    (new)        handed over  the step was begun before its results are needed, or others follow
+                          in it
     (new)        ended        ``finish`` reads it in the calling thread
     (new)        handed over  the kernel does not have it in memory: a disk would have to answer
     handed over  ended        a reader has it, or the bucket stood in, or both failed

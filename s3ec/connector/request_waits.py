@@ -24,6 +24,7 @@ from s3ec.encode_costs import EncodeCosts
 from s3ec.identity import Key
 from s3ec.index.missing import NEGATIVE_TTL_S, NegativeCache
 from s3ec.prefetch import FetchOutcome, FetchResult, Priority
+from s3ec.tier import Pin
 
 # vLLM 0.24 and 0.25 do not tell when a request ends; more than these do not wait at all.
 MAX_WAITS = 10_000
@@ -36,7 +37,7 @@ MOST_IN_VAIN = 3
 # ...until something of it comes in time, or this long has passed. Then one more in vain is enough.
 VAIN_REST_S = 30.0
 
-# As for the states: a global is found faster than a member of a class.
+# A global is found faster than a member of a class.
 _DEMAND = Priority.DEMAND
 
 
@@ -171,7 +172,7 @@ class DeferralBudget:
             self._vain_s = now
         return True
 
-    def resume(self, request_id: str, pause_s: float) -> None:
+    def resume(self, request_id: str, *, pause_s: float) -> None:
         """vLLM asks about the request again, after so long: that was no wait."""
         wait = self._waits.get(request_id)
         if wait is not None and wait.since_s is not None:
@@ -289,7 +290,8 @@ class RequestWaits:
     waiting  waited   all is here, its time is over, the encoder is to make it, or it fails
     waited   waiting  something is on its way again and it has time left, as it has with each
                       turn of a session
-    any      (none)   it has ended; before 0.26 nobody tells, so it was not asked about for long
+    any      (none)   it has ended; before 0.26 nobody tells, so once there are many, it was not
+                      asked about for long
     =======  =======  ======================================================================
 
     The time of a paused request stands still. There are four sources, each with a budget of its
@@ -334,7 +336,7 @@ class RequestWaits:
         self._needs_embedding = needs_embedding
         self._answers = answers
         self._policy = policy
-        self._bucket_waits = DeferralBudget(role.defer_timeout_s, counters, clock)  # for the bucket
+        self._bucket_waits = DeferralBudget(role.defer_timeout_s, counters, clock)
         self._tier_waits = DeferralBudget(role.defer_timeout_s, counters, clock)
         self._promise_waits = DeferralBudget(role.defer_timeout_s, counters, clock)
         probe_s = min(role.probe_s, role.defer_timeout_s)
@@ -572,18 +574,22 @@ class RequestWaits:
         now = self._clock()
         for request_id in self.paused.keys() & asked:
             self.resume(request_id, now)  # its answer was repeated
-        for request_id in self._deferred_s.keys() - asked:
-            self._count_wait(request_id)
-            self._paused_s[request_id] = now
+        left = [request_id for request_id in self._deferred_s if request_id not in asked]
+        if left:
+            waited_s = 0.0
+            for request_id in left:
+                waited_s += now - self._deferred_s.pop(request_id)
+                self._paused_s[request_id] = now
+            self._counters.add("deferred_seconds", waited_s)
 
     def resume(self, request_id: str, now: float) -> None:
         """vLLM asks about a paused request again: its wait goes on where it was."""
         pause_s = now - self._paused_s.pop(request_id)
         self._deferred_s[request_id] = now
         for budget in self._budgets:
-            budget.resume(request_id, pause_s)
+            budget.resume(request_id, pause_s=pause_s)
         if self._policy is not None:
-            self._policy.resume(request_id, pause_s)
+            self._policy.resume(request_id, pause_s=pause_s)
 
     def _count_wait(self, request_id: str) -> None:
         """The request does not wait now. However many sources it waited for, it waited once."""
@@ -617,6 +623,11 @@ class RequestWaits:
                 if position.offset + position.length <= num_computed_tokens:
                     self._tracker.leave(request_id, feature.identifier)
 
+    def goes_on(self, request_id: str) -> None:
+        """The request waits for nothing: what it needs is computed, or the encoder makes it."""
+        if request_id in self._deferred_s:
+            self._end_waits(request_id)
+
     def scheduled(self, request_id: str, identifier: str) -> None:
         """The request got room for one item: it need not wait, and has done with this one."""
         self._end_waits(request_id)
@@ -647,6 +658,7 @@ class RequestWaits:
     def arrived(self, results: Iterable[FetchResult]) -> None:
         """The prefetcher has finished these: learn what they took, and move their items on."""
         now = self._clock()
+        unwanted: list[Pin] = []
         for fetched in results:
             if fetched.source is not None:
                 budget = self._bucket_waits if fetched.source == "bucket" else self._tier_waits
@@ -658,11 +670,12 @@ class RequestWaits:
                 self._probe_waits.came(fetched.seconds)
             item = self._items.get(fetched.want.key.identifier)
             had_failed = item is not None and item.failures > 0
-            if self._tracker.arrived(fetched, now) and item is not None:
+            if self._tracker.arrived(fetched, now, unwanted) and item is not None:
                 if had_failed:
                     self._promise_waits.came(0.0)
                 if item.promised:
                     self._note_promise(item, now - item.asked_s)
+        self._tracker.release(unwanted)
 
     def sweep(self, now: float) -> None:
         """Drop what is too old to matter."""

@@ -6,7 +6,7 @@ sent again. What was encoded once is remembered by its key alone, in a sketch of
 stored when it is encoded once more. What takes less time to encode than to bring back is not
 stored at all.
 
-Everything here is arithmetic in memory; the scheduler's thread owns it.
+The scheduler's thread owns all of it. Nothing here waits.
 """
 
 from __future__ import annotations

@@ -218,6 +218,7 @@ class SchedulerHalf:
         if request_id in self.waits.paused:
             self.waits.resume(request_id, self._clock())
         if self._stopped:
+            self.waits.goes_on(request_id)
             return self._can_be_encoded(request, num_computed_tokens)
         # Not by the end of the last feature: where they nest (the audio of a video), an earlier
         # one ends behind it.
@@ -231,6 +232,7 @@ class SchedulerHalf:
         features = request.mm_features
         self._named = named_by(request)
         if decoding:  # everything is in the KV cache
+            self.waits.goes_on(request_id)
             if request_id in self.tracker.waiting:
                 self.tracker.leave_all(request_id)
             return True

@@ -90,7 +90,8 @@ class HostPool:
     =======  =======  ===================================================================
     state    goes to  when
     =======  =======  ===================================================================
-    (new)    taken    ``take`` finds no idle one of its size, and there is room for one
+    (new)    taken    ``take`` finds no idle one of its size; past the limit only after it
+                      has waited for one in vain
     taken    idle     ``give``, and no copy uses it
     taken    flying   ``give`` with the event that ends its last copy
     taken    (gone)   ``leak``: somebody may use it still, so it is never reused

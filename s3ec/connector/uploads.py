@@ -62,9 +62,9 @@ class Answer(enum.Enum):
 class ObjectWriter:
     """Writes objects, each once. The loop's thread only; any number of calls at once.
 
-    States: new, then ready for good after the first call that reached the bucket: it is known
-    whether the server obeys conditional writes. The namespace's descriptor is written at first, and
-    again SETTLED_S after that, since `s3ec ns rm` may have deleted it.
+    States: new, then ready for good after the first call that reached the bucket. It has tried
+    then whether the server obeys conditional writes. The namespace's descriptor is written at
+    first, and again SETTLED_S after that, since `s3ec ns rm` may have deleted it.
     """
 
     def __init__(
@@ -209,8 +209,10 @@ class Uploader:
     =========  =========  ====================================================================
     (new)      waiting    ``submit``, or it was adopted from a dead process
     waiting    active     its turn has come, and it has a place
-    active     pausing    the bucket, or the disk, did not do its part; the place is kept
+    active     pausing    the bucket, or the disk, did not do its part; the place is kept, also
+                          where the bucket has it and did not say since when
     pausing    active     the pause is over
+    any        given up   ``stop``; what is spooled stays for the next process
     active     given up   it is refused for good, or its file is bad, gone or unreadable
     active     written    the bucket has it; ``ended`` is told, and the place is free
     written    announced  a delta with its row is confirmed, or the index had the row before
@@ -472,8 +474,10 @@ class Uploader:
         if written.answer is not Answer.REFUSED:
             nbytes = sum(memoryview(piece).nbytes for piece in pieces)
             is_kept = await self._announce(upload, upload.key, written, header, nbytes)
-        if upload.spooled is not None and not is_kept:
-            await self._leave_spool([upload.spooled])
+        spooled = upload.spooled
+        # A later save may have replaced the file. Then the disk, which may hang, is not waited for.
+        if spooled is not None and not is_kept and self._spool.holds(spooled):
+            await self._leave_spool([spooled])
         return header if written.answer is Answer.STORED else None
 
     async def _read(self, upload: Upload) -> tuple[Header, Sequence[bytes | memoryview]] | None:

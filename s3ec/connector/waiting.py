@@ -545,7 +545,7 @@ class WaitPolicy:
             fetching.began_s = now
         return now - fetching.began_s
 
-    def resume(self, request_id: str, pause_s: float) -> None:
+    def resume(self, request_id: str, *, pause_s: float) -> None:
         """vLLM asks about the request again, after so long: that was no wait. Before ``waits``."""
         waiting = self._waiting.get(request_id)
         if waiting is not None:

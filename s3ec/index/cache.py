@@ -221,27 +221,28 @@ class IndexCache:
 
         def check(path: str) -> None:
             kind = Segment if exact else Bloom
-            try:
-                whole = memoryview(safetensors_file.map_file(path))
-            except OSError as exc:
-                raise TierError(f"cannot read {name}: {exc}") from exc
+            whole = memoryview(safetensors_file.map_file(path))
             kind.parse(whole, self.layout.namespace, name=name).check()
+
+        def check_again() -> None:
+            try:
+                check(self._files.path(local))
+            except OSError as exc:  # fetched anew, as a damaged one
+                raise CorruptEntryError(f"{name} cannot be read: {exc}", reason="disk") from exc
 
         async def fetch() -> None:
             nbytes, disk = blob.nbytes, self.disk
-            begin = partial(self._files.begin, local, name, nbytes, blob.xxh3)
+            begin = partial(self._files.begin, local, name, nbytes, blob.xxh3, check)
             incoming = await disk(begin, undo=Incoming.discard)
             try:
                 await download(self.store, name, incoming, disk=disk, at_a_time=PARTS)
-                await disk(check, incoming.path)
                 await disk(incoming.commit)
             finally:
                 await asyncio.shield(disk(incoming.discard))  # also where this is cancelled
             self._count(nbytes)
 
         await self._alone(local, fetch, nbytes=blob.nbytes)
-        path = self._files.path(local)
-        await self.disk(self._check_doubtful, local, partial(check, path))
+        await self.disk(self._check_doubtful, local, check_again)
 
     # -- what is not needed any more -----------------------------------------------------------
 

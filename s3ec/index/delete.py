@@ -115,12 +115,14 @@ async def survey(store: Store, layout: Layout, *, report: Report = unreported) -
         expected = await indexed_entries(store, layout)
         folders = await list_folders(store, layout.everything)
         others = [folder for folder in folders if folder != layout.objects]
-        return [*others, *await list_folders(store, layout.objects), layout.descriptor]
+        return [*others, *await list_folders(store, layout.objects)]
 
     listing = list_side_by_side(store, layout.everything, prefixes)
+    has_descriptor = False
     async with aclosing(listing) as batches:
         async for infos in batches:
             for info in infos:
+                has_descriptor = has_descriptor or info.name == layout.descriptor
                 # What lies in none of the folders does not count, however it is listed.
                 above = info.name.rpartition("/")[0] + "/"
                 if info.name == layout.descriptor or above not in (
@@ -129,6 +131,9 @@ async def survey(store: Store, layout: Layout, *, report: Report = unreported) -
                 ):
                     contents.add(layout, info)
             report("listing objects", contents.objects, expected)
+    # It lies in none of the folders, so a namespace that is read by folders leaves it out.
+    if not has_descriptor and (descriptor := await store.head(layout.descriptor)) is not None:
+        contents.add(layout, descriptor)
     return contents
 
 
@@ -566,6 +571,23 @@ async def delete_older(
                         kept.add(key)
                 while sum(map(len, waiting.values())) >= ROUND_OBJECTS:
                     full = _take_batch(waiting, ROUND_OBJECTS)
+                    kept |= await _with_first_object(store, layout, full)
                     await deleter.delete(full, kept=kept)
+        kept |= await _with_first_object(store, layout, waiting)
         await deleter.delete(waiting, kept=kept)
     return older
+
+
+async def _with_first_object(
+    store: Store, layout: Layout, deleted: Mapping[Key, Sequence[str]]
+) -> set[Key]:
+    """Entries of which a revision is deleted and the first object stays.
+
+    A listing without order may have shown the two far apart.
+    """
+    found = set()
+    for key, names in deleted.items():
+        first = layout.object(key)
+        if first not in names and await store.head(first) is not None:
+            found.add(key)
+    return found

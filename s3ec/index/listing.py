@@ -16,7 +16,7 @@ from s3ec.errors import UnavailableError
 from s3ec.identity import Key, Layout, digest_of_name, entry_name
 from s3ec.index.rows import Rows
 from s3ec.index.segment import SortedRuns
-from s3ec.store.base import ObjectInfo, Store
+from s3ec.store.base import ObjectInfo, Store, UnorderedListingError
 from s3ec.store.concurrency import REQUESTS_AT_A_TIME, in_parallel
 
 BATCH = 1000
@@ -144,8 +144,10 @@ async def listed(store: Store, prefix: str) -> AsyncGenerator[ObjectInfo, None]:
                 last, failures = info.name, 0
                 yield info
             return
-        except UnavailableError:
+        except UnavailableError as exc:
             failures += 1
+            if last and isinstance(exc, UnorderedListingError):
+                in_order = False
             if failures == ATTEMPTS or not in_order:
                 raise
             await asyncio.sleep(PAUSE_S * failures)

@@ -298,6 +298,7 @@ async def parts_as_they_come(
             for request in sorted(came, key=under_way.__getitem__):
                 yield under_way[request], request.result()
                 done.add(under_way.pop(request))
+            del came, request  # their bodies would stay in memory while others come
             while first in done:
                 done.discard(first)
                 first += 1
@@ -309,6 +310,10 @@ async def parts_as_they_come(
 
 PART_BYTES = 8 * 2**20
 """Large objects of known size are asked for by ranges of this size."""
+
+
+class UnorderedListingError(UnavailableError):
+    """A listing broke off that is in no order. After its first entry it cannot go on."""
 
 
 class VanishedError(Exception):

@@ -53,10 +53,9 @@ def retry_after_s(
 
 
 def unix_s(text: Any) -> float | None:
-    """A date of HTTP or ISO 8601 as Unix time; None for whatever else a server may say."""
-    for read in (datetime.fromisoformat, parsedate_to_datetime):
-        with contextlib.suppress(*_NO_DATE):
-            return read(text).timestamp()
+    """A date of HTTP as Unix time; None for whatever else a server may say."""
+    with contextlib.suppress(*_NO_DATE):
+        return parsedate_to_datetime(text).timestamp()
     return None
 
 
@@ -339,9 +338,9 @@ def _skew(response: Any) -> str:
     S3 names its time in the body. The SDK does not correct signatures by it, nor does obstore.
     """
     told = response.get("Error", {}).get("ServerTime", "")
-    told_s = unix_s(told) or unix_s(
-        response.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("date", "")
-    )
+    told_s = unix_s(response.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("date", ""))
+    with contextlib.suppress(*_NO_DATE):
+        told_s = datetime.fromisoformat(told).timestamp()
     if told_s is None:
         return ""
     ahead_s = time.time() - told_s

@@ -28,6 +28,7 @@ from s3ec.store import obstore_runtime
 from s3ec.store.base import (
     Blob,
     ObjectInfo,
+    UnorderedListingError,
     check_batch,
     check_folder_name,
     check_range,
@@ -206,21 +207,26 @@ class UrlStore:
         above = wanted.rpartition("/")[0]
         pages: Any = None
         while True:
-            async with self._slot(what) as (client, extend):
-                extend(_PAGE_BYTES)
-                if pages is None:
-                    pages = obstore.list(
-                        client, above or None, offset=after, chunk_size=self.page_size
-                    )
-                try:
-                    page = await held(anext(pages))
-                except StopAsyncIteration:
-                    return
-                found = [entry for entry in page if entry["path"].startswith(wanted)]
+            try:
+                async with self._slot(what) as (client, extend):
+                    extend(_PAGE_BYTES)
+                    if pages is None:
+                        pages = obstore.list(
+                            client, above or None, offset=after, chunk_size=self.page_size
+                        )
+                    try:
+                        page = await held(anext(pages))
+                    except StopAsyncIteration:
+                        return
+                    found = [entry for entry in page if entry["path"].startswith(wanted)]
+                    if self._folder is not None:
+                        names = [entry["path"] for entry in found]
+                        real = await asyncio.to_thread(self._folder.real, names)
+                        found = [entry for entry in found if entry["path"] in real]
+            except UnavailableError as exc:
                 if self._folder is not None:
-                    names = [entry["path"] for entry in found]
-                    real = await asyncio.to_thread(self._folder.real, names)
-                    found = [entry for entry in found if entry["path"] in real]
+                    raise UnorderedListingError(str(exc)) from exc
+                raise
             page_begun(len(found))
             for entry in found:
                 yield self._info(entry)

@@ -134,7 +134,7 @@ class EntryWriter:
             name: What it is, for messages.
             nbytes: What it will have in the end.
             wait_s: How long to wait for who evicts, where there is no room; see ``need_room``.
-            check: Sees each part before it is written. May raise CorruptEntryError.
+            check: Sees the parts in their order. May raise CorruptEntryError.
             commit: Judges the whole file, and gives it its name.
 
         Raises:
@@ -243,7 +243,6 @@ class Incoming(Generic[T]):
     Attributes:
         name: What it is, for messages.
         nbytes: What it will have in the end.
-        path: Where it lies until it has its name.
     """
 
     def __init__(
@@ -262,7 +261,6 @@ class Incoming(Generic[T]):
         """
         self.name = name
         self.nbytes = nbytes
-        self.path = file.path
         self._file = file
         self._check = check
         self._commit = commit

@@ -355,14 +355,14 @@ def evict_lock(folders: Folders, *, wait_s: float = 0.0) -> Iterator[bool]:
 class Evictor:
     """Decides when there is too much, and removes it. Thread-safe.
 
-    States: new, open (by ``open``), and closed for good (by ``close``). There is room only while it
-    is open. Then a publish finds the folder in one of these states:
+    States: new, open (by ``open``), and closed for good (by ``close``). While it is
+    not open every publish is refused. Then a publish finds the folder in one of these states:
 
     * There is room. The publish goes on.
     * A limit is near, or nobody has counted yet. The publish goes on, and a round in the background
       evicts down to LOW_WATER of the budget.
     * A limit would be broken. The publish does a round itself, or waits for the one that is under
-      way. If there is still no room on the disk, the publish fails.
+      way. If the wait was in vain, or there is still no room on the disk, the publish fails.
 
     A round sweeps, walks the folder, evicts, and puts the running total right. The node has one at
     a time, by a lock. After a round in the background that freed nothing, the next one waits.

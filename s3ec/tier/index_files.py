@@ -11,7 +11,7 @@ import hashlib
 import os
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -131,7 +131,9 @@ class IndexFiles:
                 if file is not None:
                     yield file
 
-    def begin(self, name: str, called: str, nbytes: int, checksum: str) -> Incoming[None]:
+    def begin(
+        self, name: str, called: str, nbytes: int, checksum: str, check: Callable[[str], object]
+    ) -> Incoming[None]:
         """Receive a file part by part; it appears when the last one was good.
 
         Entries are evicted where there is no room for it.
@@ -140,6 +142,8 @@ class IndexFiles:
             called: Its name in messages.
             nbytes: What it will have in the end.
             checksum: Of all its bytes, as ``codec.checksum`` has it.
+            check: Gets the path of the whole file before it has its name; raises
+                CorruptEntryError where its content is refused.
 
         Raises:
             TierError: There will be no room, or the disk refused.
@@ -149,6 +153,7 @@ class IndexFiles:
         def commit(file: TempFile) -> None:
             if running.hexdigest() != checksum:
                 raise CorruptEntryError(f"{called}: wrong checksum", reason="checksum")
+            check(file.path)
             self._writer.place(file, path, self._parents(name))
 
         # A base that finds no room is not tried again for minutes, so it waits for a long walk.

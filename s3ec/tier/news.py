@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import struct
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -35,6 +36,7 @@ POLL_S = 0.02
 """One look is one system call, about 3 us."""
 # After a look that failed.
 _REST_S = 1.0
+_STOP_TIMEOUT_S = 1.0
 
 
 def _tag(namespace: str) -> int:
@@ -141,6 +143,7 @@ class NewsReader:
         self._at = 0
         self._seen: tuple[int, int, int] | None = None  # device, inode, size at the last look
         self._is_closed = False
+        self._looking = threading.Lock()
         self._thread = Background("s3ec-news", self._poll)
 
     def start(self) -> None:
@@ -151,31 +154,41 @@ class NewsReader:
         """
         if self._is_closed:
             return
-        try:
-            self._look(from_start=False)
-        except (OSError, CorruptEntryError) as exc:
-            self._failed_to_read(exc)
+        self._poll_once(from_start=False)
         self._thread.wake()
 
     def close(self) -> None:
-        """End the thread; for good."""
+        """End the thread; for good. A disk that hangs is waited for only shortly."""
         self._is_closed = True
-        if self._thread.stop():  # else it may be reading still
-            self._close_file()
+        self._thread.stop(_STOP_TIMEOUT_S)
+        self._end()
 
     def _poll(self, _pause: Callable[[], None]) -> float:
         self._thread.wake()  # for the next look
-        try:
-            digests = self._look()
-        except (OSError, CorruptEntryError) as exc:
-            self._failed_to_read(exc)
+        digests = self._poll_once()
+        if digests is None:
             return _REST_S
         if digests:
             self._notify(digests)
         return POLL_S
 
-    def _failed_to_read(self, exc: OSError | CorruptEntryError) -> None:
-        self._failed("read the news", exc if isinstance(exc, OSError) else TierError(str(exc)))
+    def _poll_once(self, *, from_start: bool = True) -> list[bytes] | None:
+        """As ``_look``; None where it failed."""
+        try:
+            with self._looking:
+                return self._look(from_start=from_start)
+        except (OSError, CorruptEntryError) as exc:
+            self._failed("read the news", exc if isinstance(exc, OSError) else TierError(str(exc)))
+            return None
+        finally:
+            if self._is_closed:
+                self._end()
+
+    def _end(self) -> None:
+        """Close the file, unless somebody looks: who looks does it then, when the disk answers."""
+        if self._looking.acquire(blocking=False):
+            self._close_file()
+            self._looking.release()
 
     def _look(self, *, from_start: bool = True) -> list[bytes]:
         """What was told since the last look; one system call where nothing was.

@@ -214,6 +214,24 @@ def test_what_a_request_has_waited_is_counted_where_it_ends_before_its_embedding
     assert world.counters.get("deferred_seconds") == pytest.approx(0.3)
 
 
+@pytest.mark.parametrize("how", ["computed", "stopped"])
+def test_a_wait_ends_where_its_request_goes_on_without_the_embedding(
+    world: World, how: str
+) -> None:
+    """A twin has computed the prompt, or the weights have changed. vLLM asks on in each pass."""
+    asker = world.defer("a")
+    world.clock.now_s += 0.3
+    if how == "stopped":
+        world.half.stop(was_reset=False)
+    computed = asker.num_prompt_tokens if how == "computed" else 0
+    for _ in range(10):
+        assert world.ask(asker, computed)
+        world.step()
+        world.clock.now_s += 1.0
+    world.end(asker)
+    assert world.counters.get("deferred_seconds") == pytest.approx(0.3)
+
+
 def test_paused_request_whose_end_nobody_tells_is_forgotten_with_its_waits(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -214,7 +214,7 @@ def test_time_in_which_vllm_does_not_ask_ends_no_wait() -> None:
     assert one.due(99.0, {"a": 0.001}) == []
     # Fetched once more, since its pin has run out.
     wants = [want(one, began_s=100.0)]
-    one.resume("a", 99.999)
+    one.resume("a", pause_s=99.999)
     assert decide(one, "a", wants, 100.0)
     times_s = [100.0 + 0.001 * step for step in range(1, 2000)]
     waited = next(now for now in times_s if not decide(one, "a", wants, now)) - 100.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 
 import pytest
 
@@ -20,10 +20,11 @@ from s3ec.index.delete import (
     delete_older,
     find_objects,
     remove_namespace,
+    survey,
 )
 from s3ec.index.rebuild import verify
 from s3ec.index.rows import EntryInfo
-from s3ec.store.base import Store
+from s3ec.store.base import ObjectInfo, Store
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
 from s3ec.testing.memory_store import MemoryStore
 from tests.support.clock import Clock
@@ -406,6 +407,50 @@ async def test_old_objects_of_an_entry_go_and_readers_keep_it_for_the_young_one(
     assert set(await view(memory)) == {KEYS[1].digest}
 
 
+async def test_an_old_revision_far_from_a_young_object_is_not_the_whole_entry(
+    memory: MemoryStore,
+) -> None:
+    """This store does not list by name, and the two come with different pages."""
+    many = [key_of(("many", number)) for number in range(listing.BATCH + 2)]
+    for key in many:
+        await put_object(memory, key, 9)
+        memory.bucket.modified_s[LAYOUT.object(key)] = 100.0
+    listed = [info.name async for info in memory.list(LAYOUT.objects)]
+    young = next(key for key in many if LAYOUT.object(key) == listed[listing.BATCH // 2])
+    await put_delta(memory, 1, {young: EntryInfo(9, time_s=900)})
+    memory.bucket.modified_s[LAYOUT.object(young)] = 900.0
+    await memory.put_if_absent(LAYOUT.object(young, 1), [b"old"])
+    memory.bucket.modified_s[LAYOUT.object(young, 1)] = 100.0
+
+    class RevisionLast(MemoryStore):
+        async def list(self, prefix: str, *, start_after: str = "") -> AsyncIterator[ObjectInfo]:
+            found = [info async for info in super().list(prefix, start_after=start_after)]
+            for info in sorted(found, key=lambda info: info.name == LAYOUT.object(young, 1)):
+                yield info
+
+    await delete_older(RevisionLast(memory.bucket), LAYOUT, 500.0)
+    assert [name for name in memory.bucket.objects if name.startswith(LAYOUT.objects)] == [
+        LAYOUT.object(young)
+    ]
+    assert set(await view(memory)) == {young.digest}
+
+
+async def test_a_survey_of_many_objects_asks_for_the_descriptor_by_its_name(
+    memory: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some stores list a whole folder where one object of it is meant."""
+    monkeypatch.setattr(listing, "FEW", 2)
+    for number in range(6):
+        await put_entry(memory, number)
+    await memory.put_if_absent(LAYOUT.descriptor, [b"{}"])
+    await memory.put_if_absent(f"{LAYOUT.descriptor}/other", [b"x"])
+    store = FaultStore(memory, Script())
+    contents = await survey(store, LAYOUT)
+    assert (contents.entries, contents.index_files) == (6, 6)
+    assert contents.records == 1
+    assert store.calls["head"] == 1
+
+
 @pytest.mark.parametrize("few", [1, 4096])
 async def test_of_many_entries_those_that_are_there_are_found_with_their_revisions(
     memory: MemoryStore, monkeypatch: pytest.MonkeyPatch, few: int
@@ -441,7 +486,7 @@ async def test_many_entries_are_looked_for_at_a_time(memory: MemoryStore) -> Non
         await task
 
 
-@pytest.mark.parametrize(("few", "listings"), [(0, 17), (4096, 6)])
+@pytest.mark.parametrize(("few", "listings"), [(0, 16), (4096, 6)])
 async def test_a_namespace_goes_with_all_that_is_in_it(
     memory: MemoryStore, monkeypatch: pytest.MonkeyPatch, few: int, listings: int
 ) -> None:

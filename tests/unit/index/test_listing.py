@@ -13,7 +13,7 @@ from s3ec.errors import AccessError, UnavailableError
 from s3ec.identity import Key, Layout, make_key
 from s3ec.index import listing
 from s3ec.index.listing import list_digests
-from s3ec.store.base import ObjectInfo
+from s3ec.store.base import ObjectInfo, UnorderedListingError
 from s3ec.testing.fault_store import Fault, Gate
 from s3ec.testing.memory_store import MemoryStore
 from tests.support.waiting import reached
@@ -98,6 +98,27 @@ async def test_a_listing_that_breaks_off_over_and_over_goes_on_where_it_was(
     await list_digests(frail, LAYOUT, found)  # type: ignore[arg-type]
     assert found == {key.digest for key in keys}
     assert frail.asked == ["", *names[2:18:3]]
+
+
+async def test_a_listing_in_no_order_does_not_go_on_where_it_broke_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also where the names that came happened to ascend: smaller ones would be left out."""
+
+    class Unordered(Frail):
+        async def list(self, prefix: str, *, start_after: str = "") -> AsyncIterator[ObjectInfo]:
+            self.asked.append(start_after)
+            if len(self.asked) == 1:
+                raise UnorderedListingError("cut off before the first")
+            for name in self.names[:2]:
+                yield ObjectInfo(name, 1)
+            raise UnorderedListingError("cut off")
+
+    monkeypatch.setattr(listing, "PAUSE_S", 0.0)
+    store = Unordered(sorted(LAYOUT.object(key_of(number)) for number in range(3)))
+    with pytest.raises(UnorderedListingError):
+        await list_digests(store, LAYOUT, set())  # type: ignore[arg-type]
+    assert store.asked == ["", ""]
 
 
 # -- a reader without a base -------------------------------------------------------------------

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import logging
 import os
@@ -18,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from s3ec import safetensors_file
 from s3ec.errors import TierError
 from s3ec.identity import Layout
 from s3ec.index.cache import IndexCache
@@ -450,6 +452,31 @@ async def test_files_from_before_a_power_cut_are_read_again(
     shard = third.files.find(names[0])
     assert shard is not None
     assert shard.modified_s > 1  # not read again; a delta always is
+
+
+@pytest.mark.parametrize("reads", [1, 2])
+async def test_a_file_that_cannot_be_read_after_a_power_cut_is_used_or_fetched_at_once(
+    corpus: Corpus, make_reader: MakeReader, monkeypatch: pytest.MonkeyPatch, reads: int
+) -> None:
+    head = corpus.base(1, rows_of("a", "b"), shards=1)
+    await make_reader().refresh()
+    other = make_reader()
+    path = other.files.path(first_shard(head).removeprefix(LAYOUT.manifest))
+    os.utime(path, (1, 1))
+    failing = [path] * reads
+    real = safetensors_file.map_file
+
+    def map_file(path: str) -> Any:
+        if path in failing:
+            failing.remove(path)
+            raise OSError(errno.EIO, "Input/output error", path)
+        return real(path)
+
+    monkeypatch.setattr(safetensors_file, "map_file", map_file)
+    await other.refresh()
+    assert other.finds("a", "b") == [True] * 2
+    assert other.counters.get("index.bases") == 1
+    assert other.counters.get("index.downloads") == reads - 1
 
 
 async def test_a_folder_that_was_emptied_under_a_reader_costs_downloads_only(

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections.abc import Sequence
 from contextlib import aclosing
 from typing import Any
@@ -207,3 +208,39 @@ async def test_an_object_is_put_together_from_whole_ranges(
     else:
         with pytest.raises(error, match="name: ends at 25 of"):
             await coming
+
+
+class Part(bytearray):
+    """A body that can be counted while it lives."""
+
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+
+class Bodies:
+    """Answers all requests that are under way at once.
+
+    Attributes:
+        most: How many bodies were in memory at a time.
+    """
+
+    def __init__(self) -> None:
+        self.alive: weakref.WeakSet[Part] = weakref.WeakSet()
+        self.most = 0
+
+    async def get_range(self, name: str, start: int, length: int) -> Part:
+        await asyncio.sleep(0.001)
+        part = Part(length)
+        self.alive.add(part)
+        self.most = max(self.most, len(self.alive))
+        return part
+
+
+async def test_bodies_that_were_taken_do_not_stay_while_others_come() -> None:
+    store: Any = Bodies()
+    coming = parts_as_they_come(store, "a", [RANGES[0]] * 20, at_a_time=4, first_alone=False)
+    async with aclosing(coming) as parts:
+        async for number, part in parts:
+            del part
+            if number % 4 == 3:
+                await asyncio.sleep(0.02)
+    assert store.most <= 5  # those of four requests, and one that is being answered
