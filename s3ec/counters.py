@@ -95,13 +95,15 @@ class RecentTimes:
         self._few = few
         self._unsorted = 0
 
-    def add(self, seconds: float) -> None:
-        """Remember one."""
+    def add(self, seconds: float) -> bool:
+        """Remember one; whether ``in_order`` is new by that."""
         self._last.append(seconds)
         self._unsorted += 1
-        if self._unsorted >= _SORT_EVERY or len(self.in_order) < self._few:
-            self._unsorted = 0
-            self.in_order = sorted(self._last)
+        if self._unsorted < _SORT_EVERY and len(self.in_order) >= self._few:
+            return False
+        self._unsorted = 0
+        self.in_order = sorted(self._last)
+        return True
 
     def quantile(self, share: float) -> float | None:
         """What this share of them took less than, 0 to below 1; None while there are few."""

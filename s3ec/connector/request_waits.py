@@ -575,7 +575,7 @@ class RequestWaits:
         for request_id in self.paused.keys() & asked:
             self.resume(request_id, now)  # its answer was repeated
         left = [request_id for request_id in self._deferred_s if request_id not in asked]
-        if left:
+        if left:  # a full engine may pause a thousand: they are counted together
             waited_s = 0.0
             for request_id in left:
                 waited_s += now - self._deferred_s.pop(request_id)

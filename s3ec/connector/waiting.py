@@ -24,12 +24,12 @@ from collections import deque
 from collections.abc import Callable, KeysView, Mapping, Sequence
 from dataclasses import dataclass
 
+from s3ec.counters import RecentTimes
 from s3ec.encode_costs import EncodeCosts
 
 # How many durations are remembered for each kind of fetch.
 _SAMPLES = 128
-# Sorting is done after so many new ones, and each time while there are few.
-_SORT_EVERY = 8
+# With fewer nobody can say what is late.
 _FEW = 16
 # Beyond the third longest, the share that takes longer falls with the age to this power.
 _TAIL_POWER = 3.0
@@ -73,31 +73,26 @@ class FetchTimes:
     """How long fetches of one kind take, from their begin: the last 128 of them."""
 
     def __init__(self) -> None:
-        self._last: deque[float] = deque(maxlen=_SAMPLES)
-        self._sorted: list[float] = []
-        self._unsorted = 0
+        self._times = RecentTimes(_SAMPLES, few=_FEW)
         self.mean_s = PRIOR_FETCH_S
 
     def add(self, seconds: float) -> None:
         """One fetch has taken so long."""
-        self._last.append(seconds)
-        self._unsorted += 1
-        if self._unsorted >= _SORT_EVERY or len(self._sorted) < _FEW:
-            self._unsorted = 0
-            self._sorted = sorted(self._last)
-            self.mean_s = sum(self._sorted) / len(self._sorted)
+        if self._times.add(seconds):
+            times = self._times.in_order
+            self.mean_s = sum(times) / len(times)
 
     @property
     def late_s(self) -> float:
         """What one in a hundred takes; 0 before there are enough to tell."""
-        times = self._sorted
+        times = self._times.in_order
         return times[-max(1, len(times) // 100)] if len(times) >= _FEW else 0.0
 
     def later_than(self, age_s: float) -> float:
         """Share of the fetches that take longer than this: 0 to 1, never rising with the age."""
         if age_s <= 0:
             return 1.0
-        times = self._sorted
+        times = self._times.in_order
         count = len(times)
         if not count:
             return math.exp(-age_s / PRIOR_FETCH_S)

@@ -205,10 +205,8 @@ class IndexCache:
     def _remove_other(self, local: str, blob: BaseFile) -> None:
         """Remove a file that is not the one that the head names."""
         try:
-            if (
-                BaseFile.of([memoryview(safetensors_file.map_file(self._files.path(local)))])
-                == blob
-            ):
+            here = safetensors_file.map_file(self._files.path(local))
+            if BaseFile.of([memoryview(here)]) == blob:
                 return
         except FileNotFoundError:
             return

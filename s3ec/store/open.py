@@ -153,7 +153,8 @@ async def probe_conditional_put(store: Store) -> ConditionalPut:
 async def with_conditional_put(store: Store) -> Store:
     """The store, or HeadBeforePut around it where the server ignores ``If-None-Match: *``.
 
-    Costs what probe_conditional_put costs, once for each store, and raises what it raises.
+    Costs what probe_conditional_put costs, and raises what it raises; once for each store,
+    unless it could not be told.
     """
     if await _conditional_put(store) is ConditionalPut.IGNORED:
         return HeadBeforePut(store)
@@ -163,7 +164,8 @@ async def with_conditional_put(store: Store) -> Store:
 async def require_conditional_put(store: Store) -> None:
     """Refuse a server on which two writers of one name can both believe that they were first.
 
-    Costs what probe_conditional_put costs, once for each store, and raises what it raises.
+    Costs what probe_conditional_put costs, and raises what it raises; once for each store,
+    unless it could not be told.
 
     Raises:
         ConfigError: The server ignores ``If-None-Match: *``.

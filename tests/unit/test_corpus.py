@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -272,11 +272,19 @@ def test_interrupted_call_waits_until_it_has_cleaned_up(make: Make) -> None:
     cleaned, main = [], threading.get_ident()
 
     def waits() -> bool:
-        return sys._current_frames()[main].f_code is threading.Condition.wait.__code__
+        """For the result; to start the loop, it has waited for something else."""
+        frame = sys._current_frames()[main]
+        above = frame.f_back
+        return (
+            frame.f_code is threading.Condition.wait.__code__
+            and above is not None
+            and above.f_code is Future.result.__code__
+        )
 
     async def work(_: Store) -> None:
         try:
             await until(waits)
+            await asyncio.sleep(0.2)  # it has called wait, and is about to sleep in it
             signal.pthread_kill(main, signal.SIGINT)
             await asyncio.Event().wait()
         finally:
