@@ -60,12 +60,12 @@ class _Manager(vllm_managers.EncoderCacheManager):  # type: ignore[misc]
             )
             return vllm_managers.EncoderDecoderCacheManager(cache_size=cache_size)
         manager = cls(cache_size)
-        manager._start(vllm_config)
+        manager.follow(owner_of(vllm_config))
         log.info("%s for %d rows on the device", cls.__name__, cache_size)
         return manager
 
-    def _start(self, vllm_config: Any) -> None:
-        """The configuration it works under."""
+    def follow(self, owner: Owner | None) -> None:
+        """The engine's connector; None where there is none of ours."""
 
 
 class LRUEncoderCacheManager(_Manager):
@@ -107,8 +107,9 @@ class TieredEncoderCacheManager(_Manager):
         self._owner: Owner | None = None
         self.freeable = LeastWorth(cache_size, self._restore_s)
 
-    def _start(self, vllm_config: Any) -> None:
-        self._owner = owner_of(vllm_config)
+    def follow(self, owner: Owner | None) -> None:
+        """Ask this connector what bringing an embedding back takes, while it works."""
+        self._owner = owner
 
     def _restore_s(self, identifier: str, modality: str, rows: int) -> float:
         costs = None if self._owner is None else self._owner.restore_costs
