@@ -58,6 +58,11 @@ class LeastRecent(OrderedDict[str, int]):
                 return mm_hash, self.pop(mm_hash)
         raise KeyError("no entry is freeable")
 
+    @property
+    def remembered(self) -> int:
+        """Notes that are kept, of entries here and of what is out of date."""
+        return len(self._heap) + len(self._accessed)
+
     def clear(self) -> None:
         """All entries are gone, those that are held too."""
         super().clear()
@@ -127,7 +132,9 @@ class Window:
     START, LEAST, MOST = 0.2, 0.02, 0.9
     _STEP = 0.1
     _SETTLES = 0.98
-    # A change of the cost by so much is another workload.
+    # Less of a change says nothing: a scan costs the same whatever the window is.
+    _LEAST_GAIN = 0.01
+    # A change by so much is another workload.
     _RESTARTS = 0.05
     _ACCESSES_PER_ENTRY = 4
     _LEAST_ACCESSES = 64
@@ -158,6 +165,8 @@ class Window:
         if math.isnan(before_s):
             return
         gain = (before_s - now_s) / before_s if before_s else -now_s
+        if abs(gain) < self._LEAST_GAIN:
+            return
         if gain < 0:
             self._step = -self._step
         if abs(gain) >= self._RESTARTS:
@@ -232,7 +241,8 @@ class LeastWorth(OrderedDict[str, int]):
         if mm_hash in self._new:
             self._new.move_to_end(mm_hash)
             return
-        if self._by_look.pop(mm_hash, self) is None:
+        if mm_hash in self._by_look:
+            del self._by_look[mm_hash]
             entry.worth = math.nan
         self._new[mm_hash] = entry.rows
         self._new_rows += entry.rows
@@ -290,6 +300,11 @@ class LeastWorth(OrderedDict[str, int]):
         self._new_rows -= self._new.pop(mm_hash, 0)
         del self._entries[mm_hash]
         return mm_hash, self.pop(mm_hash)
+
+    @property
+    def remembered(self) -> int:
+        """Notes that are kept, of entries here and of what is out of date."""
+        return len(self._heap) + len(self._entries) + len(self._frequencies)
 
     def clear(self) -> None:
         """All entries are gone, those that are held too. How often each was asked for stays."""
