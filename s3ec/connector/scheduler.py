@@ -531,7 +531,7 @@ class SchedulerHalf:
         """Seconds until the device would have this again, by what was measured. Memory only.
 
         That is to load it from this node's disk, to fetch and load it, or to encode it; never more
-        than to encode it.
+        than to encode it. A disk that nothing was measured of counts as fast.
         """
         encode_s = self._costs.cost_s(modality, rows)
         key = self._keys(identifier)
@@ -544,7 +544,9 @@ class SchedulerHalf:
             source = "bucket"
         else:
             return encode_s
-        return min(encode_s, self._fetch_times.of(source, rows).mean_s + self._load_s)
+        times = self._fetch_times.of(source, rows)
+        fetch_s = times.mean_s if times.is_known or source != "tier" else 0.0
+        return min(encode_s, fetch_s + self._load_s)
 
     # -- once per step ---------------------------------------------------------------------
 

@@ -209,7 +209,14 @@ def _whole(text: str) -> int:
 def _policy(
     trace: Annotated[
         Path | None,
-        typer.Option("--trace", metavar="FILE", help="Replay what `s3ec trace` has recorded."),
+        typer.Option(
+            "--trace",
+            metavar="FILE",
+            exists=True,
+            dir_okay=False,
+            readable=True,
+            help="Replay what `s3ec trace` has recorded.",
+        ),
     ] = None,
     zipf: Annotated[
         Any,
