@@ -20,7 +20,7 @@ def learned(**more: Any) -> World:
     world = World(**more)
     for _ in range(2):  # the first one holds compilation
         world.half.update_connector_output(
-            WorkerReport(encoded=[EncodeTime("image", ROWS, ENCODE_S, 1)])
+            WorkerReport(encoded=[EncodeTime("image", 1, ROWS, ENCODE_S)])
         )
     for name, source, seconds in (("download", "bucket", BUCKET_S), ("kept", "tier", TIER_S)):
         world.stock(name)
