@@ -41,8 +41,8 @@ log = logging.getLogger(__name__)
 # How often the set of entries on this node's disk is read again, since other processes evict. What
 # they put there is heard of at once.
 _RESCAN_S = 600.0
-# How often what was learned goes to the disk and comes from there, at most.
-_KEEP_COSTS_EVERY_S = 1.0
+# How often this process looks at the small files by which it talks with others.
+_EXCHANGE_EVERY_S = 1.0
 # How often the figures of the gauges are looked at anew, and how often the disk is asked for one.
 _LEVELS_EVERY_S = 1.0
 _TIER_BYTES_EVERY_S = 10.0
@@ -141,7 +141,7 @@ class Node:
         self._level_sources: list[Callable[[], Mapping[str, float]]] = []
         self._tier_bytes: int | None = None
         self._encode_costs: EncodeCosts | None = None
-        self._cost_file: CostFile | None = None
+        self._at_end: list[Callable[[], None]] = []
         self.settings = settings
         self.namespace = namespace
         self.naming = _naming(settings, namespace)
@@ -261,22 +261,33 @@ class Node:
         with self._sharing():
             if self._encode_costs is None:
                 self._encode_costs = EncodeCosts()
-                self._cost_file = CostFile(
+                file = CostFile(
                     self.tier.folders,
                     self.namespace.name,
                     device,
                     self._encode_costs,
                     self.counters,
                 )
-                self._following.append(self.loop.submit(self._keep_costs_forever(self._cost_file)))
+                self.exchange("what encoding costs", file.exchange, at_end=file.exchange)
             return self._encode_costs
 
-    async def _keep_costs_forever(self, file: CostFile) -> None:
+    def exchange(self, what: str, look: Callable[[], None], *, at_end: Callable[[], None]) -> None:
+        """Have small files of the folder looked at each second; returns at once.
+
+        Args:
+            what: It is about, for the log.
+            look: Called each second by a disk thread, and not while the disk hangs.
+            at_end: Called by one at the end of the node.
+        """
+        self._at_end.append(at_end)
+        self._following.append(self.loop.submit(self._exchange_forever(what, look)))
+
+    async def _exchange_forever(self, what: str, look: Callable[[], None]) -> None:
         while True:
-            with contained(self.counters, "what encoding costs"):
+            with contained(self.counters, what):
                 if not self.loop.watch.hangs:
-                    await self.loop.disk(file.exchange)
-            await asyncio.sleep(_KEEP_COSTS_EVERY_S)
+                    await self.loop.disk(look)
+            await asyncio.sleep(_EXCHANGE_EVERY_S)
 
     async def _refresh_forever(self) -> None:
         complained = False
@@ -350,8 +361,9 @@ class Node:
             self.loop.stop(timeout_s)
 
     async def _close(self) -> None:
-        if self._cost_file is not None and not self.loop.watch.hangs:
-            await self.loop.disk(self._cost_file.exchange)
+        for at_end in self._at_end:
+            if not self.loop.watch.hangs:
+                await self.loop.disk(at_end)
         self.prefetcher.stop()
         await self.index.close()
         await self.store.close()
