@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from typing import ClassVar
+from urllib.parse import urlsplit
 
 from s3ec import runtime
 from s3ec.counters import Counters
@@ -27,6 +28,7 @@ from s3ec.modality import ModalityRecords
 from s3ec.prefetch import Limits, Prefetcher, Sources
 from s3ec.runtime import DiskWatch, LoopThread, call_within, contained, jitter
 from s3ec.settings import Settings
+from s3ec.spans import Spans
 from s3ec.store.base import Store
 from s3ec.store.endpoint import Breaker, Endpoint
 from s3ec.store.open import open_store, resilient
@@ -180,6 +182,7 @@ class Node:
             self.records,
             self.local,
             self.bad_objects,
+            Spans(_span_attributes(settings, namespace.name)),
         )
         self.prefetcher = Prefetcher(
             self.loop,
@@ -413,6 +416,20 @@ def _naming(settings: Settings, namespace: Namespace) -> KeyPolicy:
     if exposed is not None:
         log.warning("%s", exposed)
     return naming
+
+
+def _span_attributes(settings: Settings, namespace: str) -> dict[str, str | int]:
+    """What every span says, by OpenTelemetry's names where there are any (semconv 1.30)."""
+    found: dict[str, str | int] = {"s3ec.namespace": namespace}
+    if settings.url is not None:
+        return found
+    found["aws.s3.bucket"] = settings.bucket
+    server = urlsplit(settings.endpoint_url or "")
+    if server.hostname:
+        found["server.address"] = server.hostname
+        if server.port is not None:
+            found["server.port"] = server.port
+    return found
 
 
 def destination_of(settings: Settings) -> str:
