@@ -24,6 +24,8 @@ sdk = pytest.importorskip("opentelemetry.sdk.trace")
 export = pytest.importorskip("opentelemetry.sdk.trace.export")
 in_memory = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter")
 
+pytestmark = pytest.mark.usefixtures("signed")
+
 REPOSITORY = Path(__file__).parents[2]
 
 
@@ -93,9 +95,7 @@ def test_a_save_and_a_fetch_have_a_span_each(site: Site, tracing: Tracing, tmp_p
     assert "s3ec.bytes" not in absent.attributes
 
 
-def test_what_was_tried_again_and_what_failed_is_told(
-    site: Site, tracing: Tracing, tmp_path: Path
-) -> None:
+def test_what_was_tried_again_and_what_failed_is_told(site: Site, tracing: Tracing) -> None:
     site.stock(1, 2)
     site.proxy.add(Rule(Answer(503), method="GET", target=OBJECTS, times=1))
     with Engine(site.settings()) as engine:
