@@ -60,7 +60,7 @@ class Spans:
         self._tracer: Any = None
 
     def begin(self) -> Work | None:
-        """The current task begins with some work; None where nobody traces. Well below 1 us then.
+        """The current task begins with some work; None where nobody traces, after 2 us at most.
 
         The task must be one of its own for this work: ``note`` goes by the task.
         """

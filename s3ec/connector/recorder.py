@@ -9,6 +9,7 @@ parts, in this order: what the hooks fill; where they find it; and what the disk
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -178,6 +179,8 @@ class TraceWriter:
         self._refused = DiskErrors(folders.root, counters).record
         self._wall_clock = wall_clock
         self._largest_bytes = largest_bytes
+        # The end of the node may come while a disk thread is still at it.
+        self._alone = threading.Lock()
         self._request: TraceRequest | None = None  # of the trace that is recorded or was last
         self._file: TempFile | None = None
         self._told_lost = 0
@@ -185,30 +188,35 @@ class TraceWriter:
 
     def exchange(self) -> None:
         """Look whether a trace is wanted, and write what was recorded since the last call."""
-        try:
-            now_s = self._wall_clock()
-            wanted = self._folder.request()
-            if wanted is not None and wanted.is_forgotten(now_s):
-                self._folder.clear()
-            if wanted is not None and not wanted.is_on(now_s):
-                wanted = None
-            if self._file is not None:
-                self._write(self._file)
-                if wanted != self._request:
-                    self._end()
-            if self._file is None and wanted is not None and wanted != self._request:
-                self._begin(wanted)
-        except (OSError, TierError) as exc:
-            self._give_up(exc)
+        with self._alone:
+            try:
+                self._exchange()
+            except (OSError, TierError) as exc:
+                self._give_up(exc)
 
     def close(self) -> None:
         """End what is being recorded."""
-        try:
-            if self._file is not None:
-                self._write(self._file)
+        with self._alone:
+            try:
+                if self._file is not None:
+                    self._write(self._file)
+                    self._end()
+            except (OSError, TierError) as exc:
+                self._give_up(exc)
+
+    def _exchange(self) -> None:
+        now_s = self._wall_clock()
+        wanted = self._folder.request()
+        if wanted is not None and wanted.is_forgotten(now_s):
+            self._folder.clear()
+        if wanted is not None and not wanted.is_on(now_s):
+            wanted = None
+        if self._file is not None:
+            self._write(self._file)
+            if wanted != self._request:
                 self._end()
-        except (OSError, TierError) as exc:
-            self._give_up(exc)
+        if self._file is None and wanted is not None and wanted != self._request:
+            self._begin(wanted)
 
     def _begin(self, request: TraceRequest) -> None:
         self._request = request
