@@ -9,6 +9,7 @@ has no parent, since one fetch serves many requests.
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from collections.abc import Mapping
@@ -16,6 +17,8 @@ from contextvars import ContextVar
 from typing import Any, Literal, TypeAlias
 
 import s3ec
+
+log = logging.getLogger(__name__)
 
 Value: TypeAlias = str | int | float | bool
 
@@ -115,5 +118,9 @@ def _provider() -> Any:
     find = getattr(api, "get_tracer_provider", None)  # absent while the API is being imported
     if api is None or find is None:
         return None
-    found = find()
+    try:
+        found = find()
+    except Exception:  # noqa: BLE001 - OTEL_PYTHON_TRACER_PROVIDER may name what cannot be loaded
+        log.debug("no spans", exc_info=True)
+        return None
     return None if isinstance(found, (api.ProxyTracerProvider, api.NoOpTracerProvider)) else found

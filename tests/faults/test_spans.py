@@ -161,6 +161,14 @@ def test_an_api_without_a_provider_makes_nothing() -> None:
     assert run(code) == "None"
 
 
+def test_a_provider_that_cannot_be_loaded_costs_the_spans_only() -> None:
+    code = (
+        "import os; os.environ['OTEL_PYTHON_TRACER_PROVIDER'] = 'not-there'; "
+        "import opentelemetry.trace; from s3ec.spans import Spans; print(Spans().begin())"
+    )
+    assert run(code).splitlines()[-1] == "None"
+
+
 @pytest.mark.slow
 def test_what_vllm_has_set_up_in_an_engines_process_is_used_without_a_setting() -> None:
     pytest.importorskip("vllm")
