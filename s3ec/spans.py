@@ -120,7 +120,7 @@ def _provider() -> Any:
         return None
     try:
         found = find()
-    except Exception:  # noqa: BLE001 - OTEL_PYTHON_TRACER_PROVIDER may name what cannot be loaded
+    except Exception:  # OTEL_PYTHON_TRACER_PROVIDER may name what cannot be loaded
         log.debug("no spans", exc_info=True)
         return None
     return None if isinstance(found, (api.ProxyTracerProvider, api.NoOpTracerProvider)) else found
