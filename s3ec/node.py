@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from typing import ClassVar
+from urllib.parse import urlsplit
 
 from s3ec import runtime
 from s3ec.counters import Counters
@@ -27,6 +28,7 @@ from s3ec.modality import ModalityRecords
 from s3ec.prefetch import Limits, Prefetcher, Sources
 from s3ec.runtime import DiskWatch, LoopThread, call_within, contained, jitter
 from s3ec.settings import Settings
+from s3ec.spans import Spans
 from s3ec.store.base import Store
 from s3ec.store.endpoint import Breaker, Endpoint
 from s3ec.store.open import open_store, resilient
@@ -41,8 +43,8 @@ log = logging.getLogger(__name__)
 # How often the set of entries on this node's disk is read again, since other processes evict. What
 # they put there is heard of at once.
 _RESCAN_S = 600.0
-# How often what was learned goes to the disk and comes from there, at most.
-_KEEP_COSTS_EVERY_S = 1.0
+# How often this process looks at the small files by which it talks with others.
+_EXCHANGE_EVERY_S = 1.0
 # How often the figures of the gauges are looked at anew, and how often the disk is asked for one.
 _LEVELS_EVERY_S = 1.0
 _TIER_BYTES_EVERY_S = 10.0
@@ -141,7 +143,7 @@ class Node:
         self._level_sources: list[Callable[[], Mapping[str, float]]] = []
         self._tier_bytes: int | None = None
         self._encode_costs: EncodeCosts | None = None
-        self._cost_file: CostFile | None = None
+        self._at_end: list[Callable[[], None]] = []
         self.settings = settings
         self.namespace = namespace
         self.naming = _naming(settings, namespace)
@@ -180,6 +182,7 @@ class Node:
             self.records,
             self.local,
             self.bad_objects,
+            Spans(_span_attributes(settings, namespace.name)),
         )
         self.prefetcher = Prefetcher(
             self.loop,
@@ -261,22 +264,33 @@ class Node:
         with self._sharing():
             if self._encode_costs is None:
                 self._encode_costs = EncodeCosts()
-                self._cost_file = CostFile(
+                file = CostFile(
                     self.tier.folders,
                     self.namespace.name,
                     device,
                     self._encode_costs,
                     self.counters,
                 )
-                self._following.append(self.loop.submit(self._keep_costs_forever(self._cost_file)))
+                self.exchange("what encoding costs", file.exchange, at_end=file.exchange)
             return self._encode_costs
 
-    async def _keep_costs_forever(self, file: CostFile) -> None:
+    def exchange(self, what: str, look: Callable[[], None], *, at_end: Callable[[], None]) -> None:
+        """Have small files of the folder looked at each second; returns at once.
+
+        Args:
+            what: It is about, for the log.
+            look: Called each second by a disk thread, and not while the disk hangs.
+            at_end: Called by one at the end of the node.
+        """
+        self._at_end.append(at_end)
+        self._following.append(self.loop.submit(self._exchange_forever(what, look)))
+
+    async def _exchange_forever(self, what: str, look: Callable[[], None]) -> None:
         while True:
-            with contained(self.counters, "what encoding costs"):
+            with contained(self.counters, what):
                 if not self.loop.watch.hangs:
-                    await self.loop.disk(file.exchange)
-            await asyncio.sleep(_KEEP_COSTS_EVERY_S)
+                    await self.loop.disk(look)
+            await asyncio.sleep(_EXCHANGE_EVERY_S)
 
     async def _refresh_forever(self) -> None:
         complained = False
@@ -350,8 +364,9 @@ class Node:
             self.loop.stop(timeout_s)
 
     async def _close(self) -> None:
-        if self._cost_file is not None and not self.loop.watch.hangs:
-            await self.loop.disk(self._cost_file.exchange)
+        for at_end in self._at_end:
+            if not self.loop.watch.hangs:
+                await self.loop.disk(at_end)
         self.prefetcher.stop()
         await self.index.close()
         await self.store.close()
@@ -401,6 +416,20 @@ def _naming(settings: Settings, namespace: Namespace) -> KeyPolicy:
     if exposed is not None:
         log.warning("%s", exposed)
     return naming
+
+
+def _span_attributes(settings: Settings, namespace: str) -> dict[str, str | int]:
+    """What every span says, by OpenTelemetry's names where there are any (semconv 1.30)."""
+    found: dict[str, str | int] = {"s3ec.namespace": namespace}
+    if settings.url is not None:
+        return found
+    found["aws.s3.bucket"] = settings.bucket
+    server = urlsplit(settings.endpoint_url or "")
+    if server.hostname:
+        found["server.address"] = server.hostname
+        if server.port is not None:
+            found["server.port"] = server.port
+    return found
 
 
 def destination_of(settings: Settings) -> str:

@@ -7,15 +7,19 @@ It saves through aioboto3; the others through obstore, which is what ``transport
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 import urllib.request
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from s3ec import codec
+from s3ec import codec, trace
 from s3ec.dev.rigs.engine import EngineProcess, ec_config
 from s3ec.dev.rigs.nursery import EngineForkServer
 from s3ec.dev.rigs.vllm_cpu import ONE_PROCESS
@@ -23,6 +27,8 @@ from s3ec.identity import Layout, digest_of_name, is_namespace_name, make_key
 from s3ec.index.rows import merge
 from s3ec.index.segment import parse_segment
 from s3ec.testing.server import LocalS3, free_port
+from s3ec.tier.files import Folders
+from s3ec.tier.trace_requests import TraceFolder
 from tests.e2e.rig import (
     BOTH,
     FROM_BUCKET,
@@ -60,6 +66,7 @@ class _Run:
         third: The last picture of the second round, asked about once more.
         counted: All metrics of vLLM at the end.
         served: All samples of ``metrics_port`` at the end, summed over their labels.
+        trace: What was recorded of the second round and of the third.
     """
 
     first: Record
@@ -70,6 +77,30 @@ class _Run:
     counted: dict[str, float]
     served: dict[str, float]
     log: str
+    trace: Path
+
+
+# As `s3ec`, with Ctrl-C also where this run's parent ignores it.
+_COMMAND = """
+import signal, sys
+from s3ec.cli import main
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.exit(main())
+"""
+
+
+@contextmanager
+def traced(tier: Path, out: Path) -> Iterator[None]:
+    """Run `s3ec trace` beside the block, until it ends."""
+    words = ["trace", "--seconds", "3600", "--out", str(out), "--cache-dir", str(tier)]
+    with subprocess.Popen([sys.executable, "-c", _COMMAND, *words]) as command:
+        try:
+            folder = TraceFolder(Folders(tier))
+            eventually(lambda: command.poll() is not None or bool(folder.recorded()))
+            yield
+        finally:
+            command.send_signal(signal.SIGINT)
+        assert command.wait(DEADLINE_S) == 0
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +108,7 @@ def run(
     workdir: Path, gallery: Gallery, gemma: Path, local_s3: LocalS3, nursery: EngineForkServer
 ) -> Iterator[_Run]:
     bucket = local_s3.create_bucket("both")
-    port = free_port()
+    port, trace_file = free_port(), workdir / "both-trace.jsonl"
     more = {"prefix": _PREFIX, "transport": "aioboto3", "metrics_port": port}
     with EngineProcess(
         gemma,
@@ -97,8 +128,9 @@ def run(
             return moved(before, engine.counters()).get(SAVES, 0.0)
 
         eventually(lambda: saved() >= BOTH, "all embeddings are confirmed by the bucket")
-        second = record(engine, Scenario("second", [gallery.again(name) for name in _PURPOSES]))
-        third = record(engine, Scenario("third", [gallery.again(_PURPOSES[-1], "third")]))
+        with traced(workdir / "both-tier", trace_file):
+            second = record(engine, Scenario("second", [gallery.again(name) for name in _PURPOSES]))
+            third = record(engine, Scenario("third", [gallery.again(_PURPOSES[-1], "third")]))
         total = saved()
         eventually(
             lambda: saved() and engine.counters().get("vllm:s3ec_spool_entries") == 0,
@@ -108,7 +140,7 @@ def run(
     client = local_s3.client()
     objects = {key: body(client, bucket, key) for key in keys(client, bucket)}
     log = (workdir / "both.log").read_text()
-    yield _Run(first, second, third, total, objects, counted, served, log)
+    yield _Run(first, second, third, total, objects, counted, served, log, trace_file)
     local_s3.delete_bucket(bucket)
 
 
@@ -192,6 +224,24 @@ def test_the_log_sums_up_in_one_line_what_vllm_does_not_say_as_well(run: _Run) -
     assert lines
     assert sum(int(line.partition(" hits")[0]) for line in lines) >= BOTH
     assert "EC Transfer metrics" not in run.log
+
+
+def test_a_trace_has_what_was_sent_and_where_it_was_found(run: _Run) -> None:
+    accesses = list(trace.read(run.trace))
+    (engine,) = trace.read_header(run.trace).engines
+    assert (engine.role, engine.encoder_cache_rows is None) == ("ec_both", False)
+    outcomes = [one.outcome for one in accesses]
+    loaded = int(run.second[HITS])
+    assert (outcomes.count("node"), outcomes.count("device")) == (loaded, BOTH + 1 - loaded)
+    assert len(outcomes) == BOTH + 1
+    assert len({one.item for one in accesses}) == BOTH
+    assert len({one.request for one in accesses}) == BOTH + 1
+    assert accesses[-1].item == accesses[-2].item
+    assert all(one.nbytes and one.fetch_s for one in accesses if one.outcome == "node")
+    assert all(one.encode_s for one in accesses)
+    text = run.trace.read_text()
+    names = [name.rpartition("/")[2].partition(".")[0] for name in run.objects]
+    assert not any(name in text for name in names if len(name) >= 32)
 
 
 def test_nothing_is_saved_twice(run: _Run) -> None:
