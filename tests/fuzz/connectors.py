@@ -336,7 +336,7 @@ class S3EC(NoConnector):
 
     def restore_s(self, identifier: str, modality: str, rows: int) -> float:
         seconds = self.half.restore_s(identifier, modality, rows)
-        if not 0.0 < seconds < math.inf:
+        if not 0.0 <= seconds < math.inf:
             raise BrokenPromiseError("no cost", f"{seconds} s")
         self.answers.append(("restore", seconds))
         return seconds
