@@ -7,7 +7,9 @@ import asyncio
 import hashlib
 import logging
 import threading
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from typing import ClassVar
 
@@ -41,6 +43,9 @@ log = logging.getLogger(__name__)
 _RESCAN_S = 600.0
 # How often what was learned goes to the disk and comes from there, at most.
 _KEEP_COSTS_EVERY_S = 1.0
+# How often the figures of the gauges are looked at anew, and how often the disk is asked for one.
+_LEVELS_EVERY_S = 1.0
+_TIER_BYTES_EVERY_S = 10.0
 # For the few folders and files that are looked at and made at the start.
 _OPEN_TIMEOUT_S = 30.0
 # Looks whether the store may be asked again come no closer than this.
@@ -65,6 +70,8 @@ class Node:
         process: Which process of this line of forks made it, see ``runtime.process_number``. Hooks
             compare the two numbers themselves.
         users: Halves that share it.
+        levels: What the gauges say, by counter; replaced as a whole each second where anybody
+            keeps them, see ``keep_levels``. For reading.
     """
 
     _shared: ClassVar[dict[tuple[int, str, str], Node]] = {}
@@ -130,6 +137,9 @@ class Node:
         self.users = 0
         self.process = runtime.process_number
         self._following: list[Future[None]] = []
+        self.levels: Mapping[str, float] = {}
+        self._level_sources: list[Callable[[], Mapping[str, float]]] = []
+        self._tier_bytes: int | None = None
         self._encode_costs: EncodeCosts | None = None
         self._cost_file: CostFile | None = None
         self.settings = settings
@@ -187,6 +197,44 @@ class Node:
         """Start reading the index, now and every ``index_refresh_s``; returns at once."""
         self._following.append(self.loop.submit(self._refresh_forever()))
         self._following.append(self.loop.submit(self._follow_the_folder()))
+        self._following.append(self.loop.submit(self._watch_tier_bytes()))
+        self.keep_levels(self._levels)
+
+    # -- what the gauges say -----------------------------------------------------------------
+
+    def keep_levels(self, source: Callable[[], Mapping[str, float]]) -> None:
+        """Have ``levels`` hold what this says, too, from a second on; returns at once.
+
+        Args:
+            source: Called in the loop's thread each second; must not wait.
+        """
+        with self._sharing():
+            self._level_sources.append(source)
+            if len(self._level_sources) == 1:
+                self._following.append(self.loop.submit(self._keep_levels_forever()))
+
+    async def _keep_levels_forever(self) -> None:
+        while True:
+            with contained(self.counters, "levels"):
+                found: dict[str, float] = {"level.breaker_open": float(self.breaker.is_open)}
+                for source in list(self._level_sources):
+                    found |= source()
+                self.levels = found
+            await asyncio.sleep(_LEVELS_EVERY_S)
+
+    def _levels(self) -> dict[str, float]:
+        """Of the parts that all processes of the node have alike; one of them tells of these."""
+        found = {"level.tier_budget_bytes": float(self.settings.cache_bytes), **self.index.levels()}
+        if self._tier_bytes is not None:
+            found["level.tier_bytes"] = self._tier_bytes
+        return found
+
+    async def _watch_tier_bytes(self) -> None:
+        while True:
+            with contained(self.counters, "size of the tier"), suppress(OSError, TierError):
+                if not self.loop.watch.hangs:
+                    self._tier_bytes = await self.loop.disk(self.tier.evictor.used_bytes)
+            await asyncio.sleep(_TIER_BYTES_EVERY_S)
 
     def compact_the_index(self) -> None:
         """Start merging what writers announce when it piles up; for who follows and may write."""

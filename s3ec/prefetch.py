@@ -315,6 +315,7 @@ class Prefetcher:
             sums[f"fetch_items.{result.source}"] = 1
             sums[f"fetch_bytes.{result.source}"] = result.pin.nbytes
             sums[f"fetch_seconds.{result.source}"] = seconds
+            self._counters.observe(f"fetch_time.{result.source}", seconds)
             if result.age_s is not None:
                 sums[f"reuses.{result.source}"] = 1
                 sums[f"reuse_age_seconds.{result.source}"] = result.age_s

@@ -15,6 +15,8 @@ from typing import Any, Literal
 from s3ec.config import load_settings
 from s3ec.connector import compat, live_weights
 from s3ec.connector.adapters import AdapterNames
+from s3ec.connector.exporter import Exporter
+from s3ec.connector.figures import Figures
 from s3ec.connector.remote_ranks import Ranks, tier_id
 from s3ec.connector.save_orders import SaveWorth
 from s3ec.connector.saves import SaveQueue
@@ -33,6 +35,7 @@ from s3ec.connector.vllm_config import (
 )
 from s3ec.connector.waiting import EngineLoad, FetchQueue, WaitPolicy
 from s3ec.connector.worker import WorkerHalf
+from s3ec.counters import Increments
 from s3ec.encode_costs import EncodeCosts
 from s3ec.errors import ConfigError, TierError
 from s3ec.identity import Namespace
@@ -59,6 +62,7 @@ class Parts:
         worker: The worker half; None in the scheduler's instance, and where ``node`` is.
         features: Tells what came without pixels; None in a worker, and for a model that takes
             none. It is there whether or not the half starts, and stays after the end.
+        figures: What this engine tells about itself; None where ``scheduler`` is.
         weights: What the namespace says about the encoder's weights; empty before it is known.
             Stays after the end.
     """
@@ -72,6 +76,8 @@ class Parts:
         self.scheduler: SchedulerHalf | AdapterNames | None = None
         self.worker: WorkerHalf | None = None
         self.features: FeatureReader | None = None
+        self.figures: Figures | None = None
+        self._exporter: Exporter | None = None
         self.weights = ""
 
     # -- start and end -----------------------------------------------------------------------
@@ -144,9 +150,12 @@ class Parts:
         self.scheduler = None
         worker, self.worker = self.worker, None
         node, self.node = self.node, None
+        exporter, self._exporter, self.figures = self._exporter, None, None
         try:
             if worker is not None:
                 worker.finish()
+            if exporter is not None:
+                exporter.close()
         finally:
             if node is not None:
                 node.release(_SHUTDOWN_TIMEOUT_S)
@@ -180,6 +189,16 @@ class Parts:
             )
         if settings.live_weights == "stop":
             live_weights.watch()
+        self.figures = Figures(node)
+        self._exporter = Exporter(
+            self.figures,
+            settings,
+            node.loop,
+            node.counters,
+            _labels_of(config),
+            take=Increments(node.counters).take,
+        )
+        self._exporter.start()
         node.follow_the_bucket()
         if role.producer:
             node.compact_the_index()
@@ -233,6 +252,7 @@ class Parts:
             overflow = settings.save_overflow or _overflow(is_consumer=transfer.is_ec_consumer)
             log.info("a full save queue: %s (`save_overflow`)", overflow)
             saves = SaveQueue(node, budget_bytes=int(settings.save_queue_bytes), overflow=overflow)
+            node.keep_levels(saves.levels)
         self.worker = WorkerHalf(
             node,
             saves=saves,
@@ -242,6 +262,14 @@ class Parts:
             drain_timeout_s=4.0 if transfer.is_ec_consumer else 30.0,
             finish_later=compat.installed_hooks()["finish_load_caches"],
         )
+
+
+def _labels_of(vllm_config: Any) -> dict[str, str]:
+    """The labels that vLLM gives to an engine's metrics."""
+    model = getattr(vllm_config.model_config, "served_model_name", "")
+    parallel = vllm_config.parallel_config
+    engine = getattr(parallel, "data_parallel_index", getattr(parallel, "data_parallel_rank", 0))
+    return {"model_name": str(model or ""), "engine": str(engine)}
 
 
 def _is_for_us(vllm_config: Any, settings: Settings) -> bool:

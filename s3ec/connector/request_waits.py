@@ -347,6 +347,7 @@ class RequestWaits:
         self._probes = Probes(probe_s, role.probes, costs=costs, counters=counters, clock=clock)
         self._promise_noted_s = clock()
         self._deferred_s: dict[str, float] = {}  # those that are waiting, and since when
+        self._carried_s: dict[str, float] = {}  # what these had waited when they were paused
         self._paused_s: dict[str, float] = {}
         self.paused: Mapping[str, float] = self._paused_s
 
@@ -578,7 +579,9 @@ class RequestWaits:
         if left:  # a full engine may pause a thousand: they are counted together
             waited_s = 0.0
             for request_id in left:
-                waited_s += now - self._deferred_s.pop(request_id)
+                so_far_s = now - self._deferred_s.pop(request_id)
+                waited_s += so_far_s
+                self._carried_s[request_id] = self._carried_s.get(request_id, 0.0) + so_far_s
                 self._paused_s[request_id] = now
             self._counters.add("deferred_seconds", waited_s)
 
@@ -594,8 +597,14 @@ class RequestWaits:
     def _count_wait(self, request_id: str) -> None:
         """The request does not wait now. However many sources it waited for, it waited once."""
         since_s = self._deferred_s.pop(request_id, None)
+        carried_s = self._carried_s.pop(request_id, None) if self._carried_s else None
+        if since_s is None and carried_s is None:
+            return
+        waited_s = 0.0
         if since_s is not None:
-            self._counters.add("deferred_seconds", self._clock() - since_s)
+            waited_s = self._clock() - since_s
+            self._counters.add("deferred_seconds", waited_s)
+        self._counters.observe("wait_time", waited_s + (carried_s or 0.0))
 
     def _end_waits(self, request_id: str) -> None:
         self._count_wait(request_id)
@@ -687,6 +696,7 @@ class RequestWaits:
         for request_id in list(self._paused_s):
             if not self._has_waited(request_id):
                 del self._paused_s[request_id]
+                self._count_wait(request_id)
         if self._policy is not None:
             for request_id in list(self._policy.waiting):
                 if not self._has_waited(request_id):
@@ -719,6 +729,7 @@ class RequestWaits:
             "interests": self._tracker.waiting,
             "deferrals": self._deferred_s,
             "paused waits": self.paused,
+            "waits before a pause": self._carried_s,
             "answers": self._answers.requests,
         }
 

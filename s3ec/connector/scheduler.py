@@ -27,6 +27,7 @@ from s3ec.connector.item_tracker import (
     State,
 )
 from s3ec.connector.kept_answers import KeptAnswers
+from s3ec.connector.lookups import FROM_BUCKET, FROM_NODE, FROM_NOWHERE, DeviceLookups
 from s3ec.connector.messages import Encode, Load, StepPlan, WorkerReport
 from s3ec.connector.remote_ranks import Ranks
 from s3ec.connector.request_waits import RequestWaits
@@ -77,6 +78,7 @@ class SchedulerHalf:
         tracker: What is known of each embedding. For reading.
         waits: Which requests wait, and for what. For reading.
         answers: What requests were told that wait, while nothing has changed. For reading.
+        lookups: What the device held when a step needed it.
         on_device: What vLLM's encoder cache holds, or will when the last step was executed, as its
             manager told us. For reading.
     """
@@ -164,6 +166,7 @@ class SchedulerHalf:
             policy=policy,
         )
         self._items = self.tracker.items
+        self.lookups = DeviceLookups(counters)
         self._unavailable: set[str] = set()
         self.on_device: set[str] = set()
         # Rows that the request being scheduled has room for. Where vLLM asks once only, what
@@ -507,7 +510,13 @@ class SchedulerHalf:
         if feature.modality == PASSED_THROUGH:
             return
         granted = self._decisions.pop(identifier, False)
-        self._counters.add("hits" if granted else "misses")
+        self.lookups.allocated(request_id, index)
+        if not granted:
+            self._counters.add_all(FROM_NOWHERE)
+        elif self.tracker.came_from_bucket(identifier):
+            self._counters.add_all(FROM_BUCKET)
+        else:
+            self._counters.add_all(FROM_NODE)
         rows = feature.mm_position.get_num_embeds()
         if granted:
             saved_s = self._costs.known_s(feature.modality, rows)
@@ -657,6 +666,7 @@ class SchedulerHalf:
         """
         self._seen.pop(request.request_id, None)
         self._unavailable.discard(request.request_id)
+        self.lookups.end_request(request.request_id)
         self.waits.end_request(request.request_id)
         if self._role.consumer:
             return None
@@ -692,6 +702,11 @@ class SchedulerHalf:
         complaints = [
             f"a failure to tell of {name}, which has ended"
             for name in self._unavailable
+            if name not in requests
+        ]
+        complaints += [
+            f"the inputs of {name}, which has ended, are kept"
+            for name in self.lookups.requests
             if name not in requests
         ]
         complaints += [

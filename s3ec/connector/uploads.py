@@ -167,6 +167,7 @@ class Upload:
         pieces: Header and object where the disk did not take it; else None.
         spooled: What the spool holds of it, to be removed in the end; None where it has nothing.
         adopted: A dead process left it.
+        began_s: When its copy off the device began, monotonic; None where that is not known.
         written: None until the bucket has answered.
     """
 
@@ -176,6 +177,7 @@ class Upload:
     pieces: tuple[Header, Sequence[bytes | memoryview]] | None = None
     spooled: Spooled | None = None
     adopted: bool = False
+    began_s: float | None = None
     written: _Written | None = None
 
 
@@ -425,6 +427,8 @@ class Uploader:
         nbytes = header.shape.nbytes
         sums = {"save.items": 1, "save.bytes": nbytes, "save.seconds": seconds}
         self._counters.add_all(sums)
+        if upload.began_s is not None:
+            self._counters.observe("save_time", time.monotonic() - upload.began_s)
         log.debug("stored digest=%s nbytes=%d seconds=%.6f", upload.digest.hex(), nbytes, seconds)
 
     async def _until_answered(self, upload: Upload) -> Header | None:
