@@ -251,6 +251,6 @@ def _take(seen: _Seen, now: Snapshot) -> None:
     seen.interval = None if seen.last is None else between(seen.last, now)
     seen.last, seen.is_up, seen.state = now, True, ""
     if now.is_empty:
-        seen.state = "no metrics of s3ec: is the connector on, and vLLM 0.31 or newer?"
+        seen.state = "no metrics of s3ec here: vLLM before 0.31 needs `metrics_port`"
     elif seen.interval is not None and seen.interval.restarted:
         seen.state = "started again: counts are those since then"

@@ -36,7 +36,7 @@ _LARGEST = {
     "wait_price",
 }
 # Those that engines of one host share: they have the same folder.
-_OF_HOST = {"spool_bytes", "spool_entries", "tier_budget_bytes", "tier_bytes"}
+_OF_HOST = {"tier_budget_bytes", "tier_bytes"}
 # Counter -> what it means where it is not 0. All of them call for somebody.
 _PROBLEMS = {
     "stopped_by_weights": "stopped: the weights may have changed",
@@ -94,8 +94,7 @@ def parsed(text: str, at_s: float) -> Snapshot:
         from prometheus_client.parser import text_string_to_metric_families
     except ImportError as exc:
         raise ConfigError(
-            "`s3ec top` reads metrics with prometheus_client, which vLLM brings and which is not "
-            "installed here; pip install prometheus_client"
+            "`s3ec top` needs prometheus-client, which vLLM brings; pip install 's3ec[metrics]'"
         ) from exc
     counts: dict[str, float] = {}
     levels: dict[str, float] = {}
