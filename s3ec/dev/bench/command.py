@@ -36,7 +36,8 @@ app = App(
 _STDOUT = "-"
 _DEVELOPMENT = "For the development of s3ec"
 # Faults, servers far away, real engines: what they measure does not help to run a fleet.
-_OF_DEVELOPERS = ("fetch80", "fetch_30mb_far", "interference", "dead", "soak", "amplification")
+_OF_DEVELOPERS = ("fetch80", "fetch_30mb_far", "interference", "dead", "soak", "amplification",
+                  "metrics")  # fmt: skip
 
 
 class BenchCommand(Command):
