@@ -112,8 +112,9 @@ docs: setup  ## write the tables of docs/ that come from the code; build the sit
 	NO_MKDOCS_2_WARNING=1 build/docs/bin/mkdocs build --strict --quiet
 	echo "docs: build/site/index.html"
 
-dashboard: setup  ## draw the dashboard of examples/observability from a real run: docs/dashboard.png
+dashboard: setup  ## write the dashboard of examples/observability, and its picture from a real run: docs/dashboard.png
 	@$(MAKE) --no-print-directory prometheus
+	$(PY) -m s3ec.dev.observability examples/observability/dashboard.json
 	$(PY) -m s3ec.dev.observability docs/dashboard.png
 
 # Extracted, not installed: no root, no service, nothing outside of build/. Without package lists, as

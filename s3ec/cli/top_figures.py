@@ -65,7 +65,8 @@ class Snapshot:
     Attributes:
         at_s: When it was read, by the reader's clock.
         counts: Counter -> sum since the engine's start. A name is that of docs/metrics.md without
-            ``vllm:s3ec_`` and ``_total``; the values of our own labels follow in braces.
+            ``vllm:s3ec_`` and ``_total``; the values of our own labels follow in braces, such as
+            ``lookups{hit,node}``, in the order of the labels' names.
         levels: The same for gauges.
         buckets: Histogram -> upper bound in seconds -> events up to there, since the start.
         models: Names of the models, as vLLM spells them.
@@ -121,7 +122,8 @@ def parsed(text: str, at_s: float) -> Snapshot:
 
 
 def _key(name: str, labels: Mapping[str, str]) -> str:
-    ours = [value for label, value in labels.items() if label not in (*_VLLM_LABELS, "le")]
+    # In the order of their names, as no page has to have them.
+    ours = [labels[label] for label in sorted(labels) if label not in (*_VLLM_LABELS, "le")]
     return name.removeprefix(_PREFIX) + (f"{{{','.join(ours)}}}" if ours else "")
 
 
@@ -351,9 +353,9 @@ def _lookups(now: Snapshot, interval: Interval | None) -> dict[str, Lookups]:
     def hits_and_misses(counts: Mapping[str, float], tier: str) -> tuple[float, float]:
         get = counts.get
         if tier in TIERS:
-            return get(f"lookups{{{tier},hit}}", 0.0), get(f"lookups{{{tier},miss}}", 0.0)
+            return get(f"lookups{{hit,{tier}}}", 0.0), get(f"lookups{{miss,{tier}}}", 0.0)
         # What the device holds is asked of nobody else, and never encoded.
-        return get("hits", 0.0) + get("lookups{device,hit}", 0.0), get("misses", 0.0)
+        return get("hits", 0.0) + get("lookups{hit,device}", 0.0), get("misses", 0.0)
 
     found = {}
     for tier in (*TIERS, "all"):

@@ -290,6 +290,8 @@ def _bytes(value: float | None) -> str:
 def _duration(seconds: float | None) -> str:
     if seconds is None:
         return _NOTHING
+    if seconds < 0.001:
+        return f"{1e6 * seconds:.0f} us"
     if seconds < 1:
         return f"{1000 * seconds:.3g} ms"
     return f"{seconds:.2f} s" if seconds < 60 else human_age(seconds)

@@ -11,8 +11,8 @@ from s3ec.dev.observability.panels import ROWS, Panel
 _SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 _SCHEMA_VERSION = 39  # of Grafana 10.4; newer ones migrate it by themselves
 _COLUMNS = 24
-_STAT = (6, 4)  # columns and rows
-_SERIES = (8, 8)
+_WIDTH = _COLUMNS // 4
+_STAT_HEIGHT, _SERIES_HEIGHT = 4, 8
 
 
 def document() -> str:
@@ -92,11 +92,11 @@ def _panels() -> list[dict[str, Any]]:
         )
         top, left, high = top + 1, 0, 0
         for panel in row.panels:
-            width, height = _STAT if panel.kind == "stat" else _SERIES
-            if left + width > _COLUMNS or (high and high != height):
+            height = _STAT_HEIGHT if panel.kind == "stat" else _SERIES_HEIGHT
+            if left + _WIDTH > _COLUMNS or (high and high != height):
                 top, left = top + high, 0
-            made.append(_panel(panel, len(made) + 1, (left, top, width, height)))
-            left, high = left + width, height
+            made.append(_panel(panel, len(made) + 1, (left, top, _WIDTH, height)))
+            left, high = left + _WIDTH, height
         top += high
     return made
 

@@ -99,7 +99,7 @@ _PROBLEMS = " + ".join(
 
 ROWS = (
     Row(
-        "Does it help?",
+        "Does it help, and is anything wrong?",
         (
             Panel(
                 "Not encoded",
@@ -112,11 +112,11 @@ ROWS = (
                 largest=1.0,
             ),
             Panel(
-                "Encoder time saved",
-                "Seconds that the encoder would have run for the hits, a minute. 60 is one "
-                "encoder that never rests.",
+                "Encoder time saved a minute",
+                "What the encoder would have taken for the hits. 60 s is one encoder that never "
+                "rests.",
                 "s",
-                (Query(f"60 * {counted('saved_encoder_seconds')}", "saved a minute"),),
+                (Query(f"60 * {counted('saved_encoder_seconds')}", "saved"),),
                 kind="stat",
             ),
             Panel(
@@ -172,6 +172,20 @@ ROWS = (
                 (
                     Query(counted("encode_seconds"), "ran"),
                     Query(counted("saved_encoder_seconds"), "saved"),
+                ),
+            ),
+            Panel(
+                "Faults",
+                "Each of them should be 0. docs/operations.md says what to do.",
+                "ops",
+                (
+                    Query(counted("internal_errors"), "inside s3ec"),
+                    Query(counted("corrupt"), "corrupt"),
+                    Query(counted("mismatches"), "do not fit"),
+                    Query(counted("load_failures"), "failed loads"),
+                    Query(counted("tier_errors"), "disk refuses"),
+                    Query(counted("index_vanished"), "in the index only"),
+                    Query(f"max({selected('stopped_by_weights_total')})", "stopped by weights"),
                 ),
             ),
         ),
@@ -238,6 +252,12 @@ ROWS = (
                 stacked=True,
             ),
             Panel(
+                "Time of a save",
+                "From the device to the bucket's confirmation.",
+                "s",
+                _quantiles("save_time_seconds"),
+            ),
+            Panel(
                 "Requests asked again",
                 "Repeated after a failure, sent twice because the first was late, and pauses that "
                 "the store asked for.",
@@ -287,12 +307,6 @@ ROWS = (
                 "s",
                 (Query(f"max({selected('spool_oldest_seconds')})", "oldest"),),
             ),
-            Panel(
-                "Time of a save",
-                "From the device to the bucket's confirmation.",
-                "s",
-                _quantiles("save_time_seconds"),
-            ),
         ),
     ),
     Row(
@@ -332,20 +346,6 @@ ROWS = (
                 (
                     Query(f"max({selected('index_age_seconds')})", "age"),
                     Query(f"max({selected('index_lag_seconds')})", "lag"),
-                ),
-            ),
-            Panel(
-                "Faults",
-                "Each of them should be 0. docs/operations.md says what to do.",
-                "ops",
-                (
-                    Query(counted("internal_errors"), "inside s3ec"),
-                    Query(counted("corrupt"), "corrupt"),
-                    Query(counted("mismatches"), "do not fit"),
-                    Query(counted("load_failures"), "failed loads"),
-                    Query(counted("tier_errors"), "disk refuses"),
-                    Query(counted("index_vanished"), "in the index only"),
-                    Query(f"max({selected('stopped_by_weights_total')})", "stopped by weights"),
                 ),
             ),
         ),

@@ -36,7 +36,7 @@ _OPTIONS: dict[str, Any] = {
     "block_size": 32,
     "served_model_name": MODEL,
 }
-_PICTURES = 48
+_TIER_BYTES = 900_000  # some hundred embeddings
 _SCRAPE_S = 1
 
 
@@ -45,6 +45,7 @@ class Pace:
     """How long each part of the run takes, in seconds, and how long one encode.
 
     Attributes:
+        pictures: How many there are. Half of them come before the bucket goes down.
         encode_s: What the encoder is slowed down to, for a picture.
         first_s: Pictures come for the first time.
         again_s: They are asked for again.
@@ -53,6 +54,7 @@ class Pace:
         after_s: It answers again.
     """
 
+    pictures: int
     encode_s: float
     first_s: float
     again_s: float
@@ -71,6 +73,7 @@ class Site:
     """What runs.
 
     Attributes:
+        metrics_url: Where the engine's metrics are.
         marks: When each part began, seconds since the epoch, and its name.
     """
 
@@ -79,18 +82,20 @@ class Site:
     prometheus: Prometheus
     pictures: list[Path]
     cache_dir: Path
+    metrics_url: str
     marks: list[tuple[float, str]] = field(default_factory=list)
 
 
 @contextmanager
-def running(folder: Path, nursery: EngineForkServer | None = None) -> Iterator[Site]:
+def running(folder: Path, pictures: int, nursery: EngineForkServer | None = None) -> Iterator[Site]:
     """Engine, bucket and Prometheus, all of them ready.
 
     Args:
         folder: For everything that they write.
+        pictures: How many to make.
         nursery: Forks the engine.
     """
-    pictures = write_pictures(folder / "pictures", _PICTURES)
+    paths = write_pictures(folder / "pictures", pictures)
     cache_dir = folder / "tier"
     with LocalS3() as server, FaultProxy(server.endpoint_url) as proxy:
         server.create_bucket(_BUCKET)
@@ -99,7 +104,7 @@ def running(folder: Path, nursery: EngineForkServer | None = None) -> Iterator[S
             "bucket": _BUCKET,
             "endpoint_url": proxy.url,
             "cache_dir": str(cache_dir),
-            "cache_bytes": "1GiB",
+            "cache_bytes": _TIER_BYTES,
             "min_free_bytes": 0,
             "wait": "always",
             "index_refresh_s": 2,
@@ -113,9 +118,12 @@ def running(folder: Path, nursery: EngineForkServer | None = None) -> Iterator[S
             options=_OPTIONS,
             nursery=nursery,
         ) as engine:
-            config = prometheus_config(engine.serve_metrics(), _SCRAPE_S)
+            address = engine.serve_metrics()
+            config = prometheus_config(address, _SCRAPE_S)
             with Prometheus(folder / "prometheus", config) as prometheus:
-                yield Site(engine, proxy, prometheus, pictures, cache_dir)
+                prometheus.wait_for_targets(1)
+                url = f"http://{address}/metrics"
+                yield Site(engine, proxy, prometheus, paths, cache_dir, url)
 
 
 def prometheus_config(address: str, every_s: int) -> dict[str, Any]:
@@ -134,14 +142,14 @@ def play(site: Site, pace: Pace, say: Callable[[str], None] = lambda _: None) ->
     numbers = iter(range(10**6))
     site.engine.slow_encoder(pace.encode_s)
 
-    def ask(part: str, seconds: float, new: float) -> None:
-        """Questions about pictures, of which a share is new; the rest are those of before."""
+    def ask(part: str, seconds: float, *, new: float, until: float = 1.0) -> None:
+        """Questions about pictures, of which a share is new, until so many of all have come up."""
         nonlocal shown
         say(part)
         site.marks.append((time.time(), part))
         end_s = time.monotonic() + seconds
         while time.monotonic() < end_s:
-            if shown < len(site.pictures) and (not shown or rng.random() < new):
+            if shown < until * len(site.pictures) and (not shown or rng.random() < new):
                 picture, shown = site.pictures[shown], shown + 1
             else:
                 # A few get most questions.
@@ -152,7 +160,7 @@ def play(site: Site, pace: Pace, say: Callable[[str], None] = lambda _: None) ->
                 number = text(f"{next(numbers)}: ")
                 site.engine.chat([[number, image(picture), text("What is it?")]], max_tokens=2)
 
-    ask("new pictures", pace.first_s, new=0.9)
+    ask("new pictures", pace.first_s, new=0.9, until=0.5)
     ask("asked again", pace.again_s, new=0.05)
     Inspection.open(site.cache_dir).evict_to(0, now_s=time.time())
     ask("disk emptied", pace.evicted_s, new=0.05)

@@ -131,6 +131,18 @@ class Prometheus:
         result: list[dict[str, Any]] = self._ask("/api/v1/query", query=expression)["result"]
         return result
 
+    def wait_for_targets(self, count: int, timeout_s: float = _START_TIMEOUT_S) -> None:
+        """Return once so many targets have answered; it looks for them 5 s after its start.
+
+        Raises:
+            UnavailableError: They have not.
+        """
+        end_s = time.monotonic() + timeout_s
+        while len(self.query("up == 1")) < count:
+            if time.monotonic() > end_s:
+                raise UnavailableError(f"no {count} targets after {timeout_s:.0f} s")
+            time.sleep(0.1)
+
     def query_range(
         self, expression: str, start_s: float, end_s: float, step_s: float
     ) -> list[dict[str, Any]]:

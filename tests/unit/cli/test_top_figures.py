@@ -38,11 +38,19 @@ def test_page_is_read_with_our_labels_and_without_vllms() -> None:
         + "# TYPE vllm:other_total counter\nvllm:other_total 5\n",
         1.0,
     )
-    assert found.counts == {"lookups{node,hit}": 3}
+    assert found.counts == {"lookups{hit,node}": 3}
     assert found.levels == {"spool_entries": 2}
     assert found.buckets["load_time"][0.05] == 1
     assert found.models == (MODEL,)
     assert not found.is_empty
+
+
+def test_order_of_labels_is_the_pages_own_affair() -> None:
+    labels = ('tier="node"', 'outcome="hit"', 'engine="0"')
+    for some in (labels, labels[::-1]):
+        name = "vllm:s3ec_lookups_total"
+        text = f"# TYPE {name} counter\n{name}{{{','.join(some)}}} 3\n"
+        assert figures(parsed(text, 0.0), None).lookups["node"].hit_ratio_since_start == 1
 
 
 def test_engines_of_one_page_add_up_but_not_what_a_node_has_once() -> None:
