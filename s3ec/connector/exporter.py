@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from s3ec.connector.metrics import GAUGES, HISTOGRAMS, LABELLED, LEVELS, LOOKUPS, PLAIN
 from s3ec.counters import TIME_BOUNDS_S, Counters, observed
 from s3ec.errors import ConfigError
-from s3ec.runtime import LoopThread, contained
+from s3ec.runtime import LoopThread, contained, keep_socket
 from s3ec.settings import Settings
 
 if TYPE_CHECKING:
@@ -190,7 +190,7 @@ class Exporter:
         self._counters = counters
         self._labels = labels
         self._take = take
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may close it, see Counters
         self._server: Any = None
         self._closed = False
         self._tasks: list[Future[None]] = []
@@ -249,6 +249,7 @@ class Exporter:
         registry = CollectorRegistry(auto_describe=False)
         registry.register(Exposition(self._figures, self._labels))
         server, _ = start_http_server(port, addr=host, registry=registry)
+        keep_socket(server.socket)
         with self._lock:
             if not self._closed:
                 self._server = server

@@ -154,7 +154,7 @@ class Parts:
         try:
             if worker is not None:
                 worker.finish()
-            if exporter is not None:
+            if exporter is not None and node is not None and not node.is_foreign:
                 exporter.close()
         finally:
             if node is not None:

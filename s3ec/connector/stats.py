@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from vllm.distributed.ec_transfer.ec_connector import metrics as vllm_metrics
@@ -73,7 +75,8 @@ class S3ECPromMetrics(vllm_metrics.ECConnectorPromMetrics):
             for ours, (name, text) in LEVELS.items()
         }
         # Not by Gauge.inc, which Ray's has not.
-        self._sums: Counter[tuple[str, int]] = Counter()
+        self._sums: defaultdict[tuple[str, int], float] = defaultdict(float)
+        self._takers: dict[tuple[str, int], Callable[[float], object] | None] = {}
         # As it was sent, so that it is right in a reader that starts later. Of several API servers
         # the one that was told last is right.
         self._gauges = {
@@ -123,30 +126,48 @@ class S3ECPromMetrics(vllm_metrics.ECConnectorPromMetrics):
     @guarded(default=None)
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Take one report."""
-        values = self.per_engine_labelvalues[engine_idx]
         for name, amount in transfer_stats_data.items():
-            if name in self._plain:
-                self._plain[name].labels(*values).inc(amount)
-                continue
-            if name in self._levels:
-                self._sums[name, engine_idx] += amount
-                self._levels[name].labels(*values).set(self._sums[name, engine_idx])
-                continue
-            if name in self._gauges:
-                self._gauges[name].labels(*values).set(amount)
-                continue
-            if name in self._of_lookup:
-                self._lookups.labels(*values, *self._of_lookup[name]).inc(amount)
-                continue
+            key = name, engine_idx
+            if key not in self._takers:
+                self._takers[key] = self._taker(name, engine_idx)
+            take = self._takers[key]
+            if take is not None:
+                take(amount)
+        for bucket in observed(transfer_stats_data):
+            self._observe(bucket, engine_idx)
+
+    def _taker(self, name: str, engine_idx: int) -> Callable[[float], object] | None:
+        """What takes a figure of ours for one engine; None where nothing does.
+
+        It is kept: to look for a metric's child costs several times what to count in it does.
+        """
+        values = self.per_engine_labelvalues[engine_idx]
+        take: Callable[[float], object] | None = None
+        if name in self._plain:
+            take = self._plain[name].labels(*values).inc
+        elif name in self._gauges:
+            take = self._gauges[name].labels(*values).set
+        elif name in self._levels:
+            take = partial(self._move, self._levels[name].labels(*values), (name, engine_idx))
+        elif name in self._of_lookup:
+            take = self._lookups.labels(*values, *self._of_lookup[name]).inc
+        else:
             for prefix, counter in self._by_prefix.items():
                 if name.startswith(prefix):
-                    counter.labels(*values, name[len(prefix) :]).inc(amount)
+                    take = counter.labels(*values, name[len(prefix) :]).inc
                     break
-        for bucket in observed(transfer_stats_data):
-            for prefix, histogram in self._histograms.items():
-                if bucket.histogram.startswith(prefix):
-                    label = bucket.histogram[len(prefix) :]
-                    of_source = histogram.labels(*values, *([label] if label else []))
-                    for seconds in _times(bucket):
-                        of_source.observe(seconds)
-                    break
+        return take
+
+    def _move(self, gauge: Any, key: tuple[str, int], amount: float) -> None:
+        self._sums[key] += amount
+        gauge.set(self._sums[key])
+
+    def _observe(self, bucket: Observed, engine_idx: int) -> None:
+        values = self.per_engine_labelvalues[engine_idx]
+        for prefix, histogram in self._histograms.items():
+            if bucket.histogram.startswith(prefix):
+                label = bucket.histogram[len(prefix) :]
+                of_source = histogram.labels(*values, *([label] if label else []))
+                for seconds in _times(bucket):
+                    of_source.observe(seconds)
+                return

@@ -7,7 +7,8 @@ pictures from the device, from this node's disk and encoded ones, and then many 
 metrics are on in both. Nobody scrapes them.
 
 A second is one of processor time, of all threads of the engine's process: what else runs on a
-machine changes the other kind by far more than metrics do. That one stands in the detail.
+machine changes the other kind by far more than metrics do. That one stands in the detail. A row of
+its own has the time that the scheduler's thread spends in each step on metrics alone.
 """
 
 from __future__ import annotations
@@ -29,10 +30,13 @@ if TYPE_CHECKING:
     from s3ec.dev.rigs.engine import EngineProcess
 
 _RATIO = "metrics.steps_ratio"
-ROWS = (Spec(_RATIO, "ratio", ">= 0.98"),)
+_STEP = "metrics.step_p50_us"
+ROWS = (Spec(_RATIO, "ratio", ">= 0.98"), Spec(_STEP, "us"))
 _ON, _OFF = "with metrics", "without"
 _ROUNDS = 60
 _TOKENS = 96
+_STEPS = 2000
+_RUNNING = 32  # requests that decode in such a step
 _AT_A_TIME = 4  # requests, which go from step to step together
 _PICTURES = 8  # that the node holds; the device has room for some of them
 _LOOKUPS = "vllm:s3ec_lookups{tier=node,outcome=hit}"
@@ -46,8 +50,11 @@ def run(context: Context) -> None:
         CannotMeasureError: There is no server or no vLLM, or the engines are not what they should
             be.
     """
+    from s3ec.dev.bench.hooks import need_vllm
     from s3ec.dev.bench.soak_engine import write_patterns
 
+    need_vllm(context)
+    _report_step(context)
     pictures = write_patterns(context.scratch / "shown", _PICTURES, 1)
     roles = {name: ("ec_both", {"wait": "always"}) for name in (_ON, _OFF)}
     unmetered = {
@@ -79,6 +86,43 @@ def run(context: Context) -> None:
             "steps_per_cpu_s": {name: measure.spread(values) for name, values in speeds.items()},
             "by_the_clock": measure.spread(measure.ratios(walls[_ON], walls[_OFF])),
         },
+    )
+
+
+def _report_step(context: Context) -> None:
+    """What a step of many requests takes longer on the scheduler's thread, and nothing else."""
+    from s3ec.counters import TIME_BOUNDS_S
+    from s3ec.dev.bench import hooks_rig
+
+    with hooks_rig.rig(context.scratch, hooks_rig.Size(8, 2_000)) as rig:
+        shell, counters = rig.shell, rig.node.counters
+        for name in ("fetch_time.tier", "fetch_time.bucket", "load_time", "wait_time"):
+            for bound in TIME_BOUNDS_S[:12]:
+                counters.observe(name, bound)
+        output = hooks_rig.step_output(tokens=_RUNNING)
+        output.num_scheduled_tokens = {f"r{number}": 1 for number in range(_RUNNING)}
+        output.scheduled_cached_reqs.req_ids = list(output.num_scheduled_tokens)
+        output.scheduled_cached_reqs.num_computed_tokens = [1000] * _RUNNING
+
+        def step() -> None:
+            if shell.parts.scheduler is not None:
+                shell.parts.scheduler.lookups.end_pass(output)
+            shell.get_ec_connector_stats()
+
+        def busy_step() -> None:
+            counters.observe("load_time", 0.002)
+            step()
+
+        with measure.no_collection():
+            idle = measure.time_each(step, [()] * _STEPS)
+            busy = measure.time_each(busy_step, [()] * _STEPS)
+        counted = len(counters.snapshot())
+    shown = {"idle step": idle, "a step that loads": busy}
+    context.report_slowest(
+        _STEP,
+        {case: [measure.percentile(times, 50) / 1000] for case, times in shown.items()},
+        samples=2 * _STEPS,
+        detail={"counters": counted},
     )
 
 

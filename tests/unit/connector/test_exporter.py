@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -167,6 +168,28 @@ def test_of_two_engines_one_has_the_port_and_the_other_says_so_once_and_takes_ov
     complaints = [one for one in messages(caplog) if "not served" in one]
     assert len(complaints) == 1
     assert f"127.0.0.1:{port}: another process has it" in complaints[0]
+
+
+def test_a_forked_child_does_not_keep_the_port(make: Callable[..., Exporter]) -> None:
+    port = free_port()
+    first, second = make(metrics_port=port), make(metrics_port=port)
+    node_of(second).counters.add("hits", 5)
+    first.start()
+    assert served(port)["vllm:s3ec_hits_total", ()] == 0
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(write)
+        os.read(read, 1)  # until the parent closes it
+        os._exit(0)
+    os.close(read)
+    try:
+        first.close()
+        second.start()
+        assert served(port)["vllm:s3ec_hits_total", ()] == 5
+    finally:
+        os.close(write)
+        os.waitpid(child, 0)
 
 
 def test_without_a_port_nothing_is_served_and_no_client_is_needed(
