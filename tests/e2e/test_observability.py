@@ -108,7 +108,7 @@ def test_the_rules_are_loaded_and_healthy(site: Site) -> None:
 @pytest.mark.parametrize("name", RULES)
 def test_what_a_rule_looks_at_is_there(site: Site, name: str) -> None:
     """Each series in it: an alert by itself says nothing while all is well."""
-    selectors = re.findall(r"(?:vllm|s3ec):\w+(?:\{[^}]*\})?", RULES[name])
+    selectors = re.findall(r"\b(?:vllm|s3ec):[\w:]+(?:\{[^}]*\})?", RULES[name])
     assert selectors
     for selector in selectors:
         assert site.prometheus.query(selector), selector

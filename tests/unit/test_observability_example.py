@@ -105,7 +105,7 @@ def test_every_query_is_of_the_chosen_engines_and_of_the_chosen_prometheus() -> 
 def test_queries_name_only_metrics_that_exist() -> None:
     recorded = {rule["record"] for rule in RULES if "record" in rule}
     for query in queries():
-        named = re.findall(r"\b(?:vllm|s3ec):\w+", query)
+        named = re.findall(r"\b(?:vllm|s3ec):[\w:]+", query)
         assert named, query
         for name in named:
             assert name in METRICS or name in recorded, f"{name} in {query}"

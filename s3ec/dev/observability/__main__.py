@@ -19,7 +19,7 @@ from s3ec.dev.observability.run import Pace, play, running
 from s3ec.errors import ConfigError
 
 _PACE = Pace(
-    pictures=200, encode_s=0.25, first_s=30, again_s=45, evicted_s=25, outage_s=40, after_s=40
+    pictures=200, encode_s=0.25, first_s=30, again_s=45, evicted_s=25, outage_s=40, after_s=60
 )
 _WINDOW_S = 8.0
 _TITLE = (

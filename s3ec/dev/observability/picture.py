@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from s3ec.cli.output import human_bytes
 from s3ec.dev.bench.plot import need_matplotlib
 from s3ec.dev.observability.panels import OVER, ROWS, Panel
+from s3ec.dev.observability.run import DOWN
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -190,7 +191,7 @@ def _mark(axes: Axes, marks: Sequence[tuple[float, str]], end: float) -> None:
     axes.set_xlim(0, end)
     for number, (at, what) in enumerate(marks):
         following = marks[number + 1][0] if number + 1 < len(marks) else end
-        if what == "bucket down":
+        if what == DOWN:
             axes.axvspan(at, following, color=_BAD, alpha=0.08, linewidth=0)
         if number:
             axes.axvline(at, color="#999999", linewidth=0.6, linestyle=":")

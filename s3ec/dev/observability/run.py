@@ -30,13 +30,15 @@ from s3ec.tier.inspection import Inspection
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "observability"
 MODEL = "tiny-gemma3"
+DOWN = "down"
+"""The part in which the bucket refuses."""
 _BUCKET = "embeddings"
 _OPTIONS: dict[str, Any] = {
     "max_num_batched_tokens": 128,  # and with it the device cache: two pictures
     "block_size": 32,
     "served_model_name": MODEL,
 }
-_TIER_BYTES = 900_000  # some hundred embeddings
+_TIER_BYTES = 1_200_000  # some hundred embeddings
 _SCRAPE_S = 1
 
 
@@ -161,10 +163,10 @@ def play(site: Site, pace: Pace, say: Callable[[str], None] = lambda _: None) ->
                 site.engine.chat([[number, image(picture), text("What is it?")]], max_tokens=2)
 
     ask("new pictures", pace.first_s, new=0.9, until=0.5)
-    ask("asked again", pace.again_s, new=0.05)
+    ask("again", pace.again_s, new=0.05)
     Inspection.open(site.cache_dir).evict_to(0, now_s=time.time())
     ask("disk emptied", pace.evicted_s, new=0.05)
     with site.proxy.refusing():
         Inspection.open(site.cache_dir).evict_to(0, now_s=time.time())
-        ask("bucket down", pace.outage_s, new=0.3)
-    ask("bucket back", pace.after_s, new=0.05)
+        ask(DOWN, pace.outage_s, new=0.15)
+    ask("back", pace.after_s, new=0.05)
