@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from s3ec.connector.metrics import GAUGES, HISTOGRAMS, LABELLED, LEVELS, LOOKUPS, PLAIN
 from s3ec.counters import TIME_BOUNDS_S, Counters, observed
 from s3ec.errors import ConfigError
-from s3ec.runtime import LoopThread, contained, keep_socket
+from s3ec.runtime import LoopThread, contained, in_thread, keep_socket
 from s3ec.settings import Settings
 
 if TYPE_CHECKING:
@@ -215,7 +215,8 @@ class Exporter:
             self._tell()
 
     def _tell(self) -> None:
-        line = line_of(self._take())
+        with self._lock:
+            line = line_of(self._take())
         if line is not None:
             log.info("%s", line)
 
@@ -229,17 +230,19 @@ class Exporter:
         host, port = self._address
         complained = False
         while True:
-            try:
-                await self._loop.disk_long(self._serve)
-                return
-            except OSError as exc:
-                if not complained:
-                    why = "another process has it" if exc.errno == errno.EADDRINUSE else str(exc)
-                    log.warning(
-                        "metrics of this engine are not served on %s:%d: %s; trying again",
-                        *(host, port, why),
-                    )
-                complained = True
+            with contained(self._counters, "the port of the metrics"):
+                try:
+                    # Not in the pool for the disk, which may hang.
+                    await asyncio.wrap_future(in_thread(self._serve, "s3ec-metrics"))
+                    return
+                except OSError as exc:
+                    taken = exc.errno == errno.EADDRINUSE
+                    if not complained:
+                        log.warning(
+                            "metrics of this engine are not served on %s:%d: %s; trying again",
+                            *(host, port, "another process has it" if taken else exc),
+                        )
+                    complained = True
             await asyncio.sleep(_TRY_AGAIN_S)
 
     def _serve(self) -> None:

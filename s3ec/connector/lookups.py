@@ -15,9 +15,6 @@ from typing import Any
 from s3ec.connector.vllm_config import PASSED_THROUGH
 from s3ec.counters import Counters
 
-# vLLM 0.24 and 0.25 do not tell when a request ends; of more than these the oldest is dropped.
-_MOST_PREFILLED = 10_000
-
 # What an input that the device lacked adds to the counters. The tiers are asked one after the
 # other, so a tier's misses are the next one's hits and misses together.
 FROM_NODE = {"hits": 1, "lookups.device.miss": 1, "lookups.node.hit": 1}
@@ -83,6 +80,8 @@ class DeviceLookups:
             output: vLLM's SchedulerOutput.
         """
         scheduled = output.num_scheduled_tokens
+        for name in output.finished_req_ids:  # before vLLM 0.26 nobody else tells
+            self.end_request(name)
         for one in output.scheduled_new_reqs:
             if one.mm_features:
                 positions = [
@@ -132,8 +131,6 @@ class DeviceLookups:
         if not left:
             del self._prefilling[name]
             self._prefilled[name] = inputs
-            if len(self._prefilled) > _MOST_PREFILLED:
-                del self._prefilled[next(iter(self._prefilled))]
 
     def end_request(self, request_id: str) -> None:
         """The request has ended."""
