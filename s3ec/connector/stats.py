@@ -13,7 +13,7 @@ from typing import Any
 from vllm.distributed.ec_transfer.ec_connector import metrics as vllm_metrics
 
 from s3ec.connector.guard import guarded
-from s3ec.connector.metrics import GAUGES, HISTOGRAMS, LABELLED, LEVELS, LOOKUPS, PLAIN
+from s3ec.connector.metrics import GAUGES, HISTOGRAMS, LABELLED, LEVELS, LOOKUPS, PLAIN, zeros
 from s3ec.counters import TIME_BOUNDS_S, Observed, observed
 
 
@@ -104,24 +104,8 @@ class S3ECPromMetrics(vllm_metrics.ECConnectorPromMetrics):
             )
             for prefix, (name, text, label, _values) in LABELLED.items()
         }
-        for values in per_engine_labelvalues.values():
-            self._begin_at_zero(values)
-
-    @guarded(default=None)
-    def _begin_at_zero(self, values: list[object]) -> None:
-        """Have every counter say 0 before it says 1.
-
-        Prometheus sees no increase in a series that begins at 1, so an alert on the first error of
-        a kind would stay silent.
-        """
-        for counter in self._plain.values():
-            counter.labels(*values)
-        for of_lookup in self._of_lookup.values():
-            self._lookups.labels(*values, *of_lookup)
-        for prefix, (_name, _text, _label, meanings) in LABELLED.items():
-            for value in meanings:
-                if not value.endswith(".REASON"):  # stands for many
-                    self._by_prefix[prefix].labels(*values, value)
+        for engine_idx in per_engine_labelvalues:
+            self.observe(dict.fromkeys([*PLAIN, *self._of_lookup, *zeros()], 0), engine_idx)
 
     @guarded(default=None)
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:

@@ -22,7 +22,7 @@ from s3ec.dev.observability.picture import draw, filled
 from s3ec.dev.observability.run import EXAMPLE, MODEL, Pace, Site, play, running
 from s3ec.dev.rigs.nursery import EngineForkServer
 from s3ec.dev.rigs.prometheus import find_tool
-from s3ec.errors import ConfigError
+from s3ec.errors import ConfigError, UnavailableError
 from tests.e2e.rig import eventually
 
 _PACE = Pace(pictures=60, encode_s=0.1, first_s=6, again_s=4, evicted_s=5, outage_s=8, after_s=3)
@@ -95,6 +95,11 @@ def test_the_run_was_one_that_shows_something(site: Site) -> None:
     assert now("max_over_time(vllm:s3ec_breaker_open[5m])") == 1
     assert now("max_over_time(vllm:s3ec_spool_entries[5m])") > 1
     assert now("vllm:s3ec_saved_encoder_seconds_total") > 0
+
+
+def test_query_that_is_none_is_refused(site: Site) -> None:
+    with pytest.raises(UnavailableError, match="parse error"):
+        site.prometheus.query("sum(")
 
 
 def test_the_rules_are_loaded_and_healthy(site: Site) -> None:
