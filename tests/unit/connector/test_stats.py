@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -23,6 +26,7 @@ from s3ec.connector.metrics import (
 )
 from s3ec.counters import TIME_BOUNDS_S, Counters, Increments
 from s3ec.fetch import FetchOutcome
+from tests.support.waiting import DEADLINE_S
 
 pytest.importorskip("vllm")
 stats = pytest.importorskip("s3ec.connector.stats")
@@ -149,6 +153,50 @@ def test_a_gauge_of_two_reports_in_one_step_is_that_of_the_later_one() -> None:
     first = stats.S3ECStats(data={"level.spool_entries": 8, "hits": 1})
     first.aggregate(stats.S3ECStats(data={"level.spool_entries": 3, "hits": 1}))
     assert first.data == {"level.spool_entries": 3, "hits": 2}
+
+
+# As vLLM's several API servers: processes that share a folder, and one that reads it.
+SEVERAL_READERS = """
+import os
+from types import SimpleNamespace
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.multiprocess import MultiProcessCollector
+from s3ec.connector.stats import S3ECPromMetrics
+
+types = {kind: kind for kind in (Counter, Gauge, Histogram)}
+config = SimpleNamespace(ec_transfer_config=None)
+metrics = S3ECPromMetrics(config, types, ["engine"], {0: ["0"]})
+child = os.fork()
+if child == 0:
+    metrics.observe({"level.spool_entries": 8, "pace.withheld": 4, "hits": 1})
+    metrics.observe({"load_time#3": 1, "load_time+3": 0.008})
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+metrics.observe({"level.spool_entries": 3, "pace.withheld": -1, "hits": 1})
+metrics.observe({"load_time#3": 2, "load_time+3": 0.016})
+registry = CollectorRegistry()
+MultiProcessCollector(registry)
+print(generate_latest(registry).decode())
+"""
+
+
+@pytest.mark.slow
+def test_several_readers_show_the_last_gauge_and_the_sum_of_what_is_counted(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SEVERAL_READERS],
+        env=os.environ
+        | {"PYTHONPATH": str(PACKAGE.parent), "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    for sample in ("spool_entries 3.0", "places_withheld 3.0", "hits_total 2.0"):
+        name, value = sample.split()
+        assert f'vllm:s3ec_{name}{{engine="0"}} {value}' in lines
+    assert 'vllm:s3ec_load_time_seconds_count{engine="0"} 3.0' in lines
 
 
 def test_a_lookup_has_its_tier_and_its_outcome(metrics: Any) -> None:
