@@ -144,6 +144,15 @@ def test_url_that_is_none_is_bad_usage(cli: Cli, url: str) -> None:
     assert cli.json("top", url, *QUICK, code=2)["error"]["kind"] == "usage"
 
 
+def test_missing_parser_is_bad_usage_and_is_named(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "prometheus_client.parser", None)
+    with served(page({"hits": 1})) as url:
+        error = cli.json("top", url, *QUICK, code=2)["error"]
+    assert error["fix"] == "pip install 's3ec[metrics]'"
+
+
 def test_host_and_port_are_enough(cli: Cli) -> None:
     with served(page({"hits": 1})) as url:
         host = url.removeprefix("http://").removesuffix("/metrics")
