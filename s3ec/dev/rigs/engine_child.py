@@ -62,6 +62,8 @@ class _Engine:
             return {}
         if request["op"] == "encoder":
             return self._encoder_times()
+        if request["op"] == "serve_metrics":
+            return {"port": _serve_metrics()}
         return {"metrics": self._metrics()}
 
     def _chat(self, request: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -233,6 +235,14 @@ class _SlowEncoder:
         time.sleep(self.seconds * len(made))
         self.times.append((time.perf_counter() - started, sum(map(len, made))))
         return made
+
+
+def _serve_metrics() -> int:
+    """What vLLM's API server shows on /metrics, on a free port of this machine; the port."""
+    from prometheus_client import start_http_server
+
+    server, _thread = start_http_server(0, addr="127.0.0.1")
+    return server.server_port
 
 
 def _shuffle_vision_tower(model: Any) -> int:
