@@ -72,8 +72,11 @@ def obstacle() -> str:
     return ""
 
 
-def start(user: User) -> None:
-    """To be called before obstore's first request for a user, by a coroutine.
+async def start(user: User) -> None:
+    """To be called before obstore's first request for a user.
+
+    Waits for the answer of what starts the threads: one that came after the loop's end would
+    print a traceback.
 
     Raises:
         UnavailableError: There is an obstacle.
@@ -85,8 +88,8 @@ def start(user: User) -> None:
             raise UnavailableError(problem)
         _pid = os.getpid()
         atexit.register(_come_to_rest)
-        _ = held(obstore.put_async(MemoryStore(), "threads", b""))  # starts them
         _is_running = True
+        await held(obstore.put_async(MemoryStore(), "threads", b""))  # starts them
     _users.add(user)
 
 

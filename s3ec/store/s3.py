@@ -256,8 +256,8 @@ class ObstoreStore(BotocoreStore):
         if frozen != self._signed_by:
             self._signed_by = frozen
             self._clients.clear()
+        await obstore_runtime.start(self)
         if purpose not in self._clients:
-            obstore_runtime.start(self)
             with sdk_errors(what, "HeadBucket"):
                 self._clients[purpose] = S3Store(
                     self._settings.bucket,

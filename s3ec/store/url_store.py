@@ -303,7 +303,7 @@ class UrlStore:
         problem = obstore_runtime.obstacle()
         if problem:
             raise UnavailableError(f"{what}: {problem}")
-        obstore_runtime.start(self)
+        await obstore_runtime.start(self)
         with plain_errors(what):
             async with self._slots.take(what) as extend:
                 if self._client is None:

@@ -89,3 +89,34 @@ async def test_what_obstore_was_given_is_held_until_it_lets_go(
         return not obstore_runtime.holding
 
     await until(all_let_go)
+
+
+# A loop may end right after its first request: nothing of obstore may come to it after that.
+STARTING = """
+import asyncio, obstore
+from s3ec.store import obstore_runtime
+
+answered = []
+
+async def answer():
+    await asyncio.sleep(0)
+    answered.append("threads")
+
+class User:
+    def abandon(self):
+        pass
+
+async def use():
+    obstore.put_async = lambda *_: asyncio.ensure_future(answer())
+    await obstore_runtime.start(User())
+    print(answered)
+
+asyncio.run(use())
+"""
+
+
+def test_what_starts_the_threads_is_answered_before_the_first_request() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", STARTING], check=True, capture_output=True, text=True, timeout=120
+    )
+    assert ended.stdout == "['threads']\n"
