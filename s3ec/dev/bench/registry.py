@@ -105,6 +105,12 @@ ENTRIES: dict[str, Entry] = {
         240,
         alone=True,
     ),
+    "rag": Entry(
+        "s3ec.dev.bench.rag",
+        "Questions over document images: vLLM alone, with s3ec, and with ECExampleConnector.",
+        900,
+        alone=True,
+    ),
     "weights": Entry(
         "s3ec.dev.bench.weights",
         "The fingerprint of a 27B model's encoder, as an engine takes it when it starts.",

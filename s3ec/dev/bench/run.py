@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import s3ec
 from s3ec.dev.bench import machine, registry
@@ -23,7 +24,7 @@ Say = Callable[[str], None]
 ALL_TIME_S = 20 * 60.0
 
 
-def run_here(name: str, *, quick: bool, say: Say, **options: float) -> Result:
+def run_here(name: str, *, quick: bool, say: Say, **options: Any) -> Result:
     """Run one benchmark in this process.
 
     Args:
