@@ -337,6 +337,11 @@ class AdapterNames:
                 self._uses[ours] = AdapterUse(identifier, asked.adapter.path, asked.digest)
         self._half.update_state_after_alloc(view, index)
 
+    def restore_s(self, identifier: str, modality: str, rows: int) -> float:
+        """As the half's, of what the device holds under vLLM's name."""
+        ours = self._on_device.get(identifier, identifier)
+        return self._half.restore_s(ours, modality, rows)
+
     # -- once per step ---------------------------------------------------------------------
 
     def build_connector_meta(

@@ -36,6 +36,8 @@ from s3ec.connector.worker import WorkerHalf
 from s3ec.encode_costs import EncodeCosts
 from s3ec.errors import ConfigError, TierError
 from s3ec.identity import Namespace
+from s3ec.managers import restore
+from s3ec.managers.restore import RestoreCosts
 from s3ec.node import Node
 from s3ec.settings import Settings
 from s3ec.store.open import choose_transport
@@ -73,6 +75,11 @@ class Parts:
         self.worker: WorkerHalf | None = None
         self.features: FeatureReader | None = None
         self.weights = ""
+
+    @property
+    def restore_costs(self) -> RestoreCosts | None:
+        """For a manager of the encoder cache; None where there is no scheduler half."""
+        return self.scheduler
 
     # -- start and end -----------------------------------------------------------------------
 
@@ -157,6 +164,7 @@ class Parts:
         """Make the scheduler half on a node, and have the node follow the bucket."""
         self.node = node
         config, settings = self._vllm_config, node.settings
+        restore.register(config, self)
         log.info(
             "s3ec namespace %s in %s by %s, tier %s; %s",
             node.namespace.name,

@@ -18,7 +18,7 @@ from s3ec.connector.item_tracker import FETCHING, LEASE_S, Item, ItemTracker
 from s3ec.connector.kept_answers import KeptAnswers
 from s3ec.connector.remote_ranks import Ranks
 from s3ec.connector.vllm_config import Role
-from s3ec.connector.waiting import Fetching, Lacking, WaitPolicy
+from s3ec.connector.waiting import Fetching, Lacking, SourceTimes, WaitPolicy
 from s3ec.counters import Counters
 from s3ec.encode_costs import EncodeCosts
 from s3ec.identity import Key
@@ -312,6 +312,7 @@ class RequestWaits:
         local: Callable[[Key], bool],
         needs_embedding: Callable[[Any], bool],
         answers: KeptAnswers,
+        times: SourceTimes,
         policy: WaitPolicy | None = None,
     ) -> None:
         """Start with nobody.
@@ -325,6 +326,7 @@ class RequestWaits:
             local: Whether this node's disk is believed to hold a key.
             needs_embedding: Whether a feature came without pixels.
             answers: Where answers are kept while nothing changes.
+            times: Learns how long fetches take.
             policy: Weighs each wait against encoding; None where every wait is worth it.
         """
         self._tracker = tracker
@@ -335,6 +337,7 @@ class RequestWaits:
         self._local = local
         self._needs_embedding = needs_embedding
         self._answers = answers
+        self._times = times
         self._policy = policy
         self._bucket_waits = DeferralBudget(role.defer_timeout_s, counters, clock)
         self._tier_waits = DeferralBudget(role.defer_timeout_s, counters, clock)
@@ -536,7 +539,7 @@ class RequestWaits:
             if policy.costs.known_s(item.modality, item.rows) is None:
                 return True  # others encode it; it is not encoded here to learn the cost
         if promised and now - self._promise_noted_s > VAIN_REST_S:
-            policy.relearn("promise")  # who does not wait learns nothing
+            policy.times.relearn("promise")  # who does not wait learns nothing
         waited = request.request_id in policy.waiting
         lacking = lambda: [self._lacking(item) for item in items]  # noqa: E731
         turns = len(request.mm_features)
@@ -554,9 +557,8 @@ class RequestWaits:
 
     def _note_promise(self, item: Item, seconds: float) -> None:
         """What was named has taken so long from the first question on."""
-        if self._policy is not None:
-            self._policy.times("promise", item.rows).add(seconds)
-            self._promise_noted_s = self._clock()
+        self._times.of("promise", item.rows).add(seconds)
+        self._promise_noted_s = self._clock()
 
     def _lacking(self, item: Item) -> Lacking:
         if self._local(item.key):
@@ -663,9 +665,7 @@ class RequestWaits:
             if fetched.source is not None:
                 budget = self._bucket_waits if fetched.source == "bucket" else self._tier_waits
                 budget.came(fetched.seconds)
-                if self._policy is not None:
-                    times = self._policy.times(fetched.source, fetched.want.rows)
-                    times.add(fetched.seconds)
+                self._times.of(fetched.source, fetched.want.rows).add(fetched.seconds)
             if self._probes.end(fetched):
                 self._probe_waits.came(fetched.seconds)
             item = self._items.get(fetched.want.key.identifier)

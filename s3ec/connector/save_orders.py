@@ -116,7 +116,7 @@ class SaveWorth:
         has nothing better to go by.
         """
         if self._policy is not None:
-            times = self._policy.times("bucket", rows)
+            times = self._policy.times.of("bucket", rows)
             if times.late_s:
                 return times.mean_s
         get: Callable[[str], float] = self._counters.get

@@ -32,7 +32,7 @@ from s3ec.connector.remote_ranks import Ranks
 from s3ec.connector.request_waits import RequestWaits
 from s3ec.connector.save_orders import SaveOrders, SaveWorth
 from s3ec.connector.vllm_config import PASSED_THROUGH, Role
-from s3ec.connector.waiting import WaitPolicy
+from s3ec.connector.waiting import SourceTimes, WaitPolicy
 from s3ec.counters import Counters
 from s3ec.encode_costs import EncodeCosts
 from s3ec.identity import Key, KeyCache, KeyPolicy
@@ -126,6 +126,8 @@ class SchedulerHalf:
         self._role = role
         self._policy = policy
         self._costs = policy.costs if policy is not None else costs or EncodeCosts()
+        self._fetch_times = SourceTimes() if policy is None else policy.times
+        self._load_s = 0.0  # of an item, from this node's memory to the device
         self._wall_clock = wall_clock
         self._seen: dict[str, None] = {}  # requests that were asked about; with a policy only
         self._index = index
@@ -161,6 +163,7 @@ class SchedulerHalf:
             local=local,
             needs_embedding=needs_embedding,
             answers=self.answers,
+            times=self._fetch_times,
             policy=policy,
         )
         self._items = self.tracker.items
@@ -524,6 +527,25 @@ class SchedulerHalf:
         if not granted:
             self._plan.encodes[identifier] = Encode(feature.modality, rows)
 
+    def restore_s(self, identifier: str, modality: str, rows: int) -> float:
+        """Seconds until the device would have this again, by what was measured. Memory only.
+
+        That is to load it from this node's disk, to fetch and load it, or to encode it; never more
+        than to encode it.
+        """
+        encode_s = self._costs.cost_s(modality, rows)
+        key = self._keys(identifier)
+        can_load = self._role.consumer and self._role.can_load and not self._stopped
+        if key is None or not can_load or self._disk.hangs:
+            return encode_s
+        if self._local(key):
+            source = "tier"
+        elif not self._store.is_open and self._index.maybe_contains(key):
+            source = "bucket"
+        else:
+            return encode_s
+        return min(encode_s, self._fetch_times.of(source, rows).mean_s + self._load_s)
+
     # -- once per step ---------------------------------------------------------------------
 
     def build_connector_meta(
@@ -638,6 +660,9 @@ class SchedulerHalf:
         if not self._role.asked_every_pass:
             for identifier in self._rows_asked.keys() - self._items.keys():
                 del self._rows_asked[identifier]
+        loads = self._counters.get("load.items")
+        if loads:
+            self._load_s = self._counters.get("load.seconds") / loads
         self._save_orders.sweep(now)
         self.waits.sweep(now)
 

@@ -107,6 +107,28 @@ class FetchTimes:
         return share * math.pow(third / age_s, _TAIL_POWER)
 
 
+class SourceTimes:
+    """How long fetches take, by where from and by size class.
+
+    A source is ``bucket``, ``tier``, or ``promise`` for what is still being uploaded.
+    """
+
+    def __init__(self) -> None:
+        self._times: dict[tuple[str, int], FetchTimes] = {}
+
+    def of(self, source: str, rows: int) -> FetchTimes:
+        """Those of this source and of about this size."""
+        kind = (source, rows.bit_length())
+        found = self._times.get(kind)
+        if found is None:
+            found = self._times[kind] = FetchTimes()
+        return found
+
+    def relearn(self, source: str) -> None:
+        """How long fetches of this source take is to be learned anew."""
+        self._times = {kind: times for kind, times in self._times.items() if kind[0] != source}
+
+
 class EngineLoad:
     """How busy the engine is, from what the hooks are asked: whom an encode would delay."""
 
@@ -382,13 +404,14 @@ class WaitPolicy:
         costs: What encoding costs.
         load: How busy the engine is.
         queue: Fetches under way.
+        times: How long fetches take.
     """
 
     def __init__(self, costs: EncodeCosts, load: EngineLoad, queue: FetchQueue) -> None:
         self.costs = costs
         self.load = load
         self.queue = queue
-        self._times: dict[tuple[str, int], FetchTimes] = {}
+        self.times = SourceTimes()
         self._waiting: dict[str, _Waiting] = {}
         # Who has waited and was told to encode, and how many items it had then. vLLM may ask about
         # them again.
@@ -399,18 +422,6 @@ class WaitPolicy:
     def waiting(self) -> KeysView[str]:
         """Requests that wait at present."""
         return self._waiting.keys()
-
-    def times(self, source: str, rows: int) -> FetchTimes:
-        """How long fetches of this source and size take."""
-        kind = (source, rows.bit_length())
-        found = self._times.get(kind)
-        if found is None:
-            found = self._times[kind] = FetchTimes()
-        return found
-
-    def relearn(self, source: str) -> None:
-        """How long fetches of this source take is to be learned anew."""
-        self._times = {kind: times for kind, times in self._times.items() if kind[0] != source}
 
     def end_pass(self, now: float, *, has_prefill: bool, tokens: int, repeated: int = 0) -> None:
         """A scheduling pass has ended; ``repeated`` more requests wait as they did before."""
@@ -514,7 +525,7 @@ class WaitPolicy:
 
         Not anew where to wait would be right though the cost were believed far too high.
         """
-        fetch_s = self.times(item.source, item.rows).mean_s
+        fetch_s = self.times.of(item.source, item.rows).mean_s
         in_doubt = self.costs.cost_s(item.modality, item.rows) < _FAR_TOO_HIGH * fetch_s
         return self.costs.explore(item.modality, item.rows, now, idle=idle and in_doubt)
 
@@ -523,7 +534,7 @@ class WaitPolicy:
         groups: dict[tuple[int, bool], list[float]] = {}
         times: dict[int, FetchTimes] = {}
         for one in lacking:
-            kind = self.times(one.source, one.rows)
+            kind = self.times.of(one.source, one.rows)
             times[id(kind)] = kind
             age_s = self._age_s(one.fetching, kind.mean_s, now)
             groups.setdefault((id(kind), age_s >= 0), []).append(age_s)

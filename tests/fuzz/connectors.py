@@ -9,6 +9,7 @@ whole and in time: what goes wrong with it as well is vLLM's fault.
 from __future__ import annotations
 
 import dataclasses
+import math
 import shutil
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -255,6 +256,17 @@ class S3EC(NoConnector):
         self._is_stopped = False
         self._passes = 0
         self._granted = ""  # what was granted last, and is not allocated yet
+
+    @property
+    def restore_costs(self) -> S3EC:
+        return self
+
+    def restore_s(self, identifier: str, modality: str, rows: int) -> float:
+        seconds = self.half.restore_s(identifier, modality, rows)
+        if not 0.0 < seconds < math.inf:
+            raise BrokenPromiseError("no cost", f"{seconds} s")
+        self.answers.append(("restore", seconds))
+        return seconds
 
     def _make_far(self, bench: Bench) -> PlayedPrefetcher:
         """The fetches of a rank on another node, with the same bucket behind them."""
@@ -532,6 +544,13 @@ class Repeat(NoConnector):
 
     def ensure_cache_available(self, request: Request, num_computed_tokens: int) -> bool:
         return bool(self._next("ensure"))
+
+    @property
+    def restore_costs(self) -> Repeat:
+        return self
+
+    def restore_s(self, identifier: str, modality: str, rows: int) -> float:
+        return float(self._next("restore"))
 
     def has_cache_item(self, identifier: str) -> bool:
         granted = self._granted[identifier] = bool(self._next("has"))

@@ -24,6 +24,7 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec
 from vllm.multimodal.utils import get_mm_features_in_window
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
+from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine.core import EngineCore
@@ -36,6 +37,7 @@ from vllm.v1.outputs import (
 from vllm.v1.request import Request, RequestStatus
 
 from s3ec.dev.rigs.virtual_engine import NoConnector, make_scheduler
+from s3ec.managers import LRUEncoderCacheManager, TieredEncoderCacheManager
 from tests.fuzz.outside import BrokenPromiseError, embedding
 
 BLOCK = 16  # tokens
@@ -44,6 +46,12 @@ MAX_LORAS = 2
 EOS = 1
 # What holds pixels or samples in the items that the workload makes.
 PIXELS = frozenset({"pixel_values", "pixel_values_videos", "input_audio_features"})
+
+MANAGERS = {
+    "fifo": EncoderCacheManager,
+    "lru": LRUEncoderCacheManager,
+    "tiered": TieredEncoderCacheManager,
+}
 
 init_none_hash(sha256)
 
@@ -70,6 +78,7 @@ class Options:
         probe_s: As ``probe_unknown_ms``, in seconds.
         encode_row_s: What the workers say a row costs the encoder; None where waits are not weighed
             against it.
+        manager: Of the encoder cache; vLLM's own is the first.
     """
 
     role: Literal["consumer", "producer", "both"] = "consumer"
@@ -87,6 +96,7 @@ class Options:
     defer_timeout_s: float = 2.0
     probe_s: float = 0.0
     encode_row_s: float | None = None
+    manager: Literal["fifo", "lru", "tiered"] = "fifo"
 
     @property
     def loads(self) -> bool:
@@ -293,6 +303,7 @@ class Engine:
             blocks=options.blocks,
             block_size=BLOCK,
             cache_rows=options.cache_rows,
+            manager=MANAGERS[options.manager],
         )
         # What vLLM reads from flags of other engines.
         self.scheduler.num_prefill_lookahead = options.lookahead

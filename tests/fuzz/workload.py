@@ -185,8 +185,9 @@ def draw(seed: int) -> tuple[Options, Habits]:
         row_s = rnd.choice([row_s, None, None, 1e-1])
         named = rnd.choice([named, 0.0])
     two_kinds = rnd.choice([0.0, 0.0, 0.0, 0.3])
+    manager = rnd.choice(["fifo", "lru", "tiered"])
     return (
-        dataclasses.replace(options, encode_row_s=row_s, probe_s=probe_s),
+        dataclasses.replace(options, encode_row_s=row_s, probe_s=probe_s, manager=manager),
         dataclasses.replace(habits, named=named, announced=announced, two_kinds=two_kinds),
     )
 

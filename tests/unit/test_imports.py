@@ -22,7 +22,7 @@ BENCH = PACKAGE / "cli" / "bench.py"  # the one way from what is installed to s3
 LAYERS = [
     {"errors", "payoff", "weights", "__init__"},
     {"tenant", "middleware", "counters"},
-    {"settings", "runtime"},
+    {"settings", "runtime", "managers"},
     {"identity", "config", "store"},
     {"safetensors_file"},
     {"codec"},
@@ -43,7 +43,10 @@ LAYER_OF = {part: number for number, layer in enumerate(LAYERS) for part in laye
 # function that is called where the library is ("inside").
 MAY_IMPORT = {
     "torch": {"connector": "anywhere", "corpus": "inside", "dev": "anywhere"},
-    "vllm": {"connector": "anywhere", "dev": "anywhere", "doctor": "inside"},
+    "vllm": {
+        **dict.fromkeys(("connector", "dev", "managers"), "anywhere"),
+        "doctor": "inside",
+    },
     "transformers": {"connector": "inside", "dev": "inside"},
     "aioboto3": {"store": "anywhere", "dev": "inside"},
     "aiobotocore": {"store": "anywhere"},

@@ -52,6 +52,8 @@ from s3ec.connector.waiting import EngineLoad, FetchQueue, WaitPolicy
 from s3ec.counters import Counters
 from s3ec.encode_costs import EncodeCosts
 from s3ec.identity import Key, make_key
+from s3ec.managers import restore
+from s3ec.managers.restore import RestoreCosts
 from s3ec.prefetch import FetchOutcome, FetchRequest, FetchResult, Priority
 from s3ec.tier import Pin
 
@@ -199,7 +201,13 @@ class PlayedIndex:
 
 
 class NoConnector:
-    """What vLLM's scheduler calls on its connector; this one does nothing at all."""
+    """What vLLM's scheduler calls on its connector; this one does nothing at all.
+
+    Attributes:
+        restore_costs: For a manager of the encoder cache.
+    """
+
+    restore_costs: RestoreCosts | None = None
 
     def ensure_cache_available(self, request: Request, num_computed_tokens: int) -> bool:
         return True
@@ -289,6 +297,7 @@ def make_scheduler(
     blocks: int,
     block_size: int,
     cache_rows: int,
+    manager: type[Any] = EncoderCacheManager,
 ) -> Scheduler:
     """vLLM's scheduler of an engine without a model.
 
@@ -299,6 +308,7 @@ def make_scheduler(
         blocks: Of the KV cache.
         block_size: Tokens of a block.
         cache_rows: Of the encoder cache, and of what a step may encode.
+        manager: Of the encoder cache.
     """
     config.cache_config.num_gpu_blocks = blocks
     spec = FullAttentionSpec(
@@ -315,7 +325,11 @@ def make_scheduler(
         block_size=block_size,
     )
     # What vLLM sizes by the model.
-    scheduler.encoder_cache_manager = EncoderCacheManager(cache_size=cache_rows)
+    if connector is not None:
+        restore.register(config, connector)
+    scheduler.encoder_cache_manager = manager.create_manager(
+        cache_size=cache_rows, vllm_config=config
+    )
     scheduler.max_num_encoder_input_tokens = cache_rows
     scheduler.ec_connector = connector
     return scheduler

@@ -100,10 +100,10 @@ def test_size_and_price_of_a_policy_count() -> None:
     fetched(counters, 5.0)  # of other sizes
     policy = WaitPolicy(EncodeCosts({KIND: 0.03 / ROWS}), EngineLoad(1), FetchQueue(16))
     for _ in range(16):
-        policy.times("bucket", ROWS).add(0.02)
+        policy.times.of("bucket", ROWS).add(0.02)
     assert twice(SaveWorth(policy.costs, counters, policy=policy))
     for _ in range(128):
-        policy.times("bucket", ROWS).add(0.06)
+        policy.times.of("bucket", ROWS).add(0.06)
     assert not twice(SaveWorth(policy.costs, counters, policy=policy))
     now = 0.0
     for _ in range(400):  # others would wait for the encoder

@@ -221,7 +221,7 @@ def test_how_long_uploads_take_is_learned() -> None:
     assert 0.1 < first_s < 0.41  # at most twice what the encoder would have taken
     world.end(asker)
     assert wait_in_vain(world, naming("next", "b"), "b") < first_s / 2
-    assert weighs.times("promise", ROWS).mean_s > 0.2
+    assert weighs.times.of("promise", ROWS).mean_s > 0.2
     world.clock.now_s += VAIN_REST_S + 1
     assert not world.ask(naming("later", "c"))  # or a bad day would last for ever
 

@@ -261,7 +261,7 @@ def test_where_the_known_is_encoded_nothing_else_is_awaited() -> None:
     world = weighing(1.0)
     policy = policy_of(world)
     for _ in range(20):
-        policy.times("bucket", ROWS).add(2.0)
+        policy.times.of("bucket", ROWS).add(2.0)
     world.stock("known")
     assert world.run(request("r", feature("known"), feature("a", 10))) == [False, False]
 
@@ -330,7 +330,7 @@ def test_what_is_not_there_teaches_nothing_about_fetches_and_gives_its_place_bac
         world.finish(number, FetchOutcome.ABSENT, seconds=PROBE_S / 2)
         assert world.run(asker) == [False]
         world.end(asker)
-    assert policy.times("bucket", ROWS).late_s == 0.0
+    assert policy.times.of("bucket", ROWS).late_s == 0.0
     assert policy.queue.silent_s(world.clock.now_s + 100) == 0.0
     assert world.counters.get("waits_declined") == 0
 

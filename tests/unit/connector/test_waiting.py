@@ -177,7 +177,7 @@ def make(costs: EncodeCosts, *, fetch_s: float, sigma: float = 0.7) -> WaitPolic
     made = WaitPolicy(costs, EngineLoad(2), FetchQueue(PLACES))
     source = random.Random(5)
     for _ in range(128):
-        made.times("bucket", ROWS).add(fetch_s * math.exp(sigma * source.gauss(0, 1)))
+        made.times.of("bucket", ROWS).add(fetch_s * math.exp(sigma * source.gauss(0, 1)))
     return made
 
 
@@ -371,7 +371,7 @@ def learned(*, encode_s: float = 0.06, fetch_s: float = 0.03, known: bool = True
     one = WaitPolicy(costs, EngineLoad(2), FetchQueue(PLACES))
     source = random.Random(5)
     for _ in range(128):
-        one.times("bucket", SMALL).add(fetch_s * math.exp(0.7 * source.gauss(0, 1)))
+        one.times.of("bucket", SMALL).add(fetch_s * math.exp(0.7 * source.gauss(0, 1)))
     return one
 
 

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's encoder-cache manager (0.32 and newer) with another choice of victims.
+
+``--ec-manager-config '{"encoder_cache_manager_cls": "s3ec.TieredEncoderCacheManager"}'`` turns one
+on, beside any connector or none. vLLM's own bookkeeping is kept: slots, holders, what was freed.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from vllm.v1.core import encoder_cache_manager as vllm_managers
+
+from s3ec.errors import ConfigError
+from s3ec.managers.restore import Owner, owner_of
+from s3ec.managers.victims import LeastRecent, LeastWorth
+
+log = logging.getLogger(__name__)
+
+if not hasattr(vllm_managers.EncoderCacheManager, "create_manager"):
+    raise ConfigError(
+        "encoder_cache_manager_cls: this vLLM cannot replace its encoder-cache manager; use 0.32 "
+        "or newer, or leave --ec-manager-config out",
+        field="encoder_cache_manager_cls",
+    )
+
+# Where nothing was measured, entries are compared by their rows.
+_UNKNOWN_ROW_S = 1e-4
+
+
+class _Manager(vllm_managers.EncoderCacheManager):  # type: ignore[misc]
+    """What both have in common: how vLLM makes them."""
+
+    @classmethod
+    def create_manager(cls, *, cache_size: int, vllm_config: Any) -> Any:
+        """The manager of one scheduler.
+
+        Args:
+            cache_size: Rows of embeddings that the device holds.
+            vllm_config: vLLM's VllmConfig.
+
+        Returns:
+            vLLM's own for encoder-decoder models, which share nothing between requests.
+
+        Raises:
+            ConfigError: ``manager_config`` is not empty.
+        """
+        config = vllm_config.ec_manager_config.manager_config
+        if config:
+            raise ConfigError(
+                f"manager_config: {cls.__name__} has no settings, and there is "
+                f"{', '.join(map(repr, config))}; leave `manager_config` out",
+                field="manager_config",
+            )
+        if vllm_config.model_config.is_encoder_decoder:
+            log.warning(
+                "%s is not used: an encoder-decoder model shares no embeddings between requests",
+                cls.__name__,
+            )
+            return vllm_managers.EncoderDecoderCacheManager(cache_size=cache_size)
+        manager = cls(cache_size)
+        manager.follow(owner_of(vllm_config))
+        log.info("%s for %d rows on the device", cls.__name__, cache_size)
+        return manager
+
+    def follow(self, owner: Owner | None) -> None:
+        """The engine's connector; None where there is none of ours."""
+
+
+class LRUEncoderCacheManager(_Manager):
+    """Gives up what was accessed longest ago.
+
+    vLLM's own gives up what was released longest ago. The two differ where requests hold
+    embeddings for long.
+    """
+
+    def __init__(self, cache_size: int) -> None:
+        """An empty cache of so many rows."""
+        super().__init__(cache_size)
+        self.freeable = LeastRecent()
+
+    def check_and_update_cache(self, request: Any, input_id: int) -> bool:
+        """As vLLM's; a hit is an access."""
+        if not super().check_and_update_cache(request, input_id):
+            return False
+        self.freeable.accessed(request.mm_features[input_id].identifier)
+        return True
+
+    def allocate(self, request: Any, input_id: int) -> None:
+        """As vLLM's; an allocation is an access."""
+        super().allocate(request, input_id)
+        self.freeable.accessed(request.mm_features[input_id].identifier)
+
+
+class TieredEncoderCacheManager(_Manager):
+    """Gives up what is least worth its room: seldom asked for, and soon here again.
+
+    How soon is what the connector knows: whether this node's disk or the bucket holds it, and what
+    loads, fetches and encodes have taken. Without the connector all of it would be encoded anew.
+    See ``LeastWorth``.
+    """
+
+    def __init__(self, cache_size: int) -> None:
+        """An empty cache of so many rows."""
+        super().__init__(cache_size)
+        self._owner: Owner | None = None
+        self.freeable = LeastWorth(cache_size, self._restore_s)
+
+    def follow(self, owner: Owner | None) -> None:
+        """Ask this connector what bringing an embedding back takes, while it works."""
+        self._owner = owner
+
+    def _restore_s(self, identifier: str, modality: str, rows: int) -> float:
+        costs = None if self._owner is None else self._owner.restore_costs
+        if costs is None:
+            return _UNKNOWN_ROW_S * rows
+        return costs.restore_s(identifier, modality, rows)
+
+    def check_and_update_cache(self, request: Any, input_id: int) -> bool:
+        """As vLLM's; a hit of a request that did not hold it is an access."""
+        identifier = request.mm_features[input_id].identifier
+        holders = self.cached.get(identifier)
+        is_access = holders is not None and request.request_id not in holders
+        if not super().check_and_update_cache(request, input_id):
+            return False
+        if is_access:
+            self.freeable.hit(identifier)
+        return True
+
+    def allocate(self, request: Any, input_id: int) -> None:
+        """As vLLM's; an allocation is an access."""
+        super().allocate(request, input_id)
+        feature = request.mm_features[input_id]
+        self.freeable.allocated(
+            feature.identifier, feature.modality, self.num_embeds_by_hash[feature.identifier]
+        )
