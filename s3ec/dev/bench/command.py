@@ -87,18 +87,27 @@ def list_benches(as_json: JsonOption = False) -> None:
 
 
 def _one(
-    name: str, json_file: str | None, plot: Path | None, quick: bool, **options: float
+    name: str,
+    json_file: str | None,
+    plot: Path | None,
+    quick: bool,
+    html: Path | None = None,
+    **options: Any,
 ) -> None:
     """Run one benchmark and publish it."""
     from s3ec.dev.bench import plot as drawing
     from s3ec.dev.bench import registry, run
 
     _check_files(json_file, plot, None)
+    _check_file(html, "--html")
+    bench = registry.load(name)
     with _saying(name) as say:
         result = run.run_here(name, quick=quick, say=say, **options)
     _publish([result], result, json_file)
     if plot is not None:
-        plot.write_bytes(drawing.png(registry.load(name), result))
+        plot.write_bytes(drawing.png(bench, result))
+    if html is not None and bench.page is not None:
+        html.write_text(bench.page(result), encoding="utf-8")
     if result.failed:
         raise typer.Exit(EXIT_WRONG)
 
@@ -157,7 +166,8 @@ def _index(
     plot: PlotFile = None,
     quick: Quick = False,
 ) -> None:
-    _one("index", json_file, plot, quick, **({} if keys is None else {"keys": keys}))
+    options: dict[str, Any] = {} if keys is None else {"keys": keys}
+    _one("index", json_file, plot, quick, **options)
 
 
 def _soak(
@@ -176,12 +186,200 @@ def _soak(
     _one("soak", json_file, plot, quick, minutes=minutes, seed=seed)
 
 
+def _numbers(text: str) -> tuple[int, ...]:
+    """Whole numbers with commas between them."""
+    try:
+        return tuple(dict.fromkeys(int(part) for part in text.split(",")))
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not whole numbers with commas between") from None
+
+
+def _latencies(text: str) -> tuple[int, ...]:
+    found = _numbers(text)
+    if not all(0 <= one <= 1000 for one in found):
+        raise typer.BadParameter(f"{text!r}: a latency is 0 to 1000 ms")
+    return found
+
+
+def _configs(text: str) -> tuple[int, ...]:
+    from s3ec.dev.bench.rag_rig import CONFIGS
+
+    found = _numbers(text)
+    if not set(found) <= set(CONFIGS):
+        raise typer.BadParameter(f"{text!r}: configurations are 1 to {len(CONFIGS)}")
+    return found
+
+
+def _one_of(what: str, choices: Callable[[], Sequence[str]]) -> Callable[[str], str]:
+    """A parser that takes one of some names, which are imported when they are needed."""
+
+    def parse(text: str) -> str:
+        if text not in choices():
+            raise typer.BadParameter(f"{text!r} is no {what}; choose of {', '.join(choices())}")
+        return text
+
+    parse.__name__ = what
+    return parse
+
+
+def _workload_names() -> Sequence[str]:
+    from s3ec.dev.bench.workloads import NAMES
+
+    return NAMES
+
+
+def _sizes() -> Sequence[str]:
+    from s3ec.dev.bench.rag_rig import ENCODERS
+
+    return tuple(ENCODERS)
+
+
+def _forms() -> Sequence[str]:
+    from s3ec.dev.bench.request_files import FORMS
+
+    return FORMS
+
+
+def _rag(
+    workload: Annotated[
+        str,
+        typer.Option(
+            "--workload",
+            metavar="NAME",
+            parser=_one_of("workload", _workload_names),
+            help="questions, decks, zipf, scan or pool: docs/benchmarks.md says what they are.",
+        ),
+    ] = "questions",
+    requests: Annotated[
+        Path | None,
+        typer.Option(
+            "--requests",
+            metavar="FILE",
+            help="Replay a file of requests in place of a workload: JSONL of NVIDIA Dynamo's "
+            "generator, or OpenTelemetry documents as inference-perf reads them.",
+        ),
+    ] = None,
+    write_requests: Annotated[
+        Path | None,
+        typer.Option(
+            "--write-requests",
+            metavar="FILE",
+            help="Write the workload's requests, and pictures into FILE.pictures; nothing is "
+            "measured.",
+        ),
+    ] = None,
+    form: Annotated[
+        str,
+        typer.Option(
+            "--format",
+            metavar="NAME",
+            parser=_one_of("format", _forms),
+            help="Of that file: dynamo or inference-perf.",
+        ),
+    ] = "dynamo",
+    factor: Annotated[
+        float | None,
+        typer.Option(
+            "--factor",
+            metavar="X",
+            min=1e-6,
+            max=100,
+            help="Of the workload's published size; 2/135 if left out, which are two documents.",
+        ),
+    ] = None,
+    seed: Annotated[
+        int, typer.Option("--seed", metavar="S", min=0, help="Of what is drawn at random.")
+    ] = 0,
+    latency_ms: Annotated[
+        Any,
+        typer.Option(
+            "--latency-ms",
+            metavar="MS,...",
+            parser=_latencies,
+            help="How much further away the bucket is; each one is measured.",
+        ),
+    ] = "0,20,80",
+    loop: Annotated[
+        str,
+        typer.Option(
+            "--loop",
+            metavar="open|closed",
+            parser=_one_of("loop", lambda: ("open", "closed")),
+            help="closed: clients with one request at a time. open: at random times.",
+        ),
+    ] = "closed",
+    clients: Annotated[
+        int, typer.Option("--clients", metavar="N", min=1, max=64, help="Of the closed loop.")
+    ] = 2,
+    rate: Annotated[
+        float,
+        typer.Option(
+            "--rate", metavar="R", min=0.001, max=1000, help="Requests a second, of the open loop."
+        ),
+    ] = 0.5,
+    configs: Annotated[
+        Any,
+        typer.Option(
+            "--configs",
+            metavar="N,...",
+            parser=_configs,
+            help="Which of the six configurations; all if left out.",
+        ),
+    ] = "1,2,3,4,5,6",
+    object_mb: Annotated[
+        str,
+        typer.Option(
+            "--object-mb",
+            metavar="MB",
+            parser=_one_of("size", _sizes),
+            help="Of an embedding: 2.75 (a real encoder), 8.8, 30 or 67 (encoders that sleep).",
+        ),
+    ] = "2.75",
+    device: Annotated[
+        str,
+        typer.Option(
+            "--device",
+            metavar="cpu|cuda",
+            parser=_one_of("device", lambda: ("cpu", "cuda")),
+            help="Where the engines run.",
+        ),
+    ] = "cpu",
+    json_file: JsonFile = None,
+    html: HtmlFile = None,
+    plot: PlotFile = None,
+    quick: Quick = False,
+) -> None:
+    from s3ec.dev.bench.rag import Options, write_requests_file
+
+    options = Options(
+        workload=workload,
+        requests=requests,
+        factor=factor,
+        seed=seed,
+        latency_ms=latency_ms,
+        loop=loop,
+        clients=clients,
+        rate_per_s=rate,
+        configs=configs,
+        object_mb=object_mb,
+        device=device,
+    )
+    if write_requests is not None:
+        _check_file(write_requests, "--write-requests")
+        typer.echo(write_requests_file(options, write_requests, form))
+        return
+    # A quick run leaves out what takes long, unless it was asked for.
+    asked = options if options != Options() or not quick else None
+    _one("rag", json_file, plot, quick, html, options=asked)
+
+
 # Those with options of their own.
 _COMMANDS: dict[str, Callable[..., None]] = {
     "fetch": _fetch,
     "node": _node,
     "index": _index,
     "soak": _soak,
+    "rag": _rag,
 }
 
 
@@ -202,6 +400,12 @@ def _examples(name: str) -> str:
         "node": [("s3ec bench node --processes 8", "with more of them")],
         "soak": [("s3ec bench soak --minutes 5 --seed 7", "shorter, with other faults")],
         "index": [("s3ec bench index --keys 1e8", "of a larger corpus; 7 GB of scratch space")],
+        "rag": [
+            ("s3ec bench rag --html rag.html", "and a page with plots"),
+            ("s3ec bench rag --configs 1,3 --latency-ms 20 --loop open", "two of them, at a rate"),
+            ("s3ec bench rag --device cuda --factor 0.2", "on a GPU"),
+            ("s3ec bench rag --write-requests r.jsonl --format dynamo", "for other systems"),
+        ],
     }
     return epilog(
         (f"s3ec bench {name}", "a table"),
@@ -318,6 +522,7 @@ def _saying(what: str) -> Iterator[Callable[[str], None]]:
 def _publish(results: list[Result], whole: Result, json_file: str | None) -> None:
     from rich.text import Text
 
+    from s3ec.dev.bench import registry
     from s3ec.dev.bench.table import machine_line, table
 
     if json_file == _STDOUT:
@@ -330,5 +535,9 @@ def _publish(results: list[Result], whole: Result, json_file: str | None) -> Non
     for result in results:
         out.print(table(result))
         out.print()
+        more = registry.load(result.bench).table if result.bench in ENTRIES else None
+        if more is not None and (shown := more(result)) is not None:
+            out.print(shown)
+            out.print()
     out.print(Text(machine_line(whole.machine), style="dim"))
     sys.stdout.flush()

@@ -46,6 +46,8 @@ LATENCIES_MS = (0, 20, 80)
 FACTOR, _QUICK_FACTOR = 2 / 135, 0.002
 # Engines that encode keep up with this many requests a second in no configuration but s3ec's.
 RATE_PER_S = 0.5
+# Pixels of what is written for others: as large as Gemma3 takes it.
+_PICTURE_SIDE = 896
 # Of the pool, the node's disk and the engine's cache hold a part.
 _POOL_TIER_SHARE = 0.4
 
@@ -96,6 +98,9 @@ class Options:
         return workload
 
 
+_QUICK = Options(latency_ms=(0,), configs=(1, 3, 4, 5, 6))
+
+
 def run(context: Context, options: Options | None = None) -> None:
     """Measure all legs.
 
@@ -103,9 +108,10 @@ def run(context: Context, options: Options | None = None) -> None:
         CannotMeasureError: There is no server, or no vLLM that is new enough.
         ConfigError: The file of requests cannot be read.
     """
-    _need_vllm()
-    options = options or Options(latency_ms=(0,) if context.quick else LATENCIES_MS)
+    if options is None:
+        options = _QUICK if context.quick else Options()
     workload = options.made(quick=context.quick)
+    _need_vllm()
     setup = Setup(
         TINY if context.quick else ENCODERS[options.object_mb],
         tier_share=_POOL_TIER_SHARE if options.workload == "pool" else 1.0,
@@ -128,6 +134,25 @@ def run(context: Context, options: Options | None = None) -> None:
                 context.say(f"half {half + 1}, {number} of {len(legs)}: {leg.name}")
                 rig.ask(leg, requests, first=not half)
     _report(context, legs, whys, _about(options, workload, setup))
+
+
+def write_requests_file(options: Options, path: Path, form: str) -> str:
+    """Write the requests for other systems, and pictures beside them; says what was written.
+
+    Args:
+        options: Which workload.
+        path: The file. The pictures come into a folder of its name and ``.pictures``.
+        form: One of ``request_files.FORMS``.
+    """
+    from s3ec.dev.bench.soak_engine import write_patterns
+
+    workload = options.made()
+    folder = path.absolute().with_name(f"{path.name}.pictures")
+    names = workload.names
+    files = write_patterns(folder, len(names), options.seed, side=_PICTURE_SIDE)
+    where = dict(zip(names, map(str, files), strict=True))
+    request_files.write(workload, path, form, where.__getitem__)
+    return f"{path}: {len(workload.requests)} requests; {folder}: {len(names)} pictures"
 
 
 def _need_vllm() -> None:
@@ -187,8 +212,8 @@ def _report(
         document = leg.document(about["object_bytes"])
         loaded = document["loaded_bytes"]
         # What the engine without a store takes as well, for words and pictures, is not the store's.
-        known = alone_cpu_s is not None and loaded
-        document["cpu_s_per_gb"] = (leg.cpu_s - alone_cpu_s) / loaded * 1e9 if known else None
+        more_cpu_s = None if alone_cpu_s is None or not loaded else leg.cpu_s - alone_cpu_s
+        document["cpu_s_per_gb"] = None if more_cpu_s is None else more_cpu_s / loaded * 1e9
         documents.append(document)
     context.report(
         _LEGS,
@@ -265,8 +290,14 @@ def table(result: Result) -> Table | None:
 
 def legs_of(result: Result) -> tuple[dict[str, Any], list[dict[str, Any]]] | None:
     """What was measured, and the figures of each leg."""
-    (row,) = (row for row in result.rows if row.spec.name == _LEGS)
+    row = next(row for row in result.rows if row.spec.name == _LEGS)
     return None if row.value is None else (row.detail["about"], row.detail["legs"])
 
 
-BENCH = Bench(ROWS, run, table=table)
+def _page(result: Result) -> str:
+    from s3ec.dev.bench.rag_page import page
+
+    return page(result)
+
+
+BENCH = Bench(ROWS, run, table=table, page=_page)

@@ -415,7 +415,7 @@ class Rig:
             "dtype": encoder.dtype,
         }
         if config.manager is not None:
-            options["ec_manager_config"] = {"encoder_cache_manager_cls": manager(config.manager)}
+            options["ec_manager_config"] = {"encoder_cache_manager_cls": f"s3ec.{config.manager}"}
         if setup.device == "cuda":
             options |= {"enforce_eager": False, "dtype": "bfloat16"}
         self._engines += 1
@@ -477,19 +477,6 @@ class Rig:
             save_file({"ec_cache": tensor.reshape(shape.rows, shape.width)}, path)
             if to_bucket:
                 client.upload_file(str(path), _BUCKET, f"{_EXAMPLE_PREFIX}/{name}")
-
-
-def manager(name: str) -> str:
-    """Where vLLM finds a manager of the encoder cache.
-
-    Raises:
-        CannotMeasureError: This vLLM cannot take another one.
-    """
-    import s3ec
-
-    if not hasattr(s3ec, name):
-        return "vllm.v1.core.encoder_cache_manager.EncoderCacheManager"
-    return f"s3ec.{name}"
 
 
 class _Mount:
