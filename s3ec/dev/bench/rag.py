@@ -187,7 +187,7 @@ def _about(options: Options, workload: workloads.Workload, setup: Setup) -> dict
         "pictures": workload.pictures,
         "references": workload.references,
         "loop": f"{options.clients} clients" if setup.clients else "open",
-        "encoder": setup.encoder.said if options.device == "cpu" else f"real, on {options.device}",
+        "encoder": f"{setup.encoder.said}; the engines run on {options.device}",
         "object_bytes": setup.encoder.nbytes,
         "device_images": setup.device_images,
         "tier_share": setup.tier_share,

@@ -115,7 +115,7 @@ def _sleeping(preset: str, rows: int, width: int, like: str) -> Encoder:
 # By the megabytes of an embedding. The first one's encoder is real, and of the size of Gemma3-27B's
 # at half its resolution; the encoders of the others sleep.
 ENCODERS: Mapping[str, Encoder] = {
-    "2.75": Encoder("encoder-27b", "bfloat16", 256, 5376, 0.0, "real, on the CPU: encoder-27b"),
+    "2.75": Encoder("encoder-27b", "bfloat16", 256, 5376, 0.0, "real, encoder-27b"),
     "8.8": _sleeping("embedding-8.8mb", 256, 8592, "molmo-7b-d"),
     "30": _sleeping("embedding-30mb", 1024, 7328, "pixtral-12b"),
     "67": _sleeping("embedding-67mb", 1024, 16384, "qwen3-vl-8b"),
@@ -413,11 +413,13 @@ class Rig:
             "max_model_len": tokens,
             "limit_mm_per_prompt": {"image": self._most_images},
             "dtype": encoder.dtype,
+            # What memory an encode takes is no question on a CPU, and asking it takes seconds.
+            "skip_mm_profiling": setup.device == "cpu",
         }
         if config.manager is not None:
             options["ec_manager_config"] = {"encoder_cache_manager_cls": f"s3ec.{config.manager}"}
         if setup.device == "cuda":
-            options |= {"enforce_eager": False, "dtype": "bfloat16"}
+            options |= {"enforce_eager": False, "gpu_memory_utilization": 0.5}
         self._engines += 1
         return EngineProcess(
             self._model,
