@@ -84,13 +84,13 @@ class LRUEncoderCacheManager(_Manager):
         """As vLLM's; a hit is an access."""
         if not super().check_and_update_cache(request, input_id):
             return False
-        self.freeable.accessed(request.mm_features[input_id].identifier)
+        self.freeable.hit(request.mm_features[input_id].identifier)
         return True
 
     def allocate(self, request: Any, input_id: int) -> None:
         """As vLLM's; an allocation is an access."""
         super().allocate(request, input_id)
-        self.freeable.accessed(request.mm_features[input_id].identifier)
+        self.freeable.allocated(request.mm_features[input_id].identifier)
 
 
 class TieredEncoderCacheManager(_Manager):
@@ -105,7 +105,7 @@ class TieredEncoderCacheManager(_Manager):
         """An empty cache of so many rows."""
         super().__init__(cache_size)
         self._owner: Owner | None = None
-        self.freeable = LeastWorth(cache_size, self._restore_s)
+        self.freeable = LeastWorth(self._restore_s)
 
     def follow(self, owner: Owner | None) -> None:
         """Ask this connector what bringing an embedding back takes, while it works."""

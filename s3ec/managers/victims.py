@@ -14,60 +14,49 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 RestoreSeconds = Callable[[str, str, int], float]
 """Identifier, modality and rows to the seconds until the device would have it again."""
 
-# A heap is made anew when it holds this many entries for each one that counts.
+# Notes that are out of date are dropped when there are this many for each one that counts.
 _MOST_STALE = 3
 _FEW = 64
 
 
 class LeastRecent(OrderedDict[str, int]):
-    """The victim is what was accessed longest ago, also while requests still held it."""
+    """The victim is what was accessed longest ago, also while requests still held it.
+
+    To find it takes a look at each entry that is held and was accessed before it.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self._number = 0
-        self._accessed: dict[str, int] = {}  # of all entries, held or not
-        self._heap: list[tuple[int, str]] = []
+        self._by_access: OrderedDict[str, None] = OrderedDict()  # all entries, held or not
 
-    def accessed(self, mm_hash: str) -> None:
-        """A hit or an allocation."""
-        self._number += 1
-        self._accessed[mm_hash] = self._number
+    def hit(self, mm_hash: str) -> None:
+        """A request wants what the device has."""
+        self._by_access.move_to_end(mm_hash)
 
-    def __setitem__(self, mm_hash: str, num_embeds: int) -> None:
-        """The last holder has left."""
-        super().__setitem__(mm_hash, num_embeds)
-        heapq.heappush(self._heap, (self._accessed[mm_hash], mm_hash))
-        if len(self._heap) > _MOST_STALE * len(self) + _FEW:
-            self._heap = [(self._accessed[name], name) for name in self]
-            heapq.heapify(self._heap)
+    def allocated(self, mm_hash: str) -> None:
+        """The device gets it: it is loaded or encoded."""
+        self._by_access[mm_hash] = None
+        self._by_access.move_to_end(mm_hash)
 
     def popitem(self, last: bool = True) -> tuple[str, int]:
         """The victim and its rows; ``last`` is vLLM's and always False."""
-        while self:
-            number, mm_hash = heapq.heappop(self._heap)
-            # Otherwise it was held again since.
-            if mm_hash in self and self._accessed[mm_hash] == number:
-                del self._accessed[mm_hash]
+        for mm_hash in self._by_access:
+            if mm_hash in self:
+                del self._by_access[mm_hash]
                 return mm_hash, self.pop(mm_hash)
         raise KeyError("no entry is freeable")
-
-    @property
-    def remembered(self) -> int:
-        """Notes that are kept, of entries here and of what is out of date."""
-        return len(self._heap) + len(self._accessed)
 
     def clear(self) -> None:
         """All entries are gone, those that are held too."""
         super().clear()
-        self._accessed.clear()
-        self._heap.clear()
+        self._by_access.clear()
 
 
 class Frequencies:
@@ -117,8 +106,10 @@ class Window:
     where they got dearer. That is the hill climbing of Einziger, Eytan, Friedman and Manes
     (*Adaptive Software Cache Management*, 2018), with the cost of misses for their number.
 
+    It is counted in accesses. An entry is new until so many others came, as this share of all.
+
     Attributes:
-        share: Of the cache, 0 to 1.
+        share: Of the entries, 0 to 1.
     """
 
     START, LEAST, MOST = 0.1, 0.02, 0.9
@@ -183,10 +174,11 @@ class LeastWorth(OrderedDict[str, int]):
     with, so nothing is refused: one scan of the corpus passes through the window and leaves what
     is asked for again and again. (A cost in the choice: GreedyDual-Size, Cao and Irani, 1997.)
 
-    Of the entries that are freeable, those in the window are in no heap. When an entry leaves
-    the window, or is released outside of it, it goes into the heap. What it would cost changes with
-    time: the disk evicts, an upload ends. So the least of the heap is asked about again before it
-    goes, and at each eviction also the one that was asked about longest ago.
+    A freeable entry is first *new*, in the order of release, and later *ranked*, in a heap by its
+    worth. It is held in between as often as it is wanted, and is new again after that. All of this
+    is done when a victim is needed, so that a hit costs little. What an entry would cost changes
+    with time: the disk evicts, an upload ends. So the least of the heap is asked about again before
+    it goes, and with each victim also the one that was asked about longest ago.
     """
 
     # Of the entries: what the frequencies remember, and how soon the window takes a step.
@@ -195,28 +187,25 @@ class LeastWorth(OrderedDict[str, int]):
     # Costs are means that move a little with each sample.
     _SAME = 1.01
 
-    def __init__(self, cache_rows: int, restore_s: RestoreSeconds) -> None:
+    def __init__(self, restore_s: RestoreSeconds) -> None:
         """An empty cache.
 
         Args:
-            cache_rows: What the device's cache holds.
             restore_s: Asked for each entry that may go; memory only.
         """
         super().__init__()
-        self._cache_rows = cache_rows
         self._restore_s = restore_s
         self._number = 0  # of the last access
         self._entries: dict[str, _Entry] = {}  # all, held or not
         self._frequencies = Frequencies()
         self._period_ends = self._LEAST_PERIOD
         self._window = Window()
-        self._window_rows = Window.START * cache_rows
         self._step_began, self._step_ends = 0, self._LEAST_STEP
         self._lost_s = 0.0  # since then
-        self._new: OrderedDict[str, int] = OrderedDict()  # in the window, the oldest first: rows
-        self._new_rows = 0
+        # Each with the number of the access: what was accessed since is out of date in them.
+        self._new: deque[tuple[int, str]] = deque()
         self._heap: list[tuple[float, int, str]] = []
-        self._by_look: OrderedDict[str, None] = OrderedDict()  # in the heap
+        self._by_look: deque[tuple[int, str]] = deque()
 
     def hit(self, mm_hash: str) -> None:
         """A request that did not hold it before wants what the device has."""
@@ -224,13 +213,7 @@ class LeastWorth(OrderedDict[str, int]):
         self._frequencies.add(mm_hash)
         entry = self._entries[mm_hash]
         entry.number = number
-        if mm_hash in self._new:
-            self._new.move_to_end(mm_hash)
-        else:
-            if entry.worth is not None:
-                entry.worth = None
-                del self._by_look[mm_hash]
-            self._enter(mm_hash, entry.rows)
+        entry.worth = None
         if number >= self._step_ends:
             self._take_step(number)
 
@@ -241,20 +224,9 @@ class LeastWorth(OrderedDict[str, int]):
             self._entries[mm_hash] = _Entry(modality, rows)
         self.hit(mm_hash)
 
-    def _enter(self, mm_hash: str, rows: int) -> None:
-        """It is the newest of the window; the oldest ones have to leave."""
-        self._new[mm_hash] = rows
-        self._new_rows += rows
-        while self._new_rows > self._window_rows and len(self._new) > 1:
-            oldest, rows = self._new.popitem(last=False)
-            self._new_rows -= rows
-            if oldest in self:
-                self._push(oldest)
-
     def _take_step(self, number: int) -> None:
         """Once in a while: another window, another period."""
         self._window.climb(self._lost_s / (number - self._step_began))
-        self._window_rows = self._window.share * self._cache_rows
         self._lost_s = 0.0
         count = len(self._entries)
         self._step_began = number
@@ -267,77 +239,95 @@ class LeastWorth(OrderedDict[str, int]):
     def __setitem__(self, mm_hash: str, num_embeds: int) -> None:
         """The last holder has left."""
         super().__setitem__(mm_hash, num_embeds)
-        if mm_hash not in self._new:
-            self._push(mm_hash)
+        self._new.append((self._entries[mm_hash].number, mm_hash))
+        if len(self._new) > _MOST_STALE * len(self) + _FEW:
+            self._new = deque(note for note in self._new if self._is_new(*note))
 
-    def _push(self, mm_hash: str) -> None:
-        """Into the heap, where it may have been before with another worth."""
-        entry = self._entries[mm_hash]
-        if entry.row_s is None:
-            self._look(mm_hash, entry)
-        entry.worth = worth = self._frequencies.of(mm_hash) * (entry.row_s or 0.0)
-        heapq.heappush(self._heap, (worth, entry.number, mm_hash))
-        self._by_look[mm_hash] = None
-        if len(self._heap) > _MOST_STALE * len(self._by_look) + _FEW:
-            self._drop_stale()
+    def _is_new(self, number: int, mm_hash: str) -> bool:
+        """Whether a note of a release is true still."""
+        entry = self._entries.get(mm_hash)
+        return entry is not None and entry.number == number and mm_hash in self
 
-    def _look(self, mm_hash: str, entry: _Entry) -> float:
-        """Ask what it would cost now; the answer is for one row."""
-        rows = entry.rows
-        entry.row_s = row_s = self._restore_s(mm_hash, entry.modality, rows) / (rows or 1)
+    def _rank_old(self) -> None:
+        """What is new no longer goes into the heap."""
+        until = self._number - int(self._window.share * len(self._entries))
+        new = self._new
+        while new and new[0][0] <= until:
+            number, mm_hash = new.popleft()
+            if self._is_new(number, mm_hash):
+                entry = self._entries[mm_hash]
+                self._by_look.append((number, mm_hash))
+                self._push(mm_hash, entry, self._ask(mm_hash, entry))
+
+    def _ask(self, mm_hash: str, entry: _Entry) -> float:
+        """What a row of it would cost now."""
+        rows = entry.rows or 1
+        entry.row_s = row_s = self._restore_s(mm_hash, entry.modality, rows) / rows
         return row_s
 
-    def _drop_stale(self) -> None:
-        self._heap = [one for one in self._heap if self._counts(one)]
-        heapq.heapify(self._heap)
+    def _push(self, mm_hash: str, entry: _Entry, row_s: float) -> None:
+        entry.worth = worth = self._frequencies.of(mm_hash) * row_s
+        heapq.heappush(self._heap, (worth, entry.number, mm_hash))
+        if len(self._heap) > _MOST_STALE * len(self) + _FEW:
+            self._heap = [one for one in self._heap if self._is_ranked(*one)]
+            heapq.heapify(self._heap)
 
-    def _counts(self, one: tuple[float, int, str]) -> bool:
-        """Whether it was not held again, and is not in the heap once more, since it was pushed."""
-        worth, number, mm_hash = one
+    def _is_ranked(self, worth: float, number: int, mm_hash: str) -> bool:
+        """Whether a place in the heap counts: it was not wanted since, nor has another place."""
         entry = self._entries.get(mm_hash)
         return entry is not None and entry.number == number and entry.worth == worth
 
+    def _look_again(self) -> None:
+        """Ask about the entry that was asked about longest ago."""
+        looked = self._by_look
+        while looked:
+            note = looked.popleft()
+            number, mm_hash = note
+            entry = self._entries.get(mm_hash)
+            if entry is None or entry.number != number or entry.worth is None:
+                continue
+            looked.append(note)
+            before_s = entry.row_s
+            row_s = self._ask(mm_hash, entry)
+            if row_s != before_s:
+                self._push(mm_hash, entry, row_s)
+            return
+
     def popitem(self, last: bool = True) -> tuple[str, int]:
         """The victim and its rows; ``last`` is vLLM's and always False."""
-        if self._by_look:
-            oldest = next(iter(self._by_look))
-            self._by_look.move_to_end(oldest)
-            entry = self._entries[oldest]
-            before_s = entry.row_s
-            if self._look(oldest, entry) != before_s:
-                self._push(oldest)
+        self._rank_old()
+        self._look_again()
         while self._heap:
-            one = heapq.heappop(self._heap)
-            if not self._counts(one):
+            place = heapq.heappop(self._heap)
+            if not self._is_ranked(*place):
                 continue
-            worth, _, mm_hash = one
+            worth, _, mm_hash = place
             entry = self._entries[mm_hash]
-            now = self._frequencies.of(mm_hash) * self._look(mm_hash, entry)
-            if now > self._SAME * worth:
-                self._push(mm_hash)
+            row_s = self._ask(mm_hash, entry)
+            if self._frequencies.of(mm_hash) * row_s > self._SAME * worth:
+                self._push(mm_hash, entry, row_s)
                 continue
             return self._take(mm_hash)
-        for mm_hash in self._new:
-            if mm_hash in self:
+        while self._new:
+            number, mm_hash = self._new.popleft()
+            if self._is_new(number, mm_hash):
                 return self._take(mm_hash)
         raise KeyError("no entry is freeable")
 
     def _take(self, mm_hash: str) -> tuple[str, int]:
-        self._by_look.pop(mm_hash, None)
-        self._new_rows -= self._new.pop(mm_hash, 0)
         del self._entries[mm_hash]
         return mm_hash, self.pop(mm_hash)
 
     @property
     def remembered(self) -> int:
         """Notes that are kept, of entries here and of what is out of date."""
-        return len(self._heap) + len(self._entries) + len(self._frequencies)
+        notes = len(self._heap) + len(self._new) + len(self._by_look)
+        return notes + len(self._entries) + len(self._frequencies)
 
     def clear(self) -> None:
         """All entries are gone, those that are held too. How often each was asked for stays."""
         super().clear()
         self._entries.clear()
         self._new.clear()
-        self._new_rows = 0
         self._heap.clear()
         self._by_look.clear()

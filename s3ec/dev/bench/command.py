@@ -15,6 +15,7 @@ import typer
 
 from s3ec.cli.options import JsonOption
 from s3ec.cli.output import EXIT_WRONG, App, Command, console, epilog, print_json
+from s3ec.dev.bench import rag_options
 from s3ec.dev.bench.registry import DATA, ENTRIES, together
 from s3ec.errors import ConfigError
 
@@ -186,164 +187,126 @@ def _soak(
     _one("soak", json_file, plot, quick, minutes=minutes, seed=seed)
 
 
-def _numbers(text: str) -> tuple[int, ...]:
-    """Whole numbers with commas between them."""
+def _zipf(text: str) -> tuple[float, int]:
+    """Exponent and number of pictures, as 1.0,10000."""
+    exponent, _, items = text.partition(",")
     try:
-        return tuple(dict.fromkeys(int(part) for part in text.split(",")))
+        found = float(exponent), _whole(items)
     except ValueError:
-        raise typer.BadParameter(f"{text!r} is not whole numbers with commas between") from None
-
-
-def _latencies(text: str) -> tuple[int, ...]:
-    found = _numbers(text)
-    if not all(0 <= one <= 1000 for one in found):
-        raise typer.BadParameter(f"{text!r}: a latency is 0 to 1000 ms")
+        found = 0.0, 0
+    if not (0 < found[0] <= 10 and 2 <= found[1] <= 10_000_000):
+        raise typer.BadParameter(
+            f"{text!r} is not an exponent up to 10 and a number of pictures, such as 1.0,10000"
+        )
     return found
 
 
-def _configs(text: str) -> tuple[int, ...]:
-    from s3ec.dev.bench.rag_rig import CONFIGS
-
-    found = _numbers(text)
-    if not set(found) <= set(CONFIGS):
-        raise typer.BadParameter(f"{text!r}: configurations are 1 to {len(CONFIGS)}")
+def _sizes(text: str) -> list[int]:
+    """Numbers of rows, with commas between them."""
+    try:
+        found = [_whole(part) for part in text.split(",")]
+    except ValueError:
+        found = [0]
+    if min(found) < 1:
+        raise typer.BadParameter(f"{text!r} is not one or more numbers of rows, such as 4096,16384")
     return found
 
 
-def _one_of(what: str, choices: Callable[[], Sequence[str]]) -> Callable[[str], str]:
-    """A parser that takes one of some names, which are imported when they are needed."""
-
-    def parse(text: str) -> str:
-        if text not in choices():
-            raise typer.BadParameter(f"{text!r} is no {what}; choose of {', '.join(choices())}")
-        return text
-
-    parse.__name__ = what
-    return parse
+def _whole(text: str) -> int:
+    number = float(text)
+    if not number.is_integer():
+        raise ValueError(text)
+    return int(number)
 
 
-def _workload_names() -> Sequence[str]:
+def _policy(
+    trace: Annotated[
+        Path | None,
+        typer.Option("--trace", metavar="FILE", help="Replay what `s3ec trace` has recorded."),
+    ] = None,
+    zipf: Annotated[
+        Any,
+        typer.Option(
+            "--zipf",
+            metavar="A,N",
+            parser=_zipf,
+            help="N pictures under Zipf's law with this exponent, and one scan in the middle.",
+        ),
+    ] = None,
+    workload: Annotated[
+        str | None,
+        typer.Option("--workload", metavar="NAME", help="One of `s3ec bench rag`'s workloads."),
+    ] = None,
+    cache_rows: Annotated[
+        Any,
+        typer.Option(
+            "--cache-embeds",
+            metavar="ROWS[,ROWS...]",
+            parser=_sizes,
+            help="Rows on the device; the first is that of the figures. Left out: 5% of all.",
+        ),
+    ] = None,
+    factor: Annotated[
+        float, typer.Option("--factor", metavar="X", min=1e-4, help="Scales the workload.")
+    ] = 0.1,
+    seed: Annotated[
+        int, typer.Option("--seed", metavar="S", min=0, help="The same one asks the same.")
+    ] = 1,
+    encode_ms: Annotated[
+        float, typer.Option("--encode-ms", min=0.001, help="Of an embedding of 256 rows.")
+    ] = 120.0,
+    node_ms: Annotated[
+        float, typer.Option("--node-ms", min=0.001, help="From the node's disk to the device.")
+    ] = 3.0,
+    bucket_ms: Annotated[
+        float, typer.Option("--bucket-ms", min=0.001, help="From the bucket to the device.")
+    ] = 60.0,
+    json_file: JsonFile = None,
+    plot: PlotFile = None,
+    quick: Quick = False,
+) -> None:
+    given = {"--trace": trace, "--zipf": zipf, "--workload": workload}
+    chosen = [name for name, value in given.items() if value is not None]
+    if len(chosen) > 1:
+        raise ConfigError(f"{' and '.join(chosen)}: give one of them")
+    costs: dict[str, Any] = {
+        "encode_ms": encode_ms,
+        "node_ms": node_ms,
+        "bucket_ms": bucket_ms,
+        "seed": seed,
+    }
+    if not chosen and cache_rows is None:
+        _one("policy", json_file, plot, quick, **costs)
+        return
     from s3ec.dev.bench.workloads import NAMES
 
-    return NAMES
-
-
-def _sizes() -> Sequence[str]:
-    from s3ec.dev.bench.rag_rig import ENCODERS
-
-    return tuple(ENCODERS)
-
-
-def _forms() -> Sequence[str]:
-    from s3ec.dev.bench.request_files import FORMS
-
-    return FORMS
+    if workload is not None and workload not in NAMES:
+        raise ConfigError(f"--workload: {workload!r} is not one of {', '.join(NAMES)}")
+    _one(
+        *("policy_replay", json_file, plot, quick),
+        trace=trace,
+        zipf=zipf,
+        workload=workload,
+        cache_rows=cache_rows or (),
+        factor=factor,
+        **costs,
+    )
 
 
 def _rag(
-    workload: Annotated[
-        str,
-        typer.Option(
-            "--workload",
-            metavar="NAME",
-            parser=_one_of("workload", _workload_names),
-            help="questions, decks, zipf, scan or pool: docs/benchmarks.md says what they are.",
-        ),
-    ] = "questions",
-    requests: Annotated[
-        Path | None,
-        typer.Option(
-            "--requests",
-            metavar="FILE",
-            help="Replay a file of requests in place of a workload: JSONL of NVIDIA Dynamo's "
-            "generator, or OpenTelemetry documents as inference-perf reads them.",
-        ),
-    ] = None,
-    write_requests: Annotated[
-        Path | None,
-        typer.Option(
-            "--write-requests",
-            metavar="FILE",
-            help="Write the workload's requests, and pictures into FILE.pictures; nothing is "
-            "measured.",
-        ),
-    ] = None,
-    form: Annotated[
-        str,
-        typer.Option(
-            "--format",
-            metavar="NAME",
-            parser=_one_of("format", _forms),
-            help="Of that file: dynamo or inference-perf.",
-        ),
-    ] = "dynamo",
-    factor: Annotated[
-        float | None,
-        typer.Option(
-            "--factor",
-            metavar="X",
-            min=1e-6,
-            max=100,
-            help="Of the workload's published size; 2/135 if left out, which are two documents.",
-        ),
-    ] = None,
-    seed: Annotated[
-        int, typer.Option("--seed", metavar="S", min=0, help="Of what is drawn at random.")
-    ] = 0,
-    latency_ms: Annotated[
-        Any,
-        typer.Option(
-            "--latency-ms",
-            metavar="MS,...",
-            parser=_latencies,
-            help="How much further away the bucket is; each one is measured.",
-        ),
-    ] = "0,20,80",
-    loop: Annotated[
-        str,
-        typer.Option(
-            "--loop",
-            metavar="open|closed",
-            parser=_one_of("loop", lambda: ("open", "closed")),
-            help="closed: clients with one request at a time. open: at random times.",
-        ),
-    ] = "closed",
-    clients: Annotated[
-        int, typer.Option("--clients", metavar="N", min=1, max=64, help="Of the closed loop.")
-    ] = 2,
-    rate: Annotated[
-        float,
-        typer.Option(
-            "--rate", metavar="R", min=0.001, max=1000, help="Requests a second, of the open loop."
-        ),
-    ] = 0.5,
-    configs: Annotated[
-        Any,
-        typer.Option(
-            "--configs",
-            metavar="N,...",
-            parser=_configs,
-            help="Which of the six configurations; all if left out.",
-        ),
-    ] = "1,2,3,4,5,6",
-    object_mb: Annotated[
-        str,
-        typer.Option(
-            "--object-mb",
-            metavar="MB",
-            parser=_one_of("size", _sizes),
-            help="Of an embedding: 2.75 (a real encoder), 8.8, 30 or 67 (encoders that sleep).",
-        ),
-    ] = "2.75",
-    device: Annotated[
-        str,
-        typer.Option(
-            "--device",
-            metavar="cpu|cuda",
-            parser=_one_of("device", lambda: ("cpu", "cuda")),
-            help="Where the engines run.",
-        ),
-    ] = "cpu",
+    workload: rag_options.Workload = "questions",
+    requests: rag_options.RequestsFile = None,
+    write_requests: rag_options.WrittenFile = None,
+    form: rag_options.Form = "dynamo",
+    factor: rag_options.Factor = None,
+    seed: rag_options.Seed = 0,
+    latency_ms: rag_options.Latencies = "0,20,80",
+    loop: rag_options.Loop = "closed",
+    clients: rag_options.Clients = 2,
+    rate: rag_options.Rate = 0.5,
+    configs: rag_options.Configs = "1,2,3,4,5,6",
+    object_mb: rag_options.Size = "2.75",
+    device: rag_options.Device = "cpu",
     json_file: JsonFile = None,
     html: HtmlFile = None,
     plot: PlotFile = None,
@@ -378,6 +341,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "fetch": _fetch,
     "node": _node,
     "index": _index,
+    "policy": _policy,
     "soak": _soak,
     "rag": _rag,
 }
@@ -399,6 +363,10 @@ def _examples(name: str) -> str:
         "fetch": [("s3ec bench fetch --latency-ms 80", "from a bucket that is far away")],
         "node": [("s3ec bench node --processes 8", "with more of them")],
         "soak": [("s3ec bench soak --minutes 5 --seed 7", "shorter, with other faults")],
+        "policy": [
+            ("s3ec bench policy --trace trace.jsonl", "on what an engine was asked"),
+            ("s3ec bench policy --zipf 0.8,50000 --cache-embeds 16384", "on another assumption"),
+        ],
         "index": [("s3ec bench index --keys 1e8", "of a larger corpus; 7 GB of scratch space")],
         "rag": [
             ("s3ec bench rag --html rag.html", "and a page with plots"),

@@ -12,9 +12,8 @@ import heapq
 import random
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any, Protocol
 
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
@@ -334,24 +333,3 @@ def zipf_requests(
 def distinct_rows(requests: Iterable[Sequence[Item]]) -> int:
     """Rows of all items, each counted once."""
     return sum({item.identifier: item.rows for items in requests for item in items}.values())
-
-
-def sweep(
-    replay: Replay, shares: Sequence[float], policies: Sequence[str] = POLICIES
-) -> Iterator[tuple[int, dict[str, Outcome]]]:
-    """The same requests against caches of several sizes: rows, and policy to outcome.
-
-    Args:
-        shares: Of the rows of all items.
-    """
-    whole = distinct_rows(replay.requests)
-    largest = max(item.rows for items in replay.requests for item in items)
-    for share in shares:
-        rows = max(largest, round(share * whole))
-        one = Replay(
-            replay.requests, rows, replay.node_rows, replay.costs, replay.at_once, replay.seed
-        )
-        yield rows, {policy: one.run(policy) for policy in policies}
-
-
-OWNERLESS = SimpleNamespace(restore_costs=None)

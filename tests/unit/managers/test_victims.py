@@ -18,7 +18,7 @@ class Cache:
     """Entries of one size that nobody holds for long, in a LeastWorth queue."""
 
     def __init__(self, size: int, restore_s: Callable[[str], float] = lambda _: ENCODE_S) -> None:
-        self.queue = LeastWorth(size * ROWS, lambda name, *_: restore_s(name))
+        self.queue = LeastWorth(lambda name, *_: restore_s(name))
         self.names: set[str] = set()
         self.size = size
 
@@ -45,33 +45,17 @@ class Cache:
 def test_an_access_while_others_hold_an_entry_counts() -> None:
     queue = LeastRecent()
     for name in "ab":
-        queue.accessed(name)
+        queue.allocated(name)
     queue["a"] = ROWS  # released first,
-    queue.accessed("b")
+    queue.hit("b")
     queue.pop("a")
-    queue.accessed("a")  # and wanted again while b is still held
+    queue.hit("a")  # and wanted again while b is still held
     queue["a"] = ROWS
     queue["b"] = ROWS
     assert queue.popitem(last=False) == ("b", ROWS)
     assert queue.popitem(last=False) == ("a", ROWS)
     with pytest.raises(KeyError):
         queue.popitem(last=False)
-
-
-@pytest.mark.parametrize("kind", ["recent", "worth"])
-def test_hits_alone_let_no_heap_grow(kind: str) -> None:
-    queue: LeastRecent | LeastWorth
-    queue = LeastRecent() if kind == "recent" else LeastWorth(4 * ROWS, lambda *_: 1.0)
-    names = [f"picture-{number}" for number in range(4)]
-    for name in names:
-        queue.accessed(name) if isinstance(queue, LeastRecent) else queue.allocated(name, "i", ROWS)
-        queue[name] = ROWS
-    for number in range(5_000):
-        name = names[number % 4]
-        queue.pop(name)
-        queue.accessed(name) if isinstance(queue, LeastRecent) else queue.hit(name)
-        queue[name] = ROWS
-    assert queue.remembered < 200
 
 
 # -- by worth --------------------------------------------------------------------------------------
@@ -93,6 +77,13 @@ def test_what_the_disk_gives_back_goes_before_the_buckets_and_that_before_what_i
     assert "n" not in "".join(gone)
 
 
+def test_hits_alone_let_nothing_grow() -> None:
+    cache = Cache(4)
+    for number in range(5_000):
+        cache.ask(f"picture-{number % 4}")
+    assert cache.queue.remembered < 200
+
+
 def test_of_equal_ones_the_oldest_goes() -> None:
     cache = Cache(5)
     for name in "abcde":
@@ -104,7 +95,7 @@ def test_of_equal_ones_the_oldest_goes() -> None:
 
 
 def test_larger_ones_of_the_same_cost_go_first() -> None:
-    queue = LeastWorth(100 * ROWS, lambda *_: ENCODE_S)
+    queue = LeastWorth(lambda *_: ENCODE_S)
     for name, rows in (("small", ROWS), ("large", 10 * ROWS), ("filler", 70 * ROWS)):
         queue.allocated(name, "image", rows)
         queue[name] = rows
@@ -148,7 +139,7 @@ def test_a_scan_leaves_what_is_asked_for_again_and_again() -> None:
     assert sum(name in cache.names for name in hot) == len(hot)
     # With the order of the last access nothing of it would be left.
     for name in [*hot, *(f"scanned-{number}" for number in range(100))]:
-        plain.accessed(name)
+        plain.allocated(name)
         plain[name] = ROWS
     assert {plain.popitem(last=False)[0] for _ in hot} == set(hot)
 
