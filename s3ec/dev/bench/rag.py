@@ -272,7 +272,7 @@ def table(result: Result) -> Table | None:
     made = Table(title=title, title_justify="left", box=None, pad_edge=False)
     for heading in (
         *("configuration", "TTFT p50", "p90", "p99 s", "req/s", "encodes", "encode s"),
-        *("device", "node", "bucket %", "loaded GB", "from bucket GB", "CPU s/GB"),
+        *("device", "node", "bucket %", "loaded GB", "from bucket GB", "CPU s", "CPU s/GB"),
     ):
         made.add_column(heading, justify="left" if heading == "configuration" else "right")
     for leg in legs:
@@ -283,7 +283,7 @@ def table(result: Result) -> Table | None:
             *(figure(leg[name]) for name in ("requests_per_s", "encodes", "encode_s")),
             *(ratio[tier] for tier in ("device", "node", "bucket")),
             *(figure(leg[name] / 1e9) for name in ("loaded_bytes", "bucket_bytes")),
-            figure(leg["cpu_s_per_gb"]),
+            *(figure(leg[name]) for name in ("cpu_s", "cpu_s_per_gb")),
         )
     return made
 

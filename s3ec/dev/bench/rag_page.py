@@ -263,7 +263,16 @@ def _first(legs: Sequence[Mapping[str, Any]], number: int) -> Mapping[str, Any] 
 def _table(legs: Sequence[Mapping[str, Any]], without: Mapping[Any, str]) -> str:
     heads = (
         *("configuration", "TTFT p50 s", "p90", "p99", "requests/s", "total s", "encodes"),
-        *("encode s", "own cache", "disk", "bucket", "loaded GB", "bucket sent GB", "CPU s/GB"),
+        *(
+            "encode s",
+            "own cache",
+            "disk",
+            "bucket",
+            "loaded GB",
+            "bucket sent GB",
+            "CPU s",
+            "CPU s/GB",
+        ),
     )
     lines = []
     for leg in legs:
@@ -273,7 +282,7 @@ def _table(legs: Sequence[Mapping[str, Any]], without: Mapping[Any, str]) -> str
             *(figure(leg[name]) for name in ("requests_per_s", "seconds", "encodes", "encode_s")),
             *(f"{shares[tier]:.0%}" for tier in ("device", "node", "bucket")),
             *(figure(leg[name] / 1e9) for name in ("loaded_bytes", "bucket_bytes")),
-            figure(leg["cpu_s_per_gb"]),
+            *(figure(leg[name]) for name in ("cpu_s", "cpu_s_per_gb")),
         ]
         shown = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
         lines.append(f"<tr><td>{escape(leg['name'])}</td>{shown}</tr>")
@@ -314,8 +323,9 @@ def _method(about: Mapping[str, Any]) -> str:
         "not in any time.</li>"
         f"<li>An engine's own cache holds {about['device_images']} embeddings. The cache of "
         "prefixes is off: with a small model it would hold everything.</li>"
-        "<li>CPU: what the engine outside its encoder, and rclone, took more than vLLM alone, per "
-        "GB loaded. The server and the proxy are not in it.</li>"
+        "<li>CPU: of the engine outside its encoder, and of rclone; per GB loaded only what that is "
+        "more than in vLLM alone, which may be less than nothing where the machine was busy. The "
+        "server and the proxy are not in it.</li>"
         f"<li>Requests: {escape(str(about['loop']))}. Which pages a question shows is drawn at "
         "random: nobody publishes that.</li></ul></section>"
     )
