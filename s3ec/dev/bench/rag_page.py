@@ -323,7 +323,7 @@ def _method(about: Mapping[str, Any]) -> str:
         "not in any time.</li>"
         f"<li>An engine's own cache holds {about['device_images']} embeddings. The cache of "
         "prefixes is off: with a small model it would hold everything.</li>"
-        "<li>CPU: of the engine outside its encoder, and of rclone; per GB loaded only what that is "
+        "<li>CPU: of the engine outside its encoder, and of rclone; per GB loaded what that is "
         "more than in vLLM alone, which may be less than nothing where the machine was busy. The "
         "server and the proxy are not in it.</li>"
         f"<li>Requests: {escape(str(about['loop']))}. Which pages a question shows is drawn at "
