@@ -133,7 +133,7 @@ def run(context: Context, options: Options | None = None) -> None:
             for number, leg in enumerate(legs, 1):
                 context.say(f"half {half + 1}, {number} of {len(legs)}: {leg.name}")
                 rig.ask(leg, requests, first=not half)
-    _report(context, legs, whys, _about(options, workload, setup))
+    report(context, legs, whys, _about(options, workload, setup))
 
 
 def write_requests_file(options: Options, path: Path, form: str) -> str:
@@ -195,9 +195,17 @@ def _about(options: Options, workload: workloads.Workload, setup: Setup) -> dict
     }
 
 
-def _report(
+def report(
     context: Context, legs: Sequence[Leg], whys: Mapping[int, str], about: Mapping[str, Any]
 ) -> None:
+    """Report all rows.
+
+    Args:
+        context: Takes them.
+        legs: What was measured.
+        whys: Number of a configuration to why it could not be.
+        about: What the run was of; ``object_bytes`` is of one embedding.
+    """
     for name, ours, theirs, value in (
         (_TOTAL, 3, 1, _seconds),
         (_P50, 3, 1, lambda leg: leg.ttft_s(50)),
