@@ -9,7 +9,7 @@ has the rules for everything else.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -18,7 +18,7 @@ _LEFT, _RIGHT = 6, 58
 _ROW, _BAR = 38, 15
 _LINES_LEFT, _LINES_HEIGHT = 44, 230
 # From here on a linear axis hides the small values.
-_LOG_FROM = 25.0
+_LOG_FROM = 12.0
 _LONGEST_LABEL = 52
 
 STYLE = """
@@ -219,13 +219,16 @@ class _Scale:
         """Round values within it."""
         if self.log:
             decades = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
-            found = [10.0**power for power in decades]
-            if len(found) < 4:
-                found = [first * one for one in found for first in (1, 2, 5)]
-            return [one for one in found if self.low <= one <= self.high * 1.0001]
+            whole = self._within(10.0**power for power in decades)
+            if len(whole) > 2:
+                return whole
+            return self._within(first * 10.0**power for power in decades for first in (1, 2, 5))
         step = 10.0 ** math.floor(math.log10(self.high / 3))
         step *= next(more for more in (1, 2, 5, 10) if self.high / (step * more) <= 4.5)
         return [step * number for number in range(math.floor(self.high / step + 1e-9) + 1)]
+
+    def _within(self, values: Iterable[float]) -> list[float]:
+        return [value for value in values if self.low <= value <= self.high * 1.0001]
 
 
 def _scale(
