@@ -214,15 +214,7 @@ def report(
         (_MOUNT, 4, 6, _seconds),
     ):
         _report_ratio(context, name, legs, (ours, theirs), value, whys)
-    alone_cpu_s = next((leg.cpu_s for leg in legs if leg.number == 1), None)
-    documents = []
-    for leg in legs:
-        document = leg.document(about["object_bytes"])
-        loaded = document["loaded_bytes"]
-        # What the engine without a store takes as well, for words and pictures, is not the store's.
-        more_cpu_s = None if alone_cpu_s is None or not loaded else leg.cpu_s - alone_cpu_s
-        document["cpu_s_per_gb"] = None if more_cpu_s is None else more_cpu_s / loaded * 1e9
-        documents.append(document)
+    documents = [leg.document(about["object_bytes"]) for leg in legs]
     context.report(
         _LEGS,
         len(legs),

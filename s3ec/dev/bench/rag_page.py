@@ -315,9 +315,9 @@ def _method(about: Mapping[str, Any]) -> str:
         "not in any time.</li>"
         f"<li>An engine's own cache holds {about['device_images']} embeddings. The cache of "
         "prefixes is off: with a small model it would hold everything.</li>"
-        "<li>CPU: of the engine outside its encoder, and of rclone; per GB loaded what that is "
-        "more than in vLLM alone, which may be less than nothing where the machine was busy. The "
-        "server and the proxy are not in it.</li>"
+        "<li>CPU: of the engine outside its encoder, and of rclone. Per GB loaded it holds what "
+        "the words and the prefill take, which is the same in all. The server and the proxy are "
+        "not in it.</li>"
         f"<li>Requests: {escape(str(about['loop']))}. Which pages a question shows is drawn at "
         "random: nobody publishes that.</li></ul></section>"
     )

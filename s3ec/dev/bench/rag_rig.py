@@ -214,6 +214,7 @@ class Leg:
             "requests_per_s": len(self.first_s) / self.seconds,
             "hit_ratio": {name: count / self.references for name, count in shares.items()},
             "loaded_bytes": self.loads * nbytes,
+            "cpu_s_per_gb": self.cpu_s / (self.loads * nbytes) * 1e9 if self.loads else None,
         }
 
     def ttft_s(self, percent: float) -> float:

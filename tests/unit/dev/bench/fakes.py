@@ -81,7 +81,7 @@ def rag_result(*, missed: bool = False) -> Result:
     }
     detail = {
         "about": about,
-        "legs": [{**one.document(2_752_512), "cpu_s_per_gb": None} for one in legs],
+        "legs": [one.document(2_752_512) for one in legs],
         "not_measured": {6: "nothing can be mounted here: <none>"},
     }
     total = 0.6 if missed else 0.2
