@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import threading
+from bisect import bisect_left
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping
-from typing import TypeAlias
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple, TypeAlias
 
 Report: TypeAlias = Callable[[str, int, int | None], None]
 """Called with the progress of long work: what is done, how many are done, and of how many."""
@@ -14,6 +15,43 @@ Report: TypeAlias = Callable[[str, int, int | None], None]
 
 def unreported(what: str, done: int, total: int | None) -> None:
     """A Report that does nothing."""
+
+
+TIME_BOUNDS_S = (
+    *(0.0005, 0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
+    *(10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+"""Upper bounds of all histograms of seconds; what is longer has a bucket of its own.
+
+vLLM has no bounds for times of its encoder cache (0.32). These are the ones of its time to the
+first token, which what we bring is part of, and one more for small embeddings on this node.
+"""
+_COUNT, _SUM = "#", "+"
+
+
+class Observed(NamedTuple):
+    """One bucket of a histogram.
+
+    Attributes:
+        histogram: Its name.
+        number: Of the bucket, as of TIME_BOUNDS_S; the last one has no bound.
+        many: How many times were observed.
+        seconds: Their sum.
+    """
+
+    histogram: str
+    number: int
+    many: int
+    seconds: float
+
+
+def observed(sums: Mapping[str, float]) -> Iterator[Observed]:
+    """What ``Counters.observe`` added to these sums, or to these increments of them."""
+    for name, count in sums.items():
+        histogram, mark, number = name.rpartition(_COUNT)
+        if mark:
+            seconds = sums.get(f"{histogram}{_SUM}{number}", 0.0)
+            yield Observed(histogram, int(number), round(count), seconds)
 
 
 class Counters:
@@ -38,6 +76,16 @@ class Counters:
         with self._lock:
             for name, amount in amounts.items():
                 self._sums[name] += amount
+
+    def observe(self, name: str, seconds: float) -> None:
+        """Add to a histogram: a count and a sum for each bucket of TIME_BOUNDS_S.
+
+        They are sums like all others, so they cross processes and are added up as those are.
+        """
+        number = bisect_left(TIME_BOUNDS_S, seconds)
+        with self._lock:
+            self._sums[f"{name}{_COUNT}{number}"] += 1
+            self._sums[f"{name}{_SUM}{number}"] += seconds
 
     def get(self, name: str) -> float:
         """The sum so far, 0 if nothing was added."""

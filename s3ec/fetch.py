@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
@@ -22,6 +22,7 @@ from s3ec.index.base import Index
 from s3ec.index.rows import EntryInfo
 from s3ec.modality import ModalityRecords, Record
 from s3ec.runtime import LoopThread
+from s3ec.spans import Spans
 from s3ec.store.base import Blob, Store, parts_as_they_come
 from s3ec.tier import Claim, Incoming, LocalKeys, Pin, Tier
 from s3ec.tier.bad_objects import BadObjects
@@ -135,6 +136,7 @@ class Sources:
     records: ModalityRecords
     local: LocalKeys
     bad_objects: BadObjects
+    spans: Spans = field(default_factory=Spans)
 
 
 class Fetcher:
@@ -467,9 +469,9 @@ class Fetcher:
 
 def _misfit(header: Header, want: FetchRequest, expected: Shape) -> str | None:
     """What differs from what the request has room for; None where nothing does."""
-    for field in ("rows", "width", "dtype"):
-        if getattr(header.shape, field) != getattr(expected, field):
-            return field
+    for name in ("rows", "width", "dtype"):
+        if getattr(header.shape, name) != getattr(expected, name):
+            return name
     return None if header.modality == want.modality else "modality"
 
 

@@ -7,9 +7,12 @@ import asyncio
 import hashlib
 import logging
 import threading
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from typing import ClassVar
+from urllib.parse import urlsplit
 
 from s3ec import runtime
 from s3ec.counters import Counters
@@ -25,6 +28,7 @@ from s3ec.modality import ModalityRecords
 from s3ec.prefetch import Limits, Prefetcher, Sources
 from s3ec.runtime import DiskWatch, LoopThread, call_within, contained, jitter
 from s3ec.settings import Settings
+from s3ec.spans import Spans
 from s3ec.store.base import Store
 from s3ec.store.endpoint import Breaker, Endpoint
 from s3ec.store.open import open_store, resilient
@@ -39,8 +43,11 @@ log = logging.getLogger(__name__)
 # How often the set of entries on this node's disk is read again, since other processes evict. What
 # they put there is heard of at once.
 _RESCAN_S = 600.0
-# How often what was learned goes to the disk and comes from there, at most.
-_KEEP_COSTS_EVERY_S = 1.0
+# How often this process looks at the small files by which it talks with others.
+_EXCHANGE_EVERY_S = 1.0
+# How often the figures of the gauges are looked at anew, and how often the disk is asked for one.
+_LEVELS_EVERY_S = 1.0
+_TIER_BYTES_EVERY_S = 10.0
 # For the few folders and files that are looked at and made at the start.
 _OPEN_TIMEOUT_S = 30.0
 # Looks whether the store may be asked again come no closer than this.
@@ -65,6 +72,8 @@ class Node:
         process: Which process of this line of forks made it, see ``runtime.process_number``. Hooks
             compare the two numbers themselves.
         users: Halves that share it.
+        levels: What the gauges say, by counter; replaced as a whole each second where anybody
+            keeps them, see ``keep_levels``. For reading.
     """
 
     _shared: ClassVar[dict[tuple[int, str, str], Node]] = {}
@@ -130,8 +139,11 @@ class Node:
         self.users = 0
         self.process = runtime.process_number
         self._following: list[Future[None]] = []
+        self.levels: Mapping[str, float] = {}
+        self._level_sources: list[Callable[[], Mapping[str, float]]] = []
+        self._tier_bytes: int | None = None
         self._encode_costs: EncodeCosts | None = None
-        self._cost_file: CostFile | None = None
+        self._at_end: list[Callable[[], None]] = []
         self.settings = settings
         self.namespace = namespace
         self.naming = _naming(settings, namespace)
@@ -170,6 +182,7 @@ class Node:
             self.records,
             self.local,
             self.bad_objects,
+            Spans(_span_attributes(settings, namespace.name)),
         )
         self.prefetcher = Prefetcher(
             self.loop,
@@ -187,6 +200,44 @@ class Node:
         """Start reading the index, now and every ``index_refresh_s``; returns at once."""
         self._following.append(self.loop.submit(self._refresh_forever()))
         self._following.append(self.loop.submit(self._follow_the_folder()))
+        self._following.append(self.loop.submit(self._watch_tier_bytes()))
+        self.keep_levels(self._levels)
+
+    # -- what the gauges say -----------------------------------------------------------------
+
+    def keep_levels(self, source: Callable[[], Mapping[str, float]]) -> None:
+        """Have ``levels`` hold what this says, too, from a second on; returns at once.
+
+        Args:
+            source: Called in the loop's thread each second; must not wait.
+        """
+        with self._sharing():
+            self._level_sources.append(source)
+            if len(self._level_sources) == 1:
+                self._following.append(self.loop.submit(self._keep_levels_forever()))
+
+    async def _keep_levels_forever(self) -> None:
+        while True:
+            with contained(self.counters, "levels"):
+                found: dict[str, float] = {"level.breaker_open": float(self.breaker.is_open)}
+                for source in list(self._level_sources):
+                    found |= source()
+                self.levels = found
+            await asyncio.sleep(_LEVELS_EVERY_S)
+
+    def _levels(self) -> dict[str, float]:
+        """Of the parts that all processes of the node have alike; one of them tells of these."""
+        found = {"level.tier_budget_bytes": float(self.settings.cache_bytes), **self.index.levels()}
+        if self._tier_bytes is not None:
+            found["level.tier_bytes"] = self._tier_bytes
+        return found
+
+    async def _watch_tier_bytes(self) -> None:
+        while True:
+            with contained(self.counters, "size of the tier"), suppress(OSError, TierError):
+                if not self.loop.watch.hangs:
+                    self._tier_bytes = await self.loop.disk(self.tier.evictor.used_bytes)
+            await asyncio.sleep(_TIER_BYTES_EVERY_S)
 
     def compact_the_index(self) -> None:
         """Start merging what writers announce when it piles up; for who follows and may write."""
@@ -213,22 +264,33 @@ class Node:
         with self._sharing():
             if self._encode_costs is None:
                 self._encode_costs = EncodeCosts()
-                self._cost_file = CostFile(
+                file = CostFile(
                     self.tier.folders,
                     self.namespace.name,
                     device,
                     self._encode_costs,
                     self.counters,
                 )
-                self._following.append(self.loop.submit(self._keep_costs_forever(self._cost_file)))
+                self.exchange("what encoding costs", file.exchange, at_end=file.exchange)
             return self._encode_costs
 
-    async def _keep_costs_forever(self, file: CostFile) -> None:
+    def exchange(self, what: str, look: Callable[[], None], *, at_end: Callable[[], None]) -> None:
+        """Have small files of the folder looked at each second; returns at once.
+
+        Args:
+            what: It is about, for the log.
+            look: Called each second by a disk thread, and not while the disk hangs.
+            at_end: Called by one at the end of the node.
+        """
+        self._at_end.append(at_end)
+        self._following.append(self.loop.submit(self._exchange_forever(what, look)))
+
+    async def _exchange_forever(self, what: str, look: Callable[[], None]) -> None:
         while True:
-            with contained(self.counters, "what encoding costs"):
+            with contained(self.counters, what):
                 if not self.loop.watch.hangs:
-                    await self.loop.disk(file.exchange)
-            await asyncio.sleep(_KEEP_COSTS_EVERY_S)
+                    await self.loop.disk(look)
+            await asyncio.sleep(_EXCHANGE_EVERY_S)
 
     async def _refresh_forever(self) -> None:
         complained = False
@@ -302,8 +364,9 @@ class Node:
             self.loop.stop(timeout_s)
 
     async def _close(self) -> None:
-        if self._cost_file is not None and not self.loop.watch.hangs:
-            await self.loop.disk(self._cost_file.exchange)
+        for at_end in self._at_end:
+            if not self.loop.watch.hangs:
+                await self.loop.disk(at_end)
         self.prefetcher.stop()
         await self.index.close()
         await self.store.close()
@@ -353,6 +416,20 @@ def _naming(settings: Settings, namespace: Namespace) -> KeyPolicy:
     if exposed is not None:
         log.warning("%s", exposed)
     return naming
+
+
+def _span_attributes(settings: Settings, namespace: str) -> dict[str, str | int]:
+    """What every span says, by OpenTelemetry's names where there are any (semconv 1.30)."""
+    found: dict[str, str | int] = {"s3ec.namespace": namespace}
+    if settings.url is not None:
+        return found
+    found["aws.s3.bucket"] = settings.bucket
+    server = urlsplit(settings.endpoint_url or "")
+    if server.hostname:
+        found["server.address"] = server.hostname
+        if server.port is not None:
+            found["server.port"] = server.port
+    return found
 
 
 def destination_of(settings: Settings) -> str:

@@ -27,6 +27,7 @@ from s3ec.errors import AccessError, TierError, UnavailableError
 from s3ec.fetch import Fetcher, FetchOutcome, FetchRequest, FetchResult, Priority, Sources
 from s3ec.identity import Key
 from s3ec.runtime import LoopThread, contained
+from s3ec.spans import Work
 from s3ec.store.concurrency import within
 from s3ec.tier import Pin
 from s3ec.tier.claims import LookAgain
@@ -255,7 +256,7 @@ class Prefetcher:
 
     async def _run(self, place: _Place) -> None:
         want, lane = place.want, place.lane
-        started = self._clock()
+        started, work = self._clock(), self._sources.spans.begin()
         result: FetchResult | None = FetchResult(want, FetchOutcome.UNAVAILABLE)
         try:
             with contained(self._counters, "fetch of %s", want.key.digest.hex()):
@@ -272,6 +273,7 @@ class Prefetcher:
                 self._park(place)
             else:
                 self._end(place, result, self._clock() - started)
+                self._end_span(work, result, remote=lane is self._downloads)
             self._start_some()
 
     async def _fetch(self, place: _Place) -> FetchResult | None:
@@ -309,12 +311,38 @@ class Prefetcher:
         self._done.append(FetchResult(want, result.outcome, result.pin, result.source, seconds))
         del self._places[want.key.digest]
 
+    def _end_span(self, work: Work | None, result: FetchResult, *, remote: bool) -> None:
+        """Tell tracing of a fetch, where there is any.
+
+        Args:
+            remote: The bucket was asked.
+        """
+        want, outcome, pin = result.want, result.outcome, result.pin
+        went_wrong = outcome in (FetchOutcome.CORRUPT, FetchOutcome.UNAVAILABLE)
+        with contained(self._counters, "span of a fetch"):
+            self._sources.spans.end(
+                "s3ec.fetch",
+                work,
+                {
+                    "s3ec.key": want.key.digest.hex(),
+                    "s3ec.modality": want.modality,
+                    "s3ec.rows": want.rows,
+                    "s3ec.priority": want.priority.name.lower(),
+                    "s3ec.outcome": outcome.value,
+                    "s3ec.source": result.source,
+                    "s3ec.bytes": None if pin is None else pin.nbytes,
+                },
+                remote=remote and result.source != "tier",
+                error=outcome.value if went_wrong else "",
+            )
+
     def _count(self, result: FetchResult, seconds: float) -> None:
         sums: dict[str, float] = {f"fetch.{result.outcome.value}": 1}
         if result.pin is not None:
             sums[f"fetch_items.{result.source}"] = 1
             sums[f"fetch_bytes.{result.source}"] = result.pin.nbytes
             sums[f"fetch_seconds.{result.source}"] = seconds
+            self._counters.observe(f"fetch_time.{result.source}", seconds)
             if result.age_s is not None:
                 sums[f"reuses.{result.source}"] = 1
                 sums[f"reuse_age_seconds.{result.source}"] = result.age_s

@@ -38,12 +38,12 @@ _HASH_BYTES = 12
 # So that every time and every sum of times is a number.
 _MOST_S = 1e12
 
-Outcome: TypeAlias = Literal["device", "node", "bucket", "encoded", "stored", "passed"]
+Outcome: TypeAlias = Literal["device", "node", "bucket", "encoded", "stored"]
 """Where an access found its item.
 
 ``device``: in the engine's own encoder cache. ``node``: on this node's disk. ``bucket``: in the
 bucket. ``encoded``: nowhere, or it was not worth the wait. ``stored``: a pure producer need not
-encode it, since the corpus has it. ``passed``: the client sent it as an embedding.
+encode it, since the corpus has it.
 """
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 
@@ -56,7 +56,8 @@ class Engine:
         namespace: What it reads and writes.
         model: Its name, as vLLM was told.
         role: ``ec_both``, ``ec_consumer`` or ``ec_producer``.
-        encoder_cache_rows: What its device cache has room for; None where that is not known.
+        encoder_cache_rows: What its device cache has room for, by vLLM's configuration; vLLM makes
+            it larger where one item would not fit. None where that is not known.
     """
 
     namespace: str = ""

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import textwrap
 from collections.abc import Callable, Iterator
@@ -17,7 +18,16 @@ from typing import Any
 import typer
 
 from s3ec.cli.app import app
-from s3ec.connector.metrics import LABELLED, LEVELS, NOT_EXPORTED, PLAIN
+from s3ec.connector.metrics import (
+    GAUGES,
+    HISTOGRAMS,
+    LABELLED,
+    LEVELS,
+    LOOKUP_MEANINGS,
+    LOOKUPS,
+    NOT_EXPORTED,
+    PLAIN,
+)
 from s3ec.payoff import GPUS, MODELS, STORES, ModelEstimate, Payoff, estimate
 from s3ec.settings import settings_table
 
@@ -44,15 +54,29 @@ def _prometheus(name: str, label: str = "") -> str:
 def metrics_tables() -> str:
     """All metrics, the values of their labels, and what is counted and not exported."""
     counters = ((_prometheus(name), text) for name, text in PLAIN.values())
-    gauges = ((f"`{name}`", text) for name, text in LEVELS.values())
-    labelled = (
+    levels = {**LEVELS, **GAUGES}.values()
+    gauges = ((f"`{entry[0]}`", entry[1]) for entry in levels)
+    histograms = (
+        (f"`{name}{{{label}}}`" if label else f"`{name}`", text)
+        for name, text, label, _values in HISTOGRAMS.values()
+    )
+    name, text, of_lookup, _cases = LOOKUPS
+    lookups = [(_prometheus(name, ", ".join(of_lookup)), text)]
+    labelled: Iterator[tuple[str, ...]] = (
         (_prometheus(name, label), text) for name, text, label, _values in LABELLED.values()
     )
     parts = ["### Counters\n\n" + _table("| metric | meaning |", counters)]
     parts.append("### Gauges\n\n" + _table("| metric | meaning |", gauges))
+    parts.append("### Histograms\n\n" + _table("| metric | meaning |", histograms))
+    labelled = itertools.chain(lookups, labelled)
     parts.append("### Counters with a label\n\n" + _table("| metric | meaning |", labelled))
     parts.append("### Values of the labels\n")
-    for label, of_label in groupby(LABELLED.values(), key=lambda metric: metric[2]):
+    cases = (
+        (*(f"`{one}`" for one in case.split()), text) for case, text in LOOKUP_MEANINGS.items()
+    )
+    parts.append(f"`{name}`:\n\n" + _table("| tier | outcome | meaning |", cases))
+    with_label = [one for one in (*HISTOGRAMS.values(), *LABELLED.values()) if one[2]]
+    for label, of_label in groupby(with_label, key=lambda metric: metric[2]):
         metrics = list(of_label)
         rows = ((f"`{value}`", meaning) for value, meaning in metrics[0][3].items())
         named = ", ".join(f"`{name}`" for name, *_rest in metrics)

@@ -24,6 +24,7 @@ _MODULES = {
     "gc": "remove",
     "manifest": "manifest",
     "tier": "tier",
+    "trace": "trace",
     "quarantine": "quarantine",
     "config": "config",
     "serve-s3": "serve",

@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -274,7 +275,7 @@ def get(
     if output == "-":
         sys.stdout.buffer.write(embedding.file)
         return
-    save(path, embedding.file, force=force)
+    save(path, [embedding.file], force=force)
     if as_json:
         print_json({**_stat_document(embedding.entry, True), "file": str(path)})
     else:
@@ -300,8 +301,11 @@ def check_target(output: str, default_name: str, *, force: bool) -> Path:
     return path
 
 
-def save(path: Path, blob: Blob, *, force: bool) -> None:
+def save(path: Path, pieces: Iterable[Blob], *, force: bool) -> None:
     """Write a file by way of a temporary one beside it, so that it is whole or not there.
+
+    Args:
+        pieces: Of the file, one after the other.
 
     Raises:
         ConfigError: Somebody made the file meanwhile and ``force`` is not set.
@@ -311,7 +315,8 @@ def save(path: Path, blob: Blob, *, force: bool) -> None:
 
     try:
         with TempFile(str(path.parent), private=False) as temporary:
-            temporary.append([blob])
+            for piece in pieces:
+                temporary.append([piece])
             temporary.close(synced=True)
             _publish(temporary.path, path, force=force)
     except FileExistsError as exc:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from s3ec.connector.kept_answers import KeptAnswers
+from s3ec.connector.lookups import DeviceLookups
 from s3ec.connector.messages import AdapterUse, StepPlan, WorkerReport
 from s3ec.connector.request_waits import NO_PIXELS_WAIT_S
 from s3ec.connector.scheduler import SchedulerHalf, named_by
@@ -389,6 +390,11 @@ class AdapterNames:
         with contextlib.suppress(RuntimeError):  # the loop has ended; so will this engine
             self._start(lambda: self._looks.look(number, wanted))
             self._looking = True
+
+    @property
+    def lookups(self) -> DeviceLookups:
+        """As SchedulerHalf's; it goes by a request's number of an input."""
+        return self._half.lookups
 
     def update_connector_output(self, report: WorkerReport) -> None:
         """Take the workers' report; it names what it is about as the plans did."""

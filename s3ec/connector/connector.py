@@ -23,7 +23,6 @@ from s3ec.connector.kept_answers import KeptAnswers
 from s3ec.connector.messages import StepPlan, WorkerReport
 from s3ec.connector.parts import Parts
 from s3ec.connector.worker import WorkerHalf, load_without_a_half
-from s3ec.counters import Increments
 from s3ec.errors import ConfigError
 from s3ec.runtime import PASS_THROUGH
 
@@ -81,7 +80,6 @@ class S3ECConnector(ECConnectorBase):
             ConfigError: The settings or vLLM's configuration cannot work; names what to change.
         """
         super().__init__(vllm_config=vllm_config, role=role)
-        self._increments: Increments | None = None
         self._saves_nothing = False
         # What cannot be encoded, where there is no scheduler half to say so or it has failed.
         self._unavailable: set[str] = set()
@@ -172,7 +170,14 @@ class S3ECConnector(ECConnectorBase):
             decode_tokens=_decode_tokens(scheduler_output),
         )
         plan.weights = self.parts.weights
+        self._count_lookups(scheduler_output)
         return S3ECMetadata(plan)
+
+    @guarded()
+    def _count_lookups(self, scheduler_output: Any) -> None:
+        scheduler = self.parts.scheduler
+        if scheduler is not None:
+            scheduler.lookups.end_pass(scheduler_output)
 
     @guarded()
     def update_connector_output(self, connector_output: Any) -> None:
@@ -181,6 +186,8 @@ class S3ECConnector(ECConnectorBase):
         metadata = getattr(connector_output, "ec_connector_worker_meta", None)
         if scheduler is not None and isinstance(metadata, S3ECWorkerMetadata):
             scheduler.update_connector_output(metadata.report)
+            if metadata.report.levels and self.parts.figures is not None:
+                self.parts.figures.on_report(metadata.report.levels)
 
     def _take_unavailable(self) -> set[str]:
         """Those that no half has named."""
@@ -214,12 +221,8 @@ class S3ECConnector(ECConnectorBase):
     @guarded()
     def get_ec_connector_stats(self) -> Any:
         """Counts since the last call; the workers' come with their reports."""
-        parts = self.parts
-        if parts.scheduler is None or parts.node is None:
-            return None
-        if self._increments is None:
-            self._increments = Increments(parts.node.counters)
-        fresh = self._increments.take()
+        figures = self.parts.figures
+        fresh = None if figures is None else figures.news()
         if not fresh:
             return None
         from s3ec.connector.stats import S3ECStats
@@ -229,10 +232,10 @@ class S3ECConnector(ECConnectorBase):
     @classmethod
     @guarded()
     def build_ec_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:
-        """vLLM's log line, from the data that crossed the processes."""
+        """For vLLM's own line in the log: nothing, since ours would say the same (exporter.py)."""
         from s3ec.connector.stats import S3ECStats
 
-        return S3ECStats(data=dict(data or {}))
+        return S3ECStats()
 
     @classmethod
     @guarded()

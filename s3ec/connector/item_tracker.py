@@ -73,6 +73,8 @@ class Item:
         asked_s: When it was asked for the first time, or anew.
         promised: A request has named it and the index does not know it: it is being uploaded.
         was_absent: Of one that has FAILED: neither this node nor the bucket had it.
+        downloaded: Nobody has loaded it since it came from the bucket.
+        fetch_s: What its fetch took; None before that, and from the first load on.
         probed: Of one that is FETCHING: nobody has said that the bucket holds it. Its fetch keeps
             the place of a probe even after a request has named it, see Probes.
     """
@@ -93,6 +95,8 @@ class Item:
     promised: bool = False
     was_absent: bool = False
     probed: bool = False
+    downloaded: bool = False
+    fetch_s: float | None = None
 
     def fits(self, rows: int, modality: str) -> bool:
         """Whether it is what a request asks for, or was asked for as that."""
@@ -454,6 +458,8 @@ class ItemTracker:
             return False
         item.failures = 0
         item.pin = fetched.pin
+        item.downloaded = fetched.source == "bucket"
+        item.fetch_s = fetched.seconds
         item.rows = fetched.pin.header.shape.rows
         item.modality = fetched.pin.header.modality
         self._settle(identifier)
@@ -535,7 +541,18 @@ class ItemTracker:
         if item.pin is None:  # cannot be: granted items are READY, and READY items have a pin
             raise RuntimeError(f"granted item {item.key.digest.hex()} has no pin")
         item.loads += 1
+        item.downloaded = False
+        item.fetch_s = None
         return item.pin
+
+    def came_from_bucket(self, identifier: str) -> bool:
+        """Whether what was granted had to be downloaded for its next load.
+
+        What the tracker does not know was granted by a producer that loads nothing: the bucket
+        holds it.
+        """
+        item = self.items.get(identifier)
+        return item is None or item.downloaded
 
     def do_not_load(self, identifier: str) -> None:
         """The load is taken back: no step was told of it."""

@@ -210,6 +210,7 @@ class WorkerReport:
         published: Identifiers whose entries are on this node's disk now.
         stored: Identifiers that the bucket confirmed.
         counts: Counter increments.
+        levels: Rank to what its gauges say now, where that was looked at anew.
         encoded: What rank 0 has measured.
         present: Rank to what it says about itself, where it was asked.
         ready: Ticket to the ranks that hold its pin, each with the checksum of its bytes.
@@ -220,6 +221,7 @@ class WorkerReport:
     published: list[str] = field(default_factory=list)
     stored: list[str] = field(default_factory=list)
     counts: dict[str, float] = field(default_factory=dict)
+    levels: dict[int, Mapping[str, float]] = field(default_factory=dict)
     encoded: list[EncodeTime] = field(default_factory=list)
     present: dict[int, RankStatus] = field(default_factory=dict)
     ready: dict[int, dict[int, str]] = field(default_factory=dict)
@@ -233,6 +235,7 @@ class WorkerReport:
         for ticket, checksums in other.ready.items():
             self.ready.setdefault(ticket, {}).update(checksums)
         self.present.update(other.present)
+        self.levels.update(other.levels)
         self.published += other.published
         self.stored += other.stored
         self.encoded += other.encoded

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every count of s3ec: its name on /metrics, its type and what it means.
 
-Data only. ``stats.py`` makes vLLM's metrics of it, and ``make docs`` makes docs/metrics.md of it,
-without vLLM.
+Data only. ``stats.py`` makes vLLM's metrics of it, ``exporter.py`` those of `metrics_port`, and
+``make docs`` makes docs/metrics.md of it, without vLLM.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ PLAIN = {
     "save.items": ("vllm:s3ec_saves", "Embeddings that the bucket confirmed."),
     "save.bytes": ("vllm:s3ec_save_bytes", "Bytes of embeddings that the bucket confirmed."),
     "save.seconds": ("vllm:s3ec_save_seconds", "Time uploads took, in sum."),
+    "save.queued": ("vllm:s3ec_saves_queued", "Embeddings that were taken into the save queue."),
     "save.existed": ("vllm:s3ec_saves_existing", "Uploads that found the object stored already."),
     "save.blocked": ("vllm:s3ec_save_blocked", "Times that a full save queue held the encoder up."),
     "announced": (
@@ -141,6 +142,64 @@ LEVELS = {
     "pace.withheld": (
         "vllm:s3ec_places_withheld",
         "Requests at a time that are held back, because the store asked for fewer.",
+    ),
+}
+# figure of ours that is sent as it is -> (Prometheus name, help, how those of the scheduler's
+# process and of all ranks make one: their sum or the largest)
+GAUGES = {
+    "level.spool_entries": (
+        "vllm:s3ec_spool_entries",
+        "Embeddings on this node's disk that the bucket, or its index, has not confirmed: those of "
+        "this engine's processes.",
+        "sum",
+    ),
+    "level.spool_bytes": ("vllm:s3ec_spool_bytes", "Their bytes.", "sum"),
+    "level.spool_oldest_seconds": (
+        "vllm:s3ec_spool_oldest_seconds",
+        "How long the oldest of them has waited. Of what a dead process left, the time since its "
+        "last use on this node.",
+        "max",
+    ),
+    "level.save_queue_entries": (
+        "vllm:s3ec_save_queue_entries",
+        "Embeddings in memory that are on no disk yet.",
+        "sum",
+    ),
+    "level.breaker_open": (
+        "vllm:s3ec_breaker_open",
+        "1 while the store is not asked, in any process of this engine, since it failed.",
+        "max",
+    ),
+    "level.index_entries": (
+        "vllm:s3ec_index_entries",
+        "Rows of the index that this engine knows; a deletion counts, too, until it is merged.",
+        "max",
+    ),
+    "level.index_bytes_in_memory": (
+        "vllm:s3ec_index_bytes_in_memory",
+        "About what of the index is in memory. What is mapped from the disk does not count.",
+        "max",
+    ),
+    "level.index_age_seconds": (
+        "vllm:s3ec_index_age_seconds",
+        "Time since the index was refreshed last, or since the start.",
+        "max",
+    ),
+    "level.index_lag_seconds": (
+        "vllm:s3ec_index_lag_seconds",
+        "From the storing of an embedding to the moment when this engine heard of it: of the "
+        "newest one that was announced. Absent before the first. It has the bucket's clock in it.",
+        "max",
+    ),
+    "level.tier_bytes": (
+        "vllm:s3ec_tier_bytes",
+        "Bytes in `cache_dir`. All engines of a node say the same: do not add them up.",
+        "max",
+    ),
+    "level.tier_budget_bytes": (
+        "vllm:s3ec_tier_budget_bytes",
+        "What that is kept below (`cache_bytes`).",
+        "max",
     ),
 }
 _SOURCES = {
@@ -263,6 +322,61 @@ LABELLED: dict[str, tuple[str, str, str, dict[str, str]]] = {
             "refused.identifier": "The identifier may not be shared. Not stored.",
             "refused.REASON": "The tensor cannot be stored, for a reason as of `s3ec_corrupt`.",
         },
+    ),
+}
+# (Prometheus name, help, labels, counter of ours -> the labels' values)
+LOOKUPS = (
+    "vllm:s3ec_lookups",
+    "Where the encoder inputs of requests were found, once for each input that a step needed. What "
+    "one tier misses the next is asked for, so device misses are node hits and misses, node misses "
+    "are bucket hits and misses, and bucket misses were encoded (`s3ec_misses`).",
+    ("tier", "outcome"),
+    {
+        "lookups.device.hit": ("device", "hit"),
+        "lookups.device.miss": ("device", "miss"),
+        "lookups.node.hit": ("node", "hit"),
+        "lookups.node.miss": ("node", "miss"),
+        "lookups.bucket.hit": ("bucket", "hit"),
+        "lookups.bucket.miss": ("bucket", "miss"),
+    },
+)
+LOOKUP_MEANINGS = {
+    "device hit": "vLLM's encoder cache held it when a step needed it, or got it in this very step "
+    "for another input.",
+    "device miss": "The device did not hold it: `s3ec_hits` and `s3ec_misses` together.",
+    "node hit": "It was granted from this node's disk. It had been used here before, or saved.",
+    "node miss": "This node's disk did not give it in time.",
+    "bucket hit": "It was granted after a download, and nobody had loaded it since. In a pure "
+    "producer, which loads nothing and asks no disk: the corpus holds it.",
+    "bucket miss": "The bucket did not give it in time: it is not there, not known to be there, "
+    "too slow, or not asked since it is down. So it was encoded.",
+}
+# histogram of ours, up to the label's value -> (Prometheus name, help, label, what its values mean)
+HISTOGRAMS: dict[str, tuple[str, str, str, dict[str, str]]] = {
+    "fetch_time.": (
+        "vllm:s3ec_fetch_time_seconds",
+        "Time that one fetch took, from its start to the pin.",
+        "source",
+        _SOURCES,
+    ),
+    "load_time": (
+        "vllm:s3ec_load_time_seconds",
+        "Time that one rank's step spent bringing its embeddings into the encoder cache.",
+        "",
+        {},
+    ),
+    "save_time": (
+        "vllm:s3ec_save_time_seconds",
+        "Time from the copy of an embedding off the device to the bucket's confirmation. Not of "
+        "what the bucket had already, nor of what a dead process left.",
+        "",
+        {},
+    ),
+    "wait_time": (
+        "vllm:s3ec_wait_time_seconds",
+        "Time that a request was deferred, without the time in which vLLM did not ask for it.",
+        "",
+        {},
     ),
 }
 # Of interest to a debugger only: counted, and not on /metrics.

@@ -16,6 +16,7 @@ from typing import Any
 
 from s3ec.connector.item_tracker import FETCHING, LEASE_S, Item, ItemTracker
 from s3ec.connector.kept_answers import KeptAnswers
+from s3ec.connector.recorder import Recorder
 from s3ec.connector.remote_ranks import Ranks
 from s3ec.connector.vllm_config import Role
 from s3ec.connector.waiting import Fetching, Lacking, SourceTimes, WaitPolicy
@@ -314,6 +315,7 @@ class RequestWaits:
         answers: KeptAnswers,
         times: SourceTimes,
         policy: WaitPolicy | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         """Start with nobody.
 
@@ -328,7 +330,9 @@ class RequestWaits:
             answers: Where answers are kept while nothing changes.
             times: Learns how long fetches take.
             policy: Weighs each wait against encoding; None where every wait is worth it.
+            recorder: Told of each wait that ends, while a trace is recorded.
         """
+        self._recorder = recorder or Recorder()
         self._tracker = tracker
         self._items = tracker.items
         self._ranks = ranks
@@ -350,6 +354,7 @@ class RequestWaits:
         self._probes = Probes(probe_s, role.probes, costs=costs, counters=counters, clock=clock)
         self._promise_noted_s = clock()
         self._deferred_s: dict[str, float] = {}  # those that are waiting, and since when
+        self._carried_s: dict[str, float] = {}  # what these had waited when they were paused
         self._paused_s: dict[str, float] = {}
         self.paused: Mapping[str, float] = self._paused_s
 
@@ -580,7 +585,9 @@ class RequestWaits:
         if left:  # a full engine may pause a thousand: they are counted together
             waited_s = 0.0
             for request_id in left:
-                waited_s += now - self._deferred_s.pop(request_id)
+                so_far_s = now - self._deferred_s.pop(request_id)
+                waited_s += so_far_s
+                self._carried_s[request_id] = self._carried_s.get(request_id, 0.0) + so_far_s
                 self._paused_s[request_id] = now
             self._counters.add("deferred_seconds", waited_s)
 
@@ -596,8 +603,17 @@ class RequestWaits:
     def _count_wait(self, request_id: str) -> None:
         """The request does not wait now. However many sources it waited for, it waited once."""
         since_s = self._deferred_s.pop(request_id, None)
+        carried_s = self._carried_s.pop(request_id, None) if self._carried_s else None
+        if since_s is None and carried_s is None:
+            return
+        waited_s = 0.0
         if since_s is not None:
-            self._counters.add("deferred_seconds", self._clock() - since_s)
+            waited_s = self._clock() - since_s
+            self._counters.add("deferred_seconds", waited_s)
+        waited_s += carried_s or 0.0
+        self._counters.observe("wait_time", waited_s)
+        if (recording := self._recorder.recording) is not None:
+            recording.waited(request_id, waited_s)
 
     def _end_waits(self, request_id: str) -> None:
         self._count_wait(request_id)
@@ -687,6 +703,7 @@ class RequestWaits:
         for request_id in list(self._paused_s):
             if not self._has_waited(request_id):
                 del self._paused_s[request_id]
+                self._count_wait(request_id)
         if self._policy is not None:
             for request_id in list(self._policy.waiting):
                 if not self._has_waited(request_id):
@@ -719,6 +736,7 @@ class RequestWaits:
             "interests": self._tracker.waiting,
             "deferrals": self._deferred_s,
             "paused waits": self.paused,
+            "waits before a pause": self._carried_s,
             "answers": self._answers.requests,
         }
 

@@ -93,6 +93,7 @@ class _Job(NamedTuple):
     identifier: str
     save: Save
     copy: HostCopy
+    began_s: float
 
 
 class SaveQueue:
@@ -166,7 +167,7 @@ class SaveQueue:
         self._changed = threading.Condition()
         # Identifier -> bytes in memory (0: in the spool), until stored or given up.
         self._pending: dict[str, int] = {}
-        self._memory_bytes = 0
+        self._memory_bytes = self._in_memory = 0
         self._published: list[str] = []
         self._stored: list[str] = []
         self._stopping = False
@@ -210,6 +211,7 @@ class SaveQueue:
             False where it was not taken: already queued, full, or stopping.
         """
         nbytes = tensor.nbytes
+        began_s = time.monotonic()
         with self._changed:
             if identifier in self._pending:
                 return False
@@ -218,6 +220,7 @@ class SaveQueue:
                 return False
             self._pending[identifier] = nbytes
             self._memory_bytes += nbytes
+            self._in_memory += nbytes > 0
             if self._thread is None:
                 self._start_writer()
         try:
@@ -225,7 +228,8 @@ class SaveQueue:
         except BaseException:
             self._end_save(identifier, stored=False)
             raise
-        self._jobs.append(_Job(identifier, save, copy))
+        self._jobs.append(_Job(identifier, save, copy, began_s))
+        self._node.counters.add("save.queued")
         if not self._is_woken:
             self._is_woken = True
             self._wakeups.put(True)
@@ -298,6 +302,15 @@ class SaveQueue:
             published, self._published = self._published, []
             stored, self._stored = self._stored, []
         return published, stored
+
+    def levels(self) -> dict[str, float]:
+        """What waits here, for the gauges; no system call but for the clock."""
+        return {
+            "level.save_queue_entries": self._in_memory,
+            "level.spool_entries": self._spool.count,
+            "level.spool_bytes": self._spool.nbytes,
+            "level.spool_oldest_seconds": self._spool.oldest_s(),
+        }
 
     def drain(self, timeout_s: float) -> int:
         """Take no more, wait for the bucket to confirm what is queued or was adopted, and stop.
@@ -441,16 +454,17 @@ class SaveQueue:
             job.copy.disown()
             # The spool may have taken it nevertheless, or hold an earlier save that this confirms.
             spooled = self._spool.held(key.digest)
-            return Upload(key.digest, 0, key, (header, pieces), spooled)
+            return Upload(key.digest, 0, key, (header, pieces), spooled, began_s=job.began_s)
         nbytes = sum(memoryview(piece).nbytes for piece in pieces)
         job.copy.release()
         with self._changed:
             self._memory_bytes -= self._pending[job.identifier]
+            self._in_memory -= 1
             self._pending[job.identifier] = 0
             self._published.append(job.identifier)
             self._node.local.add(key)
             self._changed.notify_all()
-        return Upload(key.digest, nbytes, key, spooled=spooled)
+        return Upload(key.digest, nbytes, key, spooled=spooled, began_s=job.began_s)
 
     def _publish(self, key: Key, pieces: Sequence[bytes | memoryview]) -> Spooled | None:
         watch = self._node.loop.watch
@@ -482,7 +496,9 @@ class SaveQueue:
     def _end_save(self, identifier: str, *, stored: bool, adopted: bool = False) -> None:
         with self._changed:
             if not adopted:
-                self._memory_bytes -= self._pending.pop(identifier, 0)
+                nbytes = self._pending.pop(identifier, 0)
+                self._memory_bytes -= nbytes
+                self._in_memory -= nbytes > 0
             if stored:
                 self._stored.append(identifier)
             self._changed.notify_all()

@@ -27,7 +27,9 @@ from s3ec.connector.item_tracker import (
     State,
 )
 from s3ec.connector.kept_answers import KeptAnswers
+from s3ec.connector.lookups import FROM_BUCKET, FROM_NODE, FROM_NOWHERE, DeviceLookups
 from s3ec.connector.messages import Encode, Load, StepPlan, WorkerReport
+from s3ec.connector.recorder import Recorder
 from s3ec.connector.remote_ranks import Ranks
 from s3ec.connector.request_waits import RequestWaits
 from s3ec.connector.save_orders import SaveOrders, SaveWorth
@@ -77,6 +79,7 @@ class SchedulerHalf:
         tracker: What is known of each embedding. For reading.
         waits: Which requests wait, and for what. For reading.
         answers: What requests were told that wait, while nothing has changed. For reading.
+        lookups: What the device held when a step needed it.
         on_device: What vLLM's encoder cache holds, or will when the last step was executed, as its
             manager told us. For reading.
     """
@@ -98,6 +101,7 @@ class SchedulerHalf:
         costs: EncodeCosts | None = None,
         policy: WaitPolicy | None = None,
         worth: SaveWorth | None = None,
+        recorder: Recorder | None = None,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
@@ -120,10 +124,12 @@ class SchedulerHalf:
                 is known yet.
             policy: Weighs each wait against encoding; None where every wait is worth it.
             worth: Says what is worth storing; None where everything is.
+            recorder: Whether a trace is recorded, and what is; None for never.
             clock: Monotonic seconds.
             wall_clock: Seconds as in a request's ``arrival_time``.
         """
         self._role = role
+        self._recorder = recorder or Recorder()
         self._policy = policy
         self._costs = policy.costs if policy is not None else costs or EncodeCosts()
         self._fetch_times = SourceTimes() if policy is None else policy.times
@@ -165,8 +171,10 @@ class SchedulerHalf:
             answers=self.answers,
             times=self._fetch_times,
             policy=policy,
+            recorder=self._recorder,
         )
         self._items = self.tracker.items
+        self.lookups = DeviceLookups(counters, self._recorder)
         self._unavailable: set[str] = set()
         self.on_device: set[str] = set()
         # Rows that the request being scheduled has room for. Where vLLM asks once only, what
@@ -510,7 +518,16 @@ class SchedulerHalf:
         if feature.modality == PASSED_THROUGH:
             return
         granted = self._decisions.pop(identifier, False)
-        self._counters.add("hits" if granted else "misses")
+        self.lookups.allocated(request_id, index)
+        if (recording := self._recorder.recording) is not None:
+            item = self._items.get(identifier)
+            recording.allocated(request_id, index, granted=granted, item=item)
+        if not granted:
+            self._counters.add_all(FROM_NOWHERE)
+        elif self.tracker.came_from_bucket(identifier):
+            self._counters.add_all(FROM_BUCKET)
+        else:
+            self._counters.add_all(FROM_NODE)
         rows = feature.mm_position.get_num_embeds()
         if granted:
             saved_s = self._costs.known_s(feature.modality, rows)
@@ -531,7 +548,7 @@ class SchedulerHalf:
         """Seconds until the device would have this again, by what was measured. Memory only.
 
         That is to load it from this node's disk, to fetch and load it, or to encode it; never more
-        than to encode it.
+        than to encode it. A disk that nothing was measured of counts as fast.
         """
         encode_s = self._costs.cost_s(modality, rows)
         key = self._keys(identifier)
@@ -544,7 +561,9 @@ class SchedulerHalf:
             source = "bucket"
         else:
             return encode_s
-        return min(encode_s, self._fetch_times.of(source, rows).mean_s + self._load_s)
+        times = self._fetch_times.of(source, rows)
+        fetch_s = times.mean_s if times.is_known or source != "tier" else 0.0
+        return min(encode_s, fetch_s + self._load_s)
 
     # -- once per step ---------------------------------------------------------------------
 
@@ -682,6 +701,7 @@ class SchedulerHalf:
         """
         self._seen.pop(request.request_id, None)
         self._unavailable.discard(request.request_id)
+        self.lookups.end_request(request.request_id)
         self.waits.end_request(request.request_id)
         if self._role.consumer:
             return None
@@ -717,6 +737,11 @@ class SchedulerHalf:
         complaints = [
             f"a failure to tell of {name}, which has ended"
             for name in self._unavailable
+            if name not in requests
+        ]
+        complaints += [
+            f"the inputs of {name}, which has ended, are kept"
+            for name in self.lookups.requests
             if name not in requests
         ]
         complaints += [

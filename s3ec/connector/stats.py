@@ -1,21 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""s3ec's counts in vLLM's log line and on /metrics (vLLM 0.31 and newer)."""
+"""s3ec's counts on vLLM's own /metrics (vLLM 0.31 and newer)."""
 
 from __future__ import annotations
 
-from collections import Counter
+import math
+from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from vllm.distributed.ec_transfer.ec_connector import metrics as vllm_metrics
 
 from s3ec.connector.guard import guarded
-from s3ec.connector.metrics import LABELLED, LEVELS, PLAIN
+from s3ec.connector.metrics import GAUGES, HISTOGRAMS, LABELLED, LEVELS, LOOKUPS, PLAIN
+from s3ec.counters import TIME_BOUNDS_S, Observed, observed
 
 
 @dataclass
 class S3ECStats(vllm_metrics.ECConnectorStats):
-    """Counter increments since the last report; ``data`` maps counter names to amounts."""
+    """Counter increments since the last report, and what gauges say; by the names of counters."""
 
     def reset(self) -> None:
         """Forget everything."""
@@ -25,7 +29,8 @@ class S3ECStats(vllm_metrics.ECConnectorStats):
     def aggregate(self, other: vllm_metrics.ECConnectorStats) -> S3ECStats:
         """Add another report to this one."""
         for name, amount in other.data.items():
-            self.data[name] = self.data.get(name, 0) + amount
+            before = 0 if name in GAUGES else self.data.get(name, 0)
+            self.data[name] = before + amount
         return self
 
     def is_empty(self) -> bool:
@@ -33,28 +38,23 @@ class S3ECStats(vllm_metrics.ECConnectorStats):
         return not self.data
 
     def reduce(self) -> dict[str, int | float]:
-        """The few figures of vLLM's log line."""
-        return self._figures() or {}
+        """Nothing for vLLM's line in the log: ours says more, on every release."""
+        return {}
 
-    @guarded(default=None)
-    def _figures(self) -> dict[str, int | float]:
-        get = self.data.get
-        hits, misses = get("hits", 0), get("misses", 0)
-        loads, seconds = get("load.items", 0), get("load.seconds", 0.0)
-        line: dict[str, int | float] = {
-            "hits": int(hits),
-            "misses": int(misses),
-            "hit_rate": round(hits / (hits + misses), 3) if hits + misses else 0.0,
-            "load_ms": round(1000 * seconds / loads, 2) if loads else 0.0,
-            "fetched_mb": round(get("fetch_bytes.bucket", 0) / 1e6, 1),
-            "saved_mb": round(get("save.bytes", 0) / 1e6, 1),
-            "deferred": int(get("deferred_requests", 0)),
-        }
-        return line
+
+def _times(bucket: Observed) -> list[float]:
+    """Times that a histogram takes for those that are in one of its buckets: their mean, each."""
+    mean_s = bucket.seconds / bucket.many if bucket.many else 0.0
+    # Sums of floats are rounded, and the mean must not leave the bucket for that.
+    if bucket.number < len(TIME_BOUNDS_S):
+        mean_s = min(mean_s, TIME_BOUNDS_S[bucket.number])
+    if bucket.number:
+        mean_s = max(mean_s, math.nextafter(TIME_BOUNDS_S[bucket.number - 1], math.inf))
+    return [mean_s] * bucket.many
 
 
 class S3ECPromMetrics(vllm_metrics.ECConnectorPromMetrics):
-    """A Prometheus counter or gauge per figure, with vLLM's own labels and at most one of ours."""
+    """A Prometheus metric per figure, with vLLM's own labels in front of ours."""
 
     def __init__(
         self,
@@ -75,7 +75,29 @@ class S3ECPromMetrics(vllm_metrics.ECConnectorPromMetrics):
             for ours, (name, text) in LEVELS.items()
         }
         # Not by Gauge.inc, which Ray's has not.
-        self._sums: Counter[tuple[str, int]] = Counter()
+        self._sums: defaultdict[tuple[str, int], float] = defaultdict(float)
+        self._takers: dict[tuple[str, int], Callable[[float], object] | None] = {}
+        # As it was sent, so that it is right in a reader that starts later. Of several API servers
+        # the one that was told last is right.
+        self._gauges = {
+            ours: self._gauge_cls(
+                name=name, documentation=text, labelnames=labelnames, multiprocess_mode="mostrecent"
+            )
+            for ours, (name, text, _) in GAUGES.items()
+        }
+        name, text, of_tier, self._of_lookup = LOOKUPS
+        self._lookups = self._counter_cls(
+            name=name, documentation=text, labelnames=[*labelnames, *of_tier]
+        )
+        self._histograms = {
+            prefix: self._histogram_cls(
+                name=name,
+                documentation=text,
+                labelnames=[*labelnames, label] if label else labelnames,
+                buckets=list(TIME_BOUNDS_S),
+            )
+            for prefix, (name, text, label, _values) in HISTOGRAMS.items()
+        }
         self._by_prefix = {
             prefix: self._counter_cls(
                 name=name, documentation=text, labelnames=[*labelnames, label]
@@ -85,17 +107,49 @@ class S3ECPromMetrics(vllm_metrics.ECConnectorPromMetrics):
 
     @guarded(default=None)
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Add one report's increments."""
-        values = self.per_engine_labelvalues[engine_idx]
+        """Take one report."""
         for name, amount in transfer_stats_data.items():
-            if name in self._plain:
-                self._plain[name].labels(*values).inc(amount)
-                continue
-            if name in self._levels:
-                self._sums[name, engine_idx] += amount
-                self._levels[name].labels(*values).set(self._sums[name, engine_idx])
-                continue
+            key = name, engine_idx
+            if key not in self._takers:
+                self._takers[key] = self._taker(name, engine_idx)
+            take = self._takers[key]
+            if take is not None:
+                take(amount)
+        for bucket in observed(transfer_stats_data):
+            self._observe(bucket, engine_idx)
+
+    def _taker(self, name: str, engine_idx: int) -> Callable[[float], object] | None:
+        """What takes a figure of ours for one engine; None where nothing does.
+
+        It is kept: to look for a metric's child costs several times what to count in it does.
+        """
+        values = self.per_engine_labelvalues[engine_idx]
+        take: Callable[[float], object] | None = None
+        if name in self._plain:
+            take = self._plain[name].labels(*values).inc
+        elif name in self._gauges:
+            take = self._gauges[name].labels(*values).set
+        elif name in self._levels:
+            take = partial(self._move, self._levels[name].labels(*values), (name, engine_idx))
+        elif name in self._of_lookup:
+            take = self._lookups.labels(*values, *self._of_lookup[name]).inc
+        else:
             for prefix, counter in self._by_prefix.items():
                 if name.startswith(prefix):
-                    counter.labels(*values, name[len(prefix) :]).inc(amount)
+                    take = counter.labels(*values, name[len(prefix) :]).inc
                     break
+        return take
+
+    def _move(self, gauge: Any, key: tuple[str, int], amount: float) -> None:
+        self._sums[key] += amount
+        gauge.set(self._sums[key])
+
+    def _observe(self, bucket: Observed, engine_idx: int) -> None:
+        values = self.per_engine_labelvalues[engine_idx]
+        for prefix, histogram in self._histograms.items():
+            if bucket.histogram.startswith(prefix):
+                label = bucket.histogram[len(prefix) :]
+                of_source = histogram.labels(*values, *([label] if label else []))
+                for seconds in _times(bucket):
+                    of_source.observe(seconds)
+                return

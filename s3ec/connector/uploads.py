@@ -31,6 +31,7 @@ from s3ec.index.reader import ManifestIndex
 from s3ec.index.rows import EntryInfo
 from s3ec.modality import SETTLED_S, Record
 from s3ec.runtime import PATIENCE_S, Backoff, LoopThread, contained
+from s3ec.spans import Work, note
 from s3ec.store.base import Store
 from s3ec.store.open import with_conditional_put
 from s3ec.tier import Loaded, Spool, Spooled
@@ -167,6 +168,7 @@ class Upload:
         pieces: Header and object where the disk did not take it; else None.
         spooled: What the spool holds of it, to be removed in the end; None where it has nothing.
         adopted: A dead process left it.
+        began_s: When its copy off the device began, monotonic; None where that is not known.
         written: None until the bucket has answered.
     """
 
@@ -176,6 +178,7 @@ class Upload:
     pieces: tuple[Header, Sequence[bytes | memoryview]] | None = None
     spooled: Spooled | None = None
     adopted: bool = False
+    began_s: float | None = None
     written: _Written | None = None
 
 
@@ -406,7 +409,7 @@ class Uploader:
 
     async def _run(self, upload: Upload) -> None:
         stored = False
-        started = time.monotonic()
+        started, work = time.monotonic(), self._sources.spans.begin()
         try:
             with contained(self._counters, "upload of %s", upload.digest.hex()):
                 header = await self._until_answered(upload)
@@ -418,13 +421,35 @@ class Uploader:
             if task is not None:
                 self._active.pop(task, None)
             self._ended(upload, stored)
+            self._end_span(work, upload)
         # Not reached when the loop ends: then nothing more is to be started.
         self._start_some()
+
+    def _end_span(self, work: Work | None, upload: Upload) -> None:
+        """Tell tracing of a save, where there is any."""
+        answer = None if upload.written is None else upload.written.answer
+        refused = answer is None or answer is Answer.REFUSED
+        outcome = "given_up" if answer is None else answer.name.lower()
+        with contained(self._counters, "span of a save"):
+            self._sources.spans.end(
+                "s3ec.save",
+                work,
+                {
+                    "s3ec.key": upload.digest.hex(),
+                    "s3ec.outcome": outcome,
+                    "s3ec.bytes": upload.nbytes or None,
+                    "s3ec.adopted": upload.adopted,
+                },
+                remote=True,
+                error=outcome if refused else "",
+            )
 
     def _count(self, upload: Upload, header: Header, seconds: float) -> None:
         nbytes = header.shape.nbytes
         sums = {"save.items": 1, "save.bytes": nbytes, "save.seconds": seconds}
         self._counters.add_all(sums)
+        if upload.began_s is not None:
+            self._counters.observe("save_time", time.monotonic() - upload.began_s)
         log.debug("stored digest=%s nbytes=%d seconds=%.6f", upload.digest.hex(), nbytes, seconds)
 
     async def _until_answered(self, upload: Upload) -> Header | None:
@@ -437,6 +462,7 @@ class Uploader:
         unread = 0
         while True:
             asked_s = 0.0
+            note("attempts")
             try:
                 return await self._attempt(upload)
             except TierError as exc:

@@ -83,6 +83,11 @@ class FetchTimes:
             self.mean_s = sum(times) / len(times)
 
     @property
+    def is_known(self) -> bool:
+        """Whether there was any."""
+        return bool(self._times.in_order)
+
+    @property
     def late_s(self) -> float:
         """What one in a hundred takes; 0 before there are enough to tell."""
         times = self._times.in_order

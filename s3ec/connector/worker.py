@@ -136,11 +136,16 @@ class EncodeTimer:
 
 
 class _Started(NamedTuple):
-    """A step's loads that finish_load_caches has not put into the encoder cache yet."""
+    """A step's loads that finish_load_caches has not put into the encoder cache yet.
+
+    Attributes:
+        spent_s: In start_load_caches; 0 where the loads end there.
+    """
 
     plan: StepPlan
     loads: list[Load]
     batch: StepLoads
+    spent_s: float = 0.0
 
 
 class WorkerHalf:
@@ -208,6 +213,7 @@ class WorkerHalf:
         self._loaded: dict[int, set[int]] = {}
         self._sync_allowed = compat.sync_allowed()
         self._increments = Increments(node.counters)
+        self._told_levels: Mapping[str, float] = node.levels
         self.local_pins = LocalPins(node.prefetcher, node.tier, node.naming.make_key)
         self._adapter_files = AdapterFiles()
 
@@ -261,8 +267,9 @@ class WorkerHalf:
             if not self._finish_later:
                 self._finish(started, cache, began)
                 return
-        self._started = started
-        self._node.counters.add("load.seconds", time.perf_counter() - began)
+        spent_s = time.perf_counter() - began
+        self._started = started._replace(spent_s=spent_s)
+        self._node.counters.add("load.seconds", spent_s)
 
     def finish_load_caches(self, cache: MutableMapping[str, Any]) -> None:
         """Put what start_load_caches began into the encoder cache. More than once is fine.
@@ -292,8 +299,10 @@ class WorkerHalf:
             elif not _holds(encoder_cache, load):
                 encoder_cache[load.identifier] = outcome
                 nbytes += load.shape.nbytes
-        sums = {"load.seconds": time.perf_counter() - began}
+        seconds = time.perf_counter() - began
+        sums = {"load.seconds": seconds}
         if failure is None:
+            self._node.counters.observe("load_time", started.spent_s + seconds)
             self._loaded.setdefault(plan.step, set()).add(self._rank())
             sums |= {"load.items": len(plan.loads), "load.bytes": nbytes}
         self._node.counters.add_all(sums)
@@ -352,6 +361,10 @@ class WorkerHalf:
         # A scheduler half in this process reads the same counters itself.
         if self._node.users <= 1:
             report.counts = self._increments.take()
+            levels = self._node.levels
+            if levels is not self._told_levels:
+                self._told_levels = levels
+                report.levels = {self._rank(): levels}
         return None if report == _NOTHING else report
 
     def finish(self) -> None:

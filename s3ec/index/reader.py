@@ -16,7 +16,7 @@ from s3ec.index.follower import Follower, FollowOptions
 from s3ec.index.lookup import PresenceFilter, View
 from s3ec.index.manifest import OVERLAP_S
 from s3ec.index.missing import NEGATIVE_TTL_S, NegativeCache, VanishAlarm
-from s3ec.index.rows import Array, EntryInfo
+from s3ec.index.rows import ROW_BYTES, Array, EntryInfo
 from s3ec.index.segment import Segment
 
 # Keys that this process stored and that no delta has told yet.
@@ -24,6 +24,8 @@ _RECENT_ENTRIES = 1_000_000
 # Keys that may be stored or lost before the next View without making other lookups slower. Small:
 # the bytes should stay in the processor's nearest cache.
 _ROOM = 256
+# About what one digest costs in a set or a dictionary.
+_DIGEST_BYTES = 100
 
 
 class _Stored(NamedTuple):
@@ -80,6 +82,8 @@ class ManifestIndex:
         self._distrusted: frozenset[bytes] = frozenset()
         self._alarm = VanishAlarm(cache.layout.namespace, cache.counters, clock)
         self._view = View()
+        self._began_s, self._refreshed_s = wall_clock(), clock()
+        self._lag_s: float | None = None
         # Of what is in either dictionary or in the View's overlay.
         self._overrides = PresenceFilter(np.empty(0, "<u8"), room=_ROOM)
         self.maybe_contains: Callable[[Key], bool] = self._maybe_contains
@@ -98,6 +102,22 @@ class ManifestIndex:
     def counts(self) -> tuple[int, int, int]:
         """Deltas that are in no base, rows in them, and keys in the base. No I/O."""
         return self._follower.deltas, *self._view.counts()
+
+    def levels(self) -> dict[str, float]:
+        """What the gauges say of it. No I/O."""
+        view = self._view
+        rows, keys = view.counts()
+        overlay = 0 if view.overlay is None else ROW_BYTES * rows
+        found = {
+            "level.index_entries": rows + keys + len(view.listing or ()),
+            "level.index_bytes_in_memory": overlay
+            + len(self._overrides.marks)
+            + _DIGEST_BYTES * (len(view.listing or ()) + len(self._recent)),
+            "level.index_age_seconds": max(0.0, self._clock() - self._refreshed_s),
+        }
+        if self._lag_s is not None:
+            found["level.index_lag_seconds"] = self._lag_s
+        return found
 
     # -- lookups -----------------------------------------------------------------------------
 
@@ -208,6 +228,7 @@ class ManifestIndex:
         # Last: one delta that the bucket lists and cannot read must not keep back the others.
         for exc in failed:
             raise exc
+        self._refreshed_s = self._clock()
 
     async def close(self) -> None:
         """End what runs in the background; lookups go on with what is known."""
@@ -240,6 +261,7 @@ class ManifestIndex:
         if is_new_base:
             self._alarm.reset()
         if new is not None:
+            self._note_lag(new)
             self._heal(new)
         settled = {
             digest: stored
@@ -250,6 +272,15 @@ class ManifestIndex:
             for digest, stored in settled.items():
                 if self._recent.get(digest) is stored:  # and was not stored once more meanwhile
                     del self._recent[digest]
+
+    def _note_lag(self, new: Segment) -> None:
+        """How long the newest of these rows took to get here; what is older than we says nothing.
+
+        Rows have the time at which their object was stored, by the bucket's clock.
+        """
+        newest_s = int(new.rows().time_s.max()) if len(new) else 0
+        if newest_s >= self._began_s:
+            self._lag_s = max(0.0, self._wall_clock() - newest_s)
 
     def _overrides_locked(self, view: View) -> PresenceFilter:
         """A filter of all digests for which the base alone cannot answer."""

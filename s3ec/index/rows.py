@@ -31,6 +31,7 @@ COLUMNS = {
     "dtype": "u1",
     "deleted": "u1",
 }
+ROW_BYTES = sum(np.dtype(one).itemsize for one in COLUMNS.values())
 # Stored number of a dtype -> torch name; numbers that no version wrote count as unknown.
 DTYPES = ("", "bfloat16", "float16", "float32")
 _DTYPE_NAMES = DTYPES + ("",) * (256 - len(DTYPES))

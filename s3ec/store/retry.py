@@ -14,6 +14,7 @@ from typing import TypeVar
 from s3ec.counters import Counters, RecentTimes
 from s3ec.errors import S3ECError, UnavailableError
 from s3ec.runtime import jitter
+from s3ec.spans import note
 from s3ec.store.base import Blob, Store, Wrapper
 from s3ec.store.concurrency import seconds_left
 from s3ec.store.endpoint import BreakerOpenError, Endpoint
@@ -74,6 +75,7 @@ class RetryStore(Wrapper):
                     raise
                 attempt += 1
                 self._counters.add("store.retries")
+                note("retries")
             await self._sleep(delay_s)
 
     def _delay_s(self, attempt: int, exc: UnavailableError) -> float:
@@ -151,6 +153,7 @@ class HedgeStore(Wrapper):
             self._concurrency.give_back()
             return None
         self._counters.add("hedge.sent")
+        note("hedges")
         second = asyncio.ensure_future(call())
         second.add_done_callback(lambda _: self._concurrency.give_back())
         return second

@@ -415,6 +415,14 @@ class Evictor:
         self._sweep()
         self._is_open = True
 
+    def used_bytes(self) -> int:
+        """What the byte budget is about, as far as all processes of the node have counted.
+
+        Raises:
+            OSError: The file system refused.
+        """
+        return self._total.read().total_bytes
+
     def close(self) -> None:
         """End the thread; there is no room from now on."""
         self._is_open = False

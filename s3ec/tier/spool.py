@@ -10,6 +10,8 @@ process, not a power cut.
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import logging
 import os
 import stat
@@ -46,6 +48,8 @@ _log = logging.getLogger(__name__)
 
 # Each fails only if the folder vanishes again while it is made.
 _ATTEMPTS = 4
+# Up to so many ages are not worth tidying.
+_SHORT_HEAP = 64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,11 +60,14 @@ class Spooled:
         path: The file; nobody else's to touch while this process lives.
         digest: ``Key.digest``.
         nbytes: Size of the whole file.
+        since_s: When it came here, seconds since the epoch. Of an adopted one when it was used
+            last: no file says how long it has waited.
     """
 
     path: str
     digest: bytes
     nbytes: int
+    since_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,12 +148,27 @@ class Spool:
         self._held: dict[bytes, Spooled] = {}
         self._left: dict[bytes, Spooled] = {}  # let go of, and still on the disk
         self._nbytes = 0
+        # The oldest first. What is held no more is dropped where it surfaces, or piles up.
+        self._ages: list[tuple[float, int, Spooled]] = []
+        self._numbers = itertools.count()
         self._said_strangers = False
 
     @property
     def nbytes(self) -> int:
         """Bytes that this process keeps on the disk; no system call."""
         return self._nbytes
+
+    @property
+    def count(self) -> int:
+        """Entries that this process keeps on the disk; no system call."""
+        return len(self._held) + len(self._left)
+
+    def oldest_s(self) -> float:
+        """How long the oldest entry has waited for the bucket; 0 where none does."""
+        with self._lock:
+            while self._ages and self._held.get(self._ages[0][2].digest) is not self._ages[0][2]:
+                heapq.heappop(self._ages)
+            return max(0.0, self._clock() - self._ages[0][0]) if self._ages else 0.0
 
     def held(self, digest: bytes) -> Spooled | None:
         """The save of an entry that this process answers for, if any; no system call."""
@@ -190,7 +212,7 @@ class Spool:
                     raise
                 continue
             self._evictor.account(nbytes)
-            spooled = Spooled(target, key.digest, nbytes)
+            spooled = Spooled(target, key.digest, nbytes, self._clock())
             self._note(spooled)
             return spooled
         raise TierError(f"{self._folders.spool} vanishes as soon as it is made")
@@ -299,6 +321,7 @@ class Spool:
         with self._lock:
             self._held.clear()
             self._left.clear()
+            self._ages.clear()
             self._nbytes = 0
 
     @contextmanager
@@ -423,12 +446,12 @@ class Spool:
             target = f"{folder}/{os.path.basename(source)}"
             try:
                 os.rename(source, target)
-                nbytes = os.lstat(target).st_size
+                status = os.lstat(target)
             except FileNotFoundError:
                 if not self._own.has_vanished(folder):
                     return  # another adopter was faster
                 continue
-            taken.append(Spooled(target, digest, nbytes))
+            taken.append(Spooled(target, digest, status.st_size, status.st_mtime))
             self._note(taken[-1])
             return
 
@@ -454,6 +477,10 @@ class Spool:
             old = self._held.get(digest) or self._left.pop(digest, None)  # replaced on the disk
             self._held[digest] = spooled
             self._nbytes += spooled.nbytes - (old.nbytes if old is not None else 0)
+            heapq.heappush(self._ages, (spooled.since_s, next(self._numbers), spooled))
+            if len(self._ages) > max(_SHORT_HEAP, 2 * len(self._held)):
+                self._ages = [one for one in self._ages if self.holds(one[2])]
+                heapq.heapify(self._ages)
 
     def _let_go(self, spooled: Spooled, *, on_disk: bool = False) -> bool:
         """Hold it no more; False where it is not what is held.

@@ -28,6 +28,10 @@ def test_a_picture_posted_as_data_url_hits_what_was_precomputed_from_its_file(
     assert exchange.metrics["vllm:s3ec_hits_total"] == 1
     assert exchange.metrics["vllm:s3ec_loads_total"] == 1
     assert exchange.metrics.get("vllm:s3ec_misses_total", 0) == 0
+    # A miss of the device and one of this node's disk, and a hit of the bucket.
+    assert exchange.metrics["vllm:s3ec_lookups_total"] == 3
+    assert exchange.metrics["vllm:s3ec_fetch_time_seconds_count"] == 1
+    assert exchange.metrics["vllm:s3ec_load_time_seconds_count"] == 1
 
 
 def test_a_client_that_takes_anothers_hash_gets_the_answer_to_its_own_picture(

@@ -12,6 +12,7 @@ import dataclasses
 import math
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,10 +27,11 @@ from vllm.v1.request import Request
 
 from s3ec.connector import live_weights, loads
 from s3ec.connector.messages import StepPlan, WorkerReport
+from s3ec.connector.recorder import Recorder, Recording
 from s3ec.connector.remote_ranks import Ranks, tier_id
 from s3ec.connector.request_waits import MAX_WAITS, NO_PIXELS_WAIT_S
 from s3ec.connector.scheduler import SchedulerHalf
-from s3ec.connector.vllm_config import Role
+from s3ec.connector.vllm_config import PASSED_THROUGH, Role
 from s3ec.connector.waiting import EngineLoad, FetchQueue, WaitPolicy
 from s3ec.connector.worker import WorkerHalf
 from s3ec.counters import Counters
@@ -178,6 +180,70 @@ class _Deferral:
     overdue: int = 0
 
 
+class HeldInputs:
+    """What the counts of lookups must be, by what vLLM's encoder-cache manager says.
+
+    An input that a request holds and that nobody was asked for in this life of it (it has a new one
+    after a preemption) was found on the device, once a step needs a row of it.
+    """
+
+    def __init__(self) -> None:
+        self.hits = self.misses = 0
+        self._allocated: dict[str, set[int]] = {}  # in this pass
+        self._lives: dict[str, tuple[set[int], set[int]]] = {}  # allocated, and found
+
+    def allocated(self, name: str, index: int) -> None:
+        self._allocated.setdefault(name, set()).add(index)
+
+    def end_pass(
+        self,
+        output: SchedulerOutput,
+        held: Mapping[str, Any],
+        features: Mapping[str, Sequence[Any]],
+    ) -> None:
+        """A pass has ended, and these hold what the device holds."""
+        cached = output.scheduled_cached_reqs
+        begins = {one.req_id: one.num_computed_tokens for one in output.scheduled_new_reqs}
+        for name in [*begins, *cached.resumed_req_ids]:
+            self._lives.pop(name, None)
+        begins |= zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+        for name, indices in self._allocated.items():
+            if name in features:
+                own = [i for i in indices if features[name][i].modality != PASSED_THROUGH]
+                self.misses += len(own)
+                self._lives.setdefault(name, (set(), set()))[0].update(own)
+        for name, tokens in output.num_scheduled_tokens.items():
+            allocated, found = self._lives.setdefault(name, (set(), set()))
+            for index in set(held.get(name, ())) - allocated - found:
+                feature = features[name][index]
+                place = feature.mm_position
+                low = max(begins[name] - place.offset, 0)
+                high = min(begins[name] + tokens - place.offset, place.length)
+                if feature.modality == PASSED_THROUGH or low >= high:
+                    continue
+                first, last = place.get_embeds_indices_in_range(low, high)
+                if first < last:
+                    found.add(index)
+                    self.hits += 1
+        self._allocated.clear()
+
+    def complaint(self, counters: Counters) -> str | None:
+        """What is counted and not so, or does not add up."""
+        get = counters.get
+        tiers = {
+            tier: (get(f"lookups.{tier}.hit"), get(f"lookups.{tier}.miss"))
+            for tier in ("device", "node", "bucket")
+        }
+        if tiers["device"] != (self.hits, self.misses):
+            return f"{tiers['device']} of the device, and were {self.hits, self.misses}"
+        adds_up = (
+            tiers["device"][1] == sum(tiers["node"]) == get("hits") + get("misses")
+            and tiers["node"][1] == sum(tiers["bucket"])
+            and tiers["bucket"][1] == get("misses")
+        )
+        return None if adds_up else f"{tiers} for {get('hits')} hits and {get('misses')} misses"
+
+
 class S3EC(NoConnector):
     """s3ec's scheduler half with everything around it played, and every answer noted.
 
@@ -188,6 +254,7 @@ class S3EC(NoConnector):
         is_calm: Nothing fails and no clock jumps, so that everything comes in time.
         most_waits: Requests that may be deferred for one source.
         device: What vLLM's encoder-cache manager holds.
+        held: Likewise, the numbers of the inputs for which a request holds it.
         half: The real one.
         ranks: The workers' side.
         answers: What vLLM was answered, for ``Repeat``.
@@ -223,6 +290,9 @@ class S3EC(NoConnector):
             probes=PROBES,
         )
         self.far = self._make_far(bench) if options.apart else None
+        recorder = Recorder()
+        self.recording = recorder.recording = Recording(wall_clock=self.clock)
+        self._recorded: Counter[str] = Counter()
         self.half = self.scheduler_half(
             role,
             index=self.outside.index,
@@ -235,6 +305,7 @@ class S3EC(NoConnector):
             counters=self.counters,
             ranks=None if self.far is None else self._make_bookkeeping(bench),
             policy=self._make_policy(),
+            recorder=recorder,
             clock=self.clock,
             wall_clock=self.clock,
         )
@@ -245,6 +316,8 @@ class S3EC(NoConnector):
         ]
         self.steps: Sequence[Step] = ()  # shared with the engine, which fills it
         self.device: Collection[str] = ()
+        self.held: Mapping[str, Collection[int]] = {}
+        self.inputs = HeldInputs()
         self.is_calm = False
         self.most_waits = MAX_WAITS
         self.answers: list[tuple[str, Any]] = []
@@ -263,7 +336,7 @@ class S3EC(NoConnector):
 
     def restore_s(self, identifier: str, modality: str, rows: int) -> float:
         seconds = self.half.restore_s(identifier, modality, rows)
-        if not 0.0 < seconds < math.inf:
+        if not 0.0 <= seconds < math.inf:
             raise BrokenPromiseError("no cost", f"{seconds} s")
         self.answers.append(("restore", seconds))
         return seconds
@@ -354,6 +427,7 @@ class S3EC(NoConnector):
                 detail = f"{feature.identifier[:12]}, {feature.modality}: {kinds}"
                 raise BrokenPromiseError("granted what is of another modality", detail)
         self._granted = ""
+        self.inputs.allocated(request.request_id, index)
         self.half.update_state_after_alloc(request, index)
 
     def build_connector_meta(self, output: SchedulerOutput) -> StepPlan:
@@ -362,12 +436,31 @@ class S3EC(NoConnector):
             scheduled_tokens=output.total_num_scheduled_tokens,
             decode_tokens=len(output.num_scheduled_tokens),
         )
+        self._check_lookups(output)
         self._passes += 1
         self._held = set(self.device)
         for load in plan.loads:
             if Path(load.path) not in self.prefetcher.live:
                 raise BrokenPromiseError("a load is ordered without a pin", load.identifier[:12])
         return plan
+
+    def _check_lookups(self, output: SchedulerOutput) -> None:
+        self.half.lookups.end_pass(output)
+        features = {name: request.mm_features for name, request in self.requests.items()}
+        self.inputs.end_pass(output, self.held, features)
+        complaint = self.inputs.complaint(self.counters)
+        if complaint is not None:
+            raise BrokenPromiseError("lookups are counted wrong", complaint)
+        for access in self.recording.take()[0]:
+            own = [(one.identifier, one.modality) for one in features.get(access.request, ())]
+            if (access.item, access.modality) not in own:
+                raise BrokenPromiseError("a trace has what nobody asked for", access.item[:12])
+            self._recorded[access.outcome] += 1
+        recorded = dict(self._recorded)
+        missed = self._recorded.total() - self._recorded["device"]
+        if (self._recorded["device"], missed) != (self.inputs.hits, self.inputs.misses):
+            detail = f"{recorded} for {self.inputs.hits} and {self.inputs.misses}"
+            raise BrokenPromiseError("a trace differs from what vLLM holds", detail)
 
     def update_connector_output(self, output: ECConnectorOutput) -> None:
         report = output.ec_connector_worker_meta

@@ -55,6 +55,14 @@ class NeverLetsGo(SchedulerHalf):
         return request.request_id not in self.deferred
 
 
+class Miscounts(SchedulerHalf):
+    """Takes what was allocated for what the device held."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.lookups.allocated = lambda *_: None  # type: ignore[method-assign]
+
+
 class SeesNoChange(SchedulerHalf):
     """Keeps its answers though an item has changed."""
 
@@ -236,6 +244,7 @@ FAULTS = {
     "loses loads": (of_half(LosesLoads), "encoder cache miss", crowded),
     "remembers the dead": (of_half(RemembersTheDead), "the half's audit complains", crowded),
     "never lets go": (of_half(NeverLetsGo), "a request waits for ever", crowded),
+    "miscounts": (of_half(Miscounts), "lookups are counted wrong", crowded),
     "sees no change": (
         of_half(SeesNoChange),
         "a kept answer is not what a look gives",

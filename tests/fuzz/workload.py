@@ -235,7 +235,9 @@ class Run:
         if self.s3ec is not None:
             self.s3ec.steps = self.engine.steps
             self.s3ec.requests = self.engine.scheduler.requests
-            self.s3ec.device = self.engine.scheduler.encoder_cache_manager.cached
+            manager = self.engine.scheduler.encoder_cache_manager
+            self.s3ec.device = manager.cached
+            self.s3ec.held = manager.request_cached_ids
             self.s3ec.most_waits = habits.most_waits
             self.s3ec.is_calm = not (
                 habits.faults

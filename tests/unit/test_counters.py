@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 
-from s3ec.counters import Counters, Increments, RecentTimes
+from s3ec.counters import TIME_BOUNDS_S, Counters, Increments, Observed, RecentTimes, observed
 
 
 def test_what_was_never_added_is_zero() -> None:
@@ -73,3 +73,19 @@ def test_a_quantile_is_of_the_last_times_and_there_is_none_of_few() -> None:
     assert len(times.in_order) == 20
     assert times.quantile(0) == times.in_order[0] > 0.0
     assert times.quantile(0.95) == times.in_order[-1] > 15.0
+
+
+def test_observed_times_are_told_by_bucket_and_as_increments() -> None:
+    counters = Counters()
+    increments = Increments(counters)
+    counters.observe("wait_time", TIME_BOUNDS_S[0])
+    counters.observe("wait_time", 1e9)
+    counters.add("wait_time")  # a count of the same name is none of its buckets
+    last = len(TIME_BOUNDS_S)
+    assert list(observed(increments.take())) == [
+        Observed("wait_time", 0, 1, TIME_BOUNDS_S[0]),
+        Observed("wait_time", last, 1, 1e9),
+    ]
+    counters.observe("wait_time", 2e9)
+    assert list(observed(increments.take())) == [Observed("wait_time", last, 1, 2e9)]
+    assert list(observed(counters.snapshot()))[1] == Observed("wait_time", last, 2, 3e9)

@@ -37,7 +37,8 @@ app = App(
 _STDOUT = "-"
 _DEVELOPMENT = "For the development of s3ec"
 # Faults, servers far away, real engines: what they measure does not help to run a fleet.
-_OF_DEVELOPERS = ("fetch80", "fetch_30mb_far", "interference", "dead", "soak", "amplification")
+_OF_DEVELOPERS = ("fetch80", "fetch_30mb_far", "interference", "dead", "soak", "amplification",
+                  "metrics")  # fmt: skip
 
 
 class BenchCommand(Command):
@@ -222,7 +223,14 @@ def _whole(text: str) -> int:
 def _policy(
     trace: Annotated[
         Path | None,
-        typer.Option("--trace", metavar="FILE", help="Replay what `s3ec trace` has recorded."),
+        typer.Option(
+            "--trace",
+            metavar="FILE",
+            exists=True,
+            dir_okay=False,
+            readable=True,
+            help="Replay what `s3ec trace` has recorded.",
+        ),
     ] = None,
     zipf: Annotated[
         Any,

@@ -55,6 +55,7 @@ def running(
     roles: Mapping[str, tuple[str, Mapping[str, Any]] | None],
     *,
     options: Mapping[str, Any] | None = None,
+    connectors: Mapping[str, Mapping[str, str]] | None = None,
 ) -> Iterator[Engines]:
     """Start a server, a proxy and the engines, each with a tier of its own.
 
@@ -62,6 +63,8 @@ def running(
         context: Of the benchmark.
         roles: Name of an engine to its role and further settings; None for one without s3ec.
         options: Further arguments of ``vllm.LLM``.
+        connectors: Name of an engine to what names its connector in ``--ec-transfer-config``; all
+            others have s3ec's.
 
     Raises:
         CannotMeasureError: There is no server or no vLLM.
@@ -97,7 +100,8 @@ def running(
             ec = None
             if role is not None:
                 own = {**settings, **role[1], "cache_dir": str(scratch / f"tier of {name}")}
-                ec = ec_config(role[0], own, ec_connector_module_path="s3ec.connector")
+                usual = {"ec_connector_module_path": "s3ec.connector"}
+                ec = ec_config(role[0], own, **(connectors or {}).get(name, usual))
             engines[name] = EngineProcess(
                 model,
                 ec=ec,

@@ -182,7 +182,7 @@ def _requests(
     from s3ec.dev.bench.policy_replay import Item, zipf_requests
 
     if trace is not None:
-        return _traced(trace), 8
+        return traced(trace), 8
     if zipf is not None:
         exponent, items = zipf
         return zipf_requests(exponent, items, 20 * items, seed=seed, scan=True), 8
@@ -190,7 +190,7 @@ def _requests(
     return [[Item(name, 256) for name in ask.images] for ask in made.requests], 8
 
 
-def _traced(path: Path) -> list[list[Item]]:
+def traced(path: Path) -> list[list[Item]]:
     """The requests of the engine with most accesses, in the order of their first ones."""
     from s3ec import trace
     from s3ec.dev.bench.policy_replay import Item

@@ -236,9 +236,9 @@ class Replay:
             while alive and alive[0][0] <= number:
                 calls.free(heapq.heappop(alive)[2])
             request = _Request(str(number), items)
-            if next_use is not None:
-                next_use |= zip((one.identifier for one in items), self._uses(number), strict=True)
             for input_id, item in enumerate(items):
+                if next_use is not None:
+                    next_use[item.identifier] = self._uses(number)[input_id]
                 if calls.check_and_update_cache(request, input_id):
                     outcome.device += 1
                     continue

@@ -123,6 +123,12 @@ ENTRIES: dict[str, Entry] = {
         alone=True,
         attribute="REPLAY",
     ),
+    "metrics": Entry(
+        "s3ec.dev.bench.metrics",
+        "Engine steps per second with all metrics, beside a real engine without them.",
+        180,
+        alone=True,
+    ),
     "weights": Entry(
         "s3ec.dev.bench.weights",
         "The fingerprint of a 27B model's encoder, as an engine takes it when it starts.",

@@ -27,7 +27,7 @@ _OPTIONS: dict[str, Any] = {
     "limit_mm_per_prompt": {"image": 16},
 }
 _SHUTDOWN_TIMEOUT_S = 100
-_OUR_LABELS = ("source", "outcome", "reason", "field")
+_OUR_LABELS = ("source", "tier", "outcome", "reason", "field")
 
 
 class _Engine:
@@ -232,10 +232,12 @@ class _Engine:
         found: dict[str, float] = {}
         for metric in REGISTRY.collect():
             for sample in metric.samples:
-                if sample.name not in (metric.name, f"{metric.name}_total"):
+                count = f"{metric.name}_count"
+                if sample.name not in (metric.name, f"{metric.name}_total", count):
                     continue
                 labels = [f"{k}={v}" for k, v in sample.labels.items() if k in _OUR_LABELS]
-                name = metric.name + (f"{{{','.join(labels)}}}" if labels else "")
+                name = count if sample.name == count else metric.name
+                name += f"{{{','.join(labels)}}}" if labels else ""
                 found[name] = found.get(name, 0) + sample.value
         return found
 

@@ -63,7 +63,7 @@ def test_file_made_meanwhile_is_not_replaced(tmp_path: Path) -> None:
     target = tmp_path / "out"
     target.write_bytes(b"mine")
     with pytest.raises(ConfigError, match="--force"):
-        save(target, b"new", force=False)
+        save(target, [b"new"], force=False)
     assert target.read_bytes() == b"mine"
     assert os.listdir(tmp_path) == ["out"]
 

@@ -340,12 +340,23 @@ def test_a_second_shutdown_in_the_middle_of_the_first_leaves_it_the_node() -> No
 
 def test_a_panic_while_counts_are_reported_stays_inside(monkeypatch: pytest.MonkeyPatch) -> None:
     it = broken()
-    monkeypatch.setattr(it.parts.node.counters, "snapshot", _panics)
+    it.parts.figures = Broken()
     assert it.get_ec_connector_stats() is None
+    assert it.parts.node.counters.get("internal_errors") == 1
     monkeypatch.setattr(stats, "S3ECStats", _panics)
     assert shell.S3ECConnector.build_ec_connector_stats({}) is None
     monkeypatch.setattr(stats, "S3ECPromMetrics", _panics)
     assert shell.S3ECConnector.build_prom_metrics(None, {}, [], {}) is None
+
+
+def test_a_fault_in_the_count_of_lookups_takes_no_orders_from_the_workers() -> None:
+    it = broken()
+    plan = StepPlan(step=7)
+    it.parts.scheduler = SimpleNamespace(
+        build_connector_meta=lambda *_, **__: plan, lookups=Broken()
+    )
+    assert it.build_connector_meta(SchedulerOutput()).plan is plan
+    assert it.parts.node.counters.get("internal_errors") == 1
 
 
 def test_broken_data_from_another_process_does_not_leave_the_stats() -> None:

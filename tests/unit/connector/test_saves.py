@@ -17,7 +17,7 @@ import pytest
 
 from s3ec import codec
 from s3ec.connector.messages import Save
-from s3ec.counters import Counters
+from s3ec.counters import Counters, observed
 from s3ec.errors import AccessError, TierError, UnavailableError
 from s3ec.modality import Record
 from s3ec.runtime import DiskWatch
@@ -114,6 +114,28 @@ def test_saved_tensor_is_in_bucket_and_tier_and_reads_back(rig: Rig) -> None:
     assert queue.take_report() == ([HASHES[0]], [HASHES[0]])
     assert rig.spooled() == 0
     assert audit_of(rig.node.tier) == []
+
+
+def test_what_waits_is_in_the_gauges_and_its_time_is_observed_when_the_bucket_confirms(
+    tmp_path: Path,
+) -> None:
+    rig = Rig(tmp_path, breaker=NEVER_OPEN)
+    down = Fault(op="put_if_absent", error=UnavailableError)
+    rig.faults.append(down)
+    queue = rig.queue(pauses=uploads.Pauses(first_s=0.001, longest_s=0.001))
+    rig.put_spooled(queue, *HASHES[:2])
+    eventually(lambda: queue.levels()["level.save_queue_entries"] == 0)
+    found = queue.levels()
+    assert found["level.spool_entries"] == 2
+    assert found["level.spool_bytes"] == rig.node.tier.evictor.used_bytes()
+    assert found["level.spool_oldest_seconds"] >= 0
+    rig.faults.clear()
+    assert queue.drain(DEADLINE_S) == 0
+    assert rig.node.counters.get("save.queued") == 2
+    times = [one for one in observed(rig.node.counters.snapshot()) if one.histogram == "save_time"]
+    assert sum(one.many for one in times) == 2
+    assert set(queue.levels().values()) == {0}
+    rig.close()
 
 
 def test_a_store_that_overwrites_is_warned_about_once(

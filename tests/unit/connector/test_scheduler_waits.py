@@ -7,6 +7,7 @@ import pytest
 
 from s3ec.connector.item_tracker import LEASE_S, RETRY_AFTER_S, UNWANTED_LEASE_S
 from s3ec.connector.request_waits import MOST_IN_VAIN, VAIN_REST_S
+from s3ec.counters import observed
 from s3ec.prefetch import FetchOutcome, Priority
 from tests.unit.connector.scheduling import (
     ROWS,
@@ -212,6 +213,30 @@ def test_what_a_request_has_waited_is_counted_where_it_ends_before_its_embedding
         world.clock.now_s += paused_s
     world.end(asker)
     assert world.counters.get("deferred_seconds") == pytest.approx(0.3)
+    assert waits_of(world) == (1, pytest.approx(0.3))
+
+
+def waits_of(world: World) -> tuple[int, float]:
+    """How many waits were observed, and their seconds."""
+    found = [one for one in observed(world.counters.snapshot()) if one.histogram == "wait_time"]
+    return sum(one.many for one in found), sum(one.seconds for one in found)
+
+
+def test_a_wait_that_was_paused_is_observed_once_and_as_a_whole(world: World) -> None:
+    asker = world.defer("a")
+    for _ in range(3):
+        world.clock.now_s += 0.1
+        world.step()  # nobody is asked about
+        world.clock.now_s += 5.0
+        assert not world.ask(asker)
+        world.step()
+    assert waits_of(world) == (0, 0)
+    world.clock.now_s += 0.2
+    world.finish("a")
+    assert world.run(asker) == [True]
+    world.end(asker)
+    assert waits_of(world) == (1, pytest.approx(0.5))
+    assert not world.half.waits.remembered["waits before a pause"]
 
 
 @pytest.mark.parametrize("how", ["computed", "stopped"])

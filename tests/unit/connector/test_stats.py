@@ -3,15 +3,30 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 
-from s3ec.connector.metrics import LABELLED, LEVELS, NOT_EXPORTED, PLAIN
+from s3ec.connector import lookups
+from s3ec.connector.metrics import (
+    GAUGES,
+    HISTOGRAMS,
+    LABELLED,
+    LEVELS,
+    LOOKUP_MEANINGS,
+    LOOKUPS,
+    NOT_EXPORTED,
+    PLAIN,
+)
+from s3ec.counters import TIME_BOUNDS_S, Counters, Increments
 from s3ec.fetch import FetchOutcome
+from tests.support.waiting import DEADLINE_S
 
 pytest.importorskip("vllm")
 stats = pytest.importorskip("s3ec.connector.stats")
@@ -21,12 +36,13 @@ PACKAGE = Path(__file__).parents[3] / "s3ec"
 
 
 class FakeMetric:
-    """A counter or a gauge of prometheus_client, as far as vLLM promises that Ray's has it."""
+    """A metric of prometheus_client, as far as vLLM promises that Ray's has it."""
 
     made: ClassVar[dict[str, FakeMetric]] = {}
 
-    def __init__(self, *, name: str, labelnames: list[str], **_: str) -> None:
+    def __init__(self, *, name: str, labelnames: list[str], **_: Any) -> None:
         self.labelnames = labelnames
+        self.observed: list[tuple[tuple[str, ...], float]] = []
         self.values: dict[tuple[str, ...], float] = {}
         self.made[name] = self
 
@@ -41,6 +57,10 @@ class FakeMetric:
             @staticmethod
             def set(level: float) -> None:
                 self.values[values] = level
+
+            @staticmethod
+            def observe(amount: float) -> None:
+                self.observed.append((values, amount))
 
         return Child
 
@@ -63,6 +83,9 @@ def counted_names() -> set[str]:
         # Added as a mapping.
         mapped = r'"((?:load|save)\.[a-z]+|tier\.published[a-z_]*)"'
         names.update(re.findall(mapped, file.read_text()))
+        names.update(re.findall(r'"(level\.[a-z_]+)"', file.read_text()))
+        for name in re.findall(r'\.observe\(f?"([^"]+)"', file.read_text()):
+            names.add(name.split("{")[0])
         names.update(re.findall(r'f"(fetch[a-z_]*\.)\{', file.read_text()))
     return names
 
@@ -74,9 +97,11 @@ def test_every_counter_is_exported_or_left_out_on_purpose() -> None:
     missing = {
         name
         for name in names - set(NOT_EXPORTED)
-        if name not in {**PLAIN, **LEVELS} and not name.startswith(prefixes)
+        if name not in {**PLAIN, **LEVELS, **GAUGES, **LOOKUPS[3], **HISTOGRAMS}
+        and not name.startswith(prefixes)
     }
     assert missing == set()
+    assert names >= GAUGES.keys() | HISTOGRAMS.keys()
     assert set(NOT_EXPORTED) <= names
 
 
@@ -102,6 +127,117 @@ def test_a_level_goes_up_and_down(metrics: Any) -> None:
         assert FakeMetric.made["vllm:s3ec_places_withheld"].values == {("model", "0"): level}
 
 
+def test_a_gauge_says_what_was_sent_last_whoever_read_before(metrics: Any) -> None:
+    metrics.observe({"level.spool_entries": 8})
+    metrics.observe({"level.spool_entries": 3, "hits": 1})
+    metrics.observe({"hits": 1})
+    assert FakeMetric.made["vllm:s3ec_spool_entries"].values == {("model", "0"): 3}
+
+
+def test_a_gauge_of_two_reports_in_one_step_is_that_of_the_later_one() -> None:
+    first = stats.S3ECStats(data={"level.spool_entries": 8, "hits": 1})
+    first.aggregate(stats.S3ECStats(data={"level.spool_entries": 3, "hits": 1}))
+    assert first.data == {"level.spool_entries": 3, "hits": 2}
+
+
+# As vLLM's several API servers: processes that share a folder, and one that reads it.
+SEVERAL_READERS = """
+import os
+from types import SimpleNamespace
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.multiprocess import MultiProcessCollector
+from s3ec.connector.stats import S3ECPromMetrics
+
+types = {kind: kind for kind in (Counter, Gauge, Histogram)}
+config = SimpleNamespace(ec_transfer_config=None)
+metrics = S3ECPromMetrics(config, types, ["engine"], {0: ["0"]})
+child = os.fork()
+if child == 0:
+    metrics.observe({"level.spool_entries": 8, "pace.withheld": 4, "hits": 1})
+    metrics.observe({"load_time#3": 1, "load_time+3": 0.008})
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+metrics.observe({"level.spool_entries": 3, "pace.withheld": -1, "hits": 1})
+metrics.observe({"load_time#3": 2, "load_time+3": 0.016})
+registry = CollectorRegistry()
+MultiProcessCollector(registry)
+print(generate_latest(registry).decode())
+"""
+
+
+@pytest.mark.slow
+def test_several_readers_show_the_last_gauge_and_the_sum_of_what_is_counted(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SEVERAL_READERS],
+        env=os.environ
+        | {"PYTHONPATH": str(PACKAGE.parent), "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    for sample in ("spool_entries 3.0", "places_withheld 3.0", "hits_total 2.0"):
+        name, value = sample.split()
+        assert f'vllm:s3ec_{name}{{engine="0"}} {value}' in lines
+    assert 'vllm:s3ec_load_time_seconds_count{engine="0"} 3.0' in lines
+
+
+def test_a_lookup_has_its_tier_and_its_outcome(metrics: Any) -> None:
+    for amounts in (lookups.FROM_NODE, lookups.FROM_BUCKET, lookups.FROM_NOWHERE):
+        metrics.observe(dict(amounts))
+    assert FakeMetric.made["vllm:s3ec_lookups"].values == {
+        ("model", "0", "device", "miss"): 3,
+        ("model", "0", "node", "hit"): 1,
+        ("model", "0", "node", "miss"): 2,
+        ("model", "0", "bucket", "hit"): 1,
+        ("model", "0", "bucket", "miss"): 1,
+    }
+    assert FakeMetric.made["vllm:s3ec_hits"].values == {("model", "0"): 2}
+
+
+def test_every_case_of_a_lookup_has_a_meaning() -> None:
+    assert set(LOOKUP_MEANINGS) == {" ".join(values) for values in LOOKUPS[3].values()}
+
+
+def test_times_of_several_processes_arrive_in_their_buckets_with_their_sum(metrics: Any) -> None:
+    counters = [Counters(), Counters()]
+    times = [0.0001, 0.004, 0.0045, 0.005, 0.3, 10.0, 9000.0, 5000.0]
+    for number, seconds in enumerate(times):
+        counters[number % 2].observe("fetch_time.bucket", seconds)
+    counters[0].observe("load_time", 0.02)
+    for each in counters:
+        metrics.observe(Increments(each).take())
+    fetches = FakeMetric.made["vllm:s3ec_fetch_time_seconds"].observed
+    assert {labels for labels, _ in fetches} == {("model", "0", "bucket")}
+    found = [seconds for _, seconds in fetches]
+    assert sum(found) == pytest.approx(sum(times))
+    for bound in TIME_BOUNDS_S:
+        assert sum(one <= bound for one in found) == sum(one <= bound for one in times), bound
+    assert FakeMetric.made["vllm:s3ec_load_time_seconds"].observed == [(("model", "0"), 0.02)]
+
+
+@pytest.mark.parametrize("seconds", [*TIME_BOUNDS_S, 0.0, 1 / 3, 1e9])
+def test_rounded_sums_leave_no_bucket(metrics: Any, seconds: float) -> None:
+    counters = Counters()
+    increments = Increments(counters)
+    for many in (1, 3, 7):
+        for _ in range(many):
+            counters.observe("wait_time", seconds)
+        metrics.observe(increments.take())
+    observed = [one for _, one in FakeMetric.made["vllm:s3ec_wait_time_seconds"].observed]
+    assert len(observed) == 11
+    for bound in TIME_BOUNDS_S:
+        assert all(one <= bound for one in observed) == (seconds <= bound), bound
+
+
+def test_vllms_own_line_in_the_log_says_nothing_that_ours_says() -> None:
+    connector = pytest.importorskip("s3ec.connector.connector").S3ECConnector
+    assert connector.build_ec_connector_stats({"hits": 1}).is_empty()
+
+
 def test_metric_names_are_unique() -> None:
-    names = [entry[0] for entry in (*PLAIN.values(), *LEVELS.values(), *LABELLED.values())]
+    tables = (PLAIN, LEVELS, GAUGES, LABELLED, HISTOGRAMS)
+    names = [LOOKUPS[0], *(entry[0] for table in tables for entry in table.values())]
     assert len(names) == len(set(names))

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from s3ec import codec
-from s3ec.connector.messages import Save, StepPlan
+from s3ec.connector.messages import Save, StepPlan, WorkerReport
+from s3ec.counters import observed
 from s3ec.errors import UnavailableError
 from s3ec.testing.fault_store import Fault
 from tests.unit.connector.processes import HASHES, Process, tensor
@@ -314,3 +315,34 @@ def test_what_the_device_holds_is_stored_as_the_step_begins(rig: Rig) -> None:
     rig.worker.start_save_caches({held: tensor(1), fresh: tensor(2)}, plan)
     assert [(name, save) for name, save, _ in rig.saved] == [(held, on_device)]
     assert rig.steps == [7]
+
+
+def test_what_gauges_say_is_reported_by_rank_once_and_not_where_the_scheduler_sees_it(
+    rig: Rig,
+) -> None:
+    assert rig.worker.report() is None
+    rig.rank = 3
+    for level in (1.0, 1.0):  # looked at anew, and still the same
+        rig.node.levels = {"level.spool_entries": level}
+        report = rig.worker.report()
+        assert report is not None
+        assert report.levels == {3: {"level.spool_entries": level}}
+        assert rig.worker.report() is None
+    merged = WorkerReport(levels={0: {"level.spool_entries": 2.0}}).merge(report)
+    assert set(merged.levels) == {0, 3}
+    rig.node.users = 2
+    rig.node.levels = {"level.spool_entries": 5.0}
+    assert rig.worker.report() is None
+
+
+@pytest.mark.parametrize("finish_later", [False, True])
+def test_the_time_of_a_steps_loads_is_observed_once(rig: Rig, finish_later: bool) -> None:
+    worker = rig.half(finish_later=finish_later)
+    loads = [rig.pinned(identifier, tensor(n)) for n, identifier in enumerate(HASHES)]
+    cache: dict[str, torch.Tensor] = {}
+    worker.start_load_caches(cache, StepPlan(step=7, loads=loads))
+    worker.finish_load_caches(cache)
+    worker.finish_load_caches(cache)
+    (one,) = observed(rig.node.counters.snapshot())
+    assert (one.histogram, one.many) == ("load_time", 1)
+    assert one.seconds == pytest.approx(rig.node.counters.get("load.seconds"))

@@ -27,6 +27,39 @@ from tests.unit.index.corpus import HOUR_S, Corpus, Reader, rows_of
 MakeReader = Callable[..., Reader]
 
 
+async def test_the_gauges_say_how_old_the_index_is_and_how_late_news_comes(
+    corpus: Corpus, reader: Reader
+) -> None:
+    corpus.base(1, rows_of("a", "b"))
+    corpus.delta("c", time_s=corpus.clock.now_s - HOUR_S)  # of before this reader
+    reader.clock.now_s += 7
+    assert reader.index.levels()["level.index_age_seconds"] == 7
+    await reader.refresh()
+    found = reader.index.levels()
+    assert found["level.index_age_seconds"] == 0
+    assert found["level.index_entries"] == 3
+    assert found["level.index_bytes_in_memory"] > 0
+    assert "level.index_lag_seconds" not in found
+    corpus.clock.now_s += 60
+    corpus.delta("d")
+    corpus.clock.now_s += 12
+    reader.clock.now_s += 5
+    await reader.refresh()
+    found = reader.index.levels()
+    assert found["level.index_age_seconds"] == 0
+    assert found["level.index_lag_seconds"] == pytest.approx(12, abs=1)
+    assert found["level.index_entries"] == 4
+
+
+async def test_a_refresh_that_failed_leaves_the_index_as_old_as_it_was(reader: Reader) -> None:
+    await reader.refresh()
+    reader.script.faults = [Fault(op="list", error=UnavailableError)]
+    reader.clock.now_s += 30
+    with pytest.raises(UnavailableError):
+        await reader.refresh()
+    assert reader.index.levels()["level.index_age_seconds"] == 30
+
+
 # -- what is found -----------------------------------------------------------------------------
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,7 @@ from s3ec.tier import Spool, Tier
 from s3ec.tier.files import own_start_time, try_lock
 from s3ec.tier.pins import LOCK_NAME
 from s3ec.tier.scan import EntryFileName
+from tests.support.clock import Clock
 from tests.support.on_disk import audit_of, evict, make_room, running_total, usage_of
 from tests.support.waiting import DEADLINE_S
 from tests.unit.tier.cases import (
@@ -148,6 +150,54 @@ def test_second_save_of_an_entry_takes_the_place_of_the_first(
     spool.add(KEY, str(file_of(root, KEY)))  # the very same file
     assert spooled_below(root) == {name_of(0)}
     assert temps_below(root) == set()
+
+
+def about(seconds: float) -> Any:
+    """The clock of these tests goes on a little each time that it is looked at."""
+    return pytest.approx(seconds, abs=2)
+
+
+def test_the_spool_says_how_many_wait_and_since_when_the_oldest_does(
+    tier: Tier, spool: Spool, clock: Clock
+) -> None:
+    assert (spool.count, spool.oldest_s()) == (0, 0.0)
+    for number in range(3):
+        publish(tier, number, spool=spool)
+        clock.now_s += 10
+    assert (spool.count, spool.oldest_s()) == (3, about(30))
+    unspool(spool, key_at(1))
+    assert (spool.count, spool.oldest_s()) == (2, about(30))
+    publish(tier, 0, spool=spool)  # once more
+    assert (spool.count, spool.oldest_s()) == (2, about(10))
+    unspool(spool, key_at(2))
+    assert spool.oldest_s() == about(0)
+    unspool(spool, key_at(0))
+    assert (spool.count, spool.oldest_s()) == (0, 0.0)
+
+
+def test_the_oldest_is_right_after_many_have_come_and_gone(
+    tier: Tier, spool: Spool, clock: Clock
+) -> None:
+    publish(tier, 0, spool=spool)
+    for _ in range(200):
+        clock.now_s += 1
+        publish(tier, 1, spool=spool)
+        unspool(spool, key_at(1))
+    assert spool.oldest_s() == about(200)
+
+
+def test_what_is_adopted_counts_from_its_last_use(
+    make_tier: MakeTier, root: Path, clock: Clock
+) -> None:
+    one = make_tier()
+    publish(one, 0, spool=one.open_spool(DESTINATION))
+    one.close()
+    used_s = file_of(root, KEY).stat().st_mtime
+    clock.now_s = used_s + 50
+    spool = make_tier().open_spool(DESTINATION)
+    spool.adopt()
+    assert spool.count == 1
+    assert spool.oldest_s() == about(50)
 
 
 @pytest.mark.parametrize("seed", [0, 1])

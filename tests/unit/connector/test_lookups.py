@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where encoder inputs are found; tests/fuzz compares it with vLLM's encoder-cache manager."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+from s3ec.connector.lookups import DeviceLookups
+from s3ec.connector.vllm_config import PASSED_THROUGH
+from s3ec.counters import Counters
+from s3ec.fetch import FetchOutcome
+from tests.unit.connector.scheduling import World, feature, request
+
+TIERS = ("device", "node", "bucket")
+
+
+def found(counters: Counters) -> dict[str, tuple[float, float]]:
+    get = counters.get
+    return {tier: (get(f"lookups.{tier}.hit"), get(f"lookups.{tier}.miss")) for tier in TIERS}
+
+
+def output(
+    scheduled: Mapping[str, tuple[int, int]],
+    *,
+    new: Mapping[str, Any] | None = None,
+    resumed: Collection[str] = (),
+    finished: Collection[str] = (),
+) -> Any:
+    """A step: request to the tokens that it has and that it gets; ``new`` with their features."""
+    features = new or {}
+    going_on = [name for name in scheduled if name not in features]
+    return SimpleNamespace(
+        finished_req_ids=set(finished),
+        num_scheduled_tokens={name: tokens for name, (_, tokens) in scheduled.items()},
+        scheduled_new_reqs=[
+            SimpleNamespace(req_id=name, mm_features=of, num_computed_tokens=scheduled[name][0])
+            for name, of in features.items()
+        ],
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=going_on,
+            num_computed_tokens=[scheduled[name][0] for name in going_on],
+            resumed_req_ids=set(resumed),
+        ),
+    )
+
+
+class Device:
+    def __init__(self) -> None:
+        self.counters = Counters()
+        self.lookups = DeviceLookups(self.counters)
+
+    @property
+    def hits(self) -> float:
+        return self.counters.get("lookups.device.hit")
+
+
+def three() -> list[Any]:
+    """Inputs of four tokens each at 0, 10 and 20."""
+    return [feature(name, 10 * number) for number, name in enumerate("abc")]
+
+
+def test_an_input_that_nobody_was_asked_for_is_a_hit_of_the_device_in_the_step_that_needs_it() -> (
+    None
+):
+    it = Device()
+    it.lookups.allocated("r", 1)
+    it.lookups.end_pass(output({"r": (0, 15)}, new={"r": three()}))
+    assert it.hits == 1
+    it.lookups.end_pass(output({"r": (15, 4)}))
+    assert it.hits == 1
+    it.lookups.end_pass(output({"r": (19, 8)}))
+    assert it.hits == 2
+    it.lookups.end_pass(output({"r": (27, 1)}))
+    assert it.hits == 2
+
+
+def test_what_a_drafter_had_allocated_ahead_is_no_hit() -> None:
+    it = Device()
+    it.lookups.allocated("r", 0)
+    it.lookups.allocated("r", 1)
+    it.lookups.end_pass(output({"r": (0, 10)}, new={"r": three()}))
+    it.lookups.end_pass(output({"r": (10, 5)}))
+    assert it.hits == 0
+
+
+def test_what_the_kv_cache_holds_is_not_looked_for() -> None:
+    it = Device()
+    it.lookups.end_pass(output({"r": (14, 14)}, new={"r": three()}))
+    assert it.hits == 1
+
+
+def test_tokens_without_rows_need_nothing() -> None:
+    it = Device()
+    one = feature("a", 0, rows=2, length=4)
+    rows = {(0, 2): (0, 0), (2, 4): (0, 2)}
+    one.mm_position.is_embed = object()
+    one.mm_position.get_embeds_indices_in_range = lambda low, high: rows[low, high]
+    it.lookups.end_pass(output({"r": (0, 2)}, new={"r": [one]}))
+    assert it.hits == 0
+    it.lookups.allocated("r", 0)  # the device gave it up meanwhile
+    it.lookups.end_pass(output({"r": (2, 2)}))
+    assert it.hits == 0
+
+
+def test_a_preempted_request_looks_for_everything_again() -> None:
+    it = Device()
+    it.lookups.allocated("r", 0)
+    it.lookups.end_pass(output({"r": (0, 24)}, new={"r": three()}))
+    assert it.hits == 2
+    it.lookups.allocated("r", 2)
+    it.lookups.end_pass(output({"r": (0, 24)}, resumed=["r"]))
+    assert it.hits == 4
+
+
+def test_what_a_client_embedded_itself_is_no_lookup() -> None:
+    it = Device()
+    it.lookups.end_pass(output({"r": (0, 4)}, new={"r": [feature("a", modality=PASSED_THROUGH)]}))
+    assert it.hits == 0
+
+
+def test_nothing_is_kept_of_a_request_that_has_ended() -> None:
+    it = Device()
+    it.lookups.end_pass(output({"r": (0, 4), "s": (0, 40)}, new={"r": three(), "s": three()}))
+    assert set(it.lookups.requests) == {"r", "s"}
+    it.lookups.end_request("r")
+    assert set(it.lookups.requests) == {"s"}
+    it.lookups.end_pass(output({}, finished=["r", "s"]))  # as old releases tell it
+    assert list(it.lookups.requests) == []
+
+
+# -- what the device lacked --------------------------------------------------------------------
+
+
+def test_the_first_load_of_a_download_is_a_hit_of_the_bucket_and_the_next_one_of_the_node() -> None:
+    world = World()
+    world.bring("a")
+    assert world.run(request("r", feature("a"))) == [True]
+    assert found(world.counters) == {"device": (0, 1), "node": (0, 1), "bucket": (1, 0)}
+    world.step(["a"])  # given up at once, and still pinned
+    assert world.run(request("s", feature("a"))) == [True]
+    assert found(world.counters) == {"device": (0, 2), "node": (1, 1), "bucket": (1, 0)}
+
+
+def test_what_came_from_the_disk_is_a_hit_of_the_node() -> None:
+    world = World()
+    world.put_here("a")
+    asked = world.defer("a")
+    world.finish("a", source="tier")
+    assert world.run(asked) == [True]
+    assert found(world.counters) == {"device": (0, 1), "node": (1, 0), "bucket": (0, 0)}
+
+
+def test_what_is_encoded_is_a_miss_of_every_tier() -> None:
+    world = World()
+    assert world.run(request("r", feature("unknown"))) == [False]
+    asked = world.defer("absent")
+    world.finish("absent", FetchOutcome.ABSENT)
+    assert world.run(asked) == [False]
+    assert found(world.counters) == dict.fromkeys(TIERS, (0, 2))
+
+
+def test_what_a_producer_need_not_encode_is_a_hit_of_the_bucket() -> None:
+    world = World(producer=True, consumer=False)
+    world.stock("a")
+    assert world.run(request("r", feature("a"))) == [True]
+    assert found(world.counters) == {"device": (0, 1), "node": (0, 1), "bucket": (1, 0)}
