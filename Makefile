@@ -24,6 +24,7 @@ FAR := contract e2e faults terraform
 
 VENV := .venv
 PY := $(VENV)/bin/python
+PROMETHEUS := build/prometheus
 STAMP := $(VENV)/.setup-stamp
 # An environment is bound to its folder, so the folder is one of the inputs.
 INPUTS := Makefile pyproject.toml requirements/test.txt
@@ -34,7 +35,7 @@ export PIP_NO_INPUT := 1
 # Sets of names have the same order in every run of a test.
 export PYTHONHASHSEED ?= 0
 
-.PHONY: help setup demo test test-fast test-versions check lint bench docs fuzz audit audit-terraform dist lock clean
+.PHONY: help setup demo test test-fast test-versions check lint bench docs dashboard prometheus fuzz audit audit-terraform dist lock clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 17
@@ -110,6 +111,39 @@ docs: setup  ## write the tables of docs/ that come from the code; build the sit
 	build/docs/bin/python -m pip install -qq --requirement requirements/docs.txt
 	NO_MKDOCS_2_WARNING=1 build/docs/bin/mkdocs build --strict --quiet
 	echo "docs: build/site/index.html"
+
+dashboard: setup  ## write the dashboard of examples/observability, and its picture from a real run: docs/dashboard.png
+	@$(MAKE) --no-print-directory prometheus
+	$(PY) -m s3ec.dev.observability examples/observability/dashboard.json
+	$(PY) -m s3ec.dev.observability docs/dashboard.png
+
+# Extracted, not installed: no root, no service, nothing outside of build/. Without package lists, as
+# in a fresh container, apt-get reads its own into build/ as well.
+prometheus:  ## bring Debian's Prometheus to build/prometheus, for the tests of examples/observability
+	@if [ -x $(PROMETHEUS)/usr/bin/prometheus ]; then exit 0; fi
+	for tool in apt-get dpkg-deb; do
+	    command -v $$tool >/dev/null || {
+	        echo "prometheus: needs Debian's or Ubuntu's $$tool; elsewhere put prometheus and promtool on PATH" >&2
+	        exit 1
+	    }
+	done
+	echo "prometheus: downloading Debian's package to $(PROMETHEUS) (nothing is installed)"
+	new=$(CURDIR)/$(PROMETHEUS).new
+	rm -rf $(PROMETHEUS) $$new
+	mkdir -p $$new/lists/partial
+	own=(-o "Dir::State::lists=$$new/lists" -o "Dir::Cache=$$new" -o APT::Sandbox::User=)
+	cd $$new
+	if ! apt-get -qq -o APT::Sandbox::User= download prometheus 2>/dev/null; then
+	    apt-get -qq "$${own[@]}" update
+	    apt-get -qq "$${own[@]}" download prometheus
+	fi
+	dpkg-deb --extract prometheus_*.deb extracted
+	mkdir -p usr
+	mv extracted/usr/bin usr/
+	rm -rf lists extracted archives *.bin prometheus_*.deb
+	mv $$new $(CURDIR)/$(PROMETHEUS)
+	usr=$(CURDIR)/$(PROMETHEUS)/usr/bin
+	$$usr/prometheus --version 2>&1 | head -n 1
 
 fuzz: setup  ## inputs that a reader cannot bear, in FUZZ_SECONDS; ARGS names some, or ARGS="scheduler --seeds 0-300"
 	@if [ "$(firstword $(ARGS))" = scheduler ]; then exec $(PY) -m tests.fuzz.run $(ARGS); fi

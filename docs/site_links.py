@@ -21,6 +21,7 @@ OUTSIDE = (
     "SECURITY.md",
     "examples/kubernetes/README.md",
     "examples/minio/README.md",
+    "examples/observability/README.md",
     "terraform/README.md",
     "tests/faults/README.md",
 )

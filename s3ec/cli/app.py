@@ -25,6 +25,7 @@ _MODULES = {
     "manifest": "manifest",
     "tier": "tier",
     "trace": "trace",
+    "top": "top",
     "quarantine": "quarantine",
     "config": "config",
     "serve-s3": "serve",

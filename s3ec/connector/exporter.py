@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
-from s3ec.connector.metrics import GAUGES, HISTOGRAMS, LABELLED, LEVELS, LOOKUPS, PLAIN
+from s3ec.connector.metrics import GAUGES, HISTOGRAMS, LABELLED, LEVELS, LOOKUPS, PLAIN, zeros
 from s3ec.counters import TIME_BOUNDS_S, Counters, observed
 from s3ec.errors import ConfigError
 from s3ec.runtime import LoopThread, contained, in_thread, keep_socket
@@ -68,7 +68,7 @@ class Exposition:
         """Every metric that has a value."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        counts = self._figures.counts()
+        counts = {**zeros(), **self._figures.counts()}
         for ours, (name, text) in PLAIN.items():
             counter = CounterMetricFamily(name, text, labels=self._names)
             counter.add_metric(self._values, counts.get(ours, 0))

@@ -396,3 +396,17 @@ NOT_EXPORTED = {
     "tier.spool_copies": "Spooled files that are copies, since there are no hard links.",
     "tier.swept": "Files and folders of dead processes that were removed.",
 }
+
+
+def zeros() -> dict[str, float]:
+    """Every counter with a label, as 0; without those of which nobody knows all values.
+
+    Prometheus sees no increase in a series that begins at 1. An alert on the first error of a kind
+    would stay silent.
+    """
+    return {
+        prefix + value: 0.0
+        for prefix, (_name, _text, _label, meanings) in LABELLED.items()
+        for value in meanings
+        if not value.endswith(".REASON")  # stands for many
+    }

@@ -13,7 +13,7 @@ from typing import Any
 from vllm.distributed.ec_transfer.ec_connector import metrics as vllm_metrics
 
 from s3ec.connector.guard import guarded
-from s3ec.connector.metrics import GAUGES, HISTOGRAMS, LABELLED, LEVELS, LOOKUPS, PLAIN
+from s3ec.connector.metrics import GAUGES, HISTOGRAMS, LABELLED, LEVELS, LOOKUPS, PLAIN, zeros
 from s3ec.counters import TIME_BOUNDS_S, Observed, observed
 
 
@@ -104,6 +104,8 @@ class S3ECPromMetrics(vllm_metrics.ECConnectorPromMetrics):
             )
             for prefix, (name, text, label, _values) in LABELLED.items()
         }
+        for engine_idx in per_engine_labelvalues:
+            self.observe(dict.fromkeys([*PLAIN, *self._of_lookup, *zeros()], 0), engine_idx)
 
     @guarded(default=None)
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:

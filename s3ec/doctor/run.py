@@ -117,6 +117,7 @@ STEPS = (
     Step("connector", _VLLM, serving.connector),
     Step("model", _VLLM, serving.model),
     Step("identifiers", _VLLM, serving.identifiers, ("model",)),
+    Step("encoder_cache", _VLLM, serving.encoder_cache, ("model",)),
     Step("namespace", _VLLM, serving.namespace, ("model",)),
     Step("corpus", "Corpus", serving.corpus, ("bucket",)),
     Step("latency", _PAYOFF, payoff.latency, ("write",)),

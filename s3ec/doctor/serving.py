@@ -35,6 +35,7 @@ _PLUGIN_GROUP = "vllm.general_plugins"
 _PLUGIN = "s3ec"
 _CONNECTOR = "S3ECConnector"
 _ROLES = ("ec_producer", "ec_consumer", "ec_both")
+_MANAGER_OPTION = "--ec-manager-config"
 _HOW_TO_ASK = "add vLLM's arguments: s3ec doctor ... -- --model MODEL --dtype bfloat16"
 _SHOWN_DIFFERENCES = 5
 _SHOWN_NAMESPACES = 5
@@ -153,6 +154,21 @@ def identifiers(context: CheckContext) -> Outcome:
         found, _, mend = str(answer["problem"]).rpartition("; ")
         return fail(found, mend)
     return ok("content hashes: equal images share, whatever request brings them")
+
+
+def encoder_cache(context: CheckContext) -> Outcome:
+    """Which manager says what the device's encoder cache gives up."""
+    answer = context.child.stage("encoder_cache") if context.child else None
+    if context.child is None or answer is None:
+        return skip("vLLM could not be asked")
+    if answer["problem"]:
+        return fail(answer["problem"], "correct --ec-manager-config, or leave it out")
+    if not answer["replaceable"]:
+        if _MANAGER_OPTION in answer["ignored"]:
+            told = f"this vLLM does not know {_MANAGER_OPTION}"
+            return fail(told, "use vLLM 0.32 or newer, or leave it out")
+        return ok("vLLM's own; it can be replaced from vLLM 0.32 on")
+    return ok(str(answer["name"] or "vLLM's own (docs: Encoder cache)"))
 
 
 def namespace(context: CheckContext) -> Outcome:
@@ -419,6 +435,7 @@ def _describe(args: Sequence[str], settings: Settings, pages: Sequence[str], rep
     reply("model", model=vllm_config.model_config.model, problem=problem, ignored=ignored)
     if problem is None:
         reply("identifiers", problem=identifier_problem(vllm_config))
+        reply("encoder_cache", ignored=ignored, **_manager_of(vllm_config))
         weights = encoder_weights(vllm_config, settings)
         namespace = namespace_of(vllm_config, settings, weights.fingerprint)
         reply(
@@ -434,6 +451,19 @@ def _describe(args: Sequence[str], settings: Settings, pages: Sequence[str], rep
         except Exception as exc:  # noqa: BLE001 - a processor raises what it likes
             words = " ".join(f"{type(exc).__name__}: {exc}".split())[:_SHOWN_CHARACTERS]
             reply("no_pages", problem=words)
+
+
+def _manager_of(vllm_config: Any) -> dict[str, Any]:
+    """What the scheduler will take for a manager of the encoder cache; vLLM 0.32 and newer."""
+    config = getattr(vllm_config, "ec_manager_config", None)
+    name, problem = getattr(config, "encoder_cache_manager_cls", None), None
+    if config is not None:
+        try:
+            config.get_encoder_cache_manager_obj()
+        except Exception as exc:  # noqa: BLE001 - an import raises what it likes
+            words = " ".join(f"{type(exc).__name__}: {exc}".split())[:_SHOWN_CHARACTERS]
+            problem = f"vLLM will not find `{name}`: {words}"
+    return {"replaceable": config is not None, "name": name, "problem": problem}
 
 
 def _vllm_config(args: Sequence[str]) -> tuple[Any, list[str]]:

@@ -121,7 +121,9 @@ class TieredEncoderCacheManager(_Manager):
         """As vLLM's; a hit of a request that did not hold it is an access."""
         identifier = request.mm_features[input_id].identifier
         holders = self.cached.get(identifier)
-        is_access = holders is not None and request.request_id not in holders
+        if holders is None:
+            return False
+        is_access = request.request_id not in holders
         if not super().check_and_update_cache(request, input_id):
             return False
         if is_access:

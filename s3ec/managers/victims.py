@@ -24,6 +24,8 @@ RestoreSeconds = Callable[[str, str, int], float]
 # Notes that are out of date are dropped when there are this many for each one that counts.
 _MOST_STALE = 3
 _FEW = 64
+# Victims from one look at an entry that may have become cheap to the next.
+_LOOK_EVERY = 2
 
 
 class LeastRecent(OrderedDict[str, int]):
@@ -152,15 +154,16 @@ class _Entry:
 
     Attributes:
         number: Of its last access.
-        row_s: What a row of it would cost, when that was last asked; None before it was, since what
-            has just been encoded will soon be on this node.
+        row_s: What a row of it would cost, when that was last asked.
+        asked: When that was, in victims.
         worth: As in the heap; None where it is not there.
     """
 
     modality: str
     rows: int
     number: int = 0
-    row_s: float | None = None
+    row_s: float = 0.0
+    asked: int = 0
     worth: float | None = None
 
 
@@ -178,7 +181,7 @@ class LeastWorth(OrderedDict[str, int]):
     worth. It is held in between as often as it is wanted, and is new again after that. All of this
     is done when a victim is needed, so that a hit costs little. What an entry would cost changes
     with time: the disk evicts, an upload ends. So the least of the heap is asked about again before
-    it goes, and with each victim also the one that was asked about longest ago.
+    it goes, and with every other victim the one that was asked about longest ago.
     """
 
     # Of the entries: what the frequencies remember, and how soon the window takes a step.
@@ -196,6 +199,7 @@ class LeastWorth(OrderedDict[str, int]):
         super().__init__()
         self._restore_s = restore_s
         self._number = 0  # of the last access
+        self._victims = 0  # so far
         self._entries: dict[str, _Entry] = {}  # all, held or not
         self._frequencies = Frequencies()
         self._period_ends = self._LEAST_PERIOD
@@ -204,25 +208,28 @@ class LeastWorth(OrderedDict[str, int]):
         self._lost_s = 0.0  # since then
         # Each with the number of the access: what was accessed since is out of date in them.
         self._new: deque[tuple[int, str]] = deque()
+        self._most_new = _FEW
         self._heap: list[tuple[float, int, str]] = []
         self._by_look: deque[tuple[int, str]] = deque()
 
     def hit(self, mm_hash: str) -> None:
         """A request that did not hold it before wants what the device has."""
-        self._number = number = self._number + 1
-        self._frequencies.add(mm_hash)
-        entry = self._entries[mm_hash]
-        entry.number = number
-        entry.worth = None
-        if number >= self._step_ends:
-            self._take_step(number)
+        self._accessed(mm_hash, self._entries[mm_hash])
 
     def allocated(self, mm_hash: str, modality: str, rows: int) -> None:
         """The device gets it: it is loaded or encoded."""
         self._lost_s += self._restore_s(mm_hash, modality, rows)
-        if mm_hash not in self._entries:
-            self._entries[mm_hash] = _Entry(modality, rows)
-        self.hit(mm_hash)
+        entry = self._entries.get(mm_hash)
+        if entry is None:
+            entry = self._entries[mm_hash] = _Entry(modality, rows)
+        self._accessed(mm_hash, entry)
+
+    def _accessed(self, mm_hash: str, entry: _Entry) -> None:
+        entry.number = self._number = number = self._number + 1
+        entry.worth = None
+        self._frequencies.add(mm_hash)
+        if number >= self._step_ends:
+            self._take_step(number)
 
     def _take_step(self, number: int) -> None:
         """Once in a while: another window, another period."""
@@ -238,10 +245,12 @@ class LeastWorth(OrderedDict[str, int]):
 
     def __setitem__(self, mm_hash: str, num_embeds: int) -> None:
         """The last holder has left."""
-        super().__setitem__(mm_hash, num_embeds)
-        self._new.append((self._entries[mm_hash].number, mm_hash))
-        if len(self._new) > _MOST_STALE * len(self) + _FEW:
-            self._new = deque(note for note in self._new if self._is_new(*note))
+        OrderedDict.__setitem__(self, mm_hash, num_embeds)
+        new = self._new
+        new.append((self._entries[mm_hash].number, mm_hash))
+        if len(new) > self._most_new:
+            self._new = new = deque(note for note in new if self._is_new(*note))
+            self._most_new = _MOST_STALE * len(new) + _FEW
 
     def _is_new(self, number: int, mm_hash: str) -> bool:
         """Whether a note of a release is true still."""
@@ -250,25 +259,28 @@ class LeastWorth(OrderedDict[str, int]):
 
     def _rank_old(self) -> None:
         """What is new no longer goes into the heap."""
-        until = self._number - int(self._window.share * len(self._entries))
-        new = self._new
+        entries, new = self._entries, self._new
+        until = self._number - int(self._window.share * len(entries))
         while new and new[0][0] <= until:
-            number, mm_hash = new.popleft()
-            if self._is_new(number, mm_hash):
-                entry = self._entries[mm_hash]
-                self._by_look.append((number, mm_hash))
+            note = new.popleft()
+            number, mm_hash = note
+            entry = entries.get(mm_hash)
+            if entry is not None and entry.number == number and mm_hash in self:
+                self._by_look.append(note)
                 self._push(mm_hash, entry, self._ask(mm_hash, entry))
 
     def _ask(self, mm_hash: str, entry: _Entry) -> float:
         """What a row of it would cost now."""
         rows = entry.rows or 1
+        entry.asked = self._victims
         entry.row_s = row_s = self._restore_s(mm_hash, entry.modality, rows) / rows
         return row_s
 
     def _push(self, mm_hash: str, entry: _Entry, row_s: float) -> None:
         entry.worth = worth = self._frequencies.of(mm_hash) * row_s
-        heapq.heappush(self._heap, (worth, entry.number, mm_hash))
-        if len(self._heap) > _MOST_STALE * len(self) + _FEW:
+        heap = self._heap
+        heapq.heappush(heap, (worth, entry.number, mm_hash))
+        if len(heap) > _MOST_STALE * len(self) + _FEW:
             self._heap = [one for one in self._heap if self._is_ranked(*one)]
             heapq.heapify(self._heap)
 
@@ -295,18 +307,20 @@ class LeastWorth(OrderedDict[str, int]):
 
     def popitem(self, last: bool = True) -> tuple[str, int]:
         """The victim and its rows; ``last`` is vLLM's and always False."""
+        self._victims += 1
         self._rank_old()
-        self._look_again()
+        if not self._victims % _LOOK_EVERY:
+            self._look_again()
         while self._heap:
-            place = heapq.heappop(self._heap)
-            if not self._is_ranked(*place):
-                continue
-            worth, _, mm_hash = place
-            entry = self._entries[mm_hash]
-            row_s = self._ask(mm_hash, entry)
-            if self._frequencies.of(mm_hash) * row_s > self._SAME * worth:
-                self._push(mm_hash, entry, row_s)
-                continue
+            worth, number, mm_hash = heapq.heappop(self._heap)
+            entry = self._entries.get(mm_hash)
+            if entry is None or entry.number != number or entry.worth != worth:
+                continue  # it was wanted since, or has another place
+            if entry.asked != self._victims:
+                row_s = self._ask(mm_hash, entry)
+                if self._frequencies.of(mm_hash) * row_s > self._SAME * worth:
+                    self._push(mm_hash, entry, row_s)
+                    continue
             return self._take(mm_hash)
         while self._new:
             number, mm_hash = self._new.popleft()

@@ -49,6 +49,7 @@ _HERE = Path(__file__).parent
 _APART = (
     "test_epd.py",
     "test_no_pixels.py",
+    "test_observability.py",
     "test_request_scoped.py",
     "test_soak.py",
     "test_weights.py",

@@ -29,6 +29,7 @@ DOCUMENTS = [
     "SECURITY.md",
     "examples/kubernetes/README.md",
     "examples/minio/README.md",
+    "examples/observability/README.md",
     "tests/faults/README.md",
     "terraform/README.md",
     *PAGES,

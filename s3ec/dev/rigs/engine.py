@@ -263,6 +263,10 @@ class EngineProcess:
         metrics: dict[str, float] = self._call({"op": "metrics"})["metrics"]
         return metrics
 
+    def serve_metrics(self) -> str:
+        """Serve what vLLM's API server shows on /metrics; the address, ``HOST:PORT``."""
+        return f"127.0.0.1:{self._call({'op': 'serve_metrics'})['port']}"
+
     def stop(self, timeout_s: float = _STOP_TIMEOUT_S) -> None:
         """Shut the engine down in order, letting it finish its saves. Idempotent."""
         child, self._child = self._child, None

@@ -66,6 +66,8 @@ class _Engine:
             return self._encoder_times()
         if request["op"] == "work":
             return self._work()
+        if request["op"] == "serve_metrics":
+            return {"port": _serve_metrics()}
         return {"metrics": self._metrics()}
 
     def _chat(self, request: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -279,6 +281,14 @@ class _SlowEncoder:
 
         if torch.cuda.is_available():
             torch.cuda.synchronize()
+
+
+def _serve_metrics() -> int:
+    """What vLLM's API server shows on /metrics, on a free port of this machine; the port."""
+    from prometheus_client import start_http_server
+
+    server, _thread = start_http_server(0, addr="127.0.0.1")
+    return server.server_port
 
 
 def _shuffle_vision_tower(model: Any) -> int:

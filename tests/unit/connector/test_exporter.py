@@ -129,6 +129,16 @@ def test_the_port_serves_counts_gauges_and_histograms_with_vllms_labels(
     assert 'vllm:s3ec_hits_total{engine="0",model_name="m"} 3.0' in text
 
 
+def test_the_port_serves_counters_with_0_before_anything_is_counted(
+    make: Callable[..., Exporter],
+) -> None:
+    port = free_port()
+    make(metrics_port=port).start()
+    found = served(port)
+    assert found["vllm:s3ec_save_problems_total", ("denied",)] == 0
+    assert found["vllm:s3ec_internal_errors_total", ()] == 0
+
+
 def test_the_port_serves_every_metric_of_the_table_with_its_text(
     make: Callable[..., Exporter],
 ) -> None:

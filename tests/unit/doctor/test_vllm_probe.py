@@ -72,6 +72,38 @@ def test_arguments_that_have_images_numbered_are_found_with_the_flags(
 
 
 @pytest.mark.slow
+def test_the_manager_of_the_encoder_cache_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, model: Path, make_patient: MakePatient
+) -> None:
+    ours = "s3ec.TieredEncoderCacheManager"
+    patient = make_patient()
+    for given, verdict, words in (
+        (None, Verdict.OK, "vLLM's own"),
+        (ours, Verdict.OK, ours),
+        ("s3ec.Nothing", Verdict.FAIL, "vLLM will not find `s3ec.Nothing`"),
+    ):
+        chosen = json.dumps({"encoder_cache_manager_cls": given})
+        more = () if given is None else ("--ec-manager-config", chosen)
+        stages = ask(monkeypatch, tmp_path, "--model", str(model), *more)
+        patient.child = SimpleNamespace(stage=stages.get)
+        told = serving.encoder_cache(patient)
+        assert told.verdict == verdict
+        assert words in told.found
+
+
+@pytest.mark.parametrize("ignored", [[], ["--port", "--ec-manager-config"]])
+def test_a_vllm_that_cannot_replace_its_manager_says_so_where_that_was_asked_for(
+    ignored: list[str], make_patient: MakePatient
+) -> None:
+    answer = {"replaceable": False, "name": None, "problem": None, "ignored": ignored}
+    patient = make_patient()
+    patient.child = SimpleNamespace(stage={"encoder_cache": answer}.get)
+    told = serving.encoder_cache(patient)
+    assert told.verdict == (Verdict.FAIL if len(ignored) == 2 else Verdict.OK)
+    assert "0.32" in told.found + told.mend
+
+
+@pytest.mark.slow
 def test_weights_that_are_not_here_are_told_with_the_reason(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, model: Path, make_patient: MakePatient
 ) -> None:

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What lies in examples/observability/ holds together, without an engine and without Docker.
+
+tests/e2e/test_observability.py loads every query into a Prometheus that watches a real engine.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from s3ec.connector.metrics import GAUGES, HISTOGRAMS, LABELLED, LEVELS, LOOKUPS, PLAIN
+from s3ec.dev.observability import grafana
+from s3ec.dev.observability.panels import ROWS
+from s3ec.dev.rigs.prometheus import find_tool
+from s3ec.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "examples" / "observability"
+DASHBOARD = json.loads((FOLDER / "dashboard.json").read_text())
+COMPOSE = yaml.safe_load((FOLDER / "compose.yaml").read_text())
+RULES = [
+    rule
+    for group in yaml.safe_load((FOLDER / "rules.yaml").read_text())["groups"]
+    for rule in group["rules"]
+]
+ALERTS = [rule for rule in RULES if "alert" in rule]
+METRICS = {
+    *(f"{name}_total" for name, *_ in (*PLAIN.values(), *LABELLED.values(), LOOKUPS)),
+    *(name for name, *_ in (*LEVELS.values(), *GAUGES.values())),
+    *(f"{name}_{part}" for name, *_ in HISTOGRAMS.values() for part in ("bucket", "sum", "count")),
+}
+
+
+def queries() -> Iterator[str]:
+    """All expressions of dashboard and rules."""
+    for panel in DASHBOARD["panels"]:
+        yield from (target["expr"] for target in panel.get("targets", []))
+    yield from (rule["expr"] for rule in RULES)
+
+
+@pytest.fixture
+def promtool() -> Path:
+    try:
+        return find_tool("promtool")
+    except ConfigError as exc:
+        pytest.skip(str(exc))
+
+
+# -- the dashboard -----------------------------------------------------------------------------
+
+
+def test_dashboard_is_the_one_of_the_description() -> None:
+    written = (FOLDER / "dashboard.json").read_text()
+    assert written == grafana.document(), (
+        "python -m s3ec.dev.observability examples/observability/dashboard.json"
+    )
+
+
+def test_every_panel_says_what_it_means_and_in_which_unit() -> None:
+    titles = [panel.title for row in ROWS for panel in row.panels]
+    assert len(titles) == len(set(titles)) > 15
+    for row in ROWS:
+        assert row.question.endswith("?")
+        for panel in row.panels:
+            assert panel.description.endswith("."), panel.title
+            assert panel.unit, panel.title
+            assert panel.queries, panel.title
+
+
+def test_panels_do_not_overlap_and_have_numbers_of_their_own() -> None:
+    taken: set[tuple[int, int]] = set()
+    for panel in DASHBOARD["panels"]:
+        place = panel["gridPos"]
+        cells = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
+        assert not cells & taken, panel["title"]
+        assert place["x"] + place["w"] <= 24, panel["title"]
+        taken |= cells
+    numbers = [panel["id"] for panel in DASHBOARD["panels"]]
+    assert len(numbers) == len(set(numbers))
+
+
+def test_every_query_is_of_the_chosen_engines_and_of_the_chosen_prometheus() -> None:
+    variables = {one["name"] for one in DASHBOARD["templating"]["list"]}
+    assert variables == {"datasource", "model_name", "instance", "engine"}
+    for panel in DASHBOARD["panels"]:
+        for target in panel.get("targets", []):
+            assert target["datasource"]["uid"] == "${datasource}"
+            for labels in re.findall(r"vllm:s3ec_\w+\{([^}]*)\}", target["expr"]):
+                for name in ("model_name", "instance", "engine"):
+                    assert f'{name}=~"${name}"' in labels, target["expr"]
+
+
+def test_queries_name_only_metrics_that_exist() -> None:
+    recorded = {rule["record"] for rule in RULES if "record" in rule}
+    for query in queries():
+        named = re.findall(r"\b(?:vllm|s3ec):[\w:]+", query)
+        assert named, query
+        for name in named:
+            assert name in METRICS or name in recorded, f"{name} in {query}"
+
+
+# -- the alerts --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("alert", ALERTS, ids=lambda alert: alert["alert"])
+def test_alert_says_what_it_is_and_what_to_do(alert: dict[str, Any]) -> None:
+    told = alert["annotations"]
+    assert set(told) == {"summary", "description", "what_to_do", "runbook"}
+    assert told["description"].endswith(".")
+    assert told["what_to_do"].endswith(".")
+    assert alert["labels"]["severity"] in ("warning", "critical")
+    page, _, anchor = told["runbook"].partition("#")
+    headings = re.findall(r"^#+ +(.+?) *$", (ROOT / page).read_text(), re.M)
+    assert anchor in {heading.lower().replace(" ", "-") for heading in headings}
+
+
+def test_every_alert_is_made_to_fire_in_the_tests_of_the_rules() -> None:
+    tested = (FOLDER / "rules_test.yaml").read_text()
+    assert {one["alert"] for one in ALERTS if f'"{one["alert"]}"' not in tested} == set()
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("test", "rules", "rules_test.yaml"),
+        ("check", "rules", "rules.yaml"),
+        ("check", "config", "prometheus.yaml"),
+    ],
+    ids=" ".join,
+)
+def test_promtool_is_content(promtool: Path, command: tuple[str, ...]) -> None:
+    done = subprocess.run(
+        [promtool, *command], cwd=FOLDER, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_promtool_finds_an_alert_that_does_not_fire(promtool: Path, tmp_path: Path) -> None:
+    """What the tests of the rules say is looked at."""
+    tests = (FOLDER / "rules_test.yaml").read_text()
+    rules = (FOLDER / "rules.yaml").read_text()
+    (tmp_path / "rules_test.yaml").write_text(tests)
+    spoilt = rules.replace("spool_oldest_seconds > 600", "spool_oldest_seconds > 6000")
+    assert spoilt != rules
+    (tmp_path / "rules.yaml").write_text(spoilt)
+    done = subprocess.run(
+        [promtool, "test", "rules", "rules_test.yaml"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert "S3ECSpoolAgeing" in done.stdout + done.stderr
+
+
+# -- compose -----------------------------------------------------------------------------------
+
+
+def test_images_are_pinned() -> None:
+    text = (FOLDER / "compose.yaml").read_text()
+    images = re.findall(r"image: \$\{\w+_IMAGE:-([^}]+)\}", text)
+    assert len(images) == len(COMPOSE["services"])
+    for image in images:
+        assert re.search(r":v?\d+\.\d+\.\d+$", image), image
+
+
+def test_both_listen_on_this_machine_only() -> None:
+    prometheus, grafana_service = COMPOSE["services"]["prometheus"], COMPOSE["services"]["grafana"]
+    assert "--web.listen-address=127.0.0.1:9090" in prometheus["command"]
+    assert grafana_service["environment"]["GF_SERVER_HTTP_ADDR"] == "127.0.0.1"
+    # In the machine's own network there is nothing to publish.
+    for service in (prometheus, grafana_service):
+        assert service["network_mode"] == "host"
+        assert "ports" not in service
+
+
+def test_what_compose_mounts_is_there_and_is_where_it_is_looked_for() -> None:
+    for name, service in COMPOSE["services"].items():
+        assert service["restart"] == "unless-stopped", name
+        assert {"test", "interval", "timeout", "retries"} <= set(service["healthcheck"]), name
+        for volume in service["volumes"]:
+            source, target, *mode = volume.split(":")
+            if source.startswith("./"):
+                assert (FOLDER / source).is_file(), volume
+                assert mode == ["ro"], volume
+                assert target.startswith("/etc/"), volume
+            else:
+                assert source in COMPOSE["volumes"], volume
+    [provider] = yaml.safe_load((FOLDER / "grafana/dashboards.yaml").read_text())["providers"]
+    home = COMPOSE["services"]["grafana"]["environment"][
+        "GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"
+    ]
+    assert home == f"{provider['options']['path']}/dashboard.json"
+    [source] = yaml.safe_load((FOLDER / "grafana/datasource.yaml").read_text())["datasources"]
+    assert source["url"] == "http://127.0.0.1:9090"
+    config = yaml.safe_load((FOLDER / "prometheus.yaml").read_text())
+    assert source["jsonData"]["timeInterval"] == config["global"]["scrape_interval"]
+
+
+def test_every_file_of_the_example_is_named_in_its_readme() -> None:
+    text = (FOLDER / "README.md").read_text()
+    names = {str(path.relative_to(FOLDER)) for path in FOLDER.rglob("*.*")} - {"README.md"}
+    assert {name for name in names if f"`{name}`" not in text} == set()
