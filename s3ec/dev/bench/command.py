@@ -15,6 +15,7 @@ import typer
 
 from s3ec.cli.options import JsonOption
 from s3ec.cli.output import EXIT_WRONG, App, Command, console, epilog, print_json
+from s3ec.dev.bench import rag_options
 from s3ec.dev.bench.registry import DATA, ENTRIES, together
 from s3ec.errors import ConfigError
 
@@ -87,17 +88,28 @@ def list_benches(as_json: JsonOption = False) -> None:
         typer.echo(f"{name:<{width}}  {entry.summary}")
 
 
-def _one(name: str, json_file: str | None, plot: Path | None, quick: bool, **options: Any) -> None:
+def _one(
+    name: str,
+    json_file: str | None,
+    plot: Path | None,
+    quick: bool,
+    html: Path | None = None,
+    **options: Any,
+) -> None:
     """Run one benchmark and publish it."""
     from s3ec.dev.bench import plot as drawing
     from s3ec.dev.bench import registry, run
 
     _check_files(json_file, plot, None)
+    _check_file(html, "--html")
+    bench = registry.load(name)
     with _saying(name) as say:
         result = run.run_here(name, quick=quick, say=say, **options)
     _publish([result], result, json_file)
     if plot is not None:
-        plot.write_bytes(drawing.png(registry.load(name), result))
+        plot.write_bytes(drawing.png(bench, result))
+    if html is not None and bench.page is not None:
+        html.write_text(bench.page(result), encoding="utf-8")
     if result.failed:
         raise typer.Exit(EXIT_WRONG)
 
@@ -156,7 +168,8 @@ def _index(
     plot: PlotFile = None,
     quick: Quick = False,
 ) -> None:
-    _one("index", json_file, plot, quick, **({} if keys is None else {"keys": keys}))
+    options: dict[str, Any] = {} if keys is None else {"keys": keys}
+    _one("index", json_file, plot, quick, **options)
 
 
 def _soak(
@@ -288,6 +301,49 @@ def _policy(
     )
 
 
+def _rag(
+    workload: rag_options.Workload = "questions",
+    requests: rag_options.RequestsFile = None,
+    write_requests: rag_options.WrittenFile = None,
+    form: rag_options.Form = "dynamo",
+    factor: rag_options.Factor = None,
+    seed: rag_options.Seed = 0,
+    latency_ms: rag_options.Latencies = "0,20,80",
+    loop: rag_options.Loop = "closed",
+    clients: rag_options.Clients = 2,
+    rate: rag_options.Rate = 0.5,
+    configs: rag_options.Configs = "1,2,3,4,5,6",
+    object_mb: rag_options.Size = "2.75",
+    device: rag_options.Device = "cpu",
+    json_file: JsonFile = None,
+    html: HtmlFile = None,
+    plot: PlotFile = None,
+    quick: Quick = False,
+) -> None:
+    from s3ec.dev.bench.rag import Options, write_requests_file
+
+    options = Options(
+        workload=workload,
+        requests=requests,
+        factor=factor,
+        seed=seed,
+        latency_ms=latency_ms,
+        loop=loop,
+        clients=clients,
+        rate_per_s=rate,
+        configs=configs,
+        object_mb=object_mb,
+        device=device,
+    )
+    if write_requests is not None:
+        _check_file(write_requests, "--write-requests")
+        typer.echo(write_requests_file(options, write_requests, form))
+        return
+    # A quick run leaves out what takes long, unless it was asked for.
+    asked = options if options != Options() or not quick else None
+    _one("rag", json_file, plot, quick, html, options=asked)
+
+
 # Those with options of their own.
 _COMMANDS: dict[str, Callable[..., None]] = {
     "fetch": _fetch,
@@ -295,6 +351,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "index": _index,
     "policy": _policy,
     "soak": _soak,
+    "rag": _rag,
 }
 
 
@@ -319,6 +376,12 @@ def _examples(name: str) -> str:
             ("s3ec bench policy --zipf 0.8,50000 --cache-embeds 16384", "on another assumption"),
         ],
         "index": [("s3ec bench index --keys 1e8", "of a larger corpus; 7 GB of scratch space")],
+        "rag": [
+            ("s3ec bench rag --html rag.html", "and a page with plots"),
+            ("s3ec bench rag --configs 1,3 --latency-ms 20 --loop open", "two of them, at a rate"),
+            ("s3ec bench rag --device cuda --factor 0.2", "on a GPU"),
+            ("s3ec bench rag --write-requests r.jsonl --format dynamo", "for other systems"),
+        ],
     }
     return epilog(
         (f"s3ec bench {name}", "a table"),
@@ -435,6 +498,7 @@ def _saying(what: str) -> Iterator[Callable[[str], None]]:
 def _publish(results: list[Result], whole: Result, json_file: str | None) -> None:
     from rich.text import Text
 
+    from s3ec.dev.bench import registry
     from s3ec.dev.bench.table import machine_line, table
 
     if json_file == _STDOUT:
@@ -447,5 +511,9 @@ def _publish(results: list[Result], whole: Result, json_file: str | None) -> Non
     for result in results:
         out.print(table(result))
         out.print()
+        more = registry.load(result.bench).table if result.bench in ENTRIES else None
+        if more is not None and (shown := more(result)) is not None:
+            out.print(shown)
+            out.print()
     out.print(Text(machine_line(whole.machine), style="dim"))
     sys.stdout.flush()

@@ -13,6 +13,7 @@ from s3ec.dev.bench.result import Row, Spec
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+    from rich.table import Table
 
     from s3ec.dev.bench.result import Result
 
@@ -30,11 +31,15 @@ class Bench:
         run: Measures and reports; may raise CannotMeasureError for all that is left. Takes the
             Context, and options by name.
         plot: Draws the result; None takes the plot that works for any.
+        table: More to show below the rows; may answer None.
+        page: The result as an HTML page of its own.
     """
 
     rows: Sequence[Spec]
     run: Callable[..., None]
     plot: Callable[[Figure, Result], None] | None = None
+    table: Callable[[Result], Table | None] | None = None
+    page: Callable[[Result], str] | None = None
 
 
 class Context:

@@ -105,6 +105,12 @@ ENTRIES: dict[str, Entry] = {
         240,
         alone=True,
     ),
+    "rag": Entry(
+        "s3ec.dev.bench.rag",
+        "Questions over document images: vLLM alone, with s3ec, and with ECExampleConnector.",
+        900,
+        alone=True,
+    ),
     "policy": Entry(
         "s3ec.dev.bench.policy",
         "What vLLM's encoder cache gives up: four rules, real managers, replayed requests.",

@@ -177,6 +177,7 @@ class EngineProcess:
         arrivals_s: Sequence[float],
         *,
         max_tokens: int,
+        clients: int | None = None,
     ) -> tuple[list[float], float]:
         """Ask each prompt at its time. For an engine in one process only.
 
@@ -184,6 +185,8 @@ class EngineProcess:
             prompts: As of ``chat``; rendered before the first one is asked.
             arrivals_s: When each is asked, in rising order.
             max_tokens: Length of each answer.
+            clients: Ask so many at a time: one that is due waits until another one has ended, and
+                arrives then. None: whoever is due is asked.
 
         Returns:
             Seconds from the arrival of each to its first token, and until all had ended.
@@ -194,6 +197,7 @@ class EngineProcess:
                 "prompts": [list(prompt) for prompt in prompts],
                 "arrivals_s": list(arrivals_s),
                 "max_tokens": max_tokens,
+                "clients": clients,
             }
         )
         return reply["first_token_s"], reply["seconds"]
@@ -243,6 +247,16 @@ class EngineProcess:
             ``slow_encoder`` was called first. ``learned``: as ``EncodeCosts.document``.
         """
         return self._call({"op": "encoder"})
+
+    def work(self) -> dict[str, float]:
+        """What it has done since this was asked first. For an engine in one process only.
+
+        Returns:
+            ``encodes`` and ``encode_s``: pictures, and seconds inside the encoder. ``allocations``:
+            embeddings that came new into the encoder cache, encoded or loaded. ``cpu_s``: of the
+            process from its start, but for what its encoder took in the thread that calls it.
+        """
+        return self._call({"op": "work"})
 
     def counters(self) -> dict[str, float]:
         """Prometheus counters by name; labels of ours are appended: ``name{source=tier}``."""

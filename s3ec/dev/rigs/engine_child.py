@@ -6,6 +6,7 @@ The file descriptors of both pipes come as arguments, since vLLM writes to stand
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import os
@@ -42,6 +43,7 @@ class _Engine:
             self._rest_where_nothing_runs()
         self._timers: dict[str, list[int]] = {}
         self._encoder: _SlowEncoder | None = None
+        self._allocated = 0
         # Other than vLLM's own, which are small.
         self._numbers = itertools.count(10**9)
 
@@ -62,6 +64,8 @@ class _Engine:
             return {}
         if request["op"] == "encoder":
             return self._encoder_times()
+        if request["op"] == "work":
+            return self._work()
         if request["op"] == "serve_metrics":
             return {"port": _serve_metrics()}
         return {"metrics": self._metrics()}
@@ -107,13 +111,18 @@ class _Engine:
         arrived_s: dict[str, float] = {}
         first_s: dict[str, float] = {}
         started_s = time.monotonic()
+        clients = request.get("clients")
         while due or engine.has_unfinished_requests():
             now_s = time.monotonic() - started_s
             if due and not engine.has_unfinished_requests() and due[0][0] > now_s:
                 time.sleep(due[0][0] - now_s)
             # Who comes while the engine executes is seen when it has.
             while due and due[0][0] <= time.monotonic() - started_s:
+                if clients and engine.get_num_unfinished_requests() >= clients:
+                    break
                 at_s, one = due.popleft()
+                if clients:
+                    at_s = time.monotonic() - started_s
                 sampling = SamplingParams(
                     temperature=0,
                     max_tokens=request["max_tokens"],
@@ -191,6 +200,27 @@ class _Engine:
             model.embed_multimodal = self._encoder
         return self._encoder
 
+    def _work(self) -> dict[str, Any]:
+        """What this engine has done so far, from the first time that this is asked."""
+        encoder = self._slow_encoder()
+        manager = self._core().scheduler.encoder_cache_manager
+        if not hasattr(manager.allocate, "__wrapped__"):
+            manager.allocate = self._count_allocations(manager.allocate)
+        return {
+            "encodes": encoder.pictures,
+            "encode_s": encoder.busy_s,
+            "allocations": self._allocated,
+            "cpu_s": time.process_time() - encoder.cpu_s,
+        }
+
+    def _count_allocations(self, allocate: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(allocate)
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self._allocated += 1
+            return allocate(*args, **kwargs)
+
+        return counted
+
     def _encoder_times(self) -> dict[str, Any]:
         encoder = self._slow_encoder()
         times, encoder.times = encoder.times, []
@@ -228,13 +258,29 @@ class _SlowEncoder:
         self._embed = embed
         self.seconds = 0.0
         self.times: list[tuple[float, int]] = []  # seconds, rows
+        self.pictures = 0
+        self.busy_s = 0.0
+        self.cpu_s = 0.0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        started = time.perf_counter()
+        started, cpu_s = time.perf_counter(), time.thread_time()
         made = self._embed(*args, **kwargs)
+        self._wait_for_device()
         time.sleep(self.seconds * len(made))
-        self.times.append((time.perf_counter() - started, sum(map(len, made))))
+        took_s = time.perf_counter() - started
+        self.times.append((took_s, sum(map(len, made))))
+        self.pictures += len(made)
+        self.busy_s += took_s
+        self.cpu_s += time.thread_time() - cpu_s
         return made
+
+    @staticmethod
+    def _wait_for_device() -> None:
+        """A GPU has only been told what to do when the call returns."""
+        import torch
+
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
 
 
 def _serve_metrics() -> int:

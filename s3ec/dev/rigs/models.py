@@ -41,6 +41,7 @@ class _Gemma3Shape:
     vision_mlp: int
     image_size: int
     image_tokens: int
+    text_mlp: int = 256
 
 
 # tiny: 64 rows of 64 values per image, 8 KiB in bfloat16; an engine starts in about 35 s.
@@ -52,6 +53,9 @@ class _Gemma3Shape:
 GEMMA3_PRESETS = {
     "tiny": _Gemma3Shape(64, 64, 2, 2, 128, image_size=224, image_tokens=64),
     "embedding-2.6mb": _Gemma3Shape(2560, 64, 2, 2, 128, image_size=224, image_tokens=256),
+    "embedding-8.8mb": _Gemma3Shape(8592, 64, 2, 2, 128, 224, image_tokens=256, text_mlp=32),
+    "embedding-30mb": _Gemma3Shape(7328, 64, 2, 2, 128, 448, image_tokens=1024, text_mlp=32),
+    "embedding-67mb": _Gemma3Shape(16384, 64, 2, 2, 128, 448, image_tokens=1024, text_mlp=32),
     "encoder-27b": _Gemma3Shape(5376, 1152, 27, 16, 4304, image_size=448, image_tokens=256),
 }
 
@@ -92,7 +96,7 @@ def write_gemma3(out: Path, preset: str = "tiny", seed: int = 0) -> Path:
 
     Args:
         out: Folder of the model, made if missing.
-        preset: ``tiny`` (embedding 64 x 64) or ``encoder-27b`` (256 x 5376, 0.9 GB on disk).
+        preset: One of GEMMA3_PRESETS; ``encoder-27b`` takes 0.9 GB of disk.
         seed: Of the weights.
 
     Raises:
@@ -179,7 +183,7 @@ def _gemma3_config(shape: _Gemma3Shape, vocabulary: int) -> Any:
         "model_type": "gemma3_text",
         "vocab_size": vocabulary,
         "hidden_size": shape.text_width,
-        "intermediate_size": 256,
+        "intermediate_size": shape.text_mlp,
         "num_hidden_layers": 2,
         "num_attention_heads": 2,
         "num_key_value_heads": 1,

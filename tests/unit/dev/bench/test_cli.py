@@ -209,3 +209,85 @@ def test_missing_matplotlib_is_said_before_measuring(
     monkeypatch.setattr(run, "run_here", lambda *_, **__: pytest.fail("it measured"))
     monkeypatch.setattr(run, "run_all", lambda *_, **__: pytest.fail("it measured"))
     assert "pip install 's3ec[dev]'" in invoke(*args, code=2).stderr
+
+
+def rag_options(monkeypatch: pytest.MonkeyPatch, *args: str, code: int = 0) -> Any:
+    """What `bench rag` is asked for; None is what it takes by itself."""
+    asked: list[Any] = []
+
+    def run_here(which: str, *, quick: bool, say: object, options: Any) -> Result:
+        asked.append(options)
+        return fakes.rag_result()
+
+    monkeypatch.setattr(run, "run_here", run_here)
+    invoke("rag", *args, code=code)
+    (options,) = asked
+    return options
+
+
+def test_options_of_rag_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = "--workload zipf --factor 0.5 --latency-ms 5,20,5 --loop open --rate 2 --configs 3,1"
+
+    options = rag_options(monkeypatch, *args.split(), "--object-mb", "30", "--seed", "7")
+
+    assert options.workload == "zipf"
+    assert options.factor == 0.5
+    assert options.latency_ms == (5, 20)
+    assert (options.loop, options.rate_per_s, options.seed) == ("open", 2.0, 7)
+    assert options.configs == (3, 1)
+    assert options.object_mb == "30"
+
+
+def test_a_quick_run_of_rag_chooses_for_itself_unless_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert rag_options(monkeypatch, "--quick") is None
+    assert rag_options(monkeypatch).configs == (1, 2, 3, 4, 5, 6)
+    assert rag_options(monkeypatch, "--quick", "--configs", "1").configs == (1,)
+
+
+def test_rag_shows_its_legs_and_writes_its_page(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(run, "run_here", lambda *_, **__: fakes.rag_result())
+    page = tmp_path / "rag.html"
+
+    assert "(5) ECExample, local folder" in invoke("rag", "--html", str(page)).stdout
+    assert page.read_text().startswith("<!doctype html>")
+
+
+def test_requests_are_written_without_measuring(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(run, "run_here", lambda *_, **__: pytest.fail("it measured"))
+    file = tmp_path / "r.jsonl"
+
+    said = invoke("rag", "--workload", "pool", "--factor", "0.02", "--write-requests", str(file))
+
+    assert "1 requests" in said.stdout
+    (line,) = map(json.loads, file.read_text().splitlines())
+    assert len(line["images"]) == 10
+    assert all(Path(image).read_bytes().startswith(b"\x89PNG") for image in line["images"])
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--workload", "letters"], "choose of questions, decks, zipf, scan, pool"),
+        (["--latency-ms", "20,far"], "whole numbers with commas"),
+        (["--latency-ms", "2000"], "0 to 1000 ms"),
+        (["--configs", "1,7"], "configurations are 1 to 6"),
+        (["--loop", "round"], "choose of open, closed"),
+        (["--object-mb", "5"], "choose of 2.75, 8.8, 30, 67"),
+        (["--device", "tpu"], "choose of cpu, cuda"),
+        (["--format", "csv"], "choose of dynamo, inference-perf"),
+        (["--factor", "0"], "--factor"),
+        (["--write-requests", "/no/such/folder/r.jsonl"], "--write-requests"),
+        (["--html", "/no/such/folder/r.html"], "--html"),
+        (["--requests", "/no/such/file.jsonl"], "--requests"),
+    ],
+)
+def test_what_rag_cannot_take_is_refused_before_measuring(args: list[str], message: str) -> None:
+    said = " ".join(invoke("rag", *args, code=2).stderr.replace("\u2502", "").split())
+    assert message in said
+    assert args[0] in said

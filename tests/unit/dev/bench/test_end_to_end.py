@@ -183,3 +183,29 @@ def test_lateness_is_measured_idle_here_and_beside_another_process(of_bytes: Ran
     assert ratio["value"] is not None or ratio["detail"]["why"]
     for added in ("p99_added_ms", "p99_added_by_interpreter_ms"):
         assert here in rows[f"interference.{added}"]["detail"]["cases"]
+
+
+@needs_vllm
+@pytest.mark.e2e
+def test_questions_over_documents_are_measured_with_and_without_a_bucket() -> None:
+    need_server()
+    rows = Ran(rag={}).rows("rag")
+    detail = rows["rag.legs"]["detail"]
+    by_number = {leg["number"]: leg for leg in detail["legs"]}
+    # The mount needs rclone and the right to mount.
+    assert by_number.keys() | {6} == {1, 3, 4, 5, 6}
+    assert (6 in by_number) != bool(detail["not_measured"])
+    about = detail["about"]
+    for leg in by_number.values():
+        assert leg["requests"] == about["requests"]
+        assert leg["references"] == about["references"]
+        assert sum(leg["hit_ratio"].values()) == pytest.approx(1.0)
+        assert min(leg["hit_ratio"].values()) >= 0
+    assert by_number[1]["loaded_bytes"] == 0
+    assert by_number[1]["encodes"] > 0
+    assert by_number[5]["hit_ratio"]["node"] > 0
+    assert by_number[5]["encodes"] == 0
+    # How many depends on how long the machine makes a fetch take, beside an encode of 100 ms.
+    assert by_number[3]["bucket_bytes"] > 0
+    for name in ("rag.total_ratio", "rag.ttft_p50_ratio", "rag.ratio_to_example_disk"):
+        assert rows[name]["value"] > 0

