@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any, Literal
 
 from s3ec.config import load_settings
@@ -88,6 +88,11 @@ class Parts:
     def restore_costs(self) -> RestoreCosts | None:
         """For a manager of the encoder cache; None where there is no scheduler half."""
         return self.scheduler
+
+    def follow_device(self, held: Container[str]) -> None:
+        """Have the scheduler half look there for what the device holds."""
+        if isinstance(self.scheduler, SchedulerHalf):  # with adapters, names differ
+            self.scheduler.device = held
 
     # -- start and end -----------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Container, Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -82,6 +82,8 @@ class SchedulerHalf:
         lookups: What the device held when a step needed it.
         on_device: What vLLM's encoder cache holds, or will when the last step was executed, as its
             manager told us. For reading.
+        device: What it holds at this moment, where a manager of ours tells. vLLM's own tells at the
+            end of a pass, so what an earlier request of the pass has pushed out seems to be there.
     """
 
     def __init__(
@@ -177,6 +179,7 @@ class SchedulerHalf:
         self.lookups = DeviceLookups(counters, self._recorder)
         self._unavailable: set[str] = set()
         self.on_device: set[str] = set()
+        self.device: Container[str] | None = None
         # Rows that the request being scheduled has room for. Where vLLM asks once only, what
         # all requests asked for, as long as the item lives.
         self._rows_asked: dict[str, int] = {}
@@ -348,6 +351,10 @@ class SchedulerHalf:
             if key is not None and not self._disk.hangs and not self._index.maybe_contains(key):
                 self._plan.saves[identifier] = self._save_orders.again(feature)
 
+    def _is_held(self, identifier: str) -> bool:
+        """Whether the device holds it, as far as is known."""
+        return identifier in self.on_device and (self.device is None or identifier in self.device)
+
     def _look(self, feature: Any, needed_now: bool, now: float) -> State | None:
         """State of one item, noting the demand if nobody did; None is a miss of another kind."""
         identifier = feature.identifier
@@ -356,7 +363,7 @@ class SchedulerHalf:
         if item is None:
             # What the device holds needs no fetch. A feature without pixels is pinned all the
             # same: the device may evict it between this call and the next.
-            if identifier in self.on_device and not self._needs_embedding(feature):
+            if self._is_held(identifier) and not self._needs_embedding(feature):
                 return ABSENT
             return self._want(feature, rows, needed_now, now)
         # A request whose features disagree asks for the first of them first. A client's name may be
@@ -383,7 +390,7 @@ class SchedulerHalf:
         awaited = identifier in self._named or self._needs_embedding(feature)
         if item.failures and not came and not awaited:
             return FAILED  # asked for again and again by another request
-        if identifier in self.on_device and not self._needs_embedding(feature):
+        if self._is_held(identifier) and not self._needs_embedding(feature):
             return ABSENT  # another request had it encoded while this one waited
         out_of_reach = self._store.is_open and not self._local(item.key)
         if out_of_reach and not self._needs_embedding(feature):
@@ -393,7 +400,7 @@ class SchedulerHalf:
     def _look_at_failed(
         self, feature: Any, item: Item, rows: int, needed_now: bool, now: float
     ) -> State | None:
-        if feature.identifier in self.on_device and not self._needs_embedding(feature):
+        if self._is_held(feature.identifier) and not self._needs_embedding(feature):
             return ABSENT  # it was encoded, since it had failed
         came = not item.was_local and self._local(item.key)
         named = feature.identifier in self._named and item.was_absent

@@ -65,7 +65,23 @@ class _Manager(vllm_managers.EncoderCacheManager):  # type: ignore[misc]
         return manager
 
     def follow(self, owner: Owner | None) -> None:
-        """The engine's connector; None where there is none of ours."""
+        """Work with this connector of the engine; None where there is none of ours."""
+        if owner is not None:
+            owner.follow_device(self.cached)
+
+    def can_allocate(
+        self,
+        request: Any,
+        input_id: int,
+        encoder_compute_budget: int,
+        num_embeds_to_schedule: int,
+    ) -> bool:
+        """As vLLM's; what the request wants next is spared, see ``victims``."""
+        following = request.mm_features[input_id + 1 :]
+        self.freeable.spared = {feature.identifier for feature in following} if following else ()
+        return bool(
+            super().can_allocate(request, input_id, encoder_compute_budget, num_embeds_to_schedule)
+        )
 
 
 class LRUEncoderCacheManager(_Manager):
@@ -108,7 +124,8 @@ class TieredEncoderCacheManager(_Manager):
         self.freeable = LeastWorth(self._restore_s)
 
     def follow(self, owner: Owner | None) -> None:
-        """Ask this connector what bringing an embedding back takes, while it works."""
+        """As the base's; this connector is asked what bringing an embedding back takes."""
+        super().follow(owner)
         self._owner = owner
 
     def _restore_s(self, identifier: str, modality: str, rows: int) -> float:

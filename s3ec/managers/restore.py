@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a manager asks what it would take to have an embedding again.
+"""Where the connector of an engine and the manager of its encoder cache find each other.
 
-The connector knows: it holds in memory what lies on this node and in the bucket, and what fetches
-and encodes have taken. Manager and connector are made one after the other for the same
-``VllmConfig``, and neither is told of the other. So the connector leaves its name here.
+The connector knows what it would take to have an embedding again: it holds in memory what lies on
+this node and in the bucket, and what fetches and encodes have taken. The manager knows at each
+moment what the device holds. Both are made one after the other for the same ``VllmConfig``, and
+neither is told of the other. So the connector leaves its name here.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Container
 from typing import Protocol
 
 
@@ -31,6 +33,9 @@ class Owner(Protocol):
     @property
     def restore_costs(self) -> RestoreCosts | None:
         """None before the start and after the end."""
+
+    def follow_device(self, held: Container[str]) -> None:
+        """Take what the device holds at each moment, under vLLM's names; the manager's own dict."""
 
 
 # An owner keeps the configuration alive, so no other one can get its number meanwhile.

@@ -8,6 +8,10 @@ bookkeeping stays vLLM's.
 
 An entry is *held* (not in the queue), *freeable* (in it), or *gone* (it was the victim). An access
 is a hit or an allocation, so it happens only to what is held from then on.
+
+Room is made for one item of a request, and the request may want others next. Those are *spared*:
+they go only where nothing else is left. vLLM asks for the items of a request one after the other,
+so without that one of them would push out the next, which lies there and would be encoded again.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 RestoreSeconds = Callable[[str, str, int], float]
@@ -32,10 +36,14 @@ class LeastRecent(OrderedDict[str, int]):
     """The victim is what was accessed longest ago, also while requests still held it.
 
     To find it takes a look at each entry that is held and was accessed before it.
+
+    Attributes:
+        spared: What goes only where nothing else is left.
     """
 
     def __init__(self) -> None:
         super().__init__()
+        self.spared: Collection[str] = ()
         self._by_access: OrderedDict[str, None] = OrderedDict()  # all entries, held or not
 
     def hit(self, mm_hash: str) -> None:
@@ -49,11 +57,17 @@ class LeastRecent(OrderedDict[str, int]):
 
     def popitem(self, last: bool = True) -> tuple[str, int]:
         """The victim and its rows; ``last`` is vLLM's and always False."""
+        spared, found = self.spared, None
         for mm_hash in self._by_access:
             if mm_hash in self:
-                del self._by_access[mm_hash]
-                return mm_hash, self.pop(mm_hash)
-        raise KeyError("no entry is freeable")
+                if mm_hash not in spared:
+                    found = mm_hash
+                    break
+                found = found or mm_hash
+        if found is None:
+            raise KeyError("no entry is freeable")
+        del self._by_access[found]
+        return found, self.pop(found)
 
     def clear(self) -> None:
         """All entries are gone, those that are held too."""
@@ -182,6 +196,9 @@ class LeastWorth(OrderedDict[str, int]):
     is done when a victim is needed, so that a hit costs little. What an entry would cost changes
     with time: the disk evicts, an upload ends. So the least of the heap is asked about again before
     it goes, and with every other victim the one that was asked about longest ago.
+
+    Attributes:
+        spared: What goes only where nothing else is left.
     """
 
     # Of the entries: what the frequencies remember, and how soon the window takes a step.
@@ -197,6 +214,7 @@ class LeastWorth(OrderedDict[str, int]):
             restore_s: Asked for each entry that may go; memory only.
         """
         super().__init__()
+        self.spared: Collection[str] = ()
         self._restore_s = restore_s
         self._number = 0  # of the last access
         self._victims = 0  # so far
@@ -311,26 +329,42 @@ class LeastWorth(OrderedDict[str, int]):
         self._rank_old()
         if not self._victims % _LOOK_EVERY:
             self._look_again()
+        kept: list[tuple[float, int, str]] = []
+        victim = self._least_ranked(kept) or self._oldest_new(self.spared)
+        if victim is None:
+            victim = kept.pop(0)[2] if kept else self._oldest_new(())
+        for place in kept:
+            heapq.heappush(self._heap, place)
+        if victim is None:
+            raise KeyError("no entry is freeable")
+        del self._entries[victim]
+        return victim, self.pop(victim)
+
+    def _least_ranked(self, kept: list[tuple[float, int, str]]) -> str | None:
+        """The least of the heap; what is spared and comes before it is put aside in ``kept``."""
         while self._heap:
-            worth, number, mm_hash = heapq.heappop(self._heap)
+            place = heapq.heappop(self._heap)
+            worth, number, mm_hash = place
             entry = self._entries.get(mm_hash)
             if entry is None or entry.number != number or entry.worth != worth:
                 continue  # it was wanted since, or has another place
+            if mm_hash in self.spared:
+                kept.append(place)
+                continue
             if entry.asked != self._victims:
                 row_s = self._ask(mm_hash, entry)
                 if self._frequencies.of(mm_hash) * row_s > self._SAME * worth:
                     self._push(mm_hash, entry, row_s)
                     continue
-            return self._take(mm_hash)
-        while self._new:
-            number, mm_hash = self._new.popleft()
-            if self._is_new(number, mm_hash):
-                return self._take(mm_hash)
-        raise KeyError("no entry is freeable")
+            return mm_hash
+        return None
 
-    def _take(self, mm_hash: str) -> tuple[str, int]:
-        del self._entries[mm_hash]
-        return mm_hash, self.pop(mm_hash)
+    def _oldest_new(self, spared: Collection[str]) -> str | None:
+        """Of what is new the one that was released first."""
+        for number, mm_hash in self._new:
+            if mm_hash not in spared and self._is_new(number, mm_hash):
+                return mm_hash
+        return None
 
     @property
     def remembered(self) -> int:

@@ -13,7 +13,7 @@ import math
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -333,6 +333,9 @@ class S3EC(NoConnector):
     @property
     def restore_costs(self) -> S3EC:
         return self
+
+    def follow_device(self, held: Container[str]) -> None:
+        self.half.device = held
 
     def restore_s(self, identifier: str, modality: str, rows: int) -> float:
         seconds = self.half.restore_s(identifier, modality, rows)

@@ -107,6 +107,9 @@ class Below:
             return min(costs.bucket_s, costs.encode_s) * scale
         return costs.encode_s * scale
 
+    def follow_device(self, held: object) -> None:
+        """Of no use here."""
+
     def fetch(self, item: Item, outcome: Outcome) -> None:
         """The device lacks it: where it comes from, and the node keeps it as the one used last."""
         outcome.seconds += self.restore_s(item.identifier, item.modality, item.rows)

@@ -19,7 +19,7 @@ import heapq
 import math
 import random
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -208,6 +208,9 @@ class NoConnector:
     """
 
     restore_costs: RestoreCosts | None = None
+
+    def follow_device(self, held: Container[str]) -> None:
+        """What the device holds at each moment."""
 
     def ensure_cache_available(self, request: Request, num_computed_tokens: int) -> bool:
         return True

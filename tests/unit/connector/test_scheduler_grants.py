@@ -518,3 +518,18 @@ def test_a_new_process_prepares_what_is_urgent_first_and_what_nobody_wants_last(
     by_ticket = {order.ticket: (order.identifier, order.priority) for order in orders.prepare}
     assert (identifier_of("a"), Priority.DEMAND) in by_ticket.values()
     assert [by_ticket[ticket][0] for ticket in orders.demoted] == [identifier_of("b")]
+
+
+def test_what_an_earlier_request_of_the_pass_has_pushed_out_is_fetched(world: World) -> None:
+    """vLLM tells at the end of the pass. A manager of ours shows what is there at the moment."""
+    step, _ = world.load_one("a")
+    world.report(step)
+    world.clock.now_s += 100
+    world.step()
+    assert world.is_on_device("a")
+    device = {identifier_of("a")}
+    world.half.device = device
+    asker = request("r", feature("a"))
+    assert world.ask(asker)  # it is there
+    device.clear()
+    assert not world.ask(request("next", feature("a")))

@@ -51,7 +51,8 @@ class Trace:
         self.seconds = {picture: rnd.uniform(1e-4, 1.0) for picture in ROWS}
         if isinstance(self.manager, TieredEncoderCacheManager):
             costs = SimpleNamespace(restore_s=lambda picture, *_: self.seconds[picture])
-            self.manager.follow(SimpleNamespace(restore_costs=costs))
+            owner = SimpleNamespace(restore_costs=costs, follow_device=lambda held: None)
+            self.manager.follow(owner)
         self.popular = rnd.sample(sorted(ROWS), 6)
         self.requests: dict[str, Asked] = {}
         self.holders: dict[str, set[tuple[str, int]]] = defaultdict(set)
@@ -112,7 +113,8 @@ class Trace:
             if not manager.can_allocate(request, input_id, CACHE_ROWS - rows, rows):
                 self.stat["no room"] += 1
                 break
-            self.check_victims(freeable - set(manager.cached), freeable)
+            following = {one.identifier for one in request.mm_features[input_id + 1 :]}
+            self.check_victims(freeable - set(manager.cached), freeable, following)
             planned.add(picture)
             rows += ROWS[picture]
             inputs.append(input_id)
@@ -125,12 +127,21 @@ class Trace:
             self.note(request, input_id)
         self.tell_workers()
 
-    def check_victims(self, gone: set[str], freeable: set[str]) -> None:
+    def check_victims(self, gone: set[str], freeable: set[str], following: set[str]) -> None:
+        """Whether the right ones went; what the request wants next goes last of all."""
         self.stat["evicted"] += len(gone)
         assert not any(self.holders[picture] for picture in gone)
-        if isinstance(self.manager, LRUEncoderCacheManager) and gone:
-            youngest = max(self.accessed[picture] for picture in gone)
-            assert all(self.accessed[picture] > youngest for picture in freeable - gone)
+        stayed = freeable - gone
+        if type(self.manager) is EncoderCacheManager:
+            return
+        if gone & following:
+            assert stayed <= following
+        elif freeable & following and gone:
+            self.stat["spared"] += 1
+        if isinstance(self.manager, LRUEncoderCacheManager):
+            for those in (following, freeable - following):
+                youngest = max((self.accessed[one] for one in gone & those), default=0)
+                assert all(self.accessed[one] > youngest for one in stayed & those)
 
     def tell_workers(self) -> None:
         freed = self.manager.get_freed_mm_hashes()
@@ -197,3 +208,5 @@ def test_slots_add_up_and_nothing_held_goes_and_what_went_is_told_once(
     stat = Trace(manager, seed).run()
     assert stat["evicted"] > 50
     assert stat["no room"]
+    if manager is not EncoderCacheManager:
+        assert stat["spared"]

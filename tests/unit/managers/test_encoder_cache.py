@@ -87,6 +87,9 @@ def test_the_connector_of_the_same_engine_is_asked_while_it_works() -> None:
             restore_s=lambda name, *_: 0.001 if name == "on disk" else 1.0
         )
 
+        def follow_device(self, held: Any) -> None:
+            self.held = held
+
     config, connector = configuration(), Connector()
     restore.register(config, connector)
     manager = TieredEncoderCacheManager.create_manager(cache_size=64, vllm_config=config)

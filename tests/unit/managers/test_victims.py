@@ -219,3 +219,20 @@ def test_the_window_stays_where_a_change_says_nothing() -> None:
     for _ in range(50):
         window.climb(0.1)
     assert window.share == Window.START
+
+
+# -- what a request wants next ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spared", [{"a"}, {"a", "b"}])
+def test_what_is_wanted_next_goes_after_all_others(spared: set[str]) -> None:
+    recent = LeastRecent()
+    worth = LeastWorth(lambda *_: ENCODE_S)
+    for name in "abcd":
+        recent.allocated(name)
+        worth.allocated(name, "image", ROWS)
+        recent[name] = worth[name] = ROWS
+    recent.spared = worth.spared = spared
+    for queue in (recent, worth):
+        gone = [queue.popitem(last=False)[0] for _ in range(4)]
+        assert gone == [*sorted(set("abcd") - spared), *sorted(spared)]
