@@ -302,7 +302,7 @@ def _engine_of(vllm_config: Any, namespace: str) -> Engine:
     rows = getattr(vllm_config.scheduler_config, "encoder_cache_size", None)
     return Engine(
         namespace,
-        str(vllm_config.model_config.model),
+        str(getattr(vllm_config.model_config, "model", "")),
         str(vllm_config.ec_transfer_config.ec_role),
         rows if isinstance(rows, int) and rows >= 0 else None,
     )

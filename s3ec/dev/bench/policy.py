@@ -321,13 +321,21 @@ def _plot(figure: Figure, result: Result) -> None:
         style = "--" if policy == "optimum" else "-"
         left.plot(*zip(*points, strict=True), style, color=colour, marker="o", label=policy)
     left.set_xscale("log")
-    left.set_xlabel("rows of embeddings on the device")
+    shown = sorted(map(int, sizes))
+    left.set_xticks(shown, [f"{rows / 1000:.4g}" for rows in shown], fontsize=8, rotation=45)
+    left.minorticks_off()
+    left.set_xlabel("thousand rows of embeddings on the device")
     left.set_ylabel("hit ratio, with nothing behind the device")
     left.legend()
-    for place, (name, found) in enumerate(cases.items()):
+    for place, found in enumerate(cases.values()):
         for offset, policy in ((-0.2, "lru"), (0.2, "tiered")):
-            right.bar(place + offset, found[policy]["seconds"], 0.4, color=colours[policy])
-        cases[name] = found
+            label = policy if place == 0 else None
+            right.bar(
+                *(place + offset, found[policy]["seconds"], 0.4),
+                color=colours[policy],
+                label=label,
+            )
+    right.legend()
     right.set_xticks(range(len(cases)), [name.replace(" ", "\n") for name in cases], fontsize=8)
     right.set_ylabel("seconds of encoding and loading")
 
