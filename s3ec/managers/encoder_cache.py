@@ -100,13 +100,13 @@ class LRUEncoderCacheManager(_Manager):
         """As vLLM's; a hit is an access."""
         if not super().check_and_update_cache(request, input_id):
             return False
-        self.freeable.hit(request.mm_features[input_id].identifier)
+        self.freeable.accessed(request.mm_features[input_id].identifier)
         return True
 
     def allocate(self, request: Any, input_id: int) -> None:
         """As vLLM's; an allocation is an access."""
         super().allocate(request, input_id)
-        self.freeable.allocated(request.mm_features[input_id].identifier)
+        self.freeable.accessed(request.mm_features[input_id].identifier)
 
 
 class TieredEncoderCacheManager(_Manager):
@@ -130,9 +130,13 @@ class TieredEncoderCacheManager(_Manager):
 
     def _restore_s(self, identifier: str, modality: str, rows: int) -> float:
         costs = None if self._owner is None else self._owner.restore_costs
-        if costs is None:
-            return _UNKNOWN_ROW_S * rows
-        return costs.restore_s(identifier, modality, rows)
+        if costs is not None:
+            try:
+                return costs.restore_s(identifier, modality, rows)
+            except Exception:  # of ours, in vLLM's scheduler: it would end the engine
+                self._owner = None
+                log.exception("the connector is asked no more what embeddings cost")
+        return _UNKNOWN_ROW_S * rows
 
     def check_and_update_cache(self, request: Any, input_id: int) -> bool:
         """As vLLM's; a hit of a request that did not hold it is an access."""

@@ -12,6 +12,9 @@ is a hit or an allocation, so it happens only to what is held from then on.
 Room is made for one item of a request, and the request may want others next. Those are *spared*:
 they go only where nothing else is left. vLLM asks for the items of a request one after the other,
 so without that one of them would push out the next, which lies there and would be encoded again.
+
+An exception here would end the engine. So an entry that a queue was not told of, which vLLM 0.32
+never has, is kept like any other and goes when nothing else is left.
 """
 
 from __future__ import annotations
@@ -46,12 +49,8 @@ class LeastRecent(OrderedDict[str, int]):
         self.spared: Collection[str] = ()
         self._by_access: OrderedDict[str, None] = OrderedDict()  # all entries, held or not
 
-    def hit(self, mm_hash: str) -> None:
-        """A request wants what the device has."""
-        self._by_access.move_to_end(mm_hash)
-
-    def allocated(self, mm_hash: str) -> None:
-        """The device gets it: it is loaded or encoded."""
+    def accessed(self, mm_hash: str) -> None:
+        """A request wants what the device has, or the device gets it."""
         self._by_access[mm_hash] = None
         self._by_access.move_to_end(mm_hash)
 
@@ -65,7 +64,7 @@ class LeastRecent(OrderedDict[str, int]):
                     break
                 found = found or mm_hash
         if found is None:
-            raise KeyError("no entry is freeable")
+            return super().popitem(last=False)
         del self._by_access[found]
         return found, self.pop(found)
 
@@ -232,7 +231,9 @@ class LeastWorth(OrderedDict[str, int]):
 
     def hit(self, mm_hash: str) -> None:
         """A request that did not hold it before wants what the device has."""
-        self._accessed(mm_hash, self._entries[mm_hash])
+        entry = self._entries.get(mm_hash)
+        if entry is not None:
+            self._accessed(mm_hash, entry)
 
     def allocated(self, mm_hash: str, modality: str, rows: int) -> None:
         """The device gets it: it is loaded or encoded."""
@@ -264,8 +265,11 @@ class LeastWorth(OrderedDict[str, int]):
     def __setitem__(self, mm_hash: str, num_embeds: int) -> None:
         """The last holder has left."""
         OrderedDict.__setitem__(self, mm_hash, num_embeds)
+        entry = self._entries.get(mm_hash)
+        if entry is None:
+            return
         new = self._new
-        new.append((self._entries[mm_hash].number, mm_hash))
+        new.append((entry.number, mm_hash))
         if len(new) > self._most_new:
             self._new = new = deque(note for note in new if self._is_new(*note))
             self._most_new = _MOST_STALE * len(new) + _FEW
@@ -336,7 +340,7 @@ class LeastWorth(OrderedDict[str, int]):
         for place in kept:
             heapq.heappush(self._heap, place)
         if victim is None:
-            raise KeyError("no entry is freeable")
+            return super().popitem(last=False)
         del self._entries[victim]
         return victim, self.pop(victim)
 

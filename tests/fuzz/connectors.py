@@ -329,6 +329,7 @@ class S3EC(NoConnector):
         self._is_stopped = False
         self._passes = 0
         self._granted = ""  # what was granted last, and is not allocated yet
+        self._no_cost = ""  # what the manager was told of none
 
     @property
     def restore_costs(self) -> S3EC:
@@ -338,9 +339,13 @@ class S3EC(NoConnector):
         self.half.device = held
 
     def restore_s(self, identifier: str, modality: str, rows: int) -> float:
-        seconds = self.half.restore_s(identifier, modality, rows)
-        if not 0.0 <= seconds < math.inf:
-            raise BrokenPromiseError("no cost", f"{seconds} s")
+        # The manager contains what is raised here, so the audit tells of it.
+        seconds = math.nan
+        try:
+            seconds = self.half.restore_s(identifier, modality, rows)
+        finally:
+            if not 0.0 <= seconds < math.inf:
+                self._no_cost = f"{identifier[:12]}: {seconds} s"
         self.answers.append(("restore", seconds))
         return seconds
 
@@ -519,6 +524,8 @@ class S3EC(NoConnector):
             fetching=fetching,
             pins=self.prefetcher.live.keys() - arrived,
         )
+        if self._no_cost:
+            raise BrokenPromiseError("no cost", self._no_cost)
         if complaints:
             raise BrokenPromiseError("the half's audit complains", "; ".join(complaints[:5]))
 

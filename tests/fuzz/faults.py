@@ -63,6 +63,13 @@ class Miscounts(SchedulerHalf):
         self.lookups.allocated = lambda *_: None  # type: ignore[method-assign]
 
 
+class KnowsNoCost(SchedulerHalf):
+    """Cannot say what it takes to have an embedding again."""
+
+    def restore_s(self, identifier: str, modality: str, rows: int) -> float:
+        raise KeyError(identifier)
+
+
 class SeesNoChange(SchedulerHalf):
     """Keeps its answers though an item has changed."""
 
@@ -209,11 +216,23 @@ class ForgetsFetches(S3EC):
         self.prefetcher.submit = some  # type: ignore[method-assign, assignment]
 
 
+def tiered(options: Options, habits: Habits) -> tuple[Options, Habits]:
+    """As crowded, with the manager that asks what embeddings cost."""
+    options, habits = crowded(options, habits)
+    return dataclasses.replace(options, manager="tiered"), habits
+
+
 def crowded(options: Options, habits: Habits) -> tuple[Options, Habits]:
     """Small caches, and two sizes of many pictures: where old tensors are in the way."""
     return (
         dataclasses.replace(
-            options, cache_rows=72, role="both", v2=False, depth=2, defer_timeout_s=2.0
+            options,
+            cache_rows=72,
+            role="both",
+            v2=False,
+            depth=2,
+            defer_timeout_s=2.0,
+            manager="fifo",
         ),
         dataclasses.replace(habits, two_sizes=0.4, pictures=5, requests=40, stored=1.0),
     )
@@ -245,6 +264,7 @@ FAULTS = {
     "remembers the dead": (of_half(RemembersTheDead), "the half's audit complains", crowded),
     "never lets go": (of_half(NeverLetsGo), "a request waits for ever", crowded),
     "miscounts": (of_half(Miscounts), "lookups are counted wrong", crowded),
+    "knows no cost": (of_half(KnowsNoCost), "no cost", tiered),
     "sees no change": (
         of_half(SeesNoChange),
         "a kept answer is not what a look gives",

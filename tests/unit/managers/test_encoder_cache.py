@@ -103,6 +103,22 @@ def test_the_connector_of_the_same_engine_is_asked_while_it_works() -> None:
     assert not {"nowhere", "elsewhere"} & set(manager.cached)
 
 
+def test_a_fault_of_the_connector_does_not_reach_vllm(caplog: pytest.LogCaptureFixture) -> None:
+    class Connector:
+        restore_costs: Any = SimpleNamespace()  # has no restore_s
+
+        def follow_device(self, held: Any) -> None:
+            pass
+
+    config, connector = configuration(), Connector()
+    restore.register(config, connector)
+    manager = TieredEncoderCacheManager.create_manager(cache_size=64, vllm_config=config)
+    for name in "abcdef":
+        ask(manager, name)
+    assert len(manager.cached) == 4
+    assert caplog.text.count("asked no more what embeddings cost") == 1
+
+
 def test_without_a_connector_it_works_alone() -> None:
     manager = TieredEncoderCacheManager.create_manager(cache_size=64, vllm_config=configuration())
     for name in "aabbccde":

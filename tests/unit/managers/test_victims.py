@@ -45,11 +45,11 @@ class Cache:
 def test_an_access_while_others_hold_an_entry_counts() -> None:
     queue = LeastRecent()
     for name in "ab":
-        queue.allocated(name)
+        queue.accessed(name)
     queue["a"] = ROWS  # released first,
-    queue.hit("b")
+    queue.accessed("b")
     queue.pop("a")
-    queue.hit("a")  # and wanted again while b is still held
+    queue.accessed("a")  # and wanted again while b is still held
     queue["a"] = ROWS
     queue["b"] = ROWS
     assert queue.popitem(last=False) == ("b", ROWS)
@@ -139,7 +139,7 @@ def test_a_scan_leaves_what_is_asked_for_again_and_again() -> None:
     assert sum(name in cache.names for name in hot) == len(hot)
     # With the order of the last access nothing of it would be left.
     for name in [*hot, *(f"scanned-{number}" for number in range(100))]:
-        plain.allocated(name)
+        plain.accessed(name)
         plain[name] = ROWS
     assert {plain.popitem(last=False)[0] for _ in hot} == set(hot)
 
@@ -229,10 +229,27 @@ def test_what_is_wanted_next_goes_after_all_others(spared: set[str]) -> None:
     recent = LeastRecent()
     worth = LeastWorth(lambda *_: ENCODE_S)
     for name in "abcd":
-        recent.allocated(name)
+        recent.accessed(name)
         worth.allocated(name, "image", ROWS)
         recent[name] = worth[name] = ROWS
     recent.spared = worth.spared = spared
     for queue in (recent, worth):
         gone = [queue.popitem(last=False)[0] for _ in range(4)]
         assert gone == [*sorted(set("abcd") - spared), *sorted(spared)]
+
+
+# -- what no vLLM does today -----------------------------------------------------------------------
+
+
+def test_entries_that_a_queue_was_not_told_of_go_last_and_break_nothing() -> None:
+    recent, worth = LeastRecent(), LeastWorth(lambda *_: ENCODE_S)
+    for queue in (recent, worth):
+        queue["unknown"] = ROWS
+    recent.accessed("known")
+    worth.allocated("known", "image", ROWS)
+    worth.hit("unknown")
+    for queue in (recent, worth):
+        queue["known"] = ROWS
+        assert [queue.popitem(last=False)[0] for _ in range(2)] == ["known", "unknown"]
+        with pytest.raises(KeyError):
+            queue.popitem(last=False)
