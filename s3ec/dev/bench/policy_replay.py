@@ -14,7 +14,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 
@@ -163,16 +163,6 @@ _CLASSES: dict[str, type[Any]] = {
 }
 
 
-class _Manager(Protocol):
-    """What the replay calls."""
-
-    def check_and_update_cache(self, request: Any, input_id: int) -> bool: ...
-    def can_allocate(self, request: Any, input_id: int, budget: int, planned: int) -> bool: ...
-    def allocate(self, request: Any, input_id: int) -> None: ...
-    def free(self, request: Any) -> None: ...
-    def get_freed_mm_hashes(self) -> list[str]: ...
-
-
 @dataclass(slots=True)
 class _Request:
     """A request as a manager sees it."""
@@ -230,30 +220,30 @@ class Replay:
         """Ask for all of it, one request after the other."""
         below = Below(self.node_rows, self.costs)
         manager = make_manager(policy, self.cache_rows, below)
-        calls = _Timed(manager)
+        call = _Timed(manager)
         outcome = Outcome()
         lasts = random.Random(self.seed)
         alive: list[tuple[int, int, _Request]] = []  # by their ends
         next_use = manager.freeable.next_use if policy == OPTIMUM else None
         for number, items in enumerate(self.requests):
             while alive and alive[0][0] <= number:
-                calls.free(heapq.heappop(alive)[2])
+                call("free", heapq.heappop(alive)[2])
             request = _Request(str(number), items)
             for input_id, item in enumerate(items):
                 if next_use is not None:
                     next_use[item.identifier] = self._uses(number)[input_id]
-                if calls.check_and_update_cache(request, input_id):
+                if call("check_and_update_cache", request, input_id):
                     outcome.device += 1
                     continue
-                while not calls.can_allocate(request, input_id, self.cache_rows, 0):
+                while not call("can_allocate", request, input_id, self.cache_rows, 0):
                     # As vLLM: the request goes on once others, or its own first items, are done.
-                    calls.free(heapq.heappop(alive)[2] if alive else request)
+                    call("free", heapq.heappop(alive)[2] if alive else request)
                 below.fetch(item, outcome)
-                calls.allocate(request, input_id)
-            calls.get_freed_mm_hashes()
+                call("allocate", request, input_id)
+            call("get_freed_mm_hashes")
             ends = number + 1 + int(lasts.expovariate(1 / self.at_once)) if self.at_once else 0
             heapq.heappush(alive, (ends, number, request))
-        outcome.calls, outcome.manager_ns = calls.count, calls.spent_ns()
+        outcome.calls, outcome.manager_ns = call.count, call.spent_ns()
         return outcome
 
     def _uses(self, number: int) -> list[int]:
@@ -271,7 +261,7 @@ class Replay:
 class _Timed:
     """Hands calls to a manager, and adds up what they take."""
 
-    def __init__(self, manager: _Manager) -> None:
+    def __init__(self, manager: Any) -> None:
         self._manager = manager
         self._ns = 0
         self.count = 0
@@ -285,35 +275,11 @@ class _Timed:
             empty += clock() - began
         return max(0.0, self._ns - self.count * empty / 20_000)
 
-    def check_and_update_cache(self, request: Any, input_id: int) -> bool:
+    def __call__(self, method: str, *args: Any) -> Any:
+        """Call one of the manager's methods."""
+        call = getattr(self._manager, method)
         began = time.perf_counter_ns()
-        answer = self._manager.check_and_update_cache(request, input_id)
-        self._ns += time.perf_counter_ns() - began
-        self.count += 1
-        return answer
-
-    def can_allocate(self, request: Any, input_id: int, budget: int, planned: int) -> bool:
-        began = time.perf_counter_ns()
-        answer = self._manager.can_allocate(request, input_id, budget, planned)
-        self._ns += time.perf_counter_ns() - began
-        self.count += 1
-        return answer
-
-    def allocate(self, request: Any, input_id: int) -> None:
-        began = time.perf_counter_ns()
-        self._manager.allocate(request, input_id)
-        self._ns += time.perf_counter_ns() - began
-        self.count += 1
-
-    def free(self, request: Any) -> None:
-        began = time.perf_counter_ns()
-        self._manager.free(request)
-        self._ns += time.perf_counter_ns() - began
-        self.count += 1
-
-    def get_freed_mm_hashes(self) -> list[str]:
-        began = time.perf_counter_ns()
-        answer = self._manager.get_freed_mm_hashes()
+        answer = call(*args)
         self._ns += time.perf_counter_ns() - began
         self.count += 1
         return answer
