@@ -77,8 +77,12 @@ class _Manager(vllm_managers.EncoderCacheManager):  # type: ignore[misc]
         num_embeds_to_schedule: int,
     ) -> bool:
         """As vLLM's; what the request wants next is spared, see ``victims``."""
-        following = request.mm_features[input_id + 1 :]
-        self.freeable.spared = {feature.identifier for feature in following} if following else ()
+        features, spared = request.mm_features, set()
+        if input_id + 1 < len(features):
+            rows = num_embeds_to_schedule + request.get_num_encoder_embeds(input_id)
+            if rows > self.num_free_slots:  # else nothing has to go
+                spared = {feature.identifier for feature in features[input_id + 1 :]}
+        self.freeable.spared = spared
         return bool(
             super().can_allocate(request, input_id, encoder_compute_budget, num_embeds_to_schedule)
         )

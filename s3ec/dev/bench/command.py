@@ -243,7 +243,12 @@ def _policy(
     ] = None,
     workload: Annotated[
         str | None,
-        typer.Option("--workload", metavar="NAME", help="One of `s3ec bench rag`'s workloads."),
+        typer.Option(
+            "--workload",
+            metavar="NAME",
+            parser=rag_options.one_of("workload", rag_options.workload_names),
+            help="One of `s3ec bench rag`'s workloads.",
+        ),
     ] = None,
     cache_rows: Annotated[
         Any,
@@ -286,10 +291,6 @@ def _policy(
     if not chosen and cache_rows is None:
         _one("policy", json_file, plot, quick, **costs)
         return
-    from s3ec.dev.bench.workloads import NAMES
-
-    if workload is not None and workload not in NAMES:
-        raise ConfigError(f"--workload: {workload!r} is not one of {', '.join(NAMES)}")
     _one(
         *("policy_replay", json_file, plot, quick),
         trace=trace,

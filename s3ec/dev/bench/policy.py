@@ -40,15 +40,14 @@ _ROUNDS = 5
 ENCODE_MS, NODE_MS, BUCKET_MS = 120.0, 3.0, 60.0
 
 
-def _specs(bench: str, *, reach: bool) -> tuple[Spec, ...]:
-    reaches = {_FIFO: "<= 1.005", _SECONDS: "<= 0.8", _CALL: "<= 5", _RATIO: "<= 2"}
-    names = (_FIFO, _BELADY, _SECONDS, _CALL, _RATIO) if reach else (_FIFO, _BELADY, _SECONDS)
-    return tuple(
-        Spec(f"{bench}.{name}", "us" if name == _CALL else "ratio", reaches.get(name))
-        if reach
-        else Spec(f"{bench}.{name}", "ratio")
-        for name in names
-    )
+_ROWS = (
+    Spec(f"policy.{_FIFO}", "ratio", "<= 1.005"),
+    Spec(f"policy.{_BELADY}", "ratio"),
+    Spec(f"policy.{_SECONDS}", "ratio", "<= 0.8"),
+    Spec(f"policy.{_CALL}", "us", "<= 5"),
+    Spec(f"policy.{_RATIO}", "ratio", "<= 2"),
+)
+_REPLAY_ROWS = tuple(Spec(f"policy_replay.{name}", "ratio") for name in (_FIFO, _BELADY, _SECONDS))
 
 
 def _costs(encode_ms: float, node_ms: float, bucket_ms: float | None) -> Costs:
@@ -135,7 +134,7 @@ def run_replay(
         CannotMeasureError: There is no vLLM of 0.32 or newer, or nothing was asked.
     """
     replay = _module()
-    requests, at_once = _requests(trace, zipf, workload, factor, seed)
+    requests = _requests(trace, zipf, workload, factor, seed)
     if not requests:
         raise CannotMeasureError("nothing was asked")
     whole = replay.distinct_rows(requests)
@@ -152,7 +151,6 @@ def run_replay(
         cache_rows=sizes[0] if cache_rows else max(largest, round(_CACHE * whole)),
         node_rows=max(largest, round(_NODE * whole)),
         costs=_costs(encode_ms, node_ms, None),
-        at_once=at_once,
         seed=seed,
     )
     _report_encodes(context, "policy_replay", one, sizes=sizes)
@@ -176,18 +174,18 @@ def _requests(
     workload: str | None,
     factor: float,
     seed: int,
-) -> tuple[list[list[Item]], int]:
-    """Items by request, and how many requests are under way at a time."""
+) -> list[list[Item]]:
+    """Items by request."""
     from s3ec.dev.bench import workloads
     from s3ec.dev.bench.policy_replay import Item, zipf_requests
 
     if trace is not None:
-        return traced(trace), 8
+        return traced(trace)
     if zipf is not None:
         exponent, items = zipf
-        return zipf_requests(exponent, items, 20 * items, seed=seed, scan=True), 8
+        return zipf_requests(exponent, items, 20 * items, seed=seed, scan=True)
     made = workloads.make(workload or "scan", factor=factor, seed=seed)
-    return [[Item(name, 256) for name in ask.images] for ask in made.requests], 8
+    return [[Item(name, 256) for name in ask.images] for ask in made.requests]
 
 
 def traced(path: Path) -> list[list[Item]]:
@@ -340,5 +338,5 @@ def _plot(figure: Figure, result: Result) -> None:
     right.set_ylabel("seconds of encoding and loading")
 
 
-BENCH = Bench(_specs("policy", reach=True), run, _plot)
-REPLAY = Bench(_specs("policy_replay", reach=False), run_replay, _plot)
+BENCH = Bench(_ROWS, run, _plot)
+REPLAY = Bench(_REPLAY_ROWS, run_replay, _plot)

@@ -207,7 +207,7 @@ class Replay:
     costs: Costs
     at_once: int = 8
     seed: int = 0
-    _next_uses: list[list[int]] = field(default_factory=list)
+    _next_uses: list[list[int]] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         largest = max((item.rows for items in self.requests for item in items), default=0)

@@ -34,7 +34,7 @@ def _configs(text: str) -> tuple[int, ...]:
     return found
 
 
-def _one_of(what: str, choices: Callable[[], Sequence[str]]) -> Callable[[str], str]:
+def one_of(what: str, choices: Callable[[], Sequence[str]]) -> Callable[[str], str]:
     """A parser that takes one of some names, which are imported when they are needed."""
 
     def parse(text: str) -> str:
@@ -46,7 +46,7 @@ def _one_of(what: str, choices: Callable[[], Sequence[str]]) -> Callable[[str], 
     return parse
 
 
-def _workload_names() -> Sequence[str]:
+def workload_names() -> Sequence[str]:
     from s3ec.dev.bench.workloads import NAMES
 
     return NAMES
@@ -69,7 +69,7 @@ Workload = Annotated[
     typer.Option(
         "--workload",
         metavar="NAME",
-        parser=_one_of("workload", _workload_names),
+        parser=one_of("workload", workload_names),
         help="questions, decks, zipf, scan or pool: docs/benchmarks.md says what they are.",
     ),
 ]
@@ -95,7 +95,7 @@ Form = Annotated[
     typer.Option(
         "--format",
         metavar="NAME",
-        parser=_one_of("format", _forms),
+        parser=one_of("format", _forms),
         help="Of that file: dynamo or inference-perf.",
     ),
 ]
@@ -126,7 +126,7 @@ Loop = Annotated[
     typer.Option(
         "--loop",
         metavar="open|closed",
-        parser=_one_of("loop", lambda: ("open", "closed")),
+        parser=one_of("loop", lambda: ("open", "closed")),
         help="closed: clients with one request at a time. open: at random times.",
     ),
 ]
@@ -153,7 +153,7 @@ Size = Annotated[
     typer.Option(
         "--object-mb",
         metavar="MB",
-        parser=_one_of("size", _sizes),
+        parser=one_of("size", _sizes),
         help="Of an embedding: 2.75 (a real encoder), 8.8, 30 or 67 (encoders that sleep).",
     ),
 ]
@@ -162,7 +162,7 @@ Device = Annotated[
     typer.Option(
         "--device",
         metavar="cpu|cuda",
-        parser=_one_of("device", lambda: ("cpu", "cuda")),
+        parser=one_of("device", lambda: ("cpu", "cuda")),
         help="Where the engines run.",
     ),
 ]
