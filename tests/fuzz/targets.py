@@ -33,7 +33,7 @@ from s3ec.identity import (
 from s3ec.index.bloom import Bloom, expected_fpr
 from s3ec.index.manifest import parse_head
 from s3ec.index.segment import Segment, parse_segment
-from s3ec.middleware import BodyError, rewrite
+from s3ec.middleware.client_ids import BodyError, rewrite
 from s3ec.modality import parse_record
 from s3ec.safetensors_file import seal
 from s3ec.settings import check_endpoint, check_prefix, parse_url

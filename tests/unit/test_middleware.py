@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from s3ec.errors import ConfigError
-from s3ec.middleware import (
+from s3ec.middleware.client_ids import (
     LIMIT_VARIABLE,
     BodyError,
     Message,

@@ -16,7 +16,7 @@ import typer
 from s3ec.cli.options import JsonOption
 from s3ec.cli.output import EXIT_WRONG, App, Command, console, epilog, print_json
 from s3ec.dev.bench import rag_options
-from s3ec.dev.bench.registry import DATA, ENTRIES, together
+from s3ec.dev.bench.registry import CORPUS, DATA, ENTRIES, together
 from s3ec.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -437,6 +437,7 @@ def _group(label: str, names: Sequence[str], what: str) -> Callable[..., None]:
 
 for _name, _names, _what in (
     ("data", DATA, "all benchmarks of the data path"),
+    ("corpus", CORPUS, "all benchmarks of jobs over a corpus"),
     ("all", together(), "all benchmarks"),
 ):
     app.command(

@@ -158,6 +158,8 @@ DATA = (
     *("fetch", "fetch80", "fetch_8kb", "fetch_30mb", "fetch_30mb_far"),
     *("interference", "load", "save", "node"),
 )
+# `s3ec bench corpus`: jobs over a corpus, and requests without pixels.
+CORPUS: tuple[str, ...] = ()
 _FAR = re.compile(r"fetch([1-9][0-9]{0,3})")
 
 

@@ -113,7 +113,7 @@ def test_a_large_entry_comes_by_ranges_and_is_the_same(
     cli: Cli, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As if 512 bytes were large."""
-    monkeypatch.setattr("s3ec.corpus.PART_BYTES", 100)
+    monkeypatch.setattr("s3ec.corpus.entries.PART_BYTES", 100)
     monkeypatch.setattr("s3ec.store.base.PART_BYTES", 100)
     told = []
     monkeypatch.setattr("s3ec.cli.output.Lines.__call__", lambda _, *what: told.append(what))

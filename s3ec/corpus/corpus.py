@@ -3,7 +3,7 @@
 
 ``s3ec.Corpus`` is the public class, and the command line uses it too. It is synchronous. What it
 does runs on an asyncio loop of its own in one thread, so it also works in a notebook, where a loop
-runs already, and several threads may share one. The coroutines below the class do the work.
+runs already, and several threads may share one. The coroutines beside this module do the work.
 
 It needs neither vLLM nor torch: only the call that makes a tensor imports torch.
 """
@@ -13,11 +13,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import re
 import threading
 from collections.abc import (
     AsyncGenerator,
-    AsyncIterator,
     Awaitable,
     Callable,
     Coroutine,
@@ -27,18 +25,23 @@ from collections.abc import (
     Sequence,
 )
 from concurrent.futures import CancelledError, Future
-from contextlib import aclosing, contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import PurePosixPath
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from s3ec import codec
+from s3ec.corpus.entries import (
+    HASHED_ADAPTER,
+    CorpusEntry,
+    Embedding,
+    find_entry,
+    read_entry,
+    read_header,
+    scan,
+)
 from s3ec.counters import Counters, Report, unreported
 from s3ec.errors import (
-    AmbiguousError,
     ConfigError,
-    CorruptEntryError,
     S3ECError,
     UnavailableError,
 )
@@ -48,8 +51,6 @@ from s3ec.identity import (
     Layout,
     digest_of_name,
     entry_name,
-    is_content_hash,
-    key_of_header,
     make_key,
 )
 from s3ec.namespaces import (
@@ -62,24 +63,16 @@ from s3ec.namespaces import (
 )
 from s3ec.runtime import LoopThread
 from s3ec.store.base import (
-    PART_BYTES,
-    Blob,
     ObjectInfo,
     Store,
-    VanishedError,
-    get_in_parts,
 )
-from s3ec.store.concurrency import REQUESTS_AT_A_TIME, in_parallel
+from s3ec.store.concurrency import in_parallel
 from s3ec.store.open import open_store, require_conditional_put, with_conditional_put
 from s3ec.store.retry import RetryStore
 from s3ec.store.unreachable import in_plain_words
 from s3ec.tenant import Tenant
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-    import torch
-
     from s3ec.index.rebuild import Verified
     from s3ec.settings import Settings
 
@@ -89,135 +82,7 @@ log = logging.getLogger(__name__)
 NAMESPACE_VARIABLE = "S3EC_NAMESPACE"
 # Of each request: work of thousands of requests should not end with the first that fails.
 ATTEMPTS = 5
-# The folder of an adapter whose name does not make one, or may not be read.
-_HASHED_ADAPTER = re.compile(r"[tx]-[0-9a-f]{64}")
-# 8 hex digits tell four thousand million images apart, and name the fan-out folder.
-_HASH_PREFIX = re.compile(
-    r"(?:(?P<lora>[a-z0-9-]+):)?(?P<mark>[tx]-)?(?P<hex>[0-9a-f]{8,64})(?P<revision>\.r1)?"
-)
-# The first digits of a hash name a folder of the bucket.
-_HASH_BEGIN = re.compile(r"(?:[tx]-)?([0-9a-f]{2})[0-9a-f]*")
-_FAN_OUT = re.compile(r"[0-9a-f]{2}/")
-_SHOWN_MATCHES = 5
-_PARTS_AT_A_TIME = 4
 _CLOSE_S = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class CorpusEntry:
-    """One stored embedding.
-
-    Attributes:
-        namespace: Where it lies.
-        name: Of its object, below ``objects/``.
-        nbytes: Size of the object.
-        modified_s: Last change, seconds since the epoch; 0 where the store does not say.
-        header: What the entry says of itself: modality, shape (rows, width), dtype, checksum and
-            placeholder. None where it was only listed.
-    """
-
-    namespace: str
-    name: str
-    nbytes: int
-    modified_s: float
-    header: codec.Header | None = None
-
-    @property
-    def object_name(self) -> str:
-        """Name of the object, relative to the corpus's prefix."""
-        return f"{Layout(self.namespace).objects}{self.name}"
-
-    @property
-    def label(self) -> str:
-        """Its short name, which ``stat`` and ``get`` take too: the content hash, or ``x-`` or
-        ``t-`` and a digest. ``.r1`` behind it is the first revision.
-        """
-        path = PurePosixPath(self.name)
-        stem = path.name.removesuffix(OBJECT_SUFFIX)
-        return f"{path.parts[0]}:{stem}" if len(path.parts) == 3 else stem
-
-    @property
-    def plain_name(self) -> str:
-        """The name without its revision."""
-        return _name_and_revision(self)[0]
-
-    @property
-    def digest(self) -> str:
-        """Its key in the index, 32 hex digits."""
-        return digest_of_name(self.plain_name).hex()
-
-    @property
-    def identifier(self) -> str | None:
-        """vLLM's name for it; None where only a digest of that is known.
-
-        A content hash is in the object's name; what a client chose is in the header only. Under a
-        ``tenant_key`` it is nowhere.
-        """
-        if self.header is not None:
-            key = key_of_header(self.header.identifier, digest_of_name(self.plain_name))
-            return key.identifier or None if key else None
-        plain = replace(self, name=self.plain_name).label
-        adapter = plain.rpartition(":")[0]
-        return plain if is_content_hash(plain) and not _HASHED_ADAPTER.fullmatch(adapter) else None
-
-    def age_s(self, now_s: float) -> float | None:
-        """Seconds since the last change, None where the store does not say."""
-        return now_s - self.modified_s if self.modified_s else None
-
-
-@dataclass(frozen=True, slots=True)
-class Embedding:
-    """One embedding with its bytes, every one of them checked.
-
-    Attributes:
-        entry: What it is.
-        header: What it says of itself, the same as that of the entry.
-        file: The whole entry as it is stored, a safetensors file; read-only.
-    """
-
-    entry: CorpusEntry
-    header: codec.Header
-    file: memoryview
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(rows, width): one row for each placeholder token."""
-        return self.header.shape.rows, self.header.shape.width
-
-    @property
-    def dtype(self) -> str:
-        """torch's name of the type: ``bfloat16``, ``float16`` or ``float32``."""
-        return self.header.shape.dtype
-
-    @property
-    def data(self) -> memoryview:
-        """The values as bytes: row-major, little-endian, read-only, not copied."""
-        return self.file[self.header.data_start :]
-
-    def to_numpy(self) -> npt.NDArray[np.floating[Any]]:
-        """The values as an array of shape (rows, width).
-
-        numpy has no bfloat16. Such an embedding becomes float32, which holds each of its values
-        exactly: a copy, of twice the bytes. Other types are a read-only view, without a copy.
-        """
-        import numpy as np
-
-        if self.dtype != "bfloat16":
-            kind = "<f2" if self.dtype == "float16" else "<f4"
-            return np.frombuffer(self.data, kind).reshape(self.shape)
-        # The upper half of a float32 is the same number in bfloat16.
-        upper = np.frombuffer(self.data, "<u2").astype("<u4")
-        return (upper << 16).view("<f4").reshape(self.shape)
-
-    def to_torch(self) -> torch.Tensor:
-        """The values as a tensor of shape (rows, width) and the stored dtype, on the CPU.
-
-        A copy: the tensor owns its memory and may be written to. Needs torch.
-        """
-        import torch
-
-        values = torch.frombuffer(bytearray(self.data), dtype=getattr(torch, self.dtype))
-        return values.view(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -428,7 +293,7 @@ class Corpus:
             AmbiguousError: Several entries begin so; the message lists some.
         """
         name = self.choose(namespace, model=model)
-        return self.run(lambda store: _find(store, name, identifier, self.tenant))
+        return self.run(lambda store: find_entry(store, name, identifier, self.tenant))
 
     def stat(
         self,
@@ -456,7 +321,7 @@ class Corpus:
         entry = self._entry(identifier, namespace, model)
         if entry is None:
             return None
-        return self.run(lambda store: _read_header(store, entry))
+        return self.run(lambda store: read_header(store, entry))
 
     def get(
         self,
@@ -484,7 +349,7 @@ class Corpus:
         entry = self._entry(identifier, namespace, model)
         if entry is None:
             return None
-        return self.run(lambda store: _read(store, entry, report))
+        return self.run(lambda store: read_entry(store, entry, report))
 
     def list(
         self,
@@ -686,7 +551,7 @@ class Corpus:
 
     def adapter_folder(self, adapter: str) -> str | None:
         """The folder of an adapter, by its name or as a label spells it; None where it has none."""
-        if _HASHED_ADAPTER.fullmatch(adapter):
+        if HASHED_ADAPTER.fullmatch(adapter):
             return adapter
         key = make_key(f"{adapter}:{'0' * 64}", self.tenant)
         return key.name.partition("/")[0] if key else None
@@ -776,207 +641,3 @@ def _never_stored(identifier: str, argument: str) -> ConfigError:
 
 
 # -- entries -----------------------------------------------------------------------------------
-
-
-async def scan(
-    store: Store,
-    namespace: str,
-    *,
-    starts_with: str = "",
-    adapter: str | None = None,
-    width: int = REQUESTS_AT_A_TIME,
-) -> AsyncGenerator[Sequence[CorpusEntry], None]:
-    """The entries of a namespace, some at a time, in no order. To be closed.
-
-    Args:
-        starts_with: Only those whose label begins so.
-        adapter: Only those in the folder of this adapter.
-        width: Folders that are listed at a time. Each waits until what it found is taken.
-    """
-    from s3ec.index.listing import list_side_by_side
-
-    layout = Layout(namespace)
-    above, narrow = _place(starts_with, adapter)
-    listing = list_side_by_side(
-        store,
-        None if narrow else layout.objects + above,
-        lambda: _prefixes(store, layout, starts_with, above, narrow),
-        width=width,
-    )
-    async with aclosing(listing) as batches:
-        async for infos in batches:
-            found = [
-                entry
-                for entry in _entries(layout, infos)
-                if _is_wanted(entry, starts_with, adapter)
-            ]
-            if found:
-                yield found
-
-
-def _is_wanted(entry: CorpusEntry, begin: str, adapter: str | None) -> bool:
-    if not begin and adapter is None:  # a label takes 3 us
-        return True
-    label = entry.label
-    return label.startswith(begin) and adapter in (None, label.rpartition(":")[0])
-
-
-def _place(begin: str, adapter: str | None) -> tuple[str, str | None]:
-    """Find the folder below ``objects/`` that holds all labels that begin so.
-
-    Returns:
-        The adapter's folder, empty for all; and the beginning of the names of objects, None where
-        the label's beginning does not tell it.
-    """
-    if adapter is None and ":" in begin:
-        adapter = begin.partition(":")[0]
-    above = "" if adapter is None else f"{adapter}/"
-    match = _HASH_BEGIN.fullmatch(begin if adapter is None else begin.removeprefix(f"{adapter}:"))
-    return above, match and f"{above}{match[1]}/{match[0]}"
-
-
-async def _prefixes(
-    store: Store, layout: Layout, begin: str, above: str, narrow: str | None
-) -> list[str]:
-    """Beginnings of objects' names that hold all that is wanted, to list side by side."""
-    if narrow and above:
-        return [layout.objects + narrow]
-    prefix = layout.objects + above
-    below = await store.list_folders(prefix)
-    if narrow:
-        # What looks like a hash may be the beginning of an adapter's name.
-        below = [narrow, *(f for f in below if f.startswith(begin) and not _FAN_OUT.fullmatch(f))]
-    return [prefix + folder for folder in below]
-
-
-async def _listed(store: Store, namespace: str, folder: str) -> AsyncIterator[CorpusEntry]:
-    """All entries below a folder of ``objects/``."""
-    layout = Layout(namespace)
-    async for info in store.list(layout.objects + folder):
-        for entry in _entries(layout, [info]):
-            yield entry
-
-
-def _entries(layout: Layout, infos: Iterable[ObjectInfo]) -> Iterator[CorpusEntry]:
-    """Those of listed objects that are entries; foreign objects are left out."""
-    for info in infos:
-        name = info.name.removeprefix(layout.objects)
-        if entry_name(name) is not None:
-            yield CorpusEntry(layout.namespace, name, info.nbytes, info.modified_s)
-
-
-def is_hash_prefix(text: str) -> bool:
-    """Whether this may be the beginning of a content hash or of a label."""
-    return _HASH_PREFIX.fullmatch(text) is not None
-
-
-async def _find(
-    store: Store, namespace: str, wanted: str, tenant: Tenant | None
-) -> CorpusEntry | None:
-    key = make_key(wanted, tenant)
-    if key is not None:
-        stem = key.name.removesuffix(OBJECT_SUFFIX)
-        found = [each async for each in _listed(store, namespace, f"{stem}.")]
-        if found:
-            return max(found, key=_name_and_revision)
-    shape = _HASH_PREFIX.fullmatch(wanted)
-    return None if shape is None else await _find_by_prefix(store, namespace, wanted, shape)
-
-
-async def _find_by_prefix(
-    store: Store, namespace: str, wanted: str, shape: re.Match[str]
-) -> CorpusEntry | None:
-    lora = f"{shape['lora']}/" if shape["lora"] else ""
-    stem = f"{shape['mark'] or ''}{shape['hex']}{shape['revision'] or ''}"
-    last: dict[str, CorpusEntry] = {}
-    async for entry in _listed(store, namespace, f"{lora}{shape['hex'][:2]}/{stem}"):
-        name = entry.plain_name
-        last[name] = max(last.get(name, entry), entry, key=_name_and_revision)
-        if len(last) > _SHOWN_MATCHES:
-            break
-    found = list(last.values())
-    if len(found) > 1:
-        listed = "".join(f"\n  {entry.label}" for entry in found[:_SHOWN_MATCHES])
-        more = "\n  ..." if len(found) > _SHOWN_MATCHES else ""
-        raise AmbiguousError(f"several entries begin with `{wanted}`:{listed}{more}")
-    return found[0] if found else None
-
-
-def _name_and_revision(entry: CorpusEntry) -> tuple[str, int]:
-    return entry_name(entry.name) or (entry.name, 0)
-
-
-async def _read_header(store: Store, entry: CorpusEntry) -> CorpusEntry | None:
-    """The entry with its checked header, by one range request; None where it is gone.
-
-    Raises:
-        CorruptEntryError: Not an entry, of another length than it says, or a copy of another.
-    """
-    blob = await store.get_range(entry.object_name, 0, 8 + codec.HEADER_LIMIT)
-    if blob is None:
-        return None
-    with _naming(entry):
-        header = _checked_header(blob, entry)
-        if header.total_bytes != entry.nbytes:
-            raise CorruptEntryError(
-                f"the object has {entry.nbytes} bytes, its header says {header.total_bytes}",
-                reason="length",
-            )
-    return replace(entry, header=header)
-
-
-async def read_modality(store: Store, entry: CorpusEntry) -> str | None:
-    """What kind of item an entry is of, such as ``image``; None where it is gone.
-
-    Raises:
-        CorruptEntryError: No usable header.
-    """
-    found = await _read_header(store, entry)
-    return found.header.modality if found and found.header else None
-
-
-async def _read(store: Store, entry: CorpusEntry, report: Report) -> Embedding | None:
-    """A whole entry, every byte of it checked; its header first, which bounds the download."""
-    if await _read_header(store, entry) is None:
-        return None
-    with _naming(entry):
-        blob = await _download(store, entry, report)
-        if blob is None:
-            return None
-        header = _checked_header(blob, entry)
-        view = memoryview(blob).toreadonly()
-        codec.check_data(header, view[header.data_start :])
-    return Embedding(replace(entry, header=header), header, view)
-
-
-@contextmanager
-def _naming(entry: CorpusEntry) -> Iterator[None]:
-    """Put the object's name in front of what is wrong with it."""
-    try:
-        yield
-    except CorruptEntryError as exc:
-        raise CorruptEntryError(
-            f"corrupt entry {entry.object_name} ({exc.reason}): {exc}", reason=exc.reason
-        ) from exc
-
-
-def _checked_header(blob: Blob, entry: CorpusEntry) -> codec.Header:
-    """Refuse an entry that lies where its own identifier does not belong."""
-    header = codec.parse_header(blob)
-    if key_of_header(header.identifier, digest_of_name(entry.plain_name)) is None:
-        raise CorruptEntryError("written for another identifier", reason="identifier")
-    codec.check_identity(header, namespace=entry.namespace, identifier=header.identifier)
-    return header
-
-
-async def _download(store: Store, entry: CorpusEntry, report: Report) -> Blob | None:
-    """All bytes of an object. A large one comes by ranges, so that its progress is seen."""
-    if entry.nbytes <= PART_BYTES:
-        return await store.get(entry.object_name, max_bytes=entry.nbytes)
-    try:
-        whole = await get_in_parts(
-            store, entry.object_name, entry.nbytes, at_a_time=_PARTS_AT_A_TIME, report=report
-        )
-    except VanishedError:
-        return None
-    return memoryview(whole).toreadonly()

@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A corpus, the embeddings in one bucket, and the work that is done on one.
+
+``s3ec.Corpus`` is the public class. It needs neither vLLM nor torch.
+"""
+
+from __future__ import annotations
+
+from s3ec.corpus.corpus import ATTEMPTS, Corpus, Deletion
+from s3ec.corpus.entries import CorpusEntry, Embedding, is_hash_prefix, read_modality, scan
+
+__all__ = [
+    "ATTEMPTS",
+    "Corpus",
+    "CorpusEntry",
+    "Deletion",
+    "Embedding",
+    "is_hash_prefix",
+    "read_modality",
+    "scan",
+]

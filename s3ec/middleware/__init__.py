@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ASGI middleware for ``vllm serve --middleware s3ec.middleware.NAME``.
+
+``StripClientIds`` and ``RefuseClientIds`` keep clients from choosing identifiers. What is named
+here is imported with its first use: an API server loads one of them, not all.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from s3ec.middleware.client_ids import RefuseClientIds, StripClientIds
+
+__all__ = ["RefuseClientIds", "StripClientIds"]
+
+_FROM = {
+    "RefuseClientIds": "s3ec.middleware.client_ids",
+    "StripClientIds": "s3ec.middleware.client_ids",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name in _FROM:
+        import importlib
+
+        return getattr(importlib.import_module(_FROM[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
