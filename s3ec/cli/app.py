@@ -22,6 +22,7 @@ _MODULES = {
     "get": "browse",
     "rm": "remove",
     "gc": "remove",
+    "catalog": "catalog",
     "manifest": "manifest",
     "tier": "tier",
     "trace": "trace",
