@@ -171,7 +171,7 @@ def _build_gemma3(out: Path, shape: _Gemma3Shape, seed: int) -> None:
     )
     config = _gemma3_config(shape, vocabulary)
     save_weights(out, lambda: Gemma3ForConditionalGeneration(config), seed)
-    _rename_vision_tower(out / "model.safetensors")
+    rename_weights(out, "vision_tower.", "vision_tower.vision_model.")
     _save_gemma3_processor(out, shape)
 
 
@@ -214,12 +214,13 @@ def _gemma3_config(shape: _Gemma3Shape, vocabulary: int) -> Any:
     )
 
 
-def _rename_vision_tower(path: Path) -> None:
-    """transformers 5 writes ``vision_tower.X``; vLLM 0.32 reads ``vision_tower.vision_model.X``."""
+def rename_weights(folder: Path, old: str, new: str) -> None:
+    """Rename weights that begin with ``old``: transformers 5 writes names that vLLM 0.32 lacks."""
     from safetensors.torch import load_file, save_file
 
+    path = folder / "model.safetensors"
     tensors = {
-        name.replace("vision_tower.", "vision_tower.vision_model.", 1): tensor.contiguous()
+        name.replace(old, new, 1) if name.startswith(old) else name: tensor.contiguous()
         for name, tensor in load_file(path).items()
     }
     save_file(tensors, path, metadata={"format": "pt"})
