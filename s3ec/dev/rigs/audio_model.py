@@ -73,7 +73,7 @@ def write_recordings(out: Path, count: int, *, seconds: float = 1.0) -> list[Pat
 
 
 def _tones(seed: int, samples: int) -> bytes:
-    pitch = random.Random(seed)  # noqa: S311
+    pitch = random.Random(seed)
     pitches_hz = [pitch.uniform(80, 4000) for _ in range(4)]
     steps = [2 * math.pi * each / RATE_HZ for each in pitches_hz]
     values = (round(7000 * sum(math.sin(step * at) for step in steps)) for at in range(samples))
