@@ -165,8 +165,10 @@ def _wanted(
     corpus: Corpus, namespace: str, ids: list[str] | None, where: str | None, trace: str | None
 ) -> list[str | Wanted] | None:
     """What the options name, the most wanted first; None for everything."""
-    from s3ec.corpus.hydrate import most_asked
+    from s3ec.corpus.hydrate import most_asked, of_catalog
 
+    if where is not None:
+        return list(of_catalog(corpus.catalog(namespace).rows(where), corpus.tenant))
     if trace is not None:
         path = Path(trace).expanduser()
         try:

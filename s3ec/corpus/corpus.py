@@ -75,6 +75,7 @@ from s3ec.tenant import Tenant
 from s3ec.tier.files import Batch
 
 if TYPE_CHECKING:
+    from s3ec.corpus.catalog import Catalog
     from s3ec.corpus.hydrate import HydrateOptions, Hydration, Wanted
     from s3ec.index.rebuild import Verified
     from s3ec.settings import Settings
@@ -386,6 +387,55 @@ class Corpus:
         name = self.choose(namespace, model=model)
         return self._entries(scan(self._store, name, starts_with=starts_with, adapter=folder))
 
+    def hydrate(
+        self,
+        wanted: Iterable[str | CorpusEntry | Wanted] | None = None,
+        *,
+        namespace: str | None = None,
+        model: str | None = None,
+        by_name: bool = False,
+        options: HydrateOptions | None = None,
+        report: Report = unreported,
+    ) -> Hydration:
+        """Bring entries to this node's disk tier before engines ask for them, every byte checked.
+
+        The tier is that of the settings: ``cache_dir``, ``cache_bytes`` and ``min_free_bytes``.
+        Nothing that is there goes for what comes: where the tier is full, the rest is left out. An
+        entry that is there already costs no request, and others cost one (one for each 4 MiB). What
+        was broken off, by a signal too, leaves whole entries only, and the next call goes on.
+
+        Args:
+            wanted: Identifiers as vLLM spells them, or entries of this corpus; the most wanted
+                first. None for everything, in no order.
+            by_name: The texts are labels or objects' names, as list has them.
+            options: How fast, how much, or not at all.
+            report: Told how many bytes have come.
+
+        Returns:
+            Counts, and names of what is absent or damaged or did not come.
+
+        Raises:
+            ConfigError: Nothing is ever stored under an identifier.
+            TierError: The tier cannot be opened; the message names the fix.
+            NotFoundError, AmbiguousError: No namespace fits, or several do.
+        """
+        from s3ec.corpus.hydrate import HydrateOptions, hydrate
+
+        chosen = None if wanted is None else [self._wanted(one, by_name) for one in wanted]
+
+        async def work(store: Store, layout: Layout) -> Hydration:
+            return await hydrate(
+                store,
+                layout,
+                chosen,
+                settings=self.settings,
+                loop=self._thread,
+                options=options or HydrateOptions(),
+                report=report,
+            )
+
+        return self.within(work, namespace, model=model)
+
     def delete(
         self,
         identifiers: str | CorpusEntry | Iterable[str | CorpusEntry],
@@ -481,65 +531,21 @@ class Corpus:
 
         return self.within(work, namespace, model=model)
 
-    def hydrate(
-        self,
-        wanted: Iterable[str | CorpusEntry | Wanted] | None = None,
-        *,
-        namespace: str | None = None,
-        model: str | None = None,
-        by_name: bool = False,
-        options: HydrateOptions | None = None,
-        report: Report = unreported,
-    ) -> Hydration:
-        """Bring entries to this node's disk tier before engines ask for them, every byte checked.
+    # -- catalogue -----------------------------------------------------------------------------
 
-        The tier is that of the settings: ``cache_dir``, ``cache_bytes`` and ``min_free_bytes``.
-        Nothing that is there goes for what comes: where the tier is full, the rest is left out. An
-        entry that is there already costs no request, and others cost one (one for each 4 MiB). What
-        was broken off, by a signal too, leaves whole entries only, and the next call goes on.
+    def catalog(self, namespace: str | None = None, *, model: str | None = None) -> Catalog:
+        """The catalogue of one namespace: which document and page each embedding belongs to.
 
-        Args:
-            wanted: Identifiers as vLLM spells them, or entries of this corpus; the most wanted
-                first. None for everything, in no order.
-            by_name: The texts are labels or objects' names, as list has them.
-            options: How fast, how much, or not at all.
-            report: Told how many bytes have come.
-
-        Returns:
-            Counts, and names of what is absent or damaged or did not come.
+        Needs the extra ``s3ec[corpus]``. It knows what jobs over a corpus stored; entries that
+        engines save are not in it.
 
         Raises:
-            ConfigError: Nothing is ever stored under an identifier.
-            TierError: The tier cannot be opened; the message names the fix.
+            ConfigError: The extra is missing.
             NotFoundError, AmbiguousError: No namespace fits, or several do.
         """
-        from s3ec.corpus.hydrate import HydrateOptions, hydrate
+        from s3ec.corpus.catalog import Catalog
 
-        chosen = None if wanted is None else [self._wanted(one, by_name) for one in wanted]
-
-        async def work(store: Store, layout: Layout) -> Hydration:
-            return await hydrate(
-                store,
-                layout,
-                chosen,
-                settings=self.settings,
-                loop=self._thread,
-                options=options or HydrateOptions(),
-                report=report,
-            )
-
-        return self.within(work, namespace, model=model)
-
-    def _wanted(self, one: str | CorpusEntry | Wanted, by_name: bool) -> Wanted:
-        from s3ec.corpus.hydrate import Wanted, wanted_by_name
-
-        if isinstance(one, Wanted):
-            return one
-        if isinstance(one, CorpusEntry):
-            name, revision = name_and_revision(one)
-            return wanted_by_name(name, 0 if revision else one.nbytes, revision)
-        key = self._key_of_one(one, by_name, "wanted")[1]
-        return Wanted(key, one) if key.identifier else wanted_by_name(key.name)
+        return Catalog(self, self.choose(namespace, model=model))
 
     # -- what has no method --------------------------------------------------------------------
 
@@ -649,6 +655,17 @@ class Corpus:
         if key is None:
             raise _never_stored(one, argument)
         return one, key
+
+    def _wanted(self, one: str | CorpusEntry | Wanted, by_name: bool) -> Wanted:
+        from s3ec.corpus.hydrate import Wanted, wanted_by_name
+
+        if isinstance(one, Wanted):
+            return one
+        if isinstance(one, CorpusEntry):
+            name, revision = name_and_revision(one)
+            return wanted_by_name(name, 0 if revision else one.nbytes, revision)
+        key = self._key_of_one(one, by_name, "wanted")[1]
+        return Wanted(key, one) if key.identifier else wanted_by_name(key.name)
 
     def _entry(
         self, what: str | CorpusEntry, namespace: str | None, model: str | None

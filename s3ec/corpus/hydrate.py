@@ -13,7 +13,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from enum import Enum
@@ -40,6 +40,7 @@ from s3ec.node import destination_of, open_tier
 from s3ec.runtime import LoopThread
 from s3ec.store.base import Blob, Store, parts_as_they_come
 from s3ec.store.concurrency import in_parallel
+from s3ec.tenant import Tenant
 from s3ec.tier import Claim, Incoming, Tier
 from s3ec.tier.bad_objects import BadObjects
 from s3ec.tier.claims import LookAgain
@@ -47,6 +48,7 @@ from s3ec.tier.evictor import NoRoomError
 from s3ec.tier.files import is_full
 
 if TYPE_CHECKING:
+    from s3ec.corpus.catalog import CatalogRow
     from s3ec.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -206,6 +208,18 @@ def most_asked(path: Path, namespace: str, *, top: int | None = None) -> list[Wa
     # Sorting keeps the order of what was asked equally often: the first one asked comes first.
     order = sorted(found.items(), key=lambda one: -one[1][0])[:top]
     return [wanted_by_name(name, nbytes) for name, (_, nbytes) in order]
+
+
+def of_catalog(rows: Iterable[CatalogRow], tenant: Tenant | None = None) -> Iterator[Wanted]:
+    """The entries of some rows of a catalogue, each once, in their order."""
+    seen: set[str] = set()
+    for row in rows:
+        if row.identifier in seen:
+            continue  # one picture is in several documents
+        seen.add(row.identifier)
+        key = make_key(row.identifier, tenant)
+        if key is not None:
+            yield Wanted(key, row.identifier, row.nbytes)
 
 
 def wanted_by_name(name: str, nbytes: int = 0, revision: int = 0) -> Wanted:
