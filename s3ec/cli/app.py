@@ -23,6 +23,7 @@ _MODULES = {
     "rm": "remove",
     "gc": "remove",
     "hydrate": "hydrate",
+    "catalog": "catalog",
     "manifest": "manifest",
     "tier": "tier",
     "trace": "trace",
