@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -305,12 +305,19 @@ class LastModifiedIndex:
 
     def __call__(self, key: Key) -> int:
         """Time of the latest row of a prepared key, a tombstone's too; 0 where there is none."""
-        hi, lo = key.digest_hi, key.digest_lo
+        return max((time_s for time_s, _ in self._rows(key)), default=0)
+
+    def holds(self, key: Key) -> bool:
+        """Whether readers of the index think that a prepared key is in the bucket."""
+        # Of two rows of one second the tombstone counts, see rows.py.
+        latest = max(self._rows(key), default=(0, True))
+        return not latest[1]
+
+    def _rows(self, key: Key) -> Iterator[tuple[int, bool]]:
+        """Time of each row of a prepared key, and whether it is a tombstone."""
         shard = self._of_byte[key.digest[0]]
         base = self._shards[shard] if shard else None
-        times = []
         for segment in (base, self._deltas):
-            row = segment.find(hi, lo) if segment is not None else -1
+            row = segment.find(key.digest_hi, key.digest_lo) if segment is not None else -1
             if segment is not None and row >= 0:
-                times.append(segment.facts(row).time_s)
-        return max(times, default=0)
+                yield segment.facts(row).time_s, segment.deleted(row)
