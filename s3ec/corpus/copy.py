@@ -9,16 +9,17 @@ the namespace stays, the server copies by itself.
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol
 
 from s3ec import codec
+from s3ec.corpus.corpus import ATTEMPTS
 from s3ec.corpus.entries import CorpusEntry, read_entry, read_header, scan
-from s3ec.counters import Counters, Report, unreported
+from s3ec.corpus.selection import CopyOptions, Transferred, Wanted
+from s3ec.counters import Counters, unreported
 from s3ec.errors import (
     AccessError,
     ConfigError,
@@ -49,16 +50,12 @@ from s3ec.modality import ModalityRecords, Record
 from s3ec.namespaces import differences
 from s3ec.safetensors_file import plain_json
 from s3ec.store.base import NoSpaceError, Store
-from s3ec.store.concurrency import REQUESTS_AT_A_TIME, in_parallel
-from s3ec.store.open import with_conditional_put
+from s3ec.store.concurrency import in_parallel
 from s3ec.store.retry import RetryStore
 
 if TYPE_CHECKING:
-    from s3ec.corpus.corpus import Corpus
     from s3ec.settings import Settings
     from s3ec.store.botocore_s3 import BotocoreStore
-
-log = logging.getLogger(__name__)
 
 MAX_ENTRY_BYTES = 2 * 2**30
 """Nothing larger is copied: it is in memory as a whole. A video of ten minutes has less."""
@@ -67,134 +64,6 @@ INFLIGHT_BYTES = 256 * 2**20
 # Each was tried five times by then. So many in a row are an outage, and no bad entries.
 _OUTAGE = 32
 _SHOWN_DIFFERENCES = 5
-
-
-# -- what is asked for, and what was done ----------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Selection:
-    """Which entries of a namespace are meant; all of them where nothing is said.
-
-    Attributes:
-        identifiers: These: identifiers in full, or labels as ``s3ec ls`` prints them.
-        where: Those in the catalogue for which this condition of SQL is true.
-        adapter: Those of the LoRA adapter of this name.
-    """
-
-    identifiers: Sequence[str] | None = None
-    where: str | None = None
-    adapter: str | None = None
-
-    def within(self, corpus: Corpus, namespace: str) -> Wanted:
-        """Find out what that is in one namespace. The catalogue is read where it is asked.
-
-        Raises:
-            ConfigError: A list and a condition; an identifier or adapter under which nothing is
-                stored; a condition that DuckDB does not take.
-        """
-        folder = None if self.adapter is None else corpus.adapter_folder(self.adapter)
-        if self.adapter is not None and folder is None:
-            raise ConfigError(
-                "`adapter` is no name under which anything is stored; leave it out for all entries",
-                field="adapter",
-            )
-        texts = self.identifiers
-        if self.where is not None:
-            if texts is not None:
-                raise ConfigError("a list and `where` at once; give one of the two", field="where")
-            rows = corpus.catalog(namespace).rows(self.where)
-            texts = [row.identifier for row in rows]
-        if texts is None:
-            return Wanted(None, folder)
-        names = {}
-        for text in texts:
-            # A label says which one it is also where nobody knows the identifier.
-            is_label = text.rpartition(":")[2][:2] in ("x-", "t-")
-            key = (is_label and corpus.key_of(text, by_name=True)) or corpus.key_of(text)
-            if not key:
-                raise ConfigError(
-                    f"{text!r:.100} is an identifier under which nothing is stored; take it out",
-                    field="identifiers",
-                )
-            names[key.name] = text
-        return Wanted(names, folder)
-
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """A Selection, by names of objects.
-
-    Attributes:
-        names: Names below ``objects/``, and how the caller calls them; None for all.
-        adapter: The adapter's folder; None for all.
-    """
-
-    names: Mapping[str, str] | None = None
-    adapter: str | None = None
-
-    @property
-    def is_all(self) -> bool:
-        """Whether every entry is wanted."""
-        return self.names is None and self.adapter is None
-
-    def has(self, name: str) -> bool:
-        """Whether an entry is wanted, by its plain name."""
-        in_folder = self.adapter is None or name.startswith(f"{self.adapter}/")
-        return in_folder and (self.names is None or name in self.names)
-
-
-@dataclass(slots=True)
-class Transferred:
-    """What was copied, and what was not.
-
-    Attributes:
-        namespace: Where from; empty for vLLM's layout, which has none.
-        to_namespace: Where to; empty likewise.
-        copied: Entries that were written now.
-        nbytes: Their size.
-        by_server: Of these, copied by the server itself.
-        present: Entries that were there before.
-        skipped: Entries that the layout cannot hold.
-        announced: Entries of which the index over there was told now.
-        catalogued: Rows of the catalogue that were new over there.
-        failures: What could not be copied, by label or by what the caller called it, and why.
-    """
-
-    namespace: str = ""
-    to_namespace: str = ""
-    copied: int = 0
-    nbytes: int = 0
-    by_server: int = 0
-    present: int = 0
-    skipped: int = 0
-    announced: int = 0
-    catalogued: int = 0
-    failures: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def status(self) -> str:
-        """``complete``; ``partial``, where some could not be copied; ``failed`` if none could."""
-        if not self.failures:
-            return "complete"
-        return "partial" if self.copied + self.present else "failed"
-
-
-@dataclass(frozen=True, slots=True)
-class CopyOptions:
-    """How to copy.
-
-    Attributes:
-        deep: Read every byte of what is there already, and of what the server copied by itself.
-        bytes_per_s: At most so many on average; None for no limit.
-        width: Entries at a time.
-        report: Told how many entries are done.
-    """
-
-    deep: bool = False
-    bytes_per_s: float | None = None
-    width: int = REQUESTS_AT_A_TIME
-    report: Report = unreported
 
 
 # -- where from ------------------------------------------------------------------------------------
@@ -572,10 +441,10 @@ class ServerCopies:
     """
 
     def __init__(
-        self, store: BotocoreStore, attempts: int, source: Store, from_: Settings, layout: Layout
+        self, store: BotocoreStore, source: Store, from_: Settings, layout: Layout
     ) -> None:
         self._store = store
-        self._retried = RetryStore(store, Counters(), attempts=attempts)
+        self._retried = RetryStore(store, Counters(), attempts=ATTEMPTS)
         self._source = source
         self._bucket = from_.bucket
         self._root = f"{from_.prefix}/" if from_.prefix else ""
@@ -584,7 +453,9 @@ class ServerCopies:
         self._tried = False
         self.is_able = True
 
-    async def copy(self, entry: CorpusEntry, revision: int, target: NamespaceTarget) -> codec.Header:
+    async def copy(
+        self, entry: CorpusEntry, revision: int, target: NamespaceTarget
+    ) -> codec.Header:
         """Copy one entry.
 
         Raises:
@@ -636,7 +507,7 @@ def server_of(
         return None
     if any(getattr(source, name) != getattr(target, name) for name in same):
         return None
-    return ServerCopies(store, 5, source_store, source, layout)
+    return ServerCopies(store, source_store, source, layout)
 
 
 # -- the work --------------------------------------------------------------------------------------
@@ -666,6 +537,11 @@ class Copying:
     then told to readers, with up to a thousand others. One that fails has a reason in the result,
     and the others go on. What is listed again by a later run is present, and told if it was not:
     so whatever breaks this off, the next run goes on there.
+
+    Attributes:
+        result: What became of them.
+        there: Keys of those that the target has, and the size of the object; 0 where that was
+            not looked at.
     """
 
     def __init__(
@@ -687,7 +563,7 @@ class Copying:
         self._in_a_row = 0
         self._fresh: dict[CorpusEntry, codec.Header | None] = {}
         self.result = result
-        self.there: set[bytes] = set()
+        self.there: dict[bytes, int] = {}
 
     async def run(self) -> None:
         """Copy all; what was copied is told also where this is broken off.
@@ -749,9 +625,7 @@ class Copying:
             self._note(entry, None, is_new=False)
             return
         if entry.nbytes > MAX_ENTRY_BYTES:
-            raise CorruptEntryError(
-                f"{entry.nbytes} bytes, more than any entry has", reason="size"
-            )
+            raise CorruptEntryError(f"{entry.nbytes} bytes, more than any entry has", reason="size")
         await self._rate.take(entry.nbytes)
         if self._by_server is not None and self._by_server.is_able:
             with suppress(AccessError):  # other credentials may read the source
@@ -784,7 +658,7 @@ class Copying:
     def _note(self, entry: CorpusEntry, header: codec.Header | None, *, is_new: bool) -> None:
         self.result.failures.pop(self._called(entry), None)  # that of an object before its revision
         self._fresh[entry] = header
-        self.there.add(digest_of_name(entry.plain_name))
+        self.there[digest_of_name(entry.plain_name)] = header.total_bytes if header else 0
         if is_new:
             self.result.copied += 1
             self.result.nbytes += entry.nbytes
@@ -828,6 +702,7 @@ async def copy_namespace(
     async with target.open():
         copying = Copying(origin, target, options, result, by_server if is_same else None)
         await copying.run()
+    await _copy_catalog(places, copying.there, result)
     return result
 
 
@@ -839,6 +714,33 @@ class Places:
     layout: Layout
     target: Store
     to_layout: Layout
+
+
+async def _copy_catalog(places: Places, there: Mapping[bytes, int], result: Transferred) -> None:
+    """Append those rows of entries that were copied which are news to the other catalogue."""
+    from s3ec.corpus.catalog import append_rows, list_parts, read_table
+    from s3ec.corpus.catalog_file import to_rows
+
+    if not there or not await list_parts(places.source, places.layout):
+        return
+    try:
+        theirs = await read_table(places.source, places.layout)
+        known_s = {
+            (row.document, row.page, row.modality): row.stored_s
+            for row in to_rows(await read_table(places.target, places.to_layout))
+        }
+        news = []
+        for row in to_rows(theirs):
+            key = make_key(row.identifier)
+            if key is None or key.digest not in there:
+                continue
+            if known_s.get((row.document, row.page, row.modality), -math.inf) < row.stored_s:
+                news.append(replace(row, nbytes=there[key.digest] or row.nbytes))
+        await append_rows(places.target, places.to_layout, news)
+    except (CorruptEntryError, ConfigError) as exc:  # its parts, or the extra is missing
+        result.failures["catalog"] = str(exc)
+        return
+    result.catalogued = len(news)
 
 
 async def _agree(places: Places, *, same_encoder: bool) -> None:

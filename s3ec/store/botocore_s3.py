@@ -296,8 +296,9 @@ class BotocoreStore:
             )
         tags = _plain_tag(there), _plain_tag(here)
         if all(tags) and tags[0] != tags[1]:
-            raise CorruptEntryError(f"{what}: its ETag is not that of s3://{bucket}/{key}",
-                reason="checksum")
+            raise CorruptEntryError(
+                f"{what}: its ETag is not that of s3://{bucket}/{key}", reason="checksum"
+            )
 
     async def close(self) -> None:
         async with self._opening:
