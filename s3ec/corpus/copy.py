@@ -9,6 +9,7 @@ the namespace stays, the server copies by itself.
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
@@ -56,6 +57,8 @@ from s3ec.store.retry import RetryStore
 if TYPE_CHECKING:
     from s3ec.settings import Settings
     from s3ec.store.botocore_s3 import BotocoreStore
+
+log = logging.getLogger(__name__)
 
 MAX_ENTRY_BYTES = 2 * 2**30
 """Nothing larger is copied: it is in memory as a whole. A video of ten minutes has less."""
@@ -471,13 +474,19 @@ class ServerCopies:
         await self._ask(entry, name)
         if not self._tried:
             self._tried = True
-            try:
-                await self._store.copy_from(
-                    self._bucket, self._root + entry.object_name, name, look_first=False
-                )
-            except ConflictError:
-                self._look_first = False  # it takes the condition seriously
+            await self._try_condition(entry, name)
         return found.header
+
+    async def _try_condition(self, entry: CorpusEntry, name: str) -> None:
+        """Find out whether the server obeys the condition on a copy: the same one once more."""
+        try:
+            await self._store.copy_from(
+                self._bucket, self._root + entry.object_name, name, look_first=False
+            )
+        except ConflictError:
+            self._look_first = False
+        except (AccessError, UnavailableError, CorruptEntryError) as exc:
+            log.debug("each copy is preceded by a look: %s", exc)
 
     async def _ask(self, entry: CorpusEntry, name: str) -> None:
         key, look_first = self._root + entry.object_name, self._look_first

@@ -74,6 +74,7 @@ _OPERATIONS = frozenset(
     {
         "GetObject",
         "PutObject",
+        "CopyObject",
         "HeadObject",
         "DeleteObject",
         "DeleteObjects",
@@ -179,6 +180,7 @@ _ACTIONS = {
     "GetObject": _READ,
     "HeadObject": _READ,
     "PutObject": "s3:PutObject",
+    "CopyObject": "s3:PutObject here and s3:GetObject there",
     "DeleteObject": "s3:DeleteObject",
     "DeleteObjects": "s3:DeleteObject",
     "ListObjectsV2": "s3:ListBucket",
