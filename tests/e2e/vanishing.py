@@ -23,17 +23,21 @@ class Vanishing:
         if scope["type"] != "http" or HEADER not in scope["headers"]:
             await self._app(scope, receive, send)
             return
-        for root in os.environ[ROOTS_VARIABLE].split(os.pathsep):
-            for path in Path(root).rglob("objects/**/*.safetensors"):
-                path.unlink()
+        _delete()
 
         async def noting(message: Any) -> None:
-            said = {
-                "status": message.get("status"),
-                "body": message.get("body", b"").decode(),
-            }
-            with open(os.environ[LOG_VARIABLE], "a", encoding="utf-8") as file:
-                file.write(json.dumps(said) + "\n")
+            _note({"status": message.get("status"), "body": message.get("body", b"").decode()})
             await send(message)
 
         await self._app(scope, receive, noting)
+
+
+def _delete() -> None:
+    for root in os.environ[ROOTS_VARIABLE].split(os.pathsep):
+        for path in Path(root).rglob("objects/**/*.safetensors"):
+            path.unlink()
+
+
+def _note(said: Any) -> None:
+    with open(os.environ[LOG_VARIABLE], "a", encoding="utf-8") as file:
+        file.write(json.dumps(said) + "\n")
