@@ -22,6 +22,7 @@ _MODULES = {
     "get": "browse",
     "rm": "remove",
     "gc": "remove",
+    "hydrate": "hydrate",
     "manifest": "manifest",
     "tier": "tier",
     "trace": "trace",

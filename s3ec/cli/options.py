@@ -10,7 +10,7 @@ import re
 import sys
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -164,6 +164,11 @@ class SettingsSource:
         overrides = {name: value for name, value in given.items() if value is not None}
         return cls(overrides.pop("config", None), overrides)
 
+    def with_options(self, given: Mapping[str, Any]) -> SettingsSource:
+        """The same with more options; None means that one was not given."""
+        more = {name: value for name, value in given.items() if value is not None}
+        return replace(self, overrides={**self.overrides, **more})
+
     def load(self, *, need_bucket: bool = True) -> LoadedSettings:
         """Read the settings; origins name the option that won.
 
@@ -299,6 +304,10 @@ class Consent:
 
 # Options by name, and what makes one argument of their values.
 OptionGroup = tuple[Mapping[str, Any], Callable[[dict[str, Any]], Any]]
+
+CACHE: OptionGroup = ({name: _CACHE_OPTIONS[name] for name in ("cache_dir", "cache_bytes")}, dict)
+"""The options of commands that write to this node's disk tier; they arrive as a dictionary that is
+for ``SettingsSource.with_options``."""
 
 CONSENT: OptionGroup = (
     {

@@ -185,8 +185,8 @@ def _build_gemma3(out: Path, shape: _Gemma3Shape, seed: int) -> None:
     from transformers import Gemma3ForConditionalGeneration
 
     special = _GEMMA3_SPECIAL
-    vocabulary, tokenizer = _byte_tokenizer(special, _GEMMA3_NEWLINES, unknown="<unk>")
-    _save_tokenizer(
+    vocabulary, tokenizer = byte_tokenizer(special, _GEMMA3_NEWLINES, unknown="<unk>")
+    save_tokenizer(
         out,
         tokenizer,
         special=special[4:],
@@ -196,8 +196,8 @@ def _build_gemma3(out: Path, shape: _Gemma3Shape, seed: int) -> None:
         settings={"boi_token": special[4], "eoi_token": special[5], "image_token": special[6]},
     )
     config = _gemma3_config(shape, vocabulary)
-    _save_weights(out, lambda: Gemma3ForConditionalGeneration(config), seed)
-    _rename_vision_tower(out / "model.safetensors")
+    save_weights(out, lambda: Gemma3ForConditionalGeneration(config), seed)
+    rename_weights(out, "vision_tower.", "vision_tower.vision_model.")
     _save_gemma3_processor(out, shape)
 
 
@@ -240,12 +240,13 @@ def _gemma3_config(shape: _Gemma3Shape, vocabulary: int) -> Any:
     )
 
 
-def _rename_vision_tower(path: Path) -> None:
-    """transformers 5 writes ``vision_tower.X``; vLLM 0.32 reads ``vision_tower.vision_model.X``."""
+def rename_weights(folder: Path, old: str, new: str) -> None:
+    """Rename weights that begin with ``old``: transformers 5 writes names that vLLM 0.32 lacks."""
     from safetensors.torch import load_file, save_file
 
+    path = folder / "model.safetensors"
     tensors = {
-        name.replace("vision_tower.", "vision_tower.vision_model.", 1): tensor.contiguous()
+        name.replace(old, new, 1) if name.startswith(old) else name: tensor.contiguous()
         for name, tensor in load_file(path).items()
     }
     save_file(tensors, path, metadata={"format": "pt"})
@@ -265,8 +266,8 @@ def _save_gemma3_processor(out: Path, shape: _Gemma3Shape) -> None:
         "do_convert_rgb": True,
         "do_pan_and_scan": False,
     }
-    _write_json(out / "preprocessor_config.json", image | processor)
-    _write_json(out / "processor_config.json", processor)
+    write_json(out / "preprocessor_config.json", image | processor)
+    write_json(out / "processor_config.json", processor)
 
 
 def _build_qwen2_vl(out: Path, seed: int, max_pixels: int) -> None:
@@ -279,7 +280,7 @@ def _build_qwen2_vl(out: Path, seed: int, max_pixels: int) -> None:
                        "spatial_merge_size": 2},
         **_save_qwen_vl_tokenizer(out),
     )  # fmt: skip
-    _save_weights(out, lambda: Qwen2VLForConditionalGeneration(config), seed)
+    save_weights(out, lambda: Qwen2VLForConditionalGeneration(config), seed)
     _save_qwen_vl_processor(out, "Qwen2VLProcessor", "Qwen2VLVideoProcessor", 14, max_pixels)
 
 
@@ -302,7 +303,7 @@ def _build_qwen2_5_vl(out: Path, seed: int, max_pixels: int) -> None:
         vision_config=vision,
         **_save_qwen_vl_tokenizer(out),
     )
-    _save_weights(out, lambda: Qwen2_5_VLForConditionalGeneration(config), seed)
+    save_weights(out, lambda: Qwen2_5_VLForConditionalGeneration(config), seed)
     _save_qwen_vl_processor(out, "Qwen2_5_VLProcessor", "Qwen2VLVideoProcessor", 14, max_pixels)
 
 
@@ -322,7 +323,7 @@ def _build_qwen3_vl(out: Path, seed: int, max_pixels: int) -> None:
     text = _qwen_vl_text(max_pixels) | {"head_dim": 32}
     text["rope_parameters"] |= {"mrope_section": [6, 5, 5], "mrope_interleaved": True}
     config = Qwen3VLConfig(text_config=text, vision_config=vision, **_save_qwen_vl_tokenizer(out))
-    _save_weights(out, lambda: Qwen3VLForConditionalGeneration(config), seed)
+    save_weights(out, lambda: Qwen3VLForConditionalGeneration(config), seed)
     _save_qwen_vl_processor(out, "Qwen3VLProcessor", "Qwen3VLVideoProcessor", 16, max_pixels)
 
 
@@ -336,8 +337,8 @@ QWEN_VL_FAMILIES: dict[str, Callable[[Path, int, int], None]] = {
 def _save_qwen_vl_tokenizer(out: Path) -> dict[str, Any]:
     """Write it; what the model's configuration says of its tokens."""
     special = _QWEN_VL_SPECIAL
-    _, tokenizer = _byte_tokenizer(special)
-    _save_tokenizer(
+    _, tokenizer = byte_tokenizer(special)
+    save_tokenizer(
         out,
         tokenizer,
         special=special,
@@ -394,11 +395,11 @@ def _save_qwen_vl_processor(
         "size": {"shortest_edge": _QWEN_VL_MIN_PIXELS, "longest_edge": _QWEN_VL_MAX_PIXELS},
         "cap_pixels_per_frame": False,
     }
-    _write_json(out / "preprocessor_config.json", image | shared)
-    _write_json(out / "video_preprocessor_config.json", video | shared)
+    write_json(out / "preprocessor_config.json", image | shared)
+    write_json(out / "video_preprocessor_config.json", video | shared)
 
 
-def _byte_tokenizer(
+def byte_tokenizer(
     special: Sequence[str], words: Sequence[str] = (), *, unknown: str | None = None
 ) -> tuple[int, Tokenizer]:
     """A tokenizer with a token per byte after the special ones; and its vocabulary's size."""
@@ -413,7 +414,7 @@ def _byte_tokenizer(
     return len(vocabulary), tokenizer
 
 
-def _save_tokenizer(
+def save_tokenizer(
     out: Path,
     tokenizer: Tokenizer,
     *,
@@ -434,13 +435,13 @@ def _save_tokenizer(
     fast.add_special_tokens({"additional_special_tokens": list(special)})
     fast.save_pretrained(out)
     path = out / "tokenizer_config.json"
-    _write_json(
+    write_json(
         path,
         json.loads(path.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"} | settings,
     )
 
 
-def _save_weights(out: Path, make: Callable[[], torch.nn.Module], seed: int) -> None:
+def save_weights(out: Path, make: Callable[[], torch.nn.Module], seed: int) -> None:
     import torch
 
     # The caller's own random numbers go on as if nothing had been drawn here.
@@ -457,7 +458,7 @@ def _save_weights(out: Path, make: Callable[[], torch.nn.Module], seed: int) -> 
         model.save_pretrained(out)
 
 
-def _write_json(path: Path, content: dict[str, Any]) -> None:
+def write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=1))
 
 
