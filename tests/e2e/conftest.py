@@ -47,10 +47,12 @@ _HERE = Path(__file__).parent
 # They have a model and a corpus of their own; the others share theirs.
 # What of those is left out here is so that both groups take about as long.
 _APART = (
+    "test_audio.py",
     "test_epd.py",
     "test_no_pixels.py",
     "test_observability.py",
     "test_request_scoped.py",
+    "test_skip_pictures.py",
     "test_soak.py",
     "test_weights.py",
 )
