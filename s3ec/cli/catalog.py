@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -221,7 +222,7 @@ def find(
             "`s3ec catalog show` says what it holds"
         )
     if as_json:
-        print_json({"namespace": name, "rows": rows})
+        print_json({"namespace": name, "entries": rows})
     else:
         _print_rows(rows)
 
@@ -234,26 +235,26 @@ def _matching(table: pa.Table, column: str, text: str, page: int | None) -> list
     found = table.filter(pc.equal(table.column(column), text))
     if page is not None:
         found = found.filter(pc.equal(found.column("page"), page))
-    return list(plain_rows(found))
+    rows = []
+    for row in plain_rows(found):
+        stored_s = datetime.fromisoformat(row.pop("time")).timestamp()
+        rows.append({**row, "age_s": time.time() - stored_s})
+    return rows
 
 
 def _print_rows(rows: Sequence[dict[str, Any]]) -> None:
-    from datetime import datetime
-
-    shown = []
-    for row in rows[:_SHOWN_ROWS]:
-        age_s = time.time() - datetime.fromisoformat(row["time"]).timestamp()
-        shown.append(
-            {
-                "document": row["document"],
-                "page": row["page"] or "-",
-                "modality": row["modality"],
-                "shape": f"{row['rows']} x {row['width']} {row['dtype']}",
-                "size": human_bytes(row["bytes"]),
-                "age": human_age(age_s),
-                "identifier": _short(row["identifier"]),
-            }
-        )
+    shown = [
+        {
+            "document": row["document"],
+            "page": row["page"],
+            "modality": row["modality"],
+            "shape": f"{row['rows']} x {row['width']} {row['dtype']}",
+            "size": human_bytes(row["bytes"]),
+            "age": human_age(row["age_s"]),
+            "identifier": _short(row["identifier"]),
+        }
+        for row in rows[:_SHOWN_ROWS]
+    ]
     _print_table(list(shown[0]), shown, len(rows))
 
 
@@ -295,7 +296,7 @@ def export(
     name, table = _read(source, choice)
     export_table(table, path)
     if as_json:
-        print_json({"namespace": name, "path": str(path), "row_count": len(table)})
+        print_json({"namespace": name, "file": str(path), "row_count": len(table)})
     else:
         print_note(f"{many(len(table), 'row')} written to {safe(str(path))}")
 
@@ -319,7 +320,7 @@ def sql(
     with progress("asking"):
         answer = run_sql(table, query)
     if as_json:
-        print_json({"namespace": name, "rows": list(plain_values(answer))})
+        print_json({"namespace": name, "answer": list(plain_values(answer))})
         return
     rows = list(plain_values(answer.slice(0, _SHOWN_ROWS)))
     _print_table(answer.schema.names, rows, len(answer))
