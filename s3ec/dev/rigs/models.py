@@ -159,8 +159,8 @@ def _build_gemma3(out: Path, shape: _Gemma3Shape, seed: int) -> None:
     from transformers import Gemma3ForConditionalGeneration
 
     special = _GEMMA3_SPECIAL
-    vocabulary, tokenizer = _byte_tokenizer(special, _GEMMA3_NEWLINES, unknown="<unk>")
-    _save_tokenizer(
+    vocabulary, tokenizer = byte_tokenizer(special, _GEMMA3_NEWLINES, unknown="<unk>")
+    save_tokenizer(
         out,
         tokenizer,
         special=special[4:],
@@ -170,8 +170,8 @@ def _build_gemma3(out: Path, shape: _Gemma3Shape, seed: int) -> None:
         settings={"boi_token": special[4], "eoi_token": special[5], "image_token": special[6]},
     )
     config = _gemma3_config(shape, vocabulary)
-    _save_weights(out, lambda: Gemma3ForConditionalGeneration(config), seed)
-    _rename_vision_tower(out / "model.safetensors")
+    save_weights(out, lambda: Gemma3ForConditionalGeneration(config), seed)
+    rename_weights(out, "vision_tower.", "vision_tower.vision_model.")
     _save_gemma3_processor(out, shape)
 
 
@@ -214,12 +214,13 @@ def _gemma3_config(shape: _Gemma3Shape, vocabulary: int) -> Any:
     )
 
 
-def _rename_vision_tower(path: Path) -> None:
-    """transformers 5 writes ``vision_tower.X``; vLLM 0.32 reads ``vision_tower.vision_model.X``."""
+def rename_weights(folder: Path, old: str, new: str) -> None:
+    """Rename weights that begin with ``old``: transformers 5 writes names that vLLM 0.32 lacks."""
     from safetensors.torch import load_file, save_file
 
+    path = folder / "model.safetensors"
     tensors = {
-        name.replace("vision_tower.", "vision_tower.vision_model.", 1): tensor.contiguous()
+        name.replace(old, new, 1) if name.startswith(old) else name: tensor.contiguous()
         for name, tensor in load_file(path).items()
     }
     save_file(tensors, path, metadata={"format": "pt"})
@@ -239,16 +240,16 @@ def _save_gemma3_processor(out: Path, shape: _Gemma3Shape) -> None:
         "do_convert_rgb": True,
         "do_pan_and_scan": False,
     }
-    _write_json(out / "preprocessor_config.json", image | processor)
-    _write_json(out / "processor_config.json", processor)
+    write_json(out / "preprocessor_config.json", image | processor)
+    write_json(out / "processor_config.json", processor)
 
 
 def _build_qwen2_vl(out: Path, seed: int) -> None:
     from transformers import Qwen2VLForConditionalGeneration
 
     special = _QWEN2_VL_SPECIAL
-    vocabulary, tokenizer = _byte_tokenizer(special)
-    _save_tokenizer(
+    vocabulary, tokenizer = byte_tokenizer(special)
+    save_tokenizer(
         out,
         tokenizer,
         special=special,
@@ -257,7 +258,7 @@ def _build_qwen2_vl(out: Path, seed: int) -> None:
         settings={"image_token": special[6], "video_token": special[7]},
     )
     config = _qwen2_vl_config(vocabulary)
-    _save_weights(out, lambda: Qwen2VLForConditionalGeneration(config), seed)
+    save_weights(out, lambda: Qwen2VLForConditionalGeneration(config), seed)
     processor = {
         "image_processor_type": "Qwen2VLImageProcessor",
         "processor_class": "Qwen2VLProcessor",
@@ -267,7 +268,7 @@ def _build_qwen2_vl(out: Path, seed: int) -> None:
         "image_mean": [0.48, 0.46, 0.41],
         "image_std": [0.27, 0.26, 0.28],
     }
-    _write_json(out / "preprocessor_config.json", processor | _QWEN2_VL_PATCHES)
+    write_json(out / "preprocessor_config.json", processor | _QWEN2_VL_PATCHES)
 
 
 def _qwen2_vl_config(vocabulary: int) -> Any:
@@ -299,7 +300,7 @@ def _qwen2_vl_config(vocabulary: int) -> Any:
     )
 
 
-def _byte_tokenizer(
+def byte_tokenizer(
     special: Sequence[str], words: Sequence[str] = (), *, unknown: str | None = None
 ) -> tuple[int, Tokenizer]:
     """A tokenizer with a token per byte after the special ones; and its vocabulary's size."""
@@ -314,7 +315,7 @@ def _byte_tokenizer(
     return len(vocabulary), tokenizer
 
 
-def _save_tokenizer(
+def save_tokenizer(
     out: Path,
     tokenizer: Tokenizer,
     *,
@@ -335,13 +336,13 @@ def _save_tokenizer(
     fast.add_special_tokens({"additional_special_tokens": list(special)})
     fast.save_pretrained(out)
     path = out / "tokenizer_config.json"
-    _write_json(
+    write_json(
         path,
         json.loads(path.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"} | settings,
     )
 
 
-def _save_weights(out: Path, make: Callable[[], torch.nn.Module], seed: int) -> None:
+def save_weights(out: Path, make: Callable[[], torch.nn.Module], seed: int) -> None:
     import torch
 
     # The caller's own random numbers go on as if nothing had been drawn here.
@@ -358,7 +359,7 @@ def _save_weights(out: Path, make: Callable[[], torch.nn.Module], seed: int) -> 
         model.save_pretrained(out)
 
 
-def _write_json(path: Path, content: dict[str, Any]) -> None:
+def write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=1))
 
 
