@@ -25,6 +25,7 @@ from s3ec.tenant import Tenant
 
 FORMAT_VERSION = 1
 OBJECT_SUFFIX = ".safetensors"
+PARQUET_SUFFIX = ".parquet"
 # The full identifier is stored in each object's header, which is capped (codec.HEADER_LIMIT);
 # 4 KiB leaves room for the rest. vLLM's own hashes have 64 characters.
 MAX_IDENTIFIER_BYTES = 4096
@@ -343,6 +344,20 @@ class Layout:
     def modalities(self) -> str:
         """Prefix of the records of all modalities."""
         return f"{self.namespace}/modality/"
+
+    @property
+    def catalog(self) -> str:
+        """Prefix of the catalogue's parts."""
+        return f"{self.namespace}/catalog/"
+
+    def catalog_part(self, ulid: str) -> str:
+        """One part of the catalogue, Parquet."""
+        return f"{self.catalog}{ulid}{PARQUET_SUFFIX}"
+
+    def catalog_part_of(self, name: str) -> str | None:
+        """The ULID of a catalogue part's name; None for any other name."""
+        stem = _between(name, self.catalog, PARQUET_SUFFIX)
+        return stem if stem is not None and is_ulid(stem) else None
 
     @property
     def everything(self) -> str:

@@ -73,6 +73,7 @@ from s3ec.store.unreachable import in_plain_words
 from s3ec.tenant import Tenant
 
 if TYPE_CHECKING:
+    from s3ec.corpus.catalog import Catalog
     from s3ec.index.rebuild import Verified
     from s3ec.settings import Settings
 
@@ -476,6 +477,22 @@ class Corpus:
             return await verify(store, layout, options)
 
         return self.within(work, namespace, model=model)
+
+    # -- catalogue -----------------------------------------------------------------------------
+
+    def catalog(self, namespace: str | None = None, *, model: str | None = None) -> Catalog:
+        """The catalogue of one namespace: which document and page each embedding belongs to.
+
+        Needs the extra ``s3ec[corpus]``. It knows what jobs over a corpus stored; entries that
+        engines save are not in it.
+
+        Raises:
+            ConfigError: The extra is missing.
+            NotFoundError, AmbiguousError: No namespace fits, or several do.
+        """
+        from s3ec.corpus.catalog import Catalog
+
+        return Catalog(self, self.choose(namespace, model=model))
 
     # -- what has no method --------------------------------------------------------------------
 

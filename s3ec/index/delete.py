@@ -52,7 +52,7 @@ class Contents:
         entry_nbytes: Their size.
         index_files: Objects of the index.
         index_nbytes: Their size.
-        records: ``namespace.json`` and what is below ``modality/``.
+        records: ``namespace.json`` and what is below ``modality/`` and ``catalog/``.
         others: Objects that s3ec did not put there.
         nbytes: Size of everything.
         stored_s: When an entry or a record was last written, by the server's clock; 0 where it
@@ -91,7 +91,9 @@ class Contents:
         if info.name.startswith(layout.objects):
             self.entries += 1
             self.entry_nbytes += info.nbytes
-        elif info.name == layout.descriptor or info.name.startswith(layout.modalities):
+        elif info.name == layout.descriptor or info.name.startswith(
+            (layout.modalities, layout.catalog)
+        ):
             self.records += 1
         else:
             self.others += 1

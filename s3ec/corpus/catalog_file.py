@@ -1,0 +1,418 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One part of a catalogue: its rows, and the Parquet file they are written as.
+
+A part is plain Parquet that any reader can read. Whoever reads one here checks all of it, since
+anybody may have put anything there: the footer's claims before anything is unpacked, every page's
+checksum, the columns' types, and every value. What passes can be used without another look.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from s3ec.errors import ConfigError, CorruptEntryError
+from s3ec.identity import MAX_IDENTIFIER_BYTES, canonical_json, is_ulid
+from s3ec.safetensors_file import plain_json
+from s3ec.store.base import Blob
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+KIND = "catalog-1"
+_KINDS = "catalog-"
+MAX_PART_BYTES = 128 * 2**20
+"""Of a part's file; a larger one is not read."""
+MAX_PART_ROWS = 2**20
+MAX_UNPACKED_BYTES = 512 * 2**20
+"""Of a part's columns in memory."""
+# What an append writes into one part at most: some MiB of memory, however much is appended.
+_APPEND_ROWS = 2**16
+_APPEND_BYTES = 64 * 2**20
+_GROUP_ROWS = 2**16
+_BATCH_ROWS = 4096
+
+# Each text column with the most bytes of a value. Paths have 4096 at most, signed URLs a few
+# thousand, and a header, which holds the placeholder as well, 16 KiB.
+TEXTS = {
+    "document": 4096,
+    "uri": 2**14,
+    "sha256": 64,
+    "identifier": MAX_IDENTIFIER_BYTES,
+    "modality": 64,
+    "dtype": 64,
+    "placeholder": 2**14,
+    "extra": 2**16,
+    "part": 26,
+}
+_NAMES = ("document", "sha256", "identifier", "modality", "dtype")  # never empty
+_LEAST = {"page": 1, "rows": 1, "width": 1, "bytes": 0}
+_NULLABLE = {"page", "placeholder"}
+_JSON = ("placeholder", "extra")
+COLUMNS = (
+    *("document", "page", "uri", "sha256", "identifier", "modality", "rows", "width", "dtype"),
+    *("placeholder", "bytes", "time", "extra"),
+)
+"""Those of a catalogue, in order. A part's file has ``part`` beside them."""
+PART = "part"
+"""The column with the name of the part that a row was appended with; kept when parts are merged."""
+KEY = ("document", "page", "modality")
+"""Of two rows that agree in these the newer one counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class CatalogRow:
+    """What the catalogue knows of one picture, page, video or sound.
+
+    Attributes:
+        document: Its id; of a file the path relative to the source.
+        page: From 1; None where there are no pages.
+        uri: Where it came from.
+        sha256: Of the file's bytes as the encoder was given them, 64 hex digits; of a PDF page
+            those of its PNG.
+        identifier: As vLLM spells it: its content hash, or ``sha256:HEX`` for clients that send
+            that as `uuid`.
+        modality: ``image``, ``video`` or ``audio``.
+        rows: Of the embedding, one per placeholder token.
+        width: Values per row.
+        dtype: torch name, such as ``bfloat16``.
+        placeholder: What a request without pixels needs, such as ``{"image_grid_thw": [1, 16,
+            16]}``; None where it is not known.
+        nbytes: Size of the object.
+        stored_s: When it was stored, seconds since the epoch; kept to the microsecond.
+        extra: What the source said beside that; plain JSON.
+    """
+
+    document: str
+    page: int | None
+    uri: str
+    sha256: str
+    identifier: str
+    modality: str
+    rows: int
+    width: int
+    dtype: str
+    placeholder: Mapping[str, Any] | None
+    nbytes: int
+    stored_s: float
+    extra: Mapping[str, Any]
+
+
+_FIELDS = tuple(field.name for field in fields(CatalogRow))
+# Where a column is called otherwise than the field.
+_COLUMN = {"nbytes": "bytes", "stored_s": "time"}
+
+
+def require_pyarrow() -> None:
+    """Raise ConfigError where the extra is missing; to be called first."""
+    try:
+        import pyarrow.parquet  # noqa: F401
+    except ImportError as exc:
+        raise ConfigError(
+            f"the catalogue needs pyarrow ({exc}): pip install 's3ec[corpus]'", field="catalog"
+        ) from exc
+
+
+def schema(*, part: bool = False) -> pa.Schema:
+    """The columns in memory.
+
+    Texts have offsets of 64 bits there: more than 2 GiB of text in one column cannot be sorted
+    with those of 32.
+
+    Args:
+        part: With the column that a part's file has beside them.
+    """
+    import pyarrow as pa
+
+    types = {
+        **dict.fromkeys(TEXTS, pa.large_string()),
+        **dict.fromkeys(("rows", "width", "bytes"), pa.int64()),
+        "page": pa.int32(),
+        "time": pa.timestamp("us", tz="UTC"),
+    }
+    names = (*COLUMNS, PART) if part else COLUMNS
+    return pa.schema([pa.field(name, types[name], name in _NULLABLE) for name in names])
+
+
+def to_table(rows: Sequence[CatalogRow]) -> pa.Table:
+    """Rows as a table, each value checked.
+
+    Raises:
+        ConfigError: One cannot be in a catalogue; the message names the field.
+    """
+    import pyarrow as pa
+
+    arrays = []
+    for name, column in zip(_FIELDS, schema(), strict=True):
+        try:
+            values = [_to_value(name, getattr(row, name)) for row in rows]
+            arrays.append(pa.array(values, column.type))
+        except (pa.ArrowException, ValueError, TypeError, OverflowError, RecursionError) as exc:
+            raise ConfigError(
+                f"a row of the catalogue: `{name}` is not what it should be: {exc}", field=name
+            ) from exc
+    table = pa.table(arrays, schema=schema())
+    problem = _problem(table)
+    if problem:
+        raise ConfigError(f"a row of the catalogue: {problem}")
+    return table
+
+
+def check_row(row: CatalogRow) -> None:
+    """Raise ConfigError for a row that append_rows would refuse, and all others with it."""
+    require_pyarrow()
+    to_table([row])
+
+
+def _to_value(name: str, value: Any) -> Any:
+    if name == "stored_s":
+        return round(value * 1e6)
+    if name in _JSON and value is not None:
+        text = canonical_json(dict(value))
+        plain_json(text)  # what readers would refuse is not written
+        return text
+    return value
+
+
+def to_rows(table: pa.Table) -> Iterator[CatalogRow]:
+    """The rows of a table that was checked; some thousand in memory at a time."""
+    import pyarrow as pa
+
+    at = table.schema.get_field_index("time")
+    plain = table.set_column(at, "time", table.column("time").cast(pa.int64()))
+    columns = [_COLUMN.get(name, name) for name in _FIELDS]
+    for batch in plain.select(columns).to_batches(max_chunksize=_BATCH_ROWS):
+        for values in zip(*(column.to_pylist() for column in batch.columns), strict=True):
+            yield _row(values)
+
+
+def row_at(table: pa.Table, number: int) -> CatalogRow:
+    """One row of a table that was checked; some 20 microseconds."""
+    return next(to_rows(table.slice(number, 1)))
+
+
+def _row(values: Sequence[Any]) -> CatalogRow:
+    found = dict(zip(_FIELDS, values, strict=True))
+    found["stored_s"] /= 1e6
+    for name in _JSON:
+        found[name] = None if found[name] is None else plain_json(found[name])
+    return CatalogRow(**found)
+
+
+def in_parts(rows: Iterable[CatalogRow]) -> Iterator[list[CatalogRow]]:
+    """Rows in lists that are small enough for one part each."""
+    some: list[CatalogRow] = []
+    nbytes = 0
+    for row in rows:
+        some.append(row)
+        texts = (row.document, row.uri, row.identifier, repr(row.placeholder), repr(row.extra))
+        nbytes += sum(map(len, texts))
+        if len(some) == _APPEND_ROWS or nbytes >= _APPEND_BYTES:
+            yield some
+            some, nbytes = [], 0
+    if some:
+        yield some
+
+
+def newest(tables: Sequence[pa.Table]) -> pa.Table:
+    """Tables with their ``part`` as one: of rows with equal keys the one of the newest part.
+
+    The result is sorted by document, page and modality, and has one chunk. Memory: about three
+    times the result.
+    """
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    table = pa.concat_tables(tables)
+    order = pc.sort_indices(table, [(PART, "ascending")])
+    table = table.take(order).append_column("row", pa.array(range(len(order)), pa.int64()))
+    last = table.select([*KEY, "row"]).group_by(list(KEY)).aggregate([("row", "max")])
+    last = last.sort_by([(name, "ascending") for name in KEY])
+    return table.drop_columns("row").take(last.column("row_max")).combine_chunks()
+
+
+# -- files -----------------------------------------------------------------------------------------
+
+
+def encode_part(table: pa.Table, namespace: str) -> Blob:
+    """A part's file.
+
+    Args:
+        table: Checked rows with their ``part``.
+
+    Raises:
+        CorruptEntryError: There are too many; the reason is ``size``.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    if len(table) > MAX_PART_ROWS or table.nbytes > MAX_UNPACKED_BYTES:
+        raise CorruptEntryError(f"{len(table)} rows are too many for one part", reason="size")
+    sink = pa.BufferOutputStream()
+    # Without Arrow's own schema, which would be one more thing to check for who reads it.
+    with pq.ParquetWriter(
+        sink, table.schema, compression="zstd", store_schema=False, write_page_checksum=True
+    ) as writer:
+        writer.write_table(table, row_group_size=_GROUP_ROWS)
+        writer.add_key_value_metadata({"s3ec": KIND, "namespace": namespace})
+    whole = memoryview(sink.getvalue())
+    if len(whole) > MAX_PART_BYTES:
+        raise CorruptEntryError(f"{len(whole)} bytes are too many for one part", reason="size")
+    return whole
+
+
+def decode_part(blob: Blob | bytearray, namespace: str, *, ulid: str, name: str) -> pa.Table:
+    """Check a whole file; every byte of its pages is read.
+
+    Args:
+        ulid: The part's.
+        name: Of the object, for messages.
+
+    Returns:
+        Its rows with their ``part``.
+
+    Raises:
+        CorruptEntryError: No part of this namespace's catalogue, or one that lies about itself;
+            the message names the object.
+    """
+    import pyarrow as pa
+
+    def wrong(reason: str, text: object) -> CorruptEntryError:
+        return CorruptEntryError(f"{name}: {text}", reason=reason)
+
+    if len(blob) > MAX_PART_BYTES:
+        raise wrong("size", f"{len(blob)} bytes are too many for a part of the catalogue")
+    try:
+        table = _decode(blob, namespace)
+    except CorruptEntryError as exc:
+        raise wrong(exc.reason, exc) from exc
+    except (pa.ArrowException, OSError, ValueError, OverflowError, MemoryError) as exc:
+        raise wrong("header", f"no Parquet that can be read: {exc!s:.200}") from exc
+    problem = _problem(table)
+    if problem:
+        raise wrong("header", problem)
+    import pyarrow.compute as pc
+
+    if len(table) and pc.max(table.column(PART)).as_py() > ulid:
+        raise wrong("header", f"`{PART}` is later than the object's own name")
+    return table
+
+
+def _decode(blob: Blob | bytearray, namespace: str) -> pa.Table:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    # As dictionaries a text that comes a million times is in memory once until it was measured.
+    file = pq.ParquetFile(
+        pa.BufferReader(pa.py_buffer(blob)),
+        page_checksum_verification=True,
+        read_dictionary=list(TEXTS),
+    )
+    footer = file.metadata
+    about = footer.metadata or {}
+    kind = about.get(b"s3ec", b"").decode("ascii", "replace")
+    if kind != KIND:
+        newer = kind.startswith(_KINDS)
+        raise CorruptEntryError(
+            f"its kind is {kind!r:.40}, not {KIND}", reason="version" if newer else "header"
+        )
+    if about.get(b"namespace") != namespace.encode():
+        raise CorruptEntryError("it is of another namespace", reason="namespace")
+    groups = [footer.row_group(number) for number in range(footer.num_row_groups)]
+    claimed = sum(group.total_byte_size for group in groups)
+    if not 0 <= footer.num_rows <= MAX_PART_ROWS or not 0 <= claimed <= MAX_UNPACKED_BYTES:
+        raise CorruptEntryError("it holds too much", reason="size")
+    if sum(group.num_rows for group in groups) != footer.num_rows:
+        raise CorruptEntryError("its number of rows is not that of its groups", reason="header")
+    wanted = schema(part=True)
+    for field in wanted:
+        _require_type(file.schema_arrow, field)
+    tables, nbytes = [], 0
+    for number in range(len(groups)):
+        # One thread: the caller's. The pool of Arrow has as many threads as there are cores.
+        group = file.read_row_group(number, columns=wanted.names, use_threads=False)
+        group.validate(full=True)  # UTF-8 too; before anything is made of it
+        nbytes += sum(_text_bytes(name, group.column(name)) for name in TEXTS)
+        if nbytes > MAX_UNPACKED_BYTES:
+            raise CorruptEntryError("its texts are too long together", reason="size")
+        tables.append(group.select(wanted.names).cast(wanted))
+    return pa.concat_tables(tables) if tables else wanted.empty_table()
+
+
+def _require_type(found: pa.Schema, field: pa.Field) -> None:
+    import pyarrow as pa
+
+    places = found.get_all_field_indices(field.name)
+    if len(places) != 1:
+        raise CorruptEntryError(
+            f"it has {len(places)} columns `{field.name}`, not one", reason="header"
+        )
+    kind = found.field(places[0]).type
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    is_text = field.name in TEXTS and (pa.types.is_string(kind) or pa.types.is_large_string(kind))
+    if not is_text and kind != field.type:
+        raise CorruptEntryError(f"its column `{field.name}` is of type {kind}", reason="header")
+
+
+def _text_bytes(name: str, column: pa.ChunkedArray) -> int:
+    """Size of a column of dictionaries when each row has its own text.
+
+    Raises:
+        CorruptEntryError: One is too long.
+    """
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    total = 0
+    for chunk in column.chunks:
+        lengths = pc.binary_length(chunk.dictionary).cast(pa.int64())
+        if (pc.max(lengths).as_py() or 0) > TEXTS[name]:
+            raise CorruptEntryError(
+                f"a value of `{name}` has more than {TEXTS[name]} bytes", reason="size"
+            )
+        total += pc.sum(lengths.take(chunk.indices)).as_py() or 0
+    return total
+
+
+def _problem(table: pa.Table) -> str:
+    """What is wrong with the values of a table of the right types; empty where nothing is."""
+    import pyarrow.compute as pc
+
+    for name in table.schema.names:
+        column = table.column(name)
+        if name not in _NULLABLE and column.null_count:
+            return f"`{name}` is missing"
+        least = pc.min(column).as_py() if name in _LEAST else None
+        if least is not None and least < _LEAST[name]:
+            return f"`{name}` is less than {_LEAST[name]}"
+        if name in TEXTS:
+            bounds = pc.min_max(pc.binary_length(column)).as_py()
+            if (bounds["max"] or 0) > TEXTS[name]:
+                return f"`{name}` has more than {TEXTS[name]} bytes"
+            if name in _NAMES and bounds["min"] == 0:
+                return f"`{name}` is empty"
+    is_hex = pc.match_substring_regex(table.column("sha256"), r"\A[0-9a-f]{64}\z")
+    if pc.all(is_hex).as_py() is False:
+        return "`sha256` is not 64 hex digits, in lower case"
+    parts = pc.unique(table.column(PART)).to_pylist() if PART in table.schema.names else []
+    if not all(map(is_ulid, parts)):
+        return f"`{PART}` is no ULID"
+    return next(filter(None, (_json_problem(name, table.column(name)) for name in _JSON)), "")
+
+
+def _json_problem(name: str, column: pa.ChunkedArray) -> str:
+    import pyarrow.compute as pc
+
+    # Many pages have the same; each is looked at once.
+    for text in pc.unique(column).to_pylist():
+        if text is None:
+            continue
+        try:
+            value = plain_json(text)
+        except (ValueError, RecursionError):
+            return f"`{name}` is not plain JSON"
+        if not isinstance(value, dict):
+            return f"`{name}` is not a JSON object"
+    return ""

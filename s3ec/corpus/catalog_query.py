@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Questions to a catalogue in SQL, and a catalogue as a file."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from s3ec.corpus.catalog_file import COLUMNS, schema
+from s3ec.errors import ConfigError, TierError
+from s3ec.safetensors_file import plain_json
+from s3ec.tier.files import TempFile
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+_NAME = "catalog"
+_BATCH = 4096
+# Whoever asks may have got the question from somewhere else. It sees the catalogue and nothing
+# else: no file, no network, no variable of Python, and it cannot allow itself more.
+_LOCKED = (
+    "SET python_enable_replacements=false",
+    "SET enable_external_access=false",
+    "SET lock_configuration=true",
+)
+
+
+def run_sql(table: pa.Table, query: str, *, field: str = "query") -> pa.Table:
+    """What DuckDB answers to a question about the table ``catalog``.
+
+    Args:
+        field: What the error calls the question.
+
+    Raises:
+        ConfigError: DuckDB does not take it, it gives no rows, or DuckDB is not installed.
+    """
+    try:
+        import duckdb
+    except ImportError as exc:
+        raise ConfigError(
+            f"questions in SQL need DuckDB ({exc}): pip install 's3ec[corpus]'", field=field
+        ) from exc
+    try:
+        with duckdb.connect(
+            ":memory:", config={"autoload_known_extensions": "false"}
+        ) as connection:
+            connection.register(_NAME, table)
+            for statement in _LOCKED:
+                connection.execute(statement)
+            relation = connection.sql(query)
+            answer = None if relation is None else relation.to_arrow_table()
+    except duckdb.Error as exc:
+        raise ConfigError(f"`{field}`: DuckDB says: {exc}", field=field) from exc
+    if answer is None:
+        raise ConfigError(
+            f"`{field}` gives no rows; ask with SELECT, of the table {_NAME}", field=field
+        )
+    return answer
+
+
+def select(table: pa.Table, where: str) -> pa.Table:
+    """The rows for which a condition in SQL holds.
+
+    Raises:
+        ConfigError: As run_sql.
+    """
+    # The line break ends a comment in the condition.
+    found = run_sql(table, f"SELECT * FROM {_NAME} WHERE ({where}\n)", field="where")  # noqa: S608
+    if found.schema.names != list(COLUMNS):
+        raise ConfigError("`where` is more than a condition", field="where")
+    return found.cast(schema())
+
+
+def _write_parquet(table: pa.Table, path: str) -> None:
+    import pyarrow.parquet as pq
+
+    pq.write_table(table, path, compression="zstd", store_schema=False)
+
+
+def _write_csv(table: pa.Table, path: str) -> None:
+    from pyarrow import csv
+
+    csv.write_csv(table, path)
+
+
+def _write_jsonl(table: pa.Table, path: str) -> None:
+    with Path(path).open("w", encoding="utf-8") as file:
+        for batch in table.to_batches(max_chunksize=_BATCH):
+            for row in batch.to_pylist():
+                file.write(json.dumps(plain_row(row), ensure_ascii=False) + "\n")
+
+
+_WRITERS: dict[str, Callable[[pa.Table, str], None]] = {
+    ".parquet": _write_parquet,
+    ".csv": _write_csv,
+    ".jsonl": _write_jsonl,
+}
+
+
+def plain_row(row: dict[str, Any]) -> dict[str, Any]:
+    """A row by column as JSON: times in ISO 8601, and JSON texts as what they say."""
+    found = dict(row)
+    for name, value in row.items():
+        if name in ("placeholder", "extra") and isinstance(value, str):
+            found[name] = plain_json(value)
+        elif value is not None and not isinstance(value, bool | int | float | str | list | dict):
+            found[name] = value.isoformat() if hasattr(value, "isoformat") else str(value)
+    return found
+
+
+def require_suffix(path: str | os.PathLike[str]) -> str:
+    """The suffix of a file to write.
+
+    Raises:
+        ConfigError: It is none that says how.
+    """
+    suffix = Path(path).suffix.lower()
+    if suffix not in _WRITERS:
+        raise ConfigError(
+            f"`{Path(path).name}` ends with none of {', '.join(_WRITERS)}, which say how to "
+            "write it",
+            field="path",
+        )
+    return suffix
+
+
+def export_table(table: pa.Table, path: str | os.PathLike[str]) -> None:
+    """Write a table to a file, whole or not at all; its suffix says how.
+
+    Raises:
+        ConfigError: The suffix is none of those.
+        TierError: The file cannot be written.
+    """
+    target = Path(path)
+    write = _WRITERS[require_suffix(path)]
+    try:
+        with TempFile(os.fspath(target.parent), private=False) as temp:
+            temp.close()
+            write(table, temp.path)
+            os.replace(temp.path, target)
+            temp.is_named = True
+    except OSError as exc:
+        raise TierError(f"{target}: cannot be written: {exc}") from exc
