@@ -276,7 +276,7 @@ class VllmEncoder:
                     under_way[self._enqueue(picture)] = picture
                 except EncoderError:
                     raise
-                except Exception as exc:  # of any class: a file that is no picture, or too large
+                except Exception as exc:  # noqa: BLE001  of any class: it is no picture, too large
                     self._shelf.drop(picture.url)
                     yield Encoded(picture.number, None, _reason(exc))
             if not under_way:
