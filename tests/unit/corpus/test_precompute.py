@@ -26,6 +26,7 @@ from s3ec.identity import Layout, Namespace, make_key
 from s3ec.index.manifest import Ulids
 from s3ec.index.rows import EntryInfo
 from s3ec.store.base import Store
+from s3ec.tenant import Tenant
 from s3ec.testing.fault_store import Fault, FaultStore, Script
 from s3ec.testing.memory_store import MemoryBucket, MemoryStore
 from tests.support.pdfs import make_pdf
@@ -54,6 +55,7 @@ class FakeEncoder:
 
     corpus: Corpus
     can_name: bool = True
+    tenant: Tenant | None = None
     saves: bool = True
     before_each: Callable[[int], None] = lambda count: None
     encoded: list[bytes] = field(default_factory=list)
@@ -81,7 +83,7 @@ class FakeEncoder:
                 continue
             identifier = picture.uuid or name_of(picture.data)
             if self.saves:
-                save(self.corpus, identifier)
+                save(self.corpus, identifier, self.tenant)
             yield Encoded(picture.number, identifier)
 
     def stop(self) -> None:
@@ -94,11 +96,11 @@ class FakeEncoder:
 _ULIDS = Ulids()
 
 
-def save(corpus: Corpus, identifier: str) -> None:
+def save(corpus: Corpus, identifier: str, tenant: Tenant | None = None) -> None:
     """What an engine does: the object, then its announcement."""
-    key = make_key(identifier)
+    key = make_key(identifier, tenant)
     assert key is not None
-    body = entry_bytes(identifier, NAMESPACE.name)
+    body = entry_bytes(key.stored, NAMESPACE.name)
     put(corpus, LAYOUT.descriptor, NAMESPACE.to_json())
     put(corpus, LAYOUT.object(key), body)
     facts = EntryInfo(len(body), 4, 8, "bfloat16", time_s=int(time.time()))
@@ -339,6 +341,21 @@ def test_pages_are_items_and_drawn_anew_for_other_dots_per_inch(desk: Desk) -> N
     items = open_source(str(desk.folder), ReadOptions(dpi=30))
     encoder = FakeEncoder(desk.corpus)
     assert desk.job(encoder, items=items).run().encoded == 2
+
+
+def test_under_a_tenants_secret_there_is_no_catalogue_and_nothing_is_encoded_twice(
+    desk: Desk, open_corpus: Callable[..., Corpus], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TENANT_KEY", "k" * 32)
+    corpus = open_corpus(tenant_key="env:TENANT_KEY")
+    assert corpus.tenant is not None
+    secret = Desk(corpus, desk.folder)
+    desk.write(a=b"one", b=b"two")
+    encoders = [FakeEncoder(corpus, tenant=corpus.tenant) for _ in range(2)]
+    first, second = (secret.job(encoder).run() for encoder in encoders)
+    assert (first.status, first.encoded) == ("complete", 2)
+    assert (second.status, second.done_before, second.encoded) == ("complete", 2, 0)
+    assert not encoders[1].is_running
 
 
 # -- broken off -----------------------------------------------------------------------------------
