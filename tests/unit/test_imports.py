@@ -31,7 +31,8 @@ LAYERS = [
     {"fetch", "namespaces", "encode_costs"},
     {"prefetch"},
     {"node"},
-    {"connector", "corpus"},
+    {"connector"},
+    {"corpus"},  # a job over a corpus starts an engine with the connector
     {"client", "middleware"},
     {"testing"},
     {"doctor"},

@@ -151,6 +151,12 @@ ENTRIES: dict[str, Entry] = {
         "What a server that answers 503 to everything is sent, before the breaker opens and after.",
         20,
     ),
+    "precompute": Entry(
+        "s3ec.dev.bench.precompute",
+        "A job that fills a corpus beside vLLM's own loop; run again; and asked by a server.",
+        1500,
+        alone=True,
+    ),
 }
 
 # `s3ec bench data`: how bytes move.
@@ -159,7 +165,7 @@ DATA = (
     *("interference", "load", "save", "node"),
 )
 # `s3ec bench corpus`: jobs over a corpus, and requests without pixels.
-CORPUS: tuple[str, ...] = ()
+CORPUS: tuple[str, ...] = ("precompute",)
 _FAR = re.compile(r"fetch([1-9][0-9]{0,3})")
 
 
