@@ -103,6 +103,10 @@ class Ledger:
 
     Coroutines run on the corpus's loop. ``holds``, and what reads the catalogue, are for any
     thread.
+
+    Attributes:
+        has_catalogue: False under a tenant's secret, where ``catalogue`` stays empty.
+        catalogue: As it was at the start.
     """
 
     def __init__(self, corpus: Corpus, namespace: Namespace) -> None:
@@ -116,7 +120,7 @@ class Ledger:
         self._layout = Layout(namespace.name)
         self._naming = naming_of(settings)
         # A catalogue would say what a secret is to keep: which picture lies under which name.
-        self._has_catalogue = self._naming.tenant is None
+        self.has_catalogue = self._naming.tenant is None
         self.catalogue = CatalogIndex()
         self._writable: Store | None = None
         counters = Counters()
@@ -154,7 +158,7 @@ class Ledger:
         while not index.loaded:
             await asyncio.sleep(_LOOK_S)
             await index.refresh()
-        if self._has_catalogue:
+        if self.has_catalogue:
             table = await read_table(store, self._layout)
             self.catalogue = await asyncio.to_thread(CatalogIndex.from_table, table)
 
@@ -220,7 +224,7 @@ class Ledger:
 
     async def append(self, store: Store, rows: Sequence[CatalogRow]) -> None:
         """Add rows to the catalogue, confirmed when this returns."""
-        if not rows or not self._has_catalogue:
+        if not rows or not self.has_catalogue:
             return
         if self._writable is None:
             self._writable = await with_conditional_put(store)

@@ -27,6 +27,7 @@ from collections.abc import (
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -35,10 +36,12 @@ from s3ec.corpus.entries import (
     CorpusEntry,
     Embedding,
     find_entry,
+    name_and_revision,
     read_entry,
     read_header,
     scan,
 )
+from s3ec.corpus.selection import CopyOptions, Selection, Transferred
 from s3ec.counters import Counters, Report, unreported
 from s3ec.errors import (
     ConfigError,
@@ -71,9 +74,11 @@ from s3ec.store.open import open_store, require_conditional_put, with_conditiona
 from s3ec.store.retry import RetryStore
 from s3ec.store.unreachable import in_plain_words
 from s3ec.tenant import Tenant
+from s3ec.tier.files import Batch
 
 if TYPE_CHECKING:
     from s3ec.corpus.catalog import Catalog
+    from s3ec.corpus.hydrate import HydrateOptions, Hydration, Wanted
     from s3ec.corpus.precompute import PrecomputeReport
     from s3ec.corpus.reading import ReadOptions
     from s3ec.index.rebuild import Verified
@@ -211,6 +216,7 @@ class Corpus:
         self._wording = wording or Wording()
         self._note = note or (lambda text: log.info("%s", text))
         self._thread = LoopThread("s3ec-corpus")
+        self._thread.share(Batch)
         self._closed = False
         # Several threads may fill these, each with the same.
         self._chosen: dict[tuple[str | None, str | None], str] = {}
@@ -385,6 +391,55 @@ class Corpus:
         name = self.choose(namespace, model=model)
         return self._entries(scan(self._store, name, starts_with=starts_with, adapter=folder))
 
+    def hydrate(
+        self,
+        wanted: Iterable[str | CorpusEntry | Wanted] | None = None,
+        *,
+        namespace: str | None = None,
+        model: str | None = None,
+        by_name: bool = False,
+        options: HydrateOptions | None = None,
+        report: Report = unreported,
+    ) -> Hydration:
+        """Bring entries to this node's disk tier before engines ask for them, every byte checked.
+
+        The tier is that of the settings: ``cache_dir``, ``cache_bytes`` and ``min_free_bytes``.
+        Nothing that is there goes for what comes: where the tier is full, the rest is left out. An
+        entry that is there already costs no request, and others cost one (one for each 4 MiB). What
+        was broken off, by a signal too, leaves whole entries only, and the next call goes on.
+
+        Args:
+            wanted: Identifiers as vLLM spells them, or entries of this corpus; the most wanted
+                first. None for everything, in no order.
+            by_name: The texts are labels or objects' names, as list has them.
+            options: How fast, how much, or not at all.
+            report: Told how many bytes have come.
+
+        Returns:
+            Counts, and names of what is absent or damaged or did not come.
+
+        Raises:
+            ConfigError: Nothing is ever stored under an identifier.
+            TierError: The tier cannot be opened; the message names the fix.
+            NotFoundError, AmbiguousError: No namespace fits, or several do.
+        """
+        from s3ec.corpus.hydrate import HydrateOptions, hydrate
+
+        chosen = None if wanted is None else [self._wanted(one, by_name) for one in wanted]
+
+        async def work(store: Store, layout: Layout) -> Hydration:
+            return await hydrate(
+                store,
+                layout,
+                chosen,
+                settings=self.settings,
+                loop=self._thread,
+                options=options or HydrateOptions(),
+                report=report,
+            )
+
+        return self.within(work, namespace, model=model)
+
     def delete(
         self,
         identifiers: str | CorpusEntry | Iterable[str | CorpusEntry],
@@ -422,7 +477,7 @@ class Corpus:
             NotFoundError, AmbiguousError: No namespace fits, or several do.
         """
         given = (identifiers,) if isinstance(identifiers, str | CorpusEntry) else (*identifiers,)
-        keys = dict(self._key_to_delete(one, by_name) for one in given)
+        keys = dict(self._key_of_one(one, by_name, "identifiers") for one in given)
         places = {one.namespace for one in given if isinstance(one, CorpusEntry)}
         if places and namespace is None and model is None:
             namespace = min(places)
@@ -559,6 +614,190 @@ class Corpus:
             report=report,
         ).run()
 
+    # -- to other places -----------------------------------------------------------------------
+
+    def export(
+        self,
+        folder: str | Path,
+        selection: Selection | None = None,
+        *,
+        namespace: str | None = None,
+        model: str | None = None,
+        form: str = "s3ec",
+        options: CopyOptions | None = None,
+    ) -> Transferred:
+        """Copy a namespace into a folder, every byte checked. A second call copies what lacks.
+
+        Args:
+            folder: Made if it is absent. One export at a time writes there.
+            selection: None for all entries.
+            form: ``s3ec``, our layout, which ``url: file:///FOLDER`` serves as it is; or ``vllm``,
+                that of ECExampleConnector, with entries under a content hash only.
+            options: How; None for the defaults.
+
+        Returns:
+            What was copied; ``failures`` says of what could not be copied why.
+
+        Raises:
+            ConfigError: The folder cannot be made, or an argument is wrong.
+            ConflictError: Another export writes into the folder.
+            NoSpaceError: Its disk is full. What was copied stays, as in all these cases.
+            TierError: The folder for temporary files is full.
+            NotFoundError, AmbiguousError: No namespace fits, or several do.
+        """
+        from s3ec.corpus import transfer
+
+        _require_form(form)
+        name = self.choose(namespace, model=model)
+        wanted = (selection or Selection()).within(self, name)
+        return self.within(
+            lambda store, layout: transfer.export(
+                store,
+                layout,
+                Path(folder),
+                wanted,
+                options or CopyOptions(),
+                form=form,
+                settings=self.settings,
+            ),
+            name,
+        )
+
+    def import_from(
+        self,
+        folder: str | Path,
+        selection: Selection | None = None,
+        *,
+        namespace: str | None = None,
+        model: str | None = None,
+        to_namespace: str | None = None,
+        same_encoder: bool = False,
+        options: CopyOptions | None = None,
+    ) -> Transferred:
+        """Copy a namespace from a folder in our layout. Nothing in the bucket is replaced.
+
+        Every byte is checked before it is stored. Entries of other namespaces are refused.
+
+        Args:
+            namespace, model: In the folder, see the class.
+            to_namespace: In the bucket; None for the same.
+            same_encoder: The two are of different models whose encoders are the same.
+
+        Raises:
+            ConfigError: There is no such folder, or the namespaces are of different models.
+            NotFoundError, AmbiguousError: No namespace fits, or several do.
+            TierError: The folder for temporary files is full.
+        """
+        from s3ec.corpus import transfer
+
+        with Corpus(
+            transfer.folder_settings(Path(folder), self.settings),
+            wording=self._wording,
+            note=self._note,
+        ) as source:
+            return source.copy_to(
+                self,
+                selection,
+                namespace=namespace,
+                model=model,
+                to_namespace=to_namespace,
+                same_encoder=same_encoder,
+                options=options,
+            )
+
+    def import_example(
+        self,
+        folder: str | Path,
+        selection: Selection | None = None,
+        *,
+        namespace: str | None = None,
+        model: str | None = None,
+        modality: str = "image",
+        options: CopyOptions | None = None,
+    ) -> Transferred:
+        """Copy entries from a folder in the layout of vLLM's ECExampleConnector.
+
+        Nothing there says of which model it is or whether its values are what they were. You must
+        know both. Width and type must be those that the namespace has on record.
+
+        Args:
+            namespace, model: Where to, see the class.
+            modality: Of all files, such as ``image``.
+
+        Raises:
+            ConfigError: There is no such folder.
+            NotFoundError, AmbiguousError: No namespace fits, or several do.
+            TierError: The folder for temporary files is full.
+        """
+        from s3ec.corpus import transfer
+
+        name = self.choose(namespace, model=model)
+        wanted = (selection or Selection()).within(self, name)
+        return self.within(
+            lambda store, layout: transfer.import_example(
+                Path(folder),
+                store,
+                layout,
+                wanted,
+                options or CopyOptions(),
+                modality=modality,
+                settings=self.settings,
+            ),
+            name,
+            write=True,
+        )
+
+    def copy_to(
+        self,
+        target: Corpus,
+        selection: Selection | None = None,
+        *,
+        namespace: str | None = None,
+        model: str | None = None,
+        to_namespace: str | None = None,
+        same_encoder: bool = False,
+        options: CopyOptions | None = None,
+    ) -> Transferred:
+        """Copy a namespace into another corpus, every byte checked, or by the server itself.
+
+        The server copies where both buckets are at one endpoint and the namespace stays. Then
+        headers are checked, sizes and ETags compared, and values read only with ``deep``.
+
+        Args:
+            namespace, model: Where from, see the class.
+            to_namespace: As for import_from, and so is ``same_encoder``.
+
+        Raises:
+            ConfigError: The namespaces are of different models, or one has no descriptor.
+            NotFoundError, AmbiguousError: No namespace fits, or several do.
+            TierError: The folder for temporary files is full.
+        """
+        from s3ec.corpus.copy import Places, copy_namespace, server_of
+
+        name = self.choose(namespace, model=model)
+        wanted = (selection or Selection()).within(self, name)
+        to = name
+        if to_namespace is not None and to_namespace != name:
+            to = target.choose(to_namespace)
+
+        async def work(source: Store, layout: Layout) -> Transferred:
+            # A store serves one loop, so this is not the one of the other corpus.
+            bare = open_store(target.settings)
+            store = RetryStore(bare, Counters(), attempts=ATTEMPTS)
+            try:
+                places = Places(source, layout, await with_conditional_put(store), Layout(to))
+                return await copy_namespace(
+                    places,
+                    wanted,
+                    options or CopyOptions(),
+                    same_encoder=same_encoder,
+                    by_server=server_of(bare, target.settings, source, self.settings, Layout(to)),
+                )
+            finally:
+                await store.close()
+
+        return self.within(work, name)
+
     # -- what has no method --------------------------------------------------------------------
 
     def run(self, work: Callable[[Store], Awaitable[T]]) -> T:
@@ -655,18 +894,29 @@ class Corpus:
         found = entry_name(name)
         return Key("", found[0], digest_of_name(found[0])) if found else None
 
-    def _key_to_delete(self, one: str | CorpusEntry, by_name: bool) -> tuple[str, Key]:
+    def _key_of_one(self, one: str | CorpusEntry, by_name: bool, argument: str) -> tuple[str, Key]:
         if isinstance(one, CorpusEntry):
             one, by_name = one.name, True
         key = self.key_of(_text(one), by_name=by_name)
         if key is None and by_name:
             raise ConfigError(
-                f"{one!r:.100} in `identifiers` is no name of an entry; `list` has their labels",
-                field="identifiers",
+                f"{one!r:.100} in `{argument}` is no name of an entry; `list` has their labels",
+                field=argument,
             )
         if key is None:
-            raise _never_stored(one, "identifiers")
+            raise _never_stored(one, argument)
         return one, key
+
+    def _wanted(self, one: str | CorpusEntry | Wanted, by_name: bool) -> Wanted:
+        from s3ec.corpus.hydrate import Wanted, wanted_by_name
+
+        if isinstance(one, Wanted):
+            return one
+        if isinstance(one, CorpusEntry):
+            name, revision = name_and_revision(one)
+            return wanted_by_name(name, 0 if revision else one.nbytes, revision)
+        key = self._key_of_one(one, by_name, "wanted")[1]
+        return Wanted(key, one) if key.identifier else wanted_by_name(key.name)
 
     def _entry(
         self, what: str | CorpusEntry, namespace: str | None, model: str | None
@@ -702,6 +952,14 @@ class Corpus:
             return self._thread.submit(coroutine)
         except RuntimeError as exc:  # it ends just now, or no descriptor is left
             raise S3ECError(f"this corpus cannot be used: {exc}") from exc
+
+
+def _require_form(form: str) -> None:
+    if form not in ("s3ec", "vllm"):
+        raise ConfigError(
+            f"`form` is {form!r:.50}; take `s3ec` or `vllm`",
+            field="form",
+        )
 
 
 def _text(value: object) -> str:

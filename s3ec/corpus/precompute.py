@@ -424,7 +424,7 @@ class Job:
         name = self._encoder.identify(picture)
         key = None if name is None else ledger.key(name)
         if name is not None and key is not None and ledger.holds(key):
-            return _Planned(nbytes, origin, found=name)
+            return _Planned(nbytes, origin, found=name if ledger.has_catalogue else None)
         return _Planned(nbytes, origin, found=name, picture=picture)
 
     def _is_wanted(self, row: CatalogRow) -> bool:

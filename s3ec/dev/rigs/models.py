@@ -6,6 +6,7 @@ wrong embedding changes tokens, and two runs at temperature 0 give the same toke
 
     python -m s3ec.dev.rigs.models gemma3 OUT --preset tiny
     python -m s3ec.dev.rigs.models qwen2-vl OUT
+    python -m s3ec.dev.rigs.models qwen3-vl OUT
 """
 
 from __future__ import annotations
@@ -74,19 +75,21 @@ _GEMMA3_CHAT = (
     "{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
 )
 
-_QWEN2_VL_SPECIAL = [
+_QWEN_VL_SPECIAL = [
     *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>"),
     *("<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"),
 ]
-_QWEN2_VL_PATCHES = {"patch_size": 14, "temporal_patch_size": 2}
-_QWEN2_VL_CHAT = (
+_QWEN_VL_CHAT = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
     "{% if m['content'] is string %}{{ m['content'] }}{% else %}"
     "{% for c in m['content'] %}{% if c['type'] == 'image' %}"
-    "<|vision_start|><|image_pad|><|vision_end|>{% elif 'text' in c %}{{ c['text'] }}"
+    "<|vision_start|><|image_pad|><|vision_end|>{% elif c['type'] == 'video' %}"
+    "<|vision_start|><|video_pad|><|vision_end|>{% elif 'text' in c %}{{ c['text'] }}"
     "{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+# Of a picture. A tiny model has few pixels by default; 2048 pixels square need 4,194,304.
+_QWEN_VL_MIN_PIXELS, _QWEN_VL_MAX_PIXELS = 3136, 200_704
 
 
 def write_gemma3(out: Path, preset: str = "tiny", seed: int = 0) -> Path:
@@ -113,7 +116,30 @@ def write_qwen2_vl(out: Path, seed: int = 0) -> Path:
     The model for requests with a grid and a uuid but no pixels. A picture of 224 pixels
     square gives 64 rows of 64 values. A folder that already holds it is left as it is.
     """
-    return build_once(out, {"family": "qwen2-vl", "seed": seed}, lambda: _build_qwen2_vl(out, seed))
+    return write_qwen_vl(out, "qwen2-vl", seed=seed)
+
+
+def write_qwen_vl(
+    out: Path, family: str, *, seed: int = 0, max_pixels: int = _QWEN_VL_MAX_PIXELS
+) -> Path:
+    """Write a tiny model of one of Qwen's vision families; return its folder.
+
+    Of a picture of 224 pixels square, ``qwen2-vl`` and ``qwen2.5-vl`` make 64 rows of 64 values,
+    and ``qwen3-vl`` makes 49 rows of 192: the last layer's values and those of two layers before
+    it. All take videos too. A folder that already holds it is left as it is.
+
+    Args:
+        out: Folder of the model, made if missing.
+        family: One of QWEN_VL_FAMILIES.
+        seed: Of the weights.
+        max_pixels: A larger picture is made smaller.
+
+    Raises:
+        KeyError: No such family.
+    """
+    build = QWEN_VL_FAMILIES[family]
+    recipe = {"family": family, "seed": seed, "max_pixels": max_pixels}
+    return build_once(out, recipe, lambda: build(out, seed, max_pixels))
 
 
 def build_once(out: Path, recipe: dict[str, Any], build: Callable[[], None]) -> Path:
@@ -244,60 +270,133 @@ def _save_gemma3_processor(out: Path, shape: _Gemma3Shape) -> None:
     write_json(out / "processor_config.json", processor)
 
 
-def _build_qwen2_vl(out: Path, seed: int) -> None:
-    from transformers import Qwen2VLForConditionalGeneration
+def _build_qwen2_vl(out: Path, seed: int, max_pixels: int) -> None:
+    from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
-    special = _QWEN2_VL_SPECIAL
-    vocabulary, tokenizer = byte_tokenizer(special)
+    vision = {"depth": 2, "embed_dim": 64, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 2}
+    config = Qwen2VLConfig(
+        text_config=_qwen_vl_text(max_pixels),
+        vision_config={**vision, "patch_size": 14, "temporal_patch_size": 2,
+                       "spatial_merge_size": 2},
+        **_save_qwen_vl_tokenizer(out),
+    )  # fmt: skip
+    save_weights(out, lambda: Qwen2VLForConditionalGeneration(config), seed)
+    _save_qwen_vl_processor(out, "Qwen2VLProcessor", "Qwen2VLVideoProcessor", 14, max_pixels)
+
+
+def _build_qwen2_5_vl(out: Path, seed: int, max_pixels: int) -> None:
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    vision = {
+        "depth": 2,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_heads": 2,
+        "out_hidden_size": 64,
+        "patch_size": 14,
+        "window_size": 112,
+        "fullatt_block_indexes": [1],
+        "tokens_per_second": 2,
+    }
+    config = Qwen2_5_VLConfig(
+        text_config=_qwen_vl_text(max_pixels),
+        vision_config=vision,
+        **_save_qwen_vl_tokenizer(out),
+    )
+    save_weights(out, lambda: Qwen2_5_VLForConditionalGeneration(config), seed)
+    _save_qwen_vl_processor(out, "Qwen2_5_VLProcessor", "Qwen2VLVideoProcessor", 14, max_pixels)
+
+
+def _build_qwen3_vl(out: Path, seed: int, max_pixels: int) -> None:
+    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+    vision = {
+        "depth": 3,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_heads": 2,
+        "out_hidden_size": 64,
+        "patch_size": 16,
+        "num_position_embeddings": 256,
+        "deepstack_visual_indexes": [0, 1],
+    }
+    text = _qwen_vl_text(max_pixels) | {"head_dim": 32}
+    text["rope_parameters"] |= {"mrope_section": [6, 5, 5], "mrope_interleaved": True}
+    config = Qwen3VLConfig(text_config=text, vision_config=vision, **_save_qwen_vl_tokenizer(out))
+    save_weights(out, lambda: Qwen3VLForConditionalGeneration(config), seed)
+    _save_qwen_vl_processor(out, "Qwen3VLProcessor", "Qwen3VLVideoProcessor", 16, max_pixels)
+
+
+QWEN_VL_FAMILIES: dict[str, Callable[[Path, int, int], None]] = {
+    "qwen2-vl": _build_qwen2_vl,
+    "qwen2.5-vl": _build_qwen2_5_vl,
+    "qwen3-vl": _build_qwen3_vl,
+}
+
+
+def _save_qwen_vl_tokenizer(out: Path) -> dict[str, Any]:
+    """Write it; what the model's configuration says of its tokens."""
+    special = _QWEN_VL_SPECIAL
+    _, tokenizer = byte_tokenizer(special)
     save_tokenizer(
         out,
         tokenizer,
         special=special,
         roles={"pad": special[0], "eos": special[2]},
-        chat_template=_QWEN2_VL_CHAT,
+        chat_template=_QWEN_VL_CHAT,
         settings={"image_token": special[6], "video_token": special[7]},
     )
-    config = _qwen2_vl_config(vocabulary)
-    save_weights(out, lambda: Qwen2VLForConditionalGeneration(config), seed)
-    processor = {
-        "image_processor_type": "Qwen2VLImageProcessor",
-        "processor_class": "Qwen2VLProcessor",
-        "min_pixels": 3136,
-        "max_pixels": 200704,
-        "merge_size": 2,
-        "image_mean": [0.48, 0.46, 0.41],
-        "image_std": [0.27, 0.26, 0.28],
+    return {
+        "image_token_id": 6,
+        "video_token_id": 7,
+        "vision_start_token_id": 3,
+        "vision_end_token_id": 4,
+        "tie_word_embeddings": False,
     }
-    write_json(out / "preprocessor_config.json", processor | _QWEN2_VL_PATCHES)
 
 
-def _qwen2_vl_config(vocabulary: int) -> Any:
-    from transformers import Qwen2VLConfig
-
-    text = {
-        "vocab_size": vocabulary,
+def _qwen_vl_text(max_pixels: int) -> dict[str, Any]:
+    return {
+        "vocab_size": len(_QWEN_VL_SPECIAL) + 256,  # a token per byte
         "hidden_size": 64,
         "intermediate_size": 128,
         "num_hidden_layers": 2,
         "num_attention_heads": 2,
         "num_key_value_heads": 1,
-        "max_position_embeddings": 4096,
+        # A picture's tokens, one of 28 pixels square each, and as many others.
+        "max_position_embeddings": max(4096, 2 * max_pixels // 28**2),
         "rope_parameters": {
             "rope_type": "default",
             "rope_theta": 1e4,
             "mrope_section": [4, 6, 6],
         },
     }
-    vision = {"depth": 2, "embed_dim": 64, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 2}
-    return Qwen2VLConfig(
-        text_config=text,
-        vision_config={**vision, **_QWEN2_VL_PATCHES, "spatial_merge_size": 2},
-        image_token_id=6,
-        video_token_id=7,
-        vision_start_token_id=3,
-        vision_end_token_id=4,
-        tie_word_embeddings=False,
-    )
+
+
+def _save_qwen_vl_processor(
+    out: Path, processor: str, video_processor: str, patch_size: int, max_pixels: int
+) -> None:
+    shared = {
+        "processor_class": processor,
+        "patch_size": patch_size,
+        "temporal_patch_size": 2,
+        "merge_size": 2,
+        "image_mean": [0.48, 0.46, 0.41],
+        "image_std": [0.27, 0.26, 0.28],
+    }
+    image = {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "min_pixels": _QWEN_VL_MIN_PIXELS,
+        "max_pixels": max_pixels,
+    }
+    # Of a whole video. The second says what transformers warns about as long as nobody says it.
+    video = {
+        "video_processor_type": video_processor,
+        "size": {"shortest_edge": _QWEN_VL_MIN_PIXELS, "longest_edge": _QWEN_VL_MAX_PIXELS},
+        "cap_pixels_per_frame": False,
+    }
+    write_json(out / "preprocessor_config.json", image | shared)
+    write_json(out / "video_preprocessor_config.json", video | shared)
 
 
 def byte_tokenizer(
@@ -372,15 +471,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     families = parser.add_subparsers(dest="family", required=True)
     gemma3 = families.add_parser("gemma3", help="Gemma3: one embedding size for all images")
     gemma3.add_argument("--preset", choices=GEMMA3_PRESETS, default="tiny")
-    qwen2_vl = families.add_parser("qwen2-vl", help="Qwen2-VL: as many rows as the image needs")
-    for family in (gemma3, qwen2_vl):
+    qwen = [
+        families.add_parser(family, help="as many rows as the image needs")
+        for family in QWEN_VL_FAMILIES
+    ]
+    for family in (gemma3, *qwen):
         family.add_argument("out", type=Path, metavar="OUT")
         family.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
     if options.family == "gemma3":
         out = write_gemma3(options.out, options.preset, options.seed)
     else:
-        out = write_qwen2_vl(options.out, options.seed)
+        out = write_qwen_vl(options.out, options.family, seed=options.seed)
     sys.stdout.write(f"{out}\n")
 
 
