@@ -146,6 +146,12 @@ ENTRIES: dict[str, Entry] = {
         3900,
         alone=True,
     ),
+    "hydrate": Entry(
+        "s3ec.dev.bench.hydrate",
+        "A corpus to a node's tier, verified, beside raw loops that write files to the same disk.",
+        900,
+        alone=True,
+    ),
     "amplification": Entry(
         "s3ec.dev.bench.amplification",
         "What a server that answers 503 to everything is sent, before the breaker opens and after.",
@@ -165,7 +171,7 @@ DATA = (
     *("interference", "load", "save", "node"),
 )
 # `s3ec bench corpus`: jobs over a corpus, and requests without pixels.
-CORPUS: tuple[str, ...] = ("precompute",)
+CORPUS: tuple[str, ...] = ("precompute", "hydrate")
 _FAR = re.compile(r"fetch([1-9][0-9]{0,3})")
 
 
