@@ -23,6 +23,7 @@ _MODULES = {
     "rm": "remove",
     "gc": "remove",
     "hydrate": "hydrate",
+    "verify": "verify",
     "manifest": "manifest",
     "tier": "tier",
     "trace": "trace",

@@ -146,6 +146,17 @@ ENTRIES: dict[str, Entry] = {
         3900,
         alone=True,
     ),
+    "verify": Entry(
+        "s3ec.dev.bench.verify",
+        "Every byte of a corpus checked, beside loops that read the same and check nothing.",
+        60,
+    ),
+    "gc": Entry(
+        "s3ec.dev.bench.gc",
+        "20,000 small objects deleted, beside boto3 with batches of 1000.",
+        240,
+        alone=True,
+    ),
     "amplification": Entry(
         "s3ec.dev.bench.amplification",
         "What a server that answers 503 to everything is sent, before the breaker opens and after.",
@@ -159,7 +170,7 @@ DATA = (
     *("interference", "load", "save", "node"),
 )
 # `s3ec bench corpus`: jobs over a corpus, and requests without pixels.
-CORPUS: tuple[str, ...] = ()
+CORPUS: tuple[str, ...] = ("verify", "gc")
 _FAR = re.compile(r"fetch([1-9][0-9]{0,3})")
 
 
