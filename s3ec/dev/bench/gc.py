@@ -9,6 +9,7 @@ objects there anew, untimed. The loops of boto3 have 4 and 16 threads; the faste
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 import statistics
 import time
@@ -35,6 +36,8 @@ _OURS = "s3ec gc"
 _THREADS = (4, 16)
 _BATCH = 1000
 _PUTS = 16
+# That a client of boto3 keeps.
+_CONNECTIONS = 8
 
 
 def run(context: Context) -> None:
@@ -72,9 +75,9 @@ def run(context: Context) -> None:
 
         cases: dict[str, Callable[[], float]] = {_OURS: collect}
         for threads in _THREADS:
-            client = server.client(max_pool_connections=threads + 1)
+            clients = [server.client() for _ in range(-(-threads // _CONNECTIONS))]
             cases[f"boto3, {threads} threads"] = partial(
-                _delete_raw, client, made, layout.objects, threads, count
+                _delete_raw, clients, made, layout.objects, threads, count
             )
         context.say(f"{context.rounds(_ROUNDS)} rounds of {count} objects")
         kept = measure.interleave(cases, rounds=context.rounds(_ROUNDS), between=fill)
@@ -98,10 +101,11 @@ async def _put_all(store: Any, objects: Sequence[str]) -> None:
     await in_parallel(objects, lambda name: store.put_if_absent(name, [_BODY]), width=_PUTS)
 
 
-def _delete_raw(client: Any, made: Made, prefix: str, threads: int, count: int) -> float:
+def _delete_raw(clients: Sequence[Any], made: Made, prefix: str, threads: int, count: int) -> float:
     """List page after page, and delete each page while the next one is listed; seconds."""
+    turns = itertools.cycle(clients)
 
-    def delete(page: Sequence[Any]) -> int:
+    def delete(client: Any, page: Sequence[Any]) -> int:
         wanted = [{"Key": one["Key"]} for one in page]
         reply = client.delete_objects(Bucket=made.bucket, Delete={"Objects": wanted, "Quiet": True})
         if reply.get("Errors"):
@@ -110,10 +114,16 @@ def _delete_raw(client: Any, made: Made, prefix: str, threads: int, count: int) 
 
     started = time.perf_counter()
     with ThreadPoolExecutor(threads) as pool:
-        pages = client.get_paginator("list_objects_v2").paginate(
-            Bucket=made.bucket, Prefix=prefix, PaginationConfig={"PageSize": _BATCH}
+        pages = (
+            clients[0]
+            .get_paginator("list_objects_v2")
+            .paginate(Bucket=made.bucket, Prefix=prefix, PaginationConfig={"PageSize": _BATCH})
         )
-        parts = [pool.submit(delete, page["Contents"]) for page in pages if page.get("Contents")]
+        parts = [
+            pool.submit(delete, next(turns), page["Contents"])
+            for page in pages
+            if page.get("Contents")
+        ]
         deleted = sum(part.result() for part in parts)
     seconds = time.perf_counter() - started
     if deleted < count:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``bench verify``: ``s3ec verify --deep`` beside loops that read the same objects and check nothing.
+"""``bench verify``: ``s3ec verify --deep`` beside loops that only read the same objects.
 
 All of them ask one SeaweedFS on this machine for the same objects, in turn. The audit compares
 index and listing first, lists once more in the order of names, reads every object, and hashes every
