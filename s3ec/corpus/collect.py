@@ -74,7 +74,7 @@ class Uses:
         engines = {at for at, one in enumerate(header.engines) if one.namespace == namespace}
         if not engines:
             return
-        ended_s = header.began_s
+        ended_s, unnamed, named = header.began_s, 0, 0
         for event in trace.events(path):
             at_s = header.began_s + event.at_s
             ended_s = max(ended_s, at_s)
@@ -86,14 +86,18 @@ class Uses:
                     "asked for would count as unused; record another one",
                     field="trace",
                 )
-            if event.name is None:
-                raise ConfigError(
-                    f"{path} has hashes and no names, so nothing can be found by it; record one "
-                    "with `s3ec trace --names`",
-                    field="trace",
-                )
+            if event.name is None:  # of what is never stored
+                unnamed += 1
+                continue
+            named += 1
             self.counts[event.name] += 1
             self.last_s[event.name] = max(at_s, self.last_s.get(event.name, 0.0))
+        if unnamed and not named:
+            raise ConfigError(
+                f"{path} has hashes and no names, so nothing can be found by it; record one with "
+                "`s3ec trace --names`",
+                field="trace",
+            )
         self.times.append((header.began_s, ended_s))
 
     def require(self, since_s: float, now_s: float) -> None:
@@ -160,7 +164,7 @@ class Choice:
     Attributes:
         rules: The rules.
         layout: The namespace.
-        now_s: Ages count to here. Nothing that was stored later goes.
+        now_s: Ages count to here. With ``max_bytes`` nothing goes that was stored later.
         last: With ``max_bytes`` the last one that goes by rank; None where all go or none was
             found yet.
         objects: That go, revisions included.
@@ -208,10 +212,10 @@ class Choice:
 
     def _agrees(self, info: ObjectInfo) -> bool:
         """Whether its age and its use let it go. One without a time stays."""
-        if not 0 < info.modified_s < self.now_s:
-            return False
         rules = self.rules
         age_s = self.now_s - info.modified_s
+        if not info.modified_s or (rules.max_bytes is not None and age_s < 0):
+            return False
         if rules.older_than_s is not None and age_s <= rules.older_than_s:
             return False
         if rules.unused_for_s is None or rules.uses is None:
@@ -331,6 +335,7 @@ async def collect_garbage(
     tenant: Tenant | None,
     dry_run: bool,
     report: Report = unreported,
+    clock: Callable[[], float] = time.time,
 ) -> Collection:
     """Choose and delete, or only count.
 
@@ -340,11 +345,12 @@ async def collect_garbage(
         tenant: Whose secret is in the names.
         dry_run: Only say what would go.
         report: Told how many objects were looked at.
+        clock: Seconds since the epoch.
 
     Raises:
         ConfigError, UnavailableError, AccessError, TierError: As choose and collect.
     """
-    now_s = time.time()
+    now_s = clock()
     if not dry_run:  # a clock that is ahead must not make entries old
         now_s = min(now_s, await server_time(store))
     rules.check(now_s)

@@ -204,7 +204,7 @@ class _DeepRun:
             self._first, self._cursor = self._first + 1, heapq.heappop(self._ended)[1]
             self._count(self._waiting.pop(self._first - 1))
         self._report("checking bytes", self.found.objects, self._most)
-        if self._state is not None and self._state.is_due():
+        if self._state is not None and self._state.is_due(self._cursor):
             self.save()
 
     @property
@@ -436,9 +436,9 @@ async def _read_parts(store: Store, entry: CorpusEntry) -> _Reading:
 class AuditState:
     """How far a deep check of one namespace is, in a file; one process at a time.
 
-    The file is JSON Lines: a header, then a line each second with the cursor, all counts, and the
-    bad objects that came since the line before. A last line that is cut counts for nothing. So a
-    run that is killed reads again what it has read in its last second.
+    The file is JSON Lines: a header, then at most one line a second with the cursor, all counts,
+    and the bad objects that came since the line before. A last line that is cut counts for nothing.
+    So a run that is killed reads again what it has read since its last line.
 
     States: open, until ``close``. A check that is complete begins anew when it is opened again,
     unless the caller wants its result.
@@ -499,9 +499,9 @@ class AuditState:
             os.close(self._fd)
         self._fd = -1
 
-    def is_due(self) -> bool:
-        """Whether it is time for a line."""
-        return time.monotonic() >= self._due_s
+    def is_due(self, cursor: str) -> bool:
+        """Whether it is time for a line, and there is something to say."""
+        return cursor != self.cursor and time.monotonic() >= self._due_s
 
     def save(self, cursor: str) -> None:
         """Keep how far it is.
