@@ -314,6 +314,7 @@ class LastModifiedIndex:
                 (segment.facts(row).time_s, segment.deleted(row), segment.facts(row))
                 for segment, row in self._rows_of(key)
             ),
+            key=lambda one: one[:2],  # of two rows of one second the tombstone counts, see rows.py
             default=None,
         )
         return None if latest is None or latest[1] else latest[2]
