@@ -150,6 +150,15 @@ ENTRIES: dict[str, Entry] = {
         "s3ec.dev.bench.hydrate",
         "A corpus to a node's tier, verified, beside raw loops that write files to the same disk.",
         900,
+    "verify": Entry(
+        "s3ec.dev.bench.verify",
+        "Every byte of a corpus checked, beside loops that read the same and check nothing.",
+        60,
+    ),
+    "gc": Entry(
+        "s3ec.dev.bench.gc",
+        "20,000 small objects deleted, beside boto3 with batches of 1000.",
+        240,
         alone=True,
     ),
     "amplification": Entry(
@@ -171,7 +180,7 @@ DATA = (
     *("interference", "load", "save", "node"),
 )
 # `s3ec bench corpus`: jobs over a corpus, and requests without pixels.
-CORPUS: tuple[str, ...] = ("precompute", "hydrate")
+CORPUS: tuple[str, ...] = ("precompute", "hydrate", "verify", "gc")
 _FAR = re.compile(r"fetch([1-9][0-9]{0,3})")
 
 
