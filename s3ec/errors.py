@@ -120,6 +120,20 @@ class TierError(S3ECError):
     """
 
 
+class SourceError(S3ECError):
+    """One item of a source cannot be read: absent, refused, too large, no page of its PDF.
+
+    The caller lists the item as failed, with the reason, and goes on with the next one.
+
+    Attributes:
+        reason: Why, in plain words, without the item's name.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
 def causes_of(exc: BaseException) -> Iterator[BaseException]:
     """This error, then one after the other those that it was raised for."""
     seen: BaseException | None = exc

@@ -156,7 +156,7 @@ class Node:
         self.store = resilient(
             store or open_store(settings), self.endpoint, self.counters, hedge=settings.hedge
         )
-        self.tier = _open_tier(settings, namespace.name, self.counters)
+        self.tier = open_tier(settings, namespace.name, self.counters)
         self.loop.share(Batch)
         self.destination = destination_of(settings)
         self.local = LocalKeys()
@@ -381,8 +381,14 @@ def refresh_pause_s(interval_s: float, breaker: Breaker) -> float:
     return min(interval_s, max(breaker.pause_s, _BETWEEN_PROBES_S) + 0.05)
 
 
-def _open_tier(settings: Settings, namespace: str, counters: Counters) -> Tier:
-    """Open it, or fail in time where the disk does not answer."""
+def open_tier(
+    settings: Settings, namespace: str, counters: Counters, *, evicts: bool = True
+) -> Tier:
+    """Open this node's tier, or fail in time where the disk does not answer. Blocking.
+
+    Raises:
+        TierError: The folder cannot be used, or does not answer; names the fix.
+    """
     make = partial(
         Tier,
         settings.cache_dir,
@@ -393,6 +399,7 @@ def _open_tier(settings: Settings, namespace: str, counters: Counters) -> Tier:
         # The worker hashes what it reads as well, but then it is too late for a miss: should the
         # bucket not answer, the engine ends.
         check_values=settings.verify == "always",
+        evicts=evicts,
     )
     try:
         return call_within(_OPEN_TIMEOUT_S, make)

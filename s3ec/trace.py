@@ -11,8 +11,9 @@ A trace is JSON Lines. The first line is the header, each further line one event
 An access is one encoder input of one request, at the moment from which the device holds it, or
 will when the step has run. Requests and items are hashed with a secret that nobody keeps: equal
 items have equal hashes within one trace, and nothing can be looked up by them. So a trace can be
-given away. Fields and kinds of events that a reader does not know are ignored. The last line may
-be cut, as a process that was killed leaves it.
+given away, unless it was asked for with names: those of stored objects, for `s3ec hydrate`. Fields
+and kinds of events that a reader does not know are ignored. The last line may be cut, as a process
+that was killed leaves it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -37,6 +39,8 @@ _LONGEST_LINE_BYTES = 1 << 20
 _HASH_BYTES = 12
 # So that every time and every sum of times is a number.
 _MOST_S = 1e12
+# As identity.py makes them; who looks one up checks it once more.
+_OBJECT_NAME = re.compile(r"[a-z0-9][a-z0-9/-]{1,240}\.safetensors")
 
 Outcome: TypeAlias = Literal["device", "node", "bucket", "encoded", "stored"]
 """Where an access found its item.
@@ -96,6 +100,7 @@ class Access:
         fetch_s: What bringing it to this node took; None where nothing was brought.
         encode_s: What encoding it is expected to take, by what this engine has measured, whatever
             the outcome was; None where nothing like it was encoded there.
+        name: Of the item's object, below ``objects/``; None in a trace without names.
     """
 
     at_s: float
@@ -109,6 +114,7 @@ class Access:
     waited_s: float = 0.0
     fetch_s: float | None = None
     encode_s: float | None = None
+    name: str | None = None
 
     @property
     def cost_s(self) -> float | None:
@@ -316,7 +322,15 @@ def _parse_event(line: bytes, engines: int) -> Event | None:
         _seconds(document, "waited_s") or 0.0,
         _seconds(document, "fetch_s"),
         _seconds(document, "encode_s"),
+        _name(document),
     )
+
+
+def _name(document: Mapping[str, Any]) -> str | None:
+    name = document.get("name")
+    if name is not None and not (isinstance(name, str) and _OBJECT_NAME.fullmatch(name)):
+        raise ValueError("`name` is not the name of an object")
+    return name
 
 
 def _object(line: bytes) -> dict[str, Any]:

@@ -25,6 +25,7 @@ _MODULES = {
     "export": "transfer",
     "import": "transfer",
     "cp": "transfer",
+    "hydrate": "hydrate",
     "manifest": "manifest",
     "tier": "tier",
     "trace": "trace",

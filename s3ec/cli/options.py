@@ -10,7 +10,7 @@ import re
 import sys
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -190,6 +190,11 @@ class SettingsSource:
         label = self.label if config is None else "--to-config"
         return SettingsSource(config or self.config, {**own, **given, "url": url}, label)
 
+    def with_options(self, given: Mapping[str, Any]) -> SettingsSource:
+        """The same with more options; None means that one was not given."""
+        more = {name: value for name, value in given.items() if value is not None}
+        return replace(self, overrides={**self.overrides, **more})
+
     def load(self, *, need_bucket: bool = True) -> LoadedSettings:
         """Read the settings; origins name the option that won.
 
@@ -326,6 +331,10 @@ class Consent:
 # Options by name, and what makes one argument of their values.
 OptionGroup = tuple[Mapping[str, Any], Callable[[dict[str, Any]], Any]]
 
+CACHE: OptionGroup = ({name: _CACHE_OPTIONS[name] for name in ("cache_dir", "cache_bytes")}, dict)
+"""The options of commands that write to this node's disk tier; they arrive as a dictionary that is
+for ``SettingsSource.with_options``."""
+
 CONSENT: OptionGroup = (
     {
         "yes": Annotated[
@@ -427,3 +436,20 @@ def size_bytes(text: str, name: str) -> int:
             "or a number of bytes",
             field=name,
         ) from exc
+
+
+def lines_of(file: str) -> list[str]:
+    """The lines of ``--ids``, without empty ones; ``-`` is stdin.
+
+    Raises:
+        ConfigError: It cannot be read.
+    """
+    try:
+        text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+    except (OSError, ValueError) as exc:
+        reason = exc.strerror if isinstance(exc, OSError) else "not UTF-8 text"
+        raise ConfigError(
+            f"cannot read {file}: {reason}; name a file with an identifier on each line",
+            field="ids",
+        ) from exc
+    return [line for line in text.splitlines() if line.strip()]

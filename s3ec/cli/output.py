@@ -44,6 +44,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 EXIT_OK = 0
 EXIT_WRONG = 1
 EXIT_USAGE = 2
+EXIT_PARTIAL = 3
 
 EXIT_CODES = (
     "Exit status: [bold]0[/bold] all is well, [bold]1[/bold] something is wrong (not found, "

@@ -29,7 +29,7 @@ from s3ec.cli.output import (
 from s3ec.errors import ConfigError, NotFoundError, TierError
 
 if TYPE_CHECKING:
-    from s3ec.tier.trace_requests import TraceFolder
+    from s3ec.tier.trace_requests import TraceFolder, TraceRequest
     from s3ec.trace import Header, Summary
 
 # Engines look for a request, and for its end, once a second; a disk may make them late.
@@ -45,6 +45,7 @@ def register(app: typer.Typer) -> None:
         invoke_without_command=True,
         epilog=epilog(
             ("s3ec trace --seconds 60 --out trace.jsonl", "what do this node's engines ask for?"),
+            ("s3ec trace --names --seconds 600 --out hot.jsonl", "the same, for `s3ec hydrate`"),
             ("s3ec trace show trace.jsonl", "what is in it?"),
         ),
     )(with_cache_settings(trace))
@@ -74,6 +75,14 @@ def trace(
         str | None,
         typer.Option("-o", "--out", metavar="FILE", help="Where to save; a folder, or a file."),
     ] = None,
+    names: Annotated[
+        bool,
+        typer.Option(
+            "--names",
+            help="Beside the hashes say what the objects are called, for `s3ec hydrate --trace`. "
+            "Such a trace says which pictures were asked for.",
+        ),
+    ] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -84,17 +93,20 @@ def trace(
     """
     given = source != SettingsSource() or seconds is not None or out is not None
     if ctx.invoked_subcommand is not None:
-        if given or force or as_json:
+        if given or names or force or as_json:
             command = f"s3ec trace {ctx.invoked_subcommand}"
             raise ConfigError(f"write options after the command: `{command} ...`")
         return
+    from s3ec.tier.trace_requests import TraceRequest
+
     if out is None:
         raise ConfigError("nowhere to save it; name a file with `--out FILE`", field="out")
     seconds = _checked(60.0 if seconds is None else seconds)
     path = check_target(out, "trace.jsonl", force=force)
     folder, root = _folder_of(source)
     try:
-        _record(folder, root, seconds, lambda: save(path, _merged(folder), force=force))
+        request = TraceRequest.new(time.time(), ENGINE_TIMEOUT_S + seconds, with_names=names)
+        _record(folder, root, request, seconds, lambda: save(path, _merged(folder), force=force))
     except OSError as exc:
         raise TierError(f"cannot record in {root}: {exc.strerror}") from exc
     _tell(path, as_json=as_json)
@@ -134,11 +146,18 @@ def _folder_of(source: SettingsSource) -> tuple[TraceFolder, Path]:
         ) from exc
 
 
-def _record(folder: TraceFolder, root: Path, seconds: float, keep: Callable[[], None]) -> None:
+def _record(
+    folder: TraceFolder,
+    root: Path,
+    request: TraceRequest,
+    seconds: float,
+    keep: Callable[[], None],
+) -> None:
     """Have engines record for so long.
 
     Args:
         root: For messages.
+        request: What they are asked for.
         seconds: From the answer of the first engine on.
         keep: Called when they have ended; what they recorded is removed after it.
 
@@ -147,15 +166,13 @@ def _record(folder: TraceFolder, root: Path, seconds: float, keep: Callable[[], 
         NotFoundError: No engine has answered.
         TierError: The disk refused.
     """
-    from s3ec.tier.trace_requests import TraceRequest
-
     with folder.locked() as alone:
         if not alone:
             raise ConfigError(
                 f"another `s3ec trace` records in {root}; wait for its end", field="cache_dir"
             )
         try:
-            folder.ask(TraceRequest.new(time.time(), ENGINE_TIMEOUT_S + seconds))
+            folder.ask(request)
             if not _wait(lambda: bool(folder.recorded())):
                 raise NotFoundError(
                     f"no engine has answered: none runs whose `cache_dir` is {root}, or it is "

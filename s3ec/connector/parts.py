@@ -226,6 +226,7 @@ class Parts:
             _engine_of(config, node.namespace.name),
             costs,
             node.counters,
+            make_key=node.naming.make_key,
         )
         node.exchange("traces", traces.exchange, at_end=traces.close)
         half = SchedulerHalf(

@@ -22,6 +22,7 @@ from s3ec.connector.item_tracker import Item
 from s3ec.counters import Counters
 from s3ec.encode_costs import EncodeCosts
 from s3ec.errors import TierError
+from s3ec.identity import Key, make_key
 from s3ec.tier.files import DiskErrors, Folders, TempFile
 from s3ec.tier.trace_requests import TraceFolder, TraceRequest
 from s3ec.trace import Access, Engine, Hasher, Header, Lost, Outcome
@@ -159,6 +160,7 @@ class TraceWriter:
         costs: EncodeCosts,
         counters: Counters,
         *,
+        make_key: Callable[[str], Key | None] = make_key,
         wall_clock: Callable[[], float] = time.time,
         largest_bytes: int = LARGEST_BYTES,
     ) -> None:
@@ -169,6 +171,7 @@ class TraceWriter:
             recorder: Of the scheduler half.
             engine: What traces say of this engine.
             costs: What encoding costs here.
+            make_key: What an identifier's object is called, for traces with names.
             wall_clock: Seconds since the epoch.
             largest_bytes: Of one trace.
         """
@@ -176,6 +179,7 @@ class TraceWriter:
         self._recorder = recorder
         self._engine = engine
         self._costs = costs
+        self._make_key = make_key
         self._refused = DiskErrors(folders.root, counters).record
         self._wall_clock = wall_clock
         self._largest_bytes = largest_bytes
@@ -251,8 +255,10 @@ class TraceWriter:
             file.append(["".join(f"{line}\n" for line in lines).encode()])
 
     def _hashed(self, access: Access, hasher: Hasher, request: TraceRequest) -> Access:
+        key = self._make_key(access.item) if request.with_names else None
         return replace(
             access,
+            name=None if key is None else key.name,
             at_s=max(0.0, access.at_s - request.began_s),
             request=hasher(access.request),
             item=hasher(self._engine.namespace, access.item),

@@ -51,7 +51,7 @@ from s3ec.modality import ModalityRecords, Record
 from s3ec.namespaces import differences
 from s3ec.safetensors_file import plain_json
 from s3ec.store.base import NoSpaceError, Store
-from s3ec.store.concurrency import in_parallel
+from s3ec.store.concurrency import Pace, in_parallel
 from s3ec.store.retry import RetryStore
 
 if TYPE_CHECKING:
@@ -522,23 +522,6 @@ def server_of(
 # -- the work --------------------------------------------------------------------------------------
 
 
-class RateLimit:
-    """So many bytes a second on average; what is asked for first goes first."""
-
-    def __init__(self, bytes_per_s: float | None) -> None:
-        self._bytes_per_s = bytes_per_s
-        self._free_s = 0.0
-
-    async def take(self, nbytes: int) -> None:
-        """Wait until so many more may come."""
-        if self._bytes_per_s is None:
-            return
-        now_s = asyncio.get_running_loop().time()
-        begin_s = max(self._free_s, now_s)
-        self._free_s = begin_s + nbytes / self._bytes_per_s
-        await asyncio.sleep(begin_s - now_s)
-
-
 class Copying:
     """One run over all wanted entries.
 
@@ -565,7 +548,7 @@ class Copying:
         self._target = target
         self._options = options
         self._by_server = by_server
-        self._rate = RateLimit(options.bytes_per_s)
+        self._pace = Pace(options.rate_limit_bytes_per_s)
         self._memory = ByteBudget(INFLIGHT_BYTES)
         self._total: int | None = None
         self._done = 0
@@ -601,7 +584,7 @@ class Copying:
 
     async def _copy(self, entries: Sequence[CorpusEntry]) -> None:
         try:
-            await in_parallel(entries, self._one, width=self._options.width)
+            await in_parallel(entries, self._one, width=self._options.max_concurrency)
         except NoSpaceError:
             self._fresh.clear()  # that would need space, too; the next run does it
             raise
@@ -635,7 +618,7 @@ class Copying:
             return
         if entry.nbytes > MAX_ENTRY_BYTES:
             raise CorruptEntryError(f"{entry.nbytes} bytes, more than any entry has", reason="size")
-        await self._rate.take(entry.nbytes)
+        await self._pace.take(entry.nbytes)
         if self._by_server is not None and self._by_server.is_able:
             with suppress(AccessError):  # other credentials may read the source
                 await self._have_copied(self._by_server, entry, revision)

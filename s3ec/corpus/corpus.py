@@ -36,6 +36,7 @@ from s3ec.corpus.entries import (
     CorpusEntry,
     Embedding,
     find_entry,
+    name_and_revision,
     read_entry,
     read_header,
     scan,
@@ -73,9 +74,11 @@ from s3ec.store.open import open_store, require_conditional_put, with_conditiona
 from s3ec.store.retry import RetryStore
 from s3ec.store.unreachable import in_plain_words
 from s3ec.tenant import Tenant
+from s3ec.tier.files import Batch
 
 if TYPE_CHECKING:
     from s3ec.corpus.catalog import Catalog
+    from s3ec.corpus.hydrate import HydrateOptions, Hydration, Wanted
     from s3ec.index.rebuild import Verified
     from s3ec.settings import Settings
 
@@ -211,6 +214,7 @@ class Corpus:
         self._wording = wording or Wording()
         self._note = note or (lambda text: log.info("%s", text))
         self._thread = LoopThread("s3ec-corpus")
+        self._thread.share(Batch)
         self._closed = False
         # Several threads may fill these, each with the same.
         self._chosen: dict[tuple[str | None, str | None], str] = {}
@@ -385,6 +389,55 @@ class Corpus:
         name = self.choose(namespace, model=model)
         return self._entries(scan(self._store, name, starts_with=starts_with, adapter=folder))
 
+    def hydrate(
+        self,
+        wanted: Iterable[str | CorpusEntry | Wanted] | None = None,
+        *,
+        namespace: str | None = None,
+        model: str | None = None,
+        by_name: bool = False,
+        options: HydrateOptions | None = None,
+        report: Report = unreported,
+    ) -> Hydration:
+        """Bring entries to this node's disk tier before engines ask for them, every byte checked.
+
+        The tier is that of the settings: ``cache_dir``, ``cache_bytes`` and ``min_free_bytes``.
+        Nothing that is there goes for what comes: where the tier is full, the rest is left out. An
+        entry that is there already costs no request, and others cost one (one for each 4 MiB). What
+        was broken off, by a signal too, leaves whole entries only, and the next call goes on.
+
+        Args:
+            wanted: Identifiers as vLLM spells them, or entries of this corpus; the most wanted
+                first. None for everything, in no order.
+            by_name: The texts are labels or objects' names, as list has them.
+            options: How fast, how much, or not at all.
+            report: Told how many bytes have come.
+
+        Returns:
+            Counts, and names of what is absent or damaged or did not come.
+
+        Raises:
+            ConfigError: Nothing is ever stored under an identifier.
+            TierError: The tier cannot be opened; the message names the fix.
+            NotFoundError, AmbiguousError: No namespace fits, or several do.
+        """
+        from s3ec.corpus.hydrate import HydrateOptions, hydrate
+
+        chosen = None if wanted is None else [self._wanted(one, by_name) for one in wanted]
+
+        async def work(store: Store, layout: Layout) -> Hydration:
+            return await hydrate(
+                store,
+                layout,
+                chosen,
+                settings=self.settings,
+                loop=self._thread,
+                options=options or HydrateOptions(),
+                report=report,
+            )
+
+        return self.within(work, namespace, model=model)
+
     def delete(
         self,
         identifiers: str | CorpusEntry | Iterable[str | CorpusEntry],
@@ -422,7 +475,7 @@ class Corpus:
             NotFoundError, AmbiguousError: No namespace fits, or several do.
         """
         given = (identifiers,) if isinstance(identifiers, str | CorpusEntry) else (*identifiers,)
-        keys = dict(self._key_to_delete(one, by_name) for one in given)
+        keys = dict(self._key_of_one(one, by_name, "identifiers") for one in given)
         places = {one.namespace for one in given if isinstance(one, CorpusEntry)}
         if places and namespace is None and model is None:
             namespace = min(places)
@@ -776,18 +829,29 @@ class Corpus:
         found = entry_name(name)
         return Key("", found[0], digest_of_name(found[0])) if found else None
 
-    def _key_to_delete(self, one: str | CorpusEntry, by_name: bool) -> tuple[str, Key]:
+    def _key_of_one(self, one: str | CorpusEntry, by_name: bool, argument: str) -> tuple[str, Key]:
         if isinstance(one, CorpusEntry):
             one, by_name = one.name, True
         key = self.key_of(_text(one), by_name=by_name)
         if key is None and by_name:
             raise ConfigError(
-                f"{one!r:.100} in `identifiers` is no name of an entry; `list` has their labels",
-                field="identifiers",
+                f"{one!r:.100} in `{argument}` is no name of an entry; `list` has their labels",
+                field=argument,
             )
         if key is None:
-            raise _never_stored(one, "identifiers")
+            raise _never_stored(one, argument)
         return one, key
+
+    def _wanted(self, one: str | CorpusEntry | Wanted, by_name: bool) -> Wanted:
+        from s3ec.corpus.hydrate import Wanted, wanted_by_name
+
+        if isinstance(one, Wanted):
+            return one
+        if isinstance(one, CorpusEntry):
+            name, revision = name_and_revision(one)
+            return wanted_by_name(name, 0 if revision else one.nbytes, revision)
+        key = self._key_of_one(one, by_name, "wanted")[1]
+        return Wanted(key, one) if key.identifier else wanted_by_name(key.name)
 
     def _entry(
         self, what: str | CorpusEntry, namespace: str | None, model: str | None

@@ -119,6 +119,35 @@ class EntryWriter:
         incoming.write_checked(first)
         return incoming
 
+    def publish_ahead(
+        self, key: Key, pieces: Sequence[bytes | memoryview], *, used_s: float
+    ) -> None:
+        """Publish an entry that came from the bucket before anybody asked for it. Nothing pins it.
+
+        Args:
+            pieces: As in ``publish``.
+            used_s: Seconds since the epoch. What is evicted goes in the order of these times.
+
+        Raises:
+            TierError: As in ``publish``.
+        """
+        self._write(key, pieces, lambda file: self._name_ahead(key, file, used_s))
+
+    def begin_ahead(
+        self, key: Key, first: bytes | memoryview, verifier: Verifier, *, used_s: float
+    ) -> Incoming[None]:
+        """As ``publish_ahead``, part by part as in ``begin``."""
+        header = verifier.header
+
+        def commit(file: TempFile) -> None:
+            verifier.finish()
+            self._name_ahead(key, file, used_s)
+            self._account(header.total_bytes)
+
+        incoming = self.open(key.name, header.total_bytes, check=verifier.feed, commit=commit)
+        incoming.write_checked(first)
+        return incoming
+
     def open(
         self,
         name: str,
@@ -214,14 +243,18 @@ class EntryWriter:
             raise
         return Pin(Path(pin), header.total_bytes, header)
 
+    def _name_ahead(self, key: Key, file: TempFile, used_s: float) -> None:
+        self._finish(file, unread=True, used_s=used_s)
+        self._place(key, file)
+
     def _place(self, key: Key, file: TempFile) -> None:
         """Give an entry its name, and tell the node's other processes."""
         self._folders.place(file, *self._entries.path(key))
         self._news.notify(key)
 
-    def _finish(self, file: TempFile, *, unread: bool = False) -> None:
+    def _finish(self, file: TempFile, *, unread: bool = False, used_s: float | None = None) -> None:
         file.close()
-        mtime_ns = use_time_ns(self._clock(), unread=unread)
+        mtime_ns = use_time_ns(self._clock() if used_s is None else used_s, unread=unread)
         os.utime(file.path, ns=(mtime_ns, mtime_ns), follow_symlinks=False)
 
     def _account(self, nbytes: int, *, counted: bool = False) -> None:

@@ -87,6 +87,14 @@ _TOTAL_POLL_S = 0.0005
 TOTAL_LOCK_TIMEOUT_S = 2.0
 
 
+# Who evicts nothing waits so long for who does: it is in no request's way.
+_PATIENT_WAIT_S = 60.0
+
+
+class NoRoomError(TierError):
+    """Raised for a publish that would break a limit, where nothing may be evicted for it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Evicted:
     """What went; ``unread_nbytes`` of it were saved here and never asked for."""
@@ -377,12 +385,16 @@ class Evictor:
         clock: Callable[[], float],
         budget_bytes: int,
         min_free_bytes: int,
+        evicts: bool = True,
     ) -> None:
         """Nothing is touched, no thread started.
 
         Args:
             clock: Seconds since the epoch; may jump, either way.
+            evicts: False for who must remove nothing. Its publishes fail where the others of the
+                node would begin to evict: a little below the limits. It still counts and sweeps.
         """
+        self._evicts = evicts
         self._folders = folders
         self._clock = clock
         self._counters = counters
@@ -393,6 +405,9 @@ class Evictor:
         self._slack_bytes = int(budget_bytes * _SLACK)
         # Nobody's floor of 0 asks for space to be kept free.
         self._ahead_of_floor_bytes = min(self._ahead_bytes, min_free_bytes) // 4
+        # What a publish must leave of the budget, and above the floor.
+        self._spared_bytes = 0 if evicts else self._ahead_bytes
+        self._floor_bytes = min_free_bytes + (0 if evicts else self._ahead_of_floor_bytes)
         self._failed = disk_errors.record
         self._total = RunningTotal(folders)
         self._background = Background("s3ec-evictor", self._work_ahead)
@@ -423,6 +438,22 @@ class Evictor:
         """
         return self._total.read().total_bytes
 
+    def room_bytes(self) -> int:
+        """How much may be published before a limit is reached; 0 or less: nothing.
+
+        Walks the folder where nobody has counted yet.
+
+        Raises:
+            TierError: Another process counts or evicts, and does not come to an end.
+            OSError: The file system refused.
+        """
+        figures = self._total.read()
+        if not figures.counted:
+            self.make_room(0, wait=True)
+            figures = self._total.read()
+        left_bytes = self._budget_bytes - self._spared_bytes - figures.total_bytes
+        return min(left_bytes, self._free_bytes() - self._floor_bytes)
+
     def close(self) -> None:
         """End the thread; there is no room from now on."""
         self._is_open = False
@@ -436,7 +467,8 @@ class Evictor:
 
         Raises:
             TierError: Not open, or there will be no room. A budget full of pinned entries is no
-                reason: they stay on the disk whether they are entries or not.
+                reason: they stay on the disk whether they are entries or not. NoRoomError where
+                room is only to be had by an eviction, and this one does not evict.
             OSError: The file system refused.
         """
         if not self._is_open:
@@ -457,6 +489,11 @@ class Evictor:
             # Whoever evicted meanwhile may have made room enough.
             if not self._has_room(nbytes):
                 self._round(nbytes)
+        if not self._evicts and not self._has_room(nbytes):
+            raise NoRoomError(
+                f"{nbytes} bytes more would make the node's processes evict from "
+                f"{self._folders.root}"
+            )
         if self._free_bytes() - nbytes < self.min_free_bytes:
             raise TierError(
                 f"{nbytes} bytes more would leave less than `min_free_bytes` "
@@ -522,7 +559,7 @@ class Evictor:
             wait_s: None for TURN_WAIT_S. Longer only where no thread is kept that others need.
         """
         if wait_s is None:
-            wait_s = TURN_WAIT_S
+            wait_s = TURN_WAIT_S if self._evicts else _PATIENT_WAIT_S
         rests = time.monotonic() < self._waits_again_s and wait_s <= TURN_WAIT_S
         with evict_lock(self._folders, wait_s=0.0 if rests else wait_s) as alone:
             if not alone and not rests:
@@ -534,13 +571,13 @@ class Evictor:
         figures, free = self._total.read(), self._free_bytes()
         if free - nbytes < self.min_free_bytes + self._ahead_of_floor_bytes:
             self._background.wake()
-        limit = self._budget_bytes if figures.counted else self._slack_bytes
+        limit = self._budget_bytes - self._spared_bytes if figures.counted else self._slack_bytes
         published = self._published()
         if published is not None:
             # Near a limit there is none, so that each publish looks.
             spare = free - self.min_free_bytes - self._ahead_of_floor_bytes
             published.room_bytes = min(limit - figures.total_bytes, spare) - nbytes
-        return figures.total_bytes + nbytes <= limit and free - nbytes >= self.min_free_bytes
+        return figures.total_bytes + nbytes <= limit and free - nbytes >= self._floor_bytes
 
     def _work_ahead(self, pause: Callable[[], None]) -> float:
         """One round in the background; answers how long to rest after it."""
@@ -571,7 +608,9 @@ class Evictor:
         self._sweep()
         scan = scan_tier(self._folders, pause)
         self._sweep_temps(scan)
-        goal_bytes = max(self._excess(scan, incoming_bytes, ahead=ahead), at_least_bytes)
+        goal_bytes = 0
+        if self._evicts:
+            goal_bytes = max(self._excess(scan, incoming_bytes, ahead=ahead), at_least_bytes)
         freed = 0
         if goal_bytes > 0:
             freed = evict_indexes(

@@ -53,6 +53,7 @@ class Tier:
         counters: Counters,
         clock: Callable[[], float] = time.time,
         check_values: bool = False,
+        evicts: bool = True,
     ) -> None:
         """Make and check the folders, and sweep what dead processes left.
 
@@ -68,6 +69,7 @@ class Tier:
             min_free_bytes: Free space of the disk that publishing never goes below.
             clock: Seconds since the epoch; may jump, either way.
             check_values: Have ``Entries.pin`` read and hash the values as well.
+            evicts: False where nothing that is here may go for what is published.
 
         Raises:
             ValueError: Not a namespace's name.
@@ -92,6 +94,7 @@ class Tier:
             clock=clock,
             budget_bytes=budget_bytes,
             min_free_bytes=min_free_bytes,
+            evicts=evicts,
         )
         self.writer = EntryWriter(
             *(folders, self.entries, self.pins, self.evictor),

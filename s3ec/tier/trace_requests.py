@@ -52,17 +52,20 @@ class TraceRequest:
         secret: Of the hashes, in hexadecimal digits.
         began_s: Seconds since the epoch, as all times in traces count from here.
         until_s: Likewise. Engines end by themselves then.
+        with_names: Say beside the hashes what the objects are called.
     """
 
     name: str
     secret: str
     began_s: float
     until_s: float
+    with_names: bool = False
 
     @classmethod
-    def new(cls, now_s: float, seconds: float) -> TraceRequest:
+    def new(cls, now_s: float, seconds: float, *, with_names: bool = False) -> TraceRequest:
         """Ask for so many seconds from now on."""
-        return cls(secrets.token_hex(8), secrets.token_hex(32), now_s, now_s + seconds)
+        name, secret = secrets.token_hex(8), secrets.token_hex(32)
+        return cls(name, secret, now_s, now_s + seconds, with_names)
 
     def is_on(self, now_s: float) -> bool:
         """Whether engines should record now."""
@@ -159,10 +162,15 @@ def _parse(content: bytes) -> TraceRequest | None:
     try:
         document: Any = json.loads(content)
         secret = bytes.fromhex(document["secret"])
-        times = [float(document["began_s"]), float(document["until_s"])]
+        began_s, until_s = float(document["began_s"]), float(document["until_s"])
         name = document["name"]
     except (ValueError, TypeError, KeyError, RecursionError, OverflowError):
         return None
-    if not isinstance(name, str) or len(secret) != 32 or not all(map(math.isfinite, times)):
+    if (
+        not isinstance(name, str)
+        or len(secret) != 32
+        or not all(map(math.isfinite, (began_s, until_s)))
+    ):
         return None
-    return TraceRequest(name, document["secret"], *times)
+    with_names = document.get("with_names") is True
+    return TraceRequest(name, document["secret"], began_s, until_s, with_names)

@@ -10,11 +10,11 @@ from typing import Any
 
 import openai
 
+from s3ec.dev.rigs.api_server import ApiServer
 from s3ec.dev.rigs.engine import EngineProcess, ec_config
 from s3ec.dev.rigs.nursery import EngineForkServer
 from s3ec.dev.rigs.vllm_cpu import STEADY
 from s3ec.testing.server import REGION, LocalS3
-from tests.e2e.api_server import ApiServer
 from tests.e2e.rig import (
     OPTIONS,
     QUESTION,

@@ -23,11 +23,11 @@ from typing import Any
 import openai
 import pytest
 
+from s3ec.dev.rigs.api_server import ApiServer
 from s3ec.dev.rigs.engine import START_TIMEOUT_S, EngineProcess, image, text
 from s3ec.dev.rigs.nursery import EngineForkServer
 from s3ec.dev.rigs.vllm_cpu import ONE_PROCESS, STEADY, engine_env
 from s3ec.testing.server import LocalS3, free_port
-from tests.e2e.api_server import ApiServer
 from tests.e2e.rig import (
     OPTIONS,
     QUESTION,

@@ -14,10 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from s3ec.errors import ConfigError
+from s3ec.middleware.bodies import LIMIT_VARIABLE, Message
 from s3ec.middleware.client_ids import (
-    LIMIT_VARIABLE,
     BodyError,
-    Message,
     RefuseClientIds,
     StripClientIds,
     rewrite,

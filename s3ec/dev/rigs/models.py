@@ -6,6 +6,7 @@ wrong embedding changes tokens, and two runs at temperature 0 give the same toke
 
     python -m s3ec.dev.rigs.models gemma3 OUT --preset tiny
     python -m s3ec.dev.rigs.models qwen2-vl OUT
+    python -m s3ec.dev.rigs.models qwen3-vl OUT
 """
 
 from __future__ import annotations
@@ -74,19 +75,21 @@ _GEMMA3_CHAT = (
     "{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
 )
 
-_QWEN2_VL_SPECIAL = [
+_QWEN_VL_SPECIAL = [
     *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>"),
     *("<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"),
 ]
-_QWEN2_VL_PATCHES = {"patch_size": 14, "temporal_patch_size": 2}
-_QWEN2_VL_CHAT = (
+_QWEN_VL_CHAT = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
     "{% if m['content'] is string %}{{ m['content'] }}{% else %}"
     "{% for c in m['content'] %}{% if c['type'] == 'image' %}"
-    "<|vision_start|><|image_pad|><|vision_end|>{% elif 'text' in c %}{{ c['text'] }}"
+    "<|vision_start|><|image_pad|><|vision_end|>{% elif c['type'] == 'video' %}"
+    "<|vision_start|><|video_pad|><|vision_end|>{% elif 'text' in c %}{{ c['text'] }}"
     "{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+# Of a picture. A tiny model has few pixels by default; 2048 pixels square need 4,194,304.
+_QWEN_VL_MIN_PIXELS, _QWEN_VL_MAX_PIXELS = 3136, 200_704
 
 
 def write_gemma3(out: Path, preset: str = "tiny", seed: int = 0) -> Path:
@@ -113,7 +116,30 @@ def write_qwen2_vl(out: Path, seed: int = 0) -> Path:
     The model for requests with a grid and a uuid but no pixels. A picture of 224 pixels
     square gives 64 rows of 64 values. A folder that already holds it is left as it is.
     """
-    return build_once(out, {"family": "qwen2-vl", "seed": seed}, lambda: _build_qwen2_vl(out, seed))
+    return write_qwen_vl(out, "qwen2-vl", seed=seed)
+
+
+def write_qwen_vl(
+    out: Path, family: str, *, seed: int = 0, max_pixels: int = _QWEN_VL_MAX_PIXELS
+) -> Path:
+    """Write a tiny model of one of Qwen's vision families; return its folder.
+
+    Of a picture of 224 pixels square, ``qwen2-vl`` and ``qwen2.5-vl`` make 64 rows of 64 values,
+    and ``qwen3-vl`` makes 49 rows of 192: the last layer's values and those of two layers before
+    it. All take videos too. A folder that already holds it is left as it is.
+
+    Args:
+        out: Folder of the model, made if missing.
+        family: One of QWEN_VL_FAMILIES.
+        seed: Of the weights.
+        max_pixels: A larger picture is made smaller.
+
+    Raises:
+        KeyError: No such family.
+    """
+    build = QWEN_VL_FAMILIES[family]
+    recipe = {"family": family, "seed": seed, "max_pixels": max_pixels}
+    return build_once(out, recipe, lambda: build(out, seed, max_pixels))
 
 
 def build_once(out: Path, recipe: dict[str, Any], build: Callable[[], None]) -> Path:
@@ -159,8 +185,8 @@ def _build_gemma3(out: Path, shape: _Gemma3Shape, seed: int) -> None:
     from transformers import Gemma3ForConditionalGeneration
 
     special = _GEMMA3_SPECIAL
-    vocabulary, tokenizer = _byte_tokenizer(special, _GEMMA3_NEWLINES, unknown="<unk>")
-    _save_tokenizer(
+    vocabulary, tokenizer = byte_tokenizer(special, _GEMMA3_NEWLINES, unknown="<unk>")
+    save_tokenizer(
         out,
         tokenizer,
         special=special[4:],
@@ -170,8 +196,8 @@ def _build_gemma3(out: Path, shape: _Gemma3Shape, seed: int) -> None:
         settings={"boi_token": special[4], "eoi_token": special[5], "image_token": special[6]},
     )
     config = _gemma3_config(shape, vocabulary)
-    _save_weights(out, lambda: Gemma3ForConditionalGeneration(config), seed)
-    _rename_vision_tower(out / "model.safetensors")
+    save_weights(out, lambda: Gemma3ForConditionalGeneration(config), seed)
+    rename_weights(out, "vision_tower.", "vision_tower.vision_model.")
     _save_gemma3_processor(out, shape)
 
 
@@ -214,12 +240,13 @@ def _gemma3_config(shape: _Gemma3Shape, vocabulary: int) -> Any:
     )
 
 
-def _rename_vision_tower(path: Path) -> None:
-    """transformers 5 writes ``vision_tower.X``; vLLM 0.32 reads ``vision_tower.vision_model.X``."""
+def rename_weights(folder: Path, old: str, new: str) -> None:
+    """Rename weights that begin with ``old``: transformers 5 writes names that vLLM 0.32 lacks."""
     from safetensors.torch import load_file, save_file
 
+    path = folder / "model.safetensors"
     tensors = {
-        name.replace("vision_tower.", "vision_tower.vision_model.", 1): tensor.contiguous()
+        name.replace(old, new, 1) if name.startswith(old) else name: tensor.contiguous()
         for name, tensor in load_file(path).items()
     }
     save_file(tensors, path, metadata={"format": "pt"})
@@ -239,67 +266,140 @@ def _save_gemma3_processor(out: Path, shape: _Gemma3Shape) -> None:
         "do_convert_rgb": True,
         "do_pan_and_scan": False,
     }
-    _write_json(out / "preprocessor_config.json", image | processor)
-    _write_json(out / "processor_config.json", processor)
+    write_json(out / "preprocessor_config.json", image | processor)
+    write_json(out / "processor_config.json", processor)
 
 
-def _build_qwen2_vl(out: Path, seed: int) -> None:
-    from transformers import Qwen2VLForConditionalGeneration
+def _build_qwen2_vl(out: Path, seed: int, max_pixels: int) -> None:
+    from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
-    special = _QWEN2_VL_SPECIAL
-    vocabulary, tokenizer = _byte_tokenizer(special)
-    _save_tokenizer(
+    vision = {"depth": 2, "embed_dim": 64, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 2}
+    config = Qwen2VLConfig(
+        text_config=_qwen_vl_text(max_pixels),
+        vision_config={**vision, "patch_size": 14, "temporal_patch_size": 2,
+                       "spatial_merge_size": 2},
+        **_save_qwen_vl_tokenizer(out),
+    )  # fmt: skip
+    save_weights(out, lambda: Qwen2VLForConditionalGeneration(config), seed)
+    _save_qwen_vl_processor(out, "Qwen2VLProcessor", "Qwen2VLVideoProcessor", 14, max_pixels)
+
+
+def _build_qwen2_5_vl(out: Path, seed: int, max_pixels: int) -> None:
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    vision = {
+        "depth": 2,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_heads": 2,
+        "out_hidden_size": 64,
+        "patch_size": 14,
+        "window_size": 112,
+        "fullatt_block_indexes": [1],
+        "tokens_per_second": 2,
+    }
+    config = Qwen2_5_VLConfig(
+        text_config=_qwen_vl_text(max_pixels),
+        vision_config=vision,
+        **_save_qwen_vl_tokenizer(out),
+    )
+    save_weights(out, lambda: Qwen2_5_VLForConditionalGeneration(config), seed)
+    _save_qwen_vl_processor(out, "Qwen2_5_VLProcessor", "Qwen2VLVideoProcessor", 14, max_pixels)
+
+
+def _build_qwen3_vl(out: Path, seed: int, max_pixels: int) -> None:
+    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+    vision = {
+        "depth": 3,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_heads": 2,
+        "out_hidden_size": 64,
+        "patch_size": 16,
+        "num_position_embeddings": 256,
+        "deepstack_visual_indexes": [0, 1],
+    }
+    text = _qwen_vl_text(max_pixels) | {"head_dim": 32}
+    text["rope_parameters"] |= {"mrope_section": [6, 5, 5], "mrope_interleaved": True}
+    config = Qwen3VLConfig(text_config=text, vision_config=vision, **_save_qwen_vl_tokenizer(out))
+    save_weights(out, lambda: Qwen3VLForConditionalGeneration(config), seed)
+    _save_qwen_vl_processor(out, "Qwen3VLProcessor", "Qwen3VLVideoProcessor", 16, max_pixels)
+
+
+QWEN_VL_FAMILIES: dict[str, Callable[[Path, int, int], None]] = {
+    "qwen2-vl": _build_qwen2_vl,
+    "qwen2.5-vl": _build_qwen2_5_vl,
+    "qwen3-vl": _build_qwen3_vl,
+}
+
+
+def _save_qwen_vl_tokenizer(out: Path) -> dict[str, Any]:
+    """Write it; what the model's configuration says of its tokens."""
+    special = _QWEN_VL_SPECIAL
+    _, tokenizer = byte_tokenizer(special)
+    save_tokenizer(
         out,
         tokenizer,
         special=special,
         roles={"pad": special[0], "eos": special[2]},
-        chat_template=_QWEN2_VL_CHAT,
+        chat_template=_QWEN_VL_CHAT,
         settings={"image_token": special[6], "video_token": special[7]},
     )
-    config = _qwen2_vl_config(vocabulary)
-    _save_weights(out, lambda: Qwen2VLForConditionalGeneration(config), seed)
-    processor = {
-        "image_processor_type": "Qwen2VLImageProcessor",
-        "processor_class": "Qwen2VLProcessor",
-        "min_pixels": 3136,
-        "max_pixels": 200704,
-        "merge_size": 2,
-        "image_mean": [0.48, 0.46, 0.41],
-        "image_std": [0.27, 0.26, 0.28],
+    return {
+        "image_token_id": 6,
+        "video_token_id": 7,
+        "vision_start_token_id": 3,
+        "vision_end_token_id": 4,
+        "tie_word_embeddings": False,
     }
-    _write_json(out / "preprocessor_config.json", processor | _QWEN2_VL_PATCHES)
 
 
-def _qwen2_vl_config(vocabulary: int) -> Any:
-    from transformers import Qwen2VLConfig
-
-    text = {
-        "vocab_size": vocabulary,
+def _qwen_vl_text(max_pixels: int) -> dict[str, Any]:
+    return {
+        "vocab_size": len(_QWEN_VL_SPECIAL) + 256,  # a token per byte
         "hidden_size": 64,
         "intermediate_size": 128,
         "num_hidden_layers": 2,
         "num_attention_heads": 2,
         "num_key_value_heads": 1,
-        "max_position_embeddings": 4096,
+        # A picture's tokens, one of 28 pixels square each, and as many others.
+        "max_position_embeddings": max(4096, 2 * max_pixels // 28**2),
         "rope_parameters": {
             "rope_type": "default",
             "rope_theta": 1e4,
             "mrope_section": [4, 6, 6],
         },
     }
-    vision = {"depth": 2, "embed_dim": 64, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 2}
-    return Qwen2VLConfig(
-        text_config=text,
-        vision_config={**vision, **_QWEN2_VL_PATCHES, "spatial_merge_size": 2},
-        image_token_id=6,
-        video_token_id=7,
-        vision_start_token_id=3,
-        vision_end_token_id=4,
-        tie_word_embeddings=False,
-    )
 
 
-def _byte_tokenizer(
+def _save_qwen_vl_processor(
+    out: Path, processor: str, video_processor: str, patch_size: int, max_pixels: int
+) -> None:
+    shared = {
+        "processor_class": processor,
+        "patch_size": patch_size,
+        "temporal_patch_size": 2,
+        "merge_size": 2,
+        "image_mean": [0.48, 0.46, 0.41],
+        "image_std": [0.27, 0.26, 0.28],
+    }
+    image = {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "min_pixels": _QWEN_VL_MIN_PIXELS,
+        "max_pixels": max_pixels,
+    }
+    # Of a whole video. The second says what transformers warns about as long as nobody says it.
+    video = {
+        "video_processor_type": video_processor,
+        "size": {"shortest_edge": _QWEN_VL_MIN_PIXELS, "longest_edge": _QWEN_VL_MAX_PIXELS},
+        "cap_pixels_per_frame": False,
+    }
+    write_json(out / "preprocessor_config.json", image | shared)
+    write_json(out / "video_preprocessor_config.json", video | shared)
+
+
+def byte_tokenizer(
     special: Sequence[str], words: Sequence[str] = (), *, unknown: str | None = None
 ) -> tuple[int, Tokenizer]:
     """A tokenizer with a token per byte after the special ones; and its vocabulary's size."""
@@ -314,7 +414,7 @@ def _byte_tokenizer(
     return len(vocabulary), tokenizer
 
 
-def _save_tokenizer(
+def save_tokenizer(
     out: Path,
     tokenizer: Tokenizer,
     *,
@@ -335,13 +435,13 @@ def _save_tokenizer(
     fast.add_special_tokens({"additional_special_tokens": list(special)})
     fast.save_pretrained(out)
     path = out / "tokenizer_config.json"
-    _write_json(
+    write_json(
         path,
         json.loads(path.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"} | settings,
     )
 
 
-def _save_weights(out: Path, make: Callable[[], torch.nn.Module], seed: int) -> None:
+def save_weights(out: Path, make: Callable[[], torch.nn.Module], seed: int) -> None:
     import torch
 
     # The caller's own random numbers go on as if nothing had been drawn here.
@@ -358,7 +458,7 @@ def _save_weights(out: Path, make: Callable[[], torch.nn.Module], seed: int) -> 
         model.save_pretrained(out)
 
 
-def _write_json(path: Path, content: dict[str, Any]) -> None:
+def write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=1))
 
 
@@ -371,15 +471,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     families = parser.add_subparsers(dest="family", required=True)
     gemma3 = families.add_parser("gemma3", help="Gemma3: one embedding size for all images")
     gemma3.add_argument("--preset", choices=GEMMA3_PRESETS, default="tiny")
-    qwen2_vl = families.add_parser("qwen2-vl", help="Qwen2-VL: as many rows as the image needs")
-    for family in (gemma3, qwen2_vl):
+    qwen = [
+        families.add_parser(family, help="as many rows as the image needs")
+        for family in QWEN_VL_FAMILIES
+    ]
+    for family in (gemma3, *qwen):
         family.add_argument("out", type=Path, metavar="OUT")
         family.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
     if options.family == "gemma3":
         out = write_gemma3(options.out, options.preset, options.seed)
     else:
-        out = write_qwen2_vl(options.out, options.seed)
+        out = write_qwen_vl(options.out, options.family, seed=options.seed)
     sys.stdout.write(f"{out}\n")
 
 

@@ -45,7 +45,7 @@ _MESSAGE_BYTES = 2**17
 
 
 class Forked:
-    """A forked process, as much of a Popen as EngineProcess and the tests' ApiServer need."""
+    """A forked process, as much of a Popen as EngineProcess and ApiServer need."""
 
     def __init__(self, pid: int, pidfd: int) -> None:
         self.pid = pid

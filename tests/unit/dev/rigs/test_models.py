@@ -38,9 +38,9 @@ def _write(*commands: str) -> str:
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Both families by two processes, which also have other hashes of strings."""
+    """All families by two processes, which also have other hashes of strings."""
     root = tmp_path_factory.mktemp("models")
-    families = ("gemma3", "qwen2-vl")
+    families = ("gemma3", *models.QWEN_VL_FAMILIES)
     first = [f"{family} {root}/{family}/one --seed 1" for family in families]
     first += [f"{family} {root}/{family}/other --seed 2" for family in families]
     assert _write(*first) == ""
@@ -58,6 +58,8 @@ def _contents(folder: Path) -> dict[str, bytes]:
     [
         ("gemma3", "vision_tower.vision_model.embeddings.position_embedding.weight"),
         ("qwen2-vl", "visual.patch_embed.proj.weight"),
+        ("qwen2.5-vl", "visual.patch_embed.proj.weight"),
+        ("qwen3-vl", "model.visual.deepstack_merger_list.1.linear_fc1.weight"),
     ],
 )
 def test_model_is_quiet_repeatable_and_depends_on_the_seed(
@@ -108,3 +110,5 @@ def test_broken_build_is_built_again(tmp_path: Path) -> None:
 def test_unknown_preset_is_refused(tmp_path: Path) -> None:
     with pytest.raises(KeyError, match="huge"):
         models.write_gemma3(tmp_path, "huge")
+    with pytest.raises(KeyError, match="qwen9"):
+        models.write_qwen_vl(tmp_path, "qwen9")

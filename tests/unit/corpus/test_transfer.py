@@ -499,7 +499,7 @@ EXPORT = """
 import sys
 from s3ec.corpus import CopyOptions, Corpus
 with Corpus.open(url=sys.argv[1]) as corpus:
-    corpus.export(sys.argv[2], options=CopyOptions(bytes_per_s=2000, width=2))
+    corpus.export(sys.argv[2], options=CopyOptions(rate_limit_bytes_per_s=2000, max_concurrency=2))
 """
 
 
@@ -600,7 +600,7 @@ def test_an_outage_ends_it_and_the_next_run_goes_on(tmp_path: Path) -> None:
     corpus, store = faulty(Script([Fault("get", error=UnavailableError, skip=10)]))
     with corpus:
         with pytest.raises(UnavailableError):
-            corpus.export(tmp_path / "disk", options=CopyOptions(width=1))
+            corpus.export(tmp_path / "disk", options=CopyOptions(max_concurrency=1))
         store.plan = Script()
         done = corpus.export(tmp_path / "disk")
         assert done.status == "complete"
@@ -611,5 +611,5 @@ def test_an_outage_ends_it_and_the_next_run_goes_on(tmp_path: Path) -> None:
 def test_a_refusal_of_everything_ends_it_at_once(tmp_path: Path) -> None:
     corpus, store = faulty(Script([Fault("get_range", error=AccessError)]))
     with corpus, pytest.raises(AccessError):
-        corpus.export(tmp_path / "disk", options=CopyOptions(width=1))
+        corpus.export(tmp_path / "disk", options=CopyOptions(max_concurrency=1))
     assert store.calls["get_range"] == 1

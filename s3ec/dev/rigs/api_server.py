@@ -33,7 +33,7 @@ class ApiServer:
         self,
         model: Path,
         *,
-        ec: str,
+        ec: str | None,
         log_path: Path,
         env: Mapping[str, str],
         flags: Mapping[str, str | int | None],
@@ -43,7 +43,7 @@ class ApiServer:
 
         Args:
             model: Folder of the model.
-            ec: Text of ``--ec-transfer-config``.
+            ec: Text of ``--ec-transfer-config``, or None for a server without a connector.
             log_path: Where its log goes.
             env: Additions to the environment.
             flags: More command-line flags; None for those without a value.
@@ -52,8 +52,10 @@ class ApiServer:
         self.url = f"http://127.0.0.1:{(port := free_port())}"
         self._arguments = [
             *("--host", "127.0.0.1", "--port", str(port)),
-            *("--model", str(model), "--ec-transfer-config", ec),
+            *("--model", str(model)),
         ]
+        if ec is not None:
+            self._arguments += ["--ec-transfer-config", ec]
         for flag, value in flags.items():
             self._arguments += [flag] if value is None else [flag, str(value)]
         self._log_path = log_path
@@ -61,9 +63,20 @@ class ApiServer:
         self._nursery = nursery
         self._process: subprocess.Popen[bytes] | Forked | None = None
 
+    @property
+    def pid(self) -> int:
+        """Process id of the API server; its engine is a child of it.
+
+        Raises:
+            EngineError: It is not running.
+        """
+        if self._process is None:
+            raise EngineError("the server is not running")
+        return self._process.pid
+
     def get(self, path: str) -> str:
         """The body of a GET."""
-        with urllib.request.urlopen(f"{self.url}{path}", timeout=30) as reply:
+        with urllib.request.urlopen(f"{self.url}{path}", timeout=30) as reply:  # noqa: S310
             content: bytes = reply.read()
         return content.decode()
 

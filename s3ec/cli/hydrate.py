@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``s3ec hydrate``: fill this node's tier before traffic."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from s3ec.cli.options import (
+    CACHE,
+    JsonOption,
+    NamespaceChoice,
+    SettingsSource,
+    lines_of,
+    size_bytes,
+    with_namespace,
+)
+from s3ec.cli.output import (
+    EXIT_WRONG,
+    counting,
+    epilog,
+    facts,
+    human_bytes,
+    many,
+    print_json,
+    print_note,
+    safe,
+)
+from s3ec.errors import ConfigError
+
+if TYPE_CHECKING:
+    from s3ec.corpus import Corpus
+    from s3ec.corpus.hydrate import Hydration, Wanted
+
+# As many problems are named for people; --json names all.
+_SHOWN = 20
+_STOPPED = {
+    "full": "the tier is full, and nothing that is in it goes for them",
+    "max_bytes": "`--max-bytes` is reached",
+}
+
+
+def register(app: typer.Typer) -> None:
+    """Add ``hydrate`` to the tree."""
+    app.command(
+        "hydrate",
+        epilog=epilog(
+            ("s3ec hydrate --model gemma-3 --rate-limit 200MB", "everything there is room for"),
+            ("s3ec hydrate --trace hot.jsonl --top 5000", "the most asked of `s3ec trace --names`"),
+            ("s3ec ls --ndjson | jq -r .label | s3ec hydrate --ids - --name", "a list"),
+        ),
+    )(with_namespace(hydrate, CACHE))
+
+
+def hydrate(
+    source: SettingsSource,
+    choice: NamespaceChoice,
+    cache: dict[str, Any],
+    ids: Annotated[
+        str | None,
+        typer.Option(
+            "--ids",
+            metavar="FILE",
+            help="Only these: a file with one identifier a line, or -.",
+        ),
+    ] = None,
+    by_name: Annotated[
+        bool,
+        typer.Option(
+            "--name", help="The lines are names as `s3ec ls` prints them, or object names."
+        ),
+    ] = False,
+    where: Annotated[
+        str | None,
+        typer.Option(
+            "--where",
+            metavar="SQL",
+            help="Only the catalogue's rows of which this is true.",
+        ),
+    ] = None,
+    trace: Annotated[
+        str | None,
+        typer.Option(
+            "--trace", metavar="FILE", help="Only what a trace asked for, the most asked first."
+        ),
+    ] = None,
+    top: Annotated[
+        int | None, typer.Option("--top", metavar="N", min=1, help="No more than the first N.")
+    ] = None,
+    rate_limit: Annotated[
+        str | None,
+        typer.Option("--rate-limit", metavar="SIZE", help="Bytes per second, such as `100MB`."),
+    ] = None,
+    max_bytes: Annotated[
+        str | None, typer.Option("--max-bytes", metavar="SIZE", help="Bring no more than this.")
+    ] = None,
+    max_concurrency: Annotated[
+        int,
+        typer.Option("--max-concurrency", metavar="N", help="Objects asked for at a time."),
+    ] = 16,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only say what would be brought.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Bring entries to this node's disk tier before engines ask for them, every byte checked.
+
+    Everything in the namespace, or what --ids, --where or --trace name, the most wanted first.
+    Nothing that is in the tier goes for what comes: where it is full, the rest is left out. What is
+    there already costs no request, so a run that was broken off goes on. Engines may run meanwhile.
+
+    Exit status 1 where anything that was wanted is not on this node afterwards.
+    """
+    from s3ec.corpus.hydrate import HydrateOptions
+
+    _require_one(ids=ids, where=where, trace=trace)
+    options = HydrateOptions(
+        max_concurrency=max_concurrency,
+        rate_limit_bytes_per_s=_size(rate_limit, "rate_limit"),
+        max_bytes=_size(max_bytes, "max_bytes"),
+        dry_run=dry_run,
+    )
+    given = None if ids is None else lines_of(ids)
+    with source.with_options(cache).corpus() as corpus:
+        name = choice.within(corpus)
+        wanted = _wanted(corpus, name, given, where, trace)
+        if top is not None:
+            wanted = None if wanted is None else wanted[:top]
+        with counting("hydrating", in_bytes=True) as report:
+            found = corpus.hydrate(
+                wanted, namespace=name, by_name=by_name, options=options, report=report
+            )
+    if as_json:
+        print_json({**asdict(found), "wanted": found.wanted, "status": found.status})
+    else:
+        _print(found)
+    if found.status != "complete":
+        raise typer.Exit(EXIT_WRONG)
+
+
+def _require_one(**given: str | None) -> None:
+    names = [f"`--{name}`" for name, value in given.items() if value is not None]
+    if len(names) > 1:
+        raise ConfigError(f"{' and '.join(names)} say what is wanted; give one of them")
+
+
+def _size(text: str | None, name: str) -> int | None:
+    return None if text is None else size_bytes(text, name)
+
+
+def _wanted(
+    corpus: Corpus, namespace: str, ids: list[str] | None, where: str | None, trace: str | None
+) -> list[str | Wanted] | None:
+    """What the options name, the most wanted first; None for everything."""
+    from s3ec.corpus.hydrate import most_asked, of_catalog
+
+    if where is not None:
+        return list(of_catalog(corpus.catalog(namespace).rows(where), corpus.tenant))
+    if trace is not None:
+        path = Path(trace).expanduser()
+        try:
+            return list(most_asked(path, namespace))
+        except OSError as exc:
+            raise ConfigError(f"cannot read {path}: {exc.strerror}", field="trace") from exc
+    return None if ids is None else list(ids)
+
+
+def _print(found: Hydration) -> None:
+    done = "would fetch" if found.dry_run else "fetched"
+    rate = found.fetched_bytes / found.seconds if found.seconds else 0.0
+    pairs = [
+        ("tier", found.folder),
+        ("namespace", found.namespace),
+        ("here already", many(found.here, "entry", "entries")),
+        (done, f"{many(found.fetched, 'entry', 'entries')}, {human_bytes(found.fetched_bytes)}"),
+    ]
+    if not found.dry_run:
+        pairs.append(("took", f"{found.seconds:.1f} s, {human_bytes(rate)} a second"))
+    if found.left_out:
+        left = many(found.left_out, "entry", "entries")
+        pairs.append(("left out", f"{left}, {human_bytes(found.left_out_bytes)}"))
+    if found.stopped:
+        pairs.append(("because", _STOPPED.get(found.stopped, found.stopped)))
+    pairs.append(("status", found.status))
+    facts(pairs)
+    _name("absent", found.absent)
+    _name("damaged", (f"{label} ({why})" for label, why in found.damaged.items()))
+    _name("not to be had", (f"{label} ({why})" for label, why in found.failed.items()))
+
+
+def _name(problem: str, texts: Iterable[str]) -> None:
+    texts = list(texts)
+    for text in texts[:_SHOWN]:
+        print_note(f"{problem}: {safe(text)}")
+    if len(texts) > _SHOWN:
+        print_note(f"{problem}: {len(texts) - _SHOWN:,} more; --json names all of them")

@@ -1,0 +1,663 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hydrate: fill this node's tier from the bucket before traffic comes, with every byte verified.
+
+It goes beside an engine's prefetcher and not through it. A prefetcher brings what a request needs,
+by rows, width and modality, pins it for that request, and evicts for it. Here nobody knows these
+before the object says them, nobody waits, and nothing may go for what comes. The parts below are
+the same: checksums, files, claims, notes of bad objects, and the news that other processes hear.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import AsyncIterator, Iterable, Iterator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from s3ec import codec, trace
+from s3ec.counters import Counters, Report, unreported
+from s3ec.errors import AccessError, ConfigError, CorruptEntryError, TierError, UnavailableError
+from s3ec.fetch import PART_BYTES, PARTS_AT_A_TIME, ByteBudget
+from s3ec.identity import (
+    MAX_REVISION,
+    OBJECT_SUFFIX,
+    Key,
+    Layout,
+    digest_of_name,
+    is_object_name,
+    key_of_header,
+    make_key,
+)
+from s3ec.modality import ModalityRecords
+from s3ec.node import destination_of, open_tier
+from s3ec.runtime import LoopThread
+from s3ec.store.base import Blob, Store, parts_as_they_come
+from s3ec.store.concurrency import Pace, in_parallel
+from s3ec.tenant import Tenant
+from s3ec.tier import Claim, Incoming, Tier
+from s3ec.tier.bad_objects import BadObjects
+from s3ec.tier.claims import LookAgain
+from s3ec.tier.evictor import NoRoomError
+from s3ec.tier.files import is_full
+
+if TYPE_CHECKING:
+    from s3ec.corpus.catalog import CatalogRow
+    from s3ec.settings import Settings
+
+log = logging.getLogger(__name__)
+
+# Of bodies in memory at a time.
+_MAX_INFLIGHT_BYTES = 2**30
+# How soon what another process fetches is looked at again, and how long it is waited for. A process
+# that hangs must not keep a pod from its start.
+_FIRST_LOOK_S = 0.01
+_LAST_LOOK_S = 0.25
+_CLAIM_PATIENCE_S = 30.0
+# The room on the disk is looked at again after so long, since others write there too.
+_ROOM_EVERY_S = 0.5
+# Each of them was asked for five times. A store that is down is not asked for everything.
+_FAILURES_IN_A_ROW = 32
+# Entries come with times of use in the order in which they are wanted, so that the least wanted is
+# evicted first. A microsecond is what files keep of them.
+_RANK_S = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class HydrateOptions:
+    """How a tier is filled.
+
+    Attributes:
+        max_concurrency: Objects that are asked for at a time.
+        rate_limit_bytes_per_s: Bytes per second from the bucket at most, on average; None for as
+            fast as they come.
+        max_bytes: Bring no more than this; None for what the tier has room for.
+        dry_run: Only find out what would be brought.
+
+    Raises:
+        ConfigError: One is out of range.
+    """
+
+    max_concurrency: int = 16
+    rate_limit_bytes_per_s: int | None = None
+    max_bytes: int | None = None
+    dry_run: bool = False
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.max_concurrency <= 1024:
+            raise ConfigError(
+                f"`max_concurrency` {self.max_concurrency} is out of range; take 1 to 1024",
+                field="max_concurrency",
+            )
+        for name in ("rate_limit_bytes_per_s", "max_bytes"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(
+                    f"`{name}` {value} is out of range; take 1 or more, or leave it out", field=name
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """One entry to bring.
+
+    Attributes:
+        key: Where it lives. Its identifier is empty where only the object knows it.
+        label: What reports call it.
+        nbytes: Size of its object; 0 where that is not known.
+        revision: Of the object that was seen; an older one may be gone.
+    """
+
+    key: Key
+    label: str
+    nbytes: int = 0
+    revision: int = 0
+
+
+@dataclass(slots=True)
+class Hydration:
+    """What came of it. Entries count once: what was wanted is the sum of all counts.
+
+    Attributes:
+        namespace: Of the entries.
+        folder: The tier's, ``cache_dir``.
+        dry_run: Nothing was brought; ``fetched`` is what would have been.
+        here: Entries that were on this node already, or were brought by others meanwhile.
+        fetched: Entries that were brought...
+        fetched_bytes: ...and their size.
+        left_out: Entries that were not tried, see ``stopped``...
+        left_out_bytes: ...and their size as far as it was known.
+        absent: What the bucket does not have, as it was named.
+        damaged: What cannot be used, and in a word why.
+        failed: What the store did not give, and why.
+        stopped: Why the rest was left out: ``full`` (the tier), ``max_bytes``, or a sentence of
+            what the store or the disk said. Empty where nothing was.
+        seconds: How long it took.
+    """
+
+    namespace: str
+    folder: str
+    dry_run: bool = False
+    here: int = 0
+    fetched: int = 0
+    fetched_bytes: int = 0
+    left_out: int = 0
+    left_out_bytes: int = 0
+    absent: list[str] = field(default_factory=list)
+    damaged: dict[str, str] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+    stopped: str = ""
+    seconds: float = 0.0
+
+    @property
+    def wanted(self) -> int:
+        """How many entries were wanted."""
+        others = len(self.absent) + len(self.damaged) + len(self.failed)
+        return self.here + self.fetched + self.left_out + others
+
+    @property
+    def status(self) -> Literal["complete", "partial"]:
+        """Whether all that was wanted is on this node now."""
+        return "complete" if self.here + self.fetched == self.wanted else "partial"
+
+
+def most_asked(path: Path, namespace: str, *, top: int | None = None) -> list[Wanted]:
+    """What a trace with names says was asked for, the most asked first.
+
+    Args:
+        path: A trace of ``s3ec trace --names``.
+        namespace: Only what was asked of this one.
+        top: At most so many.
+
+    Raises:
+        ConfigError: Not a trace, one without names, or one of other namespaces only.
+        OSError: It cannot be read.
+    """
+    header = trace.read_header(path)
+    engines = {at for at, one in enumerate(header.engines) if one.namespace == namespace}
+    if not engines:
+        asked = ", ".join(sorted({one.namespace or "?" for one in header.engines}))
+        raise ConfigError(
+            f"{path} has nothing of namespace {namespace}, but of {asked}; name another trace, or "
+            "the namespace",
+            field="trace",
+        )
+    found: dict[str, tuple[int, int]] = {}
+    for one in trace.read(path):
+        if one.engine not in engines:
+            continue
+        if one.name is None:
+            raise ConfigError(
+                f"{path} has hashes and no names, so nothing can be found by it; record one with "
+                "`s3ec trace --names`",
+                field="trace",
+            )
+        if not is_object_name(one.name):
+            raise ConfigError(
+                f"{path} names {one.name!r:.100}, which is no entry of s3ec's; record another one",
+                field="trace",
+            )
+        count, nbytes = found.get(one.name, (0, 0))
+        found[one.name] = count + 1, one.nbytes or nbytes
+    # Sorting keeps the order of what was asked equally often: the first one asked comes first.
+    order = sorted(found.items(), key=lambda one: -one[1][0])[:top]
+    return [wanted_by_name(name, nbytes) for name, (_, nbytes) in order]
+
+
+def of_catalog(rows: Iterable[CatalogRow], tenant: Tenant | None = None) -> Iterator[Wanted]:
+    """The entries of some rows of a catalogue, each once, in their order."""
+    seen: set[str] = set()
+    for row in rows:
+        if row.identifier in seen:
+            continue  # one picture is in several documents
+        seen.add(row.identifier)
+        key = make_key(row.identifier, tenant)
+        if key is not None:
+            yield Wanted(key, row.identifier, row.nbytes)
+
+
+def wanted_by_name(name: str, nbytes: int = 0, revision: int = 0) -> Wanted:
+    """An entry by the name of its object, without its revision.
+
+    A content hash is in the name. What else a client chose is only in the object.
+    """
+    folder, _, file = name.rpartition("/")
+    stem, adapter = file.removesuffix(OBJECT_SUFFIX), folder.rpartition("/")[0]
+    label = f"{adapter}:{stem}" if adapter else stem
+    key = make_key(label)
+    if key is None or key.name != name:
+        key = Key("", name, digest_of_name(name))
+    return Wanted(key, label, nbytes, revision)
+
+
+async def everything(store: Store, layout: Layout) -> AsyncIterator[Wanted]:
+    """All entries of a namespace as a listing shows them, in no order; of revisions the entry."""
+    from s3ec.index.listing import key_of_object, list_objects
+
+    later: list[Wanted] = []  # a few: what was stored a second time
+    async with aclosing(list_objects(store, layout)) as batches:
+        async for infos in batches:
+            for info in infos:
+                key, revision = key_of_object(layout, info.name)
+                one = wanted_by_name(key.name, 0 if revision else info.nbytes, revision)
+                if revision:
+                    later.append(one)
+                else:
+                    yield one
+    for one in later:
+        if await store.head(layout.object(one.key)) is None:  # else it was handed out above
+            yield one
+
+
+async def hydrate(
+    store: Store,
+    layout: Layout,
+    wanted: Iterable[Wanted] | None,
+    *,
+    settings: Settings,
+    loop: LoopThread,
+    options: HydrateOptions,
+    report: Report = unreported,
+) -> Hydration:
+    """Bring entries into this node's tier; runs on ``loop``.
+
+    Args:
+        wanted: The most wanted first; None for everything.
+        settings: Say where the tier is and what it may take.
+        loop: Makes the disk calls.
+        report: Told how many bytes were brought, and of how many where that is known.
+
+    Returns:
+        What came of it, also where the store or the disk gave up in the middle.
+
+    Raises:
+        TierError: The tier cannot be opened.
+        UnavailableError, AccessError: The namespace cannot be listed.
+    """
+    counters = Counters()
+    tier = await loop.disk_long(
+        partial(open_tier, settings, layout.namespace, counters, evicts=False), undo=_close
+    )
+    try:
+        bad_objects = BadObjects(
+            tier.folders,
+            layout.namespace,
+            destination_of(settings),
+            ttl_s=settings.quarantine_s,
+            counters=counters,
+        )
+        work = _Hydrator(store, layout, loop, tier, bad_objects, options, report)
+        return await work.run(everything(store, layout) if wanted is None else _each(wanted))
+    finally:
+        await loop.disk_long(tier.close)
+
+
+class _Look(Enum):
+    HERE = "here"
+    LEFT_OUT = "left out"
+
+
+class _MisfitError(Exception):
+    """Whole and good, but not what its modality's record says: no request can use it."""
+
+
+class _Hydrator:
+    """One run: workers that take what is wanted one by one. The loop's thread only.
+
+    What is wanted ends as exactly one of the counts of Hydration. After a reason to stop, what is
+    here is still found, and the rest is counted.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        layout: Layout,
+        loop: LoopThread,
+        tier: Tier,
+        bad_objects: BadObjects,
+        options: HydrateOptions,
+        report: Report,
+    ) -> None:
+        self._store = store
+        self._layout = layout
+        self._disk = loop.disk
+        self._disk_soon = loop.disk_soon
+        self._tier = tier
+        self._bad_objects = bad_objects
+        self._options = options
+        self._report = report
+        self._records = ModalityRecords(store, layout)
+        self._budget = ByteBudget(_MAX_INFLIGHT_BYTES)
+        self._pace = Pace(options.rate_limit_bytes_per_s)
+        self._found = Hydration(layout.namespace, str(tier.folders.root), options.dry_run)
+        self._turn = asyncio.Lock()
+        self._began_s = time.time()
+        self._rank = 0
+        self._failures = 0
+        # What may still come, and until when that is believed.
+        self._room_bytes = 0
+        self._room_until_s = 0.0
+        # What was reserved; of that, what has ended, and what was not brought. The first one is
+        # the disk threads', the others the loop's.
+        self._reserved_bytes = 0
+        self._ended_bytes = 0
+        self._unused_bytes = 0
+        self._reserving = threading.Lock()
+
+    async def run(self, wanted: AsyncIterator[Wanted]) -> Hydration:
+        started_s = time.monotonic()
+        self._wanted = wanted
+        width = self._options.max_concurrency
+        await in_parallel(range(width), self._work, width=width)
+        self._found.seconds = time.monotonic() - started_s
+        return self._found
+
+    async def _work(self, _number: int) -> None:
+        while True:
+            async with self._turn:
+                one = await anext(self._wanted, None)
+                self._rank += 1
+                used_s = self._began_s - self._rank * _RANK_S
+            if one is None:
+                return
+            await self._bring(one, used_s)
+            self._report("hydrating", self._found.fetched_bytes, None)
+
+    async def _bring(self, one: Wanted, used_s: float) -> None:
+        """See that one entry is here, or count why it is not."""
+        found = self._found
+        held = await self._look_patiently(one)
+        if held is _Look.HERE:
+            found.here += 1
+        elif not isinstance(held, Claim):
+            self._leave_out(one)
+        else:
+            brought_bytes = 0
+            try:
+                brought_bytes = await self._take(one, used_s)
+                self._failures = 0
+            except _MisfitError as exc:
+                found.damaged[one.label] = str(exc)
+            except (UnavailableError, AccessError) as exc:
+                self._fail(one, exc)
+            except TierError as exc:
+                self._stop(_full_or(exc))
+                self._leave_out(one)
+            finally:
+                self._ended_bytes += one.nbytes
+                self._unused_bytes += one.nbytes - brought_bytes
+                self._disk_soon(self._let_go, held)
+
+    def _leave_out(self, one: Wanted) -> None:
+        self._found.left_out += 1
+        self._found.left_out_bytes += one.nbytes
+
+    def _stop(self, reason: str) -> None:
+        """The first reason counts."""
+        self._found.stopped = self._found.stopped or reason
+
+    def _fail(self, one: Wanted, exc: UnavailableError | AccessError) -> None:
+        self._found.failed[one.label] = str(exc)
+        self._failures += 1
+        general = isinstance(exc, AccessError) and exc.is_general
+        if general or self._failures >= _FAILURES_IN_A_ROW:
+            self._stop(str(exc))
+
+    # -- what is here ----------------------------------------------------------------------------
+
+    async def _look_patiently(self, one: Wanted) -> Claim | _Look:
+        """Look for an entry; claim it where it is absent and there is room.
+
+        What another process fetches is waited for. One that hangs is not: then two fetch it.
+        """
+        looks, waited_s = LookAgain(_FIRST_LOOK_S, _LAST_LOOK_S), 0.0
+        while True:
+            held = await self._disk(
+                self._look, one, waited_s >= _CLAIM_PATIENCE_S, undo=self._let_go
+            )
+            if held is not None:
+                return held
+            waited_s += await looks.pause()
+
+    def _look(self, one: Wanted, ignore_claim: bool) -> Claim | _Look | None:
+        """As above; None where another process fetches it. Blocking."""
+        entries, claims = self._tier.entries, self._tier.claims
+        if entries.contains(one.key):
+            return _Look.HERE
+        claim = claims.take(one.key.digest)
+        if claim is None and not ignore_claim:
+            return _Look.LEFT_OUT if self._found.stopped else None
+        claim = claim or Claim()
+        # In this order: who had the claim before us has published by now.
+        if entries.contains(one.key):
+            claims.release(claim)
+            return _Look.HERE
+        if not self._reserve(one.nbytes):
+            claims.release(claim)
+            return _Look.LEFT_OUT
+        self._bad_objects.catch_up()
+        return claim
+
+    def _reserve(self, nbytes: int) -> bool:
+        """Make sure of room for so much more; without it everything stops. Blocking."""
+        with self._reserving:
+            self._look_for_room(nbytes)
+            if self._found.stopped:
+                return False
+            self._room_bytes -= nbytes
+            self._reserved_bytes += nbytes
+            return True
+
+    def _look_for_room(self, nbytes: int) -> None:
+        most, now_s = self._options.max_bytes, time.monotonic()
+        if most is not None and self._reserved_bytes - self._unused_bytes + nbytes > most:
+            self._stop("max_bytes")
+        elif now_s >= self._room_until_s or nbytes > self._room_bytes:
+            try:
+                coming_bytes = self._reserved_bytes - self._ended_bytes
+                self._room_bytes = self._tier.evictor.room_bytes() - coming_bytes
+            except (OSError, TierError) as exc:
+                self._stop(f"the disk refuses: {exc}")
+            self._room_until_s = now_s + _ROOM_EVERY_S
+            if self._options.dry_run:
+                self._room_bytes -= self._found.fetched_bytes
+            if nbytes > self._room_bytes:
+                self._stop("full")
+
+    def _let_go(self, held: Claim | _Look | None) -> None:
+        if isinstance(held, Claim):
+            self._tier.claims.release(held)
+
+    # -- what the bucket has ---------------------------------------------------------------------
+
+    async def _take(self, one: Wanted, used_s: float) -> int:
+        """Bring one entry, or the revision of a bad or deleted one; count how it ends.
+
+        Returns:
+            Bytes that were brought.
+        """
+        if self._options.dry_run:
+            return await self._take_nothing(one)
+        bad, found = self._bad_objects, self._found
+        revision, reason = bad.revision(one.key), ""
+        while revision <= MAX_REVISION:
+            answer = await self._twice(one, revision, used_s)
+            if isinstance(answer, int):
+                if revision:
+                    self._disk_soon(bad.heal, one.key, revision)
+                found.fetched += 1
+                found.fetched_bytes += answer
+                return answer
+            if answer is None:
+                if revision or not one.revision:
+                    break
+                revision = 1  # somebody deleted the first one, which may have been a bad one
+                continue
+            reason = answer
+            note = partial(bad.note, one.key, reason, revision, row_time_s=0)
+            if (following := await self._disk(note)) is None:
+                break
+            revision = following
+        if reason or bad.revision(one.key):
+            found.damaged[one.label] = reason or "noted as bad before"
+        else:
+            found.absent.append(one.label)
+        return 0
+
+    async def _take_nothing(self, one: Wanted) -> int:
+        nbytes = one.nbytes
+        if not nbytes:
+            info = await self._store.head(self._layout.object(one.key, one.revision))
+            if info is None:
+                self._found.absent.append(one.label)
+                return 0
+            nbytes = info.nbytes
+        self._found.fetched += 1
+        self._found.fetched_bytes += nbytes
+        return nbytes
+
+    async def _twice(self, one: Wanted, revision: int, used_s: float) -> int | str | None:
+        """Fetch one object, once more if it is bad.
+
+        Returns:
+            Its size; None where it is absent; if bad twice the reason.
+        """
+        name = self._layout.object(one.key, revision)
+        nbytes = 0 if revision else one.nbytes
+        reason = ""
+        for attempt in (1, 2):
+            await self._pace.take(nbytes)
+            held_bytes = min(nbytes or PART_BYTES, PARTS_AT_A_TIME * PART_BYTES)
+            await self._budget.take(held_bytes)
+            try:
+                received = await self._receive(one, name, nbytes, used_s)
+            except CorruptEntryError as exc:
+                reason = exc.reason
+                log.warning("%s is unusable (attempt %d): %s", name, attempt, exc)
+                continue
+            finally:
+                self._budget.free(held_bytes)
+            if received is not None and not nbytes:
+                await self._pace.take(received)
+            return received
+        return reason
+
+    async def _receive(self, one: Wanted, name: str, nbytes: int, used_s: float) -> int | None:
+        if 0 < nbytes <= PART_BYTES:
+            body = await self._store.get(name, max_bytes=nbytes)
+        else:
+            body = await self._store.get_range(name, 0, PART_BYTES)
+            if body is not None and len(body) >= PART_BYTES:
+                return await self._receive_rest(one, name, body, used_s)
+        if body is None:
+            return None
+        while (modality := await self._disk(self._keep, one, body, used_s)) is not None:
+            await self._learn(modality)
+        return len(body)
+
+    def _keep(self, one: Wanted, body: Blob, used_s: float) -> str | None:
+        """Verify a whole entry and publish it; blocking.
+
+        Returns:
+            A modality whose record has to be read before; then nothing was published.
+        """
+        header = codec.verify(
+            body, namespace=self._layout.namespace, identifier=_identifier(one.key, body)
+        )
+        if (modality := self._unknown(header)) is None:
+            self._tier.writer.publish_ahead(one.key, [body], used_s=used_s)
+        return modality
+
+    async def _receive_rest(self, one: Wanted, name: str, first: Blob, used_s: float) -> int:
+        """A large entry, in ranges that are written as they come."""
+        incoming: Incoming[None] | None = None
+        try:
+            while incoming is None:
+                begun = await self._disk(self._begin, one, first, used_s, undo=_discard)
+                if isinstance(begun, str):
+                    await self._learn(begun)
+                else:
+                    incoming = begun
+            # One byte more than it says it has: a longer one is a bad one.
+            end = incoming.nbytes + 1
+            starts = range(len(first), end, PART_BYTES)
+            ranges = [range(at, min(at + PART_BYTES, end)) for at in starts]
+            coming = parts_as_they_come(
+                self._store, name, ranges, at_a_time=PARTS_AT_A_TIME, first_alone=False
+            )
+            async with aclosing(coming) as parts:
+                async for number, part in parts:
+                    if part is None:
+                        raise CorruptEntryError("it vanished while it was read", reason="length")
+                    if part:
+                        await self._disk(incoming.put, [(ranges[number].start, part)])
+                    del part
+            await self._disk(incoming.commit)
+            return incoming.nbytes
+        finally:
+            if incoming is not None:
+                self._disk_soon(incoming.discard)
+
+    def _begin(self, one: Wanted, first: Blob, used_s: float) -> Incoming[None] | str:
+        """Look at the front of a large entry, and open its file; as ``_keep``. Blocking."""
+        verifier = codec.Verifier(
+            first, namespace=self._layout.namespace, identifier=_identifier(one.key, first)
+        )
+        modality = self._unknown(verifier.header)
+        if modality is not None:
+            return modality
+        return self._tier.writer.begin_ahead(one.key, first, verifier, used_s=used_s)
+
+    def _unknown(self, header: codec.Header) -> str | None:
+        """The modality of an entry if its record was not read yet; refuses what differs from it."""
+        record = self._records.known(header.modality)
+        if record is None:
+            return header.modality
+        for name in ("width", "dtype"):
+            if getattr(header.shape, name) != getattr(record, name):
+                raise _MisfitError(name)
+        return None
+
+    async def _learn(self, modality: str) -> None:
+        if await self._records.get(modality) is None:
+            raise _MisfitError("no record of its modality")
+
+
+def _identifier(key: Key, front: Blob) -> str:
+    """What an entry must call itself: what the key says, or else what fits the object's name.
+
+    Raises:
+        CorruptEntryError: No header, or written for another name.
+    """
+    if key.stored:
+        return key.stored
+    identifier = codec.parse_header(front).identifier
+    if key_of_header(identifier, key.digest) is None:
+        raise CorruptEntryError("written for another identifier", reason="identifier")
+    return identifier
+
+
+def _full_or(exc: TierError) -> str:
+    cause = exc.__cause__
+    full = isinstance(exc, NoRoomError) or (isinstance(cause, OSError) and is_full(cause))
+    return "full" if full else str(exc)
+
+
+async def _each(wanted: Iterable[Wanted]) -> AsyncIterator[Wanted]:
+    for one in wanted:
+        yield one
+
+
+def _close(tier: Tier) -> None:
+    tier.close()
+
+
+def _discard(begun: Incoming[None] | str) -> None:
+    if not isinstance(begun, str):
+        begun.discard()

@@ -1,0 +1,513 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The bytes behind a URI, for a job that reads a million of them: bounded, with plain reasons.
+
+Local files, http and https, objects of S3, pages of PDF files, and cells of a Hugging Face dataset.
+Nothing is decoded: what a file holds is the encoder's matter. Only pages of a PDF are made here.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import os
+import re
+import stat
+import threading
+import time
+from collections import OrderedDict
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote, urljoin, urlsplit
+
+from s3ec.errors import ConfigError, CorruptEntryError, S3ECError, SourceError
+
+if TYPE_CHECKING:
+    from s3ec.corpus.corpus import Corpus
+    from s3ec.settings import Settings
+
+MAX_BYTES = 256 * 2**20
+TIMEOUT_S = 60.0
+DPI = 150
+_DPI_RANGE = range(18, 1201)
+
+# A page of a PDF names its own size; this many pixels are 0.4 GB while it is drawn.
+_MAX_PAGE_PIXELS = 100_000_000
+_REDIRECTS = 5
+_CONNECT_S = 10.0
+_TRIES = 3
+_BUSY = (429, 500, 502, 503, 504)
+_PIECE_BYTES = 2**16
+# PDF files from elsewhere that are kept in memory, since their pages are asked for one by one.
+_KEPT_PDFS = 2
+
+_PAGE_OF = re.compile(r"#page=[0-9]+$")
+_CELL_OF = re.compile(r"#row=([0-9]+)&column=(.+)$")
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+
+# PDFium is not thread-safe, not even for two documents.
+_pdfium = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True)
+class ReadOptions:
+    """How items are read. Hashable, and small enough to travel with each item.
+
+    Attributes:
+        dpi: Dots per inch of a PDF's pages.
+        max_bytes: Of one item, and of a PDF file. A larger one is refused.
+        timeout_s: For one item over http, answer and body together.
+        settings: Whose credentials and endpoint are used for ``s3://``; None for those of the
+            environment.
+
+    Raises:
+        ConfigError: A number is out of its range.
+    """
+
+    dpi: int = DPI
+    max_bytes: int = MAX_BYTES
+    timeout_s: float = TIMEOUT_S
+    settings: Settings | None = None
+
+    def __post_init__(self) -> None:
+        if self.dpi not in _DPI_RANGE:
+            raise ConfigError(
+                f"`dpi` is from {_DPI_RANGE[0]} to {_DPI_RANGE[-1]}, not {self.dpi}", field="dpi"
+            )
+        if self.max_bytes < 1:
+            raise ConfigError("`max_bytes` is 1 or more", field="max_bytes")
+        if not self.timeout_s > 0:
+            raise ConfigError("`timeout_s` is more than 0", field="timeout_s")
+
+
+def require(module: str, package: str, why: str) -> Any:
+    """Import what only some sources need.
+
+    Args:
+        package: What pip installs.
+        why: What it is needed for.
+
+    Raises:
+        ConfigError: It is not installed; the message names the fix.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as exc:
+        raise ConfigError(f"{why} needs {module} ({exc}): pip install {package}") from exc
+
+
+def scheme_of(uri: str) -> str:
+    """The scheme in lower case; empty for a path."""
+    found = _SCHEME.match(uri)
+    return found[1].lower() if found else ""
+
+
+def suffix_of(uri: str) -> str:
+    """The suffix of the file that a URI or path names, in lower case."""
+    uri = _PAGE_OF.sub("", uri)
+    path = urlsplit(uri).path if scheme_of(uri) in ("http", "https", "file") else uri
+    return PurePosixPath(path).suffix.lower()
+
+
+def path_of(uri: str) -> Path:
+    """The path that a ``file`` URL names.
+
+    Raises:
+        SourceError: It names another machine.
+    """
+    parts = urlsplit(uri)
+    if parts.netloc not in ("", "localhost"):
+        raise SourceError("a `file` URL has three slashes, file:///FOLDER/FILE")
+    return Path(unquote(parts.path))
+
+
+def cell_uri(folder: Path, row: int, column: str) -> str:
+    """The URI of one cell of a Hugging Face dataset on disk."""
+    return f"{folder.as_uri()}#row={row}&column={column}"
+
+
+def page_uri(uri: str, page: int) -> str:
+    """The URI of one page of a PDF file."""
+    return f"{uri}#page={page}"
+
+
+class Reader:
+    """Reads items. Thread-safe; what it needs is opened with the first item that needs it.
+
+    A process has one for each set of options: see ``reader_for`` and ``close_readers``.
+    """
+
+    def __init__(self, options: ReadOptions) -> None:
+        """Open nothing yet."""
+        self._options = options
+        self._lock = threading.Lock()
+        self._http: Any = None
+        self._buckets: dict[str, Corpus] = {}
+        self._datasets: dict[tuple[Path, str], Any] = {}
+        self._pdfs: OrderedDict[str, bytes] = OrderedDict()
+
+    def close(self) -> None:
+        """Let go of connections."""
+        with self._lock:
+            buckets, self._buckets = self._buckets, {}
+            http, self._http = self._http, None
+            self._datasets.clear()
+            self._pdfs.clear()
+        for bucket in buckets.values():
+            bucket.close()
+        if http is not None:
+            http.clear()
+
+    def read(self, uri: str, page: int | None = None) -> bytes:
+        """The bytes that the encoder is given.
+
+        Args:
+            uri: ``file``, ``http``, ``https`` or ``s3``.
+            page: Of a PDF file, from 1. Without meaning for other files.
+
+        Raises:
+            SourceError: It cannot be read, or it is too large.
+        """
+        if scheme_of(uri) == "file" and (cell := _CELL_OF.search(uri)):
+            body = self._cell(path_of(uri), int(cell[1]), cell[2])
+        elif suffix_of(uri) == ".pdf":
+            if page is None:
+                raise SourceError("its pages could not be counted; run this again")
+            body = self._page(_PAGE_OF.sub("", uri), page)
+        else:
+            body = self._whole(uri)
+        if not body:
+            raise SourceError("it is empty")
+        return body
+
+    def count_pages(self, uri: str) -> int:
+        """The pages of a PDF file; one from elsewhere is downloaded for that.
+
+        Raises:
+            SourceError: It cannot be read.
+        """
+        return count_pages(self._pdf(uri))
+
+    def _page(self, uri: str, page: int) -> bytes:
+        return self._bounded(render_page(self._pdf(uri), page, dpi=self._options.dpi))
+
+    def _pdf(self, uri: str) -> Path | bytes:
+        """A local PDF file's path, which opens it for little; the bytes of another one."""
+        if scheme_of(uri) == "file":
+            path = path_of(uri)
+            with _open_regular(path, self._options.max_bytes):
+                return path
+        with self._lock:
+            if uri in self._pdfs:
+                self._pdfs.move_to_end(uri)
+                return self._pdfs[uri]
+        body = self._whole(uri)
+        with self._lock:
+            self._pdfs[uri] = body
+            while len(self._pdfs) > _KEPT_PDFS:
+                self._pdfs.popitem(last=False)
+        return body
+
+    def _whole(self, uri: str) -> bytes:
+        match scheme_of(uri):
+            case "file":
+                return read_file(path_of(uri), max_bytes=self._options.max_bytes)
+            case "http" | "https":
+                return self._download(uri)
+            case "s3":
+                return self._object(uri)
+            case scheme:
+                raise SourceError(
+                    f"{scheme}:// is not read here; write a path, or a file, http, https or s3 URL"
+                )
+
+    def _bounded(self, body: bytes) -> bytes:
+        if len(body) > self._options.max_bytes:
+            raise _too_large(self._options.max_bytes)
+        return body
+
+    # -- http ----------------------------------------------------------------------------------
+
+    def _download(self, url: str) -> bytes:
+        """Follow a few redirects, never from https to http.
+
+        No reason repeats the URL: it may hold a signature.
+        """
+        import urllib3
+
+        end_s = time.monotonic() + self._options.timeout_s
+        try:
+            for _ in range(_REDIRECTS + 1):
+                parts = urlsplit(url)
+                if parts.username or parts.password:
+                    raise SourceError("no user name and password in the URL")
+                response = self._request(url, end_s)
+                try:
+                    target = response.headers.get("location")
+                    if not (300 <= response.status < 400 and target):
+                        return self._body(response, end_s)
+                finally:
+                    response.close()
+                url = urljoin(url, target)
+                if scheme_of(url) not in ("http", "https"):
+                    raise SourceError("redirected to what is no http or https URL")
+                if parts.scheme == "https" and scheme_of(url) == "http":
+                    raise SourceError("redirected from https to http")
+        except (urllib3.exceptions.HTTPError, OSError, ValueError) as exc:
+            raise SourceError(_http_reason(exc)) from exc
+        raise SourceError(f"redirected more than {_REDIRECTS} times")
+
+    def _request(self, url: str, end_s: float) -> Any:
+        import urllib3
+
+        with self._lock:
+            if self._http is None:
+                self._http = urllib3.PoolManager(maxsize=16)
+        left_s = self._left_s(end_s)
+        return self._http.request(
+            "GET",
+            url,
+            # Compressed on the way it would have to be decoded, and bounded twice.
+            headers={"Accept-Encoding": "identity", "User-Agent": "s3ec"},
+            redirect=False,
+            preload_content=False,
+            timeout=urllib3.Timeout(connect=min(_CONNECT_S, left_s), read=left_s),
+            retries=urllib3.Retry(
+                _TRIES - 1,
+                redirect=False,
+                status_forcelist=_BUSY,
+                backoff_factor=0.2,
+                raise_on_status=False,
+                # It may ask for an hour.
+                respect_retry_after_header=False,
+            ),
+        )
+
+    def _body(self, response: Any, end_s: float) -> bytes:
+        if response.status != 200:
+            raise SourceError(f"the server answered with HTTP status {response.status}")
+        if response.headers.get("content-encoding", "identity") != "identity":
+            raise SourceError("the server compressed it though it was asked not to")
+        most = self._options.max_bytes
+        announced = response.headers.get("content-length", "")
+        if announced.isdecimal() and int(announced) > most:
+            raise _too_large(most)
+        # urllib3 before 2.2 has no read1; there a server that sends drop by drop is let do so.
+        read_some = getattr(response, "read1", response.read)
+        body = bytearray()
+        while piece := read_some(_PIECE_BYTES):
+            body += piece
+            if len(body) > most:
+                raise _too_large(most)
+            self._left_s(end_s)
+        return bytes(body)
+
+    def _left_s(self, end_s: float) -> float:
+        left_s = end_s - time.monotonic()
+        if left_s <= 0:
+            raise SourceError(f"it took longer than {self._options.timeout_s:g} s")
+        return left_s
+
+    # -- S3 ------------------------------------------------------------------------------------
+
+    def _object(self, uri: str) -> bytes:
+        bucket, _, key = _PAGE_OF.sub("", uri)[len("s3://") :].partition("/")
+        if not bucket or not key:
+            raise SourceError("write it as s3://BUCKET/KEY")
+        most = self._options.max_bytes
+
+        try:
+            body = self._bucket(bucket).run(lambda store: store.get(key, max_bytes=most))
+        except CorruptEntryError as exc:
+            raise (_too_large(most) if exc.reason == "size" else SourceError(str(exc))) from exc
+        except (S3ECError, ValueError) as exc:
+            raise SourceError(str(exc)) from exc
+        if body is None:
+            raise SourceError("no such object")
+        return bytes(body)
+
+    def _bucket(self, name: str) -> Corpus:
+        from s3ec.corpus.corpus import Corpus
+
+        with self._lock:
+            if name not in self._buckets:
+                self._buckets[name] = Corpus(self._settings_of(name))
+            return self._buckets[name]
+
+    def _settings_of(self, bucket: str) -> Settings:
+        from s3ec.config import load_settings
+
+        settings = self._options.settings
+        if settings is None:
+            options = {"bucket": bucket, "prefix": ""}
+            return load_settings(options=options, as_arguments=True).settings
+        values = settings.model_dump() | {"url": None, "bucket": bucket, "prefix": ""}
+        return type(settings).model_validate(values)
+
+    # -- datasets ------------------------------------------------------------------------------
+
+    def _cell(self, folder: Path, row: int, column: str) -> bytes:
+        """The file that a cell holds, as it was stored."""
+        with self._lock:
+            if (folder, column) not in self._datasets:
+                self._datasets[folder, column] = load_undecoded(folder, column)
+            dataset = self._datasets[folder, column]
+        try:
+            cell = dataset[row][column]
+        except (IndexError, OSError) as exc:
+            raise SourceError(f"the dataset cannot be read: {exc}") from exc
+        # A dataset that is saved to disk has its files' bytes within.
+        if cell is None or cell["bytes"] is None:
+            raise SourceError("the cell is empty")
+        return self._bounded(bytes(cell["bytes"]))
+
+
+_readers: dict[ReadOptions, Reader] = {}
+_guard = threading.Lock()
+
+
+def reader_for(options: ReadOptions) -> Reader:
+    """This process's reader for these options."""
+    with _guard:
+        if options not in _readers:
+            _readers[options] = Reader(options)
+        return _readers[options]
+
+
+def close_readers() -> None:
+    """Let go of what this process's readers hold; an item that is read later opens it anew."""
+    with _guard:
+        readers = list(_readers.values())
+        _readers.clear()
+    for reader in readers:
+        reader.close()
+
+
+def load_undecoded(folder: Path, column: str) -> Any:
+    """One column of a Hugging Face dataset on disk, whose cells come as they are stored.
+
+    Raises:
+        ConfigError: ``datasets`` is not installed.
+    """
+    datasets = require("datasets", "datasets", "A Hugging Face dataset")
+    dataset = datasets.load_from_disk(str(folder)).select_columns([column])
+    feature = replace(dataset.features[column], decode=False)
+    return dataset.cast_column(column, feature)
+
+
+# -- local files -------------------------------------------------------------------------------
+
+
+def read_file(path: Path, *, max_bytes: int) -> bytes:
+    """A local file's bytes.
+
+    Raises:
+        SourceError: It is not there, no file, not to be read, or larger.
+    """
+    with _open_regular(path, max_bytes) as file:
+        try:
+            body = file.read(max_bytes + 1)
+        except OSError as exc:
+            raise SourceError(_os_reason(exc)) from exc
+    if len(body) > max_bytes:  # it has grown since
+        raise _too_large(max_bytes)
+    return body
+
+
+def _open_regular(path: Path, max_bytes: int) -> io.BufferedReader:
+    """Open a file, and nothing that could keep its reader waiting."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except (OSError, ValueError) as exc:
+        raise SourceError(_os_reason(exc)) from exc
+    file = open(fd, "rb")  # noqa: SIM115  the caller's, where it is right
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise SourceError("it is no file")
+        if status.st_size > max_bytes:
+            raise _too_large(max_bytes)
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def _os_reason(exc: OSError | ValueError) -> str:
+    if isinstance(exc, FileNotFoundError):
+        return "no such file"
+    if isinstance(exc, OSError) and exc.strerror:
+        return exc.strerror[0].lower() + exc.strerror[1:]
+    return str(exc)
+
+
+def _http_reason(exc: Exception) -> str:
+    """What is wrong, without the URL that urllib3 repeats."""
+    reason = getattr(exc, "reason", None)
+    cause = reason if isinstance(reason, Exception) else exc
+    return f"the server cannot be read from: {type(cause).__name__}"
+
+
+def _too_large(max_bytes: int) -> SourceError:
+    return SourceError(f"it is larger than {max_bytes} bytes (max_bytes)")
+
+
+# -- PDF files ---------------------------------------------------------------------------------
+
+
+def count_pages(pdf: Path | bytes) -> int:
+    """The pages of a PDF file.
+
+    Raises:
+        SourceError: It cannot be opened.
+        ConfigError: pypdfium2 is not installed.
+    """
+    with _pdfium, _open_pdf(pdf) as document:
+        return len(document)
+
+
+def render_page(pdf: Path | bytes, page: int, *, dpi: int = DPI) -> bytes:
+    """One page of a PDF file as PNG, filled-in form fields included.
+
+    The bytes are the same for the same file, page and dpi while the releases of pypdfium2 and
+    Pillow are the same. Takes some 0.1 s at 150 dpi, one page at a time in a process.
+
+    Args:
+        pdf: The file, or its content.
+        page: From 1.
+        dpi: Dots per inch.
+
+    Raises:
+        SourceError: It cannot be opened, has no such page, or the page is too large to be drawn.
+        ConfigError: pypdfium2 is not installed.
+    """
+    pdfium = require("pypdfium2", "'s3ec[corpus]'", "A PDF file")
+    require("PIL.Image", "'s3ec[corpus]'", "A PDF file")
+    with _pdfium, _open_pdf(pdf) as document:
+        try:
+            document.init_forms()  # before anything else that looks at pages
+            if not 1 <= page <= len(document):
+                raise SourceError(f"it has {len(document)} pages, and no page {page}")
+            sheet = document[page - 1]
+            scale = dpi / 72
+            width, height = (round(points * scale) for points in sheet.get_size())
+            if width * height > _MAX_PAGE_PIXELS:
+                raise SourceError(
+                    f"the page is {width} x {height} pixels at {dpi} dpi, and at most "
+                    f"{_MAX_PAGE_PIXELS} are drawn; take a smaller dpi"
+                )
+            picture = sheet.render(scale=scale).to_pil()
+        except pdfium.PdfiumError as exc:
+            raise SourceError(f"the page cannot be drawn: {exc}") from exc
+    png = io.BytesIO()
+    picture.save(png, "PNG")
+    return png.getvalue()
+
+
+def _open_pdf(pdf: Path | bytes) -> Any:
+    """To be used as a context, under the lock."""
+    pdfium = require("pypdfium2", "'s3ec[corpus]'", "A PDF file")
+    try:
+        return pdfium.PdfDocument(pdf)
+    except (pdfium.PdfiumError, OSError) as exc:
+        raise SourceError(f"it cannot be opened as a PDF: {exc}") from exc

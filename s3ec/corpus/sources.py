@@ -1,0 +1,455 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a job over many files reads: folders, lists, PDF files and datasets, one item at a time.
+
+``open_source`` says what a text names, and yields its items. Nothing is read ahead, and no list is
+held in memory. An item that cannot be named or read is still yielded: its ``read`` says why.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from s3ec.corpus.reading import (
+    ReadOptions,
+    cell_uri,
+    load_undecoded,
+    page_uri,
+    reader_for,
+    require,
+    scheme_of,
+    suffix_of,
+)
+from s3ec.errors import ConfigError, SourceError
+
+SUFFIXES: Mapping[str, str] = {
+    **dict.fromkeys((".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"), "image"),
+    **dict.fromkeys((".avi", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg", ".webm"), "video"),
+    **dict.fromkeys((".flac", ".m4a", ".mp3", ".oga", ".ogg", ".opus", ".wav"), "audio"),
+}
+"""What a folder's files are taken for, by their suffix; beside these, ``.pdf``."""
+
+MODALITIES = ("image", "video", "audio")
+_KINDS = (
+    "give a folder, a glob such as 'pages/**/*.png', a .jsonl or .parquet list, a .pdf file, or a "
+    "Hugging Face dataset that was saved to disk"
+)
+_DOCUMENT_KEYS = ("document", "id")
+_PLACE_KEYS = ("path", "url", "uri")
+_LIST_NEEDS = "a list names `document` (or `id`), and one of `path`, `url` and `uri`"
+# A longer line is no item: a file without line ends would be read whole.
+_MAX_LINE_BYTES = 2**20
+_ROWS_AT_A_TIME = 1024
+_CELL_MODALITIES = {"Image": "image", "Audio": "audio", "Video": "video"}
+
+
+@dataclass(frozen=True, slots=True)
+class SourceItem:
+    """One picture, page, sound or film of a source. Small, and can be sent to another process.
+
+    Attributes:
+        document: Its id; of a file below a folder, the path from there.
+        page: From 1; None where it has none.
+        uri: Where it is: ``file``, ``http``, ``https`` or ``s3``. A page of a PDF file ends with
+            ``#page=3``, a cell of a dataset with ``#row=7&column=image``.
+        extra: What the source says beside that; JSON.
+        modality: ``image``, ``video`` or ``audio``.
+        options: How it is read.
+        problem: Why it cannot be read, where that is known already; else empty.
+    """
+
+    document: str
+    page: int | None
+    uri: str
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    modality: str = "image"
+    options: ReadOptions = field(default=ReadOptions(), repr=False, compare=False)
+    problem: str = field(default="", compare=False)
+
+    def read(self) -> bytes:
+        """The file's bytes as they are; of a PDF's page the PNG that is drawn of it.
+
+        Blocks, for at most ``options.timeout_s`` where it is a download over http.
+
+        Raises:
+            SourceError: It cannot be read.
+            ConfigError: What it needs is not installed.
+        """
+        if self.problem:
+            raise SourceError(self.problem)
+        return reader_for(self.options).read(self.uri, self.page)
+
+
+def open_source(
+    text: str, options: ReadOptions | None = None, *, column: str | None = None
+) -> Iterator[SourceItem]:
+    """The items of what a text names, lazily.
+
+    =============================  =============================================================
+    text                           items
+    =============================  =============================================================
+    a folder                       files below it by suffix, in order; pages of its PDF files
+    a glob, ``**`` too             the same of what it matches, in the file system's own order
+    ``.jsonl``                     a JSON object a line
+    ``.parquet``                   a row each
+    ``.pdf``                       its pages
+    a dataset's folder on disk     a row each: the file in its Image, Audio or Video column
+    =============================  =============================================================
+
+    A row of a list has ``document`` or ``id``; one of ``path``, ``url`` and ``uri``; and, if it
+    likes, ``page`` and ``modality``. The rest is ``extra``. A path starts at the list's folder. A
+    PDF file without ``page`` is an item for each of its pages.
+
+    Args:
+        options: How items are read.
+        column: Of a dataset with several columns of files.
+
+    Raises:
+        ConfigError: It names nothing, or a list that cannot be used as a whole; or a package is not
+            installed. The message names the fix.
+    """
+    options = options or ReadOptions()
+    if scheme_of(text) == "file":
+        raise ConfigError(f"SOURCE is a path, not a URL: {_KINDS}", field="source")
+    if scheme_of(text):
+        raise ConfigError(
+            "SOURCE is on this machine; write URLs and s3:// objects into a .jsonl list",
+            field="source",
+        )
+    path = Path(text).absolute()
+    if column is not None and not _is_dataset(path):
+        raise ConfigError("`column` is for a dataset's folder", field="column")
+    if path.is_dir():
+        if _is_dataset(path):
+            return _dataset_items(path, column, options)
+        return _items_of_files(_walk(path), path, options)
+    if path.is_file():
+        return _items_of_file(path, options)
+    if glob.has_magic(text):
+        return _glob_items(text, options)
+    raise ConfigError(f"no such file or folder: {text}; {_KINDS}", field="source")
+
+
+def _items_of_file(path: Path, options: ReadOptions) -> Iterator[SourceItem]:
+    suffix = path.suffix.lower()
+    if suffix == ".jsonl":
+        _check_jsonl(path)
+        return _list_items(_jsonl_rows(path), path, "line", options)
+    if suffix in (".parquet", ".pq"):
+        return _list_items(_parquet_rows(path), path, "row", options)
+    if suffix == ".pdf" or suffix in SUFFIXES:
+        return _items_of_files([path], path.parent, options)
+    raise ConfigError(f"{path.name} is of no kind that can be read; {_KINDS}", field="source")
+
+
+# -- files -------------------------------------------------------------------------------------
+
+
+def _walk(folder: Path) -> Iterator[Path | tuple[Path, str]]:
+    """Files below a folder in order, and with a reason those folders that cannot be read."""
+    try:
+        with os.scandir(folder) as found:
+            entries = sorted(found, key=lambda entry: entry.name)
+    except OSError as exc:
+        yield folder, f"the folder cannot be read: {exc.strerror}"
+        return
+    for entry in entries:
+        path = folder / entry.name
+        if entry.is_dir(follow_symlinks=False):
+            yield from _walk(path)
+        else:
+            yield path
+
+
+def _glob_items(pattern: str, options: ReadOptions) -> Iterator[SourceItem]:
+    """What a glob matches; documents are named from its last folder without a wildcard on."""
+    root = Path(pattern).absolute()
+    while glob.has_magic(str(root)):
+        root = root.parent
+    if not root.is_dir():
+        raise ConfigError(f"no such folder: {root}; {_KINDS}", field="source")
+    matches = glob.iglob(str(Path(pattern).absolute()), recursive=True, include_hidden=True)
+    files = (path for path in map(Path, matches) if not path.is_dir())
+    return _items_of_files(files, root, options)
+
+
+def _items_of_files(
+    found: Iterable[Path | tuple[Path, str]], root: Path, options: ReadOptions
+) -> Iterator[SourceItem]:
+    for each in found:
+        path, problem = each if isinstance(each, tuple) else (each, "")
+        suffix = path.suffix.lower()
+        if not problem and suffix != ".pdf" and suffix not in SUFFIXES:
+            continue
+        name = str(path.relative_to(root))
+        document = os.fsencode(name).decode("utf-8", "replace")
+        if document != name:
+            problem = "its name is not UTF-8; give it another one"
+        item = SourceItem(
+            document=document,
+            page=None,
+            uri=path.as_uri(),
+            modality=SUFFIXES.get(suffix, "image"),
+            options=options,
+            problem=problem,
+        )
+        yield from _pages_of(item)
+
+
+def _pages_of(item: SourceItem) -> Iterator[SourceItem]:
+    """A PDF file's pages; any other item as it is.
+
+    A file whose pages cannot be counted is one item that cannot be read.
+    """
+    if item.problem or suffix_of(item.uri) != ".pdf":
+        yield item
+        return
+    if item.page is not None:
+        yield replace(item, page=item.page, uri=page_uri(item.uri, item.page))
+        return
+    try:
+        count = reader_for(item.options).count_pages(item.uri)
+    except SourceError as exc:
+        yield replace(item, problem=exc.reason)
+        return
+    for page in range(1, count + 1):
+        yield replace(item, page=page, uri=page_uri(item.uri, page))
+
+
+# -- lists -------------------------------------------------------------------------------------
+
+# A row with its number; or why it is none.
+_Row = tuple[int, Mapping[str, Any] | str]
+
+
+def _list_items(
+    rows: Iterator[_Row], path: Path, kind: str, options: ReadOptions
+) -> Iterator[SourceItem]:
+    for number, row in rows:
+        try:
+            if isinstance(row, str):
+                raise ValueError(row)
+            item = _item_of_row(row, path.parent, options)
+        except ValueError as exc:
+            yield SourceItem(
+                document=f"{path.name}:{number}",
+                page=None,
+                uri=f"{path.as_uri()}#{kind}={number}",
+                options=options,
+                problem=f"{kind} {number}: {exc}",
+            )
+            continue
+        yield from _pages_of(item)
+
+
+def _item_of_row(row: Mapping[str, Any], folder: Path, options: ReadOptions) -> SourceItem:
+    """Make an item of a row.
+
+    Raises:
+        ValueError: It is none. The message says what to mend.
+    """
+    rest = dict(row)
+    document = _document(rest)
+    uri = _place(rest, folder)
+    page = _page(rest.pop("page", None))
+    modality = rest.pop("modality", None) or SUFFIXES.get(suffix_of(uri), "image")
+    if modality not in MODALITIES:
+        raise ValueError(f"`modality` is one of {', '.join(MODALITIES)}")
+    extra = {key: plain(value) for key, value in rest.items() if value is not None}
+    return SourceItem(document, page, uri, extra, modality, options)
+
+
+def _document(rest: dict[str, Any]) -> str:
+    for key in _DOCUMENT_KEYS:
+        value = rest.pop(key, None)
+        if value is None:
+            continue
+        if not isinstance(value, str | int) or isinstance(value, bool) or value == "":
+            raise ValueError(f"`{key}` is a text or a whole number")
+        return str(value)
+    raise ValueError(f"no `document`: {_LIST_NEEDS}")
+
+
+def _place(rest: dict[str, Any], folder: Path) -> str:
+    given = [(key, rest.pop(key)) for key in _PLACE_KEYS if rest.get(key) is not None]
+    for key in _PLACE_KEYS:
+        rest.pop(key, None)
+    if len(given) != 1:
+        raise ValueError(f"{len(given) or 'none'} of `path`, `url` and `uri`: {_LIST_NEEDS}")
+    key, value = given[0]
+    if not isinstance(value, str) or not value or not value.isprintable():
+        raise ValueError(f"`{key}` is a path or a URL")
+    if scheme_of(value):
+        return value
+    return (folder / value).absolute().as_uri()
+
+
+def _page(value: Any) -> int | None:
+    """A page's number; pandas writes whole numbers with gaps as floats, and a gap as NaN."""
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return None
+    whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+    if not whole or isinstance(value, bool) or value < 1:
+        raise ValueError("`page` is a whole number from 1")
+    return int(value)
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON can hold it; what it cannot, such as a date, as text."""
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value]
+    return str(value)
+
+
+def _jsonl_rows(path: Path) -> Iterator[_Row]:
+    with path.open("rb") as file:
+        number = 0
+        while line := file.readline(_MAX_LINE_BYTES + 1):
+            number += 1
+            if len(line) > _MAX_LINE_BYTES:
+                yield number, f"it is longer than {_MAX_LINE_BYTES} bytes"
+                while line and not line.endswith(b"\n"):
+                    line = file.readline(_MAX_LINE_BYTES)
+            elif line.strip():
+                yield number, _parse_line(line)
+
+
+def _parse_line(line: bytes) -> Mapping[str, Any] | str:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as exc:
+        return f"it is no JSON ({exc})"
+    return row if isinstance(row, dict) else "it is no JSON object"
+
+
+def _check_jsonl(path: Path) -> None:
+    """Refuse a list whose first row is none, since that is what its others will be too.
+
+    Raises:
+        ConfigError: The message names the line and the fix.
+    """
+    try:
+        number, row = next(_jsonl_rows(path), (0, {}))
+        if not number:
+            return
+        if isinstance(row, str):
+            raise ValueError(row)
+        _item_of_row(row, path.parent, ReadOptions())
+    except OSError as exc:
+        raise ConfigError(f"{path} cannot be read: {exc.strerror}", field="source") from exc
+    except ValueError as exc:
+        raise ConfigError(f"{path.name}, line {number}: {exc}", field="source") from exc
+
+
+def _parquet_rows(path: Path) -> Iterator[_Row]:
+    """The rows of a Parquet file, without columns of bytes.
+
+    Raises:
+        ConfigError: At once: it is no Parquet file, or lacks a column.
+    """
+    parquet = require("pyarrow.parquet", "'s3ec[corpus]'", "A .parquet list")
+    arrow_error = require("pyarrow", "'s3ec[corpus]'", "A .parquet list").ArrowException
+    try:
+        with parquet.ParquetFile(path) as file:
+            schema = file.schema_arrow
+    except (arrow_error, OSError, ValueError) as exc:
+        raise ConfigError(f"{path.name} cannot be read as Parquet: {exc}", field="source") from exc
+    columns = _plain_columns(schema)
+    if not set(columns) & set(_DOCUMENT_KEYS) or not set(columns) & set(_PLACE_KEYS):
+        raise ConfigError(
+            f"{path.name} has the columns {', '.join(schema.names)}; {_LIST_NEEDS}", field="source"
+        )
+
+    def rows() -> Iterator[_Row]:
+        number = 0
+        with parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=_ROWS_AT_A_TIME, columns=columns):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield number, row
+
+    return rows()
+
+
+def _plain_columns(schema: Any) -> list[str]:
+    """Those without bytes at any depth, which may be large and do not go into JSON."""
+    return [each.name for each in schema if "binary" not in str(each.type)]
+
+
+# -- datasets ----------------------------------------------------------------------------------
+
+
+def _is_dataset(path: Path) -> bool:
+    """Whether ``datasets`` saved this folder: a dataset, or a dict of some by split."""
+    return (path / "dataset_dict.json").is_file() or (
+        (path / "state.json").is_file() and (path / "dataset_info.json").is_file()
+    )
+
+
+def _dataset_items(path: Path, column: str | None, options: ReadOptions) -> Iterator[SourceItem]:
+    """The rows of a dataset; they are read again, one by one, when an item is.
+
+    Raises:
+        ConfigError: At once: no such column, several, several splits, or no ``datasets``.
+    """
+    datasets = require("datasets", "datasets", "A Hugging Face dataset")
+    splits = path / "dataset_dict.json"
+    if splits.is_file():
+        names = ", ".join(sorted(each.name for each in path.iterdir() if each.is_dir()))
+        raise ConfigError(
+            f"{path.name} holds several splits; add the name of one: {names}", field="source"
+        )
+    try:
+        dataset = datasets.load_from_disk(str(path))
+    except (OSError, ValueError) as exc:
+        raise ConfigError(f"{path.name} cannot be loaded: {exc}", field="source") from exc
+    column, modality = _file_column(dataset.features, column)
+    rest = [name for name in _plain_columns(dataset.data.schema) if name != column]
+    load_undecoded(path, column)  # what is wrong with it is said now
+    item = SourceItem("", None, "", modality=modality, options=options)
+    rows = dataset.select_columns(rest) if rest else [{}] * len(dataset)
+    return _rows_of_dataset(rows, path, column, item)
+
+
+def _file_column(features: Mapping[str, Any], column: str | None) -> tuple[str, str]:
+    """The column that holds files, and their modality."""
+    kinds = {name: _CELL_MODALITIES.get(type(kind).__name__) for name, kind in features.items()}
+    found = {name: modality for name, modality in kinds.items() if modality}
+    if column is not None:
+        if column not in found:
+            files = ", ".join(found) or "none"
+            raise ConfigError(
+                f"`column`: {column} is no column of files; those are: {files}", field="column"
+            )
+        return column, found[column]
+    if len(found) != 1:
+        fix = f"name one with `column`: {', '.join(found)}" if found else "write a .jsonl list"
+        raise ConfigError(
+            f"the dataset has {len(found)} columns of type Image, Audio or Video; {fix}",
+            field="column",
+        )
+    return next(iter(found.items()))
+
+
+def _rows_of_dataset(rows: Any, path: Path, column: str, item: SourceItem) -> Iterator[SourceItem]:
+    """An item a row, each like ``item``; without an id it is called by its number."""
+    for number in range(len(rows)):
+        row = dict(rows[number])
+        try:
+            document = _document(row)
+        except ValueError:
+            document = str(number)
+        extra = {key: plain(value) for key, value in row.items() if value is not None}
+        yield replace(item, document=document, uri=cell_uri(path, number, column), extra=extra)
