@@ -11,7 +11,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Collection,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
@@ -50,7 +58,7 @@ from s3ec.index.rows import EntryInfo
 from s3ec.modality import ModalityRecords, Record
 from s3ec.namespaces import differences
 from s3ec.safetensors_file import plain_json
-from s3ec.store.base import NoSpaceError, Store
+from s3ec.store.base import NoSpaceError, ObjectInfo, Store
 from s3ec.store.concurrency import Pace, in_parallel
 from s3ec.store.retry import RetryStore
 
@@ -200,8 +208,8 @@ class NamespaceOrigin:
 class Target(Protocol):
     """What is copied into."""
 
-    async def prepare(self) -> None:
-        """See what is there."""
+    async def prepare(self, names: Collection[str]) -> None:
+        """See what is there: entries of these plain names, or all where there are none."""
         ...
 
     async def room(self, entry: CorpusEntry, *, deep: bool) -> int | None:
@@ -261,22 +269,30 @@ class NamespaceTarget:
         async with _telling(self._store, self._layout) as self._readers:
             yield self
 
-    async def prepare(self) -> None:
+    async def prepare(self, names: Collection[str]) -> None:
+        if 0 < len(names) <= FEW:
+            keys = [Key("", name, digest_of_name(name)) for name in names]
+            for infos in (await find_objects(self._store, self._layout, keys)).values():
+                self._add(infos)
+            return
         async with aclosing(list_objects(self._store, self._layout)) as batches:
             async for infos in batches:
-                for info in infos:
-                    name = info.name.removeprefix(self._layout.objects)
-                    plain, revision = entry_name(name) or (name, 0)
-                    if revision:
-                        self._revised.add(digest_of_name(plain))
-                    else:
-                        self._nbytes[digest_of_name(plain)] = info.nbytes
+                self._add(infos)
+
+    def _add(self, infos: Iterable[ObjectInfo]) -> None:
+        for info in infos:
+            name = info.name.removeprefix(self._layout.objects)
+            plain, revision = entry_name(name) or (name, 0)
+            if revision:
+                self._revised.add(digest_of_name(plain))
+            else:
+                self._nbytes[digest_of_name(plain)] = info.nbytes
 
     async def room(self, entry: CorpusEntry, *, deep: bool) -> int | None:
         digest = digest_of_name(entry.plain_name)
         if digest in self._revised:
             if deep and not await self._is_good(entry, MAX_REVISION):
-                raise _BAD_THERE
+                raise _bad_there()
             return None
         nbytes = self._nbytes.get(digest)
         if nbytes is None:
@@ -320,7 +336,7 @@ class NamespaceTarget:
                     return None
             else:
                 return header
-        raise _BAD_THERE
+        raise _bad_there()
 
     async def require_good(self, entry: CorpusEntry, revision: int) -> None:
         """Read what the server copied a moment ago, and delete it where it is bad.
@@ -360,9 +376,11 @@ class NamespaceTarget:
         return await self._readers.tell(told)
 
 
-_BAD_THERE = CorruptEntryError(
-    "what is there is bad, and so is its revision; delete them with `s3ec rm`", reason="checksum"
-)
+def _bad_there() -> CorruptEntryError:
+    return CorruptEntryError(
+        "what is there is bad, and so is its revision; delete them with `s3ec rm`",
+        reason="checksum",
+    )
 
 
 def _facts(header: codec.Header | None, nbytes: int) -> EntryInfo:
@@ -565,7 +583,7 @@ class Copying:
             UnavailableError, AccessError: One of the stores does not answer, or refuses all.
         """
         self._total = await self._origin.count()
-        await self._target.prepare()
+        await self._target.prepare(self._origin.asked)
         async with aclosing(self._origin.batches()) as batches:
             async for entries in batches:
                 await self._copy(entries)
@@ -594,6 +612,7 @@ class Copying:
                 self.result.announced += await self._target.settle(fresh)
 
     async def _one(self, entry: CorpusEntry) -> None:
+        await self._memory.take(entry.nbytes)
         try:
             await self._try(entry)
             self._in_a_row = 0
@@ -608,6 +627,8 @@ class Copying:
                 is_general = isinstance(exc, AccessError) and exc.is_general
                 if is_general or self._in_a_row >= _OUTAGE:
                     raise
+        finally:
+            self._memory.free(entry.nbytes)
         self._done += 1
         self._options.report("copying", self._done, self._total)
 
@@ -623,14 +644,10 @@ class Copying:
             with suppress(AccessError):  # other credentials may read the source
                 await self._have_copied(self._by_server, entry, revision)
                 return
-        await self._memory.take(entry.nbytes)
-        try:
-            content = await self._origin.read(entry)
-            if content is None:
-                raise CorruptEntryError("it is gone", reason="length")
-            header = await self._target.write(entry, revision, content)
-        finally:
-            self._memory.free(entry.nbytes)
+        content = await self._origin.read(entry)
+        if content is None:
+            raise CorruptEntryError("it is gone", reason="length")
+        header = await self._target.write(entry, revision, content)
         self._note(entry, header, is_new=header is not None)
 
     async def _have_copied(self, server: ServerCopies, entry: CorpusEntry, revision: int) -> None:

@@ -523,13 +523,18 @@ def test_a_killed_export_leaves_nothing_half_and_the_next_one_goes_on(
     assert 3 < len(left) < len(whole)
     assert all(whole[name] == body for name, body in left.items())
     put_over(disk, f"{object_name(NAMESPACE, IDS[0])}#1", b"what obstore was writing")
+    for mine in ("notes.json#1", f"{NAMESPACE}/chapter#1"):
+        put_over(disk, mine, b"somebody's own")
     done = here.corpus.export(disk)
     assert (done.status, done.present, done.copied) == (
         "complete",
         len(left),
         len(whole) - len(left),
     )
-    assert not [name for name in files_of(disk) if "#" in name]
+    assert {name for name in files_of(disk) if "#" in name} == {
+        "notes.json#1",
+        f"{NAMESPACE}/chapter#1",
+    }
     with in_folder(disk) as exported:
         assert objects_of(exported, NAMESPACE) == whole
         assert exported.verify().agrees
