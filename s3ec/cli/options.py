@@ -168,6 +168,11 @@ class SettingsSource:
         overrides = {name: value for name, value in given.items() if value is not None}
         return cls(overrides.pop("config", None), overrides)
 
+    def with_options(self, given: Mapping[str, Any]) -> SettingsSource:
+        """The same with more options; None means that one was not given."""
+        more = {name: value for name, value in given.items() if value is not None}
+        return replace(self, overrides={**self.overrides, **more})
+
     def beside(self, url: str, given: Mapping[str, str], config: str | None) -> SettingsSource:
         """The same for another corpus.
 
@@ -189,11 +194,6 @@ class SettingsSource:
             own = {name: value for name, value in own.items() if name not in _S3_OPTIONS}
         label = self.label if config is None else "--to-config"
         return SettingsSource(config or self.config, {**own, **given, "url": url}, label)
-
-    def with_options(self, given: Mapping[str, Any]) -> SettingsSource:
-        """The same with more options; None means that one was not given."""
-        more = {name: value for name, value in given.items() if value is not None}
-        return replace(self, overrides={**self.overrides, **more})
 
     def load(self, *, need_bucket: bool = True) -> LoadedSettings:
         """Read the settings; origins name the option that won.

@@ -411,7 +411,7 @@ class _Readers:
             UnavailableError: The store took no announcement for a minute.
         """
         await self._index.prepare(entries)
-        news = {key: facts for key, facts in entries.items() if not self._index.holds(key)}
+        news = {key: facts for key, facts in entries.items() if self._index.facts(key) is None}
         confirmed: list[bool] = []
         for key, facts in news.items():
             self._announcer.add(key, facts, confirmed.append)
