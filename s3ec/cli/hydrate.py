@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 from dataclasses import asdict
 from itertools import islice
@@ -17,6 +16,7 @@ from s3ec.cli.options import (
     JsonOption,
     NamespaceChoice,
     SettingsSource,
+    lines_of,
     size_bytes,
     with_namespace,
 )
@@ -132,7 +132,7 @@ def hydrate(
         )
     if by_name and ids is None:
         raise ConfigError("`--name` is about the lines of `--ids`; name a file there", field="ids")
-    given = None if ids is None else _lines(ids)
+    given = None if ids is None else lines_of(ids)
     with source.with_options(cache).corpus() as corpus:
         name = choice.within(corpus)
         wanted = _wanted(corpus, name, given, where, trace, top)
@@ -156,15 +156,6 @@ def _require_one(**given: str | None) -> None:
 
 def _size(text: str | None, name: str) -> int | None:
     return None if text is None else size_bytes(text, name)
-
-
-def _lines(file: str) -> list[str]:
-    try:
-        text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
-    except (OSError, ValueError) as exc:
-        reason = exc.strerror if isinstance(exc, OSError) else "not UTF-8 text"
-        raise ConfigError(f"cannot read {file}: {reason}", field="ids") from exc
-    return [line for line in text.splitlines() if line.strip()]
 
 
 def _wanted(
