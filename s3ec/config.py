@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import difflib
 import json
+import logging
 import os
+import sys
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -271,3 +273,18 @@ def _readable(exc: ValidationError, origins: Mapping[str, str], as_arguments: bo
             lines.append(f"`{field}` ({kind}, from {origins.get(field, '?')}): {reason}")
     separator = " " if len(lines) == 1 else "\n  "
     return ConfigError(f"bad settings:{separator}{separator.join(lines)}", field=field)
+
+
+def set_up_logging(level: str) -> None:
+    """Give the ``s3ec`` loggers a level and, where the application set none up, a handler.
+
+    vLLM configures its own logger only; without a handler our lines would be lost.
+    """
+    logger = logging.getLogger("s3ec")
+    logger.setLevel(level)
+    if not logger.hasHandlers():
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(
+            logging.Formatter("%(levelname)s %(asctime)s [%(name)s] %(message)s", "%m-%d %H:%M:%S")
+        )
+        logger.addHandler(handler)

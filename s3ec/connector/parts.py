@@ -8,11 +8,10 @@ is told about this engine. The hooks themselves are in ``connector.py``.
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable, Container
 from typing import Any, Literal
 
-from s3ec.config import load_settings
+from s3ec.config import load_settings, set_up_logging
 from s3ec.connector import compat, live_weights
 from s3ec.connector.adapters import AdapterNames
 from s3ec.connector.exporter import Exporter
@@ -116,7 +115,7 @@ class Parts:
             except Exception:  # a bad setting is to be told of all the same
                 log.debug("no look at features", exc_info=True)
         settings = load_settings(config.ec_transfer_config.ec_connector_extra_config).settings
-        _set_up_logging(settings.log_level)
+        set_up_logging(settings.log_level)
         if not _is_for_us(config, settings):
             return
         self._settings = settings
@@ -400,18 +399,3 @@ def _overflow(*, is_consumer: bool) -> Literal["block", "drop"]:
     that fills a corpus is to be complete.
     """
     return "drop" if is_consumer or compat.serves_requests() else "block"
-
-
-def _set_up_logging(level: str) -> None:
-    """Give the ``s3ec`` loggers a level and, where the application set none up, a handler.
-
-    vLLM configures its own logger only; without a handler our lines would be lost.
-    """
-    logger = logging.getLogger("s3ec")
-    logger.setLevel(level)
-    if not logger.hasHandlers():
-        handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(
-            logging.Formatter("%(levelname)s %(asctime)s [%(name)s] %(message)s", "%m-%d %H:%M:%S")
-        )
-        logger.addHandler(handler)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """ASGI middleware for ``vllm serve --middleware s3ec.middleware.NAME``.
 
-``StripClientIds`` and ``RefuseClientIds`` keep clients from choosing identifiers. What is named
-here is imported with its first use: an API server loads one of them, not all.
+``StripClientIds`` and ``RefuseClientIds`` keep clients from choosing identifiers. ``SkipPictures``
+keeps vLLM from reading pictures whose embeddings this node has. What is named here is imported with
+its first use: an API server loads one of them, not all.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from s3ec.middleware.client_ids import RefuseClientIds, StripClientIds
+    from s3ec.middleware.skip_pictures import SkipPictures
 
-__all__ = ["RefuseClientIds", "StripClientIds"]
+__all__ = ["RefuseClientIds", "SkipPictures", "StripClientIds"]
 
 _FROM = {
     "RefuseClientIds": "s3ec.middleware.client_ids",
+    "SkipPictures": "s3ec.middleware.skip_pictures",
     "StripClientIds": "s3ec.middleware.client_ids",
 }
 

@@ -1,0 +1,498 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chat requests reach vLLM without the pictures whose embeddings this node holds.
+
+``vllm serve --middleware s3ec.middleware.SkipPictures``. Clients stay as they are. vLLM neither
+decodes nor preprocesses what it does not get, and the connector loads the embedding as for any hit.
+
+Whatever is not certain passes as it came: a picture that is not known, an option that may change
+what a picture becomes, a disk that does not answer in time, a fault of ours. What was replaced is
+asked again with its pixels, unseen by the client, if vLLM answers with an error. So the start of an
+answer is held back until it is certain: its status, or the first event of a stream that says more
+than the assistant's role.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import hashlib
+import json
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from s3ec.counters import Counters
+from s3ec.errors import ConfigError
+from s3ec.middleware.bodies import (
+    App,
+    Message,
+    Receive,
+    Received,
+    Replay,
+    Scope,
+    Send,
+    header,
+    is_json,
+    limit_bytes,
+    read,
+    whole,
+    with_length,
+)
+from s3ec.middleware.chat_pictures import MARK, UntouchedError, parse
+from s3ec.middleware.known_pictures import KnownPictures, Lease, Leases
+from s3ec.runtime import DaemonPool, DiskCalls, DiskWatch, in_thread
+
+log = logging.getLogger(__name__)
+
+PATH = "/v1/chat/completions"
+# Looking for the pictures of one request: reading JSON, hashing, links and checksums.
+_PATIENCE_S = 2.0
+_THREADS = 2
+# So much is looked through at once; what is longer is left to a thread.
+_SMALL_BYTES = 1 << 16
+_MOST_AT_ONCE = 32
+# Of an answer that is held back; what is longer is good.
+_MOST_HELD_BYTES = 1 << 20
+# After so many requests in a row that had to be repeated nothing is replaced for a while.
+_REPEATS_BEFORE_REST = 3
+_REST_S = 60.0
+_CLOSE_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """What replacing needs of this node and this server.
+
+    Attributes:
+        pictures: Knows vLLM's names for them.
+        leases: Holds embeddings.
+        api_keys: SHA-256 of what the server asks its clients for; empty where it asks for nothing.
+        close: Ends all of it; blocks.
+    """
+
+    pictures: KnownPictures
+    leases: Leases
+    api_keys: tuple[bytes, ...] = ()
+    close: Callable[[], None] = lambda: None
+
+
+@dataclass(frozen=True, slots=True)
+class WithoutPixels:
+    """What is asked in place of a request.
+
+    Attributes:
+        body: Of the request.
+        lease: What it counts on.
+        choices: How many answers it asks for.
+    """
+
+    body: bytes
+    lease: Lease
+    choices: int
+
+
+class SkipPictures:
+    """ASGI middleware: pictures that the node has are replaced by what sizes their placeholders.
+
+    States: new; starting, from the server's start or its first request on; then at work, or off for
+    good, which the log says once with its reason. While it starts, requests pass as they came.
+
+    Counters, of chat requests: ``skip.replaced``, ``skip.repeated``, ``skip.untouched.REASON``. On
+    vLLM's /metrics they are ``vllm:s3ec_skip_pictures_total`` by ``outcome``.
+    """
+
+    def __init__(
+        self,
+        app: App,
+        *,
+        open_node: Callable[[Any, Counters], Node | str] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Wrap an application.
+
+        Args:
+            app: vLLM's, or the next middleware.
+            open_node: Makes the parts from the application's state, or says why not; blocks. None
+                for those of this machine.
+            clock: Monotonic seconds.
+
+        Raises:
+            ConfigError: A value in the environment makes no sense.
+        """
+        self.counters = Counters()
+        self._app = app
+        self._limit_bytes = limit_bytes()
+        self._open_node = open_node or _open_node
+        self._clock = clock
+        self._node: Node | None = None
+        self._calls: DiskCalls | None = None
+        self._watch = DiskWatch(self.counters)
+        self._looking = 0
+        self._repeats = 0
+        self._rest_until_s = 0.0
+        self._complained: set[str] = set()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one request, or the server's start and end."""
+        if scope["type"] == "lifespan":
+            self._start(scope)
+            try:
+                await self._app(scope, receive, send)
+            finally:
+                await self._close()
+            return
+        if not _is_chat(scope):
+            await self._app(scope, receive, send)
+            return
+        self._start(scope)
+        received = await read(receive, self._limit_bytes)
+        try:
+            asked = await self._look(scope, received)
+        except UntouchedError as exc:
+            self._count(f"untouched.{exc.reason}")
+            await self._app(scope, Replay(received.messages, receive), send)
+            return
+        try:
+            await self._ask(scope, received, asked, receive, send)
+        finally:
+            self._give_back(asked)
+
+    def _count(self, outcome: str) -> None:
+        self.counters.add(f"skip.{outcome}")
+        metric = _metric()
+        if metric is not None:
+            metric.labels(outcome).inc()
+
+    # -- what to ask -------------------------------------------------------------------------------
+
+    async def _look(self, scope: Scope, received: Received) -> WithoutPixels:
+        """What to ask in place of a request.
+
+        Raises:
+            UntouchedError: It goes on as it came.
+        """
+        node, calls = self._node, self._calls
+        if node is None or calls is None:
+            raise UntouchedError("off")
+        if not received.is_whole:
+            raise UntouchedError("too_large")
+        if received.size <= _SMALL_BYTES and MARK not in received.body:
+            raise UntouchedError("no_pictures")
+        if not _has_key(scope, node.api_keys):
+            raise UntouchedError("no_key")
+        if self._clock() < self._rest_until_s:
+            raise UntouchedError("resting")
+        if self._looking >= _MOST_AT_ONCE or self._watch.hangs:
+            raise UntouchedError("busy")
+        self._looking += 1
+        try:
+            made = calls.make(_without_pixels, (node, received), undo=self._give_back)
+            return await asyncio.wait_for(made, _PATIENCE_S)
+        except TimeoutError:
+            raise UntouchedError("slow") from None
+        except UntouchedError:
+            raise
+        except Exception as exc:  # noqa: BLE001 (no fault of ours may cost a client its answer)
+            self._complain(exc)
+            raise UntouchedError("fault") from None
+        finally:
+            self._looking -= 1
+
+    def _give_back(self, asked: WithoutPixels) -> None:
+        if self._node is not None and self._calls is not None:
+            with suppress(RuntimeError):  # the server ends, and with it all that is held
+                self._calls.soon(self._node.leases.give_back, asked.lease)
+
+    def _complain(self, exc: Exception) -> None:
+        kind = type(exc).__name__
+        if kind not in self._complained:
+            self._complained.add(kind)
+            log.error("SkipPictures: a request passes as it came", exc_info=exc)
+
+    # -- asking ------------------------------------------------------------------------------------
+
+    async def _ask(
+        self, scope: Scope, received: Received, asked: WithoutPixels, receive: Receive, send: Send
+    ) -> None:
+        """Ask without pixels, and with them where that fails."""
+        # Its pictures take memory, so they go as soon as they are not needed.
+        held = HeldBack(send, asked.choices, when_good=received.messages.clear)
+        replay = Replay([whole(asked.body)], receive)
+        try:
+            await self._app(with_length(scope, len(asked.body)), replay, held)
+        except Exception as exc:
+            if held.is_good or replay.is_over:
+                raise
+            log.debug("without pixels: %r", exc)
+            held.status = 500
+        if held.is_good:
+            self._repeats = 0
+            self._count("replaced")
+        elif not replay.is_over:
+            self._count("repeated")
+            self._note_repeat(held.status)
+            await self._app({**scope}, Replay(received.messages, receive), send)
+
+    def _note_repeat(self, status: int) -> None:
+        if status < 500:  # it would have been an error with pixels, too
+            return
+        self._repeats += 1
+        if self._repeats >= _REPEATS_BEFORE_REST:
+            self._repeats = 0
+            self._rest_until_s = self._clock() + _REST_S
+            log.warning(
+                "%d requests in a row had to be repeated with their pictures; none is replaced "
+                "for %.0f s",
+                *(_REPEATS_BEFORE_REST, _REST_S),
+            )
+
+    # -- start and end -----------------------------------------------------------------------------
+
+    def _start(self, scope: Scope) -> None:
+        """Have the parts made in a thread of its own, once; returns at once."""
+        if self._calls is not None:
+            return
+        pool = DaemonPool(_THREADS, "s3ec-skip")
+        self._calls = DiskCalls(asyncio.get_running_loop(), pool, _THREADS, self._watch)
+        state = getattr(scope.get("app"), "state", None)
+        try:
+            in_thread(lambda: self._open(state), "s3ec-skip-start")
+        except RuntimeError as exc:  # there are too many threads
+            log.info("SkipPictures is off: %s", exc)
+
+    def _open(self, state: Any) -> None:
+        try:
+            made = self._open_node(state, self.counters)
+        except Exception as exc:  # the top of a thread
+            if isinstance(exc, ConfigError):
+                made = str(exc)
+            else:
+                log.exception("SkipPictures")
+                made = f"a fault of ours: {exc!r}"
+        if isinstance(made, str):
+            log.info("SkipPictures is off: %s", made)
+            return
+        self._node = made
+        log.info("SkipPictures replaces pictures that this node holds")
+
+    async def _close(self) -> None:
+        node, self._node = self._node, None
+        if node is not None:
+            with suppress(TimeoutError):
+                ended = asyncio.wrap_future(in_thread(node.close, "s3ec-skip-end"))
+                await asyncio.wait_for(ended, _CLOSE_TIMEOUT_S)
+        if self._calls is not None:
+            self._calls.shutdown()
+
+
+def _without_pixels(node: Node, received: Received) -> WithoutPixels:
+    request = parse(received.body)
+    wanted = [node.pictures.name(picture) for picture in request.pictures]
+    lease = node.leases.take(wanted)
+    return WithoutPixels(request.without_pixels(lease.named), lease, request.choices)
+
+
+@functools.cache
+def _metric() -> Any:
+    """What vLLM's /metrics shows; None without prometheus-client, which comes with vLLM."""
+    try:
+        from prometheus_client import Counter
+    except ImportError:
+        return None
+    return Counter(
+        "vllm:s3ec_skip_pictures", "Chat requests, by what became of their pictures.", ["outcome"]
+    )
+
+
+def _is_chat(scope: Scope) -> bool:
+    if scope["type"] != "http" or scope["method"] != "POST":
+        return False
+    path = str(scope["path"]).removeprefix(scope.get("root_path") or "")
+    return path == PATH and is_json(header(scope, b"content-type"))
+
+
+def _has_key(scope: Scope, api_keys: tuple[bytes, ...]) -> bool:
+    """Whether vLLM will let a request in: it asks for the key after us (0.32, authenticate.py)."""
+    if not api_keys:
+        return True
+    scheme, _, key = header(scope, b"authorization").partition(b" ")
+    given = hashlib.sha256(key).digest()
+    # All of them, so that the time tells nothing.
+    found = [secrets.compare_digest(given, each) for each in api_keys]
+    return scheme.lower() == b"bearer" and any(found)
+
+
+# -- an answer that may be taken back --------------------------------------------------------------
+
+
+class HeldBack:
+    """Takes an answer, and lets it through once it is certain that it is one.
+
+    States: held, then good, or failed for good. What comes of a failed answer is dropped.
+
+    Attributes:
+        is_good: Whether the client gets it.
+        status: Of an answer that failed; 500 for a stream that began with an error.
+    """
+
+    def __init__(
+        self, send: Send, choices: int = 1, *, when_good: Callable[[], object] = lambda: None
+    ) -> None:
+        """Nothing has come yet.
+
+        Args:
+            send: The server's own.
+            choices: How many answers the stream will have.
+            when_good: Called once, before the client has any of it.
+        """
+        self._send = send
+        self.is_good = False
+        self.status = 0
+        self._when_good = when_good
+        self._held: list[Message] = []
+        self._events = FirstEvents(choices)
+
+    async def __call__(self, message: Message) -> None:
+        """Take the next message of the answer."""
+        if self.is_good:
+            await self._send(message)
+            return
+        if self.status:
+            return
+        self._held.append(message)
+        good: bool | None = None
+        if message["type"] == "http.response.start":
+            if message["status"] >= 400:
+                self.status = message["status"]
+                good = False
+            elif not _is_stream(message):
+                good = True
+        elif message["type"] == "http.response.body":
+            good = self._events.take(message.get("body", b""))
+            if good is None and not message.get("more_body", False):
+                good = True
+        if good is None:
+            return
+        held, self._held = self._held, []
+        if not good:
+            self.status = self.status or 500
+            return
+        self.is_good = True
+        self._when_good()
+        for each in held:
+            await self._send(each)
+
+
+def _is_stream(start: Message) -> bool:
+    headers = {bytes(key).lower(): bytes(value) for key, value in start.get("headers", ())}
+    return headers.get(b"content-type", b"").lower().startswith(b"text/event-stream")
+
+
+class FirstEvents:
+    """Reads the beginning of a stream, until it is certain whether vLLM has an answer.
+
+    vLLM sends the role of every choice before it looks whether its request failed (0.32,
+    chat_completion/serving.py), and comments while it waits. An error is an event of its own.
+    """
+
+    def __init__(self, choices: int) -> None:
+        """Nothing was read.
+
+        Args:
+            choices: How many must have begun.
+        """
+        self._choices = choices
+        self._begun: set[Any] = set()
+        self._left = b""
+        self._size = 0
+
+    def take(self, data: bytes) -> bool | None:
+        """Read on.
+
+        Returns:
+            True where the answer is one, False where it is an error, None where it is not certain.
+        """
+        self._size += len(data)
+        *events, self._left = (self._left + data).split(b"\n\n")
+        for event in events:
+            if (good := self._read(event)) is not None:
+                return good
+        return True if self._size > _MOST_HELD_BYTES else None
+
+    def _read(self, event: bytes) -> bool | None:
+        lines = [line for line in event.splitlines() if line and not line.startswith(b":")]
+        if not lines:
+            return None
+        try:
+            content = json.loads(lines[0].removeprefix(b"data:"))
+            if content.get("error"):
+                return False
+            choices = content["choices"]
+            self._begun |= {each["index"] for each in choices if not _is_role(each)}
+        except (ValueError, LookupError, TypeError, AttributeError):
+            return True  # whatever it is, it is no error that we know
+        return True if not choices or len(self._begun) >= self._choices else None
+
+
+def _is_role(choice: Any) -> bool:
+    delta = choice["delta"]
+    return (
+        choice.get("finish_reason") is None
+        and "role" in delta
+        and not any(value for name, value in delta.items() if name != "role")
+    )
+
+
+# -- this machine's parts --------------------------------------------------------------------------
+
+
+def _open_node(state: Any, counters: Counters) -> Node | str:
+    """Read vLLM's configuration, and open the tier that its connector uses.
+
+    Returns:
+        A text that says why nothing is replaced.
+    """
+    from s3ec.config import load_settings, set_up_logging
+    from s3ec.connector.vllm_config import namespace_of
+    from s3ec.identity import naming_of
+    from s3ec.middleware import vllm_names
+    from s3ec.tier.tier import Tier
+
+    client = getattr(state, "engine_client", None)
+    config = getattr(state, "vllm_config", None) or getattr(client, "vllm_config", None)
+    if config is None:
+        return "the application has no vLLM configuration"
+    problem = vllm_names.release_problem() or vllm_names.connector_problem(config)
+    if problem is not None:
+        return problem
+    settings = load_settings(config.ec_transfer_config.ec_connector_extra_config).settings
+    set_up_logging(settings.log_level)
+    problem = vllm_names.problem_of(config, settings)
+    if problem is not None:
+        return problem
+    fields = vllm_names.metadata_fields(config)
+    names = vllm_names.names_of(config, client, fields)
+    namespace = namespace_of(config, settings)
+    tier = Tier(
+        settings.cache_dir,
+        namespace.name,
+        budget_bytes=int(settings.cache_bytes),
+        min_free_bytes=int(settings.min_free_bytes),
+        counters=counters,
+        check_values=True,
+    )
+    folder = getattr(config.model_config, "allowed_local_media_path", "") or ""
+    pictures = KnownPictures(names, folder=folder, most_bytes=limit_bytes())
+    log.debug("SkipPictures reads namespace %s in %s", namespace.name, settings.cache_dir)
+
+    def close() -> None:
+        pictures.close()
+        tier.close()
+
+    keys = vllm_names.api_keys_of(getattr(state, "args", None))
+    hashed = tuple(hashlib.sha256(key.encode()).digest() for key in keys)
+    return Node(pictures, Leases(tier, naming_of(settings), fields), hashed, close)

@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What vLLM will call a picture, and whether this server takes requests without pixels at all.
+
+vLLM's own code makes every name here; only what it is given is ours. A name is a hash over the
+file's bytes, the model's string and, where decoding converted the picture, how (0.32,
+multimodal/hasher.py and media/image.py). So the bytes and the mode in the file's header are enough,
+and the picture need not be decoded. Whether that is so in the release at hand is tried at the
+start, with one small picture of each format and mode: what differs by a digit is not used.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from s3ec.settings import Settings
+
+log = logging.getLogger(__name__)
+
+_OLDEST = (0, 30)  # the first one that takes a picture's metadata in place of its pixels
+_CONNECTORS = ("S3ECConnector",)
+_MODALITY = "image"
+# What is tried at the start. Other formats can change their mode while they are decoded.
+_MODES = {
+    "PNG": ("RGB", "RGBA", "L", "LA", "P", "1", "I;16"),
+    "JPEG": ("RGB", "L", "CMYK"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """What vLLM makes of a picture that it has decoded.
+
+    Attributes:
+        identifier: The name that its content gives it.
+        placeholder: What sizes its placeholder; None where that could not be found out.
+    """
+
+    identifier: str
+    placeholder: Mapping[str, Any] | None
+
+
+class VLLMNames:
+    """vLLM's names for pictures. Thread-safe: nothing of it tokenizes, or keeps anything.
+
+    Attributes:
+        fields: What the model needs to know of a picture without pixels.
+    """
+
+    def __init__(self, processor: Any, fields: frozenset[str]) -> None:
+        """Try which pictures can be named without decoding them; takes some 20 ms.
+
+        Args:
+            processor: vLLM's, for this model.
+            fields: What the model declares.
+        """
+        from vllm import envs
+        from vllm.multimodal.media import MediaWithBytes
+        from vllm.multimodal.media.image import ImageMediaIO
+        from vllm.multimodal.processing import ProcessorInputs
+
+        self.fields = fields
+        self._processor = processor
+        self._inputs = ProcessorInputs
+        self._with_bytes = MediaWithBytes
+        self._media_io = ImageMediaIO(image_mode="RGB")  # as MediaConnector.fetch_image_async
+        self._most_pixels = envs.VLLM_MAX_IMAGE_PIXELS
+        self._modes: frozenset[tuple[str, str]] = frozenset()
+        self._modes = frozenset(
+            (form, mode)
+            for form, modes in _MODES.items()
+            for mode in modes
+            if self._try(form, mode)
+        )
+        log.debug("named without decoding: %s", sorted(self._modes))
+
+    def quick(self, data: bytes) -> str | None:
+        """The name of a picture by its header.
+
+        Args:
+            data: The file.
+
+        Returns:
+            None where it takes ``decode`` to know, or vLLM would not decode it.
+        """
+        found = self._look(data)
+        return self._name(data, found[1]) if found in self._modes and found is not None else None
+
+    def decode(self, data: bytes) -> Decoded:
+        """Name a picture as vLLM does for a request.
+
+        Raises:
+            Exception: vLLM refuses it.
+        """
+        media = self._media_io.load_bytes(data)
+        identifier = self._hash({_MODALITY: [media]})
+        return Decoded(identifier, self._placeholder(media))
+
+    def _look(self, data: bytes) -> tuple[str, str] | None:
+        from PIL import Image
+
+        try:
+            with Image.open(io.BytesIO(data), formats=tuple(_MODES)) as picture:
+                form = "JPEG" if picture.format == "MPO" else str(picture.format)
+                width, height = picture.size
+                if 0 < self._most_pixels < width * height:
+                    return None
+                return form, picture.mode
+        except Exception:  # noqa: BLE001 (whatever a parser makes of a client's bytes)
+            return None
+
+    def _name(self, data: bytes, mode: str) -> str:
+        from PIL import Image
+
+        converted = None
+        if mode != self._media_io.image_mode:
+            converted = {
+                "image_mode": self._media_io.image_mode,
+                "rgba_background_color": self._media_io.rgba_background_color,
+            }
+        stub = Image.new("RGB", (1, 1))  # in place of the pixels, which are not hashed
+        return self._hash({_MODALITY: [self._with_bytes(stub, data, converted)]})
+
+    def _hash(self, media: Mapping[str, Any]) -> str:
+        items = self._processor.info.parse_mm_data(media)
+        inputs = self._inputs([], items)
+        get = getattr(self._processor, "_get_mm_hashes", None)
+        if get is not None:
+            hashes = get(inputs)
+        else:  # before 0.32
+            info = self._processor.info
+            algorithm = info.ctx.get_mm_config().mm_hasher_algorithm
+            hashes = inputs.get_mm_hashes(info.model_id, algorithm)
+        return str(hashes[_MODALITY][0])
+
+    def _placeholder(self, media: Any) -> dict[str, Any] | None:
+        """By the part of the processor that has nothing to do with text."""
+        try:
+            processor = self._processor.info.get_hf_processor().image_processor
+            made = processor(images=[media.media], return_tensors="pt")
+            return {name: made[name][0].tolist() for name in self.fields}
+        except Exception:
+            log.debug("no size of a placeholder", exc_info=True)
+            return None
+
+    def _try(self, form: str, mode: str) -> bool:
+        from PIL import Image
+
+        try:
+            buffer = io.BytesIO()
+            Image.new(mode, (8, 8)).save(buffer, form)
+            data = buffer.getvalue()
+            media = self._media_io.load_bytes(data)
+            return self._look(data) == (form, mode) and self._hash(
+                {_MODALITY: [media]}
+            ) == self._name(data, mode)
+        except Exception:
+            log.debug("%s %s is not named without decoding", form, mode, exc_info=True)
+            return False
+
+
+def names_of(vllm_config: Any, engine_client: Any, fields: frozenset[str]) -> VLLMNames:
+    """The names that one server gives to pictures."""
+    renderer = getattr(engine_client, "renderer", None)
+    if renderer is not None:
+        return VLLMNames(renderer.get_mm_processor(), fields)
+    from vllm.multimodal import MULTIMODAL_REGISTRY
+
+    return VLLMNames(MULTIMODAL_REGISTRY.create_processor(vllm_config.model_config), fields)
+
+
+def metadata_fields(vllm_config: Any) -> frozenset[str]:
+    """What the model takes in place of a picture's pixels; empty where it takes nothing."""
+    from s3ec.connector.vllm_config import FeatureReader
+
+    return frozenset(FeatureReader(vllm_config.model_config).fields_for(_MODALITY))
+
+
+def release_problem() -> str | None:
+    """Why this vLLM takes no metadata in place of pictures; None if it does."""
+    from s3ec.connector import compat
+
+    version = compat.vllm_version()
+    this = compat.release(version)
+    if this is not None and this < _OLDEST:
+        return f"vLLM {version} takes no request without pixels; 0.30 and newer do"
+    return None
+
+
+def connector_problem(vllm_config: Any) -> str | None:
+    """Why no connector of ours would serve a request without pixels; None if one does."""
+    transfer = getattr(vllm_config, "ec_transfer_config", None)
+    if transfer is None:
+        return "no --ec-transfer-config is given"
+    if transfer.ec_connector not in _CONNECTORS:
+        return f"ec_connector is {transfer.ec_connector}, not {_CONNECTORS[0]}"
+    if not transfer.is_ec_consumer:
+        return f"ec_role is {transfer.ec_role}, which loads nothing"
+    if getattr(vllm_config, "kv_transfer_config", None) is not None:
+        return "with --kv-transfer-config another instance may run the prompt"
+    return None
+
+
+def picture_problem(vllm_config: Any) -> str | None:
+    """Why an answer without pixels could differ from the one with them; None if it cannot."""
+    from vllm import envs
+
+    model = vllm_config.model_config
+    multimodal = model.multimodal_config
+    if multimodal is None:
+        return "the model takes no pictures"
+    if not getattr(multimodal, "enable_mm_embeds", False) or not getattr(
+        multimodal, "allow_missing_mm_embeddings", False
+    ):
+        return "vLLM does not take embeddings from a connector here (enable_mm_embeds)"
+    if multimodal.get_limit_per_prompt(_MODALITY) == 0:
+        return "--limit-mm-per-prompt allows no pictures"
+    if getattr(multimodal, "mm_processor_kwargs", None):
+        return "--mm-processor-kwargs become part of every picture's name"
+    if getattr(multimodal, "media_io_kwargs", None):
+        return "--media-io-kwargs become part of every picture's name"
+    if getattr(model.hf_config, "use_unified_vision_chunk", False):
+        return "the model takes pictures and videos as one kind"
+    if getattr(envs, "VLLM_MEDIA_CONNECTOR", "http") != "http":
+        return "VLLM_MEDIA_CONNECTOR reads pictures in its own way"
+    lora = getattr(vllm_config, "lora_config", None)
+    if getattr(lora, "enable_tower_connector_lora", False):
+        return "with LoRA adapters on the encoder a picture's embedding depends on the adapter"
+    return None
+
+
+def node_problem(vllm_config: Any, settings: Settings) -> str | None:
+    """Why an engine may not see this node's tier, or does not use it; None if all do."""
+    from s3ec.connector.vllm_config import (
+        identifier_problem,
+        live_weights_problem,
+        topology_of,
+        trust_problem,
+    )
+
+    parallel = vllm_config.parallel_config
+    engines = getattr(parallel, "data_parallel_size", 1)
+    here = getattr(parallel, "data_parallel_size_local", engines)
+    if here < engines or getattr(parallel, "nnodes", 1) > 1:
+        return "engines on other nodes do not see this node's tier"
+    if not topology_of(vllm_config).beside_scheduler:
+        return "ranks on other nodes do not see this node's tier"
+    return (
+        identifier_problem(vllm_config)
+        or trust_problem(vllm_config, settings)
+        or live_weights_problem(vllm_config, settings)
+    )
+
+
+def problem_of(vllm_config: Any, settings: Settings) -> str | None:
+    """Why no picture of this server may be replaced; None if pictures may."""
+    found = picture_problem(vllm_config) or node_problem(vllm_config, settings)
+    if found is None and not metadata_fields(vllm_config):
+        found = "the model declares no metadata that stands for a picture"
+    return found
+
+
+def api_keys_of(args: Any) -> list[str]:
+    """What vLLM's server asks clients for; empty where it asks for nothing."""
+    given = getattr(args, "api_key", None) or [os.environ.get("VLLM_API_KEY")]
+    return [key for key in ([given] if isinstance(given, str) else given) if key]

@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``vllm serve --middleware s3ec.middleware.SkipPictures``, asked by an unchanged OpenAI client.
+
+Every question is asked twice: as it is, and with an empty ``mm_processor_kwargs``, which changes
+nothing for vLLM and which the middleware leaves alone. The answers must be the same to the last
+digit.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from PIL import Image
+
+from s3ec.dev.rigs.api_server import ApiServer
+from s3ec.dev.rigs.engine import ec_config
+from s3ec.dev.rigs.nursery import EngineForkServer
+from s3ec.dev.rigs.vllm_cpu import STEADY
+from tests.e2e.rig import Gallery, eventually
+from tests.e2e.vanishing import LOG_VARIABLE, ROOTS_VARIABLE
+
+_NAMES = (
+    *("single", "left", "middle", "right", "pair", "shared", "unknown"),
+    *(f"gone-{number}" for number in range(1, 7)),
+)
+_SIDE = 224
+_UNTOUCHED: dict[str, Any] = {"mm_processor_kwargs": {}}
+_NAMED = ("id", "created")
+# vLLM takes no two greedy choices, and its CPU build no seed of a request.
+_SAMPLED: dict[str, Any] = {"temperature": 0.5, "top_p": 1e-6}
+_TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+
+
+def data_url(path: Path) -> str:
+    return f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}"
+
+
+def image(url: str, **more: Any) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url}, **more}
+
+
+def text(words: str) -> dict[str, Any]:
+    return {"type": "text", "text": words}
+
+
+QUESTION = text("what is to be seen?")
+
+
+class Rig:
+    """A server that encodes, stores and loads, and a client that knows nothing of it."""
+
+    def __init__(self, server: ApiServer, client: openai.OpenAI, home: Path) -> None:
+        self.server = server
+        self.home = home
+        self.seen = home / "seen.jsonl"
+        self._client = client
+        self._asked = 0
+
+    def picture(self, name: str) -> Path:
+        return self.home / f"{name}.png"
+
+    def outcomes(self) -> dict[str, float]:
+        """The counts of the middleware that moved, by their labels."""
+        lines = self.server.get("/metrics").splitlines()
+        counts = (line for line in lines if line.startswith("vllm:s3ec_skip_pictures_total{"))
+        return {line.split('"')[1]: float(line.rpartition(" ")[2]) for line in counts}
+
+    def ask(
+        self, *parts: dict[str, Any], body: dict[str, Any] | None = None, **more: Any
+    ) -> list[dict[str, Any]]:
+        """All that an answer says, but for what names it; one item for each event of a stream.
+
+        No two requests share a prefix cache.
+        """
+        self._asked += 1
+        options: dict[str, Any] = {
+            "model": "tiny",
+            "messages": [{"role": "user", "content": list(parts)}],
+            "max_tokens": 6,
+            "temperature": 0,
+            "logprobs": True,
+            "top_logprobs": 2,
+            "extra_body": {"cache_salt": f"salt {self._asked}", **(body or {})},
+            **more,
+        }
+        if more.get("stream"):
+            options["stream_options"] = {"include_usage": True}
+        answer = self._client.chat.completions.create(**options)
+        chunks = list(answer) if more.get("stream") else [answer]
+        return [
+            {key: value for key, value in chunk.model_dump().items() if key not in _NAMED}
+            for chunk in chunks
+        ]
+
+    def with_pixels(self, *parts: dict[str, Any], **more: Any) -> list[dict[str, Any]]:
+        """The same of a server without the middleware."""
+        outcome, answer = self.outcome_of(*parts, body=dict(_UNTOUCHED), **more)
+        assert outcome == "untouched.options"
+        return answer
+
+    def outcome_of(self, *parts: dict[str, Any], **more: Any) -> tuple[str, list[dict[str, Any]]]:
+        """Ask; and what the middleware made of it."""
+        before = self.outcomes()
+        answer = self.ask(*parts, **more)
+        found: list[str] = []
+
+        def is_counted() -> bool:
+            after = self.outcomes()
+            found[:] = [name for name in after if after[name] > before.get(name, 0)]
+            return bool(found)
+
+        eventually(is_counted, "the request is counted")
+        (outcome,) = found
+        return outcome, answer
+
+    def until_replaced(self, *parts: dict[str, Any], **more: Any) -> list[dict[str, Any]]:
+        """Ask until it is asked without pixels: what was encoded reaches the tier soon."""
+        answers: list[list[dict[str, Any]]] = []
+
+        def is_replaced() -> bool:
+            outcome, answer = self.outcome_of(*parts, **more)
+            answers.append(answer)
+            return outcome == "replaced"
+
+        eventually(is_replaced, "a request is asked without pixels")
+        return answers[-1]
+
+    def warm(self, *names: str) -> None:
+        """Have these pictures in the tier, and the last two of them in the encoder cache."""
+        for name in names:
+            self.until_replaced(image(data_url(self.picture(name))), QUESTION)
+
+
+@pytest.fixture(scope="module")
+def rig(workdir: Path, gallery: Gallery, qwen: Path, nursery: EngineForkServer) -> Iterator[Rig]:
+    home = workdir / "skip-pictures"
+    home.mkdir()
+    for name, path in zip(_NAMES, gallery.corpus.values(), strict=False):
+        with Image.open(path) as picture:
+            picture.convert("RGB").resize((_SIDE, _SIDE)).save(home / f"{name}.png")
+    folder, tier = home / "corpus", home / "tier"
+    folder.mkdir()
+    settings = {"url": folder.as_uri(), "cache_dir": str(tier), "cache_bytes": "1GiB",
+                "min_free_bytes": 0, "wait": "always"}  # fmt: skip
+    with (
+        ApiServer(
+            qwen,
+            ec=json.dumps(ec_config("ec_both", settings)),
+            log_path=home / "server.log",
+            env={
+                **STEADY,
+                ROOTS_VARIABLE: os.pathsep.join((str(folder), str(tier))),
+                LOG_VARIABLE: str(home / "seen.jsonl"),
+            },
+            flags={
+                "--served-model-name": "tiny",
+                "--enforce-eager": None,
+                "--gpu-memory-utilization": "0.3",
+                "--max-model-len": 2048,
+                "--max-num-seqs": 4,
+                "--seed": 0,
+                # An encoder cache of two pictures, so that embeddings come from the tier.
+                "--max-num-batched-tokens": 128,
+                "--enable-prefix-caching": None,
+                "--allowed-local-media-path": str(home),
+                "--shutdown-timeout": 20,
+                "--middleware": "tests.e2e.vanishing.Vanishing",
+                "--middleware=s3ec.middleware.SkipPictures": None,
+            },
+            nursery=nursery,
+        ) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        yield Rig(server, client, home)
+
+
+# In this order: the last tests take embeddings away.
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"stream": True},
+        {"n": 2, **_SAMPLED},
+        {"n": 2, "stream": True, **_SAMPLED},
+        {"tools": [_TOOL], "tool_choice": "none"},
+    ],
+    ids=["at once", "streamed", "two choices", "two choices, streamed", "tools"],
+)
+@pytest.mark.parametrize(
+    "names", [("single",), ("left", "middle", "right"), ("pair", "pair")], ids="-".join
+)
+def test_an_answer_without_pixels_is_the_one_with_them(
+    names: tuple[str, ...], more: dict[str, Any], rig: Rig
+) -> None:
+    rig.warm(*dict.fromkeys(names))
+    parts = [image(data_url(rig.picture(name))) for name in names]
+    parts[0]["image_url"]["detail"] = "low"
+    outcome, answer = rig.outcome_of(*parts, QUESTION, **more)
+    assert outcome == "replaced"
+    assert answer == rig.with_pixels(*parts, QUESTION, **more)
+
+
+def test_embeddings_of_replaced_pictures_come_from_the_tier(rig: Rig) -> None:
+    rig.warm("single", "left", "middle", "right")  # the encoder cache has two places
+    before = rig.server.metrics()["vllm:s3ec_loads_total"]
+    outcome, _ = rig.outcome_of(image(data_url(rig.picture("single"))), QUESTION)
+    assert outcome == "replaced"
+    eventually(lambda: rig.server.metrics()["vllm:s3ec_loads_total"] > before, "it was loaded")
+
+
+def test_a_file_and_pictures_of_other_modes_are_known_too(rig: Rig) -> None:
+    with Image.open(rig.picture("single")) as picture:
+        picture.convert("L").save(rig.home / "gray.png")
+        picture.save(rig.home / "photo.jpg", quality=80)
+        picture.save(rig.home / "picture.webp", lossless=True)
+    for name in ("gray.png", "photo.jpg", "picture.webp"):
+        part = image((rig.home / name).as_uri())
+        answer = rig.until_replaced(part, QUESTION)
+        assert answer == rig.with_pixels(part, QUESTION)
+
+
+def test_a_clients_name_counts_as_it_does_with_pixels(rig: Rig) -> None:
+    part = image(data_url(rig.picture("shared")), uuid="the client's own")
+    answer = rig.until_replaced(part, QUESTION)
+    assert answer == rig.with_pixels(part, QUESTION)
+    # The same name for a picture that becomes another number of tokens.
+    with Image.open(rig.picture("shared")) as picture:
+        picture.resize((112, 112)).save(rig.home / "small.png")
+    small = image(data_url(rig.home / "small.png"), uuid="the client's own")
+    outcomes = {rig.outcome_of(small, QUESTION)[0]}
+    eventually(
+        lambda: (
+            outcomes.add(rig.outcome_of(small, QUESTION)[0]) or "untouched.other_size" in outcomes
+        ),
+        "the picture was looked at",
+    )
+    assert outcomes <= {"untouched.new", "untouched.other_size"}
+
+
+def test_one_unknown_picture_and_all_are_sent_with_their_pixels(rig: Rig) -> None:
+    rig.warm("single")
+    known, unknown = (image(data_url(rig.picture(name))) for name in ("single", "unknown"))
+    outcome, answer = rig.outcome_of(known, unknown, QUESTION)
+    assert outcome == "untouched.not_here"
+    assert answer == rig.with_pixels(known, unknown, QUESTION)
+
+
+def test_an_error_is_the_one_that_pixels_give(rig: Rig) -> None:
+    rig.warm("single")
+    part = image(data_url(rig.picture("single")))
+    with pytest.raises(openai.BadRequestError) as without:
+        rig.ask(part, QUESTION, max_tokens=100_000)
+    with pytest.raises(openai.BadRequestError) as with_pixels:
+        rig.ask(part, QUESTION, max_tokens=100_000, body=dict(_UNTOUCHED))
+    assert without.value.message == with_pixels.value.message
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["at once", "streamed"])
+def test_a_request_whose_embedding_vanished_is_asked_again_with_its_pixels(
+    stream: bool, rig: Rig
+) -> None:
+    name, *others = ("gone-1", "gone-2", "gone-3") if stream else ("gone-4", "gone-5", "gone-6")
+    rig.warm(name, *others)  # the encoder cache has the others
+    rig.seen.unlink(missing_ok=True)
+    part = image(data_url(rig.picture(name)))
+    outcome, answer = rig.outcome_of(
+        part, QUESTION, stream=stream, extra_headers={"x-vanish": "yes"}
+    )
+    assert outcome == "repeated"
+    said = [json.loads(line) for line in rig.seen.read_text().splitlines()]
+    if stream:  # the role, then an error, though the status was good
+        assert said[0]["status"] == 200
+        assert '"role":"assistant"' in said[1]["body"]
+        assert "Internal server error" in said[2]["body"]
+    else:
+        assert said[0]["status"] == 500
+    assert answer == rig.with_pixels(part, QUESTION, stream=stream)

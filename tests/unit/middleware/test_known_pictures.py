@@ -1,0 +1,323 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is known of pictures, and embeddings that are held while a request runs."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from s3ec import codec
+from s3ec.codec import Header, Shape
+from s3ec.counters import Counters
+from s3ec.identity import Key, KeyPolicy, make_key
+from s3ec.middleware.chat_pictures import Picture, UntouchedError
+from s3ec.middleware.known_pictures import KnownPictures, Leases
+from s3ec.middleware.vllm_names import Decoded
+from s3ec.tier import Tier
+from tests.support.on_disk import evict
+from tests.support.waiting import eventually
+
+NAMESPACE = "tiny-qwen-0123456789abcdef"
+GRID = {"image_grid_thw": [1, 4, 4]}
+FIELDS = frozenset(GRID)
+LATER_NS = 10**19  # after whatever was written now
+
+
+class Names:
+    """Names pictures by SHA-256; those that begin with `odd` by decoding them only."""
+
+    def __init__(self) -> None:
+        self.quickly = 0
+        self.decoded = 0
+        self.grid: dict[str, Any] | None = GRID
+
+    def quick(self, data: bytes) -> str | None:
+        self.quickly += 1
+        return None if data.startswith(b"odd") else name_of(data)
+
+    def decode(self, data: bytes) -> Decoded:
+        self.decoded += 1
+        if data.startswith(b"odd and broken"):
+            raise ValueError("no picture")
+        return Decoded(name_of(data), self.grid)
+
+
+def name_of(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def url_of(data: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(data).decode()}"
+
+
+@pytest.fixture
+def names() -> Names:
+    return Names()
+
+
+Make = Callable[..., KnownPictures]
+
+
+@pytest.fixture
+def make(names: Names) -> Iterator[Make]:
+    made = []
+
+    def make_one(**more: Any) -> KnownPictures:
+        options = {"most_bytes": 1 << 20, "now_ns": lambda: LATER_NS, **more}
+        made.append(KnownPictures(names, **options))
+        return made[-1]
+
+    yield make_one
+    for one in made:
+        one.close()
+
+
+def reason_of(known: KnownPictures, url: str, uuid: str | None = None) -> str:
+    with pytest.raises(UntouchedError) as caught:
+        known.name(Picture(url, uuid))
+    return caught.value.reason
+
+
+def test_a_picture_is_named_by_its_bytes_and_remembered_by_its_text(
+    make: Make, names: Names
+) -> None:
+    known = make()
+    for _ in range(2):
+        assert known.name(Picture(url_of(b"one"), None)) == (name_of(b"one"), None)
+    assert (names.quickly, names.decoded) == (1, 0)
+    assert known.name(Picture(url_of(b"two"), None))[0] == name_of(b"two")
+
+
+def test_a_picture_that_must_be_decoded_is_known_the_next_time(make: Make, names: Names) -> None:
+    known = make()
+    assert reason_of(known, url_of(b"odd")) == "new"
+    eventually(lambda: names.decoded == 1)
+
+    def is_known() -> bool:
+        try:
+            return known.name(Picture(url_of(b"odd"), None)) == (name_of(b"odd"), None)
+        except UntouchedError:
+            return False
+
+    eventually(is_known, "the picture is known")
+    assert names.decoded == 1
+
+
+def test_a_picture_that_vllm_refuses_is_never_known(make: Make, names: Names) -> None:
+    known = make()
+    for number in range(1, 3):
+        assert reason_of(known, url_of(b"odd and broken")) == "new"
+        eventually(lambda number=number: names.decoded >= number)  # type: ignore[misc]
+
+
+def test_a_clients_name_counts_for_a_picture_that_was_decoded_and_is_of_the_stored_size(
+    make: Make, names: Names
+) -> None:
+    known = make()
+    picture = Picture(url_of(b"one"), "mine")
+    known.name(Picture(picture.url, None))  # named, but not decoded
+    assert reason_of(known, picture.url, "mine") == "new"
+
+    def is_known() -> bool:
+        try:
+            return known.name(picture) == ("mine", GRID)
+        except UntouchedError:
+            return False
+
+    eventually(is_known, "the picture is decoded")
+    assert known.name(Picture(picture.url, None)) == (name_of(b"one"), None)
+
+
+def test_a_clients_name_for_a_picture_whose_size_cannot_be_told_never_counts(
+    make: Make, names: Names
+) -> None:
+    names.grid = None
+    known = make()
+    url = url_of(b"one")
+    eventually(lambda: reason_of(known, url, "mine") == "client_ids")
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["data:image/png;base64", "data:image/png,AAAA", "data:,AAAA", "data:image/png;base64,AA A",
+     "data:image/png;base64,AAA", "data:image/png;base64,\ud800", "data:image/png;utf8,AAAA"],
+)  # fmt: skip
+def test_a_data_url_that_vllm_refuses_is_left_alone(make: Make, url: str, names: Names) -> None:
+    assert reason_of(make(), url) == "unreadable"
+    assert (names.quickly, names.decoded) == (0, 0)
+
+
+@pytest.mark.parametrize("url", ["http://a/b.png", "https://a/b", "ftp://a", "", "png", "s3://b/k"])
+def test_addresses_of_other_machines_are_left_alone(make: Make, url: str) -> None:
+    assert reason_of(make(), url) == "url"
+
+
+# -- files -----------------------------------------------------------------------------------------
+
+
+def test_a_file_is_read_once_for_as_long_as_it_stays_as_it_is(
+    make: Make, names: Names, tmp_path: Path
+) -> None:
+    path = tmp_path / "a b.png"
+    path.write_bytes(b"one")
+    known = make(folder=str(tmp_path))
+    for _ in range(2):
+        assert known.name(Picture(path.as_uri(), None)) == (name_of(b"one"), None)
+    assert names.quickly == 1
+    path.write_bytes(b"two")
+    assert known.name(Picture(path.as_uri(), None)) == (name_of(b"two"), None)
+
+
+def test_a_file_that_was_written_a_moment_ago_is_read_each_time(
+    make: Make, names: Names, tmp_path: Path
+) -> None:
+    """Its size, its times and its inode would be the same for what is written in this very tick."""
+    path = tmp_path / "one.png"
+    path.write_bytes(b"one")
+    known = make(folder=str(tmp_path), now_ns=lambda: path.stat().st_mtime_ns + 1)
+    for number in (1, 2):
+        assert known.name(Picture(path.as_uri(), None))[0] == name_of(b"one")
+        assert names.quickly == number
+
+
+def test_nothing_outside_of_the_allowed_folder_is_looked_at(make: Make, tmp_path: Path) -> None:
+    inside, outside = tmp_path / "in", tmp_path / "out"
+    for folder in (inside, outside):
+        folder.mkdir()
+        (folder / "one.png").write_bytes(b"one")
+    (inside / "link.png").symlink_to(outside / "one.png")
+    os.mkfifo(inside / "pipe")
+    known = make(folder=str(inside))
+    assert known.name(Picture((inside / "one.png").as_uri(), None))[0] == name_of(b"one")
+    refused = [
+        (outside / "one.png").as_uri(),
+        (inside / "link.png").as_uri(),
+        (inside / "pipe").as_uri(),
+        (inside / "absent.png").as_uri(),
+        inside.as_uri(),
+        f"{inside.as_uri()}/../out/one.png",
+        f"{inside.as_uri()}/%2e%2e/out/one.png",
+        f"{inside.as_uri()}/\0",
+        "file:///etc/passwd",
+        "file://",
+    ]
+    assert [reason_of(known, url) for url in refused] == ["file"] * len(refused)
+    assert reason_of(make(), (inside / "one.png").as_uri()) == "file"  # vLLM reads none
+
+
+def test_a_file_over_the_limit_is_not_read(make: Make, names: Names, tmp_path: Path) -> None:
+    (tmp_path / "large.png").write_bytes(b"1" * 11)
+    known = make(folder=str(tmp_path), most_bytes=10)
+    assert reason_of(known, (tmp_path / "large.png").as_uri()) == "file"
+    assert names.quickly == 0
+
+
+# -- leases ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tier(tmp_path: Path) -> Iterator[Tier]:
+    made = Tier(
+        tmp_path / "tier",
+        NAMESPACE,
+        budget_bytes=1 << 20,
+        min_free_bytes=0,
+        counters=Counters(),
+        check_values=True,
+    )
+    yield made
+    made.close()
+
+
+def key_of(identifier: str) -> Key:
+    key = make_key(identifier)
+    assert key is not None
+    return key
+
+
+def publish(
+    tier: Tier, identifier: str, *, placeholder: Any = GRID, modality: str = "image"
+) -> None:
+    data = bytes(4 * 8 * 2)
+    header = Header(
+        identifier, NAMESPACE, modality, Shape(4, 8, "bfloat16"), codec.checksum(data), placeholder
+    )
+    tier.writer.publish(key_of(identifier), [codec.encode_header(header), data])
+
+
+def leases(tier: Tier, **policy: Any) -> Leases:
+    return Leases(tier, KeyPolicy(**policy), FIELDS)
+
+
+def pins_of(tier: Tier) -> list[Path]:
+    return [path for path in tier.pins.folder().iterdir() if path.suffix == ".safetensors"]
+
+
+def test_what_is_leased_outlives_eviction_until_it_is_given_back(tier: Tier) -> None:
+    one, two = name_of(b"one"), "the client's own"
+    publish(tier, one)
+    publish(tier, two)
+    held = leases(tier)
+    lease = held.take([(one, None), (two, GRID), (one, None)])
+    assert lease.named == [(one, GRID), (two, GRID), (one, GRID)]
+    assert len(pins_of(tier)) == len(lease.pins) == 2
+    for _ in range(2):
+        held.give_back(lease)
+    assert pins_of(tier) == []
+
+
+def test_one_picture_that_is_not_here_and_none_is_held(tier: Tier) -> None:
+    one, two = name_of(b"one"), name_of(b"two")
+    publish(tier, one)
+    with pytest.raises(UntouchedError, match="not_here"):
+        leases(tier).take([(one, None), (two, None)])
+    publish(tier, two)
+    evict(tier, key_of(two))
+    with pytest.raises(UntouchedError, match="not_here"):
+        leases(tier).take([(one, None), (two, None)])
+    assert pins_of(tier) == []
+
+
+def test_bytes_that_are_not_what_was_stored_are_not_counted_on(tier: Tier) -> None:
+    one = name_of(b"one")
+    publish(tier, one)
+    (path,) = Path(tier.entries.objects).rglob("*.safetensors")
+    path.write_bytes(path.read_bytes()[:-1] + b"\1")
+    with pytest.raises(UntouchedError, match="not_here"):
+        leases(tier).take([(one, None)])
+    assert pins_of(tier) == []
+
+
+@pytest.mark.parametrize(
+    "stored",
+    [{"placeholder": {}}, {"placeholder": None}, {"placeholder": {**GRID, "more": 1}},
+     {"modality": "video"}],
+    ids=["no metadata", "unseen", "more", "a video"],
+)  # fmt: skip
+def test_an_entry_that_says_something_else_of_its_placeholder_is_not_used(
+    stored: dict[str, Any], tier: Tier
+) -> None:
+    one = name_of(b"one")
+    publish(tier, one, **stored)
+    with pytest.raises(UntouchedError, match="no_metadata"):
+        leases(tier).take([(one, None)])
+    assert pins_of(tier) == []
+
+
+def test_a_clients_name_for_another_size_than_the_stored_one_is_not_used(tier: Tier) -> None:
+    publish(tier, "mine")
+    with pytest.raises(UntouchedError, match="other_size"):
+        leases(tier).take([("mine", {"image_grid_thw": [1, 8, 8]})])
+    assert pins_of(tier) == []
+
+
+def test_a_clients_name_is_not_used_where_clients_may_not_choose(tier: Tier) -> None:
+    publish(tier, "mine")
+    with pytest.raises(UntouchedError, match="client_ids"):
+        leases(tier, trust_client_ids=False).take([("mine", GRID)])
