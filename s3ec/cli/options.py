@@ -172,6 +172,7 @@ class SettingsSource:
         """The same with more options; None means that one was not given."""
         more = {name: value for name, value in given.items() if value is not None}
         return replace(self, overrides={**self.overrides, **more})
+
     def beside(self, url: str, given: Mapping[str, str], config: str | None) -> SettingsSource:
         """The same for another corpus.
 

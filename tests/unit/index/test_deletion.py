@@ -185,8 +185,8 @@ async def test_readers_that_could_not_be_told_are_an_error(
         await delete(FaultStore(memory, Script([fault])), 1)
     assert LAYOUT.object(KEYS[1]) in memory.bucket.objects
     second = Fault("put_if_absent", "/delta/", skip=1, error=UnavailableError)
+    same = FaultStore(MemoryStore(memory.bucket, clock=clock), Script([second]))
     with pytest.raises(UnavailableError, match="what is deleted and what is not"):
-        same = FaultStore(MemoryStore(memory.bucket, clock=clock), Script([second]))
         await delete_keys(same, KEYS[1:2], clock)
     assert LAYOUT.object(KEYS[1]) not in memory.bucket.objects
     assert set(await view(memory)) == set()
