@@ -159,6 +159,10 @@ ENTRIES: dict[str, Entry] = {
         "s3ec.dev.bench.gc",
         "20,000 small objects deleted, beside boto3 with batches of 1000.",
         240,
+    "reference": Entry(
+        "s3ec.dev.bench.reference",
+        "A request that names a picture, beside the same one with pixels: bytes, CPU, first token.",
+        180,
         alone=True,
     ),
     "amplification": Entry(
@@ -180,7 +184,7 @@ DATA = (
     *("interference", "load", "save", "node"),
 )
 # `s3ec bench corpus`: jobs over a corpus, and requests without pixels.
-CORPUS: tuple[str, ...] = ("precompute", "hydrate", "verify", "gc")
+CORPUS: tuple[str, ...] = ("precompute", "hydrate", "verify", "gc", "reference",)
 _FAR = re.compile(r"fetch([1-9][0-9]{0,3})")
 
 
