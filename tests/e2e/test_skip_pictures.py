@@ -21,6 +21,7 @@ from PIL import Image
 
 from s3ec.dev.rigs.api_server import ApiServer
 from s3ec.dev.rigs.engine import ec_config
+from s3ec.dev.rigs.models import write_qwen_vl
 from s3ec.dev.rigs.nursery import EngineForkServer
 from s3ec.dev.rigs.vllm_cpu import STEADY
 from tests.e2e.rig import Gallery, eventually
@@ -139,7 +140,9 @@ class Rig:
 
 
 @pytest.fixture(scope="module")
-def rig(workdir: Path, gallery: Gallery, qwen: Path, nursery: EngineForkServer) -> Iterator[Rig]:
+def rig(workdir: Path, gallery: Gallery, nursery: EngineForkServer) -> Iterator[Rig]:
+    # No picture takes more than one of the two places of the encoder cache.
+    model = write_qwen_vl(workdir / "skip-model", "qwen2-vl", max_pixels=_SIDE**2)
     home = workdir / "skip-pictures"
     home.mkdir()
     for name, path in zip(_NAMES, gallery.corpus.values(), strict=False):
@@ -151,7 +154,7 @@ def rig(workdir: Path, gallery: Gallery, qwen: Path, nursery: EngineForkServer) 
                 "min_free_bytes": 0, "wait": "always"}  # fmt: skip
     with (
         ApiServer(
-            qwen,
+            model,
             ec=json.dumps(ec_config("ec_both", settings)),
             log_path=home / "server.log",
             env={
@@ -168,6 +171,7 @@ def rig(workdir: Path, gallery: Gallery, qwen: Path, nursery: EngineForkServer) 
                 "--seed": 0,
                 # An encoder cache of two pictures, so that embeddings come from the tier.
                 "--max-num-batched-tokens": 128,
+                "--limit-mm-per-prompt": '{"video": 0}',
                 "--enable-prefix-caching": None,
                 "--allowed-local-media-path": str(home),
                 "--shutdown-timeout": 20,
